@@ -59,7 +59,7 @@ LEARNT = {  # data and what is special: flags, least exact test score
 
 
 def _minesweeper(side):
-    """A grid on which 20 % of the nodes are mines; the number of mines around is known of one node in two."""
+    """Make a grid on which 20 % of the nodes are mines; every second node knows the number of mines around it."""
     random, (x, y) = np.random.default_rng(0), np.divmod(np.arange(side**2), side)
     far = np.maximum(abs(x[:, None] - x), abs(y[:, None] - y))
     edges = np.stack(np.nonzero(far == 1))
@@ -318,7 +318,7 @@ def test_graph_task_scores_binary_targets_by_roc_auc(tmp_path, capsys):
 
 @pytest.mark.parametrize("local, train, has", [(1, 600, False), (0, 600, True), (0, 20, False)])
 def test_residual_connections_of_gcn_go_by_classes(local, train, has, tmp_path, capsys):
-    """A checkpoint keeps what was decided, or typed."""
+    """A checkpoint keeps what was decided by default or typed."""
     data = f"synthetic:nodes=1200,local={local},community=100,classes=4,train={train}"
     words = [f"--dataset {data} --model gcn", *COMMON, "--epochs 1"]
     _run_here(tmp_path, *words)
@@ -400,7 +400,7 @@ def test_own_model_trains_resumes_and_predicts(library, tiny, tmp_path):
 
 
 def test_own_model_runs_only_a_file_that_was_named(tiny, tmp_path):
-    """What a checkpoint says of a file never makes that file run; a changed file is said."""
+    """A file named only in a checkpoint is never run; a file that has changed since is reported."""
     file, ran = tmp_path / "net.py", tmp_path / "ran"
     file.write_text(OWN_LAYERS + f"\nopen({str(ran)!r}, 'a').write('x')\n")
     _train(f"--dataset {tiny} --model {file}:Net", OWN, f"--epochs 1 --checkpoint {tmp_path}/c.pt")
@@ -514,7 +514,7 @@ class Net(torch.nn.Module):
 
 
 def test_own_model_with_parameters_that_are_not_used(tiny, tmp_path):
-    """They take no part in the exchange of gradients: two processes train as one does."""
+    """They are left out of the gradient all-reduce: two processes train as one does."""
     (tmp_path / "net.py").write_text(UNUSED)
     common = f"--dataset {tiny} --gpus 0 --fanout 5 --epochs 3 --model {tmp_path}/net.py:Net"
     for procs, words in ((1, "--batch-size 200"), (2, "--accumulate 2 --batch-size 50")):
@@ -525,7 +525,7 @@ def test_own_model_with_parameters_that_are_not_used(tiny, tmp_path):
 
 
 def test_own_model_of_our_layers_is_evaluated_layer_by_layer(tiny, tmp_path, monkeypatch):
-    """A function that returns a GNN gets its degrees; batches of all neighbours give the same."""
+    """A function that returns a GNN gets its degrees; batches with all neighbours give the same logits."""
     file = tmp_path / "net.py"
     file.write_text(
         "from model import GNN\ndef Net(in_dim, num_classes, conv='gcn'):\n"
@@ -561,7 +561,7 @@ class Finish(Net):
 def test_what_a_subclass_of_gnn_changes_counts_in_training_and_evaluation(
     name, conv, tiny, tmp_path
 ):
-    """Both leave nothing of the features: the logits of all nodes are the same."""
+    """Both subclasses discard the features: all nodes have the same logits."""
     (tmp_path / "net.py").write_text(CHANGED)
     words = (
         f"--dataset {tiny} --model {tmp_path}/net.py:{name} --model-args conv={conv} --fanout 4,4"

@@ -65,7 +65,7 @@ def test_attack_tells_the_ends_of_a_case_apart(expected, code, printed, notes, t
 
 
 def test_attack_changes_one_thing_and_the_same_one_each_time(tmp_path):
-    """Every way of changing bytes is drawn, a link to a file outside is planted, and a seed stands for one change."""
+    """Every way of changing bytes is drawn, a link to an outside file is planted, and a seed fixes the change."""
     draws = [harm.other_bytes(b"1,2\n" * 3000, np.random.default_rng(i)) for i in range(300)]
     assert draws[7] == harm.other_bytes(b"1,2\n" * 3000, np.random.default_rng(7))
     assert len({what.partition(" at ")[0] for _, what in draws}) == 9
@@ -78,7 +78,7 @@ def test_attack_changes_one_thing_and_the_same_one_each_time(tmp_path):
 
 
 def _bench(words, out, code=0):
-    """Run python -m bench on a small graph -> what --json holds."""
+    """Run python -m bench on a small graph -> the content of --json."""
     small = f"--root {out.parent} --hidden 8 --threads 2 --json {out}"
     assert bench.main(f"{words} {small}".split()) == code
     return json.loads(out.read_text())
@@ -97,7 +97,7 @@ def test_bench_inference_equals_dgls_loop(tmp_path):
 
 
 def test_bench_roofline_counts_what_kernels_are_launched_with(tmp_path):
-    """Every byte of a product, a sum that adds up, and as many launches as the emulated GPU takes for these hops."""
+    """All bytes of a product, rows that add up to the total, and the launches of the emulated GPU for these hops."""
     words = f"roofline --dataset {TINY} --fanout 4,3 --batch-size 32"
     for name, rows in _bench(words, tmp_path / "r.json")["kernels"].items():
         *parts, whole = rows.values()
@@ -112,7 +112,7 @@ def test_bench_roofline_counts_what_kernels_are_launched_with(tmp_path):
 
 
 def test_bench_accuracy_trains_on_the_largest_component(tmp_path, monkeypatch, capsys):
-    """Of two components of three and two nodes and one alone, the largest keeps its labels."""
+    """Components of three and two nodes and an isolated node: the largest keeps its labels."""
     edges = [[0, 4, 2, 3, 1], [4, 2, 0, 1, 3]]
     np.savez(tmp_path / "amazon_computers.npz", edge_index=edges, labels=range(6))
     three = bench_accuracy.real(types.SimpleNamespace(data=tmp_path), "amazon_computers")
@@ -141,7 +141,7 @@ def test_bench_accuracy_trains_on_the_largest_component(tmp_path, monkeypatch, c
 
 
 def test_bench_picture_draws_what_is_committed_and_figures_of_a_gpu(tmp_path, monkeypatch, capsys):
-    """Where there is nothing to draw, that is refused."""
+    """Without anything to draw it is refused."""
     pytest.importorskip("matplotlib")
     parts = {
         "sampling": {"contenders": {"native": {"median_ms": 0.2}}},
@@ -198,7 +198,7 @@ def test_bench_without_a_gpu_says_so(tmp_path, monkeypatch, capsys):
 
 
 def _part(args, record):
-    """A part of each name."""
+    """Stands in for a part of bench gpu, and behaves as its name says."""
     if record.part == "keeps":
         record.keep(summary=f"{args.batch_size} seeds in 1.5 ms")
     elif record.part == "raises":
@@ -213,7 +213,7 @@ def _part(args, record):
 
 
 def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
-    """An exception, a crash and a time limit are written into the part's entry, and the others run."""
+    """An exception, a crash and a timeout are written into the part's entry, and the other parts run."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(bench_gpu, "START", "fork")  # spawning takes seconds each
     parts = {"raises": (_part, 60), "dies": (_part, 60), "hangs": (_part, 1), "keeps": (_part, 60)}
@@ -256,7 +256,7 @@ def test_bench_gpu_trains_epochs_without_exact_scores(tmp_path):
 
 
 def test_bench_link_takes_steps_beside_dgl(tmp_path):
-    """Every contender takes the same kind of step, here and in a process of its own: losses near a coin's, which is ln 2."""
+    """Contenders take the same kind of step, in this process and in their own: losses near ln 2, that of a coin."""
     words = f"link --dataset {TINY} --rounds 2 --fanout 3,3 --batch-size 50"
     found = _bench(words, tmp_path / "l.json")["contenders"]
     dgls = ["DGL as shipped", "DGL, malloc kept"] if _has("dgl") else []
@@ -265,7 +265,7 @@ def test_bench_link_takes_steps_beside_dgl(tmp_path):
 
 
 def test_readme_commands_run_word_for_word(tmp_path):
-    """All that need no GPU, download or second graph, in README's order, with small settings behind them."""
+    """All commands that need no GPU, download or second graph, in README's order, with small settings appended."""
     for path in HERE.glob("*.py"):
         shutil.copy(path, tmp_path)
     for folder in ("native", "disk", "sources", "tasks", "run", "bench", "results"):
@@ -316,7 +316,7 @@ def test_readme_commands_run_word_for_word(tmp_path):
 
 
 def test_readme_python_blocks_run(tmp_path, monkeypatch):
-    """README's Python, in its order, on a small graph under the names that it uses; DGL's and PyG's where they are."""
+    """README's Python blocks in order, on a small graph under the names they use; those of DGL and PyG if installed."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     names = {

@@ -69,7 +69,7 @@ def test_datasets_molecules(tmp_path):
 
 
 def _crystals(file, **changes):
-    """Three cells of copper, of 4, 1 and 2 atoms."""
+    """Make three unit cells of copper, with 4, 1 and 2 atoms."""
     entries = dict(
         atom_offsets=[0, 4, 5, 7],
         Z=np.full(7, 29),
@@ -145,7 +145,7 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
 
 
 def _same(path, reference):
-    """Whether a store has the same bytes as another, but for meta.json."""
+    """Return whether two stores have the same bytes, except in meta.json."""
     return {**_sums(path), "meta.json": 0} == {**_sums(reference), "meta.json": 0}
 
 
@@ -153,7 +153,7 @@ SPLIT = {"train": np.arange(50), "valid": np.arange(50, 60), "test": np.arange(6
 
 
 def _tables(headers=None, **tables):
-    """Write arrays as csv files, some of them under a header."""
+    """Write arrays as csv files, some of them with a header."""
     for name, array in tables.items():
         header = (headers or {}).get(name, "")
         np.savetxt(f"{name}.csv", array, "%.9g", ",", header=header, comments="")
@@ -252,7 +252,7 @@ def test_store_build_seed_draws_a_split(tmp_path):
 
 
 def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
-    """The same store from arrays, .npz, DGL, PyG and tables of columns by name, number or file, one of them packed."""
+    """The same store from arrays, .npz, DGL, PyG, and tables with columns by name, number or file, one compressed."""
     monkeypatch.chdir(tmp_path)
     rng, args = np.random.default_rng(1), {**_graph(), "split": SPLIT, "num_classes": None}
     edges, (src, dst) = args["edge_index"], args["edge_index"]

@@ -31,7 +31,7 @@ from tests.stores import _refuses
 
 
 def _table(tmp_path, rows, row_bytes, offset=4096, **options):
-    """A reader of a table of random bytes behind `offset` others -> (its file, uint8 [rows, row_bytes], reader)."""
+    """Make a file of random bytes behind a header of `offset` bytes -> (its file, uint8 [rows, row_bytes], reader)."""
     table = np.random.default_rng(0).integers(0, 256, (rows, row_bytes), np.uint8)
     path = tmp_path / "table"
     path.write_bytes(bytes(offset) + table.tobytes())
@@ -84,7 +84,7 @@ def test_neighbouring_rows_are_one_request_and_bytes_are_counted(tmp_path):
 
 
 def _rows_read(rows, gap=4, most=64):
-    """Rows of 1 KiB that are read for these, ascending: requests of at most 64 KiB, with gaps of at most 4 KiB."""
+    """Return the 1 KiB rows that are read for these ascending ones: requests of up to 64 KiB, gaps of up to 4 KiB."""
     total, start, end = 0, rows[0], rows[0]
     for row in rows:
         if row - end > gap or row + 1 - start > most:
@@ -131,7 +131,7 @@ static ssize_t flaky(int file, void *to, size_t count, off_t offset) {
 
 
 def _flaky(fails):
-    """The reader's C code with a device that is slow, answers in parts, is interrupted and, where `fails` holds, broken."""
+    """Return the reader's C code for a device that is slow, reads short, is interrupted and, if `fails`, broken."""
     text = build.read_source("rows.c")
     return text.replace("typedef int64_t i64;", FLAKY.replace("FAILS", fails), 1)
 
@@ -164,7 +164,7 @@ def _planner(pages, row_bytes, places, window, offset=0):
 
 
 class _Pages:
-    """Carries out what KeptPages decides; row i of the table is page i."""
+    """Carries out the decisions of KeptPages; row i of the table is page i."""
 
     def __init__(self, pages, places, window):
         self.planner, self.places = _planner(pages, mmap.PAGESIZE, places, window), places
@@ -194,7 +194,7 @@ class _Pages:
 
 
 def _min_reads(trace, places):
-    """Misses of MIN, which are the fewest: after each batch the pages whose next use is nearest stay."""
+    """Count the misses of Belady's MIN, the fewest possible: each batch keeps the pages with the nearest next use."""
     kept, misses = set(range(places)), 0
     for t, batch in enumerate(trace):
         misses += len(batch - kept)
@@ -221,7 +221,7 @@ def test_a_longer_window_reads_less_down_to_the_fewest_reads(pages, count, most,
 
 
 def test_what_is_forgotten_is_not_planned():
-    """Batches are expected, planned or all forgotten in any order: what is kept stays known."""
+    """Batches are expected, planned or all forgotten in any order: the record of kept pages stays right."""
     rng, pages = np.random.default_rng(0), _Pages(10, 4, 6)
     for _ in range(3000):
         what = rng.integers(9)
@@ -251,7 +251,7 @@ def test_the_pages_of_rows(offset, row_bytes):
 
 
 def _large(tmp_path, monkeypatch, width=24, num_nodes=600):
-    """A store whose features stay on disk -> GraphStore; `.x` is what they are."""
+    """Make a store whose features stay on disk -> GraphStore; `.x` holds them in memory."""
     x = torch.randn(num_nodes, width, generator=torch.Generator().manual_seed(0))
     edges = np.random.default_rng(0).integers(0, num_nodes - 3, (2, 12 * num_nodes))
     path = _store(tmp_path / "g", num_nodes, features=x, edge_index=edges)
@@ -264,21 +264,21 @@ def _large(tmp_path, monkeypatch, width=24, num_nodes=600):
 
 
 def _loader(graph, features=None, batch_size=2, depth=2, nodes=None, **options):
-    """Batches of the training nodes, fanout 3,3, their features through `features`."""
+    """Return a loader over the training nodes, fanout 3,3, that gathers from `features`."""
     ring = features and FeatureRing(features, graph.labels, slots=depth + 1)
     nodes, options = graph.split["train"][:nodes], {**options, "depth": depth, "ring": ring}
     return loader.NodeLoader(graph, nodes, [3, 3], batch_size=batch_size, **options)
 
 
 def _right(batches, graph):
-    """The batches, after a look at their features."""
+    """Yield the batches after asserting that their features are right."""
     for batch in batches:
         assert torch.equal(batch.x, graph.x[batch.blocks[0].src_nodes.long()])
         yield batch
 
 
 def _advice(tensor):
-    """The kernel's flags of the memory map that a tensor lies in: "rr" where it does not read ahead."""
+    """Return the kernel's flags of the memory map that holds a tensor: "rr" if read-ahead is off."""
     flags, inside = "", False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if ends := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -350,7 +350,7 @@ def test_batches_through_a_lookahead_cache_are_the_same(budget, window, tmp_path
 
 
 def _resident(file):
-    """Which pages of a file are in the page cache -> bool array; without mapping or touching one."""
+    """Return which pages of a file are in the page cache -> bool array, without mapping or touching any."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(file, "rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_COPY) as memory:
         found = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.uint8)
@@ -363,7 +363,7 @@ def _resident(file):
 
 
 def _on_disk(tmp_path, monkeypatch, width, share=0.5):
-    """A store whose features go through the page cache, with room for a share of them -> GraphStore, their file."""
+    """Make a store whose features go through a page cache with room for a share of them -> GraphStore, their file."""
     graph = _large(tmp_path, monkeypatch, width, num_nodes=6000)
     file = graph.path / "features.npy"
     beside = graph.indptr.nbytes + graph.indices.nbytes
@@ -384,8 +384,8 @@ def _on_disk(tmp_path, monkeypatch, width, share=0.5):
 
 
 def _read_first(monkeypatch, file, pages):
-    """Have so many pages of a file in the page cache before training starts, in the place of the thread that reads in
-    order: a page that is given up while the disk is still at it stays."""
+    """Read that many pages of a file into the page cache before training, instead of the thread
+    that reads in order: a page evicted while the disk still reads it stays."""
     monkeypatch.setattr(cache, "read_in_order", lambda *words: None)
     with open(file, "rb") as data:
         os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
@@ -395,7 +395,7 @@ def _read_first(monkeypatch, file, pages):
 
 
 def _told(monkeypatch):
-    """(pages that plans give up, pages that the kernel is told to drop), of a batch each, as they come."""
+    """Record, one entry a batch, the pages that plans give up and those that the kernel is told to drop; two lists."""
     planned, dropped, plan, advise = [], [], cache.KeptPages.plan, cache.KeptPages.advise
 
     def plans(self):

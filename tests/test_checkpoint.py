@@ -224,7 +224,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_names_no_file_to_write(tiny
 
 
 def test_forged_checkpoints_end_in_a_sentence(tmp_path, monkeypatch, capsys):
-    """90 changed as bench/attack.py does, of all tasks: trained on, or refused in one sentence."""
+    """90 checkpoints of all tasks, changed as by bench/attack.py, are resumed or refused in one line."""
     monkeypatch.chdir(tmp_path)  # where code in them would leave a file
     path = build_store(tmp_path / "g", **_graph(num_nodes=200, width=6, classes=4))
     split = {"train": range(30), "valid": range(30, 40)}
@@ -260,7 +260,7 @@ def test_forged_checkpoints_end_in_a_sentence(tmp_path, monkeypatch, capsys):
 
 
 def _same_zip(state, zip64):
-    """A checkpoint, as torch writes it or without the directory of large files."""
+    """Return the bytes of a checkpoint, as torch writes it or without its ZIP64 directory."""
     file, plain = io.BytesIO(), io.BytesIO()
     torch.save(state, file)
     with zipfile.ZipFile(file) as archive, zipfile.ZipFile(plain, "w") as copy:
@@ -271,7 +271,7 @@ def _same_zip(state, zip64):
 
 @pytest.mark.parametrize("zip64", [True, False])
 def test_what_is_checked_of_a_checkpoint_is_what_is_loaded(zip64):
-    """A file with two directories: zipfile takes one, torch the other."""
+    """In a file with two directories zipfile reads one, torch the other."""
     first, second = (_same_zip({"a": torch.full((9,), value)}, zip64) for value in (1.0, 2.0))
     both = first + second
     assert torch.load(io.BytesIO(both), weights_only=True)["a"][0] == 1

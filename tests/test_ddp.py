@@ -57,7 +57,7 @@ def _elastic_rank(*words):
 
 
 def _elastic(*words):
-    """What torchrun does, with ranks that are forked; each in a fork of its own, since it ends without a return."""
+    """Run ranks as torchrun does, but forked, in a fork of its own since it does not return."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     options = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "start_method": "fork"}
@@ -83,7 +83,7 @@ def test_torchrun_brings_a_killed_rank_back(tiny, tmp_path):
 
 
 def test_two_hosts_equal_one(tiny, tmp_path):
-    """Two launchers with a rank each, as on two machines; what torchrun does when a rank is lost is tested above."""
+    """Two launchers with one rank each, as on two machines; torchrun's reaction to a lost rank is tested above."""
     common, files = f"--dataset {tiny} {SMALL_STEPS}", [tmp_path / "one.pt", tmp_path / "two.pt"]
     expected = _start_fork(tmp_path / "out", common, f"--procs 2 --checkpoint {files[0]}")
     with socket.socket() as free:
@@ -124,7 +124,7 @@ if __name__ == "__main__":
 
 
 def test_starts_and_stops_leave_nothing_behind(tmp_path):
-    """Also where gloo holds tensors still, which ended one in two in an abort. RINGBLOCK_STARTS=100 starts as often."""
+    """Even if gloo still holds tensors, which aborted every other run. RINGBLOCK_STARTS=100 repeats that often."""
     (tmp_path / "starts.py").write_text(_STARTS.format(here=str(HERE)))
     memory, starts = set(os.listdir("/dev/shm")), int(os.environ.get("RINGBLOCK_STARTS", 3))
     left, pipes = set(), {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -182,7 +182,7 @@ def test_train_ctrl_c_during_the_imports_leaves_no_traceback():
 
 
 def test_ranks_ignore_ctrl_c_before_they_import_torch(tiny):
-    """A terminal signals them as well: a traceback of the import would come of it."""
+    """A terminal signals ranks too, and the import would end in a traceback."""
     process = _start(f"--dataset {tiny} --gpus 0 --procs 2 --epochs 9", start_new_session=True)
     text = lambda pid, file: Path(f"/proc/{pid}/{file}").read_text()  # noqa: E731
     while not (ranks := [p for p in _running_below(process.pid)[1:] if "torch" in text(p, "maps")]):
@@ -194,7 +194,7 @@ def test_ranks_ignore_ctrl_c_before_they_import_torch(tiny):
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(tiny, tmp_path):
-    """The real script with spawned ranks, which a terminal signals as well; forks are tested with other signals."""
+    """The real script with spawned ranks, which a terminal signals too; forks are tested with other signals."""
     common = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3 --dropout 0.5"
     stopped, resumed, straight = (tmp_path / f"{n}.pt" for n in ("c", "resumed", "straight"))
     process = _start(common, f"--epochs 10000 --checkpoint {stopped}", start_new_session=True)
@@ -340,7 +340,7 @@ def test_no_rank_begins_and_perhaps_ends_before_all_have_joined(tmp_path):
 
 
 def _launch_within(seconds, *work):
-    """ddp.launch with another timeout, to be called in a fork."""
+    """Call ddp.launch with another timeout, in a fork."""
     ddp.TIMEOUT = datetime.timedelta(seconds=seconds)
     ddp.launch(*work)
 
@@ -372,7 +372,7 @@ def test_a_killed_parent_leaves_no_orphans(when, tiny):
 
 
 def _listening(pids):
-    """Addresses, as the kernel writes them, on which processes accept connections."""
+    """Return the addresses, as the kernel writes them, on which processes accept connections."""
     sockets = set()
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").iterdir():

@@ -100,7 +100,7 @@ def test_store_readers_see_all_of_an_update_or_none(tmp_path):
 
 
 def _reads_as_nobody(path, ids, stop, results):
-    """Gather as a user who may not write until told to stop -> torn gathers, states that were seen, locks."""
+    """Gather as a user without write permission until told to stop -> (torn gathers, states seen, locks)."""
     os.setgid(65534)
     os.setuid(65534)
     torch.set_num_threads(1)  # of the others a fork has none
@@ -114,7 +114,7 @@ def _reads_as_nobody(path, ids, stop, results):
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can be another user")
 def test_store_another_users_reader_sees_all_of_an_update_or_none():
-    """The reader may not write the lock file, so the writer cannot know what it reads."""
+    """The reader cannot write the lock file, so the writer does not know which state it reads."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         path, rows, ids = Path(folder, "g"), torch.zeros(2000, 64), torch.arange(2000)
@@ -132,7 +132,7 @@ def test_store_another_users_reader_sees_all_of_an_update_or_none():
 
 
 def test_store_lmdb_where_address_space_is_limited(tmp_path):
-    """As under ulimit -v: the map is small, and reading and writing go on."""
+    """As under ulimit -v: the map stays small, and reads and writes work."""
     x = torch.rand(200, 5)
     path = _store(tmp_path / "g", backend="lmdb", features=x)
 
@@ -161,7 +161,7 @@ def test_store_a_transaction_keeps_its_state_while_others_write(tmp_path):
 
 
 def test_store_a_later_state_that_was_damaged_is_not_passed_over_for_the_one_before(tmp_path):
-    """LMDB takes the state with the higher number; if that or its number is damaged, the other one."""
+    """LMDB opens the state with the higher number, or the other one if that state or its number is damaged."""
     path = build_graphs(tmp_path / "many", [_graphs(5)])
     for more in (3, 4):
         data = (path / "graphs.lmdb").read_bytes()
@@ -177,7 +177,7 @@ def test_store_a_later_state_that_was_damaged_is_not_passed_over_for_the_one_bef
 
 
 def test_store_a_closed_file_is_opened_anew(tmp_path):
-    """Of the same number on the disk, as that of a file which was removed can be; what was closed is still held."""
+    """Even under an inode number that a removed file had, while the closed object is still referenced."""
     pytest.importorskip("lmdb")
     closed, again = (lmdb_rows.LmdbFile(tmp_path / "f.lmdb", sync=False) for _ in range(2))
     closed.append([b"a"])
@@ -448,7 +448,7 @@ def test_store_errors_are_one_line_whatever_they_quote():
 
 
 def test_store_is_a_folder_of_regular_files(tmp_path, capsys):
-    """Whatever else somebody puts there is not opened: no link is followed, no pipe waited for."""
+    """Anything else put there is not opened: no link is followed, no pipe blocks."""
     path, many = _store(tmp_path / "g", backend="lmdb"), _many(tmp_path / "many", 3).path
     precious = tmp_path / "precious"
     for folder, kind, check in ((path, GraphStore, verify), (many, GraphDataset, verify_graphs)):

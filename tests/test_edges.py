@@ -27,7 +27,7 @@ from tests.stores import _events
 
 @pytest.fixture
 def pointed(tmp_path):
-    """Every node has six in-neighbours with a sign each, and its class is the sign of the one whose edge is marked."""
+    """Make a store in which nodes have six signed in-neighbours, and the class is the sign behind the marked edge."""
     rng = np.random.default_rng(0)
     sign = rng.integers(0, 2, 600)
     src = np.stack([rng.permutation(599)[:6] for _ in range(600)])
@@ -46,7 +46,7 @@ def pointed(tmp_path):
 
 @pytest.mark.parametrize("name", ["gat", "gine", "gin"])
 def test_train_learns_from_the_features_of_edges(name, pointed, tmp_path):
-    """And resumes, predicts, and says what it does with them."""
+    """Also resumes, predicts, and prints how it uses them."""
     sees, log = name != "gin", tmp_path / "log"
     words = f"--dataset {pointed} --gpus 0 --model {name} --fanout 6 --hidden 16 --dropout 0"
     words += f" --lr 0.02 --norm none --batch-size 100 --epochs {60 if sees else 20} --log {log}"
@@ -150,7 +150,7 @@ DRAWN = [  # flags, what is said, columns and options of the sampler
 
 @pytest.mark.parametrize("words, said, column, options", DRAWN)
 def test_a_run_draws_by_what_edges_carry(words, said, column, options, tmp_path, capsys):
-    """Its batches are those of a sampler that is given these columns of the store, and the times of the seeds."""
+    """Its batches equal those of a sampler with these columns of the store and the times of the seeds."""
     path = _store(tmp_path / "g", **_events(200, 3000))
     words = f"--dataset {path} --gpus 0 --model gin --fanout 3,2 --batch-size 20 {words}"
     run = open_run(ddp.Ranks(), train.parse_args(words.split()), path)
@@ -186,7 +186,7 @@ def test_train_at_its_own_time_is_the_same_for_any_number_of_processes(tmp_path)
 @pytest.mark.parametrize("temporal", ["at", "before"])
 @pytest.mark.parametrize("name", ["sage", "gat", "gin", "gine"])
 def test_exact_inference_at_a_time_is_of_the_graph_of_that_time(name, temporal, tmp_path):
-    """Each node's logits are those of the graph that holds nothing but the edges which it may see."""
+    """A node's logits are those on the graph of only the edges that it may see."""
     rng = np.random.default_rng(3)
     path = build_store(
         tmp_path / "g",

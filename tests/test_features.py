@@ -61,7 +61,7 @@ def test_prefetch_hands_on_the_workers_exception_and_runs_ahead_no_further_than_
 
 
 class _Copies:
-    """In the place of CudaCopies: what is on the device is a clone. The order of copies is in tests/test_step_graph.py."""
+    """Stands in for CudaCopies; clones act as device memory. For the order of copies see tests/test_step_graph.py."""
 
     def stream(self, slot, blocks=()):
         return nullcontext()
@@ -123,7 +123,7 @@ def test_features_ring_aggregates_the_first_hop(copies):
 
 
 class _Rows:
-    """Features behind a gather, as a store's are."""
+    """Features behind a gather method, like a store's."""
 
     def __init__(self, tensor):
         self.rows, self.shape, self.dtype, self.asked = tensor, tensor.shape, tensor.dtype, []
@@ -161,7 +161,7 @@ def test_features_share_alone_keeps_values_and_types():
 
 
 class _Cudart:
-    """Records calls in the place of torch.cuda.cudart(); refuses the piece number `refuse`."""
+    """Stands in for torch.cuda.cudart() and records calls; refuses the piece number `refuse`."""
 
     cudaError = int
 
@@ -185,7 +185,7 @@ class _Cudart:
 
 @pytest.fixture
 def pinned(monkeypatch):
-    """A function: features.gpu_view of host memory, with a stand-in for CUDA's runtime."""
+    """Return features.gpu_view for host memory, with a stand-in for CUDA's runtime."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch, "as_tensor", lambda array, device: array.host)
@@ -242,7 +242,7 @@ def test_features_gpu_view_registers_and_checks_every_code(pinned, monkeypatch):
 
 
 def test_features_gpu_view_unregisters_before_the_memory_goes(pinned, monkeypatch):
-    """A later mapping of the same address could not be registered: CUDA error 712."""
+    """Otherwise a later mapping at the same address could not be registered: CUDA error 712."""
     cudart, rows, done = _Cudart(), share([torch.zeros(50, 30)])[0], []
 
     class View(torch.Tensor):  # keeps the array, as one of torch.as_tensor does
@@ -268,7 +268,7 @@ def test_features_gpu_view_unregisters_before_the_memory_goes(pinned, monkeypatc
 
 
 def _total(rank, table, barrier):
-    """An all-reduce of up to four numbers; table: float64 [ranks, 4], shared."""
+    """All-reduce up to four numbers through table, float64 [ranks, 4], in shared memory."""
 
     def total(*values):
         table[rank, : len(values)] = torch.tensor(values, dtype=torch.float64)
@@ -325,7 +325,7 @@ def test_features_processes_share_one_copy_and_a_kill_leaves_nothing():
 
 
 def _skewed(num_nodes=2000, degree=12, seed=0):
-    """A graph whose sources are drawn by rank^-0.8, with a tenth of its nodes for training."""
+    """Make a graph whose sources are drawn by rank^-0.8, with a tenth of its nodes for training."""
     rng = np.random.default_rng(seed)
     degrees = rng.integers(0, 2 * degree, num_nodes)
     indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degrees)]))

@@ -31,7 +31,7 @@ ALONE_WITH_NATIVE = ("sampler", "features", "model", "ddp")
 
 
 def _sources():
-    """{path relative to the root: text} of what git tracks, or of all files where this is no checkout."""
+    """Return {path from the root: text} of the files that git tracks, or of all files outside a checkout."""
     done = subprocess.run(
         ["git", "-C", HERE, "ls-files", "--cached", "--others", "--exclude-standard"],
         capture_output=True,
@@ -52,7 +52,7 @@ def _side(name):
 
 
 def _imported(tree, modules):
-    """{name of one of our modules: names taken from it} of a syntax tree."""
+    """Return {module of ours: names imported from it} of a syntax tree."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -69,7 +69,7 @@ def _imported(tree, modules):
 
 
 def _private(tree):
-    """(the `_private` names that a syntax tree defines, those that it reads and does not define)."""
+    """Return (`_private` names that a syntax tree defines, those that it reads but does not define)."""
     nodes = list(ast.walk(tree))
     own = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
     own |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
@@ -81,7 +81,7 @@ def _private(tree):
 
 @functools.cache
 def _house():
-    """(figures as in LIMITS, {module: modules that it imports} of the product)."""
+    """Return (figures as in LIMITS, {product module: product modules that it imports})."""
     sources = _sources()
     python = {n: ast.parse(text) for n, text in sources.items() if n.endswith(".py")}
     modules = {n[:-3].replace("/", "."): n for n in python if not n.endswith("__init__.py")}

@@ -42,7 +42,7 @@ def _emulate_layers(folder, monkeypatch):
 
 @pytest.fixture
 def cuda_layers(tmp_path_factory, monkeypatch):
-    """layers_gpu on emulated kernels -> names of the kernels that were launched."""
+    """Put layers_gpu on emulated kernels -> the growing list of kernel names launched."""
     if not shutil.which("cc"):
         pytest.skip("no C compiler")
     return _emulate_layers(tmp_path_factory.getbasetemp(), monkeypatch)
@@ -50,19 +50,19 @@ def cuda_layers(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(params=["emulated GPU", "CPU"])
 def kernels(request, cuda_layers):
-    """native/layers.py with kernels that another compiler runs in another way: one thread at a time, or OpenMP's."""
+    """Return native/layers.py on two kinds of kernels: emulated, one thread at a time, or C with OpenMP."""
     return layers_gpu if request.param == "emulated GPU" else fused
 
 
 def _with_grads(function, weight, *inputs):
-    """[function(*inputs), the gradients of its inputs]; `weight` is the output's, parameters are taken as they are."""
+    """Return [function(*inputs), gradients of its inputs]; weight: the output's gradient. Parameters are not copied."""
     inputs = [t if t.requires_grad else t.clone().requires_grad_() for t in inputs]
     out = function(*inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, weight)]
 
 
 def _layer_block(rng, S, N, ids, degree=6):
-    """indptr and indices of a block with destinations without edges and a source that most have."""
+    """Return indptr and indices of a block with empty destinations and a source that most destinations have."""
     counts = torch.from_numpy(rng.integers(0, degree, S))
     indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     indices = torch.from_numpy(rng.integers(0, N, int(indptr[-1])))
@@ -71,7 +71,7 @@ def _layer_block(rng, S, N, ids, degree=6):
 
 
 def _padded(indptr, indices, k, rows):
-    """The same block with k places for each of `rows` destinations."""
+    """Return the same block with k places for each of `rows` destinations, padded with -1."""
     out = torch.full((rows, k), -1, dtype=indices.dtype)
     for s, (a, b) in enumerate(itertools.pairwise(indptr.tolist())):
         out[s, : b - a] = indices[a:b]
@@ -83,7 +83,7 @@ def _more_rows(t, count, value=0):
 
 
 def _row_operations(indptr, indices, h, own, pair, best, alpha, beta, gamma):
-    """Outputs and gradients of what is done with rows h of a block's sources."""
+    """Return outputs and gradients of the operations on rows h of a block's sources."""
     block, width = (indptr, indices), h.shape[1]
     tables = (torch.empty(len(own), 2 * width, dtype=t) for t in (torch.float32, torch.bfloat16))
     return [
@@ -129,7 +129,7 @@ def test_kernels_equal_torch_operations(kernels, cuda_layers, dtype, ids, monkey
 @pytest.mark.parametrize("ids", ["int", "i64"])
 @pytest.mark.parametrize("rows", ["float", "bf16"])
 def test_cuda_layers_are_a_program_for_nvrtc(ids, rows, tmp_path):
-    """What a C compiler takes, which the other tests ask, may be none for a C++ compiler."""
+    """The other tests compile as C; what C accepts may not be valid C++."""
     for made in ("float", "bf16"):
         text = build.read_source("layers.cu", ID=ids, IN=rows, OUT=made)
         assert "self_and_mean_grad" in _cuda_resources(text, "sm_90", tmp_path)
@@ -148,7 +148,7 @@ def test_cuda_sampler_kernels_stay_in_registers(ids, arch, tmp_path):
 
 
 def _behind(rows, tensor):
-    """A tensor whose last rows are these, behind others that nothing may touch: there is no memory."""
+    """Return a tensor that ends in these rows, preceded by unmapped memory that must not be touched."""
     size = tensor.element_size() * tensor.shape[1]
     start = tensor.data_ptr() - rows * size
     memory = (ctypes.c_char * (rows * size + tensor.nbytes)).from_address(start)
@@ -157,7 +157,7 @@ def _behind(rows, tensor):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cuda_layers_address_rows_in_64_bits(cuda_layers, dtype, monkeypatch):
-    """Rows of which a 32-bit product of number and width would be another address."""
+    """With row numbers whose product with the width overflows 32 bits."""
     width, far, N, S = 1 << 12, 1 << 19, 8, 5
     indptr = torch.arange(S + 1, dtype=torch.int32) * 2
     near, own = torch.randint(N, (2 * S,), dtype=torch.int32), torch.arange(S).int()
@@ -191,7 +191,7 @@ def test_cuda_layers_address_rows_in_64_bits(cuda_layers, dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype, ids", [(torch.float, torch.int32), (torch.bfloat16, torch.int64)])
 def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, monkeypatch):
-    """In torch operations, C and CUDA, with the seed from the host or made of the step on the device."""
+    """In torch operations, C and CUDA, with the seed from the host or computed from the step on the device."""
     on_device = model.layer_seed((123, torch.tensor([77])), 3)
     for key in (2**64 - 12345, sampler.mix(123 ^ 77)):
         on_host = model.layer_seed(key, 3)
@@ -229,7 +229,7 @@ def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, 
 
 
 def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypatch):
-    """Learned rows, features of edges and factors; gradients of gradients."""
+    """Learned rows, edge features and factors; second-order gradients."""
     indptr, indices = _layer_block(np.random.default_rng(18), 9, 12, torch.int64)
     block = sampler.Block(indptr, indices, torch.arange(12))
     h, beta, gamma, edges = (torch.rand(*n) for n in ((12, 4), (9,), (12,), (len(indices), 3)))
@@ -310,7 +310,7 @@ def test_gather_rows_is_index_select(dtype):
 
 
 def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cuda_layers):
-    """Ids of nodes and of edges differ in type: the same kernel takes both."""
+    """Node and edge ids differ in dtype: the same kernel takes both."""
     for dtype in (torch.int32, torch.int64):
         table, ids = torch.randn(50, 4), torch.randint(50, (30,), dtype=dtype)
         assert torch.equal(layers_gpu.gather_rows(table, ids), table[ids.long()])
@@ -392,7 +392,7 @@ def _net(name, widths=(12, 8, 5), **options):
 
 
 def _three_blocks():
-    """Blocks of 12 seeds -> (blocks, features of their sources [N, 20], features of their edges [E, 3] each)."""
+    """Sample blocks of 12 seeds -> (blocks, features of their sources [N, 20], edge features [E, 3] for each block)."""
     indptr, indices = _random_graph(np.random.default_rng(17), 200, 6)
     sample = NeighborSampler(indptr, indices, [4, 3, 3], backend="torch").sample
     blocks = sample(torch.randperm(200)[:12].int(), 1)
@@ -422,7 +422,7 @@ def _trained(net, blocks, x, key=2**63 + 99, **options):
     ],
 )
 def test_models_on_kernels_equal_torch_operations(kernels, cuda_layers, name, options, monkeypatch):
-    """Forward and gradients with dropout; recomputed; twice with threads in another order: to the last bit."""
+    """Forward and gradients with dropout, also recomputed; bitwise equal with threads in another order."""
     monkeypatch.setattr(kernels, "ENOUGH", 64)  # a thread adds up more than a row for the bias
     blocks, x, edges = _three_blocks()
     given = {"edges": edges} if "edge_dim" in MODELS[name] else {}
@@ -446,7 +446,7 @@ class _Halved(GNN):
 
 
 def test_a_network_that_was_changed_is_not_taken_for_graphsage(monkeypatch):
-    """A method of one's own, other parts, a hook."""
+    """An overridden method, replaced modules, a hook."""
     blocks, x, _ = _three_blocks()
     halved, normed, hooked, patched, watched = (kind(20, 8, 5) for kind in (_Halved, *[GNN] * 4))
     normed.norms[0] = torch.nn.LayerNorm(8)
@@ -489,7 +489,7 @@ def test_linears_that_were_replaced_or_have_hooks_are_called(name):
 
 
 def test_cuda_graphsage_in_bfloat16(cuda_layers, monkeypatch):
-    """As torch.autocast has it: rows and pairs in either type; parameters and their gradients are float32."""
+    """As under torch.autocast: rows and pairs in either dtype; parameters and their gradients are float32."""
     monkeypatch.setattr(model, "fused", layers_gpu)
     blocks, x, _ = _three_blocks()
     net = _net("sage", (20, 8, 5), dropout=0.5)

@@ -31,7 +31,7 @@ from tests.stores import _refuses
 
 
 def _link_graph(folder, nodes=300, edges=1500, seed=0, symmetrize=True, **changes):
-    """A store of random edges, several of them there twice, self-loops among them."""
+    """Make a store of random edges with duplicates and self-loops."""
     rng = np.random.default_rng(seed)
     edge_index = rng.integers(0, nodes, (2, edges))
     edge_index = np.concatenate([edge_index, edge_index[:, :20]], 1)
@@ -119,7 +119,7 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
 
 
 def _negatives_by_the_law(graph, key, numbers, sources, count, upto=None):
-    """Plain Python: draw again, `count` draws further on, for as long as there is an edge or it is the node itself."""
+    """Draw negatives in plain Python: redraw, `count` draws further on, while it is an edge or the node itself."""
     edges, found = set(_pairs_of(graph)), []
     for number, source in zip(numbers.tolist(), sources.tolist()):
         for which in range(count):
@@ -182,7 +182,7 @@ def _some_of(graph, step, count):
 
 
 def _sampled(links, draw, seeds, step, step_seeds=None):
-    """(blocks, y) of a step's pairs, as `NodeLoader` makes them."""
+    """Return (blocks, y) of a step's pairs, as `NodeLoader` makes them."""
     step_seeds = seeds if step_seeds is None else step_seeds
     batch = Batch([], None, None, seeds, global_step=step, step_seeds=step_seeds)
     nodes, options, y = links.draw(batch)
@@ -190,7 +190,7 @@ def _sampled(links, draw, seeds, step, step_seeds=None):
 
 
 def _edges_of(block):
-    """The edges of a block without their directions."""
+    """Return the undirected edges of a block."""
     targets = torch.repeat_interleave(block.indptr.diff().long())
     ends = (block.src_nodes[ids].tolist() for ids in (block.indices.long(), targets))
     return set(map(frozenset, zip(*ends)))
@@ -198,7 +198,7 @@ def _edges_of(block):
 
 @pytest.mark.parametrize("exclude", [True, False])
 def test_no_positive_of_a_step_lies_in_its_blocks(exclude, tmp_path):
-    """Those of other processes neither: a step takes its pairs from all of them. Without exclusion nearly all do."""
+    """Nor those of other processes, which share the step. Without exclusion nearly all blocks hold some."""
     graph = link.split_edges(_link_graph(tmp_path), "80/10/10")
     draw = NeighborSampler(graph.indptr, graph.indices, [-1, -1], edge_ids=True)
     links = link.Links(graph, graph.indptr, graph.indices, negatives=2, exclude=exclude)
@@ -214,7 +214,7 @@ def test_no_positive_of_a_step_lies_in_its_blocks(exclude, tmp_path):
 
 
 def test_links_at_their_times_have_the_times_of_their_pairs_and_do_not_see_them(tmp_path):
-    """So have their negatives; a node may be sampled for at several times. What is seen by then is the sampler's law."""
+    """So do their negatives; a node may be sampled at several times. What it sees then is tested with the sampler."""
     graph = link.split_edges(_timed_links(tmp_path, nodes=60), "80/10/10", timed=True)
     options = {"edge_ids": True, "edge_times": graph.edge_time}
     draw = NeighborSampler(graph.indptr, graph.indices, [-1, -1], **options)
@@ -232,7 +232,7 @@ def test_links_at_their_times_have_the_times_of_their_pairs_and_do_not_see_them(
 
 
 def _place(own, scores):
-    """The rank of a score among others, from 1; of equal ones the mean."""
+    """Return the rank of a score among others, from 1; ties get the mean rank."""
     near = [abs(score - own) < 1e-12 for score in scores]
     return 1 + sum(s > own and not same for s, same in zip(scores, near)) + sum(near) / 2
 
@@ -302,7 +302,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
 
 
 def test_a_damaged_graph_is_a_sentence_for_links(tmp_path):
-    """Ids and list bounds written over, as a disk or a hand does it: no traceback, and no pairs that are not there."""
+    """Ids and list bounds overwritten, as by a disk: no traceback, and no pairs that do not exist."""
     rng = np.random.default_rng(0)
     graph = _link_graph(tmp_path, nodes=60, edges=300)
     sound = graph.indptr.clone(), graph.indices.clone()
@@ -322,7 +322,7 @@ def test_a_damaged_graph_is_a_sentence_for_links(tmp_path):
 
 
 def _timed_links(folder, nodes=200, edges=1200, **changes):
-    """A store of random edges at random times, some of them there several times, others in both directions."""
+    """Make a store of random edges at random times, with duplicates and edges in both directions."""
     times = np.random.default_rng(5).integers(0, 500, edges + 20)
     return _link_graph(folder, nodes, edges, edge_time=times, **changes)
 
@@ -346,7 +346,7 @@ def test_a_pair_has_the_time_of_the_first_edge_between_its_nodes(symmetrize, typ
 
 
 def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, monkeypatch):
-    """A node's embedding is here a function of node and time, which figures counted slowly are compared with."""
+    """A node's embedding is a function of node and time here; scores are compared with slow ones."""
     graph = link.split_edges(_timed_links(tmp_path, nodes=60), "60/20/20", timed=True)
     evaluation, scorer = link.Evaluation(graph), link.Scorer("dot", 2).double()
     whole, (nodes, times) = set(_pairs_of(graph)), evaluation.seen["test"]
@@ -376,7 +376,7 @@ LINK = "--task link --gpus 0 --fanout 4,4 --hidden 16 --lr 0.01 --edge-split 80/
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_links_are_the_same_for_any_number_of_processes(timed, tmp_path):
-    """In fp64 to 1e-9, dropout and the last, smaller step included: exclusion goes by all processes' pairs."""
+    """In fp64 to 1e-9, with dropout and a smaller last step: exclusion covers the pairs of all processes."""
     make, runs = (_timed_links, [(1, 90, 1), (2, 45, 1), (3, 30, 1)])
     words = "--model gin --temporal before"
     if not timed:
@@ -412,7 +412,7 @@ def test_links_at_their_times_are_refused_in_a_sentence(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["gcn", "gat", "mymodel.py:Net"])
 def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path):
-    """On a graph of communities, whose edges can be told from their ends."""
+    """On a graph of communities, whose edges can be predicted from their ends."""
     (tmp_path / "mymodel.py").write_text(OWN_LAYERS)
     own = ":" in name
     network = f"--model {tmp_path / name if own else name}"

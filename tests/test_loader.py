@@ -24,7 +24,7 @@ from tests.stores import _refuses
 
 
 def test_loader_twelve_lines_from_tensors_to_a_trained_model():
-    """Those of README.md, on two communities with features that say little."""
+    """The lines of README.md, on two communities with weak features."""
     twelve = next(block for block in _readme_blocks("python") if "NodeLoader" in block)
     rng = np.random.default_rng(0)
     y = rng.integers(0, 2, 600)
@@ -72,7 +72,7 @@ def _for_loading():
 
 
 def test_loader_covers_each_epoch_once_whatever_prepares_it():
-    """For any depth and threads; cut among processes and passes, the seeds of a step stay what they are."""
+    """For any depth and number of threads; splitting a step over processes and passes keeps its seeds."""
     graph, seeds = _for_loading()
     plain = NeighborSampler(graph.indptr, graph.indices, [4, 2], seed=9)
     expected, steps = None, None
@@ -224,7 +224,7 @@ DTYPES_OF_FEATURES = "float32 float16 bfloat16 float64 uint8 int8 int16 int32 in
 
 @pytest.mark.parametrize("dtype", DTYPES_OF_FEATURES)
 def test_features_of_every_dtype_train_in_every_model_at_every_precision(dtype, tmp_path):
-    """One step of train.py's own functions: what float32 features give, and no warning."""
+    """One step by train.py's own functions gives what float32 features give, without warnings."""
     assert disk.DTYPES == tuple(DTYPES_OF_FEATURES)
     table = torch.randint(0, 5, (60, 5)).to(getattr(torch, dtype))
     graph, paths = _graph(num_nodes=60, num_edges=400), [tmp_path / "plain", tmp_path / "typed"]

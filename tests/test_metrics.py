@@ -16,7 +16,7 @@ from tests.stores import _graphs, _refuses, _save_npz
 
 
 class _SlowRegressor:
-    """The regressor graph by graph, sums over edges as products of matrices, with the fast one's parameters."""
+    """The regressor, graph by graph, with sums over edges as matrix products and the fast one's parameters."""
 
     def __init__(self, fast):
         self.fast = fast
@@ -71,12 +71,12 @@ def test_regressor_equals_a_reference_edge_by_edge():
 
 
 def _pairs(score, y):
-    """ROC-AUC as the share of pairs in order, ties half."""
+    """Return ROC-AUC as the share of pairs in the right order; ties count half."""
     return np.mean([(a > b) + (a == b) / 2 for a in score[y == 1] for b in score[y == 0]])
 
 
 def test_metrics_are_what_their_definitions_say():
-    """Plain Python, ties and classes that do not occur included: scikit-learn's definitions."""
+    """Plain Python by scikit-learn's definitions, with ties and absent classes."""
     random, near = np.random.default_rng(0), pytest.approx
     for _ in range(30):
         n, C = int(random.integers(5, 30)), int(random.integers(3, 6))
@@ -169,7 +169,7 @@ def test_train_several_labels_a_node(tmp_path):
 
 @pytest.mark.parametrize("metric", ["roc_auc", "f1"])
 def test_train_by_another_metric(metric, tiny, tmp_path):
-    """Validation, early stop and the end go by it; scores are the softmax of logits."""
+    """Validation, early stopping and the final score use it; scores are the softmax of logits."""
     words = f"--dataset {tiny} --fanout 3,3 --hidden 16 --batch-size 100 --lr 0.02 --epochs 40"
     words += f" --metric {metric} --early-stop 2 --predict {tmp_path}/s.npy --predict-what scores"
     log, _ = _run_here(tmp_path, words)
@@ -183,7 +183,7 @@ def test_train_by_another_metric(metric, tiny, tmp_path):
 
 
 def test_a_roc_auc_that_is_not_defined(tmp_path):
-    """In validation it is refused before anything is trained; in another part it is not there."""
+    """In validation it is refused before training; in another part it is left out."""
     graph = _graph(num_nodes=60, classes=2)
     one = np.flatnonzero(np.asarray(graph["labels"]) == 1)
     same, rest = one[-9:], np.setdiff1d(np.arange(60), one[-9:])

@@ -43,7 +43,7 @@ def _layer(name, width, out_dim):
 
 
 def _by_hand(layer, block, h, e=None):
-    """A layer as its paper writes it, one destination after the other."""
+    """Compute a layer as its paper writes it, one destination at a time."""
     rows, sent = [], torch.bincount(block.indices, minlength=len(h))
     sent[: block.num_dst] += 1  # GCN: every destination is its own neighbour
     for v, (a, b) in enumerate(itertools.pairwise(block.indptr.tolist())):
@@ -78,7 +78,7 @@ def _by_hand(layer, block, h, e=None):
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
 @pytest.mark.parametrize("name", LAYERS)
 def test_model_layers_are_those_of_their_papers(name, ids):
-    """Forward and gradients on a sampled block with destinations without edges, a wide and a narrow input."""
+    """Forward and gradients on a sampled block with empty destinations, for a wide and a narrow input."""
     graph = _random_graph(np.random.default_rng(8), 120, 5, ids)
     block = NeighborSampler(*graph, [5]).sample(torch.arange(40).to(ids), 0)[0]
     assert (block.indptr.diff() == 0).any()
@@ -97,7 +97,7 @@ def test_model_layers_are_those_of_their_papers(name, ids):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_gradients_of_a_hub_are_as_near_as_torchs(name, monkeypatch):
-    """Kernels are as near to float64 as torch's own float32, for 100,000 edges of one destination as well."""
+    """Kernels are as close to float64 as torch's float32, also for a destination with 100,000 edges."""
     layer, hub, N = _layer(name, 5, 6), 100_000, 400
     exact = copy.deepcopy(layer).double()
     indptr, indices = torch.tensor([0, 3, 3, 3 + hub]), torch.randint(N, (3 + hub,))
@@ -119,7 +119,7 @@ def test_layers_gradients_of_a_hub_are_as_near_as_torchs(name, monkeypatch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path, monkeypatch):
-    """In chunks, with a hub, isolated nodes and self-loops, in memory or in files, from a tensor or an object."""
+    """In chunks, with a hub, isolated nodes and self-loops, in memory or in files, from a tensor or another object."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     files, make = [], model._nameless_file
     monkeypatch.setattr(model, "_nameless_file", lambda size: files.append(size) or make(size))
@@ -183,7 +183,7 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
 
 @pytest.mark.parametrize("name", MODELS)
 def test_model_refuses_fewer_rows_than_its_blocks_speak_of(name):
-    """Beyond their end C would read on."""
+    """C code would read beyond their end."""
     graph = _random_graph(np.random.default_rng(13), 90, 5)
     blocks = NeighborSampler(*graph, [3, 3, 3], edge_ids=True).sample(torch.arange(9), 0)
     net, x, edges = _net(name), torch.randn(90, 12), [torch.randn(b.num_edges, 3) for b in blocks]
@@ -204,7 +204,7 @@ def test_model_refuses_fewer_rows_than_its_blocks_speak_of(name):
 
 
 def _infers(ranks):
-    """The tables of all layers in memory, and in files."""
+    """Run inference with the tables of all layers in memory, and in files."""
     indptr, indices = _random_graph(np.random.default_rng(12), 150, 5)
     x = torch.randn(150, 12, generator=torch.Generator().manual_seed(0))
     ours = dict(rank=ranks.rank, world=2, total=ranks.sum, chunk=16, chunk_edges=100)
@@ -220,7 +220,7 @@ def test_model_inference_with_two_ranks(tmp_path):
 
 
 def _infers_with_a_hub(conv):
-    """Print the bytes that inference takes beside what was there."""
+    """Print the bytes that inference takes on top of those in use before."""
     V, hub = 200_000, 1_500_000
     torch.manual_seed(0)
     degree = torch.full((V,), 4)
@@ -246,7 +246,7 @@ def _infers_with_a_hub(conv):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("conv, times", [("sage", 1), ("sage-pool", 1), ("gcn", 1), ("gat", 10)])
 def test_model_inference_with_a_hub_stays_in_bounded_memory(conv, times, tmp_path):
-    """Edges of the hub as [E, width] alone would take 384 MB; the three tables, in files, 51 MB each."""
+    """The hub's edges as [E, width] alone would take 384 MB; each of the three tables, in files, takes 51 MB."""
     took = int(_end(_fork(tmp_path / "out", _infers_with_a_hub, conv)).splitlines()[-1])
     print(f"{took / 1e6:.0f} MB")
     assert took < 25e6 * times
@@ -254,7 +254,7 @@ def test_model_inference_with_a_hub_stays_in_bounded_memory(conv, times, tmp_pat
 
 @pytest.mark.parametrize("conv", ["gcn", "gin", "gine"])
 def test_model_sampled_gcn_and_gin_are_right_on_average(conv):
-    """One layer over many sampled blocks: its mean is the layer over all neighbours."""
+    """The mean of one layer over many sampled blocks is the layer over all neighbours."""
     indptr, indices = _random_graph(np.random.default_rng(13), 60, 12)
     x, e, ids, steps = torch.randn(60, 6), torch.randn(len(indices), 2), torch.arange(60), 1000
     net = GNN(6, 8, 4, conv=conv, num_layers=1, edge_dim=2 * (conv == "gine"))
@@ -288,7 +288,7 @@ def test_model_a_batch_of_one_seed_or_none_trains(conv, norm):
 
 
 def test_model_gin_of_two_classes_has_no_norm_through_which_nothing_passes():
-    """A layer norm of two numbers leaves their signs: its gradient is zero."""
+    """A layer norm over two values leaves only their signs: its gradient is zero."""
     norms = (2, "layer", None), (3, "layer", torch.nn.LayerNorm), (2, "batch", model.BatchNorm)
     for classes, norm, kind in norms:
         mlp = GNN(6, 8, classes, conv="gin", num_layers=2, norm=norm).layers[-1].mlp

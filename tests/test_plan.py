@@ -20,7 +20,7 @@ from tests.common import _code, _emulated, _frame, _graph
 
 
 def _plain_store(path):
-    """V = 1000, M = 5000, F = 16, C = 4, with 100 training nodes."""
+    """Make a store with V = 1000, M = 5000, F = 16, C = 4 and 100 training nodes."""
     split = {"train": np.arange(100), "valid": np.arange(100, 110)}
     return build_store(path, **_graph(1000, 5000, 16) | {"split": split})
 
@@ -74,7 +74,7 @@ def test_a_run_on_cpu_asks_no_gpu(tmp_path, monkeypatch):
 
 
 def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
-    """Where the GPU reads features: at least what the frames and input pairs of all slots take, and a step again."""
+    """If the GPU reads features: at least the frames and input pairs of all slots, and a step once more."""
     graph = GraphStore.open(_plain_store(tmp_path / "g"))
     options = dict(fanout=[3, 2, 2], batch_size=10, hidden=8, prefetch=1)
     of = lambda graphs: estimate(graph, 1, graphs=graphs, **options, **ROOM)[0]  # noqa: E731

@@ -26,7 +26,7 @@ from tests.stores import _edges, _edges_by_type, _refuses
 
 
 class _Python2Pickler(pickle._Pickler):
-    """Writes strings as Python 2 did, which made the original files."""
+    """Writes strings as Python 2 did, which wrote the original files."""
 
     dispatch = dict(pickle._Pickler.dispatch)
 
@@ -38,9 +38,9 @@ class _Python2Pickler(pickle._Pickler):
 
 
 def _planetoid_files(folder, missing=False, change=(None, None)):
-    """Write a small graph in the original layout, as pickles with scipy's class; returns it for comparison.
+    """Write a small graph in the original layout, as pickles with scipy's class -> the graph, for comparison.
 
-    change: (part, function of its content, or the array in it, a place and a value).
+    change: (part, function of its content, or the array in it, an index and a value).
     """
     csr = type("csr_matrix", (), {"__module__": "scipy.sparse.csr"})
     random, num_nodes, labelled = np.random.default_rng(0), 30, 22
@@ -149,7 +149,7 @@ def _tag(data):
 
 
 class _Server:
-    """Serves bytes from loopback as `files[name]`; `cut` truncates the next answer, `ranges` honours Range headers."""
+    """Serves bytes from loopback as `files[name]`; `cut` truncates the next answer, `ranges`: honour Range headers."""
 
     def __init__(self, files, ranges=True):
         server, self.files, self.ranges, self.cut, self.requests = self, files, ranges, None, []
@@ -199,7 +199,7 @@ def _npz(**arrays):
 
 
 def _ogb_zip(name, extra=(), unlabelled=0):
-    """A small archive in OGB's layout -> its bytes, and the graph, whose last nodes may have no label."""
+    """Make a small archive in OGB's layout -> its bytes, and the graph; its last nodes may have no label."""
     folder, kind = public.OGB[name][0].removesuffix(".zip"), public.OGB[name][1]
     args = _graph(num_nodes=120, num_edges=500)
     edge_index, x, y = args["edge_index"], args["features"], args["labels"].astype(np.float32)
@@ -297,7 +297,7 @@ def test_datasets_ogb_download_is_resumed(tmp_path, monkeypatch, ranges):
 
 
 def test_datasets_download_never_joins_two_versions(tmp_path):
-    """What the server has now is another file than the part was begun with; and a part that is complete is used."""
+    """The file on the server has changed since the partial download; a complete part is used."""
     old, now, file = b"a" * 5000, b"b" * 5000, tmp_path / "file"
     with _Server({"file": old}) as server:
         server.cut = 1000
@@ -313,7 +313,7 @@ def test_datasets_download_never_joins_two_versions(tmp_path):
 
 @pytest.mark.parametrize("name", ["file.part", "file.part.tag"])
 def test_datasets_download_follows_no_link(tmp_path, name):
-    """What stands under the names of a download's parts and is no regular file of this user is not written to."""
+    """A link, or anything else but this user's regular file, under the name of a download's part is not written to."""
     precious, planted = tmp_path / "precious", tmp_path / name
     precious.write_bytes(b"gold")
     with _Server({"file": b"a" * 5000}) as server:

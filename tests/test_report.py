@@ -38,7 +38,7 @@ def _with_small_files(*words):
 
 
 def test_a_log_and_a_trace_that_cannot_be_written_are_said_once(tiny, tmp_path):
-    """A run that was to write a trace is no success then."""
+    """A run that cannot write its trace does not succeed."""
     words = f"--dataset {tiny} --epochs 3 --profile {tmp_path}/t.json --checkpoint {tmp_path}/c.pt"
     words = *COMMON, words, "--log /dev/full"
     output = _end(_fork(tmp_path / "out", _with_small_files, *words), 2)

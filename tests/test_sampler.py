@@ -32,7 +32,7 @@ from tests.stores import _refuses
 
 
 def _law_picks(neighbours, v, k, key, replace, method, weights):
-    """The rule of native/rule.h for one node: positions in its neighbour list."""
+    """Apply the rule of native/rule.h to one node -> positions in its neighbour list."""
 
     def draw(node, j):
         return _mix(_mix(key ^ node) ^ j) >> 32
@@ -62,8 +62,8 @@ LAW |= dict(layer_dependency=False, batch_dependency=1, window=None, edge_type=N
 
 
 def _law(indptr, indices, fanouts, seeds, step, times=None, *, exclude=(), **options):
-    """The sampling law in plain Python -> the fields of its blocks as lists,
-    outermost hop first. A source is a pair of a node and a time, which is None where there are none."""
+    """Apply the sampling law in plain Python -> the fields of its blocks as lists, outermost hop
+    first. A source is a pair of a node and a time, which is None if there are no times."""
     law = types.SimpleNamespace(**{**LAW, **options})
     is_mask = getattr(exclude, "dtype", 0) == torch.bool
     excluded = set(map(int, exclude.nonzero() if is_mask else exclude))
@@ -109,7 +109,7 @@ METHODS = {
 
 
 def _options(method, indices, rng=None):
-    """Arguments of NeighborSampler; weights are random, or 1 without rng."""
+    """Return arguments of NeighborSampler; weights are random, or 1 without rng."""
     options = dict(METHODS[method])
     if method == "weighted":
         M = indices.numel()
@@ -118,12 +118,12 @@ def _options(method, indices, rng=None):
 
 
 def _with_gaps(tensor):
-    """The same numbers, not contiguous: a column of a table."""
+    """Return the same values as a non-contiguous tensor: a column of a table."""
     return torch.stack([tensor, torch.full_like(tensor, 7)], 1)[:, 0]
 
 
 def _law_case(i, method):
-    """The i-th random case of a method -> (indptr, indices, fanouts, seeds, step, options)."""
+    """Make the i-th random case of a method -> (indptr, indices, fanouts, seeds, step, options)."""
     rng = np.random.default_rng([i, len(method)])
     num_nodes = int(rng.integers(1, 60))
     dtype = [torch.int32, torch.int64][i % 2]
@@ -143,7 +143,7 @@ def _law_case(i, method):
 
 
 def _excluded(i, indptr, indices):
-    """Edges to exclude in the i-th case, from none to all but a few: ids in any order, some twice, or a mask."""
+    """Choose edges to exclude in the i-th case, from none to all but a few: unsorted ids with repeats, or a mask."""
     rng, M = np.random.default_rng([i, 7]), indices.numel()
     share = [0, 1 / max(M, 1), 0.1, 0.5, 0.97][i % 5]
     edges = np.flatnonzero(rng.random(M) < share)
@@ -162,8 +162,8 @@ BY_TIME = {**METHODS, "latest": {"method": "latest"}}
 
 
 def _timed_case(i, method):
-    """The i-th random case with times -> (indptr, indices, fanouts, seeds, times, step, options): lists with many edges
-    of one time, times of either sign and at both ends of int64, nodes that are seeds at several times."""
+    """Make the i-th random case with times -> (indptr, indices, fanouts, seeds, times, step, options): neighbour lists
+    with many equal times, times of either sign and at both ends of int64, nodes that are seeds at several times."""
     like = "uniform" if method == "latest" else method
     indptr, indices, fanouts, seeds, step, options = _law_case(i, like)
     rng = np.random.default_rng([i, 11])
@@ -187,7 +187,7 @@ def _timed_case(i, method):
 
 
 def _with_types(i, indptr, indices, fanouts, *between, options):
-    """A case whose edges have types, and numbers for each or one for all of them; lists stay sorted by time in each."""
+    """Add edge types to a case, and fanouts for each type or one for all; lists stay sorted by time within a type."""
     rng, wide = np.random.default_rng([i, 13]), i % 4 == 1
     count = int(rng.integers(1, 300 if wide else 9))
     kind = rng.integers(0, count, indices.numel()) if i % 6 else np.zeros(indices.numel(), int)
@@ -210,7 +210,7 @@ def _typed_case(i, method):
 
 
 def _dependent_case(i, method):
-    """The i-th random case of LABOR whose hops or steps share draws."""
+    """Make the i-th random case of LABOR whose hops or steps share draws."""
     *case, options = _law_case(i, method)
     options |= {"layer_dependency": i % 3 > 0, "batch_dependency": [1, 2, 7][i % 3 - 1]}
     return *case, options
@@ -227,7 +227,7 @@ WAYS = ["torch", "native", "kernels", pytest.param("gpu", marks=_GPU)]
 
 
 def _sampling(way, folder, i, indptr, indices, fanouts, options, enlarged):
-    """NeighborSampler.sample of a graph on a backend; notes in `enlarged` whether kernels had too little room."""
+    """Return NeighborSampler.sample on a backend; appends to `enlarged` whether kernels had too little room."""
     if way == "gpu":
         indptr, indices = indptr.cuda(), indices.cuda()
         options = {k: x.cuda() if isinstance(x, torch.Tensor) else x for k, x in options.items()}
@@ -300,7 +300,7 @@ def test_sampler_follows_the_law(make, method, way, tmp_path, monkeypatch):
 
 
 def test_half_of_the_seeds_at_one_time_take_no_longer():
-    """The native table sets aside as much room for each time; what does not fit must be found as quickly."""
+    """The native table reserves the same room for each time; what overflows must be found as fast."""
     rng, rows, degree = np.random.default_rng(0), 300_000, 20
     indptr = torch.arange(rows + 1) * degree
     indices = torch.from_numpy(rng.integers(0, rows, rows * degree))
@@ -320,7 +320,7 @@ def test_half_of_the_seeds_at_one_time_take_no_longer():
 
 
 def test_cuda_tables_are_used_up_and_batches_that_never_fit_are_an_error(tmp_path, monkeypatch):
-    """Positions count down from batch to batch, of eleven launches each; at the end the table is filled anew."""
+    """Positions count down over batches of eleven launches each; at the end the table is cleared."""
     indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
     s = NeighborSampler(indptr, indices, [4, 3, 2], backend="torch")
     backend, seeds, bases = _emulated(s, tmp_path), torch.arange(20), []
@@ -347,7 +347,7 @@ def test_cuda_tables_are_used_up_and_batches_that_never_fit_are_an_error(tmp_pat
 @pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_cuda_frame_keeps_its_shapes(method, tight, tmp_path):
-    """The same launches make batches of any number of seeds, in blocks that stay in place, or say what does not fit."""
+    """The same launches make batches of any number of seeds, in fixed places, or report what does not fit."""
     seen = set()
     for i in range(12):
         rng = np.random.default_rng(i)
@@ -384,7 +384,7 @@ def test_a_cuda_frame_keeps_its_shapes(method, tight, tmp_path):
 
 @pytest.mark.parametrize("k", [1, 5, 15])
 def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
-    """The bits of self_and_mean of the same hop, in any order of threads, and zeros beyond."""
+    """Bitwise equal to self_and_mean of the same hop, in any order of threads, with zeros in the padding."""
     for i in range(8):
         rng = np.random.default_rng(i)
         indptr, indices = _random_graph(rng, 90, 9, [torch.int32, torch.int64][i % 2])
@@ -408,7 +408,7 @@ def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
 
 
 def test_cuda_addresses_rows_of_the_outermost_hop_in_64_bits(tmp_path):
-    """Of the first rows there is no memory, and a 32-bit product of number and width would be another address."""
+    """The first rows are unmapped, and a 32-bit product of row and width would be another address."""
     width, far, n = 1 << 12, 1 << 21, 6
     rows = torch.randn(n, width)
     memory = (ctypes.c_float * ((far + n) * width)).from_address(rows.data_ptr() - 4 * far * width)
@@ -426,7 +426,7 @@ def test_cuda_addresses_rows_of_the_outermost_hop_in_64_bits(tmp_path):
 
 
 class _Driver:
-    """libcuda of a GPU: notes the launches."""
+    """Stands in for libcuda of a GPU and records launches."""
 
     def __init__(self):
         self.launches = []
@@ -477,7 +477,7 @@ def test_cuda_that_cannot_be_had_is_one_warning(monkeypatch):
 
 
 def test_ids_above_two_to_the_31(tmp_path):
-    """A graph of 2^31 + 1000 nodes: all edges belong to the last thousand, so that indptr is a file with a hole."""
+    """A graph of 2^31 + 1000 nodes: only the last thousand have edges, so that indptr is a sparse file."""
     num_nodes, last = 2**31 + 1000, 2**31
     rng = np.random.default_rng(8)
     degree = rng.integers(0, 40, 1000)
@@ -513,7 +513,7 @@ def test_a_hub_of_degree_a_million(method):
 
 
 def _unchecked(way, folder, graph, fanouts, **options):
-    """A sampler of a graph as a store is opened."""
+    """Make a sampler that does not check its graph, as for an opened store."""
     backend = way.replace("cuda", "torch")
     s = NeighborSampler(*graph, fanouts, backend=backend, check=False, **options)
     return _emulated(s, folder) if way == "cuda" else s
@@ -522,7 +522,7 @@ def _unchecked(way, folder, graph, fanouts, **options):
 @pytest.mark.parametrize("way", ["torch", "native", "cuda"])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_damaged_graph_is_an_error_and_no_crash(method, way, tmp_path):
-    """Ids and lists outside of the graph are met while sampling."""
+    """Ids and lists out of range are detected while sampling."""
     rng, seeds = np.random.default_rng(3), torch.arange(50)
     for damage, what in itertools.product((2**30, -(2**30), 50, -1), ("indices", "indptr")):
         graph = indptr, indices = _random_graph(rng, 50, 12)
@@ -546,7 +546,7 @@ def test_a_damaged_graph_is_an_error_and_no_crash(method, way, tmp_path):
 
 @pytest.mark.parametrize("way", ["torch", "native", "cuda"])
 def test_any_bytes_in_indptr_are_an_error_and_no_crash(way, tmp_path):
-    """Numbers whose difference overflows among them: the length of a list may look right. Nor in types of edges."""
+    """Also offsets whose difference overflows, so that a list's length looks right, and bytes in edge types."""
     rng = np.random.default_rng(4)
     *graph, fanouts, types = _with_types(3, *_random_graph(rng, 50, 12), [3, 2], options={})
     s = _unchecked(way, tmp_path, graph, fanouts, **types)
@@ -563,7 +563,7 @@ def test_any_bytes_in_indptr_are_an_error_and_no_crash(way, tmp_path):
 
 
 def _positions(degree, k, rows=100_000, **options):
-    """Which of its `degree` neighbours each of many nodes took -> bool [rows, degree]."""
+    """Sample k of the `degree` neighbours of many nodes -> bool [rows, degree], which positions were taken."""
     indptr = torch.arange(rows + 1) * degree
     indices = torch.randint(rows, (rows * degree,), generator=torch.Generator().manual_seed(0))
     s = NeighborSampler(indptr, indices, [k], edge_ids=True, seed=11, **options)
@@ -573,12 +573,12 @@ def _positions(degree, k, rows=100_000, **options):
 
 
 def _chi_square_limit(df, z=4.75):
-    """The quantile of chi-square by Wilson and Hilferty; z = 4.75 leaves one in a million above it."""
+    """Return a quantile of chi-square by Wilson and Hilferty; with z = 4.75 one in a million exceeds it."""
     return df * (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df))) ** 3
 
 
 def _uniformity(taken, k):
-    """Chi-square of how often each position was taken, corrected for drawing without replacement."""
+    """Return chi-square of the counts per position, corrected for drawing without replacement."""
     rows, n = taken.shape
     p = k / n
     return float(((taken.sum(0) - rows * p) ** 2).sum() / (rows * p * (1 - p)) * (n - 1) / n)
@@ -612,7 +612,7 @@ def test_labor_keeps_an_edge_with_probability_k_over_degree_whatever_its_place()
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_weighted_frequencies_follow_the_weights(k):
-    """One after the other without replacement; inclusion probabilities by enumeration."""
+    """Successive draws without replacement; inclusion probabilities by enumeration."""
     rows, weights = 100_000, np.array([1.0, 2.0, 0.0, 4.0, 0.5, 8.0])
     inclusion, alive = np.zeros(6), weights > 0
 
@@ -633,7 +633,7 @@ def test_weighted_frequencies_follow_the_weights(k):
 
 
 def _uses(**environment):
-    """What a process does that samples first with one backend, then with the other."""
+    """Sample with one backend, then the other, and print what happened; run in a process of its own."""
     os.environ.update(environment)
     tempfile.tempdir = environment.get("TMPDIR")
     graph = torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0])
@@ -646,7 +646,7 @@ def _uses(**environment):
 
 
 def _use(file, number=1, **environment):
-    """The lines of so many processes that start together."""
+    """Run `_uses` in `number` processes at once -> the line that each printed."""
     uses = functools.partial(_uses, **environment)
     processes = [_fork(f"{file}{i}", uses) for i in range(number)]
     return [_end(process).splitlines()[-1] for process in processes]
@@ -673,14 +673,14 @@ def test_a_folder_that_was_not_copied_along_is_named_once(monkeypatch):
 
 
 def _answer(how):
-    """A library that answers 42, by way of the cache -> (its answer, its path)."""
+    """Load a library that answers 42 through the cache -> (its answer, its path)."""
     source = f"int answer(void) {{ return 42; }}  // {how}"
     library = build.load_c("test", source, ["-shared", "-fPIC"])
     return library.answer(), library._name
 
 
 def _planted(folder, how):
-    """Put a library that answers 666 in the place of the one in a cache, under the name that it would have."""
+    """Replace the library in a cache by one that answers 666, under the name that it would have there."""
     (good,) = folder.iterdir()
     evil = folder / "evil.so"
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", evil]
@@ -713,7 +713,7 @@ CACHES = {  # what is done to a cache whose library was exchanged: its folder, w
 
 @pytest.fixture
 def compile_cache(tmp_path, monkeypatch):
-    """The folder of an empty compile cache, under the worst umask; libraries that are not from there leave nothing."""
+    """Return the folder of an empty compile cache, under umask 0; libraries compiled elsewhere leave no files."""
     if not shutil.which("cc"):
         pytest.skip("no C compiler")
     temporary, umask = tmp_path / "temporary", os.umask(0)
@@ -744,7 +744,7 @@ def test_a_compile_cache_is_used_where_it_is_this_users_alone_and_undamaged(how,
 
 @pytest.mark.skipif(os.geteuid(), reason="only root can give a folder away")
 def test_who_owns_the_folder_above_a_compile_cache_cannot_exchange_it(compile_cache, monkeypatch):
-    """HOME of another user, who puts another folder in its place after it was looked at."""
+    """HOME belongs to another user, who swaps the folder after it was checked."""
     other, load = compile_cache.with_name("other"), ctypes.CDLL
     # compiled, not loaded: a library of a name that is loaded is not looked for again
     unloaded = types.SimpleNamespace(answer=lambda: 42, _name="")
@@ -819,7 +819,7 @@ def test_the_adapter_feeds_dgls_dataloader(workers):
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_a_sampler_and_its_numbers_may_come_from_elsewhere(backend):
-    """A copy, one for a process that is spawned, and numbers of numpy and torch."""
+    """A copy, a pickled one as for a spawned process, and integers of numpy and torch."""
     graph = _random_graph(np.random.default_rng(5), 90, 9)
     make = functools.partial(NeighborSampler, *graph, [3, 3], backend=backend)
     expected = make(seed=7).sample(torch.arange(20), 3)[0].src_nodes

@@ -111,7 +111,7 @@ def test_datasets_npz_word_counts(tmp_path, capsys):
 
 
 def _refused_npz():
-    """(part of the message, changes of a good file, parameters behind the name) of what must not become a store."""
+    """Return [(part of the message, changes of a valid file, --dataset parameters)] of what must not become a store."""
     mask, y, ids = np.arange(200) < 50, np.arange(200) % 4, np.arange(200)
     csr = {"x": None, "feat_indptr": np.arange(201), "feat_indices": ids % 5}
     splits, times = np.stack([mask, ~mask, mask]), np.ones(3000)
@@ -204,7 +204,7 @@ def test_datasets_npz_splits(tmp_path):
 
 
 def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
-    """Ids of K splits come as [K, n], short rows filled with -1; --runs takes one after the other."""
+    """Ids of K splits come as [K, n], short rows padded with -1; --runs takes one after the other."""
     first = [np.arange(40), np.arange(100, 140), np.r_[np.arange(50, 80), np.full(10, -1)]]
     valid = np.stack([np.arange(150 + 10 * k, 160 + 10 * k) for k in range(3)])
     masks = np.stack([_mask(ids[ids >= 0]) for ids in first])
@@ -308,7 +308,7 @@ def test_datasets_npz_one_way_edges_are_said(tmp_path, capsys):
 
 
 def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
-    """In whatever order a list is, and by way of many pieces: as plain Python counts them."""
+    """In any order of a list, in many pieces: as counted in plain Python."""
     graph = _graph(num_nodes=150, num_edges=2000)
     src, dst = graph["edge_index"]
     indptr = np.concatenate([[0], np.cumsum(np.bincount(dst, minlength=150))])
@@ -373,14 +373,14 @@ def test_train_says_at_every_run_what_is_missing_from_its_graph(tmp_path, capsys
 
 
 def _zip(file, members):
-    """An archive of .npy members given as bytes."""
+    """Write an archive of .npy members given as bytes."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, data in members:
             archive.writestr(f"{name}.npy", data)
 
 
 def _npy(array, shape=None, descr=None):
-    """The bytes of an array as .npy, its header perhaps declaring something else."""
+    """Return the bytes of an array as .npy, with another shape or dtype in the header if given."""
     file, array = io.BytesIO(), np.asarray(array)
     header = {"descr": descr or array.dtype.str, "fortran_order": False}
     np.lib.format.write_array_header_1_0(file, {**header, "shape": shape or array.shape})
@@ -432,7 +432,7 @@ def test_datasets_npz_hostile_archives(tmp_path, monkeypatch):
 
 
 def _build_plainly(path, arrays):
-    """A store of what an .npz file holds, read by numpy and handed over as it is."""
+    """Build a store from the arrays of an .npz file as numpy reads them -> GraphStore."""
     parts = {"train": "train", "valid": "val", "test": "test"}
     entries = [(part, f"{parts[part]}_{kind}") for part in parts for kind in ("idx", "mask")]
     split = {part: arrays[name] for part, name in entries if name in arrays}
@@ -441,7 +441,7 @@ def _build_plainly(path, arrays):
 
 
 def _reads_npz_inputs(folder):
-    """Build 400 inputs, changed as bench/attack.py does, and compare each store with a plain reading."""
+    """Build 400 inputs, changed as by bench/attack.py, and compare each store with `_build_plainly`."""
     random, outcomes = np.random.default_rng(0), collections.Counter()
     graph = {"edge_index": random.integers(0, 57, (2, 200)), "y": np.arange(60) % 4}
     graph["x"] = random.standard_normal((60, 5), np.float32)

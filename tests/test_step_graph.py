@@ -34,7 +34,7 @@ from tests.test_layers import _emulate_layers, _net, cuda_layers, layers_gpu  # 
 
 
 class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
-    """torch.cuda.CUDAGraph for tensors in host memory: a replay does again what its body did, in the same memory."""
+    """Stands in for torch.cuda.CUDAGraph on the CPU: a replay repeats the operations of its body in the same memory."""
 
     recording = []
 
@@ -78,7 +78,7 @@ class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def _frozen(launch):
-    """A launch with the arguments that it has now, as a CUDA graph keeps it."""
+    """Copy a launch with its current arguments, as a CUDA graph keeps it."""
     twin = build.Launch(launch._kernels, launch._name)
     ctypes.memmove(twin._memory, launch._memory, ctypes.sizeof(launch._memory))
     for i, value in launch._structs.items():
@@ -89,7 +89,7 @@ def _frozen(launch):
 
 @pytest.fixture
 def cuda_graphs(request, monkeypatch):
-    """run/step_graph.py on the emulated kernels, with `_Graph` in the place of CUDA's."""
+    """Run run/step_graph.py on the emulated kernels, with `_Graph` instead of CUDA's."""
     request.getfixturevalue("cuda_layers")
     _emulate_graphs(monkeypatch)
 
@@ -116,7 +116,7 @@ def _emulate_graphs(monkeypatch):
 
 
 def _sampling_on_gpu(s, folder):
-    """What a run has of a sampler on a GPU, here on emulated kernels."""
+    """Return what a run uses of a sampler on a GPU, on emulated kernels."""
     backend = _emulated(s, folder)
 
     def sample(seeds, step, relabel_outer=True):
@@ -126,7 +126,7 @@ def _sampling_on_gpu(s, folder):
 
 
 def _graph_ring(net, x, labels, slots, **options):
-    """The ring of train.py: GraphSAGE averages the first hop in place, unless its features are dropped."""
+    """Build the ring as train.py does: GraphSAGE averages the first hop in place, unless features have dropout."""
     in_place = isinstance(net.layers[0], model.SAGEConv) and not net.input_dropout
     options |= dict(aggregate=model.self_and_mean if in_place else None, gather=model.gather_rows)
     return FeatureRing(x, labels, slots=slots, dtype=torch.float32, **options)
@@ -142,7 +142,7 @@ def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make
 
 
 def _small_run(folder, net, labels, x, **law):
-    """A sampler of a small graph, and the ring of a network -> (draws, ring)."""
+    """Make a sampler of a small graph, and the ring of a network -> (sampler, ring)."""
     indptr, indices = _random_graph(np.random.default_rng(18), 300, 6)
     net.degrees = model.graph_degrees(indptr, indices)
     s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", **law)
@@ -153,7 +153,7 @@ _STATIC_ROOM = step_graph.static_room
 
 
 def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
-    """static_room, for as many edges as the smallest of a few batches has."""
+    """Stands in for static_room, with room only for as many edges as the smallest of a few batches has."""
     _, (rows, _) = _STATIC_ROOM(sampler, nodes, args, first_hop)
 
     def draw(seeds):
@@ -214,7 +214,7 @@ def test_a_cuda_step_graph_has_room_for_more_seeds_than_there_are(cuda_graphs, t
 def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     cuda_graphs, conv, tight, refused, options, tmp_path, monkeypatch
 ):
-    """Where a capture is refused, with batches that do not fit, from a checkpoint on; a plain loop takes these steps."""
+    """Also if capture is refused, with batches that do not fit, and from a checkpoint; compared with a plain loop."""
     nodes, labels = torch.randperm(300)[:53], torch.randint(5, (300,))
     options, words = dict(options), ("replace", "dtype")
     law, dtype = (options.pop(word, default) for word, default in zip(words, (False, torch.float)))
@@ -274,7 +274,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
 
 
 def test_a_cuda_step_graph_that_differs_is_not_used(cuda_graphs, tmp_path, monkeypatch):
-    """A graph whose loss is another one's is noticed before it trains."""
+    """A graph whose loss differs is detected before it trains."""
     nodes, labels, x = torch.arange(40), torch.randint(5, (300,)), torch.randn(300, 20)
     net = _net("sage", (20, 8, 5), dropout=0.5)
     run = *_small_run(tmp_path, net, labels, x), net, _adam(net), nodes
@@ -306,7 +306,7 @@ _FAILING = [
 
 
 def _one_rank_fails(ranks, folder):
-    """Make the graphs of a run, which fails on rank 1 in a place after the other."""
+    """Build the graphs of a run while rank 1 fails, at one place after another."""
     with pytest.MonkeyPatch.context() as patch:
         _emulate_layers(folder, patch)
         _emulate_graphs(patch)
@@ -404,7 +404,7 @@ _TO, _DEVICE = torch.Tensor.to, torch.Tensor.device
 
 
 class _Stream:
-    """A stream: what of the others' work is behind its own, {stream or "host": number of the last such access}."""
+    """Stands in for a stream. clock: {stream or "host": number of its last access ordered before this stream}."""
 
     device_index = 0
 
@@ -445,11 +445,11 @@ def _join(clock, other):
 
 
 class _Order(TorchDispatchMode):
-    """CUDA on host memory: all is done at once, and every access is checked for something that orders it behind the
-    earlier ones to the same memory: its stream, an event, a wait of the host, and for memory that goes record_stream.
+    """CUDA emulated on host memory: operations run at once, and each access must be ordered after earlier ones to the
+    same memory: by its stream, an event, a wait of the host or, for memory that is freed, record_stream.
 
     Attributes:
-        faults: what was not in order. host: what the host has waited for.
+        faults: accesses that are not ordered. host: the accesses that the host has waited for.
     """
 
     def __init__(self, patch):
@@ -494,7 +494,7 @@ class _Order(TorchDispatchMode):
         return self.streams[-1]
 
     def gpu(self, tensor):
-        """The tensor as one that the current stream has put on the GPU."""
+        """Return the tensor as if the current stream had put it on the GPU."""
         tensor = tensor.detach().clone()
         self._add(tensor, "gpu")
         self._use("a copy to the GPU", self.current, [], [tensor])
@@ -524,7 +524,7 @@ class _Order(TorchDispatchMode):
         return torch.ops.aten._to_copy(tensor, device=torch.device("cpu"))
 
     def _use(self, what, who, read, written):
-        """Check and note an access of a stream or, who being "host", of the host."""
+        """Check and record an access by a stream, or by the host if `who` is "host"."""
         self._go()
         name, clock = (who, self.host) if who == "host" else (who.name, who.clock)
         _join(clock, self.host)  # it was launched after all that the host has waited for
@@ -544,7 +544,7 @@ class _Order(TorchDispatchMode):
                     memory.read[name] = self.number
 
     def _go(self):
-        """Memory that has gone belongs to its stream again, whatever others still do with it."""
+        """Return freed memory to its stream, even if others still use it: that is a fault."""
         for key, memory in [*self.memory.items()]:
             if memory.gone.expired():
                 del self.memory[key]
@@ -590,7 +590,7 @@ class _Order(TorchDispatchMode):
         return out
 
     def _launched(self, kernels, name, pointers, handle):
-        """A launch of an emulated kernel: what its pointers lead to."""
+        """Record a launch of an emulated kernel: an access to all memory that its pointers lead to."""
         stream = next((s for s in self.streams if s.cuda_stream == handle), self.default)
         words = re.search(rf"^KERNEL {name}\(([^)]*)\)", kernels.source, re.MULTILINE)[1].split(",")
         read, written = [], []
@@ -613,7 +613,7 @@ class _Order(TorchDispatchMode):
 
 
 class _Told:
-    """Numbers in page-locked memory that the host reads."""
+    """Values in page-locked memory that the host reads."""
 
     def __init__(self, order, numbers, memory):
         self.order, self.numbers, self.memory = order, numbers, memory
@@ -631,7 +631,7 @@ def order(monkeypatch):
 
 
 def _ahead(ring, batches, sample, inside):
-    """Prepare each batch before the one before it is used, as `prefetch` does with depth 1; every third is not used."""
+    """Prepare each batch before the previous one is used, as `prefetch` with depth 1; every third is not used."""
     before = None
     for i, seeds in enumerate(batches):
         with ring.stream(i % 2) if inside else nullcontext():
@@ -698,7 +698,7 @@ def test_streams_of_a_loader_are_in_order(order, seeds, tmp_path):
 
 
 class _Descent(torch.optim.Optimizer):
-    """An optimizer that does not ask the GPU for the learning rate."""
+    """An optimizer that does not read the learning rate from the GPU."""
 
     @torch.no_grad()
     def step(self):
@@ -711,7 +711,7 @@ class _Descent(torch.optim.Optimizer):
 @pytest.mark.parametrize("word", ["on", "off"])
 @pytest.mark.parametrize("conv", ["sage", "gcn"])
 def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, word, tmp_path, monkeypatch):
-    """Each batch is sampled while the one before it is trained on; some do not fit."""
+    """Each batch is sampled while the previous one is trained on; some do not fit."""
     monkeypatch.setattr(torch.cuda, "Event", order.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: order.current)
     monkeypatch.setattr(torch.cuda, "set_stream", order.set_stream)

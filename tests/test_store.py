@@ -26,7 +26,7 @@ from tests.stores import _edges, _graphs, _refuses, _reseal, _rewrite_meta, _sma
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
 def test_store_round_trip(tmp_path, monkeypatch, backend, dtype):
-    """Also pickled, which is its path, and where its rows, larger than memory, are gathered on threads."""
+    """Also pickled, as its path, and with rows, larger than memory, that threads gather."""
     args = _graph()
     names = None if backend == "mmap" else ["\u2028b", "", *map(str, range(198))]
     args["features"] = x = (torch.from_numpy(args["features"]).abs() * 10).to(dtype)
@@ -62,7 +62,7 @@ def test_store_round_trip(tmp_path, monkeypatch, backend, dtype):
 
 
 def _columns_slowly(edges, options):
-    """What the store has to hold of edges (source, destination, type, time, number), in its order, in plain Python."""
+    """Compute in plain Python what the store holds of edges (source, destination, type, time, number), in its order."""
     rows = [
         (dst, src, kind, time, 0, number)
         for src, dst, kind, time, number in edges
@@ -78,7 +78,7 @@ def _columns_slowly(edges, options):
 
 @pytest.mark.parametrize("seed", range(48))
 def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkeypatch):
-    """Random multigraphs, every option, edges in pieces and sorted in ranges, against plain Python."""
+    """Random multigraphs with every option, edges in pieces and sorted in ranges, compared with plain Python."""
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(sort, "EDGE_CHUNK", int(rng.integers(1, 200)))
     monkeypatch.setattr(sort, "SORT_EDGES", int(rng.integers(8, 2000)))
@@ -136,7 +136,7 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
 
 
 def test_store_verify_looks_behind_the_checksums_and_old_stores_open(tmp_path):
-    """A store that was written wrong, with right checksums, is found out by its structure."""
+    """A store written wrongly, with valid checksums, is detected by its structure."""
     rng, args = np.random.default_rng(0), _graph()
     columns = {"edge_weight": rng.random(3000), "edge_time": rng.integers(0, 9, 3000)}
     columns |= {"edge_features": rng.random((3000, 2)), "node_time": np.arange(200)}
@@ -186,7 +186,7 @@ def test_store_verify_looks_behind_the_checksums_and_old_stores_open(tmp_path):
 
 
 def _bad_inputs():
-    """{message: changes of the arguments of build_store}."""
+    """Return {message: changes of build_store's arguments}."""
     x, nan, w = np.zeros((200, 5), np.float32), np.zeros((200, 5), np.float32), np.ones(3000)
     nan[170, 3] = np.nan
     edge, holed = np.zeros((2, 9), np.int64), np.ones((3000, 2))
@@ -310,7 +310,7 @@ def test_store_says_what_is_wrong_with_an_argument(tmp_path):
 
 
 def test_store_what_is_built_can_be_opened(tmp_path, monkeypatch):
-    """A build gets its name when the reader has opened it; what is larger than the disk is refused before."""
+    """A build is renamed once the reader has opened it; what is larger than the disk is refused before."""
 
     def refuse(path):
         raise StoreError(f"{path} cannot be opened")
@@ -327,7 +327,7 @@ def test_store_what_is_built_can_be_opened(tmp_path, monkeypatch):
 
 
 def test_store_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """A build and `write_whole` bring to the disk what they wrote, rename it, and then the folder."""
+    """A build and `write_whole` fsync what they wrote, rename it, then fsync the folder."""
     done, fsync, move = [], os.fsync, os.replace
 
     def synced(handle):
@@ -379,7 +379,7 @@ def test_store_build_that_fails_leaves_nothing(tmp_path, error, backend):
 
 
 def test_store_removes_what_dead_builds_left(tmp_path):
-    """A build that lives has its folder locked, in another container as well."""
+    """A running build holds a lock on its folder, in another container too."""
     names = enumerate(("g", "g", "other"))
     stale, alive, other = (tmp_path / f".{name}.{n:016x}.part" for n, name in names)
     for directory in (stale, alive, other):

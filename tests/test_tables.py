@@ -161,7 +161,7 @@ def test_tables_say_what_was_guessed(tmp_path, capsys):
     [(["é", "bob", "#c", "d, e", "david", "6"], "node"), ([31336, 7, 0, 10**6, 5, 10], "paper_id")],
 )
 def test_tables_nodes_with_names(tmp_path, names, ids):
-    """Text, and integers that are not 0 to V-1, are mapped to the rows of the features; the names are kept."""
+    """Text, and integers other than 0 to V-1, are mapped to the rows of the features; the names are kept."""
     quoted = [f'"{name}"' for name in names]
     rows = zip(quoted if ids == "node" else names, X.split())
     contents = {
@@ -257,7 +257,7 @@ def test_tables_types_of_edges_are_numbers_or_names(of, names, own_file, tmp_pat
 
 
 def test_tables_change_far_inside(tmp_path):
-    """Pieces of a table are compared with each other, and lines are counted over all of them."""
+    """Pieces of a table are checked against each other, and line numbers count across them."""
     good, count = b"1.5,2\n", 200_000
 
     def features(text):
@@ -275,7 +275,7 @@ def test_tables_change_far_inside(tmp_path):
 
 
 def _read(text, kind, width=2):
-    """[r, width] of a table of bytes, all of whose columns are of a kind."""
+    """Read a table given as bytes, with all columns of one kind -> [r, width]."""
     table = tables.Table(io.BytesIO(text), "t.csv")
     assert table.width == width
     read = table.read(dict.fromkeys(range(width), kind))
@@ -283,7 +283,7 @@ def _read(text, kind, width=2):
 
 
 def test_tables_numbers_are_those_of_python():
-    """The bits are those of int and float; what Python would not take is refused with its line."""
+    """Bitwise equal to int() and float(); what Python rejects is refused with its line number."""
     random = np.random.default_rng(0)
     scales = 10.0 ** random.integers(-300, 300, 300)
     floats = [repr(float(v)) for v in random.standard_normal(300) * scales]
@@ -308,7 +308,7 @@ def test_tables_numbers_are_those_of_python():
 
 
 def _read_slowly(content, separator, width):
-    """An independent reading: Python's csv module line by line -> rows, or None where they are not equally wide."""
+    """Read independently, with Python's csv module line by line -> rows, or None if their widths differ."""
     rows = []
     try:
         text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
@@ -346,7 +346,7 @@ def _slow_number(cell, whole):
 
 
 def _damaged(content, random):
-    """Bytes changed in one or two places, in a table of numbers behind its first row."""
+    """Change bytes in one or two places after the first row of a table of numbers."""
     first, rest = content.split(b"\n", 1)
     for _ in range(random.integers(1, 3)):
         changed, _ = other_bytes(rest, random)
@@ -355,7 +355,7 @@ def _damaged(content, random):
 
 
 def test_tables_fuzz(tmp_path):
-    """500 tables, all damaged, as many as RINGBLOCK_FUZZ says: read as csv and plain Python do, or refused."""
+    """500 damaged tables, or RINGBLOCK_FUZZ of them: read as csv and plain Python read them, or refused."""
     random = np.random.default_rng(0)
     nodes, counts = graph_tables.Nodes(30, "x.csv"), collections.Counter()
     for trial in range(int(os.environ.get("RINGBLOCK_FUZZ", 500))):
@@ -392,7 +392,7 @@ def test_tables_fuzz(tmp_path):
 
 
 def test_tables_take_little_memory(tmp_path):
-    """Lines without an end, archives that unpack to a thousand times their size: refused before they are in memory."""
+    """Endless lines and archives that unpack to a thousand times their size are refused before they are in memory."""
     nodes, file = graph_tables.Nodes(10, "x.csv"), tmp_path / "e.csv"
     endless, labels = b"1," * (1 << 23), gzip.compress(b"1\n" * (1 << 22), 1)
     comments = (b"#" * 999 + b"\n") * (1 << 15)

@@ -79,7 +79,7 @@ def test_train_a_damaged_store_ends_in_a_sentence(file, words, message, tmp_path
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
 @pytest.mark.parametrize("net", ["sage", "gat"])
 def test_the_number_of_processes_changes_nothing(tmp_path, net):
-    """140 seeds in batches of 60: the last one has 20, which three ranks share as 6, 7 and 7. With dropout."""
+    """140 seeds in batches of 60: the last has 20, shared by three ranks as 6, 7 and 7. With dropout."""
     words = f"--dataset {DATA}/cora.npz --root {tmp_path} --fanout 5,5 --hidden 32 --lr 0.01"
     runs = [(1, 60, 1), (2, 30, 1)] + [(3, 20, 1), (1, 20, 3)] * (net == "sage")
     words += f" --dropout 0.5 --model {net}"
@@ -87,7 +87,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path, net):
 
 
 def test_memory_does_not_grow_over_epochs(tmp_path):
-    """Of 47 batches, each of another size. Fragments of the heap are 0.1 %; oneDNN's products, not bounded, are 7 %."""
+    """47 batches of different sizes. Heap fragmentation is 0.1 %; unbounded oneDNN caches would be 7 %."""
     graph = "synthetic:nodes=10000,degree=20,features=100,classes=16,train=6000"
     words = f"--dataset {graph} --batch-size 128 --fanout 5,5,5 --hidden 256 --epochs 4 --gpus 0"
     done = _run("train.py", *words.split(), "--root", tmp_path, "--log", tmp_path / "log")
@@ -142,7 +142,7 @@ INTERRUPTED = {  # flags, interruptions, epochs
 
 @pytest.mark.parametrize("kind", INTERRUPTED)
 def test_interruptions_change_no_bit(kind, tiny, tmp_path):
-    """SIGTERM and SIGKILL at random moments; each time other threads, batches ahead, cache and window."""
+    """SIGTERM and SIGKILL at random moments; each resume has other threads, prefetching, cache and window."""
     seed = int.from_bytes(os.urandom(4), "little")
     rng = np.random.default_rng(seed)
     print(f"seed {seed}")
@@ -206,7 +206,7 @@ def _trains_on_a_flaky_disk(fails, *words):
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
 def test_train_from_a_slow_disk_that_fails(tiny, tmp_path):
-    """Slow, short and interrupted reads change nothing; a disk that is broken after ten reads is a sentence."""
+    """Slow, short and interrupted reads change nothing; a disk that fails after ten reads ends in a one-line error."""
     words = f"--dataset {tiny} --model gcn --fanout 3,3 --epochs 1 --batch-size 200 --checkpoint"
     _train(words, f"{tmp_path}/straight.pt")
     for fails, code in (("0", 0), ("turn >= 10", 2)):
@@ -218,7 +218,7 @@ def test_train_from_a_slow_disk_that_fails(tiny, tmp_path):
 
 
 def test_switches_that_must_not_change_the_result(tiny, tmp_path):
-    """Recomputed activations, torch operations for native ones, an LMDB store with a cache."""
+    """Recomputed activations, torch operations instead of native ones, an LMDB store with a cache."""
     common = "--hidden 16 --epochs 2 --dropout 0 --lr 0.01 --batch-size 200"
     drawn = f"--dataset {tiny} --fanout 5,5 {common}"
     log, expected = _run_here(tmp_path, drawn)
@@ -379,7 +379,7 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
 
 
 def test_uneven_last_batches_do_not_hang(tmp_path):
-    """601 seeds, 3 ranks of 200: the last step has one seed, two of the ranks none."""
+    """601 seeds, 3 ranks of 200: the last step has a single seed, and two ranks have none."""
     data = TINY.replace("train=600", "train=601")
     sizes = "--gpus 0 --procs 3 --batch-size 200 --epochs 1 --fanout 3,3"
     output = _train(f"--dataset {data} --root {tmp_path}", sizes)

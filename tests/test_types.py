@@ -31,7 +31,7 @@ from tests.test_layers import _with_grads
 
 
 def _typed_graph(rng, nodes=60, edges=700, types=5):
-    """A random multigraph -> indptr, indices, edge_type, edge_index of the same edges."""
+    """Make a random multigraph -> indptr, indices, edge_type, edge_index of the same edges."""
     dst, kind = rng.integers(0, nodes - 5, edges), rng.integers(0, types, edges)
     order = np.lexsort((kind, dst))
     dst, kind, src = dst[order], kind[order], rng.integers(0, nodes, edges)
@@ -42,7 +42,7 @@ def _typed_graph(rng, nodes=60, edges=700, types=5):
 
 @pytest.fixture(scope="module")
 def pointing(tmp_path_factory):
-    """Edges of type r lead from class y + r to class y: without types neighbours say nothing."""
+    """Edges of type r lead from class y + r to class y: without their types neighbours say nothing."""
     rng = np.random.default_rng(0)
     nodes, edges, classes = 600, 9000, 4
     label, dst = rng.integers(0, classes, nodes), rng.integers(0, nodes, edges)
@@ -65,7 +65,7 @@ FLAGS = "--gpus 0 --fanout 3,3 --hidden 16 --batch-size 50 --lr 0.02 --dropout 0
 
 @pytest.mark.parametrize("bases, edges", [(0, 700), (3, 700), (0, 90)])
 def test_rgcn_is_that_of_its_paper(bases, edges):
-    """The layer and its gradients on random multigraphs, also where edges of a list are not in the order of types."""
+    """The layer and its gradients on random multigraphs, also if a list's edges are not sorted by type."""
     rng = np.random.default_rng(bases)
     indptr, indices, kind, (src, dst) = _typed_graph(rng, edges=edges)
     layer, weight, x = RGCNConv(9, 6, 5, bases), torch.randn(60, 6), torch.randn(60, 9)
@@ -86,7 +86,7 @@ def test_rgcn_is_that_of_its_paper(bases, edges):
 
 
 def test_each_type_has_its_share_and_all_together_none():
-    """Of a long list as of a short one; without types the block tells them all the same."""
+    """For long lists as for short ones; with one fanout for all types the block still has the type of each edge."""
     rows = 4000
     kind = torch.tensor([0] * 3 + [1] * 40 + [2] * 7, dtype=torch.uint8)
     indptr, indices = torch.arange(rows + 1) * 50, torch.arange(rows * 50) % rows
@@ -158,7 +158,7 @@ def test_stores_with_types_are_checked(tmp_path):
 
 @pytest.mark.parametrize("name, least", [("rgcn", 0.9), ("sage", 0)])
 def test_train_learns_from_the_types_of_edges(name, least, pointing, tmp_path):
-    """And resumes, predicts, and says what it does with them; sage cannot tell the classes apart."""
+    """Also resumes, predicts, and prints how it uses them; sage cannot tell the classes apart."""
     words = f"--dataset {pointing}/typed.npz --root {tmp_path} --model {name} {FLAGS}"
     said = _train(words, f"--epochs 12 --log {tmp_path}/log --checkpoint {tmp_path}/c.pt")
     line = "edges have 5 types; --fanout is for each of them, and the model sees them"
@@ -216,7 +216,7 @@ def _typed(seed=0):
 
 
 def _npz(file, **changes):
-    """Write the graph of `_typed` as a file, but for the features of places; None leaves an array out."""
+    """Write the graph of `_typed` to a file, without the features of places; None leaves an array out."""
     given = _typed()
     arrays = {f"edge_index:{','.join(k)}": e for k, e in given["edge_index"].items()}
     arrays |= {"x:paper": given["features"]["paper"], "y:paper": given["labels"]["paper"]}
@@ -366,7 +366,7 @@ def test_typed_files_refuse(said, change, tmp_path):
 
 
 def _reverse(start):
-    """One more type of edges, which is called as a reverse one, and all reverses."""
+    """Return a graph with one more edge type, named like a reverse, and --symmetrize."""
     named = [*ENDS, (start, "rev_at", "author")]
     return {"edge_index": dict.fromkeys(named, [[0], [0]]), "symmetrize": True}
 
@@ -404,7 +404,7 @@ def test_typed_graphs_refuse(said, change, tmp_path):
 
 
 def test_typed_graphs_keep_what_is_narrow(tmp_path):
-    """Ids of a byte where the labelled type begins behind them, features of edges in bfloat16, no edges at all."""
+    """uint8 split ids though the labelled type begins at node 300, bfloat16 edge features, no edges at all."""
     nodes = {"user": 300, "item": 5}
     graph = dict(features={n: np.ones((count, 2)) for n, count in nodes.items()}, node_types=nodes)
     graph |= dict(labels={"item": [0, 1, 0, 1, 0]}, split={"train": np.array([0, 1], np.uint8)})
@@ -478,7 +478,7 @@ def test_exact_inference_is_that_of_all_neighbours(conv, tmp_path):
 
 
 def test_adam_of_rows_is_sparse_adam_beside_adam():
-    """And Adam itself for rows that have a gradient in every step."""
+    """And equal to Adam for rows that have a gradient in every step."""
     rows, sparse, dense = (torch.nn.Embedding(9, 4, sparse=kind < 2) for kind in range(3))
     linear, other = (torch.nn.Linear(4, 2) for _ in range(2))
     for twin in (sparse, dense):
@@ -556,7 +556,7 @@ def test_node_types_are_the_same_for_any_number_of_processes(flags, mag, tmp_pat
 
 @pytest.mark.parametrize("how", ["80/10/10", "none", "file"])
 def test_links_of_one_type(how, mag, tmp_path):
-    """Pairs are edges of the type; those held out leave no message, in either direction; other types are whole."""
+    """Pairs are edges of one type; held-out ones pass no messages in either direction; other types stay complete."""
     graph, name = GraphStore.open(mag), "author,writes,paper"
     before, number = _edges_by_type(graph), graph.edge_types.index(name)
     if how == "file":
@@ -591,7 +591,7 @@ def test_train_on_links_of_one_type(mag, tmp_path):
 
 
 def test_a_checkpoint_knows_its_types_by_name(mag, tmp_path):
-    """The same relations in another order are another graph; a model of one's own sees features of every node."""
+    """The same relations in another order are another graph; a user's model needs features of every node."""
     _train(f"--dataset {mag} {NODE_FLAGS} --epochs 1 --checkpoint {tmp_path}/c.pt")
     meta = GraphStore.open(mag).meta
     shutil.copytree(mag, tmp_path / "other")
