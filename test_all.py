@@ -11,6 +11,6 @@ PARTS = """conftest test_accuracy test_bench test_ddp test_house test_link test_
 test_edges test_types test_checkpoint test_step_graph test_features test_model test_layers test_loader
 test_cache test_metrics test_sources test_tables test_build test_store test_public test_report
 test_plan"""
-for _part in PARTS.split():  # the longest tests first: no process is left with one at the end
+for _part in PARTS.split():  # longest first: no worker is left alone with one at the end
     _names = vars(import_module(f"tests.{_part}"))
     globals().update({name: _names[name] for name in _names if not name.startswith("__")})

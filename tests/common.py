@@ -2,7 +2,7 @@
 
 import os
 
-# before torch: its idle threads shall not take the cores of others
+# set before torch is imported: its idle threads must not spin on cores that other processes need
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import atexit
@@ -37,9 +37,9 @@ from native import build, sampler_gpu
 from sources import prepare as datasets
 from store import build_store
 
-# the processes that share the tests have a core each; threads of OpenMP would not survive their fork
+# tests run in one process per core, and OpenMP's threads would not survive the fork of these
 torch.set_num_threads(1)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup would wait for runs that ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, runs would ignore it
 
 HERE = Path(__file__).resolve().parents[1]
 DATA = HERE.parent / "shared" / "data"
@@ -50,7 +50,7 @@ _IMPORTED_BY = os.getpid()
 
 @functools.cache
 def _forkserver():
-    """A process that has imported everything: what it forks begins at once, a new interpreter imports for 3 seconds."""
+    """Start a fork server that has imported everything, which takes an interpreter 3 s -> multiprocessing context."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["test_all", "torch._dynamo"])  # Adam imports the second
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,7 @@ def _forkserver():
             "OMP_NUM_THREADS": 1,
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": 0,  # this and the next as train.py sets them
             "LRU_CACHE_CAPACITY": 1,
-            "PYTORCH_NVML_BASED_CUDA_CHECK": 1,  # this file asks for a GPU, forks shall use it
+            "PYTORCH_NVML_BASED_CUDA_CHECK": 1,  # asking for a GPU here leaves it to forks
         }.items():
             patch.setenv(name, str(value))
         multiprocessing.forkserver.ensure_running()
@@ -77,7 +77,7 @@ def _in_fork(output, cwd, function, args):
     with open(output, "a") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)
-    # its own is a semaphore of the system, which a kill would leave
+    # tqdm's default lock is a system semaphore, which a killed process would leave behind
     tqdm.set_lock(threading.RLock())
     os.chdir(cwd)
     torch.set_num_threads(torch.get_num_threads())  # see tests/parallel.py
@@ -86,11 +86,11 @@ def _in_fork(output, cwd, function, args):
     try:
         sys.exit(function(*args))
     finally:
-        atexit._run_exitfuncs()  # a fork leaves without them
+        atexit._run_exitfuncs()  # a forked process exits without running them
 
 
 def _fork(output, function, *args, cwd="."):
-    """Start function(*args) in a fork, as are its ranks -> the process; it prints into the file `output`."""
+    """Start function(*args) in a fork, its ranks in forks too -> the process, which prints into `output`."""
     arguments = output, os.path.abspath(cwd), function, args
     process = _forkserver().Process(target=_in_fork, args=arguments)
     process.output = Path(output)
@@ -100,7 +100,7 @@ def _fork(output, function, *args, cwd="."):
 
 
 def _end(process, *codes):
-    """Wait until a fork ends, demand one of these exit codes (none given: 0) -> what it printed."""
+    """Wait until a fork ends, assert one of these exit codes (default: 0) -> what it printed."""
     try:
         process.join(600)
     finally:
@@ -113,11 +113,11 @@ def _end(process, *codes):
 
 @pytest.fixture(autouse=True)
 def _before_each_test():
-    torch.manual_seed(0)  # a test draws the same whichever ran before it
+    torch.manual_seed(0)  # a test draws the same numbers whichever ran before it
 
 
 def _random_graph(rng, num_nodes, mean_degree, dtype=torch.int32):
-    """A CSC graph with empty rows, self-loops and multi-edges."""
+    """Return (indptr, indices) of a random CSC graph with empty rows, self-loops and multi-edges."""
     degree = rng.poisson(mean_degree, num_nodes) * (rng.random(num_nodes) > 0.2)
     degree[rng.integers(num_nodes)] += 3 * mean_degree
     indptr = np.concatenate([[0], np.cumsum(degree)])
@@ -153,8 +153,8 @@ void begin_launch(char *frame, jmp_buf *stop);
 void begin_thread(long number);
 """
 
-# With `checked` the compiler calls these at every access to memory, where it is unaligned and where a signed number
-# overflows. Threads of a launch have no order: what one writes, no other may read or write but by atomics.
+# With `checked` the compiler calls these at every memory access, and on unaligned accesses and signed overflow.
+# Threads of a launch are unordered: what one of them writes, no other may read or write except by atomics.
 _CHECKER = r"""
 #include <setjmp.h>
 enum { NOBODY, MANY = -1, CELLS = 1 << 20 };
@@ -219,7 +219,7 @@ UNDEFINED(sub_overflow, "a signed difference overflows")
 UNDEFINED(mul_overflow, "a signed product overflows")
 UNDEFINED(negate_overflow, "a signed negation overflows")
 """
-_ONE_LAUNCH = threading.Lock()  # of the checker's state there is one
+_ONE_LAUNCH = threading.Lock()  # the checker has one global state
 _SANITIZED = "-fsanitize=thread,alignment,signed-integer-overflow,bounds"
 
 
@@ -227,7 +227,7 @@ _compiled = {}  # source -> library; tests that run in one process share them
 
 
 def _compile(code, folder, checked):
-    """Compile C in a folder -> the library, loaded."""
+    """Compile C code in a folder -> the loaded library."""
     if (code, checked) in _compiled:
         return _compiled[code, checked]
     cc = ["cc", "-O1", "-ffp-contract=off", "-fPIC", "-x", "c", "-"]
@@ -244,9 +244,9 @@ def _compile(code, folder, checked):
 
 
 class _EmulatedKernels:
-    """build.Kernels by cc on CPU tensors; of each launch every thread runs, one at a time, in shuffled order.
+    """build.Kernels compiled by cc for CPU tensors; a launch runs its threads one at a time, in shuffled order.
 
-    checked: also demand that no thread depends on another, that accesses are aligned, and that nothing overflows.
+    checked: also assert that no thread depends on another, that accesses are aligned, and that nothing overflows.
     """
 
     def __init__(self, source, folder, seed=0, checked=False):
@@ -303,7 +303,7 @@ class _EmulatedKernels:
 
 
 def _cuda_resources(source, arch, folder):
-    """{kernel: (registers, bytes of stack, bytes spilled)} by NVRTC, or by nvcc where that is not installed."""
+    """Compile by NVRTC, or by nvcc where that is missing -> {kernel: (registers, bytes of stack, bytes spilled)}."""
     try:
         log = build.compile_cuda(source, arch, ["--ptxas-options=-v"])[1]
     except OSError:
@@ -317,16 +317,16 @@ def _cuda_resources(source, arch, folder):
         assert done.returncode == 0, done.stderr
         log = done.stderr
     pattern = r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers"
-    found = {
+    resources = {
         name: tuple(map(int, (used, stack, spilled)))
         for name, stack, spilled, used in re.findall(pattern, log, re.DOTALL)
     }
-    assert found.keys() == build.signatures(source).keys()
-    return found
+    assert resources.keys() == build.signatures(source).keys()
+    return resources
 
 
 def _emulated(s, folder, seed=0, checked=False):
-    """Put the CUDA backend on emulated kernels into a sampler of a graph in host memory -> the backend."""
+    """Build the CUDA backend of a sampler with emulated kernels, for a graph in host memory -> the backend."""
     if not shutil.which("cc"):
         pytest.skip("no C compiler")
     compiled = lambda name, source: _EmulatedKernels(source, folder, seed, checked)  # noqa: E731
@@ -334,7 +334,7 @@ def _emulated(s, folder, seed=0, checked=False):
 
 
 def _frame(backend, seeds, hops, **room):
-    """A Frame of sampler_gpu for a number of seeds; room: rows, places."""
+    """Build a Frame of sampler_gpu for `seeds` seeds and `hops` hops; room: rows, places."""
     rows, places = backend.shapes(seeds)
     return backend.frame(**{"rows": rows[: hops + 1], "places": places[:hops], **room})
 
@@ -348,7 +348,7 @@ def _dgl():
 
 
 def _graph(num_nodes=200, num_edges=3000, width=5, classes=4, seed=0):
-    """Keyword arguments of build_store for a random graph with self-loops, repeats and nodes without edges."""
+    """Return keyword arguments of build_store for a random graph with self-loops, multi-edges and isolated nodes."""
     random = np.random.default_rng(seed)
     ids = random.permutation(num_nodes)
     return {
@@ -361,7 +361,7 @@ def _graph(num_nodes=200, num_edges=3000, width=5, classes=4, seed=0):
 
 
 def _store(path, num_nodes=200, **changes):
-    """A store of a random graph, with changes -> its path."""
+    """Build a store of a random graph; changes: of build_store's arguments -> its path."""
     return build_store(path, **{**_graph(num_nodes), **changes})
 
 
@@ -378,7 +378,7 @@ def _in_child(work):
         code = 1
         try:
             torch.set_num_threads(1)
-            # its own is shared with the parent, and would die with the child
+            # tqdm's own lock is shared with the parent, and would die with the child
             tqdm.set_lock(threading.RLock())
             work()
             code = 0
@@ -391,7 +391,7 @@ def _in_child(work):
 
 @contextmanager
 def _threads(work, count=4):
-    """Threads that call work() again and again beside the body; what one raises is raised at the end."""
+    """Call work() again and again on `count` threads beside the body; their exceptions are raised at its end."""
     done = threading.Event()
 
     def again():
@@ -408,13 +408,13 @@ def _threads(work, count=4):
 
 
 def _split(words):
-    """The words of a command line: a text may hold several."""
+    """Split a command line into words; a string may hold several."""
     parts = (word.split() if isinstance(word, str) else [str(word)] for word in words)
     return [word for part in parts for word in part]
 
 
 def _start(*words, **options):
-    """Start the real script -> Popen; every output line goes to one pipe."""
+    """Start the real script -> Popen, with stdout and stderr in one pipe."""
     command = [sys.executable, str(HERE / "train.py"), *_split(words)]
     options["env"] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -427,19 +427,19 @@ def _start_fork(output, *words, cwd="."):
 
 
 def _train(*words, code=0, cwd="."):
-    """Run train.py's main in a fork to its end, demand the exit code -> its output."""
+    """Run train.py's main in a fork to its end, assert the exit code -> its output."""
     with tempfile.NamedTemporaryFile() as file:
         return _end(_start_fork(file.name, *words, cwd=cwd), code)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A small store -> its path."""
+    """Build a small store -> its path."""
     return str(datasets.prepare(TINY, tmp_path_factory.mktemp("tiny"), progress=False))
 
 
 def _log(path):
-    """The entries of --log without the first of each run, which says what it was."""
+    """Read the entries of --log, without the first of each run, which describes it."""
     entries = map(json.loads, Path(path).read_text().splitlines())
     return [entry for entry in entries if "flags" not in entry]
 
@@ -449,13 +449,13 @@ def _parameters(path):
 
 
 def _same_weights(*files):
-    """Whether the models in checkpoints are equal, bit for bit."""
+    """Return whether the models in checkpoints are equal, bit for bit."""
     first, *others = map(_parameters, files)
     return all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
 def _wait_for(condition, process, pause=0.02):
-    """Wait until condition() holds while a process runs, for three minutes."""
+    """Wait until condition() holds while a process runs, for at most three minutes."""
     deadline = time.monotonic() + 180
     is_popen = isinstance(process, subprocess.Popen)
     while not condition():
@@ -463,13 +463,13 @@ def _wait_for(condition, process, pause=0.02):
         if not running or time.monotonic() > deadline:
             process.kill()
             printed = process.communicate()[0] if is_popen else process.output.read_text()
-            pytest.fail(f"{'waited in vain' if running else 'it has ended'}: {printed}")
+            pytest.fail(f"{'timed out' if running else 'the process ended'}: {printed}")
         time.sleep(pause)
 
 
 def _same_for_any_number_of_processes(folder, words, runs, epochs=3):
-    """Train in fp64 with each (processes, batch size, passes of a step): losses and weights are the same to 1e-9, what
-    is scored to 0.003. Leaves N.pt and logN of run N."""
+    """Train in fp64 with each (processes, batch size, passes of a step) and assert equal losses and
+    weights to 1e-9, equal scores to 0.003. Leaves N.pt and logN of run N."""
     logs, weights = [], []
     for number, (procs, batch, accumulate) in enumerate(runs):
         sizes = f"--procs {procs} --batch-size {batch} --accumulate {accumulate} --epochs {epochs}"
@@ -477,14 +477,14 @@ def _same_for_any_number_of_processes(folder, words, runs, epochs=3):
         _train(words, sizes, files, "--gpus 0 --precision fp64")
         logs.append(_log(folder / f"log{number}"))
         weights.append(_parameters(folder / f"{number}.pt"))
-    for log, found in zip(logs[1:], weights[1:]):
-        assert len(log) == epochs + 1  # rank 0 alone writes
+    for log, model in zip(logs[1:], weights[1:]):
+        assert len(log) == epochs + 1  # only rank 0 writes
         for a, b in zip(logs[0][:epochs], log):
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-9)
         for a, b in zip(logs[0], log):
             for name in {"valid", "valid_sampled", "exact"}.intersection(a):
                 assert a[name] == pytest.approx(b[name], abs=0.003)
-        torch.testing.assert_close(found, weights[0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(model, weights[0], rtol=1e-9, atol=1e-9)
 
 
 def _run_here(tmp_path, *words):
@@ -505,7 +505,7 @@ def _code(*words, main=train.main):
 
 
 def _readme_blocks(language):
-    """The blocks of a language in README and docs/, README first."""
+    """Return the code blocks of a language in README and docs/, README first."""
     pages = [HERE / "README.md", *sorted((HERE / "docs").glob("*.md"))]
     text = "\n".join(page.read_text() for page in pages)
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
@@ -516,10 +516,10 @@ OWN_LAYERS = OWN_MODELS["mymodel.py"]
 
 
 def _told_by_the_future(path, nodes=400, **columns):
-    """Every node has eight neighbours that say nothing before its time, and eight that have its class after it."""
+    """Build a store: each node has eight neighbours without a hint before its time, and eight of its class after it."""
     rng = np.random.default_rng(0)
     labels, when = rng.integers(0, 2, nodes), rng.integers(20, 80, nodes)
-    sign = np.append(labels, [0, 1] * 100)  # 200 more nodes carry a sign
+    sign = np.append(labels, [0, 1] * 100)  # 200 more nodes carry a sign, their feature
     past = nodes + rng.integers(0, 200, (8, nodes))
     future = nodes + 2 * rng.integers(0, 100, (8, nodes)) + labels
     src, dst = np.concatenate([past, future]).ravel(), np.tile(np.arange(nodes), 16)

@@ -10,7 +10,7 @@ import torch
 
 
 class _Sender:
-    """Pass each report of a worker to the process that prints it."""
+    """Sends each report of a worker to the process that prints it."""
 
     def __init__(self, config, pipe):
         self.config, self.pipe = config, pipe
@@ -26,7 +26,7 @@ class _Sender:
 
 
 def _take(items, taken):
-    """Items that no other worker has taken, then None."""
+    """Yield the items that no other worker has taken, then None."""
     number = -1
     while number < len(items):
         with taken.get_lock():
@@ -36,11 +36,11 @@ def _take(items, taken):
 
 
 def _work(session, taken, pipe):
-    # before any other thread: of two that meet torch's pool after a fork, one finds none
+    # before other threads start: if two first use torch's thread pool after a fork, one of them finds none
     torch.set_num_threads(1)
     plugins = session.config.pluginmanager
     capture = plugins.getplugin("capturemanager")
-    capture.stop_global_capturing()  # its file is shared with the other processes
+    capture.stop_global_capturing()  # its file is shared with the other workers
     capture.start_global_capturing()
     plugins.unregister(name="terminalreporter")
     plugins.register(_Sender(session.config, pipe))
@@ -48,11 +48,11 @@ def _work(session, taken, pipe):
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if session.shouldfail or session.shouldstop:
             break
-    atexit._run_exitfuncs()  # a fork leaves without them
+    atexit._run_exitfuncs()  # a forked process exits without running them
 
 
 def _replay(session, reader, running):
-    """What a worker sent: the name of the test it begins, a report, or its end."""
+    """Handle a worker's message: the name of a test that begins, a report, or the end of the worker."""
     hook = session.config.hook
     try:
         message = reader.recv()
@@ -84,7 +84,7 @@ def pytest_runtestloop(session):
         reader, writer = fork.Pipe(duplex=False)
         processes.append(fork.Process(target=_work, args=(session, taken, writer)))
         processes[-1].start()
-        writer.close()  # or the end of the worker would not be seen
+        writer.close()  # or the reader would get no EOF when the worker ends
         running[reader] = None
     try:
         while running:

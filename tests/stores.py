@@ -16,7 +16,7 @@ from tests.common import _graph
 
 
 def _refuses(message, function, *args, error=StoreError, **options):
-    """Demand that function(...) raises in one line that has the message (a regular expression)."""
+    """Assert that function(...) raises `error` with a one-line text that matches `message`, a regular expression."""
     with pytest.raises(error, match=message) as error:
         function(*args, **options)
     assert "\n" not in str(error.value)
@@ -24,7 +24,7 @@ def _refuses(message, function, *args, error=StoreError, **options):
 
 @contextmanager
 def _small_disk(folder, size):
-    """A file system of so many bytes, in memory -> its folder."""
+    """Mount a file system of `size` bytes in memory; yields its folder."""
     small = folder / "small"
     small.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", small]
@@ -38,17 +38,17 @@ def _small_disk(folder, size):
 
 
 def _edges(graph):
-    """(source, destination) pairs of an open store, as a sorted list."""
+    """Return the (source, destination) pairs of an open store, sorted."""
     dst = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr.numpy()))
     return sorted(zip(graph.indices.tolist(), dst.tolist()))
 
 
 def _edges_by_type(graph):
-    """{name of a type of edges: sorted (source, destination) pairs} of an open store."""
-    dst, found = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr.numpy())), {}
+    """Return {edge type: sorted (source, destination) pairs} of an open store."""
+    dst, edges = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr.numpy())), {}
     for kind, *ends in zip(graph.edge_type.tolist(), graph.indices.tolist(), dst.tolist()):
-        found.setdefault(graph.edge_types[kind], []).append(tuple(ends))
-    return {name: sorted(pairs) for name, pairs in found.items()}
+        edges.setdefault(graph.edge_types[kind], []).append(tuple(ends))
+    return {name: sorted(pairs) for name, pairs in edges.items()}
 
 
 def _sums(path):
@@ -57,14 +57,14 @@ def _sums(path):
 
 
 def _rewrite_meta(path, **changes):
-    """Change fields of meta.json and keep its own checksum right."""
+    """Change fields of meta.json (Ellipsis: remove) and update its checksum."""
     meta = json.loads((path / "meta.json").read_text()) | changes
     meta = {name: value for name, value in meta.items() if value is not Ellipsis}
     (path / "meta.json").write_bytes(disk.dump_meta(meta))
 
 
 def _reseal(path, name, position, value):
-    """Change a value in an array of a store, and its checksums with it."""
+    """Change a value in an array of a store and update the checksums."""
     array = np.load(path / f"{name}.npy", mmap_mode="r+")
     array[position] = value
     array.flush()
@@ -86,7 +86,7 @@ def _mask(ids, size=200):
 
 
 def _graphs(count, first=0, seed=0):
-    """A GraphBatch of `count` random graphs; the one numbered `first + i` has that number as its target."""
+    """Make a GraphBatch of `count` random graphs; targets of graph i: first + i, and its number of nodes."""
     random = np.random.default_rng([seed, first, count])
     nodes = random.integers(1, 9, count)
     edges = random.integers(0, 12, count)
@@ -115,7 +115,7 @@ def _molecules(file, count=40, **extra):
 
 
 def _events(num_nodes, num_edges):
-    """What the edges of a graph carry, and when its nodes are classified."""
+    """Make columns for the edges of a graph, and the times at which its nodes are classified."""
     rng = np.random.default_rng(5)
     return {
         "edge_weight": rng.random(num_edges),
