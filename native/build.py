@@ -42,12 +42,12 @@ _loaded, _lock, _warned = {}, threading.Lock(), set()
 
 
 def _kind(c_type):
-    """An argument's type in ctypes; None for a struct of C."""
+    """Return the ctypes type of a C argument type; None for a struct."""
     return ctypes.c_void_p if "*" in c_type else _NUMBERS.get(c_type)
 
 
 def read_source(file, **defines):
-    """Text of a source file of this folder: macros, then the file with what it includes in place."""
+    """Return the text of a source file of this folder: `defines` as macros, then the file with its includes inlined."""
 
     def lines(file):
         yield f'#line 1 "{file}"'
@@ -73,7 +73,7 @@ def struct_type(source, name):
 
 
 class _Pointer:
-    """A pointer among the arguments of a C function: a tensor, a ctypes.Structure, an address or None."""
+    """Pointer argument of a C function: a tensor, a ctypes.Structure, an address or None."""
 
     @staticmethod
     def from_param(value):
@@ -101,8 +101,8 @@ def _warn_once(name, text, error):
 
 
 def _cache_folder(stack):
-    """The cache's folder, made if need be, or None where it is not this user's alone. It is opened once, until the
-    ExitStack ends, and reached through that handle, so renaming a folder above it cannot exchange it."""
+    """Return the cache folder, created if missing, or None if others may access it. It stays open until the ExitStack
+    `stack` ends and is reached through that handle, so that renaming a parent folder cannot swap it."""
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringblock"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -115,8 +115,8 @@ def _cache_folder(stack):
 
 @contextlib.contextmanager
 def cached(name, key, suffix, make):
-    """A context: path of a compiled file NAME-...SUFFIX, in the cache or, where that cannot be used, in a private temporary
-    folder. key: text of all that the content depends on. make: function that writes the file to the path it is given."""
+    """Context with the path of a compiled file, NAME-...SUFFIX in the cache or, if that cannot be used, in a private
+    temporary folder. key: text of all that the content depends on. make: function (path) that writes the file."""
     stem = f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     with tempfile.TemporaryDirectory(prefix="ringblock-") as private, contextlib.ExitStack() as at:
         folder = _cache_folder(at)
@@ -131,7 +131,7 @@ def cached(name, key, suffix, make):
             with contextlib.suppress(OSError):  # read-only, or full
                 try:
                     shutil.copyfile(path, part)
-                    path = part.replace(target)  # complete, or not there
+                    path = part.replace(target)  # atomic
                 finally:
                     part.unlink(missing_ok=True)
         yield path
@@ -146,21 +146,21 @@ def _digest(path):
 
 
 def load_c(name, source, flags):
-    """Compile C source into a shared library, if the cache does not have it, and load it -> ctypes.CDLL, or None where
-    that fails, after one warning for each `name`.
+    """Compile C source into a shared library, unless it is cached, and load it -> ctypes.CDLL; None, after one warning
+    per `name`, if that fails.
 
     Args:
-        name: whose code this is, for the warning and the file's name. source: C, as text; functions whose type begins a
-            line can be called, with tensors and structs for pointers.
-        flags: of the compiler, which is `cc` or the environment variable CC.
+        name: of this code, for the warning and the file name. source: C, as text; functions whose return type begins a
+            line can be called, with tensors and structs as pointers.
+        flags: for the compiler, which is the environment variable CC, or `cc`.
     """
     compiler, cpu = os.environ.get("CC", "cc"), Path("/proc/cpuinfo")
     options = {"capture_output": True, "text": True, "check": True}
 
     def make(path):
         path.with_suffix(".c").write_text(source)
-        words = *flags, path.with_suffix(".c"), "-o", path, "-lm"
-        subprocess.run([compiler, *words], **options)
+        arguments = *flags, path.with_suffix(".c"), "-o", path, "-lm"
+        subprocess.run([compiler, *arguments], **options)
 
     try:
         cpu = cpu.read_text() if cpu.exists() else platform.processor()  # for -march=native
@@ -182,17 +182,17 @@ def load_c(name, source, flags):
 
 
 def load_host(name, source, flags):
-    """Compile CUDA source as C, in which run_KERNEL(threads, ...) shares the threads of a kernel out among OpenMP's ->
-    what `load_c` returns; flags with -fopenmp."""
+    """Compile CUDA source as C with functions run_KERNEL(threads, ...), which distribute a kernel's threads over OpenMP
+    threads; as `load_c`, with -fopenmp in flags."""
     text = ["#define HOST", source]
     for kernel, arguments in signatures(source).items():
-        taken = ", ".join(f"{c_type} {argument}" for c_type, argument in arguments)
-        given = ", ".join(argument for _, argument in arguments)
-        text.append(f"""void run_{kernel}(i64 threads_, {taken}) {{
+        parameters = ", ".join(f"{c_type} {argument}" for c_type, argument in arguments)
+        passed = ", ".join(argument for _, argument in arguments)
+        text.append(f"""void run_{kernel}(i64 threads_, {parameters}) {{
 #pragma omp parallel for schedule(dynamic, 1024)
   for (i64 thread_ = 0; thread_ < threads_; thread_++) {{
     blockIdx.x = thread_;
-    {kernel}({given});
+    {kernel}({passed});
   }}
 }}""")
     return load_c(name, "\n".join([*text, ""]), flags)
@@ -203,16 +203,16 @@ def load_host(name, source, flags):
 
 
 def load_cuda(name, source, device):
-    """Compile CUDA C++ as one program, if the cache does not have it, and load it on a GPU, a torch.device; thread-safe ->
-    Kernels, the same for the same arguments; or None where NVRTC, the driver or the source fails, after one warning for
-    each `name`. source: text, see base.h."""
+    """Compile CUDA C++ as one program, unless it is cached, and load it on a GPU, a torch.device -> Kernels, the same
+    object for the same arguments; None, after one warning per `name`, if NVRTC, the driver or the source fails.
+    Thread-safe. source: text, see base.h."""
     index = torch.device(device).index
     key = source, torch.cuda.current_device() if index is None else index
     with _lock:
         if key not in _loaded:
             try:
                 _loaded[key] = Kernels(name, source, torch.device("cuda", key[1]))
-            except (OSError, RuntimeError, AttributeError) as error:  # a library lacks a function
+            except (OSError, RuntimeError, AttributeError) as error:  # last: a function is missing
                 _loaded[key] = None
                 text = f"the CUDA kernels of {name} cannot be used, so slower torch operations are"
                 _warn_once(name, text, error)
@@ -220,14 +220,14 @@ def load_cuda(name, source, device):
 
 
 class Kernels:
-    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(type in C, name)]}.
+    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(C type, argument name)]}.
 
-    options: of NVRTC, such as ("--use_fast_math",).
+    options: for NVRTC, such as ("--use_fast_math",).
     """
 
     def __init__(self, name, source, device, options=()):
         self.device, self.index, self.signatures = device, device.index, signatures(source)
-        self._threads = threading.local()  # each host thread has its own launch of each kernel
+        self._threads = threading.local()  # each host thread has its own Launch of each kernel
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
         make = lambda path: path.write_bytes(compile_cuda(source, arch, options)[0])  # noqa: E731
         key = "\0".join([source, arch, str(torch.version.cuda), *options])
@@ -245,7 +245,7 @@ class Kernels:
                 self.check(code, kernel)
 
     def check(self, code, what):
-        """Raise RuntimeError for a driver's code other than 0."""
+        """Raise RuntimeError unless a driver call returned 0."""
         if code:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(code, ctypes.byref(text))
@@ -253,23 +253,23 @@ class Kernels:
             raise RuntimeError(f"{what}: CUDA error {code} ({text}) on {self.device}")
 
     def bind(self):
-        """Give this host thread the context of the GPU, which is current: a call of the CUDA runtime does."""
+        """Bind the current GPU's context to this host thread, as any call of the CUDA runtime does."""
         torch.cuda.current_stream(self.device).query()
 
     def stream(self):
-        """The handle of torch's current stream on this GPU, an int."""
+        """Return the handle of torch's current stream on this GPU, an int."""
         return _raw_stream(self.index)
 
     def wait(self):
-        """Wait until the GPU has done what torch's current stream was given."""
+        """Synchronize with torch's current stream on this GPU."""
         torch.cuda.current_stream(self.index).synchronize()
 
     def current(self):
-        """A context in which this GPU is torch's current one."""
+        """Context in which this GPU is torch's current one."""
         return torch.cuda.device(self.index)
 
     def prepare(self, kernel, *values):
-        """A `Launch` of a kernel with these arguments: numbers, tensors or pointers as ints, None, structs."""
+        """Make a `Launch` of a kernel with these arguments: numbers, tensors or pointers as ints, None, structs."""
         return Launch(self, kernel, values)
 
     def run(self, kernel, threads, *values):
@@ -289,7 +289,7 @@ class Launch:
 
     def __init__(self, kernels, kernel, values=()):
         self._kernels, self._name, self._function = kernels, kernel, kernels._functions[kernel]
-        # a struct stays where the caller has it, all else is packed into _memory
+        # structs stay in the caller's memory, all else is packed into _memory
         codes = [getattr(_kind(c_type), "_type_", "") for c_type, _ in kernels.signatures[kernel]]
         packed = struct.Struct("".join(codes))
         self._memory = ctypes.create_string_buffer(packed.size)
@@ -310,7 +310,7 @@ class Launch:
         self.pack([value for i, value in enumerate(values) if i not in self._structs])
 
     def pack(self, values):
-        """Set all arguments but structs."""
+        """Set all arguments except structs."""
         self._pack(*[v.data_ptr() if isinstance(v, torch.Tensor) else v or 0 for v in values])
 
     def __call__(self, threads, stream):
@@ -318,7 +318,7 @@ class Launch:
             return
         grid = (-(-threads // BLOCK), 1, 1, BLOCK, 1, 1)
         code = self._go(self._function, *grid, 0, stream, self._pointers, None)
-        if code == INVALID_CONTEXT:  # a host thread that has not called CUDA yet
+        if code == INVALID_CONTEXT:  # this host thread has not called the CUDA runtime yet
             self._kernels.bind()
             code = self._go(self._function, *grid, 0, stream, self._pointers, None)
         if code:
@@ -326,16 +326,16 @@ class Launch:
 
 
 def signatures(source, result="KERNEL"):
-    """{function: [(type in C, name of the argument)]} of a source's `RESULT name(...)` at the start of a line."""
-    found = {}
-    for name, words in re.findall(rf"^{result} ?(\w+)\(([^)]*)\)", source, re.MULTILINE):
-        words = [] if words == "void" else words.split(",")
-        pairs = [re.fullmatch(r"(.*?)(\w+)", " ".join(word.split())) for word in words]
-        found[name] = [(pair[1].replace("const ", "").strip(), pair[2]) for pair in pairs]
-    return found
+    """Parse `RESULT name(...)` at the starts of a source's lines -> {function: [(C type, argument name)]}."""
+    functions = {}
+    for name, text in re.findall(rf"^{result} ?(\w+)\(([^)]*)\)", source, re.MULTILINE):
+        arguments = [] if text == "void" else text.split(",")
+        pairs = [re.fullmatch(r"(.*?)(\w+)", " ".join(word.split())) for word in arguments]
+        functions[name] = [(pair[1].replace("const ", "").strip(), pair[2]) for pair in pairs]
+    return functions
 
 
-# as torch's compiler takes it: twenty times as fast as torch.cuda.current_stream; None where torch has no CUDA
+# what torch.compile uses: twenty times as fast as torch.cuda.current_stream; None if torch has no CUDA
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -345,10 +345,10 @@ _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 def compile_cuda(source, arch, options=()):
     """Compile CUDA C++ for an architecture such as "sm_90" -> (module for cuModuleLoadData, NVRTC's log). OSError
-    without NVRTC; RuntimeError, with the first error, where it refuses the source.
+    without NVRTC; RuntimeError, with the first error, if the source does not compile.
 
-    A GPU younger than NVRTC gets PTX of the latest architecture before it, which its driver compiles. With the option
-    --ptxas-options=-v the log has the registers and local memory of each kernel.
+    For a GPU newer than NVRTC knows this is PTX of the latest architecture before it, which the driver compiles. With
+    the option --ptxas-options=-v the log has the registers and local memory of each kernel.
     """
     nvrtc, program, size, count = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_int()
 
@@ -357,10 +357,10 @@ def compile_cuda(source, arch, options=()):
         if code:
             raise RuntimeError(f"NVRTC: {nvrtc.nvrtcGetErrorString(code).decode()}")
 
-    def result(what):
-        call(f"Get{what}Size", program, ctypes.byref(size))
+    def output(kind):
+        call(f"Get{kind}Size", program, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
-        call(f"Get{what}", program, buffer)
+        call(f"Get{kind}", program, buffer)
         return buffer
 
     call("GetNumSupportedArchs", ctypes.byref(count))
@@ -375,18 +375,18 @@ def compile_cuda(source, arch, options=()):
     try:
         flags = (ctypes.c_char_p * len(flags))(*flags)
         code = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
-        log = result("ProgramLog").value.decode(errors="replace")
+        log = output("ProgramLog").value.decode(errors="replace")
         if code:
             errors = [line for line in log.splitlines() if "error" in line]
             reason = errors[0] if errors else nvrtc.nvrtcGetErrorString(code).decode()
             raise RuntimeError(f"NVRTC for {arch}: {reason}")
-        return result(kind).raw, log
+        return output(kind).raw, log
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def _nvrtc():
-    """The libnvrtc of torch's CUDA build, or the system's."""
+    """Load the libnvrtc of torch's CUDA build, or the system's."""
     major, folder = str(torch.version.cuda or "").split(".")[0], Path(torch.__file__).parent
     wheels = [f"{folder.parent}/nvidia/{part}/lib" for part in (f"cu{major}", "cuda_nvrtc")]
     paths = [p for at in (*wheels, f"{folder}/lib") for p in sorted(glob(f"{at}/libnvrtc*.so*"))]
@@ -398,11 +398,11 @@ def _nvrtc():
             library = ctypes.CDLL(name)
             library.nvrtcGetErrorString.restype = ctypes.c_char_p
             return library
-    raise OSError("no libnvrtc, which torch's CUDA build brings (pip install nvidia-cuda-nvrtc)")
+    raise OSError("no libnvrtc, part of torch's CUDA build (pip install nvidia-cuda-nvrtc)")
 
 
 def _driver():
-    """libcuda, which the NVIDIA driver brings."""
+    """Load libcuda, part of the NVIDIA driver."""
     library = ctypes.CDLL("libcuda.so.1")
     number, pointer = ctypes.c_uint, ctypes.c_void_p
     library.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]

@@ -12,10 +12,10 @@ import torch
 
 
 class Backend:
-    """DGL's sample_neighbors or sample_labors, then to_block; by DGL's random numbers."""
+    """Sample with DGL's sample_neighbors or sample_labors and to_block, and DGL's random numbers."""
 
     def __init__(self, task):
-        # one thread at a time seeds DGL's generator
+        # one thread at a time seeds and uses DGL's generator
         self.task, self.dgl, self.lock = task, import_dgl(), threading.Lock()
         small = task.indices.dtype == torch.int32 and task.indices.numel() < 2**31
         arrays = task.indptr, task.indices, task.indices.new_empty(0)
@@ -56,18 +56,18 @@ class Backend:
 
 
 def to_dgl(block):
-    """A `Block` as DGL's, see `Block.to_dgl`."""
+    """Convert a `Block` to DGL's, see `Block.to_dgl`."""
     dgl, dst = import_dgl(), block.src_nodes[: block.num_dst]
-    # numbers for the edges: without them DGL's gradients of edge values (GATv2Conv) fail
+    # edge ids: without them DGL's gradients of edge values (GATv2Conv) fail
     ids = torch.arange(block.num_edges, dtype=block.indices.dtype, device=block.indices.device)
     csc, sizes = (block.indptr, block.indices, ids), (block.num_src, block.num_dst)
-    made = dgl.create_block(("csc", csc), *sizes)
-    made.srcdata[dgl.NID], made.dstdata[dgl.NID] = block.src_nodes, dst
+    theirs = dgl.create_block(("csc", csc), *sizes)
+    theirs.srcdata[dgl.NID], theirs.dstdata[dgl.NID] = block.src_nodes, dst
     if block.edge_ids is not None:
-        made.edata[dgl.EID] = block.edge_ids
+        theirs.edata[dgl.EID] = block.edge_ids
     if block.edge_type is not None:
-        made.edata[dgl.ETYPE] = block.edge_type.long()
-    return made
+        theirs.edata[dgl.ETYPE] = block.edge_type.long()
+    return theirs
 
 
 def _stub_attribute(name):
@@ -77,9 +77,9 @@ def _stub_attribute(name):
 
 
 def import_dgl():
-    """Import DGL 2.1 also under a torch it was not built for. Its PyPI build fails on parts not needed here,
-    dgl.distributed (GraphBolt, torchdata, setuptools.extern) and dgl.data.movielens (pandas): where the plain import
-    fails, they are replaced by stubs."""
+    """Import DGL 2.1, also under a torch it was not built for -> the module. Its PyPI build then fails on parts not
+    needed here, dgl.distributed (GraphBolt, torchdata, setuptools.extern) and dgl.data.movielens (pandas): if the plain
+    import fails, stubs replace them."""
     try:
         import dgl
     except Exception as first:
@@ -97,18 +97,18 @@ def import_dgl():
 class DGLAdapter:
     """A NeighborSampler for DGL's DataLoader, also in worker processes: DataLoader(graph, nodes, DGLAdapter(sampler)).
 
-    Each batch is DGL's (input_nodes, output_nodes, blocks). The sampler holds the graph (graph.adj_tensors("csc")
-    gives indptr and indices); the DataLoader's graph is not looked at.
+    Each batch is DGL's (input_nodes, output_nodes, blocks). The sampler holds the graph (indptr and indices are in
+    graph.adj_tensors("csc")); the DataLoader's graph is not used.
     """
 
     def __init__(self, sampler):
         self.sampler, self._calls = sampler, itertools.count()
 
     def sample(self, graph, seeds, exclude_eids=None):
-        """What DGL's DataLoader calls for a batch of seeds int [S]."""
+        """Sample a batch for seeds int [S]; called by DGL's DataLoader -> (input_nodes, output_nodes, blocks)."""
         if exclude_eids is not None:
             raise ValueError("exclude_eids is not supported: DGLAdapter is for node batches")
-        # its seed differs from worker to worker and epoch to epoch
+        # a worker's seed differs between workers and between epochs
         worker = torch.utils.data.get_worker_info()
         blocks = self.sampler.sample(seeds, next(self._calls) + (worker.seed if worker else 0))
         return blocks[0].src_nodes, seeds, [block.to_dgl() for block in blocks]
