@@ -285,7 +285,7 @@ class Kernels:
 
 
 class Launch:
-    """A kernel with its own argument memory, for one host thread at a time with its GPU current: launch(threads, stream)."""
+    """A kernel and its argument memory: launch(threads, stream), by one host thread at a time, with its GPU current."""
 
     def __init__(self, kernels, kernel, values=()):
         self._kernels, self._name, self._function = kernels, kernel, kernels._functions[kernel]

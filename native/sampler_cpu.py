@@ -41,7 +41,7 @@ def job_type():
 
 
 def load(task):
-    """Backend for a task (`sampler.SamplingSpec`), or None, after one warning, where the C code cannot be compiled."""
+    """Make a Backend for a `sampler.SamplingSpec`; None, after one warning, if the C code cannot be compiled."""
     weights = task.weights
     if weights is not None and weights.dtype not in TYPES:  # float16, bfloat16
         weights = weights.float()
@@ -65,13 +65,13 @@ def _library(ids, weights, edge_types, pairs):
 
 
 class Backend:
-    """Calls the C code, for which ctypes releases the GIL. Working memory is as large as a batch, not as the graph."""
+    """Calls the C code, for which ctypes releases the GIL. Working memory grows with the batch, not with the graph."""
 
     def __init__(self, task, library, lists=None, of_pairs=None):
         self.task, self.library, self.lists = task, library, lists
-        self.of_pairs = of_pairs  # the Backend of batches with several times
-        self.idle = []  # working memory between batches
-        self.slots = 0  # of the table after the last batch: the next one will need about as many
+        self.of_pairs = of_pairs  # the Backend for batches with several times
+        self.idle = []  # working memory that no batch uses
+        self.slots = 0  # of the table after the last batch: the next one needs about as many
 
     def sample(self, seeds, hops, exclude=None, times=None):
         """Sample all hops of a batch, see `sampler.TorchBackend`."""
@@ -85,11 +85,11 @@ class Backend:
         return self.of_pairs._sample(seeds, hops, excluded, times, when.to(seeds.dtype), before)
 
     def _sample(self, seeds, hops, excluded, times=None, when=None, seeds_before=None):
-        """Sample a batch.
+        """Sample a batch -> the fields of its blocks, or None if a seed is repeated.
 
         Args:
-            times: the batch's, each once, or None. Where there are several:
-            when: [S] number of each seed's time. seeds_before: how many seeds have an earlier time, of each and the end.
+            times: int64 [T], the batch's distinct times, ascending, or None. If T > 1 also
+            when: [S] index of each seed's time. seeds_before: int64 [T+1] number of seeds with an earlier time.
         """
         try:
             work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
@@ -111,9 +111,9 @@ class Backend:
         return blocks
 
     def _index(self, exclude):
-        """Fields of a job for excluded edges int64 [X], ascending."""
+        """Index excluded edges int64 [X], ascending, by ranges of 2^shift edges -> fields of job_t."""
         M = self.task.indices.numel()
-        # about eight times as many pieces as edges
+        # about eight times as many ranges as excluded edges
         shift = max(0, M.bit_length() - (8 * exclude.numel()).bit_length())
         counts = torch.bincount(exclude >> shift, minlength=(M >> shift) + 1)
         before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -149,7 +149,7 @@ class Backend:
         fill(local=local, edges=edges, edge_type=kinds, edge_when=edge_when)
         if hop.relabel:
             most = min(S + E, V if when is None else V * len(work.times))
-            slots = (2 if when is None else 4) * most  # half full, or less, it is quickly searched
+            slots = (2 if when is None else 4) * most  # at most half full: searches are short
             if work.slots < slots:
                 work.number(dst, when, slots)
             src, homes = dst.new_empty(S + E + 1), dst.new_empty(E)
@@ -160,7 +160,7 @@ class Backend:
 
     @staticmethod
     def _checked(result, S):
-        """What the C code returned, unless it says that it failed."""
+        """Return the C code's result, or raise the error that it stands for."""
         if result == -1:
             raise MemoryError(f"no memory to sample a hop of {S} nodes")
         if result < 0:
@@ -169,9 +169,9 @@ class Backend:
 
 
 def _lists(indptr, edge_times):
-    """Where each list begins, and the time of its last edge, side by side: one cache miss -> int64 [V+1, 2].
+    """Put each list's start and the time of its last edge side by side, for one cache miss -> int64 [V+1, 2].
 
-    The second number means nothing for a list without edges, or outside of the graph.
+    The time is meaningless for an empty list, or one that is out of range.
     """
     lists = indptr.new_zeros(indptr.numel(), 2)
     lists[:, 0] = indptr
@@ -181,27 +181,27 @@ def _lists(indptr, edge_times):
 
 
 class WorkingMemory:
-    """What a batch works in, kept for the next one: the table of numbers, and four numbers of every row."""
+    """Working memory of a batch, kept for the next one: the hash table of local ids, and four values per row."""
 
     def __init__(self, library, dtype):
         self.library, self.bits, self.slot_bytes = library, 0, 2 * dtype.itemsize
         self.table = torch.empty(0, dtype=torch.uint8)  # slot_t [slots]
-        self.times = self.seeds_before = None  # of the batch, see `Backend._sample`
+        self.times = self.seeds_before = None  # arguments of `Backend._sample`
         self.of_rows = torch.empty(4, 0, dtype=torch.int64)
 
     @property
     def slots(self):
-        """Slots of the table in use, a power of two."""
+        """Number of slots of the table in use, a power of two."""
         return 1 << self.bits
 
     def rows(self, S):
-        """Room for start, degree, gap and num_gaps of S rows, int64 [4, S or more]."""
+        """Return memory for start, degree, gap and num_gaps of S rows, int64 [4, S or more]."""
         if self.of_rows.shape[1] < S:
             self.of_rows = torch.empty(4, S + S // 8, dtype=torch.int64)
         return self.of_rows
 
     def number(self, nodes, when, slots):
-        """Empty the table, make it at least `slots` large and number the nodes from 0; False if one is repeated."""
+        """Empty the table, of at least `slots` slots, and number the nodes in it from 0 -> False if one is repeated."""
         self.bits = min(max(4, (slots - 1).bit_length()), 4 * self.slot_bytes)  # the bits of a HOME
         if self.table.nbytes < self.slots * self.slot_bytes:
             self.table = self.table.new_empty(self.slots * self.slot_bytes)

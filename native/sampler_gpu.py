@@ -39,25 +39,25 @@ import torch
 
 from native import build
 
-COUNTED = ("uniform", "replace")  # rules by which a degree tells how many edges a row will have
-ROOM = 1 << 24  # edges of a hop that room is made for without asking whether they ever come
-NONE = 2**31 - 64  # in the table: larger than any position, and 32 more are an int
-REPEATED, UNKNOWN, FULL, DAMAGED = 1, 2, 4, 8  # what may be wrong with a batch or the graph
-REGISTERS = (8, 16, 32, 64)  # fanouts up to these have a kernel whose picks are held in registers
+COUNTED = ("uniform", "replace")  # rules for which the degree determines a row's number of edges
+ROOM = 1 << 24  # edges of a hop up to which the worst case is allocated
+NONE = 2**31 - 64  # empty entry of the table: above any position, and + 32 still fits an int
+REPEATED, UNKNOWN, FULL, DAMAGED = 1, 2, 4, 8  # bits of Frame.trouble
+REGISTERS = (8, 16, 32, 64)  # each has a kernel for fanouts up to it, with the picks in registers
 AGGREGATED = 48  # largest fanout of the outermost hop in one kernel, which also holds nodes and rows in registers
-LANES = 8  # threads of a row there: 8 x 16 bytes are the lines that memory is read by
+LANES = 8  # threads per row in that kernel: 8 x 16 bytes are one memory line
 IDS = {torch.int32: "int", torch.int64: "i64"}
 ROWS = {torch.float32: "float", torch.bfloat16: "bf16"}
 
 
 def types_of(task):
-    """The C type of a task's edge types, as a macro; none without types."""
+    """Return the macro TYPE, the C type of a task's edge types, as a dict; empty without types."""
     names = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}
     return {} if task.edge_type is None else {"TYPE": names[task.edge_type.dtype]}
 
 
 def aggregate_source(ids, k, features, out):
-    """CUDA source of pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (source, columns at once)."""
+    """Make pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (CUDA source, columns per load)."""
     aligned = not (features.data_ptr() | out.data_ptr()) % 16
     vec = 4 if features.shape[1] % 4 == 0 and aligned else 1
     types = {"ID": IDS[ids], "WEIGHT": "double", "IN": ROWS[features.dtype], "OUT": ROWS[out.dtype]}
@@ -71,7 +71,7 @@ def structs():
 
 
 def load(task, fanouts, seed):
-    """A Backend for a graph that a GPU can read; None, after one warning, where kernels cannot be compiled."""
+    """Make a Backend for a graph that a GPU can read; None, after one warning, if kernels cannot be compiled."""
     compiled = functools.partial(build.load_cuda, device=task.indices.device)
     backend = Backend(task, fanouts, seed, compiled)
     return backend if backend.kernels else None
@@ -79,11 +79,11 @@ def load(task, fanouts, seed):
 
 class Backend:
     """Samples batches on a GPU. Concurrent calls, on different streams, do not wait for each other: each has its own
-    `Frame`, which keeps 4 bytes for each node of the graph.
+    `Frame`, which takes 4 bytes per node of the graph.
 
     Args:
-        task: see `SamplingSpec` of sampler.py. fanouts: list of k, from the seeds outward. seed: int.
-        compiled: function of a name and CUDA source -> build.Kernels or None.
+        task: `SamplingSpec` of sampler.py. fanouts: list of k, from the seeds outward. seed: int.
+        compiled: function (name, CUDA source) -> build.Kernels or None.
     """
 
     def __init__(self, task, fanouts, seed, compiled):
@@ -93,9 +93,9 @@ class Backend:
         self.num_nodes, self.num_edges = task.indptr.numel() - 1, task.indices.numel()
         self.timed = task.edge_times is not None
         self.weights = None if task.weights is None else task.weights.double()
-        # edges of a hop that asked for more room than it was given, and some more
+        # edges to allocate for each hop that once lacked room: what it wanted, and a quarter more
         self.most = [0] * len(fanouts)
-        self.resting = []  # frames; pop and append are atomic
+        self.resting = []  # idle frames; pop and append are atomic
 
     def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
         """Sample a batch -> the fields of a Block for each hop, from the seeds outward, in memory that they share, of the
@@ -118,7 +118,7 @@ class Backend:
                 frame = self.resting.pop()
             except IndexError:
                 frame = Frame(self)
-            # a hop asks for its room once those before it fit
+            # a hop's need of room is known once the hops before it fit
             for _ in range(len(self.fanouts) + 2):
                 frame.fit(*self.shapes(seeds.numel()), relabel_outer, exclude is not None)
                 frame.make_blocks()
@@ -137,8 +137,8 @@ class Backend:
                 again = f"{seeds.numel()} seeds ask for ever more room, at last {frame.wanted} edges a hop"
                 raise RuntimeError(f"{again}: use NeighborSampler(backend='torch')")
             blocks = None if trouble else frame.cut()
-            frame.memory = frame.edges = frame.times = None  # the blocks'
-            # idle: the GPU is done with it, whatever stream the next batch is on
+            frame.memory = frame.edges = frame.times = None  # now the blocks' memory
+            # the GPU is done with the frame, so the next batch may be on any stream
             self.resting.append(frame)
         return blocks
 
@@ -146,7 +146,7 @@ class Backend:
         """Room for a batch of S seeds -> (source nodes of each hop [L + 1], the seeds first; edges of each hop [L])."""
         rows, places = [S], []
         for k, most in zip(self.fanouts, self.most):
-            again = rows[-1] if self.timed else 1  # at another time a node takes its edges again
+            again = rows[-1] if self.timed else 1  # at another time a node has its edges again
             room = rows[-1] * k if self.task.rule == "replace" else self.num_edges * again
             known = k > 0 and self.task.rule != "labor"
             if known:
@@ -157,7 +157,7 @@ class Backend:
             places.append(max(room, 1))
             sources = rows[-1] + places[-1]
             rows.append(sources if self.timed else min(sources, self.num_nodes))
-        if S + sum(places) >= (NONE // 4 if self.timed else NONE):  # a slot is an int, too
+        if S + sum(places) >= (NONE // 4 if self.timed else NONE):  # slots have to fit an int, too
             edges = sum(places)
             raise ValueError(f"a batch of up to {edges} edges is too large; use smaller batches")
         return rows, places
@@ -169,17 +169,17 @@ class Backend:
             frame = Frame(self)
             frame.fit(rows, places, True)
             frame.make_blocks()
-            frame.memory.zero_()  # ids in the padding are ids of nodes
+            frame.memory.zero_()  # so that ids in the padding are valid node ids
         return frame
 
 
 class Frame:
-    """The memory that a batch is sampled in and the launches that do it, for one batch at a time.
+    """The memory and the launches that sample a batch, for one batch at a time.
 
     Attributes:
-        given: int64 [3 + S] page-locked: step, S, the offset of positions, seeds. input: the same on the GPU.
-        sizes: int64 [3 + 5 L] on the GPU: trouble, S, then E and N of each hop; the rest see batch_t.
-        memory: what the blocks of the batch lie in.
+        given: int64 [3 + S] pinned: step, S, offset of positions, seeds. input: its copy on the GPU.
+        sizes: int64 [3 + 5 L] on the GPU: trouble, S, then E and N of each hop; for the rest see batch_t.
+        memory: the memory of the batch's blocks.
     """
 
     def __init__(self, backend):
@@ -206,13 +206,13 @@ class Frame:
         fill(table=self.table, keys=self.keys)
 
     def _integers(self, n, pinned=False):
-        """int64 zeros, on the GPU or in page-locked memory."""
+        """Allocate n int64 zeros, on the GPU or in pinned memory."""
         device = "cpu" if pinned else self.ids.device
         pinned = pinned and self.ids.is_cuda
         return torch.zeros(n, dtype=torch.int64, device=device, pin_memory=pinned)
 
     def _room(self, name, n, dtype=torch.int32):
-        """Pointer to memory of n numbers, zero at first, that is kept for the next batches."""
+        """Return a pointer to memory of n values, zero at first, that is kept for the next batches."""
         kept = self.kept.get(name)
         if kept is None or kept.numel() < n:
             self.kept[name] = kept = torch.zeros(n + n // 8, dtype=dtype, device=self.ids.device)
@@ -256,7 +256,7 @@ class Frame:
         self.steps = list(self._steps(hops, pointer, num_sums))
 
     def _steps(self, hops, sums, num_sums):
-        """(launch, number of threads) one after the other."""
+        """Yield (launch, number of threads) in order."""
         prepare, parts, b = self.kernels.prepare, self.parts[:hops], self.batch
         begin = prepare("begin", b, parts[0], len(self.parts), int(self.counted))
         yield begin, max(parts[0].rows, len(self.parts))
@@ -282,10 +282,10 @@ class Frame:
         return self.counted and 0 < k <= REGISTERS[-1]
 
     def make_blocks(self):
-        """Take memory for the blocks of a batch."""
+        """Allocate memory for the blocks of a batch."""
         (rows, places, *_), b, task = self.shape, self.batch, self.backend.task
         parts = self.parts[: len(places)]
-        # in `memory` lie src, local, and
+        # `memory` has src, then local, then the offsets of each hop
         self.local = max(rows[0], rows[sum(part.relabel for part in parts)])
         sizes = (n + 1 for n in rows[: len(places)])
         self.offsets = list(accumulate(sizes, initial=self.local + self.positions))
@@ -302,7 +302,7 @@ class Frame:
             part.offsets = pointer + size * at
 
     def cut(self, sizes=None):
-        """The blocks of a finished batch, or, with sizes (S, then E and N of each hop), of that size."""
+        """Return the blocks of a finished batch, with its sizes or the given ones (S, then E and N of each hop)."""
         sizes = sizes or self.told[1 : 2 + 2 * len(self.parts)]
         memory, N, blocks = self.memory, sizes[0], []
         for part, at, E, more in zip(self.parts, self.offsets, sizes[1::2], sizes[2::2]):
@@ -319,17 +319,17 @@ class Frame:
         """The blocks with their padding, from the seeds outward.
 
         [(indptr [rows + 1], indices [places], src_nodes [rows of the next hop], edge_ids or None, src_times or None)].
-        Rows beyond the destinations have no edges; beyond the last, indices holds -1 and src_nodes some id of a node.
+        Rows beyond the destinations have no edges; in the padding, indices is -1 and src_nodes some valid node id.
         """
         rows, places, *_ = self.shape
         return self.cut([rows[0], *(n for pair in zip(places, rows[1:]) for n in pair)])
 
     def fill(self, seeds, step, exclude=None, times=None):
-        """Say what to sample; the batch before it, and its copy to the GPU, are done."""
+        """Set seeds, step, excluded edges and times of the next batch; the last one, and its copies, must be done."""
         self.excluded = exclude  # kept until the next batch
         self.batch.excluded = None if exclude is None else exclude.data_ptr()
         self.batch.num_excluded = 0 if exclude is None else exclude.numel()
-        if self.base < self.positions:  # the table has been used up, or never
+        if self.base < self.positions:  # the table is used up, or new
             self.table.fill_(NONE)
             self.base = NONE
         self.base -= self.positions
@@ -345,7 +345,7 @@ class Frame:
             self.sent = 3 if seeds.is_cuda else len(self.given)
 
     def start(self):
-        """Start what makes a batch, on the current stream; a CUDA graph can capture it, for seeds from the CPU."""
+        """Start sampling on the current stream; a CUDA graph can capture this, if seeds come from the CPU."""
         self.input[: self.sent].copy_(self.given[: self.sent], non_blocking=True)
         if self.backend.timed:
             self.pairs.fill_(-1)
@@ -356,24 +356,24 @@ class Frame:
 
     @property
     def trouble(self):
-        """What is wrong with the batch that is done: 0, or some of REPEATED, UNKNOWN, FULL, DAMAGED."""
+        """What is wrong with a finished batch: 0, or a sum of REPEATED, UNKNOWN, FULL, DAMAGED."""
         return self.told[0] | (DAMAGED if self.told[-1] else 0)
 
     @property
     def wanted(self):
-        """How many edges each hop asked room for."""
+        """Number of edges that each hop would have with enough room."""
         L = len(self.parts)
         return self.told[2 + 2 * L : 2 + 4 * L : 2]
 
     def aggregate(self, features, out):
-        """Let `start` do the next hop as well, in one kernel: 1 to AGGREGATED uniform draws, with replacement or
-        without -> False, after a warning, where the kernel cannot be compiled.
+        """Make `start` also sample and aggregate the next hop, in one kernel: 1 to AGGREGATED uniform draws, with or
+        without replacement -> False, after a warning, if the kernel cannot be compiled.
 
         Args:
             features: float32 or bfloat16 [V, F].
-            out: float32 or bfloat16 [rows, 2F], rows being the room for its destinations: their own rows beside the
-                mean of their neighbours', added up in the order of the edges, as `self_and_mean` of native/layers.py does; zero
-                beyond the last.
+            out: float32 or bfloat16 [rows, 2F], with room for the hop's destinations: own row and mean of the
+                neighbours' rows, summed in edge order as by `self_and_mean` of native/layers.py; zero in the
+                padding.
         """
         part, task = self.parts[len(self.shape[1])], self.backend.task
         text, vec = aggregate_source(task.indices.dtype, part.k, features, out)
