@@ -60,8 +60,8 @@ def read_source(file, **defines):
 
 
 def struct_type(source, name):
-    """The C struct `name` of a source, `typedef struct {...} name;`, as a ctypes.Structure: of pointers, numbers, and
-    structs of the same source, whose fields are reached directly."""
+    """Make a ctypes.Structure of a source's C struct, `typedef struct {...} name;`, with pointers, numbers and structs
+    of the same source, whose fields are accessed directly."""
     body = re.search(rf"typedef struct \{{([^}}]*)\}} {name};", source)[1]
     fields, nested = [], []
     for c_type, names in re.findall(r"(?:const )?(\w+)\s+([^;]+);", re.sub("//.*", "", body)):

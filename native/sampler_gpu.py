@@ -163,8 +163,8 @@ class Backend:
         return rows, places
 
     def frame(self, rows, places):
-        """A Frame whose blocks stay where they are, of as many hops as `places` has from the seeds outward, with room for
-        source nodes rows [hops + 1], the seeds first, and for edges places [hops] of each hop: see `shapes`."""
+        """Make a Frame with blocks at fixed addresses, for the len(places) hops next to the seeds, with room for source
+        nodes rows [hops + 1], the seeds first, and for edges places [hops] of each hop: see `shapes`."""
         with self.kernels.current():
             frame = Frame(self)
             frame.fit(rows, places, True)
@@ -219,7 +219,7 @@ class Frame:
         return kept.data_ptr()
 
     def fit(self, rows, places, relabel_outer, excludes=False):
-        """Make room for source nodes and edges of these numbers, see `Backend.shapes`."""
+        """Allocate working memory for rows source nodes and places edges, see `Backend.shapes`; prepare launches."""
         if self.shape == (rows, places, relabel_outer, excludes):
             return
         self.shape = rows, places, relabel_outer, excludes
