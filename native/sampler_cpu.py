@@ -121,9 +121,9 @@ class Backend:
         return {**index, "num_excluded": exclude.numel(), "shift": shift}
 
     def _hop(self, work, dst, when, hop, excluded):
-        """Destinations dst [S], which the table holds -> the fields of a Block; the table then holds its sources.
+        """Sample a hop for dst [S], which the table holds -> the fields of a Block; the table then holds its sources.
 
-        when: [S] numbers of their times in work.times, or None; the last field returned are those of the sources.
+        when: [S] index in work.times of each destination's time, or None; the last field returned is the sources'.
         """
         task, S, V = self.task, dst.numel(), self.task.indptr.numel() - 1
         offsets, (start, degree, gap, num_gaps) = dst.new_empty(S + 1), work.rows(S)

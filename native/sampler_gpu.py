@@ -143,7 +143,7 @@ class Backend:
         return blocks
 
     def shapes(self, S):
-        """Room for a batch of S seeds -> (source nodes of each hop [L + 1], the seeds first; edges of each hop [L])."""
+        """Plan room for a batch of S seeds -> (source nodes by hop [L + 1], the seeds first; edges by hop [L])."""
         rows, places = [S], []
         for k, most in zip(self.fanouts, self.most):
             again = rows[-1] if self.timed else 1  # at another time a node has its edges again
