@@ -44,7 +44,7 @@ PIECE_BYTES = 1 << 30  # host memory registered per call: a single call cannot r
 
 
 class Fetched(NamedTuple):
-    """A batch on the training device. On CPU, unless the ring has reuse=False, the next batch may overwrite `x`."""
+    """A batch on the training device. On CPU without reuse=False, `x` is valid until the next batch is asked for."""
 
     blocks: list  # L blocks, outermost hop first
     # [N, F] features of blocks[0].src_nodes; [blocks[0].num_dst, 2F] if the ring aggregates the outermost hop
@@ -125,7 +125,7 @@ class FeatureRing:
             the result for a blocks[0] with global ids in `indices` and only its destinations in `src_nodes`.
         dtype: of x; None: that of features. Rows are moved as stored and converted on the device.
         gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py.
-        reuse: False allocates each batch's x on CPU, for callers that keep batches.
+        reuse: False allocates new tensors for each batch on CPU, for callers that keep batches.
         copies: replaces `CudaCopies` in tests.
         edge_features: [M, D], one row per edge of the graph; batches then have the rows of their edges, by edge_ids.
 
@@ -228,7 +228,7 @@ class FeatureRing:
         rows = self._bring(slot, "edges", self.edge_features, ids)
         return rows.split([block.num_edges for block in blocks])
 
-    def _has(self, table):  # whether the training GPU holds its rows
+    def _has(self, table):  # whether its rows are a CUDA tensor, in GPU memory or read in place
         return getattr(table, "device", torch.device("cpu")).type == self.device.type != "cpu"
 
     def _bring(self, slot, name, table, ids, block=None):

@@ -98,13 +98,13 @@ class Backend:
         self.resting = []  # idle frames; pop and append are atomic
 
     def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
-        """Sample a batch -> the fields of a Block for each hop, from the seeds outward, in memory that they share, of the
-        current stream; None where a seed is not a node or is repeated.
+        """Sample a batch -> the fields of a Block for each hop, from the seeds outward, in memory of the current stream
+        that the blocks share; None if a seed is not a node or is repeated.
 
         Args:
-            seeds: int32 or int64 [S], on the GPU or the CPU, page-locked or not. relabel_outer: False leaves global ids
-                in the outermost hop. exclude: int64 [X] edges, ascending, on the GPU, or None.
-            times: int64 [S], where edges have times; the host waits for seeds and times that are on the GPU.
+            seeds: int32 or int64 [S], on the GPU or the CPU, pinned or not. relabel_outer: False leaves global ids in
+                the outermost hop. exclude: int64 [X] edges, ascending, on the GPU, or None.
+            times: int64 [S], if edges have times; the host waits for seeds and times that are on the GPU.
         """
         if not seeds.numel():
             none = self.task.indices.new_empty(0)
