@@ -232,7 +232,7 @@ class FeatureRing:
         return getattr(table, "device", torch.device("cpu")).type == self.device.type != "cpu"
 
     def _bring(self, slot, name, table, ids, block=None):
-        """Fetch rows ids [n] of a table, or aggregate a block -> [n, F] on the ring's device, in the dtype of x."""
+        """Fetch rows ids [n] of a table, or aggregate a block -> [n, F] on the device, as `dtype` or the table's."""
         if self._has(table):
             rows = self._read(table, ids.to(self.device, non_blocking=True), block)
         elif self.copies and getattr(table, "kept_on", None) == self.device.type:
