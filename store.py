@@ -48,7 +48,7 @@ OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
 KEPT = 1 / 2  # use buffered reads if the page cache has room for this share of the table
-# required entries of meta.json with the values they accept
+# required entries of meta.json with the values they accept, and the files that a store may have
 SPEC = {
     "num_nodes": range(1, (1 << 32) + 1),
     "num_edges": range(1 << 48),

@@ -212,7 +212,7 @@ def load_cuda(name, source, device):
         if key not in _loaded:
             try:
                 _loaded[key] = Kernels(name, source, torch.device("cuda", key[1]))
-            except (OSError, RuntimeError, AttributeError) as error:  # last: a function is missing
+            except (OSError, RuntimeError, AttributeError) as error:  # a library lacks a function
                 _loaded[key] = None
                 text = f"the CUDA kernels of {name} cannot be used, so slower torch operations are"
                 _warn_once(name, text, error)

@@ -356,7 +356,7 @@ class Frame:
 
     @property
     def trouble(self):
-        """What is wrong with a finished batch: 0, or a sum of REPEATED, UNKNOWN, FULL, DAMAGED."""
+        """What is wrong with a finished batch: the bits REPEATED, UNKNOWN, FULL, DAMAGED, or 0."""
         return self.told[0] | (DAMAGED if self.told[-1] else 0)
 
     @property
