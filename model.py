@@ -248,7 +248,7 @@ def unchanged(*modules, kinds=frozenset()):
 
 
 def block_degrees(block):
-    """Out- and in-degree in a block -> float32 [N, 2]; GCN adds a self-loop, so rows from S on, without one, get -1."""
+    """Out- and in-degree in a block -> float32 [N, 2]; out-degree - 1 for sources without the self-loop GCN adds."""
     S, N = block.indptr.numel() - 1, block.src_nodes.numel()
     ones = torch.ones_like(block.indices, dtype=torch.int64)
     out = ones.new_zeros(N).index_add_(0, block.indices, ones)
@@ -1025,7 +1025,7 @@ def _cut(indptr, first, last, chunk, chunk_edges):
 
 
 def _tables(rows, columns, memory, leads, total):
-    """Return a function width -> float32 table [rows, width], in a temporary file if `columns` of it exceed `memory`.
+    """Return a function width -> float32 table [rows, width]; in temporary files if `columns` in all exceed `memory`.
 
     With `total` all processes share one table: they open the leader's memory or file, which has no name
     and disappears with the last process that maps it.

@@ -886,7 +886,7 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
     (TypeError, "fanouts has .3, 2.5.: whole numbers", dict(fanouts=[[3, 2.5]], **_TYPED)),
     (ValueError, "-1 .all. is not", dict(fanouts=[[3, -1]], replace=True, **_TYPED)),
     (ValueError, "is not for fanouts by type", dict(fanouts=[[3, 3]], **_MIXED)),
-    (ValueError, "nor for edge_times: types", {**_MIXED, **_TIMED}),
+    (ValueError, "nor for edge_times: lists", {**_MIXED, **_TIMED}),
     (ValueError, "backend 'dgl' has no edge_type", dict(backend="dgl", **_TYPED)),
     (ValueError, "edge_type decreases in the list of node", dict(edge_type=_T([1, 0, 0]).byte())),
     (ValueError, "by type, then time", dict(edge_type=_ONES.byte(), edge_times=_T([2, 1, 0]))),

@@ -302,7 +302,7 @@ def test_store_says_what_is_wrong_with_an_argument(tmp_path):
         ("ids is list: an int32", good.gather, [1, 2]),
         (r"ids is \[2\] torch.bool", good.gather, ids.bool()),
         (r"out is \[2, 5\] float32: torch.float32", good.gather, ids, np.zeros((2, 5), "f4")),
-        ("put_rows is for a store with backend lmdb", good.put_rows, ids[:1], torch.ones(1, 5)),
+        ("put_rows needs a store with backend lmdb", good.put_rows, ids[:1], torch.ones(1, 5)),
     ):
         _refuses(message, call, *args)
     _store(tmp_path / "many_classes", num_classes=5000, labels=np.arange(200) + 4000)
