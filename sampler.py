@@ -361,7 +361,7 @@ def _check_options(fanouts, replace, method, weights, by_time, by_kind, backend,
         (untyped, f"fanouts {fanouts}, by_type={by_type}: fanouts by type need edge_type"),
         (
             together,
-            "by_type=False is not for fanouts by type, nor for edge_times: lists are sorted by type",
+            "by_type=False is not for fanouts by type, nor for edge_times: lists are in type order",
         ),
         (backend == "dgl" and not_dgl, f"backend 'dgl' has no {not_dgl}; use 'native' or 'torch'"),
     ):
