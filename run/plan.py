@@ -83,7 +83,7 @@ def placements(
     rank = RANK_BYTES + (0 if store.edge_time is None else 16 * V)
     tables += 4 * V * ahead * bool(graphs)
 
-    def gpu_step(held):  # bytes of GPU memory for batches, if steps of static shapes hold this many hops
+    def gpu_step(held):  # for batches, with `held` hops in steps of static shapes
         places, rows = sum(edges[:held]) + nodes[0], sum(nodes[: held + 1])
         slot = 4 * F * nodes[held] * (2 if held < len(fanout) else 1)
         slot += id_bytes * (2 * rows + places) + 12 * places  # 12: winners, numbers, counts
