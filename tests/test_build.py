@@ -372,7 +372,7 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
         ("is 200, and there are 150 labels", pygs(edge_index=None, adj_t=plain, **few), {}),
         ("SimpleNamespace has no labels: give them as labels=", pygs(y=None), {}),
         ("SimpleNamespace has no features", pygs(x=None), {}),
-        ("it has 2 splits, and of several", pygs(train_mask=splits), {"split": 2}),
+        ("no split=2: it has 2 splits, and", pygs(train_mask=splits), {"split": 2}),
         ("x cannot be read: can.t convert Sparse", pygs(x=x.to_sparse()), {}),
         ("a graph cannot be read from a dict", {}, {}),
         ("cannot be read from a DataFrame", type("DataFrame", (), {})(), {}),

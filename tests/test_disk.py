@@ -267,14 +267,14 @@ def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
     past, first = good.indices.clone(), good.graph_ids[good.indptr.diff().nonzero()[0]]
     past[0] = (good.graph_ids <= first).sum()  # the node behind the graph of the first edge
     for words, changes in (
-        ("an edge between two graphs", {"indices": past}),
+        ("an edge joins two graphs", {"indices": past}),
         ("float64, not ", {"y": good.y.double()}),
         (r"node rows are \[\d+, 1\]", {"x": good.x[:, :1]}),
         ("do not fit", {"x": good.x[1:]}),
         ("do not fit", {"y": good.y[1:]}),
         ("do not fit", {"e": good.e[1:]}),
-        ("an edge between two graphs", {"indices": good.indices.flip(0)}),
-        ("an edge between two graphs", {"graph_ids": good.graph_ids.flip(0)}),
+        ("an edge joins two graphs", {"indices": good.indices.flip(0)}),
+        ("an edge joins two graphs", {"graph_ids": good.graph_ids.flip(0)}),
         ("target rows.* is nan", {"y": good.y * float("nan")}),
     ):
         _refuses(words, graphs.append, good._replace(**changes))

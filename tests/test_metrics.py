@@ -200,8 +200,8 @@ def test_a_roc_auc_that_is_not_defined(tmp_path):
 def test_labels_of_several_a_node_that_cannot_be_meant(tmp_path):
     y, number = np.random.default_rng(0).integers(0, 2, (200, 3)), np.arange(600).reshape(200, 3)
     for message, labels in (
-        (r"labels\[5, 1\] is 2: of several .* each is 0 or 1", np.where(number == 16, 2, y)),
-        (r"labels\[0, 2\] is -1: of several", np.where(number == 2, -1, y)),
+        (r"labels\[5, 1\] is 2: several .* are each 0 or 1", np.where(number == 16, 2, y)),
+        (r"labels\[0, 2\] is -1: several", np.where(number == 2, -1, y)),
         ("labels: none of the 200 nodes has a label", y * 0 - 1),
         (r"labels has shape \[200, 3, 1\]", y[:, :, None]),
         ("'train' holds node 0, which has no label", np.where(np.arange(200)[:, None], y, -1)),

@@ -225,7 +225,7 @@ def test_tables_weights_and_times(tmp_path):
         ("w", "understood, 'Timestamp': leave them out, or name them by --w"),
         ("W", "has no column 'W', and there is no file of that name: it has w, dst"),
         ("5", "has no column '5'"),
-        ("dst", "'dst' is taken for two"),
+        ("dst", "'dst' is used for two"),
     ):
         _refuses(complaint, edges, edge_weight=[name])
     for text in ("source,paper\n0,1\n", "dst,src,dst2\n0,1,2\n", "from,u,to\n0,1,2\n"):
