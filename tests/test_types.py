@@ -150,7 +150,7 @@ def test_stores_with_types_are_checked(tmp_path):
     _rewrite_meta(path, **there.meta)
     at = int(indptr[20]) - 1  # the last of a list with several types
     smaller = f"edge {at} is of a smaller type than the one before"
-    for value, said in ((0, smaller), (9, "tells of 5")):
+    for value, said in ((0, smaller), (9, "has num_edge_types 5")):
         _reseal(path, "edge_type", at, value)
         (problem,) = verify(path)
         assert problem.startswith("edge_type.npy: ") and said in problem
@@ -350,7 +350,7 @@ REFUSED_FILES = [  # what is said, changes of the arrays of a file
     ("join book: types of nodes are", {"edge_index:author,writes,book": [[0], [0]]}),
     (r"ids of author lie in \[0, 30\)", {"edge_index:author,writes,paper": np.full((2, 1), 60)}),
     (r"has shape \[3, 2\]: \[2, M\]", {"edge_index:author,writes,paper": np.zeros((3, 2), int)}),
-    ("there for paper, author: t.npz:target=paper or author takes", {"y:author": [0] * 30}),
+    ("labels of paper, author: t.npz:target=paper or author takes", {"y:author": [0] * 30}),
     ("edge_weight is there for some types", {"edge_weight:author,writes,paper": np.ones(90)}),
     ("labels has no type", {"labels": np.zeros(50)}),
     ("train_idx is not used: a split .*t.npz:ignore=train_idx:a", {"train_idx:author": [0]}),
@@ -584,7 +584,7 @@ def test_links_of_one_type(how, mag, tmp_path):
 def test_train_on_links_of_one_type(mag, tmp_path):
     words = f"--dataset {mag} {NODE_FLAGS} --task link --epochs 1 --checkpoint {tmp_path}/c.pt"
     out = _train(f"{words} --edge-type writes")
-    assert "pairs are edges of type writes, negatives nodes of the type" in out
+    assert "pairs are edges of type writes, negatives nodes of the destination's type" in out
     again = _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/h.npy --gpus 0")
     assert [line for line in out.splitlines() if "MRR" in line][-1] in again
     assert "there is none among author," in _train(f"{words} --edge-type buys", code=2)
