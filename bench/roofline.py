@@ -124,7 +124,8 @@ class Noted:
 
 def step_costs(args, store, dtype):
     """Record the cost of a step with features and activations of this dtype -> Costs."""
-    costs, settings = Costs(), types.SimpleNamespace(**vars(args), input_dropout=0)
+    costs = Costs()
+    settings = types.SimpleNamespace(**vars(args), input_dropout=0, mode="cuda-cuda")
     bf16 = dtype == torch.bfloat16
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, check=False)
     compiled = lambda name, source: Noted(costs, source)  # noqa: E731
