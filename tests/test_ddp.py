@@ -329,7 +329,7 @@ def _joins_slowly():
 
 
 def _begins(ranks):
-    print("begins at", time.time(), flush=True)
+    print(f"begins at {time.time()}\n", end="")  # in one write: both print at once
 
 
 def test_no_rank_begins_and_perhaps_ends_before_all_have_joined(tmp_path):
