@@ -58,8 +58,8 @@ class Nodes:
         """Refuse a header whose cells in these columns are names of nodes: it may be a row."""
         if table.names and all(table.names[j] in self._numbers for j in columns):
             header = short(",".join(table.names), "")
-            what = f"its first row is {header}, a header and the names of nodes"
-            raise StoreError(f"{table.name}: {what}: write another above it, such as id or src,dst")
+            what = f"the first row, {header}, looks like a header and names nodes"
+            raise StoreError(f"{table.name}: {what}: put a header above it, such as id or src,dst")
 
     def numbers(self, table, first, cells) -> np.ndarray:
         """Look up the nodes that cells refer to -> int64 [r]. first: row of the first cell, for messages."""

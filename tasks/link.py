@@ -225,10 +225,10 @@ def pairs_of(store, edges, among, how, seed):
         pairs = {part: checked_pairs(f"{name}: {part}", arrays[part], V) for part in arrays}
         for part, ends in pairs.items():
             if len(loops := ends[ends[:, 0] == ends[:, 1]]):
-                raise StoreError(f"{name}: {part} has {loops[0].tolist()}, a node and itself")
+                raise StoreError(f"{name}: leave the self-loop {loops[0].tolist()} out of {part}")
         valid, test = (pairs[part].sort(1)[0] @ torch.tensor([V, 1]) for part in SPLITS[1:])
         if len(twice := pairs["valid"][torch.isin(valid, test)]):
-            raise StoreError(f"{name}: the pair {twice[0].tolist()} is in valid and in test")
+            raise StoreError(f"{name}: {twice[0].tolist()} is in valid and in test: keep one")
         return pairs
     if how == "none":
         return dict.fromkeys(("valid", "test"), torch.zeros(0, 2, dtype=torch.int64))

@@ -110,8 +110,8 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
         (r"valid is \[3\] int64: integers \[n, 2\] are needed", {"valid": [1, 2, 3]}),
         (r"test has node 300: node ids lie in \[0, 300\)", {"test": [[0, 1], [0, 300]]}),
         ("has an array 'val': its arrays are train, valid, test", {"val": [[0, 1]]}),
-        (r"valid has \[7, 7\], a node and itself", {"valid": [whole[5], [7, 7]]}),
-        (r"\[1, 0\] is in valid and in test", {"valid": [[3, 1], [1, 0]], "test": [[0, 1]]}),
+        (r"leave the self-loop \[7, 7\] out of valid", {"valid": [whole[5], [7, 7]]}),
+        (r"\[1, 0\] is in valid and in test: keep", {"valid": [[3, 1], [1, 0]], "test": [[0, 1]]}),
         ("`train` has pairs that are not edges", {"train": [whole[5]], "test": [whole[5]]}),
     ):
         np.savez(file, **arrays)

@@ -181,8 +181,8 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
         ("e", "from,to\nzoe,7\n", "line 2"),
         ("y", Y, "no column of ids"),
         ("x", X, "line 1: column 1 is no whole number|there is no node"),
-        ("train", "david\nbob\n", "its first row is david, a header and the names|whole number"),
-        ("e", "david,bob\né,#c\n", "its first row is david,bob|whole number|no such id"),
+        ("train", "david\nbob\n", "the first row, david, looks like a header|whole number"),
+        ("e", "david,bob\né,#c\n", "the first row, david,bob, l|whole number|no such id"),
     ):
         shutil.rmtree(path, ignore_errors=True)
         _refuses(complaint, _built, tmp_path, **{**contents, part: content})
