@@ -23,6 +23,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import struct
 import subprocess
 import sys
@@ -100,17 +101,15 @@ def _warn_once(name, text, error):
 # cache
 
 
-def _cache_folder(stack):
-    """Return the cache folder, created if missing, or None if others may access it. It stays open until the ExitStack
-    `stack` ends and is reached through that handle, so that renaming a parent folder cannot swap it."""
+def _cache_folder():
+    """Return the cache folder, created if missing, or None if it is not this user's alone."""
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringblock"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        stack.callback(os.close, handle)
-        status, path = os.fstat(handle), Path(f"/proc/self/fd/{handle}")
-        if status.st_uid == os.geteuid() and status.st_mode & 0o777 == 0o700 and path.is_dir():
-            return path
+        status = folder.lstat()
+        own = status.st_uid == os.geteuid() and status.st_mode & 0o777 == 0o700
+        if own and stat.S_ISDIR(status.st_mode):
+            return folder
 
 
 @contextlib.contextmanager
@@ -118,8 +117,8 @@ def cached(name, key, suffix, make):
     """Context with the path of a compiled file, NAME-...SUFFIX in the cache or, if that cannot be used, in a private
     temporary folder. key: text of all that the content depends on. make: function (path) that writes the file."""
     stem = f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    with tempfile.TemporaryDirectory(prefix="ringblock-") as private, contextlib.ExitStack() as at:
-        folder = _cache_folder(at)
+    with tempfile.TemporaryDirectory(prefix="ringblock-") as private:
+        folder = _cache_folder()
         for path in folder.glob(f"{stem}-*{suffix}") if folder else ():
             if path.stem == f"{stem}-{_digest(path)}":
                 yield path
