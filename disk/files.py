@@ -48,7 +48,7 @@ FORMATS = {
     "ringblock-graphs": "many small graphs: open it as GraphDataset (train.py --task graph)",
 }
 IRREGULAR = {"l": "a symbolic link", "p": "a pipe", "s": "a socket"}  # by stat.filemode
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class StoreError(ValueError):
@@ -220,8 +220,9 @@ def write_whole(path, write):
             os.replace(part, path)
         with contextlib.suppress(OSError):
             sync(path.parent)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        message = getattr(error, "strerror", None) or error
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        message = getattr(cause, "strerror", None) or error
         raise StoreError(f"{path} could not be written: {message}") from error
 
 

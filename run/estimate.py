@@ -22,8 +22,8 @@ def estimate_lines(path, free_gpu=None, free_host=None, **flags) -> str:
     modes, best = estimate(graph, graphs=graphs, **room, **flags)
     disk = {name: record["bytes"] for name, record in graph.meta["files"].items()}
     features, size = disk.pop(BACKENDS[graph.meta["backend"]]), readable_size
-    up_to = "; batches of up to {:,} seeds fit".format
-    fits = {mode: fit.line + up_to(fit.largest_batch) for mode, fit in modes.items()}
+    up_to = {m: f"; batches of up to {f.largest_batch:,} seeds fit" for m, f in modes.items()}
+    fits = {m: f.line + (up_to[m] if f.largest_batch else "") for m, f in modes.items()}
     none = "none fits (--free-gpu GB asks about another machine's GPUs)"
     shapes = "static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"
     arrays, where = modes["pinned-cuda"].placement.shared, "the mapped file stays in it"

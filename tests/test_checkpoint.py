@@ -1,5 +1,6 @@
 """Tests: what a checkpoint keeps, what it may be used for and may not do; writing of files."""
 
+import errno
 import io
 import math
 import os
@@ -320,11 +321,18 @@ def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path):
     for name in (f".run.pt.{'0' * 16}.part", ".run.pt.notes", f".run.pt2.{'0' * 16}.part"):
         (tmp_path / name).touch()  # the first is what a writer that was killed has left
 
-    def fails(out):
+    def fails(out, error=RuntimeError("no more")):
         out.write(b"half")
-        raise RuntimeError("no more")
+        raise error
+
+    def fills(out):  # torch.save complains of what came after a write that failed
+        try:
+            fails(out, OSError(errno.ENOSPC, "no space left"))
+        except OSError:
+            fails(out, RuntimeError("unexpected position"))
 
     _refuses("run.pt could not be written: no more", disk.write_whole, file, fails)
+    _refuses("run.pt could not be written: no space left", disk.write_whole, file, fills)
     assert file.read_bytes() == b"one"
     disk.write_whole(file, lambda out: out.write(b"two"))
     assert file.read_bytes() == b"two" and file.stat().st_mode & 0o777 == 0o600

@@ -187,6 +187,7 @@ def test_store_estimate_chooses_by_what_is_free(tmp_path):
         (GraphStore.open(path).indices.nbytes, "neighbour lists as they are sampled"),
     ):
         lines = estimate_lines(path, fanout=[2], free_host=free_host)
+        assert " 0 seeds fit" not in lines
         assert said in lines and "mode           none fits" in lines
 
 
