@@ -935,12 +935,9 @@ def inference(
     model.eval()
     try:
         on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
-        degrees = getattr(model, "degrees", None)
         if any(layer.uses_degree for layer in model.layers):
-            # the model's may be of another graph, or a function of blocks
-            same = isinstance(degrees, torch.Tensor)
-            same = same and torch.equal(degrees[:, 1].cpu().float(), indptr.diff().float())
-            degrees = degrees.float() if same else graph_degrees(indptr, indices)
+            # model.degrees may be of another graph, or a function of blocks
+            degrees = graph_degrees(indptr, indices)
         # cut the nodes into ranks' parts with equal numbers of edges
         ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]
         first, last = ([0, *ends, V][i] for i in (rank, rank + 1))

@@ -165,7 +165,10 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
     assert net.training and not net.eval().training  # as it was, whatever happened
     none = {"edges": e[:0]} if given else {}
     alone = inference(net, torch.zeros(91, dtype=torch.int64), indices[:0], x, **none)
-    net.degrees = None  # were those of the other graph
+    if net.layers[0].uses_degree:  # those of a graph with the same in-degrees
+        net.degrees = model.graph_degrees(indptr, indices // 3)
+        near(inference(net, *graph, x, **given), expected)
+    net.degrees = None
     nobody = block._replace(indptr=0 * block.indptr, indices=indices[:0])
     near(alone, net([nobody] * 3, x, edges=[e[:0]] * 3))
     with torch.autocast("cpu", torch.bfloat16):
