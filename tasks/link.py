@@ -526,6 +526,14 @@ def score_pairs(scorer, h, pairs):
 # the task
 
 
+def joined_to_scorer(network, _, output):
+    """Add 0 times the scorer's parameters: DistributedDataParallel takes those that a network's output does not depend
+    on for unused, and fails when the loss uses them."""
+    if not isinstance(output, torch.Tensor):
+        return output  # refused by `output_of_own`
+    return output + 0 * sum(p.sum() for p in network.scorer.parameters())
+
+
 class LinkTask(Task):
     """Link prediction: learn embeddings of nodes from which a scorer tells edges from other pairs."""
 
@@ -574,6 +582,8 @@ class LinkTask(Task):
             needed = "--task link gives the network one of that name"
             raise StoreError(f"--model {args.model} has a `scorer`: {needed}, rename yours")
         network.scorer = Scorer(args.scorer, args.hidden)
+        if own:
+            network.register_forward_hook(joined_to_scorer)
         return network
 
     def sampled_for(self, args):

@@ -374,16 +374,19 @@ def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, mo
 LINK = "--task link --gpus 0 --fanout 4,4 --hidden 16 --lr 0.01 --edge-split 80/10/10"
 
 
-@pytest.mark.parametrize("timed", [False, True])
-def test_links_are_the_same_for_any_number_of_processes(timed, tmp_path):
+@pytest.mark.parametrize("kind", ["untimed", "timed", "own"])
+def test_links_are_the_same_for_any_number_of_processes(kind, tmp_path):
     """In fp64 to 1e-9, with dropout and a smaller last step: exclusion covers the pairs of all processes."""
     make, runs = (_timed_links, [(1, 90, 1), (2, 45, 1), (3, 30, 1)])
-    words = "--model gin --temporal before"
+    words, timed = "--model gin --temporal before --dropout 0.5", kind == "timed"
     if not timed:
         make, runs = _link_graph, [(1, 300, 1), (2, 150, 1), (3, 100, 1), (1, 100, 3)]
-        words = "--scorer mlp"
+        words = "--scorer mlp --dropout 0.5"
+    if kind == "own":
+        (tmp_path / "net.py").write_text(OWN_LAYERS.replace("dropout=0.3", "dropout=0.0"))
+        words, runs = f"--scorer distmult --model {tmp_path}/net.py:Net", runs[:2]
     path = make(tmp_path, nodes=120 if timed else 500, edges=400 if timed else 1000).path
-    words = f"{LINK} --dataset {path} --dropout 0.5 --negatives 2 {words}"
+    words = f"{LINK} --dataset {path} --negatives 2 {words}"
     _same_for_any_number_of_processes(tmp_path, words, runs)
 
 
