@@ -315,8 +315,9 @@ class Negatives:
                 of_type = low + (after - low) % (high - low)
                 node[places] = torch.where(tried, of_type, after % self.num_nodes)
             bad[places] = self._bad(source[places], node[places])
+        instead = "--edge-split none --unchecked-negatives trains without evaluation"
         full = f"node {int(source[bad][0])} has an edge to every node"
-        raise StoreError(f"{full}, so it has no negative: --unchecked-negatives takes any")
+        raise StoreError(f"{full}, so it has no negative: {instead}")
 
     def pairs(self, key, pairs):
         """Draw a pair without an edge for each of `pairs` [P, 2], with a drawn source as well -> int64 [P, 2]."""

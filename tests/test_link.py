@@ -172,7 +172,7 @@ def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still():
     for pairs in (first, second):
         drawn = link.Negatives(edges, nodes, None, counts).draw(7, torch.arange(20), pairs, 3)
         assert (drawn == nodes - 1).all()
-    said = "node 0 has an edge to every node.*--unchecked-negatives"
+    said = "node 0 has an edge to every node.*--edge-split none --unchecked-negatives"
     _refuses(said, link.Negatives(full, nodes).draw, 7, torch.arange(20), zeros, 3)
 
 
