@@ -151,7 +151,8 @@ def static_room(sampler, nodes, args, first_hop):
         sizes.append([(block.num_src, block.num_edges) for block in blocks[::-1][:hops]])
     least, most = torch.tensor(sizes).aminmax(dim=0)
     rows, places = sampler.engine.shapes(min(args.batch_size, nodes.numel()))
-    rounded = lambda n, bound: min(bound, -(-n // 256) * 256)  # noqa: E731
+    # not 0: `number` of sampler.cu counts a hop's sources where its edges end
+    rounded = lambda n, bound: min(bound, -(-max(n, 1) // 256) * 256)  # noqa: E731
     # the largest plus the range (largest - smallest): some five standard deviations above the mean
     for hop, (N, E) in enumerate((2 * most - least).tolist()):
         rows[hop + 1], places[hop] = rounded(N, rows[hop + 1]), rounded(E, places[hop])

@@ -141,9 +141,9 @@ def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make
     return (make or step_graph.StepGraphs)(types.SimpleNamespace(**run), optimizer)
 
 
-def _small_run(folder, net, labels, x, **law):
+def _small_run(folder, net, labels, x, degree=6, **law):
     """Make a sampler of a small graph, and the ring of a network -> (sampler, ring)."""
-    indptr, indices = _random_graph(np.random.default_rng(18), 300, 6)
+    indptr, indices = _random_graph(np.random.default_rng(18), 300, degree)
     net.degrees = model.graph_degrees(indptr, indices)
     s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", **law)
     return _sampling_on_gpu(s, folder), _graph_ring(net, x, labels, slots=2)
@@ -187,9 +187,13 @@ def _plain_loop(net, draws, ring, batches, labels):
     return losses
 
 
-def test_a_cuda_step_graph_has_room_for_more_seeds_than_there_are(cuda_graphs, tmp_path):
-    nodes, labels, net = torch.randperm(300)[:10], torch.randint(5, (300,)), _net("gcn", (20, 8, 5))
-    draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20))
+@pytest.mark.parametrize("conv, degree", [("gcn", 6), ("sage", 0)])
+def test_a_cuda_step_graph_has_room_for_more_seeds_than_there_are(
+    cuda_graphs, conv, degree, tmp_path
+):
+    """Also in a graph without edges."""
+    nodes, labels, net = torch.randperm(300)[:10], torch.randint(5, (300,)), _net(conv, (20, 8, 5))
+    draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20), degree)
     graphs = _step_graphs(draws, ring, net, _adam(net), nodes, size=600)
     batches = loader.NodeLoader(None, nodes, [4, 3, 3], batch_size=600, depth=1, load=graphs.load)
     rows = [batch.x.shape[0] for batch in batches]
