@@ -29,6 +29,7 @@ if __name__ == "__main__":
     if not {"system", "--allocator=system"} & set(sys.argv):
         allocator.before_torch()
 
+import gc
 import math
 import statistics
 import time
@@ -242,6 +243,8 @@ def train_many(ranks, args, path):
             return code
         exact.append({name: score for name, score in scores.items() if score is not None})
         path = None  # the next seed's split may make it another store
+        gc.collect()  # a GPU sampler and its frames hold each other, and with them the graph
+        torch.cuda.empty_cache()  # or the next run counts as used what torch keeps
     names = dict.fromkeys(name for scores in exact for name in scores)  # some runs may lack one
     columns = {name: [scores[name] for scores in exact if name in scores] for name in names}
     mean = {name: statistics.mean(values) for name, values in columns.items()}
