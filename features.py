@@ -68,8 +68,8 @@ class CudaCopies:
     """The CUDA side of the ring: pinned buffers, side streams, events."""
 
     def __init__(self, device, streams):
-        self.device = torch.device(device)
-        self.streams = [torch.cuda.Stream(self.device) for _ in range(streams)]
+        self.streams = [torch.cuda.Stream(device) for _ in range(streams)]
+        self.device = self.streams[0].device  # "cuda" would be GPU 0 in another thread
         for stream in self.streams:  # the current stream filled the features and caches on the GPU
             stream.wait_stream(torch.cuda.current_stream(self.device))
 

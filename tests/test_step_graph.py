@@ -410,7 +410,7 @@ _TO, _DEVICE = torch.Tensor.to, torch.Tensor.device
 class _Stream:
     """Stands in for a stream. clock: {stream or "host": number of its last access ordered before this stream}."""
 
-    device_index = 0
+    device, device_index = _CUDA, 0
 
     def __init__(self, order, name):
         self.order, self.name, self.clock, self.cuda_stream = order, name, {}, id(self)
@@ -692,7 +692,8 @@ def test_streams_of_a_ring_are_in_order(order, features, cached, blocks, streams
 def test_streams_of_a_loader_are_in_order(order, seeds, tmp_path):
     """Where node ids, or a mask, are given on the GPU."""
     graph = Graph(None, None, *map(order.gpu, (torch.randn(200, 4), torch.arange(200))))
-    ring = FeatureRing(*graph[2:], slots=1, device=_CUDA)
+    ring = FeatureRing(*graph[2:], slots=1, device="cuda")
+    assert ring.copies.device == _CUDA  # the current GPU of this thread, also in others
     given = {"sampler": _sampled_on_gpu(order, tmp_path), "ring": ring, "depth": 0}
     for batch in NodeLoader(graph, order.gpu(seeds), [4, 3], batch_size=20, **given):
         assert batch.y.sum() == batch.seeds.sum()
