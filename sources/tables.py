@@ -160,7 +160,12 @@ class Table:
         import pyarrow.parquet
 
         self._file = pyarrow.parquet.ParquetFile(self._stream)
-        self.names = self._file.schema_arrow.names
+        schema = self._file.schema_arrow
+        for column, kind in zip(schema.names, schema.types):
+            if pyarrow.types.is_nested(kind) or pyarrow.types.is_temporal(kind):
+                needed = "a number or a text in each row is needed; times are whole numbers"
+                raise StoreError(f"{self.name}: {column!r} holds {kind}: {needed}")
+        self.names = schema.names
         self.width = len(self.names)
         self.notes = [plural(self.width, "column"), f"header {short(','.join(self.names), '')}"]
         batch = next(self._file.iter_batches(SAMPLE), ())

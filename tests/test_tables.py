@@ -433,7 +433,8 @@ def test_tables_parquet(tmp_path, monkeypatch):
     write("e", dst=pa.array(EDGES_X_Y[0][1], pa.uint8()), src=EDGES_X_Y[0][0])
     assert graph_tables.edges(*edges)[0].tolist() == EDGES_X_Y[0]
     for src, dst, complaint in (
-        ([[1]], [[2]], "e.parquet.* cast"),
+        ([[1]], [[2]], "e.parquet: 'src' holds list<.*>: a number or a text in each row"),
+        ([1], np.array([0], "datetime64[s]"), "'dst' holds timestamp.*; times are whole numbers"),
         ([None, 1], [1, 2], "line 1: 'src' is empty"),
         ([1.5], [2], "line 1: 'src' is 1.5, which is no whole"),
     ):
