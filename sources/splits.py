@@ -87,6 +87,8 @@ def of_graphs(arrays, count, choice, seed) -> dict:
     elif "valid" not in split:
         arrays.say(f"it has no validation part: {tenth} from the training part (seed {seed})")
     if "valid" not in split:
+        if len(split["train"]) <= count // 10:
+            raise arrays.error("its training part is as small: give a validation part, val_idx")
         split["valid"], split["train"] = np.split(random.permutation(split["train"]), [count // 10])
     return {part: np.sort(ids) for part, ids in split.items()}
 

@@ -66,6 +66,8 @@ def test_datasets_molecules(tmp_path):
     assert [len(ids) for ids in split.values()] == [30, 3, 7] and split["test"][0] == 33
     _molecules(tmp_path / "bad.npz", count=3, train_idx=[5])
     _refuses("holds graph 5", prepare, tmp_path / "bad.npz", tmp_path / "d")
+    _molecules(tmp_path / "few.npz", train_idx=range(4), test_idx=range(4, 40))
+    _refuses("give a validation part", prepare, tmp_path / "few.npz", tmp_path / "d")
 
 
 def _crystals(file, **changes):
