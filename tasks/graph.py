@@ -87,7 +87,7 @@ class Regressor(nn.Module):
 
 
 class GraphTask(Task):
-    """Regression on whole graphs, or classification if every training target is 0 or 1 (`binary`); seeds are graph ids.
+    """Regression on whole graphs, or classification if every target of its split is 0 or 1 (`binary`); seeds are graph ids.
     mean, std: float [T] of the training targets, which the regression loss is scaled by."""
 
     name, examples, placed = "graph", "graphs", False
@@ -116,8 +116,9 @@ class GraphTask(Task):
         """Compute mean and std of the training targets; on a GPU, prepare to copy batches to it."""
         self.copies = CudaCopies(ranks.device, args.sample_threads) if ranks.gpus else None
         graphs = self.store
-        y = torch.cat([graphs.batch(ids).y for ids in graphs.split["train"].split(1024)]).double()
-        self.binary = bool(((y == 0) | (y == 1)).all())
+        ids = torch.cat([*graphs.split.values()])  # those of training first
+        y = torch.cat([graphs.batch(part).y for part in ids.split(1024)]).double()
+        self.binary, y = bool(((y == 0) | (y == 1)).all()), y[: len(graphs.split["train"])]
         self.mean, self.std = y.mean(0).float(), y.std(0, correction=0).clamp(min=1e-12).float()
 
     def prepare(self, network):

@@ -314,6 +314,14 @@ def test_graph_task_scores_binary_targets_by_roc_auc(tmp_path, capsys):
     np.savez(tmp_path / "b.npz", **{**made, "targets": np.zeros(300, np.uint8)})  # of one class
     log, _ = _run_here(tmp_path, words.replace("--epochs 2", "--epochs 1"), "--gpus 0")
     assert log[-1]["scores"]["test"] is None and "nan" not in capsys.readouterr().out
+    split = {
+        f"{part}_idx": ids
+        for part, ids in zip(("train", "val", "test"), np.split(np.arange(300), [100, 200]))
+    }
+    counts = np.arange(300) % 2 + (np.arange(300) >= 200)  # 2 for a test graph
+    np.savez(tmp_path / "b.npz", **made | split | {"targets": counts})
+    log, _ = _run_here(tmp_path, words.replace("--epochs 2", "--epochs 1"), "--gpus 0")
+    assert "rmse" in log[-1]["scores"]["test"]
 
 
 @pytest.mark.parametrize("local, train, has", [(1, 600, False), (0, 600, True), (0, 20, False)])
