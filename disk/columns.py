@@ -126,7 +126,8 @@ def _check_values(name, values):
             continue
         if chunk.is_complex():
             raise StoreError(f"{name} has dtype {chunk.dtype}: real numbers are needed")
-        bad = ~(torch.isfinite(chunk.float()) & (chunk >= 0))
+        kept = chunk.float()  # torch compares no uint16, uint32 and uint64
+        bad = ~(torch.isfinite(kept) & (kept >= 0))
         why = "a weight says how likely an edge is drawn, so it is finite and not negative"
         refuse(bad, name, chunk, why, first)
 
