@@ -39,7 +39,7 @@ MEANINGS = {  # what a column holds: the names by which it is recognised
     "label": "label labels class category target y",
     "leak": "label labels class",  # a feature of that name would leak the label
     "id": "id node nodeid nid index unnamed0 indexlevel0",  # the last two are pandas'
-    "more of an edge": "weight w time timestamp t",
+    "more of an edge": "weight w time timestamp t type relation edgetype",
 }
 
 

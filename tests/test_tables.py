@@ -242,7 +242,7 @@ def test_tables_types_of_edges_are_numbers_or_names(of, names, own_file, tmp_pat
     rows = [pair.replace(",", f",{kind},") for pair, kind in zip(triples, of.split())]
     text, types = "\n".join(["head,relation,tail", *rows, ""]), "relation"
     if own_file:
-        types = _table_file(tmp_path / "t.csv", "\n".join([*of.split(), ""]))
+        types = _table_file(tmp_path / "t.csv", "\n".join(["edge_type", *of.split(), ""]))
         text = "\n".join(["source,target", *triples, ""])
     file = _table_file(tmp_path / "e.csv", text)
     graph = GraphStore.open(datasets.build(file, tmp_path / "s", features=x, types=str(types)))
