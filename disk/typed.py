@@ -57,7 +57,9 @@ def flatten(given):
     graph = dict.fromkeys([*BY_TYPE, "split"])
     for name, values in columns.items():
         with reading(name):
-            graph[name] = torch.cat([files.as_rows(name, values[kind]) for kind in edges])
+            rows = {f"{name} of {','.join(k)}": files.as_rows(name, values[k]) for k in edges}
+            dtype = _common([part.dtype for part in rows.values()])
+            graph[name] = torch.cat([_converted(*item, dtype) for item in rows.items()])
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
     graph["edge_index"] = np.concatenate(moved, 1)
     graph["edge_type"] = np.repeat(np.arange(len(moved)), [pairs.shape[1] for pairs in moved])
@@ -144,16 +146,29 @@ def _joined(tables, node_types):
     if len(tables) < 2:
         return next(iter(tables.values()), np.zeros((1, 1), np.float32))
     dtypes = [getattr(torch, files.row_dtype(f"features of {n}", t)) for n, t in tables.items()]
-    dtype = functools.reduce(torch.promote_types, dtypes)
+    dtype = _common(dtypes)
     width = max(t.shape[1] for t in tables.values())
 
     def chunks():
         for name, table in tables.items():
-            for _, rows in files.chunked(f"features of {name}", table):
-                rows = files.as_rows(f"features of {name}", rows)
-                yield torch.nn.functional.pad(rows.to(dtype), (0, width - rows.shape[1]))
+            for first, rows in files.chunked(f"features of {name}", table):
+                what = f"features of {name}"
+                rows = _converted(what, files.as_rows(what, rows), dtype, first)
+                yield torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
 
     return Rows((sum(t.shape[0] for t in tables.values()), width), dtype, chunks())
+
+
+_common = functools.partial(functools.reduce, torch.promote_types)
+
+
+def _converted(name, rows, dtype, first=0):
+    """Convert rows to the dtype that all types get; StoreError for a whole number that it would round."""
+    kept = rows.to(dtype)
+    if dtype.is_floating_point and not rows.is_floating_point():
+        why = f"{dtype}, which the values of all types are stored as, rounds it: give them in one dtype"
+        refuse(kept.double() != rows.double(), name, rows, why, first)
+    return kept
 
 
 def _spread(first, node_types, name, values, rest) -> np.ndarray:
