@@ -56,10 +56,7 @@ def flatten(given):
         _add_reverses(edges, columns)
     graph = dict.fromkeys([*BY_TYPE, "split"])
     for name, values in columns.items():
-        with reading(name):
-            rows = {f"{name} of {','.join(k)}": files.as_rows(name, values[k]) for k in edges}
-            dtype = _common([part.dtype for part in rows.values()])
-            graph[name] = torch.cat([_converted(*item, dtype) for item in rows.items()])
+        graph[name] = _column(name, values, edges)
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
     graph["edge_index"] = np.concatenate(moved, 1)
     graph["edge_type"] = np.repeat(np.arange(len(moved)), [pairs.shape[1] for pairs in moved])
@@ -139,6 +136,14 @@ def _add_reverses(edges, columns):
         edges[reverse] = np.concatenate(parts, 1)
         for values in columns.values():
             values[reverse] = torch.cat([files.as_rows("edges", values[kind])] * len(parts))
+
+
+def _column(name, values, edges) -> torch.Tensor:
+    """Join a column {type: values} in the order of the edges {type: pairs}."""
+    with reading(name):
+        rows = {f"{name} of {','.join(k)}": files.as_rows(name, values[k]) for k in edges}
+        dtype = _common([part.dtype for part in rows.values()])
+        return torch.cat([_converted(*item, dtype) for item in rows.items()])
 
 
 def _joined(tables, node_types):
