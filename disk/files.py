@@ -220,8 +220,9 @@ def write_whole(path, write):
             os.replace(part, path)
         with contextlib.suppress(OSError):
             sync(path.parent)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+    except (OSError, RuntimeError) as error:
+        # torch.save raises RuntimeError on a full disk
+        cause = error if isinstance(error, OSError) else error.__context__
         message = getattr(cause, "strerror", None) or error
         raise StoreError(f"{path} could not be written: {message}") from error
 

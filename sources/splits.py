@@ -87,8 +87,9 @@ def of_graphs(arrays, count, choice, seed) -> dict:
     elif "valid" not in split:
         arrays.say(f"it has no validation part: {tenth} from the training part (seed {seed})")
     if "valid" not in split:
-        if len(split["train"]) <= count // 10:
-            raise arrays.error("its training part is as small: give a validation part, val_idx")
+        if (n := len(split["train"])) <= count // 10:
+            few = f"its training part has {n} graphs, {count // 10} are needed for validation"
+            raise arrays.error(f"{few}: give val_idx, or more for training")
         split["valid"], split["train"] = np.split(random.permutation(split["train"]), [count // 10])
     return {part: np.sort(ids) for part, ids in split.items()}
 
