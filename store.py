@@ -439,20 +439,6 @@ def _gigabytes(text) -> int:
     return int(size)
 
 
-def command(name, run) -> int:
-    """Run a command -> its exit code: 2 after a one-line message for a StoreError, 141 if its output pipe is closed."""
-    try:
-        code = run()
-        print(end="", flush=True)  # print does nothing if sys.stdout was closed and is None
-        return code or 0
-    # ModuleNotFoundError: store.py was copied without run/ and sources/
-    except (StoreError, ModuleNotFoundError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        return files.unread()
-
-
 def _parser():
     """Make the parser: one sub-command per action, with its own flags, so that another one's flags are refused."""
     parser = argparse.ArgumentParser(prog="store.py", description="Build or read a graph store.")
@@ -529,9 +515,18 @@ def _run(command, path, **options):
 
 
 def main(argv=None) -> int:
-    """Run the command line -> exit code (0 fine, 1 damaged, 2 no store)."""
+    """Run the command line -> exit code (0 fine, 1 damaged, 2 no store or bad input, 141 if the output pipe is closed)."""
     args = vars(_parser().parse_args(argv))
-    return command("store.py", lambda: _run(**args))
+    try:
+        code = _run(**args)
+        print(end="", flush=True)  # print does nothing if sys.stdout was closed and is None
+        return code or 0
+    # ModuleNotFoundError: store.py was copied without run/ and sources/
+    except (StoreError, ModuleNotFoundError) as error:
+        print(f"store.py: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return files.unread()
 
 
 if __name__ == "__main__":

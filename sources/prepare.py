@@ -5,19 +5,15 @@
     path = build("edges.csv.gz", "some/store", features="x.csv.gz", labels="y.csv", weights="w")
     path = build(dgl_graph_or_pyg_data, "some/store")
 
-    python -m sources.prepare NAME [--root DIR] [--backend mmap|lmdb] [--seed N] [--symmetrize] [--drop-duplicates]
-
 `prepare` builds a store under `root` on first use, `build` at a path that you give. A store holds a graph once, with
 all the splits that it came with; `choose_split` of sources/splits.py selects or draws one.
 """
 
-import argparse
 import functools
 import hashlib
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +28,7 @@ from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
 from sources.splits import DRAWN, PARTS, drawn_per_class, found, of_graphs
 from sources.synthetic import MAG, SYNTHETIC, synthetic, synthetic_mag
-from store import BACKENDS, build_store, command
+from store import build_store
 
 # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
 NPZ = dict(
@@ -369,23 +365,3 @@ def _labels_as_features(arrays, labels, split, num_classes, random):
     half = f"half of the training nodes ({len(shown):,}) show their label as feature"
     arrays.say(f"it has no features: {half}, the others are trained on; edges are made symmetric")
     return split, features
-
-
-def main(argv=None) -> int:
-    """Run the command line: build a data set and print the path of its store."""
-    about = "Build a data set and print the path of its store."
-    parser = argparse.ArgumentParser(prog="sources.prepare", description=about)
-    add = parser.add_argument
-    add("dataset", help=f"a path, or one of {', '.join(NAMES)}")
-    add("--root", default="data", help="directory for downloads and stores")
-    add("--backend", default="mmap", choices=list(BACKENDS), help="feature storage")
-    add("--feature-dtype", choices=files.HALVES, help="round float features to this type")
-    add("--seed", type=int, default=0, help="draws the split if the data set has none")
-    add("--symmetrize", action="store_true", help="add the reverse of every edge of an .npz file")
-    add("--drop-duplicates", action="store_true", help="keep one of several equal edges of it")
-    args = vars(parser.parse_args(argv))
-    return command("sources/prepare.py", lambda: print(prepare(**args)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -321,15 +321,15 @@ def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path):
     for name in (f".run.pt.{'0' * 16}.part", ".run.pt.notes", f".run.pt2.{'0' * 16}.part"):
         (tmp_path / name).touch()  # the first is what a writer that was killed has left
 
-    def fails(out, error=RuntimeError("no more")):
+    def fails(out):
         out.write(b"half")
-        raise error
+        raise RuntimeError("no more")
 
     def fills(out):  # torch.save complains of what came after a write that failed
         try:
-            fails(out, OSError(errno.ENOSPC, "no space left"))
+            raise OSError(errno.ENOSPC, "no space left")
         except OSError:
-            fails(out, RuntimeError("unexpected position"))
+            fails(out)
 
     _refuses("run.pt could not be written: no more", disk.write_whole, file, fails)
     _refuses("run.pt could not be written: no space left", disk.write_whole, file, fills)

@@ -22,7 +22,7 @@ from sources import prepare as datasets
 from sources.prepare import prepare
 from sources.splits import choose_split
 from store import GraphStore, build_store, verify
-from tests.common import DATA, _code, _end, _fork, _graph, _run
+from tests.common import DATA, _code, _end, _fork, _graph
 from tests.stores import _edges, _mask, _refuses, _rewrite_meta, _save_npz, _sums
 
 
@@ -493,10 +493,3 @@ def test_datasets_arxiv_without_features(tmp_path, capsys):
     assert graph.num_edges == 2315598  # what to_symmetric() makes of ogbn-arxiv
     shown = graph.features.tensor.any(1)
     assert shown.sum() == 45470 and not any(shown[ids].any() for ids in graph.split.values())
-
-
-def test_datasets_command_line(tmp_path, capsys):
-    assert datasets.main([SMALL, "--root", str(tmp_path)]) == 0
-    assert verify(capsys.readouterr().out.strip()) == []
-    bad = _run("sources.prepare", "reddit", "--root", tmp_path)
-    assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "ogbn-arxiv" in bad.stderr
