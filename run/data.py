@@ -145,9 +145,8 @@ def place_data(ranks, args, task, used):
     options = {"slots": args.prefetch + 1, "streams": args.sample_threads, "dtype": dtype}
     options |= {"device": ranks.device, "log": tqdm.write if ranks.leads else None}
     options |= {"gather": gather_rows, "aggregate": self_and_mean if in_place else None}
-    ring = FeatureRing(features, labels, edge_features=used.features, **options)
-    task.attach(ranks, args, used, indptr, indices)
-    return sampler, ring
+    task.attach(ranks, args, used, indptr, indices)  # before the ring, whose streams wait for it
+    return sampler, FeatureRing(features, labels, edge_features=used.features, **options)
 
 
 def make_sampler(args, indptr, indices, fanout, used, threads=None):
