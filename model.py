@@ -329,8 +329,8 @@ class SAGEPoolConv(Conv):
 class GCNConv(Conv):
     """Graph convolution (Kipf, Welling, arXiv 1609.02907): W sum(h_u / sqrt((d_u + 1) (d_v + 1))) + b, v among the u.
 
-    The sum is the in-degree times the mean over the block's edges: in a sampled block an unbiased
-    estimate. With degree=None the layer is DGL's GraphConv(norm="both") on the block with self-loops.
+    The sum is the in-degree times the mean over the block's edges: in a uniformly sampled block an
+    unbiased estimate. With degree=None the layer is DGL's GraphConv(norm="both") on the block with self-loops.
     """
 
     uses_degree = True
