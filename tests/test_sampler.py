@@ -739,39 +739,15 @@ def test_a_compile_cache_is_used_where_it_is_this_users_alone_and_undamaged(how,
         _planted(compile_cache, how)
     change(compile_cache)
     number, path = _answer(how)
-    assert (number, path.startswith("/proc/self/fd/")) == (answer, in_cache)
-
-
-@pytest.mark.skipif(os.geteuid(), reason="only root can give a folder away")
-def test_who_owns_the_folder_above_a_compile_cache_cannot_exchange_it(compile_cache, monkeypatch):
-    """HOME belongs to another user, who swaps the folder after it was checked."""
-    other, load = compile_cache.with_name("other"), ctypes.CDLL
-    # compiled, not loaded: a library of a name that is loaded is not looked for again
-    unloaded = types.SimpleNamespace(answer=lambda: 42, _name="")
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: unloaded)
-    _answer("above")
-    shutil.copytree(compile_cache, other)
-    _planted(other, "above")
-    os.chown(compile_cache.parent, 65534, 65534)
-    os.chown(other, 65534, 65534)
-
-    def exchange_and_load(path):
-        if other.exists():
-            (planted,), (good,) = other.iterdir(), compile_cache.iterdir()
-            planted.rename(planted.with_name(good.name))
-            compile_cache.rename(compile_cache.with_name("ours")), other.rename(compile_cache)
-        return load(path)
-
-    monkeypatch.setattr(ctypes, "CDLL", exchange_and_load)
-    assert _answer("above")[0] == 42 and not other.exists()
+    assert (number, path.startswith(f"{compile_cache}/")) == (answer, in_cache)
 
 
 def test_a_compile_cache_that_cannot_be_written_is_read(compile_cache, monkeypatch):
     assert _answer("read")[0] == 42
     monkeypatch.setattr(build.shutil, "copyfile", lambda *a: os.open(HERE, os.O_WRONLY))  # fails
-    assert _answer("read")[1].startswith("/proc/self/fd/")
+    assert _answer("read")[1].startswith(f"{compile_cache}/")
     number, path = _answer("another")
-    assert number == 42 and not path.startswith("/proc/self/fd/")
+    assert number == 42 and not path.startswith(f"{compile_cache}/")
 
 
 SANITIZED = f"""
