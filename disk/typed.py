@@ -142,7 +142,7 @@ def _column(name, values, edges) -> torch.Tensor:
     """Join a column {type: values} in the order of the edges {type: pairs}."""
     with reading(name):
         rows = {f"{name} of {','.join(k)}": files.as_rows(name, values[k]) for k in edges}
-        dtype = _common([part.dtype for part in rows.values()])
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in rows.values()))
         return torch.cat([_converted(*item, dtype) for item in rows.items()])
 
 
@@ -151,7 +151,7 @@ def _joined(tables, node_types):
     if len(tables) < 2:
         return next(iter(tables.values()), np.zeros((1, 1), np.float32))
     dtypes = [getattr(torch, files.row_dtype(f"features of {n}", t)) for n, t in tables.items()]
-    dtype = _common(dtypes)
+    dtype = functools.reduce(torch.promote_types, dtypes)
     width = max(t.shape[1] for t in tables.values())
 
     def chunks():
@@ -164,15 +164,12 @@ def _joined(tables, node_types):
     return Rows((sum(t.shape[0] for t in tables.values()), width), dtype, chunks())
 
 
-_common = functools.partial(functools.reduce, torch.promote_types)
-
-
 def _converted(name, rows, dtype, first=0):
     """Convert rows to the dtype that all types get; StoreError for a whole number that it would round."""
     kept = rows.to(dtype)
     if dtype.is_floating_point and not rows.is_floating_point():
         why = f"{dtype}, which the values of all types are stored as, rounds it: give them in one dtype"
-        refuse(kept.double() != rows.double(), name, rows, why, first)
+        refuse(kept.long() != rows.long(), name, rows, why, first)
     return kept
 
 

@@ -583,7 +583,7 @@ class LinkTask(Task):
             needed = "--task link gives the network one of that name"
             raise StoreError(f"--model {args.model} has a `scorer`: {needed}, rename yours")
         network.scorer = Scorer(args.scorer, args.hidden)
-        if own:
+        if own and args.scorer != "dot":  # which has no parameters
             network.register_forward_hook(joined_to_scorer)
         return network
 

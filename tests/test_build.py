@@ -67,12 +67,8 @@ def test_datasets_molecules(tmp_path):
     _molecules(tmp_path / "bad.npz", count=3, train_idx=[5])
     _refuses("holds graph 5", prepare, tmp_path / "bad.npz", tmp_path / "d")
     _molecules(tmp_path / "few.npz", train_idx=range(4), test_idx=range(4, 40))
-    _refuses(
-        "has 4 graphs, 4 are needed for validation: give val_idx",
-        prepare,
-        tmp_path / "few.npz",
-        tmp_path / "d",
-    )
+    few = "has 4 graphs, 4 are needed for validation: give val_idx"
+    _refuses(few, prepare, tmp_path / "few.npz", tmp_path / "d")
 
 
 def _crystals(file, **changes):

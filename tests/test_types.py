@@ -378,6 +378,8 @@ UNEVEN = {
 # of one type whole numbers that the float16 of the others cannot hold
 ROUNDED = {kind: np.zeros(len(rows), np.float16) for kind, rows in UNEVEN.items()}
 ROUNDED |= {kind: np.full(len(UNEVEN[kind]), 2049) for kind in [*UNEVEN][:1]}
+WIDE = {kind: values.astype(np.float64) for kind, values in ROUNDED.items()}
+WIDE |= {kind: np.full(len(UNEVEN[kind]), 2**53 + 1) for kind in [*UNEVEN][:1]}
 COARSE = {"author": np.full((30, 1), 2049), "paper": np.ones((50, 1), np.float16)}
 REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("edge_type is not for a graph that is given by type", {"edge_type": [0]}),
@@ -398,6 +400,7 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("node_time of paper has dtype float64", {"node_time": {"paper": np.full(50, np.nan)}}),
     ("edge_features cannot be read: Sizes of tensors must match", {"edge_features": UNEVEN}),
     (r"edge_time of \w+,\w+,\w+\[0\] is 2049: .*float16, .*rounds it", {"edge_time": ROUNDED}),
+    (r"edge_time of \w+,\w+,\w+\[0\] is 9007199254740993: .*float64", {"edge_time": WIDE}),
     (r"features of author\[0, 0\] is 2049: .*rounds it: give them", {"features": COARSE}),
     ("split is of nodes with labels, and no type of nodes has any", {"labels": None}),
     ("edges place,rev_at,author are there already", _reverse("place")),
