@@ -143,17 +143,21 @@ class LmdbFile:
         with reading(self.path):
             stat = os.stat(self.path)
             key = (os.getpid(), stat.st_dev, stat.st_ino)
-            writable = self._writable() and (not self.sync or self._room_for_locks())
-            self._locks = writable and self.sync
-            options = dict(readonly=not writable, lock=self._locks, sync=self.sync)
-            options |= dict(path=str(self.path), subdir=False, readahead=False, max_readers=1000)
-            self._env = self._open.get(key)
-            try:
-                self._env = self._env or lmdb.open(map_size=MAP, **options)
-            except lmdb.MemoryError:  # limited address space, as by ulimit -v
-                self._env = lmdb.open(map_size=stat.st_size + MAP_ROOM, **options)
+            self._env = self._open.get(key) or self._opened(lmdb, stat.st_size)
+            self._locks = self._env.flags()["lock"]
         self._open[key], self._pid = self._env, os.getpid()
         return self._env
+
+    def _opened(self, lmdb, size):
+        """Open the environment, once per process: whoever closes the lock file a second time drops the process's POSIX
+        lock on it, without which writers take its readers for dead."""
+        writable = self._writable() and (not self.sync or self._room_for_locks())
+        options = dict(readonly=not writable, lock=writable and self.sync, sync=self.sync)
+        options |= dict(path=str(self.path), subdir=False, readahead=False, max_readers=1000)
+        try:
+            return lmdb.open(map_size=MAP, **options)
+        except lmdb.MemoryError:  # limited address space, as by ulimit -v
+            return lmdb.open(map_size=size + MAP_ROOM, **options)
 
     def _writable(self):
         return all(os.access(place, os.W_OK) for place in (self.path, self.path.parent))

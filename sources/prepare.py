@@ -9,6 +9,7 @@
 all the splits that it came with; `choose_split` of sources/splits.py selects or draws one.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -206,7 +207,9 @@ def build(
         idle, why = params if tables else {}, "tables have no parameters"
     if idle:
         raise StoreError(f"{kind}: {why}: {min(idle)} has no effect")
-    with reading(f"cannot build {path}: {kind}"), files.scratch_folder(path) as folder:
+    # large tables pass through files; without a folder for them a killed build of others leaves nothing
+    scratch = files.scratch_folder(path) if tables else contextlib.nullcontext()
+    with reading(f"cannot build {path}: {kind}"), scratch as folder:
         if tables:
             arrays = read_tables(kind, own, columns, folder)
             names = ("node_names", "edge_types") if "edge_types" in arrays else ("node_names",)

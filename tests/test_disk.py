@@ -155,6 +155,8 @@ def _puts_seven(path):
 def test_store_a_transaction_keeps_its_state_while_others_write(tmp_path):
     features = _lmdb(tmp_path / "g", torch.zeros(400, 64), 9)
     with features.file.transaction() as txn:
+        # a second object on the file must not give up the lock that tells writers of this process's readers
+        GraphStore.open(tmp_path / "g").features.gather(torch.arange(3))
         _end(_fork(tmp_path / "out", _puts_seven, tmp_path / "g"))
         assert all(not features._block(txn, number, check=True).any() for number in range(45))
     assert features.gather(torch.arange(400)).eq(7).all()
