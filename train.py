@@ -12,8 +12,8 @@
     torchrun --nproc-per-node 4 train.py --gpus 4 --dataset ogbn-products
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4
 
-One step is sample -> fetch -> forward -> backward: `train_epoch` is the loop, and loader.py runs the first two ahead of
-it in threads. docs/design.md follows one seed node through the files.
+One step is sample -> fetch -> forward -> backward -> optimizer: `train_epoch` is the loop, and loader.py runs the first
+two ahead of it in threads. docs/design.md follows one seed node through the files.
 """
 
 import signal
@@ -41,15 +41,15 @@ import torch
 from tqdm import tqdm
 
 import ddp
-from disk.files import StoreError, check_in_use, unread
+from disk.files import RANK_BYTES, StoreError, check_in_use, free_host_bytes, readable_size, unread
 from run import flags, step_graph
 from run.adam import Adam
 from run.allocator import announce, trim_memory
 from run.checkpoint import check_graph, common_state, restore, save_checkpoint
-from run.evaluate import open_run
 from run.finite import LossSum, all_finite, finite_scores, not_finite
 from run.own_model import is_own
 from run.report import Clock, Report, advice, describe, draw_timeline, epoch_line, peak_memory
+from run.run import open_run
 from sampler import DamagedGraph, mix
 from sources import prepare as datasets
 from tasks.metrics import NotFinite
@@ -85,8 +85,8 @@ class Eager:
         self.losses.total += loss.detach()
         if batch.last:
             with clock.timed("optimizer", on_gpu=True):
-                run.ranks.average_rows(run.model)
-                # skip the update after a non-finite loss: keep the weights that produced it
+                run.ranks.average_sparse(run.model)
+                # keep the weights that produced a non-finite loss (on a GPU it may be noticed some steps later)
                 if self.losses.finite(batch.step + 1):
                     self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
@@ -101,7 +101,7 @@ def train_epoch(run, stepper, stop, save, epoch, first):
     # None: a bar only if stderr is a terminal; sys.stderr is None if it was closed
     options["disable"] = None if ranks.leads and sys.stderr else True
     bar = tqdm(desc=f"epoch {epoch + 1}", **options)
-    # its threads run ahead of this loop: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
+    # the loader's threads run ahead: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
     loader = run.loader(run.store.split["train"], timed=clock.timed, load=stepper.load)
     loader.epoch, loader.step = epoch, first
     waiting = time.perf_counter()
@@ -269,8 +269,8 @@ def worker(ranks, args, path):
         hint = "; python store.py verify names the file" if isinstance(error, DamagedGraph) else ""
         print(f"train.py: {error}{hint}", file=sys.stderr)
         return 1 if isinstance(error, NotFinite) else 2
-    except BrokenPipeError:
-        return unread()
+    except OSError as error:
+        return unread(error)
 
 
 def main(argv=None):
@@ -278,14 +278,17 @@ def main(argv=None):
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         path = None if ddp.under_torchrun() else prepare(args)
+        if args.procs > 1 and (most := free_host_bytes() // RANK_BYTES) < args.procs:
+            each = f"processes take {readable_size(RANK_BYTES)} each"
+            raise StoreError(f"--procs {args.procs}: {each}, memory is free for {most}")
         ddp.launch(worker, max(args.gpus, args.procs), args, path, gpus=args.gpus)
     except StoreError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        return unread()
+    except OSError as error:
+        return unread(error)
     return 0
 
 

@@ -15,7 +15,7 @@ from bench import graphbolt, tools
 from bench.sampler import LABORS
 from bench.step import network, training
 from bench.tools import Elsewhere, forget_pages, watch
-from disk.cache import LookaheadCache
+from disk.lookahead import LookaheadCache
 from features import CachedFeatures, expected_visits
 from model import self_and_mean
 from run.allocator import keep_freed_memory, trim_memory

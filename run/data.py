@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from tqdm import tqdm
 
-from disk import cache as lookahead
+from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
 from features import CachedFeatures, FeatureRing, expected_visits, place, share
 from model import TYPE_CONVS, gather_rows, self_and_mean

@@ -105,7 +105,7 @@ def build(run, optimizer):
     """Capture the CUDA graphs of a run (unless --cuda-graph is off) and check its static steps on a batch; model and
     optimizer are left as they were.
 
-    run: `Run` of run/evaluate.py; its bare network is captured, without the hooks of DistributedDataParallel.
+    run: `Run` of run/run.py; its bare network is captured, without the hooks of DistributedDataParallel.
 
     Returns:
         (StepGraphs, a line about them), or (None, why not; "" unless asked for or failed), alike on all ranks: a
@@ -164,7 +164,8 @@ class Slot:
 
     Attributes:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
-            outermost hop. y: int64 [S], padded with -1. batch: all that as padded blocks. key: dropout's `layer_seed`.
+            outermost hop. y: int64 [S], padded with -1. batch: `Fetched` of these and the frame's blocks. key: dropout's
+            `layer_seed`. trained: event after training, for which refilling waits.
     """
 
     def __init__(self, backend, ring, room, seed):

@@ -12,8 +12,8 @@ from disk.files import StoreError
 from features import MODES
 from run import data
 from run.estimate import estimate_lines
-from run.evaluate import open_run
 from run.plan import choose_mode, estimate
+from run.run import open_run
 from sampler import NeighborSampler
 from store import GraphStore, build_store
 from tests.common import _code, _emulated, _frame, _graph

@@ -1,4 +1,4 @@
-"""The network of a run: built from the flags, applied to batches, to sampled nodes and, exactly, to all nodes.
+"""A run: data, sampler, ring and network built from the flags; outputs of batches, in training too, and of all nodes.
 
 run = open_run(ranks, args, path)
 logits = run.forward(batch)          # of a batch of run.loader(seeds)
