@@ -189,15 +189,15 @@ class NeighborSampler:
             drawn_from = self.edge_type, table
         graph = self.indptr, self.indices, weights, edge_times, bool(strict), int(window or 0)
         how = bool(layer_dependency), rule, edge_ids, threads
-        self.task = SamplingSpec(*graph, *drawn_from, *how)
-        self.backend, self.engine = _load(backend, self.task, self.fanouts, self.seed)
+        self.spec = SamplingSpec(*graph, *drawn_from, *how)
+        self.backend, self.engine = _load(backend, self.spec, self.fanouts, self.seed)
 
     def __getstate__(self):  # without the engine: another process loads the compiled code itself
         return {**vars(self), "engine": None}
 
     def __setstate__(self, state):
         vars(self).update(state)
-        self.backend, self.engine = _load(self.backend, self.task, self.fanouts, self.seed)
+        self.backend, self.engine = _load(self.backend, self.spec, self.fanouts, self.seed)
 
     def sample(self, seeds, step, times=None, exclude=None, *, relabel_outer=True):
         """Sample the neighbourhood of `seeds`; thread-safe.
@@ -237,8 +237,8 @@ class NeighborSampler:
             _check_range("seeds", seeds, self.num_nodes, "node")
             device, hops = self.indices.device, []
             for i, k in enumerate(self.fanouts):
-                key = hop_key(self.seed, step, 0 if self.task.one_draw else i)
-                of_types = None if self.task.fanout_of is None else self.task.fanout_of[i]
+                key = hop_key(self.seed, step, 0 if self.spec.one_draw else i)
+                of_types = None if self.spec.fanout_of is None else self.spec.fanout_of[i]
                 hops.append(Hop(k, key, relabel_outer or i + 1 < len(self.fanouts), of_types))
             times = times if times is None else times.to(device).contiguous()
             work = (seeds.to(device, self.indices.dtype).contiguous(), hops, exclude, times)
@@ -273,19 +273,19 @@ class NeighborSampler:
         return edges if edges.numel() else None
 
 
-def _load(backend, task, fanouts, seed):
+def _load(backend, spec, fanouts, seed):
     """Make the backend -> (its name, its object); where native is unavailable that is torch, after one warning."""
     engine = None
     if backend == "dgl":
         from native.dgl import Backend
 
-        return "dgl", Backend(task)
+        return "dgl", Backend(spec)
     if backend != "torch" and sampler_cpu is None:
         _warn_missing()
     elif backend != "torch":
-        on_gpu = task.indices.is_cuda
-        engine = sampler_gpu.load(task, fanouts, seed) if on_gpu else sampler_cpu.load(task)
-    return ("native", engine) if engine else ("torch", TorchBackend(task))
+        on_gpu = spec.indices.is_cuda
+        engine = sampler_gpu.load(spec, fanouts, seed) if on_gpu else sampler_cpu.load(spec)
+    return ("native", engine) if engine else ("torch", TorchBackend(spec))
 
 
 @functools.cache
@@ -468,8 +468,8 @@ class TorchBackend:
     """Plain torch operations, each pass over all destinations at once. The backends of native/ have the same `sample`,
     except that of native/sampler_gpu.py, which takes (seeds, step, relabel_outer, exclude, times)."""
 
-    def __init__(self, task):
-        self.task, self.num_nodes = task, task.indptr.numel() - 1
+    def __init__(self, spec):
+        self.spec, self.num_nodes = spec, spec.indptr.numel() - 1
         # {stream: idle tables [V] from node to local id in the batch, V: none}; a batch resets its table on its stream
         # before another batch of that stream takes it
         self.tables = {}
@@ -491,7 +491,7 @@ class TorchBackend:
             v, at = (src.long(), None) if times is None else (src % V, src // V)
             by = at if at is None else values[at]
             indptr, edges = self._pick(v, hop, exclude, by)
-            local = self.task.indices.index_select(0, edges)
+            local = self.spec.indices.index_select(0, edges)
             if not local.is_cuda and outside(local, V) is not None:
                 raise IndexError("a node in indices")
             if hop.relabel and times is None:
@@ -500,7 +500,7 @@ class TorchBackend:
                 at = at.repeat_interleave(indptr.diff(), output_size=edges.numel())
                 src, local = _number_by_appearance(src, local + V * at)
             nodes, src_times = (src, None) if times is None else (src % V, values[src // V])
-            edges = edges if self.task.edge_ids else None
+            edges = edges if self.spec.edge_ids else None
             blocks.append((indptr.to(dtype), local.to(dtype), nodes.to(dtype), edges, src_times))
         if times is None:
             idle.append(table.index_fill_(0, src.long(), V))
@@ -513,7 +513,7 @@ class TorchBackend:
         try:
             table = idle.pop()  # atomic, as append is
         except IndexError:
-            table = self.task.indices.new_full((self.num_nodes,), self.num_nodes)
+            table = self.spec.indices.new_full((self.num_nodes,), self.num_nodes)
         numbers = torch.arange(seeds.numel(), dtype=seeds.dtype, device=seeds.device)
         table.scatter_(0, seeds.long(), numbers)
         if not torch.equal(table.index_select(0, seeds), numbers):
@@ -522,10 +522,10 @@ class TorchBackend:
 
     def _pick(self, v, hop, exclude, times):
         """Choose edges of nodes v int64 [S] -> block indptr [S+1], positions in the graph's indices int64 [E]."""
-        task = self.task
-        start, end = task.indptr.index_select(0, v), task.indptr.index_select(0, v + 1)
+        spec = self.spec
+        start, end = spec.indptr.index_select(0, v), spec.indptr.index_select(0, v + 1)
         degree = end - start
-        damaged = (start < 0) | (end < start) | (end > task.indices.numel())
+        damaged = (start < 0) | (end < start) | (end > spec.indices.numel())
         # on a GPU the check would synchronize, and a read out of range is an assertion there anyway
         if not v.is_cuda and bool(damaged.any()):
             raise IndexError("a list in indptr")
@@ -534,7 +534,7 @@ class TorchBackend:
         # the edges of a type are a list of their own: G lists, each with its own k and key
         places = expand(start, degree)
         row = torch.arange(v.numel(), device=v.device).repeat_interleave(degree)
-        group = (task.edge_type.index_select(0, places).long() & 0xFFFF) + (row << 16)
+        group = (spec.edge_type.index_select(0, places).long() & 0xFFFF) + (row << 16)
         group, counts = group.unique_consecutive(return_counts=True)
         row, kind, first = group >> 16, group & 0xFFFF, places[counts.cumsum(0) - counts]
         ks, picked, edges = hop.fanout_of[kind], [], []
@@ -555,11 +555,11 @@ class TorchBackend:
 
     def _pick_lists(self, v, start, degree, k, key, exclude, times):
         """`_pick` from lists with `degree` edges each, [S], that begin at `start` [S]; key: an int, or int64 [S]."""
-        task, rule = self.task, self.task.rule
+        spec, rule = self.spec, self.spec.rule
         keys = lambda rows: key[rows] if isinstance(key, Tensor) else key  # noqa: E731
         if times is not None:
-            lists = task.edge_times, start, degree
-            start, degree = seen_at(*lists, times, task.strict, task.window)
+            lists = spec.edge_times, start, degree
+            start, degree = seen_at(*lists, times, spec.strict, spec.window)
         gap = None  # [S] index in exclude of a list's first excluded edge
         if exclude is not None:
             gap = torch.searchsorted(exclude, start)
@@ -570,7 +570,7 @@ class TorchBackend:
             row = row.repeat_interleave(degree, output_size=places.numel())
             edges = places if gap is None else _past_excluded(places, exclude, gap[row])
             if rule == "labor":
-                source = task.indices[edges].long()  # one draw per source, for all destinations
+                source = spec.indices[edges].long()  # one draw per source, for all destinations
                 kept = (random_bits(keys(row), source, 0) * degree[row] <= k << 32) | (k < 0)
             else:
                 kept = self._keep_heaviest(edges, row, places - start[row], v[row], k, keys(row))
@@ -596,7 +596,7 @@ class TorchBackend:
 
     def _keep_heaviest(self, edges, row, position, v, k, key):
         """Efraimidis-Spirakis: mask [E] of the k largest log(uniform) / weight of each row."""
-        weight = self.task.weights[edges].double()
+        weight = self.spec.weights[edges].double()
         if k < 0:
             return weight > 0
         uniform = (random_bits(key, v, position).double() + 0.5) * 2.0**-32

@@ -129,7 +129,7 @@ def step_costs(args, store, dtype):
     bf16 = dtype == torch.bfloat16
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, check=False)
     compiled = lambda name, source: Noted(costs, source)  # noqa: E731
-    backend = sampler_gpu.Backend(sampler.engine.task, args.fanout, 0, compiled)
+    backend = sampler_gpu.Backend(sampler.engine.spec, args.fanout, 0, compiled)
     sampler = types.SimpleNamespace(sample=sampler.sample, engine=backend)
     in_place = self_and_mean if step_graph.averages_in_place(settings, dtype) else None
     features = store.features.tensor.to(dtype)

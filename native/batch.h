@@ -21,7 +21,7 @@ typedef struct {
   int *count;        // edges of each row of the current hop
   unsigned *won;
   int *wins;    // per 32 edges of the current hop: which won their nodes, and how many
-  u64 *keys;    // [L]
+  u64 *keys;    // [L] of the hops, see hop_key in sampler.py
   i64 *sizes;   // [2 + 2 L] trouble, S, then E and N of each hop
   i64 *wanted;  // [2 L] E and N as they would be with enough room
   i64 *first;   // [L] position of a hop's first edge
@@ -87,7 +87,7 @@ FN void choose(const int most, u64 key, ID v, unsigned degree, unsigned k, int n
   UNROLL for (int j = 0; j < most; j++) if (j < n) {
     unsigned pick = j, last = degree - k + j;
     if (replace) pick = (unsigned)below(mix(row ^ (u64)j) >> 32, degree);
-    else if (degree > k) {  // Floyd, as pick_row does it
+    else if (degree > k) {  // Floyd, as pick_list does it
       pick = (unsigned)below(mix(row ^ (u64)j) >> 32, (i64)last + 1);
       UNROLL for (int q = 0; q < j; q++) pick = place[q] == pick ? last : pick;
     }

@@ -14,15 +14,15 @@ import torch
 class Backend:
     """Sample with DGL's sample_neighbors or sample_labors and to_block, and DGL's random numbers."""
 
-    def __init__(self, task):
+    def __init__(self, spec):
         # one thread at a time seeds and uses DGL's generator
-        self.task, self.dgl, self.lock = task, import_dgl(), threading.Lock()
-        small = task.indices.dtype == torch.int32 and task.indices.numel() < 2**31
-        arrays = task.indptr, task.indices, task.indices.new_empty(0)
+        self.spec, self.dgl, self.lock = spec, import_dgl(), threading.Lock()
+        small = spec.indices.dtype == torch.int32 and spec.indices.numel() < 2**31
+        arrays = spec.indptr, spec.indices, spec.indices.new_empty(0)
         csc = tuple(t.to(torch.int32 if small else torch.int64) for t in arrays)
-        self.graph = self.dgl.graph(("csc", csc), num_nodes=task.indptr.numel() - 1)
-        if task.weights is not None:
-            self.graph.edata["weight"] = task.weights
+        self.graph = self.dgl.graph(("csc", csc), num_nodes=spec.indptr.numel() - 1)
+        if spec.weights is not None:
+            self.graph.edata["weight"] = spec.weights
 
     def sample(self, seeds, hops, exclude=None, times=None):
         if exclude is not None:
@@ -38,18 +38,18 @@ class Backend:
         return blocks
 
     def _hop(self, dst, hop):
-        dgl, task = self.dgl, self.task
-        options = {"prob": None if task.weights is None else "weight"}
-        if task.rule == "labor":
+        dgl, spec = self.dgl, self.spec
+        options = {"prob": None if spec.weights is None else "weight"}
+        if spec.rule == "labor":
             picked = dgl.sampling.sample_labors(self.graph, dst, hop.k, **options)[0]
         else:
-            options["replace"] = task.rule == "replace"
+            options["replace"] = spec.rule == "replace"
             picked = dgl.sampling.sample_neighbors(self.graph, dst, hop.k, **options)
         block, edge_ids = dgl.to_block(picked, dst), None
         indptr, indices, order = block.adj_tensors("csc")
-        if task.edge_ids:
+        if spec.edge_ids:
             edge_ids = picked.edata[dgl.EID][block.edata[dgl.EID][order].long()].long()
-        src, dtype = block.srcdata[dgl.NID], task.indices.dtype
+        src, dtype = block.srcdata[dgl.NID], spec.indices.dtype
         if not hop.relabel:
             src, indices = dst, src.index_select(0, indices)
         return src, (indptr.to(dtype), indices.to(dtype), src.to(dtype), edge_ids, None)

@@ -62,7 +62,7 @@ enum { NO_MEMORY = -1, DAMAGED = -2 };  // why a hop failed
 
 typedef struct {         // of one thread, for `room` edges of a chunk
   i64 room, *positions;  // position of each edge in hop.indices
-  double *best;          // for pick_row
+  double *best;          // for pick_list
 } scratch_t;
 
 // ---- sharing chunks among threads
@@ -295,7 +295,7 @@ static inline ID number_of(slot_t *table, u64 at, layout_t layout, const ID *src
 
 // Floyd's algorithm for n rows at a time, which the compiler vectorizes: picks[i][row] is draw i of
 // a row, hash[row] its mix(key ^ v), and every degree is above k. Makes the same draws as
-// pick_row().
+// pick_list() in rule.h.
 static void floyd(i64 n, i64 k, const u64 *restrict hash, const uint32_t *restrict degree,
                   uint32_t (*restrict picks)[ROWS]) {
   uint32_t taken[ROWS];

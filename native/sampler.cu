@@ -71,7 +71,7 @@ FN void know_time(const batch_t *b, i64 i, i64 group) {
   b->src_times[i] = b->input[3 + 2 * b->input[1] + group];
 }
 
-// Put the seeds at the first positions. counts: also count the edges of their rows.
+// Make the hops' keys and put the seeds at the first positions. counts: also count their edges.
 KERNEL begin(batch_t b, part_t h, i64 hops, i64 counts) {
   THREAD(h.rows < hops ? hops : h.rows);
   if (i < hops) b.keys[i] = mix(mix(mix(b.seed) ^ (u64)b.input[0]) ^ (u64)(b.one_draw ? 0 : i));

@@ -37,23 +37,24 @@ TYPES |= {torch.uint8: "uint8_t", torch.int16: "uint16_t"}
 
 @functools.cache
 def job_type():
+    """Return the ctypes structure of job_t in sampler.c."""
     return build.struct_type(build.read_source("sampler.c"), "job_t")
 
 
-def load(task):
+def load(spec):
     """Make a Backend for a `sampler.SamplingSpec`; None, after one warning, if the C code cannot be compiled."""
-    weights = task.weights
+    weights = spec.weights
     if weights is not None and weights.dtype not in TYPES:  # float16, bfloat16
         weights = weights.float()
-    task = task._replace(weights=weights)
-    kind = task.indices.dtype, torch.float32 if weights is None else weights.dtype
-    kind += (None if task.edge_type is None else task.edge_type.dtype,)
-    library, timed = _library(*kind, False), task.edge_times is not None
+    spec = spec._replace(weights=weights)
+    kind = spec.indices.dtype, torch.float32 if weights is None else weights.dtype
+    kind += (None if spec.edge_type is None else spec.edge_type.dtype,)
+    library, timed = _library(*kind, False), spec.edge_times is not None
     if library is None:
         return None
-    lists = _lists(task.indptr, task.edge_times) if timed else None
-    of_pairs = Backend(task, _library(*kind, True), lists) if timed else None
-    return Backend(task, library, lists, of_pairs)
+    lists = _lists(spec.indptr, spec.edge_times) if timed else None
+    of_pairs = Backend(spec, _library(*kind, True), lists) if timed else None
+    return Backend(spec, library, lists, of_pairs)
 
 
 @functools.cache
@@ -67,8 +68,8 @@ def _library(ids, weights, edge_types, pairs):
 class Backend:
     """Calls the C code, for which ctypes releases the GIL. Working memory grows with the batch, not with the graph."""
 
-    def __init__(self, task, library, lists=None, of_pairs=None):
-        self.task, self.library, self.lists = task, library, lists
+    def __init__(self, spec, library, lists=None, of_pairs=None):
+        self.spec, self.library, self.lists = spec, library, lists
         self.of_pairs = of_pairs  # the Backend for batches with several times
         self.idle = []  # working memory that no batch uses
         self.slots = 0  # of the table after the last batch: the next one needs about as many
@@ -112,7 +113,7 @@ class Backend:
 
     def _index(self, exclude):
         """Index excluded edges int64 [X], ascending, by ranges of 2^shift edges -> fields of job_t."""
-        M = self.task.indices.numel()
+        M = self.spec.indices.numel()
         # about eight times as many ranges as excluded edges
         shift = max(0, M.bit_length() - (8 * exclude.numel()).bit_length())
         counts = torch.bincount(exclude >> shift, minlength=(M >> shift) + 1)
@@ -125,27 +126,27 @@ class Backend:
 
         when: [S] index in work.times of each destination's time, or None; the last field returned is the sources'.
         """
-        task, S, V = self.task, dst.numel(), self.task.indptr.numel() - 1
+        spec, S, V = self.spec, dst.numel(), self.spec.indptr.numel() - 1
         offsets, (start, degree, gap, num_gaps) = dst.new_empty(S + 1), work.rows(S)
-        job, threads = job_type()(), task.threads or torch.get_num_threads()
+        job, threads = job_type()(), spec.threads or torch.get_num_threads()
         fill = functools.partial(build.fill, job)
-        fill(indptr=task.indptr, indices=task.indices, weights=task.weights, V=V, threads=threads)
-        fill(rule=task.rule_number, k=hop.k, key=hop.key, types=task.edge_type, S=S, dst=dst)
-        fill(fanout=hop.fanout_of, M=task.indices.numel(), **excluded, gap=gap, num_gaps=num_gaps)
+        fill(indptr=spec.indptr, indices=spec.indices, weights=spec.weights, V=V, threads=threads)
+        fill(rule=spec.rule_number, k=hop.k, key=hop.key, types=spec.edge_type, S=S, dst=dst)
+        fill(fanout=hop.fanout_of, M=spec.indices.numel(), **excluded, gap=gap, num_gaps=num_gaps)
         fill(start=start, degree=degree, offsets=offsets)
         if work.times is not None:
             before = None if when is None else work.seeds_before
             fill(times=work.times, num_times=work.times.numel(), dst_when=when, seeds_before=before)
-            fill(edge_times=task.edge_times, lists=self.lists)
-            fill(strict=task.strict, window=task.window)
+            fill(edge_times=spec.edge_times, lists=self.lists)
+            fill(strict=spec.strict, window=spec.window)
         E = self._checked(self.library.rb_count(job), S)
         if E > torch.iinfo(dst.dtype).max:
             raise ValueError(f"{E} edges a hop are too many for {dst.dtype}: use smaller batches")
 
         local, src, src_when = dst.new_empty(E), dst, when
-        edges = torch.empty(E, dtype=torch.int64) if task.edge_ids else None
+        edges = torch.empty(E, dtype=torch.int64) if spec.edge_ids else None
         edge_when = None if when is None else dst.new_empty(E)
-        kinds = None if task.edge_type is None else task.edge_type.new_empty(E)
+        kinds = None if spec.edge_type is None else spec.edge_type.new_empty(E)
         fill(local=local, edges=edges, edge_type=kinds, edge_when=edge_when)
         if hop.relabel:
             most = min(S + E, V if when is None else V * len(work.times))

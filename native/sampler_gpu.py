@@ -50,10 +50,10 @@ IDS = {torch.int32: "int", torch.int64: "i64"}
 ROWS = {torch.float32: "float", torch.bfloat16: "bf16"}
 
 
-def types_of(task):
-    """Return the macro TYPE, the C type of a task's edge types, as a dict; empty without types."""
+def types_of(spec):
+    """Return the macro TYPE, the C type of a graph's edge types, as a dict; empty without types."""
     names = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}
-    return {} if task.edge_type is None else {"TYPE": names[task.edge_type.dtype]}
+    return {} if spec.edge_type is None else {"TYPE": names[spec.edge_type.dtype]}
 
 
 def aggregate_source(ids, k, features, out):
@@ -66,14 +66,15 @@ def aggregate_source(ids, k, features, out):
 
 @functools.cache
 def structs():
+    """Return the ctypes structures of batch_t and part_t in batch.h."""
     text = build.read_source("batch.h")
     return build.struct_type(text, "batch_t"), build.struct_type(text, "part_t")
 
 
-def load(task, fanouts, seed):
+def load(spec, fanouts, seed):
     """Make a Backend for a graph that a GPU can read; None, after one warning, if kernels cannot be compiled."""
-    compiled = functools.partial(build.load_cuda, device=task.indices.device)
-    backend = Backend(task, fanouts, seed, compiled)
+    compiled = functools.partial(build.load_cuda, device=spec.indices.device)
+    backend = Backend(spec, fanouts, seed, compiled)
     return backend if backend.kernels else None
 
 
@@ -82,17 +83,17 @@ class Backend:
     `Frame`, which takes 4 bytes per node of the graph.
 
     Args:
-        task: `SamplingSpec` of sampler.py. fanouts: list of k, from the seeds outward. seed: int.
+        spec: `SamplingSpec` of sampler.py. fanouts: list of k, from the seeds outward. seed: int.
         compiled: function (name, CUDA source) -> build.Kernels or None.
     """
 
-    def __init__(self, task, fanouts, seed, compiled):
-        self.task, self.fanouts, self.seed, self.compiled = task, fanouts, seed, compiled
-        types = {"ID": IDS[task.indices.dtype], "WEIGHT": "double", **types_of(task)}
+    def __init__(self, spec, fanouts, seed, compiled):
+        self.spec, self.fanouts, self.seed, self.compiled = spec, fanouts, seed, compiled
+        types = {"ID": IDS[spec.indices.dtype], "WEIGHT": "double", **types_of(spec)}
         self.kernels = compiled("sampler", build.read_source("sampler.cu", **types))
-        self.num_nodes, self.num_edges = task.indptr.numel() - 1, task.indices.numel()
-        self.timed = task.edge_times is not None
-        self.weights = None if task.weights is None else task.weights.double()
+        self.num_nodes, self.num_edges = spec.indptr.numel() - 1, spec.indices.numel()
+        self.timed = spec.edge_times is not None
+        self.weights = None if spec.weights is None else spec.weights.double()
         # edges to allocate for each hop that once lacked room: what it wanted, and a quarter more
         self.most = [0] * len(fanouts)
         self.resting = []  # idle frames; pop and append are atomic
@@ -107,9 +108,9 @@ class Backend:
             times: int64 [S], if edges have times; the host waits for seeds and times that are on the GPU.
         """
         if not seeds.numel():
-            none = self.task.indices.new_empty(0)
+            none = self.spec.indices.new_empty(0)
             long = none.long()
-            ids, times = long if self.task.edge_ids else None, long if self.timed else None
+            ids, times = long if self.spec.edge_ids else None, long if self.timed else None
             return [(none.new_zeros(1), none, none, ids, times)] * len(self.fanouts)
         if not self.num_nodes:
             return None
@@ -147,8 +148,8 @@ class Backend:
         rows, places = [S], []
         for k, most in zip(self.fanouts, self.most):
             again = rows[-1] if self.timed else 1  # at another time a node has its edges again
-            room = rows[-1] * k if self.task.rule == "replace" else self.num_edges * again
-            known = k > 0 and self.task.rule != "labor"
+            room = rows[-1] * k if self.spec.rule == "replace" else self.num_edges * again
+            known = k > 0 and self.spec.rule != "labor"
             if known:
                 room = min(room, rows[-1] * k)
             if not known or room > ROOM:
@@ -183,8 +184,8 @@ class Frame:
     """
 
     def __init__(self, backend):
-        task, L = backend.task, len(backend.fanouts)
-        self.backend, self.ids, self.kernels = backend, task.indices, backend.kernels
+        spec, L = backend.spec, len(backend.fanouts)
+        self.backend, self.ids, self.kernels = backend, spec.indices, backend.kernels
         self.shape, self.kept, self.base = None, {}, 0
         batch_t, part_t = structs()
         self.batch = batch_t()
@@ -195,12 +196,12 @@ class Frame:
         self.sizes, self.keys = self._integers(3 + 5 * L), self._integers(L)
         self.read = self._integers(3 + 5 * L, pinned=True)
         self.told = (ctypes.c_int64 * (3 + 5 * L)).from_address(self.read.data_ptr())
-        types = 0 if task.fanout_of is None else task.fanout_of.shape[1]
+        types = 0 if spec.fanout_of is None else spec.fanout_of.shape[1]
         fill = functools.partial(build.fill, self.batch)
-        fill(indptr=task.indptr, indices=task.indices, weights=backend.weights, strict=task.strict)
-        fill(V=backend.num_nodes, M=backend.num_edges, edge_times=task.edge_times)
-        fill(rule=task.rule_number, one_draw=task.one_draw, window=task.window, num_types=types)
-        fill(types=task.edge_type, fanouts=task.fanout_of, seed=backend.seed & (2**64 - 1))
+        fill(indptr=spec.indptr, indices=spec.indices, weights=backend.weights, strict=spec.strict)
+        fill(V=backend.num_nodes, M=backend.num_edges, edge_times=spec.edge_times)
+        fill(rule=spec.rule_number, one_draw=spec.one_draw, window=spec.window, num_types=types)
+        fill(types=spec.edge_type, fanouts=spec.fanout_of, seed=backend.seed & (2**64 - 1))
         parts = dict(sizes=0, wanted=2 + 2 * L, first=2 + 4 * L, damaged=2 + 5 * L)
         fill(**{name: self.sizes.data_ptr() + 8 * at for name, at in parts.items()})
         fill(table=self.table, keys=self.keys)
@@ -223,15 +224,15 @@ class Frame:
         if self.shape == (rows, places, relabel_outer, excludes):
             return
         self.shape = rows, places, relabel_outer, excludes
-        S, task, b, hops = rows[0], self.backend.task, self.batch, len(places)
-        plain = not (excludes or self.backend.timed or types_of(task))
-        self.counted = task.rule in COUNTED and plain
+        S, spec, b, hops = rows[0], self.backend.spec, self.batch, len(places)
+        plain = not (excludes or self.backend.timed or types_of(spec))
+        self.counted = spec.rule in COUNTED and plain
         words = [-(-n // 32) for n in places]
         first = list(accumulate(places, initial=S))
         self.positions = first[-1]
         b.number, b.count = self._room("number", self.positions), self._room("count", max(rows))
         b.won, b.wins = self._room("won", max(words)), self._room("wins", max(words))
-        if task.rule == "weighted":
+        if spec.rule == "weighted":
             b.best = self._room("best", self.positions, torch.float64)
         lengths = [n // 64 + n // 4096 + 2 for pair in zip(rows, words) for n in pair]
         *sums, num_sums = accumulate(lengths, initial=0)
@@ -283,7 +284,7 @@ class Frame:
 
     def make_blocks(self):
         """Allocate memory for the blocks of a batch."""
-        (rows, places, *_), b, task = self.shape, self.batch, self.backend.task
+        (rows, places, *_), b, spec = self.shape, self.batch, self.backend.spec
         parts = self.parts[: len(places)]
         # `memory` has src, then local, then the offsets of each hop
         self.local = max(rows[0], rows[sum(part.relabel for part in parts)])
@@ -292,7 +293,7 @@ class Frame:
         self.memory, self.edges, self.times = self.ids.new_empty(self.offsets.pop()), None, None
         pointer, size = self.memory.data_ptr(), self.memory.element_size()
         b.src, b.local, b.edges = pointer, pointer + size * self.local, None
-        if task.edge_ids or not all(self._in_registers(part.k) for part in parts):
+        if spec.edge_ids or not all(self._in_registers(part.k) for part in parts):
             self.edges = self.ids.new_empty(self.positions, dtype=torch.int64)
             b.edges = self.edges.data_ptr()
         if self.backend.timed:
@@ -309,7 +310,7 @@ class Frame:
             indptr = memory.narrow(0, at, N + 1)
             indices = memory.narrow(0, self.local + part.first, E)
             N = more if part.relabel else N
-            edge_ids = self.edges.narrow(0, part.first, E) if self.backend.task.edge_ids else None
+            edge_ids = self.edges.narrow(0, part.first, E) if self.backend.spec.edge_ids else None
             src_times = self.times.narrow(0, 0, N) if self.backend.timed else None
             blocks.append((indptr, indices, memory.narrow(0, 0, N), edge_ids, src_times))
         return blocks
@@ -375,8 +376,8 @@ class Frame:
                 neighbours' rows, summed in edge order as by `self_and_mean` of native/layers.py; zero in the
                 padding.
         """
-        part, task = self.parts[len(self.shape[1])], self.backend.task
-        text, vec = aggregate_source(task.indices.dtype, part.k, features, out)
+        part, spec = self.parts[len(self.shape[1])], self.backend.spec
+        text, vec = aggregate_source(spec.indices.dtype, part.k, features, out)
         kernels = self.backend.compiled("outermost-hop", text)
         if kernels:
             rows = features, features.shape[1] // vec, out

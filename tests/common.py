@@ -330,7 +330,7 @@ def _emulated(s, folder, seed=0, checked=False):
     if not shutil.which("cc"):
         pytest.skip("no C compiler")
     compiled = lambda name, source: _EmulatedKernels(source, folder, seed, checked)  # noqa: E731
-    return sampler_gpu.Backend(s.engine.task, s.fanouts, s.seed, compiled)
+    return sampler_gpu.Backend(s.engine.spec, s.fanouts, s.seed, compiled)
 
 
 def _frame(backend, seeds, hops, **room):

@@ -122,7 +122,7 @@ def _sampling_on_gpu(s, folder):
     def sample(seeds, step, relabel_outer=True):
         return [Block(*fields[:4]) for fields in backend.sample(seeds, step, relabel_outer)[::-1]]
 
-    return types.SimpleNamespace(engine=backend, indices=s.engine.task.indices, sample=sample)
+    return types.SimpleNamespace(engine=backend, indices=s.engine.spec.indices, sample=sample)
 
 
 def _graph_ring(net, x, labels, slots, **options):
@@ -652,7 +652,7 @@ def _sampled_on_gpu(order, folder, fanouts=(4, 3)):
     indptr, indices = _random_graph(np.random.default_rng(1), 200, 6)
     s = NeighborSampler(indptr, indices, list(fanouts), seed=3, backend="torch", edge_ids=True)
     for name in ("indptr", "indices"):
-        s.engine.task = s.engine.task._replace(**{name: order.gpu(getattr(s.engine.task, name))})
+        s.engine.spec = s.engine.spec._replace(**{name: order.gpu(getattr(s.engine.spec, name))})
     return _sampling_on_gpu(s, folder)
 
 
