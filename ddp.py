@@ -84,7 +84,7 @@ class Ranks(NamedTuple):
             parallel.reducer._set_ddp_runtime_logging_sample_rate(1)
         return parallel
 
-    def average_rows(self, model):
+    def average_sparse(self, model):
         """Average sparse gradients over the ranks, through host memory: DistributedDataParallel cannot on GPUs."""
         if self.world == 1:
             return

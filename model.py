@@ -1,4 +1,4 @@
-"""GraphSAGE, GCN, GATv2, GIN and R-GCN over sampled blocks, GATv2 and GINE with edge features, and exact inference.
+"""GraphSAGE, GCN, GATv2, GIN, R-GCN and R-GAT over sampled blocks, GATv2 and GINE with edge features, exact inference.
 
 Copy this file into your own code: it needs only torch. A block is anything with the fields of
 `sampler.Block`: S destinations, N sources, E edges.
@@ -11,7 +11,7 @@ Copy this file into your own code: it needs only torch. A block is anything with
     logits = model(blocks, x, edges=[e[block.edge_ids] for block in blocks])            # e [M, 8], of all edges
 
 With the folder native/ beside it, gathers, means, ReLU with dropout and attention are fused in C and
-CUDA, and runs repeat to the last bit. Torch operations, which R-GCN uses to sum over types, add with
+CUDA, and runs repeat to the last bit. Torch operations, which R-GCN and R-GAT use to sum over types, add with
 atomics on a GPU, so the last bits of gradients and attention may differ between runs.
 """
 
@@ -19,7 +19,7 @@ import copy
 import mmap
 import os
 import tempfile
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 from torch import nn
@@ -80,6 +80,9 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
 
 def mean_neighbours(indptr, indices, h):
     """Average rows of h [N, D] over each destination's edges -> [S, D]; zero without edges."""
+    done = fused and fused.mean_neighbours(indptr, indices, h)
+    if done is not None:
+        return done
     return F.embedding_bag(indices, h, indptr, mode="mean", include_last_offset=True)
 
 
@@ -218,6 +221,12 @@ class Conv(nn.Module):
         of_dst = None if degree is None else degree[:S]
         extra = {} if seed is None else {"nodes": block.src_nodes[:S], "seed": seed}
         if self.edge_dim:
+            if (wanted := (len(block.indices), self.edge_dim)) != (
+                got := getattr(edges, "shape", None)
+            ):
+                raise ValueError(
+                    f"edges is {got and [*got]}: {[*wanted]}, a row for each edge, is needed"
+                )
             extra["edges"] = edges
         if self.uses_types:
             extra["types"] = block.edge_type
@@ -318,7 +327,8 @@ class SAGEPoolConv(Conv):
 
     def message(self, h, degree=None):
         """Return relu(W_pool h + b)."""
-        return relu_dropout(self.pool_linear(h), 0)
+        pooled = self.pool_linear(h)  # if it was replaced or has hooks, not to be changed in place
+        return relu_dropout(pooled, 0) if unchanged(self.pool_linear) else F.relu(pooled)
 
     def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
         """See `Conv`; the maximum is zero for a destination without edges."""
@@ -506,7 +516,7 @@ class RGCNConv(Conv):
         bases: B: W_r = sum_b a_rb V_b, with B matrices V_b for all types; 0: one matrix per type.
     """
 
-    uses_types = True
+    uses_types, averages = True, True
 
     def __init__(self, in_dim, out_dim, num_types, bases=0):
         super().__init__()
@@ -521,37 +531,14 @@ class RGCNConv(Conv):
     def combine(
         self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None, types=None
     ):
-        if types is None:
-            instead = "give it to the sampler, or types to inference"
-            raise ValueError(f"blocks have no edge_type: {instead}")
-        S, R, kinds = len(h_dst), self.num_types, types.long()
-        if bool(((kinds < 0) | (kinds >= R)).any()):
-            has = f"a block has types {int(kinds.min())} to {int(kinds.max())}"
-            raise IndexError(f"{has}, the layer knows 0 to {R - 1}: edge_type is damaged")
-        own = torch.arange(S, device=indices.device)
-        dst = own.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
-        group = dst * R + kinds
-        if bool((group[1:] < group[:-1]).any()):  # not sampled by type: sort each list by type
-            group, place = group.sort(stable=True)
-            indices = indices[place]
-        group, counts = group.unique_consecutive(return_counts=True)
-        ends, dst, kinds = F.pad(counts.cumsum(0), (1, 0)), group // R, group % R
-        looped = self.coefficients is None and R <= LOOPED and 2 * len(group) < S * R
-        if looped:  # order the groups by type, then destination
-            order = kinds.argsort(stable=True)
-            dst, starts, counts = dst[order], ends[order], counts[order]
-            ends = F.pad(counts.cumsum(0), (1, 0))
-            moved = (starts - ends[:-1]).repeat_interleave(counts, output_size=len(indices))
-            indices = indices[moved + torch.arange(len(indices), device=indices.device)]
-        lists = ends.to(indices.dtype), indices, message
-        means = fused and fused.mean_neighbours(*lists)
-        means = mean_neighbours(*lists) if means is None else means  # [G, F]
-        out = self.self_linear(h_dst)
-        if looped:
-            sizes = torch.bincount(kinds, minlength=R).tolist()
-            for rows, at, weight in zip(means.split(sizes), dst.split(sizes), self.weight):
-                out = out.index_add_(0, at, (fused or F).linear(rows, weight.t()))
-            return out
+        S, R, out = len(h_dst), self.num_types, self.self_linear(h_dst)
+        group, counts, indices = self._grouped(indptr, indices, types)
+        dst, kinds = group // R, group % R
+        few = 2 * len(group) < S * R
+        if self.averages and self.coefficients is None and R <= LOOPED and few:
+            out, maps = out.clone(), [(weight.t(), None) for weight in self.weight]
+            return _add_means(out, dst, kinds, counts, indices, [message], [maps])
+        means = self.gathered(counts, indices, message, group, h_dst)  # [G, F]
         if self.coefficients is None:  # zeros if a destination has no edge of a type
             sums = means.new_zeros(S * R, means.shape[1]).index_copy(0, group, means)
         else:
@@ -559,6 +546,115 @@ class RGCNConv(Conv):
             sums = means.new_zeros(S, *by_basis.shape[1:]).index_add(0, dst, by_basis)
         weight = self.weight.flatten(0, 1)
         return out + sums.view(S, len(weight)) @ weight
+
+    def after_inputs(self, block, inputs, x):
+        """Compute the layer of inputs(block.src_nodes, x), with a `NodeInputs`, in fewer operations -> [S, D].
+
+        The mean of a linear map is the map of the mean: features and embedding rows are averaged as they are, and the
+        means multiplied by W_r P, where P is the map of the node type. Own rows are means over one edge of a type R.
+        None: the sources of one edge type have several node types.
+        """
+        check_rows(block, block.src_nodes)
+        tables, kinds, rows = inputs.tables(block.src_nodes, x)
+        S, R, K = block.indptr.numel() - 1, self.num_types, len(tables)
+        of_source, sources = kinds[block.indices], rows[block.indices].to(block.indices.dtype)
+        group, counts, sources = self._grouped(block.indptr, sources, block.edge_type, of_source, K)
+        of_type, own = group // K, torch.arange(S, device=group.device)
+        if bool((of_type[1:] == of_type[:-1]).any()):
+            return None
+        dst, sources = torch.cat([of_type // R, own]), torch.cat([sources, rows[:S].to(sources)])
+        kinds = torch.cat([group % K * (R + 1) + of_type % R, kinds[:S] * (R + 1) + R])
+        weights, maps = self.weight, []
+        if self.coefficients is not None:
+            weights = (self.coefficients @ weights.flatten(1)).view(R, *weights.shape[1:])
+        weights = [*(weight.t() for weight in weights), self.self_linear.weight]
+        for of in inputs.linears:
+            maps.append([(weight @ of.weight, weight @ of.bias) for weight in weights])
+        maps.append([(weight, None) for weight in weights])
+        out, counts = self.self_linear.bias.repeat(S, 1), torch.cat([counts, torch.ones_like(own)])
+        return _add_means(out, dst, kinds, counts, sources, tables, maps)
+
+    def gathered(self, counts, indices, message, group, h_dst):
+        """Average the rows of message at each group's `counts` [G] indices -> [G, F]."""
+        return mean_neighbours(_offsets(counts, indices), indices, message)
+
+    def _grouped(self, indptr, indices, types, kinds=0, K=1):
+        """Group each destination's edges by type and one of K kinds [E] -> ((destination * R + type) * K + kind of each
+        group [G], int64, ascending; its number of edges [G]; indices, group by group)."""
+        if types is None:
+            instead = "give it to the sampler, or types to inference"
+            raise ValueError(f"blocks have no edge_type: {instead}")
+        R, types = self.num_types, types.long()
+        if bool(((types < 0) | (types >= R)).any()):
+            has = f"a block has types {int(types.min())} to {int(types.max())}"
+            raise IndexError(f"{has}, the layer knows 0 to {R - 1}: edge_type is damaged")
+        dst = torch.arange(indptr.numel() - 1, device=indices.device)
+        dst = dst.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
+        group = (dst * R + types) * K + kinds
+        if bool((group[1:] < group[:-1]).any()):  # not sampled by type: sort each list by type
+            group, place = group.sort(stable=True)
+            indices = indices[place]
+        return *group.unique_consecutive(return_counts=True), indices
+
+
+class RGATConv(RGCNConv):
+    """Relational graph attention (Busbridge et al., arXiv 1904.05811), additive, within each type, one head: R-GCN with
+    the mean over v's edges of type r weighted by softmax(leaky_relu(q_r . h_v + k_r . h_u)).
+
+    The paper's q and k multiply W_r h: here W_r is part of q_r and k_r.
+    """
+
+    averages = False
+
+    def __init__(self, in_dim, out_dim, num_types, bases=0):
+        super().__init__(in_dim, out_dim, num_types, bases)
+        self.query, self.key = (nn.Parameter(torch.empty(num_types, in_dim)) for _ in range(2))
+        nn.init.xavier_uniform_(self.query)
+        nn.init.xavier_uniform_(self.key)
+        self.message_dim = in_dim + num_types
+
+    def message(self, h, degree=None):
+        """Return the row and beside it k_r . h for each type r."""
+        return torch.cat([h, F.linear(h, self.key)], 1)
+
+    def gathered(self, counts, indices, message, group, h_dst):
+        """Average the rows of message at each group's `counts` [G] indices, by attention -> [G, F]."""
+        rows, keys = message.split([h_dst.shape[1], self.num_types], 1)
+        own = torch.arange(len(counts), device=counts.device)
+        own = own.repeat_interleave(counts, output_size=len(indices))
+        scores = F.linear(h_dst, self.query).flatten()[group][own]
+        scores = scores + keys[indices.long(), (group % self.num_types)[own]]
+        scores = F.leaky_relu(scores.to(self.key.dtype), 0.2).unsqueeze(1)
+        weights = edge_softmax(scores, own, len(counts)).squeeze(1).to(rows.dtype)
+        options = {"mode": "sum", "per_sample_weights": weights, "include_last_offset": True}
+        return F.embedding_bag(indices, rows, _offsets(counts, indices), **options)
+
+
+def _offsets(counts, indices):
+    """Return where each group of counts [G] indices begins, and the end -> [G+1], of their dtype."""
+    return F.pad(counts.cumsum(0), (1, 0)).to(indices.dtype)
+
+
+def _add_means(out, dst, kinds, counts, indices, tables, maps):
+    """Add the means of groups of rows, each mapped linearly, to rows of out [S, D], in place.
+
+    Args:
+        dst: [G] row of out of each group. kinds: [G] which of the maps, counted over all tables. counts: [G]
+            numbers of indices. indices: rows of the table, group by group.
+        tables: K tensors. maps: for each, R pairs of weight and bias.
+    """
+    order = kinds.argsort(stable=True)
+    starts, dst, counts = (counts.cumsum(0) - counts)[order], dst[order], counts[order]
+    moved = (starts - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=len(indices))
+    indices = indices[moved + torch.arange(len(indices), device=indices.device)]
+    groups = torch.bincount(kinds, minlength=len(tables) * len(maps[0])).view(len(tables), -1)
+    parts = (t.split(groups.sum(1).tolist()) for t in (dst, counts))
+    for table, pairs, sizes, dst, counts in zip(tables, maps, groups.tolist(), *parts):
+        part, indices = indices.tensor_split([int(counts.sum())])
+        means = mean_neighbours(_offsets(counts, part), part, table)
+        for rows, at, (weight, bias) in zip(means.split(sizes), dst.split(sizes), pairs):
+            out = out.index_add_(0, at, (fused or F).linear(rows, weight, bias).to(out.dtype))
+    return out
 
 
 class NodeInputs(nn.Module):
@@ -588,50 +684,31 @@ class NodeInputs(nn.Module):
 
     def forward(self, nodes, x):
         """nodes: [N] ids; x: [n, F] features of those whose type has features, in the order of nodes -> [N, D]."""
-        kinds, last = torch.bucketize(nodes, self.ends, right=True), len(self.linears)
-        places, parts, ids = [(kinds == k).nonzero().squeeze(1) for k in range(last)], [], None
-        if last and len(x) != (count := sum(map(len, places))):
+        tables, kinds, rows = self.tables(nodes, x)
+        dtype = x.dtype if self.embedding is None else self.embedding.weight.dtype
+        tables[: len(self.linears)] = (f(t).to(dtype) for f, t in zip(self.linears, tables))
+        starts = kinds.new_tensor([0, *map(len, tables)]).cumsum(0)
+        return torch.cat(tables).index_select(0, starts[kinds] + rows)
+
+    def tables(self, nodes, x):
+        """Sort nodes [N] -> ([features [n, F] of each type that has them, embedding rows [n, D] of the others], the
+        number [N] of each node's table, its row [N] there)."""
+        last = len(self.linears)
+        kinds = torch.bucketize(nodes, self.ends, right=True).clamp(max=last)
+        places, tables = [(kinds == k).nonzero().squeeze(1) for k in range(last + 1)], [x] * last
+        if last and len(x) != (count := len(nodes) - len(places[last])):
             raise ValueError(f"x has {len(x)} rows: {count} of the nodes have features")
         if last > 1:  # rows of x by type
             of = kinds[kinds < last]
-            rows = [(of == kind).nonzero().squeeze(1) for kind in range(last)]
-            parts = [x[r, : f.in_features] for r, f in zip(rows, self.linears)]
-        weight, dtype = None, x.dtype if self.embedding is None else self.embedding.weight.dtype
-        if self.embedding is not None:  # sorted by id, as a coalesced sparse gradient has to be
-            weight, learned = self.embedding.weight, (kinds >= last).nonzero().squeeze(1)
-            ids, order = (nodes[learned].long() - self.first).sort()
-            places.append(learned[order])
-        parts = [f(part).to(dtype) for f, part in zip(self.linears, parts or [x])]
-        return _Placed.apply(torch.cat(places), ids, weight, *parts)
-
-
-class _Placed(torch.autograd.Function):
-    """Concatenate tables [n, D] and rows ids of a weight [m, D], then move row i to places[i], of [N] -> [N, D]."""
-
-    @staticmethod
-    def forward(ctx, places, ids, weight, *parts):
-        ctx.places, ctx.ids, ctx.weight = places, ids, weight
-        ctx.sizes, count = [len(part) for part in parts], sum(map(len, parts))
-        like = weight if parts == () else parts[0]
-        rows = like.new_empty(len(places), like.shape[1])
-        if parts:
-            torch.cat(parts, out=rows[:count])
-        if ids is not None:
-            gather_rows(weight, ids, rows[count:])
-        source = torch.empty_like(places)
-        source[places] = torch.arange(len(places), device=places.device)
-        return gather_rows(rows, source)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        sizes, ids, to_weight = ctx.sizes, ctx.ids, None
-        rows = gather_rows(grad.contiguous(), ctx.places)
-        if ids is not None:
-            once = bool((ids[1:] > ids[:-1]).all())  # with times a node may occur twice
-            args, kind = (ids[None], rows[sum(sizes) :], ctx.weight.shape), {"is_coalesced": once}
-            to_weight = torch.sparse_coo_tensor(*args, **kind, check_invariants=False)
-        return None, None, to_weight, *rows[: sum(sizes)].split(sizes)
+            tables = [x[of == k, : f.in_features] for k, f in enumerate(self.linears)]
+        if self.embedding is not None:  # by id, as in a coalesced gradient
+            ids, order = (nodes[places[last]].long() - self.first).sort()
+            places[last] = places[last][order]
+            tables.append(self.embedding(ids))
+        rows = torch.empty_like(kinds)
+        for at in places:
+            rows[at] = torch.arange(len(at), device=at.device)
+        return tables, kinds, rows
 
 
 def mean_edges(indptr, edges):
@@ -662,7 +739,7 @@ class BatchNorm(nn.BatchNorm1d):
 CONVS = {"sage": SAGEConv, "sage-pool": SAGEPoolConv, "gcn": GCNConv}
 CONVS |= {"gat": GATv2Conv, "gin": GINConv}
 EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # accept edge features; gine needs them
-TYPE_CONVS = {"rgcn": RGCNConv}  # need edge types
+TYPE_CONVS = {"rgcn": RGCNConv, "rgat": RGATConv}  # need edge types
 ALL_CONVS = CONVS | EDGE_CONVS | TYPE_CONVS
 NORMS = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": BatchNorm}
 # with a norm by default in train.py: without one they learn slowly or not at all
@@ -682,7 +759,7 @@ class GNN(nn.Module):
 
     Args:
         in_dim: F. hidden: width of the inner layers. out_dim: C.
-        conv: "sage", "sage-pool", "gcn", "gat", "gin", "gine" or "rgcn".
+        conv: "sage", "sage-pool", "gcn", "gat", "gin", "gine", "rgcn" or "rgat".
         num_layers: as many as a batch has blocks.
         dropout: probability, applied after each inner layer, and to the attention weights of "gat".
             input_dropout: the same for the features.
@@ -692,7 +769,7 @@ class GNN(nn.Module):
         recompute: keep only each layer's input for the backward pass and recompute the rest (Chen et
             al., arXiv 1604.06174): less memory, more time.
         edge_dim: width of the edge features, which "gat" can use and "gine" needs; 0: none.
-        num_types: number of edge types. bases: see `RGCNConv`. Both for "rgcn" only.
+        num_types: number of edge types. bases: see `RGCNConv`. Both for "rgcn" and "rgat" only.
         node_types: of a graph with node types; `NodeInputs` of these then makes the input of the first layer.
 
     Attributes:
@@ -732,7 +809,7 @@ class GNN(nn.Module):
         if norm == "batch" and recompute:
             raise ValueError("norm 'batch' would count a recomputed batch twice: take 'layer'")
         if bool(num_types) != (conv in TYPE_CONVS) or bases and not num_types:
-            known = f"{', '.join(TYPE_CONVS)} needs types of edges, and others have no use for them"
+            known = f"{' and '.join(TYPE_CONVS)} need types of edges, others have no use for them"
             raise ValueError(f"conv {conv!r} with num_types {num_types}, bases {bases}: {known}")
         if edge_dim and conv not in EDGE_CONVS or conv == "gine" and not edge_dim:
             known = f"{' and '.join(EDGE_CONVS)} take features of edges, and gine needs them"
@@ -742,7 +819,8 @@ class GNN(nn.Module):
         pairs = list(pairwise([in_dim] + [hidden] * (num_layers - 1) + [out_dim]))
         options = {"edge_dim": edge_dim} if edge_dim else {}
         of = {"gat": {"heads": heads, "dropout": dropout}, "gin": {"norm": norm}}
-        of |= {"gine": of["gin"], "rgcn": {"num_types": num_types, "bases": bases}}
+        typed = {"num_types": num_types, "bases": bases}
+        of |= {"gine": of["gin"], **dict.fromkeys(TYPE_CONVS, typed)}
         options, last = options | of.get(conv, {}), {"mean": True} if conv == "gat" else {}
         make = ALL_CONVS[conv]
         self.layers = nn.ModuleList(make(*pair, **options) for pair in pairs[:-1])
@@ -774,19 +852,21 @@ class GNN(nn.Module):
         dtype, low = next(self.parameters()).dtype, x.dtype == torch.bfloat16
         if not (low and torch.is_autocast_enabled(x.device.type)):
             x = x.to(dtype)
-        x = self.embed(blocks[0].src_nodes, x)
-        if not aggregated:
-            check_rows(blocks[0], x)
         for outer, inner in pairwise(blocks[aggregated:]):
             check_rows(inner, outer.indptr[1:])
         if key is None and self.training:
             key = drawn_seed()
+        after = self._after_inputs(blocks[0], x, key)
+        x = self.embed(blocks[0].src_nodes, x) if after is None else after
+        if after is None and not aggregated:
+            check_rows(blocks[0], x)
         if self.input_dropout and self.training:
             seed = layer_seed(key, len(self.layers))
             x = dropout(x, self.input_dropout, blocks[0].src_nodes, seed)
         if (done := self._fused(blocks, x, aggregated, key)) is not None:
             return done
-        for i, (block, rows) in enumerate(zip(blocks, edges or [None] * len(blocks), strict=True)):
+        steps = enumerate(zip(blocks, edges or [None] * len(blocks), strict=True))
+        for i, (block, rows) in islice(steps, after is not None, None):
             work = i, block, x, aggregated, layer_seed(key, i) if self.training else 0, rows
             if self.recompute and self.training:
                 x = checkpoint(self.step, *work, use_reentrant=False, preserve_rng_state=False)
@@ -824,6 +904,19 @@ class GNN(nn.Module):
         weights = [w for own, near in pairs for w in (own.weight, own.bias, near.weight)]
         return fused.sage(blocks, x, aggregated, weights, drops)
 
+    def _after_inputs(self, block, x, key):
+        """Apply the first layer together with `NodeInputs`, if it is an R-GCN and no part is customised; else None."""
+        layer, dropped = self.layers[0], self.input_dropout and self.training
+        usual = self.inputs is not None and is_gnn(self, ("embed", "step", "finish"))
+        if not usual or dropped or self.recompute or self.residuals:
+            return None
+        parts = layer, self.inputs, *layer.children(), *self.inputs.linears
+        if not unchanged(*parts, kinds={RGCNConv, NodeInputs}) or layer.num_types > LOOPED:
+            return None
+        h = layer.after_inputs(block, self.inputs, x)
+        seed = layer_seed(key, 0) if self.training else 0
+        return None if h is None else self.finish(0, h, None, block.src_nodes, seed)
+
     def finish(self, i, h, h_dst, nodes=None, seed=None):
         """Apply residual, norm, ReLU and dropout after layer i -> [S, D].
 
@@ -836,8 +929,9 @@ class GNN(nn.Module):
         if i == len(self.norms):
             return h
         nodes, h = None if nodes is None else nodes[: len(h)], self.norms[i](h)
-        if self.layers[i]._forward_hooks or self.norms[i]._forward_hooks:
-            h = h.clone()  # a hook may have kept it, and ReLU is in place
+        parts = self.layers[i], self.norms[i]
+        if not unchanged(*parts, kinds={*map(type, parts)}):
+            h = h.clone()  # a hook may have kept or wrapped it, and ReLU is in place
         return relu_dropout(h, self.dropout, self.training, nodes, seed)
 
 

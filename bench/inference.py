@@ -42,7 +42,7 @@ def dgl_twin(layer):
         twin = layers.GATv2Conv(*sizes, **isolated)
         twin.attn.data, names = layer.attn.data[None].clone(), GAT
     else:
-        kind = "pool" if isinstance(layer, model.SAGEPoolConv) else "mean"
+        kind = {model.SAGEConv: "mean", model.SAGEPoolConv: "pool"}[type(layer)]
         twin, names = layers.SAGEConv(layer.self_linear.in_features, layer.out_dim, kind), SAGE
     for theirs, ours in names.items():
         if hasattr(layer, ours):

@@ -1,5 +1,5 @@
-// The layers' kernels, for rows of type IN and results of type OUT (float or bf16), and blocks of
-// integers ID.
+// The layers' kernels, as CUDA and, compiled by cc with -DHOST, as C for CPUs: for rows of type IN,
+// results of type OUT (float or bf16) and blocks of integers ID.
 //
 // S destinations, N sources and E edges of a block; K heads. Sums run in the order of the edges, by
 // one thread, without atomic additions of floats: the same input gives the same bits in every run.

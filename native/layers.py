@@ -224,6 +224,7 @@ class Lists:
 
 
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
+    """See model.py; None if torch operations have to be used."""
     target = h.new_empty(indptr.numel() - 1, 2 * h.shape[1]) if out is None else out
     code = functions([indptr, indices, self_rows], h, target)
     S = indptr.numel() - 1
@@ -240,6 +241,7 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
 
 
 def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
+    """See model.py; None if torch operations have to be used."""
     code = functions([indptr, indices, self_rows], h, h)
     scales = [t if t is None else t.contiguous() for t in (alpha, beta, gamma)]
     wanted = torch.float32, h.device
@@ -257,6 +259,7 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
 
 
 def mean_neighbours(indptr, indices, h):
+    """See model.py; None if torch operations have to be used."""
     code, S = functions([indptr, indices], h, h), indptr.numel() - 1
     if code is None:
         return None
@@ -366,6 +369,7 @@ def dropout(x, nodes, seed, drop):
 
 
 def max_neighbours(indptr, indices, h):
+    """See model.py; None if torch operations have to be used."""
     code = functions([indptr, indices], h, h)
     return None if code is None else _MaxNeighbours.apply(indptr, indices, h, code)
 
@@ -404,6 +408,7 @@ def adam_rows(rows, grad, mean, square, weight, *numbers):
 
 
 def cross_entropy(logits, labels):
+    """See model.py; None if torch operations have to be used."""
     wanted = torch.float32, torch.int64, logits.device, logits.shape[:1]
     fits = (logits.dtype, labels.dtype, labels.device, labels.shape) == wanted
     fits = fits and labels.is_contiguous()

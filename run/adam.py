@@ -23,7 +23,10 @@ class Adam(torch.optim.Adam):
         super().step()
 
     def _step_rows(self, p, group):
-        grad, state, (first, second) = p.grad.coalesce(), self.state[p], group["betas"]
+        ids, state, (first, second) = p.grad._indices()[0], self.state[p], group["betas"]
+        # ascending ids are distinct: no need to sort and sum the rows
+        p.grad._coalesced_(p.grad.is_coalesced() or bool((ids[1:] > ids[:-1]).all()))
+        grad = p.grad.coalesce()
         rows, values = grad.indices()[0], grad.values()
         if not state:
             state["step"] = torch.zeros(())

@@ -61,7 +61,7 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         used = used._replace(**times, seed_time=None if task.timed_pairs else store.node_time)
         if store.edge_type is not None and used.type is None:
             sees = f"lists are by type, then time, and --model {args.model} sees no types"
-            raise StoreError(f"{store.path}: {sees}: take rgcn, or --temporal off")
+            raise StoreError(f"{store.path}: {sees}: take rgcn or rgat, or --temporal off")
         if str(args.fanout[0]).startswith("any="):
             why = "lists are sorted by type, then time: give numbers by type, or --temporal off"
             raise StoreError(f"--fanout any= draws from all types together, and {why}")
@@ -101,11 +101,11 @@ def typed_edges(args, store, used, own) -> tuple[EdgeData, list[str]]:
             of = "those it names, exact inference for all"
         return used, [f"edges have {count} types; --fanout is for {of}, and the model sees them"]
     if not all(isinstance(hop, int) for hop in args.fanout):
-        why = f"it is for rgcn, or a model of your own, and a graph with types, here {store.path}"
+        why = f"it is for rgcn, rgat, or a model of your own, and a graph with types, here {store.path}"
         raise StoreError(f"--fanout {','.join(map(str, args.fanout))} names types: {why}")
     if args.model in TYPE_CONVS:
         raise StoreError(f"--model {args.model} takes types of edges, and {store.path} has none")
-    unused = f"types of edges are not used by --model {args.model}: rgcn takes them"
+    unused = f"types of edges are not used by --model {args.model}: rgcn and rgat take them"
     return used, [unused] if store.edge_type is not None else []
 
 

@@ -49,12 +49,12 @@ sampling
 --batch-size | N = 1024 | seeds per process and pass
 --accumulate | N = 1 | forward and backward passes per optimizer step
 model
---model | MODEL = sage | {", ".join(ALL_CONVS)}, or yours: FILE.py:NAME
+--model | MODEL = sage | {", ".join(ALL_CONVS)} or FILE.py:NAME
 --model-args | A=1,B=x | your model is made by NAME(features, classes, A=1, B='x') (default: none)
 --hidden | N = 128 | width of the hidden layers, all heads together
 --num-layers | N | number of layers (default: one per fanout, else 3)
 --heads | N = 4 | attention heads of gat
---bases | N0 = 0 | rgcn: basis decomposition, each type's matrix is mixed from N; 0: off
+--bases | N0 = 0 | rgcn, rgat: mix the matrix of each type from N bases; 0: off
 --norm | - {" ".join(NORMS)} | after hidden layers (default: layer for {", ".join(NORMALISED)}, else none)
 --residual | on/off | add each layer's input to its output (default: for {", ".join(RESIDUAL)}; for {", ".join(AVERAGING)} if neighbours' classes hardly agree)
 --dropout | P = 0.5 | probability after each hidden layer and on gat's attention
@@ -230,7 +230,7 @@ def check_effects(parser, args):
         refuse(args.num_layers == 1, "predict_what", "would be the features with --num-layers 1")
     refuse(not own, "model_args", "is for --model FILE.py:NAME, --model is {model}")
     refuse(args.model != "gat", "heads", "is for --model gat, --model is {model}")
-    refuse(args.model not in TYPE_CONVS, "bases", "is for --model rgcn, --model is {model}")
+    refuse(args.model not in TYPE_CONVS, "bases", "is for --model rgcn or rgat, --model is {model}")
     refuse(args.temporal == "off", "window", "is of times, --temporal is off")
     why = "is for --sampler labor, --sampler is {sampler}"
     refuse(args.sampler != "labor", "layer_dependency batch_dependency", why)

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 
 from disk.columns import COLUMNS
-from disk.files import StoreError, readable_size
+from disk.files import RANK_BYTES, StoreError, readable_size
 from features import MODES
 from store import GraphStore, free_host_bytes
 
 GPU_BYTES = 1 << 30  # of each GPU, besides tensors: context, libraries, communication
-RANK_BYTES = 1 << 29  # of host memory, for each process
 
 
 class Placement(NamedTuple):
@@ -73,7 +72,7 @@ def placements(
     batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
-    if types:  # rgcn: types and ids of the edges
+    if types:  # rgcn and rgat: types and ids of the edges
         batch += sum(edges) * (store.edge_type.itemsize + 8)
     columns = [column for name in COLUMNS if (column := getattr(store, name)) is not None]
     arrays = 8 * (2 * V + 1) + id_bytes * M + sum(c.nbytes for c in columns)

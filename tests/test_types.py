@@ -9,7 +9,7 @@ import torch
 
 from bench.accuracy import read_triples
 from loader import Graph, NodeLoader
-from model import GNN, NodeInputs, RGCNConv, inference
+from model import GNN, NodeInputs, RGATConv, RGCNConv, inference
 from run.adam import Adam
 from run.edge_data import EdgeData, hops
 from sampler import Block, NeighborSampler
@@ -64,23 +64,30 @@ FLAGS = "--gpus 0 --fanout 3,3 --hidden 16 --batch-size 50 --lr 0.02 --dropout 0
 
 
 @pytest.mark.parametrize("bases, edges", [(0, 700), (3, 700), (0, 90)])
-def test_rgcn_is_that_of_its_paper(bases, edges):
+@pytest.mark.parametrize("conv", [RGCNConv, RGATConv])
+def test_layers_of_types_are_those_of_their_papers(conv, bases, edges):
     """The layer and its gradients on random multigraphs, also if a list's edges are not sorted by type."""
     rng = np.random.default_rng(bases)
     indptr, indices, kind, (src, dst) = _typed_graph(rng, edges=edges)
-    layer, weight, x = RGCNConv(9, 6, 5, bases), torch.randn(60, 6), torch.randn(60, 9)
-    count = torch.bincount(each := dst * 5 + kind)[each].unsqueeze(1)
+    layer, weight, x = conv(9, 6, 5, bases), torch.randn(60, 6), torch.randn(60, 9)
+    each, zeros = dst * 5 + kind, torch.zeros(300)
 
     def paper(h, *_):
         shared = torch.einsum("tb,bio->tio", layer.coefficients, layer.weight) if bases else None
         of_type = (layer.weight if shared is None else shared)[kind.long()]
-        return layer.self_linear(h).index_add(0, dst, (h[src, None] @ of_type)[:, 0] / count)
+        score = torch.zeros(len(src))
+        if conv is RGATConv:
+            q, k = (vectors[kind.long()] for vectors in (layer.query, layer.key))
+            score = torch.nn.functional.leaky_relu((q * h[dst] + k * h[src]).sum(1), 0.2)
+        share = score.exp() / zeros.index_add(0, each, score.exp())[each]
+        sent = (h[src, None] @ of_type)[:, 0] * share.unsqueeze(1)
+        return layer.self_linear(h).index_add(0, dst, sent)
 
     expected = _with_grads(paper, weight, x, *layer.parameters())
-    shuffled = torch.from_numpy(np.lexsort((rng.random(len(src)), dst)))
-    for order in (torch.arange(len(src)), shuffled):
-        lists = indptr.int(), indices[order]
-        combine = lambda h, *_: layer.combine(*lists, h, None, h, types=kind[order])  # noqa: E731
+    layer.self_linear.register_full_backward_hook(lambda *given: None)  # nothing adds to its output
+    for order in (np.arange(len(src)), np.lexsort((rng.random(len(src)), dst))):
+        lists, at = (indptr.int(), indices[order]), {"types": kind[order]}
+        combine = lambda h, *_: layer.combine(*lists, layer.message(h), None, h, **at)  # noqa: E731
         found = _with_grads(combine, weight, x, *layer.parameters())
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -156,13 +163,13 @@ def test_stores_with_types_are_checked(tmp_path):
         assert problem.startswith("edge_type.npy: ") and said in problem
 
 
-@pytest.mark.parametrize("name, least", [("rgcn", 0.9), ("sage", 0)])
+@pytest.mark.parametrize("name, least", [("rgcn", 0.9), ("rgat", 0.9), ("sage", 0)])
 def test_train_learns_from_the_types_of_edges(name, least, pointing, tmp_path):
     """Also resumes, predicts, and prints how it uses them; sage cannot tell the classes apart."""
     words = f"--dataset {pointing}/typed.npz --root {tmp_path} --model {name} {FLAGS}"
     said = _train(words, f"--epochs 12 --log {tmp_path}/log --checkpoint {tmp_path}/c.pt")
     line = "edges have 5 types; --fanout is for each of them, and the model sees them"
-    blind = "types of edges are not used by --model sage: rgcn takes them"
+    blind = "types of edges are not used by --model sage: rgcn and rgat take them"
     assert (line if least else blind) in said
     accuracy = _log(tmp_path / "log")[-1]["exact"]["test"]
     assert accuracy > least and (least or accuracy < 0.6)
@@ -465,16 +472,42 @@ def test_inputs_of_the_first_layer_are_a_map_or_a_row_of_each_type():
     assert inputs(nodes[:0], x[:0]).shape == (0, 7)
     for rows in (torch.ones(7, 3), torch.ones(4, 3)):
         _refuses("rows: 5 of the nodes have features", inputs, nodes, rows, error=ValueError)
-    with pytest.raises(ValueError, match="types with features have to come first"):
-        NodeInputs([(5, 0), (4, 2)], 7)
+    _refuses("features have to come first", NodeInputs, [(5, 0), (4, 2)], 7, error=ValueError)
 
 
-@pytest.mark.parametrize("conv", ["rgcn", "gat", "sage"])
+@pytest.mark.parametrize("bases", [0, 2])
+def test_first_layer_of_rgcn_multiplies_its_matrices_by_the_maps_of_the_inputs(bases, monkeypatch):
+    """Node types 5 x 3 and 4 x 2 features, 6 embedding rows; edge types from several node types, then from one."""
+
+    class Plain(GNN):
+        def embed(self, nodes, x):
+            return super().embed(nodes, x)
+
+    options = dict(conv="rgcn", num_types=3, bases=bases, node_types=[(5, 3), (4, 2), (6, 0)])
+    net, plain = (kind(3, 7, 4, num_layers=1, **options) for kind in (GNN, Plain))
+    plain.load_state_dict(net.state_dict())
+    nodes, x = torch.tensor([8, 0, 14, 3, 9, 5, 4]), torch.randn(9, 3)
+    indices = torch.tensor([3, 1, 0, 5, 4, 2, 6, 3, 3])
+    for types in ([0, 0, 0, 0, 1, 2, 1, 1, 2], [0, 0, 1, 1, 2, 2, 0, 0, 0]):
+        block = Block(torch.tensor([0, 6, 6, 9]), indices, nodes, edge_type=torch.tensor(types))
+        for model in (net, plain):
+            model.zero_grad()
+            out = model([block], x[nodes[nodes < 9]])
+            out.sin().sum().backward()
+        torch.testing.assert_close(net([block], x[nodes[nodes < 9]]), out)
+        for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense())
+    monkeypatch.setattr(NodeInputs, "forward", None)
+    net([block], x[nodes[nodes < 9]])
+    _refuses("global ids", net, [block._replace(src_nodes=nodes[:3])], x[:2], error=ValueError)
+
+
+@pytest.mark.parametrize("conv", ["rgcn", "rgat", "gat", "sage"])
 def test_exact_inference_is_that_of_all_neighbours(conv, tmp_path):
     graph = GraphStore.open(build_store(tmp_path / "g", **_typed(), symmetrize=True))
-    typed = {"num_types": graph.num_edge_types, "bases": 2} if conv == "rgcn" else {}
+    typed = {"num_types": graph.num_edge_types, "bases": 2} if conv[0] == "r" else {}
     net = GNN(8, 16, 3, conv=conv, num_layers=2, node_types=[*graph.node_types.values()], **typed)
-    options = dict(batch_size=87, shuffle=False, types=conv == "rgcn")
+    options = dict(batch_size=87, shuffle=False, types=conv[0] == "r")
     (batch,) = NodeLoader(graph, torch.arange(87), [-1, -1], **options)
     assert batch.x.shape[0] == 57
     plain = GNN(8, 16, 3, num_layers=2)
