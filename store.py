@@ -28,6 +28,7 @@ import functools
 import importlib
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -525,9 +526,15 @@ def main(argv=None) -> int:
     except (StoreError, ModuleNotFoundError) as error:
         print(f"store.py: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        return files.unread()
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        return files.unread(error)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    with contextlib.suppress(OSError):
+        print(end="", flush=True)
+    # at once: threads of pyarrow that still read a refused table abort a slower exit
+    os._exit(code)

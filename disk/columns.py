@@ -126,9 +126,9 @@ def _check_values(name, values):
             continue
         if chunk.is_complex():
             raise StoreError(f"{name} has dtype {chunk.dtype}: real numbers are needed")
-        kept = chunk.float()  # torch compares no uint16, uint32 and uint64
-        bad = ~(torch.isfinite(kept) & (kept >= 0))
-        why = "a weight says how likely an edge is drawn, so it is finite and not negative"
+        exact, kept = chunk.double(), chunk.float()  # torch compares no uint16, uint32 and uint64
+        bad = ~(torch.isfinite(kept) & (exact >= 0)) | (kept == 0) & (exact > 0)
+        why = "a weight says how likely an edge is drawn: float32 must hold it, finite and positive or 0"
         refuse(bad, name, chunk, why, first)
 
 

@@ -81,7 +81,7 @@ def complete_or_not_there(path, need):
     """Context manager: a hidden directory for about `need` bytes of files, fsynced and renamed to `path` at the end."""
     refuse_existing(path)
     try:
-        with scratch_folder(path) as building:
+        with made_folder(path.absolute().parent), _part_beside(path, folder=True) as (building, _):
             if need > shutil.disk_usage(path.parent).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             yield building
@@ -129,13 +129,6 @@ def made_folder(path):
         for folder in made:
             with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
-
-
-@contextlib.contextmanager
-def scratch_folder(path):
-    """Context manager: a hidden folder beside `path`, made with its parents; removed at the end unless renamed."""
-    with made_folder(path.absolute().parent), _part_beside(path, folder=True) as (folder, _):
-        yield folder
 
 
 @contextlib.contextmanager
@@ -392,10 +385,15 @@ def check_in_use(store):
                 raise StoreError(f"{store.path / name} was cut to {size} bytes while it was in use")
 
 
-def unread() -> int:
-    """Return the exit code for a closed stdout, as with `| head`; the interpreter's last flush goes to /dev/null."""
+def unread(error) -> int:
+    """Return the exit code for an OSError of a stdout that was closed, as with `| head`, or is a file on a full disk;
+    others are raised again. The interpreter's last flush goes to /dev/null."""
+    if error.errno not in (errno.EPIPE, *FULL):
+        raise error
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141
+    if error.errno in FULL:
+        print(f"stopped: a disk is full, perhaps that of the output: {error}", file=sys.stderr)
+    return 141 if error.errno == errno.EPIPE else 1
 
 
 def readable_size(count) -> str:
@@ -421,6 +419,9 @@ def info_lines(lines, graph) -> str:
         **{name: readable_size(record["bytes"]) for name, record in sorted(meta["files"].items())},
     }
     return "\n".join(f"{name:<14} {value}" for name, value in lines.items())
+
+
+RANK_BYTES = 1 << 29  # host memory of a process that trains, besides data and batches
 
 
 def free_host_bytes(root="/") -> int:

@@ -1,8 +1,8 @@
 """Tables of nodes and edges -> arrays: what each column holds, and which nodes it refers to.
 
-    x, nodes = features("x.csv.gz", "spool-x")                # float32 [V, F]; a column of ids names the nodes
+    x, nodes = features("x.csv.gz", folder)                   # float32 [V, F]; a column of ids names the nodes
     y = labels("y.csv", nodes)                                # float64 [V] or [V, C], NaN: no label; or text [V]
-    edge_index, more = edges("edges.csv", "spool-e", nodes, {"edge_weight": ["w"]})     # int64 [2, M]
+    edge_index, more = edges("edges.csv", folder, nodes, {"edge_weight": ["w"]})        # int64 [2, M]
 
 Rows of features are the nodes 0 to V-1, unless there is a column of ids: a permutation of 0 to V-1 reorders the rows,
 other ids and text name the nodes in row order. Each function prints how it read the columns.
@@ -28,20 +28,20 @@ def read_tables(file, tables, columns, folder) -> dict:
     Args:
         file: the table of edges. tables: {name of an array: file of a table}; "features" is required.
         columns: {name of a column of a store: file of a table, or columns of the table of edges}.
-        folder: for files that large arrays are mapped from.
+        folder: for files without a name that large arrays are mapped from.
     """
     if "features" not in tables:
         raise StoreError(f"{file} holds edges alone: features are needed, a line for each node")
     arrays, keep = {}, {}
-    arrays["features"], nodes = features(tables.pop("features"), folder / "features")
+    arrays["features"], nodes = features(tables.pop("features"), folder)
     for name, source in {**tables, **columns}.items():
         if not name.startswith("edge_"):
             arrays[name] = of_nodes(source, nodes, name)
         elif os.path.isfile(source):
-            arrays |= edge_rows(source, folder / name, name)
+            arrays |= edge_rows(source, folder, name)
         else:
             keep[name] = source.split(",") if name == "edge_features" else [source]
-    arrays["edge_index"], kept = edges(file, folder / "edges", nodes, keep)
+    arrays["edge_index"], kept = edges(file, folder, nodes, keep)
     return {**arrays, **kept, "node_names": nodes.names}
 
 
@@ -75,8 +75,8 @@ class Nodes:
         return nodes
 
 
-def features(file, target) -> tuple[np.ndarray, Nodes]:
-    """Spool a table with one row per node to the file `target` -> (memmap float32 [V, F], its `Nodes`).
+def features(file, folder) -> tuple[np.ndarray, Nodes]:
+    """Spool a table with one row per node to a file in `folder` -> (memmap float32 [V, F], its `Nodes`).
 
     A column of ids is not a feature. It is recognised by its name (id, node, index, ..., or for the first column
     anything that ends in id), or is the first column if that holds text; a first column of another name that holds the
@@ -100,11 +100,11 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
                 firsts.append(columns[node or 0])
                 yield stacked(columns, kept, np.float32)
 
-        x = spool(target, rows(), np.float32, len(kept))
+        x = spool(folder, rows(), np.float32, len(kept))
         first = [*itertools.chain(*firsts)] if kinds[node or 0] is str else np.concatenate(firsts)
         nodes = Nodes(len(x), file)
         if node is not None:
-            x, nodes = _name(table, target, x, first, node)
+            x, nodes = _name(table, folder, x, first, node)
         elif len(kept) > 1 and len(x) > 1 and first.min() in (0, 1):
             if np.array_equal(np.sort(first), first.min() + np.arange(len(x))):
                 what = f"{file}: {table.column(0)} counts the rows"
@@ -113,7 +113,7 @@ def features(file, target) -> tuple[np.ndarray, Nodes]:
     return x, nodes
 
 
-def _name(table, target, x, ids, node) -> tuple[np.ndarray, Nodes]:
+def _name(table, folder, x, ids, node) -> tuple[np.ndarray, Nodes]:
     """Take the ids of the rows as names of the nodes; if they are 0 to V-1, sort the rows by them -> (x, `Nodes`)."""
     column, different = table.column(node), np.unique(ids)
     if len(different) < len(ids) or different[0] == "":
@@ -127,8 +127,7 @@ def _name(table, target, x, ids, node) -> tuple[np.ndarray, Nodes]:
     table.notes.append(f"{column} numbers the nodes{note}")
     if not in_order:
         rows = np.array_split(np.argsort(ids), len(x) // 4096 + 1)
-        x = spool(f"{target}-ordered", (x[part] for part in rows), np.float32, x.shape[1])
-        os.remove(target)
+        x = spool(folder, (x[part] for part in rows), np.float32, x.shape[1])
     return x, Nodes(len(x), table.name, by_row=in_order)
 
 
@@ -200,8 +199,8 @@ def of_nodes(file, nodes, name) -> np.ndarray:
     return y if len(columns) > 1 else y[:, 0]
 
 
-def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Spool a table with one row per edge to the file `target` -> (edge_index int64 [2, M], mapped; {name in `keep`:
+def edges(file, folder, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Spool a table with one row per edge to a file in `folder` -> (edge_index int64 [2, M], mapped; {name in `keep`:
     values as in `edge_rows`}).
 
     Source and destination are the columns of these names (or src, from, u, head; dst, to, v, tail; ...), else the first two.
@@ -218,23 +217,23 @@ def edges(file, target, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
             what = "leave them out, or name them by --weights, --times, --types, --edge-features"
             extra = short(", ".join(extra), "")
             raise StoreError(f"{file} has more columns than are understood, {extra}: {what}")
-        arrays = _spooled(table, target, {"ends": ends, **kept}, nodes)
+        arrays = _spooled(table, folder, {"ends": ends, **kept}, nodes)
         table.say(*(f"{name} from {', '.join(map(table.column, js))}" for name, js in kept.items()))
     return arrays.pop("ends").T, arrays
 
 
-def edge_rows(file, target, name) -> dict[str, np.ndarray]:
+def edge_rows(file, folder, name) -> dict[str, np.ndarray]:
     """Spool a separate table with one row per edge -> {name: mapped edge_features float32 [M, D], edge_weight float64 [M],
     edge_type int64 [M] or edge_time int64 [M], float64 [M] if the first rows are no integers}; see `_spooled`."""
     with opened(file) as table:
         if name != "edge_features" and table.width != 1:
             raise StoreError(f"{file} has {table.width} columns: one is needed, of {name}")
-        arrays = _spooled(table, target, {name: list(range(table.width))})
+        arrays = _spooled(table, folder, {name: list(range(table.width))})
         table.say(f"taken as {name}")
         return arrays
 
 
-def _spooled(table, target, fields, nodes=None):
+def _spooled(table, folder, fields, nodes=None):
     """Spool `fields` {name: columns} of a table of edges as records in one file -> {name: view of its field}. Types that
     are text are numbered in the order of their first rows; "edge_types" then holds their names."""
     dtypes = dict(ends=np.int64, edge_time=np.float64, edge_weight=np.float64, edge_type=np.int64)
@@ -261,7 +260,7 @@ def _spooled(table, target, fields, nodes=None):
                 chunk[name] = stacked(columns, which, record[name].base)
             yield chunk
 
-    rows = spool(target, chunks(), record)
+    rows = spool(folder, chunks(), record)
     matrices = ("ends", "edge_features")
     arrays = {name: rows[name] if name in matrices else rows[name][:, 0] for name in fields}
     return {**arrays, "edge_types": [*numbers]} if texts else arrays

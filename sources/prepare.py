@@ -9,7 +9,6 @@
 all the splits that it came with; `choose_split` of sources/splits.py selects or draws one.
 """
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -207,11 +206,10 @@ def build(
         idle, why = params if tables else {}, "tables have no parameters"
     if idle:
         raise StoreError(f"{kind}: {why}: {min(idle)} has no effect")
-    # large tables pass through files; without a folder for them a killed build of others leaves nothing
-    scratch = files.scratch_folder(path) if tables else contextlib.nullcontext()
-    with reading(f"cannot build {path}: {kind}"), scratch as folder:
+    # large tables pass through files on the disk of the store
+    with reading(f"cannot build {path}: {kind}"):
         if tables:
-            arrays = read_tables(kind, own, columns, folder)
+            arrays = read_tables(kind, own, columns, path.absolute().parent)
             names = ("node_names", "edge_types") if "edge_types" in arrays else ("node_names",)
             options |= {name: arrays.pop(name) for name in names}
             arrays = Arrays(kind, arrays)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from disk.files import SPLITS, Rows, StoreError, progress_bar, reading, scratch_folder, shaped, sync
+from disk.files import SPLITS, Rows, StoreError, progress_bar, reading, shaped, sync
 from sources.tables import Table, spool
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
@@ -52,9 +52,9 @@ def ogb(name, root, progress=False):
     dropping = " and dropping duplicates" * drop_duplicates
     print(f"{name}: adding the reverse of every edge{dropping}, as OGB's reference examples do")
     called = f"{file} (if it is damaged, remove the archive to have it downloaded again)"
-    with reading(called), zipfile.ZipFile(file) as outer, scratch_folder(file) as folder:
+    with reading(called), zipfile.ZipFile(file) as outer:
         yield dict(
-            **_arrays(_Archive(called, outer), kind, folder / "edges"),
+            **_arrays(_Archive(called, outer), kind, root),
             num_classes=classes,
             symmetrize=True,
             drop_duplicates=drop_duplicates,
@@ -108,17 +108,17 @@ class _Archive:
         return Rows(shape, dtype, chunks())
 
 
-def _arrays(archive, kind, spooled) -> dict:
-    """Read the graph of an archive, with the split `kind`; edges go to the file `spooled`."""
+def _arrays(archive, kind, folder) -> dict:
+    """Read the graph of an archive, with the split `kind`; edges go to a file in `folder`."""
     if "raw/triplet-type-list.csv.gz" in archive.members:
         return _typed_arrays(archive, kind)
     if "raw/data.npz" in archive.members:
         edges, features = (archive.array("data", name) for name in ("edge_index", "node_feat"))
-        edge_index = spool(spooled, edges.chunks, edges.dtype, edges.shape[1])
+        edge_index = spool(folder, edges.chunks, edges.dtype, edges.shape[1])
         labels = np.concatenate([*archive.array("node-label", "node_label").chunks]).reshape(-1)
     else:
         nodes = int(archive.column("raw/num-node-list").sum())
-        edge_index = spool(spooled, archive.table("raw/edge"), np.int64, 2).T
+        edge_index = spool(folder, archive.table("raw/edge"), np.int64, 2).T
         features = archive.features("raw/node-feat", nodes)
         labels = archive.column("raw/node-label", float)
     return dict(

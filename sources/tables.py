@@ -17,11 +17,12 @@ import io
 import lzma
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from disk.files import StoreError, plural, reading
+from disk.files import StoreError, made_folder, plural, reading
 
 # bytes of text parsed at a time: no line may be longer, and the layout is guessed from the first
 BLOCK = 1 << 23
@@ -277,12 +278,13 @@ def opened(file):
         yield Table(stream, file)
 
 
-def spool(file, chunks, dtype, *row) -> np.memmap:
-    """Write chunks [r, *row] to a file, to be read several times -> memmap [rows, *row]."""
-    with open(file, "wb") as out:
+def spool(folder, chunks, dtype, *row) -> np.memmap:
+    """Write chunks [r, *row] to a file without a name in a folder, to be read several times -> memmap [rows, *row]."""
+    with made_folder(Path(folder)), tempfile.TemporaryFile(dir=folder) as out:
         out.writelines(np.ascontiguousarray(chunk, dtype).reshape(-1).data for chunk in chunks)
-    rows = os.path.getsize(file) // (int(np.prod(row)) * np.dtype(dtype).itemsize)
-    return np.memmap(file, dtype, "r", shape=(rows, *row)) if rows else np.empty((0, *row), dtype)
+        shape = (out.tell() // (int(np.prod(row)) * np.dtype(dtype).itemsize), *row)
+        out.flush()
+        return np.memmap(out, dtype, "r", shape=shape) if shape[0] else np.empty(shape, dtype)
 
 
 def stacked(columns, which, dtype) -> np.ndarray:

@@ -2,9 +2,11 @@
 
 import collections
 import gzip
+import itertools
 import os
 import re
 import shutil
+import subprocess
 import sys
 import types
 import warnings
@@ -21,7 +23,7 @@ from sources import molecules
 from sources import prepare as datasets
 from sources.prepare import prepare
 from store import GraphStore, build_store
-from tests.common import _code, _graph, _store
+from tests.common import HERE, _code, _graph, _store
 from tests.stores import _mask, _molecules, _refuses, _save_npz, _sums
 
 FCC = np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
@@ -300,14 +302,29 @@ def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
     assert store.main(words.split()) == 0
 
 
-def test_store_into_a_closed_pipe(tmp_path, monkeypatch):
+def test_store_ends_at_once_beside_a_thread_that_reads_on(tmp_path):
+    """As pyarrow's do with a refused table: they aborted the interpreter's exit."""
+    code = "import runpy, sys, threading, time; sys.argv = ['store.py', 'info', 'nosuch']; "
+    code += "threading.Thread(target=time.sleep, args=(99,)).start(); "
+    code += "runpy.run_path('store.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, timeout=60, capture_output=True)
+    assert done.returncode == 2 and b"store.py: nosuch" in done.stderr
+
+
+def test_store_into_a_closed_pipe_or_a_full_disk(tmp_path, monkeypatch, capsys):
     path = str(_store(tmp_path / "g"))
-    for command in ("info", "verify"):
+    for command, code in itertools.product(("info", "verify"), (141, 1)):
         reading, writing = os.pipe()
         os.close(reading)
-        with os.fdopen(writing, "w") as nobody, monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", nobody)
-            assert store.main([command, path]) == 141
+        with (
+            open("/dev/full" if code == 1 else writing, "w") as out,
+            monkeypatch.context() as patch,
+        ):
+            patch.setattr(sys, "stdout", out)
+            assert store.main([command, path]) == code
+        assert (
+            "full, perhaps that of the output: [Errno 28] No space" in capsys.readouterr().err
+        ) == (code == 1)
 
 
 def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys):

@@ -10,7 +10,7 @@ import torch
 import ddp
 import train
 from model import inference
-from run.evaluate import open_run
+from run.run import open_run
 from sampler import NeighborSampler
 from store import GraphStore, build_store
 from tests.common import (
@@ -226,8 +226,8 @@ def test_train_says_what_is_missing(tiny, tmp_path, capsys):
         (whole, "--sampler latest --temporal off", "times of edges and nodes"),
         (tiny, "--sampler weighted", "--sampler weighted draws by weights"),
         (tiny, "--model gine", "--model gine takes features of edges, and"),
-        (tiny, "--task graph --temporal off", "--temporal off is for --task node"),
-        (tiny, "--task graph --sampler weighted", "--sampler weighted is for --task node"),
+        (tiny, "--task graph --temporal off", "--temporal off is not for --task graph"),
+        (tiny, "--task graph --sampler weighted", "--sampler weighted is not for --task graph"),
     ):
         assert _code(f"--dataset {path} --gpus 0", words) == 2
         assert re.search(complaint, "".join(capsys.readouterr()))

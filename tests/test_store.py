@@ -251,6 +251,7 @@ def _bad_inputs():
         r"weight is a ndarray \[2999\]: an array \[3000\] is needed": {"edge_weight": w[1:]},
         r"edge_weight\[0\] is -1.0: a weight says how likely": {"edge_weight": -w},
         r"edge_weight\[2000\] is 1e\+300": {"edge_weight": [*w[:2000], 1e300, *w[2001:]]},
+        r"edge_weight\[0\] is 1e-50": {"edge_weight": w.astype(float) * 1e-50},
         "edge_weight has dtype .*complex128": {"edge_weight": w * 1j},
         r"edge_time\[0\] is 0.5: whole numbers are needed": {"edge_time": w / 2},
         r"edge_time\[0\] is nan": {"edge_time": w * np.nan},

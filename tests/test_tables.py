@@ -143,10 +143,10 @@ def test_tables_say_what_was_guessed(tmp_path, capsys):
         return _table_file(tmp_path / name, text)
 
     e = file("e.csv", "# a\n# b\n\nsrc;dst\n0;1\n1;0\n")
-    graph_tables.edges(e, tmp_path / "e", graph_tables.Nodes(2, "x.csv"))
-    _, nodes = graph_tables.features(file("x.csv", "p,.5,1\nq,1,1\nr,0,0\n"), tmp_path / "x")
+    graph_tables.edges(e, tmp_path, graph_tables.Nodes(2, "x.csv"))
+    _, nodes = graph_tables.features(file("x.csv", "p,.5,1\nq,1,1\nr,0,0\n"), tmp_path)
     graph_tables.of_nodes(file("y.csv", "r;b c\np;a\n"), nodes, "labels")
-    graph_tables.edges(file("e.csv", EDGES), tmp_path / "e", graph_tables.Nodes(6, "x.csv"))
+    graph_tables.edges(file("e.csv", EDGES), tmp_path, graph_tables.Nodes(6, "x.csv"))
     assert capsys.readouterr().out == (
         "e.csv: 2 columns by separator ';', header src;dst, 2 rows\n"
         "x.csv: 3 columns by separator ',', no header, column 1 names the nodes, such as p, 3 rows, 2 features\n"
@@ -188,7 +188,7 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
         _refuses(complaint, _built, tmp_path, **{**contents, part: content})
     x = _table_file(tmp_path / "x.csv", "a,1\nb,2\nb,3\n")
     said = "ids of the nodes, but one is empty or occurs more than once"
-    _refuses(said, graph_tables.features, x, tmp_path / "x")
+    _refuses(said, graph_tables.features, x, tmp_path)
 
 
 def test_tables_ids_of_a_split(tmp_path):
@@ -213,10 +213,11 @@ def test_tables_weights_and_times(tmp_path):
     file, nodes = _table_file(tmp_path / "e.csv", text), graph_tables.Nodes(3, "x.csv")
 
     def edges(**keep):
-        return graph_tables.edges(file, tmp_path / "e", nodes, keep)
+        return graph_tables.edges(file, tmp_path / "made", nodes, keep)
 
     edge_index, more = edges(edge_weight=["w"], edge_time=["4"])
     assert edge_index.tolist() == [[1, 2], [0, 1]] and list(more) == ["edge_weight", "edge_time"]
+    assert [path.name for path in tmp_path.iterdir()] == ["e.csv"]  # a killed build leaves nothing
     assert more["edge_weight"].tolist() == [1, 0.5]
     assert more["edge_time"].tolist() == [1700000000123456789, 1700000000123456788]
     more = edges(edge_features=["Timestamp", "w"])[1]["edge_features"]
@@ -261,7 +262,7 @@ def test_tables_change_far_inside(tmp_path):
     good, count = b"1.5,2\n", 200_000
 
     def features(text):
-        return graph_tables.features(_table_file(tmp_path / "x.csv", text), tmp_path / "x")[0]
+        return graph_tables.features(_table_file(tmp_path / "x.csv", text), tmp_path)[0]
 
     for bad, complaint in (
         (b"1,2,3,4\n" * 10, "Expected 2 columns, got 4: 1,2,3,4"),
@@ -377,9 +378,9 @@ def test_tables_fuzz(tmp_path):
             expected = None
         try:
             if whole:
-                found = graph_tables.edges(file, tmp_path / "e", nodes)[0].T.tolist()
+                found = graph_tables.edges(file, tmp_path, nodes)[0].T.tolist()
             else:
-                found = graph_tables.features(file, tmp_path / "x")[0].tolist()
+                found = graph_tables.features(file, tmp_path)[0].tolist()
         except StoreError as error:
             assert "\n" not in str(error) and str(file) in str(error)
             counts["refused"] += 1
@@ -404,9 +405,9 @@ def test_tables_take_little_memory(tmp_path):
             (comments, "is empty"),
         ):
             _table_file(file, gzip.compress(content, 1))
-            _refuses(complaint, graph_tables.edges, file, tmp_path / "e", nodes)
+            _refuses(complaint, graph_tables.edges, file, tmp_path, nodes)
         said = "zero cannot be read: it is no regular file"
-        _refuses(said, graph_tables.features, "/dev/zero", tmp_path / "x")
+        _refuses(said, graph_tables.features, "/dev/zero", tmp_path)
         said = "there are more rows than the 10"
         _refuses(said, graph_tables.of_nodes, _table_file(file, labels), nodes, "labels")
         assert tracemalloc.get_traced_memory()[1] < 90 << 20
@@ -423,7 +424,7 @@ def test_tables_parquet(tmp_path, monkeypatch):
         return tmp_path / f"{name}.parquet"
 
     file, nodes = tmp_path / "e.parquet", graph_tables.Nodes(6, "x.csv")
-    edges = file, tmp_path / "e", nodes
+    edges = file, tmp_path, nodes
     _table_file(file, b"PAR1" + bytes(20))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pyarrow", None)
@@ -445,9 +446,9 @@ def test_tables_parquet(tmp_path, monkeypatch):
     x = np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32)
     names, columns = ["#a", 'b"', "c,", " d", "é", ""], {f"f{j}": x[:, j] for j in range(3)}
     table = write("x", id=names, **columns)
-    _refuses("but one is empty", graph_tables.features, table, tmp_path / "x")
+    _refuses("but one is empty", graph_tables.features, table, tmp_path)
     names[5] = "f"
-    found, nodes = graph_tables.features(write("x", id=names, **columns), tmp_path / "x")
+    found, nodes = graph_tables.features(write("x", id=names, **columns), tmp_path)
     assert np.array_equal(found, x) and nodes.names == ["#a", 'b"', "c,", "d", "é", "f"]
-    found, _ = graph_tables.features(write("b", on=x[:, 0] > 0, f=x[:, 1]), tmp_path / "x")
+    found, _ = graph_tables.features(write("b", on=x[:, 0] > 0, f=x[:, 1]), tmp_path)
     assert np.array_equal(found[:, 0], x[:, 0] > 0)
