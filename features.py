@@ -12,8 +12,8 @@ This file works alone: copy it into your own code.
         model(batch.blocks, batch.x)
 
 A fresh tensor of a hundred megabytes costs more in page faults than the gather that fills it, and copies to a GPU
-overlap with its work only from pinned memory. So a few buffers are allocated once and reused in turn. A slot of the ring
-is reused once the caller has asked for the batch after the one in it and, on CUDA, the copies out of it are done.
+overlap with its work only from pinned memory. So a few buffers, the slots of the ring, are allocated once and reused.
+`prefetch` refills a slot once the caller has asked for the next batch, `FeatureRing` once copies out of it are done.
 
 "Features" are a tensor [V, F] or any object with .shape, .dtype and .gather(ids, out=None), such as an open store's.
 """
@@ -44,7 +44,7 @@ PIECE_BYTES = 1 << 30  # host memory registered per call: a single call cannot r
 
 
 class Fetched(NamedTuple):
-    """A batch on the training device. On CPU without reuse=False, `x` is valid until the next batch is asked for."""
+    """A batch on the training device. On CPU x is overwritten when the next batch is asked for, unless reuse=False."""
 
     blocks: list  # L blocks, outermost hop first
     # [N, F] features of blocks[0].src_nodes; [blocks[0].num_dst, 2F] if the ring aggregates the outermost hop
@@ -55,7 +55,7 @@ class Fetched(NamedTuple):
     edges: tuple = ()  # edge features [E, D] of each block, if the ring has edge_features
 
     def wait(self):
-        """Make their GPU's current CUDA stream wait for the copies, and mark the tensors as used on it (`record_stream`)."""
+        """Make the GPU's current stream wait for the copies; `record_stream` marks the tensors as used on it."""
         if self.ready is not None:
             stream = torch.cuda.current_stream(self.x.device)
             stream.wait_event(self.ready)
@@ -194,7 +194,8 @@ class FeatureRing:
                     nodes = nodes[nodes < self.features.shape[0]]
                 x = self._bring(slot, "rows", self.features, nodes, aggregated)
             finally:  # also if something fails after a copy has started
-                ready = self.copied[slot] = self.copies and self.copies.event()
+                ready = self.copies and self.copies.event()
+                self.copied[slot] = ready
         return Fetched(moved, x, y, ready, self.began[slot], edges)
 
     def _move(self, slot, blocks, y):
@@ -557,6 +558,7 @@ class CachedFeatures:
             # a miss copies row 0, overwritten below: cheaper than selecting the hits
             rows = position.clamp_(min=0).to(on, non_blocking=True)
             torch.index_select(self.cache, 0, rows, out=out)
+        # `missing` is called once: again, it would refill the slot's buffer during the copy out of it
         for some in [misses] if missing else misses.split(self.piece):
             rows = missing(ids[some]) if missing else take(self.features, ids[some]).to(on)
             out.index_copy_(0, some.to(on, non_blocking=True), rows)

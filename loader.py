@@ -116,7 +116,7 @@ class NodeLoader:
         device: where batches go; None: where the features are. dtype: of x.
         depth: batches prepared ahead of the one in use, 0 for none. threads: how many threads prepare them.
         reuse: True reuses depth + 1 buffers for x: faster on CPU, but x is overwritten when the next batch is asked
-            for. False: every batch may be kept. On a GPU each x is a fresh tensor anyway.
+            for. False: every batch may be kept. On a GPU each x is new, except in CUDA graphs (run/step_graph.py).
         edges: True also fetches the features of each block's edges, rows of graph.edge_features [M, D], as batch.edges.
         types: True samples by graph.edge_type [M], see `NeighborSampler`; fanouts may then have a number for each type.
         sampler, ring: replace those that would be made from the arguments above.
@@ -155,6 +155,7 @@ class NodeLoader:
         timed=nullcontext,
     ):
         sizes = {"batch_size": (batch_size, 1), "depth": (depth, 0), "threads": (threads, 1)}
+        sizes |= {"accumulate": (accumulate, 1), "rank": (rank, 0), "world": (world, rank + 1)}
         for name, (value, least) in sizes.items():
             if value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
@@ -186,9 +187,8 @@ class NodeLoader:
             options["edge_features"] = torch.as_tensor(graph.edge_features) if edges else None
             device = device or getattr(rows, "device", "cpu")
             ring = FeatureRing(rows, torch.as_tensor(graph.labels), device=device, **options)
-        self.sampler, self.ring, self.draw, self.load = sampler, ring, draw, load
-        self.options, self.timed = {"depth": depth, "threads": threads}, timed
-        self.epoch = self.step = 0
+        self.sampler, self.ring, self.draw, self.load, self.timed = sampler, ring, draw, load, timed
+        self.options, self.epoch, self.step = {"depth": depth, "threads": threads}, 0, 0
 
     def __len__(self):
         return self.steps * self.accumulate

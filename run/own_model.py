@@ -71,10 +71,12 @@ def load(model):
     with reading(f"--model {model}: {file}"):
         text = Path(file).read_bytes()
     defined = vars(run_file(file, text))
-    if not callable(defined.get(name)):
+    if not callable(defined.get(name)) or isinstance(defined[name], nn.Module):
         public = [k for k, v in defined.items() if getattr(v, "__module__", "") == "own_model_file"]
         names = ", ".join(public) or "none"
-        raise StoreError(f"--model {model}: {file} defines no {name}; it has {names}")
+        raise StoreError(
+            f"--model {model}: {file} defines no class or function {name}; it has {names}"
+        )
     return defined[name], hashlib.sha256(text).hexdigest()
 
 

@@ -430,10 +430,10 @@ class Evaluation:
 
     A pair is ranked against all nodes of its destination's type if the graph has at most SMALL nodes, without other
     edges of the source, else against RANKED_AGAINST fixed ones; ties get their mean rank. Negatives are checked against
-    the whole graph and are the same in every run. Of more than MOST pairs only the first are evaluated.
+    the whole graph and are the same in every run. Of more than MOST pairs every n-th is evaluated.
 
     If pairs have times, both ends and all negatives have embeddings at the time of the pair; then a pair is ranked
-    against fixed nodes in any graph, and of more than MOST_TIMED pairs only the first are evaluated.
+    against fixed nodes in any graph, and at most MOST_TIMED pairs are evaluated.
 
     Attributes:
         seen: if pairs have times, {part: (nodes int64 [n], times int64 [n]) whose embeddings are needed}.
@@ -452,7 +452,10 @@ class Evaluation:
         self.examples = {part: self._examples(part) for part in ("valid", "test")}
 
     def _examples(self, part):
-        pairs = self.graph.pairs[part][: MOST_TIMED if self.timed else MOST]
+        pairs = self.graph.pairs[part]
+        count = min(len(pairs), MOST_TIMED if self.timed else MOST)
+        chosen = torch.arange(count) * len(pairs) // max(count, 1)
+        pairs = pairs[chosen]
         key, numbers = mix(EVALUATION ^ SPLITS.index(part)), torch.arange(len(pairs))
         random, others = self.negatives.pairs(mix(key), pairs), None
         if not self.lists:
@@ -460,7 +463,7 @@ class Evaluation:
         if not self.timed:
             return pairs, random, others
         nodes = torch.cat([pairs, random, others], 1)
-        times = self.graph.pair_times[part][: len(nodes)].unsqueeze(1).expand_as(nodes)
+        times = self.graph.pair_times[part][chosen].unsqueeze(1).expand_as(nodes)
         *self.seen[part], place = at_times(nodes, times, self.graph.num_nodes)
         return place.tensor_split([2, 4], 1)
 
@@ -499,10 +502,10 @@ class Evaluation:
                     node = torch.arange(len(h))
                     scores[(node < first) | (node >= end)] = -torch.inf
                 scores.scatter_(1, destination.unsqueeze(1), -torch.inf)
-            else:
-                own = scorer(h[source], h[destination]).unsqueeze(1)
-                scores = scorer(h[source].unsqueeze(1), h[others[rows]])
-                sums = scores.sum(1)
+            else:  # in one product: another would round the scores of equal embeddings otherwise
+                both = torch.cat([destination.unsqueeze(1), others[rows]], 1)
+                scores = scorer(h[source].unsqueeze(1), h[both])
+                own, scores, sums = scores[:, :1], scores[:, 1:], scores.sum(1)
             place = 1 + (scores > own).sum(1) + (scores == own).sum(1).to(h.dtype) / 2
             # NaN compares as not above: a pair with such a score would rank first
             places.append(torch.where(sums.isfinite(), place, torch.nan))

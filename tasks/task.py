@@ -35,7 +35,8 @@ class Task:
 
     @staticmethod
     def network(args, widths, own=None):
-        """Return the network that the flags describe, or `own` of a user's file; widths: dict, of the data."""
+        """Return the network that the flags describe, or `own` of a user's file; widths: dict, of the data, such as
+        `feature_dim` and `num_classes`. It has no `self`: a checkpoint is read without data."""
 
     @classmethod
     def compared(cls, args):
@@ -65,7 +66,7 @@ class Task:
         return output_of_own(run.args.model, self.store.num_classes, network, batch)
 
     def loss(self, network, output, y):
-        """Return the loss, summed over the examples of a batch."""
+        """Return the loss, summed over the examples of a batch; y: store.labels[seeds], or what `draw` or `load` gave."""
 
     def validate(self, run):
         """Evaluate the validation part -> ({name: value}, the score for --early-stop, larger is better, or None).

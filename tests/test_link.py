@@ -285,14 +285,15 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     assert len(torch.cat(rows)) == len(pairs)
     assert link.ranking(torch.cat(rows)[:, 2])["mrr"] == pytest.approx(found["mrr"])
     assert evaluation(scorer, h, "valid")
+    same = torch.randn(9, 1, 64).expand(9, 80, 64)  # ties, also in products that round
+    ties = [evaluation(link.Scorer(kind, 64), h, "test")["mrr"] for h in same]
+    assert small or ties == pytest.approx([1 / 51] * 9, rel=0.05)
     assert link.Evaluation(link.split_edges(whole, "none"))(scorer, h, "test") is None
     # NaN is above no other score: a network that has lost its numbers would rank every pair first
     unseen = set(range(80)) - set(torch.cat(evaluation.examples["test"][:2]).flatten().tolist())
     bad = [torch.full_like(h, 1e300)]  # finite, and its product with itself is not
-    for node in (
-        int(graph.pairs["test"][0, 0]),
-        *list(unseen)[:1],
-    ):  # the second only ranked against
+    # the second only ranked against
+    for node in (int(graph.pairs["test"][0, 0]), *list(unseen)[:1]):
         for number in (math.nan, math.inf):
             bad.append(h.clone())
             bad[-1][node] = number
@@ -369,6 +370,11 @@ def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, mo
     of = lambda pairs: [logit(*pair, t) for pair, t in zip(pairs, when)]  # noqa: E731
     positive, negative = of(pairs), of(random.tolist())
     assert found["roc_auc"] == pytest.approx(_auc(positive, negative), abs=1e-9)
+    monkeypatch.setattr(link, "MOST_TIMED", 7)
+    few, spread = link.Evaluation(graph), torch.arange(7) * len(pairs) // 7  # of all times
+    (seen, at), place = few.seen["test"], few.examples["test"][0]
+    assert torch.equal(seen[place], graph.pairs["test"][spread])
+    assert torch.equal(at[place][:, 0], graph.pair_times["test"][spread])
 
 
 LINK = "--task link --gpus 0 --fanout 4,4 --hidden 16 --lr 0.01 --edge-split 80/10/10"

@@ -16,7 +16,7 @@ import train
 from disk import files as disk
 from features import FeatureRing, prefetch
 from model import SAGE, inference
-from run.evaluate import open_run
+from run.run import open_run
 from sampler import NeighborSampler
 from store import build_store
 from tests.common import _as_lists, _graph, _random_graph, _readme_blocks
@@ -184,6 +184,9 @@ def test_loader_says_what_does_not_fit_the_graph():
         (good, [0], {"batch_size": 0}, "batch_size is 0"),
         (good, [0], {"depth": -1}, "depth is -1"),
         (good, [0], {"threads": 0}, "threads is 0"),
+        (good, [0], {"accumulate": 0}, "accumulate is 0"),
+        (good, [0], {"rank": -1}, "rank is -1"),
+        (good, [0], {"rank": 2, "world": 2}, "world is 2: at least 3 is needed"),
     ):
         _refuses(complaint, loader.NodeLoader, graph, seeds, [2], **options, error=ValueError)
     batch = next(iter(loader.NodeLoader(good, [0, 2], [2])))

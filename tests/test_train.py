@@ -42,7 +42,7 @@ from tests.common import (
     _train,
     _wait_for,
 )
-from tests.test_cache import _flaky
+from tests.test_lookahead import _flaky
 
 DAMAGED = [  # file, flags, what is said
     # by exact inference, when degrees are counted, in sampling, by one rank
