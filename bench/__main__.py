@@ -44,8 +44,6 @@ MODULES = {name: name for name in "sampler store roofline gpu attack picture".sp
 MODULES |= dict.fromkeys(("step", "link", "mag", "scaling"), "step")
 MODULES |= dict.fromkeys(("inference", "layers"), "inference")
 MODULES |= dict.fromkeys(("accuracy", "labor", "types"), "accuracy")
-
-
 whole, size = positive(int), positive(float, zero=True)
 
 
@@ -100,7 +98,10 @@ def main(argv=None):
     if unknown := set((args.models or "mlp").split(",")) - set(MODELS):
         parser.error(f"--models {','.join(sorted(unknown))}: choose from {','.join(MODELS)}")
     gpu = args.what == "gpu"
-    default = {"scaling": "synthetic", "mag": "synthetic-mag:scale=1,classes=349"}
+    if args.what == "scaling" and any(args.batch_size % procs for procs in args.procs):
+        parser.error(f"--batch-size {args.batch_size} must be a multiple of each of --procs")
+    default = {"scaling": "synthetic", "accuracy": "all", "labor": "all"}
+    default["mag"] = "synthetic-mag:scale=1,classes=349"
     args.dataset = args.dataset or default.get(args.what, WORKLOAD)
     args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "attack": -1}.get(args.what, 20)
     args.minutes = (9 if gpu else 10) if args.minutes is None else args.minutes
@@ -118,7 +119,7 @@ def main(argv=None):
         module = importlib.import_module(f"bench.{MODULES[args.what]}")
         figures = getattr(module, f"bench_{args.what}")(args)
         write_figures(args, figures)
-    except (StoreError, ImportError) as error:
+    except (StoreError, ImportError, OSError) as error:
         print(f"python -m bench: {error}", file=sys.stderr)
         return 2
     return 1 if figures.get("failed") else 0

@@ -17,6 +17,7 @@ import numpy as np
 
 from bench import tools
 from bench.sampler import LABORS
+from disk.files import StoreError
 from model import CONVS
 
 # settings to choose from: (parameters of --dataset, flags); row_normalize=0 leaves bag-of-words features 0 and 1
@@ -137,9 +138,14 @@ def real(args, name, edges=True):
 
 
 def data_sets(args):
-    """Return the names of the real graphs in --data, or --dataset alone."""
-    present = [name for name in REAL if Path(args.data, f"{name}.npz").is_file()]
-    return [args.dataset] if args.dataset in REAL else present
+    """Return the names of the real graphs in --data, or --dataset alone; StoreError if there is none."""
+    names = REAL if args.dataset == "all" else {args.dataset} & set(REAL)
+    if not (present := [name for name in names if Path(args.data, f"{name}.npz").is_file()]):
+        known = ", ".join(REAL)
+        raise StoreError(
+            f"--dataset {args.dataset}: give one of {known} that --data {args.data} has"
+        )
+    return present
 
 
 def accuracy(args, rows):

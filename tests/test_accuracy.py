@@ -12,7 +12,8 @@ import model
 import store
 import train
 from disk.graphs import build_graphs
-from run import data, evaluate
+from run import data
+from run import run as running
 from run.checkpoint import read_checkpoint
 from sources.prepare import prepare
 from store import GraphStore, build_store, verify
@@ -138,6 +139,7 @@ BAD_FLAGS = r"""
 --scorer mlp => --scorer mlp is for --task link, --task is node
 --task link --edge-split 80/10/5 => '80/10/5': write the percent of train/valid/test, as in 85/5/10
 --task link --edge-split 90/0/10 --early-stop 3 => --early-stop 3 goes by validation mrr, and .* has no validation edges
+--procs 9999999 => --procs 9999999: processes take 537 MB each, memory is free for [0-9]+
 --task graph --precision fp64 => --precision fp64 is not for --task graph
 --task link --metric f1 => --metric f1: --task link has mrr, hits@1
 --task link --split 1 => --split 1 is for --task node
@@ -151,9 +153,9 @@ BAD_FLAGS = r"""
 --bogus => --bogus
 --layer-dependency => --layer-dependency is for --sampler labor, --sampler is uniform
 --sampler weighted --batch-dependency 2 => --batch-dependency 2 is for --sampler labor, --sampler is weighted
---model sage --bases 2 => --bases 2 is for --model rgcn, --model is sage
+--model sage --bases 2 => --bases 2 is for --model rgcn or rgat, --model is sage
 --model rgcn => --model rgcn takes types of edges, and .* has none
---fanout a=3,3 => --fanout a=3,3 names types: it is for rgcn
+--fanout a=3,3 => --fanout a=3,3 names types: it is for rgcn, rgat
 --lookahead 3 => --lookahead 3 needs a --cache in front of memory-mapped features
 --task link --edge-type buys => have no types
 --window 5 => --window 5 is of times, and seeds of .* have none
@@ -473,11 +475,19 @@ def five(a, b): return Returns(lambda x: x[:600, :5])
 def classes(a, b): return Returns(lambda x: x[:600].argmax(1))
 def fixed(a, b): return nn.ReLU()
 def lazy(a, b): return nn.LazyLinear(b)
+net = nn.ReLU()
 """
 ROW = "seeds: a row of 4 logits"
 FAULTS = [  # --model, what is said
     ("nosuch.py:Net", "--model nosuch.py:Net: nosuch.py cannot be read: No such file"),
-    ("FILE:Nett", "net.py defines no Nett; it has Net, Returns, Scored, none, wide, pair, five, "),
+    (
+        "FILE:Nett",
+        "net.py defines no class or function Nett; it has Net, Returns, Scored, none, wid",
+    ),
+    (
+        "FILE:net",
+        "net.py defines no class or function net; it has Net, Returns, Scored, none, wide,",
+    ),
     ("FILE:none", "none returned a int, a torch.nn.Module is needed"),
     ("FILE:wide", rf"the model returned torch.float32 \[\d+, 4\] for 600 {ROW} for each"),
     ("FILE:pair", f"the model returned tuple for 600 {ROW}"),
@@ -491,7 +501,10 @@ FAULTS = [  # --model, what is said
     ("FILE:Scored --task link", "Scored has a `scorer`: --task link gives the network one of"),
     ("FILE:Net --model-args widths=[3,4],hidden=3", "num_classes, widths=.3, 4., hidden=3.: "),
     ("FILE:Net --hidden 64", "--hidden 64 is for the built-in models"),
-    ("GAT", "'GAT': choose one of sage, sage-pool, gcn, gat, gin, gine, rgcn, or FILE.py:NAME"),
+    (
+        "GAT",
+        "'GAT': choose one of sage, sage-pool, gcn, gat, gin, gine, rgcn, rgat, or FILE.py:NAME",
+    ),
     ("sage --model-args hidden=3", "--model-args hidden=3 is for --model FILE.py:NAME"),
 ]
 
@@ -541,12 +554,12 @@ def test_own_model_of_our_layers_is_evaluated_layer_by_layer(tiny, tmp_path, mon
     )
     for conv in ("gcn", "gat"):
         words = f"--dataset {tiny} --model {file}:Net --model-args conv={conv} --fanout 4,4"
-        run = evaluate.open_run(ddp.Ranks(), train.parse_args(words.split()), tiny)
+        run = running.open_run(ddp.Ranks(), train.parse_args(words.split()), tiny)
         net = run.model
         assert model.layerwise(net) and (net.degrees is not None) == (conv == "gcn")
         expected = run.exact()
         for edges in (1 << 22, 0):  # the whole graph as one batch, and batches
-            monkeypatch.setattr(evaluate, "WHOLE_GRAPH_EDGES", edges)
+            monkeypatch.setattr(running, "WHOLE_GRAPH_EDGES", edges)
             torch.testing.assert_close(run.exact_in_batches(net), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -574,7 +587,7 @@ def test_what_a_subclass_of_gnn_changes_counts_in_training_and_evaluation(
     words = (
         f"--dataset {tiny} --model {tmp_path}/net.py:{name} --model-args conv={conv} --fanout 4,4"
     )
-    run = evaluate.open_run(ddp.Ranks(), train.parse_args(words.split()), tiny)
+    run = running.open_run(ddp.Ranks(), train.parse_args(words.split()), tiny)
     nodes = torch.arange(50)
     for logits in (run.exact(), run.sampled(nodes)):
         assert logits.std(0).max() < 1e-6 and (run.model.degrees is None) == (conv == "sage")
