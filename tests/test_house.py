@@ -14,12 +14,12 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13507,
+    "lines of product Python": 13629,
     "lines of C and CUDA": 2149,
-    "lines of bench": 2778,
-    "lines of tests": 11662,
+    "lines of bench": 2785,
+    "lines of tests": 11746,
     "lines of README": 200,
-    "longest file": 1065,
+    "longest file": 1159,
     "functions above 60 lines": 3,
     "entries in the root": 21,
     "floors of imports": 8,
