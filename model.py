@@ -221,12 +221,7 @@ class Conv(nn.Module):
         of_dst = None if degree is None else degree[:S]
         extra = {} if seed is None else {"nodes": block.src_nodes[:S], "seed": seed}
         if self.edge_dim:
-            if (wanted := (len(block.indices), self.edge_dim)) != (
-                got := getattr(edges, "shape", None)
-            ):
-                raise ValueError(
-                    f"edges is {got and [*got]}: {[*wanted]}, a row for each edge, is needed"
-                )
+            check_edges(edges, len(block.indices), self.edge_dim)
             extra["edges"] = edges
         if self.uses_types:
             extra["types"] = block.edge_type
@@ -248,6 +243,13 @@ def check_rows(block, h):
     alone = count == block.indptr.numel() - 1 and indices.device.type == "cpu" and len(indices)
     if alone and int(indices.max()) >= count:
         raise ValueError("a block has global ids as indices: sample with relabel_outer=True")
+
+
+def check_edges(edges, count, width):
+    """Raise ValueError unless edges is [count, width]: C code would read past its end."""
+    shape = None if edges is None else [*edges.shape]
+    if shape != [count, width]:
+        raise ValueError(f"edges is {shape}: features of each edge, [{count}, {width}], are needed")
 
 
 def unchanged(*modules, kinds=frozenset()):
@@ -846,9 +848,6 @@ class GNN(nn.Module):
         if len(blocks) != len(self.layers):
             count = f"there are {len(blocks)} blocks for {len(self.layers)} layers"
             raise ValueError(f"{count}: one a layer is needed")
-        if self.edge_dim and not edges:
-            needed = f"with edge_dim {self.edge_dim} the features of each block's edges are needed"
-            raise ValueError(f"edges is {edges}: {needed}")
         dtype, low = next(self.parameters()).dtype, x.dtype == torch.bfloat16
         if not (low and torch.is_autocast_enabled(x.device.type)):
             x = x.to(dtype)

@@ -181,7 +181,7 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
         for dtype in (torch.float16, torch.int8, torch.float64):
             both = (net([block] * 3, x, edges=[whole.to(t)] * 3) for t in (torch.float32, dtype))
             assert torch.equal(*both)
-        _refuses("edges is None: with edge_dim 3", net, [block] * 3, x, error=ValueError)
+        _refuses("edges is None: features of each edge", net, [block] * 3, x, error=ValueError)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -200,7 +200,9 @@ def test_model_refuses_fewer_rows_than_its_blocks_speak_of(name):
     _refuses("a block has global ids", net.layers[0], *outer, x, **given, error=ValueError)
     if given:
         for wrong in (edges[0][1:], edges[0][:, 1:], edges[0][:, 0], None):
-            with pytest.raises(ValueError, match="edges is .* a row for each edge, is needed"):
+            with pytest.raises(
+                ValueError, match="edges is .*: features of each edge, .* are needed"
+            ):
                 net.layers[0](blocks[0], x, edges=wrong)
         with pytest.raises(ValueError, match="edges has 5 rows, the graph has"):
             inference(net, *graph, x, edges=torch.randn(5, 3))
