@@ -128,27 +128,18 @@ class LmdbFile:
         """Open the environment, once per process: whoever closes the lock file a second time drops the process's POSIX
         lock on it, without which writers take its readers for dead."""
         writable = all(os.access(place, os.W_OK) for place in (self.path, self.path.parent))
-        writable = writable and (not self.sync or self._room_for_locks())
-        options = dict(readonly=not writable, lock=writable and self.sync, sync=self.sync)
+        lock = writable and self.sync
+        if lock:  # a hole in this memory-mapped file would kill the process on a full disk
+            handle = os.open(f"{self.path}-lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            with open(handle, "r+b"):
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(handle, 0, 1 << 16)
+        options = dict(readonly=not writable, lock=lock, sync=self.sync)
         options |= dict(path=str(self.path), subdir=False, readahead=False, max_readers=1000)
         try:
             return lmdb.open(map_size=MAP, **options)
         except lmdb.MemoryError:  # limited address space, as by ulimit -v
             return lmdb.open(map_size=size + MAP_ROOM, **options)
-
-    def _room_for_locks(self):
-        """Allocate LMDB's memory-mapped lock file, as a hole in it would kill the process on a full disk -> whether
-        there was room. No link of a stranger's store is followed."""
-        try:
-            handle = os.open(f"{self.path}-lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            with open(handle, "r+b") as file:
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, 1 << 16)
-            return True
-        except OSError as error:
-            if error.errno not in files.FULL:
-                raise
-            return False
 
     @classmethod
     def _hold(cls):
