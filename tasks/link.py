@@ -66,8 +66,9 @@ class Edges:
             self.order = keys.argsort(stable=True)
             self.sources = indices[self.order]
 
-    def _place(self, source, destination, strict):
-        """Count the edges in `sources` before the edges source -> destination, int64 [n]; if not strict, with them."""
+    def place(self, source, destination, strict=True):
+        """Look up edges source -> destination, int64 [n] -> the index in `sources` of the first of each, or where it would
+        be; if not strict, of the edge behind the last."""
         low = self.indptr[destination]
         degree = self.indptr[destination + 1] - low
         return low + number_before(self.sources, low, degree, source, strict)
@@ -75,7 +76,7 @@ class Edges:
     def has(self, source, destination):
         """Check which edges source -> destination exist, int64 of the same shape -> bool of that shape."""
         ends = source.flatten(), destination.flatten()
-        place = self._place(*ends, strict=True)
+        place = self.place(*ends)
         exists = place < self.indptr[ends[1] + 1]
         exists[exists.clone()] = self.sources[place[exists]] == ends[0][exists]
         return exists.view_as(source)
@@ -84,8 +85,8 @@ class Edges:
         """Find all edges between the nodes of each pair [n, 2], in either direction -> (their indices in `indices`; for
         each the row of its pair)."""
         ends = torch.cat([pairs, pairs.flip(1)]).unbind(1)
-        first = self._place(*ends, strict=True)
-        counts = self._place(*ends, strict=False) - first
+        first = self.place(*ends)
+        counts = self.place(*ends, strict=False) - first
         places = expand(first, counts)
         rows = torch.arange(len(pairs), device=places.device).repeat(2).repeat_interleave(counts)
         return places if self.order is None else self.order[places], rows
