@@ -123,10 +123,9 @@ def build_store(
     """
     given = locals()
     if isinstance(edge_index, dict):
-        why = "is not for a graph that is given by type, as edge_index is"
         for name in ("indptr", "indices", "edge_type", "edge_types", "node_names"):
             if given[name] is not None:
-                raise StoreError(f"{name} {why}")
+                raise StoreError(f"{name} is not for a graph that is given by type")
         return build_store(**{**given, "symmetrize": False, **typed.flatten(given)})
     if node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
         form = "edge_index as {(source type, name, destination type): [2, M]}"
@@ -149,8 +148,7 @@ def build_store(
     row_bytes = width * files.storage_dtype(dtype).itemsize
     block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
-        what = "a block holds at least one row and less than 2 GiB"
-        raise StoreError(f"block_rows is {block_rows}: {what}")
+        raise StoreError(f"block_rows is {block_rows}: 1 or more, of less than 2 GiB, are needed")
     meta = {
         "format": FORMAT,
         "format_version": files.VERSION,
@@ -170,10 +168,6 @@ def build_store(
     edge_bytes = 4 + sum(carried[name].nbytes for name in of_edges) // max(num_edges, 1)
     least = 0 if drop_self_loops or drop_duplicates else most_edges * edge_bytes
     need = num_nodes * 16 + rows * row_bytes + least
-    # space for sorting the edges, which is free again when the features are written
-    if edge_index is not None or any(options.values()):
-        size, most = (16, sort.SORT_EDGES >> 2) if of_edges else (8, sort.SORT_EDGES)
-        need = max(need, least + size * most_edges * (most_edges > most))
     with files.complete_or_not_there(path, need) as building:
         arrays = {"labels": labels, **split}
         _write_store(building, meta, graph, arrays, carried, features, progress)
@@ -190,7 +184,7 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
     if in_order and not any(options.values()):
         chunks = sort.checked_indices(indices, num_nodes, progress)
     elif isinstance(indices, files.Rows):
-        why = "no graph option can be applied to it, and its lists must rise in edge_type and edge_time"
+        why = "there are no graph options, and its lists must rise in edge_type and edge_time"
         raise StoreError(f"indices given as Rows is stored as it is: {why}")
     else:
         if carried.keys() - columns.OF_NODES:
@@ -419,7 +413,7 @@ def info(path) -> str:
     """Return the sizes, degrees, options and source of a store, one per line."""
     graph = GraphStore.open(path)
     degrees = np.diff(graph.indptr.numpy())
-    classes = f"{graph.num_classes}{' labels, several a node' if graph.labels.dim() == 2 else ''}"
+    several = " labels, several a node" * (graph.labels.dim() == 2)
     lines = {
         "nodes": f"{graph.num_nodes:,}",
         "types": columns.described_types(graph.node_types) or "one",
@@ -427,7 +421,7 @@ def info(path) -> str:
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
         "columns": columns.described(graph),
-        "classes": classes if graph.labelled else "no labels",
+        "classes": f"{graph.num_classes}{several}" if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",
     }
     return files.info_lines(lines, graph)

@@ -121,7 +121,7 @@ def dgl(args, link=False, *, dropout=0.5):
     draw = load.NeighborSampler(args.fanout[::-1], **prefetch)
     if link:  # DGL takes the id of each edge's reverse
         source, target = graph.edges(order="eid")
-        reverse = Edges(store.indptr, store.indices).first(target, source)[0]
+        reverse = Edges(store.indptr, store.indices).place(target, source)
         options = {"reverse_eids": reverse, "negative_sampler": load.negative_sampler.Uniform(1)}
         draw = load.as_edge_prediction_sampler(draw, exclude="reverse_id", **options)
     seeds = torch.arange(store.num_edges if link else store.num_nodes)

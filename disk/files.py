@@ -13,6 +13,7 @@ checksum of itself. This file needs torch, numpy and tqdm.
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import io
 import json
@@ -47,7 +48,6 @@ FORMATS = {
     "ringblock-graph": "one graph: open it as GraphStore (train.py --task node)",
     "ringblock-graphs": "many small graphs: open it as GraphDataset (train.py --task graph)",
 }
-IRREGULAR = {"l": "a symbolic link", "p": "a pipe", "s": "a socket"}  # by stat.filemode
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -81,7 +81,7 @@ def complete_or_not_there(path, need):
     """Context manager: a hidden directory for about `need` bytes of files, fsynced and renamed to `path` at the end."""
     refuse_existing(path)
     try:
-        with made_folder(path.absolute().parent), _part_beside(path, folder=True) as (building, _):
+        with made_folder(path.absolute().parent), _part_beside(path, Path.mkdir) as building:
             if need > shutil.disk_usage(path.parent).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             yield building
@@ -93,7 +93,7 @@ def complete_or_not_there(path, need):
         if error.errno in FULL:
             above = next(folder for folder in path.absolute().parents if folder.exists())
             free = readable_size(shutil.disk_usage(above).free)
-            takes = f"it takes about {readable_size(need)} and {free} are free"
+            takes = f"it takes about {readable_size(need)}, more while edges are sorted; {free} are free"
             raise StoreError(f"no room for {path} on its disk: {takes}") from error
         refuse_existing(path)  # another process completed it first
         raise StoreError(f"cannot build {path}: {error.strerror or error}") from error
@@ -132,40 +132,33 @@ def made_folder(path):
 
 
 @contextlib.contextmanager
-def _part_beside(path, folder=False):
-    """Context manager: a hidden file (or folder) with a random name beside `path`, removed at the end unless it was
-    renamed -> (its path, its descriptor). It is locked while its process lives, in whatever container; those without a
-    lock were left by killed writers of `path` and are removed here."""
+def _part_beside(path, make):
+    """Context manager: a hidden path with a random name beside `path`, for a file or folder made by make(it), which is
+    removed at the end unless it was renamed. It is locked while its process lives: those without a lock were left by
+    killed writers of `path` and are removed here."""
     start = os.fsdecode(os.fsencode(f".{path.name}")[:200]) + "."
-    name = re.compile(re.escape(start) + r"[0-9a-f]{16}\.part")
-    with contextlib.suppress(OSError):  # the folder may be writable but not readable
-        for left in filter(lambda entry: name.fullmatch(entry.name), list(path.parent.iterdir())):
-            with contextlib.suppress(OSError), locked(left, at_once=fcntl.LOCK_NB):
-                _remove(left)
-    make = os.O_RDONLY if folder else os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    while True:
-        part = path.with_name(f"{start}{secrets.token_hex(8)}.part")
-        if folder:
-            part.mkdir()
-        with locked(part, make) as handle:
-            if part.exists():  # else another writer removed it before it was locked
-                try:
-                    yield part, handle
-                finally:
-                    _remove(part)
-                return
+    for left in path.parent.glob(glob.escape(start) + "[0-9a-f]" * 16 + ".part"):
+        with contextlib.suppress(OSError), locked(left, fcntl.LOCK_NB):
+            _remove(left)
+    part = path.with_name(f"{start}{secrets.token_hex(8)}.part")
+    make(part)
+    with locked(part):
+        try:
+            yield part
+        finally:
+            _remove(part)
 
 
 @contextlib.contextmanager
-def locked(path, flags=os.O_RDONLY, at_once=0):
-    """Context manager: descriptor of a file or folder, locked exclusively; the kernel drops the lock with the process.
-    at_once: LOCK_NB raises OSError if it is locked already, 0 waits."""
-    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+def locked(path, at_once=0):
+    """Context manager: a file or folder locked exclusively; the kernel drops the lock with the process. at_once:
+    LOCK_NB raises OSError if it is locked already, 0 waits."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         # some network file systems have no locks: go on, but with LOCK_NB fail, so that no leftover is removed
         with contextlib.suppress(*() if at_once else (OSError,)):
             fcntl.flock(handle, fcntl.LOCK_EX | at_once)
-        yield handle
+        yield
     finally:
         os.close(handle)
 
@@ -190,26 +183,22 @@ def write_whole(path, write):
     """Write a file atomically by write(binary file), which must not seek: readers find its old content or all of the
     new. StoreError for a full disk and other errors of the system.
 
-    A device or a pipe is written in place; a symbolic link is followed if this user or root owns it, else refused.
+    A device or a pipe is written in place; a symbolic link is followed.
     """
     path = Path(path)
     try:
         if path.exists() and not path.is_file():
             content = io.BytesIO()
             write(content)
-            with open(os.open(path, os.O_WRONLY | os.O_NOCTTY), "wb") as file:
-                file.write(content.getbuffer())
+            path.write_bytes(content.getbuffer())
             return
-        if path.is_symlink():
-            if path.lstat().st_uid not in (0, os.geteuid()):
-                raise PermissionError(errno.EPERM, "it is a symbolic link of another user")
-            path = Path(os.path.realpath(path))
-        with _part_beside(path) as (part, handle), open(handle, "wb", closefd=False) as file:
+        path = Path(os.path.realpath(path))
+        with _part_beside(path, Path.touch) as part:
             if path.exists():
-                os.fchmod(handle, stat.S_IMODE(path.stat().st_mode))
-            write(file)
-            file.flush()
-            os.fsync(handle)
+                shutil.copymode(path, part)
+            with open(part, "wb") as file:
+                write(file)
+            sync(part)
             os.replace(part, path)
         with contextlib.suppress(OSError):
             sync(path.parent)
@@ -291,9 +280,8 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
     file = Path(path) / "meta.json"
     if not os.path.lexists(file):
         raise StoreError(f"{path} is no store: there is no {file}")
-    refuse_irregular(path)
     with reading(file, "; rebuild the store"):
-        if file.stat().st_size > 1 << 24:
+        if regular(file).st_size > 1 << 24:
             raise ValueError("it is larger than any meta.json")
         data = file.read_bytes()
         meta = json.loads(data)
@@ -320,19 +308,13 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
     return meta
 
 
-def irregular(folder) -> dict[str, str]:
-    """Return {name: problem} for the links, pipes and devices in a store's folder: a link would have another file read
-    or written, a pipe blocks for ever. Folders are left out: none is ever opened."""
-    kinds = {file.name: stat.filemode(file.lstat().st_mode)[0] for file in Path(folder).iterdir()}
-    kinds = {name: kind for name, kind in sorted(kinds.items()) if kind not in "-d"}
-    problem = "it is {}, and no regular file; remove it or rebuild the store"
-    return {name: problem.format(IRREGULAR.get(kind, "a device")) for name, kind in kinds.items()}
-
-
-def refuse_irregular(folder):
-    """Raise StoreError for a link, pipe or device in a store's folder; to be called before a file is opened."""
-    for name, problem in irregular(folder).items():
-        raise StoreError(f"{Path(folder, name)}: {problem}")
+def regular(file) -> os.stat_result:
+    """Return the status of a store's file, before it is opened; ValueError for a link, which would have another file
+    read or written, and for a pipe, which blocks for ever."""
+    status = file.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is a link, a pipe or a folder, and no regular file")
+    return status
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -370,7 +352,7 @@ def check_size(path, name, record) -> Path:
     """Check that a file exists and has its recorded size (LMDB's may have grown) -> its path."""
     file = Path(path) / name
     with reading(file, "; rebuild the store"):
-        size, wanted = file.stat().st_size, record["bytes"]
+        size, wanted = regular(file).st_size, record["bytes"]
         if size < wanted or size > wanted and file.suffix != ".lmdb":
             what = "truncated" if size < wanted else "too long"
             raise ValueError(f"it is {what}: it has {size} bytes and should have {wanted}")

@@ -8,7 +8,6 @@ The G graphs of a batch have N nodes and E edges in total, F node features, D ed
 one value in an LMDB file.
 """
 
-import contextlib
 import itertools
 import json
 import struct
@@ -118,8 +117,7 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
     largest = 0.0
     with files.complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:
         graphs = GraphDataset(building, dict(meta, files={}), sync=False)
-        bar = files.progress_bar(progress, desc="graphs", unit="graph")
-        with bar, contextlib.closing(graphs.file):
+        with files.progress_bar(progress, desc="graphs", unit="graph") as bar:
             for batch in itertools.chain([first], batches):
                 graphs.append(batch)
                 largest = max(largest, files.largest_of(batch.x), files.largest_of(batch.e))

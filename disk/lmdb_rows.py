@@ -8,7 +8,6 @@
 """
 
 import contextlib
-import errno
 import itertools
 import os
 import shutil
@@ -32,6 +31,7 @@ READ_THREADS = 32  # they mostly wait for the disk, whatever the number of cores
 EMPTY = (1 << 64) - 1  # root page of an empty tree
 # magic, rows, row width, bytes per element, CRC-32 of the rows that follow
 BLOCK_HEADER = struct.Struct("<4sIIII")
+MOST = 256  # transactions of a process at a time
 PATIENCE = 30  # seconds for which a reader overtaken by a writer tries again
 MAP = 1 << 42  # bytes of address space, not memory, for an LMDB file: the most it can grow to
 MAP_ROOM = 1 << 30  # bytes to map beyond the file's end instead if address space is limited
@@ -39,10 +39,10 @@ MAP_ROOM = 1 << 30  # bytes to map beyond the file's end instead if address spac
 
 class LmdbFile:
     """An LMDB file with the keys 0, 1, 2, ... LMDB allows one environment per file and process. So objects on the same
-    file share it, forks wait until no transaction is open, and a child closes the environments that it inherited."""
+    file share it, until the last is gone, and a child closes those that it inherited. That would end their transactions
+    in the parent, too: forks wait until there are none."""
 
-    # open transactions of this process, and forks that wait for them to end
-    _turn, _running, _wanted = threading.Condition(), 0, 0
+    _lock, _permits = threading.Lock(), threading.Semaphore(MOST)
     _open = weakref.WeakValueDictionary()
 
     def __init__(self, path, sync=True):
@@ -53,12 +53,11 @@ class LmdbFile:
     @contextlib.contextmanager
     def transaction(self, write=False):
         """Context manager: a transaction on a snapshot of the file, whose writes are committed at the end, all or none.
-        StoreError if the file cannot be read or written, OSError if a build cannot write."""
+        StoreError if the file cannot be read or written."""
         lmdb = import_lmdb()
-        with self._turn:
-            self._turn.wait_for(lambda: not self._wanted)
+        with self._lock:
             env = self._environment(lmdb)
-            LmdbFile._running += 1
+            self._permits.acquire()
         try:
             if write:  # free the pages that killed readers still hold
                 env.reader_check()
@@ -67,14 +66,11 @@ class LmdbFile:
         except lmdb.Error as error:
             if not write:
                 raise StoreError(f"{self.path} cannot be read: {error}; rebuild it") from error
-            message = os.strerror(code := self._errno(error.code))
-            if not self.sync:
-                raise OSError(code, message) from error
-            raise StoreError(f"{self.path}: {message}; its content is unchanged") from error
+            free = files.readable_size(shutil.disk_usage(self.path.parent).free)
+            why = f"{error}; {free} are free on its disk, and its content is unchanged"
+            raise StoreError(f"{self.path} cannot be written: {why}") from error
         finally:
-            with self._turn:
-                LmdbFile._running -= 1
-                self._turn.notify_all()
+            self._permits.release()
 
     def read(self, work):
         """Run work(txn) on a snapshot of the file -> its result, which must not point into the file.
@@ -98,17 +94,7 @@ class LmdbFile:
         raise StoreError(f"{self.path}: no consistent snapshot in {PATIENCE} s: {why}")
 
     def _overtaken(self, txn):
-        return not self._locks and self._env.info()["last_txnid"] > txn.id() + 1
-
-    def _errno(self, code):
-        """Turn the code of an LMDB error into an errno; LMDB's own codes are negative."""
-        code = code if code > 0 else errno.EIO
-        # a writable file is opened read-only if there is no room for its lock file
-        no_lock = code == errno.EACCES and self._writable()
-        # LMDB reports a write that the disk took in part as an I/O error
-        room = shutil.disk_usage(self.path.parent).free
-        cut = code == errno.EIO and room < 4 * files.ROW_BYTES
-        return errno.ENOSPC if no_lock or cut else code
+        return not self._env.flags()["lock"] and self._env.info()["last_txnid"] > txn.id() + 1
 
     def count(self, txn):
         """Return the number of values; StoreError if LMDB's count and the last key disagree."""
@@ -125,84 +111,52 @@ class LmdbFile:
             for number, value in enumerate(values, self.count(txn)):
                 txn.put(key(number), value, append=True)
 
-    def close(self):
-        """Close the environment, which no other object may be using."""
-        if self._env is not None:
-            for key in [key for key, env in self._open.items() if env is self._env]:
-                # once this file is removed, another may get its inode number
-                del self._open[key]
-            self._env.close()
-
     def _environment(self, lmdb):
         if self._pid == os.getpid():
             return self._env
         for (pid, *_), env in list(self._open.items()):
             if pid != os.getpid():
                 env.close()  # inherited through a fork
-        files.refuse_irregular(self.path.parent)
         with reading(self.path):
             stat = os.stat(self.path)
             key = (os.getpid(), stat.st_dev, stat.st_ino)
             self._env = self._open.get(key) or self._opened(lmdb, stat.st_size)
-            self._locks = self._env.flags()["lock"]
         self._open[key], self._pid = self._env, os.getpid()
         return self._env
 
     def _opened(self, lmdb, size):
         """Open the environment, once per process: whoever closes the lock file a second time drops the process's POSIX
         lock on it, without which writers take its readers for dead."""
-        writable = self._writable() and (not self.sync or self._room_for_locks())
-        options = dict(readonly=not writable, lock=writable and self.sync, sync=self.sync)
+        writable = all(os.access(place, os.W_OK) for place in (self.path, self.path.parent))
+        lock = writable and self.sync
+        if lock:  # a hole in this memory-mapped file would kill the process on a full disk
+            handle = os.open(f"{self.path}-lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            with open(handle, "r+b"):
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(handle, 0, 1 << 16)
+        options = dict(readonly=not writable, lock=lock, sync=self.sync)
         options |= dict(path=str(self.path), subdir=False, readahead=False, max_readers=1000)
         try:
             return lmdb.open(map_size=MAP, **options)
         except lmdb.MemoryError:  # limited address space, as by ulimit -v
             return lmdb.open(map_size=size + MAP_ROOM, **options)
 
-    def _writable(self):
-        return all(os.access(place, os.W_OK) for place in (self.path, self.path.parent))
-
-    def _room_for_locks(self):
-        """Allocate LMDB's memory-mapped lock file, as a hole in it would kill the process on a full disk -> whether
-        there was room."""
-        lock = Path(f"{self.path}-lock")
-        existed = lock.exists()
-        try:
-            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            with open(handle, "r+b") as file:
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, 1 << 16)
-            return True
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            if not existed:
-                lock.unlink(missing_ok=True)
-            return False
-
     @classmethod
     def _hold(cls):
         """Before a fork: wait until no transaction is open, and let none begin before `_release`."""
-        cls._turn.acquire()
-        cls._wanted += 1
-        cls._turn.wait_for(lambda: not cls._running)
-        cls._wanted -= 1
+        cls._lock.acquire()
+        for _ in range(MOST):
+            cls._permits.acquire()
 
     @classmethod
     def _release(cls):
-        cls._turn.notify_all()
-        cls._turn.release()
-
-    @classmethod
-    def _begin_in_child(cls):
-        """After a fork, in the child: forget the parent's threads that ran or awaited a transaction."""
-        cls._turn, cls._running, cls._wanted = threading.Condition(), 0, 0
+        """After a fork, in the parent and in the child."""
+        cls._permits.release(MOST)
+        cls._lock.release()
 
 
 os.register_at_fork(
-    before=LmdbFile._hold,
-    after_in_parent=LmdbFile._release,
-    after_in_child=LmdbFile._begin_in_child,
+    before=LmdbFile._hold, after_in_parent=LmdbFile._release, after_in_child=LmdbFile._release
 )
 
 
@@ -211,9 +165,9 @@ def key(number) -> bytes:
     return number.to_bytes(8, "big")
 
 
-def check_lmdb(path, name, record) -> Path:
-    """Check that an LMDB file exists, is not truncated and that its two meta pages are of successive commits -> path:
-    LMDB opens the later one, or silently the earlier if the number of the later was damaged."""
+def check_lmdb(path, name, record):
+    """Check that an LMDB file exists, is not truncated and that its two meta pages are of successive commits: LMDB opens
+    the later one, or silently the earlier if the number of the later was damaged."""
     file = files.check_size(path, name, record)
     with reading(file, "; rebuild the store"):
         with open(file, "rb") as data:
@@ -228,19 +182,15 @@ def check_lmdb(path, name, record) -> Path:
         if not (sound and in_turn and old_last <= last and (old_txn > 0 or older[2] == EMPTY)):
             raise ValueError("its header makes no sense")
         # free pages at the end may never have been written
-        wanted = (last + 1) * page_size
-        if wanted > size and structure_problems(file):
-            raise ValueError(f"it is truncated: it has {size} bytes and should have {wanted}")
-    return file
+        if (last + 1) * page_size > size:
+            check_structure(file)
 
 
-def structure_problems(file) -> list[str]:
-    """Return the faults in the structure of an LMDB file, found without opening it in LMDB."""
-    verify_lmdb = import_lmdb().verify
-    try:
-        return verify_lmdb.verify(str(file), subdir=False)
-    except Exception as error:  # damaged bytes make the Python parser raise anything
-        return [str(error) or repr(error)]
+def check_structure(file):
+    """Raise StoreError for a fault in the structure of an LMDB file, found without opening it in LMDB."""
+    with reading(file, "; rebuild the store"):
+        if problems := import_lmdb().verify.verify(str(file), subdir=False):
+            raise ValueError(f"{problems[0]} (LMDB's structure)")
 
 
 def import_lmdb():
@@ -255,9 +205,9 @@ def import_lmdb():
 def write_blocks(path, dtype, shape, chunks, block_rows) -> dict:
     """Write chunks of rows as LMDB blocks of `block_rows` rows; returns the record for meta.json."""
     blocks = (_block_value(rows) for rows in _regroup(chunks, block_rows))
-    with contextlib.closing(LmdbFile(path, sync=False)) as file:
-        while batch := list(itertools.islice(blocks, 1024)):
-            file.append(batch)
+    file = LmdbFile(path, sync=False)
+    while batch := list(itertools.islice(blocks, 1024)):
+        file.append(batch)
     return files.file_record(path, dtype, shape)
 
 
@@ -378,26 +328,24 @@ def verify_directory(path, layout, contents) -> list[str]:
         contents: function of the path -> iterator over (file, function that raises StoreError if its content is wrong).
     """
     path, problems = Path(path), []
-    if path.is_dir() and (irregular := files.irregular(path)):
-        return [f"{name}: {problem}" for name, problem in irregular.items()]
     try:
         meta = files.read_meta(path, *layout)
     except StoreError as error:
-        if not (path / "meta.json").exists():
+        if not os.path.lexists(path / "meta.json"):
             raise
         return [f"meta.json: {error}"]
     for name, record in meta["files"].items():
         try:
             (check_lmdb if name.endswith(".lmdb") else files.check_size)(path, name, record)
+            if "sha256" not in record:
+                check_structure(path / name)
+                continue
             with reading(path / name):
-                digest = files.sha256_of(path / name).hexdigest() if "sha256" in record else None
+                digest, wanted = files.sha256_of(path / name).hexdigest(), record["sha256"]
+                if digest != wanted:
+                    raise StoreError(f"its sha256 is {digest[:12]}, not {wanted[:12]}")
         except StoreError as error:
             problems.append(f"{name}: {error}")
-            continue
-        if digest != record.get("sha256"):
-            problems.append(f"{name}: its sha256 is {digest[:12]}, not {record['sha256'][:12]}")
-        elif digest is None:
-            problems += [f"{name}: {problem}" for problem in structure_problems(path / name)[:1]]
     if problems:  # bytes that differ from their checksum are not interpreted
         return problems
     try:

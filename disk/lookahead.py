@@ -77,13 +77,11 @@ class KeptPages:
             self.code.pages_close(self.state)
 
 
-def read_in_order(reader, first, end, ended):
-    """Have the kernel read pages [first, end) of a file in order, until the event `ended` is set: a disk delivers pages
-    in order many times as fast as at random."""
+def read_in_order(reader, first, end):
+    """Have the kernel read pages [first, end) of a file in order, which a disk delivers many times as fast as at
+    random."""
     end *= mmap.PAGESIZE
     for at in range(first * mmap.PAGESIZE, end, AHEAD):
-        if ended.is_set():
-            break
         os.posix_fadvise(reader.file, at, min(AHEAD, end - at), os.POSIX_FADV_WILLNEED)
 
 
@@ -123,7 +121,7 @@ class LookaheadCache(CachedFeatures):
         os.posix_fadvise(reader.file, 0, 0, os.POSIX_FADV_DONTNEED)
         self.batches, self.share = batches, share
         self.pages = None  # KeptPages, made when the first batch shows how large a window is
-        self.started, self.ended = False, threading.Event()
+        self.started = False
         self.given_up = deque()  # (number of a batch, pages to drop once that batch is gathered)
         self.planned = self.gathered = 0  # batches so far
 
@@ -201,12 +199,8 @@ class LookaheadCache(CachedFeatures):
         places = -(-self.room // mmap.PAGESIZE)  # as many as fit, from the start of the file
         if plans:
             self.pages = KeptPages(self.reader, places, self.lookahead)
-        part = self.reader, places * rank // world, places * (rank + 1) // world, self.ended
+        part = self.reader, places * rank // world, places * (rank + 1) // world
         threading.Thread(target=read_in_order, args=part, name="in order", daemon=True).start()
-
-    def __del__(self):
-        if hasattr(self, "ended"):
-            self.ended.set()
 
     def gather(self, ids, out=None):
         """Copy rows `ids` [n] to `out`, or a new tensor, [n, F]; StoreError if the disk fails."""

@@ -66,29 +66,29 @@ class Edges:
             self.order = keys.argsort(stable=True)
             self.sources = indices[self.order]
 
-    def first(self, source, destination):
-        """Look up edges source -> destination, int64 of the same shape -> (index of each in `sources`, or where it
-        would be; bool, whether it exists), of that shape."""
-        low, wanted = self.indptr[destination].flatten(), source.flatten()
-        degree = self.indptr[destination + 1].flatten() - low
-        below = number_before(self.sources, low, degree, wanted, strict=True)
-        exists, place = below < degree, low + below
-        exists[exists.clone()] = self.sources[place[exists]] == wanted[exists]
-        return place.view_as(source), exists.view_as(source)
+    def place(self, source, destination, strict=True):
+        """Look up edges source -> destination, int64 [n] -> the index in `sources` of the first of each, or where it would
+        be; if not strict, of the edge behind the last."""
+        low = self.indptr[destination]
+        degree = self.indptr[destination + 1] - low
+        return low + number_before(self.sources, low, degree, source, strict)
 
     def has(self, source, destination):
         """Check which edges source -> destination exist, int64 of the same shape -> bool of that shape."""
-        return self.first(source, destination)[1]
+        ends = source.flatten(), destination.flatten()
+        place = self.place(*ends)
+        exists = place < self.indptr[ends[1] + 1]
+        exists[exists.clone()] = self.sources[place[exists]] == ends[0][exists]
+        return exists.view_as(source)
 
     def between(self, pairs):
         """Find all edges between the nodes of each pair [n, 2], in either direction -> (their indices in `indices`; for
         each the row of its pair)."""
-        source, destination = torch.cat([pairs, pairs.flip(1)]).unbind(1)
-        first, exists = self.first(source, destination)
-        first, source, past = first[exists], source[exists], self.indptr[destination[exists] + 1]
-        counts = number_before(self.sources, first, past - first, source, strict=False)
+        ends = torch.cat([pairs, pairs.flip(1)]).unbind(1)
+        first = self.place(*ends)
+        counts = self.place(*ends, strict=False) - first
         places = expand(first, counts)
-        rows = torch.repeat_interleave(exists.nonzero().squeeze(1) % len(pairs), counts)
+        rows = torch.arange(len(pairs), device=places.device).repeat(2).repeat_interleave(counts)
         return places if self.order is None else self.order[places], rows
 
 
@@ -321,10 +321,10 @@ class Negatives:
 
     def pairs(self, key, pairs):
         """Draw a pair without an edge for each of `pairs` [P, 2], with a drawn source as well -> int64 [P, 2]."""
-        numbers, (first, end) = torch.arange(len(pairs)), self.same_type(pairs[:, 0])
-        drawn = bits(mix(key), numbers, torch.zeros_like(numbers)) >> 21
-        pairs = torch.stack([first + (drawn * (end - first) >> 32), pairs[:, 1]], 1)
-        return torch.stack([pairs[:, 0], self.draw(key, numbers, pairs, 1).squeeze(1)], 1)
+        numbers = torch.arange(len(pairs))
+        source = self._node(mix(key), numbers, 0 * numbers, *self.same_type(pairs[:, 0]))
+        pairs = torch.stack([source, pairs[:, 1]], 1)
+        return torch.stack([source, self.draw(key, numbers, pairs, 1).squeeze(1)], 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class Links:
     graph: of `split_edges`. indptr, indices: its edges that carry messages, on the sampler's device. negatives: K per
     pair, drawn by `seed`; by_degree: in proportion to degree^0.75; checked: avoid the edges that carry messages.
     softmax: the loss is the cross-entropy of a pair among its negatives, else of each logit alone. exclude: leave the
-    positives of the step out of its messages; False only for the test that shows the leak.
+    positives of the step out of its messages; False shows the leak.
     """
 
     def __init__(
@@ -400,13 +400,13 @@ class Links:
         pairs, key = self.pairs[seeds], mix(self.key ^ (batch.global_step & (1 << 64) - 1))
         nodes = torch.cat([pairs, self.negatives.draw(key, seeds, pairs, self.count)], 1)
         options = {}
+        if self.exclude:
+            options["exclude"] = self.edges.between(self.pairs[step_seeds])[0]
         if self.times is None:
             nodes, y = nodes.unique(return_inverse=True)
         else:
             times = self.times[seeds].unsqueeze(1).expand_as(nodes)
             nodes, options["times"], y = at_times(nodes, times, self.negatives.num_nodes)
-        if self.exclude:
-            options["exclude"] = self.edges.between(self.pairs[step_seeds])[0]
         return nodes, options, y
 
     def loss(self, scorer, h, y):

@@ -181,9 +181,8 @@ def _some_of(graph, step, count):
     return torch.randperm(len(graph.pairs["train"]), generator=generator)[:count]
 
 
-def _sampled(links, draw, seeds, step, step_seeds=None):
+def _sampled(links, draw, seeds, step, step_seeds):
     """Return (blocks, y) of a step's pairs, as `NodeLoader` makes them."""
-    step_seeds = seeds if step_seeds is None else step_seeds
     batch = Batch([], None, None, seeds, global_step=step, step_seeds=step_seeds)
     nodes, options, y = links.draw(batch)
     return draw.sample(nodes, step, **options), y
@@ -196,39 +195,30 @@ def _edges_of(block):
     return set(map(frozenset, zip(*ends)))
 
 
-@pytest.mark.parametrize("exclude", [True, False])
-def test_no_positive_of_a_step_lies_in_its_blocks(exclude, tmp_path):
-    """Nor those of other processes, which share the step. Without exclusion nearly all blocks hold some."""
-    graph = link.split_edges(_link_graph(tmp_path), "80/10/10")
-    draw = NeighborSampler(graph.indptr, graph.indices, [-1, -1], edge_ids=True)
-    links = link.Links(graph, graph.indptr, graph.indices, negatives=2, exclude=exclude)
+@pytest.mark.parametrize("kind", ["plain", "timed", "leak"])
+def test_no_positive_of_a_step_lies_in_its_blocks(kind, tmp_path):
+    """Nor those of other processes, which share the step. Without exclusion all blocks hold some. With times a pair and
+    its negatives have its time, and a node may be there at several; what it then sees is tested with the sampler."""
+    timed = kind == "timed"
+    whole = _timed_links(tmp_path, nodes=60) if timed else _link_graph(tmp_path)
+    graph = link.split_edges(whole, "80/10/10", timed=timed)
+    edge_times = graph.edge_time if timed else None
+    csc = graph.indptr, graph.indices
+    draw = NeighborSampler(*csc, [-1, -1], edge_ids=True, edge_times=edge_times)
+    links = link.Links(graph, *csc, negatives=2, exclude=kind != "leak")
     for step in range(20):
         everyone = _some_of(graph, step, 60)
-        blocks, y = _sampled(links, draw, everyone[20:40], step, everyone)
+        seeds = everyone[20:40]
+        blocks, y = _sampled(links, draw, seeds, step, everyone)
         nodes = blocks[-1].src_nodes[: blocks[-1].num_dst]
-        assert nodes.numel() == nodes.unique().numel() and y.shape == (20, 4)
-        assert torch.equal(nodes[y[:, :2]].long(), graph.pairs["train"][everyone[20:40]])
-        held = {frozenset(pair) for pair in graph.pairs["train"][everyone].tolist()}
-        assert bool(held & set().union(*map(_edges_of, blocks))) != exclude
-    assert torch.equal(_sampled(links, draw, everyone, 3)[1], _sampled(links, draw, everyone, 3)[1])
-
-
-def test_links_at_their_times_have_the_times_of_their_pairs_and_do_not_see_them(tmp_path):
-    """So do their negatives; a node may be sampled at several times. What it sees then is tested with the sampler."""
-    graph = link.split_edges(_timed_links(tmp_path, nodes=60), "80/10/10", timed=True)
-    options = {"edge_ids": True, "edge_times": graph.edge_time}
-    draw = NeighborSampler(graph.indptr, graph.indices, [-1, -1], **options)
-    links = link.Links(graph, graph.indptr, graph.indices, negatives=3)
-    for step in range(10):
-        seeds = _some_of(graph, step, 50)
-        blocks, y = _sampled(links, draw, seeds, step)
-        last = blocks[-1]
-        nodes, times = (t[: last.num_dst] for t in (last.src_nodes, last.src_times))
+        assert y.shape == (20, 4)
         assert torch.equal(nodes[y[:, :2]].long(), graph.pairs["train"][seeds])
-        assert len(nodes) > len(nodes.unique())
-        assert (times[y] == graph.pair_times["train"][seeds].unsqueeze(1)).all()
-        held = {frozenset(pair) for pair in graph.pairs["train"][seeds].tolist()}
-        assert not held & set().union(*map(_edges_of, blocks))
+        assert (len(nodes) > len(nodes.unique())) == timed
+        if timed:
+            assert (blocks[-1].src_times[y] == graph.pair_times["train"][seeds, None]).all()
+        held = {frozenset(pair) for pair in graph.pairs["train"][everyone].tolist()}
+        assert bool(held & set().union(*map(_edges_of, blocks))) == (kind == "leak")
+    assert torch.equal(_sampled(links, draw, seeds, step, everyone)[1], y)
 
 
 def _place(own, scores):

@@ -1,13 +1,11 @@
 """Tests: store.py and sources/prepare.py."""
 
-import fcntl
 import itertools
 import json
 import math
 import os
 import pickle
 import shutil
-import types
 
 import numpy as np
 import pytest
@@ -197,9 +195,8 @@ def _bad_inputs():
     csc = {"edge_index": None, "indices": [0] * 9}
     zeros = Rows([9], np.int32, iter([np.zeros(9, np.int32)]))
     streamed = {"edge_index": None, "indptr": [0] * 200 + [9], "indices": zeros}
-    far, frame = np.arange(200) % 4 + 5000, types.SimpleNamespace(shape=(200, 5))
+    far, bf16 = np.arange(200) % 4 + 5000, torch.ones(5).bfloat16()
     far_off = {"features": np.full((200, 5), 1e5), "feature_dtype": "float16"}
-    infinite, bf16 = torch.tensor(nan).nan_to_num(torch.inf).bfloat16(), torch.ones(5).bfloat16()
     return {
         "edge 7 goes from node 0 to node 200": {"edge_index": edge},
         "edge 1 goes from node -4": {"edge_index": [[0, -4], [0, 0]]},
@@ -216,9 +213,7 @@ def _bad_inputs():
         "indices cannot be read: .* BFloat16": {**csc, "indptr": [0] * 200 + [5], "indices": bf16},
         r"labels\[0\] is 4": {"labels": np.full(200, 4)},
         r"labels\[0\] is -2": {"labels": np.full(200, -2)},
-        "labels has dtype float64": {"labels": np.zeros(200)},
         r"labels has shape \[2\]: \[200\]": {"labels": [0, 1]},
-        "labels cannot be read: setting an array": {"labels": [[1], [2, 3]]},
         "labels holds 18446744073709551615": {"labels": np.full(200, 2**64 - 1, np.uint64)},
         "holds node [0-9]+, which has no label": {"labels": np.arange(200) % 2 - 1},
         "none of the 200 nodes has a label": {"labels": np.full(200, -1), "num_classes": None},
@@ -226,10 +221,8 @@ def _bad_inputs():
         "num_classes is 16777217: from 1 to 16,777,216": {"num_classes": (1 << 24) + 1},
         "labels run up to 5,003 and 4 different": {"labels": far, "num_classes": None},
         r"features\[170, 3\] is nan": {"features": nan},
-        r"features\[170, 3\] is inf": {"features": infinite},
         "features has shape": {"features": x[0]},
         "features has dtype complex128": {"features": x.astype(complex)},
-        "features cannot be read: .*no attribute": {"features": frame},
         "features cannot be read: .NoneType": {"features": None},
         "came with 3 rows, 200 were announced": {"features": Rows([200, 5], np.float32, [x[:3]])},
         r"features\[0, 0\] is 100000.0: beyond the range of float16": far_off,
@@ -241,7 +234,6 @@ def _bad_inputs():
         "'train' is empty": {"split": {"train": [], "test": [1]}},
         "part 'val'": {"split": {"train": ok, "val": [60]}},
         r"'valid', a mask, has shape \[199\]": {"split": {"valid": np.ones(199, bool)}},
-        r"split 'train', a mask, has shape \[3\]": {"split": {"train": [True, False, True]}},
         "split 'train' has dtype float64": {"split": {"train": [0.5]}},
         "node_names has 2 names: 200 are needed": {"node_names": ["a", "b"]},
         "name 0, 'b.nc', .* line": {"node_names": ["b\nc", *map(str, range(199))]},
@@ -254,12 +246,10 @@ def _bad_inputs():
         r"edge_weight\[0\] is 1e-50": {"edge_weight": w.astype(float) * 1e-50},
         "edge_weight has dtype .*complex128": {"edge_weight": w * 1j},
         r"edge_time\[0\] is 0.5: whole numbers are needed": {"edge_time": w / 2},
-        r"edge_time\[0\] is nan": {"edge_time": w * np.nan},
         r"whole numbers below 2\^63": {"edge_time": np.full(3000, 2**64 - 1, np.uint64)},
         r"\[3000\]: an array \[200\] is needed, a row for each node": {"node_time": w},
         r"edge_features\[2999, 1\] is nan": {"edge_features": holed},
         r"\[3000, 0\]: an array \[3000, D\]": {"edge_features": holed[:, :0]},
-        "edge_features has dtype str": {"edge_features": w.astype("U1")},
         r"edge_features is a Rows \[3000, 1\]": {"edge_features": Rows([3000, 1], np.int8, [])},
     }
 
@@ -301,7 +291,6 @@ def test_store_takes_every_layout_of_an_array(tmp_path, dtype):
 def test_store_says_what_is_wrong_with_an_argument(tmp_path):
     good, ids = GraphStore.open(_store(tmp_path / "good")).features, torch.arange(2)
     for message, call, *args in (
-        (r"ids is \[2\] int64: an int32 or int64 tensor", good.gather, np.arange(2)),
         ("ids is list: an int32", good.gather, [1, 2]),
         (r"ids is \[2\] torch.bool", good.gather, ids.bool()),
         (r"out is \[2, 5\] float32: torch.float32", good.gather, ids, np.zeros((2, 5), "f4")),
@@ -382,17 +371,11 @@ def test_store_build_that_fails_leaves_nothing(tmp_path, error, backend):
 
 
 def test_store_removes_what_dead_builds_left(tmp_path):
-    """A running build holds a lock on its folder, in another container too."""
-    names = enumerate(("g", "g", "other"))
-    stale, alive, other = (tmp_path / f".{name}.{n:016x}.part" for n, name in names)
-    for directory in (stale, alive, other):
-        directory.mkdir()
-        (directory / "indices.npy").write_bytes(b"half")
-    builder = os.open(alive, os.O_RDONLY)
-    fcntl.flock(builder, fcntl.LOCK_EX)
-    _store(tmp_path / "g")
-    os.close(builder)
-    assert not stale.exists() and alive.exists() and other.exists()
+    left = tmp_path / f".g.{0:016x}.part"
+    left.mkdir()
+    (left / "indices.npy").write_bytes(b"half")
+    path = _store(tmp_path / "g")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
