@@ -534,6 +534,10 @@ class RGCNConv(Conv):
         self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None, types=None
     ):
         S, R, out = len(h_dst), self.num_types, self.self_linear(h_dst)
+        on_gpu = fused and fused.is_gpu(message.device)
+        if on_gpu and self.averages and R <= LOOPED:
+            means = self.means_by_type(indptr, indices, types, message)
+            return out + means.flatten(1) @ self.matrices().flatten(0, 1)
         group, counts, indices = self._grouped(indptr, indices, types)
         dst, kinds = group // R, group % R
         few = 2 * len(group) < S * R
@@ -548,6 +552,26 @@ class RGCNConv(Conv):
             sums = means.new_zeros(S, *by_basis.shape[1:]).index_add(0, dst, by_basis)
         weight = self.weight.flatten(0, 1)
         return out + sums.view(S, len(weight)) @ weight
+
+    def matrices(self):
+        """Return W_r of all types [R, F, D]."""
+        if self.coefficients is None:
+            return self.weight
+        shape = self.num_types, *self.weight.shape[1:]
+        return (self.coefficients @ self.weight.flatten(1)).view(shape)
+
+    def means_by_type(self, indptr, indices, types, message):
+        """Average the messages of each destination's edges of each type -> [S, R, F]; zero without edges.
+
+        The host does not wait for a GPU. Padding, edges after the last one with index -1, is skipped.
+        """
+        last = (indptr.numel() - 1) * self.num_types
+        edges = torch.arange(len(indices), device=indices.device, dtype=indptr.dtype)
+        dst = torch.searchsorted(indptr[1:], edges, right=True)  # S for padding
+        group, order = (dst * self.num_types + types).clamp(max=last).sort(stable=True)
+        offsets = torch.searchsorted(group, torch.arange(last + 1, device=group.device))
+        means = mean_neighbours(offsets.to(indices.dtype), indices[order], message)
+        return means.view(-1, self.num_types, message.shape[1])
 
     def after_inputs(self, block, inputs, x):
         """Compute the layer of inputs(block.src_nodes, x), with a `NodeInputs`, in fewer operations -> [S, D].
@@ -566,10 +590,8 @@ class RGCNConv(Conv):
             return None
         dst, sources = torch.cat([of_type // R, own]), torch.cat([sources, rows[:S].to(sources)])
         kinds = torch.cat([group % K * (R + 1) + of_type % R, kinds[:S] * (R + 1) + R])
-        weights, maps = self.weight, []
-        if self.coefficients is not None:
-            weights = (self.coefficients @ weights.flatten(1)).view(R, *weights.shape[1:])
-        weights = [*(weight.t() for weight in weights), self.self_linear.weight]
+        maps = []
+        weights = [*(weight.t() for weight in self.matrices()), self.self_linear.weight]
         for of in inputs.linears:
             maps.append([(weight @ of.weight, weight @ of.bias) for weight in weights])
         maps.append([(weight, None) for weight in weights])
@@ -668,7 +690,12 @@ class NodeInputs(nn.Module):
     Args:
         node_types: (number of nodes, feature width or 0) of each type, such as GraphStore.node_types.values().
         out_dim: D.
+
+    Attributes:
+        padded: x may be [N, F], see `aligned`.
     """
+
+    padded = False
 
     def __init__(self, node_types, out_dim):
         super().__init__()
@@ -686,11 +713,23 @@ class NodeInputs(nn.Module):
 
     def forward(self, nodes, x):
         """nodes: [N] ids; x: [n, F] features of those whose type has features, in the order of nodes -> [N, D]."""
+        if self.padded and len(x) == len(nodes):
+            return self.aligned(nodes, x)
         tables, kinds, rows = self.tables(nodes, x)
         dtype = x.dtype if self.embedding is None else self.embedding.weight.dtype
         tables[: len(self.linears)] = (f(t).to(dtype) for f, t in zip(self.linears, tables))
         starts = kinds.new_tensor([0, *map(len, tables)]).cumsum(0)
         return torch.cat(tables).index_select(0, starts[kinds] + rows)
+
+    def aligned(self, nodes, x):
+        """`forward` for x [N, F], a row for every node, zeros for types without features. The host does not wait for a
+        GPU; negative nodes are padding, whose rows and gradients have no meaning."""
+        kinds, parts = torch.bucketize(nodes, self.ends, right=True), []
+        for kind, linear in enumerate(self.linears):
+            parts.append(linear(x[:, : linear.in_features]) * (kinds == kind).unsqueeze(1))
+        if self.embedding is not None:
+            parts.append(_Rows.apply(self.embedding.weight, nodes.long() - self.first))
+        return sum(parts)
 
     def tables(self, nodes, x):
         """Sort nodes [N] -> ([features [n, F] of each type that has them, embedding rows [n, D] of the others], the
@@ -711,6 +750,22 @@ class NodeInputs(nn.Module):
         for at in places:
             rows[at] = torch.arange(len(at), device=at.device)
         return tables, kinds, rows
+
+
+class _Rows(torch.autograd.Function):
+    """Rows ids [N] of a weight, zeros for negative ids. Its gradient is left in weight.rows, (ids, [N, D]), for
+    run/adam.py: a CUDA graph can hold that, but no sparse tensor."""
+
+    @staticmethod
+    def forward(ctx, weight, ids):
+        ctx.weight, ctx.ids = weight, ids
+        return weight.index_select(0, ids.clamp(min=0)) * (ids >= 0).unsqueeze(1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        ctx.weight.rows = ctx.ids, grad.contiguous()
+        return None, None
 
 
 def mean_edges(indptr, edges):
@@ -907,7 +962,7 @@ class GNN(nn.Module):
         """Apply the first layer together with `NodeInputs`, if it is an R-GCN and no part is customised; else None."""
         layer, dropped = self.layers[0], self.input_dropout and self.training
         usual = self.inputs is not None and is_gnn(self, ("embed", "step", "finish"))
-        if not usual or dropped or self.recompute or self.residuals:
+        if not usual or dropped or self.recompute or self.residuals or self.inputs.padded:
             return None
         parts = layer, self.inputs, *layer.children(), *self.inputs.linears
         if not unchanged(*parts, kinds={RGCNConv, NodeInputs}) or layer.num_types > LOOPED:

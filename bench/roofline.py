@@ -130,7 +130,7 @@ def step_costs(args, store, dtype):
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, check=False)
     compiled = lambda name, source: Noted(costs, source)  # noqa: E731
     backend = sampler_gpu.Backend(sampler.engine.spec, args.fanout, 0, compiled)
-    sampler = types.SimpleNamespace(sample=sampler.sample, engine=backend)
+    sampler = types.SimpleNamespace(sample=sampler.sample, engine=backend, edge_type=None)
     in_place = self_and_mean if step_graph.averages_in_place(settings, dtype) else None
     features = store.features.tensor.to(dtype)
     options = dict(slots=1, gather=gather_rows, aggregate=in_place, dtype=dtype)
@@ -149,7 +149,7 @@ def step_costs(args, store, dtype):
         patch.object(layers, "is_gpu", lambda device: True),
         patch.object(torch.cuda, "Event", lambda: None),
     ):
-        slot = step_graph.Slot(backend, ring, room, 0)
+        slot = step_graph.Slot(sampler, ring, room, 0)
         for measured in (contextlib.nullcontext(), costs):  # the first run creates Adam's state
             costs.rows.clear()
             with measured:

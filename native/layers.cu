@@ -253,18 +253,19 @@ FN floats_t activate(floats_t v, int relu, i64 node, int column, int drop, float
   return drop_columns(v, mix(dropout_seed(seed, step, layer) ^ (u64)node), column, drop, scale);
 }
 
-// Adam step for rows [n] of a weight and its moments, by their gradient grad [n, width]; rate and
-// root include the bias correction.
+// Adam step for rows [n] of a weight and its moments, by their gradient grad [n, width]; negative
+// rows are skipped. rates: learning rate and root of the second moment's bias, both corrected.
 KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, float first,
-                 float second, float rate, float root, float eps, float *mean, float *square,
+                 float second, float eps, const float *rates, float *mean, float *square,
                  float *weight) {
   ROW_AND_COLUMN(n);
+  if (rows[row] < 0) return;
   const i64 at = rows[row] * width + column;
   const floats_t g = load(grad + row * width + column, whole, left);
   const floats_t m = load_floats(mean + at, whole, left) * first + g * (1 - first);
   const floats_t v = load_floats(square + at, whole, left) * second + g * g * (1 - second);
   floats_t step;
-  EACH step[q] = -rate * m[q] / (sqrtf(v[q]) / root + eps);
+  EACH step[q] = -rates[0] * m[q] / (sqrtf(v[q]) / rates[1] + eps);
   store_floats(mean + at, whole, left, m);
   store_floats(square + at, whole, left, v);
   store_floats(weight + at, whole, left, load_floats(weight + at, whole, left) + step);

@@ -170,7 +170,9 @@ class Backend:
             frame = Frame(self)
             frame.fit(rows, places, True)
             frame.make_blocks()
-            frame.memory.zero_()  # so that ids in the padding are valid node ids
+            frame.memory.zero_()  # so that ids in the padding are valid node and edge ids
+            if frame.edges is not None:
+                frame.edges.zero_()
         return frame
 
 

@@ -17,26 +17,35 @@ class Adam(torch.optim.Adam):
         """Take a step: sparse gradients row by row, dense ones by torch."""
         for group in self.param_groups:
             for p in group["params"]:
+                rows = vars(p).pop("rows", None)  # left by `NodeInputs.aligned`: ids, gradient
                 if p.grad is not None and p.grad.is_sparse:
-                    self._step_rows(p, group)
+                    rows = _distinct(p.grad)
                     p.grad = None  # super().step() skips it
+                if rows is not None:
+                    self._step_rows(p, group, *rows)
         super().step()
 
-    def _step_rows(self, p, group):
-        ids, state, (first, second) = p.grad._indices()[0], self.state[p], group["betas"]
-        # ascending ids are distinct: no need to sort and sum the rows
-        p.grad._coalesced_(p.grad.is_coalesced() or bool((ids[1:] > ids[:-1]).all()))
-        grad = p.grad.coalesce()
-        rows, values = grad.indices()[0], grad.values()
+    def _step_rows(self, p, group, rows, values):
+        """rows: [n] distinct, negative ones are skipped by native/layers.py. values: [n, D] their gradient."""
+        state, (first, second) = self.state[p], group["betas"]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), device=p.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-        state["step"] = state["step"].cpu() + 1
-        count, mean, square = state["step"].item(), state["exp_avg"], state["exp_avg_sq"]
-        rate, root = group["lr"] / (1 - first**count), (1 - second**count) ** 0.5
-        scalars = first, second, rate, root, group["eps"]
-        if layers.adam_rows(rows, values, mean, square, p, *scalars):
+        count, mean, square = state["step"].add_(1), state["exp_avg"], state["exp_avg_sq"]
+        rate = group["lr"] / (1 - first ** count.double())
+        root = (1 - second ** count.double()).sqrt()
+        rates = torch.stack([rate, root]).float()
+        if layers.adam_rows(rows, values, mean, square, p, first, second, group["eps"], rates):
             return
         m, v = mean[rows].lerp_(values, 1 - first), square[rows].lerp_(values.square(), 1 - second)
         mean[rows], square[rows] = m, v
-        p.index_add_(0, rows, m / (v.sqrt() / root + group["eps"]), alpha=-rate)
+        p.index_add_(0, rows, m / (v.sqrt() / root + group["eps"]) * -rate)
+
+
+def _distinct(grad):
+    """Return the rows [n] and values [n, D] of a sparse gradient, of equal rows their sum."""
+    ids = grad._indices()[0]
+    # ascending ids are distinct: no need to sort and sum the rows
+    grad._coalesced_(grad.is_coalesced() or bool((ids[1:] > ids[:-1]).all()))
+    grad = grad.coalesce()
+    return grad.indices()[0], grad.values()

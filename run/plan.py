@@ -72,8 +72,10 @@ def placements(
     batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
-    if types:  # rgcn and rgat: types and ids of the edges
-        batch += sum(edges) * (store.edge_type.itemsize + 8)
+    typed = (
+        store.edge_type.itemsize + 8 if types else 0
+    )  # rgcn and rgat: types and ids of the edges
+    batch += sum(edges) * typed
     columns = [column for name in COLUMNS if (column := getattr(store, name)) is not None]
     arrays = 8 * (2 * V + 1) + id_bytes * M + sum(c.nbytes for c in columns)
     arrays += row_bytes * store.features.shape[0]
@@ -85,7 +87,9 @@ def placements(
     def gpu_step(held):  # for batches, with `held` hops in steps of static shapes
         places, rows = sum(edges[:held]) + nodes[0], sum(nodes[: held + 1])
         slot = 4 * F * nodes[held] * (2 if held < len(fanout) else 1)
-        slot += id_bytes * (2 * rows + places) + 12 * places  # 12: winners, numbers, counts
+        slot += (
+            id_bytes * (2 * rows + places) + (12 + typed) * places
+        )  # 12: winners, numbers, counts
         return step + (ahead * slot + compute) * bool(graphs)
 
     return {

@@ -31,12 +31,12 @@ import torch
 import torch.distributed as dist
 
 from features import Fetched
-from model import cross_entropy
+from model import LOOPED, cross_entropy
 from native import layers, sampler_gpu
 from run.finite import LossSum
 from sampler import Block, mix
 
-PADDED = ("sage", "sage-pool", "gcn", "gat", "gin")  # models whose kernels skip padding
+PADDED = ("sage", "sage-pool", "gcn", "gat", "gin", "rgcn")  # models whose kernels skip padding
 MEASURED = 16  # batches whose sizes decide the static shapes
 ELSEWHERE = "another rank cannot have them"
 # other threads, NCCL's among them, may call CUDA during a capture
@@ -72,15 +72,18 @@ def hindrances(args, store, used):
         "seeds see edges by their times (--temporal off shows them all)": used.time is not None,
         "nodes have several labels": store.labels.dim() > 1,
         "edges have features": used.features is not None,
-        "edges have types": used.type is not None,
-        "nodes have types": bool(store.node_types),
+        f"edges have more than {LOOPED} types": used.num_types > LOOPED,
+        f"nodes have types, and --model {args.model} counts degrees": (
+            bool(store.node_types) and args.model in ("gcn", "gin")
+        ),
     }
 
 
 def hops_held(args, store, used):
     """Return how many hops of a batch the CUDA graphs would hold in GPU memory in cuda-cuda, 0 if there can be none.
     used: `EdgeData` of the store."""
-    hops = len(args.fanout) - averages_in_place(args, store.features.dtype)
+    in_place = not store.node_types and averages_in_place(args, store.features.dtype)
+    hops = len(args.fanout) - in_place
     return 0 if any(hindrances(args, store, used).values()) else hops
 
 
@@ -94,6 +97,7 @@ def obstacle(run):
         f"--mode {run.args.mode} fetches features on the host": not run.ring.on_device,
         "the features are not a tensor, or are behind a cache": no_tensor,
         "the sampler's kernels are not there": no_kernels,
+        "ranks average the embeddings of nodes": run.ranks.world > 1 and bool(run.store.node_types),
     }
     if why := next((why for why, holds in reasons.items() if holds), None):
         return why
@@ -120,6 +124,8 @@ def build(run, optimizer):
     except REFUSALS as error:
         torch.cuda.set_stream(stream)
         why = reason(error)
+        if run.model.inputs:
+            run.model.inputs.padded = False
     # StepGraphs() has no collectives: a rank that fails in it leaves none waiting
     missing, uncaptured = ranks.sum(graphs is None, graphs is not None and not graphs.captured)
     if missing:
@@ -168,11 +174,14 @@ class Slot:
             `layer_seed`. trained: event after training, for which refilling waits.
     """
 
-    def __init__(self, backend, ring, room, seed):
+    def __init__(self, sampler, ring, room, seed):
         (rows, places), labels, self.ring = room, ring.labels, ring
-        self.frame = backend.frame(rows, places)
+        self.frame, self.edge_type = sampler.engine.frame(rows, places), sampler.edge_type
         self.x = ring.features.new_zeros(rows[-1], ring.width, dtype=ring.dtype)
         blocks = [Block(*fields) for fields in reversed(self.frame.blocks)]
+        if self.edge_type is not None:
+            new = self.edge_type.new_empty
+            blocks = [block._replace(edge_type=new(block.num_edges)) for block in blocks]
         self.seeds, self.nodes = blocks[-1].src_nodes[: rows[0]], blocks[0].src_nodes
         if ring.first_hop:  # the outermost block has no edges: they are averaged when drawn
             none = self.nodes[:0]
@@ -188,15 +197,21 @@ class Slot:
         self.trained = torch.cuda.Event()
 
     def sample(self):
-        """Launch what the first graph captures: sample, fetch features, look up labels."""
+        """Launch what the first graph captures: sample, fetch features, look up labels and types of edges."""
         self.frame.start()
-        ring = self.ring
-        if not ring.first_hop and ring.features.dtype == ring.dtype:
-            ring.gather(ring.features, self.nodes, self.x)
-        elif not ring.first_hop:
-            self.x.copy_(ring.gather(ring.features, self.nodes))
+        ring, nodes = self.ring, self.nodes
         torch.index_select(ring.labels, 0, self.seeds, out=self.y)
         self.y.masked_fill_(self.places >= self.frame.sizes[1], -1)
+        for block in self.batch.blocks if self.edge_type is not None else ():
+            torch.index_select(self.edge_type, 0, block.edge_ids, out=block.edge_type)
+        if len(ring.features) < ring.labels.shape[0]:  # some types of nodes have no features: zeros
+            used = self.frame.sizes[1 + 2 * len(self.batch.blocks)]
+            nodes.masked_fill_(torch.arange(len(nodes), device=nodes.device) >= used, -1)
+            nodes = nodes.masked_fill(nodes >= len(ring.features), -1)
+        if not ring.first_hop and ring.features.dtype == ring.dtype:
+            ring.gather(ring.features, nodes, self.x)
+        elif not ring.first_hop:
+            self.x.copy_(ring.gather(ring.features, nodes))
 
 
 class StepGraphs:
@@ -216,6 +231,8 @@ class StepGraphs:
         self.optimizer, self.predict, self.seed = optimizer, run.forward, args.seed
         self.first_hop, self.stream = ring.first_hop, ring.stream
         self.repeated = 0
+        if model.inputs:
+            model.inputs.padded = True
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self.weight, self.rate = torch.zeros(2, device=ranks.device)
@@ -226,7 +243,7 @@ class StepGraphs:
         self.flat = self.update = None
         if ranks.world > 1:
             self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=ranks.device)
-        slot = partial(Slot, sampler.engine, ring, room, args.seed)
+        slot = partial(Slot, sampler, ring, room, args.seed)
         self.slots = [slot() for _ in range(args.prefetch + 1)]
         kept = [t.clone() for t in self._state()]
         self.begin()
@@ -266,7 +283,9 @@ class StepGraphs:
         for slot in slots:
             if trouble := self._sample(slot, seeds, 0):
                 raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
-            errors.append(((slot.x[: len(batch.x)] - batch.x).float().norm() / norm).item())
+            nodes = slot.nodes[: blocks[0].num_src]
+            x = slot.x[: len(nodes)][(nodes >= 0) & (nodes < len(self.ring.features))]
+            errors.append(((x - batch.x).float().norm() / norm).item())
             losses.append(self._loss(self._train, slot))
         same = (abs(a - b) <= GRAPH_RTOL * abs(a) for a, b in zip(expected, losses))
         if not all(same) or not all(error <= GRAPH_RTOL for error in errors):

@@ -24,13 +24,14 @@ import train
 from features import CachedFeatures, FeatureRing
 from loader import Batch, Graph, NodeLoader
 from native import build, sampler_gpu
-from run import step_graph
+from run import adam, step_graph
 from run.edge_data import EdgeData
 from sampler import Block, NeighborSampler
 from tests import common
 from tests.common import TINY, _emulated, _end, _fork, _random_graph, _run_here
 from tests.test_ddp import _launch_within
 from tests.test_layers import _emulate_layers, _net, cuda_layers, layers_gpu  # noqa: F401
+from tests.test_types import _typed_graph
 
 
 class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
@@ -113,6 +114,7 @@ def _emulate_graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_stream", nothing)
     monkeypatch.setattr(step_graph, "captured", lambda graph, pool=None: graph)
     monkeypatch.setattr(model, "fused", layers_gpu)
+    monkeypatch.setattr(adam, "layers", layers_gpu)
 
 
 def _sampling_on_gpu(s, folder):
@@ -120,9 +122,13 @@ def _sampling_on_gpu(s, folder):
     backend = _emulated(s, folder)
 
     def sample(seeds, step, relabel_outer=True):
-        return [Block(*fields[:4]) for fields in backend.sample(seeds, step, relabel_outer)[::-1]]
+        blocks = [Block(*fields[:4]) for fields in backend.sample(seeds, step, relabel_outer)[::-1]]
+        if s.edge_type is None:
+            return blocks
+        return [block._replace(edge_type=s.edge_type[block.edge_ids]) for block in blocks]
 
-    return types.SimpleNamespace(engine=backend, indices=s.engine.spec.indices, sample=sample)
+    given = {"indices": s.engine.spec.indices, "edge_type": s.edge_type}
+    return types.SimpleNamespace(engine=backend, sample=sample, **given)
 
 
 def _graph_ring(net, x, labels, slots, **options):
@@ -162,6 +168,37 @@ def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
 
     seeds = min(nodes.split(args.batch_size)[:-1], key=lambda seeds: sum(draw(seeds)))
     return seeds, (rows, draw(seeds))
+
+
+@pytest.mark.parametrize("bases", [0, 2])
+def test_a_step_of_a_typed_graph_is_a_cuda_graph(cuda_graphs, bases, tmp_path):
+    """Edge types, and nodes with features or embeddings; compared with eager steps in each batch's shapes."""
+    indptr, indices, kinds, _ = _typed_graph(np.random.default_rng(1), 300, 1800, 3)
+    labels, nodes, x = torch.randint(5, (300,)), torch.randperm(300)[:53], torch.randn(200, 7)
+    typed = dict(num_types=3, bases=bases, node_types=[(200, 7), (100, 0)])
+    net = model.GNN(7, 16, 5, conv="rgcn", num_layers=3, dropout=0.5, **typed)
+    plain = copy.deepcopy(net)
+    s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", edge_type=kinds)
+    draws, ring = _sampling_on_gpu(s, tmp_path), _graph_ring(net, x, labels, slots=2)
+    make = lambda net: adam.Adam(net.parameters(), lr=0.01, eps=2**-10, fused=True)  # noqa: E731
+    graphs = _step_graphs(draws, ring, net, make(net), nodes)
+    options = dict(batch_size=12, seed=5, depth=1, load=graphs.load)
+    batches, optimizer = loader.NodeLoader(None, nodes, [4, 3, 3], **options), make(plain)
+    assert graphs.captured
+    for _ in range(3):
+        graphs.begin()
+        for batch in batches:
+            before = graphs.loss_sum.item()
+            graphs.step(batch)
+            blocks = draws.sample(batch.seeds, batch.global_step)
+            eager, key = ring.fetch(1, blocks), sampler.mix(sampler.mix(5) ^ batch.global_step)
+            loss = model.cross_entropy(plain(blocks, eager.x, key=key), labels[batch.seeds])
+            (loss / batch.total).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert graphs.loss_sum.item() - before == pytest.approx(loss.item(), rel=1e-4)
+    for one, other in zip(net.parameters(), plain.parameters()):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
 def _adam(net, state=None):
@@ -351,7 +388,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
     indptr, indices = _random_graph(np.random.default_rng(18), 50, 6)
     ring = dict(on_device=True, features=torch.zeros(3, 1))
     for words, changed, why in (
-        ("--model gine", {}, "for --model sage, sage-pool, gcn, gat, gin, this is gine"),
+        ("--model gine", {}, "for --model sage, sage-pool, gcn, gat, gin, rgcn, this is gine"),
         ("--norm batch", {}, "--norm batch"),
         ("--checkpoint-activations", {}, "--checkpoint-activations"),
         ("--precision fp64", {}, "--precision fp64"),
@@ -363,10 +400,15 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         ("--mode cpu-cpu", dict(on_device=False), "--mode cpu-cpu"),
         ("", dict(features=None), "behind a cache"),
         ("--model gat", dict(used=EdgeData(features=1)), "edges have features"),
-        ("", dict(used=EdgeData(type=1)), "edges have types"),
+        (
+            "--model rgcn",
+            dict(used=EdgeData(type=1, num_types=17)),
+            "edges have more than 16 types",
+        ),
         ("", dict(used=EdgeData(time=1)), "by their times"),
         ("", dict(labels=torch.zeros(3, 2)), "several labels"),
-        ("", dict(node_types={"a": (3, 1)}), "nodes have types"),
+        ("--model gin", dict(node_types={"a": (3, 1)}), "nodes have types, and --model gin counts"),
+        ("--model rgcn", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
         ("", {}, "the sampler's kernels are not there"),
         ("--model gin --fanout 4,49", {}, "the sampler's kernels are not there"),
         ("--input-dropout 0.1 --fanout 4,49", {}, "the sampler's kernels are not there"),
