@@ -69,7 +69,7 @@ def test_datasets_molecules(tmp_path):
     _molecules(tmp_path / "bad.npz", count=3, train_idx=[5])
     _refuses("holds graph 5", prepare, tmp_path / "bad.npz", tmp_path / "d")
     _molecules(tmp_path / "few.npz", train_idx=range(4), test_idx=range(4, 40))
-    few = "has 4 graphs, 4 are needed for validation: give val_idx"
+    few = "4 graphs to train on, a tenth of 40 to validate: give val_idx"
     _refuses(few, prepare, tmp_path / "few.npz", tmp_path / "d")
 
 
@@ -171,12 +171,12 @@ build edges.csv h --features e.csv.gz --labels y.csv => e.csv.gz, line 2: Expect
 build edges.csv h --features none.csv --labels y.csv => none.csv cannot be read: No such
 build e.csv h --features NOSUCH.csv --labels e.csv => NOSUCH.csv
 build NOSUCH.csv h => NOSUCH.csv holds edges alone: features are needed
-build NOSUCH.npz h => cannot read NOSUCH.npz
+build NOSUCH.npz h => NOSUCH.npz cannot be read: No such file
 build plain.csv h TABLES --weights 4 => has no column '4'
 build plain.csv h TABLES --weights edges.csv --times 3 => edges.csv has 2 columns: one is
 build plain.csv h TABLES --times 3 --weights y.csv => an array \[3000\] is needed, a row for each edge
-build own.npz h --weights 3 => are for tables
-build own.npz h --features NOSUCH.csv => own.npz: it holds features, labels and split itself: features
+build own.npz h --weights 3 => edge_weight has no effect on
+build own.npz h --features NOSUCH.csv => own.npz: features has no effect on
 build own.npz h --seed 3 => seed 3 has no effect: it has a split
 build m.npz h --symmetrize => symmetrize has no effect: it holds many small graphs
 build m.npz:radius=3 h => radius has no effect: it holds many small graphs
@@ -220,7 +220,10 @@ def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
     Path("e.csv").write_text("0,1\n")
     Path("data.pt").write_bytes(b"PK")
     for name, message in (
-        ("e.csv", "e.csv is neither an .npz file nor a store: python store.py build e.csv my_"),
+        (
+            "e.csv",
+            "e.csv is neither an .npz file nor a store: give tables to python store.py build",
+        ),
         ("z" * 5000, "is unknown"),
         ("data.pt", "data.pt is neither an .npz file nor a store: .*prepare.build"),
         ("folder", "folder is a folder without meta.json, so no store"),
@@ -235,7 +238,7 @@ def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
         ("synthetic:train=0", "train=0"),
         ("synthetic:train=200000", "train=200000"),
         ("synthetic:noise=nan", "noise"),
-        ("nothing.npz", "cannot read nothing.npz"),
+        ("nothing.npz", "nothing.npz cannot be read: No such file"),
     ):
         _refuses(message, prepare, name, "data")
     assert not list(Path("data").glob("*"))
@@ -386,15 +389,19 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
     few = {"x": x[:150], "y": y[:150], "train_mask": mask[:150]}
     weighted = pygs(edge_index=None, adj_t=weighted, edge_weight=ones)
     for message, source, options in (
-        ("edata.rank is not used: what edges carry is called edge_weight", dgls(rank=ones), {}),
+        ("edata.rank is not used here", dgls(rank=ones), {}),
         ("adj_t has values other than 1, beside edge_weight", weighted, {}),
-        ("is 200, and there are 150 labels", pygs(edge_index=None, adj_t=plain, **few), {}),
+        (
+            "is 200, and there are 150 labels or features",
+            pygs(edge_index=None, adj_t=plain, **few),
+            {},
+        ),
         ("SimpleNamespace has no labels: give them as labels=", pygs(y=None), {}),
         ("SimpleNamespace has no features", pygs(x=None), {}),
         ("no split=2: it has 2 splits, and", pygs(train_mask=splits), {"split": 2}),
         ("x cannot be read: can.t convert Sparse", pygs(x=x.to_sparse()), {}),
-        ("a graph cannot be read from a dict", {}, {}),
-        ("cannot be read from a DataFrame", type("DataFrame", (), {})(), {}),
+        ("no graph is read from a dict", {}, {}),
+        ("no graph is read from a DataFrame", type("DataFrame", (), {})(), {}),
     ):
         _refuses(message, datasets.build, source, tmp_path / "bad", **options)
     assert not (tmp_path / "bad").exists()

@@ -106,7 +106,7 @@ def test_datasets_npz_word_counts(tmp_path, capsys):
         assert x[5].tolist() == some and x[6].tolist() == [0, 0, twice, 0] and not x[0].any()
         assert x.dtype == (torch.float64 if kind == "f8" else torch.float32)
         said = capsys.readouterr().out
-        assert ("divided by its sum" if sum(some) == 1 else "as they are") in said
+        assert ("divided by the sum of their row" if sum(some) == 1 else "as they are") in said
         assert ("values" if "f" in kind else "counts") in said
 
 
@@ -131,8 +131,8 @@ def _refused_npz():
         ("edge_index has dtype bool", dict(edge_index=np.zeros((2, 9), bool))),
         (r"edges has shape \[2, 9\]: \[M, 2\]", dict(edge_index=None, edges=np.zeros((2, 9), int))),
         ("has features and x, which mean the same.*ignore=x", dict(features=np.ones((200, 2)))),
-        ("w is not used: what edges carry is called edge_weight, edge_ty", dict(w=times)),
-        ("trainmask is not used: no array of that name is known", dict(trainmask=mask)),
+        ("w is not used here, and it may matter.*ignore=w", dict(w=times)),
+        ("trainmask is not used here", dict(trainmask=mask)),
         ("no array nothing; its arrays are", {}, ":ignore=nothing"),
         ("num_nodes is 300", dict(num_nodes=300)),
         ("has val_idx, but no train_idx", dict(val_idx=[1, 2])),
@@ -147,18 +147,18 @@ def _refused_npz():
         ("no split=0: it has 1 split, and", dict(train_mask=mask), ":split=0"),
         ("no split=1: it has 0 splits", {}, ":split=1"),
         ("radius has no effect: it holds one graph", {}, ":radius=3"),
-        ("row_normalize=0 has no effect: it is for a CSR matrix", {}, ":row_normalize=0"),
+        ("row_normalize has no effect: it is for a CSR matrix", {}, ":row_normalize=0"),
         ("feat_indices holds -1: columns lie in", {**csr, "feat_indices": np.full(200, -1)}),
         (r"holds 5: columns lie in \[0, 5\)", {**csr, "feat_indices": ids, "feat_shape": [200, 5]}),
         ("feat_indices has dtype float64", {**csr, "feat_indices": np.ones(200)}),
         ("feat_data holds <U1", {**csr, "feat_data": np.full(200, "a")}),
         ("feat_data holds -1.*row_normalize=0", {**csr, "feat_data": np.where(ids == 3, -1, 1)}),
-        ("and feat_data have as many", {**csr, "feat_data": np.ones(3)}),
+        ("200 entries of feat_indices and feat_data", {**csr, "feat_data": np.ones(3)}),
         (r"features\[7, 2\] is nan", {**csr, "feat_data": np.where(ids == 7, np.nan, 1)}),
         ("feat_indptr must rise from 0 to the 200", {**csr, "feat_indptr": np.arange(201)[::-1]}),
         ("feat_indptr must rise from 0 to the 200", {**csr, "feat_indptr": np.arange(201) + 1}),
-        (r"shape \[150, 5\]: 200 rows", {**csr, "feat_shape": [150, 5]}),
-        (r"shape \[200, 1099511627776\]: 200 rows and", {**csr, "feat_shape": [200, 1 << 40]}),
+        (r"feat_shape \[150, 5\] is not \[200, ", {**csr, "feat_shape": [150, 5]}),
+        (r"feat_shape \[200, 1099511627776\] is not", {**csr, "feat_shape": [200, 1 << 40]}),
         ("x cannot be read", dict(x=np.array([{}] * 200, object))),
     ]
 
@@ -425,10 +425,7 @@ def test_datasets_npz_hostile_archives(tmp_path, monkeypatch):
     np.savez_compressed(file, edge_index=graph["edge_index"], x=bomb, y=np.zeros(1 << 16, int))
     monkeypatch.setattr("sources.arrays.free_host_bytes", lambda: 1 << 20)
     refused("x cannot be read: 1,310,848 bytes unpacked, and 1,048,576 are")
-    os.mkfifo(tmp_path / "fifo.npz")
-    said = "cannot read .*fifo.npz: there is no regular file"
-    _refuses(said, prepare, tmp_path / "fifo.npz", tmp_path / "d")
-    assert {entry.name for entry in tmp_path.iterdir()} == {"h.npz", "fifo.npz"}
+    assert [*tmp_path.iterdir()] == [file]
 
 
 def _build_plainly(path, arrays):
