@@ -125,7 +125,7 @@ def _refused_npz():
         (r"one-hot.*and -1 where", dict(y=np.where(y[::-1, None] != 1, np.eye(4)[y], -1))),
         (r"y\[7\] is 2.5: .* node regression, are not", dict(y=np.where(ids == 7, 2.5, 1))),
         (r"y\[7\] is inf", dict(y=np.where(ids == 7, np.inf, 1))),
-        ("y holds numbers, and text such as 'a': give", dict(y=np.array(["1", "a"] * 100))),
+        ("y holds numbers, and text such as a: give", dict(y=np.array(["1", "a"] * 100))),
         ("y holds complex128", dict(y=np.ones(200, complex))),
         ("edge_index holds 18446744073709551615", dict(edge_index=most)),
         ("edge_index has dtype bool", dict(edge_index=np.zeros((2, 9), bool))),
