@@ -39,6 +39,13 @@ NPZ = dict(
     target=str,  # the node type whose labels are learned, if several types have labels
     ignore=lambda names: names.split("+"),  # arrays to leave out
 )
+TABLE_COLUMNS = {  # argument of `build` for tables: column of a store
+    "weights": "edge_weight",
+    "times": "edge_time",
+    "types": "edge_type",
+    "edge_features": "edge_features",
+    "node_times": "node_time",
+}
 DRAWN_GRAPHS = {"synthetic": (SYNTHETIC, synthetic), "synthetic-mag": (MAG, synthetic_mag)}
 NAMES = (*DRAWN_GRAPHS, *PLANETOID, *OGB)
 
@@ -153,22 +160,7 @@ def parse(text, types, name) -> dict:
     return values
 
 
-def build(
-    source,
-    path,
-    *,
-    features=None,
-    labels=None,
-    split=None,
-    ignore=(),
-    seed=None,
-    weights=None,
-    times=None,
-    types=None,
-    edge_features=None,
-    node_times=None,
-    **options,
-):
+def build(source, path, *, features=None, labels=None, split=None, ignore=(), seed=None, **options):
     """Build a store at `path` -> that path.
 
     docs/data.md lists the names that arrays may have, and what is drawn if there is no split or there are no features.
@@ -192,8 +184,7 @@ def build(
         own |= {f"{part}_idx": ids for part, ids in split.items()}
     elif split is not None:
         params["split"] = int(split)
-    columns = dict(edge_weight=weights, edge_time=times, edge_type=types)
-    columns |= dict(edge_features=edge_features, node_time=node_times)
+    columns = {column: options.pop(name, None) for name, column in TABLE_COLUMNS.items()}
     own, columns = ({n: v for n, v in d.items() if v is not None} for d in (own, columns))
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
@@ -207,8 +198,7 @@ def build(
     with reading(f"cannot build {path}: {kind}"):
         if tables:
             arrays = read_tables(kind, own, columns, path.absolute().parent)
-            names = ("node_names", "edge_types") if "edge_types" in arrays else ("node_names",)
-            options |= {name: arrays.pop(name) for name in names}
+            options |= {name: arrays.pop(name, None) for name in ("node_names", "edge_types")}
             arrays = Arrays(kind, arrays)
         elif npz:
             params = {**npz[1], **params}
@@ -251,9 +241,10 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
     if drawn:
         source["seed"] = seed or 0
     if many:
-        of_cells = {name: value for name, value in params.items() if name == "radius"}
-        make = molecules if many == "node_offsets" else crystals
-        batches, count, entries = make(arrays, **of_cells)
+        if many == "node_offsets":
+            batches, count, entries = molecules(arrays)
+        else:
+            batches, count, entries = crystals(arrays, params.get("radius", 4.0))
         graphs, source = (block_diagonal(*batch) for batch in batches), source | entries
         split = of_graphs(arrays, count, params.get("split"), seed or 0)
         arrays.close()

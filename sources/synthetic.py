@@ -62,8 +62,8 @@ def synthetic_mag(parameters) -> dict:
     counts = {name: max(p.classes, round(p.scale * count)) for name, count in MAG_NODES.items()}
 
     def edges(source, destination, count):
-        hub = lambda kind: (random.random(count) ** 2 * counts[kind]).astype(np.int64)  # noqa: E731
-        src, dst = hub(source), hub(destination)
+        ends = (random.random(count) ** 2 * counts[kind] for kind in (source, destination))
+        src, dst = (end.astype(np.int64) for end in ends)
         near = random.random(count) < p.local
         group = dst[near] * p.classes // counts[destination]
         src[near] = (group + random.random(len(group))) * counts[source] / p.classes

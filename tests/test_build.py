@@ -105,10 +105,9 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
         return {"lattice": lattice}
 
     for message, option, entries in (
-        (r"its lattice needs three finite", "", cell(np.nan)),
-        (r"the volume of cell\[1\] is", "", cell(np.eye(3)[[0, 1, 1]])),
+        (r"images near cell\[1\] is nan", "", cell(np.nan)),
+        ("bad.npz cannot be read: Singular matrix", "", cell(np.eye(3)[[0, 1, 1]])),
         (r"images near cell\[1\] is 5\d+.*: .* radius=4 ", "", cell(np.eye(3) * 0.1)),
-        ("its lattice needs three finite", "", cell(np.eye(3) * 1e-5)),
         (r"images near cell\[0\] .*at most 16,384 within radius=60 are", ":radius=60", {}),
         ("radius=-1.0 is no distance", ":radius=-1", {}),
         ("radius=nan is no distance", ":radius=nan", {}),
