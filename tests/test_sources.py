@@ -115,20 +115,14 @@ def _refused_npz():
     mask, y, ids = np.arange(200) < 50, np.arange(200) % 4, np.arange(200)
     csr = {"x": None, "feat_indptr": np.arange(201), "feat_indices": ids % 5}
     splits, times = np.stack([mask, ~mask, mask]), np.ones(3000)
-    most = np.full((2, 9), 2**64 - 1, np.uint64)
     return [
         ("no array edge_index or edges; its arrays are x, y", dict(edge_index=None)),
         ("split .train. holds node 0, which has no label", dict(y=None, train_idx=[0, 1])),
         (r"y is \[200, 4\].*one-hot", dict(y=np.eye(4)[y])),
-        # without a label: rows of 0, of -1
-        (r"one-hot.*and -1 where", dict(y=np.eye(4)[y] * (y[::-1] != 1)[:, None])),
         (r"one-hot.*and -1 where", dict(y=np.where(y[::-1, None] != 1, np.eye(4)[y], -1))),
         (r"y\[7\] is 2.5: .* node regression, are not", dict(y=np.where(ids == 7, 2.5, 1))),
         (r"y\[7\] is inf", dict(y=np.where(ids == 7, np.inf, 1))),
         ("y holds numbers, and text such as a: give", dict(y=np.array(["1", "a"] * 100))),
-        ("y holds complex128", dict(y=np.ones(200, complex))),
-        ("edge_index holds 18446744073709551615", dict(edge_index=most)),
-        ("edge_index has dtype bool", dict(edge_index=np.zeros((2, 9), bool))),
         (r"edges has shape \[2, 9\]: \[M, 2\]", dict(edge_index=None, edges=np.zeros((2, 9), int))),
         ("has features and x, which mean the same.*ignore=x", dict(features=np.ones((200, 2)))),
         ("w is not used here, and it may matter.*ignore=w", dict(w=times)),
@@ -137,7 +131,6 @@ def _refused_npz():
         ("num_nodes is 300", dict(num_nodes=300)),
         ("has val_idx, but no train_idx", dict(val_idx=[1, 2])),
         ("train_idx and train_mask, which mean the", dict(train_idx=[1, 2], train_mask=mask)),
-        (r"train_mask is \[199\]: a mask is \[200\]", dict(train_mask=mask[1:])),
         (r"train_idx is \[199\]: a mask is", dict(train_idx=mask[1:])),
         ("train_mask holds values other than 0 and 1", dict(train_mask=2 * mask)),
         (r"train_idx is \[2, 5, 2\]: ids are \[n\]", dict(train_idx=ids[:20].reshape(2, 5, 2))),
@@ -145,17 +138,14 @@ def _refused_npz():
         ("2 and 3 splits in train_masks, val_", dict(train_masks=splits, val_masks=~splits[:2])),
         ("no split=3: it has 3 splits", dict(train_masks=splits), ":split=3"),
         ("no split=0: it has 1 split, and", dict(train_mask=mask), ":split=0"),
-        ("no split=1: it has 0 splits", {}, ":split=1"),
         ("radius has no effect: it holds one graph", {}, ":radius=3"),
         ("row_normalize has no effect: it is for a CSR matrix", {}, ":row_normalize=0"),
         ("feat_indices holds -1: columns lie in", {**csr, "feat_indices": np.full(200, -1)}),
         (r"holds 5: columns lie in \[0, 5\)", {**csr, "feat_indices": ids, "feat_shape": [200, 5]}),
-        ("feat_indices has dtype float64", {**csr, "feat_indices": np.ones(200)}),
         ("feat_data holds <U1", {**csr, "feat_data": np.full(200, "a")}),
         ("feat_data holds -1.*row_normalize=0", {**csr, "feat_data": np.where(ids == 3, -1, 1)}),
         ("200 entries of feat_indices and feat_data", {**csr, "feat_data": np.ones(3)}),
         (r"features\[7, 2\] is nan", {**csr, "feat_data": np.where(ids == 7, np.nan, 1)}),
-        ("feat_indptr must rise from 0 to the 200", {**csr, "feat_indptr": np.arange(201)[::-1]}),
         ("feat_indptr must rise from 0 to the 200", {**csr, "feat_indptr": np.arange(201) + 1}),
         (r"feat_shape \[150, 5\] is not \[200, ", {**csr, "feat_shape": [150, 5]}),
         (r"feat_shape \[200, 1099511627776\] is not", {**csr, "feat_shape": [200, 1 << 40]}),
