@@ -110,15 +110,11 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
         (r"images near cell\[1\] is 5\d+.*: .* radius=4 ", "", cell(np.eye(3) * 0.1)),
         (r"images near cell\[0\] .*at most 16,384 within radius=60 are", ":radius=60", {}),
         ("radius=-1.0 is no distance", ":radius=-1", {}),
-        ("radius=nan is no distance", ":radius=nan", {}),
         ("radius=inf", ":radius=inf", {}),
-        (r"Z\[0\] is -1", "", {"Z": np.full(7, -1)}),
         (r"Z\[0\] is 300", "", {"Z": np.full(7, 300)}),
-        ("Z has dtype float64", "", {"Z": np.full(7, np.nan)}),
         (r"frac_coords\[0, 0\] is nan", "", {"frac_coords": np.full((7, 3), np.nan)}),
         (r"frac_coords has shape \[6, 3\]: \[7, 3\]", "", {"frac_coords": np.ones((6, 3))}),
         ("atom_offsets must rise from 0 to the 7", "", {"atom_offsets": [0, 4, 4, 7]}),
-        ("atom_offsets must rise", "", {"atom_offsets": [0, 4, 5, 6]}),
         ("row_normalize has no effect", ":row_normalize=1", {}),
     ):
         _crystals(bad, **entries)
@@ -130,22 +126,15 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
         (r"targets has shape \[3\]: \[5\] is needed", {"targets": np.ones(3)}),
         (r"targets has shape \[5, 0\]: no graph", {"targets": np.ones((5, 0))}),
         ("no array targets or labels", {"targets": None}),
-        ("targets holds <U1", {"targets": np.array(list("abcde"))}),
         (r"targets\[4, 0\] is inf", {"targets": np.array([0, 1, 2, 3, 1e300])}),
-        ("bond_index_local has dtype float64", {"bond_index_local": ends * 1.5}),
         ("goes from node .* its graph has", {"bond_index_local": ends.astype(int) + 99}),
         ("node_offsets must rise from 0", {"node_offsets": np.array(nodes)[:-1]}),
         (r"bond_offsets has shape \[5\]: \[6\] is needed", {"bond_offsets": np.delete(bonds, 2)}),
         (r"bond_index_local has shape \[2, \d+\]: \[2, \d+\] is needed", {"bond_feat": few}),
-        ("train_mask is", {"train_mask": np.ones(4, bool)}),
         ("node 3|graph 3 is in split", {"train_idx": [3], "val_idx": [3]}),
     ):
         np.savez(bad, **{name: a for name, a in (made | changes).items() if a is not None})
         _refuses(message, prepare, bad, tmp_path, progress=False)
-    mask = np.arange(5) < 3
-    np.savez(tmp_path / "masks.npz", **made, train_mask=mask.astype(np.uint8), val_mask=~mask)
-    split = _prepared(tmp_path / "masks.npz", tmp_path).split
-    assert [ids.tolist() for ids in split.values()] == [[0, 1, 2], [3, 4], []]
 
 
 def _same(path, reference):
@@ -217,16 +206,10 @@ def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
     _save_npz("own.npz", train_idx=[1, 2])
     Path("folder").mkdir()
     Path("e.csv").write_text("0,1\n")
-    Path("data.pt").write_bytes(b"PK")
     for name, message in (
-        (
-            "e.csv",
-            "e.csv is neither an .npz file nor a store: give tables to python store.py build",
-        ),
+        ("e.csv", "e.csv is neither an .npz file nor a store: give tables to python store.py"),
         ("z" * 5000, "is unknown"),
-        ("data.pt", "data.pt is neither an .npz file nor a store: .*prepare.build"),
         ("folder", "folder is a folder without meta.json, so no store"),
-        ("none.csv", "'none.csv' is unknown"),
         ("own.npz:nonsense", "no parameter 'nonsense': write NAME=VALUE with row_normalize"),
         ("own.npz:split=1,split=2", "split is given twice"),
         ("own.npz:split=1.5e0", "split='1.5e0' is no int"),
@@ -234,7 +217,6 @@ def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
         ("reddit", "synthetic, synthetic-mag, cora.*ogbn-products"),
         ("synthetic:size=4", "'size=4'.*nodes, degree"),
         ("synthetic:nodes=0", "nodes=0"),
-        ("synthetic:train=0", "train=0"),
         ("synthetic:train=200000", "train=200000"),
         ("synthetic:noise=nan", "noise"),
         ("nothing.npz", "nothing.npz cannot be read: No such file"),
@@ -364,16 +346,11 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
     for number, (source, options) in enumerate(
         (
             (dgls(), {}),
-            (dgls(["csc"]), {}),
-            (dgls(["coo"]), {}),
             (dgls(["csr"]), {}),
             (dgls(rank=ones), {"ignore": ["edata.rank"]}),
-            (pygs(), {}),
             (pygs(edge_index=..., adj_t=plain), {}),
             (pygs(edge_index=None, adj_t=csr), {}),
-            (pygs(y=y.double()[:, None], train_mask=mask.to(torch.uint8)), {}),
             (pygs(edge_attr=ones), {"ignore": ["edge_attr"]}),
-            (pygs(train_mask=splits, test_mask=splits.flip(1)), {"split": 0}),
             (pygs(train_mask=splits.flip(1), test_mask=splits), {"split": 1}),
             (pygs(x=None, y=None), given),
             (pygs(train_mask=splits), {"split": {"train": mask, "test": ~mask}}),
@@ -390,16 +367,11 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
     for message, source, options in (
         ("edata.rank is not used here", dgls(rank=ones), {}),
         ("adj_t has values other than 1, beside edge_weight", weighted, {}),
-        (
-            "is 200, and there are 150 labels or features",
-            pygs(edge_index=None, adj_t=plain, **few),
-            {},
-        ),
+        ("num_nodes is 200, and", pygs(edge_index=None, adj_t=plain, **few), {}),
         ("SimpleNamespace has no labels: give them as labels=", pygs(y=None), {}),
         ("SimpleNamespace has no features", pygs(x=None), {}),
         ("no split=2: it has 2 splits, and", pygs(train_mask=splits), {"split": 2}),
         ("x cannot be read: can.t convert Sparse", pygs(x=x.to_sparse()), {}),
-        ("no graph is read from a dict", {}, {}),
         ("no graph is read from a DataFrame", type("DataFrame", (), {})(), {}),
     ):
         _refuses(message, datasets.build, source, tmp_path / "bad", **options)
