@@ -111,13 +111,8 @@ def _recipe(name, root, seed, options):
         key += ["drop_duplicates"] * options["drop_duplicates"]
         return Path(file).stem[:100], key, functools.partial(build, name, seed=drawn, **options)
     if word not in NAMES:
-        if os.path.isdir(name):
-            raise StoreError(f"{name} is a folder without meta.json, so no store")
-        if os.path.isfile(name):
-            how = "give tables to python store.py build, others in Python to sources.prepare.build"
-            raise StoreError(f"{name} is neither an .npz file nor a store: {how}")
-        known = f"it is no store, no .npz file, and none of {', '.join(NAMES)}"
-        raise StoreError(f"dataset {name!r} is unknown: {known}")
+        known = f"no store, no .npz file and none of {', '.join(NAMES)}"
+        raise StoreError(f"dataset {name!r} is {known}; store.py build makes stores of tables")
     for option in filter(options.get, options):
         raise _no_effect(option, word, "it is for files of your own")
     defaults, draw = DRAWN_GRAPHS.get(word, ({}, None))
@@ -151,11 +146,8 @@ def parse(text, types, name) -> dict:
         if key in values:
             raise StoreError(f"{name}: {key} is given twice")
         try:
-            number = float(value) if types[key] is int and "e" in value else value
-            values[key] = types[key](number)
-            if isinstance(number, float) and number != values[key]:
-                raise ValueError
-        except (ValueError, OverflowError):
+            values[key] = types[key](value)
+        except ValueError:
             raise StoreError(f"{name}: {key}={value!r} is no {types[key].__name__}") from None
     return values
 

@@ -207,12 +207,12 @@ def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
     Path("folder").mkdir()
     Path("e.csv").write_text("0,1\n")
     for name, message in (
-        ("e.csv", "e.csv is neither an .npz file nor a store: give tables to python store.py"),
-        ("z" * 5000, "is unknown"),
-        ("folder", "folder is a folder without meta.json, so no store"),
+        ("e.csv", "dataset 'e.csv' is no store, no .npz file and none of .* store.py build"),
+        ("z" * 5000, "is no store"),
+        ("folder", "dataset 'folder' is no store"),
         ("own.npz:nonsense", "no parameter 'nonsense': write NAME=VALUE with row_normalize"),
         ("own.npz:split=1,split=2", "split is given twice"),
-        ("own.npz:split=1.5e0", "split='1.5e0' is no int"),
+        ("own.npz:split=1.5", "split='1.5' is no int"),
         ("cora:x=1", "no parameter 'x=1': it takes none"),
         ("reddit", "synthetic, synthetic-mag, cora.*ogbn-products"),
         ("synthetic:size=4", "'size=4'.*nodes, degree"),
