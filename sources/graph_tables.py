@@ -204,9 +204,7 @@ def edges(file, folder, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
             raise StoreError(f"{file}: {table.column(twice[0])} is used for two things")
         if extra := [table.column(j) for j in range(table.width) if j not in taken]:
             extra = short(", ".join(extra))
-            raise StoreError(
-                f"{file}: no use for {extra}: drop it, or name it by a flag such as --weights"
-            )
+            raise StoreError(f"{file}: no use for {extra}: drop it, or name it, as by --weights")
         arrays = _spooled(table, folder, {"ends": ends, **kept}, nodes)
         table.say(*(f"{name} from {', '.join(map(table.column, js))}" for name, js in kept.items()))
     return arrays.pop("ends").T, arrays

@@ -83,7 +83,6 @@ WRITTEN = [
     ("x", "a,a\n" + X, "x.csv has two columns called 'a'"),
     ("y", "no\nyes\n" * 3, None),
     ("y", "id,label\n5,1\n3,1\n1,1\n0,0\n2,0\n", [0, 1, 0, 1, -1, 1]),
-    ("y", "id,label\n5,1\n3,1\n5,1\n", "y.csv, line 4: node 5 occurs a second time"),
     ("y", "topic\n" + "no\nyes\n" * 3, "y.csv, line 7: more rows than in .*x.csv; a header is"),
     ("y", "topic\n" + Y, None),
     ("y", Y[2:], "y.csv has 5 rows, .*x.csv has 6$"),
@@ -99,6 +98,12 @@ WRITTEN = [
     ("y", "", "y.csv is empty"),
     ("e", "src,dst\n", "e.csv has a header and no rows"),
     ("e", "# 0,1\n\n", "e.csv is empty"),
+    ("train", "id\n2\n5\n", None),
+    ("train", "train\n2\n5", None),
+    ("train", '"2"\r\n"5"\r\n', None),
+    ("train", "0\n1\n1\n0\n", "line 3: this looks like a mask of 0 and 1: ids"),
+    ("train", "0\n2\n2\n0\n", "line 3: node 2 occurs a second time"),
+    ("train", "0,1\n2,3\n", "column 2, which are no train_idx"),
 ]
 WRITTEN += [
     (part, GOOD[part].encode().replace(old.encode(), new.encode("latin1")), outcome)
@@ -180,21 +185,6 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
     _refuses(said, graph_tables.features, x, tmp_path)
 
 
-def test_tables_ids_of_a_split(tmp_path):
-    nodes = graph_tables.Nodes(9, "x.csv")
-    for text in ("3\n1\n8\n", "id\n3\n1\n8\n", "train\n3\n1\n8", '"3"\r\n"1"\r\n"8"\r\n'):
-        file = _table_file(tmp_path / "t.csv", text)
-        assert graph_tables.of_nodes(file, nodes, "train_idx").tolist() == [3, 1, 8]
-    for text, complaint in (
-        ("0\n1\n1\n0\n", "this looks like a mask of 0 and 1: ids"),
-        ("0\n2\n2\n0\n", "line 3: node 2 occurs a second time"),
-        ("9\n", "there is no node 9"),
-        ("0,1\n2,3\n", "column 2, which are no train_idx"),
-    ):
-        file = _table_file(tmp_path / "t.csv", text)
-        _refuses(complaint, graph_tables.of_nodes, file, nodes, "train_idx")
-
-
 def test_tables_weights_and_times(tmp_path):
     text = "w,dst,Source ID,Timestamp\n1,0,1,1700000000123456789\n.5,1,2,1700000000123456788\n"
     file, nodes = _table_file(tmp_path / "e.csv", text), graph_tables.Nodes(3, "x.csv")
@@ -210,7 +200,7 @@ def test_tables_weights_and_times(tmp_path):
     more = edges(edge_features=["Timestamp", "w"])[1]["edge_features"]
     assert more.tolist() == [[np.float32(1.7e18), 1], [np.float32(1.7e18), 0.5]]
     for name, complaint in (
-        ("w", "no use for 'Timestamp': drop it, or name it by"),
+        ("w", "no use for 'Timestamp': drop it, or name it, as by --w"),
         ("W", "W is neither a file nor one of .*e.csv's columns, w, dst"),
         ("5", "5 is neither a file"),
         ("dst", "'dst' is used for two"),
