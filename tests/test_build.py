@@ -2,7 +2,6 @@
 
 import collections
 import gzip
-import itertools
 import os
 import re
 import shutil
@@ -297,18 +296,17 @@ def test_store_ends_at_once_beside_a_thread_that_reads_on(tmp_path):
 
 def test_store_into_a_closed_pipe_or_a_full_disk(tmp_path, monkeypatch, capsys):
     path = str(_store(tmp_path / "g"))
-    for command, code in itertools.product(("info", "verify"), (141, 1)):
-        reading, writing = os.pipe()
-        os.close(reading)
-        with (
-            open("/dev/full" if code == 1 else writing, "w") as out,
-            monkeypatch.context() as patch,
-        ):
+    reading, writing = os.pipe()
+    os.close(reading)
+    for output, code, said in (
+        (writing, 141, ""),
+        ("/dev/full", 1, "full, perhaps that of the output: [Errno 28] No space"),
+    ):
+        with open(output, "w") as out, monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", out)
-            assert store.main([command, path]) == code
-        assert (
-            "full, perhaps that of the output: [Errno 28] No space" in capsys.readouterr().err
-        ) == (code == 1)
+            assert store.main(["info", path]) == code
+        error = capsys.readouterr().err
+        assert said in error and bool(said) == bool(error)
 
 
 def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys):
@@ -345,7 +343,6 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
     given = {"features": args["features"], "labels": args["labels"]}
     for number, (source, options) in enumerate(
         (
-            (dgls(), {}),
             (dgls(["csr"]), {}),
             (dgls(rank=ones), {"ignore": ["edata.rank"]}),
             (pygs(edge_index=..., adj_t=plain), {}),
