@@ -221,8 +221,9 @@ class Arrays:
             values = values.reshape(-1)
         elif values.ndim == 2 and len(some := values[(values >= 0).all(1)]):
             if (some.sum(1) <= 1).all() and np.isin(some, (0, 1)).all():
-                how = f"take {name}.argmax(1), and -1 where a row has no 1"
-                raise self.error(f"{name} is {[*values.shape]}, one-hot rows: {how}")
+                raise self.error(
+                    f"{name} holds one-hot rows: take argmax(1), and -1 where none is 1"
+                )
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
             return integers(f"{self.source}: {name}", values)
@@ -311,8 +312,7 @@ class Arrays:
                 shape = self.read(name, "").shape
             of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
             if of_edges or re.search(MATTERS, str(name).lower()):
-                what = f"{name}{self.suffix} is not used here, and it may matter"
                 how = f"docs/data.md lists those that are; drop it, or ignore={name}{self.suffix}"
-                raise self.error(f"{what}: {how}")
+                raise self.error(f"{name}{self.suffix} is not used here, and may matter: {how}")
         if rest:
             self.say(f"not used: {', '.join(map(str, rest))}")

@@ -240,8 +240,7 @@ def _spooled(table, folder, fields, nodes=None):
             columns |= {j: nodes.numbers(table, first, columns[j]) for j in ends}
             for j in texts:
                 if "" in columns[j]:
-                    what = f"{table.column(j)} is empty: a type is needed"
-                    raise table.error(first + columns[j].index(""), what)
+                    raise table.error(first + columns[j].index(""), f"{table.column(j)} is empty")
                 columns[j] = np.array([numbers.setdefault(t, len(numbers)) for t in columns[j]])
             chunk = np.empty(table.rows - first, record)
             for name, which in fields.items():

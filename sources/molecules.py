@@ -120,8 +120,7 @@ def _offsets(arrays, name, count, least) -> np.ndarray:
     offsets = arrays.integers(name)
     valid = offsets.ndim == 1 and len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == count
     if not valid or (np.diff(offsets) < least).any():
-        each = ", each with a row at least" * least
-        raise arrays.error(f"{name} must rise from 0 to the {count} rows of the graphs{each}")
+        raise arrays.error(f"{name} must rise from 0 to the {count} rows, by {least} at least")
     return offsets
 
 

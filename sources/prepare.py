@@ -323,10 +323,7 @@ def _build_typed(path, arrays, params, source, **options) -> Path:
         of.close(*counts)
     if len(labelled) > 1 and target is None or target and target not in labelled:
         which = ", ".join(labelled) or "no type"
-        how = "keep those of one"
-        if arrays.source.endswith(".npz"):
-            how = f"{Path(arrays.source).name}:target={' or '.join(labelled)} takes those of one"
-        raise arrays.error(f"there are labels of {which}: {how}")
+        raise arrays.error(f"there are labels of {which}: keep those of one, as target=TYPE does")
     for kind, labels in graph["labels"].items():
         if not graph["split"]:
             random = np.random.default_rng(source.get("seed", 0))
@@ -338,8 +335,7 @@ def _build_typed(path, arrays, params, source, **options) -> Path:
 def _labels_as_features(arrays, labels, split, num_classes, random):
     """Turn the labels of half of the training nodes into features -> (split without these nodes, one-hot [V, C])."""
     if labels.ndim == 2 or isinstance(split, list):
-        what = "labels can replace them only with one label per node and one split"
-        raise arrays.error(f"it has no features, and {what}")
+        raise arrays.error("it has no features, and not just one label per node and one split")
     split = check_split(split, labels)
     shown, split["train"] = np.split(random.permutation(split["train"]), [len(split["train"]) // 2])
     features = np.zeros((len(labels), num_classes), np.float32)

@@ -108,8 +108,8 @@ def synthetic(parameters) -> dict:
     p = checked("synthetic", parameters)
     counts = [round(n * p.nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
     if counts[0] < 1 or max(sum(counts), p.classes, p.community) > p.nodes:
-        what = f"train={p.train:g}, valid={p.valid:g}, classes={p.classes} or community"
-        raise StoreError(f"synthetic: {what} do not fit {p.nodes} nodes")
+        parts = f"train={p.train:g}, valid={p.valid:g}"
+        raise StoreError(f"synthetic: {parts}, classes or community do not fit {p.nodes} nodes")
     size = p.community or max(1, min(1000, p.nodes // (4 * p.classes)))
 
     def stream(*key):

@@ -230,7 +230,7 @@ def test_tables_types_of_edges_are_numbers_or_names(of, names, own_file, tmp_pat
     assert [*drawn] == [(1, first[1]), (0, first[0]), (1, first[2])]
     if names and not own_file:
         _table_file(tmp_path / "e.csv", text.replace("writes", ""))
-        refused = "line 3: 'relation' is empty: a type is needed"
+        refused = "line 3: 'relation' is empty"
         _refuses(refused, datasets.build, file, tmp_path / "n", features=x, types="relation")
 
 

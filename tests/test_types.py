@@ -360,7 +360,7 @@ REFUSED_FILES = [  # what is said, changes of the arrays of a file
     ("join book: sizes are given", {"edge_index:author,writes,book": [[0], [0]]}),
     (r"ids of author lie in \[0, 30\)", {"edge_index:author,writes,paper": np.full((2, 1), 60)}),
     (r"has shape \[3, 2\]: \[2, M\]", {"edge_index:author,writes,paper": np.zeros((3, 2), int)}),
-    ("labels of paper, author: t.npz:target=paper or author takes", {"y:author": [0] * 30}),
+    ("labels of paper, author: keep those of one, as target=", {"y:author": [0] * 30}),
     (
         "edge_weight: give it for all types of edges or",
         {"edge_weight:author,writes,paper": np.ones(90)},
