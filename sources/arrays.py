@@ -81,9 +81,8 @@ def of_object(graph, own, ignore=()) -> "Arrays":
             type_name = name if isinstance(name, str) else ",".join(name)
             arrays |= {f"{column}:{type_name}": value for column, value in values.items()}
     elif hasattr(graph, "edge_index") or hasattr(graph, "adj_t"):
-        arrays = _with_edge_index(
-            dict(graph.to_dict() if hasattr(graph, "to_dict") else vars(graph))
-        )
+        arrays = graph.to_dict() if hasattr(graph, "to_dict") else vars(graph)
+        arrays = _with_edge_index(dict(arrays))
     else:
         raise StoreError(f"no graph is read from a {kind}: give a file, a DGLGraph or a PyG Data")
     replaced = [*(FEATURES if "features" in own else ()), *(LABELS if "labels" in own else ())]
@@ -221,9 +220,7 @@ class Arrays:
             values = values.reshape(-1)
         elif values.ndim == 2 and len(some := values[(values >= 0).all(1)]):
             if (some.sum(1) <= 1).all() and np.isin(some, (0, 1)).all():
-                raise self.error(
-                    f"{name} holds one-hot rows: take argmax(1), and -1 where none is 1"
-                )
+                raise self.error(f"{name} holds one-hot rows: take argmax(1), -1 where no 1 is")
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
             return integers(f"{self.source}: {name}", values)

@@ -100,7 +100,7 @@ def features(file, folder) -> tuple[np.ndarray, Nodes]:
         elif len(kept) > 1 and len(x) > 1 and first.min() in (0, 1):
             if np.array_equal(np.sort(first), first.min() + np.arange(len(x))):
                 raise StoreError(
-                    f"{file}: {table.column(0)} counts the rows: call it id, or drop it"
+                    f"{file}: {table.column(0)} counts the rows: call it id or drop it"
                 )
         table.say(plural(x.shape[1], "feature"))
     return x, nodes

@@ -67,9 +67,8 @@ def crystals(arrays, radius):
     candidates = atoms * (1 + 2 * radius / _heights(lattice)).prod(1)
     why = f"at most {MOST_CANDIDATES:,} within radius={radius:g} are searched; choose a smaller one"
     name = f"{arrays.source}: the number of atoms and images near cell"
-    refuse(
-        ~(candidates <= MOST_CANDIDATES), name, candidates, why
-    )  # also where a lattice holds nan
+    # also where a lattice holds nan
+    refuse(~(candidates <= MOST_CANDIDATES), name, candidates, why)
     y = _targets(arrays, "energy", len(atoms), atoms)
 
     def batch(first, _):

@@ -226,9 +226,8 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
     idle = params.keys() - {"split", "ignore", understood}
     idle |= {name for name, value in options.items() if many and value}
     if idle:
-        what = "many small graphs" if many else "one graph"
-        what += ", with types" if arrays.of_types else ""
-        raise arrays.error(f"{min(idle)} has no effect: it holds {what}")
+        held = "many small graphs" if many else "one graph"
+        raise arrays.error(f"{min(idle)} has no effect: it holds {held}")
     source = {"dataset": Path(arrays.source).name, **params}
     if drawn:
         source["seed"] = seed or 0

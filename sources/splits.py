@@ -86,9 +86,7 @@ def of_graphs(arrays, count, choice, seed) -> dict:
         arrays.say(f"it has no validation part: {tenth} from the training part (seed {seed})")
     if "valid" not in split:
         if (n := len(split["train"])) <= count // 10:
-            raise arrays.error(
-                f"{n} graphs to train on, a tenth of {count} to validate: give val_idx"
-            )
+            raise arrays.error(f"{n} graphs to train on, {count // 10} to validate: give val_idx")
         split["valid"], split["train"] = np.split(random.permutation(split["train"]), [count // 10])
     return {part: np.sort(ids) for part, ids in split.items()}
 

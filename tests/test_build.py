@@ -68,7 +68,7 @@ def test_datasets_molecules(tmp_path):
     _molecules(tmp_path / "bad.npz", count=3, train_idx=[5])
     _refuses("holds graph 5", prepare, tmp_path / "bad.npz", tmp_path / "d")
     _molecules(tmp_path / "few.npz", train_idx=range(4), test_idx=range(4, 40))
-    few = "4 graphs to train on, a tenth of 40 to validate: give val_idx"
+    few = "4 graphs to train on, 4 to validate: give val_idx"
     _refuses(few, prepare, tmp_path / "few.npz", tmp_path / "d")
 
 

@@ -119,7 +119,7 @@ def _refused_npz():
         ("no array edge_index or edges; its arrays are x, y", dict(edge_index=None)),
         ("split .train. holds node 0, which has no label", dict(y=None, train_idx=[0, 1])),
         ("y holds one-hot rows", dict(y=np.eye(4)[y])),
-        (r"one-hot.*and -1 where", dict(y=np.where(y[::-1, None] != 1, np.eye(4)[y], -1))),
+        (r"one-hot.*, -1 where", dict(y=np.where(y[::-1, None] != 1, np.eye(4)[y], -1))),
         (r"y\[7\] is 2.5: .* node regression, are not", dict(y=np.where(ids == 7, 2.5, 1))),
         (r"y\[7\] is inf", dict(y=np.where(ids == 7, np.inf, 1))),
         ("y holds numbers, and text such as a: give", dict(y=np.array(["1", "a"] * 100))),

@@ -66,7 +66,7 @@ WRITTEN = [
     ("y", '""' + Y[1:], [-1, 1, 0, 1, 0, 1]),
     ("x", "id,a,b\n" + NUMBERED, None),
     ("x", DISORDER, "y.csv has no column of ids"),
-    ("x", NUMBERED, "x.csv: column 1 counts the rows: call it id, or drop it"),
+    ("x", NUMBERED, "x.csv: column 1 counts the rows: call it id or drop it"),
     ("x", ",a,b\n" + NUMBERED, None),  # the index of pandas
     ("x", ",0,1\n" + NUMBERED, "its first row is ,0,1: write names"),
     ("x", "0,1\n" + X, "its first row is 0,1: write"),
