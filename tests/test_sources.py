@@ -449,13 +449,12 @@ def _reads_npz_inputs(folder):
             assert torch.equal(found.features.gather(every), plain.features.gather(every)), number
             shutil.rmtree(plain_path)
         shutil.rmtree(path)
-    print(dict(outcomes))
     assert outcomes["built"] > 80 and outcomes["refused"] > 80, outcomes
     assert outcomes["more than arrays are"] < outcomes["built"] / 3, outcomes
 
 
 def test_datasets_npz_inputs_are_read_as_plain_numpy_reads_them(tmp_path):
-    assert "built" in _end(_fork(tmp_path / "out", _reads_npz_inputs, tmp_path))
+    _end(_fork(tmp_path / "out", _reads_npz_inputs, tmp_path))
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
