@@ -104,7 +104,8 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
         return {"lattice": lattice}
 
     for message, option, entries in (
-        (r"images near cell\[1\] is nan", "", cell(np.nan)),
+        (r"lattice\[1, 0, 0\] is nan: a cell is finite", "", cell(np.nan)),
+        (r"lattice\[1, 0, 0\] is 10000000.0: a cell", "", cell(np.eye(3) * 1e7)),
         ("bad.npz cannot be read: Singular matrix", "", cell(np.eye(3)[[0, 1, 1]])),
         (r"images near cell\[1\] is 5\d+.*: .* radius=4 ", "", cell(np.eye(3) * 0.1)),
         (r"images near cell\[0\] .*at most 16,384 within radius=60 are", ":radius=60", {}),
