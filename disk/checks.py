@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from disk import files
 from disk.files import StoreError, integers, refuse, shaped
@@ -98,12 +99,8 @@ def check_splits(splits, labels) -> dict[str, np.ndarray]:
             checked.append(check_split(split, labels))
         except StoreError as error:
             raise StoreError(f"split {number} of {len(splits)}: {error}") from error
-    rows = {}
-    for name in files.SPLITS:
-        rows[name] = np.full((len(checked), max(len(split[name]) for split in checked)), -1)
-        for row, split in zip(rows[name], checked):
-            row[: len(split[name])] = split[name]
-    return rows
+    rows = {name: [torch.from_numpy(s[name]) for s in checked] for name in files.SPLITS}
+    return {n: pad_sequence(ids, True, padding_value=-1).numpy() for n, ids in rows.items()}
 
 
 def check_split(split, labels, what="node") -> dict[str, np.ndarray]:

@@ -81,7 +81,7 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
         max_dims, width = (2, ", D") if name == "edge_features" else (1, "")
         fits = shape[:1] == (count,) and len(shape) <= max_dims and 0 not in shape[1:]
         if not fits or isinstance(values, files.Rows):
-            needed = f"an array [{count}{width}] is needed, a row for each {item} that is given"
+            needed = f"an array [{count}{width}] is needed, a row for each {item}"
             raise StoreError(f"{name} is a {type(values).__name__} {list(shape)}: {needed}")
         if name in ("edge_time", "node_time"):
             values = np.asarray(values)
@@ -99,8 +99,7 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
             if edge_types is not None:
                 meta["edge_types"] = names = [*map(str, edge_types)]
                 if not types <= len({*names}) == len(names):
-                    needed = f"{types} different ones are needed"
-                    raise StoreError(f"edge_types has {len(names)} names: {needed}")
+                    raise StoreError(f"edge_types {names}: {types} different names are needed")
                 types = len(names)
             meta["num_edge_types"] = types
             checked[name] = values.astype(np.min_scalar_type(max(types - 1, 0)))

@@ -37,8 +37,7 @@ def flatten(given):
     columns = {name: given[name] for name in BY_TYPE if given[name] is not None}
     for name, values in columns.items():
         if not isinstance(values, dict):
-            needed = "{type: values} is needed where edge_index is given by type"
-            raise StoreError(f"{name} is a {type(values).__name__}: {needed}")
+            raise StoreError(f"{name}: {{type: values}} is needed, as edge_index is given by type")
     features, labels, times = (columns.pop(name, {}) for name in BY_TYPE[:3])
     node_types = dict(zip(node_types, integers("node_types", [*node_types.values()]).tolist()))
     _check_names(node_types, edge_index)
@@ -50,8 +49,10 @@ def flatten(given):
     if len(labels) > 1:
         raise StoreError(f"{' and '.join(labels)} have labels: keep those of one type")
     edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in edge_index.items()}
+    for name, values in columns.items():
+        if different := values.keys() ^ edges.keys():
+            raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
     columns = {name: dict(values) for name, values in columns.items()}
-    _check_columns(columns, edges)
     if given["symmetrize"]:
         _add_reverses(edges, columns)
     graph = dict.fromkeys([*BY_TYPE, "split"])
@@ -65,7 +66,7 @@ def flatten(given):
     for name in filter(lambda name: features.get(name) is not None, names):
         what = f"features of {name}"
         tables[name] = shaped(what, array_like(what, features[name]), node_types[name], "F")
-    graph["features"] = _joined(tables, node_types)
+    graph["features"] = _joined(tables)
     widths = {name: table.shape[1] for name, table in tables.items()}
     graph["node_types"] = {name: (node_types[name], widths.get(name, 0)) for name in names}
     spread = functools.partial(_spread, first, node_types)
@@ -76,7 +77,7 @@ def flatten(given):
     if labels:
         graph["labels"], start = spread("labels", labels, -1), first[next(iter(labels))]
         ids = functools.partial(part_ids, count=len(*labels.values()))
-        splits = [split or {}] if isinstance(split or {}, dict) else split
+        splits = split if isinstance(split, list) else [split or {}]
         moved = [{p: start + ids(f"split {p!r}", v) for p, v in s.items()} for s in splits]
         graph["split"] = moved if splits is split else moved[0]
     elif split:
@@ -93,29 +94,15 @@ def _check_names(node_types, edge_index):
             raise StoreError(f"edges {kind!r}: (source type, name, destination type) is needed")
     for word in (*node_types, *itertools.chain(*edge_index)):
         if not isinstance(word, str) or not word.isprintable() or not word or "," in word:
-            needed = "a printable text without a comma is needed"
-            raise StoreError(f"the type {word!r} has no name: {needed}")
-
-
-def _check_columns(columns, edges):
-    """Raise StoreError unless each column {type: values} has a row for each edge of each type."""
-    for name, values in columns.items():
-        if different := values.keys() ^ edges.keys():
-            what = f"{name} is there for some types of edges and not for {','.join(min(different))}"
-            raise StoreError(f"{what}: give it for all of them, or for none")
-        for kind, pairs in edges.items():
-            if (count := len(array_like(name, values[kind]))) != pairs.shape[1]:
-                needed = f"{pairs.shape[1]} are needed, one for each edge"
-                raise StoreError(f"{name} of {','.join(kind)} has {count} rows: {needed}")
+            raise StoreError(f"the type {word!r} has no name: printable text without a comma")
 
 
 def _edges(kind, node_types, pairs) -> np.ndarray:
     """Check the edges of a type -> int64 [2, M_r]."""
     source, _, destination = kind
     if unknown := {source, destination} - node_types.keys():
-        known = ", ".join(node_types)
-        why = f"types of nodes are {known}, and the number of {min(unknown)} is not given"
-        raise StoreError(f"edges {','.join(kind)} join {min(unknown)}: {why}")
+        known = f"sizes are given of {', '.join(node_types)} alone"
+        raise StoreError(f"edges {','.join(kind)} join {min(unknown)}: {known}")
     name = f"edges {','.join(kind)}"
     pairs = shaped(name, integers(name, pairs), 2, "M")
     for row, end in zip(pairs, (source, destination)):
@@ -131,8 +118,7 @@ def _add_reverses(edges, columns):
         reverse = kind if source == destination else (destination, f"rev_{name}", source)
         parts = [pairs[::-1]] if reverse != kind else [pairs, pairs[::-1]]
         if reverse != kind and reverse in edges:
-            name = ",".join(reverse)
-            raise StoreError(f"edges {name} are there already: symmetrize would add them")
+            raise StoreError(f"symmetrize adds edges {','.join(reverse)}, which are there already")
         edges[reverse] = np.concatenate(parts, 1)
         for values in columns.values():
             values[reverse] = torch.cat([files.as_rows("edges", values[kind])] * len(parts))
@@ -142,11 +128,13 @@ def _column(name, values, edges) -> torch.Tensor:
     """Join a column {type: values} in the order of the edges {type: pairs}."""
     with reading(name):
         rows = {f"{name} of {','.join(k)}": files.as_rows(name, values[k]) for k in edges}
+        for (label, part), pairs in zip(rows.items(), edges.values()):
+            shaped(label, part, pairs.shape[1], *part.shape[1:])
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in rows.values()))
         return torch.cat([_converted(*item, dtype) for item in rows.items()])
 
 
-def _joined(tables, node_types):
+def _joined(tables):
     """Join feature tables {type: [V_t, F_t]} to one, padded to the widest; [[0]] if there are none."""
     if len(tables) < 2:
         return next(iter(tables.values()), np.zeros((1, 1), np.float32))
@@ -156,8 +144,8 @@ def _joined(tables, node_types):
 
     def chunks():
         for name, table in tables.items():
-            for first, rows in files.chunked(f"features of {name}", table):
-                what = f"features of {name}"
+            what = f"features of {name}"
+            for first, rows in files.chunked(what, table):
                 rows = _converted(what, files.as_rows(what, rows), dtype, first)
                 yield torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
 

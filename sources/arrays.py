@@ -30,15 +30,12 @@ OF_EDGES = {  # column of a store: names that its array may have, with "edata." 
 }
 OF_NODES = {"node_time": ("node_time", "time")}  # for nodes of a type; else "time" is that of edges
 OF_GRAPH = OF_EDGES | {"node_time": ("node_time",)}
-KNOWN = sum(map(list, (EDGES, FEATURES, LABELS, *OF_GRAPH.values(), *PARTS.values())), [])
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
 PIECE = 1 << 22  # dense values of a CSR matrix to make at a time
 
 
 def open_npz(file, ignore=()) -> "Arrays":
     """Open an .npz file, whose arrays are read on access."""
-    if not os.path.isfile(file):
-        raise StoreError(f"cannot read {file}: there is no regular file of that name")
     with reading(file):
         archive = zipfile.ZipFile(file)
     names = {member.removesuffix(".npy"): member for member in archive.namelist()}
@@ -87,8 +84,7 @@ def of_object(graph, own, ignore=()) -> "Arrays":
         arrays = graph.to_dict() if hasattr(graph, "to_dict") else vars(graph)
         arrays = _with_edge_index(dict(arrays))
     else:
-        what = "give the path of an .npz or .csv file, a DGLGraph or a PyG Data"
-        raise StoreError(f"a graph cannot be read from a {kind}: {what}")
+        raise StoreError(f"no graph is read from a {kind}: give a file, a DGLGraph or a PyG Data")
     replaced = [*(FEATURES if "features" in own else ()), *(LABELS if "labels" in own else ())]
     if any(name.endswith("_idx") for name in own):
         replaced += sum(PARTS.values(), [])
@@ -142,8 +138,7 @@ class Arrays:
         for name, value in self._values.items():
             base, colon, kind = name.partition(":")
             if not colon or kind.count(",") not in (0, 2):
-                how = "NAME:TYPE for nodes and NAME:SOURCE,RELATION,DESTINATION for edges"
-                raise self.error(f"{name} has no type: beside edge_index:... arrays are {how}")
+                raise self.error(f"{name} has no type: call it NAME:TYPE or NAME:FROM,RELATION,TO")
             types.setdefault(kind, {})[base] = value
         return {k: Arrays(f"{self.source}: {k}", v, suffix=f":{k}") for k, v in types.items()}
 
@@ -155,25 +150,20 @@ class Arrays:
         """Print a line, after the name of the source."""
         print(f"{os.path.basename(self.source)}: {text}")
 
-    def _do_without(self, name):
-        file = os.path.basename(self.source.removesuffix(f": {self.suffix[1:]}"))
-        name, of_file = name + self.suffix, file.endswith(".npz") and "," not in self.suffix
-        how = f"{file}:ignore={name}" if of_file else f"ignore=[{name!r}]"
-        return f"go on without it: {how}"
-
     def find(self, *names, needed=False):
         """Return the one of several names that has an array, or None; StoreError for two, and for none if `needed`."""
         present = [name for name in names if name in self._values]
         if len(present) > 1:
-            what = f"which mean the same: keep one, or {self._do_without(present[1])}"
-            raise self.error(f"it has {present[0]} and {present[1]}, {what}")
+            keep = f"which mean the same: keep one, or ignore={present[1]}{self.suffix}"
+            raise self.error(f"it has {present[0]} and {present[1]}, {keep}")
         if needed and not present:
             known = ", ".join(self._values) or "none"
             raise self.error(f"it has no array {' or '.join(names)}; its arrays are {known}")
         return present[0] if present else None
 
-    def _array(self, name):
-        """Read an array of any dtype and mark it as used -> numpy array, or a tensor if bfloat16."""
+    def read(self, name, kinds="biuf"):
+        """Read an array whose dtype is of one of these kinds of numpy, "" for any, and mark it as used -> numpy array,
+        or a tensor if bfloat16."""
         self.find(name, needed=True)
         self._taken.add(name)
         with reading(f"{self.source}: {name}"):
@@ -181,24 +171,23 @@ class Arrays:
             value = value() if callable(value) else value
             if isinstance(value, torch.Tensor):
                 value = value.detach().cpu()
-                return value if value.dtype == torch.bfloat16 else value.numpy()
+                if value.dtype == torch.bfloat16:
+                    return value
+                value = value.numpy()
             array = np.asarray(value)
-            return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-    def __getitem__(self, name):
-        """Read a numeric array and mark it as used."""
-        array = self._array(name)
-        if not isinstance(array, torch.Tensor) and array.dtype.kind not in "biuf":
+        if kinds and array.dtype.kind not in kinds:
             raise self.error(f"{name} holds {array.dtype}: an array of numbers is needed")
-        return array
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+    __getitem__ = read
 
     def shaped(self, name, *shape):
         """Read a numeric array of this shape, where a str matches any size."""
         return shaped(f"{self.source}: {name}", self[name], *shape)
 
-    def integers(self, name, values=None):
-        """Read array `name`, or take `values` instead, as int64."""
-        return integers(f"{self.source}: {name}", self[name] if values is None else values)
+    def integers(self, name):
+        """Read an array as int64."""
+        return integers(f"{self.source}: {name}", self[name])
 
     def edge_index(self):
         """Return the edges [2, M], row 0 the sources: `edge_index`, or `edges` [M, 2] transposed."""
@@ -224,18 +213,17 @@ class Arrays:
         name = self.find(*LABELS)
         if name is None:
             return None
-        values = self._array(name)
+        values = self.read(name, "biufUS")
         text = not isinstance(values, torch.Tensor) and values.dtype.kind in "US"
-        values = self._numbered(name, values) if text else self[name]
+        values = self._numbered(name, values) if text else values
         if values.size in values.shape:  # perhaps [V, 1]
             values = values.reshape(-1)
         elif values.ndim == 2 and len(some := values[(values >= 0).all(1)]):
             if (some.sum(1) <= 1).all() and np.isin(some, (0, 1)).all():
-                how = f"take {name}.argmax(1), and -1 where a row has no 1"
-                raise self.error(f"{name} is {[*values.shape]}, one-hot rows: {how}")
+                raise self.error(f"{name} holds one-hot rows: take argmax(1), -1 where no 1 is")
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
-            return self.integers(name, values)
+            return integers(f"{self.source}: {name}", values)
         values = values.astype(np.float64)
         missing = np.isnan(values)
         bad = ~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53))
@@ -270,8 +258,7 @@ class Arrays:
         if name == "feat_indptr":
             return self._csr_rows(row_normalize)
         if row_normalize is not None:
-            option = f"row_normalize={row_normalize}"
-            raise self.error(f"{option} has no effect: it is for a CSR matrix of features")
+            raise self.error("row_normalize has no effect: it is for a CSR matrix of features")
         return None if name is None else self[name]
 
     def _csr_rows(self, row_normalize):
@@ -283,23 +270,20 @@ class Arrays:
         rises = indptr.ndim == 1 and num_nodes > 0 and not (np.diff(indptr) < 0).any()
         if not rises or [*indptr[[0, -1]]] != [0, entries] or values.shape != (entries,):
             rise = f"feat_indptr must rise from 0 to the {entries} entries of feat_indices"
-            raise self.error(f"{rise}, and feat_data have as many")
+            raise self.error(f"{rise} and feat_data")
         shape = [num_nodes, int(indices.max(initial=0)) + 1]
         if self.find("feat_shape"):
             shape = self.integers("feat_shape").tolist()
         if len(shape) != 2 or shape[0] != num_nodes or not 1 <= shape[1] <= PIECE:
-            needed = f"{num_nodes} rows and from 1 to {PIECE:,} columns"
-            raise self.error(f"its features have shape {shape}: {needed} are needed")
+            raise self.error(f"feat_shape {shape} is not [{num_nodes}, 1 to {PIECE:,}]")
         if len(bad := indices[(indices < 0) | (indices >= shape[1])]):
             raise self.error(f"feat_indices holds {bad[0]}: columns lie in [0, {shape[1]})")
         counts = values.dtype.kind != "f"
         normalize = counts if row_normalize is None else bool(row_normalize)
         if normalize and (least := values.min(initial=0)) < 0:
-            why = "rows with values below 0 are not divided by their sum; give row_normalize=0"
-            raise self.error(f"feat_data holds {least}: {why}")
+            raise self.error(f"feat_data holds {least}: give row_normalize=0, to divide by no sums")
         if data:
-            how = "each row divided by its sum (row_normalize=0 leaves them)"
-            how = how if normalize else "as they are"
+            how = "divided by the sum of their row" if normalize else "as they are"
             self.say(f"features are the {'counts' if counts else 'values'} in feat_data, {how}")
         dtype, step = np.float32 if counts else values.dtype, max(1, PIECE // shape[1])
 
@@ -322,18 +306,10 @@ class Arrays:
         for name in rest:
             shape = ()
             with contextlib.suppress(StoreError):  # unreadable, but not needed either
-                shape = self._array(name).shape
+                shape = self.read(name, "").shape
             of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
             if of_edges or re.search(MATTERS, str(name).lower()):
-                why = "no array of that name is known (docs/data.md has those that are)"
-                if name in KNOWN and not of_edges:  # a known name, which does not apply here
-                    place = self.suffix[1:] or "many small graphs"
-                    of_split = name in sum(PARTS.values(), [])
-                    needs = "a split is of the nodes whose labels are learned, not of"
-                    why = f"{needs if of_split else 'it is not for'} {place}"
-                elif of_edges or "edge" in name:
-                    why = "what edges carry is called edge_weight, edge_type, edge_time or edge_features"
-                what = f"{name} is not used: {why}"
-                raise self.error(f"{what}; drop the array, or {self._do_without(name)}")
+                how = f"docs/data.md lists those that are; drop it, or ignore={name}{self.suffix}"
+                raise self.error(f"{name}{self.suffix} is not used here, and may matter: {how}")
         if rest:
             self.say(f"not used: {', '.join(map(str, rest))}")

@@ -16,11 +16,6 @@ import numpy as np
 from disk.files import StoreError, plural
 from sources.tables import opened, short, spool, stacked
 
-NEEDED = {  # columns of a table of labels or times, for messages; others have ids alone
-    "labels": "one of labels, perhaps one of ids, or several of 0 and 1 are",
-    "node_time": "one of times, perhaps one of ids, are",
-}
-
 
 def read_tables(file, tables, columns, folder) -> dict:
     """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`.
@@ -57,9 +52,8 @@ class Nodes:
     def check_header(self, table, columns):
         """Refuse a header whose cells in these columns are names of nodes: it may be a row."""
         if table.names and all(table.names[j] in self._numbers for j in columns):
-            header = short(",".join(table.names), "")
-            what = f"the first row, {header}, looks like a header and names nodes"
-            raise StoreError(f"{table.name}: {what}: put a header above it, such as id or src,dst")
+            header = short(",".join(table.names))
+            raise StoreError(f"{table.name}: its header {header} names nodes: put one above it")
 
     def numbers(self, table, first, cells) -> np.ndarray:
         """Look up the nodes that cells refer to -> int64 [r]. first: row of the first cell, for messages."""
@@ -69,9 +63,8 @@ class Nodes:
         bad = (nodes < 0) | (nodes >= self.count)
         if bad.any():
             row = int(bad.argmax())
-            what = f"there is no node {short(str(cells[row]), '')}: {self.source} has "
-            what += "no such id" if self.names else f"the nodes 0 to {self.count - 1:,}"
-            raise table.error(first + row, what)
+            has = f"{self.source} has {self.count:,}{'' if self.names else ', from 0'}"
+            raise table.error(first + row, f"there is no node {short(str(cells[row]))}: {has}")
         return nodes
 
 
@@ -87,8 +80,7 @@ def features(file, folder) -> tuple[np.ndarray, Nodes]:
         node = (*table.named("id"), *text, None)[0]
         kept = [j for j in range(table.width) if j != node]
         for j in table.named("leak"):
-            what = f"{file} has a column {table.column(j)}, and features must not tell the label"
-            raise StoreError(f"{what}: leave it out, or rename it")
+            raise StoreError(f"{file}: features must not tell the label: drop {table.column(j)}")
         if not kept:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
         kinds, firsts = dict.fromkeys(kept, float), []
@@ -107,8 +99,9 @@ def features(file, folder) -> tuple[np.ndarray, Nodes]:
             x, nodes = _name(table, folder, x, first, node)
         elif len(kept) > 1 and len(x) > 1 and first.min() in (0, 1):
             if np.array_equal(np.sort(first), first.min() + np.arange(len(x))):
-                what = f"{file}: {table.column(0)} counts the rows"
-                raise StoreError(f"{what}: call it id in a header, or put a feature before it")
+                raise StoreError(
+                    f"{file}: {table.column(0)} counts the rows: call it id or drop it"
+                )
         table.say(plural(x.shape[1], "feature"))
     return x, nodes
 
@@ -117,10 +110,9 @@ def _name(table, folder, x, ids, node) -> tuple[np.ndarray, Nodes]:
     """Take the ids of the rows as names of the nodes; if they are 0 to V-1, sort the rows by them -> (x, `Nodes`)."""
     column, different = table.column(node), np.unique(ids)
     if len(different) < len(ids) or different[0] == "":
-        what = "but one is empty or occurs more than once; rename it if it holds no ids"
-        raise StoreError(f"{table.name}: {column} holds the ids of the nodes, {what}")
+        raise StoreError(f"{table.name}: {column} holds ids, but one is empty or occurs twice")
     if isinstance(ids, list) or not np.array_equal(different, np.arange(len(x))):
-        table.notes.append(f"{column} names the nodes, such as {short(str(ids[0]), '')}")
+        table.notes.append(f"{column} names the nodes, such as {short(str(ids[0]))}")
         return x, Nodes(len(x), table.name, list(ids), by_row=False)
     in_order = np.array_equal(ids, different)
     note = "" if in_order else ", the rows are put in their order"
@@ -135,20 +127,18 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     """Read a table with one row per node or, if column `node` holds ids, for some nodes -> (int64 [n], distinct nodes;
     {column: values [n]})."""
     if node is None and not nodes.by_row:
-        what = f"it needs one, as those of {nodes.source} are not 0 to V-1 in order"
-        raise StoreError(f"{table.name} has no column of ids: {what}")
+        raise StoreError(f"{table.name} has no column of ids: it needs one, as {nodes.source} has")
     kinds, parts = kinds if node is None else {**kinds, node: nodes.kind}, []
     for _, columns in table.read(kinds, missing):
         if table.rows > nodes.count:
-            what = f"there are more rows than the {nodes.count:,} of {nodes.source}"
-            what += "" if table.names else "; a header is known by names such as id and label"
-            raise table.error(nodes.count, what)
+            known = "" if table.names else "; a header is known by names such as id and label"
+            raise table.error(nodes.count, f"more rows than in {nodes.source}{known}")
         parts.append(columns)
     columns = {j: np.concatenate([part[j] for part in parts]) for j in kinds}
     if node is None:
         if table.rows < nodes.count:
-            has = f"{table.name} has {table.rows:,} rows"
-            raise StoreError(f"{has}, {nodes.source} has {nodes.count:,} rows of features")
+            rows = f"{table.name} has {table.rows:,} rows"
+            raise StoreError(f"{rows}, {nodes.source} has {nodes.count:,}")
         return np.arange(nodes.count), columns
     nodes.check_header(table, [node])
     rows = nodes.numbers(table, 0, columns.pop(node))
@@ -171,17 +161,16 @@ def of_nodes(file, nodes, name) -> np.ndarray:
     """
     with opened(file) as table:
         node, is_labels = (*table.named("id"), None)[0], name == "labels"
-        if name not in NEEDED:
+        if not (is_labels or name == "node_time"):
             node = 0 if table.width == 1 else None
         elif node is None and table.width == 2:
             named = table.named("label")
             node = 1 - named[0] if is_labels and len(named) == 1 else 0
         columns = [j for j in range(table.width) if j != node]
         several = is_labels and all(table.kinds[j] == "whole" for j in columns)
-        if len(columns) != (name in NEEDED) and not (columns and several):
-            actual = short(", ".join(map(table.column, range(table.width))), "")
-            needed = NEEDED.get(name, "ids alone are")
-            raise StoreError(f"{file} has the columns {actual}: {needed} needed")
+        if len(columns) != (is_labels or name == "node_time") and not (columns and several):
+            actual = short(", ".join(map(table.column, range(table.width))))
+            raise StoreError(f"{file} has the columns {actual}, which are no {name}")
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
@@ -214,9 +203,8 @@ def edges(file, folder, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarra
         if twice := [j for j in taken if taken.count(j) > 1]:
             raise StoreError(f"{file}: {table.column(twice[0])} is used for two things")
         if extra := [table.column(j) for j in range(table.width) if j not in taken]:
-            what = "leave them out, or name them by --weights, --times, --types, --edge-features"
-            extra = short(", ".join(extra), "")
-            raise StoreError(f"{file} has more columns than are understood, {extra}: {what}")
+            extra = short(", ".join(extra))
+            raise StoreError(f"{file}: no use for {extra}: drop it, or name it, as by --weights")
         arrays = _spooled(table, folder, {"ends": ends, **kept}, nodes)
         table.say(*(f"{name} from {', '.join(map(table.column, js))}" for name, js in kept.items()))
     return arrays.pop("ends").T, arrays
@@ -252,8 +240,7 @@ def _spooled(table, folder, fields, nodes=None):
             columns |= {j: nodes.numbers(table, first, columns[j]) for j in ends}
             for j in texts:
                 if "" in columns[j]:
-                    what = f"{table.column(j)} is empty: a type is needed"
-                    raise table.error(first + columns[j].index(""), what)
+                    raise table.error(first + columns[j].index(""), f"{table.column(j)} is empty")
                 columns[j] = np.array([numbers.setdefault(t, len(numbers)) for t in columns[j]])
             chunk = np.empty(table.rows - first, record)
             for name, which in fields.items():
@@ -272,21 +259,19 @@ def _column(table, word) -> int:
         return table.names.index(word)
     if word.isdecimal() and 1 <= int(word) <= table.width:
         return int(word) - 1
-    names = short(", ".join(table.names or map(str, range(1, table.width + 1))), "")
-    what = f"has no column {short(word)}, and there is no file of that name"
-    raise StoreError(f"{table.name} {what}: it has {names}")
+    names = short(", ".join(table.names or map(str, range(1, table.width + 1))))
+    raise StoreError(f"{short(word)} is neither a file nor one of {table.name}'s columns, {names}")
 
 
 def _end_columns(table) -> list[int]:
     """Find the columns of sources and of destinations."""
     sources, destinations = table.named("source"), table.named("destination")
     if table.width < 2:
-        what = "two are needed, with a comma, a semicolon, a tab or a space between them"
-        raise StoreError(f"{table.name} has one column: {what}")
+        raise StoreError(f"{table.name} has one column: two are needed, with a comma between them")
     if len(sources) == len(destinations) == 1:
         return sources + destinations
     if sources or destinations:
-        names = short(", ".join(table.names), "")
+        names = short(", ".join(table.names))
         raise StoreError(f"{table.name} has the columns {names}: call one source, one destination")
     table.notes.append(f"{table.column(0)} taken as source, {table.column(1)} as destination")
     return [0, 1]

@@ -39,6 +39,13 @@ NPZ = dict(
     target=str,  # the node type whose labels are learned, if several types have labels
     ignore=lambda names: names.split("+"),  # arrays to leave out
 )
+TABLE_COLUMNS = {  # argument of `build` for tables: column of a store
+    "weights": "edge_weight",
+    "times": "edge_time",
+    "types": "edge_type",
+    "edge_features": "edge_features",
+    "node_times": "node_time",
+}
 DRAWN_GRAPHS = {"synthetic": (SYNTHETIC, synthetic), "synthetic-mag": (MAG, synthetic_mag)}
 NAMES = (*DRAWN_GRAPHS, *PLANETOID, *OGB)
 
@@ -68,15 +75,13 @@ def prepare(
     options = {"symmetrize": bool(symmetrize), "drop_duplicates": bool(drop_duplicates)}
     features = {"backend": backend, "feature_dtype": feature_dtype}
     asked = {option: value for option, value in features.items() if value not in (None, "mmap")}
-    flag_of = lambda option: f"--{option.replace('_', '-')}"  # noqa: E731
-    flags = [flag_of(option) for option, on in options.items() if on]
     if os.path.isfile(os.path.join(name, "meta.json")):
         meta = files.read_meta(name)
-        flags += [flag_of(o) + f" {value}" for o, value in asked.items() if meta.get(o) != value]
-        if flags:
-            raise StoreError(f"{flags[0]} has no effect on {name}: it is a store; build it anew")
+        for option, value in {**options, **asked}.items():
+            if value and value != meta.get(option):
+                raise _no_effect(option, name, "it is a store; build it anew")
         return Path(dataset)
-    word, key, make = _recipe(name, root, int(seed), options, flags)
+    word, key, make = _recipe(name, root, int(seed), options)
     # the oldest readable store format is part of the name: stores of older ones are built anew
     content = json.dumps([files.READABLE[0], key], sort_keys=True).encode()
     digest = hashlib.sha256(content).hexdigest()[:8]
@@ -90,7 +95,11 @@ def prepare(
     return target
 
 
-def _recipe(name, root, seed, options, flags):
+def _no_effect(option, name, why) -> StoreError:
+    return StoreError(f"--{option.replace('_', '-')} has no effect on {name}: {why}")
+
+
+def _recipe(name, root, seed, options):
     """Return (name for the store's folder, JSON value that identifies its content, function that builds it)."""
     word, _, parameters = name.partition(":")
     if npz := npz_file(name):
@@ -102,16 +111,10 @@ def _recipe(name, root, seed, options, flags):
         key += ["drop_duplicates"] * options["drop_duplicates"]
         return Path(file).stem[:100], key, functools.partial(build, name, seed=drawn, **options)
     if word not in NAMES:
-        if os.path.isdir(name):
-            raise StoreError(f"{name} is a folder without meta.json, so no store")
-        if os.path.isfile(name):
-            how = f"python store.py build {name} my_store --features x.csv --labels y.csv"
-            how = f"{how} for tables; load others in Python for sources.prepare.build"
-            raise StoreError(f"{name} is neither an .npz file nor a store: {how}")
-        known = f"it is no store, no .npz file, and none of {', '.join(NAMES)}"
-        raise StoreError(f"dataset {name!r} is unknown: {known}")
-    if flags:
-        raise StoreError(f"{flags[0]} has no effect on {word}: it is for files of your own")
+        known = f"no store, no .npz file and none of {', '.join(NAMES)}"
+        raise StoreError(f"dataset {name!r} is {known}; store.py build makes stores of tables")
+    for option in filter(options.get, options):
+        raise _no_effect(option, word, "it is for files of your own")
     defaults, draw = DRAWN_GRAPHS.get(word, ({}, None))
     values = parse(parameters, {n: type(value) for n, value in defaults.items()}, word)
     key = word if word not in DRAWN_GRAPHS else {**defaults, **values}
@@ -143,31 +146,13 @@ def parse(text, types, name) -> dict:
         if key in values:
             raise StoreError(f"{name}: {key} is given twice")
         try:
-            number = float(value) if types[key] is int and "e" in value else value
-            values[key] = types[key](number)
-            if isinstance(number, float) and number != values[key]:
-                raise ValueError
-        except (ValueError, OverflowError):
+            values[key] = types[key](value)
+        except ValueError:
             raise StoreError(f"{name}: {key}={value!r} is no {types[key].__name__}") from None
     return values
 
 
-def build(
-    source,
-    path,
-    *,
-    features=None,
-    labels=None,
-    split=None,
-    ignore=(),
-    seed=None,
-    weights=None,
-    times=None,
-    types=None,
-    edge_features=None,
-    node_times=None,
-    **options,
-):
+def build(source, path, *, features=None, labels=None, split=None, ignore=(), seed=None, **options):
     """Build a store at `path` -> that path.
 
     docs/data.md lists the names that arrays may have, and what is drawn if there is no split or there are no features.
@@ -191,27 +176,21 @@ def build(
         own |= {f"{part}_idx": ids for part, ids in split.items()}
     elif split is not None:
         params["split"] = int(split)
-    columns = dict(edge_weight=weights, edge_time=times, edge_type=types)
-    columns |= dict(edge_features=edge_features, node_time=node_times)
+    columns = {column: options.pop(name, None) for name, column in TABLE_COLUMNS.items()}
     own, columns = ({n: v for n, v in d.items() if v is not None} for d in (own, columns))
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
-    if columns and not tables:
-        idle, why = columns, "weights, times, types and edge_features are for tables"
-    elif npz:
-        idle, why = own, "it holds features, labels and split itself"
-    elif not is_file and len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1:
-        idle, why = own, "nodes of several types hold features, labels and split themselves"
-    else:
-        idle, why = params if tables else {}, "tables have no parameters"
+    several_types = len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1
+    idle = params if tables else columns
+    if npz or several_types:  # which hold features, labels and split themselves
+        idle = {**own, **idle}
     if idle:
-        raise StoreError(f"{kind}: {why}: {min(idle)} has no effect")
+        raise StoreError(f"{kind}: {min(idle)} has no effect on a graph of this kind")
     # large tables pass through files on the disk of the store
     with reading(f"cannot build {path}: {kind}"):
         if tables:
             arrays = read_tables(kind, own, columns, path.absolute().parent)
-            names = ("node_names", "edge_types") if "edge_types" in arrays else ("node_names",)
-            options |= {name: arrays.pop(name) for name in names}
+            options |= {name: arrays.pop(name, None) for name in ("node_names", "edge_types")}
             arrays = Arrays(kind, arrays)
         elif npz:
             params = {**npz[1], **params}
@@ -247,16 +226,16 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
     idle = params.keys() - {"split", "ignore", understood}
     idle |= {name for name, value in options.items() if many and value}
     if idle:
-        what = "many small graphs" if many else "one graph"
-        what += ", with types" if arrays.of_types else ""
-        raise arrays.error(f"{min(idle)} has no effect: it holds {what}")
+        held = "many small graphs" if many else "one graph"
+        raise arrays.error(f"{min(idle)} has no effect: it holds {held}")
     source = {"dataset": Path(arrays.source).name, **params}
     if drawn:
         source["seed"] = seed or 0
     if many:
-        of_cells = {name: value for name, value in params.items() if name == "radius"}
-        make = molecules if many == "node_offsets" else crystals
-        batches, count, entries = make(arrays, **of_cells)
+        if many == "node_offsets":
+            batches, count, entries = molecules(arrays)
+        else:
+            batches, count, entries = crystals(arrays, params.get("radius", 4.0))
         graphs, source = (block_diagonal(*batch) for batch in batches), source | entries
         split = of_graphs(arrays, count, params.get("split"), seed or 0)
         arrays.close()
@@ -278,22 +257,15 @@ def _drawn_split(arrays, labels, source, random, where=""):
     return split
 
 
-def _build_graph(path, arrays, params, source, *, num_classes=None, **options) -> Path:
+def _build_graph(path, arrays, params, source, **options) -> Path:
     """Build a store of the `Arrays` of one graph; print what was drawn, and how many edges lack a reverse."""
     labels, features = arrays.labels(), arrays.features(params.get("row_normalize"))
     if labels is None and features is None:
         arrays.find(*FEATURES, needed=True)
-    what, rows = ("rows of features", features) if labels is None else ("labels", labels)
-    num_nodes = (*rows.shape, 0)[0]
-    num_classes, edges = check_labels(labels, num_nodes, num_classes)[1], arrays.edge_index()
+    num_nodes, edges = (features if labels is None else labels).shape[0], arrays.edge_index()
     if arrays.find("num_nodes") and (count := arrays.integers("num_nodes").item()) != num_nodes:
-        raise arrays.error(f"num_nodes is {count}, and there are {num_nodes} {what}")
+        raise arrays.error(f"num_nodes is {count}, and there are {num_nodes} labels or features")
     split = found(arrays, num_nodes, params.get("split"))
-    if labels is not None and labels.ndim == 1:
-        empty = np.flatnonzero(np.bincount(labels[labels >= 0], minlength=num_classes) == 0)
-        if len(empty):
-            which = ", ".join([*map(str, empty[:8]), *["..."] * (len(empty) > 8)])
-            arrays.say(f"{len(empty)} of {num_classes} classes have no node: {which}")
     if arrays.classes:
         source["classes"] = arrays.classes
     columns = arrays.columns()
@@ -304,14 +276,20 @@ def _build_graph(path, arrays, params, source, *, num_classes=None, **options) -
     elif not split:
         split = _drawn_split(arrays, labels, source, random)
     if features is None:
+        num_classes = check_labels(labels, num_nodes, options.get("num_classes"))[1]
         split, features = _labels_as_features(arrays, labels, split, num_classes, random)
         options |= {"symmetrize": True, "drop_duplicates": True}
         source["features"] = "labels of half of the training nodes"
-    of_graph = dict(features=features, labels=labels, split=split, num_classes=num_classes)
-    build_store(path, edge_index=edges, source=source, **of_graph, **columns, **options)
-    counts = files.read_meta(path)["edges"]
-    if counts["one_way"]:
-        share = f"{counts['one_way']:,} of {counts['one_way_of']:,} edges"
+    graph = dict(edge_index=edges, features=features, labels=labels, split=split, source=source)
+    build_store(path, **graph, **columns, **options)
+    meta = files.read_meta(path)
+    if labels is not None and labels.ndim == 1:
+        empty = np.setdiff1d(np.arange(meta["num_classes"]), labels).tolist()
+        if empty:
+            which = f"{len(empty)} of {meta['num_classes']} classes have no node"
+            arrays.say(f"{which}: {', '.join(map(str, empty[:8]))}{', ...' * (len(empty) > 8)}")
+    if one_way := meta["edges"]["one_way"]:
+        share = f"{one_way:,} of {meta['edges']['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
     return path
 
@@ -327,9 +305,11 @@ def _build_typed(path, arrays, params, source, **options) -> Path:
             counts = None, graph["edge_index"][kind].shape[-1]
         else:
             labels, features = of.labels(), of.features()
-            rows = next((len(values) for values in (features, labels) if values is not None), None)
-            counts = of.integers("num_nodes").item() if of.find("num_nodes") else rows, None
-            if counts[0] is None:
+            if of.find("num_nodes"):
+                counts = of.integers("num_nodes").item(), None
+            elif features is not None or labels is not None:
+                counts = (labels if features is None else features).shape[0], None
+            else:
                 raise arrays.error(f"nodes of type {kind} are not counted: give num_nodes:{kind}")
             graph["node_types"][kind], graph["features"][kind] = counts[0], features
             labelled += [kind] if labels is not None else []
@@ -342,10 +322,7 @@ def _build_typed(path, arrays, params, source, **options) -> Path:
         of.close(*counts)
     if len(labelled) > 1 and target is None or target and target not in labelled:
         which = ", ".join(labelled) or "no type"
-        how = "keep those of one"
-        if arrays.source.endswith(".npz"):
-            how = f"{Path(arrays.source).name}:target={' or '.join(labelled)} takes those of one"
-        raise arrays.error(f"there are labels of {which}: {how}")
+        raise arrays.error(f"there are labels of {which}: keep those of one, as target=TYPE does")
     for kind, labels in graph["labels"].items():
         if not graph["split"]:
             random = np.random.default_rng(source.get("seed", 0))
@@ -357,8 +334,7 @@ def _build_typed(path, arrays, params, source, **options) -> Path:
 def _labels_as_features(arrays, labels, split, num_classes, random):
     """Turn the labels of half of the training nodes into features -> (split without these nodes, one-hot [V, C])."""
     if labels.ndim == 2 or isinstance(split, list):
-        what = "labels can replace them only with one label per node and one split"
-        raise arrays.error(f"it has no features, and {what}")
+        raise arrays.error("it has no features, and not just one label per node and one split")
     split = check_split(split, labels)
     shown, split["train"] = np.split(random.permutation(split["train"]), [len(split["train"]) // 2])
     features = np.zeros((len(labels), num_classes), np.float32)

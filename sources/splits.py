@@ -21,16 +21,14 @@ def found(arrays, count, choice=None):
     """
     names = {part: name for part in SPLITS if (name := arrays.find(*PARTS[part]))}
     if names and "train" not in names:
-        parts = " and ".join(names.values())
-        raise arrays.error(f"it has {parts}, but no {' or '.join(PARTS['train'])} to train on")
-    values = {part: arrays[name] for part, name in names.items()}
-    rows = {part: _rows(arrays, names[part], v, count) for part, v in values.items()}
-    several = sorted({len(splits) for splits in rows.values()} - {1})
-    if len(several) > 1:
-        numbers, names = " and ".join(map(str, several)), ", ".join(names.values())
+        raise arrays.error(f"it has {' and '.join(names.values())}, but no train_idx to train on")
+    rows = {part: _rows(arrays, name, count) for part, name in names.items()}
+    counts = sorted({len(splits) for splits in rows.values()} - {1}) or [1]
+    if len(counts) > 1:
+        numbers, names = " and ".join(map(str, counts)), ", ".join(names.values())
         raise arrays.error(f"it has {numbers} splits in {names}: the same number is needed")
-    if choice is not None and not (several and 0 <= choice < several[0]):
-        has = f"it has {plural([*several, int(bool(names))][0], 'split')}"
+    if choice is not None and not 0 <= choice < counts[0] != 1:
+        has = f"it has {plural(counts[0] * bool(names), 'split')}"
         raise arrays.error(f"no split={choice}: {has}, and only several are numbered, from 0")
 
     def ids_of(splits, number):
@@ -39,13 +37,14 @@ def found(arrays, count, choice=None):
             return np.flatnonzero(row)
         return row[row != -1] if len(splits) > 1 else row
 
-    numbers = [choice or 0] if choice is not None or not several else range(several[0])
+    numbers = range(counts[0]) if choice is None else [choice]
     taken = [{part: ids_of(r, number) for part, r in rows.items()} for number in numbers]
     return taken if len(taken) > 1 else taken[0]
 
 
-def _rows(arrays, name, values, count):
-    """Reshape a part of one split or of K to [K, n]: ids, or bool for masks."""
+def _rows(arrays, name, count):
+    """Read a part of one split or of K as [K, n]: ids, or bool for masks."""
+    values = arrays[name]
     shape = list(values.shape)
     if "mask" not in name and values.dtype != bool:
         if values.ndim == 2 and min(shape) > 1:
@@ -54,8 +53,7 @@ def _rows(arrays, name, values, count):
             raise arrays.error(f"{name} is {shape}: ids are [n], of K splits [K, n]")
         return values.reshape(1, -1)
     if count not in shape or len(shape) > 2 or shape == [count, count] != [1, 1]:
-        form = f"a mask is [{count}], of K splits [K, {count}] or [{count}, K]"
-        raise arrays.error(f"{name} is {shape}: {form}")
+        raise arrays.error(f"{name} is {shape}: a mask is [{count}], of K splits [K, {count}]")
     if not ((values == 0) | (values == 1)).all():
         raise arrays.error(f"{name} holds values other than 0 and 1; ids are called ..._idx")
     by_row = shape[-1] == count and len(shape) == 2
@@ -88,8 +86,7 @@ def of_graphs(arrays, count, choice, seed) -> dict:
         arrays.say(f"it has no validation part: {tenth} from the training part (seed {seed})")
     if "valid" not in split:
         if (n := len(split["train"])) <= count // 10:
-            few = f"its training part has {n} graphs, {count // 10} are needed for validation"
-            raise arrays.error(f"{few}: give val_idx, or more for training")
+            raise arrays.error(f"{n} graphs to train on, {count // 10} to validate: give val_idx")
         split["valid"], split["train"] = np.split(random.permutation(split["train"]), [count // 10])
     return {part: np.sort(ids) for part, ids in split.items()}
 

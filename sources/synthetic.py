@@ -62,8 +62,8 @@ def synthetic_mag(parameters) -> dict:
     counts = {name: max(p.classes, round(p.scale * count)) for name, count in MAG_NODES.items()}
 
     def edges(source, destination, count):
-        hub = lambda kind: (random.random(count) ** 2 * counts[kind]).astype(np.int64)  # noqa: E731
-        src, dst = hub(source), hub(destination)
+        ends = (random.random(count) ** 2 * counts[kind] for kind in (source, destination))
+        src, dst = (end.astype(np.int64) for end in ends)
         near = random.random(count) < p.local
         group = dst[near] * p.classes // counts[destination]
         src[near] = (group + random.random(len(group))) * counts[source] / p.classes
@@ -108,8 +108,8 @@ def synthetic(parameters) -> dict:
     p = checked("synthetic", parameters)
     counts = [round(n * p.nodes) if n < 1 else int(n) for n in (p.train, p.valid)]
     if counts[0] < 1 or max(sum(counts), p.classes, p.community) > p.nodes:
-        what = f"train={p.train:g}, valid={p.valid:g}, classes={p.classes} or community"
-        raise StoreError(f"synthetic: {what} do not fit {p.nodes} nodes")
+        parts = f"train={p.train:g}, valid={p.valid:g}"
+        raise StoreError(f"synthetic: {parts}, classes or community do not fit {p.nodes} nodes")
     size = p.community or max(1, min(1000, p.nodes // (4 * p.classes)))
 
     def stream(*key):

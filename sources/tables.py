@@ -15,7 +15,6 @@ import csv
 import gzip
 import io
 import lzma
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -164,11 +163,10 @@ class Table:
         schema = self._file.schema_arrow
         for column, kind in zip(schema.names, schema.types):
             if pyarrow.types.is_nested(kind) or pyarrow.types.is_temporal(kind):
-                needed = "a number or a text in each row is needed; times are whole numbers"
-                raise StoreError(f"{self.name}: {column!r} holds {kind}: {needed}")
+                raise StoreError(f"{self.name}: {column!r} holds {kind}: give numbers or text")
         self.names = schema.names
         self.width = len(self.names)
-        self.notes = [plural(self.width, "column"), f"header {short(','.join(self.names), '')}"]
+        self.notes = [plural(self.width, "column"), f"header {short(','.join(self.names))}"]
         batch = next(self._file.iter_batches(SAMPLE), ())
         batch = (c.cast(pyarrow.int8()) if c.type == pyarrow.bool_() else c for c in batch)
         return list(zip(*(c.cast(pyarrow.string()).fill_null("").to_pylist() for c in batch)))
@@ -208,7 +206,7 @@ class Table:
         by = f" by separator {name}" * (self.width > 1)
         header = "no header"
         if self.names:
-            header = f"header {short(self._separator.join(self.names), '')}"
+            header = f"header {short(self._separator.join(self.names))}"
         elif cells[0] == ["0", "1"]:
             header += " (0,1 is a row: if pandas wrote it, put names in its place)"
         self.notes = [plural(self.width, "column") + by, header]
@@ -223,8 +221,7 @@ def is_header(rows) -> bool:
     counts = width > 2 or width == 2 and all(kind_of(row) == "real" for row in rest)
     index = width > 1 and first[1:] == counted[:-1] and meanings(first[0], 0)
     if rest and (index or counts and first == counted):
-        what = "write names in its place, such as src,dst or id,a,b"
-        raise ValueError(f"its first row is {short(','.join(first), '')}: {what}")
+        raise ValueError(f"its first row is {short(','.join(first))}: write names, such as id,a,b")
     # pandas leaves the name of the index empty
     named = first[1:] if width > 1 and not first[0] else first
     digits = all(cell[:1] in "0123456789.+-" for cell in first)  # numbers, perhaps damaged
@@ -271,8 +268,6 @@ def like_number(cell) -> bool:
 def opened(file):
     """Context manager: the `Table` in a file."""
     with reading(file):
-        if os.path.exists(file) and not os.path.isfile(file):
-            raise ValueError("it is no regular file")
         stream = open(file, "rb")
     with stream:
         yield Table(stream, file)
@@ -293,6 +288,6 @@ def stacked(columns, which, dtype) -> np.ndarray:
         return np.stack([columns[j] for j in which], 1).astype(dtype, copy=False)
 
 
-def short(text, quote="'") -> str:
-    """Shorten a text to 60 characters and quote it."""
-    return f"{quote}{text if len(text) <= 60 else text[:57] + '...'}{quote}"
+def short(text) -> str:
+    """Shorten a text to 60 characters."""
+    return text if len(text) <= 60 else f"{text[:57]}..."

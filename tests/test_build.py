@@ -2,7 +2,6 @@
 
 import collections
 import gzip
-import itertools
 import os
 import re
 import shutil
@@ -69,7 +68,7 @@ def test_datasets_molecules(tmp_path):
     _molecules(tmp_path / "bad.npz", count=3, train_idx=[5])
     _refuses("holds graph 5", prepare, tmp_path / "bad.npz", tmp_path / "d")
     _molecules(tmp_path / "few.npz", train_idx=range(4), test_idx=range(4, 40))
-    few = "has 4 graphs, 4 are needed for validation: give val_idx"
+    few = "4 graphs to train on, 4 to validate: give val_idx"
     _refuses(few, prepare, tmp_path / "few.npz", tmp_path / "d")
 
 
@@ -105,21 +104,17 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
         return {"lattice": lattice}
 
     for message, option, entries in (
-        (r"its lattice needs three finite", "", cell(np.nan)),
-        (r"the volume of cell\[1\] is", "", cell(np.eye(3)[[0, 1, 1]])),
+        (r"lattice\[1, 0, 0\] is nan: a cell is finite", "", cell(np.nan)),
+        (r"lattice\[1, 0, 0\] is 10000000.0: a cell", "", cell(np.eye(3) * 1e7)),
+        ("bad.npz cannot be read: Singular matrix", "", cell(np.eye(3)[[0, 1, 1]])),
         (r"images near cell\[1\] is 5\d+.*: .* radius=4 ", "", cell(np.eye(3) * 0.1)),
-        ("its lattice needs three finite", "", cell(np.eye(3) * 1e-5)),
         (r"images near cell\[0\] .*at most 16,384 within radius=60 are", ":radius=60", {}),
         ("radius=-1.0 is no distance", ":radius=-1", {}),
-        ("radius=nan is no distance", ":radius=nan", {}),
         ("radius=inf", ":radius=inf", {}),
-        (r"Z\[0\] is -1", "", {"Z": np.full(7, -1)}),
         (r"Z\[0\] is 300", "", {"Z": np.full(7, 300)}),
-        ("Z has dtype float64", "", {"Z": np.full(7, np.nan)}),
         (r"frac_coords\[0, 0\] is nan", "", {"frac_coords": np.full((7, 3), np.nan)}),
         (r"frac_coords has shape \[6, 3\]: \[7, 3\]", "", {"frac_coords": np.ones((6, 3))}),
         ("atom_offsets must rise from 0 to the 7", "", {"atom_offsets": [0, 4, 4, 7]}),
-        ("atom_offsets must rise", "", {"atom_offsets": [0, 4, 5, 6]}),
         ("row_normalize has no effect", ":row_normalize=1", {}),
     ):
         _crystals(bad, **entries)
@@ -131,22 +126,15 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
         (r"targets has shape \[3\]: \[5\] is needed", {"targets": np.ones(3)}),
         (r"targets has shape \[5, 0\]: no graph", {"targets": np.ones((5, 0))}),
         ("no array targets or labels", {"targets": None}),
-        ("targets holds <U1", {"targets": np.array(list("abcde"))}),
         (r"targets\[4, 0\] is inf", {"targets": np.array([0, 1, 2, 3, 1e300])}),
-        ("bond_index_local has dtype float64", {"bond_index_local": ends * 1.5}),
         ("goes from node .* its graph has", {"bond_index_local": ends.astype(int) + 99}),
         ("node_offsets must rise from 0", {"node_offsets": np.array(nodes)[:-1]}),
         (r"bond_offsets has shape \[5\]: \[6\] is needed", {"bond_offsets": np.delete(bonds, 2)}),
         (r"bond_index_local has shape \[2, \d+\]: \[2, \d+\] is needed", {"bond_feat": few}),
-        ("train_mask is", {"train_mask": np.ones(4, bool)}),
         ("node 3|graph 3 is in split", {"train_idx": [3], "val_idx": [3]}),
     ):
         np.savez(bad, **{name: a for name, a in (made | changes).items() if a is not None})
         _refuses(message, prepare, bad, tmp_path, progress=False)
-    mask = np.arange(5) < 3
-    np.savez(tmp_path / "masks.npz", **made, train_mask=mask.astype(np.uint8), val_mask=~mask)
-    split = _prepared(tmp_path / "masks.npz", tmp_path).split
-    assert [ids.tolist() for ids in split.values()] == [[0, 1, 2], [3, 4], []]
 
 
 def _same(path, reference):
@@ -171,12 +159,12 @@ build edges.csv h --features e.csv.gz --labels y.csv => e.csv.gz, line 2: Expect
 build edges.csv h --features none.csv --labels y.csv => none.csv cannot be read: No such
 build e.csv h --features NOSUCH.csv --labels e.csv => NOSUCH.csv
 build NOSUCH.csv h => NOSUCH.csv holds edges alone: features are needed
-build NOSUCH.npz h => cannot read NOSUCH.npz
-build plain.csv h TABLES --weights 4 => has no column '4'
+build NOSUCH.npz h => NOSUCH.npz cannot be read: No such file
+build plain.csv h TABLES --weights 4 => 4 is neither a file nor one of
 build plain.csv h TABLES --weights edges.csv --times 3 => edges.csv has 2 columns: one is
 build plain.csv h TABLES --times 3 --weights y.csv => an array \[3000\] is needed, a row for each edge
-build own.npz h --weights 3 => are for tables
-build own.npz h --features NOSUCH.csv => own.npz: it holds features, labels and split itself: features
+build own.npz h --weights 3 => edge_weight has no effect on
+build own.npz h --features NOSUCH.csv => own.npz: features has no effect on
 build own.npz h --seed 3 => seed 3 has no effect: it has a split
 build m.npz h --symmetrize => symmetrize has no effect: it holds many small graphs
 build m.npz:radius=3 h => radius has no effect: it holds many small graphs
@@ -218,24 +206,20 @@ def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
     _save_npz("own.npz", train_idx=[1, 2])
     Path("folder").mkdir()
     Path("e.csv").write_text("0,1\n")
-    Path("data.pt").write_bytes(b"PK")
     for name, message in (
-        ("e.csv", "e.csv is neither an .npz file nor a store: python store.py build e.csv my_"),
-        ("z" * 5000, "is unknown"),
-        ("data.pt", "data.pt is neither an .npz file nor a store: .*prepare.build"),
-        ("folder", "folder is a folder without meta.json, so no store"),
-        ("none.csv", "'none.csv' is unknown"),
+        ("e.csv", "dataset 'e.csv' is no store, no .npz file and none of .* store.py build"),
+        ("z" * 5000, "is no store"),
+        ("folder", "dataset 'folder' is no store"),
         ("own.npz:nonsense", "no parameter 'nonsense': write NAME=VALUE with row_normalize"),
         ("own.npz:split=1,split=2", "split is given twice"),
-        ("own.npz:split=1.5e0", "split='1.5e0' is no int"),
+        ("own.npz:split=1.5", "split='1.5' is no int"),
         ("cora:x=1", "no parameter 'x=1': it takes none"),
         ("reddit", "synthetic, synthetic-mag, cora.*ogbn-products"),
         ("synthetic:size=4", "'size=4'.*nodes, degree"),
         ("synthetic:nodes=0", "nodes=0"),
-        ("synthetic:train=0", "train=0"),
         ("synthetic:train=200000", "train=200000"),
         ("synthetic:noise=nan", "noise"),
-        ("nothing.npz", "cannot read nothing.npz"),
+        ("nothing.npz", "nothing.npz cannot be read: No such file"),
     ):
         _refuses(message, prepare, name, "data")
     assert not list(Path("data").glob("*"))
@@ -313,18 +297,17 @@ def test_store_ends_at_once_beside_a_thread_that_reads_on(tmp_path):
 
 def test_store_into_a_closed_pipe_or_a_full_disk(tmp_path, monkeypatch, capsys):
     path = str(_store(tmp_path / "g"))
-    for command, code in itertools.product(("info", "verify"), (141, 1)):
-        reading, writing = os.pipe()
-        os.close(reading)
-        with (
-            open("/dev/full" if code == 1 else writing, "w") as out,
-            monkeypatch.context() as patch,
-        ):
+    reading, writing = os.pipe()
+    os.close(reading)
+    for output, code, said in (
+        (writing, 141, ""),
+        ("/dev/full", 1, "full, perhaps that of the output: [Errno 28] No space"),
+    ):
+        with open(output, "w") as out, monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", out)
-            assert store.main([command, path]) == code
-        assert (
-            "full, perhaps that of the output: [Errno 28] No space" in capsys.readouterr().err
-        ) == (code == 1)
+            assert store.main(["info", path]) == code
+        error = capsys.readouterr().err
+        assert said in error and bool(said) == bool(error)
 
 
 def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys):
@@ -361,17 +344,11 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
     given = {"features": args["features"], "labels": args["labels"]}
     for number, (source, options) in enumerate(
         (
-            (dgls(), {}),
-            (dgls(["csc"]), {}),
-            (dgls(["coo"]), {}),
             (dgls(["csr"]), {}),
             (dgls(rank=ones), {"ignore": ["edata.rank"]}),
-            (pygs(), {}),
             (pygs(edge_index=..., adj_t=plain), {}),
             (pygs(edge_index=None, adj_t=csr), {}),
-            (pygs(y=y.double()[:, None], train_mask=mask.to(torch.uint8)), {}),
             (pygs(edge_attr=ones), {"ignore": ["edge_attr"]}),
-            (pygs(train_mask=splits, test_mask=splits.flip(1)), {"split": 0}),
             (pygs(train_mask=splits.flip(1), test_mask=splits), {"split": 1}),
             (pygs(x=None, y=None), given),
             (pygs(train_mask=splits), {"split": {"train": mask, "test": ~mask}}),
@@ -386,15 +363,14 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
     few = {"x": x[:150], "y": y[:150], "train_mask": mask[:150]}
     weighted = pygs(edge_index=None, adj_t=weighted, edge_weight=ones)
     for message, source, options in (
-        ("edata.rank is not used: what edges carry is called edge_weight", dgls(rank=ones), {}),
+        ("edata.rank is not used here", dgls(rank=ones), {}),
         ("adj_t has values other than 1, beside edge_weight", weighted, {}),
-        ("is 200, and there are 150 labels", pygs(edge_index=None, adj_t=plain, **few), {}),
+        ("num_nodes is 200, and", pygs(edge_index=None, adj_t=plain, **few), {}),
         ("SimpleNamespace has no labels: give them as labels=", pygs(y=None), {}),
         ("SimpleNamespace has no features", pygs(x=None), {}),
         ("no split=2: it has 2 splits, and", pygs(train_mask=splits), {"split": 2}),
         ("x cannot be read: can.t convert Sparse", pygs(x=x.to_sparse()), {}),
-        ("a graph cannot be read from a dict", {}, {}),
-        ("cannot be read from a DataFrame", type("DataFrame", (), {})(), {}),
+        ("no graph is read from a DataFrame", type("DataFrame", (), {})(), {}),
     ):
         _refuses(message, datasets.build, source, tmp_path / "bad", **options)
     assert not (tmp_path / "bad").exists()

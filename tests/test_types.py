@@ -298,7 +298,10 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
     for kind, edges in given["edge_index"].items():
         pyg[kind].edge_index = torch.from_numpy(edges)
     sources["pyg"] = pyg
-    said = "nodes of several types hold features, labels and split themselves"
+    csr = {"x:paper": None, "feat_indptr:paper": np.arange(0, 401, 8), "feat_data:paper": x.ravel()}
+    csr["feat_indices:paper"] = np.tile(np.arange(8), 50)
+    sources["csr"] = _npz(tmp_path / "csr.npz", **masks, **csr)
+    said = "train_idx has no effect on a graph of this kind"
     for source in (sources["dgl"], pyg):
         _refuses(said, prepare.build, source, tmp_path / "no", split={"train": [0]})
     pyg.train_idx = torch.arange(5)
@@ -353,16 +356,19 @@ def test_hgt_of_the_documentation_is_pygs(tmp_path, monkeypatch):
 
 
 REFUSED_FILES = [  # what is said, changes of the arrays of a file
-    ("join author: types .*, and the number of author is not", {"num_nodes:author": None}),
-    ("join book: types of nodes are", {"edge_index:author,writes,book": [[0], [0]]}),
+    ("join author: sizes are given of paper, place alone", {"num_nodes:author": None}),
+    ("join book: sizes are given", {"edge_index:author,writes,book": [[0], [0]]}),
     (r"ids of author lie in \[0, 30\)", {"edge_index:author,writes,paper": np.full((2, 1), 60)}),
     (r"has shape \[3, 2\]: \[2, M\]", {"edge_index:author,writes,paper": np.zeros((3, 2), int)}),
-    ("labels of paper, author: t.npz:target=paper or author takes", {"y:author": [0] * 30}),
-    ("edge_weight is there for some types", {"edge_weight:author,writes,paper": np.ones(90)}),
+    ("labels of paper, author: keep those of one, as target=", {"y:author": [0] * 30}),
+    (
+        "edge_weight: give it for all types of edges or",
+        {"edge_weight:author,writes,paper": np.ones(90)},
+    ),
     ("labels has no type", {"labels": np.zeros(50)}),
-    ("train_idx is not used: a split .*t.npz:ignore=train_idx:a", {"train_idx:author": [0]}),
-    ("edge_weight is not used: it is not for author", {"edge_weight:author": [0] * 30}),
-    ("node_time is not used: what edges", {"node_time:author,writes,paper": [0] * 90}),
+    ("train_idx:author is not used here.* ignore=train_idx:a", {"train_idx:author": [0]}),
+    ("edge_weight:author is not used here", {"edge_weight:author": [0] * 30}),
+    ("node_time:author,writes,paper is not used here", {"node_time:author,writes,paper": [0] * 90}),
 ]
 
 
@@ -390,7 +396,7 @@ WIDE |= {kind: np.full(len(UNEVEN[kind]), 2**53 + 1) for kind in [*UNEVEN][:1]}
 COARSE = {"author": np.full((30, 1), 2049), "paper": np.ones((50, 1), np.float16)}
 REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("edge_type is not for a graph that is given by type", {"edge_type": [0]}),
-    ("features is a ndarray: \\{type: values\\} is needed", {"features": np.zeros((87, 2))}),
+    ("features: \\{type: values\\} is needed", {"features": np.zeros((87, 2))}),
     ("features of book: types of nodes are author", {"features": {"book": np.zeros((1, 2))}}),
     (r"paper has shape \[49, 2\]: \[50, F\]", {"features": {"paper": np.zeros((49, 2))}}),
     (r"labels of paper has shape \[49\]: \[50\] is needed", {"labels": {"paper": [0] * 49}}),
@@ -400,8 +406,11 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("node_types is for a graph that is given by type", {"edge_index": np.zeros((2, 3), int)}),
     ("node 50, which has no label", {"split": {"train": [50]}}),
     (r"a mask, has shape \[30\]: \[50\]", {"split": {"train": np.ones(30, bool)}}),
-    ("author,writes,paper has 91 rows: 90", {"edge_weight": {k: np.ones(91) for k in ENDS}}),
-    ("has no name: a printable text", {"node_types": {**COUNTS, "a\x1b": 3}}),
+    (
+        r"author,writes,paper has shape \[91\]: \[90\]",
+        {"edge_weight": {k: np.ones(91) for k in ENDS}},
+    ),
+    ("has no name: printable text", {"node_types": {**COUNTS, "a\x1b": 3}}),
     ("the type 0 has no name", {"node_types": {**COUNTS, 0: 3}}),
     ("the type 'a,b' has no name", {"edge_index": {("author", "a,b", "paper"): [[0], [0]]}}),
     ("node_time of paper has dtype float64", {"node_time": {"paper": np.full(50, np.nan)}}),
@@ -410,7 +419,7 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     (r"edge_time of \w+,\w+,\w+\[0\] is 9007199254740993: .*float64", {"edge_time": WIDE}),
     (r"features of author\[0, 0\] is 2049: .*rounds it: give them", {"features": COARSE}),
     ("split is of nodes with labels, and no type of nodes has any", {"labels": None}),
-    ("edges place,rev_at,author are there already", _reverse("place")),
+    ("symmetrize adds edges place,rev_at,author, which are", _reverse("place")),
 ]
 
 
