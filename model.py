@@ -254,8 +254,15 @@ def check_edges(edges, count, width):
 
 def unchanged(*modules, kinds=frozenset()):
     """Whether modules are plain linear maps, or of other `kinds`: no adapter in the place of one, and no hooks."""
-    kinds |= {Linear, nn.Linear}
+    kinds |= {Linear}
     return all(type(m) in kinds and not any(vars(m).get(name) for name in HOOKS) for m in modules)
+
+
+def overrides(layer, base):
+    """Whether the class of a layer overrides `message` or `combine` of `base`."""
+    return any(
+        getattr(type(layer), name) is not getattr(base, name) for name in ("message", "combine")
+    )
 
 
 def block_degrees(block):
@@ -296,6 +303,8 @@ class SAGEConv(Conv):
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
+        if overrides(self, SAGEConv):
+            return super().forward(block, h, degree, seed, edges)
         check_rows(block, h)
         return self.apply_linear(self_and_mean(block.indptr, block.indices, h))
 
@@ -358,6 +367,8 @@ class GCNConv(Conv):
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
+        if overrides(self, GCNConv):
+            return super().forward(block, h, degree, seed, edges)
         check_rows(block, h)
         degree = block_degrees(block) if degree is None else degree
         S, gamma = block.indptr.numel() - 1, (degree[:, 0] + 1).rsqrt()
@@ -419,15 +430,15 @@ class GINEConv(GINConv):
     def combine(
         self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None, edges=None
     ):
-        weight, bias = self.edge_linear.weight, self.edge_linear.bias
-        count, edges = indptr.diff(), edges.to(weight.dtype)
-        # the bias as the weight of a constant feature 1
-        wider, by = F.pad(edges, (0, 1), value=1), torch.cat([weight, bias.unsqueeze(1)], 1).t()
-        plain = fused and unchanged(self.edge_linear)
-        total = fused.edge_sums(indptr, indices, message, wider, by) if plain else None
+        linear, count, total = self.edge_linear, indptr.diff(), None
+        edges = edges.to(linear.weight.dtype)
+        if fused and unchanged(linear):  # the bias as the weight of a constant feature 1
+            wider = F.pad(edges, (0, 1), value=1)
+            by = torch.cat([linear.weight, linear.bias.unsqueeze(1)], 1).t()
+            total = fused.edge_sums(indptr, indices, message, wider, by)
         if total is None:
             dst = torch.repeat_interleave(count, output_size=indices.numel())
-            sent = F.relu(message.index_select(0, indices) + self.edge_linear(edges))
+            sent = F.relu(message.index_select(0, indices) + linear(edges))
             total = sent.new_zeros(h_dst.shape).index_add(0, dst, sent)
         estimate = total * (degree[:, 1:] / count.clamp(min=1).unsqueeze(1))
         return self.mlp((1 + self.eps) * h_dst + estimate.to(total.dtype))
@@ -923,7 +934,10 @@ class GNN(nn.Module):
         for i, (block, rows) in islice(steps, after is not None, None):
             work = i, block, x, aggregated, layer_seed(key, i) if self.training else 0, rows
             if self.recompute and self.training:
-                x = checkpoint(self.step, *work, use_reentrant=False, preserve_rng_state=False)
+                keep = not isinstance(
+                    key, tuple
+                )  # the generator's state, for torch's dropout; no CUDA graph can
+                x = checkpoint(self.step, *work, use_reentrant=False, preserve_rng_state=keep)
             else:
                 x = self.step(*work)
             aggregated = False
@@ -983,8 +997,8 @@ class GNN(nn.Module):
         if i == len(self.norms):
             return h
         nodes, h = None if nodes is None else nodes[: len(h)], self.norms[i](h)
-        parts = self.layers[i], self.norms[i]
-        if not unchanged(*parts, kinds={*map(type, parts)}):
+        kinds = {*ALL_CONVS.values(), *NORMS.values(), nn.Sequential, ReLU}
+        if not unchanged(*self.layers[i].modules(), self.norms[i], kinds=kinds):
             h = h.clone()  # a hook may have kept or wrapped it, and ReLU is in place
         return relu_dropout(h, self.dropout, self.training, nodes, seed)
 
@@ -998,16 +1012,18 @@ class SAGE(GNN):
 
 
 def layerwise(model):
-    """Return whether `inference` can run a network layer by layer: it has `layers` of `Conv` and `finish`, and is not a
-    `GNN` whose class overrides forward, embed or step."""
+    """Return whether `inference` can run a network layer by layer: it has `layers` of `Conv`, without hooks, and
+    `finish`, and is not a `GNN` whose forward, embed or step was overridden."""
     layers = getattr(model, "layers", None)
     ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
+    ours = ours and unchanged(*layers, kinds={*map(type, layers)})
     return ours and hasattr(model, "finish") and (is_gnn(model) or not isinstance(model, GNN))
 
 
 def is_gnn(model, steps=("forward", "embed", "step")):
     """Return whether a network is a `GNN` whose class does not override these methods."""
-    return isinstance(model, GNN) and all(getattr(type(model), s) is getattr(GNN, s) for s in steps)
+    ours = isinstance(model, GNN) and not vars(model).keys() & {*steps}
+    return ours and all(getattr(type(model), s) is getattr(GNN, s) for s in steps)
 
 
 def graph_degrees(indptr, indices, step=1 << 24):
@@ -1043,7 +1059,7 @@ def inference(
     model's device if its messages fit there, else on the CPU.
 
     Args:
-        model: a GNN, or any network with `layers` of `Conv` and `finish`; computed in float32.
+        model: a network of which `layerwise` is true; computed in float32, but for torch.autocast.
         indptr: int64 [V+1], indices: [M]: the graph, in host memory.
         x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids); for a network
             with node_types only of the first nodes, those with features.
@@ -1062,10 +1078,13 @@ def inference(
         last of these, [V, hidden], after its norm and ReLU.
 
     Raises:
-        ValueError: if x, edges or types have a wrong number of rows.
+        ValueError: if the network is another one, or x, edges or types have a wrong number of rows.
         IndexError: if the graph is damaged: an offset or a node id is out of range.
         OSError: if there is no room for the tables.
     """
+    if not layerwise(model):
+        needs = "`layers` of Conv without hooks, `finish`, and GNN's own forward, embed and step"
+        raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
     indptr, indices = torch.as_tensor(indptr), torch.as_tensor(indices)
     if any(p.dtype != torch.float32 for p in model.parameters()):
         model = copy.deepcopy(model).float()

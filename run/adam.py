@@ -10,7 +10,8 @@ from native import layers
 
 class Adam(torch.optim.Adam):
     """torch.optim.Adam that also takes sparse gradients, such as those of `NodeInputs`: only rows with a gradient and
-    their moments are updated, without weight decay. Like torch.optim.SparseAdam, but with Adam's state."""
+    their moments are updated, without weight decay, maximize and amsgrad. Like torch.optim.SparseAdam, but with
+    Adam's state."""
 
     @torch.no_grad()
     def step(self):

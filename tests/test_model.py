@@ -312,3 +312,56 @@ def test_model_names_what_it_does_not_know():
         ("width 8 cannot be shared by 3 heads", {"conv": "gat", "heads": 3}),
     ):
         _refuses(words, GNN, 4, 8, 3, **options, error=ValueError)
+
+
+class _Twice(model.GCNConv):
+    def combine(self, *args, **options):
+        return 2 * super().combine(*args, **options)
+
+
+class _Own(model.Conv):
+    """The destinations' rows, as they are."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.out_dim = width
+
+    def combine(self, indptr, indices, message, rows, h_dst, *args, **options):
+        return h_dst
+
+
+class _Dropped(model.Linear):
+    def forward(self, x):
+        return super().forward(torch.nn.functional.dropout(x, 0.5, self.training))
+
+
+def test_customised_parts_are_seen_by_training_and_by_inference():
+    """A subclass's combine, a bias that a layer has not, torch's dropout; nothing is overwritten in place."""
+    graph = _random_graph(np.random.default_rng(3), 60, 5)
+    blocks = NeighborSampler(*graph, [-1, -1]).sample(torch.arange(60), 0)
+    table = torch.randn(60, 6)
+    x = table[blocks[0].src_nodes.long()]
+    for conv, part, other in (
+        ("gcn", "layers.0", _Twice(6, 6)),
+        ("sage", "layers.0.neigh_linear", torch.nn.Linear(6, 6)),
+        ("gcn", "layers.1.linear", torch.nn.Linear(6, 3)),
+        ("sage", "layers.0", _Own(6)),
+        ("sage", "norms.0", torch.nn.Tanh()),
+    ):
+        net, copies = GNN(6, 6, 3, conv=conv, num_layers=2, dropout=0.0), (x.clone(), table.clone())
+        parent, _, name = part.rpartition(".")
+        setattr(net.get_submodule(parent), name, other)
+        out = net(blocks, x)
+        out.sum().backward()
+        torch.testing.assert_close(inference(net, *graph, table), out)
+        assert torch.equal(x, copies[0]) and torch.equal(table, copies[1])
+    grads = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        net = GNN(6, 8, 3, conv="gcn", num_layers=2, recompute=recompute)
+        net.layers[1].linear = _Dropped(8, 3, bias=False)
+        net(blocks, x, key=1).square().sum().backward()
+        grads.append(net.layers[1].linear.weight.grad)
+    torch.testing.assert_close(*grads)
+    net.layers[0].register_forward_hook(lambda *given: None)
+    _refuses("inference goes layer by layer", inference, net, *graph, table, error=ValueError)
