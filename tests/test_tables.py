@@ -291,6 +291,8 @@ def _read_slowly(content, separator, width):
         text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError:
         return None
+    if "\0" in text:  # Python 3.10's csv module refuses it
+        return None
     for number, line in enumerate(text.split("\n")):
         if line.strip(" ") == "" or not rows and line.lstrip(" ").startswith("#"):
             continue
