@@ -951,7 +951,9 @@ class GNN(nn.Module):
         """Apply layer i and all that precedes the next one; seed: of the dropout after it."""
         layer, nodes, degree = self.layers[i], block.src_nodes, None
         if aggregated:
-            return self.finish(i, layer.apply_linear(x), x[:, : x.shape[1] // 2], nodes, seed)
+            # contiguous: a product rounds as it does for rows that were gathered
+            own = x[:, : x.shape[1] // 2].contiguous() if self.residuals else None
+            return self.finish(i, layer.apply_linear(x), own, nodes, seed)
         if layer.uses_degree and self.degrees is not None:
             of = self.degrees
             degree = of(block) if callable(of) else of.index_select(0, nodes)

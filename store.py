@@ -29,10 +29,14 @@ import importlib
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+if __name__ == "__main__":  # Ctrl-C during the imports ends the process without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import numpy as np
 import torch
@@ -527,6 +531,7 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     code = main()
     with contextlib.suppress(OSError):
         print(end="", flush=True)

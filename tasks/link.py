@@ -412,8 +412,8 @@ class Links:
     def loss(self, scorer, h, y):
         """Sum over pairs of the softmax cross-entropy, or of half the pair's binary cross-entropy plus half the mean of
         its negatives'. h: [S, D] embeddings. y: int64 [P, 2 + K] rows of h."""
-        source = h.index_select(0, y[:, 0])
-        others = h.index_select(0, y[:, 1:].flatten()).view(len(y), -1, h.shape[1])
+        source, width = h.index_select(0, y[:, 0]), y.shape[1] - 1
+        others = h.index_select(0, y[:, 1:].flatten()).view(len(y), width, h.shape[1])
         logits = scorer(source.unsqueeze(1), others)  # [P, 1 + K]
         if self.softmax:
             return F.cross_entropy(logits, torch.zeros_like(y[:, 0]), reduction="sum")

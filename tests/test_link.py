@@ -219,6 +219,9 @@ def test_no_positive_of_a_step_lies_in_its_blocks(kind, tmp_path):
         held = {frozenset(pair) for pair in graph.pairs["train"][everyone].tolist()}
         assert bool(held & set().union(*map(_edges_of, blocks))) == (kind == "leak")
     assert torch.equal(_sampled(links, draw, seeds, step, everyone)[1], y)
+    for softmax in (False, True):  # a rank's or pass's part of the last step may be empty
+        links.softmax = softmax
+        assert links.loss(link.Scorer("mlp", 4), torch.randn(5, 4), y[:0]) == 0
 
 
 def _place(own, scores):
