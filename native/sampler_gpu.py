@@ -49,6 +49,8 @@ LANES = 8  # threads per row in that kernel: 8 x 16 bytes are one memory line
 IDS = {torch.int32: "int", torch.int64: "i64"}
 ROWS = {torch.float32: "float", torch.bfloat16: "bf16"}
 TYPES = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}  # of edges
+Batch = build.struct_type(build.read_source("batch.h"), "batch_t")
+Part = build.struct_type(build.read_source("batch.h"), "part_t")
 
 
 def aggregate_source(ids, k, features, out):
@@ -57,13 +59,6 @@ def aggregate_source(ids, k, features, out):
     vec = 4 if features.shape[1] % 4 == 0 and aligned else 1
     types = {"ID": IDS[ids], "WEIGHT": "double", "IN": ROWS[features.dtype], "OUT": ROWS[out.dtype]}
     return build.read_source("aggregate.cu", **types, VEC=vec, LANES=LANES, K=k), vec
-
-
-@functools.cache
-def structs():
-    """Return the ctypes structures of batch_t and part_t in batch.h."""
-    text = build.read_source("batch.h")
-    return build.struct_type(text, "batch_t"), build.struct_type(text, "part_t")
 
 
 def load(spec, fanouts, seed):
@@ -184,9 +179,8 @@ class Frame:
         spec, L = backend.spec, len(backend.fanouts)
         self.backend, self.ids, self.kernels = backend, spec.indices, backend.kernels
         self.shape, self.kept, self.base = None, {}, 0
-        batch_t, part_t = structs()
-        self.batch = batch_t()
-        self.parts = [part_t(hop, k) for hop, k in enumerate(backend.fanouts)]
+        self.batch = Batch()
+        self.parts = [Part(hop, k) for hop, k in enumerate(backend.fanouts)]
         slots = 0 if backend.timed else backend.num_nodes
         self.table = self.ids.new_empty(slots, dtype=torch.int32)
         self.pairs = self.ids.new_empty(0, dtype=torch.int64)

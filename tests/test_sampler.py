@@ -344,19 +344,18 @@ def test_cuda_tables_are_used_up_and_batches_that_never_fit_are_an_error(tmp_pat
 
 
 @pytest.mark.parametrize("tight", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_cuda_frame_keeps_its_shapes(method, tight, tmp_path):
+@pytest.mark.parametrize("replace", [False, True])  # all that CUDA graphs draw by
+def test_a_cuda_frame_keeps_its_shapes(replace, tight, tmp_path):
     """The same launches make batches of any number of seeds, in fixed places, or report what does not fit."""
     seen = set()
     for i in range(12):
         rng = np.random.default_rng(i)
         indptr, indices = _random_graph(rng, 80, 9, [torch.int32, torch.int64][i % 2])
-        options = dict(_options(method, indices, rng), seed=i)
-        s = NeighborSampler(indptr, indices, [3, 20, 2], backend="torch", **options)
-        room = dict(rows=[12, 70, 80], places=[70, 300]) if method == "labor" else {}
+        options = dict(replace=replace, seed=i, backend="torch")
+        s = NeighborSampler(indptr, indices, [3, 20, 2], **options)
         few = dict(rows=[12, 25, 50]), dict(places=[25, 300]), dict(places=[36, 150])
         backend = _emulated(s, tmp_path, seed=i, checked=tight and i < 2)
-        frame = _frame(backend, 12, 2, **(few[i % 3] if tight else room))
+        frame = _frame(backend, 12, 2, **(few[i % 3] if tight else {}))
         blocks, steps, (rows, places, *_) = frame.blocks, frame.steps, frame.shape
         for step, S in enumerate((12, 8, 5, 1, 12)):
             seeds = torch.from_numpy(rng.permutation(80)[:S])

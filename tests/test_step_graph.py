@@ -599,9 +599,8 @@ class _Order(TorchDispatchMode):
         words = re.search(rf"^KERNEL {name}\(([^)]*)\)", kernels.source, re.MULTILINE)[1].split(",")
         read, written = [], []
         for word, address in zip(words, pointers):
-            structs = dict(zip(("batch_t", "part_t"), sampler_gpu.structs()))
-            struct = structs.get(word.split()[0])
-            if struct:
+            structs = {"batch_t": sampler_gpu.Batch, "part_t": sampler_gpu.Part}
+            if struct := structs.get(word.split()[0]):
                 value, source = struct.from_address(address), kernels.source
                 for field, c_type in struct._fields_:
                     if c_type is ctypes.c_void_p:
