@@ -48,15 +48,10 @@ def _kind(c_type):
 
 def read_source(file, **defines):
     """Return the text of a source file of this folder: `defines` as macros, then the file with its includes inlined."""
-
-    def lines(file):
-        yield f'#line 1 "{file}"'
-        text = Path(__file__).with_name(file).read_text()
-        for number, line in enumerate(text.splitlines(), 2):
-            included = re.fullmatch(r'#include "(.*)"', line)
-            yield from [*lines(included[1]), f'#line {number} "{file}"'] if included else [line]
-
-    return "\n".join([*(f"#define {name} {x}" for name, x in defines.items()), *lines(file), ""])
+    macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
+    text = Path(__file__).with_name(file).read_text()
+    included = re.compile('^#include "(.*)"$', re.MULTILINE)
+    return macros + included.sub(lambda match: read_source(match[1]), text)
 
 
 def struct_type(source, name):
