@@ -38,7 +38,7 @@ BLOCK = 256  # threads of a block
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _NUMBERS = {"int": ctypes.c_int, "unsigned": ctypes.c_uint, "i64": ctypes.c_longlong}
 _NUMBERS |= {"u64": ctypes.c_ulonglong, "float": ctypes.c_float, "double": ctypes.c_double}
-_warned = set()  # names
+_warned, _lock = set(), threading.Lock()
 
 
 def _kind(c_type):
@@ -199,7 +199,8 @@ def load_cuda(name, source, device):
     """Compile CUDA C++ as one program, unless it is cached, and load it on a GPU, a torch.device with an index ->
     Kernels; None, after one warning per `name`, if NVRTC, the driver or the source fails. source: text, see base.h."""
     try:
-        return Kernels(name, source, device)
+        with _lock:  # a second thread finds the compiled file in the cache
+            return Kernels(name, source, device)
     except (OSError, RuntimeError, AttributeError) as error:  # a library lacks a function
         text = f"the CUDA kernels of {name} cannot be used, so slower torch operations are"
         _warn_once(name, text, error)
