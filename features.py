@@ -295,17 +295,15 @@ def prefetch(make, items, *, depth=2, threads=1):
     if depth == 0:
         yield from (make(*job) for job in jobs)
         return
-    pending = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="prefetch") as pool:
-        try:
-            pending.extend(pool.submit(make, *job) for job in islice(jobs, depth))
-            while pending:
-                result = pending.popleft().result()
-                pending.extend(pool.submit(make, *job) for job in islice(jobs, 1))
-                yield result
-        finally:
-            for future in pending:
-                future.cancel()
+    pending, pool = deque(), ThreadPoolExecutor(threads, thread_name_prefix="prefetch")
+    try:
+        pending.extend(pool.submit(make, *job) for job in islice(jobs, depth))
+        while pending:
+            result = pending.popleft().result()
+            pending.extend(pool.submit(make, *job) for job in islice(jobs, 1))
+            yield result
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
