@@ -81,10 +81,7 @@ class CudaCopies:
         """Run the body on the slot's stream, after pending work of the caller's stream if blocks are on the GPU."""
         caller = torch.cuda.current_stream(self.device)
         side = self.streams[slot % len(self.streams)]
-        if caller == side and torch.cuda.current_device() == side.device_index:  # nested
-            yield
-            return
-        if any(block.src_nodes.is_cuda for block in blocks):
+        if caller != side and any(block.src_nodes.is_cuda for block in blocks):
             side.wait_stream(caller)
             for block in blocks:
                 block.record_stream(side)
@@ -126,7 +123,6 @@ class FeatureRing:
         dtype: of x; None: that of features. Rows are moved as stored and converted on the device.
         gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py.
         reuse: False allocates new tensors for each batch on CPU, for callers that keep batches.
-        copies: replaces `CudaCopies` in tests.
         edge_features: [M, D], one row per edge of the graph; batches then have the rows of their edges, by edge_ids.
 
     Attributes:
@@ -147,14 +143,12 @@ class FeatureRing:
         dtype=None,
         gather=None,
         reuse=True,
-        copies=None,
         edge_features=None,
     ):
         self.features, self.labels, self.edge_features = features, labels, edge_features
         self.device, self.reuse = torch.device(device), reuse
-        if self.device.type == "cuda":
-            copies = copies or CudaCopies(self.device, streams)
-        self.copies, self.on_device = copies, self._has(features)
+        self.copies = CudaCopies(self.device, streams) if self.device.type == "cuda" else None
+        self.on_device = self._has(features)
         self.gather, self.aggregate = gather or take, aggregate
         floats = isinstance(features, torch.Tensor) and features.is_floating_point()
         self.first_hop = aggregate is not None and floats
@@ -301,17 +295,15 @@ def prefetch(make, items, *, depth=2, threads=1):
     if depth == 0:
         yield from (make(*job) for job in jobs)
         return
-    pending = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="prefetch") as pool:
-        try:
-            pending.extend(pool.submit(make, *job) for job in islice(jobs, depth))
-            while pending:
-                result = pending.popleft().result()
-                pending.extend(pool.submit(make, *job) for job in islice(jobs, 1))
-                yield result
-        finally:
-            for future in pending:
-                future.cancel()
+    pending, pool = deque(), ThreadPoolExecutor(threads, thread_name_prefix="prefetch")
+    try:
+        pending.extend(pool.submit(make, *job) for job in islice(jobs, depth))
+        while pending:
+            result = pending.popleft().result()
+            pending.extend(pool.submit(make, *job) for job in islice(jobs, 1))
+            yield result
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -56,13 +56,10 @@ class KeptPages:
 
     def plan(self):
         """Plan the oldest batch of the window -> (pages to read for it, pages to drop once it is gathered), sorted."""
-        if self.code.pages_plan(self.state):
-            raise StoreError("no memory to plan what the page cache keeps")
-        planned, plan = self.code.pages_planned, []
-        for missing in (True, False):
-            plan.append(torch.empty(planned(self.state, missing, None), dtype=torch.int64))
-            planned(self.state, missing, plan[-1])
-        return tuple(pages.sort().values for pages in plan)
+        lists = torch.empty(2, self.code.pages_room(self.state), dtype=torch.int64)
+        counts = lists.new_empty(2)
+        self.code.pages_plan(self.state, *lists, counts)
+        return tuple(pages[:n].sort().values for pages, n in zip(lists, counts.tolist()))
 
     def advise(self, pages, wanted):
         """Tell the kernel to read pages ahead (wanted) or drop them; asynchronous unless the device queue is full."""

@@ -23,7 +23,6 @@ import os
 import platform
 import re
 import shutil
-import stat
 import struct
 import subprocess
 import sys
@@ -39,7 +38,7 @@ BLOCK = 256  # threads of a block
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _NUMBERS = {"int": ctypes.c_int, "unsigned": ctypes.c_uint, "i64": ctypes.c_longlong}
 _NUMBERS |= {"u64": ctypes.c_ulonglong, "float": ctypes.c_float, "double": ctypes.c_double}
-_loaded, _lock, _warned = {}, threading.Lock(), set()
+_warned, _lock = set(), threading.Lock()
 
 
 def _kind(c_type):
@@ -49,15 +48,10 @@ def _kind(c_type):
 
 def read_source(file, **defines):
     """Return the text of a source file of this folder: `defines` as macros, then the file with its includes inlined."""
-
-    def lines(file):
-        yield f'#line 1 "{file}"'
-        text = Path(__file__).with_name(file).read_text()
-        for number, line in enumerate(text.splitlines(), 2):
-            included = re.fullmatch(r'#include "(.*)"', line)
-            yield from [*lines(included[1]), f'#line {number} "{file}"'] if included else [line]
-
-    return "\n".join([*(f"#define {name} {x}" for name, x in defines.items()), *lines(file), ""])
+    macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
+    text = Path(__file__).with_name(file).read_text()
+    included = re.compile('^#include "(.*)"$', re.MULTILINE)
+    return macros + included.sub(lambda match: read_source(match[1]), text)
 
 
 def struct_type(source, name):
@@ -102,13 +96,12 @@ def _warn_once(name, text, error):
 
 
 def _cache_folder():
-    """Return the cache folder, created if missing, or None if it is not this user's alone."""
+    """Return the cache folder, created if missing, or None if that fails or others can write to it."""
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ringblock"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-        own = status.st_uid == os.geteuid() and status.st_mode & 0o777 == 0o700
-        if own and stat.S_ISDIR(status.st_mode):
+        status = folder.stat()
+        if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
             return folder
 
 
@@ -126,11 +119,11 @@ def cached(name, key, suffix, make):
         path = Path(private, name + suffix)
         make(path)
         if folder:
-            target, part = folder / f"{stem}-{_digest(path)}{suffix}", folder / Path(private).name
+            part = folder / Path(private).name
             with contextlib.suppress(OSError):  # read-only, or full
                 try:
                     shutil.copyfile(path, part)
-                    path = part.replace(target)  # atomic
+                    path = part.replace(folder / f"{stem}-{_digest(path)}{suffix}")  # atomic
                 finally:
                     part.unlink(missing_ok=True)
         yield path
@@ -201,21 +194,16 @@ def load_host(name, source, flags):
 # CUDA
 
 
+@functools.cache
 def load_cuda(name, source, device):
-    """Compile CUDA C++ as one program, unless it is cached, and load it on a GPU, a torch.device -> Kernels, the same
-    object for the same arguments; None, after one warning per `name`, if NVRTC, the driver or the source fails.
-    Thread-safe. source: text, see base.h."""
-    index = torch.device(device).index
-    key = source, torch.cuda.current_device() if index is None else index
-    with _lock:
-        if key not in _loaded:
-            try:
-                _loaded[key] = Kernels(name, source, torch.device("cuda", key[1]))
-            except (OSError, RuntimeError, AttributeError) as error:  # a library lacks a function
-                _loaded[key] = None
-                text = f"the CUDA kernels of {name} cannot be used, so slower torch operations are"
-                _warn_once(name, text, error)
-        return _loaded[key]
+    """Compile CUDA C++ as one program, unless it is cached, and load it on a GPU, a torch.device with an index ->
+    Kernels; None, after one warning per `name`, if NVRTC, the driver or the source fails. source: text, see base.h."""
+    try:
+        with _lock:  # a second thread finds the compiled file in the cache
+            return Kernels(name, source, device)
+    except (OSError, RuntimeError, AttributeError) as error:  # a library lacks a function
+        text = f"the CUDA kernels of {name} cannot be used, so slower torch operations are"
+        _warn_once(name, text, error)
 
 
 class Kernels:
@@ -299,11 +287,8 @@ class Launch:
         self._pointers = (ctypes.c_void_p * len(codes))(*(memory + start for start in starts))
         self._structs = {i: None for i, code in enumerate(codes) if not code}
         self._go = kernels._driver.cuLaunchKernel
-        if not values:
+        if not values:  # `pack` will set them
             return
-        if len(values) != len(codes):
-            wanted = ", ".join(f"{c_type} {name}" for c_type, name in kernels.signatures[kernel])
-            raise TypeError(f"kernel {kernel} takes ({wanted}), not {len(values)} arguments")
         for i in self._structs:
             self._structs[i], self._pointers[i] = values[i], ctypes.addressof(values[i])
         self.pack([value for i, value in enumerate(values) if i not in self._structs])
@@ -370,9 +355,9 @@ def compile_cuda(source, arch, options=()):
     if kind == "PTX":
         arch = f"compute_{max((n for n in supported if n < number), default=number)}"
     flags = [flag.encode() for flag in (f"--gpu-architecture={arch}", *options)]
+    flags = (ctypes.c_char_p * len(flags))(*flags)
     call("CreateProgram", ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
     try:
-        flags = (ctypes.c_char_p * len(flags))(*flags)
         code = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
         log = output("ProgramLog").value.decode(errors="replace")
         if code:

@@ -28,13 +28,6 @@ IDS = {torch.int32: "int", torch.int64: "i64"}
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 # multiplications per thread for which compiling a product pays; the compile time is the same for any number of threads
 WORTH_COMPILING = 50_000_000
-_on = True
-
-
-def use_native(on):
-    """Switch the C code and the kernels on or off for this process, to measure their speed-up."""
-    global _on
-    _on = on
 
 
 def functions(integers, source, target):
@@ -45,7 +38,7 @@ def functions(integers, source, target):
     """
     integers = [t for t in integers if t is not None]
     ids = integers[0].dtype if integers else torch.int32
-    if not _on or ids not in IDS or source.dtype not in TYPES or target.dtype not in TYPES:
+    if ids not in IDS or source.dtype not in TYPES or target.dtype not in TYPES:
         return None
     for t in (*integers, source, target):
         if t.device != source.device or not t.is_contiguous():
@@ -84,7 +77,7 @@ def is_gpu(device):
 def has_kernels(indices):
     """Return whether there are CUDA kernels for blocks of this integer dtype on this GPU."""
     row = torch.float32
-    return bool(_on and indices.is_cuda and load(indices.dtype, row, row, indices.device))
+    return bool(indices.is_cuda and load(indices.dtype, row, row, indices.device))
 
 
 # the kernels
@@ -320,7 +313,7 @@ def _gather_words(features, ids, out):
     row, starts = features.shape[1] * features.itemsize, features.data_ptr() | out.data_ptr()
     size = next((size for size in (16, 4, 2) if not (row | starts) % size), 0)
     fits = size and ids.dtype in IDS and ids.is_contiguous() and ids.device == features.device
-    if not _on or not fits or ids.numel() * row // size >= 1 << 32:
+    if not fits or ids.numel() * row // size >= 1 << 32:
         return None
     # one program serves all types
     code = load(torch.int32, torch.float32, torch.float32, features.device)
@@ -657,7 +650,7 @@ def product(x, weight, bias=None):
 def _for_onednn(x, weight):
     bounded = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"} <= os.environ.keys()
     large = x.numel() * weight.shape[0] >= WORTH_COMPILING * torch.get_num_threads()
-    usable = bounded and _on and x.device.type == "cpu" and x.dtype == torch.float32
+    usable = bounded and x.device.type == "cpu" and x.dtype == torch.float32
     return large and usable and torch.backends.mkldnn.is_available()
 
 

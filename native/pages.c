@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
 typedef int64_t i64;
 
@@ -21,7 +20,6 @@ typedef struct {
   link_t *links;        // [num_pages] list b % ring: kept pages next used by batch b; list `ring`: no use is known
   int32_t *heads;       // [ring + 1]
   batch_t *window;      // [ring]
-  i64 *missing, *dropped, num_missing, num_dropped;  // what the last plan said
 } planner_t;
 
 static void unlink_page(planner_t *p, int32_t page) {
@@ -42,7 +40,7 @@ static void link_page(planner_t *p, int32_t page, i64 next) {  // next: the batc
 
 void pages_close(planner_t *p) {
   for (i64 b = 0; p->window && b < p->ring; b++) free(p->window[b].pages);
-  free(p->last), free(p->links), free(p->heads), free(p->window), free(p->missing), free(p->dropped), free(p);
+  free(p->last), free(p->links), free(p->heads), free(p->window), free(p);
 }
 
 // Make a planner; the first `capacity` pages are assumed to be in the page cache. -> null: no memory
@@ -91,31 +89,28 @@ int pages_expect(planner_t *p, const i64 *ids, i64 n, i64 offset, i64 row_bytes,
   return 0;
 }
 
+// The number of pages of the oldest expected batch, which bounds both lists of its plan.
+i64 pages_room(planner_t *p) { return p->window[(p->planned + 1) & (p->ring - 1)].n; }
+
 // Plan the oldest expected batch: which pages it reads, and which are evicted once it has read them (perhaps some of
-// the same pages); both lists stay in `p` until the next plan. -> nonzero: no memory
-int pages_plan(planner_t *p) {
-  i64 now = p->planned + 1;
+// the same pages). counts: the lengths of the two lists
+void pages_plan(planner_t *p, i64 *missing, i64 *dropped, i64 *counts) {
+  i64 now = ++p->planned;
   batch_t *batch = &p->window[now & (p->ring - 1)];
-  i64 *missing = realloc(p->missing, (batch->n + 1) * sizeof(i64));
-  if (missing) p->missing = missing;
-  i64 *dropped = realloc(p->dropped, (batch->n + 1) * sizeof(i64));
-  if (dropped) p->dropped = dropped;
-  if (!missing || !dropped) return 1;
-  p->planned = now, p->num_missing = p->num_dropped = 0;
+  counts[0] = counts[1] = 0;
   for (i64 i = 0; i < batch->n; i++) {
     if (p->links[batch->pages[i]].bucket >= 0) unlink_page(p, batch->pages[i]);
-    else missing[p->num_missing++] = batch->pages[i], p->kept++;
+    else missing[counts[0]++] = batch->pages[i], p->kept++;
     link_page(p, batch->pages[i], batch->next[i]);
   }
   for (; p->kept > p->capacity; p->kept--) {
     while (p->farthest > now && p->heads[p->farthest & (p->ring - 1)] < 0) p->farthest--;
     int32_t page = p->heads[p->ring] >= 0 ? p->heads[p->ring] : p->heads[p->farthest & (p->ring - 1)];
     unlink_page(p, page);
-    dropped[p->num_dropped++] = page;
+    dropped[counts[1]++] = page;
   }
   free(batch->pages);
   batch->pages = 0;
-  return 0;
 }
 
 // Forget all expected batches that are not planned.
@@ -128,13 +123,6 @@ void pages_forget(planner_t *p) {
     batch->pages = 0;
   }
   p->newest = p->farthest = p->planned;
-}
-
-// Copy the last plan's pages to read (missing) or to drop (not missing) into `pages`, unless null -> how many.
-i64 pages_planned(planner_t *p, int missing, i64 *pages) {
-  i64 n = missing ? p->num_missing : p->num_dropped;
-  if (pages && n) memcpy(pages, missing ? p->missing : p->dropped, n * sizeof(i64));
-  return n;
 }
 
 // Advise the kernel to read pages of a file, in ascending order, into the page cache (wanted) or to drop them.

@@ -179,7 +179,8 @@ KERNEL finish(batch_t b, i64 hops, i64 start, i64 end, u64 *sums, i64 num_sums) 
   b.local[i] = edge ? b.number[b.table[b.local[i]] - b.input[2]] : -1;
 }
 
-FN void pick_up_to(const int most, const batch_t *b, const part_t *h, i64 i) {
+FN void pick_up_to(const int most, const batch_t *b, const part_t *h) {
+  THREAD(h->rows + 1);
   i64 N = b->sizes[1 + 2 * h->hop], at = open_row(b, h, i, N);
   if (i >= N) return;
   ID v = b->src[i], node[MOST];
@@ -194,19 +195,7 @@ FN void pick_up_to(const int most, const batch_t *b, const part_t *h, i64 i) {
   read_nodes(most, b, start, place, n, node);
   UNROLL for (int j = 0; j < most; j++) if (j < n) put_edge(b, h, at + j, node[j]);
 }
-KERNEL pick_8(batch_t b, part_t h) {
-  THREAD(h.rows + 1);
-  pick_up_to(8, &b, &h, i);
-}
-KERNEL pick_16(batch_t b, part_t h) {
-  THREAD(h.rows + 1);
-  pick_up_to(16, &b, &h, i);
-}
-KERNEL pick_32(batch_t b, part_t h) {
-  THREAD(h.rows + 1);
-  pick_up_to(32, &b, &h, i);
-}
-KERNEL pick_64(batch_t b, part_t h) {
-  THREAD(h.rows + 1);
-  pick_up_to(64, &b, &h, i);
-}
+KERNEL pick_8(batch_t b, part_t h) { pick_up_to(8, &b, &h); }
+KERNEL pick_16(batch_t b, part_t h) { pick_up_to(16, &b, &h); }
+KERNEL pick_32(batch_t b, part_t h) { pick_up_to(32, &b, &h); }
+KERNEL pick_64(batch_t b, part_t h) { pick_up_to(64, &b, &h); }

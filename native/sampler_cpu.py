@@ -33,12 +33,7 @@ FLAGS = ["-O3", "-march=native", "-fPIC", "-shared", "-pthread"]
 TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
 TYPES |= {torch.float32: "float", torch.float64: "double"}
 TYPES |= {torch.uint8: "uint8_t", torch.int16: "uint16_t"}
-
-
-@functools.cache
-def job_type():
-    """Return the ctypes structure of job_t in sampler.c."""
-    return build.struct_type(build.read_source("sampler.c"), "job_t")
+Job = build.struct_type(build.read_source("sampler.c"), "job_t")
 
 
 def load(spec):
@@ -128,7 +123,7 @@ class Backend:
         """
         spec, S, V = self.spec, dst.numel(), self.spec.indptr.numel() - 1
         offsets, (start, degree, gap, num_gaps) = dst.new_empty(S + 1), work.rows(S)
-        job, threads = job_type()(), spec.threads or torch.get_num_threads()
+        job, threads = Job(), spec.threads or torch.get_num_threads()
         fill = functools.partial(build.fill, job)
         fill(indptr=spec.indptr, indices=spec.indices, weights=spec.weights, V=V, threads=threads)
         fill(rule=spec.rule_number, k=hop.k, key=hop.key, types=spec.edge_type, S=S, dst=dst)

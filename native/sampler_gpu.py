@@ -48,12 +48,9 @@ AGGREGATED = 48  # largest fanout of the outermost hop in one kernel, which also
 LANES = 8  # threads per row in that kernel: 8 x 16 bytes are one memory line
 IDS = {torch.int32: "int", torch.int64: "i64"}
 ROWS = {torch.float32: "float", torch.bfloat16: "bf16"}
-
-
-def types_of(spec):
-    """Return the macro TYPE, the C type of a graph's edge types, as a dict; empty without types."""
-    names = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}
-    return {} if spec.edge_type is None else {"TYPE": names[spec.edge_type.dtype]}
+TYPES = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}  # of edges
+Batch = build.struct_type(build.read_source("batch.h"), "batch_t")
+Part = build.struct_type(build.read_source("batch.h"), "part_t")
 
 
 def aggregate_source(ids, k, features, out):
@@ -62,13 +59,6 @@ def aggregate_source(ids, k, features, out):
     vec = 4 if features.shape[1] % 4 == 0 and aligned else 1
     types = {"ID": IDS[ids], "WEIGHT": "double", "IN": ROWS[features.dtype], "OUT": ROWS[out.dtype]}
     return build.read_source("aggregate.cu", **types, VEC=vec, LANES=LANES, K=k), vec
-
-
-@functools.cache
-def structs():
-    """Return the ctypes structures of batch_t and part_t in batch.h."""
-    text = build.read_source("batch.h")
-    return build.struct_type(text, "batch_t"), build.struct_type(text, "part_t")
 
 
 def load(spec, fanouts, seed):
@@ -89,7 +79,9 @@ class Backend:
 
     def __init__(self, spec, fanouts, seed, compiled):
         self.spec, self.fanouts, self.seed, self.compiled = spec, fanouts, seed, compiled
-        types = {"ID": IDS[spec.indices.dtype], "WEIGHT": "double", **types_of(spec)}
+        types = {"ID": IDS[spec.indices.dtype], "WEIGHT": "double"}
+        if spec.edge_type is not None:
+            types["TYPE"] = TYPES[spec.edge_type.dtype]
         self.kernels = compiled("sampler", build.read_source("sampler.cu", **types))
         self.num_nodes, self.num_edges = spec.indptr.numel() - 1, spec.indices.numel()
         self.timed = spec.edge_times is not None
@@ -189,9 +181,8 @@ class Frame:
         spec, L = backend.spec, len(backend.fanouts)
         self.backend, self.ids, self.kernels = backend, spec.indices, backend.kernels
         self.shape, self.kept, self.base = None, {}, 0
-        batch_t, part_t = structs()
-        self.batch = batch_t()
-        self.parts = [part_t(hop, k) for hop, k in enumerate(backend.fanouts)]
+        self.batch = Batch()
+        self.parts = [Part(hop, k) for hop, k in enumerate(backend.fanouts)]
         slots = 0 if backend.timed else backend.num_nodes
         self.table = self.ids.new_empty(slots, dtype=torch.int32)
         self.pairs = self.ids.new_empty(0, dtype=torch.int64)
@@ -227,8 +218,8 @@ class Frame:
             return
         self.shape = rows, places, relabel_outer, excludes
         S, spec, b, hops = rows[0], self.backend.spec, self.batch, len(places)
-        plain = not (excludes or self.backend.timed or types_of(spec))
-        self.counted = spec.rule in COUNTED and plain
+        whole_lists = not excludes and spec.edge_times is None and spec.edge_type is None
+        self.counted = spec.rule in COUNTED and whole_lists
         words = [-(-n // 32) for n in places]
         first = list(accumulate(places, initial=S))
         self.positions = first[-1]

@@ -104,7 +104,8 @@ def test_features_ring_aggregates_the_first_hop(copies):
 
     seeds = train[:9] % 200
     options = dict(slots=1, aggregate=aggregate, dtype=torch.float64)
-    ring = FeatureRing(table, labels, copies=copies, **options)
+    ring = FeatureRing(table, labels, **options)
+    ring.copies = copies
     assert ring.first_hop and not FeatureRing(_Rows(table), labels, **options).first_hop
     s = NeighborSampler(indptr, indices, [3, 2], backend="torch")
     bare, (plain, _) = s.sample(seeds, 5, relabel_outer=False), s.sample(seeds, 5)
@@ -382,7 +383,8 @@ def test_features_cache_gives_the_same_rows_for_any_budget(monkeypatch):
         # on the host; before the host, on a device
         for copies in (None, _Copies()):
             cache = CachedFeatures(behind, visits, budget)
-            ring = FeatureRing(cache, torch.arange(300), slots=2, copies=copies)
+            ring = FeatureRing(cache, torch.arange(300), slots=2)
+            ring.copies = copies
             for slot in (0, 1, 0):
                 x = ring.fetch(slot, _seed_blocks(ids[slot:])).x
                 assert torch.equal(x, table[ids[slot:].long()])

@@ -527,13 +527,13 @@ class _Order(TorchDispatchMode):
         patch.setattr(common._EmulatedKernels, "wait", lambda kernels: self.current.synchronize())
         seen = lambda kernels, *launch: self._launched(kernels, *launch)  # noqa: E731
         patch.setattr(common._EmulatedKernels, "seen", seen)
-        begin = sampler_gpu.Frame.__init__
+        trouble = sampler_gpu.Frame.trouble.fget
 
-        def frame(frame, backend):
-            begin(frame, backend)
-            frame.told = _Told(self, frame.told, frame.read)
+        def told(frame):  # before anything else that the GPU says of a batch
+            self._use("what the GPU said, read", "host", [frame.read], [])
+            return trouble(frame)
 
-        patch.setattr(sampler_gpu.Frame, "__init__", frame)
+        patch.setattr(sampler_gpu.Frame, "trouble", property(told))
 
     def _new_stream(self, device):
         self.streams.append(_Stream(self, f"stream {len(self.streams)}"))
@@ -641,9 +641,8 @@ class _Order(TorchDispatchMode):
         words = re.search(rf"^KERNEL {name}\(([^)]*)\)", kernels.source, re.MULTILINE)[1].split(",")
         read, written = [], []
         for word, address in zip(words, pointers):
-            structs = dict(zip(("batch_t", "part_t"), sampler_gpu.structs()))
-            struct = structs.get(word.split()[0])
-            if struct:
+            structs = {"batch_t": sampler_gpu.Batch, "part_t": sampler_gpu.Part}
+            if struct := structs.get(word.split()[0]):
                 value, source = struct.from_address(address), kernels.source
                 for field, c_type in struct._fields_:
                     if c_type is ctypes.c_void_p:
@@ -656,17 +655,6 @@ class _Order(TorchDispatchMode):
             m for p in pointers for m in self.memory.values() if p and m.start <= p < m.end
         ]
         self._use(name, stream, lead(read), lead(written))
-
-
-class _Told:
-    """Values in page-locked memory that the host reads."""
-
-    def __init__(self, order, numbers, memory):
-        self.order, self.numbers, self.memory = order, numbers, memory
-
-    def __getitem__(self, i):
-        self.order._use("what the GPU said, read", "host", [self.memory], [])
-        return self.numbers[i]
 
 
 @pytest.fixture

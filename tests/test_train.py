@@ -21,7 +21,6 @@ import store
 import train
 from model import SAGE, inference
 from native import build
-from native import layers as fused
 from run import allocator, data, flags
 from store import GraphStore, build_store
 from tests.common import (
@@ -218,7 +217,7 @@ def test_train_from_a_slow_disk_that_fails(tiny, tmp_path):
     assert re.search(f"^{error}", printed, re.MULTILINE) and "Traceback" not in printed, printed
 
 
-def test_switches_that_must_not_change_the_result(tiny, tmp_path):
+def test_switches_that_must_not_change_the_result(tiny, tmp_path, monkeypatch):
     """Recomputed activations, torch operations instead of native ones, an LMDB store with a cache."""
     common = "--hidden 16 --epochs 2 --dropout 0 --lr 0.01 --batch-size 200"
     drawn = f"--dataset {tiny} --fanout 5,5 {common}"
@@ -238,11 +237,8 @@ def test_switches_that_must_not_change_the_result(tiny, tmp_path):
     cached = _run_here(tmp_path, lmdb, "--cache 100KiB")
     same(cached, 1e-4)
     assert 0.3 < cached[0][-2]["cache_hit_rate"] < 1
-    fused.use_native(False)
-    try:
-        same(_run_here(tmp_path, drawn), 1e-4)
-    finally:
-        fused.use_native(True)
+    monkeypatch.setattr(model, "fused", None)
+    same(_run_here(tmp_path, drawn), 1e-4)
 
 
 @pytest.mark.parametrize("name", model.CONVS)
