@@ -215,7 +215,7 @@ def bench_scaling(args):
     opened(args.dataset, args.root)
     epochs, figures = collections.defaultdict(list), {}
     for procs in args.procs * args.rounds:
-        with contextlib.closing(Elsewhere(epochs_of, args, procs)) as run:
+        with contextlib.closing(Elsewhere(prepare_epochs, args, procs)) as run:
             epochs[procs] += run(0)
     for procs, entries in epochs.items():
         seconds = [entry["seconds"] for entry in entries]
@@ -227,10 +227,8 @@ def bench_scaling(args):
     return {"scaling": tools.print_table("processes", figures)}
 
 
-def epochs_of(args, procs):
+def prepare_epochs(args, procs):
     """Prepare four epochs of train.py in `procs` processes -> function: the log entries of the last three."""
-    words = ["--dataset", args.dataset, "--root", args.root, "--hidden", args.hidden]
-    words += ["--fanout", ",".join(map(str, args.fanout)), "--epochs", 4]
-    words += ["--batch-size", args.batch_size // procs, "--gpus", procs if args.gpus else 0]
-    words += ["--procs", 1 if args.gpus else procs]
-    return lambda i: [entry for entry in tools.training_log(words)[0] if "epoch" in entry][1:4]
+    flags = ["--batch-size", args.batch_size // procs, "--epochs", 4]
+    flags += ["--gpus", procs] if args.gpus else ["--gpus", 0, "--procs", procs]
+    return lambda i: tools.epochs_of(args, args.dataset, *flags)[1:]

@@ -44,11 +44,17 @@ def build_edges(args, folder):
     for part in np.array_split(edges, -(-num_edges >> 22), 1):
         part[:] = random.integers(0, num_nodes, part.shape, np.int32)
     edges.flush()
-    features, labels = np.zeros((num_nodes, 1), np.float32), np.zeros(num_nodes, np.int64)
-    nodes = {"features": features, "labels": labels, "split": {"train": [0]}}
-    with watch() as watched:
-        build_store(folder / "built", edge_index=edges, symmetrize=True, **nodes)
-    return lambda i: {"input_edges_per_s": num_edges / watched["seconds"], **watched}
+    build = partial(
+        build_store,
+        folder / "built",
+        edge_index=edges,
+        features=np.zeros((num_nodes, 1), np.float32),
+        labels=np.zeros(num_nodes, np.int64),
+        split={"train": [0]},
+        symmetrize=True,
+    )
+    figures = watch(build)[1]
+    return lambda i: {"input_edges_per_s": num_edges / figures["seconds"], **figures}
 
 
 def train_from_disk(args, path, each, how, cached, drawn):
@@ -67,15 +73,17 @@ def train_from_disk(args, path, each, how, cached, drawn):
     if how != "map":
         beside = math.inf if how == "past" else table.beside + cache
         table = MmapFeatures(rows, True, store.path, array.offset, beside)
-    with watch() as made:
-        if cache:
-            visits = expected_visits(*csc, nodes, args.fanout, args.batch_size)
-            if how in ("lookahead", "past"):
-                table = LookaheadCache(table, cache, None, visits)
-            else:
-                table = CachedFeatures(table, visits, cache)
-            del visits
-            trim_memory(1)  # return freed heap pages, as train.py does
+
+    def with_cache():
+        if not cache:
+            return table
+        visits = expected_visits(*csc, nodes, args.fanout, args.batch_size)
+        if how in ("lookahead", "past"):
+            return LookaheadCache(table, cache, None, visits)
+        return CachedFeatures(table, visits, cache)
+
+    table, made = watch(with_cache)
+    trim_memory(1)  # return freed heap pages, as train.py does
     options = {**LABORS[drawn], "check": False, "threads": args.threads}
     sampler, net = NeighborSampler(*csc, args.fanout, **options), network(args, store, None, 0.5)
     options = {"features": table, "aggregate": self_and_mean, "depth": 2}

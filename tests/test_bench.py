@@ -17,7 +17,7 @@ import torch
 
 from bench import __main__ as bench
 from bench import accuracy as bench_accuracy
-from bench import attack, harm, picture
+from bench import attack, harm, picture, tools
 from bench import gpu as bench_gpu
 from bench import sampler as bench_sampler
 from disk.files import StoreError
@@ -49,7 +49,7 @@ def test_what_is_damaged_or_forged_is_fine_or_refused_in_a_sentence(tmp_path):
         ("traceback", 1, "Traceback (most recent call last)\nKeyError: 'x'", {}),
         ("crash", -11, "", {}),
         ("sigbus", -7, "", {"verified": 1}),
-        ("hang", None, "", {}),
+        ("hang", -14, "", {}),
         ("memory", 0, "MemoryError", {}),
         ("memory", 0, "", {"result": 7, "peak": 10 << 30}),
         ("strewn", 0, "", {"result": 7, "strewn": ["x"]}),
@@ -206,7 +206,7 @@ def test_bench_without_a_gpu_says_so(tmp_path, monkeypatch, capsys):
 def _part(args, record):
     """Stands in for a part of bench gpu, and behaves as its name says."""
     if record.part == "keeps":
-        record.keep(summary=f"{args.batch_size} seeds in 1.5 ms")
+        record.keep(seeds=args.batch_size)
     elif record.part == "raises":
         with record.attempt("one contender"):
             raise ValueError("of two things the first\nand the second")
@@ -241,10 +241,14 @@ def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
         "hangs": ["stopped after 1 s"],
         "keeps": [],
     }
-    assert found["raises"]["half"] == 1 and found["hangs"]["seconds"] < 30
+    assert (
+        found["keeps"]["seeds"] == 7
+        and found["raises"]["half"] == 1
+        and found["hangs"]["seconds"] < 30
+    )
     text = capfd.readouterr().out
     assert "FAILED  one contender: ValueError" in text
-    assert re.search(r"keeps +\| \d+ +\| done +\| 7 seeds in 1.5 ms", text)
+    assert re.search(r"raises +\| \d+ +\| 2 .*\n.*dies +\| \d+ +\| 1 ", text)
     assert bench.main([*words, "--parts", "keeps"]) == 0
     assert bench.main([*words, "--parts", "keeps,x"]) == 2
     assert "--parts x: choose from raises" in capfd.readouterr().err
@@ -253,12 +257,12 @@ def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
     assert written()["parts"]["dies"] == found["dies"]  # was not run again
 
 
-def test_bench_gpu_trains_epochs_without_exact_scores(tmp_path):
-    words = f"--dataset {TINY} --root {tmp_path} --gpus 0 --fanout 3,3 --epochs 2".split()
-    entries = bench_gpu.epochs_of(words)
+def test_bench_trains_epochs_without_exact_scores(tmp_path):
+    args = types.SimpleNamespace(root=tmp_path, hidden=8, batch_size=100, fanout=[3, 3])
+    entries = tools.epochs_of(args, TINY, "--gpus", 0, "--epochs", 2)
     assert len(entries) == 2 and all(entry["loss"] > 0 and entry["seconds"] for entry in entries)
     with pytest.raises(StoreError, match="exit code 2: .*--fanout"):
-        bench_gpu.epochs_of([*words, "--fanout", "x"])
+        tools.epochs_of(args, TINY, "--fanout", "x")
 
 
 def test_bench_link_takes_steps_beside_dgl(tmp_path):
