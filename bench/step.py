@@ -4,7 +4,6 @@ A contender sets itself up and returns its step, i -> {"loss", "edges" drawn} of
 """
 
 import collections
-import contextlib
 import functools
 import itertools
 import statistics
@@ -215,8 +214,9 @@ def bench_scaling(args):
     opened(args.dataset, args.root)
     epochs, figures = collections.defaultdict(list), {}
     for procs in args.procs * args.rounds:
-        with contextlib.closing(Elsewhere(prepare_epochs, args, procs)) as run:
-            epochs[procs] += run(0)
+        flags = ["--batch-size", args.batch_size // procs, "--epochs", 4]
+        flags += ["--gpus", procs] if args.gpus else ["--gpus", 0, "--procs", procs]
+        epochs[procs] += tools.elsewhere(tools.epochs_of, args, args.dataset, *flags)[1:]
     for procs, entries in epochs.items():
         seconds = [entry["seconds"] for entry in entries]
         row = {"n": len(seconds), "median_s": statistics.median(seconds), "min_s": min(seconds)}
@@ -225,10 +225,3 @@ def bench_scaling(args):
         for stage in ("exchange", "stall", "optimizer"):
             row[f"{stage}_s"] = statistics.median(entry.get(stage, 0) for entry in entries)
     return {"scaling": tools.print_table("processes", figures)}
-
-
-def prepare_epochs(args, procs):
-    """Prepare four epochs of train.py in `procs` processes -> function: the log entries of the last three."""
-    flags = ["--batch-size", args.batch_size // procs, "--epochs", 4]
-    flags += ["--gpus", procs] if args.gpus else ["--gpus", 0, "--procs", procs]
-    return lambda i: tools.epochs_of(args, args.dataset, *flags)[1:]

@@ -45,10 +45,10 @@ def hardware(gpu=False):
     }
     if gpu:  # without a CUDA context, as some GPUs serve one process at a time
         fields = "name,memory.total,compute_cap,driver_version,power.limit,clocks.max.sm"
-        command = ["nvidia-smi", f"--query-gpu={fields},pcie.link.gen.max", "--format=csv,noheader"]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-            figures["gpu"], _, figures["gpu_details"] = done.stdout.splitlines()[0].partition(", ")
+        with contextlib.suppress(OSError):
+            command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+            printed = subprocess.run(command, capture_output=True, text=True).stdout
+            figures["gpu"], _, figures["gpu_details"] = printed.partition("\n")[0].partition(", ")
         figures["cuda"] = torch.version.cuda
     return figures
 
@@ -122,20 +122,19 @@ def compare(
     return print_table(what, rows)
 
 
-def figure_text(value):
-    """Format a number with four digits; anything else by str, None as ''."""
-    if isinstance(value, int | float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return "" if value is None else str(value)
-
-
 def print_table(what, rows):
     """Print {row: {column: figure}}, aligned -> the same. Dicts and lists among the figures are not printed."""
+
+    def text(value):
+        if isinstance(value, int | float):
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return "" if value is None else str(value)
+
     cells = [(c, v) for row in rows.values() for c, v in row.items()]
     columns = list(dict.fromkeys(c for c, v in cells if not isinstance(v, dict | list)))
     lines = [[what, *columns]]
     for name, row in rows.items():
-        lines.append([str(name), *(figure_text(row.get(column)) for column in columns)])
+        lines.append([str(name), *(text(row.get(column)) for column in columns)])
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
@@ -237,6 +236,13 @@ def serve(handle):
         pipe.send(answer)
 
 
+def elsewhere(work, args, *words, **options):
+    """Call work(args, *words) in its own process -> its result; options: of `Elsewhere`, or of `work`."""
+    prepare = functools.partial(functools.partial, work)  # nothing: the step is all of the work
+    with contextlib.closing(Elsewhere(prepare, args, *words, **options)) as process:
+        return process()
+
+
 def memory():
     """Return this process's resident bytes -> (anonymous, of files)."""
     pages, files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
@@ -252,37 +258,38 @@ def watch(work):
         while not done.wait(0.02):
             peaks.append(memory()[0])
 
-    thread = threading.Thread(target=sample)
+    thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     blocks, start = resource.getrusage(resource.RUSAGE_SELF).ru_inblock, time.perf_counter()
-    try:
-        result, seconds = work(), time.perf_counter() - start
-    finally:
-        done.set()
-        thread.join()
+    result = work()
+    seconds = time.perf_counter() - start
+    done.set()
+    thread.join()
     read = 512 * (resource.getrusage(resource.RUSAGE_SELF).ru_inblock - blocks)
     figures = {"seconds": seconds, "peak_anonymous": max(peaks), "mapped": memory()[1]}
     return result, figures | {"from_disk": read}
 
 
-def watched(step, each, peak=0):
-    """Return a function that takes `each` steps -> what `watch` records, with batches_per_s and
-    last_loss. peak: peak bytes of preparing them."""
-
-    def steps(i):
-        last, seen = watch(lambda: [step(number)["loss"] for number in range(each)][-1])
-        seen["peak_anonymous"] = max(peak, seen["peak_anonymous"])
-        return seen | {"batches_per_s": each / seen["seconds"], "last_loss": last}
-
-    return steps
-
-
-def forget_pages(path):
-    """Drop the files of a store, which no process maps, from the page cache, so that reads go to the disk."""
+def take_rounds(step, path, rounds, each):
+    """Take rounds of `each` steps, with the files of a store, which no process maps, dropped from the page cache before
+    -> figures of `watch`; batches_per_s: the median rate without the first quarter, in which caches fill; rates: of
+    each round; last_loss, equal for all contenders that draw uniformly."""
     for file in Path(path).iterdir():
         with open(file, "rb") as data:
             os.fsync(data.fileno())
             os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    rates = []
+
+    def run():
+        for _ in range(rounds):
+            start = time.perf_counter()
+            losses = [step(i)["loss"] for i in range(each)]
+            rates.append(each / (time.perf_counter() - start))
+        return losses[-1]
+
+    loss, figures = watch(run)
+    rate = statistics.median(rates[rounds // 4 :])
+    return figures | {"batches_per_s": rate, "last_loss": loss, "rates": rates}
 
 
 def forward(layers, blocks, h, dropout=0.0, call=lambda layer, block, h, last: layer(block, h)):
