@@ -17,7 +17,6 @@ on). LMDB's own SIGBUS is counted separately if `verify` had named the file. Any
 traceback, a hang, memory beyond the bound, a silent difference, no sentence, files where none belong.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -212,14 +211,13 @@ def attack_input(case):
             return harm_bytes(path / f"{pick(list(TABLES), random)}.csv", random)[0], True
         return (harm_bytes if random.random() < 0.5 else harm_values)(path, random)
 
-    source = "csv" if case.kind == "csv" else "npz.npz"
-    take(case, source, source, harm)
-    words = ["build", source, "built"]
+    source, words = "npz.npz", ["npz.npz", "built"]
     if case.kind == "csv":
-        words[1] = "csv/edges.csv"
+        source, words = "csv", ["csv/edges.csv", "built"]
         for name in list(TABLES)[1:]:
             words += [f"--{name}", f"csv/{name}.csv"]
-    code = exit_code(store.main, words)
+    take(case, source, source, harm)
+    code = exit_code(store.main, ["build", *words])
     case.note(code=code, strewn=["built"] if code and Path("built").exists() else [])
     if code == 0:
         case.note(wrong=store.verify("built"))
@@ -238,15 +236,12 @@ def attack_process(case):
     if good:
         take(case, good, "store")
     if random := case.random():
-        after, child = random.uniform(0, 1.1 * case.usual), os.fork()
-        if not child:
-            signal.alarm(SECONDS)
-            with contextlib.suppress(BaseException):
-                work(case)
-            os._exit(0)
+        after = random.uniform(0, 1.1 * case.usual)
+        child = multiprocessing.get_context("fork").Process(target=work, args=[case])
+        child.start()
         time.sleep(after)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
+        child.join()
         what = f"killed after {1e3 * after:.0f} of about {1e3 * case.usual:.0f} ms"
         case.note(what=what, wrong=problems())
     began = time.monotonic()

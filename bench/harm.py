@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import struct
 import zipfile
 import zlib
@@ -51,11 +52,11 @@ def other_bytes(data, random):
         at = max(0, min(size - 1, pick((0, 4096, size - 1024), random) + at % 200))
     page, other = at // 4096 * 4096, 4096 * int(random.integers(size // 4096 + 1))
     number = (pick(NUMBERS, random) % 2 ** (8 * width)).to_bytes(width, "little")
-    ends = [i for i in range(max(0, at - 99), min(size, at + 99)) if data[i] in b", \n"]
-    word = max((i + 1 for i in ends if i < at), default=at)
-    after = min((i for i in ends if i >= at), default=at)
-    encoding = pick(("utf-8", "latin-1"), random)
-    cell = str(pick((*CELLS, *STRANGE), random)).encode(encoding, "replace")
+    word = at - len(re.search(rb"[^, \n]*$", data[max(0, at - 99) : at])[0])
+    after = at + len(re.match(rb"[^, \n]*", data[at : at + 99])[0])
+    cell = str(pick((*CELLS, *STRANGE), random)).encode(
+        pick(("utf-8", "latin-1"), random), "replace"
+    )
     ways = {  # (start of the change, bytes written, start of the rest)
         "a bit flipped": (at, bytes(b ^ 1 << width - 1 for b in data[at : at + 1]), at + 1),
         "cut": (pick((at, page), random), b"", size),
@@ -83,7 +84,6 @@ def other_array(array, random):
     with np.errstate(all="ignore"):
         cast = good.astype("?" if is_tensor else pick(DTYPES, random))
     ways = [wrong, wrong, flat, good.T, good[None], flat[:0], flat[1:], flat[:1].sum(), cast]
-    ways += [np.zeros_like(good)]
     if is_tensor:
         ways = [torch.as_tensor(way) for way in ways] + [array.to("meta"), array.tolist(), "x"]
         ways += [array.reshape(-1).to_sparse(), torch.zeros(1).expand(1 << 40)]
