@@ -1,8 +1,7 @@
 """python -m bench gpu: all GPU measurements in one go, within --minutes (9).
 
     stores     synthetic graphs of the size of ogbn-products and ogbn-arxiv, kept under --root
-    sampling   a batch, beside torch operations, and its rows through the ring and read in place; bytes moved a second,
-               beside copies in GPU memory and of pinned memory
+    sampling   a batch, beside torch operations; its rows through the ring and read in place, beside a copy of as many
     products   epochs of train.py in every mode and precision, with and without CUDA graphs, beside the plain version:
     arxiv      step, epoch, stall, peak memory
     losses     every mode, model and precision for two epochs, compared with the CPU's losses
@@ -31,6 +30,7 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.nn import functional as F
@@ -40,7 +40,6 @@ from bench.tools import opened, print_table, read_json, write_json
 from disk.files import StoreError
 from features import MODES, FeatureRing, gpu_view, place, share
 from model import CONVS, SAGE, gather_rows
-from native import layers
 from sampler import NeighborSampler
 from sources import prepare
 
@@ -176,65 +175,40 @@ def epochs_of(args, dataset, mode, precision, *flags):
 
 
 def sampling(args, record):
-    """Time a batch's samplers, and its rows read from host memory; relate the bytes they move to those of a copy."""
+    """Time a batch of every sampler, and its rows read from host memory."""
     store = opened(graph_name(args, "products"), args.root)
     seeds, table = store.split["train"].split(args.batch_size), store.features.tensor
     host, device = [store.indptr, store.indices], [store.indptr.cuda(), store.indices.cuda()]
     blocks = NeighborSampler(*host, args.fanout, check=False).sample(seeds[0], 0)
     ids = blocks[0].src_nodes.cuda()
-    source = torch.ones(1 << (18 if args.quick else 28), device="cuda")
-    target, fetched = torch.empty_like(source), len(ids) * table[:1].nbytes
-    pinned = torch.empty(fetched, dtype=torch.uint8, pin_memory=True)
-    arrived = torch.empty_like(pinned, device="cuda")
-    moved = {"device copy": 2 * source.nbytes}
+    pinned = torch.empty(len(ids), *table.shape[1:], dtype=table.dtype, pin_memory=True)
 
-    def ours(name, graph, relabel_outer=True, backend="native"):
+    def ours(graph, relabel_outer=True, backend="native"):
         draw = NeighborSampler(*graph, args.fanout, backend=backend, check=False)
         if draw.backend != backend:
             raise RuntimeError(f"there is no {backend} backend here")
-        step = lambda i: draw.sample(seeds[i % len(seeds)], i, relabel_outer=relabel_outer)  # noqa: E731
-        moved[name] = bytes_of_batch(step(0))
-        return step
+        return lambda i: draw.sample(seeds[i % len(seeds)], i, relabel_outer=relabel_outer)
 
-    def in_place(name):
-        return ours(name, [gpu_view(array, "cuda") for array in share(host)])
-
-    def through_ring(name):
+    def rows_through_ring():
         ring = FeatureRing(table, store.labels, slots=1, device="cuda", gather=gather_rows)
         return lambda i: ring.fetch(0, blocks).ready.synchronize()
 
-    def rows_in_place(name):
+    def rows_in_place():
         shared = gpu_view(*share([table]), "cuda")
         return lambda i: gather_rows(shared, ids)
 
-    makers = {
-        "native": partial(ours, graph=device),
-        "native, outermost hop in global ids": partial(ours, graph=device, relabel_outer=False),
-        "native, graph in pinned memory": in_place,
-        "torch operations": partial(ours, graph=device, backend="torch"),
-        "native, on CPU": partial(ours, graph=host),
-        "device copy": lambda name: lambda i: target.copy_(source),
-        "rows through the ring": through_ring,
+    contenders = {
+        "native": partial(ours, device),
+        "native, outermost hop in global ids": partial(ours, device, relabel_outer=False),
+        "native, graph in pinned memory": lambda: ours([gpu_view(a, "cuda") for a in share(host)]),
+        "torch operations": partial(ours, device, backend="torch"),
+        "native, on CPU": partial(ours, host),
+        "rows through the ring": rows_through_ring,
         "rows read in place": rows_in_place,
-        "copy of page-locked rows": lambda name: lambda i: arrived.copy_(pinned),
+        "copy of as many pinned rows": lambda: lambda i: pinned.cuda(),
     }
-    contenders = {name: partial(make, name) for name, make in makers.items()}
     rows = compare("a batch", contenders, 4 * args.rounds, attempt=record.attempt)
-    for name, row in rows.items():
-        row["gb_per_s"] = moved.get(name, fetched) / row["median_ms"] / 1e6
-    record.keep(contenders=rows)
-    print_table("bytes moved", {n: {"gb_per_s": row["gb_per_s"]} for n, row in rows.items()})
-
-
-def bytes_of_batch(blocks):
-    """Return the least bytes that sampling moves: the blocks, and 32-byte sectors, one of indptr for each destination,
-    one of indices for each edge, and one of the relabelling table for each edge of a relabelled hop."""
-    total = 0
-    for block in blocks:
-        relabelled = block.num_src > block.num_dst
-        total += 32 * (block.num_dst + block.num_edges * (1 + relabelled))
-        total += sum(tensor.nbytes for tensor in block if tensor is not None)
-    return total
+    record.keep(contenders=rows, bytes_of_rows=pinned.nbytes)
 
 
 def plain(args, size, mode):
@@ -262,11 +236,8 @@ def plain(args, size, mode):
             h = tools.forward(net.layers, blocks, h, 0.5)
             tools.descend(F.cross_entropy(h, y), optimizer)
 
-    layers.use_native(False)
-    try:
+    with mock.patch("model.fused", None):
         seconds = [on_gpu(window, i)[0] for i in range(4)][1:]
-    finally:
-        layers.use_native(True)
     return {"median_ms": 1e3 * statistics.median(seconds) / WINDOW}
 
 

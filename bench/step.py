@@ -19,7 +19,7 @@ from bench.tools import Elsewhere, descend, in_memory, opened
 from features import FeatureRing
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
-from native.layers import use_native
+from native import layers
 from run.adam import Adam
 from sampler import NeighborSampler, import_dgl
 from tasks.link import Edges, Links, Scorer, split_edges
@@ -96,7 +96,7 @@ def ours(args, link=None, *, without=(), bf16=False, dropout=0.5):
     take = training(args, store, sampler, net, nodes, **options)
 
     def step(i):
-        use_native("layers" not in without)
+        model.fused = None if "layers" in without else layers
         return take(i)
 
     return step
