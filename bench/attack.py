@@ -1,4 +1,4 @@
-"""python -m bench attack: damage input files, kill running processes, plant links, and count the outcomes.
+"""python -m bench attack: damage input files, kill running processes, and count the outcomes.
 
     python -m bench attack --minutes 10
     python -m bench attack --only lmdb --case 417          # rerun one case, with all that it prints
@@ -53,7 +53,7 @@ OUTCOMES = ("fine", "refused", "named", "sigbus", *FAILURES)
 SECONDS = 60  # of a case
 MEMORY = 3 << 28  # bytes beyond a case without damage; also the free memory that cases see
 ADDRESSES = 6 << 30  # bytes of address space: LMDB and threads reserve more than they use
-OURS = set("notes printed victim store built bad.pt out.pt out.npy csv npz.npz".split())
+OURS = set("notes printed store built bad.pt out.pt out.npy csv npz.npz".split())
 NO_MEMORY = re.compile("MemoryError|allocate|bad_alloc")
 SENTENCE = re.compile(r"\S+: (error: )?\S.{,1000}")  # one line; must be printable too
 NODES, WIDTH = 160, 40
@@ -90,8 +90,6 @@ class Case(NamedTuple):
         for line in (self.folder / "notes").read_text().splitlines():
             notes |= json.loads(line)
         notes["strewn"] += sorted({file.name for file in self.folder.iterdir()} - OURS)
-        if (self.folder / "victim").read_bytes() != b"untouched":
-            notes["strewn"].append("victim")
         return notes
 
 
@@ -101,7 +99,6 @@ def inside(case):
     shutil.rmtree(case.folder, ignore_errors=True)
     case.folder.mkdir()
     os.chdir(case.folder)
-    Path("victim").write_text("untouched")
     case.note(code=None)
     printed = open("printed", "w", buffering=1)
     for number in (1, 2):

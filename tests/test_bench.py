@@ -43,7 +43,6 @@ def test_what_is_damaged_or_forged_is_fine_or_refused_in_a_sentence(tmp_path):
         ("silent", 0, "", {"result": 7, "wrong": ["labels.npy"]}),
         ("named", 0, "", {"result": 8, "verified": 1}),
         ("refused", 0, "train.py: graph/meta.json: its checksum is wrong", {"code": 2}),
-        ("refused", 0, "train.py: the loss is nan", {"code": 1}),
         ("silent", 0, "train.py: what verify had not seen", {"code": 2, "verified": 0}),
         ("unsaid", 0, "", {"code": 2}),
         ("traceback", 1, "Traceback (most recent call last)\nKeyError: 'x'", {}),
@@ -53,28 +52,22 @@ def test_what_is_damaged_or_forged_is_fine_or_refused_in_a_sentence(tmp_path):
         ("memory", 0, "MemoryError", {}),
         ("memory", 0, "", {"result": 7, "peak": 10 << 30}),
         ("strewn", 0, "", {"result": 7, "strewn": ["x"]}),
-        ("strewn", 0, "", {"result": 7, "victim": b"\xde overwritten"}),
     ],
 )
 def test_attack_tells_the_ends_of_a_case_apart(expected, code, printed, notes, tmp_path):
     case = attack.Case("lmdb", 3, tmp_path, tmp_path)
-    (tmp_path / "victim").write_bytes(notes.pop("victim", b"untouched"))
     (tmp_path / "printed").write_text(f"before\n{printed}\n")
     case.note(**{"code": 0, **notes})
     assert attack.judge(case, code, {"result": 7}, 1 << 28)[0] == expected
 
 
-def test_attack_changes_one_thing_and_the_same_one_each_time(tmp_path):
-    """Every way of changing bytes is drawn, a link to an outside file is planted, and a seed fixes the change."""
+def test_attack_changes_one_thing_and_the_same_one_each_time():
+    """Every way of changing bytes is drawn, and a seed fixes the change."""
     draws = [harm.other_bytes(b"1,2\n" * 3000, np.random.default_rng(i)) for i in range(300)]
     assert draws[7] == harm.other_bytes(b"1,2\n" * 3000, np.random.default_rng(7))
     assert len({what.partition(" at ")[0] for _, what in draws}) == 9
     assert sum(data != b"1,2\n" * 3000 for data, _ in draws) > 250
     assert harm.other_bytes(b"", np.random.default_rng(0))[1]
-    kinds = set()
-    for i in range(60):
-        kinds.add(harm.put_in_its_place(tmp_path / f"file{i}", np.random.default_rng(i)))
-    assert {what.partition(" as ")[0] for what in kinds} == set(harm.IN_PLACE)
 
 
 def _bench(words, out, code=0):
