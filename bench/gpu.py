@@ -91,9 +91,9 @@ def bench_gpu(args):
     if not torch.cuda.is_available():
         sees = f"torch {torch.__version__} sees no GPU here"
         raise StoreError(f"gpu needs a CUDA GPU and torch's CUDA build; {sees}")
-    names, rows = tools.chosen_parts(args, PARTS), {}
-    args.out = str(Path(args.root, "gpu-quick")) if args.quick else "results"
+    names, rows, args.out = tools.chosen_parts(args, PARTS), {}, "results"
     if args.quick:
+        args.out = str(Path(args.root, "gpu-quick"))
         args.batch_size, args.hidden, args.fanout, args.rounds = 64, 16, [5, 4, 3], 1
     file, end = Path(args.out, "gpu.json"), time.time() + 60 * args.minutes
     head = {"machine": tools.hardware(gpu=True), "arguments": vars(args)}

@@ -212,11 +212,6 @@ class Elsewhere:
             raise RuntimeError(error)
         return result
 
-    def close(self):
-        """End the process, and wait for that."""
-        self.pipe.close()
-        self.process.wait()
-
 
 def serve(handle):
     """Serve the other end of `Elsewhere`: prepare a contender, then run its steps, as the pipe asks."""
@@ -239,8 +234,12 @@ def serve(handle):
 def elsewhere(work, args, *words, **options):
     """Call work(args, *words) in its own process -> its result; options: of `Elsewhere`, or of `work`."""
     prepare = functools.partial(functools.partial, work)  # nothing: the step is all of the work
-    with contextlib.closing(Elsewhere(prepare, args, *words, **options)) as process:
-        return process()
+    contender = Elsewhere(prepare, args, *words, **options)
+    try:
+        return contender()
+    finally:
+        contender.pipe.close()  # ends the process
+        contender.process.wait()
 
 
 def memory():
