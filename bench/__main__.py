@@ -38,6 +38,8 @@ from run.allocator import keep_freed_memory
 from run.flags import positive
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
+DATASETS = {"scaling": "synthetic", "accuracy": "all", "labor": "all"}
+DATASETS["mag"] = "synthetic-mag:scale=1,classes=349"
 MODELS = "mlp", *CONVS
 # command: the module with its bench_COMMAND
 MODULES = {name: name for name in "sampler store roofline gpu attack picture".split()}
@@ -93,31 +95,28 @@ def main(argv=None):
     """Run the command line -> exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    what, gpu = args.what, args.what == "gpu"
     if args.runs < 2:
         parser.error(f"--runs {args.runs}: a standard deviation needs 2 or more")
     if unknown := set((args.models or "mlp").split(",")) - set(MODELS):
         parser.error(f"--models {','.join(sorted(unknown))}: choose from {','.join(MODELS)}")
-    gpu = args.what == "gpu"
-    if args.what == "scaling" and any(args.batch_size % procs for procs in args.procs):
+    if what == "scaling" and any(args.batch_size % procs for procs in args.procs):
         parser.error(f"--batch-size {args.batch_size} must be a multiple of each of --procs")
-    default = {"scaling": "synthetic", "accuracy": "all", "labor": "all"}
-    default["mag"] = "synthetic-mag:scale=1,classes=349"
-    args.dataset = args.dataset or default.get(args.what, WORKLOAD)
-    args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "attack": -1}.get(args.what, 20)
+    args.dataset = args.dataset or DATASETS.get(what, WORKLOAD)
+    args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "attack": -1}.get(what, 20)
     args.minutes = (9 if gpu else 10) if args.minutes is None else args.minutes
     args.threads = args.threads or (torch.get_num_threads() if gpu else 2)
     settle(args.threads)
-    on_gpu = torch.cuda.is_available() and (gpu or args.what == "scaling" and args.gpus)
-    if args.what != "picture" and (on_gpu or not gpu):
-        where = f"measured on the {'GPU' if on_gpu else 'CPU'}"
-        print(where, *(f"{name} {value}" for name, value in hardware(on_gpu).items()), sep="  ")
-    if args.what in ("sampler", "step", "layers", "link", "inference", "mag"):
+    if what not in ("picture", "gpu"):
+        machine = "  ".join(f"{name} {value}" for name, value in hardware(args.gpus).items())
+        print(f"measured on the {'GPU' if args.gpus else 'CPU'}  {machine}")
+    if what in ("sampler", "step", "layers", "link", "inference", "mag"):
         keep_freed_memory()  # for all contenders, as train.py does
         sizes = f"batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads"
         print(f"{args.dataset}  {sizes}  n = {args.rounds}")
     try:
-        module = importlib.import_module(f"bench.{MODULES[args.what]}")
-        figures = getattr(module, f"bench_{args.what}")(args)
+        module = importlib.import_module(f"bench.{MODULES[what]}")
+        figures = getattr(module, f"bench_{what}")(args)
         write_figures(args, figures)
     except (StoreError, ImportError, OSError) as error:
         print(f"python -m bench: {error}", file=sys.stderr)

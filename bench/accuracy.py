@@ -78,17 +78,17 @@ class Rows:
 
 def trained(graph, flags, words=""):
     """Run train.py on arrays; words: appended to --dataset -> {test, std, valid: percent; seconds; flags}."""
-    start, flags = time.perf_counter(), flags.split()
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         np.savez(f"{scratch}/graph.npz", **graph)
-        line = ["--dataset", f"{scratch}/graph.npz{words}", "--root", scratch]
-        last = tools.training_log([*line, *flags])[0][-1]
+        line = f"--dataset {scratch}/graph.npz{words} --root {scratch} {flags}"
+        last = tools.training_log(line.split())[0][-1]
     return {
         "test": 100 * last["mean"]["test"],
         "std": 100 * last["std"]["test"],
         "valid": 100 * last["mean"].get("valid", 0),
         "seconds": time.perf_counter() - start,
-        "flags": " ".join([words, *flags]).strip(),
+        "flags": " ".join([words, *flags.split()]).strip(),
     }
 
 
@@ -128,13 +128,13 @@ def read_triples(folder):
     }
 
 
-def real(args, name, edges=True):
-    """Load the arrays of a real graph, `edges=False` without its edges. In Amazon Computers only the largest connected
-    component has labels, to train and test on as in the paper of the published figures (arXiv 1811.05868)."""
+def real(args, name):
+    """Load the arrays of a real graph. In Amazon Computers only the largest connected component has
+    labels, to train and test on as in the paper of the published figures (arXiv 1811.05868)."""
     graph = dict(np.load(Path(args.data, f"{name}.npz"), allow_pickle=False))
     if name == "amazon_computers":
         graph["labels"] = np.where(largest_component(graph), graph["labels"], -1)
-    return graph if edges else graph | {"edge_index": graph["edge_index"][:, :0]}
+    return graph
 
 
 def data_sets(args):
@@ -162,7 +162,9 @@ def accuracy(args, rows):
         keys = {f"{name}, {conv}, {how}": batches for how, batches in ways.items()}
         if all(map(rows.has, keys)):
             continue
-        graph, trials = real(args, name, edges=conv != "mlp"), {}
+        graph, trials = real(args, name), {}
+        if conv == "mlp":
+            graph["edge_index"] = graph["edge_index"][:, :0]
         flags = f"--model {conv.replace('mlp', 'sage')} {flags} {FOR_MODEL.get(conv, '')}"
         for words, setting in settings:
             figures = trained(graph, f"{flags} {full or sampled} {setting} {TRIALS}", words)

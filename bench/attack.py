@@ -1,4 +1,4 @@
-"""python -m bench attack: damage input files, kill running processes, plant links, and count the outcomes.
+"""python -m bench attack: damage input files, kill running processes, and count the outcomes.
 
     python -m bench attack --minutes 10
     python -m bench attack --only lmdb --case 417          # rerun one case, with all that it prints
@@ -17,10 +17,10 @@ on). LMDB's own SIGBUS is counted separately if `verify` had named the file. Any
 traceback, a hang, memory beyond the bound, a silent difference, no sentence, files where none belong.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import resource
@@ -39,7 +39,7 @@ import torch
 import store
 import train
 from bench.harm import harm_bytes, harm_store, harm_values, pick
-from bench.tools import exit_code, limited, print_table
+from bench.tools import exit_code, print_table
 from disk import graphs
 from disk.files import StoreError
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
@@ -53,7 +53,7 @@ OUTCOMES = ("fine", "refused", "named", "sigbus", *FAILURES)
 SECONDS = 60  # of a case
 MEMORY = 3 << 28  # bytes beyond a case without damage; also the free memory that cases see
 ADDRESSES = 6 << 30  # bytes of address space: LMDB and threads reserve more than they use
-OURS = set("notes printed victim store built bad.pt out.pt out.npy csv npz.npz".split())
+OURS = set("notes printed store built bad.pt out.pt out.npy csv npz.npz".split())
 NO_MEMORY = re.compile("MemoryError|allocate|bad_alloc")
 SENTENCE = re.compile(r"\S+: (error: )?\S.{,1000}")  # one line; must be printable too
 NODES, WIDTH = 160, 40
@@ -86,23 +86,19 @@ class Case(NamedTuple):
 
     def notes(self):
         """Return a dict of all notes, what was printed, and `strewn`: files that should not be there."""
-        notes = {"printed": (self.folder / "printed").read_text(errors="replace")}
+        notes = {"strewn": [], "printed": (self.folder / "printed").read_text(errors="replace")}
         for line in (self.folder / "notes").read_text().splitlines():
             notes |= json.loads(line)
-        strewn = {file.name for file in self.folder.iterdir()} - OURS
-        victim = self.folder / "victim"
-        if not victim.is_file() or victim.read_bytes() != b"untouched":
-            strewn.add("victim")
-        return notes | {"strewn": sorted(strewn | set(notes.get("strewn", [])))}
+        notes["strewn"] += sorted({file.name for file in self.folder.iterdir()} - OURS)
+        return notes
 
 
 def inside(case):
     """Run a case in its folder, with bounded memory and with its output in a file."""
-    signal.alarm(2 * SECONDS)  # ends a hang even if no parent waits for it
+    signal.alarm(SECONDS)
     shutil.rmtree(case.folder, ignore_errors=True)
     case.folder.mkdir()
     os.chdir(case.folder)
-    Path("victim").write_text("untouched")
     case.note(code=None)
     printed = open("printed", "w", buffering=1)
     for number in (1, 2):
@@ -123,12 +119,12 @@ def judge(case, code, good, usual):
     """Classify the result of a case -> (one of OUTCOMES, a line about it).
 
     Args:
-        code: of its exit, None: it hung. good: notes of its kind without damage. usual: peak bytes without damage.
+        code: of its exit. good: notes of its kind without damage. usual: peak bytes without damage.
     """
     notes = case.notes()
     printed, named = notes["printed"], notes.get("verified", 0) != 0
     last = printed.rstrip("\n").split("\n")[-1]
-    if code is None:
+    if code == -signal.SIGALRM:
         return "hang", f"more than {SECONDS} s"
     if NO_MEMORY.search(printed) or notes.get("peak", 0) > usual + 1.1 * MEMORY:
         return "memory", f"{(notes.get('peak', 0) - usual) >> 20} MiB more than usual; {last}"
@@ -212,14 +208,13 @@ def attack_input(case):
             return harm_bytes(path / f"{pick(list(TABLES), random)}.csv", random)[0], True
         return (harm_bytes if random.random() < 0.5 else harm_values)(path, random)
 
-    source = "csv" if case.kind == "csv" else "npz.npz"
-    take(case, source, source, harm)
-    words = ["build", source, "built"]
+    source, words = "npz.npz", ["npz.npz", "built"]
     if case.kind == "csv":
-        words[1] = "csv/edges.csv"
+        source, words = "csv", ["csv/edges.csv", "built"]
         for name in list(TABLES)[1:]:
             words += [f"--{name}", f"csv/{name}.csv"]
-    code = exit_code(store.main, words)
+    take(case, source, source, harm)
+    code = exit_code(store.main, ["build", *words])
     case.note(code=code, strewn=["built"] if code and Path("built").exists() else [])
     if code == 0:
         case.note(wrong=store.verify("built"))
@@ -238,21 +233,18 @@ def attack_process(case):
     if good:
         take(case, good, "store")
     if random := case.random():
-        after, child = random.uniform(0, 1.1 * case.usual), os.fork()
-        if not child:
-            signal.alarm(SECONDS)
-            with contextlib.suppress(BaseException):
-                work(case)
-            os._exit(0)
+        after = random.uniform(0, 1.1 * case.usual)
+        child = multiprocessing.get_context("fork").Process(target=work, args=[case])
+        child.start()
         time.sleep(after)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        child.kill()
+        child.join()
         what = f"killed after {1e3 * after:.0f} of about {1e3 * case.usual:.0f} ms"
         case.note(what=what, wrong=problems())
     began = time.monotonic()
     work(case)
-    case.note(seconds=time.monotonic() - began)
-    case.note(strewn=sorted(file.name for file in Path().rglob(".*")))
+    strewn = sorted(file.name for file in Path().rglob(".*"))
+    case.note(seconds=time.monotonic() - began, strewn=strewn)
     if case.kind != "train":
         train_on(case, "store")
 
@@ -336,7 +328,7 @@ def bench_attack(args):
         base.mkdir()
         for kind in ["good", *kinds]:  # make inputs, then each kind without damage
             case = Case(kind, -1, base, Path(place, kind))
-            code = limited(inside, case, SECONDS)
+            code = run(case)
             good[kind] = notes = case.notes()
             if code or any(notes.get(name) for name in ("code", "verified", "wrong", "strewn")):
                 raise RuntimeError(f"{kind} fails without damage: {notes}")
@@ -346,11 +338,11 @@ def bench_attack(args):
                 break
             usual = good[kind].get("seconds", 0.0)
             case = Case(kind, number, base, Path(place, f"{kind}{number}"), args.seed, usual)
-            outcome, line = judge(case, limited(inside, case, SECONDS), good[kind], peak)
-            rows[kind]["tried"] += 1
-            rows[kind][outcome] += 1
+            outcome, line = judge(case, run(case), good[kind], peak)
             notes = case.notes()
             entry = [kind, number, outcome, notes.get("what"), line[:300]]
+            rows[kind]["tried"] += 1
+            rows[kind][outcome] += 1
             if outcome in FAILURES:
                 failed.append(entry)
                 print(*entry, flush=True)
@@ -359,3 +351,11 @@ def bench_attack(args):
             shutil.rmtree(case.folder, ignore_errors=True)
     print_table("kind", rows)
     return {"outcomes": rows, "failed": failed}
+
+
+def run(case):
+    """Run a case in a fork -> its exit code."""
+    process = multiprocessing.get_context("fork").Process(target=inside, args=[case])
+    process.start()
+    process.join()
+    return process.exitcode

@@ -48,8 +48,9 @@ def sampling(args):
     return step
 
 
-def training_from_disk(args, path, rounds, each, *, advised):
-    """Prepare rounds of `each` steps with features on disk, as GraphBolt's documentation has them -> see `watched`.
+def train_from_disk(args, path, rounds, each, *, advised):
+    """Take rounds of `each` steps with features on disk, as GraphBolt's documentation has them -> figures of
+    `take_rounds`.
 
     advised: the kernel is told not to read ahead of each row.
     """
@@ -81,8 +82,7 @@ def training_from_disk(args, path, rounds, each, *, advised):
         h = tools.forward(layers, batch.blocks, batch.node_features["feat"].float(), DROPOUT)
         return {"loss": descend(F.cross_entropy(h, batch.labels), optimizer).item()}
 
-    tools.forget_pages(path)
-    return tools.watched(step, each)
+    return tools.take_rounds(step, path, rounds, each)
 
 
 class Hetero(nn.Module):

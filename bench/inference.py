@@ -14,9 +14,8 @@ from bench.tools import in_memory, opened
 from native.layers import product
 from sampler import NeighborSampler, import_dgl
 
-# names of weights: DGL's to ours
-GAT = {"fc_src": "src_linear", "fc_dst": "dst_linear"}
-SAGE = {"fc_self": "self_linear", "fc_neigh": "neigh_linear", "fc_pool": "pool_linear"}
+# names of linear maps: DGL's to ours
+LINEAR = {f"fc_{name}": f"{name}_linear" for name in ("src", "dst", "self", "neigh", "pool")}
 
 
 def dgl_twin(layer):
@@ -40,11 +39,11 @@ def dgl_twin(layer):
     if isinstance(layer, model.GATv2Conv):
         sizes = layer.src_linear.in_features, layer.attn.shape[1], layer.heads
         twin = layers.GATv2Conv(*sizes, **isolated)
-        twin.attn.data, names = layer.attn.data[None].clone(), GAT
+        twin.attn.data = layer.attn.data[None].clone()
     else:
         kind = {model.SAGEConv: "mean", model.SAGEPoolConv: "pool"}[type(layer)]
-        twin, names = layers.SAGEConv(layer.self_linear.in_features, layer.out_dim, kind), SAGE
-    for theirs, ours in names.items():
+        twin = layers.SAGEConv(layer.self_linear.in_features, layer.out_dim, kind)
+    for theirs, ours in LINEAR.items():
         if hasattr(layer, ours):
             getattr(twin, theirs).load_state_dict(getattr(layer, ours).state_dict())
     return twin
@@ -61,6 +60,7 @@ def dgl_inference(net, indptr, indices, x, batch_size):
     batch_size nodes at a time, with the weights of `net` -> function that returns logits [V, C]."""
     load, layers = import_dgl().dataloading, [dgl_twin(layer) for layer in net.layers]
     graph = tools.dgl_graph(indptr, indices.long())
+    full = load.MultiLayerFullNeighborSampler(1)
     if isinstance(net.layers[0], model.GATv2Conv):
         graph = import_dgl().add_self_loop(graph)
 
@@ -68,9 +68,8 @@ def dgl_inference(net, indptr, indices, x, batch_size):
     def infer():
         h = x
         for layer, ours in zip(layers, net.layers):
-            full, nodes = load.MultiLayerFullNeighborSampler(1), torch.arange(graph.num_nodes())
             y = torch.empty(graph.num_nodes(), ours.out_dim)
-            batches = load.DataLoader(graph, nodes, full, batch_size=batch_size)
+            batches = load.DataLoader(graph, graph.nodes(), full, batch_size=batch_size)
             for sources, targets, blocks in batches:
                 out = call_dgl(layer, blocks[0], h[sources], layer is layers[-1])
                 y[targets[0] : targets[-1] + 1] = out if layer is layers[-1] else F.relu(out)

@@ -116,14 +116,12 @@ def input_rows(draw, store, batch_size, batches=17):
     """Count the input rows of a training batch for each way of drawing, and those not in the batch before."""
     nodes, figures = store.split["train"], {}
     order = nodes[torch.randperm(nodes.numel(), generator=torch.Generator().manual_seed(3))]
+    steps = order.split(batch_size)[:batches]
     for name, options in LABORS.items():
-        sampler, seen = draw(**options), torch.zeros(store.num_nodes, dtype=torch.bool)
-        needed, new = [], []
-        for step, seeds in enumerate(order.split(batch_size)[:batches]):
-            src = sampler.sample(seeds, step)[0].src_nodes.long()
-            needed.append(src.numel())
-            new.append(src.numel() - int(seen[src].sum()))
-            seen.zero_()[src] = True
-        mean_new = statistics.mean(new[1:] or [0])
-        figures[name] = {"rows": statistics.mean(needed), "rows_not_in_the_batch_before": mean_new}
+        sampler = draw(**options)
+        rows = [sampler.sample(seeds, step)[0].src_nodes for step, seeds in enumerate(steps)]
+        new = [len(b) - int(torch.isin(b, a).sum()) for a, b in itertools.pairwise(rows)]
+        mean_new = statistics.mean(new or [0])
+        mean = statistics.mean(map(len, rows))
+        figures[name] = {"rows": mean, "rows_not_in_the_batch_before": mean_new}
     return tools.print_table("input of a batch", figures)

@@ -4,7 +4,6 @@ A contender sets itself up and returns its step, i -> {"loss", "edges" drawn} of
 """
 
 import collections
-import contextlib
 import functools
 import itertools
 import statistics
@@ -215,8 +214,9 @@ def bench_scaling(args):
     opened(args.dataset, args.root)
     epochs, figures = collections.defaultdict(list), {}
     for procs in args.procs * args.rounds:
-        with contextlib.closing(Elsewhere(epochs_of, args, procs)) as run:
-            epochs[procs] += run(0)
+        flags = ["--batch-size", args.batch_size // procs, "--epochs", 4]
+        flags += ["--gpus", procs] if args.gpus else ["--gpus", 0, "--procs", procs]
+        epochs[procs] += tools.elsewhere(tools.epochs_of, args, args.dataset, *flags)[1:]
     for procs, entries in epochs.items():
         seconds = [entry["seconds"] for entry in entries]
         row = {"n": len(seconds), "median_s": statistics.median(seconds), "min_s": min(seconds)}
@@ -225,12 +225,3 @@ def bench_scaling(args):
         for stage in ("exchange", "stall", "optimizer"):
             row[f"{stage}_s"] = statistics.median(entry.get(stage, 0) for entry in entries)
     return {"scaling": tools.print_table("processes", figures)}
-
-
-def epochs_of(args, procs):
-    """Prepare four epochs of train.py in `procs` processes -> function: the log entries of the last three."""
-    words = ["--dataset", args.dataset, "--root", args.root, "--hidden", args.hidden]
-    words += ["--fanout", ",".join(map(str, args.fanout)), "--epochs", 4]
-    words += ["--batch-size", args.batch_size // procs, "--gpus", procs if args.gpus else 0]
-    words += ["--procs", 1 if args.gpus else procs]
-    return lambda i: [entry for entry in tools.training_log(words)[0] if "epoch" in entry][1:4]

@@ -7,11 +7,9 @@ import json
 import mmap
 import multiprocessing
 import os
-import pickle
 import platform
 import re
 import resource
-import signal
 import statistics
 import subprocess
 import sys
@@ -19,7 +17,9 @@ import tempfile
 import threading
 import time
 import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch.nn import functional as F
@@ -45,10 +45,10 @@ def hardware(gpu=False):
     }
     if gpu:  # without a CUDA context, as some GPUs serve one process at a time
         fields = "name,memory.total,compute_cap,driver_version,power.limit,clocks.max.sm"
-        command = ["nvidia-smi", f"--query-gpu={fields},pcie.link.gen.max", "--format=csv,noheader"]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-            figures["gpu"], _, figures["gpu_details"] = done.stdout.splitlines()[0].partition(", ")
+        with contextlib.suppress(OSError):
+            command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+            printed = subprocess.run(command, capture_output=True, text=True).stdout
+            figures["gpu"], _, figures["gpu_details"] = printed.partition("\n")[0].partition(", ")
         figures["cuda"] = torch.version.cuda
     return figures
 
@@ -122,20 +122,19 @@ def compare(
     return print_table(what, rows)
 
 
-def figure_text(value):
-    """Format a number with four digits; anything else by str, None as ''."""
-    if isinstance(value, int | float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return "" if value is None else str(value)
-
-
 def print_table(what, rows):
     """Print {row: {column: figure}}, aligned -> the same. Dicts and lists among the figures are not printed."""
+
+    def text(value):
+        if isinstance(value, int | float):
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return "" if value is None else str(value)
+
     cells = [(c, v) for row in rows.values() for c, v in row.items()]
     columns = list(dict.fromkeys(c for c, v in cells if not isinstance(v, dict | list)))
     lines = [[what, *columns]]
     for name, row in rows.items():
-        lines.append([str(name), *(figure_text(row.get(column)) for column in columns)])
+        lines.append([str(name), *(text(row.get(column)) for column in columns)])
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |")
@@ -197,33 +196,29 @@ class Elsewhere:
     """
 
     def __init__(self, make, args, *words, python=None, **options):
-        command = [python or sys.executable, "-c", "from bench.tools import serve; serve()"]
+        self.pipe, theirs = multiprocessing.Pipe()
+        code = f"from bench.tools import serve; serve({theirs.fileno()})"
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        pipes = {"pass_fds": [theirs.fileno()], "stdout": subprocess.DEVNULL}
+        command = [python or sys.executable, "-c", code]
         self.process = subprocess.Popen(command, env=environment, **pipes)
+        theirs.close()
         self(args.threads, functools.partial(make, args, *words, **options))
 
     def __call__(self, *words):
-        pickle.dump(words, self.process.stdin)
-        self.process.stdin.flush()
-        error, result = pickle.load(self.process.stdout)
+        self.pipe.send(words)
+        error, result = self.pipe.recv()
         if error:
             raise RuntimeError(error)
         return result
 
-    def close(self):
-        """End the process, and wait for that."""
-        self.process.stdin.close()
-        self.process.wait()
 
-
-def serve():
-    """Serve the other end of `Elsewhere`: prepare a contender, then run its steps, as standard input asks."""
-    answers, step = os.fdopen(os.dup(1), "wb", buffering=0), None
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # drop what steps print
+def serve(handle):
+    """Serve the other end of `Elsewhere`: prepare a contender, then run its steps, as the pipe asks."""
+    pipe, step = Connection(handle), None
     while True:
         try:
-            words = pickle.load(sys.stdin.buffer)
+            words = pipe.recv()
             if step:
                 answer = None, step(*words)
             else:
@@ -233,80 +228,67 @@ def serve():
             return
         except Exception as error:
             answer = f"{type(error).__name__}: {error}", None
-        answers.write(pickle.dumps(answer))
+        pipe.send(answer)
 
 
-def limited(function, job, seconds, context="fork"):
-    """Call function(job) in a process that leads a group -> its exit code, or None if it was killed after `seconds`."""
-    process = multiprocessing.get_context(context).Process(target=_in_group, args=(function, job))
-    process.start()
+def elsewhere(work, args, *words, **options):
+    """Call work(args, *words) in its own process -> its result; options: of `Elsewhere`, or of `work`."""
+    prepare = functools.partial(functools.partial, work)  # nothing: the step is all of the work
+    contender = Elsewhere(prepare, args, *words, **options)
     try:
-        process.join(seconds)
-        return process.exitcode
+        return contender()
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it may not have made its group yet
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
+        contender.pipe.close()  # ends the process
+        contender.process.wait()
 
 
-def _in_group(function, job):
-    os.setsid()
-    function(job)
-
-
-@contextlib.contextmanager
-def watch():
-    """Watch this process while the body runs; yields a dict, which is filled when the body ends:
-
-    seconds; peak_anonymous: bytes of memory; mapped: bytes of files in memory; from_disk: bytes read.
-    """
-    seen, done, peaks = {}, threading.Event(), [_memory()[0]]
-    read = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
-
-    def sample():
-        while not done.wait(0.02):
-            peaks.append(_memory()[0])
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    start = time.perf_counter()
-    try:
-        yield seen
-        seen["seconds"] = time.perf_counter() - start
-    finally:
-        done.set()
-        thread.join()
-    read = resource.getrusage(resource.RUSAGE_SELF).ru_inblock - read
-    seen |= {"peak_anonymous": max(peaks), "mapped": _memory()[1], "from_disk": 512 * read}
-
-
-def _memory():
+def memory():
     """Return this process's resident bytes -> (anonymous, of files)."""
     pages, files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
     return (pages - files) * mmap.PAGESIZE, files * mmap.PAGESIZE
 
 
-def watched(step, each, peak=0):
-    """Return a function that takes `each` steps -> what `watch` records, with batches_per_s and
-    last_loss. peak: peak bytes of preparing them."""
+def watch(work):
+    """Call work() -> (its result, {seconds; peak_anonymous: bytes of memory; mapped: bytes of files in memory;
+    from_disk: bytes read})."""
+    done, peaks = threading.Event(), [memory()[0]]
 
-    def steps(i):
-        with watch() as seen:
-            for number in range(each):
-                last = step(number)
-        seen["peak_anonymous"] = max(peak, seen["peak_anonymous"])
-        return seen | {"batches_per_s": each / seen["seconds"], "last_loss": last["loss"]}
+    def sample():
+        while not done.wait(0.02):
+            peaks.append(memory()[0])
 
-    return steps
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    blocks, start = resource.getrusage(resource.RUSAGE_SELF).ru_inblock, time.perf_counter()
+    result = work()
+    seconds = time.perf_counter() - start
+    done.set()
+    thread.join()
+    read = 512 * (resource.getrusage(resource.RUSAGE_SELF).ru_inblock - blocks)
+    figures = {"seconds": seconds, "peak_anonymous": max(peaks), "mapped": memory()[1]}
+    return result, figures | {"from_disk": read}
 
 
-def forget_pages(path):
-    """Drop the files of a store, which no process maps, from the page cache, so that reads go to the disk."""
+def take_rounds(step, path, rounds, each):
+    """Take rounds of `each` steps, with the files of a store, which no process maps, dropped from the page cache before
+    -> figures of `watch`; batches_per_s: the median rate without the first quarter, in which caches fill; rates: of
+    each round; last_loss, equal for all contenders that draw uniformly."""
     for file in Path(path).iterdir():
         with open(file, "rb") as data:
             os.fsync(data.fileno())
             os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    rates = []
+
+    def run():
+        for _ in range(rounds):
+            start = time.perf_counter()
+            losses = [step(i)["loss"] for i in range(each)]
+            rates.append(each / (time.perf_counter() - start))
+        return losses[-1]
+
+    loss, figures = watch(run)
+    rate = statistics.median(rates[rounds // 4 :])
+    return figures | {"batches_per_s": rate, "last_loss": loss, "rates": rates}
 
 
 def forward(layers, blocks, h, dropout=0.0, call=lambda layer, block, h, last: layer(block, h)):
@@ -348,6 +330,20 @@ def training_log(words):
             raise StoreError(f"train.py ended with exit code {code}: {last}")
         lines = Path(folder, "log").read_text().splitlines()
     return [json.loads(line) for line in lines], printed.getvalue()
+
+
+def epochs_of(args, dataset, *flags):
+    """Run train.py with the sizes of `args`, without the exact inference at its end -> log entries of its epochs."""
+    from tasks.node import NodeTask
+
+    words = ["--dataset", dataset, "--root", args.root, "--hidden", args.hidden]
+    words += ["--batch-size", args.batch_size, "--fanout", ",".join(map(str, args.fanout)), *flags]
+    no_scores = lambda task, run, report: dict.fromkeys(task.store.split)  # noqa: E731
+    with mock.patch.object(NodeTask, "finish", no_scores):
+        entries, printed = training_log(words)
+    if "on" in words and (why := re.search("no CUDA graphs: (.*)", printed)):
+        raise RuntimeError(f"asked for CUDA graphs: {why[1]}")
+    return [entry for entry in entries if "epoch" in entry]
 
 
 def exit_code(main, words):

@@ -9,11 +9,9 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,7 +52,6 @@ CASES = {
     "lmdb": f"{NODE} --backend lmdb",
     "look-ahead cache": f"{NODE} --cache 48KiB --mode cpu-cpu",
     "look-ahead cache, window": f"{NODE} --cache 48KiB --mode cpu-cpu --lookahead 5 --procs 2",
-    "resumed within an epoch": f"{NODE} --epochs 6 --checkpoint-every 1",
     "torch operations": f"{NODE} CC=false",
     "own model": f"{NODE} --model mymodel.py:Net".replace("--hidden 16", ""),
     "npz": f"{EVENTS} --temporal off",
@@ -74,11 +71,8 @@ CASES = {
     "link, none held": f"{LINK} --edge-split none",
     "graph": GRAPH,
     "graph, two processes": f"{GRAPH} --procs 2",
-    "three seeds": f"{NODE} --runs 3",
     "cora": f"--dataset cora.npz {BASE} --fanout 10,10 --model gcn",
 }
-ONE_RUN = ("three seeds", "graph", "graph, two processes")  # without --predict
-NO_CHECKPOINT = ("three seeds",)
 OWN_MODEL = (TREE / "docs" / "models.md").read_text().split("# mymodel.py")[1].split("```")[0]
 
 
@@ -115,43 +109,36 @@ def write_inputs(folder):
             shutil.copy(file, folder)
 
 
-def run(tree, folder, name, words):
+def run(tree, folder, words):
     """One case in one tree -> what is compared: {what: tensor, array or lines}."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
-    command = [sys.executable, str(tree / "train.py")]
+    options = {"cwd": folder, "capture_output": True, "text": True}
+    options["env"] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
     words = shlex.split(words)
     if "CC=false" in words:
         words.remove("CC=false")
-        environment |= {"CC": "false", "XDG_CACHE_HOME": str(folder / "no cache")}
-    files = {"checkpoint": folder / "run.pt", "predict": folder / "out.npy"}
-    for flag, without in (("checkpoint", NO_CHECKPOINT), ("predict", ONE_RUN)):
-        files[flag].unlink(missing_ok=True)
-        if name not in without:
-            words += [f"--{flag}", str(files[flag])]
-    options = {"cwd": folder, "env": environment}
-    if name.startswith("resumed"):
-        process = subprocess.Popen([*command, *words], **options, stdout=subprocess.DEVNULL)
-        while not files["checkpoint"].exists() and process.poll() is None:
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        words += ["--resume", "auto"]
+        options["env"] |= {"CC": "false", "XDG_CACHE_HOME": str(folder / "no cache")}
+    checkpoint, predicted = folder / "run.pt", folder / "out.npy"
+    checkpoint.unlink(missing_ok=True)
+    words += ["--checkpoint", "run.pt"]
+    if "graph" not in words:  # --task graph predicts nothing
+        words += ["--predict", "out.npy"]
     if "csv_store" in words and not (folder / "csv_store").exists():
         build = [sys.executable, str(tree / "store.py"), "build", "edges.csv", "csv_store"]
         build += "--features x.csv --labels y.csv --symmetrize --drop-duplicates".split()
-        subprocess.run(build, **options, check=True, capture_output=True)
-    done = subprocess.run([*command, *words], **options, capture_output=True, text=True)
+        subprocess.run(build, **options, check=True)
+    done = subprocess.run([sys.executable, str(tree / "train.py"), *words], **options)
     found = {"exit code": done.returncode}
     if done.returncode:
         found["output"] = (done.stdout + done.stderr)[-500:]
     scores = r"(?:loss|valid|train|test) -?[\d.naif]+%?|[A-Z][\w@ -]* [01]\.\d{4}"
     found["scores"] = re.findall(scores, done.stdout)
-    if files["checkpoint"].exists():
-        state = torch.load(files["checkpoint"], weights_only=True)
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
         found |= {f"weights {key}": value for key, value in state["model"].items()}
         found["epoch and step"] = state["epoch"], state["step"]
-    if files["predict"].exists():
-        found["--predict"] = torch.from_numpy(np.load(files["predict"]))
+    if predicted.exists():
+        found["--predict"] = torch.from_numpy(np.load(predicted))
+        predicted.unlink()
     return found
 
 
@@ -182,7 +169,7 @@ def main(commit, *words):
                 for name, line in CASES.items():
                     if words and not any(word in name for word in words):
                         continue
-                    both = lambda side: run(trees[side], scratch / side, name, line)  # noqa: E731
+                    both = lambda side: run(trees[side], scratch / side, line)  # noqa: E731
                     before, after = pool.map(both, trees)
                     found = sorted(differences(before, after))
                     differ += bool(found)

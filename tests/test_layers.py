@@ -128,22 +128,22 @@ def test_kernels_equal_torch_operations(kernels, cuda_layers, dtype, ids, monkey
 
 @pytest.mark.parametrize("ids", ["int", "i64"])
 @pytest.mark.parametrize("rows", ["float", "bf16"])
-def test_cuda_layers_are_a_program_for_nvrtc(ids, rows, tmp_path):
+def test_cuda_layers_are_a_program_for_nvrtc(ids, rows):
     """The other tests compile as C; what C accepts may not be valid C++."""
     for made in ("float", "bf16"):
         text = build.read_source("layers.cu", ID=ids, IN=rows, OUT=made)
-        assert "self_and_mean_grad" in _cuda_resources(text, "sm_90", tmp_path)
+        assert "self_and_mean_grad" in _cuda_resources(text, "sm_90")
 
 
 @pytest.mark.parametrize("ids, arch", [("i32", "sm_80"), ("i64", "sm_90"), ("i32", "sm_100")])
-def test_cuda_sampler_kernels_stay_in_registers(ids, arch, tmp_path):
+def test_cuda_sampler_kernels_stay_in_registers(ids, arch):
     dtype = {"i32": torch.int32, "i64": torch.int64}[ids]
     of_types = {"TYPE": "unsigned char"} if arch == "sm_90" else {}
     text = build.read_source("sampler.cu", ID=sampler_gpu.IDS[dtype], WEIGHT="double", **of_types)
     wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
     rows = odd if arch == "sm_80" else wide, odd if ids == "i64" else wide
     outer, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
-    found = _cuda_resources(text, arch, tmp_path) | _cuda_resources(outer, arch, tmp_path)
+    found = _cuda_resources(text, arch) | _cuda_resources(outer, arch)
     assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
 
