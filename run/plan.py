@@ -1,17 +1,14 @@
 """Memory that a run needs in each mode, and the mode that fits.
 
-mode, line = choose_mode("my_store", gpus=4, fanout=[15, 10, 5])    # run/estimate.py prints all modes
+mode, line = choose_mode(store, gpus=4, free_gpu=..., free_host=..., fanout=[15, 10, 5])    # run/estimate.py: all modes
 """
 
 import bisect
 from typing import NamedTuple
 
-import torch
-
 from disk.columns import COLUMNS
 from disk.files import RANK_BYTES, StoreError, readable_size
 from features import MODES
-from store import GraphStore, free_host_bytes
 
 GPU_BYTES = 1 << 30  # of each GPU, besides tensors: context, libraries, communication
 
@@ -96,21 +93,15 @@ def placements(
     }
 
 
-def estimate(store, gpus=0, *, procs=1, free_gpu=None, free_host=None, **sizes):
+def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
     """Estimate the memory of training in each mode -> ({mode: Fit}, the first mode that fits, else the least demanding
     one that is possible, else None).
 
     Args:
-        store: GraphStore, or its path.
         gpus: GPUs of this machine to use, one process each; 0: `procs` processes train on CPU.
-        free_gpu: free bytes of the fullest GPU; None: of the current one.
-        free_host: free bytes of host memory; None: of this machine.
+        free_gpu: free bytes of the fullest GPU; None: there is none. free_host: free bytes of host memory.
         sizes: see `placements`.
     """
-    store = store if isinstance(store, GraphStore) else GraphStore.open(store)
-    if free_gpu is None and torch.cuda.is_available():
-        free_gpu = torch.cuda.mem_get_info()[0]
-    free_host = free_host_bytes() if free_host is None else free_host
     ranks, choices = gpus or procs, MODES[:3] if gpus else MODES[3:]
     room = ranks, free_gpu, free_host
     seeds, modes, size = range(1, len(store.split["train"]) + 1), {}, readable_size
@@ -134,10 +125,10 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
     """Choose where graph and features live, or check a choice (mode: "auto" or one of MODES), before anything is
     loaded -> (mode, the arithmetic in one line). options: see `estimate`. Raises StoreError if a mode's arrays
     exceed memory; a batch that may not fit, whose size is an upper bound, is only mentioned in the line."""
-    options = options if gpus else {"free_gpu": 0, **options}  # querying a GPU takes memory on it
     modes, best = estimate(store, gpus, **options)
     chosen = mode if mode != "auto" else best or ("cpu-cuda" if gpus else "cpu-cpu")
-    line, fit = f"mode {chosen}: {modes[chosen].line}", modes[chosen]
+    fit = modes[chosen]
+    line = f"mode {chosen}: {fit.line}"
     if not fit.possible:
         raise StoreError(f"{line}: this cannot work here{f'; mode {best} can' if best else ''}")
     if not fit.fits:
