@@ -236,9 +236,6 @@ def _supervise(context):
         try:
             while not context.join(grace_period=2):
                 pass
-        except mp.ProcessRaisedException as failure:
-            print(failure, file=sys.stderr)
-            sys.exit(1)
         except mp.ProcessExitedException as failure:
             if received:
                 sys.exit(128 + received[0])
@@ -323,9 +320,9 @@ class StopSignal:
 
     def __init__(self, ranks):
         self.ranks, self.received, self.work, self.answer = ranks, 0, None, False
+        self.handling = _handling(self._receive)
 
     def __enter__(self):
-        self.handling = _handling(self._receive)
         self.handling.__enter__()
         return self
 

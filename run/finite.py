@@ -39,11 +39,11 @@ def all_finite(ranks, loss, model, optimizer):
 
 def not_finite(what, run):
     """Build the NotFinite error for `what`: adds the largest weight and feature, and advice. run: a `Run`."""
-    args, feature = run.args, largest_feature(run.store) or 0.0
+    args, feature = run.args, largest_feature(run.store)
     weights = torch.cat([p.detach().flatten().double().cpu() for p in run.model.parameters()])
     finite = weights[weights.isfinite()].abs()
-    largest = f"the largest weight is {finite.max():.3g}" if len(finite) else "no weight is finite"
-    state = f"{largest}, the largest feature {feature:.3g}" if feature else largest
+    state = f"the largest weight is {finite.max() if len(finite) else math.nan:.3g}"
+    state += f", the largest feature {feature:.3g}" * (feature > 0)
     tried = "scale the features, or " * (feature > UNUSUAL) + f"try a smaller --lr than {args.lr:g}"
     if args.checkpoint and os.path.isfile(args.checkpoint):
         tried += f"; {args.checkpoint} holds the last finite state that was written"
@@ -61,17 +61,16 @@ def finite_scores(run, when):
 
 
 def largest_feature(store):
-    """Return the largest absolute feature that meta.json records; None if it records none."""
-    return max((r["largest"] for r in store.meta["files"].values() if "largest" in r), default=None)
+    """Return the largest absolute feature that meta.json records; 0 if it records none, as for rows that may change."""
+    return max((r.get("largest", 0.0) for r in store.meta["files"].values()), default=0.0)
 
 
 def check_features(ranks, store, dtype):
     """Raise StoreError for features beyond the range of the training dtype; print a line for unusually large ones."""
-    feature, end = largest_feature(store) or 0.0, torch.finfo(dtype).max
+    feature, end = largest_feature(store), torch.finfo(dtype).max
     largest = f"the largest feature is {feature:.3g}"
     if feature > end:
         limit = f"{str(dtype)[6:]}, used for training, ends at {end:.3g}"
         raise StoreError(f"{store.path}: {largest}, and {limit}: scale the features")
     if feature > UNUSUAL:
-        advice = "scale each column, to a standard deviation of 1 say, if the loss does not fall"
-        ranks.say(f"data    {largest}: {advice}")
+        ranks.say(f"data    {largest}: scale each column if the loss does not fall")

@@ -19,11 +19,9 @@ import importlib.util
 import inspect
 import re
 import sys
-import traceback
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from disk.files import StoreError, reading
@@ -53,14 +51,7 @@ def run_file(file, text):
     module = sys.modules["own_model_file"] = importlib.util.module_from_spec(spec)
     if (folder := str(Path(file).absolute().parent)) not in sys.path:
         sys.path.append(folder)  # for modules beside it
-    try:
-        exec(compile(text, file, "exec"), vars(module))
-    except Exception as error:
-        if "/dgl/__init__.py" not in traceback.format_exc():
-            raise
-        instead = "write instead `from sampler import import_dgl; dgl = import_dgl()`"
-        fails = f"{file}: `import dgl` fails under torch {torch.__version__}"
-        raise StoreError(f"{fails}; {instead}") from error
+    exec(compile(text, file, "exec"), vars(module))
     return module
 
 
@@ -73,10 +64,8 @@ def load(model):
     defined = vars(run_file(file, text))
     if not callable(defined.get(name)) or isinstance(defined[name], nn.Module):
         public = [k for k, v in defined.items() if getattr(v, "__module__", "") == "own_model_file"]
-        names = ", ".join(public) or "none"
-        raise StoreError(
-            f"--model {model}: {file} defines no class or function {name}; it has {names}"
-        )
+        lacks = f"{file} defines no class or function {name}"
+        raise StoreError(f"--model {model}: {lacks}; it has {', '.join(public) or 'none'}")
     return defined[name], hashlib.sha256(text).hexdigest()
 
 
@@ -111,9 +100,7 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
     if not isinstance(net, nn.Module):
         raise StoreError(f"{start} returned a {type(net).__name__}, a torch.nn.Module is needed")
     if any(map(nn.parameter.is_lazy, net.parameters())):
-        raise StoreError(
-            f"{start} has lazy modules: give them the sizes that {name} is called with"
-        )
+        raise StoreError(f"{start} has lazy modules: give them the sizes of their inputs")
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise StoreError(f"{start} has no parameters that could be trained")
     if edge_dim and "edges" not in inspect.signature(net.forward).parameters:
