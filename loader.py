@@ -249,13 +249,12 @@ class NodeLoader:
 
     def state_dict(self):
         """The loader's position as a dict of ints; a step counts as done once all its batches were handed out."""
-        kept = {"seed": self.seed, "seeds": self.seeds.numel(), "total_batch": self.total_batch}
-        return {"epoch": self.epoch, "step": self.step, **kept}
+        position = {"epoch": self.epoch, "step": self.step, "seed": self.seed}
+        return position | {"seeds": self.seeds.numel(), "total_batch": self.total_batch}
 
     def load_state_dict(self, state):
         """Resume at another loader's position; ValueError unless seed, number of seed nodes and total batch match."""
-        own = self.state_dict()
-        for name in ("seed", "seeds", "total_batch"):
-            if state[name] != own[name]:
-                raise ValueError(f"the state has {name} {state[name]}, this loader has {own[name]}")
+        for name, own in self.state_dict().items():
+            if name not in ("epoch", "step") and state[name] != own:
+                raise ValueError(f"the state has {name} {state[name]}, this loader has {own}")
         self.epoch, self.step = state["epoch"], state["step"]

@@ -16,17 +16,12 @@ One step is sample -> fetch -> forward -> backward -> optimizer: `train_epoch` i
 two ahead of it in threads. docs/design.md follows one seed node through the files.
 """
 
-import signal
 import sys
 
 from run import allocator
 
-if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Ctrl-C during the imports ends the process without a traceback
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not {"system", "--allocator=system"} & set(sys.argv):
-        allocator.before_torch()
+if __name__ == "__main__" and not {"system", "--allocator=system"} & set(sys.argv):
+    allocator.before_torch()
 
 import gc
 import math
@@ -44,7 +39,7 @@ from run import flags, step_graph
 from run.adam import Adam
 from run.allocator import announce, trim_memory
 from run.checkpoint import check_graph, common_state, restore, save_checkpoint
-from run.finite import LossSum, all_finite, finite_scores, not_finite
+from run.finite import LossSum, all_finite
 from run.own_model import is_own
 from run.report import Clock, Report, advice, describe, draw_timeline, epoch_line, peak_memory
 from run.run import open_run
@@ -56,6 +51,10 @@ from tasks.metrics import NotFinite
 parse_args = partial(flags.parse_args, complete=lambda args: common_state(ddp.Ranks(), args)[2])
 # run backward on the calling thread: the hand-over to autograd's own thread takes 50 us
 torch.autograd.set_multithreading_enabled(False)
+HINTS = {
+    DamagedGraph: "; python store.py verify names the file",
+    NotFinite: "; try a smaller --lr or scale the features; --checkpoint keeps the last finite state",
+}
 
 
 class Eager:
@@ -158,10 +157,9 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
         if args.timeline and profiled and ranks.leads:
             with report.attempt("timeline"):
                 draw_timeline(laps, args.timeline)
-        where = f"in epoch {epoch + 1}, step {step} of {args.steps}"
         if not all_finite(ranks, loss := figures["loss"], model, optimizer):
             problem = "a weight is not finite" if math.isfinite(loss) else f"the loss is {loss}"
-            raise not_finite(f"{problem} {where}", run)
+            raise NotFinite(f"{problem} in epoch {epoch + 1}, step {step} of {args.steps}")
         if stopped:
             save(epoch, step)
             report.stopped(epoch + 1, step)
@@ -169,8 +167,7 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
             return stop.exit_code
         for buffer in model.buffers() if ranks.world > 1 else ():  # batch-norm statistics
             torch.distributed.broadcast(buffer, 0)
-        with finite_scores(run, where):
-            valid, watched = run.task.validate(run)
+        valid, watched = run.task.validate(run)
         figures = {"epoch": epoch + 1, **figures, "lr": rate, **valid}
         figures["peak_bytes"] = peak_memory(ranks)
         report.tell(epoch_line(args, figures), figures)
@@ -194,10 +191,8 @@ def train(ranks, args, path):
     """Open, train, evaluate -> (exit code, {name: exact score}, title of the scores); the last two None if stopped."""
     announce(ranks, args)
     state, file, args = common_state(ranks, args)
-    if not path:  # local rank 0 builds the store while the other ranks of its machine wait
-        with ranks.patience():
-            path = prepare(args) if ranks.local_rank == 0 else None
     fits = {"fits": partial(check_graph, state, file)} if state else {}
+    # one rank of a machine builds the store, the others wait for its lock
     run = open_run(ranks, args, path or prepare(args), **fits)
     args, model = run.args, run.model
     optimizer = Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
@@ -221,8 +216,7 @@ def train(ranks, args, path):
         model.load_state_dict(best["model"])
         score = run.task.score_text(best["score"])
         ranks.say(f"best    weights of epoch {best['epoch']}: valid {score}")
-    with finite_scores(run, "after the last epoch"):
-        exact = run.task.finish(run, report)
+    exact = run.task.finish(run, report)
     ranks.barrier()
     return 2 if report.failed & {"profile", "timeline"} else 0, exact, run.task.title
 
@@ -235,7 +229,10 @@ def train_many(ranks, args, path):
         seed = args.seed + turn
         one = flags.changed(args, seed=seed, turn=turn, run=f"{args.run}-seed{seed}")
         one.tensorboard = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
-        code, scores, title = train(ranks, one, path)
+        try:
+            code, scores, title = train(ranks, one, path)
+        except NotFinite as error:
+            raise NotFinite(f"seed {seed}: {error}") from error
         if code:
             return code
         for name, score in scores.items():
@@ -264,8 +261,7 @@ def worker(ranks, args, path):
         if not ranks.leads:
             # if all fail, rank 0 reports and the rest are killed within 2 s; a rank that fails alone reports itself
             time.sleep(3)
-        hint = "; python store.py verify names the file" if isinstance(error, DamagedGraph) else ""
-        print(f"train.py: {error}{hint}", file=sys.stderr)
+        print(f"train.py: {error}{HINTS.get(type(error), '')}", file=sys.stderr)
         return 1 if isinstance(error, NotFinite) else 2
     except OSError as error:
         return unread(error)
@@ -288,6 +284,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -173,8 +173,7 @@ def cached(ranks, args, task, used, features):
         ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
     if args.lookahead is not None and not (looks_ahead and budget):
         needs = "needs a --cache in front of memory-mapped features, in mode cpu-cpu"
-        here = f"--cache is {budget}, the backend {store.meta['backend']}, the mode {args.mode}"
-        raise StoreError(f"--lookahead {args.lookahead} {needs}; here {here}")
+        raise StoreError(f"--lookahead {args.lookahead} {needs}")
     if budget and args.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
     if not budget or args.mode == "cuda-cuda":

@@ -1,13 +1,10 @@
 """Detect losses, weights and features that are not finite, or so large that they soon will not be."""
 
 import math
-import os
-from contextlib import contextmanager
 
 import torch
 
 from disk.files import StoreError
-from tasks.metrics import NotFinite
 
 LOOK = 16  # optimizer steps between checks of the loss on a GPU
 UNUSUAL = 1e4  # larger features are reported
@@ -37,37 +34,11 @@ def all_finite(ranks, loss, model, optimizer):
     return not ranks.sum(not math.isfinite(total + loss))[0]
 
 
-def not_finite(what, run):
-    """Build the NotFinite error for `what`: adds the largest weight and feature, and advice. run: a `Run`."""
-    args, feature = run.args, largest_feature(run.store)
-    weights = torch.cat([p.detach().flatten().double().cpu() for p in run.model.parameters()])
-    finite = weights[weights.isfinite()].abs()
-    state = f"the largest weight is {finite.max() if len(finite) else math.nan:.3g}"
-    state += f", the largest feature {feature:.3g}" * (feature > 0)
-    tried = "scale the features, or " * (feature > UNUSUAL) + f"try a smaller --lr than {args.lr:g}"
-    if args.checkpoint and os.path.isfile(args.checkpoint):
-        tried += f"; {args.checkpoint} holds the last finite state that was written"
-    seed = f"seed {args.seed}: " if args.runs > 1 else ""
-    return NotFinite(f"{seed}{what}: {state}; {tried}")
-
-
-@contextmanager
-def finite_scores(run, when):
-    """Context for scoring the network: NotFinite is raised again with the details of `not_finite`."""
-    try:
-        yield
-    except NotFinite as error:
-        raise not_finite(f"{error} {when}", run) from error
-
-
-def largest_feature(store):
-    """Return the largest absolute feature that meta.json records; 0 if it records none, as for rows that may change."""
-    return max((r.get("largest", 0.0) for r in store.meta["files"].values()), default=0.0)
-
-
 def check_features(ranks, store, dtype):
     """Raise StoreError for features beyond the range of the training dtype; print a line for unusually large ones."""
-    feature, end = largest_feature(store), torch.finfo(dtype).max
+    records, end = store.meta["files"].values(), torch.finfo(dtype).max
+    # of rows that may change it is not known
+    feature = max((record.get("largest", 0.0) for record in records), default=0.0)
     largest = f"the largest feature is {feature:.3g}"
     if feature > end:
         limit = f"{str(dtype)[6:]}, used for training, ends at {end:.3g}"

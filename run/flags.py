@@ -10,8 +10,6 @@ import math
 import os
 import re
 import secrets
-import shlex
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -107,7 +105,7 @@ def parse_args(argv, complete):
     """Parse the words after "train.py". complete: function(args) that fills in the flags of the checkpoint to resume.
 
     The result also has `typed`, names of flags on the command line; `trains`, False where a checkpoint only predicts;
-    `again`, the command that resumes this run; `run`, a name for its lines in --log; `turn`, which of --runs it is.
+    `run`, a name for its lines in --log; `turn`, which of --runs it is.
     """
     parser, argv = make_parser(), spelled_out(map(str, argv))
     args, absent = parser.parse_args(argv), object()
@@ -117,8 +115,8 @@ def parse_args(argv, complete):
     only_predicts = args.predict and from_file and {"epochs", "checkpoint"}.isdisjoint(typed)
     if args.resume == "auto" and not args.checkpoint:
         parser.error("--resume auto takes the file of --checkpoint, which is missing")
-    extra = {"typed": typed, "trains": not only_predicts, "again": command_again(argv)}
-    args = filled_in(complete(changed(args, **extra, run=secrets.token_hex(4), turn=0)))
+    extra = {"typed": typed, "trains": not only_predicts, "run": secrets.token_hex(4), "turn": 0}
+    args = filled_in(complete(changed(args, **extra)))
     check_values(parser, args)
     check_files(parser, args)
     return args
@@ -266,15 +264,6 @@ def check_files(parser, args):
         in_place = path.exists() and (flag == "log" or not path.is_file())
         if path.is_dir() or not os.access(path if in_place else path.parent, os.W_OK):
             parser.error(f"--{flag} {name}: a file cannot be written there")
-
-
-def command_again(argv):
-    """Return the command line that resumes the run of `argv` from its --checkpoint."""
-    left = iter(word for word in argv if not word.startswith("--resume="))
-    words = [word for word in left if word != "--resume" or not next(left)]
-    program = sys.argv[0] if Path(sys.argv[0]).name == "train.py" else "train.py"
-    launcher = "torchrun [its flags]" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
-    return f"{launcher} {shlex.join([program, *words, '--resume', 'auto'])}"
 
 
 def spelled(name, value=True, equals=" "):

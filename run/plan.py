@@ -44,14 +44,13 @@ def placements(
     """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; types: rows that rgcn
     makes for each destination; the others are flags of train.py.
 
-    A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes after
-    each hop and n1 k2, ... edges; no hop exceeds V nodes or M edges, and k = -1 counts as all. Input rows,
-    nodes and edges are held for `prefetch` + 1 batches. A GraphSAGE layer keeps (in + 3 out) floats for each
+    The sizes are upper bounds: a hop has k neighbours of every node so far, and no more than V nodes and M edges. Input
+    rows, nodes and edges are held for `prefetch` + 1 batches. A GraphSAGE layer keeps (in + 3 out) floats for each
     destination, of the mean and the result before and after ReLU and dropout, and as many for the gradients.
 
-    Steps of static shapes (run/step_graph.py) hold, for each of the `prefetch` + 1 batches, a table of V
-    numbers, `graphs` hops (all of them in pinned-cuda) with the sampler's scratch memory, and the input: rows,
-    or pairs of rows if the outermost hop is not held. What a step computes is held a second time.
+    Steps of static shapes (run/step_graph.py) hold, for each of these batches, a table of V numbers, `graphs` hops (all
+    of them in pinned-cuda) with the sampler's scratch memory, and the input: rows, or pairs of rows if the outermost hop
+    is not held. What a step computes is held a second time.
     """
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)

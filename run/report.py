@@ -146,7 +146,7 @@ class Report:
 
     def stopped(self, epoch, step):
         """Report that a signal ended training, and how to resume."""
-        again = f"go on with: {self.args.again}"
+        again = "go on with the same command and --resume auto"
         kept = again if self.args.checkpoint else "nothing kept: no --checkpoint"
         self.tell(f"stopped in epoch {epoch} after step {step}; {kept}", {"stopped": [epoch, step]})
 
@@ -196,18 +196,14 @@ class Report:
             self.failed.add(flag)
 
     def _append(self, figures):
-        """Append a JSON line to --log: the whole line, or nothing if the disk is full."""
-        with self.attempt("log"), open(self.args.log, "ab", buffering=0) as file:
-            line = json.dumps({"run": self.args.run, **figures}).encode() + b"\n"
-            before = os.fstat(file.fileno()).st_size
-            if file.write(line) < len(line):
-                file.truncate(before)
-                raise OSError("no space left on its disk")
+        """Append a JSON line to --log."""
+        with self.attempt("log"), open(self.args.log, "a") as file:
+            file.write(json.dumps({"run": self.args.run, **figures}) + "\n")
 
 
 def flags_of(args):
     """Return {name: value} of the flags, without what parse_args adds."""
-    added = ("typed", "trains", "again", "run", "turn")
+    added = ("typed", "trains", "run", "turn")
     return {name: value for name, value in vars(args).items() if name not in added}
 
 

@@ -169,18 +169,6 @@ def test_ranks_are_bound_near_their_gpus(tmp_path, monkeypatch):
     assert ddp.cores_near(gpu, tmp_path) == set(range(8))
 
 
-def test_train_ctrl_c_during_the_imports_leaves_no_traceback():
-    command = [sys.executable, HERE / "train.py", "--gpus", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 60
-    maps = Path(f"/proc/{process.pid}/maps")
-    while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT and output == "", output
-
-
 def test_ranks_ignore_ctrl_c_before_they_import_torch(tiny):
     """A terminal signals ranks too, and the import would end in a traceback."""
     process = _start(f"--dataset {tiny} --gpus 0 --procs 2 --epochs 9", start_new_session=True)
@@ -301,17 +289,6 @@ def _launch_within(seconds, *work):
     """Call ddp.launch with another timeout, in a fork."""
     ddp.TIMEOUT = datetime.timedelta(seconds=seconds)
     ddp.launch(*work)
-
-
-def _prepares(ranks):
-    with ranks.patience():
-        if not ranks.rank:
-            time.sleep(6)
-    assert ranks.sum(1) == [2]
-
-
-def test_ranks_wait_for_one_that_prepares_data_beyond_the_timeout(tmp_path):
-    _end(_fork(tmp_path / "out", _launch_within, 4, _prepares, 2))
 
 
 @pytest.mark.parametrize("when", ["ranks start", "training"])
