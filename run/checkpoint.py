@@ -131,9 +131,8 @@ def checked_archive(data):
         for entry in archive.infolist():
             content = archive.read(entry)
             if entry.filename.endswith(".pkl"):
-                named = [
-                    s for opcode, s, _ in pickletools.genops(content) if opcode.name == "GLOBAL"
-                ]
+                codes = pickletools.genops(content)
+                named = [symbol for code, symbol, _ in codes if code.name == "GLOBAL"]
                 if not all(re.fullmatch(HARMLESS, symbol) for symbol in named):
                     raise ValueError("it holds more than tensors and dicts")
             checked.writestr(entry.filename, content)

@@ -109,8 +109,8 @@ def parse_args(argv, complete):
     """
     parser, argv = make_parser(), spelled_out(map(str, argv))
     args, absent = parser.parse_args(argv), object()
-    again = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), absent)))
-    typed = [name for name, value in vars(again).items() if value is not absent]
+    given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), absent)))
+    typed = [name for name, value in vars(given).items() if value is not absent]
     from_file = args.resume not in (None, "auto")
     only_predicts = args.predict and from_file and {"epochs", "checkpoint"}.isdisjoint(typed)
     if args.resume == "auto" and not args.checkpoint:

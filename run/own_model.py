@@ -94,8 +94,8 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
         inspect.signature(make).bind(in_dim, num_classes, **values)
     except TypeError as error:
         options = "".join(f", {k}={v!r}" for k, v in values.items())
-        call = f"--model {model} is called as {name}(in_dim, num_classes{options}): {error}"
-        raise StoreError(f"{call}; change it or --model-args") from error
+        call = f"{name}(in_dim, num_classes{options})"
+        raise StoreError(f"--model {model} is called as {call}: {error}") from error
     net, start = make(in_dim, num_classes, **values), f"--model {model}: {name}"
     if not isinstance(net, nn.Module):
         raise StoreError(f"{start} returned a {type(net).__name__}, a torch.nn.Module is needed")

@@ -302,10 +302,8 @@ def test_graph_task_scores_binary_targets_by_roc_auc(tmp_path, capsys):
     np.savez(tmp_path / "b.npz", **{**made, "targets": np.zeros(300, np.uint8)})  # of one class
     log, _ = _run_here(tmp_path, words.replace("--epochs 2", "--epochs 1"), "--gpus 0")
     assert log[-1]["scores"]["test"] is None and "nan" not in capsys.readouterr().out
-    split = {
-        f"{part}_idx": ids
-        for part, ids in zip(("train", "val", "test"), np.split(np.arange(300), [100, 200]))
-    }
+    train, val, test = np.split(np.arange(300), [100, 200])
+    split = {"train_idx": train, "val_idx": val, "test_idx": test}
     counts = np.arange(300) % 2 + (np.arange(300) >= 200)  # 2 for a test graph
     np.savez(tmp_path / "b.npz", **made | split | {"targets": counts})
     log, _ = _run_here(tmp_path, words.replace("--epochs 2", "--epochs 1"), "--gpus 0")
@@ -468,14 +466,8 @@ net = nn.ReLU()
 ROW = "seeds: a row of 4 logits"
 FAULTS = [  # --model, what is said
     ("nosuch.py:Net", "--model nosuch.py:Net: nosuch.py cannot be read: No such file"),
-    (
-        "FILE:Nett",
-        "net.py defines no class or function Nett; it has Net, Returns, Scored, none, wid",
-    ),
-    (
-        "FILE:net",
-        "net.py defines no class or function net; it has Net, Returns, Scored, none, wide,",
-    ),
+    ("FILE:Nett", "net.py defines no class or function Nett; it has Net, Returns, Scored, none,"),
+    ("FILE:net", "net.py defines no class or function net; it has Net, Returns"),
     ("FILE:none", "none returned a int, a torch.nn.Module is needed"),
     ("FILE:wide", rf"the model returned torch.float32 \[\d+, 4\] for 600 {ROW} for each"),
     ("FILE:pair", f"the model returned tuple for 600 {ROW}"),
@@ -489,10 +481,7 @@ FAULTS = [  # --model, what is said
     ("FILE:Scored --task link", "Scored has a `scorer`: --task link gives the network one of"),
     ("FILE:Net --model-args widths=[3,4],hidden=3", "num_classes, widths=.3, 4., hidden=3.: "),
     ("FILE:Net --hidden 64", "--hidden 64 is for the built-in models"),
-    (
-        "GAT",
-        "'GAT': choose one of sage, sage-pool, gcn, gat, gin, gine, rgcn, rgat, or FILE.py:NAME",
-    ),
+    ("GAT", "'GAT': choose one of sage, sage-pool, gcn, gat, gin, gine, rgcn, rgat, or FILE.py:"),
     ("sage --model-args hidden=3", "--model-args hidden=3 is for --model FILE.py:NAME"),
 ]
 
