@@ -143,15 +143,6 @@ class Ranks(NamedTuple):
         """Wait until every rank has called this."""
         self.sum(0)
 
-    @contextmanager
-    def patience(self, limit=timedelta(days=2)):
-        """Context in which one rank may work for hours: the others wait at its end, up to `limit`, not TIMEOUT."""
-        group = dist.new_group(backend="gloo", timeout=limit) if self.world > 1 else None
-        yield
-        if group is not None:
-            dist.barrier(group)
-            dist.destroy_process_group(group)
-
     def part(self, n):
         """Return this rank's contiguous slice of n items: the slices cover each item once, sizes differ by <= 1."""
         return slice(n * self.rank // self.world, n * (self.rank + 1) // self.world)
@@ -236,9 +227,6 @@ def _supervise(context):
         try:
             while not context.join(grace_period=2):
                 pass
-        except mp.ProcessRaisedException as failure:
-            print(failure, file=sys.stderr)
-            sys.exit(1)
         except mp.ProcessExitedException as failure:
             if received:
                 sys.exit(128 + received[0])
@@ -323,9 +311,9 @@ class StopSignal:
 
     def __init__(self, ranks):
         self.ranks, self.received, self.work, self.answer = ranks, 0, None, False
+        self.handling = _handling(self._receive)
 
     def __enter__(self):
-        self.handling = _handling(self._receive)
         self.handling.__enter__()
         return self
 

@@ -4,10 +4,11 @@ This file works alone: copy it into your own code.
 
     indptr, indices, labels, features = place(indptr, indices, labels, features, "cpu-cuda", "cuda")
     ring = FeatureRing(features, labels, slots=depth + 1, device="cuda")
-    def load(seeds, slot):
+    def load(item, slot):
+        step, seeds = item
         with ring.stream(slot):
             return ring.fetch(slot, sampler.sample(seeds, step))
-    for batch in prefetch(load, batches, depth=depth):
+    for batch in prefetch(load, enumerate(batches), depth=depth):
         batch.wait()
         model(batch.blocks, batch.x)
 
@@ -183,7 +184,8 @@ class FeatureRing:
                 y = self.labels.index_select(0, seeds.to(self.labels.device))
                 moved, y = self._move(slot, blocks, y) if self.copies else (blocks, y)
                 outer = (moved if self.on_device else blocks)[0]
-                aggregated, nodes = outer if self.first_hop else None, outer.src_nodes
+                nodes = outer.src_nodes
+                aggregated = outer if self.first_hop else None
                 if self.features.shape[0] < self.labels.shape[0]:
                     nodes = nodes[nodes < self.features.shape[0]]
                 x = self._bring(slot, "rows", self.features, nodes, aggregated)

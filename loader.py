@@ -79,7 +79,7 @@ class Batch(NamedTuple):
     # step counted over all epochs, which keys all random draws; -1 without shuffling
     global_step: int = 0
     total: int = 0  # seeds of the whole step: all processes, all passes
-    last: bool = True  # the last pass of its step: the optimizer follows
+    last: bool = True  # the step's last pass: the optimizer steps after it
     step_seeds: Any = None  # the seeds of the whole step, int [total]
     began: Any = None  # CUDA events around the copy of x to the GPU; None if nothing is copied
     ready: Any = None
@@ -221,9 +221,19 @@ class NodeLoader:
             global_step = epoch * self.steps + step if self.shuffle else -1
             step_seeds = order[step * self.total_batch : (step + 1) * self.total_batch]
             for i, part in enumerate(step_seeds.tensor_split(self.accumulate)):
-                a, b = (part.numel() * rank // self.world for rank in (self.rank, self.rank + 1))
-                rest = step_seeds.numel(), i == self.accumulate - 1, step_seeds
-                yield Batch([], None, None, part[a:b], step, global_step, *rest)
+                first_seed = part.numel() * self.rank // self.world
+                end = part.numel() * (self.rank + 1) // self.world
+                yield Batch(
+                    blocks=[],
+                    x=None,
+                    y=None,
+                    seeds=part[first_seed:end],
+                    step=step,
+                    global_step=global_step,
+                    total=step_seeds.numel(),
+                    last=i == self.accumulate - 1,
+                    step_seeds=step_seeds,
+                )
 
     def _sample(self, part, slot=0):
         with self.timed("sample"):
@@ -249,13 +259,12 @@ class NodeLoader:
 
     def state_dict(self):
         """The loader's position as a dict of ints; a step counts as done once all its batches were handed out."""
-        kept = {"seed": self.seed, "seeds": self.seeds.numel(), "total_batch": self.total_batch}
-        return {"epoch": self.epoch, "step": self.step, **kept}
+        position = {"epoch": self.epoch, "step": self.step, "seed": self.seed}
+        return position | {"seeds": self.seeds.numel(), "total_batch": self.total_batch}
 
     def load_state_dict(self, state):
         """Resume at another loader's position; ValueError unless seed, number of seed nodes and total batch match."""
-        own = self.state_dict()
-        for name in ("seed", "seeds", "total_batch"):
-            if state[name] != own[name]:
-                raise ValueError(f"the state has {name} {state[name]}, this loader has {own[name]}")
+        for name, own in self.state_dict().items():
+            if name not in ("epoch", "step") and state[name] != own:
+                raise ValueError(f"the state has {name} {state[name]}, this loader has {own}")
         self.epoch, self.step = state["epoch"], state["step"]

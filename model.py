@@ -197,13 +197,15 @@ class Conv(nn.Module):
     """Base of all layers: each node makes a message of its row, each destination combines its neighbours' messages.
 
     Training computes the messages of a block's sources, inference those of all nodes, once; both then
-    call `combine`. A layer has `out_dim`, `message_dim` (None: the message is the row itself) and
+    call `combine`. (SAGEConv, GCNConv and RGCNConv also have a faster form for training: their own `forward`,
+    `GNN._fused`, `RGCNConv.after_inputs`. Change it together with `combine`; a subclass is trained without it.)
+    A layer is made as Layer(in_dim, out_dim), has `out_dim`, `message_dim` (None: the message is as wide as the row) and
 
-        message(h, degree): [n, F] -> [n, message_dim]
-        combine(indptr, indices, message, rows, h_dst, degree, nodes, seed): -> [S, D]; `rows` [S] are
-            the positions of the destinations' own messages (None: the first S), h_dst [S, F] their
-            rows. Layers with an edge_dim also get edges [E, edge_dim], the edge features; layers that
-            use types get types [E].
+        message(h, degree=None): [n, F] -> [n, message_dim]; the row itself unless overridden
+        combine(indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None): -> [S, D]; `rows` [S]
+            are the positions of the destinations' own messages (None: the first S), h_dst [S, F] their
+            rows; inference passes neither nodes nor seed. Layers with an edge_dim also get edges [E, edge_dim],
+            the edge features; layers that use types get types [E].
 
     degree is float [n, 2] or [S, 2]: out- and in-degree of these nodes in the whole graph; None: in
     the block. nodes [S] are ids of the destinations and seed is an int, as for `relu_dropout`, for a

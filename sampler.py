@@ -7,6 +7,7 @@ warning, torch operations replace the C code and the CUDA kernels.
     blocks = sampler.sample(seeds, step=0)     # blocks[0] outermost hop ... blocks[-1] has the seeds
     x = features[blocks[0].src_nodes]          # input rows; then feed the blocks to the layers
 
+Fanouts and hops are counted from the seeds, blocks the other way round: hop i is blocks[-1 - i].
 The graph has V nodes and M edges, CSC over in-edges: the in-neighbours of v are
 indices[indptr[v]:indptr[v+1]]. A block has S destinations, N sources and E edges.
 
@@ -180,16 +181,26 @@ class NeighborSampler:
         self.indptr, self.indices = indptr.contiguous(), indices.contiguous()
         self.num_nodes = indptr.numel() - 1
         weights, edge_times = (t if t is None else t.contiguous() for t in (weights, edge_times))
-        rule = "replace" if replace else method if weights is None else "weighted"
-        self.edge_type, self.edge_ids, drawn_from = edge_type, edge_ids, (None, None)
-        if edge_type is not None:
-            self.edge_type, edge_ids = _as_signed(edge_type).contiguous(), True
-        if edge_type is not None and by_type:
-            table, self.fanouts = _fanout_of(self.fanouts, self.edge_type, check)
-            drawn_from = self.edge_type, table
-        graph = self.indptr, self.indices, weights, edge_times, bool(strict), int(window or 0)
-        how = bool(layer_dependency), rule, edge_ids, threads
-        self.spec = SamplingSpec(*graph, *drawn_from, *how)
+        self.edge_ids = edge_ids
+        self.edge_type = None if edge_type is None else _as_signed(edge_type).contiguous()
+        by_type = by_type and edge_type is not None
+        fanout_of = None
+        if by_type:
+            fanout_of, self.fanouts = _fanout_of(self.fanouts, self.edge_type, check)
+        self.spec = SamplingSpec(
+            indptr=self.indptr,
+            indices=self.indices,
+            weights=weights,
+            edge_times=edge_times,
+            strict=bool(strict),
+            window=int(window or 0),
+            edge_type=self.edge_type if by_type else None,
+            fanout_of=fanout_of,
+            one_draw=bool(layer_dependency),
+            rule="replace" if replace else method if weights is None else "weighted",
+            edge_ids=edge_ids or edge_type is not None,
+            threads=threads,
+        )
         self.backend, self.engine = _load(backend, self.spec, self.fanouts, self.seed)
 
     def __getstate__(self):  # without the engine: another process loads the compiled code itself

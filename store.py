@@ -35,7 +35,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-if __name__ == "__main__":  # Ctrl-C during the imports ends the process without a traceback
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C during the imports ends the process without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import numpy as np
@@ -531,7 +532,8 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     code = main()
     with contextlib.suppress(OSError):
         print(end="", flush=True)

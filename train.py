@@ -25,8 +25,9 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Ctrl-C during the imports ends the process without a traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    allocator.end_with_torchrun()
-    if not {"system", "--allocator=system"} & set(sys.argv):
+    if not {"system", "--allocator=system"} & set(
+        sys.argv
+    ):  # before argparse, which comes after torch
         allocator.before_torch()
 
 import gc
@@ -38,15 +39,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 import ddp
-from disk.files import RANK_BYTES, StoreError, check_in_use, free_host_bytes, readable_size, unread
+from disk.files import StoreError, check_in_use, progress_bar, unread
 from run import flags, step_graph
 from run.adam import Adam
 from run.allocator import announce, trim_memory
 from run.checkpoint import check_graph, common_state, restore, save_checkpoint
-from run.finite import LossSum, all_finite, finite_scores, not_finite
+from run.finite import LossSum, all_finite
 from run.own_model import is_own
 from run.report import Clock, Report, advice, describe, draw_timeline, epoch_line, peak_memory
 from run.run import open_run
@@ -58,6 +58,10 @@ from tasks.metrics import NotFinite
 parse_args = partial(flags.parse_args, complete=lambda args: common_state(ddp.Ranks(), args)[2])
 # run backward on the calling thread: the hand-over to autograd's own thread takes 50 us
 torch.autograd.set_multithreading_enabled(False)
+HINTS = {
+    DamagedGraph: "; python store.py verify names the file",
+    NotFinite: "; try a smaller --lr or scale the features; --checkpoint keeps the last finite state",
+}
 
 
 class Eager:
@@ -97,10 +101,8 @@ def train_epoch(run, stepper, stop, save, epoch, first):
     ranks, args, count, done = run.ranks, run.args, 0, first
     run.model.train()
     clock, losses = Clock(ranks.gpus), stepper.begin()
-    options = {"total": args.steps, "initial": first, "unit": "step", "leave": False}
-    # None: a bar only if stderr is a terminal; sys.stderr is None if it was closed
-    options["disable"] = None if ranks.leads and sys.stderr else True
-    bar = tqdm(desc=f"epoch {epoch + 1}", **options)
+    position = {"desc": f"epoch {epoch + 1}", "total": args.steps, "initial": first}
+    bar = progress_bar(ranks.leads, unit="step", leave=False, **position)
     # the loader's threads run ahead: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
     loader = run.loader(run.store.split["train"], timed=clock.timed, load=stepper.load)
     loader.epoch, loader.step = epoch, first
@@ -150,8 +152,9 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
             ranks.say(f"early   stopped after epoch {epoch}: {since}")
             break
         check_in_use(run.store)
-        cosine = (1 + math.cos(math.pi * epoch / args.epochs)) / 2  # 1 to 0 over all of --epochs
-        rate = args.lr * (cosine if args.lr_schedule == "cosine" else 1.0)
+        rate = args.lr
+        if args.lr_schedule == "cosine":
+            rate *= (1 + math.cos(math.pi * epoch / args.epochs)) / 2  # 1 to 0 over all of --epochs
         for group in optimizer.param_groups:
             group["lr"] = rate
         profiled = epoch == min(start + 1, args.epochs - 1)
@@ -161,10 +164,9 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
         if args.timeline and profiled and ranks.leads:
             with report.attempt("timeline"):
                 draw_timeline(laps, args.timeline)
-        where = f"in epoch {epoch + 1}, step {step} of {args.steps}"
         if not all_finite(ranks, loss := figures["loss"], model, optimizer):
             problem = "a weight is not finite" if math.isfinite(loss) else f"the loss is {loss}"
-            raise not_finite(f"{problem} {where}", run)
+            raise NotFinite(f"{problem} in epoch {epoch + 1}, step {step} of {args.steps}")
         if stopped:
             save(epoch, step)
             report.stopped(epoch + 1, step)
@@ -172,10 +174,9 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
             return stop.exit_code
         for buffer in model.buffers() if ranks.world > 1 else ():  # batch-norm statistics
             torch.distributed.broadcast(buffer, 0)
-        with finite_scores(run, where):
-            valid, watched = run.task.validate(run)
-        rest = {"lr": rate, **valid, "peak_bytes": peak_memory(ranks)}
-        figures = {"epoch": epoch + 1, **figures, **rest}
+        valid, watched = run.task.validate(run)
+        figures = {"epoch": epoch + 1, **figures, "lr": rate, **valid}
+        figures["peak_bytes"] = peak_memory(ranks)
         report.tell(epoch_line(args, figures), figures)
         ranks.say(advice(ranks, figures) if epoch == start else "")
         if args.weights == "best" and watched > best["score"]:
@@ -197,10 +198,8 @@ def train(ranks, args, path):
     """Open, train, evaluate -> (exit code, {name: exact score}, title of the scores); the last two None if stopped."""
     announce(ranks, args)
     state, file, args = common_state(ranks, args)
-    if not path:  # local rank 0 builds the store while the other ranks of its machine wait
-        with ranks.patience():
-            path = prepare(args) if ranks.local_rank == 0 else None
     fits = {"fits": partial(check_graph, state, file)} if state else {}
+    # one rank of a machine builds the store, the others wait for its lock
     run = open_run(ranks, args, path or prepare(args), **fits)
     args, model = run.args, run.model
     optimizer = Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
@@ -224,8 +223,7 @@ def train(ranks, args, path):
         model.load_state_dict(best["model"])
         score = run.task.score_text(best["score"])
         ranks.say(f"best    weights of epoch {best['epoch']}: valid {score}")
-    with finite_scores(run, "after the last epoch"):
-        exact = run.task.finish(run, report)
+    exact = run.task.finish(run, report)
     ranks.barrier()
     return 2 if report.failed & {"profile", "timeline"} else 0, exact, run.task.title
 
@@ -233,28 +231,32 @@ def train(ranks, args, path):
 def train_many(ranks, args, path):
     """Train --runs times with consecutive seeds -> exit code. Each has its own split if the data set has none or
     several."""
-    exact = []
+    columns = {}  # name of a score -> its values; some runs may lack one
     for turn in range(args.runs):
         seed = args.seed + turn
         one = flags.changed(args, seed=seed, turn=turn, run=f"{args.run}-seed{seed}")
         one.tensorboard = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
-        code, scores, title = train(ranks, one, path)
+        try:
+            code, scores, title = train(ranks, one, path)
+        except NotFinite as error:
+            raise NotFinite(f"seed {seed}: {error}") from error
         if code:
             return code
-        exact.append({name: score for name, score in scores.items() if score is not None})
+        for name, score in scores.items():
+            if score is not None:
+                columns.setdefault(name, []).append(score)
         path = None  # the next seed's split may make it another store
         gc.collect()  # a GPU sampler and its frames hold each other, and with them the graph
         torch.cuda.empty_cache()  # or the next run counts as used what torch keeps
-    names = dict.fromkeys(name for scores in exact for name in scores)  # some runs may lack one
-    columns = {name: [scores[name] for scores in exact if name in scores] for name in names}
     mean = {name: statistics.mean(values) for name, values in columns.items()}
     std = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in columns.items()}
-    spread = {name: "%" if std[name] is None else f" +- {100 * std[name]:.2f}%" for name in names}
-    spread |= {n: f"{spread[n]} of {len(v)}" for n, v in columns.items() if len(v) < args.runs}
-    line = "  ".join(f"{name} {100 * mean[name]:.2f}{spread[name]}" for name in names)
-    figures = {"runs": args.runs, "mean": mean, "std": std}
+    line = f"exact {title} over {args.runs} seeds"
+    for name, values in columns.items():
+        spread = "" if std[name] is None else f" +- {100 * std[name]:.2f}"
+        of = f" of {len(values)}" if len(values) < args.runs else ""
+        line += f"  {name} {100 * mean[name]:.2f}{spread}%{of}"
     report = Report(ranks, flags.changed(args, tensorboard=None))
-    report.tell(f"exact {title} over {args.runs} seeds  {line}", figures)
+    report.tell(line, {"runs": args.runs, "mean": mean, "std": std})
     return 0
 
 
@@ -266,8 +268,7 @@ def worker(ranks, args, path):
         if not ranks.leads:
             # if all fail, rank 0 reports and the rest are killed within 2 s; a rank that fails alone reports itself
             time.sleep(3)
-        hint = "; python store.py verify names the file" if isinstance(error, DamagedGraph) else ""
-        print(f"train.py: {error}{hint}", file=sys.stderr)
+        print(f"train.py: {error}{HINTS.get(type(error), '')}", file=sys.stderr)
         return 1 if isinstance(error, NotFinite) else 2
     except OSError as error:
         return unread(error)
@@ -278,9 +279,6 @@ def main(argv=None):
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         path = None if ddp.under_torchrun() else prepare(args)
-        if args.procs > 1 and (most := free_host_bytes() // RANK_BYTES) < args.procs:
-            each = f"processes take {readable_size(RANK_BYTES)} each"
-            raise StoreError(f"--procs {args.procs}: {each}, memory is free for {most}")
         ddp.launch(worker, max(args.gpus, args.procs), args, path, gpus=args.gpus)
     except StoreError as error:
         print(f"train.py: {error}", file=sys.stderr)

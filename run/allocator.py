@@ -1,25 +1,13 @@
 """Settings made before torch is imported, and glibc's malloc: how much memory it keeps, when it returns it.
 
-Nothing happens on import. `before_torch` and `end_with_torchrun` run before torch is imported, so this file imports only
-the standard library.
+Nothing happens on import. `before_torch` runs before torch is imported, so this file imports only the standard library.
 """
 
 import ctypes
 import os
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-
-
-def end_with_torchrun():
-    """Under torchrun, have the kernel kill this rank when its agent dies, even while it imports torch."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() == 1:  # process 1 adopts orphans, but may be torchrun itself in a container
-            program = Path("/proc/1/cmdline").read_bytes().split(b"\0")[0]
-            if not os.path.basename(program).startswith(b"python"):
-                os._exit(1)
 
 
 def before_torch():
@@ -29,7 +17,7 @@ def before_torch():
         if not {*names} & set(os.environ):
             ctypes.CDLL("libnvidia-ml.so.1")  # for expandable segments: torch 2.13 crashes without
             os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
-    # do not cache oneDNN kernels compiled for one batch size, see linear() in model.py; the second cannot be 0
+    # do not cache oneDNN kernels compiled for one batch size, see product() in native/layers.py; the second cannot be 0
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
 

@@ -16,8 +16,8 @@ There is no generator or scheduler state: draws depend only on --seed and the st
 A graph is recognised by the SHA-256 of its files in meta.json, not by its path; so is a file of --edge-split. An LMDB file
 may change by design: once it has, it is no longer compared.
 
-A checkpoint is untrusted input. Its pickle may hold only tensors and dicts; its flags pass through the command-line parser,
-and none names code or a file to write; its tensors must fit the network they describe, built on the meta device.
+A checkpoint is untrusted input: its pickle may hold only tensors and dicts, its flags are what the command-line parser
+makes of them, none names code or a file to write, and its tensors must fit the network they describe.
 """
 
 import io
@@ -31,7 +31,7 @@ from types import SimpleNamespace
 import torch
 
 from disk.files import StoreError, reading, write_whole
-from run.flags import TASKS, changed, check_values, filled_in, make_parser, spelled, text_of
+from run.flags import TASKS, changed, make_parser, spelled, text_of
 from run.own_model import is_own
 
 FIXED = """task fanout accumulate model model_args hidden num_layers heads norm residual dropout
@@ -41,10 +41,8 @@ BUILT = {"symmetrize": False, "drop_duplicates": False, "feature_dtype": None}  
 KEPT = f"""dataset {" ".join(BUILT)} batch_size lr lr_schedule weight_decay epochs early_stop
 weights precision checkpoint_activations""".split()
 # flags and widths that early checkpoints lack, and what they stand for
-LATER = {"drop_duplicates": False, "feature_dtype": None, "window": None, "bases": 0}
-LATER |= {"edge_type": None}
-LATER_WIDTHS = {"num_edge_types": 0, "node_types": 0, "edge_types": 0, "several": None}
-LATER_WIDTHS |= {"classes": None}
+LATER = dict(drop_duplicates=False, feature_dtype=None, window=None, bases=0, edge_type=None)
+LATER_WIDTHS = dict(num_edge_types=0, node_types=0, edge_types=0, several=None, classes=None)
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
 
@@ -71,7 +69,8 @@ def names_of(store):
     """Return {"edge_types": names, "classes": names} of a store, in the order of their numbers; None without names."""
     source = store.meta.get("source")
     classes = source.get("classes") if isinstance(source, dict) else None
-    classes = classes if isinstance(classes, list) else None  # of a synthetic graph their number
+    # of a synthetic graph their number
+    classes = classes if isinstance(classes, list) else None
     return {"edge_types": store.meta.get("edge_types"), "classes": classes}
 
 
@@ -110,32 +109,33 @@ def read_checkpoint(path, data=None):
     """Read a checkpoint (or its bytes) -> dict with flags, total_batch, graph, model, optimizer, best, epoch and step;
     tensors on the CPU. Raises StoreError if it is damaged, forged or not a checkpoint. Fields that are not checked here
     are checked where they are used, inside `reading`."""
+    if data is None:
+        with reading(path):
+            data = Path(path).read_bytes()
     try:
-        data = Path(path).read_bytes() if data is None else data
         state = torch.load(checked_archive(data), map_location="cpu", weights_only=True)
         check_state(state, len(data))
-    except Exception as error:  # a dozen types; torch.load also raises AssertionError
+    except Exception as error:  # torch.load also raises AssertionError
         reason = (str(error) or repr(error)).splitlines()[0]
         raise StoreError(f"{path} is not a checkpoint of train.py: {reason[:300]}") from error
     return state
 
 
 def checked_archive(data):
-    """Check the entries of a ZIP file and copy them to a new one in memory -> file object. torch locates entries
-    by other rules than zipfile and ignores checksums; from the copy it can only read what was checked. Raises unless
-    they are intact and uncompressed, and pickle only tensors and dicts."""
+    """Copy the entries of a ZIP file, whose checksums are verified, to a new one in memory -> file object. torch locates
+    entries by other rules than zipfile and ignores checksums: from the copy it can only read what was checked."""
     copy = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(copy, "w") as checked:
-        entries = {entry.filename: entry for entry in archive.infolist()}
-        size = sum(entry.file_size for entry in archive.infolist())
-        if any(entry.compress_type for entry in entries.values()) or size > len(data):
-            raise ValueError("its entries are compressed or larger than the file")
-        for name, entry in entries.items():
-            content = archive.read(entry)  # verifies its checksum
-            for opcode, symbol, _ in pickletools.genops(content) if name.endswith(".pkl") else ():
-                if opcode.name == "GLOBAL" and not re.fullmatch(HARMLESS, symbol):
-                    raise ValueError(f"it names {symbol!r}")
-            checked.writestr(name, content)
+        if sum(entry.file_size for entry in archive.infolist()) > len(data):
+            raise ValueError("its entries are larger than the file")
+        for entry in archive.infolist():
+            content = archive.read(entry)
+            if entry.filename.endswith(".pkl"):
+                codes = pickletools.genops(content)
+                named = [symbol for code, symbol, _ in codes if code.name == "GLOBAL"]
+                if not all(re.fullmatch(HARMLESS, symbol) for symbol in named):
+                    raise ValueError("it holds more than tensors and dicts")
+            checked.writestr(entry.filename, content)
     copy.seek(0)
     return copy
 
@@ -143,13 +143,13 @@ def checked_archive(data):
 def check_state(state, size):
     """Raise unless a checkpoint of `size` bytes has flags that the command line accepts, counts in range, and tensors
     that fit the network it describes, built on the meta device. Adds what early checkpoints lack."""
-    best, graph = state["best"], state["graph"]
-    state["flags"] = checked_flags(state["flags"])
-    state["graph"] = {**LATER_WIDTHS, **graph}
+    best = state["best"]
+    state["flags"] = parsed_flags(state["flags"])
+    state["graph"] = {**LATER_WIDTHS, **state["graph"]}
     counts = state["epoch"], state["step"], state["total_batch"], best["epoch"]
     if not all(type(count) is int and 0 <= count < 1 << 32 for count in counts):
         raise ValueError("a count in it is no whole number from 0 to 2^32 - 1")
-    state["best"] = {**best, "score": float(best["score"]), "model": best["model"]}
+    best["score"] = float(best["score"])
     if any(tensor.nbytes > size for tensor in state["model"].values()):
         raise ValueError("a tensor in it is larger than the file")
     if not is_own(state["flags"]["model"]):
@@ -158,28 +158,20 @@ def check_state(state, size):
         network.load_state_dict(dict(state["model"]), assign=True)
 
 
-def checked_flags(saved):
-    """Return the flags of a checkpoint with those that early ones lack; raises for values that cannot be typed."""
-    saved = {**LATER, "weights": "best" if saved["early_stop"] else "last", **saved}
-    if {*saved} != {*FIXED, *KEPT}:
-        raise ValueError("some of its flags are missing or unknown")
-    words = []
-    for name, value in saved.items():
-        if value is not None and (value is not False or name == "residual"):
-            words.append(spelled(name, value, "="))
-    if len(" ".join(words)) > 8192 or not " ".join(words).isprintable():
-        raise ValueError("its flags cannot be typed")
+def parsed_flags(saved):
+    """Return what the command-line parser makes of a checkpoint's flags, with those that early ones lack."""
+    saved, words = {**LATER, "weights": "best" if saved["early_stop"] else "last", **saved}, []
+    for name in (*FIXED, *KEPT):
+        if saved[name] is not None and (saved[name] is not False or name == "residual"):
+            words.append(spelled(name, saved[name], "="))
 
     def refuse(message):
         raise ValueError(f"among its flags, {message}")
 
     parser = make_parser()
     parser.error = refuse
-    args = filled_in(parser.parse_args(words))
-    check_values(parser, args)
-    if saved != {name: getattr(args, name) for name in saved}:
-        refuse("some are not what the command line makes of them")
-    return saved
+    args = parser.parse_args(words)
+    return {name: getattr(args, name) for name in (*FIXED, *KEPT)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,8 +239,8 @@ def check_graph(state, path, args, task):
         for name, here in names_of(store).items():
             was, what = graph[name], name.replace("_", " ")
             if here and was and f"num_{name}" in compared and was[: len(here)] != here:
-                order = f"{'; '.join(was)[:300]}, in this order; {store.path} has others"
-                raise StoreError(f"{trained} whose {what} are {order}")
+                were = "; ".join(was)[:300]
+                raise StoreError(f"{trained} whose {what} are {were}; {store.path} has others")
         files, was = digests(store), graph["files"]
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not args.trains:
@@ -258,11 +250,7 @@ def check_graph(state, path, args, task):
         raise StoreError(f"{start}; give its graph, or another --checkpoint to start anew")
     if (was := state["total_batch"]) != args.total_batch:
         start = f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}"
-        batch, rest = divmod(was * args.batch_size, args.total_batch)
-        advice = "another number of processes" if rest else f"--batch-size {batch}"
-        raise StoreError(f"{start}, this run has {args.total_batch}; give {advice}")
-    if (step := state["step"]) > args.steps:
-        raise StoreError(f"checkpoint {path} is damaged: step {step} of {args.steps} of an epoch")
+        raise StoreError(f"{start}, this run has {args.total_batch}")
 
 
 def restore(state, path, ranks, args, model, optimizer, best):

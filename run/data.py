@@ -32,9 +32,14 @@ LEAST_STEPS = 200  # optimizer steps of the default --epochs, at least: small gr
 def settle(ranks, args, task):
     """Settle flags whose defaults depend on the data, the machine or other flags -> (a copy of args with mode, metric,
     weights, residual, precision, epochs, weight_decay, total_batch and steps set, EdgeData of the columns in use)."""
-    store, lines = task.store, []
+    store, lines, values = task.store, [], {"metric": task.metric}
     examples, valid = (store.split[part].numel() for part in ("train", "valid"))
-    values = {"metric": task.metric, **settle_steps(ranks, args, task, examples)}
+    examples = max(examples, 1)  # 0 without labels, when nothing is trained
+    values["total_batch"] = args.batch_size * args.accumulate * ranks.world
+    values["steps"] = steps = -(-examples // values["total_batch"])
+    values["epochs"] = args.epochs or max(10, -(-LEAST_STEPS // steps))
+    if args.weight_decay is None:
+        values["weight_decay"] = task.prior / examples
     weights = args.weights or (task.weights if valid else "last")
     values["weights"] = "best" if args.early_stop else weights
     if values["weights"] == "best" and args.trains and not valid:
@@ -53,24 +58,15 @@ def settle(ranks, args, task):
     used, values["mode"] = EdgeData(), "store"
     if task.placed:
         used, edge_lines = edge_data(args, task, store)
-        options = {"procs": ranks.local_world, **sizes(args, task, used)}
         # the least free memory of all ranks: they have to choose the same mode
         free = torch.cuda.mem_get_info()[0] if ranks.gpus else 0, free_host_bytes()
-        options["free_gpu"], options["free_host"] = map(min, zip(*ranks.gather(free)))
+        free_gpu, free_host = map(min, zip(*ranks.gather(free)))
+        options = {"procs": ranks.local_world, "free_gpu": free_gpu, "free_host": free_host}
+        options |= sizes(args, task, used)
         values["mode"], line = choose_mode(store, args.gpus, args.mode, **options)
         lines += [f"memory  {line}", *(f"edges   {line}" for line in edge_lines)]
     ranks.say("\n".join(lines))
     return argparse.Namespace(**{**vars(args), **values}), used
-
-
-def settle_steps(ranks, args, task, examples):
-    """Return {total_batch, steps of an epoch, epochs, weight_decay}; examples: number of training examples."""
-    total_batch, decay = args.batch_size * args.accumulate * ranks.world, args.weight_decay
-    examples = max(examples, 1)  # 0 without labels, when nothing is trained
-    steps = -(-examples // total_batch)
-    epochs = args.epochs or max(10, -(-LEAST_STEPS // steps))
-    decay = task.prior / examples if decay is None else decay
-    return dict(total_batch=total_batch, steps=steps, epochs=epochs, weight_decay=decay)
 
 
 def residual_helps(store):
@@ -177,8 +173,7 @@ def cached(ranks, args, task, used, features):
         ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
     if args.lookahead is not None and not (looks_ahead and budget):
         needs = "needs a --cache in front of memory-mapped features, in mode cpu-cpu"
-        here = f"--cache is {budget}, the backend {store.meta['backend']}, the mode {args.mode}"
-        raise StoreError(f"--lookahead {args.lookahead} {needs}; here {here}")
+        raise StoreError(f"--lookahead {args.lookahead} {needs}")
     if budget and args.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
     if not budget or args.mode == "cuda-cuda":

@@ -33,8 +33,7 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     """Choose the edge columns that a run uses -> (EdgeData, a line to print for each column). task: a `Task` or its
     class. Raises StoreError for flags that need a column the store lacks, or a model that cannot use one."""
     used, lines, own = EdgeData(), [], is_own(args.model)
-    built_in = args.model in EDGE_CONVS, args.model == "gine"
-    can, must = takes_edges(args.model) if own else built_in
+    can, must = takes_edges(args.model) if own else (args.model in EDGE_CONVS, args.model == "gine")
     if can and store.edge_features is not None:
         used = used._replace(features=store.edge_features)
         seen = f"{store.edge_dim} x {store.meta['edge_dtype']}"
@@ -55,7 +54,7 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
             lacks = "edges (edge_time)" if store.edge_time is None else "nodes (node_time)"
             raise StoreError(f"--temporal {args.temporal}: {store.path} has no times of {lacks}")
         if args.model == "gcn":
-            why = "divides by the degrees of the whole graph, edges of the future among them"
+            why = "divides by the degrees of the whole graph"
             raise StoreError(f"--model gcn {why}: take sage, gat or gin, or --temporal off")
         times = {"time": store.edge_time, "window": args.window, "strict": temporal == "before"}
         used = used._replace(**times, seed_time=None if task.timed_pairs else store.node_time)
@@ -75,18 +74,18 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     draws = args.trains  # exact inference takes all neighbours
     if draws and args.window and used.time is None:
         raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")
-    if draws and args.sampler == "latest" and used.time is None:
-        needs = "--sampler latest needs times of edges and nodes"
-        raise StoreError(f"{needs}, and --temporal at or before, here {args.temporal}")
     if args.sampler == "latest" and used.time is not None:
         lines.append("neighbours are the latest; exact inference counts all that a node may see")
-    if draws and args.sampler == "weighted" and store.edge_weight is None:
-        raise StoreError(f"--sampler weighted draws by weights of edges, {store.path} has none")
+    elif draws and args.sampler == "latest":
+        needs = "--sampler latest needs times of edges and nodes"
+        raise StoreError(f"{needs}, and --temporal at or before, here {args.temporal}")
     if args.sampler == "weighted" and store.edge_weight is not None:
         used = used._replace(weight=store.edge_weight)
         lines.append("neighbours are drawn by weight; exact inference counts all edges alike")
     elif store.edge_weight is not None:
         lines.append("weights of edges are not used: --sampler weighted draws neighbours by them")
+    elif draws and args.sampler == "weighted":
+        raise StoreError(f"--sampler weighted draws by weights of edges, {store.path} has none")
     return used, lines
 
 
@@ -97,7 +96,7 @@ def typed_edges(args, store, used, own) -> tuple[EdgeData, list[str]]:
         used = used._replace(type=store.edge_type, num_types=count, type_names=names)
         fanouts = hops(args.fanout, used)
         of = "each of them" if isinstance(fanouts[0], list) else "all together"
-        if isinstance(fanouts[0], list) and 0 in sum(fanouts, []):
+        if of == "each of them" and 0 in sum(fanouts, []):
             of = "those it names, exact inference for all"
         return used, [f"edges have {count} types; --fanout is for {of}, and the model sees them"]
     if not all(isinstance(hop, int) for hop in args.fanout):

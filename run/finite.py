@@ -1,13 +1,10 @@
 """Detect losses, weights and features that are not finite, or so large that they soon will not be."""
 
 import math
-import os
-from contextlib import contextmanager
 
 import torch
 
 from disk.files import StoreError
-from tasks.metrics import NotFinite
 
 LOOK = 16  # optimizer steps between checks of the loss on a GPU
 UNUSUAL = 1e4  # larger features are reported
@@ -37,41 +34,14 @@ def all_finite(ranks, loss, model, optimizer):
     return not ranks.sum(not math.isfinite(total + loss))[0]
 
 
-def not_finite(what, run):
-    """Build the NotFinite error for `what`: adds the largest weight and feature, and advice. run: a `Run`."""
-    args, feature = run.args, largest_feature(run.store) or 0.0
-    weights = torch.cat([p.detach().flatten().double().cpu() for p in run.model.parameters()])
-    finite = weights[weights.isfinite()].abs()
-    largest = f"the largest weight is {finite.max():.3g}" if len(finite) else "no weight is finite"
-    state = f"{largest}, the largest feature {feature:.3g}" if feature else largest
-    tried = "scale the features, or " * (feature > UNUSUAL) + f"try a smaller --lr than {args.lr:g}"
-    if args.checkpoint and os.path.isfile(args.checkpoint):
-        tried += f"; {args.checkpoint} holds the last finite state that was written"
-    seed = f"seed {args.seed}: " if args.runs > 1 else ""
-    return NotFinite(f"{seed}{what}: {state}; {tried}")
-
-
-@contextmanager
-def finite_scores(run, when):
-    """Context for scoring the network: NotFinite is raised again with the details of `not_finite`."""
-    try:
-        yield
-    except NotFinite as error:
-        raise not_finite(f"{error} {when}", run) from error
-
-
-def largest_feature(store):
-    """Return the largest absolute feature that meta.json records; None if it records none."""
-    return max((r["largest"] for r in store.meta["files"].values() if "largest" in r), default=None)
-
-
 def check_features(ranks, store, dtype):
     """Raise StoreError for features beyond the range of the training dtype; print a line for unusually large ones."""
-    feature, end = largest_feature(store) or 0.0, torch.finfo(dtype).max
+    records, end = store.meta["files"].values(), torch.finfo(dtype).max
+    # of rows that may change it is not known
+    feature = max((record.get("largest", 0.0) for record in records), default=0.0)
     largest = f"the largest feature is {feature:.3g}"
     if feature > end:
         limit = f"{str(dtype)[6:]}, used for training, ends at {end:.3g}"
         raise StoreError(f"{store.path}: {largest}, and {limit}: scale the features")
     if feature > UNUSUAL:
-        advice = "scale each column, to a standard deviation of 1 say, if the loss does not fall"
-        ranks.say(f"data    {largest}: {advice}")
+        ranks.say(f"data    {largest}: scale each column if the loss does not fall")

@@ -10,15 +10,13 @@ import math
 import os
 import re
 import secrets
-import shlex
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from ddp import under_torchrun
-from disk.files import check_name
+from disk.files import RANK_BYTES, check_name, free_host_bytes
 from features import MODES
 from model import ALL_CONVS, AVERAGING, NORMALISED, NORMS, RESIDUAL, TYPE_CONVS
 from run.own_model import is_own, words_of
@@ -107,23 +105,20 @@ def parse_args(argv, complete):
     """Parse the words after "train.py". complete: function(args) that fills in the flags of the checkpoint to resume.
 
     The result also has `typed`, names of flags on the command line; `trains`, False where a checkpoint only predicts;
-    `again`, the command that resumes this run; `run`, a name for its lines in --log; `turn`, which of --runs it is.
+    `run`, a name for its lines in --log; `turn`, which of --runs it is.
     """
     parser, argv = make_parser(), spelled_out(map(str, argv))
     args, absent = parser.parse_args(argv), object()
-    again = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), absent)))
-    typed = [name for name, value in vars(again).items() if value is not absent]
+    given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), absent)))
+    typed = [name for name, value in vars(given).items() if value is not absent]
     from_file = args.resume not in (None, "auto")
     only_predicts = args.predict and from_file and {"epochs", "checkpoint"}.isdisjoint(typed)
-    if from_file and not os.path.isfile(args.resume):
-        parser.error(f"--resume {args.resume}: no such file")
     if args.resume == "auto" and not args.checkpoint:
         parser.error("--resume auto takes the file of --checkpoint, which is missing")
-    extra = {"typed": typed, "trains": not only_predicts, "again": command_again(argv)}
-    args = filled_in(complete(changed(args, **extra, run=secrets.token_hex(4), turn=0)))
+    extra = {"typed": typed, "trains": not only_predicts, "run": secrets.token_hex(4), "turn": 0}
+    args = filled_in(complete(changed(args, **extra)))
     check_values(parser, args)
     check_files(parser, args)
-    check_effects(parser, args)
     return args
 
 
@@ -187,9 +182,10 @@ def filled_in(args):
 
 
 def check_values(parser, args):
-    """Reject a network, or a way to train it, that cannot work on any machine."""
-    task, hops = TASKS[args.task], len(args.fanout)
-    if hops != args.num_layers:
+    """Reject a network that cannot work, and flags that were typed but have no effect, or not the one they name."""
+    task, own, on_gpu = TASKS[args.task], is_own(args.model), args.gpus > 0
+    gpus, embeddings = torch.cuda.device_count(), args.predict_what == "embeddings"
+    if (hops := len(args.fanout)) != args.num_layers:
         fanouts = f"--fanout {text_of(args.fanout)} has {hops} hops"
         parser.error(f"{fanouts}, --num-layers is {args.num_layers}: one fanout a layer is needed")
     if args.model == "gat" and args.hidden % args.heads:
@@ -201,13 +197,6 @@ def check_values(parser, args):
         parser.error(f"--metric {args.metric}: --task {args.task} has {known}")
     if args.task == "graph" and args.precision == "fp64":
         parser.error("--precision fp64 is not for --task graph: take fp32")
-
-
-def check_effects(parser, args):
-    """Reject flags that were typed but have no effect in this run, or not the one they name."""
-    task, own, on_gpu = TASKS[args.task], is_own(args.model), args.gpus > 0
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    embeddings = args.predict_what == "embeddings"
 
     def refuse(condition, flags, why):
         for flag in flags.split() if condition else ():
@@ -226,8 +215,8 @@ def check_effects(parser, args):
     built_in, why = BUILT_IN + " hidden" * (not task.embeds), "is for the built-in models; "
     refuse(own, built_in, why + "give {model} what it needs by --model-args")
     refuse(own and embeddings, "predict_what", why + "take logits of {model}")
-    if embeddings:
-        refuse(args.num_layers == 1, "predict_what", "would be the features with --num-layers 1")
+    one_layer = embeddings and args.num_layers == 1
+    refuse(one_layer, "predict_what", "would be the features with --num-layers 1")
     refuse(not own, "model_args", "is for --model FILE.py:NAME, --model is {model}")
     refuse(args.model != "gat", "heads", "is for --model gat, --model is {model}")
     refuse(args.model not in TYPE_CONVS, "bases", "is for --model rgcn or rgat, --model is {model}")
@@ -239,6 +228,8 @@ def check_effects(parser, args):
     refuse(not args.trains, "timeline profile", "shows training; this command only predicts")
     refuse(args.gpus > gpus, "gpus", f"needs as many CUDA GPUs: give at most {gpus}")
     refuse(on_gpu, "procs", "is for --gpus 0; with GPUs there is one process for each")
+    most = max(1, free_host_bytes() // RANK_BYTES)
+    refuse(args.procs > most, "procs", f"is too many: memory is free for {most} processes")
     refuse(under_torchrun(), "procs", "has no effect under torchrun: use its --nproc-per-node")
     needs_gpu = "needs a CUDA GPU and --gpus 1 or more; leave it out on CPU"
     refuse(args.cuda_graph == "on" and not on_gpu, "cuda_graph", needs_gpu)
@@ -261,10 +252,6 @@ def check_files(parser, args):
         if other != flag and [other, flag] != ["resume", "checkpoint"]:
             of_other = f"that is the file of {spelled(other)}, give another name"
             parser.error(f"--{flag} {name}: {of_other}")
-    kept = f"{Path(args.dataset).absolute()} {Path(args.root).absolute()} {args.edge_split}"
-    if args.checkpoint and not kept.isprintable():
-        why = "it would keep a name that cannot be printed"
-        parser.error(f"--checkpoint {args.checkpoint}: {why}, {ascii(kept)}: give others")
     for flag in ("checkpoint", "predict", "log", "timeline", "profile"):
         name, suffix = getattr(args, flag), {"predict": ".npy", "timeline": ".png"}.get(flag, "")
         if name is None:
@@ -273,21 +260,10 @@ def check_files(parser, args):
         check_name(path)
         if not name.endswith(suffix):
             parser.error(f"--{flag} {name}: give a name that ends in {suffix}")
-        if not path.parent.is_dir():
-            parser.error(f"--{flag} {name}: the folder {path.parent} does not exist")
         # --log is appended to; the other files are written under a temporary name and renamed
         in_place = path.exists() and (flag == "log" or not path.is_file())
         if path.is_dir() or not os.access(path if in_place else path.parent, os.W_OK):
             parser.error(f"--{flag} {name}: a file cannot be written there")
-
-
-def command_again(argv):
-    """Return the command line that resumes the run of `argv` from its --checkpoint."""
-    left = iter(word for word in argv if not word.startswith("--resume="))
-    words = [word for word in left if word != "--resume" or not next(left)]
-    program = sys.argv[0] if Path(sys.argv[0]).name == "train.py" else "train.py"
-    launcher = "torchrun [its flags]" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
-    return f"{launcher} {shlex.join([program, *words, '--resume', 'auto'])}"
 
 
 def spelled(name, value=True, equals=" "):

@@ -23,7 +23,6 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from disk.files import StoreError, reading
@@ -58,9 +57,8 @@ def run_file(file, text):
     except Exception as error:
         if "/dgl/__init__.py" not in traceback.format_exc():
             raise
-        instead = "write instead `from sampler import import_dgl; dgl = import_dgl()`"
-        fails = f"{file}: `import dgl` fails under torch {torch.__version__}"
-        raise StoreError(f"{fails}; {instead}") from error
+        how = "write `from sampler import import_dgl; dgl = import_dgl()`"
+        raise StoreError(f"{file}: `import dgl` fails under this torch: {how}") from error
     return module
 
 
@@ -73,10 +71,8 @@ def load(model):
     defined = vars(run_file(file, text))
     if not callable(defined.get(name)) or isinstance(defined[name], nn.Module):
         public = [k for k, v in defined.items() if getattr(v, "__module__", "") == "own_model_file"]
-        names = ", ".join(public) or "none"
-        raise StoreError(
-            f"--model {model}: {file} defines no class or function {name}; it has {names}"
-        )
+        lacks = f"{file} defines no class or function {name}"
+        raise StoreError(f"--model {model}: {lacks}; it has {', '.join(public) or 'none'}")
     return defined[name], hashlib.sha256(text).hexdigest()
 
 
@@ -105,15 +101,13 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
         inspect.signature(make).bind(in_dim, num_classes, **values)
     except TypeError as error:
         options = "".join(f", {k}={v!r}" for k, v in values.items())
-        call = f"--model {model} is called as {name}(in_dim, num_classes{options}): {error}"
-        raise StoreError(f"{call}; change it or --model-args") from error
+        call = f"{name}(in_dim, num_classes{options})"
+        raise StoreError(f"--model {model} is called as {call}: {error}") from error
     net, start = make(in_dim, num_classes, **values), f"--model {model}: {name}"
     if not isinstance(net, nn.Module):
         raise StoreError(f"{start} returned a {type(net).__name__}, a torch.nn.Module is needed")
     if any(map(nn.parameter.is_lazy, net.parameters())):
-        raise StoreError(
-            f"{start} has lazy modules: give them the sizes that {name} is called with"
-        )
+        raise StoreError(f"{start} has lazy modules: give them the sizes of their inputs")
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise StoreError(f"{start} has no parameters that could be trained")
     if edge_dim and "edges" not in inspect.signature(net.forward).parameters:

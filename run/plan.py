@@ -1,17 +1,14 @@
 """Memory that a run needs in each mode, and the mode that fits.
 
-mode, line = choose_mode("my_store", gpus=4, fanout=[15, 10, 5])    # run/estimate.py prints all modes
+mode, line = choose_mode(store, gpus=4, free_gpu=..., free_host=..., fanout=[15, 10, 5])    # run/estimate.py: all modes
 """
 
 import bisect
 from typing import NamedTuple
 
-import torch
-
 from disk.columns import COLUMNS
 from disk.files import RANK_BYTES, StoreError, readable_size
 from features import MODES
-from store import GraphStore, free_host_bytes
 
 GPU_BYTES = 1 << 30  # of each GPU, besides tensors: context, libraries, communication
 
@@ -47,14 +44,13 @@ def placements(
     """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; types: rows that rgcn
     makes for each destination; the others are flags of train.py.
 
-    A batch of S seeds and fanout k1,k2,... has at most n1 = S (k1 + 1), n2 = n1 (k2 + 1), ... nodes after
-    each hop and n1 k2, ... edges; no hop exceeds V nodes or M edges, and k = -1 counts as all. Input rows,
-    nodes and edges are held for `prefetch` + 1 batches. A GraphSAGE layer keeps (in + 3 out) floats for each
+    The sizes are upper bounds: a hop has k neighbours of every node so far, and no more than V nodes and M edges. Input
+    rows, nodes and edges are held for `prefetch` + 1 batches. A GraphSAGE layer keeps (in + 3 out) floats for each
     destination, of the mean and the result before and after ReLU and dropout, and as many for the gradients.
 
-    Steps of static shapes (run/step_graph.py) hold, for each of the `prefetch` + 1 batches, a table of V
-    numbers, `graphs` hops (all of them in pinned-cuda) with the sampler's scratch memory, and the input: rows,
-    or pairs of rows if the outermost hop is not held. What a step computes is held a second time.
+    Steps of static shapes (run/step_graph.py) hold, for each of these batches, a table of V numbers, `graphs` hops (all
+    of them in pinned-cuda) with the sampler's scratch memory, and the input: rows, or pairs of rows if the outermost hop
+    is not held. What a step computes is held a second time.
     """
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)
@@ -100,21 +96,15 @@ def placements(
     }
 
 
-def estimate(store, gpus=0, *, procs=1, free_gpu=None, free_host=None, **sizes):
+def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
     """Estimate the memory of training in each mode -> ({mode: Fit}, the first mode that fits, else the least demanding
     one that is possible, else None).
 
     Args:
-        store: GraphStore, or its path.
         gpus: GPUs of this machine to use, one process each; 0: `procs` processes train on CPU.
-        free_gpu: free bytes of the fullest GPU; None: of the current one.
-        free_host: free bytes of host memory; None: of this machine.
+        free_gpu: free bytes of the fullest GPU; None: there is none. free_host: free bytes of host memory.
         sizes: see `placements`.
     """
-    store = store if isinstance(store, GraphStore) else GraphStore.open(store)
-    if free_gpu is None and torch.cuda.is_available():
-        free_gpu = torch.cuda.mem_get_info()[0]
-    free_host = free_host_bytes() if free_host is None else free_host
     ranks, choices = gpus or procs, MODES[:3] if gpus else MODES[3:]
     room = ranks, free_gpu, free_host
     seeds, modes, size = range(1, len(store.split["train"]) + 1), {}, readable_size
@@ -138,10 +128,10 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
     """Choose where graph and features live, or check a choice (mode: "auto" or one of MODES), before anything is
     loaded -> (mode, the arithmetic in one line). options: see `estimate`. Raises StoreError if a mode's arrays
     exceed memory; a batch that may not fit, whose size is an upper bound, is only mentioned in the line."""
-    options = options if gpus else {"free_gpu": 0, **options}  # querying a GPU takes memory on it
     modes, best = estimate(store, gpus, **options)
     chosen = mode if mode != "auto" else best or ("cpu-cuda" if gpus else "cpu-cpu")
-    line, fit = f"mode {chosen}: {modes[chosen].line}", modes[chosen]
+    fit = modes[chosen]
+    line = f"mode {chosen}: {fit.line}"
     if not fit.possible:
         raise StoreError(f"{line}: this cannot work here{f'; mode {best} can' if best else ''}")
     if not fit.fits:

@@ -97,11 +97,11 @@ class Report:
         self.failed, self.board = set(), None
         if self.leads and args.log:
             versions = {"python": platform.python_version(), "torch": torch.__version__}
-            start = {"flags": flags_of(args), "versions": {**versions, "numpy": np.__version__}}
             cpu, gpu = platform.processor(), torch.cuda.get_device_name() if ranks.gpus else None
             with suppress(OSError, TypeError):  # no such file, or no such line as on ARM
                 cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
             machine = {"host": platform.node(), "cpu": cpu, "cores": os.cpu_count(), "gpu": gpu}
+            start = {"flags": flags_of(args), "versions": {**versions, "numpy": np.__version__}}
             start["hardware"] = {**machine, "processes": ranks.world}
             self._append({**start, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         if self.leads and args.tensorboard:
@@ -129,8 +129,8 @@ class Report:
         """Report the final scores of links or graphs, {part: {metric: value} or None} -> {"part metric": value}."""
         lines = (f"{part:<5}  {scores_line(values)}" for part, values in self.known(scores))
         self.tell("\n".join(lines), {"scores": scores})
-        parts = [(part, values) for part, values in scores.items() if values]
-        exact = {f"{part} {k}": value for part, values in parts for k, value in values.items()}
+        parts = scores.items()
+        exact = {f"{part} {k}": v for part, values in parts for k, v in (values or {}).items()}
         self.results(exact)
         return exact
 
@@ -146,7 +146,7 @@ class Report:
 
     def stopped(self, epoch, step):
         """Report that a signal ended training, and how to resume."""
-        again = f"go on with: {self.args.again}"
+        again = "go on with the same command and --resume auto"
         kept = again if self.args.checkpoint else "nothing kept: no --checkpoint"
         self.tell(f"stopped in epoch {epoch} after step {step}; {kept}", {"stopped": [epoch, step]})
 
@@ -191,15 +191,14 @@ class Report:
             yield
         except (OSError, StoreError) as error:
             if flag not in self.failed:
-                why = getattr(error, "strerror", None) or error
-                line = f"train.py: --{flag} {getattr(self.args, flag)}: {why}"
-                print(f"{line}; training goes on without it", file=sys.stderr)
+                what = f"--{flag} {getattr(self.args, flag)}: {error}"
+                print(f"train.py: {what}; training goes on without it", file=sys.stderr)
             self.failed.add(flag)
 
     def _append(self, figures):
         """Append a JSON line to --log: the whole line, or nothing if the disk is full."""
+        line = json.dumps({"run": self.args.run, **figures}).encode() + b"\n"
         with self.attempt("log"), open(self.args.log, "ab", buffering=0) as file:
-            line = json.dumps({"run": self.args.run, **figures}).encode() + b"\n"
             before = os.fstat(file.fileno()).st_size
             if file.write(line) < len(line):
                 file.truncate(before)
@@ -208,7 +207,7 @@ class Report:
 
 def flags_of(args):
     """Return {name: value} of the flags, without what parse_args adds."""
-    added = ("typed", "trains", "again", "run", "turn")
+    added = ("typed", "trains", "run", "turn")
     return {name: value for name, value in vars(args).items() if name not in added}
 
 

@@ -174,8 +174,7 @@ def test_loader_says_what_does_not_fit_the_graph():
     good = loader.Graph(indptr, indices, torch.ones(3, 2), torch.arange(3))
     mask = torch.ones(4, dtype=torch.bool)
     for graph, seeds, options, complaint in (
-        (good, mask[:2], {}, "seeds, a mask, has 2 rows: 3 rows are needed, for 3 nodes and 3 ed"),
-        (good, mask, {}, "seeds, a mask, has 4 rows"),
+        (good, mask, {}, "seeds, a mask, has 4 rows: 3 rows are needed, for 3 nodes and 3 edges"),
         (good, [[0], [1]], {}, r"seeds is \[2, 1\]: node ids \[T\]"),
         (good._replace(features=np.ones((4, 2))), [0], {}, "features has 4 rows"),
         (good._replace(labels=torch.arange(2)), [0], {}, "labels has 2 rows"),
@@ -183,8 +182,6 @@ def test_loader_says_what_does_not_fit_the_graph():
         (good, [0], {"edges": True}, "edge_features is a NoneType: 3 rows are needed"),
         (good, [0], {"batch_size": 0}, "batch_size is 0"),
         (good, [0], {"depth": -1}, "depth is -1"),
-        (good, [0], {"threads": 0}, "threads is 0"),
-        (good, [0], {"accumulate": 0}, "accumulate is 0"),
         (good, [0], {"rank": -1}, "rank is -1"),
         (good, [0], {"rank": 2, "world": 2}, "world is 2: at least 3 is needed"),
     ):

@@ -115,13 +115,8 @@ def test_cuda_segments_grow_only_where_that_is_safe(there, monkeypatch):
     for name in (*names, "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         monkeypatch.setenv(name, "1")  # so that all of them are as before in the end
         monkeypatch.delenv(name)
-    libraries = {"libnvidia-ml.so.1": allocator.ctypes.CDLL if there else "none"}
-
-    def load(library):
-        if libraries[library] == "none":
-            raise OSError
-
-    monkeypatch.setattr(allocator.ctypes, "CDLL", load)
+    load, library = ctypes.CDLL, {"libnvidia-ml.so.1": None if there else "no.such.library"}
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(library[name]))
     allocator.before_torch()
     expected = "expandable_segments:True" if there else None
     assert [os.environ.get(name) for name in names] == [expected] * 2
@@ -181,21 +176,16 @@ def test_interruptions_change_no_bit(kind, tiny, tmp_path):
     assert _same_weights(tmp_path / "straight.pt", tmp_path / "resumed.pt"), moments
 
 
-def test_any_cache_of_features_on_disk_gives_the_same_bits(tiny, tmp_path):
+def test_processes_with_a_cache_of_features_on_disk_train_to_the_same_bits(tiny, tmp_path):
+    """One process with any cache and window: `test_interruptions_change_no_bit`."""
     common = f"--dataset {tiny} --model gcn --fanout 5,5 --hidden 16 --epochs 2 --batch-size 50"
-    log, expected = _run_here(tmp_path, common)
-    for words in ("--cache 100KiB --lookahead 3", "--cache 1MiB --lookahead 0 --prefetch 0"):
-        cached, model = _run_here(tmp_path, common, words)
-        assert [a["loss"] for a in log[:2]] == [b["loss"] for b in cached[:2]]
-        assert log[-1]["exact"] == cached[-1]["exact"]
-        assert all(torch.equal(expected[name], model[name]) for name in expected), words
-        last = cached[1]
-        assert 0 < last["cache_hit_rate"] <= 1
-        assert 64 * (last["rows"] - last["hits"]) <= last["bytes_read"] > 0
-    two, plain = tmp_path / "two.pt", tmp_path / "plain.pt"
-    _train(common, f"--procs 2 --cache 30KiB --checkpoint {two}")
+    two, plain, log = (tmp_path / name for name in ("two.pt", "plain.pt", "log"))
+    _train(common, f"--procs 2 --cache 30KiB --checkpoint {two} --log {log}")
     _train(common, f"--procs 2 --checkpoint {plain}")
     assert _same_weights(two, plain)
+    last = _log(log)[1]
+    assert 0 < last["cache_hit_rate"] <= 1
+    assert 64 * (last["rows"] - last["hits"]) <= last["bytes_read"] > 0
 
 
 def _trains_on_a_flaky_disk(fails, *words):
@@ -253,12 +243,7 @@ def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch, caps
     assert log[3]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
     stages = "seconds seeds_per_s sample fetch stall forward backward optimizer peak_bytes"
     assert all(log[0][stage] > 0 for stage in stages.split())
-    saved = train.parse_args(["--resume", str(tmp_path / "here.pt")])
-    kept = saved.model, saved.hidden, saved.residual, saved.dropout, saved.batch_size
-    assert kept == (name, 16, True, 0.25, 100)
     resume = f"--resume {tmp_path}/here.pt"
-    assert _code(f"--dataset {tiny} --epochs 5 --hidden 8 {resume}") == 2
-    assert "here.pt was made with --hidden 16, this run has 8" in capsys.readouterr().err
     (tmp_path / ".classes.npy.0123456789abcdef.part").touch()  # what a run that was killed has left
     # what the checkpoint fixes is not typed again
     assert _code(f"{resume} --predict {tmp_path}/classes.npy") == 0
@@ -395,19 +380,16 @@ def test_uneven_last_batches_do_not_hang(tmp_path):
 
 
 def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypatch, capsys):
-    def refused(words, complaint):
-        assert _code(words) == 2 and complaint in capsys.readouterr().err
-
-    for gpus, complaint in (
-        (0, "needs as many CUDA GPUs: give at most 0"),
-        (2, "needs as many CUDA GPUs: give at most 2"),
-    ):
+    for gpus in (0, 2):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        refused("--gpus 3", f"--gpus 3 {complaint}")
+        assert _code("--gpus 3") == 2
+        said = f"--gpus 3 needs as many CUDA GPUs: give at most {gpus}"
+        assert said in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2")
+    assert _code("--gpus 0 --procs 2") == 2
     said = "--procs 2 has no effect under torchrun: use its --nproc-per-node"
-    refused("--gpus 0 --procs 2", said)
+    assert said in capsys.readouterr().err
 
 
 def test_a_model_file_that_imports_dgl_where_only_import_dgl_works_says_so(tiny, tmp_path):
@@ -416,5 +398,5 @@ def test_a_model_file_that_imports_dgl_where_only_import_dgl_works_says_so(tiny,
     package.mkdir()
     (package / "__init__.py").write_text("import torchdata.nothing_of_this_name\n")
     output = _train(f"--dataset {tiny} --model {file}:Net", code=2, cwd=tmp_path)
-    assert "`import dgl` fails under torch" in output and "Traceback" not in output, output
-    assert "write instead `from sampler import import_dgl; dgl = import_dgl()`" in output
+    assert "Traceback" not in output, output
+    assert "write `from sampler import import_dgl; dgl = import_dgl()`" in output
