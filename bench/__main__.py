@@ -68,6 +68,7 @@ def make_parser():
     add("--json", metavar="FILE", help="also write the figures to this file")
     # sampler, step, layers, link, inference, scaling, mag
     add("--graphbolt", metavar="PYTHON", help="sampler, store, mag: GraphBolt's interpreter")
+    add("--pyg", metavar="PYTHON", help="mag: an interpreter with torch_geometric and torch-sparse")
     add("--procs", default="1,2", type=numbers, help="scaling: processes sharing one --batch-size")
     add("--gpus", action="store_true", help="scaling: one GPU per process")
     add("--model", default="sage", choices=list(CONVS), help="step, inference: the model")

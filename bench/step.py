@@ -192,6 +192,35 @@ def relations(args, learn):
     return training(args, store, sampler, net, nodes)
 
 
+def pyg_relations(args):
+    """Prepare sampling by PyG's NeighborLoader, without features, on a graph with node and edge types."""
+    from torch_geometric.data import HeteroData
+    from torch_geometric.loader import NeighborLoader
+
+    store, graph = opened(args.dataset, args.root), HeteroData()
+    counts = {name: count for name, (count, _) in store.node_types.items()}
+    first = dict(zip(counts, itertools.accumulate(counts.values(), initial=0)))
+    for name, count in counts.items():
+        graph[name].num_nodes = count
+    dst = torch.repeat_interleave(store.indptr.diff())
+    for number, kind in enumerate(store.edge_types):
+        source, relation, destination = kind.split(",")
+        of_type = store.edge_type == number
+        ends = store.indices[of_type] - first[source], dst[of_type] - first[destination]
+        graph[source, relation, destination].edge_index = torch.stack(ends).long()
+    seeds = graphbolt.seeds_of(args, store.split["train"], args.rounds + 2)
+    fanouts = dict.fromkeys(graph.edge_types, args.fanout)
+    nodes = next(iter(counts)), seeds  # of the first type, whose ids begin at 0
+    batches = iter(NeighborLoader(graph, fanouts, nodes, batch_size=args.batch_size))
+
+    def step(i):
+        batch = next(batches)
+        sources = sum(nodes.num_nodes for nodes in batch.node_stores)
+        return {"edges": sum(e.num_edges for e in batch.edge_stores), "sources": sources}
+
+    return step
+
+
 def bench_mag(args):
     """Time R-GCN on a graph with the types and the size of ogbn-mag -> {"sampling": {name: figures}, "step": ...}.
 
@@ -205,6 +234,8 @@ def bench_mag(args):
         if args.graphbolt:
             other = partial(Elsewhere, graphbolt.relations, args, learn, python=args.graphbolt)
             contenders["GraphBolt"] = other
+        if args.pyg and not learn:
+            contenders["PyG"] = partial(Elsewhere, pyg_relations, args, python=args.pyg)
         figures[what] = tools.compare(what, contenders, args.rounds)
     return figures
 
