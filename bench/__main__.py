@@ -22,6 +22,11 @@ Contenders that cannot be imported are skipped, with the reason. GraphBolt needs
         pandas pydantic pyyaml lmdb tqdm setuptools==69.5.1
     python -m bench sampler --graphbolt graphbolt/bin/python
 
+PyG's NeighborLoader needs torch-sparse, which is compiled for some twenty minutes:
+
+    python3 -m venv pyg && pyg/bin/pip install torch==2.13.0 torch_geometric scipy lmdb tqdm setuptools wheel
+    pyg/bin/pip install --no-build-isolation torch-scatter torch-sparse
+
 Times are medians over --rounds; results/README.md has the figures of one machine.
 """
 

@@ -14,16 +14,16 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13629,
-    "lines of C and CUDA": 2149,
-    "lines of bench": 2785,
-    "lines of tests": 11746,
+    "lines of product Python": 13429,
+    "lines of C and CUDA": 2127,
+    "lines of bench": 2688,
+    "lines of tests": 11475,
     "lines of README": 200,
-    "longest file": 1159,
-    "functions above 60 lines": 3,
+    "longest file": 1236,
+    "functions above 60 lines": 2,
     "entries in the root": 21,
     "floors of imports": 8,
-    "arrows": 151,
+    "arrows": 149,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }
