@@ -143,6 +143,15 @@ class Ranks(NamedTuple):
         """Wait until every rank has called this."""
         self.sum(0)
 
+    @contextmanager
+    def patience(self, limit=timedelta(days=2)):
+        """Context in which one rank may work for hours: the others wait at its end, up to `limit`, not TIMEOUT."""
+        group = dist.new_group(backend="gloo", timeout=limit) if self.world > 1 else None
+        yield
+        if group is not None:
+            dist.barrier(group)
+            dist.destroy_process_group(group)
+
     def part(self, n):
         """Return this rank's contiguous slice of n items: the slices cover each item once, sizes differ by <= 1."""
         return slice(n * self.rank // self.world, n * (self.rank + 1) // self.world)

@@ -198,8 +198,10 @@ def train(ranks, args, path):
     """Open, train, evaluate -> (exit code, {name: exact score}, title of the scores); the last two None if stopped."""
     announce(ranks, args)
     state, file, args = common_state(ranks, args)
+    if not path:  # local rank 0 builds the store while the other ranks of its machine wait
+        with ranks.patience():
+            path = prepare(args) if ranks.local_rank == 0 else None
     fits = {"fits": partial(check_graph, state, file)} if state else {}
-    # one rank of a machine builds the store, the others wait for its lock
     run = open_run(ranks, args, path or prepare(args), **fits)
     args, model = run.args, run.model
     optimizer = Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)

@@ -140,13 +140,18 @@ def _part_beside(path, make):
     for left in path.parent.glob(glob.escape(start) + "[0-9a-f]" * 16 + ".part"):
         with contextlib.suppress(OSError), locked(left, fcntl.LOCK_NB):
             _remove(left)
-    part = path.with_name(f"{start}{secrets.token_hex(8)}.part")
-    make(part)
-    with locked(part):
-        try:
-            yield part
-        finally:
-            _remove(part)
+    while True:
+        part = path.with_name(f"{start}{secrets.token_hex(8)}.part")
+        make(part)
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(FileNotFoundError):
+                stack.enter_context(locked(part))
+            if part.exists():  # else another writer took it for a leftover before it was locked
+                try:
+                    yield part
+                finally:
+                    _remove(part)
+                return
 
 
 @contextlib.contextmanager
@@ -194,11 +199,11 @@ def write_whole(path, write):
             return
         path = Path(os.path.realpath(path))
         with _part_beside(path, Path.touch) as part:
-            if path.exists():
-                shutil.copymode(path, part)
             with open(part, "wb") as file:
                 write(file)
             sync(part)
+            if path.exists():  # last: it may be read-only
+                shutil.copymode(path, part)
             os.replace(part, path)
         with contextlib.suppress(OSError):
             sync(path.parent)

@@ -12,6 +12,7 @@ import stat
 import threading
 import types
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
@@ -353,3 +354,10 @@ def test_devices_pipes_and_links_stay_what_they_are(tiny, tmp_path):
         disk.write_whole(null, lambda out: out.write(b"away"))
         assert _code(f"--dataset {tiny}", *COMMON, f"--epochs 1 --checkpoint {null}") == 0
         assert null.is_char_device() and not list(tmp_path.glob(".*"))
+
+
+def test_threads_that_write_the_same_file_do_not_take_each_others_parts_for_leftovers(tmp_path):
+    write = lambda _: disk.write_whole(tmp_path / "x", lambda out: out.write(b"abc"))  # noqa: E731
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(400)))
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]
