@@ -67,8 +67,9 @@ class Ranks(NamedTuple):
             print(line, flush=True)
 
     def wrap(self, model, unused=False):
-        """Wrap a model in DistributedDataParallel, if there are several ranks: they start from rank 0's parameters (embedding
-        tables with sparse gradients have to be equal) and average gradients. unused: some parameters may take no part in the loss."""
+        """Wrap a model in DistributedDataParallel, if there are several ranks: they start from rank 0's parameters
+        (embedding tables with sparse gradients have to be equal) and average gradients. unused: some parameters may
+        take no part in the loss."""
         if self.world == 1:
             return model
         if unused:  # DDP warns if all parameters take part after all

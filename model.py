@@ -936,9 +936,8 @@ class GNN(nn.Module):
         for i, (block, rows) in islice(steps, after is not None, None):
             work = i, block, x, aggregated, layer_seed(key, i) if self.training else 0, rows
             if self.recompute and self.training:
-                keep = not isinstance(
-                    key, tuple
-                )  # the generator's state, for torch's dropout; no CUDA graph can
+                # torch's generator, for its dropout in a customised layer; a CUDA graph cannot keep it
+                keep = not isinstance(key, tuple)
                 x = checkpoint(self.step, *work, use_reentrant=False, preserve_rng_state=keep)
             else:
                 x = self.step(*work)

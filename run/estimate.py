@@ -25,10 +25,8 @@ def estimate_lines(path, free_gpu=None, **flags) -> str:
     modes, best = estimate(graph, graphs=graphs, free_gpu=free_gpu, free_host=free_host, **flags)
     up_to = {m: f"; batches of up to {f.largest_batch:,} seeds fit" for m, f in modes.items()}
     disk = {name: record["bytes"] for name, record in graph.meta["files"].items()}
-    features, arrays = (
-        disk.pop(BACKENDS[graph.meta["backend"]]),
-        modes["pinned-cuda"].placement.shared,
-    )
+    features = disk.pop(BACKENDS[graph.meta["backend"]])
+    arrays = modes["pinned-cuda"].placement.shared
     where = "the mapped file stays in it"
     if arrays > free_host:
         where = "rows are read from the mapped file's disk, behind --cache"

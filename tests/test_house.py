@@ -14,12 +14,12 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13445,
+    "lines of product Python": 13443,
     "lines of C and CUDA": 2127,
     "lines of bench": 2688,
     "lines of tests": 11482,
     "lines of README": 200,
-    "longest file": 1236,
+    "longest file": 1235,
     "functions above 60 lines": 2,
     "entries in the root": 21,
     "floors of imports": 8,
