@@ -252,7 +252,7 @@ def train_many(ranks, args, path):
         torch.cuda.empty_cache()  # or the next run counts as used what torch keeps
     mean = {name: statistics.mean(values) for name, values in columns.items()}
     std = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in columns.items()}
-    line = f"exact {title} over {args.runs} seeds"
+    line = f"exact {title} over {args.runs} seeds" if columns else ""
     for name, values in columns.items():
         spread = "" if std[name] is None else f" +- {100 * std[name]:.2f}"
         of = f" of {len(values)}" if len(values) < args.runs else ""

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import model
 from bench import tools
 from bench.tools import in_memory, opened
+from inference import inference
 from native.layers import product
 from sampler import NeighborSampler, import_dgl
 
@@ -94,7 +95,7 @@ def bench_inference(args):
         infer = make()
         return lambda i: logits.update({name: infer()})
 
-    exact = partial(model.inference, net, *graph, x)
+    exact = partial(inference, net, *graph, x)
     makers = {"ours": lambda: exact, "ours, tables in files": lambda: partial(exact, memory=0)}
     for nodes in (4096, 65536) if args.model != "gcn" else ():
         makers[f"DGL, {nodes} nodes at a time"] = partial(dgl_inference, net, *graph, x, nodes)

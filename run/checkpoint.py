@@ -83,7 +83,7 @@ def digests(store):
 def load_model(path, model=None):
     """Load the network of a checkpoint in eval mode, with the weights of the best epoch if the run kept them.
 
-    `inference(model, indptr, indices, x)` of model.py gives the logits of all nodes. For your own network pass it
+    `inference(model, indptr, indices, x)` of inference.py gives the logits of all nodes. For your own network pass it
     as `model`, an nn.Module: a checkpoint never names code to run. Raises StoreError for other files.
     """
     state = read_checkpoint(path)

@@ -12,8 +12,9 @@ from contextlib import nullcontext
 import torch
 
 from disk.files import StoreError
+from inference import inference
 from loader import NodeLoader, seeds_at
-from model import GNN, graph_degrees, inference, is_gnn, layerwise
+from model import GNN, graph_degrees, is_gnn, layerwise
 from run import own_model
 from run.data import make_sampler, place_data, reading_all_edges, settle
 from run.edge_data import degrees_at

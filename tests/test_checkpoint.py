@@ -23,7 +23,7 @@ import train
 from bench.harm import harm_bytes, harm_values
 from disk import files as disk
 from disk.graphs import build_graphs
-from model import inference
+from inference import inference
 from run import checkpoint
 from sampler import Block
 from store import GraphStore, build_store

@@ -9,7 +9,7 @@ import torch
 
 import ddp
 import train
-from model import inference
+from inference import inference
 from run.run import open_run
 from sampler import NeighborSampler
 from store import GraphStore, build_store

@@ -179,7 +179,15 @@ assert [b.y.item() for b in prefetch(lambda item, slot: ring.fetch(slot, item), 
 """,
     "model": """
 import torch
-from model import GNN, SAGE, inference
+from collections import namedtuple
+from model import GNN, SAGE
+block = namedtuple("Block", "indptr indices src_nodes")(*map(torch.tensor, ([0, 1], [1], [7, 3])))
+assert SAGE(3, 4, 2, num_layers=1)([block], torch.ones(2, 3)).shape == (1, 2)
+""",
+    "inference": """
+import torch
+from inference import inference
+from model import GNN, SAGE
 indptr, indices = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
 assert inference(SAGE(3, 4, 2, num_layers=2), indptr, indices, torch.ones(2, 3)).shape == (2, 2)
 """,
@@ -202,7 +210,7 @@ if __name__ == "__main__":
 
 
 # what the first lines of a file say it needs
-TAKEN_ALONG = {"store": ("disk", "native")}
+TAKEN_ALONG = {"store": ("disk", "native"), "inference": ("model",)}
 
 
 def test_each_leaf_works_alone_in_an_empty_folder(tmp_path):

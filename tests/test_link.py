@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ddp
+from inference import inference
 from loader import Batch
-from model import inference
 from run import checkpoint
 from sampler import DamagedGraph, NeighborSampler
 from sources import prepare as datasets

@@ -15,7 +15,8 @@ import model
 import train
 from disk import files as disk
 from features import FeatureRing, prefetch
-from model import SAGE, inference
+from inference import inference
+from model import SAGE
 from run.run import open_run
 from sampler import NeighborSampler
 from store import build_store

@@ -1,4 +1,4 @@
-"""Tests: model.py."""
+"""Tests: model.py and inference.py."""
 
 import copy
 import errno
@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import ddp
+import inference as by_layers
 import model
-from model import GNN, inference
+from inference import inference
+from model import GNN
 from sampler import Block, NeighborSampler
 from tests.common import _end, _fork, _random_graph
 from tests.stores import _refuses
@@ -121,8 +123,8 @@ def test_layers_gradients_of_a_hub_are_as_near_as_torchs(name, monkeypatch):
 def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path, monkeypatch):
     """In chunks, with a hub, isolated nodes and self-loops, in memory or in files, from a tensor or another object."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    files, make = [], model._nameless_file
-    monkeypatch.setattr(model, "_nameless_file", lambda size: files.append(size) or make(size))
+    files, make = [], by_layers._nameless_file
+    monkeypatch.setattr(by_layers, "_nameless_file", lambda size: files.append(size) or make(size))
     indptr, indices = _random_graph(np.random.default_rng(11), 90, 5)
     hub = torch.randint(0, 90, (200,), dtype=indices.dtype)
     indices = torch.cat([indices[: indptr[50]], hub, indices[indptr[50] :]])

@@ -19,7 +19,8 @@ import torch
 import model
 import store
 import train
-from model import SAGE, inference
+from inference import inference
+from model import SAGE
 from native import build
 from run import allocator, data, flags
 from store import GraphStore, build_store

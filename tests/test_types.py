@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from bench.accuracy import read_triples
+from inference import inference
 from loader import Graph, NodeLoader
-from model import GNN, NodeInputs, RGATConv, RGCNConv, inference
+from model import GNN, NodeInputs, RGATConv, RGCNConv
 from run.adam import Adam
 from run.edge_data import EdgeData, hops
 from sampler import Block, NeighborSampler

@@ -1,0 +1,204 @@
+"""Exact inference: outputs for all nodes from all their neighbours, layer by layer, in bounded memory.
+
+Copy this file and model.py into your own code: they need only torch.
+
+    logits = inference(model, indptr, indices, x)   # [V, C], of all V nodes
+"""
+
+import copy
+import mmap
+import os
+import tempfile
+
+import torch
+
+from model import check_nodes, graph_degrees, layerwise
+
+
+@torch.no_grad()
+def inference(
+    model,
+    indptr,
+    indices,
+    x,
+    *,
+    chunk=65536,
+    chunk_edges=1 << 19,
+    memory=4 << 30,
+    rank=0,
+    world=1,
+    total=None,
+    layers=None,
+    edges=None,
+    types=None,
+):
+    """Compute exact predictions for all nodes from all their neighbours, layer by layer.
+
+    Memory beside the graph and the features: at most three float32 tables [V, width] at a time, a
+    layer's input, messages and output, and what one chunk of destinations needs. A layer runs on the
+    model's device if its messages fit there, else on the CPU.
+
+    Args:
+        model: a network of which `layerwise` is true; computed in float32, but for torch.autocast.
+        indptr: int64 [V+1], indices: [M]: the graph, in host memory.
+        x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids); for a network
+            with node_types only of the first nodes, those with features.
+        chunk, chunk_edges: destinations and edges per chunk; a node with more edges is a chunk of its
+            own.
+        memory: bytes of host memory for a layer's tables; beyond it they are temporary files (TMPDIR).
+        rank, world: with several processes on this machine, each calls this with its rank and computes
+            its part of every layer's destinations. Linux only.
+        total: an all-reduce of numbers over these processes, such as `Ranks.sum` of ddp.py.
+        layers: compute only this many of the first layers; None: all.
+        edges: [M, D] edge features, row for row with `indices`, for layers with an edge_dim.
+        types: [M] edge types, for layers that use them.
+
+    Returns:
+        Logits float32 [V, C] in host memory, which all processes share; with `layers` the output of the
+        last of these, [V, hidden], after its norm and ReLU.
+
+    Raises:
+        ValueError: if the network is another one, or x, edges or types have a wrong number of rows.
+        IndexError: if the graph is damaged: an offset or a node id is out of range.
+        OSError: if there is no room for the tables.
+    """
+    if not layerwise(model):
+        needs = "`layers` of Conv without hooks, `finish`, and GNN's own forward, embed and step"
+        raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
+    indptr, indices = torch.as_tensor(indptr), torch.as_tensor(indices)
+    if any(p.dtype != torch.float32 for p in model.parameters()):
+        model = copy.deepcopy(model).float()
+    device, V, M = next(model.parameters()).device, indptr.numel() - 1, int(indptr[-1])
+    inputs = getattr(model, "inputs", None)
+    if x.shape[0] != V and (inputs is None or len(inputs.linears) and x.shape[0] < inputs.first):
+        given = f"x has {x.shape[0]} rows, indptr is of {V} nodes"
+        raise ValueError(f"{given}: a row for each node is needed")
+    edges = edges if edges is None or hasattr(edges, "gather") else torch.as_tensor(edges)
+    types = types if types is None else torch.as_tensor(types)
+    for name, rows in (("edges", edges), ("types", types)):
+        if rows is not None and rows.shape[0] != len(indices):
+            raise ValueError(f"{name} has {rows.shape[0]} rows, the graph has {len(indices)} edges")
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
+        if any(layer.uses_degree for layer in model.layers):
+            # model.degrees may be of another graph, or a function of blocks
+            degrees = graph_degrees(indptr, indices)
+        # cut the nodes into ranks' parts with equal numbers of edges
+        ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]
+        first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
+        barrier = (lambda: total(0)) if total else lambda: None
+        h = x if hasattr(x, "gather") else torch.as_tensor(x)
+        if inputs is not None:
+            out = _tables(V, inputs.out_dim, memory, rank == 0, total)(inputs.out_dim)
+            for a in range(first, last, chunk):
+                b, end = min(a + chunk, last), inputs.first  # end of the nodes with features
+                nodes = torch.arange(a, b, device=device)
+                out[a:b] = inputs(nodes, _rows(h, min(a, end), min(b, end), device))
+            barrier()  # until the rows of all processes are written
+            h = out
+        for i, layer in enumerate(model.layers[:layers]):
+            width = layer.message_dim or h.shape[1]
+            table = _tables(V, h.shape[1] + width + layer.out_dim, memory, rank == 0, total)
+            message = h
+            if layer.message_dim or not isinstance(h, torch.Tensor) or h.dtype != torch.float32:
+                message = table(width)
+                for a in range(first, last, chunk):
+                    b = min(a + chunk, last)
+                    degree = degrees[a:b].to(device) if layer.uses_degree else None
+                    message[a:b] = layer.message(_rows(h, a, b, device), degree)
+                barrier()  # until the messages of all processes are written
+            out, on = table(layer.out_dim), device
+            if message.device != device and device.type == "cuda":
+                fits = message.nbytes < 0.8 * torch.cuda.mem_get_info(device)[0]
+                on = device if fits else torch.device("cpu")
+            message, network = message.to(on), model if on == device else on_cpu
+            for a, b in _cut(indptr, first, last, chunk, chunk_edges):
+                offsets, sources = _lists(indptr, indices, a, b, on)
+                own = torch.arange(a, b, dtype=sources.dtype, device=on)
+                degree = degrees[a:b].to(on) if layer.uses_degree else None
+                h_dst, extra, ends = _rows(h, a, b, on), {}, (int(indptr[a]), int(indptr[b]))
+                if layer.edge_dim:
+                    extra["edges"] = _rows(edges, *ends, on)
+                if layer.uses_types:
+                    extra["types"] = None if types is None else types[slice(*ends)].to(on)
+                combine = network.layers[i].combine
+                combined = combine(offsets, sources, message, own, h_dst, degree, **extra)
+                out[a:b] = network.finish(i, combined, h_dst)
+            barrier()  # until the rows of all processes are written
+            h = out
+    finally:  # restore training mode, also after an error
+        for module, training in modes:
+            module.training = training
+    return h
+
+
+def _lists(indptr, indices, a, b, device):
+    """Read and check the neighbour lists of nodes a .. b - 1 -> (offsets [b - a + 1], sources), in indices' dtype."""
+    sources, offsets = indices[int(indptr[a]) : int(indptr[b])], indptr[a : b + 1] - indptr[a]
+    check_nodes(sources, indptr.numel() - 1)
+    if int(offsets[-1]) != sources.numel() or bool((offsets.diff() < 0).any()):
+        where = f"an offset in indptr of nodes {a} to {b - 1} is out of range or decreases"
+        raise IndexError(f"the graph is damaged: {where}")
+    sources = sources.to(device)
+    return offsets.to(sources), sources
+
+
+def _rows(table, a, b, device):
+    """Return rows a .. b - 1 of a tensor or features object, as float32 on a device."""
+    rows = table[a:b] if isinstance(table, torch.Tensor) else table.gather(torch.arange(a, b))
+    return rows.to(device, torch.float32)
+
+
+def _cut(indptr, first, last, chunk, chunk_edges):
+    """Cut nodes first .. last - 1 into chunks (a, b) of at most `chunk` nodes and `chunk_edges` edges, or one node."""
+    while first < last:
+        fits = int(torch.searchsorted(indptr, int(indptr[first]) + chunk_edges, right=True)) - 1
+        end = min(first + chunk, max(fits, first + 1), last)
+        yield first, end
+        first = end
+
+
+def _tables(rows, columns, memory, leads, total):
+    """Return a function width -> float32 table [rows, width]; in temporary files if `columns` in all exceed `memory`.
+
+    With `total` all processes share one table: they open the leader's memory or file, which has no name
+    and disappears with the last process that maps it.
+    """
+    in_memory = 4 * rows * columns <= memory
+
+    def table(width):
+        if in_memory and not total or not rows * width:
+            return torch.empty(rows, width)
+        size, handle = 4 * rows * width, 0
+        if leads and in_memory:
+            handle = os.memfd_create("ringblock")
+            os.ftruncate(handle, size)
+        elif leads:
+            handle = _nameless_file(size)
+        if total:
+            leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle))
+            handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
+        mapped = mmap.mmap(handle, size)
+        if total:
+            total(0)  # barrier: every process has opened the leader's handle
+        os.close(handle)
+        return torch.frombuffer(mapped, dtype=torch.float32).view(rows, width)
+
+    return table
+
+
+def _nameless_file(size):
+    """Make a temporary file of `size` bytes without a name -> its file descriptor, which the caller closes."""
+    with tempfile.TemporaryFile(prefix="ringblock-") as file:
+        try:
+            # allocate its blocks: on a full disk a write through mmap would end the process
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            os.ftruncate(file.fileno(), size)
+        except OSError as error:
+            where = f"{size / 1e9:.1f} GB for a layer's rows in {tempfile.gettempdir()}"
+            reason = f"no room for {where}: set TMPDIR to a larger disk ({error.strerror})"
+            raise OSError(error.errno, reason) from error
+        return os.dup(file.fileno())
