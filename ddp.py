@@ -198,6 +198,7 @@ def launch(worker, nprocs, *args, gpus=0):
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+    options["use_libuv"] = False  # with libuv torch 2.6 takes no open socket
     store = dist.TCPStore(LOOPBACK, port, is_master=True, **options)
     arguments = worker, nprocs, gpus, port, os.getpid(), args
     # ranks inherit SIG_IGN: Ctrl-C reaches the whole process group, also while they import torch
