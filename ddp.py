@@ -287,16 +287,14 @@ def _run(worker, ranks, store, args):
     try:
         ranks.barrier()  # a rank that ends breaks the connections that others still make
         code = worker(ranks, *args) or 0
-        if not code:  # else peers may still wait in another collective
-            dist.destroy_process_group()
     except Exception as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             # a peer failed first: its traceback is the one to show, and the parent kills this rank within 2 s
             time.sleep(3)
         traceback.print_exc()
         code = 1
-    # Gloo's threads may still hold tensors and abort if they release them during interpreter finalization (pytorch
-    # issue 190489): exit before it.
+    # Gloo's threads may still hold tensors: they abort if they release them during interpreter finalization (pytorch
+    # issue 190489), and destroy_process_group waits for them with Python's lock, which they need for that (torch 2.6).
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         print(end="", file=stream, flush=True)  # stream is None if it was closed
