@@ -159,8 +159,11 @@ class Report:
 
     @contextmanager
     def profile(self):
-        """Trace the body on all threads with torch.profiler -> --profile FILE.rank0.json, for Perfetto."""
-        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        """Trace the body on all threads (torch 2.6: on this one) with torch.profiler -> --profile FILE.rank0.json, for
+        Perfetto."""
+        every_thread = None
+        with suppress(TypeError):  # torch 2.6 has no such option
+            every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         with torch.profiler.profile(experimental_config=every_thread) as trace:
             yield
         path = Path(self.args.profile)

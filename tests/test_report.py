@@ -57,8 +57,9 @@ def test_a_trace_names_the_stages_on_every_thread_and_a_timeline_is_drawn(tiny, 
     assert log[2]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
     events = json.loads((tmp_path / "trace.rank0.json").read_text())["traceEvents"]
     threads = {e["name"]: e["tid"] for e in events if e.get("cat") == "user_annotation"}
-    assert {"sample", "fetch", "forward", "backward", "optimizer"} <= set(threads)
-    assert threads["sample"] == threads["fetch"] != threads["forward"] == threads["optimizer"]
+    assert {"forward", "backward", "optimizer"} <= set(threads)
+    if "all_threads" in torch._C._profiler._ExperimentalConfig.__init__.__doc__:  # not in torch 2.6
+        assert threads["sample"] == threads["fetch"] != threads["forward"] == threads["optimizer"]
     assert not drawn or (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
