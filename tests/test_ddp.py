@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp
 import train
@@ -233,6 +234,27 @@ def test_a_closed_terminal_leaves_a_checkpoint_and_nohup_goes_on(tiny, tmp_path,
     _wait_for(lambda: epochs(nohup) > before, nohup)
     nohup.terminate()
     _end(nohup, 128 + signal.SIGTERM)
+
+
+def _printing_exchanges(*words):
+    wrap = ddp.Ranks.wrap
+
+    def exchange(state, bucket):
+        print("exchange")
+        return default_hooks.allreduce_hook(state, bucket)
+
+    def wrapped(*args, **options):
+        parallel = wrap(*args, **options)
+        parallel.register_comm_hook(None, exchange)
+        return parallel
+
+    ddp.Ranks.wrap = wrapped
+    return train.main([*words])
+
+
+def test_gradients_are_exchanged_once_a_step(tiny, tmp_path):
+    words = f"--dataset {tiny} --fanout 3,3 --hidden 16 --batch-size 100 --accumulate 3 --gpus 0 --procs 2 --epochs 2"
+    assert _end(_fork(tmp_path / "out", _printing_exchanges, *words.split())).count("exchange") == 4
 
 
 def test_each_rank_tells_nccl_which_gpu_it_has(monkeypatch):
