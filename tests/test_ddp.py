@@ -257,6 +257,25 @@ def test_gradients_are_exchanged_once_a_step(tiny, tmp_path):
     assert _end(_fork(tmp_path / "out", _printing_exchanges, *words.split())).count("exchange") == 4
 
 
+WITH_DROPOUT = """
+from torch import nn, ones
+
+class Net(nn.Linear):
+    def forward(self, blocks, x):
+        if self.training:
+            print("mask", nn.functional.dropout(ones(99)).tolist())
+        return super().forward(x[: blocks[-1].num_dst])
+"""
+
+
+def test_dropout_of_a_custom_model_differs_by_rank_and_pass(tiny, tmp_path):
+    (tmp_path / "net.py").write_text(WITH_DROPOUT)
+    words = f"{tiny} --model {tmp_path}/net.py:Net --fanout 3 --batch-size 150 --accumulate 2"
+    words = f"--dataset {words} --gpus 0 --procs 2 --epochs 1"
+    printed = _end(_fork(tmp_path / "out", train.main, words.split())).splitlines()
+    assert len({line for line in printed if line.startswith("mask")}) == 4
+
+
 def test_each_rank_tells_nccl_which_gpu_it_has(monkeypatch):
     told, nothing = {}, lambda *a: None
     for name in "set_device get_device_properties".split():
