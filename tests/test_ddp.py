@@ -259,21 +259,28 @@ def test_gradients_are_exchanged_once_a_step(tiny, tmp_path):
 
 WITH_DROPOUT = """
 from torch import nn, ones
+from model import SAGE
 
-class Net(nn.Linear):
-    def forward(self, blocks, x):
+class Dropout(nn.Module):
+    def forward(self, x):
         if self.training:
             print("mask", nn.functional.dropout(ones(99)).tolist())
-        return super().forward(x[: blocks[-1].num_dst])
+        return x
+
+def Net(in_dim, num_classes):
+    net = SAGE(in_dim, 8, num_classes, num_layers=2)
+    net.norms[0] = Dropout()
+    return net
 """
 
 
-def test_dropout_of_a_custom_model_differs_by_rank_and_pass(tiny, tmp_path):
+def test_dropout_of_a_custom_model_differs_by_rank_pass_and_step(tiny, tmp_path):
     (tmp_path / "net.py").write_text(WITH_DROPOUT)
-    words = f"{tiny} --model {tmp_path}/net.py:Net --fanout 3 --batch-size 150 --accumulate 2"
-    words = f"--dataset {words} --gpus 0 --procs 2 --epochs 1"
-    printed = _end(_fork(tmp_path / "out", train.main, words.split())).splitlines()
-    assert len({line for line in printed if line.startswith("mask")}) == 4
+    words = f"--dataset {tiny} --model {tmp_path}/net.py:Net --fanout 3,3 --batch-size 150 --gpus 0"
+    words += f" --procs 2 --accumulate 2 --checkpoint {tmp_path}/c.pt --resume auto --epochs"
+    for epochs in "12":
+        printed = _end(_fork(tmp_path / "out", train.main, f"{words} {epochs}".split()))
+    assert len({line for line in printed.splitlines() if line.startswith("mask")}) == 8
 
 
 def test_each_rank_tells_nccl_which_gpu_it_has(monkeypatch):
