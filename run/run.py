@@ -19,7 +19,6 @@ from run import own_model
 from run.data import make_sampler, place_data, reading_all_edges, settle
 from run.edge_data import degrees_at
 from run.flags import TASKS
-from sampler import mix
 from tasks.metrics import check_scores
 
 # up to this many edges, networks that cannot be evaluated layer by layer are evaluated full-batch
@@ -95,7 +94,7 @@ class Run:
         model wrapped in DistributedDataParallel; None: the bare one."""
         device = self.ranks.device
         if key is not None and (own_model.is_own(self.args.model) or not is_gnn(self.model)):
-            seed = mix(key ^ int(batch.seeds[:1].sum()))  # another mask for each rank and pass
+            seed = key ^ int(batch.seeds[:1].sum())  # another mask for each rank and pass
             # torch.manual_seed spends 0.1 ms on querying devices of all kinds
             torch.default_generator.manual_seed(seed)
             if device.type == "cuda":
