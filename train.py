@@ -79,13 +79,15 @@ class Eager:
     def step(self, batch, clock):
         """Forward, loss, backward, optimizer."""
         run, world = self.run, self.run.ranks.world
-        with clock.timed("forward", on_gpu=True):
-            output = run.forward(batch, mix(mix(run.args.seed) ^ batch.global_step), self.parallel)
-            loss = run.task.loss(run.model, output, batch.y)
-        sync = nullcontext() if batch.last or world == 1 else self.parallel.no_sync()
-        with clock.timed("backward", on_gpu=True), sync:
-            # DDP averages over ranks: with this factor each seed weighs 1 / total, whatever its rank and pass
-            (loss * (world / batch.total)).backward()
+        # around the forward pass too: there DDP decides whether to exchange gradients
+        with nullcontext() if batch.last or world == 1 else self.parallel.no_sync():
+            with clock.timed("forward", on_gpu=True):
+                key = mix(mix(run.args.seed) ^ batch.global_step)
+                output = run.forward(batch, key, self.parallel)
+                loss = run.task.loss(run.model, output, batch.y)
+            with clock.timed("backward", on_gpu=True):
+                # DDP averages over ranks: with this factor each seed weighs 1 / total, whatever its rank and pass
+                (loss * (world / batch.total)).backward()
         self.losses.total += loss.detach()
         if batch.last:
             with clock.timed("optimizer", on_gpu=True):

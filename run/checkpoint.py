@@ -34,11 +34,11 @@ from disk.files import StoreError, reading, write_whole
 from run.flags import TASKS, changed, make_parser, spelled, text_of
 from run.own_model import is_own
 
-FIXED = """task fanout accumulate model model_args hidden num_layers heads norm residual dropout
+FIXED = """task fanout model model_args hidden num_layers heads norm residual dropout
 input_dropout sampler layer_dependency batch_dependency temporal window seed split metric edge_split scorer bases
 edge_type negatives negatives_by unchecked_negatives link_loss""".split()
 BUILT = {"symmetrize": False, "drop_duplicates": False, "feature_dtype": None}  # into a store; off
-KEPT = f"""dataset {" ".join(BUILT)} batch_size lr lr_schedule weight_decay epochs early_stop
+KEPT = f"""dataset {" ".join(BUILT)} batch_size accumulate lr lr_schedule weight_decay epochs early_stop
 weights precision checkpoint_activations""".split()
 # flags and widths that early checkpoints lack, and what they stand for
 LATER = dict(drop_duplicates=False, feature_dtype=None, window=None, bases=0, edge_type=None)

@@ -93,11 +93,12 @@ class Run:
         or targets of its graphs; float32, or float64 with fp64. key: seed of dropout. network: the
         model wrapped in DistributedDataParallel; None: the bare one."""
         device = self.ranks.device
-        if key is not None and not is_gnn(self.model):
+        if key is not None and (own_model.is_own(self.args.model) or not is_gnn(self.model)):
+            seed = key ^ int(batch.seeds[:1].sum())  # another mask for each rank and pass
             # torch.manual_seed spends 0.1 ms on querying devices of all kinds
-            torch.default_generator.manual_seed(key)
+            torch.default_generator.manual_seed(seed)
             if device.type == "cuda":
-                torch.cuda.default_generators[device.index].manual_seed(key)
+                torch.cuda.default_generators[device.index].manual_seed(seed)
         bf16 = self.args.precision == "bf16"
         with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
             output = self.task.output(self, network or self.model, batch, key)

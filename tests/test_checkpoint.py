@@ -63,6 +63,8 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     assert "was made with --batch-dependency 3, this run has 2" in capsys.readouterr().err
     assert _code(f"--resume {tmp_path}/four.pt --lr 0.01 --gpus 0") == 0
     assert "changed" not in capsys.readouterr().out
+    assert _code(f"--resume {tmp_path}/four.pt --batch-size 50 --accumulate 2 --gpus 0") == 0
+    assert "changed  batch-size 100 -> 50, accumulate 1 -> 2\n" in capsys.readouterr().out
     _, straight = _run_here(tmp_path, words, "--lr-schedule constant --lr 0.01")
     _, resumed = _run_here(tmp_path, f"--resume {tmp_path}/four.pt --epochs 6")
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp
 import train
@@ -233,6 +234,53 @@ def test_a_closed_terminal_leaves_a_checkpoint_and_nohup_goes_on(tiny, tmp_path,
     _wait_for(lambda: epochs(nohup) > before, nohup)
     nohup.terminate()
     _end(nohup, 128 + signal.SIGTERM)
+
+
+def _printing_exchanges(*words):
+    wrap = ddp.Ranks.wrap
+
+    def exchange(state, bucket):
+        print("exchange")
+        return default_hooks.allreduce_hook(state, bucket)
+
+    def wrapped(*args, **options):
+        parallel = wrap(*args, **options)
+        parallel.register_comm_hook(None, exchange)
+        return parallel
+
+    ddp.Ranks.wrap = wrapped
+    return train.main([*words])
+
+
+def test_gradients_are_exchanged_once_a_step(tiny, tmp_path):
+    words = f"--dataset {tiny} --fanout 3,3 --hidden 16 --batch-size 100 --accumulate 3 --gpus 0 --procs 2 --epochs 2"
+    assert _end(_fork(tmp_path / "out", _printing_exchanges, *words.split())).count("exchange") == 4
+
+
+WITH_DROPOUT = """
+from torch import nn, ones
+from model import SAGE
+
+class Dropout(nn.Module):
+    def forward(self, x):
+        if self.training:
+            print("mask", nn.functional.dropout(ones(99)).tolist())
+        return x
+
+def Net(in_dim, num_classes):
+    net = SAGE(in_dim, 8, num_classes, num_layers=2)
+    net.norms[0] = Dropout()
+    return net
+"""
+
+
+def test_dropout_of_a_custom_model_differs_by_rank_pass_and_step(tiny, tmp_path):
+    (tmp_path / "net.py").write_text(WITH_DROPOUT)
+    words = f"--dataset {tiny} --model {tmp_path}/net.py:Net --fanout 3,3 --batch-size 150 --gpus 0"
+    words += f" --procs 2 --accumulate 2 --checkpoint {tmp_path}/c.pt --resume auto --epochs"
+    for epochs in "12":
+        printed = _end(_fork(tmp_path / "out", train.main, f"{words} {epochs}".split()))
+    assert len({line for line in printed.splitlines() if line.startswith("mask")}) == 8
 
 
 def test_each_rank_tells_nccl_which_gpu_it_has(monkeypatch):
