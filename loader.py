@@ -207,7 +207,8 @@ class NodeLoader:
             stream = stack.enter_context(closing(prefetch(self._make, parts, **options)))
             for batch, fetched in stream:
                 fetched.wait()
-                self.step = batch.step + 1 if batch.last else batch.step
+                done = epoch * self.steps + batch.step + batch.last
+                self.epoch, self.step = divmod(done, self.steps)
                 yield batch
         self.epoch, self.step = epoch + 1, 0
 
