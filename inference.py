@@ -12,7 +12,7 @@ import tempfile
 
 import torch
 
-from model import check_nodes, graph_degrees, layerwise
+from model import check_edges, check_nodes, graph_degrees, layerwise
 
 
 @torch.no_grad()
@@ -75,9 +75,11 @@ def inference(
         raise ValueError(f"{given}: a row for each node is needed")
     edges = edges if edges is None or hasattr(edges, "gather") else torch.as_tensor(edges)
     types = types if types is None else torch.as_tensor(types)
-    for name, rows in (("edges", edges), ("types", types)):
-        if rows is not None and rows.shape[0] != len(indices):
-            raise ValueError(f"{name} has {rows.shape[0]} rows, the graph has {len(indices)} edges")
+    for layer in model.layers:
+        if layer.edge_dim:
+            check_edges(edges, len(indices), layer.edge_dim)
+    if types is not None and types.shape[0] != len(indices):
+        raise ValueError(f"types has {types.shape[0]} rows, the graph has {len(indices)} edges")
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
