@@ -78,8 +78,8 @@ def test_loader_covers_each_epoch_once_whatever_prepares_it():
     plain = NeighborSampler(graph.indptr, graph.indices, [4, 2], seed=9)
     expected, steps = None, None
     for depth, threads in ((0, 1), (2, 1), (3, 2)):
-        options = dict(batch_size=60, seed=9, depth=depth, threads=threads, reuse=depth > 1)
-        batches = loader.NodeLoader(graph, seeds, [4, 2], **options)
+        options = dict(batch_size=60, depth=depth, threads=threads, reuse=depth > 1)
+        batches = loader.NodeLoader(graph, seeds, [4, 2], seed=np.int64(9), **options)
         got = [_loaded(batches), _loaded(batches)]
         expected = expected or got
         assert len(batches) == 4 and batches.epoch == 2
