@@ -63,7 +63,7 @@ def inference(
         OSError: if there is no room for the tables.
     """
     if not layerwise(model):
-        needs = "`layers` of Conv without hooks, `finish`, and GNN's own forward, embed and step"
+        needs = "`layers` of Conv without hooks, `finish`, and forward, embed and step as they are"
         raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
     indptr, indices = torch.as_tensor(indptr), torch.as_tensor(indices)
     if any(p.dtype != torch.float32 for p in model.parameters()):

@@ -1007,10 +1007,13 @@ class SAGE(GNN):
 
 def layerwise(model):
     """Return whether `inference` can run a network layer by layer: it has `layers` of `Conv`, without hooks, and
-    `finish`, and is not a `GNN` whose forward, embed or step was overridden."""
+    `finish`, and no subclass overrides a layer's forward without its combine, nor forward, embed or step of a `GNN`."""
     layers = getattr(model, "layers", None)
     ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
     ours = ours and unchanged(*layers, kinds={*map(type, layers)})
+    for layer in layers if ours else ():
+        first = next(c for c in type(layer).__mro__ if {"forward", "combine"} & vars(c).keys())
+        ours = ours and "combine" in vars(first)
     return ours and hasattr(model, "finish") and (is_gnn(model) or not isinstance(model, GNN))
 
 

@@ -339,6 +339,11 @@ class _Dropped(model.Linear):
         return super().forward(torch.nn.functional.dropout(x, 0.5, self.training))
 
 
+class _Doubled(model.SAGEConv):
+    def forward(self, *block):
+        return 2 * super().forward(*block)
+
+
 def test_customised_parts_are_seen_by_training_and_by_inference():
     """A subclass's combine, a bias that a layer has not, torch's dropout; nothing is overwritten in place."""
     graph = _random_graph(np.random.default_rng(3), 60, 5)
@@ -367,5 +372,9 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         net(blocks, x, key=1).square().sum().backward()
         grads.append(net.layers[1].linear.weight.grad)
     torch.testing.assert_close(*grads)
-    net.layers[0].register_forward_hook(lambda *given: None)
-    _refuses("inference goes layer by layer", inference, net, *graph, table, error=ValueError)
+    for change in (
+        lambda net: net.layers[0].register_forward_hook(lambda *given: None),
+        lambda net: net.layers.__setitem__(0, _Doubled(6, 8)),
+    ):
+        change(net := GNN(6, 8, 3, num_layers=2))
+        _refuses("inference goes layer by layer", inference, net, *graph, table, error=ValueError)
