@@ -12,7 +12,7 @@ import tempfile
 
 import torch
 
-from model import check_nodes, graph_degrees, layerwise
+from model import check_edges, check_nodes, graph_degrees, layerwise
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def inference(
         OSError: if there is no room for the tables.
     """
     if not layerwise(model):
-        needs = "`layers` of Conv without hooks, `finish`, and GNN's own forward, embed and step"
+        needs = "`layers` of Conv without hooks, `finish`, and forward, embed and step as they are"
         raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
     indptr, indices = torch.as_tensor(indptr), torch.as_tensor(indices)
     if any(p.dtype != torch.float32 for p in model.parameters()):
@@ -75,9 +75,11 @@ def inference(
         raise ValueError(f"{given}: a row for each node is needed")
     edges = edges if edges is None or hasattr(edges, "gather") else torch.as_tensor(edges)
     types = types if types is None else torch.as_tensor(types)
-    for name, rows in (("edges", edges), ("types", types)):
-        if rows is not None and rows.shape[0] != len(indices):
-            raise ValueError(f"{name} has {rows.shape[0]} rows, the graph has {len(indices)} edges")
+    for layer in model.layers:
+        if layer.edge_dim:
+            check_edges(edges, len(indices), layer.edge_dim)
+    if types is not None and types.shape[0] != len(indices):
+        raise ValueError(f"types has {types.shape[0]} rows, the graph has {len(indices)} edges")
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

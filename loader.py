@@ -11,6 +11,7 @@ To copy this file, also take sampler.py and features.py.
 """
 
 from contextlib import ExitStack, closing, nullcontext
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,7 +166,7 @@ class NodeLoader:
         if not load and (sampler is None or ring is None):
             _check_sizes(graph, seeds, edges)
         self.seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds
-        self.shuffle, self.seed, self.accumulate = shuffle, seed, accumulate
+        self.shuffle, self.seed, self.accumulate = shuffle, index(seed), accumulate
         self.rank, self.world = rank, world
         self.total_batch = batch_size * accumulate * world
         self.steps = -(-self.seeds.numel() // self.total_batch)
@@ -207,7 +208,8 @@ class NodeLoader:
             stream = stack.enter_context(closing(prefetch(self._make, parts, **options)))
             for batch, fetched in stream:
                 fetched.wait()
-                self.step = batch.step + 1 if batch.last else batch.step
+                done = epoch * self.steps + batch.step + batch.last
+                self.epoch, self.step = divmod(done, self.steps)
                 yield batch
         self.epoch, self.step = epoch + 1, 0
 

@@ -231,15 +231,15 @@ class Conv(nn.Module):
 
 
 def check_rows(block, h):
-    """Raise ValueError if h has fewer rows than the block has sources, or the indices are global ids: C code would read
-    past its end."""
+    """Raise ValueError unless h has a row for each source of the block, and the indices are positions in it: C code would
+    read past its end, and rows of all nodes would be taken for those of the sources."""
     count, indices = block.src_nodes.numel(), block.indices
-    if len(h) < count:
-        needed = f"{count} are needed, one for each source node, and blocks outermost hop first"
-        raise ValueError(f"x has {len(h)} rows: {needed}")
     alone = count == block.indptr.numel() - 1 and indices.device.type == "cpu" and len(indices)
     if alone and int(indices.max()) >= count:
         raise ValueError("a block has global ids as indices: sample with relabel_outer=True")
+    if len(h) != count:
+        needed = f"{count} are needed, one for each source node, and blocks outermost hop first"
+        raise ValueError(f"x has {len(h)} rows: {needed}")
 
 
 def check_edges(edges, count, width):
@@ -1007,10 +1007,13 @@ class SAGE(GNN):
 
 def layerwise(model):
     """Return whether `inference` can run a network layer by layer: it has `layers` of `Conv`, without hooks, and
-    `finish`, and is not a `GNN` whose forward, embed or step was overridden."""
+    `finish`, and no subclass overrides a layer's forward without its combine, nor forward, embed or step of a `GNN`."""
     layers = getattr(model, "layers", None)
     ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
     ours = ours and unchanged(*layers, kinds={*map(type, layers)})
+    for layer in layers if ours else ():
+        first = next(c for c in type(layer).__mro__ if {"forward", "combine"} & vars(c).keys())
+        ours = ours and "combine" in vars(first)
     return ours and hasattr(model, "finish") and (is_gnn(model) or not isinstance(model, GNN))
 
 

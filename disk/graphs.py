@@ -143,7 +143,7 @@ class GraphDataset:
     """
 
     def __init__(self, path, meta, sync=True):
-        self.path, self.meta = Path(path), meta
+        self.path, self.meta = Path(path).absolute(), meta
         self.file = LmdbFile(self.path / "graphs.lmdb", sync)
         self._kinds = [(meta[f"{n}_dim"], getattr(torch, meta[f"{n}_dtype"])) for n in PARTS]
         (self.node_dim, self.node_dtype), (self.edge_dim, self.edge_dtype), _ = self._kinds

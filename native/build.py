@@ -67,14 +67,10 @@ def struct_type(source, name):
     return type(name, (ctypes.Structure,), {"_anonymous_": nested, "_fields_": fields})
 
 
-class _Pointer:
-    """Pointer argument of a C function: a tensor, a ctypes.Structure, an address or None."""
-
-    @staticmethod
-    def from_param(value):
-        if isinstance(value, ctypes.Structure):
-            return ctypes.byref(value)
-        return ctypes.c_void_p(value.data_ptr() if isinstance(value, torch.Tensor) else value)
+def _call(function, *values):
+    """Call a C function with numbers, pointers, and tensors as pointers to their data. They are converted here, not by its
+    argtypes: of Ctrl-C in these ctypes would make an ArgumentError."""
+    return function(*[v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values])
 
 
 def fill(struct, **values):
@@ -143,7 +139,7 @@ def load_c(name, source, flags):
 
     Args:
         name: of this code, for the warning and the file name. source: C, as text; functions whose return type begins a
-            line can be called, with tensors and structs as pointers.
+            line can be called, with tensors as pointers.
         flags: for the compiler, which is the environment variable CC, or `cc`.
     """
     compiler, cpu = os.environ.get("CC", "cc"), Path("/proc/cpuinfo")
@@ -166,10 +162,10 @@ def load_c(name, source, flags):
         _warn_once(name, f"{text}: apt install gcc, or name a compiler in the variable CC", error)
         return None
     for c_type, result in {**_NUMBERS, "void": None, r"void \*": ctypes.c_void_p}.items():
-        for function, arguments in signatures(source, c_type).items():
-            getattr(library, function).restype = result
-            kinds = [_Pointer if "*" in kind else _NUMBERS[kind] for kind, _ in arguments]
-            getattr(library, function).argtypes = kinds
+        for name, arguments in signatures(source, c_type).items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, [_kind(kind) for kind, _ in arguments]
+            setattr(library, name, functools.partial(_call, function))
     return library
 
 

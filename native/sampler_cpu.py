@@ -23,6 +23,7 @@ relabelling is somewhat less than half of the work, so a batch gains little from
 cores, sample several batches at once, one per Python thread.
 """
 
+import ctypes
 import functools
 
 import torch
@@ -124,7 +125,7 @@ class Backend:
         spec, S, V = self.spec, dst.numel(), self.spec.indptr.numel() - 1
         offsets, (start, degree, gap, num_gaps) = dst.new_empty(S + 1), work.rows(S)
         job, threads = Job(), spec.threads or torch.get_num_threads()
-        fill = functools.partial(build.fill, job)
+        fill, pointer = functools.partial(build.fill, job), ctypes.byref(job)
         fill(indptr=spec.indptr, indices=spec.indices, weights=spec.weights, V=V, threads=threads)
         fill(rule=spec.rule_number, k=hop.k, key=hop.key, types=spec.edge_type, S=S, dst=dst)
         fill(fanout=hop.fanout_of, M=spec.indices.numel(), **excluded, gap=gap, num_gaps=num_gaps)
@@ -134,7 +135,7 @@ class Backend:
             fill(times=work.times, num_times=work.times.numel(), dst_when=when, seeds_before=before)
             fill(edge_times=spec.edge_times, lists=self.lists)
             fill(strict=spec.strict, window=spec.window)
-        E = self._checked(self.library.rb_count(job), S)
+        E = self._checked(self.library.rb_count(pointer), S)
         if E > torch.iinfo(dst.dtype).max:
             raise ValueError(f"{E} edges a hop are too many for {dst.dtype}: use smaller batches")
 
@@ -151,7 +152,7 @@ class Backend:
             src, homes = dst.new_empty(S + E + 1), dst.new_empty(E)
             src_when = None if when is None else dst.new_empty(S + E + 1)
             fill(src=src, src_when=src_when, table=work.table, bits=work.bits, edge_home=homes)
-        N = self._checked(self.library.rb_pick(job), S)
+        N = self._checked(self.library.rb_pick(pointer), S)
         return offsets, local, src[:N], edges, kinds, None if when is None else src_when[:N]
 
     @staticmethod

@@ -50,7 +50,7 @@ HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+S
 def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
     graph = {name: store.meta.get(name, 0) for name in TASKS[args.task].widths}
-    graph |= names_of(store) | {"path": str(Path(store.path).absolute()), "files": digests(store)}
+    graph |= names_of(store) | {"path": str(store.path), "files": digests(store)}
     state = {
         "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
         "total_batch": args.total_batch,

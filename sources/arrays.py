@@ -90,9 +90,8 @@ def of_object(graph, own, ignore=()) -> "Arrays":
         replaced += sum(PARTS.values(), [])
     kept = {name: v for name, v in arrays.items() if name.partition(":")[0] not in replaced}
     arrays = Arrays(kind, {**kept, **own}, ignore)
-    for name, names in (("features", FEATURES), ("labels", LABELS)):
-        if not (arrays.find(*names) or arrays.of_types):
-            raise StoreError(f"the {kind} has no {name}: give them as {name}=")
+    if not (arrays.find(*FEATURES) or arrays.of_types):
+        raise StoreError(f"the {kind} has no features: give them as features=")
     return arrays
 
 

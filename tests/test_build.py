@@ -360,13 +360,14 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
     graph = GraphStore.open(datasets.build(pygs(edge_index=..., adj_t=weighted), tmp_path / "w"))
     assert "it has edge_weight\n" in capsys.readouterr().out
     assert torch.equal(graph.indices, sources.int()) and torch.equal(graph.edge_weight, values)
+    bare = pygs(y=None, train_mask=None, test_mask=None)
+    assert not GraphStore.open(datasets.build(bare, tmp_path / "bare")).labelled
     few = {"x": x[:150], "y": y[:150], "train_mask": mask[:150]}
     weighted = pygs(edge_index=None, adj_t=weighted, edge_weight=ones)
     for message, source, options in (
         ("edata.rank is not used here", dgls(rank=ones), {}),
         ("adj_t has values other than 1, beside edge_weight", weighted, {}),
         ("num_nodes is 200, and", pygs(edge_index=None, adj_t=plain, **few), {}),
-        ("SimpleNamespace has no labels: give them as labels=", pygs(y=None), {}),
         ("SimpleNamespace has no features", pygs(x=None), {}),
         ("no split=2: it has 2 splits, and", pygs(train_mask=splits), {"split": 2}),
         ("x cannot be read: can.t convert Sparse", pygs(x=x.to_sparse()), {}),

@@ -187,14 +187,15 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_model_refuses_fewer_rows_than_its_blocks_speak_of(name):
-    """C code would read beyond their end."""
+def test_model_refuses_other_rows_than_those_of_its_blocks(name):
+    """C code would read beyond the end of fewer; of all nodes' rows it would take the first."""
     graph = _random_graph(np.random.default_rng(13), 90, 5)
     blocks = NeighborSampler(*graph, [3, 3, 3], edge_ids=True).sample(torch.arange(9), 0)
     net, x, edges = _net(name), torch.randn(90, 12), [torch.randn(b.num_edges, 3) for b in blocks]
     given = {"edges": edges[0]} if net.edge_dim else {}
     for call in (
         lambda: net(blocks[::-1], x, edges=edges[::-1]),
+        lambda: net(blocks, torch.randn(91, 12), edges=edges),
         lambda: net.layers[0](blocks[0], x[: blocks[0].num_src - 1], **given),
     ):
         _refuses("rows: .* are needed, one for each source node", call, error=ValueError)
@@ -205,9 +206,10 @@ def test_model_refuses_fewer_rows_than_its_blocks_speak_of(name):
             with pytest.raises(
                 ValueError, match="edges is .*: features of each edge, .* are needed"
             ):
-                net.layers[0](blocks[0], x, edges=wrong)
-        with pytest.raises(ValueError, match="edges has 5 rows, the graph has"):
-            inference(net, *graph, x, edges=torch.randn(5, 3))
+                net.layers[0](blocks[0], x[: blocks[0].num_src], edges=wrong)
+        for wrong in (torch.randn(5, 3), None):
+            named = "edges is .*: features of each edge"
+            _refuses(named, inference, net, *graph, x, edges=wrong, error=ValueError)
 
 
 def _infers(ranks):
@@ -337,6 +339,11 @@ class _Dropped(model.Linear):
         return super().forward(torch.nn.functional.dropout(x, 0.5, self.training))
 
 
+class _Doubled(model.SAGEConv):
+    def forward(self, *block):
+        return 2 * super().forward(*block)
+
+
 def test_customised_parts_are_seen_by_training_and_by_inference():
     """A subclass's combine, a bias that a layer has not, torch's dropout; nothing is overwritten in place."""
     graph = _random_graph(np.random.default_rng(3), 60, 5)
@@ -365,5 +372,9 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         net(blocks, x, key=1).square().sum().backward()
         grads.append(net.layers[1].linear.weight.grad)
     torch.testing.assert_close(*grads)
-    net.layers[0].register_forward_hook(lambda *given: None)
-    _refuses("inference goes layer by layer", inference, net, *graph, table, error=ValueError)
+    for change in (
+        lambda net: net.layers[0].register_forward_hook(lambda *given: None),
+        lambda net: net.layers.__setitem__(0, _Doubled(6, 8)),
+    ):
+        change(net := GNN(6, 8, 3, num_layers=2))
+        _refuses("inference goes layer by layer", inference, net, *graph, table, error=ValueError)

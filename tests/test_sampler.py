@@ -662,6 +662,17 @@ def test_native_code_is_compiled_once_by_processes_that_start_together(tmp_path)
         assert output.startswith("torch 1 ") and "apt install gcc" in output
 
 
+def test_ctrl_c_while_arguments_are_converted_is_no_ctypes_error(monkeypatch):
+    def interrupt(tensor):
+        raise KeyboardInterrupt
+
+    made = NeighborSampler(*_random_graph(np.random.default_rng(0), 50, 4), [3])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.Tensor, "data_ptr", interrupt)
+        made.sample(torch.arange(9), step=0)
+    assert len(made.sample(torch.arange(9), step=0)) == 1
+
+
 def _answer(how):
     """Load a library that answers 42 through the cache -> (its answer, its path)."""
     source = f"int answer(void) {{ return 42; }}  // {how}"

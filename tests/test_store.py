@@ -24,13 +24,15 @@ from tests.stores import _edges, _graphs, _refuses, _reseal, _rewrite_meta, _sma
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
 def test_store_round_trip(tmp_path, monkeypatch, backend, dtype):
-    """Also pickled, as its path, and with rows, larger than memory, that threads gather."""
+    """Also pickled, as its path, with rows, larger than memory, that threads gather, and from another folder."""
     args = _graph()
     names = None if backend == "mmap" else ["\u2028b", "", *map(str, range(198))]
     args["features"] = x = (torch.from_numpy(args["features"]).abs() * 10).to(dtype)
     options = dict(backend=backend, block_rows=7, node_names=names)
     path = build_store(tmp_path / "g", **options, **args)
-    graph = GraphStore.open(path)
+    monkeypatch.chdir(tmp_path)
+    graph = GraphStore.open("g")
+    monkeypatch.chdir("/")
     assert graph.node_names() == names and not graph.features.large
     sizes = (graph.num_nodes, graph.num_edges, graph.feature_dim, graph.num_classes)
     assert sizes == (200, 3000, 5, 4)
@@ -44,7 +46,9 @@ def test_store_round_trip(tmp_path, monkeypatch, backend, dtype):
     again, features = map(pickle.loads, pickled)
     assert torch.equal(again.indices, graph.indices) and max(map(len, pickled)) < 1000
     monkeypatch.setattr(store, "free_host_bytes", lambda: 900)
-    large = GraphStore.open(path).features
+    monkeypatch.chdir(tmp_path)
+    large = GraphStore.open("g").features
+    monkeypatch.chdir("/")
     assert large.large and not hasattr(large, "tensor")
     some, few = torch.randint(0, 200, (1000,)), torch.tensor([199, 0, 0], dtype=torch.int32)
     for rows, ids in itertools.product((graph.features, features, large), (some, few, few[:0])):
