@@ -58,8 +58,10 @@ from tasks.metrics import NotFinite
 parse_args = partial(flags.parse_args, complete=lambda args: common_state(ddp.Ranks(), args)[2])
 # run backward on the calling thread: the hand-over to autograd's own thread takes 50 us
 torch.autograd.set_multithreading_enabled(False)
+OutOfMemory = torch.cuda.OutOfMemoryError
 HINTS = {
     DamagedGraph: "; python store.py verify names the file",
+    OutOfMemory: "; try a smaller --batch-size or --fanout, or --mode cpu-cuda",
     NotFinite: "; try a smaller --lr or scale the features; --checkpoint keeps the last finite state",
 }
 
@@ -268,12 +270,12 @@ def worker(ranks, args, path):
     """Run one rank -> exit code; bad input ends in a one-line message instead of a traceback."""
     try:
         return train(ranks, args, path)[0] if args.runs == 1 else train_many(ranks, args, path)
-    except (StoreError, DamagedGraph, NotFinite) as error:
+    except (StoreError, *HINTS) as error:
         if not ranks.leads:
             # if all fail, rank 0 reports and the rest are killed within 2 s; a rank that fails alone reports itself
             time.sleep(3)
         print(f"train.py: {error}{HINTS.get(type(error), '')}", file=sys.stderr)
-        return 1 if isinstance(error, NotFinite) else 2
+        return 1 if isinstance(error, (NotFinite, OutOfMemory)) else 2
     except OSError as error:
         return unread(error)
 

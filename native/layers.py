@@ -294,7 +294,8 @@ def gather_rows(features, ids, out=None):
     if learned(features):
         return None
     out = features.new_empty(ids.numel(), width) if out is None else out
-    fits = out.dtype == features.dtype and out.shape == (ids.numel(), width)
+    like = out.dtype, out.device, out.shape
+    fits = like == (features.dtype, features.device, (ids.numel(), width))
     if not (fits and out.is_contiguous() and features.is_contiguous()):
         return None
     if is_gpu(features.device):

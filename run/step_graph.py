@@ -161,7 +161,9 @@ def static_room(sampler, nodes, args, first_hop):
     rounded = lambda n, bound: min(bound, -(-max(n, 1) // 256) * 256)  # noqa: E731
     # the largest plus the range (largest - smallest): some five standard deviations above the mean
     for hop, (N, E) in enumerate((2 * most - least).tolist()):
-        rows[hop + 1], places[hop] = rounded(N, rows[hop + 1]), rounded(E, places[hop])
+        # sources include the destinations, of which there may be room for more if their number varies more
+        rows[hop + 1] = max(rows[hop], rounded(N, rows[hop + 1]))
+        places[hop] = rounded(E, places[hop])
     return batches[0], (rows[: hops + 1], places[:hops])
 
 

@@ -237,6 +237,17 @@ def test_runs_name_the_seed_whose_loss_is_not_finite(tiny, tmp_path, capsys):
     assert "train.py: seed 5: the loss is" in capsys.readouterr().err
 
 
+def test_a_full_gpu_is_a_sentence(tiny, monkeypatch, capsys):
+    def full(*args, **options):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train, "open_run", full)
+    assert _code(f"--dataset {tiny}", *COMMON) == 1
+    assert (
+        capsys.readouterr().err == f"train.py: CUDA out of memory{train.HINTS[train.OutOfMemory]}\n"
+    )
+
+
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
 def test_features_too_large_to_train_on_are_refused_and_large_ones_named(backend, tmp_path, capsys):
     words = ["--epochs 1", *COMMON]

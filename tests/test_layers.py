@@ -316,6 +316,8 @@ def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cu
         assert torch.equal(layers_gpu.gather_rows(table, ids), table[ids.long()])
     assert cuda_layers == ["gather_rows"] * 2
     assert layers_gpu.load.cache_info().currsize == 1
+    elsewhere = torch.empty(30, 4, device="meta")
+    assert layers_gpu.gather_rows(table, ids, elsewhere) is None
 
 
 def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):

@@ -237,6 +237,17 @@ def test_a_cuda_step_graph_has_room_for_more_seeds_than_there_are(
     assert graphs.captured and rows == [graphs.slots[0].x.shape[0]]
 
 
+def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
+    """Of two hops, of which the inner one varies more: the outer one reaches all nodes that there are to reach."""
+    nodes, block = itertools.cycle([(250, 230), (250, 250)]), types.SimpleNamespace
+    draw = lambda *a, **k: [block(num_src=n, num_edges=1) for n in next(nodes)]  # noqa: E731
+    engine = block(shapes=lambda S: ([S, 900, 900], [900, 900]))
+    args = argparse.Namespace(seed=5, batch_size=9, fanout=[4, 4])
+    draws = block(sample=draw, engine=engine)
+    rows = step_graph.static_room(draws, torch.arange(90), args, False)[1][0]
+    assert rows == [9, 512, 512]
+
+
 @pytest.mark.parametrize(
     "conv, tight, refused, options",
     [
