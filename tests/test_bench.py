@@ -341,7 +341,8 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
     blocks = _readme_blocks("python")
     assert len(blocks) >= 4
     for block in blocks:
-        if any(name in block and not _has(name) for name in ("dgl", "torch_geometric")):
+        needs = {"import_dgl": "dgl", "torch_geometric": "torch_geometric"}
+        if any(word in block and not _has(package) for word, package in needs.items()):
             continue
         given = names
         if "block_diagonal" in block:  # 400 graphs of two nodes and an edge

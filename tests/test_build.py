@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import sampler
 import store
 from disk.graphs import GraphDataset
 from disk.graphs import verify as verify_graphs
@@ -22,7 +21,7 @@ from sources import molecules
 from sources import prepare as datasets
 from sources.prepare import prepare
 from store import GraphStore, build_store
-from tests.common import HERE, _code, _graph, _store
+from tests.common import HERE, _code, _dgl, _graph, _store
 from tests.stores import _mask, _molecules, _refuses, _save_npz, _sums
 
 FCC = np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
@@ -256,7 +255,7 @@ def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
     np.savez("a.npz", **own, **parts, **other)
     np.savez("b.npz", **own, **parts, **columns)
     x, y, w_, t_, e_, when_ = map(torch.from_numpy, (own["x"], own["y"], w, t, e, when))
-    graph = sampler.import_dgl().graph(tuple(torch.from_numpy(edges)), num_nodes=200)
+    graph = _dgl().graph(tuple(torch.from_numpy(edges)), num_nodes=200)
     graph.ndata.update({"feat": x, "label": y, "time": when_})
     graph.edata.update({"weight": w_, "time": t_, "feat": e_})
     data = dict(edge_index=torch.from_numpy(edges), x=x, y=y, time=t_, edge_weight=w_)
@@ -315,7 +314,7 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
     edges, x, y = (torch.from_numpy(args[name]) for name in ("edge_index", "features", "labels"))
     mask = torch.from_numpy(_mask(np.arange(50)))
     masks = {"train_mask": mask, "test_mask": ~mask}
-    dgl = sampler.import_dgl()
+    dgl = _dgl()
 
     def dgls(formats=None, **edata):
         graph = dgl.graph(tuple(edges), num_nodes=200)

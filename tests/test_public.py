@@ -72,7 +72,7 @@ def _planetoid_files(folder, change=(None, None)):
     folder.mkdir(exist_ok=True)
     (folder / "ind.cora.test.index").write_text(parts.pop("test.index"))
     sparse = types.SimpleNamespace(csr_matrix=csr)
-    with unittest.mock.patch.dict(sys.modules, {"scipy.sparse.csr": sparse}):
+    with unittest.mock.patch.dict(sys.modules, {"scipy": sparse, "scipy.sparse.csr": sparse}):
         for part, value in parts.items():
             with open(folder / f"ind.cora.{part}", "wb") as file:
                 pickler, protocol = (pickle._Pickler, 0) if part == "tx" else (_Python2Pickler, 2)
