@@ -14,16 +14,16 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13443,
+    "lines of product Python": 13464,
     "lines of C and CUDA": 2127,
-    "lines of bench": 2688,
-    "lines of tests": 11482,
+    "lines of bench": 2689,
+    "lines of tests": 11596,
     "lines of README": 200,
-    "longest file": 1235,
+    "longest file": 1040,
     "functions above 60 lines": 2,
-    "entries in the root": 21,
+    "entries in the root": 22,
     "floors of imports": 8,
-    "arrows": 149,
+    "arrows": 151,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }
