@@ -113,6 +113,7 @@ def inference(
                 barrier()  # until the messages of all processes are written
             out, on = table(layer.out_dim), device
             if message.device != device and device.type == "cuda":
+                torch.cuda.empty_cache()  # or what torch keeps counts as used
                 fits = message.nbytes < 0.8 * torch.cuda.mem_get_info(device)[0]
                 on = device if fits else torch.device("cpu")
             message, network = message.to(on), model if on == device else on_cpu

@@ -543,7 +543,7 @@ class RGCNConv(Conv):
     ):
         S, R, out = len(h_dst), self.num_types, self.self_linear(h_dst)
         on_gpu = fused and fused.is_gpu(message.device)
-        if on_gpu and self.averages and R <= LOOPED:
+        if on_gpu and self.averages and R <= LOOPED and types is not None:
             means = self.means_by_type(indptr, indices, types, message)
             return out + means.flatten(1) @ self.matrices().flatten(0, 1)
         group, counts, indices = self._grouped(indptr, indices, types)
