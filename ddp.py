@@ -177,6 +177,7 @@ def launch(worker, nprocs, *args, gpus=0):
 
     Args:
         worker: a function that can be imported, because the processes are spawned; its return value is the exit code.
+            It has to wait for its asynchronous collectives: they end with the process.
         nprocs: processes on this machine; under torchrun its --nproc-per-node counts instead.
         gpus: GPUs on this machine, one per process; 0 for CPU.
     """
@@ -198,7 +199,7 @@ def launch(worker, nprocs, *args, gpus=0):
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
-    options["use_libuv"] = False  # with libuv torch 2.6 takes no open socket
+    options["use_libuv"] = False  # torch 2.6's libuv store refuses an open socket
     store = dist.TCPStore(LOOPBACK, port, is_master=True, **options)
     arguments = worker, nprocs, gpus, port, os.getpid(), args
     # ranks inherit SIG_IGN: Ctrl-C reaches the whole process group, also while they import torch
@@ -287,14 +288,16 @@ def _run(worker, ranks, store, args):
     try:
         ranks.barrier()  # a rank that ends breaks the connections that others still make
         code = worker(ranks, *args) or 0
+        if ranks.gpus and not code:
+            torch.cuda.synchronize()  # NCCL's kernels would end with this process
     except Exception as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             # a peer failed first: its traceback is the one to show, and the parent kills this rank within 2 s
             time.sleep(3)
         traceback.print_exc()
         code = 1
-    # Gloo's threads may still hold tensors: they abort if they release them during interpreter finalization (pytorch
-    # issue 190489), and destroy_process_group waits for them with Python's lock, which they need for that (torch 2.6).
+    # Exit without finalization: Gloo's threads abort if they release tensors during it (pytorch issue 190489). And
+    # without destroy_process_group: in torch 2.6 it joins these threads while it holds the GIL, which they may wait for.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         print(end="", file=stream, flush=True)  # stream is None if it was closed

@@ -11,8 +11,22 @@ import os
 import tempfile
 
 import torch
+from torch import nn
 
-from model import check_edges, check_nodes, graph_degrees, layerwise
+from model import GNN, Conv, check_edges, check_nodes, graph_degrees, is_gnn, unchanged
+
+
+def layerwise(model):
+    """Return whether `inference` can run a network layer by layer: it has `finish` and `layers` of `Conv`; no layer has
+    hooks, or overrides forward without message or combine; a `GNN` has its own forward, embed and step."""
+    layers = getattr(model, "layers", None)
+    ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
+    ours = ours and unchanged(*layers, kinds={*map(type, layers)})
+    for layer in layers if ours else ():
+        defined = (vars(kind).keys() for kind in type(layer).__mro__)
+        first = next(names for names in defined if {"forward", "message", "combine"} & names)
+        ours = ours and bool({"message", "combine"} & first)
+    return ours and hasattr(model, "finish") and (is_gnn(model) or not isinstance(model, GNN))
 
 
 @torch.no_grad()
@@ -58,12 +72,12 @@ def inference(
         last of these, [V, hidden], after its norm and ReLU.
 
     Raises:
-        ValueError: if the network is another one, or x, edges or types have a wrong number of rows.
+        ValueError: if the network is another one, or x, types or edges that a layer uses have a wrong shape.
         IndexError: if the graph is damaged: an offset or a node id is out of range.
         OSError: if there is no room for the tables.
     """
     if not layerwise(model):
-        needs = "`layers` of Conv without hooks, `finish`, and forward, embed and step as they are"
+        needs = "`finish`, `layers` of Conv without hooks, and no forward, embed or step overridden alone"
         raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
     indptr, indices = torch.as_tensor(indptr), torch.as_tensor(indices)
     if any(p.dtype != torch.float32 for p in model.parameters()):

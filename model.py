@@ -231,14 +231,14 @@ class Conv(nn.Module):
 
 
 def check_rows(block, h):
-    """Raise ValueError unless h has a row for each source of the block, and the indices are positions in it: C code would
-    read past its end, and rows of all nodes would be taken for those of the sources."""
+    """Raise ValueError unless h has one row per source of the block and the indices are positions in h: C code would read
+    past its end, or take rows of other nodes."""
     count, indices = block.src_nodes.numel(), block.indices
     alone = count == block.indptr.numel() - 1 and indices.device.type == "cpu" and len(indices)
     if alone and int(indices.max()) >= count:
         raise ValueError("a block has global ids as indices: sample with relabel_outer=True")
     if len(h) != count:
-        needed = f"{count} are needed, one for each source node, and blocks outermost hop first"
+        needed = f"{count} are needed, those of block.src_nodes, and blocks outermost hop first"
         raise ValueError(f"x has {len(h)} rows: {needed}")
 
 
@@ -1003,18 +1003,6 @@ class GNN(nn.Module):
 
 class SAGE(GNN):
     """GraphSAGE with the mean aggregator, the default GNN."""
-
-
-def layerwise(model):
-    """Return whether `inference` can run a network layer by layer: it has `layers` of `Conv`, without hooks, and
-    `finish`, and no subclass overrides a layer's forward without its combine, nor forward, embed or step of a `GNN`."""
-    layers = getattr(model, "layers", None)
-    ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
-    ours = ours and unchanged(*layers, kinds={*map(type, layers)})
-    for layer in layers if ours else ():
-        first = next(c for c in type(layer).__mro__ if {"forward", "combine"} & vars(c).keys())
-        ours = ours and "combine" in vars(first)
-    return ours and hasattr(model, "finish") and (is_gnn(model) or not isinstance(model, GNN))
 
 
 def is_gnn(model, steps=("forward", "embed", "step")):

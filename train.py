@@ -61,7 +61,7 @@ torch.autograd.set_multithreading_enabled(False)
 OutOfMemory = torch.cuda.OutOfMemoryError
 HINTS = {
     DamagedGraph: "; python store.py verify names the file",
-    OutOfMemory: "; try a smaller --batch-size or --fanout, or --mode cpu-cuda",
+    OutOfMemory: "; try a smaller --batch-size, for nodes and links also --fanout or --mode cpu-cuda",
     NotFinite: "; try a smaller --lr or scale the features; --checkpoint keeps the last finite state",
 }
 
@@ -81,7 +81,7 @@ class Eager:
     def step(self, batch, clock):
         """Forward, loss, backward, optimizer."""
         run, world = self.run, self.run.ranks.world
-        # around the forward pass too: there DDP decides whether to exchange gradients
+        # around the forward pass too, where DDP decides whether to exchange gradients
         with nullcontext() if batch.last or world == 1 else self.parallel.no_sync():
             with clock.timed("forward", on_gpu=True):
                 key = mix(mix(run.args.seed) ^ batch.global_step)

@@ -68,8 +68,8 @@ def struct_type(source, name):
 
 
 def _call(function, *values):
-    """Call a C function with numbers, pointers, and tensors as pointers to their data. They are converted here, not by its
-    argtypes: of Ctrl-C in these ctypes would make an ArgumentError."""
+    """Call a C function with numbers, pointers, and tensors as pointers to their data. Tensors are converted here and not
+    in a from_param, where ctypes would turn Ctrl-C into an ArgumentError."""
     return function(*[v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values])
 
 
@@ -162,10 +162,10 @@ def load_c(name, source, flags):
         _warn_once(name, f"{text}: apt install gcc, or name a compiler in the variable CC", error)
         return None
     for c_type, result in {**_NUMBERS, "void": None, r"void \*": ctypes.c_void_p}.items():
-        for name, arguments in signatures(source, c_type).items():
-            function = getattr(library, name)
+        for symbol, arguments in signatures(source, c_type).items():
+            function = getattr(library, symbol)
             function.restype, function.argtypes = result, [_kind(kind) for kind, _ in arguments]
-            setattr(library, name, functools.partial(_call, function))
+            setattr(library, symbol, functools.partial(_call, function))
     return library
 
 

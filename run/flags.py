@@ -93,7 +93,7 @@ files
 --checkpoint-every | N | also write it every N optimizer steps (default: off)
 --resume | FILE | continue from a checkpoint, with its data, sampling, model and optimisation flags; auto: from the file of --checkpoint, if it exists
 --predict | FILE.npy | write exact predictions for every node; with --resume FILE nothing is trained unless --epochs or --checkpoint is given
---predict-what | classes scores logits embeddings | classes [V], or 0 and 1 [V, classes]; scores (probabilities), logits [V, classes]; embeddings: the last layer's input, [V, hidden]
+--predict-what | classes scores logits embeddings | classes [V] (several labels: 0/1 [V, classes]); scores (probabilities), logits [V, classes]; embeddings: the last layer's input, [V, hidden]
 --log --log-file | FILE | append JSON lines: the flags, then each epoch (under torchrun use --log-file)
 --tensorboard | DIR | write each epoch's metrics for TensorBoard
 --timeline | FILE.png | draw the first steps of the second epoch as a Gantt chart

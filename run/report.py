@@ -159,7 +159,7 @@ class Report:
 
     @contextmanager
     def profile(self):
-        """Trace the body on all threads (torch 2.6: on this one) with torch.profiler -> --profile FILE.rank0.json, for
+        """Trace all threads (torch 2.6: only this one) with torch.profiler -> --profile FILE.rank0.json, for
         Perfetto."""
         every_thread = None
         with suppress(TypeError):  # torch 2.6 has no such option

@@ -12,9 +12,9 @@ from contextlib import nullcontext
 import torch
 
 from disk.files import StoreError
-from inference import inference
+from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
-from model import GNN, graph_degrees, is_gnn, layerwise
+from model import graph_degrees, is_gnn
 from run import own_model
 from run.data import make_sampler, place_data, reading_all_edges, settle
 from run.edge_data import degrees_at
@@ -54,8 +54,9 @@ def build_model(ranks, args, task, used):
     task.prepare(model)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model.to(ranks.device, dtype)
-    ours = layerwise(model) or isinstance(model, GNN)
-    if not ours or not any(layer.uses_degree for layer in model.layers):
+    layers = getattr(model, "layers", None)
+    layers = layers if isinstance(layers, torch.nn.ModuleList) else ()
+    if not any(getattr(layer, "uses_degree", False) for layer in layers):
         return model
     if used.time is not None and used.type is not None:
         what = "a layer counts degrees by time, and lists are sorted by type first"
@@ -94,7 +95,9 @@ class Run:
         model wrapped in DistributedDataParallel; None: the bare one."""
         device = self.ranks.device
         if key is not None and (own_model.is_own(self.args.model) or not is_gnn(self.model)):
-            seed = key ^ int(batch.seeds[:1].sum())  # another mask for each rank and pass
+            seed = key ^ int(
+                batch.seeds[:1].sum()
+            )  # a different mask on each rank and in each pass
             # torch.manual_seed spends 0.1 ms on querying devices of all kinds
             torch.default_generator.manual_seed(seed)
             if device.type == "cuda":
@@ -125,7 +128,7 @@ class Run:
 
     def exact(self, layers=None):
         """Compute logits float32 [V, C] of all nodes from all their neighbours: layer by layer, split over
-        the ranks of each machine; in batches, split over all ranks, for a network without layers of model.py.
+        the ranks of each machine; in batches, split over all ranks, for other networks.
         With `layers`, return the output of that many first layers, [V, hidden]."""
         ranks, store = self.ranks, self.store
         model = copy.deepcopy(self.model).float() if self.args.precision == "fp64" else self.model

@@ -161,7 +161,7 @@ def static_room(sampler, nodes, args, first_hop):
     rounded = lambda n, bound: min(bound, -(-max(n, 1) // 256) * 256)  # noqa: E731
     # the largest plus the range (largest - smallest): some five standard deviations above the mean
     for hop, (N, E) in enumerate((2 * most - least).tolist()):
-        # sources include the destinations, of which there may be room for more if their number varies more
+        # sources include the destinations, whose margin may be the larger one
         rows[hop + 1] = max(rows[hop], rounded(N, rows[hop + 1]))
         places[hop] = rounded(E, places[hop])
     return batches[0], (rows[: hops + 1], places[:hops])

@@ -122,6 +122,8 @@ def output_of_own(name, width, network, batch):
     edges = {"edges": batch.edges} if batch.edges else {}
     try:
         output = network(batch.blocks, batch.x, **edges)
+    except torch.cuda.OutOfMemoryError:
+        raise
     except Exception as error:
         inputs = f"{len(batch.blocks)} blocks, one for each number of --fanout, and x {list(batch.x.shape)}"
         inputs += f", and for each block edges [E, {batch.edges[0].shape[1]}]" if edges else ""

@@ -12,6 +12,7 @@ import model
 import store
 import train
 from disk.graphs import build_graphs
+from inference import layerwise
 from run import data
 from run import run as running
 from run.checkpoint import read_checkpoint
@@ -544,7 +545,7 @@ def test_own_model_of_our_layers_is_evaluated_layer_by_layer(tiny, tmp_path, mon
         words = f"--dataset {tiny} --model {file}:Net --model-args conv={conv} --fanout 4,4"
         run = running.open_run(ddp.Ranks(), train.parse_args(words.split()), tiny)
         net = run.model
-        assert model.layerwise(net) and (net.degrees is not None) == (conv == "gcn")
+        assert layerwise(net) and (net.degrees is not None) == (conv == "gcn")
         expected = run.exact()
         for edges in (1 << 22, 0):  # the whole graph as one batch, and batches
             monkeypatch.setattr(running, "WHOLE_GRAPH_EDGES", edges)

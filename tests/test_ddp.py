@@ -189,6 +189,7 @@ def test_ranks_ignore_ctrl_c_before_they_import_torch(tiny):
     text = lambda pid, file: Path(f"/proc/{pid}/{file}").read_text()  # noqa: E731
     while not (ranks := [p for p in _running_below(process.pid)[1:] if "torch" in text(p, "maps")]):
         assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.001)
     ignored = int(re.search(r"SigIgn:\s*(\w+)", text(ranks[0], "status"))[1], 16)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)

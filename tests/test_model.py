@@ -198,7 +198,7 @@ def test_model_refuses_other_rows_than_those_of_its_blocks(name):
         lambda: net(blocks, torch.randn(91, 12), edges=edges),
         lambda: net.layers[0](blocks[0], x[: blocks[0].num_src - 1], **given),
     ):
-        _refuses("rows: .* are needed, one for each source node", call, error=ValueError)
+        _refuses("rows: .* are needed, those of block.src_nodes", call, error=ValueError)
     outer = NeighborSampler(*graph, [3]).sample(torch.arange(9), 0, relabel_outer=False)
     _refuses("a block has global ids", net.layers[0], *outer, x, **given, error=ValueError)
     if given:
