@@ -109,6 +109,8 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
                 meta |= {"edge_dim": values.shape[1], "edge_dtype": files.row_dtype(name, values)}
             _check_values(name, values)
             tensor = isinstance(values, torch.Tensor)
+            if tensor and name == "edge_weight":
+                values = values.float()  # numpy has no bfloat16
             checked[name] = files.as_numpy(values.detach().cpu()) if tensor else np.asarray(values)
     if node_names is not None:
         _check_names(node_names, num_nodes)

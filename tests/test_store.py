@@ -92,6 +92,8 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     times, weights = rng.integers(-3, 12, M), rng.random(M) * (rng.random(M) < 0.9)
     if seed % 7 == 0:
         weights = (weights * 9).astype(f"uint{(16, 32, 64)[seed % 3]}")
+    if seed % 7 == 1:
+        weights = torch.from_numpy(weights).bfloat16()
     kinds = rng.integers(0, 3, M).astype(np.uint8) if seed % 5 else rng.integers(250, 300, M)
     kinds = kinds.astype(np.uint8 if kinds.max(initial=0) < 256 else np.uint16)
     dtypes = "float32", "bfloat16", "float64", "uint8", "int64", "float16"
@@ -123,7 +125,7 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     assert found.indices.tolist() == [row[1] for row in expected]
     numbers = torch.tensor([row[-1] for row in expected], dtype=torch.int64)
     for name, values in (
-        ("edge_weight", torch.from_numpy(weights.astype(np.float32))),
+        ("edge_weight", torch.as_tensor(weights).float()),
         ("edge_time", torch.from_numpy(times)),
         ("edge_type", torch.from_numpy(kinds)),
         ("edge_features", rows),
