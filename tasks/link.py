@@ -156,8 +156,9 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
     rest = edges_of(graph, edge_type)
     if "train" not in pairs:
         pairs["train"] = positives(rest, seed)
-    elif not rest.has(*pairs["train"].unbind(1)).all():
-        raise StoreError(f"--edge-split {how}: `train` has pairs that are not edges, or held out")
+    elif len(bad := pairs["train"][~rest.has(*pairs["train"].unbind(1))]):
+        why = f"{bad[0].tolist()} in train is no edge, or is held out"
+        raise StoreError(f"--edge-split {how}: {why}")
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
     graph.pairs, graph.pair_times = {part: pairs[part] for part in SPLITS}, None
