@@ -117,7 +117,7 @@ def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
         unlabelled = unlabelled if labels.ndim == 1 else unlabelled.any(1)
         for bad, why in (
             (~inside, f": {what} ids lie in [0, {len(labels)})"),
-            (again, " more than once"),
+            (again, " more than once" + "; a mask is of bool" * int(ids.max(initial=0) < 2)),
             (unlabelled, ", which has no label (-1)"),
         ):
             if bad.any():

@@ -84,7 +84,8 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
             needed = f"an array [{count}{width}] is needed, a row for each {item}"
             raise StoreError(f"{name} is a {type(values).__name__} {list(shape)}: {needed}")
         if name in ("edge_time", "node_time"):
-            values = np.asarray(values)
+            with files.reading(name):
+                values = np.asarray(values)
             if values.dtype.kind == "f":
                 bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
                 why = "whole numbers are needed; give finer times in smaller units"
@@ -92,7 +93,7 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
                 values = values.astype(np.int64)
             checked[name] = integers(name, values)
         elif name == "edge_type":
-            values = integers(name, np.asarray(values))
+            values = integers(name, values)
             why = f"types are numbered from 0, and there are up to {MOST_TYPES:,}"
             refuse((values < 0) | (values >= MOST_TYPES), name, values, why)
             types = int(values.max(initial=0)) + 1
@@ -109,6 +110,8 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
                 meta |= {"edge_dim": values.shape[1], "edge_dtype": files.row_dtype(name, values)}
             _check_values(name, values)
             tensor = isinstance(values, torch.Tensor)
+            if tensor and name == "edge_weight":
+                values = values.float()  # numpy has no bfloat16
             checked[name] = files.as_numpy(values.detach().cpu()) if tensor else np.asarray(values)
     if node_names is not None:
         _check_names(node_names, num_nodes)

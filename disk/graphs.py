@@ -182,9 +182,9 @@ class GraphDataset:
 
         Raises:
             IndexError: for an id out of range.
-            StoreError: for a graph that is missing, differs from its checksum or is invalid.
+            StoreError: for ids that are no integers [G], a graph that is missing, differs from its checksum or is invalid.
         """
-        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        ids = shaped("ids", integers("ids", ids), "G").tolist()
 
         def read(txn):
             values = [txn.get(key(i)) if i >= 0 else None for i in ids]

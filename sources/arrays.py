@@ -213,7 +213,9 @@ class Arrays:
         if name is None:
             return None
         values = self.read(name, "biufUS")
-        text = not isinstance(values, torch.Tensor) and values.dtype.kind in "US"
+        if isinstance(values, torch.Tensor):
+            values = values.float().numpy()
+        text = values.dtype.kind in "US"
         values = self._numbered(name, values) if text else values
         if values.size in values.shape:  # perhaps [V, 1]
             values = values.reshape(-1)

@@ -167,14 +167,15 @@ def of_nodes(file, nodes, name) -> np.ndarray:
             named = table.named("label")
             node = 1 - named[0] if is_labels and len(named) == 1 else 0
         columns = [j for j in range(table.width) if j != node]
-        several = is_labels and all(table.kinds[j] == "whole" for j in columns)
+        several = is_labels and all(table.kinds[j] in ("whole", "empty") for j in columns)
         if len(columns) != (is_labels or name == "node_time") and not (columns and several):
             actual = short(", ".join(map(table.column, range(table.width))))
             raise StoreError(f"{file} has the columns {actual}, which are no {name}")
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
-        text = is_labels and len(columns) == 1 and table.kinds[columns[0]] == "text"
+        # text may also spell numbers, as far as the first rows can tell
+        text = is_labels and len(columns) == 1 and table.kinds[columns[0]] in ("text", "empty")
         kind = str if text else float if is_labels else int
         rows, cells = _rows_of_nodes(table, nodes, node, dict.fromkeys(columns, kind), is_labels)
         table.say()

@@ -78,7 +78,7 @@ def prepare(
     if os.path.isfile(os.path.join(name, "meta.json")):
         meta = files.read_meta(name)
         for option, value in {**options, **asked}.items():
-            if value and value != meta.get(option):
+            if value and value != {**meta, **meta.get("options", {})}.get(option):
                 raise _no_effect(option, name, "it is a store; build it anew")
         return Path(dataset)
     word, key, make = _recipe(name, root, int(seed), options)

@@ -48,7 +48,7 @@ class Table:
 
     Attributes:
         names: list of the columns' names, or None. width: number of columns. rows: number of rows read so far.
-        kinds: [width] "whole", "real", "text" (no cell is like a number) or "mixed", judged by the first rows.
+        kinds: [width] "whole", "real", "text" (no cell is like a number), "mixed" or "empty", judged by the first rows.
         notes: phrases on what was guessed, for `say`.
     """
 
@@ -252,8 +252,10 @@ def cells_of(line, separator) -> list[str]:
 
 
 def kind_of(cells) -> str:
-    """Classify the cells of a column: "whole", "real", "mixed" or "text"."""
+    """Classify the cells of a column: "whole", "real", "mixed", "text" or "empty"."""
     cells = [cell for cell in cells if cell not in MISSING]
+    if not cells:
+        return "empty"
     if all(map(NUMBER.fullmatch, cells)):
         return "whole" if all(map(WHOLE.fullmatch, cells)) else "real"
     return "mixed" if any(map(like_number, cells)) else "text"

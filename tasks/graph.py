@@ -156,7 +156,7 @@ class GraphTask(Task):
         pairs = [(run.model(batch.blocks[0]).cpu(), batch.y.cpu()) for batch in loader]
         output, y = (torch.cat(part).float() for part in zip(*pairs))
         if self.binary:
-            auc = score("roc_auc", output.view(-1, 1), y.view(-1, 1))
+            auc = score("roc_auc", output, y)
             return None if auc is None else {"roc_auc": auc}
         return errors(output, y, self.mean)
 

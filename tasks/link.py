@@ -138,6 +138,8 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
     graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
     among = edges if edge_type is None else edges_of(store, edge_type)
     pairs = pairs_of(store, edges, among, how, seed)
+    if getattr(store, "edge_types", None) and store.node_types:
+        check_types(store, edge_type, pairs, f"--edge-split {how}")
     held = torch.cat([pairs["valid"], pairs["test"]])
     keep = torch.ones(store.indices.numel(), dtype=torch.bool)
     keep[edges.between(held)[0]] = False
@@ -156,8 +158,9 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
     rest = edges_of(graph, edge_type)
     if "train" not in pairs:
         pairs["train"] = positives(rest, seed)
-    elif not rest.has(*pairs["train"].unbind(1)).all():
-        raise StoreError(f"--edge-split {how}: `train` has pairs that are not edges, or held out")
+    elif len(bad := pairs["train"][~rest.has(*pairs["train"].unbind(1))]):
+        why = f"{bad[0].tolist()} in train is no edge, or is held out"
+        raise StoreError(f"--edge-split {how}: {why}")
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
     graph.pairs, graph.pair_times = {part: pairs[part] for part in SPLITS}, None
@@ -238,6 +241,22 @@ def pairs_of(store, edges, among, how, seed):
     valid, test = (len(pairs) * share // 100 for share in percent[1:])
     parts = pairs[key.argsort(stable=True)].split([len(pairs) - valid - test, valid, test])
     return dict(zip(SPLITS, parts))
+
+
+def check_types(store, edge_type, pairs, name):
+    """Raise StoreError for one of `pairs` {part: [n, 2]} whose ends edges of a type (None: of any) do not join."""
+    counts = [count for count, _ in store.node_types.values()]
+    node_types, ends = [*store.node_types], torch.tensor(counts).cumsum(0)
+    edge_types = store.edge_types if edge_type is None else [store.edge_types[edge_type]]
+    joined = torch.zeros(len(counts), len(counts), dtype=torch.bool)
+    for source, _, destination in (kind.split(",") for kind in edge_types):
+        joined[node_types.index(source), node_types.index(destination)] = True
+    for part, ids in pairs.items():
+        kinds = torch.bucketize(ids, ends, right=True)
+        for at in (~joined[kinds.unbind(1)]).nonzero().flatten()[:1].tolist():
+            goes = " to ".join(node_types[kind] for kind in kinds[at].tolist())
+            why = f"edges are {'; '.join(edge_types)}; ids count all nodes, type after type"
+            raise StoreError(f"{name}: {ids[at].tolist()} of {part} goes from {goes}: {why}")
 
 
 def checked_pairs(name, pairs, num_nodes):

@@ -311,9 +311,10 @@ def test_graph_task_scores_binary_targets_by_roc_auc(tmp_path, capsys):
     words = f"--task graph --dataset {tmp_path}/b.npz --hidden 16 --epochs 2 --num-layers 2"
     log, _ = _run_here(tmp_path, words, "--batch-size 32 --gpus 0")
     assert 0 <= log[-1]["scores"]["test"]["roc_auc"] <= 1 and "roc auc" in capsys.readouterr().out
-    np.savez(tmp_path / "b.npz", **{**made, "targets": np.zeros(300, np.uint8)})  # of one class
-    log, _ = _run_here(tmp_path, words.replace("--epochs 2", "--epochs 1"), "--gpus 0")
-    assert log[-1]["scores"]["test"] is None and "nan" not in capsys.readouterr().out
+    for targets in (np.zeros(300, np.uint8), np.tile([0, 1], (300, 1))):  # each of one class
+        np.savez(tmp_path / "b.npz", **{**made, "targets": targets})
+        log, _ = _run_here(tmp_path, words.replace("--epochs 2", "--epochs 1"), "--gpus 0")
+        assert log[-1]["scores"]["test"] is None and "nan" not in capsys.readouterr().out
     train, val, test = np.split(np.arange(300), [100, 200])
     split = {"train_idx": train, "val_idx": val, "test_idx": test}
     counts = np.arange(300) % 2 + (np.arange(300) >= 200)  # 2 for a test graph

@@ -350,6 +350,7 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
             (pygs(edge_attr=ones), {"ignore": ["edge_attr"]}),
             (pygs(train_mask=splits.flip(1), test_mask=splits), {"split": 1}),
             (pygs(x=None, y=None), given),
+            (pygs(y=y.bfloat16()), {}),
             (pygs(train_mask=splits), {"split": {"train": mask, "test": ~mask}}),
             (pygs(name="a graph", num_nodes=200, pos=x), {}),
         )

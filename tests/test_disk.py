@@ -244,6 +244,7 @@ def test_store_graphs_round_trip(tmp_path):
     assert torch.equal(picked.indices, ends) and torch.equal(picked.indptr.diff(), degrees)
     for number in (50, -1):
         _refuses(f"graph {number} is out of range", graphs.batch, [0, number], error=IndexError)
+    _refuses("ids has dtype bool: integers are", graphs.batch, torch.ones(len(graphs)) > 0)
     assert graphs.batch([]).x.shape == (0, 2) and verify_graphs(path) == []
     pickled = pickle.dumps(graphs)  # as its path
     assert len(pickle.loads(pickled)) == 50 and len(pickled) < 1000

@@ -112,7 +112,7 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
         ("has an array 'val': its arrays are train, valid, test", {"val": [[0, 1]]}),
         (r"leave the self-loop \[7, 7\] out of valid", {"valid": [whole[5], [7, 7]]}),
         (r"\[1, 0\] is in valid and in test: keep", {"valid": [[3, 1], [1, 0]], "test": [[0, 1]]}),
-        ("`train` has pairs that are not edges", {"train": [whole[5]], "test": [whole[5]]}),
+        (r"\] in train is no edge, or is held out", {"train": [whole[5]], "test": [whole[5]]}),
     ):
         np.savez(file, **arrays)
         _refuses(message, link.split_edges, graph, str(file))

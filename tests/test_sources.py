@@ -71,6 +71,9 @@ def test_datasets_npz(tmp_path):
     _save_npz(file, train_idx=np.arange(9))
     path = prepare(file, tmp_path, progress=False)
     assert prepare(str(file), tmp_path) == path
+    both = prepare(file, tmp_path, symmetrize=True, progress=False)
+    assert prepare(both, symmetrize=True) == both  # which it is
+    _refuses("--symmetrize has no effect on .*: it is a store", prepare, path, symmetrize=True)
     _save_npz(file, seed=1, train_idx=np.arange(9))
     assert prepare(file, tmp_path, progress=False) != path  # other contents, another store
     _save_npz(file, y=np.arange(200) % 3)

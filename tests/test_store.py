@@ -92,6 +92,8 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     times, weights = rng.integers(-3, 12, M), rng.random(M) * (rng.random(M) < 0.9)
     if seed % 7 == 0:
         weights = (weights * 9).astype(f"uint{(16, 32, 64)[seed % 3]}")
+    if seed % 7 == 1:
+        weights = torch.from_numpy(weights).bfloat16()
     kinds = rng.integers(0, 3, M).astype(np.uint8) if seed % 5 else rng.integers(250, 300, M)
     kinds = kinds.astype(np.uint8 if kinds.max(initial=0) < 256 else np.uint16)
     dtypes = "float32", "bfloat16", "float64", "uint8", "int64", "float16"
@@ -123,7 +125,7 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     assert found.indices.tolist() == [row[1] for row in expected]
     numbers = torch.tensor([row[-1] for row in expected], dtype=torch.int64)
     for name, values in (
-        ("edge_weight", torch.from_numpy(weights.astype(np.float32))),
+        ("edge_weight", torch.as_tensor(weights).float()),
         ("edge_time", torch.from_numpy(times)),
         ("edge_type", torch.from_numpy(kinds)),
         ("edge_features", rows),
@@ -234,6 +236,7 @@ def _bad_inputs():
         "features is sparse": {"features": torch.eye(200).to_sparse()},
         "node 49 is in split 'train' and in 'valid'": {"split": {"train": ok, "valid": [70, 49]}},
         "node 4 more than once": {"split": {"train": [4, 9, 4]}},
+        "node 1 more than once; a mask is of bool": {"split": {"train": [0, 1, 1]}},
         "'test' holds node 200": {"split": {"train": ok, "test": [200]}},
         "'train' is empty": {"split": {"train": [], "test": [1]}},
         "part 'val'": {"split": {"train": ok, "val": [60]}},
@@ -250,6 +253,7 @@ def _bad_inputs():
         r"edge_weight\[0\] is 1e-50": {"edge_weight": w.astype(float) * 1e-50},
         "edge_weight has dtype .*complex128": {"edge_weight": w * 1j},
         r"edge_time\[0\] is 0.5: whole numbers are needed": {"edge_time": w / 2},
+        "edge_time cannot be read: .* BFloat16": {"edge_time": torch.ones(3000).bfloat16()},
         r"whole numbers below 2\^63": {"edge_time": np.full(3000, 2**64 - 1, np.uint64)},
         r"\[3000\]: an array \[200\] is needed, a row for each node": {"node_time": w},
         r"edge_features\[2999, 1\] is nan": {"edge_features": holed},

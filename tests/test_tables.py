@@ -249,6 +249,11 @@ def test_tables_change_far_inside(tmp_path):
     x = features(good * count + b'"3", 4 \n\n' + good * count)
     assert len(x) == 2 * count + 1 and x[count].tolist() == [3, 4]
     assert (np.delete(x, count, 0) == [1.5, 2]).all()
+    for cells in (["", "7"], ["", "cat"]):  # labels that begin late
+        rows = "".join(f"{i},{cells[i > 1500]}\n" for i in range(1600))
+        file = _table_file(tmp_path / "y.csv", f"id,label\n{rows}".encode())
+        y = graph_tables.of_nodes(file, graph_tables.Nodes(1600, "x.csv"), "labels")
+        assert y.tolist() == [cells[i > 1500] for i in range(1600)]
 
 
 def _read(text, kind, width=2):
