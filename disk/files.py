@@ -304,7 +304,7 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
         for name, record in meta["files"].items():
             # an LMDB file, which may change, need not have a digest
             digest = record.get("sha256", "0" * 64 if name.endswith(".lmdb") else "")
-            sizes = type(record["bytes"]) is int and type(record.get("largest", 0.0)) is float
+            sizes = type(record["bytes"]) is int and 0 <= record.get("largest", 0.0) < math.inf
             known = sizes and (not names or name in names)
             if not known or not re.fullmatch("[0-9a-f]{64}", digest):
                 raise ValueError(f"its record of {name[:99]!r} is invalid")

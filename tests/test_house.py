@@ -17,7 +17,7 @@ LIMITS = {
     "lines of product Python": 13502,
     "lines of C and CUDA": 2127,
     "lines of bench": 2689,
-    "lines of tests": 11616,
+    "lines of tests": 11617,
     "lines of README": 200,
     "longest file": 1028,
     "functions above 60 lines": 2,

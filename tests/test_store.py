@@ -414,7 +414,8 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
         # sane by itself, not what is in the file
         _rewrite_meta(many, **{**of_many, name: value})
         assert graphs.verify(many)[0].startswith("graphs.lmdb: ")
-    for record in (None, {}, dict(meta["files"]["labels.npy"], bytes="9")):
+    label = meta["files"]["labels.npy"]
+    for record in (None, {}, dict(label, bytes="9"), dict(label, largest=math.inf)):
         _rewrite_meta(path, **dict(meta, files=dict(meta["files"], **{"labels.npy": record})))
         _refuses("meta.json", GraphStore.open, path)
     other = json.dumps(meta), json.dumps(dict(meta, source="else"))
