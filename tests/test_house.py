@@ -180,14 +180,14 @@ assert [b.y.item() for b in prefetch(lambda item, slot: ring.fetch(slot, item), 
     "model": """
 import torch
 from collections import namedtuple
-from model import GNN, SAGE
+from model import SAGE
 block = namedtuple("Block", "indptr indices src_nodes")(*map(torch.tensor, ([0, 1], [1], [7, 3])))
 assert SAGE(3, 4, 2, num_layers=1)([block], torch.ones(2, 3)).shape == (1, 2)
 """,
     "inference": """
 import torch
 from inference import inference
-from model import GNN, SAGE
+from model import SAGE
 indptr, indices = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
 assert inference(SAGE(3, 4, 2, num_layers=2), indptr, indices, torch.ones(2, 3)).shape == (2, 2)
 """,
