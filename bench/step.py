@@ -22,7 +22,8 @@ from model import gather_rows, self_and_mean
 from native import layers
 from run.adam import Adam
 from sampler import NeighborSampler, import_dgl
-from tasks.link import Edges, Links, Scorer, split_edges
+from tasks.edge_split import Edges, split_edges
+from tasks.link import Links, Scorer
 
 TRICKS = "sampler", "first hop", "buffers", "layers"
 WITHOUT = {  # contender: the tricks that are turned off

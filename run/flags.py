@@ -20,8 +20,9 @@ from disk.files import RANK_BYTES, check_name, free_host_bytes
 from features import MODES
 from model import ALL_CONVS, AVERAGING, NORMALISED, NORMS, RESIDUAL, TYPE_CONVS
 from run.own_model import is_own, words_of
+from tasks.edge_split import split_type
 from tasks.graph import GraphTask
-from tasks.link import LinkTask, split_type
+from tasks.link import LinkTask
 from tasks.node import NodeTask
 
 TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}

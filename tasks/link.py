@@ -1,4 +1,4 @@
-"""Link prediction: edges as examples. Splits of edges, negatives, scorers, losses, evaluation.
+"""Link prediction: edges as examples. Negatives, scorers, losses, evaluation.
 
     graph = split_edges(store, "85/5/10", seed=0)      # messages go along training edges; graph.pairs has the rest
     links = Links(graph, graph.indptr, graph.indices, negatives=1, seed=0)
@@ -17,10 +17,7 @@ With times, both ends of a pair and its negatives see the edges up to the time o
 P pairs of a batch have K negatives each; D is the width of an embedding.
 """
 
-import argparse
 import copy
-import functools
-import re
 
 import numpy as np
 import torch
@@ -30,8 +27,9 @@ from torch.nn import functional as F
 from disk.columns import types_called
 from disk.files import SPLITS, StoreError, reading, sha256_of
 from loader import from_edge_index
-from sampler import DAMAGED, DamagedGraph, expand, mix, number_before, outside, random_bits
+from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
+from tasks.edge_split import Edges, checked_pairs, split_edges
 from tasks.metrics import average_precision, ranking, roc_auc
 from tasks.task import Task, described, gnn, open_graph
 
@@ -42,233 +40,6 @@ MOST_TIMED = 1 << 13  # the same for pairs with times, which need separate embed
 CHUNK = 1 << 22  # most scores, or elements of their embeddings, to hold at a time
 TRIES = 64  # draws of a negative before the nodes that follow the last draw are tried in turn
 EVALUATION = mix(0xE7A1)  # key of the fixed negatives, the same in every run
-EDGE_COLUMNS = ("edge_weight", "edge_type", "edge_time", "edge_features")
-# bits(key, numbers, which): 53 random bits for draw `which` of each item in `numbers`, int64 of the same shape
-bits = functools.partial(random_bits, bits=53)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# looking up edges
-
-
-class Edges:
-    """Batched look-up of edges in a CSC graph, by binary search in its neighbour lists.
-
-    indptr: int64 [V+1], indices: [M], on the same device. sources: [M], `indices` if ascending within each list, else a
-    sorted copy (of edges sorted by time, say). order: [M], index of each of `sources` in `indices`; None without copy.
-    """
-
-    def __init__(self, indptr, indices):
-        self.indptr, self.sources, self.order = indptr, indices, None
-        falls = (indices[1:] < indices[:-1]).nonzero().squeeze(1) + 1
-        if falls.numel() and not torch.isin(falls, indptr).all():
-            keys = torch.repeat_interleave(indptr.diff()) * (indptr.numel() - 1) + indices
-            self.order = keys.argsort(stable=True)
-            self.sources = indices[self.order]
-
-    def place(self, source, destination, strict=True):
-        """Look up edges source -> destination, int64 [n] -> the index in `sources` of the first of each, or where it would
-        be; if not strict, of the edge behind the last."""
-        low = self.indptr[destination]
-        degree = self.indptr[destination + 1] - low
-        return low + number_before(self.sources, low, degree, source, strict)
-
-    def has(self, source, destination):
-        """Check which edges source -> destination exist, int64 of the same shape -> bool of that shape."""
-        ends = source.flatten(), destination.flatten()
-        place = self.place(*ends)
-        exists = place < self.indptr[ends[1] + 1]
-        exists[exists.clone()] = self.sources[place[exists]] == ends[0][exists]
-        return exists.view_as(source)
-
-    def between(self, pairs):
-        """Find all edges between the nodes of each pair [n, 2], in either direction -> (their indices in `indices`; for
-        each the row of its pair)."""
-        ends = torch.cat([pairs, pairs.flip(1)]).unbind(1)
-        first = self.place(*ends)
-        counts = self.place(*ends, strict=False) - first
-        places = expand(first, counts)
-        rows = torch.arange(len(pairs), device=places.device).repeat(2).repeat_interleave(counts)
-        return places if self.order is None else self.order[places], rows
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# splits
-
-
-def split_type(text):
-    """Check the value of --edge-split, as an argparse type -> the text."""
-    if text != "none" and not text.endswith(".npz") and not shares(text):
-        forms = "train/valid/test, as in 85/5/10, or time:85/5/10, an .npz file, or none"
-        raise argparse.ArgumentTypeError(f"{text!r}: write the percent of {forms}")
-    return text
-
-
-def shares(text):
-    """Parse '85/5/10' or 'time:85/5/10' -> [85, 5, 10]; None for another form, no train, or another sum than 100."""
-    match = re.fullmatch(r"(?:time:)?(\d{1,3})/(\d{1,3})/(\d{1,3})", text, re.ASCII)
-    percent = [int(number) for number in match.groups()] if match else [0]
-    return percent if sum(percent) == 100 and percent[0] else None
-
-
-def split_edges(store, how, seed=0, timed=False, edge_type=None):
-    """Split the edges of a store for link prediction -> a view of it. Takes about 60 bytes of memory per edge;
-    DamagedGraph for an indptr that falls or a node id outside the graph.
-
-    Args:
-        store: GraphStore, or anything with indptr, indices, num_nodes and perhaps edge_time.
-        how: "85/5/10": percent of the pairs for train, valid and test, drawn by `seed`; "time:85/5/10": the latest are
-            for test, those before for valid; the name of an .npz file with `valid` and `test`, perhaps `train`, each
-            integers [n, 2], source and destination; "none": all pairs are for training.
-        timed: give each pair the time of the first edge between its nodes, in either direction.
-        edge_type: number of the type whose edges are the pairs; None: of all types. Messages go along all types.
-
-    Returns:
-        A shallow copy of the store, where indptr, indices, num_edges and the edge columns lack the pairs of valid and
-        test and their reverses: messages go along the rest. pairs: {part: int64 [n, 2], source and destination}.
-        pair_times: {part: int64 [n]}, or None. split: {part: ids of its pairs}. known: `Edges` of the whole graph, and
-        of pairs given that are not in it. node_counts: nodes of each type, [] without types.
-    """
-    name, edge_time = getattr(store, "path", "the graph"), getattr(store, "edge_time", None)
-    if edge_time is None and (timed or how.startswith("time:")):
-        flag = "--temporal" if timed else f"--edge-split {how}"
-        raise StoreError(f"{flag} goes by the times of edges, and {name} has none")
-    if (store.indptr.diff() < 0).any() or outside(store.indices, store.num_nodes) is not None:
-        raise DamagedGraph(DAMAGED)
-    graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
-    among = edges if edge_type is None else edges_of(store, edge_type)
-    pairs = pairs_of(store, edges, among, how, seed)
-    if getattr(store, "edge_types", None) and store.node_types:
-        check_types(store, edge_type, pairs, f"--edge-split {how}")
-    held = torch.cat([pairs["valid"], pairs["test"]])
-    keep = torch.ones(store.indices.numel(), dtype=torch.bool)
-    keep[edges.between(held)[0]] = False
-    graph.known = edges
-    # pairs of a file that are no edges of the graph: negatives must avoid them, too
-    if not edges.has(*held.unbind(1)).all():
-        both = torch.stack([edges.sources.long(), torch.repeat_interleave(store.indptr.diff())])
-        graph.known = Edges(*from_edge_index(torch.cat([both, held.t()], 1), store.num_nodes))
-    if len(held):
-        graph.indptr, graph.indices = lists_of(store, keep)
-        graph.num_edges = graph.indices.numel()
-        graph.sampled_indices, graph.sampling_threads = graph.indices, None
-        for column in EDGE_COLUMNS:
-            if getattr(store, column, None) is not None:
-                setattr(graph, column, getattr(store, column)[keep])
-    rest = edges_of(graph, edge_type)
-    if "train" not in pairs:
-        pairs["train"] = positives(rest, seed)
-    elif len(bad := pairs["train"][~rest.has(*pairs["train"].unbind(1))]):
-        why = f"{bad[0].tolist()} in train is no edge, or is held out"
-        raise StoreError(f"--edge-split {how}: {why}")
-    if not len(pairs["train"]):
-        raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
-    graph.pairs, graph.pair_times = {part: pairs[part] for part in SPLITS}, None
-    if timed:
-        graph.pair_times = {p: times_of(edges, edge_time, pairs[p], how) for p in SPLITS}
-    graph.split = {part: torch.arange(len(pairs[part])) for part in SPLITS}
-    graph.node_counts = [count for count, _ in getattr(store, "node_types", {}).values()]
-    return graph
-
-
-def edges_of(graph, edge_type):
-    """Return the `Edges` of one type in a graph; edge_type None: of all."""
-    if edge_type is None:
-        return Edges(graph.indptr, graph.indices)
-    return Edges(*lists_of(graph, graph.edge_type.to(torch.int32) == edge_type))
-
-
-def lists_of(graph, keep):
-    """Select the edges of a graph where the mask keep [M] is True -> (indptr, indices)."""
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), keep.cumsum(0)])
-    return before[graph.indptr], graph.indices[keep]
-
-
-def positives(edges, seed):
-    """List every pair of different nodes with an edge once -> int64 [P, 2], source and destination; if its reverse is
-    an edge, too, the direction is drawn."""
-    destination, source = torch.repeat_interleave(edges.indptr.diff()), edges.sources.long()
-    both = edges.has(destination, source)
-    keep = (source < destination) | ((source > destination) & ~both)
-    # keep the first of equal edges
-    keep[1:] &= (source[1:] != source[:-1]) | (destination[1:] != destination[:-1])
-    pairs = torch.stack([source, destination], 1)[keep]
-    flip = both[keep] & (bits_of(pairs, mix(seed) ^ 1) < 1 << 52)
-    return torch.where(flip.unsqueeze(1), pairs.flip(1), pairs)
-
-
-def times_of(edges, edge_time, pairs, how):
-    """Find the time of the first edge between the nodes of each pair [P, 2], in either direction -> int64 [P]."""
-    never = torch.iinfo(torch.int64).max
-    places, which = edges.between(pairs)
-    times = torch.full((len(pairs),), never)
-    times.scatter_reduce_(0, which, edge_time[places], "amin")
-    if len(lost := pairs[times == never]):
-        why = f"the pair {lost[0].tolist()} has no time, for it is no edge"
-        raise StoreError(f"--edge-split {how}: {why}; --temporal off takes it")
-    return times
-
-
-def bits_of(pairs, key):
-    """Draw 53 random bits for each pair [P, 2], the same for a pair and its reverse -> int64 [P]."""
-    return bits(mix(key), pairs.amin(1), pairs.amax(1))
-
-
-def pairs_of(store, edges, among, how, seed):
-    """Split the pairs of the Edges `among` by `how` (see `split_edges`) -> {part: int64 [n, 2]} in the order drawn; no
-    "train" if `how` is "none" or a file without it."""
-    if how.endswith(".npz"):
-        name, empty = f"--edge-split {how}", np.zeros((0, 2), np.int64)
-        with reading(name), np.load(how, allow_pickle=False) as content:
-            arrays = {"valid": empty, "test": empty, **content}
-        if unknown := set(arrays) - set(SPLITS):
-            names = ", ".join(SPLITS)
-            raise StoreError(f"{name} has an array {min(unknown)!r}: its arrays are {names}")
-        V = store.num_nodes
-        pairs = {part: checked_pairs(f"{name}: {part}", arrays[part], V) for part in arrays}
-        for part, ends in pairs.items():
-            if len(loops := ends[ends[:, 0] == ends[:, 1]]):
-                raise StoreError(f"{name}: leave the self-loop {loops[0].tolist()} out of {part}")
-        valid, test = (pairs[part].sort(1)[0] @ torch.tensor([V, 1]) for part in SPLITS[1:])
-        if len(twice := pairs["valid"][torch.isin(valid, test)]):
-            raise StoreError(f"{name}: {twice[0].tolist()} is in valid and in test: keep one")
-        return pairs
-    if how == "none":
-        return dict.fromkeys(("valid", "test"), torch.zeros(0, 2, dtype=torch.int64))
-    pairs, percent = positives(among, seed), shares(how)
-    by_time = how.startswith("time:")
-    key = times_of(edges, store.edge_time, pairs, how) if by_time else bits_of(pairs, mix(seed))
-    valid, test = (len(pairs) * share // 100 for share in percent[1:])
-    parts = pairs[key.argsort(stable=True)].split([len(pairs) - valid - test, valid, test])
-    return dict(zip(SPLITS, parts))
-
-
-def check_types(store, edge_type, pairs, name):
-    """Raise StoreError for one of `pairs` {part: [n, 2]} whose ends edges of a type (None: of any) do not join."""
-    counts = [count for count, _ in store.node_types.values()]
-    node_types, ends = [*store.node_types], torch.tensor(counts).cumsum(0)
-    edge_types = store.edge_types if edge_type is None else [store.edge_types[edge_type]]
-    joined = torch.zeros(len(counts), len(counts), dtype=torch.bool)
-    for source, _, destination in (kind.split(",") for kind in edge_types):
-        joined[node_types.index(source), node_types.index(destination)] = True
-    for part, ids in pairs.items():
-        kinds = torch.bucketize(ids, ends, right=True)
-        for at in (~joined[kinds.unbind(1)]).nonzero().flatten()[:1].tolist():
-            goes = " to ".join(node_types[kind] for kind in kinds[at].tolist())
-            why = f"edges are {'; '.join(edge_types)}; ids count all nodes, type after type"
-            raise StoreError(f"{name}: {ids[at].tolist()} of {part} goes from {goes}: {why}")
-
-
-def checked_pairs(name, pairs, num_nodes):
-    """Convert node ids [n, 2] to an int64 tensor; StoreError for another shape, dtype or range."""
-    pairs = np.asarray(pairs)
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
-        actual = f"{list(pairs.shape)} {pairs.dtype}"
-        raise StoreError(f"{name} is {actual}: integers [n, 2] are needed, source and destination")
-    pairs = torch.from_numpy(pairs.astype(np.int64))
-    if (bad := outside(pairs, num_nodes)) is not None:
-        raise StoreError(f"{name} has node {bad}: node ids lie in [0, {num_nodes})")
-    return pairs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -301,7 +72,7 @@ class Negatives:
 
     def _node(self, key, numbers, which, first, end):
         """Draw nodes in [first, end), draw `which` of the pairs with these numbers; all int64 of the same shape."""
-        drawn = bits(key, numbers, which)
+        drawn = random_bits(key, numbers, which, bits=53)
         if self.upto is None:
             return first + ((drawn >> 21) * (end - first) >> 32)
         before = self.upto[first]

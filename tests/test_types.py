@@ -16,7 +16,8 @@ from run.edge_data import EdgeData, hops
 from sampler import Block, NeighborSampler
 from sources import prepare
 from store import GraphStore, build_store, info, verify
-from tasks.link import Evaluation, Scorer, split_edges
+from tasks.edge_split import split_edges
+from tasks.link import Evaluation, Scorer
 from tests.common import (
     DATA,
     OWN_LAYERS,
