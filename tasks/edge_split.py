@@ -109,7 +109,10 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
     # pairs of a file that are no edges of the graph: negatives must avoid them, too
     if not edges.has(*held.unbind(1)).all():
         destination = torch.cat([torch.repeat_interleave(store.indptr.diff()), held[:, 1]])
-        counts, order = torch.bincount(destination, minlength=store.num_nodes), destination.argsort()
+        counts, order = (
+            torch.bincount(destination, minlength=store.num_nodes),
+            destination.argsort(),
+        )
         sources = torch.cat([edges.sources.long(), held[:, 0]])[order]
         graph.known = Edges(F.pad(counts.cumsum(0), (1, 0)), sources)
     if len(held):
