@@ -45,12 +45,9 @@ def load(spec):
     spec = spec._replace(weights=weights)
     kind = spec.indices.dtype, torch.float32 if weights is None else weights.dtype
     kind += (None if spec.edge_type is None else spec.edge_type.dtype,)
-    library, timed = _library(*kind, False), spec.edge_times is not None
-    if library is None:
-        return None
-    lists = _lists(spec.indptr, spec.edge_times) if timed else None
-    of_pairs = Backend(spec, _library(*kind, True), lists) if timed else None
-    return Backend(spec, library, lists, of_pairs)
+    library = _library(*kind, False)
+    of_pairs = None if spec.edge_times is None else _library(*kind, True)
+    return library and Backend(spec, library, of_pairs)
 
 
 @functools.cache
@@ -64,44 +61,38 @@ def _library(ids, weights, edge_types, pairs):
 class Backend:
     """Calls the C code, for which ctypes releases the GIL. Working memory grows with the batch, not with the graph."""
 
-    def __init__(self, spec, library, lists=None, of_pairs=None):
-        self.spec, self.library, self.lists = spec, library, lists
-        self.of_pairs = of_pairs  # the Backend for batches with several times
+    def __init__(self, spec, library, of_pairs):
+        self.spec, self.library = spec, library
+        self.of_pairs = of_pairs  # the library for batches with several times
+        timed = spec.edge_times is not None
+        self.lists = _lists(spec.indptr, spec.edge_times) if timed else None
         self.idle = []  # working memory that no batch uses
         self.slots = 0  # of the table after the last batch: the next one needs about as many
 
     def sample(self, seeds, hops, exclude=None, times=None):
         """Sample all hops of a batch, see `sampler.TorchBackend`."""
         excluded = {} if exclude is None else self._index(exclude)
-        if times is None:
-            return self._sample(seeds, hops, excluded)
-        times, when, counts = times.unique(return_inverse=True, return_counts=True)
-        if times.numel() < 2:
-            return self._sample(seeds, hops, excluded, times)
-        before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        return self.of_pairs._sample(seeds, hops, excluded, times, when.to(seeds.dtype), before)
-
-    def _sample(self, seeds, hops, excluded, times=None, when=None, seeds_before=None):
-        """Sample a batch -> the fields of its blocks, or None if a seed is repeated.
-
-        Args:
-            times: int64 [T], the batch's distinct times, ascending, or None. If T > 1 also
-            when: [S] index of each seed's time. seeds_before: int64 [T+1] number of seeds with an earlier time.
-        """
         try:
             work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
         except IndexError:
-            work = WorkingMemory(self.library, seeds.dtype)
-        work.times, work.seeds_before = times, seeds_before
+            work = WorkingMemory(seeds.dtype)
+        work.times = when = None
+        if times is not None:
+            work.times, when, counts = times.unique(return_inverse=True, return_counts=True)
+            work.seeds_before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        several = times is not None and work.times.numel() > 1
+        work.library = self.of_pairs if several else self.library
+        when = when.to(seeds.dtype) if several else None
         if not work.number(seeds, when, max(self.slots, 2 * seeds.numel())):
             return None
         src, src_times, blocks = seeds, None, []
         for hop in hops:
             *fields, kinds, when = self._hop(work, src, when, hop, excluded)
             src = fields[2]
-            if times is not None:
-                one = when is None
-                src_times = times.expand(src.numel()) if one else times.index_select(0, when)
+            if several:
+                src_times = work.times.index_select(0, when)
+            elif times is not None:
+                src_times = work.times.expand(src.numel())
             blocks.append((*fields, src_times, kinds))
         self.slots = work.slots
         self.idle.append(work)
@@ -135,7 +126,7 @@ class Backend:
             fill(times=work.times, num_times=work.times.numel(), dst_when=when, seeds_before=before)
             fill(edge_times=spec.edge_times, lists=self.lists)
             fill(strict=spec.strict, window=spec.window)
-        E = self._checked(self.library.rb_count(pointer), S)
+        E = self._checked(work.library.rb_count(pointer), S)
         if E > torch.iinfo(dst.dtype).max:
             raise ValueError(f"{E} edges a hop are too many for {dst.dtype}: use smaller batches")
 
@@ -152,7 +143,7 @@ class Backend:
             src, homes = dst.new_empty(S + E + 1), dst.new_empty(E)
             src_when = None if when is None else dst.new_empty(S + E + 1)
             fill(src=src, src_when=src_when, table=work.table, bits=work.bits, edge_home=homes)
-        N = self._checked(self.library.rb_pick(pointer), S)
+        N = self._checked(work.library.rb_pick(pointer), S)
         return offsets, local, src[:N], edges, kinds, None if when is None else src_when[:N]
 
     @staticmethod
@@ -178,12 +169,15 @@ def _lists(indptr, edge_times):
 
 
 class WorkingMemory:
-    """Working memory of a batch, kept for the next one: the hash table of local ids, and four values per row."""
+    """Working memory of a batch, kept for the next one: the hash table of local ids, and four values per row.
 
-    def __init__(self, library, dtype):
-        self.library, self.bits, self.slot_bytes = library, 0, 2 * dtype.itemsize
+    Attributes, set for each batch: library. times: int64 [T], its distinct times, ascending, or None. seeds_before:
+    int64 [T+1], how many seeds have an earlier time.
+    """
+
+    def __init__(self, dtype):
+        self.bits, self.slot_bytes = 0, 2 * dtype.itemsize
         self.table = torch.empty(0, dtype=torch.uint8)  # slot_t [slots]
-        self.times = self.seeds_before = None  # arguments of `Backend._sample`
         self.of_rows = torch.empty(4, 0, dtype=torch.int64)
 
     @property
