@@ -68,12 +68,12 @@ def placements(
     batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
-    typed = (
-        store.edge_type.itemsize + 8 if types else 0
-    )  # rgcn and rgat: types and ids of the edges
+    # rgcn and rgat: types and ids of the edges
+    typed = store.edge_type.itemsize + 8 if types else 0
     batch += sum(edges) * typed
     columns = [column for name in COLUMNS if (column := getattr(store, name)) is not None]
-    arrays = 8 * (2 * V + 1) + id_bytes * M + sum(c.nbytes for c in columns)
+    arrays = store.indptr.nbytes + store.indices.nbytes + store.labels.nbytes
+    arrays += sum(c.nbytes for c in columns)
     arrays += row_bytes * store.features.shape[0]
     step, tables = ahead * batch + compute, id_bytes * V
     # with times, the C sampler keeps two int64 for each neighbour list
@@ -83,9 +83,8 @@ def placements(
     def gpu_step(held):  # for batches, with `held` hops in steps of static shapes
         places, rows = sum(edges[:held]) + nodes[0], sum(nodes[: held + 1])
         slot = 4 * F * nodes[held] * (2 if held < len(fanout) else 1)
-        slot += (
-            id_bytes * (2 * rows + places) + (12 + typed) * places
-        )  # 12: winners, numbers, counts
+        # 12: winners, numbers, counts
+        slot += id_bytes * (2 * rows + places) + (12 + typed) * places
         return step + (ahead * slot + compute) * bool(graphs)
 
     return {

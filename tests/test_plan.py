@@ -61,6 +61,9 @@ def test_store_estimate_adds_up(tmp_path):
     modes, _ = estimate(GraphStore.open(timed), 2, **SMALL, prefetch=1, **ROOM)
     assert modes["pinned-cuda"].placement.shared == ARRAYS + 5000 * 20 + 8000
     assert modes["cpu-cuda"].placement.rank_step == 4 * (batch + sum(edges) * (12 + 8))
+    several = _graph(1000, 5000, 16) | {"labels": np.ones((1000, 300), np.int64)}  # a byte each
+    modes, _ = estimate(GraphStore.open(build_store(tmp_path / "s", **several)), 2, **ROOM)
+    assert modes["pinned-cuda"].placement.shared == ARRAYS - 8000 + 300_000
     # no hop has more than all nodes and edges
     all_of_them = 1000 * 64 + 4 * (2 * 2010 + 2 * 5000) + 8 * (1000 * 40 + 10 * 20)
     all_drawn = {"fanout": [-1, 900], "batch_size": 10, "hidden": 8, "prefetch": 0}
