@@ -99,12 +99,7 @@ class Backend:
                 the outermost hop. exclude: int64 [X] edges, ascending, on the GPU, or None.
             times: int64 [S], if edges have times; the host waits for seeds and times that are on the GPU.
         """
-        if not seeds.numel():
-            none = self.spec.indices.new_empty(0)
-            long = none.long()
-            ids, times = long if self.spec.edge_ids else None, long if self.timed else None
-            return [(none.new_zeros(1), none, none, ids, times)] * len(self.fanouts)
-        if not self.num_nodes:
+        if not self.num_nodes and seeds.numel():
             return None
         with self.kernels.current():
             try:
@@ -145,7 +140,7 @@ class Backend:
             if known:
                 room = min(room, rows[-1] * k)
             if not known or room > ROOM:
-                usual = k if k > 0 else self.num_edges / self.num_nodes
+                usual = k if k > 0 else self.num_edges / max(self.num_nodes, 1)
                 room = min(room, most or min(int(1.25 * usual * rows[-1]) + 4096, ROOM))
             places.append(max(room, 1))
             sources = rows[-1] + places[-1]
