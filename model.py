@@ -122,12 +122,11 @@ def relu_dropout(h, p, training=True, nodes=None, seed=None):
     return _dropout(F.relu(h), nodes, seed, drop) if drop else F.relu(h)
 
 
-def dropout(x, p, nodes, seed=None):
+def dropout(x, p, nodes, seed):
     """Apply dropout to x [N, F] with the mask of `relu_dropout`; nodes: [N] ids."""
     drop = drop_byte(p)
     if not drop:
         return x
-    seed = drawn_seed() if seed is None else seed
     done = fused and fused.dropout(x, nodes, seed, drop)
     return _dropout(x, nodes, seed, drop) if done is None else done
 
@@ -255,11 +254,10 @@ def unchanged(*modules, kinds=frozenset()):
     return all(type(m) in kinds and not any(vars(m).get(name) for name in HOOKS) for m in modules)
 
 
-def overrides(layer, base):
-    """Whether the class of a layer overrides `message` or `combine` of `base`."""
-    return any(
-        getattr(type(layer), name) is not getattr(base, name) for name in ("message", "combine")
-    )
+def overrides(module, base, names=("message", "combine")):
+    """Whether a module, or its class, overrides any of these methods of `base`."""
+    of_class = any(getattr(type(module), name) is not getattr(base, name) for name in names)
+    return of_class or not vars(module).keys().isdisjoint(names)
 
 
 def block_degrees(block):
@@ -483,7 +481,8 @@ class GATv2Conv(Conv):
         drawn = nodes, seed, drop
         if self.edge_dim:
             edges, by = edges.to(self.attn.dtype), self.edge_linear.weight.t()
-            edges = torch.cat([edges, mean_edges(indptr, edges)])
+            ids = torch.arange(len(edges), device=edges.device, dtype=indptr.dtype)
+            edges = torch.cat([edges, mean_neighbours(indptr, ids, edges)])
         given = indptr, indices, message, target, self.attn, rows, drawn, edges, by
         plain = fused and (by is None or unchanged(self.edge_linear))
         out = fused.attend(*given) if plain else None
@@ -776,12 +775,6 @@ class _Rows(torch.autograd.Function):
         return None, None
 
 
-def mean_edges(indptr, edges):
-    """Average the rows [E, D] of each destination's edges, for its self-loop -> [S, D]; zero without edges."""
-    ids = torch.arange(len(edges), device=edges.device, dtype=indptr.dtype)
-    return mean_neighbours(indptr, ids, edges)
-
-
 def edge_softmax(scores, dst, num_dst):
     """Softmax of scores [E, K] over each destination's edges -> [E, K]; dst int64 [E]: destination of each edge."""
     index = dst.unsqueeze(1).expand_as(scores)
@@ -1006,9 +999,8 @@ class SAGE(GNN):
 
 
 def is_gnn(model, steps=("forward", "embed", "step")):
-    """Return whether a network is a `GNN` whose class does not override these methods."""
-    ours = isinstance(model, GNN) and not vars(model).keys() & {*steps}
-    return ours and all(getattr(type(model), s) is getattr(GNN, s) for s in steps)
+    """Return whether a network is a `GNN` that does not override these methods."""
+    return isinstance(model, GNN) and not overrides(model, GNN, steps)
 
 
 def graph_degrees(indptr, indices, step=1 << 24):

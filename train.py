@@ -25,9 +25,8 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Ctrl-C during the imports ends the process without a traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not {"system", "--allocator=system"} & set(
-        sys.argv
-    ):  # before argparse, which comes after torch
+    # before argparse, which comes after torch
+    if not {"system", "--allocator=system"} & set(sys.argv):
         allocator.before_torch()
 
 import gc

@@ -3,7 +3,7 @@
     library = load_c("sampler", read_source("sampler.c", ID="int32_t"), ["-O3", "-fPIC", "-shared"])
     kernels = load_cuda("layers", read_source("layers.cu", ID="int"), device)  # both None, after one warning, on failure
     kernels.run("scale", n, x, 2.0, n)               # n threads of kernel `scale` on torch's current stream
-    load_host("layers", read_source("layers.cu", ID="int"), flags).run_scale(n, x, 2.0, n)  # the same on the CPU
+    load_host("layers", read_source("layers.cu", ID="int"), flags).run("scale", n, x, 2.0, n)  # the same on the CPU
     launch = kernels.prepare("scale", x, 2.0, n)     # its own argument memory, for one host thread
     launch(n, kernels.stream())                      # about 1 us; also inside a CUDA graph capture
 
@@ -170,7 +170,7 @@ def load_c(name, source, flags):
 
 
 def load_host(name, source, flags):
-    """Compile CUDA source as C with functions run_KERNEL(threads, ...), which distribute a kernel's threads over OpenMP
+    """Compile CUDA source as C whose method `run`, as that of `Kernels`, distributes a kernel's threads over OpenMP
     threads; as `load_c`, with -fopenmp in flags."""
     text = ["#define HOST", source]
     for kernel, arguments in signatures(source).items():
@@ -183,7 +183,10 @@ def load_host(name, source, flags):
     {kernel}({passed});
   }}
 }}""")
-    return load_c(name, "\n".join([*text, ""]), flags)
+    library = load_c(name, "\n".join([*text, ""]), flags)
+    if library:
+        library.run = lambda kernel, *values: getattr(library, f"run_{kernel}")(*values)
+    return library
 
 
 # ---------------------------------------------------------------------------------------------------------------------

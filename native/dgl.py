@@ -110,7 +110,6 @@ class DGLAdapter:
             raise ValueError("exclude_eids is not supported: DGLAdapter is for node batches")
         # a worker's seed differs between workers and between epochs
         worker = torch.utils.data.get_worker_info()
-        blocks = self.sampler.sample(
-            seeds, next(self._calls) + ((worker.seed << 32) if worker else 0)
-        )
+        step = next(self._calls) + (worker.seed << 32 if worker else 0)
+        blocks = self.sampler.sample(seeds, step)
         return blocks[0].src_nodes, seeds, [block.to_dgl() for block in blocks]

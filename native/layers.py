@@ -85,7 +85,6 @@ def has_kernels(indices):
 FLAGS = ["-O3", "-march=native", "-fno-trapping-math", "-fno-math-errno", "-fopenmp"]
 FLAGS += ["-fPIC", "-shared"]
 
-
 UNCHANGED = 0, None, 0, 1.0, 0, None, 0  # no activation
 UNSCALED = None, None, None
 RUN = 16  # at most this many rows of a gradient are summed by one GPU thread for the bias
@@ -103,13 +102,8 @@ class Code:
 
     def __init__(self, compiled):
         self.compiled, self.on_cpu = compiled, isinstance(compiled, ctypes.CDLL)
+        self.run = compiled.run  # (kernel, threads, *values)
         self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
-
-    def run(self, kernel, threads, *values):
-        if self.on_cpu:
-            getattr(self.compiled, f"run_{kernel}")(threads, *values)
-        else:
-            self.compiled.run(kernel, threads, *values)
 
     def threads(self, width):
         """Return the number of threads per row."""

@@ -95,9 +95,8 @@ class Run:
         model wrapped in DistributedDataParallel; None: the bare one."""
         device = self.ranks.device
         if key is not None and (own_model.is_own(self.args.model) or not is_gnn(self.model)):
-            seed = key ^ int(
-                batch.seeds[:1].sum()
-            )  # a different mask on each rank and in each pass
+            # a different mask on each rank and in each pass
+            seed = key ^ int(batch.seeds[:1].sum())
             # torch.manual_seed spends 0.1 ms on querying devices of all kinds
             torch.default_generator.manual_seed(seed)
             if device.type == "cuda":
