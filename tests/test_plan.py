@@ -61,7 +61,8 @@ def test_store_estimate_adds_up(tmp_path):
     modes, _ = estimate(GraphStore.open(timed), 2, **SMALL, prefetch=1, **ROOM)
     assert modes["pinned-cuda"].placement.shared == ARRAYS + 5000 * 20 + 8000
     assert modes["cpu-cuda"].placement.rank_step == 4 * (batch + sum(edges) * (12 + 8))
-    several = _graph(1000, 5000, 16) | {"labels": np.ones((1000, 300), np.int64)}  # a byte each
+    # several labels take a byte each
+    several = _graph(1000, 5000, 16, 300) | {"labels": np.ones((1000, 300), np.int64)}
     modes, _ = estimate(GraphStore.open(build_store(tmp_path / "s", **several)), 2, **ROOM)
     assert modes["pinned-cuda"].placement.shared == ARRAYS - 8000 + 300_000
     # no hop has more than all nodes and edges
