@@ -159,10 +159,7 @@ class Code:
 
 def _aligned(width, *rows):
     """Return 1 if all rows start on a 16-byte boundary, so that kernels may read 16 bytes at once; ignored on CPU."""
-    for t in rows:
-        if t.data_ptr() & 15:
-            return 0
-    return int(width % 4 == 0)
+    return int(width % 4 == 0 and all(t.data_ptr() % 16 == 0 for t in rows))
 
 
 def _on_device(seed):
