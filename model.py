@@ -955,7 +955,8 @@ class GNN(nn.Module):
         if not fused or self.recompute or self.residuals or not is_gnn(self, ("step", "finish")):
             return None
         parts = [*self.norms, *self.layers, *(f for layer in self.layers for f in layer.children())]
-        if not unchanged(*parts, kinds={SAGEConv, nn.Identity}):
+        plain = unchanged(*parts, kinds={SAGEConv, nn.Identity})
+        if not plain or any(overrides(layer, SAGEConv) for layer in self.layers):
             return None
         drop = drop_byte(self.dropout) if self.training else 0
         drops = [(layer_seed(key, i) if drop else 0, drop) for i in range(len(self.norms))]
@@ -970,7 +971,8 @@ class GNN(nn.Module):
         if not usual or dropped or self.recompute or self.residuals or self.inputs.padded:
             return None
         parts = layer, self.inputs, *layer.children(), *self.inputs.linears
-        if not unchanged(*parts, kinds={RGCNConv, NodeInputs}) or layer.num_types > LOOPED:
+        plain = unchanged(*parts, kinds={RGCNConv, NodeInputs}) and not overrides(layer, RGCNConv)
+        if not plain or layer.num_types > LOOPED:
             return None
         h = layer.after_inputs(block, self.inputs, x)
         seed = layer_seed(key, 0) if self.training else 0
@@ -987,10 +989,15 @@ class GNN(nn.Module):
             h = h + self.residuals[i](h_dst)
         if i == len(self.norms):
             return h
-        nodes, h = None if nodes is None else nodes[: len(h)], self.norms[i](h)
+        nodes, h, layer = (
+            None if nodes is None else nodes[: len(h)],
+            self.norms[i](h),
+            self.layers[i],
+        )
         kinds = {*ALL_CONVS.values(), *NORMS.values(), nn.Sequential, ReLU}
-        if not unchanged(*self.layers[i].modules(), self.norms[i], kinds=kinds):
-            h = h.clone()  # a hook may have kept or wrapped it, and ReLU is in place
+        plain = unchanged(*layer.modules(), self.norms[i], kinds=kinds)
+        if not plain or overrides(layer, type(layer)):
+            h = h.clone()  # a hook or method may have kept or wrapped it, and ReLU is in place
         return relu_dropout(h, self.dropout, self.training, nodes, seed)
 
 
