@@ -191,7 +191,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         if tables:
             arrays = read_tables(kind, own, columns, path.absolute().parent)
             options |= {name: arrays.pop(name, None) for name in ("node_names", "edge_types")}
-            arrays = Arrays(kind, arrays)
+            arrays = Arrays(kind, arrays, files=own)
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))
