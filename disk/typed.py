@@ -104,7 +104,7 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
         known = f"sizes are given of {', '.join(node_types)} alone"
         raise StoreError(f"edges {','.join(kind)} join {min(unknown)}: {known}")
     name = f"edges {','.join(kind)}"
-    pairs = shaped(name, integers(name, pairs), 2, "M")
+    pairs = integers(name, pairs, 2, "M")
     for row, end in zip(pairs, (source, destination)):
         why = f"ids of {end} lie in [0, {node_types[end]})"
         refuse((row < 0) | (row >= node_types[end]), name, row, why)

@@ -134,7 +134,10 @@ class Arrays:
         self.of_types = any(name.startswith("edge_index:") for name in self._values)
 
     def by_type(self) -> dict:
-        """Group arrays called `x:author` or `edge_index:author,writes,paper` by type -> {type: `Arrays`}."""
+        """Group arrays called `x:author` or `edge_index:author,writes,paper` by type -> {type: `Arrays`}; without types
+        all are of the type ""."""
+        if not self.of_types:
+            return {"": self}
         types = {}
         for name, value in self._values.items():
             base, colon, kind = name.partition(":")
@@ -190,9 +193,9 @@ class Arrays:
         """Read a numeric array of this shape, where a str matches any size."""
         return shaped(self.called(name), self[name], *shape)
 
-    def integers(self, name):
-        """Read an array as int64."""
-        return integers(self.called(name), self[name])
+    def integers(self, name, *shape):
+        """Read an array as int64, of this shape if one is given; see `shaped`."""
+        return integers(self.called(name), self[name], *shape)
 
     def edge_index(self):
         """Return the edges [2, M], row 0 the sources: `edge_index`, or `edges` [M, 2] transposed."""
