@@ -244,17 +244,6 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
     return _build_graph(path, arrays, params, source, **options)
 
 
-def _drawn_split(arrays, labels, source, random, where=""):
-    """Draw a split and print how; without a seed in `source` each run draws its own, which `source` then notes."""
-    split, by = drawn_per_class(labels, random), "by --seed of train.py"
-    if "seed" in source:
-        by = f"seed {source['seed']}"
-    else:
-        source["split"] = DRAWN
-    arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
-    return split
-
-
 def _read_graph(arrays, params, source):
     """Read the `Arrays` of one graph, as of the type "" if it has no types -> ({argument of `build_store`: {type: its
     value}}; the split, empty if there is none). Names of classes go to `source`."""
@@ -299,8 +288,11 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
     if labels is None:
         arrays.say("it has no labels: a trained model can predict on it, --task link learn from it")
     elif not split:
+        split, by = drawn_per_class(labels, random), f"seed {source.get('seed')}"
+        if "seed" not in source:  # each run draws its own
+            source["split"], by = DRAWN, "by --seed of train.py"
         where = "".join(f" from nodes of type {kind}" for kind in graph["labels"] if kind)
-        split = _drawn_split(arrays, labels, source, random, where)
+        arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
     if not arrays.of_types:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
     if graph["features"] is None:
