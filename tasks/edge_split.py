@@ -9,10 +9,10 @@ import re
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from disk.columns import OF_EDGES
 from disk.files import SPLITS, StoreError, reading
-from loader import from_edge_index
 from sampler import DAMAGED, DamagedGraph, expand, mix, number_before, outside, random_bits
 
 
@@ -107,9 +107,10 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
     graph.known = edges
     # pairs of a file that are no edges of the graph: negatives must avoid them, too
     if not edges.has(*held.unbind(1)).all():
-        destination = torch.repeat_interleave(store.indptr.diff())
-        ends = torch.cat([torch.stack([edges.sources.long(), destination]), held.t()], 1)
-        graph.known = Edges(*from_edge_index(ends, store.num_nodes))
+        destination = torch.cat([torch.repeat_interleave(store.indptr.diff()), held[:, 1]])
+        sources = torch.cat([edges.sources.long(), held[:, 0]])[destination.argsort()]
+        counts = destination.bincount(minlength=store.num_nodes)
+        graph.known = Edges(F.pad(counts.cumsum(0), (1, 0)), sources)
     if len(held):
         graph.indptr, graph.indices = lists_of(store, keep)
         graph.num_edges = graph.indices.numel()
