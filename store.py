@@ -169,7 +169,7 @@ def build_store(
         "labelled": labelled,
         **widths,
     }
-    most_edges, of_edges = num_edges << options["symmetrize"], carried.keys() - columns.OF_NODES
+    most_edges, of_edges = num_edges << options["symmetrize"], carried.keys() & columns.OF_EDGES
     edge_bytes = 4 + sum(carried[name].nbytes for name in of_edges) // max(num_edges, 1)
     least = 0 if drop_self_loops or drop_duplicates else most_edges * edge_bytes
     need = num_nodes * 16 + rows * row_bytes + least
@@ -192,7 +192,7 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
         why = "there are no graph options, and its lists must rise in edge_type and edge_time"
         raise StoreError(f"indices given as Rows is stored as it is: {why}")
     else:
-        if carried.keys() - columns.OF_NODES:
+        if carried.keys() & columns.OF_EDGES:
             order = tempfile.TemporaryFile(dir=path)
         indptr = np.zeros(num_nodes + 1, np.int64)
         chunks = sort.sorted_sources(graph, options, indptr, path, order, by, progress)

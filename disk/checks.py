@@ -62,7 +62,7 @@ def check_graph(edge_index, indptr, indices, num_nodes):
     if edge_index is not None:
         edge_index = shaped("edge_index", files.array_like("edge_index", edge_index), 2, "M")
         return (edge_index, None, None), int(edge_index.shape[1])
-    indptr = shaped("indptr", integers("indptr", indptr), num_nodes + 1)
+    indptr = integers("indptr", indptr, num_nodes + 1)
     indices = shaped("indices", files.array_like("indices", indices), "M")
     refuse(indptr[1:] < indptr[:-1], "indptr", indptr, "the next is smaller, it must not fall")
     if indptr[0] != 0 or indptr[-1] != (count := indices.shape[0]):

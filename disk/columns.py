@@ -19,8 +19,8 @@ import torch
 from disk import files
 from disk.files import StoreError, integers, refuse
 
-COLUMNS = ("edge_weight", "edge_type", "edge_time", "edge_features", "node_time")
-OF_NODES = {"node_time", "node_names"}
+OF_EDGES = ("edge_weight", "edge_type", "edge_time", "edge_features")
+COLUMNS = (*OF_EDGES, "node_time")
 NAMES = "nodes.txt"
 MOST_TYPES = 1 << 15
 
@@ -158,7 +158,7 @@ def write_arrays(path, arrays, rows=None) -> dict:
             continue
         dtype = {"edge_weight": "float32"}.get(name, array.dtype)
         dtype = files.storage_dtype("uint8" if dtype == np.bool_ else dtype)
-        sorted_rows = rows if name in COLUMNS and name not in OF_NODES else None
+        sorted_rows = rows if name in OF_EDGES else None
         count, step = len(array if sorted_rows is None else sorted_rows), files.chunk_rows(array)
         cuts = [slice(a, a + step) for a in range(0, count, step)]
         chunks = (array[cut if sorted_rows is None else sorted_rows[cut]] for cut in cuts)

@@ -497,15 +497,16 @@ def array_like(name, values):
     return values
 
 
-def integers(name, values) -> np.ndarray:
-    """Convert `values` to int64; StoreError for another kind of dtype."""
+def integers(name, values, *shape) -> np.ndarray:
+    """Convert `values` to int64; StoreError for another kind of dtype, or a shape that differs from one given."""
     with reading(name):
         values = np.asarray(array_like(name, values))
     if values.size and values.dtype.kind not in "iu":
         raise StoreError(f"{name} has dtype {values.dtype}: integers are needed")
     if values.dtype == np.uint64 and values.size and values.max() > np.iinfo(np.int64).max:
         raise StoreError(f"{name} holds {values.max()}: whole numbers below 2^63 are needed")
-    return values.astype(np.int64, copy=False)
+    values = values.astype(np.int64, copy=False)
+    return shaped(name, values, *shape) if shape else values
 
 
 def shaped(name, array, *shape):
@@ -522,7 +523,7 @@ def part_ids(name, values, count) -> np.ndarray:
     values = array_like(name, values)
     if values.dtype in (np.bool_, torch.bool):
         return np.flatnonzero(shaped(f"{name}, a mask,", values, count))
-    return shaped(name, integers(name, values), "n")
+    return integers(name, values, "n")
 
 
 def row_dtype(name, rows) -> str:

@@ -62,9 +62,9 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
         edge_index: integers [2, E], row 0 the sources, graph after graph; node ids start at 0 in each graph.
         x: [N, F] node features, e: [E, D] edge features, graph after graph. y: [G, T] targets.
     """
-    num_nodes = shaped("num_nodes", integers("num_nodes", num_nodes), "G")
-    num_edges = shaped("num_edges", integers("num_edges", num_edges), "G")
-    src, dst = shaped("edge_index", integers("edge_index", edge_index), 2, "E")
+    num_nodes = integers("num_nodes", num_nodes, "G")
+    num_edges = integers("num_edges", num_edges, "G")
+    src, dst = integers("edge_index", edge_index, 2, "E")
     x, e, y = (files.as_rows(name, rows) for name, rows in (("x", x), ("e", e), ("y", y)))
     first = np.cumsum(num_nodes) - num_nodes
     _must_fit(
@@ -184,7 +184,7 @@ class GraphDataset:
             IndexError: for an id out of range.
             StoreError: for ids that are no integers [G], a graph that is missing, differs from its checksum or is invalid.
         """
-        ids = shaped("ids", integers("ids", ids), "G").tolist()
+        ids = integers("ids", ids, "G").tolist()
 
         def read(txn):
             values = [txn.get(key(i)) if i >= 0 else None for i in ids]

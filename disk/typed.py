@@ -69,13 +69,11 @@ def flatten(given):
     graph["features"] = _joined(tables)
     widths = {name: table.shape[1] for name, table in tables.items()}
     graph["node_types"] = {name: (node_types[name], widths.get(name, 0)) for name in names}
-    spread = functools.partial(_spread, first, node_types)
     if times:
-        times = {k: integers(f"node_time of {k}", t) for k, t in times.items()}
-        latest = max((int(np.max(t)) for t in times.values() if len(t)), default=0)
-        graph["node_time"] = spread("node_time", times, latest)
+        graph["node_time"] = _spread("node_time", times, first, node_types)
     if labels:
-        graph["labels"], start = spread("labels", labels, -1), first[next(iter(labels))]
+        graph["labels"] = _spread("labels", labels, first, node_types, rest=-1)
+        start = first[next(iter(labels))]
         ids = functools.partial(part_ids, count=len(*labels.values()))
         splits = split if isinstance(split, list) else [split or {}]
         moved = [{p: start + ids(f"split {p!r}", v) for p, v in s.items()} for s in splits]
@@ -104,7 +102,7 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
         known = f"sizes are given of {', '.join(node_types)} alone"
         raise StoreError(f"edges {','.join(kind)} join {min(unknown)}: {known}")
     name = f"edges {','.join(kind)}"
-    pairs = shaped(name, integers(name, pairs), 2, "M")
+    pairs = integers(name, pairs, 2, "M")
     for row, end in zip(pairs, (source, destination)):
         why = f"ids of {end} lie in [0, {node_types[end]})"
         refuse((row < 0) | (row >= node_types[end]), name, row, why)
@@ -161,9 +159,11 @@ def _converted(name, rows, dtype, first=0):
     return kept
 
 
-def _spread(first, node_types, name, values, rest) -> np.ndarray:
-    """Join {type: integers [V_t] or [V_t, C]} to an array over all nodes, `rest` for nodes of other types."""
+def _spread(name, values, first, node_types, rest=None) -> np.ndarray:
+    """Join {type: integers [V_t] or [V_t, C]} to an array over all nodes, `rest` (None: the largest) for other types."""
     values = {kind: integers(f"{name} of {kind}", v) for kind, v in values.items()}
+    if rest is None:
+        rest = max((int(part.max()) for part in values.values() if part.size), default=0)
     shape = next(iter(values.values())).shape[1:]
     joined = np.full((sum(node_types.values()), *shape), rest)
     for kind, part in values.items():

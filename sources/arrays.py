@@ -121,9 +121,11 @@ class Arrays:
         source: name of the file or object in messages. ignore: names of arrays to leave out.
         values: {name: array, tensor, or function that reads an array}; None stands for a missing one.
         suffix: ":TYPE" for the arrays of one type, which were called NAME:TYPE.
+        files: {name: file} of arrays that have a file of their own, for messages.
     """
 
-    def __init__(self, source, values, ignore=(), suffix=""):
+    def __init__(self, source, values, ignore=(), suffix="", files=()):
+        self._files = dict(files)
         self.source, self.classes, self.suffix, self._taken = str(source), None, suffix, set()
         self._values = {name: value for name, value in values.items() if value is not None}
         for name in ignore:
@@ -132,7 +134,10 @@ class Arrays:
         self.of_types = any(name.startswith("edge_index:") for name in self._values)
 
     def by_type(self) -> dict:
-        """Group arrays called `x:author` or `edge_index:author,writes,paper` by type -> {type: `Arrays`}."""
+        """Group arrays called `x:author` or `edge_index:author,writes,paper` by type -> {type: `Arrays`}; without types
+        all are of the type ""."""
+        if not self.of_types:
+            return {"": self}
         types = {}
         for name, value in self._values.items():
             base, colon, kind = name.partition(":")
@@ -144,6 +149,10 @@ class Arrays:
     def error(self, text) -> StoreError:
         """Make a StoreError that names the source."""
         return StoreError(f"{self.source}: {text}")
+
+    def called(self, name):
+        """Name an array for messages, with the file that it is from."""
+        return f"{self._files.get(name, self.source)}: {name}"
 
     def say(self, text):
         """Print a line, after the name of the source."""
@@ -165,7 +174,7 @@ class Arrays:
         or a tensor if bfloat16."""
         self.find(name, needed=True)
         self._taken.add(name)
-        with reading(f"{self.source}: {name}"):
+        with reading(self.called(name)):
             value = self._values[name]
             value = value() if callable(value) else value
             if isinstance(value, torch.Tensor):
@@ -175,18 +184,18 @@ class Arrays:
                 value = value.numpy()
             array = np.asarray(value)
         if kinds and array.dtype.kind not in kinds:
-            raise self.error(f"{name} holds {array.dtype}: an array of numbers is needed")
+            raise StoreError(f"{self.called(name)} holds {array.dtype}, where numbers are needed")
         return array.astype(array.dtype.newbyteorder("="), copy=False)
 
     __getitem__ = read
 
     def shaped(self, name, *shape):
         """Read a numeric array of this shape, where a str matches any size."""
-        return shaped(f"{self.source}: {name}", self[name], *shape)
+        return shaped(self.called(name), self[name], *shape)
 
-    def integers(self, name):
-        """Read an array as int64."""
-        return integers(f"{self.source}: {name}", self[name])
+    def integers(self, name, *shape):
+        """Read an array as int64, of this shape if one is given; see `shaped`."""
+        return integers(self.called(name), self[name], *shape)
 
     def edge_index(self):
         """Return the edges [2, M], row 0 the sources: `edge_index`, or `edges` [M, 2] transposed."""
@@ -221,15 +230,16 @@ class Arrays:
             values = values.reshape(-1)
         elif values.ndim == 2 and len(some := values[(values >= 0).all(1)]):
             if (some.sum(1) <= 1).all() and np.isin(some, (0, 1)).all():
-                raise self.error(f"{name} holds one-hot rows: take argmax(1), -1 where no 1 is")
+                what = "one-hot rows: take argmax(1), -1 where no 1 is"
+                raise StoreError(f"{self.called(name)} holds {what}")
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
-            return integers(f"{self.source}: {name}", values)
+            return integers(self.called(name), values)
         values = values.astype(np.float64)
         missing = np.isnan(values)
         bad = ~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53))
         why = "labels are whole numbers or NaN; fractions, node regression, are not supported"
-        refuse(bad, f"{self.source}: {name}", values, why)
+        refuse(bad, self.called(name), values, why)
         if missing.any():
             count, empty = f"{missing.sum():,} of {values.size:,}", " or empty" * text
             self.say(f"{count} in {name} are NaN{empty}: these nodes have no label (-1)")
@@ -242,10 +252,11 @@ class Arrays:
         names, index = np.unique(cells[labelled], return_inverse=True)
         numbers = list(map(like_number, names.tolist()))
         if any(numbers) and not all(numbers):
-            text = short(str(names[numbers.index(False)]))
-            raise self.error(f"{name} holds numbers, and text such as {text}: give one of the two")
+            number, text = (short(str(names[numbers.index(kind)])) for kind in (True, False))
+            both = f"{number} and {text}: give numbers or text, and nothing for no label"
+            raise StoreError(f"{self.called(name)} holds {both}")
         y = np.full(cells.shape, np.nan)
-        with reading(f"{self.source}: {name}"):
+        with reading(self.called(name)):
             y[labelled] = names.astype(float)[index] if any(numbers) else index
         if not any(numbers):
             self.classes = names.tolist()

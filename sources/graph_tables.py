@@ -85,7 +85,7 @@ def features(file, folder) -> tuple[np.ndarray, Nodes]:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
         kinds, firsts = dict.fromkeys(kept, float), []
         if node is not None:
-            kinds[node] = str if table.kinds[node] in ("text", "mixed") else int
+            kinds[node] = str if table.kinds[node] in ("text", "mixed", "coded") else int
 
         def rows():
             for _, columns in table.read(kinds):
@@ -167,7 +167,8 @@ def of_nodes(file, nodes, name) -> np.ndarray:
             named = table.named("label")
             node = 1 - named[0] if is_labels and len(named) == 1 else 0
         columns = [j for j in range(table.width) if j != node]
-        several = is_labels and all(table.kinds[j] in ("whole", "empty") for j in columns)
+        numbers = ("whole", "coded", "empty")
+        several = is_labels and all(table.kinds[j] in numbers for j in columns)
         if len(columns) != (is_labels or name == "node_time") and not (columns and several):
             actual = short(", ".join(map(table.column, range(table.width))))
             raise StoreError(f"{file} has the columns {actual}, which are no {name}")
@@ -226,7 +227,7 @@ def _spooled(table, folder, fields, nodes=None):
     """Spool `fields` {name: columns} of a table of edges as records in one file -> {name: view of its field}. Types that
     are text are numbered in the order of their first rows; "edge_types" then holds their names."""
     dtypes = dict(ends=np.int64, edge_time=np.float64, edge_weight=np.float64, edge_type=np.int64)
-    if "edge_time" in fields and table.kinds[fields["edge_time"][0]] == "whole":
+    if "edge_time" in fields and table.kinds[fields["edge_time"][0]] in ("whole", "coded"):
         dtypes["edge_time"] = np.int64
     record = [(n, dtypes.get(n, np.float32), (len(which),)) for n, which in fields.items()]
     record, kinds, ends = np.dtype(record, align=True), {}, fields.get("ends", ())

@@ -25,11 +25,9 @@ def molecules(arrays):
             `targets` or `labels` [G] or [G, T].
     """
     x, e = arrays.shaped("atom_feat", "N", "F"), arrays.shaped("bond_feat", "B", "D")
-    arrays.shaped("bond_index_local", 2, len(e))
-    ends = arrays.integers("bond_index_local")
+    ends = arrays.integers("bond_index_local", 2, len(e))
     nodes = _offsets(arrays, "node_offsets", len(x), 1)
-    arrays.shaped("bond_offsets", len(nodes))
-    bonds = _offsets(arrays, "bond_offsets", len(e), 0)
+    bonds = _offsets(arrays, "bond_offsets", len(e), 0, len(nodes))
     y = _targets(arrays, arrays.find("targets", "labels", needed=True), len(nodes) - 1)
 
     def batch(first):
@@ -53,8 +51,7 @@ def crystals(arrays, radius):
             [G, 3, 3] (rows are vectors, angstrom), `energy` [G] (of the cell).
         radius: cutoff for neighbours, angstrom.
     """
-    numbers = arrays.integers("Z")
-    arrays.shaped("Z", "N")
+    numbers = arrays.integers("Z", "N")
     offsets = _offsets(arrays, "atom_offsets", len(numbers), 1)
     atoms = np.diff(offsets)
     coords = arrays.shaped("frac_coords", len(numbers), 3).astype(np.float64)
@@ -115,10 +112,10 @@ def periodic_neighbours(coords, lattice, radius):
     return np.stack([atom[src[keep]], dst[keep]]), distance[keep]
 
 
-def _offsets(arrays, name, count, least) -> np.ndarray:
+def _offsets(arrays, name, count, least, length="G+1") -> np.ndarray:
     """Read where each graph's rows begin among `count` -> int64 [G+1]; each graph needs at least `least` rows."""
-    offsets = arrays.integers(name)
-    valid = offsets.ndim == 1 and len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == count
+    offsets = arrays.integers(name, length)
+    valid = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == count
     if not valid or (np.diff(offsets) < least).any():
         raise arrays.error(f"{name} must rise from 0 to the {count} rows, by {least} at least")
     return offsets

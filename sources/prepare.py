@@ -191,7 +191,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         if tables:
             arrays = read_tables(kind, own, columns, path.absolute().parent)
             options |= {name: arrays.pop(name, None) for name in ("node_names", "edge_types")}
-            arrays = Arrays(kind, arrays)
+            arrays = Arrays(kind, arrays, files=own)
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))
@@ -241,47 +241,67 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
         arrays.close()
         return build_graphs(path, graphs, split=split, progress=progress, source=source)
     options |= {"backend": backend, "progress": progress}
-    if arrays.of_types:
-        return _build_typed(path, arrays, params, source, **options)
     return _build_graph(path, arrays, params, source, **options)
 
 
-def _drawn_split(arrays, labels, source, random, where=""):
-    """Draw a split and print how; without a seed in `source` each run draws its own, which `source` then notes."""
-    split, by = drawn_per_class(labels, random), "by --seed of train.py"
-    if "seed" in source:
-        by = f"seed {source['seed']}"
-    else:
-        source["split"] = DRAWN
-    arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
-    return split
+def _read_graph(arrays, params, source):
+    """Read the `Arrays` of one graph, as of the type "" if it has no types -> ({argument of `build_store`: {type: its
+    value}}; the split, empty if there is none). Names of classes go to `source`."""
+    graph = {name: {} for name in ("node_types", "features", "labels", "edge_index")}
+    target, labelled, split = params.get("target"), [], None
+    for kind, of in arrays.by_type().items():
+        num_nodes = num_edges = None
+        if "," not in kind:
+            labels, features = of.labels(), of.features(params.get("row_normalize"))
+            rows = features if labels is None else labels
+            if rows is None and not kind:
+                of.find(*FEATURES, needed=True)
+            counted = rows is None or of.find("num_nodes")
+            num_nodes = of.integers("num_nodes").item() if counted else rows.shape[0]
+            if rows is not None and num_nodes != rows.shape[0]:
+                held = f"there are {rows.shape[0]} labels or features"
+                raise of.error(f"num_nodes is {num_nodes}, and {held}")
+            graph["node_types"][kind], graph["features"][kind] = num_nodes, features
+            labelled += [kind] if labels is not None else []
+            if target in (None, kind) and (labels is not None or not kind):
+                graph["labels"] = {kind: labels}
+                split = found(of, num_nodes, params.get("split"))
+                source |= {"classes": of.classes} if of.classes else {}
+        if "," in kind or not kind:
+            kind = tuple(kind.split(",")) if kind else kind
+            graph["edge_index"][kind] = of.edge_index()
+            num_edges = graph["edge_index"][kind].shape[-1]
+        for name, values in of.columns().items():
+            graph.setdefault(name, {})[kind] = values
+        of.close(num_nodes, num_edges)
+    if len(labelled) > 1 and target is None or target and target not in labelled:
+        which = ", ".join(labelled) or "no type"
+        raise arrays.error(f"there are labels of {which}: keep those of one, as target=TYPE does")
+    return graph, split
 
 
 def _build_graph(path, arrays, params, source, **options) -> Path:
     """Build a store of the `Arrays` of one graph; print what was drawn, and how many edges lack a reverse."""
-    labels, features = arrays.labels(), arrays.features(params.get("row_normalize"))
-    if labels is None and features is None:
-        arrays.find(*FEATURES, needed=True)
-    num_nodes, edges = (features if labels is None else labels).shape[0], arrays.edge_index()
-    if arrays.find("num_nodes") and (count := arrays.integers("num_nodes").item()) != num_nodes:
-        raise arrays.error(f"num_nodes is {count}, and there are {num_nodes} labels or features")
-    split = found(arrays, num_nodes, params.get("split"))
-    if arrays.classes:
-        source["classes"] = arrays.classes
-    columns = arrays.columns()
-    arrays.close(num_nodes, edges.shape[-1])
+    graph, split = _read_graph(arrays, params, source)
+    labels = next(iter(graph["labels"].values()), None)
     random = np.random.default_rng(source.get("seed", 0))
     if labels is None:
         arrays.say("it has no labels: a trained model can predict on it, --task link learn from it")
     elif not split:
-        split = _drawn_split(arrays, labels, source, random)
-    if features is None:
-        num_classes = check_labels(labels, num_nodes, options.get("num_classes"))[1]
-        split, features = _labels_as_features(arrays, labels, split, num_classes, random)
+        split, by = drawn_per_class(labels, random), f"seed {source.get('seed')}"
+        if "seed" not in source:  # each run draws its own
+            source["split"], by = DRAWN, "by --seed of train.py"
+        where = "".join(f" from nodes of type {kind}" for kind in graph["labels"] if kind)
+        arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
+    if not arrays.of_types:
+        graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
+    if graph["features"] is None:
+        num_classes = check_labels(labels, len(labels), options.get("num_classes"))[1]
+        shown = _labels_as_features(arrays, labels, split, num_classes, random)
+        split, graph["features"] = shown
         options |= {"symmetrize": True, "drop_duplicates": True}
         source["features"] = "labels of half of the training nodes"
-    graph = dict(edge_index=edges, features=features, labels=labels, split=split, source=source)
-    build_store(path, **graph, **columns, **options)
+    build_store(path, **graph, split=split, source=source, **options)
     meta = files.read_meta(path)
     if labels is not None and labels.ndim == 1:
         empty = np.setdiff1d(np.arange(meta["num_classes"]), labels).tolist()
@@ -292,43 +312,6 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         share = f"{one_way:,} of {meta['edges']['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
     return path
-
-
-def _build_typed(path, arrays, params, source, **options) -> Path:
-    """Build a store of the `Arrays` of one graph whose nodes and edges have types."""
-    graph = {"node_types": {}, "features": {}, "labels": {}, "edge_index": {}, "split": None}
-    target, labelled, columns = params.get("target"), [], {}
-    for kind, of in arrays.by_type().items():
-        if "," in kind:
-            kind = tuple(kind.split(","))
-            graph["edge_index"][kind] = of.edge_index()
-            counts = None, graph["edge_index"][kind].shape[-1]
-        else:
-            labels, features = of.labels(), of.features()
-            if of.find("num_nodes"):
-                counts = of.integers("num_nodes").item(), None
-            elif features is not None or labels is not None:
-                counts = (labels if features is None else features).shape[0], None
-            else:
-                raise arrays.error(f"nodes of type {kind} are not counted: give num_nodes:{kind}")
-            graph["node_types"][kind], graph["features"][kind] = counts[0], features
-            labelled += [kind] if labels is not None else []
-            if labels is not None and target in (None, kind):
-                graph["labels"] = {kind: labels}
-                graph["split"] = found(of, counts[0], params.get("split"))
-                source |= {"classes": of.classes} if of.classes else {}
-        for name, values in of.columns().items():
-            columns.setdefault(name, {})[kind] = values
-        of.close(*counts)
-    if len(labelled) > 1 and target is None or target and target not in labelled:
-        which = ", ".join(labelled) or "no type"
-        raise arrays.error(f"there are labels of {which}: keep those of one, as target=TYPE does")
-    for kind, labels in graph["labels"].items():
-        if not graph["split"]:
-            random = np.random.default_rng(source.get("seed", 0))
-            where = f" from nodes of type {kind}"
-            graph["split"] = _drawn_split(arrays, labels, source, random, where)
-    return build_store(path, **graph, **columns, source=source, **options)
 
 
 def _labels_as_features(arrays, labels, split, num_classes, random):

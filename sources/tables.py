@@ -30,6 +30,7 @@ COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open
 TYPES = {int: "int64", float: "float64", str: "string"}
 WORDS = {"int64": "whole number of 64 bits", "double": "number", "string": "text"}
 WHOLE = re.compile(r"[+-]?[0-9]{1,25}")
+CODE = re.compile(r"[+-]?0[0-9]+")  # a name written in digits: as a number it would lose its zeros
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 MISSING = ("", "nan", "NaN", "NAN", "Nan")
 LIKE_NUMBERS = {"na", "n/a", "null", "none", "inf", "-inf", "?", "-"}  # never in a header
@@ -48,7 +49,8 @@ class Table:
 
     Attributes:
         names: list of the columns' names, or None. width: number of columns. rows: number of rows read so far.
-        kinds: [width] "whole", "real", "text" (no cell is like a number), "mixed" or "empty", judged by the first rows.
+        kinds: [width] "whole", "coded" (with leading zeros), "real", "text" (no cell is a number), "mixed" or "empty",
+            judged by the first rows.
         notes: phrases on what was guessed, for `say`.
     """
 
@@ -133,13 +135,17 @@ class Table:
         """Yield the columns of each batch; pyarrow's errors are reworded with the line and the column's name."""
         import pyarrow.csv
 
+        if self._separator is None:
+            for batch in self._file.iter_batches(max(1, (1 << 20) // self.width)):
+                columns = []
+                for j, kind in enumerate(types):
+                    with reading(f"{self.name}: {self.column(j)}"):
+                        columns.append(batch.column(j).cast(kind))
+                yield columns
+            return
+        types = {str(j): kind for j, kind in enumerate(types)}
+        read = dict(use_threads=False, block_size=BLOCK, skip_rows=self._skipped)
         try:
-            if self._separator is None:
-                for batch in self._file.iter_batches(max(1, (1 << 20) // self.width)):
-                    yield [batch.column(j).cast(types[j]) for j in range(self.width)]
-                return
-            types = {str(j): kind for j, kind in enumerate(types)}
-            read = dict(use_threads=False, block_size=BLOCK, skip_rows=self._skipped)
             for batch in pyarrow.csv.open_csv(
                 self._stream,
                 pyarrow.csv.ReadOptions(**read, column_names=[*types]),
@@ -252,13 +258,15 @@ def cells_of(line, separator) -> list[str]:
 
 
 def kind_of(cells) -> str:
-    """Classify the cells of a column: "whole", "real", "mixed", "text" or "empty"."""
+    """Classify the cells of a column, see `Table.kinds`."""
     cells = [cell for cell in cells if cell not in MISSING]
     if not cells:
         return "empty"
     if all(map(NUMBER.fullmatch, cells)):
-        return "whole" if all(map(WHOLE.fullmatch, cells)) else "real"
-    return "mixed" if any(map(like_number, cells)) else "text"
+        if not all(map(WHOLE.fullmatch, cells)):
+            return "real"
+        return "coded" if any(map(CODE.fullmatch, cells)) else "whole"
+    return "mixed" if any(map(NUMBER.fullmatch, cells)) else "text"
 
 
 def like_number(cell) -> bool:

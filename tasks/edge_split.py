@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from disk.columns import OF_EDGES
 from disk.files import SPLITS, StoreError, reading
 from sampler import DAMAGED, DamagedGraph, expand, mix, number_before, outside, random_bits
-
-EDGE_COLUMNS = ("edge_weight", "edge_type", "edge_time", "edge_features")
 
 
 class Edges:
@@ -109,17 +108,14 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
     # pairs of a file that are no edges of the graph: negatives must avoid them, too
     if not edges.has(*held.unbind(1)).all():
         destination = torch.cat([torch.repeat_interleave(store.indptr.diff()), held[:, 1]])
-        counts, order = (
-            torch.bincount(destination, minlength=store.num_nodes),
-            destination.argsort(),
-        )
-        sources = torch.cat([edges.sources.long(), held[:, 0]])[order]
+        sources = torch.cat([edges.sources.long(), held[:, 0]])[destination.argsort()]
+        counts = destination.bincount(minlength=store.num_nodes)
         graph.known = Edges(F.pad(counts.cumsum(0), (1, 0)), sources)
     if len(held):
         graph.indptr, graph.indices = lists_of(store, keep)
         graph.num_edges = graph.indices.numel()
         graph.sampled_indices, graph.sampling_threads = graph.indices, None
-        for column in EDGE_COLUMNS:
+        for column in OF_EDGES:
             if getattr(store, column, None) is not None:
                 setattr(graph, column, getattr(store, column)[keep])
     rest = edges_of(graph, edge_type)

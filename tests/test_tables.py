@@ -56,6 +56,7 @@ CHANGED = [
     ("x", "2.5", "1e39", "features.2, 0. is inf: every value must be finite"),
     ("y", "1\n0\n1\n0", "NA\n0\n1\n0", "y.csv, line 2: column 1 is no number: invalid value 'NA'"),
     ("y", "1\n0\n1\n0", "nan\n0\n-1\n0", [0, -1, 0, -1, 0, 1]),
+    ("y", "0\n1\n0\n", "0\n1.5\n0\n", "y.csv: labels.1. is 1.5: labels are whole"),
     ("e", "2,3\n3,0", '2,"3\n3",0', "e.csv, line 3: Expected 2 columns"),
     ("e", "2,3", "2,\xe93", "e.csv cannot be read: .* byte 0xe9"),
 ]
@@ -82,6 +83,7 @@ WRITTEN = [
     ("x", "a,label\n" + X, "x.csv: features must not tell the label: drop 'label'"),
     ("x", "a,a\n" + X, "x.csv has two columns called 'a'"),
     ("y", "no\nyes\n" * 3, None),
+    ("y", "no\nNA\n" * 3, "y.csv: labels holds NA and no: give numbers or text"),
     ("y", "id,label\n5,1\n3,1\n1,1\n0,0\n2,0\n", [0, 1, 0, 1, -1, 1]),
     ("y", "topic\n" + "no\nyes\n" * 3, "y.csv, line 7: more rows than in .*x.csv; a header is"),
     ("y", "topic\n" + Y, None),
@@ -152,7 +154,11 @@ def test_tables_say_what_was_guessed(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "names, ids",
-    [(["é", "bob", "#c", "d, e", "david", "6"], "node"), ([31336, 7, 0, 10**6, 5, 10], "paper_id")],
+    [
+        (["é", "bob", "#c", "d, e", "david", "6"], "node"),
+        (["007", "7", "08", "8", "10", "0"], "node"),
+        ([31336, 7, 0, 10**6, 5, 10], "paper_id"),
+    ],
 )
 def test_tables_nodes_with_names(tmp_path, names, ids):
     """Text, and integers other than 0 to V-1, are mapped to the rows of the features; the names are kept."""
@@ -175,7 +181,7 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
         ("e", "from,to\nzoe,7\n", "line 2"),
         ("y", Y, "no column of ids"),
         ("x", X, "line 1: column 1 is no whole number|there is no node"),
-        ("train", "david\nbob\n", "its header david names nodes|whole number"),
+        ("train", "david\nbob\n", "its header david names nodes|whole number|no node"),
         ("e", "david,bob\né,#c\n", "its header david,bob names|whole number|no node"),
     ):
         shutil.rmtree(path, ignore_errors=True)
@@ -421,6 +427,7 @@ def test_tables_parquet(tmp_path, monkeypatch):
         ([1], np.array([0], "datetime64[s]"), "'dst' holds timestamp"),
         ([None, 1], [1, 2], "line 1: 'src' is empty"),
         ([1.5], [2], "line 1: 'src' is 1.5, which is no whole"),
+        ([1], ["x"], "e.parquet: 'dst' cannot be read: .*'x' as a scalar of type int64"),
     ):
         write("e", src=src, dst=dst)
         _refuses(complaint, graph_tables.edges, *edges)
