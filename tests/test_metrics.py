@@ -114,6 +114,9 @@ def test_metrics_are_what_their_definitions_say():
         assert metrics.average_precision(score, target) == near(total)
     expected = {"mrr": 1.65 / 4, "hits@1": 0.25, "hits@10": 0.75}
     assert metrics.ranking(torch.tensor([1.0, 2, 10, 20])) == near(expected)
+    output, y_ = torch.tensor([[1.0], [4.0]]), torch.tensor([[2.0], [2.0]])
+    of_two = {"rmse": 2.5**0.5, "mae": 1.5, "rmse_of_the_mean": 3.0}
+    assert metrics.errors(output, y_, torch.tensor([5.0])) == near(of_two)
     large = torch.tensor([[3e30], [-1e30]])  # whose squares are beyond float32
     assert metrics.errors(large, 0 * large, large[0])["rmse"] == near(5**0.5 * 1e30)
     assert metrics.score("f1", logits[:0], y[:0]) is None
