@@ -32,6 +32,7 @@ from tests.common import (
     _log,
     _parameters,
     _run_here,
+    _same_for_any_number_of_processes,
     _same_weights,
     _train,
 )
@@ -511,12 +512,8 @@ class Net(torch.nn.Module):
 def test_own_model_with_parameters_that_are_not_used(tiny, tmp_path):
     """They are left out of the gradient all-reduce: two processes train as one does."""
     (tmp_path / "net.py").write_text(UNUSED)
-    common = f"--dataset {tiny} --gpus 0 --fanout 5 --epochs 3 --model {tmp_path}/net.py:Net"
-    for procs, words in ((1, "--batch-size 200"), (2, "--accumulate 2 --batch-size 50")):
-        output = _train(common, words, f"--procs {procs} --checkpoint {tmp_path}/{procs}.pt")
-        assert "Warning" not in output
-    one, two = (_parameters(tmp_path / f"{procs}.pt") for procs in (1, 2))
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+    words = f"--dataset {tiny} --fanout 5 --model {tmp_path}/net.py:Net"
+    _same_for_any_number_of_processes(tmp_path, words, [(1, 200, 1), (2, 50, 2)])
 
 
 OUR_LAYERS = """
