@@ -46,7 +46,7 @@ SMALL = " ".join(map(str, COMMON))
 
 def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp_path, capsys):
     kept = {"lr": 0.02, "lr_schedule": "cosine", "weight_decay": 1e-4, "early_stop": 30}
-    kept |= {"precision": "bf16", "epochs": 6, "sampler": "labor", "batch_dependency": 3}
+    kept |= {"precision": "fp64", "epochs": 6, "sampler": "labor", "batch_dependency": 3}
     words = " ".join(f"--{name} {value}" for name, value in kept.items()) + " --layer-dependency"
     words = f"--dataset {tiny} {SMALL} {words}"
     log, _ = _run_here(tmp_path, words)
@@ -183,7 +183,7 @@ def test_a_checkpoint_is_tied_to_its_graph_and_predicts_for_others(tmp_path, cap
 
 
 def test_a_rank_without_a_file_takes_state_and_flags_from_the_others(tiny, tmp_path):
-    _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 1 --precision bf16 --lr 0.02")
+    _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 1 --precision fp64 --lr 0.02")
     data = (tmp_path / "here.pt").read_bytes()
     others = types.SimpleNamespace(world=2, rank=1, broadcast=lambda mine, source: data)
     others.gather = lambda number: [1 << 28, number]
@@ -192,7 +192,7 @@ def test_a_rank_without_a_file_takes_state_and_flags_from_the_others(tiny, tmp_p
     state, path, args = checkpoint.common_state(others, args)
     assert state["epoch"] == 1 and path == str(tmp_path / "none.pt")
     kept = args.precision, args.lr, args.hidden, args.batch_size, args.dataset
-    assert kept == ("bf16", 0.04, 16, 100, tiny)
+    assert kept == ("fp64", 0.04, 16, 100, tiny)
 
 
 def test_a_damaged_checkpoint_is_refused_by_name_and_names_no_file_to_write(tiny, tmp_path, capsys):
