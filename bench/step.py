@@ -246,8 +246,8 @@ def bench_scaling(args):
     opened(args.dataset, args.root)
     epochs, figures = collections.defaultdict(list), {}
     for procs in args.procs * args.rounds:
-        flags = ["--batch-size", args.batch_size // procs, "--epochs", 4]
-        flags += ["--gpus", procs] if args.gpus else ["--gpus", 0, "--procs", procs]
+        flags = ["--batch-size", args.batch_size // procs, "--epochs", 4, "--gpus", 0]
+        flags += ["--procs", procs]
         epochs[procs] += tools.elsewhere(tools.epochs_of, args, args.dataset, *flags)[1:]
     for procs, entries in epochs.items():
         seconds = [entry["seconds"] for entry in entries]
