@@ -178,18 +178,6 @@ def test_interruptions_change_no_bit(kind, tiny, tmp_path):
     assert _same_weights(tmp_path / "straight.pt", tmp_path / "resumed.pt"), moments
 
 
-def test_processes_with_a_cache_of_features_on_disk_train_to_the_same_bits(tiny, tmp_path):
-    """One process with any cache and window: `test_interruptions_change_no_bit`."""
-    common = f"--dataset {tiny} --model gcn --fanout 5,5 --hidden 16 --epochs 2 --batch-size 50"
-    two, plain, log = (tmp_path / name for name in ("two.pt", "plain.pt", "log"))
-    _train(common, f"--procs 2 --cache 30KiB --checkpoint {two} --log {log}")
-    _train(common, f"--procs 2 --checkpoint {plain}")
-    assert _same_weights(two, plain)
-    last = _log(log)[1]
-    assert 0 < last["cache_hit_rate"] <= 1
-    assert 64 * (last["rows"] - last["hits"]) <= last["bytes_read"] > 0
-
-
 def _trains_on_a_flaky_disk(fails, *words):
     text, read = _flaky(fails), build.read_source
     build.read_source = lambda file, **names: text if file == "rows.c" else read(file, **names)
