@@ -254,6 +254,5 @@ def bench_scaling(args):
         row = {"n": len(seconds), "median_s": statistics.median(seconds), "min_s": min(seconds)}
         figures[procs] = row
         row["speedup"] = next(iter(figures.values()))["median_s"] / row["median_s"]
-        for stage in ("exchange", "stall", "optimizer"):
-            row[f"{stage}_s"] = statistics.median(entry.get(stage, 0) for entry in entries)
+        row["exchange_s"] = statistics.median(entry.get("exchange", 0) for entry in entries)
     return {"scaling": tools.print_table("processes", figures)}
