@@ -197,8 +197,8 @@ def test_train_from_a_slow_disk_that_fails(tiny, tmp_path):
     assert re.search(f"^{error}", printed, re.MULTILINE) and "Traceback" not in printed, printed
 
 
-def test_switches_that_must_not_change_the_result(tiny, tmp_path, monkeypatch):
-    """Recomputed activations, torch operations instead of native ones, an LMDB store with a cache."""
+def test_switches_that_must_not_change_the_result(tiny, tmp_path):
+    """Recomputed activations, an LMDB store with a cache; torch operations beside native ones: tests/test_layers.py."""
     common = "--hidden 16 --epochs 2 --dropout 0 --lr 0.01 --batch-size 200"
     drawn = f"--dataset {tiny} --fanout 5,5 {common}"
     log, expected = _run_here(tmp_path, drawn)
@@ -217,8 +217,6 @@ def test_switches_that_must_not_change_the_result(tiny, tmp_path, monkeypatch):
     cached = _run_here(tmp_path, lmdb, "--cache 100KiB")
     same(cached, 1e-4)
     assert 0.3 < cached[0][-2]["cache_hit_rate"] < 1
-    monkeypatch.setattr(model, "fused", None)
-    same(_run_here(tmp_path, drawn), 1e-4)
 
 
 @pytest.mark.parametrize("name", model.CONVS)
