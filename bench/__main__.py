@@ -75,7 +75,6 @@ def make_parser():
     add("--graphbolt", metavar="PYTHON", help="sampler, store, mag: GraphBolt's interpreter")
     add("--pyg", metavar="PYTHON", help="mag: an interpreter with torch_geometric and torch-sparse")
     add("--procs", default="1,2", type=numbers, help="scaling: processes sharing one --batch-size")
-    add("--gpus", action="store_true", help="scaling: one GPU per process")
     add("--model", default="sage", choices=list(CONVS), help="step, inference: the model")
     add("--heads", type=whole, default=1, help="step, layers: heads of gat")
     # store
@@ -114,8 +113,8 @@ def main(argv=None):
     args.threads = args.threads or (torch.get_num_threads() if gpu else 2)
     settle(args.threads)
     if what not in ("picture", "gpu"):
-        machine = "  ".join(f"{name} {value}" for name, value in hardware(args.gpus).items())
-        print(f"measured on the {'GPU' if args.gpus else 'CPU'}  {machine}")
+        machine = "  ".join(f"{name} {value}" for name, value in hardware().items())
+        print(f"measured on the CPU  {machine}")
     if what in ("sampler", "step", "layers", "link", "inference", "mag"):
         keep_freed_memory()  # for all contenders, as train.py does
         sizes = f"batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads"

@@ -200,8 +200,7 @@ def attack_store(case):
 
 
 def attack_input(case):
-    """Build a store from damaged files, verify it and train on it. That it holds what the files do
-    is tested in tests/test_sources.py and tests/test_tables.py."""
+    """Build a store from damaged files, verify it and train on it. That it holds what the files do is tested in tests/."""
 
     def harm(path, random):
         if case.kind == "csv":

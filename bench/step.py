@@ -246,14 +246,13 @@ def bench_scaling(args):
     opened(args.dataset, args.root)
     epochs, figures = collections.defaultdict(list), {}
     for procs in args.procs * args.rounds:
-        flags = ["--batch-size", args.batch_size // procs, "--epochs", 4]
-        flags += ["--gpus", procs] if args.gpus else ["--gpus", 0, "--procs", procs]
+        flags = ["--batch-size", args.batch_size // procs, "--epochs", 4, "--gpus", 0]
+        flags += ["--procs", procs]
         epochs[procs] += tools.elsewhere(tools.epochs_of, args, args.dataset, *flags)[1:]
     for procs, entries in epochs.items():
         seconds = [entry["seconds"] for entry in entries]
         row = {"n": len(seconds), "median_s": statistics.median(seconds), "min_s": min(seconds)}
         figures[procs] = row
         row["speedup"] = next(iter(figures.values()))["median_s"] / row["median_s"]
-        for stage in ("exchange", "stall", "optimizer"):
-            row[f"{stage}_s"] = statistics.median(entry.get(stage, 0) for entry in entries)
+        row["exchange_s"] = statistics.median(entry.get("exchange", 0) for entry in entries)
     return {"scaling": tools.print_table("processes", figures)}

@@ -156,7 +156,7 @@ def write_json(file, content):
 def write_figures(args, figures):
     """Write the figures to --json, with the machine and the arguments."""
     if args.json:
-        write_json(args.json, {"machine": hardware(args.gpus), "arguments": vars(args), **figures})
+        write_json(args.json, {"machine": hardware(), "arguments": vars(args), **figures})
 
 
 def chosen_parts(args, parts):

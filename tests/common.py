@@ -359,12 +359,6 @@ def _store(path, num_nodes=200, **changes):
     return build_store(path, **{**_graph(num_nodes), **changes})
 
 
-def _run(script, *args):
-    program = [HERE / script] if script.endswith(".py") else ["-m", script]
-    command = [sys.executable, *program, *map(str, args)]
-    return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=240)
-
-
 def _in_child(work):
     """Run work() in a forked process -> its wait status."""
     pid = os.fork()
@@ -463,16 +457,19 @@ def _wait_for(condition, process, pause=0.02):
 
 def _same_for_any_number_of_processes(folder, words, runs, epochs=3):
     """Train in fp64 with each (processes, batch size, passes of a step) and assert equal losses and
-    weights to 1e-9, equal scores to 0.003. Leaves N.pt and logN of run N."""
-    logs, weights = [], []
+    weights to 1e-9, equal scores to 0.003 and predictions. Leaves N.pt, N.npy and logN of run N."""
+    logs, weights, predicted = [], [], []
     for number, (procs, batch, accumulate) in enumerate(runs):
         sizes = f"--procs {procs} --batch-size {batch} --accumulate {accumulate} --epochs {epochs}"
         files = f"--log {folder}/log{number} --checkpoint {folder}/{number}.pt"
+        files += f" --predict {folder}/{number}.npy"
         _train(words, sizes, files, "--gpus 0 --precision fp64")
+        predicted.append(np.load(folder / f"{number}.npy"))
         logs.append(_log(folder / f"log{number}"))
         weights.append(_parameters(folder / f"{number}.pt"))
-    for log, model in zip(logs[1:], weights[1:]):
+    for log, model, rows in zip(logs[1:], weights[1:], predicted[1:]):
         assert len(log) == epochs + 1  # only rank 0 writes
+        assert np.isclose(rows, predicted[0], rtol=1e-5, atol=1e-6).mean() > 0.999
         for a, b in zip(logs[0][:epochs], log):
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-9)
         for a, b in zip(logs[0], log):

@@ -32,6 +32,7 @@ from tests.common import (
     _log,
     _parameters,
     _run_here,
+    _same_for_any_number_of_processes,
     _same_weights,
     _train,
 )
@@ -271,16 +272,6 @@ def test_features_too_large_to_train_on_are_refused_and_large_ones_named(backend
         assert _code(f"--dataset {tmp_path}/float64", *words) == 0
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
-def test_regressor_beats_the_mean_on_real_molecules(tmp_path):
-    """ESOL, random 80/10/10 split: predicting the mean has an RMSE of 2.19, literature 0.6-1.0."""
-    words = f"--task graph --dataset {DATA}/esol.npz --root {tmp_path} --gpus 0 --dropout 0"
-    output = _train(words, f"--hidden 64 --batch-size 32 --epochs 18 --log {tmp_path}/log")
-    scores = _log(tmp_path / "log")[-1]["scores"]
-    assert scores["test"]["rmse_of_the_mean"] > 2 and scores["test"]["rmse"] < 1.2, output
-    assert "test   RMSE" in output and "edge-gated regressor, 3 layers, hidden 64" in output
-
-
 def test_graph_task_with_two_processes_checkpoints_and_resumes(tmp_path, capsys):
     _molecules(tmp_path / "m.npz", count=200)
     common = [f"--task graph --dataset {tmp_path}/m.npz --root {tmp_path} --gpus 0 --hidden 16"]
@@ -389,17 +380,16 @@ def test_own_model_trains_resumes_and_predicts(library, tiny, tmp_path):
     exact = _log(log)[-1]["exact"]["test"]
     assert exact > 0.5 and f"model   {file}:Net, 2 hops" in output
     assert "\nexact accuracy  train " in output and "layer-wise" not in output
-    for earlier in (False, True):
-        said = _train(own, f"--epochs 2 --checkpoint {half}")
-        assert (f"replace {half} of an earlier run" in said) == earlier
-    # arguments are the checkpoint's
-    resume = f"--resume {half} --model {file}:Net --epochs 4 --checkpoint {half} --gpus 0"
-    assert "not the text" not in _train(resume)
-    assert _same_weights(tmp_path / "full.pt", half)
     predict = f"--resume {tmp_path}/full.pt --model {file}:Net --gpus 0"
     _train(predict, f"--predict {tmp_path}/one.npy")
     one, graph = np.load(tmp_path / "one.npy"), GraphStore.open(tiny)
     if library == "mymodel.py":
+        for earlier in (False, True):
+            said = _train(own, f"--epochs 2 --checkpoint {half}")
+            assert (f"replace {half} of an earlier run" in said) == earlier
+        # arguments are the checkpoint's
+        _train(f"--resume {half} --model {file}:Net --epochs 4 --checkpoint {half} --gpus 0")
+        assert _same_weights(tmp_path / "full.pt", half)
         _train(own, f"--epochs 4 --batch-size 50 --procs 2 --log {tmp_path}/two --precision bf16")
         assert _log(tmp_path / "two")[-1]["exact"]["test"] > 0.5
         _train(predict, f"--procs 2 --predict {tmp_path}/two.npy")
@@ -451,11 +441,6 @@ def test_a_graph_without_labels_is_predicted_on_and_not_trained_on(tiny, tmp_pat
     built = next((tmp_path / "root").glob("bare-*"))
     assert verify(built) == [] and "no labels" in store.info(built)
     assert not GraphStore.open(built).labelled
-    (tmp_path / "e.csv").write_text("0,1\n1,2\n")
-    (tmp_path / "x.csv").write_text("1.5\n2\n3\n")
-    words = f"build {tmp_path}/e.csv {tmp_path}/s --features {tmp_path}/x.csv"
-    assert store.main(words.split()) == 0
-    assert not GraphStore.open(tmp_path / "s").labelled
 
 
 FAULTY = """
@@ -527,37 +512,15 @@ class Net(torch.nn.Module):
 def test_own_model_with_parameters_that_are_not_used(tiny, tmp_path):
     """They are left out of the gradient all-reduce: two processes train as one does."""
     (tmp_path / "net.py").write_text(UNUSED)
-    common = f"--dataset {tiny} --gpus 0 --fanout 5 --epochs 3 --model {tmp_path}/net.py:Net"
-    for procs, words in ((1, "--batch-size 200"), (2, "--accumulate 2 --batch-size 50")):
-        output = _train(common, words, f"--procs {procs} --checkpoint {tmp_path}/{procs}.pt")
-        assert "Warning" not in output
-    one, two = (_parameters(tmp_path / f"{procs}.pt") for procs in (1, 2))
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+    words = f"--dataset {tiny} --fanout 5 --model {tmp_path}/net.py:Net"
+    _same_for_any_number_of_processes(tmp_path, words, [(1, 200, 1), (2, 50, 2)])
 
 
-def test_own_model_of_our_layers_is_evaluated_layer_by_layer(tiny, tmp_path, monkeypatch):
-    """A function that returns a GNN gets its degrees; batches with all neighbours give the same logits."""
-    file = tmp_path / "net.py"
-    file.write_text(
-        "from model import GNN\ndef Net(in_dim, num_classes, conv='gcn'):\n"
-        "    return GNN(in_dim, 16, num_classes, conv=conv, num_layers=2, norm='layer')\n"
-    )
-    for conv in ("gcn", "gat"):
-        words = f"--dataset {tiny} --model {file}:Net --model-args conv={conv} --fanout 4,4"
-        run = running.open_run(ddp.Ranks(), train.parse_args(words.split()), tiny)
-        net = run.model
-        assert layerwise(net) and (net.degrees is not None) == (conv == "gcn")
-        expected = run.exact()
-        for edges in (1 << 22, 0):  # the whole graph as one batch, and batches
-            monkeypatch.setattr(running, "WHOLE_GRAPH_EDGES", edges)
-            torch.testing.assert_close(run.exact_in_batches(net), expected, rtol=1e-4, atol=1e-5)
-
-
-CHANGED = """
+OUR_LAYERS = """
 from model import GNN
 class Net(GNN):
     def __init__(self, in_dim, num_classes, conv):
-        super().__init__(in_dim, 16, num_classes, conv=conv, num_layers=2)
+        super().__init__(in_dim, 16, num_classes, conv=conv, num_layers=2, norm="layer")
 class Forward(Net):
     def forward(self, blocks, x):
         return super().forward(blocks, 0 * x)
@@ -567,17 +530,24 @@ class Finish(Net):
 """
 
 
-@pytest.mark.parametrize("conv", ["sage", "gcn"])
-@pytest.mark.parametrize("name", ["Forward", "Finish"])
-def test_what_a_subclass_of_gnn_changes_counts_in_training_and_evaluation(
-    name, conv, tiny, tmp_path
-):
-    """Both subclasses discard the features: all nodes have the same logits."""
-    (tmp_path / "net.py").write_text(CHANGED)
-    words = (
-        f"--dataset {tiny} --model {tmp_path}/net.py:{name} --model-args conv={conv} --fanout 4,4"
-    )
-    run = running.open_run(ddp.Ranks(), train.parse_args(words.split()), tiny)
-    nodes = torch.arange(50)
-    for logits in (run.exact(), run.sampled(nodes)):
-        assert logits.std(0).max() < 1e-6 and (run.model.degrees is None) == (conv == "sage")
+@pytest.mark.parametrize("conv", ["sage", "gcn", "gat"])
+def test_own_model_of_our_layers_is_evaluated_as_it_is_trained(conv, tiny, tmp_path, monkeypatch):
+    """Layer by layer, with degrees; batches with all neighbours give the same logits. Both subclasses discard the
+    features: all nodes have the same logits."""
+    (tmp_path / "net.py").write_text(OUR_LAYERS)
+
+    def opened(name):
+        model = f"--model {tmp_path}/net.py:{name} --model-args conv={conv}"
+        words = f"--dataset {tiny} --fanout 4,4 {model}"
+        return running.open_run(ddp.Ranks(), train.parse_args(words.split()), tiny)
+
+    run = opened("Net")
+    assert layerwise(run.model) and (run.model.degrees is not None) == (conv == "gcn")
+    expected = run.exact()
+    for edges in (1 << 22, 0):  # the whole graph as one batch, and batches
+        monkeypatch.setattr(running, "WHOLE_GRAPH_EDGES", edges)
+        torch.testing.assert_close(run.exact_in_batches(run.model), expected, rtol=1e-4, atol=1e-5)
+    for name in ("Forward", "Finish"):
+        run = opened(name)
+        for logits in (run.exact(), run.sampled(torch.arange(50))):
+            assert logits.std(0).max() < 1e-6

@@ -282,7 +282,7 @@ def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
         assert "drop_duplicates, drop_self_loops, symmetrize" in capsys.readouterr().out
         assert _same(f"from-{table}", reference), table
     words = "build plain.csv s9 --features x.csv --times 3 --node-times y.csv"
-    assert store.main(words.split()) == 0
+    assert store.main(words.split()) == 0 and not GraphStore.open("s9").labelled
 
 
 def test_store_ends_at_once_beside_a_thread_that_reads_on(tmp_path):

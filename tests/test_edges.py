@@ -174,13 +174,9 @@ def test_a_run_draws_by_what_edges_carry(words, said, column, options, tmp_path,
 def test_train_at_its_own_time_is_the_same_for_any_number_of_processes(tmp_path):
     path = _told_by_the_future(tmp_path / "g")
     words = f"--dataset {path} --gpus 0 --fanout 5,3 --hidden 16 --lr 0.01"
-    _same_for_any_number_of_processes(tmp_path, words, [(1, 60, 1), (3, 20, 1)])
-    for procs in (1, 3):
-        predict = f"--predict {tmp_path}/{procs}.npy --predict-what embeddings"
-        _train(f"--resume {tmp_path}/0.pt --gpus 0 --procs {procs}", predict)
-    one, three = (np.load(tmp_path / f"{procs}.npy") for procs in (1, 3))
-    np.testing.assert_allclose(three, one, rtol=1e-5, atol=1e-6)
-    assert one.shape == (600, 16)
+    what = "--predict-what embeddings"
+    _same_for_any_number_of_processes(tmp_path, f"{words} {what}", [(1, 60, 1), (3, 20, 1)])
+    assert np.load(tmp_path / "0.npy").shape == (600, 16)
 
 
 @pytest.mark.parametrize("temporal", ["at", "before"])

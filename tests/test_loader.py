@@ -20,25 +20,8 @@ from model import SAGE
 from run.run import open_run
 from sampler import NeighborSampler
 from store import build_store
-from tests.common import _as_lists, _graph, _random_graph, _readme_blocks
+from tests.common import _as_lists, _graph, _random_graph
 from tests.stores import _refuses
-
-
-def test_loader_twelve_lines_from_tensors_to_a_trained_model():
-    """The lines of README.md, on two communities with weak features."""
-    twelve = next(block for block in _readme_blocks("python") if "NodeLoader" in block)
-    rng = np.random.default_rng(0)
-    y = rng.integers(0, 2, 600)
-    nodes = [rng.permutation(np.flatnonzero(y == c))[:200] for c in (0, 1) for _ in range(8)]
-    near = np.stack(nodes)
-    edge_index = np.stack([near.reshape(-1), np.roll(near, 1, 1).reshape(-1)])
-    x = (rng.normal(size=(600, 4)) + 0.7 * y[:, None]).astype(np.float32)
-    as_tensors = map(torch.from_numpy, (edge_index, x.astype(np.float64), y))
-    for arrays in ((edge_index, x, y), as_tensors):
-        names = dict(zip(("edge_index", "x", "y"), arrays), train_nodes=range(300))
-        torch.manual_seed(0)
-        exec(compile(twelve, "README.md", "exec"), names)
-        assert (names["classes"].numpy()[300:] == y[300:]).mean() > 0.95
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint64])

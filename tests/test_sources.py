@@ -14,15 +14,13 @@ import pytest
 import torch
 
 import store
-from bench.harm import harm_bytes, harm_values
 from disk import counts
 from disk import files as disk
-from disk.files import StoreError
 from sources import prepare as datasets
 from sources.prepare import prepare
 from sources.splits import choose_split
 from store import GraphStore, build_store, verify
-from tests.common import DATA, _code, _end, _fork, _graph
+from tests.common import DATA, _code, _graph
 from tests.stores import _edges, _mask, _refuses, _rewrite_meta, _save_npz, _sums
 
 
@@ -407,57 +405,6 @@ def test_datasets_npz_hostile_archives(tmp_path, monkeypatch):
     monkeypatch.setattr("sources.arrays.free_host_bytes", lambda: 1 << 20)
     refused("x cannot be read: 1,310,848 bytes unpacked, and 1,048,576 are")
     assert [*tmp_path.iterdir()] == [file]
-
-
-def _build_plainly(path, arrays):
-    """Build a store from the arrays of an .npz file as numpy reads them -> GraphStore."""
-    parts = {"train": "train", "valid": "val", "test": "test"}
-    entries = [(part, f"{parts[part]}_{kind}") for part in parts for kind in ("idx", "mask")]
-    split = {part: arrays[name] for part, name in entries if name in arrays}
-    kept = {"edge_index": arrays["edge_index"], "labels": arrays["y"], "features": arrays["x"]}
-    return GraphStore.open(build_store(path, split=split, **kept))
-
-
-def _reads_npz_inputs(folder):
-    """Build 400 inputs, changed as by bench/attack.py, and compare each store with `_build_plainly`."""
-    random, outcomes = np.random.default_rng(0), collections.Counter()
-    graph = {"edge_index": random.integers(0, 57, (2, 200)), "y": np.arange(60) % 4}
-    graph["x"] = random.standard_normal((60, 5), np.float32)
-    first, last = np.arange(20), np.arange(30, 60)
-    ids = dict(train_idx=first, val_idx=np.arange(20, 30), test_idx=last)
-    splits = ids, dict(train_mask=_mask(first, 60), test_mask=_mask(last, 60))
-    disk.sync = lambda path: None  # in this process; what a disk does is tested elsewhere
-    file, path, plain_path = folder / "input.npz", folder / "store", folder / "plain"
-    for number in range(400):
-        np.savez(file, **graph, **splits[number % 2])
-        if number % 20:
-            (harm_bytes if number % 7 == 6 else harm_values)(file, random)
-        try:
-            found = GraphStore.open(datasets.build(file, path, progress=False))
-        except StoreError as error:
-            assert "\n" not in str(error) and len(str(error)) < 600, str(error)
-            outcomes["refused"] += 1
-            assert number % 20, f"input {number} is good: {error}"
-            continue
-        outcomes["built"] += 1
-        try:
-            plain = _build_plainly(plain_path, dict(np.load(file)))
-        except (StoreError, KeyError, ValueError, TypeError, IndexError, zipfile.BadZipFile):
-            outcomes["more than arrays are"] += 1  # labels that are text, a split that is drawn
-        else:
-            same = _edges(found) == _edges(plain) and torch.equal(found.labels, plain.labels)
-            parts = zip(found.split.values(), plain.split.values())
-            assert same and all(torch.equal(*part) for part in parts), number
-            every = torch.arange(found.num_nodes)
-            assert torch.equal(found.features.gather(every), plain.features.gather(every)), number
-            shutil.rmtree(plain_path)
-        shutil.rmtree(path)
-    assert outcomes["built"] > 80 and outcomes["refused"] > 80, outcomes
-    assert outcomes["more than arrays are"] < outcomes["built"] / 3, outcomes
-
-
-def test_datasets_npz_inputs_are_read_as_plain_numpy_reads_them(tmp_path):
-    _end(_fork(tmp_path / "out", _reads_npz_inputs, tmp_path))
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")

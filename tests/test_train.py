@@ -32,11 +32,11 @@ from tests.common import (
     _fork,
     _graph,
     _log,
-    _run,
     _run_here,
     _same_for_any_number_of_processes,
     _same_weights,
     _split,
+    _start,
     _start_fork,
     _told_by_the_future,
     _train,
@@ -91,8 +91,9 @@ def test_memory_does_not_grow_over_epochs(tmp_path):
     """47 batches of different sizes. Heap fragmentation is 0.1 %; unbounded oneDNN caches would be 7 %."""
     graph = "synthetic:nodes=10000,degree=20,features=100,classes=16,train=6000"
     words = f"--dataset {graph} --batch-size 128 --fanout 5,5,5 --hidden 256 --epochs 4 --gpus 0"
-    done = _run("train.py", *words.split(), "--root", tmp_path, "--log", tmp_path / "log")
-    assert done.returncode == 0, done.stderr
+    process = _start(words, f"--root {tmp_path} --log {tmp_path}/log")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
     peak = [entry["peak_bytes"] for entry in _log(tmp_path / "log")[:4]]
     print(f"peak of epoch 4 over that of epoch 2: {peak[3] / peak[1]:.3f}")
     assert peak[3] < 1.03 * peak[1], peak
@@ -177,18 +178,6 @@ def test_interruptions_change_no_bit(kind, tiny, tmp_path):
     assert _same_weights(tmp_path / "straight.pt", tmp_path / "resumed.pt"), moments
 
 
-def test_processes_with_a_cache_of_features_on_disk_train_to_the_same_bits(tiny, tmp_path):
-    """One process with any cache and window: `test_interruptions_change_no_bit`."""
-    common = f"--dataset {tiny} --model gcn --fanout 5,5 --hidden 16 --epochs 2 --batch-size 50"
-    two, plain, log = (tmp_path / name for name in ("two.pt", "plain.pt", "log"))
-    _train(common, f"--procs 2 --cache 30KiB --checkpoint {two} --log {log}")
-    _train(common, f"--procs 2 --checkpoint {plain}")
-    assert _same_weights(two, plain)
-    last = _log(log)[1]
-    assert 0 < last["cache_hit_rate"] <= 1
-    assert 64 * (last["rows"] - last["hits"]) <= last["bytes_read"] > 0
-
-
 def _trains_on_a_flaky_disk(fails, *words):
     text, read = _flaky(fails), build.read_source
     build.read_source = lambda file, **names: text if file == "rows.c" else read(file, **names)
@@ -208,8 +197,8 @@ def test_train_from_a_slow_disk_that_fails(tiny, tmp_path):
     assert re.search(f"^{error}", printed, re.MULTILINE) and "Traceback" not in printed, printed
 
 
-def test_switches_that_must_not_change_the_result(tiny, tmp_path, monkeypatch):
-    """Recomputed activations, torch operations instead of native ones, an LMDB store with a cache."""
+def test_switches_that_must_not_change_the_result(tiny, tmp_path):
+    """Recomputed activations, an LMDB store with a cache; torch operations beside native ones: tests/test_layers.py."""
     common = "--hidden 16 --epochs 2 --dropout 0 --lr 0.01 --batch-size 200"
     drawn = f"--dataset {tiny} --fanout 5,5 {common}"
     log, expected = _run_here(tmp_path, drawn)
@@ -228,8 +217,6 @@ def test_switches_that_must_not_change_the_result(tiny, tmp_path, monkeypatch):
     cached = _run_here(tmp_path, lmdb, "--cache 100KiB")
     same(cached, 1e-4)
     assert 0.3 < cached[0][-2]["cache_hit_rate"] < 1
-    monkeypatch.setattr(model, "fused", None)
-    same(_run_here(tmp_path, drawn), 1e-4)
 
 
 @pytest.mark.parametrize("name", model.CONVS)
@@ -263,18 +250,16 @@ def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch, caps
     assert sorted(path.name for path in tmp_path.iterdir()) == ["classes.npy", "here.pt", "log"]
 
 
-@pytest.mark.parametrize("name, norm", [("gcn", "batch"), ("gat", "none")])
-def test_train_two_processes_evaluate_together(name, norm, tiny, tmp_path):
-    """Each computes its part of the nodes; from one checkpoint two predict what one predicts, batch norm or not."""
-    words = f"--dataset {tiny} --model {name} --norm {norm} --fanout 4,4 --hidden 16 --epochs 5"
+def test_train_two_processes_evaluate_together_with_batch_norm(tiny, tmp_path):
+    """Each computes its part of the nodes; from one checkpoint two predict what one predicts."""
+    words = f"--dataset {tiny} --model gcn --norm batch --fanout 4,4 --hidden 16 --epochs 5"
     words += f" --lr 0.01 --batch-size 60 --gpus 0 --procs 2 --checkpoint {tmp_path}/two.pt"
-    _train(words, f"--log {tmp_path}/log --predict {tmp_path}/trained.npy")
+    _train(words, f"--predict {tmp_path}/trained.npy")
     resume = f"--gpus 0 --resume {tmp_path}/two.pt"
     _train(resume, f"--procs 2 --predict {tmp_path}/two.npy")
     _train(resume, f"--predict {tmp_path}/one.npy")
     trained, one, two = (np.load(tmp_path / f"{name}.npy") for name in ("trained", "one", "two"))
     assert (one == two).mean() > 0.999 and (trained == two).all()
-    assert _log(tmp_path / "log")[-1]["exact"]["test"] > 0.4
 
 
 def _without_streams(*words):

@@ -359,7 +359,6 @@ def test_hgt_of_the_documentation_is_pygs(tmp_path, monkeypatch):
 
 REFUSED_FILES = [  # what is said, changes of the arrays of a file
     ("join author: sizes are given of paper, place alone", {"num_nodes:author": None}),
-    ("join book: sizes are given", {"edge_index:author,writes,book": [[0], [0]]}),
     (r"ids of author lie in \[0, 30\)", {"edge_index:author,writes,paper": np.full((2, 1), 60)}),
     (r"has shape \[3, 2\]: \[2, M\]", {"edge_index:author,writes,paper": np.zeros((3, 2), int)}),
     ("labels of paper, author: keep those of one, as target=", {"y:author": [0] * 30}),
@@ -370,7 +369,6 @@ REFUSED_FILES = [  # what is said, changes of the arrays of a file
     ("labels has no type", {"labels": np.zeros(50)}),
     ("train_idx:author is not used here.* ignore=train_idx:a", {"train_idx:author": [0]}),
     ("edge_weight:author is not used here", {"edge_weight:author": [0] * 30}),
-    ("node_time:author,writes,paper is not used here", {"node_time:author,writes,paper": [0] * 90}),
 ]
 
 
