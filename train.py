@@ -16,12 +16,17 @@ One step is sample -> fetch -> forward -> backward -> optimizer: `train_epoch` i
 two ahead of it in threads. docs/design.md follows one seed node through the files.
 """
 
+import os
 import signal
 import sys
 
 from run import allocator
 
 if __name__ == "__main__":
+    # a closed standard stream: its number would go to a file or a pipe, into which libraries would print
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(number, True)
+    os.close(number)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Ctrl-C during the imports ends the process without a traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -22,6 +22,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -83,8 +84,9 @@ def fill(struct, **values):
 def _warn_once(name, text, error):
     if name not in _warned:
         _warned.add(name)
-        reason = (getattr(error, "stderr", None) or str(error)).strip() or repr(error)
-        warnings.warn(f"{text}. Reason: {reason.splitlines()[0]}", stacklevel=3)
+        lines = ((getattr(error, "stderr", None) or str(error)).strip() or repr(error)).splitlines()
+        reason = next((line for line in lines if "error" in line), lines[0])
+        warnings.warn(f"{text}. Reason: {reason}", stacklevel=3)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -140,32 +142,35 @@ def load_c(name, source, flags):
     Args:
         name: of this code, for the warning and the file name. source: C, as text; functions whose return type begins a
             line can be called, with tensors as pointers.
-        flags: for the compiler, which is the environment variable CC, or `cc`.
+        flags: for the compiler, which is the environment variable CC, words as for a shell, or `cc`.
     """
-    compiler, cpu = os.environ.get("CC", "cc"), Path("/proc/cpuinfo")
-    options = {"capture_output": True, "text": True, "check": True}
+    compiler, cpu = os.environ.get("CC") or "cc", Path("/proc/cpuinfo")
+    options = {"capture_output": True, "text": True, "errors": "replace", "check": True}
+    options |= {"stdin": subprocess.DEVNULL, "timeout": 120}  # it may hang
 
     def make(path):
         path.with_suffix(".c").write_text(source)
         arguments = *flags, path.with_suffix(".c"), "-o", path, "-lm"
-        subprocess.run([compiler, *arguments], **options)
+        subprocess.run([*compiler, *arguments], **options)
 
     try:
+        compiler = [compiler] if shutil.which(compiler) else shlex.split(compiler)
         cpu = cpu.read_text() if cpu.exists() else platform.processor()  # for -march=native
         cpu = next(re.finditer("^(flags|Features).*", cpu, re.MULTILINE), [cpu])[0]
-        version = subprocess.run([compiler, "--version"], **options).stdout
-        key = [source, version, *flags, sys.platform, platform.machine(), cpu]
+        version = subprocess.run([*compiler, "--version"], **options).stdout
+        key = [source, version, *compiler[1:], *flags, sys.platform, platform.machine(), cpu]
         with cached(name, "\0".join(key), ".so", make) as path:
             library = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
+        for c_type, result in {**_NUMBERS, "void": None, r"void \*": ctypes.c_void_p}.items():
+            for symbol, arguments in signatures(source, c_type).items():
+                function = getattr(library, symbol)
+                function.restype, function.argtypes = result, [_kind(kind) for kind, _ in arguments]
+                setattr(library, symbol, functools.partial(_call, function))
+    # AttributeError: a library lacks a function, as from a C++ compiler
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
         text = f"the C code of {name} could not be compiled, so slower torch operations are used"
         _warn_once(name, f"{text}: apt install gcc, or name a compiler in the variable CC", error)
         return None
-    for c_type, result in {**_NUMBERS, "void": None, r"void \*": ctypes.c_void_p}.items():
-        for symbol, arguments in signatures(source, c_type).items():
-            function = getattr(library, symbol)
-            function.restype, function.argtypes = result, [_kind(kind) for kind, _ in arguments]
-            setattr(library, symbol, functools.partial(_call, function))
     return library
 
 

@@ -730,6 +730,34 @@ def test_a_compile_cache_that_cannot_be_written_is_read(compile_cache, monkeypat
     assert number == 42 and not path.startswith(f"{compile_cache}/")
 
 
+COMPILERS = {  # what a script that CC names does, "" for success; the reason in the warning
+    "": "",
+    "[ $2 ] || exit 0; printf 'In x:1:\\n\\377 error: bad\\n' >&2; exit 1": ".* error: bad$",
+    "printf '\\377'; cc -Danswer=other \"$@\"": ".* undefined symbol: answer",
+    "sleep 60": ".* timed out after 1 seconds",
+}
+
+
+@pytest.mark.parametrize("script", COMPILERS)
+def test_a_strange_compiler_gives_a_library_or_a_reason(
+    script, compile_cache, tmp_path, monkeypatch
+):
+    (tmp_path / "a cc").write_text(f"#!/bin/sh\n{script or 'shift; exec cc $*'}\n")
+    (tmp_path / "a cc").chmod(0o700)
+    monkeypatch.setenv("CC", f"'{tmp_path}/a cc' -DA" if not script else f"{tmp_path}/a cc")
+    run, limit = subprocess.run, {"timeout": 1 if "sleep" in script else 60}
+    monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: run(*a, **k | limit))
+    build._warned.discard("test")
+    if not script:
+        assert _answer(script)[0] == 42
+        return
+    with pytest.warns(
+        UserWarning, match=f"test could not be compiled.*Reason: {COMPILERS[script]}"
+    ):
+        assert build.load_c("test", "int answer(void) { return 42; }", ["-shared", "-fPIC"]) is None
+    build._warned.discard("test")
+
+
 SANITIZED = f"""
 import os, sys, types
 del os.environ["LD_PRELOAD"]  # the compiler goes without

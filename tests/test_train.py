@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import weakref
@@ -26,6 +27,7 @@ from run import allocator, data, flags
 from store import GraphStore, build_store
 from tests.common import (
     DATA,
+    HERE,
     TINY,
     _code,
     _end,
@@ -283,6 +285,9 @@ def test_train_without_validation_nodes_or_a_reader(tmp_path):
         assert process.exitcode == 141
     words = *common, "--procs 2 --dataset", path
     assert _end(_fork(tmp_path / "said", _without_streams, *words)) == ""
+    words = _split([*words, "--epochs 1 --log", tmp_path / "log"])
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, HERE / "train.py"]
+    assert subprocess.run([*closed, *words]).returncode == 0 and _log(tmp_path / "log")
 
 
 def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path, capsys):
