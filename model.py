@@ -506,9 +506,7 @@ class GATv2Conv(Conv):
             z = z + self.edge_linear(edges)
         scores = (F.leaky_relu(z.view(E, K, D).to(self.attn.dtype), 0.2) * self.attn).sum(2)
         weights, (nodes, seed, drop) = edge_softmax(scores, dst, S), drawn
-        if (
-            drop
-        ):  # keyed by ~destination (dropout of its row: by destination), place in its list and head
+        if drop:  # keyed by ~destination, unlike its row, position in its list and head
             ids = dst if nodes is None else nodes.index_select(0, dst)
             kept = _random_bytes(~ids, K, seed, (-(-K // 8) * position).unsqueeze(1)) >= drop
             weights = weights * (kept * (256 / (256 - drop))).to(weights.dtype)
