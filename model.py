@@ -505,9 +505,9 @@ class GATv2Conv(Conv):
             z = z + self.edge_linear(edges)
         scores = (F.leaky_relu(z.view(E, K, D).to(self.attn.dtype), 0.2) * self.attn).sum(2)
         weights, (nodes, seed, drop) = edge_softmax(scores, dst, S), drawn
-        if drop:  # the mask is keyed by destination, position in its list and head
+        if drop:  # keyed by ~destination, unlike its row, position in its list and head
             ids = dst if nodes is None else nodes.index_select(0, dst)
-            kept = _random_bytes(ids, K, seed, (-(-K // 8) * position).unsqueeze(1)) >= drop
+            kept = _random_bytes(~ids, K, seed, (-(-K // 8) * position).unsqueeze(1)) >= drop
             weights = weights * (kept * (256 / (256 - drop))).to(weights.dtype)
         sent = message.view(E, K, D) * weights.to(message.dtype).unsqueeze(2)
         return sent.new_zeros(target.shape).index_add(0, dst, sent.view(E, K * D))

@@ -459,7 +459,7 @@ KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, i
   for (i64 at = first; at < last; at++)
     sum += weights[at * K + head] = expf(weights[at * K + head] - top);
   const i64 node = nodes ? nodes[row] : row;
-  const u64 key = mix(dropout_seed((u64)seed, step, (u64)layer) ^ (u64)node);
+  const u64 key = mix(dropout_seed((u64)seed, step, (u64)layer) ^ ~(u64)node);
   for (i64 at = first; at < last; at++) {
     float weight = weights[at * K + head] /= sum;
     if (!drop) continue;

@@ -373,6 +373,17 @@ def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, 
             assert torch.equal(padded[: len(ours)], ours)
 
 
+def test_attention_and_the_rows_after_it_are_dropped_independently(kernels, monkeypatch):
+    """The weights of 512 self-loops, against each column of the row that the layer's output becomes."""
+    S, layer = 512, model.GATv2Conv(1, 1, dropout=0.5)
+    none = torch.zeros(S + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    for functions in (kernels, None):
+        monkeypatch.setattr(model, "fused", functions)
+        kept = layer.combine(*none, torch.ones(S, 1), None, torch.ones(S, 1), seed=99) > 0
+        same = (model.relu_dropout(torch.ones(S, 16), 0.5, seed=99) > 0) == kept
+        assert (same.sum(0) - S / 2).abs().max() < 80  # 7 standard deviations
+
+
 MODELS = {
     "sage": {},
     "sage-pool": {"norm": "layer"},
