@@ -14,7 +14,8 @@ This file works alone: copy it into your own code.
 
 A fresh tensor of a hundred megabytes costs more in page faults than the gather that fills it, and copies to a GPU
 overlap with its work only from pinned memory. So a few buffers, the slots of the ring, are allocated once and reused.
-`prefetch` refills a slot once the caller has asked for the next batch, `FeatureRing` once copies out of it are done.
+A slot is refilled when both hold: the caller has asked for the batch after the one in it (`prefetch`), and copies out of
+it to a GPU are done (`FeatureRing`).
 
 "Features" are a tensor [V, F] or any object with .shape, .dtype and .gather(ids, out=None), such as an open store's.
 """
@@ -45,7 +46,8 @@ PIECE_BYTES = 1 << 30  # host memory registered per call: a single call cannot r
 
 
 class Fetched(NamedTuple):
-    """A batch on the training device. On CPU x is overwritten when the next batch is asked for, unless reuse=False."""
+    """A batch on the training device. On CPU x is overwritten when the next batch is asked for, unless reuse=False;
+    so are the tensors of CUDA graphs."""
 
     blocks: list  # L blocks, outermost hop first
     # [N, F] features of blocks[0].src_nodes; [blocks[0].num_dst, 2F] if the ring aggregates the outermost hop

@@ -103,7 +103,7 @@ def seeds_at(times, nodes=None):
 
 class NodeLoader:
     """Iterate over the batches of an epoch; each `for` is another epoch, in another order. After a break the next `for`
-    resumes at the first unfinished step, and so does a loader that was given another one's `state_dict`, even in
+    resumes after the last step whose batches were all handed out, and so does a loader that was given another one's `state_dict`, even in
     mid-epoch and with another number of processes.
 
     Args:

@@ -31,8 +31,8 @@ typedef struct {
   i64 strict, window;
   const void *types;   // TYPE [M]; null: edges have none
   const i64 *fanouts;  // [L, num_types] k
-  i64 num_types;       // all values of a TYPE. With times:
-  i64 *src_times;  // times of the source nodes
+  i64 num_types;       // all values of a TYPE
+  i64 *src_times;      // of the source nodes if edges have times, as are group and pairs
   int *group;    // index of a source's time among the batch's, which follow the seeds in input
   u64 *pairs;    // [slots] node + V * group of each slot of table, NO_PAIR if it is free
   i64 slots;     // a power of two

@@ -3,8 +3,8 @@
     pair = self_and_mean(indptr, indices, h)      # own row and mean of the neighbours' rows, one pass over h
     h = relu_dropout(h, nodes, seed, drop)        # in place
 
-The functions that model.py tries first return None for tensors they cannot handle (no compiler, another dtype); it then
-uses torch operations, which are the reference. On the CPU the loops run on torch's OpenMP threads, because other threads
+model.py tries these functions first. They return None for tensors they cannot handle (no compiler, another dtype); model.py
+then uses torch operations, the reference. On the CPU the loops run on torch's OpenMP threads, because other threads
 would compete with these for cores. The same input gives the same bits in every run.
 
 On a GPU no function synchronizes, and all of them can be captured in a CUDA graph. A block may be padded to a static

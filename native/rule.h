@@ -1,6 +1,6 @@
 // The sampling rule, shared by the C library and the CUDA kernels; sampler.py explains it and has
-// it in Python and as torch operations. ID is the type of node ids, WEIGHT of edge weights and TYPE
-// of edge types, if there are any.
+// it as torch operations, tests/test_sampler.py in plain Python. ID is the type of node ids, WEIGHT
+// of edge weights and TYPE of edge types, if there are any.
 #include "base.h"
 
 enum { UNIFORM, REPLACE, LATEST, LABOR, WEIGHTED };
@@ -24,7 +24,7 @@ typedef struct {  // the graph, and how to draw from it
 enum { NO_TYPE = -2 };
 
 typedef struct {      // the part of a node's list that may be sampled
-  i64 start, degree;  // where it begins; number of edges, without the excluded ones
+  i64 start, degree;  // where it begins; number of edges (with the excluded before `next_type`)
   const i64 *gaps;    // its excluded edges, ascending
   i64 num_gaps;
   i64 time;  // of the node, for lists by type

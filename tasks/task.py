@@ -15,8 +15,9 @@ class Task:
     """What a run learns: its data, network, loss and scores. Made as `SomeTask(args, path, say=print)`.
 
     Attributes:
-        name: value of --task. examples: plural noun for messages. title: name of the exact scores in the report.
-        metrics: choices of --metric, the default first. metric: the one of this run.
+        name: value of --task. examples: plural noun for messages. title: noun for the final scores.
+        metrics: choices of --metric, the default first. metric: the one of this run, one of `metrics` or None: it is
+            saved in checkpoints.
         unused: {reason: flags without effect in this task, separated by spaces}. temporal: meaning of --temporal auto.
         weights: default of --weights if there is a validation part. prior: precision of a Gaussian prior of the
             weights; weight decay is prior / T for T training examples.

@@ -1,4 +1,4 @@
-"""The house keeps its size and its shape; each leaf works alone. python tests/test_house.py prints the figures."""
+"""Limits on the size and structure of the code; files meant to work alone do. python tests/test_house.py prints the figures."""
 
 import ast
 import functools
@@ -16,14 +16,14 @@ HERE = Path(__file__).resolve().parents[1]
 LIMITS = {
     "lines of product Python": 13502,
     "lines of C and CUDA": 2127,
-    "lines of bench": 2689,
-    "lines of tests": 11617,
+    "lines of bench": 2687,
+    "lines of tests": 11417,
     "lines of README": 200,
-    "longest file": 1028,
+    "longest file": 1027,
     "functions above 60 lines": 2,
     "entries in the root": 22,
     "floors of imports": 8,
-    "arrows": 151,
+    "arrows": 156,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }
