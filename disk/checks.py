@@ -99,7 +99,7 @@ def check_splits(splits, labels) -> dict[str, np.ndarray]:
             checked.append(check_split(split, labels))
         except StoreError as error:
             raise StoreError(f"split {number} of {len(splits)}: {error}") from error
-    rows = {name: [torch.from_numpy(s[name]) for s in checked] for name in files.SPLITS}
+    rows = {name: [files.as_rows(name, s[name]) for s in checked] for name in files.SPLITS}
     return {n: pad_sequence(ids, True, padding_value=-1).numpy() for n, ids in rows.items()}
 
 

@@ -175,7 +175,8 @@ class Links:
         exclude=True,
     ):
         self.count, self.softmax, self.exclude = negatives, softmax, exclude
-        self.key, device = mix(mix(seed) ^ 2), indices.device
+        # ~2 is no step: the sampler's key of a hop is mix(mix(mix(seed) ^ step) ^ hop)
+        self.key, device = mix(mix(seed) ^ ~2), indices.device
         self.pairs, self.edges = graph.pairs["train"].to(device), Edges(indptr, indices)
         self.times = None if graph.pair_times is None else graph.pair_times["train"].to(device)
         degrees = indptr.diff() if by_degree else None

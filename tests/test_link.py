@@ -14,7 +14,7 @@ import ddp
 from inference import inference
 from loader import Batch
 from run import checkpoint
-from sampler import NeighborSampler
+from sampler import NeighborSampler, hop_key
 from sources import prepare as datasets
 from store import GraphStore, build_store
 from tasks import link, metrics
@@ -206,6 +206,8 @@ def test_no_positive_of_a_step_lies_in_its_blocks(kind, tmp_path):
     csc = graph.indptr, graph.indices
     draw = NeighborSampler(*csc, [-1, -1], edge_ids=True, edge_times=edge_times)
     links = link.Links(graph, *csc, negatives=2, exclude=kind != "leak")
+    hops = {hop_key(0, step, hop) for step in range(-1, 9) for hop in range(9)}
+    assert hops.isdisjoint(link.mix(links.key ^ step) for step in range(9))
     for step in range(20):
         everyone = _some_of(graph, step, 60)
         seeds = everyone[20:40]

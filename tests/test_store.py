@@ -271,7 +271,8 @@ def test_store_refuses_bad_input_and_leaves_nothing(tmp_path, message):
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "?"])
 def test_store_takes_every_layout_of_an_array(tmp_path, dtype):
     args = _graph(num_nodes=60, num_edges=90)
-    args["split"] = {"train": [1, 2], "test": np.isin(np.arange(60), [5, 9])}
+    split = {"train": [1, 2], "test": np.isin(np.arange(60), [5, 9])}
+    args["split"] = [split, {"train": np.arange(3)[::-1]}]
     x = (np.abs(args["features"]) * 3).astype(dtype)
     frozen = x.copy()
     frozen.flags.writeable = False
