@@ -1,7 +1,4 @@
-"""Split the edges of a graph into pairs to train on, to validate and to test: `split_edges`; look up edges: `Edges`.
-
-An edge and its reverse are one pair, in one part of the split.
-"""
+"""Split edges into pairs to train on, to validate and to test: `split_edges`; an edge and its reverse are one pair."""
 
 import argparse
 import copy
