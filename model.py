@@ -505,7 +505,8 @@ class GATv2Conv(Conv):
             z = z + self.edge_linear(edges)
         scores = (F.leaky_relu(z.view(E, K, D).to(self.attn.dtype), 0.2) * self.attn).sum(2)
         weights, (nodes, seed, drop) = edge_softmax(scores, dst, S), drawn
-        if drop:  # keyed by ~destination, unlike its row, position in its list and head
+        # the mask has place in the list, head and ~destination as keys: the row's has the destination
+        if drop:
             ids = dst if nodes is None else nodes.index_select(0, dst)
             kept = _random_bytes(~ids, K, seed, (-(-K // 8) * position).unsqueeze(1)) >= drop
             weights = weights * (kept * (256 / (256 - drop))).to(weights.dtype)
@@ -989,11 +990,8 @@ class GNN(nn.Module):
             h = h + self.residuals[i](h_dst)
         if i == len(self.norms):
             return h
-        nodes, h, layer = (
-            None if nodes is None else nodes[: len(h)],
-            self.norms[i](h),
-            self.layers[i],
-        )
+        nodes = None if nodes is None else nodes[: len(h)]
+        h, layer = self.norms[i](h), self.layers[i]
         kinds = {*ALL_CONVS.values(), *NORMS.values(), nn.Sequential, ReLU}
         plain = unchanged(*layer.modules(), self.norms[i], kinds=kinds)
         if not plain or overrides(layer, type(layer)):

@@ -84,7 +84,9 @@ def fill(struct, **values):
 def _warn_once(name, text, error):
     if name not in _warned:
         _warned.add(name)
-        lines = ((getattr(error, "stderr", None) or str(error)).strip() or repr(error)).splitlines()
+        said = getattr(error, "stderr", None)  # bytes after a time-out
+        said = said if isinstance(said, str) and said.strip() else str(error)
+        lines = (said.strip() or repr(error)).splitlines()
         reason = next((line for line in lines if "error" in line), lines[0])
         warnings.warn(f"{text}. Reason: {reason}", stacklevel=3)
 

@@ -47,7 +47,9 @@ def load(spec):
     kind += (None if spec.edge_type is None else spec.edge_type.dtype,)
     library = _library(*kind, False)
     of_pairs = None if spec.edge_times is None else _library(*kind, True)
-    return library and Backend(spec, library, of_pairs)
+    if library is None or spec.edge_times is not None and of_pairs is None:
+        return None
+    return Backend(spec, library, of_pairs)
 
 
 @functools.cache

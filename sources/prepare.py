@@ -253,10 +253,12 @@ def _read_graph(arrays, params, source):
         num_nodes = num_edges = None
         if "," not in kind:
             labels, features = of.labels(), of.features(params.get("row_normalize"))
-            rows = features if labels is None else labels
+            rows = labels if features is None else features
             if rows is None and not kind:
                 of.find(*FEATURES, needed=True)
-            counted = rows is None or of.find("num_nodes")
+            counted = of.find("num_nodes")
+            if rows is None and not counted:
+                raise arrays.error(f"nodes of type {kind} are not counted: give num_nodes:{kind}")
             num_nodes = of.integers("num_nodes").item() if counted else rows.shape[0]
             if rows is not None and num_nodes != rows.shape[0]:
                 held = f"there are {rows.shape[0]} labels or features"

@@ -1,6 +1,7 @@
 """Tests: tasks/link.py."""
 
 import collections
+import copy
 import itertools
 import math
 import re
@@ -14,7 +15,7 @@ import ddp
 from inference import inference
 from loader import Batch
 from run import checkpoint
-from sampler import NeighborSampler, hop_key
+from sampler import DAMAGED, DamagedGraph, NeighborSampler, hop_key
 from sources import prepare as datasets
 from store import GraphStore, build_store
 from tasks import link, metrics
@@ -93,6 +94,10 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     graph = _link_graph(tmp_path, symmetrize=False)
     said = "80/10/10 goes by the times of edges, and .* has none"
     _refuses(said, link.split_edges, graph, "time:80/10/10")
+    damaged = copy.copy(graph)
+    damaged.indices = graph.indices.clone()
+    damaged.indices[0] = -1
+    _refuses(DAMAGED, link.split_edges, damaged, "80/10/10", error=DamagedGraph)
     graph.edge_time = torch.from_numpy(np.random.default_rng(0).permutation(graph.num_edges))
     view = link.split_edges(graph, "time:80/10/10")
     assert len(view.edge_time) == view.num_edges == len(view.indices)

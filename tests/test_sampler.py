@@ -734,7 +734,7 @@ COMPILERS = {  # what a script that CC names does, "" for success; the reason in
     "": "",
     "[ $2 ] || exit 0; printf 'In x:1:\\n\\377 error: bad\\n' >&2; exit 1": ".* error: bad$",
     "printf '\\377'; cc -Danswer=other \"$@\"": ".* undefined symbol: answer",
-    "sleep 60": ".* timed out after 1 seconds",
+    "echo hi >&2; sleep 60": ".* timed out after 1 seconds",
 }
 
 
