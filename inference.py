@@ -13,7 +13,7 @@ import tempfile
 import torch
 from torch import nn
 
-from model import GNN, Conv, check_edges, check_nodes, graph_degrees, is_gnn, unchanged
+from model import GNN, Conv, check_edges, check_nodes, graph_degrees, hooked, is_gnn
 
 
 def layerwise(model):
@@ -21,7 +21,7 @@ def layerwise(model):
     hooks, or overrides forward without message or combine; a `GNN` has its own forward, embed and step."""
     layers = getattr(model, "layers", None)
     ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
-    ours = ours and unchanged(*layers, kinds={*map(type, layers)})
+    ours = ours and not hooked(*layers)
     for layer in layers if ours else ():
         defined = (vars(kind).keys() for kind in type(layer).__mro__)
         first = next(names for names in defined if {"forward", "message", "combine"} & names)

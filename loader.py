@@ -103,8 +103,8 @@ def seeds_at(times, nodes=None):
 
 class NodeLoader:
     """Iterate over the batches of an epoch; each `for` is another epoch, in another order. After a break the next `for`
-    resumes after the last step whose batches were all handed out, and so does a loader that was
-    given another one's `state_dict`, even in mid-epoch and with another number of processes.
+    resumes after the last step whose batches were all handed out, and so does a loader that was given another one's
+    `state_dict`, even in mid-epoch and with another number of processes.
 
     Args:
         graph: GraphStore, `Graph` or anything else with indptr, indices, features and labels.

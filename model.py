@@ -249,9 +249,17 @@ def check_edges(edges, count, width):
 
 
 def unchanged(*modules, kinds=frozenset()):
-    """Whether modules are plain linear maps, or of other `kinds`: no adapter in the place of one, and no hooks."""
+    """Whether modules are plain linear maps, or of other `kinds`: no adapter in the place of one, no hooks, and no method
+    set on a module itself."""
     kinds |= {Linear}
-    return all(type(m) in kinds and not any(vars(m).get(name) for name in HOOKS) for m in modules)
+    own = [value for m in modules for value in vars(m).values()]
+    plain = not any(map(callable, own)) and not hooked(*modules)
+    return plain and all(type(m) in kinds for m in modules)
+
+
+def hooked(*modules):
+    """Whether a module has hooks, or a `forward` set on it."""
+    return any(vars(m).get(name) for m in modules for name in HOOKS)
 
 
 def overrides(module, base, names=("message", "combine")):
@@ -505,7 +513,7 @@ class GATv2Conv(Conv):
             z = z + self.edge_linear(edges)
         scores = (F.leaky_relu(z.view(E, K, D).to(self.attn.dtype), 0.2) * self.attn).sum(2)
         weights, (nodes, seed, drop) = edge_softmax(scores, dst, S), drawn
-        # the mask has place in the list, head and ~destination as keys: the row's has the destination
+        # keyed by ~destination, place in the list and head; the mask of its row, by the destination
         if drop:
             ids = dst if nodes is None else nodes.index_select(0, dst)
             kept = _random_bytes(~ids, K, seed, (-(-K // 8) * position).unsqueeze(1)) >= drop
@@ -956,8 +964,7 @@ class GNN(nn.Module):
         if not fused or self.recompute or self.residuals or not is_gnn(self, ("step", "finish")):
             return None
         parts = [*self.norms, *self.layers, *(f for layer in self.layers for f in layer.children())]
-        plain = unchanged(*parts, kinds={SAGEConv, nn.Identity})
-        if not plain or any(overrides(layer, SAGEConv) for layer in self.layers):
+        if not unchanged(*parts, kinds={SAGEConv, nn.Identity}):
             return None
         drop = drop_byte(self.dropout) if self.training else 0
         drops = [(layer_seed(key, i) if drop else 0, drop) for i in range(len(self.norms))]
@@ -972,8 +979,7 @@ class GNN(nn.Module):
         if not usual or dropped or self.recompute or self.residuals or self.inputs.padded:
             return None
         parts = layer, self.inputs, *layer.children(), *self.inputs.linears
-        plain = unchanged(*parts, kinds={RGCNConv, NodeInputs}) and not overrides(layer, RGCNConv)
-        if not plain or layer.num_types > LOOPED:
+        if not unchanged(*parts, kinds={RGCNConv, NodeInputs}) or layer.num_types > LOOPED:
             return None
         h = layer.after_inputs(block, self.inputs, x)
         seed = layer_seed(key, 0) if self.training else 0
@@ -991,10 +997,9 @@ class GNN(nn.Module):
         if i == len(self.norms):
             return h
         nodes = None if nodes is None else nodes[: len(h)]
-        h, layer = self.norms[i](h), self.layers[i]
+        h = self.norms[i](h)
         kinds = {*ALL_CONVS.values(), *NORMS.values(), nn.Sequential, ReLU}
-        plain = unchanged(*layer.modules(), self.norms[i], kinds=kinds)
-        if not plain or overrides(layer, type(layer)):
+        if not unchanged(*self.layers[i].modules(), self.norms[i], kinds=kinds):
             h = h.clone()  # a hook or method may have kept or wrapped it, and ReLU is in place
         return relu_dropout(h, self.dropout, self.training, nodes, seed)
 

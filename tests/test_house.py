@@ -14,12 +14,12 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13504,
+    "lines of product Python": 13508,
     "lines of C and CUDA": 2127,
     "lines of bench": 2687,
-    "lines of tests": 11425,
+    "lines of tests": 11427,
     "lines of README": 200,
-    "longest file": 1025,
+    "longest file": 1030,
     "functions above 60 lines": 2,
     "entries in the root": 22,
     "floors of imports": 8,

@@ -357,6 +357,7 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         ("sage", "layers.0", _Own(6)),
         ("sage", "layers.0.combine", _Own(6).combine),
         ("gcn", "layers.0.combine", _Own(6).combine),
+        ("sage", "layers.0.apply_linear", torch.nn.Linear(12, 6).forward),
         ("sage", "norms.0", torch.nn.Tanh()),
     ):
         net, copies = GNN(6, 6, 3, conv=conv, num_layers=2, dropout=0.0), (x.clone(), table.clone())
