@@ -73,7 +73,11 @@ class CudaCopies:
     def __init__(self, device, streams):
         self.streams = [torch.cuda.Stream(device) for _ in range(streams)]
         self.device = self.streams[0].device  # "cuda" would be GPU 0 in another thread
-        for stream in self.streams:  # the current stream filled the features and caches on the GPU
+        self.follow()
+
+    def follow(self):
+        """Make the slots' streams wait for the current one, which may have written features and caches on the GPU."""
+        for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def buffer(self, size):

@@ -196,6 +196,8 @@ class NodeLoader:
 
     def __iter__(self):
         epoch, first = self.epoch, self.step
+        if copies := getattr(self.ring, "copies", None):
+            copies.follow()  # features may have changed since the last epoch
         looking_ahead = getattr(getattr(self.ring, "features", None), "looking_ahead", None)
         # the look-ahead cache executes its plans in order, so only one thread fetches
         options = {**self.options, "threads": 1} if looking_ahead else self.options

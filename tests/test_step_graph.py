@@ -736,9 +736,12 @@ def test_streams_of_a_loader_are_in_order(order, seeds, tmp_path):
     ring = FeatureRing(*graph[2:], slots=1, device="cuda")
     assert ring.copies.device == _CUDA  # the current GPU of this thread, also in others
     given = {"sampler": _sampled_on_gpu(order, tmp_path), "ring": ring, "depth": 0}
-    for batch in NodeLoader(graph, order.gpu(seeds), [4, 3], batch_size=20, **given):
-        assert batch.y.sum() == batch.seeds.sum()
-        del batch
+    loader = NodeLoader(graph, order.gpu(seeds), [4, 3], batch_size=20, **given)
+    for _ in range(2):
+        graph.features.add_(1)  # in place, before an epoch
+        for batch in loader:
+            assert batch.y.sum() == batch.seeds.sum()
+            del batch
     order._go()
     assert order.faults == []
 
