@@ -55,7 +55,7 @@ def f1(pred, y):
     and 0 if neither has a 1."""
     if y.dim() == 2:
         hit, ones = (pred.bool() & y.bool()).sum(), pred.bool().sum() + y.bool().sum()
-        return (2 * hit / ones.clamp(min=1)).item()
+        return (2 * hit.double() / ones.clamp(min=1)).item()
     size = int(max(pred.max(), y.max())) + 1
     columns = y[pred == y], pred, y
     hits, predicted, actual = (torch.bincount(ids, minlength=size).double() for ids in columns)
