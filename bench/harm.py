@@ -8,7 +8,6 @@ import struct
 import zipfile
 import zlib
 
-import lmdb
 import numpy as np
 import torch
 
@@ -155,6 +154,8 @@ def harm_store(path, random):
         what = other_value(meta, random)
     elif file.suffix == ".lmdb":
         head = 16 if file.name == "graphs.lmdb" else 20  # ends with the CRC of the rest
+        import lmdb
+
         database = lmdb.open(str(file), subdir=False, lock=False)
         with database, database.begin(write=True) as txn:
             key = int(random.integers(txn.stat()["entries"])).to_bytes(8, "big")

@@ -151,6 +151,17 @@ def test_arrows_point_downwards():
             assert not any(name.startswith("run.") for name in below), (module, below)
 
 
+def test_other_libraries_are_imported_where_they_are_used():
+    """Where lmdb, dgl or pyarrow are missing, `bench gpu` and the tests start nevertheless."""
+    known = {*sys.stdlib_module_names, "torch", "numpy", "tqdm", "pytest"}
+    known |= {name.removesuffix(".py").split("/")[0] for name in _sources()}
+    for name, text in _sources().items():
+        for node in ast.parse(text).body if name.endswith(".py") else ():
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [getattr(node, "module", None), *(alias.name for alias in node.names)]
+                assert (names[0] or names[1]).split(".")[0] in known, (name, node.lineno)
+
+
 SAMPLES = """
 import torch, warnings
 from sampler import NeighborSampler
