@@ -441,7 +441,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
     assert not step_graph.averages_in_place(sage, torch.float32)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.skipif("not torch.cuda.is_available()", reason="no CUDA GPU")
 @pytest.mark.parametrize(
     "name, mode",
     [(name, "cuda-cuda") for name in ("sage", "sage-pool", "gcn", "gin", "gat")]
