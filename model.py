@@ -78,7 +78,8 @@ def mean_neighbours(indptr, indices, h):
     done = fused and fused.mean_neighbours(indptr, indices, h)
     if done is not None:
         return done
-    return F.embedding_bag(indices, h, indptr, mode="mean", include_last_offset=True)
+    bag = F.embedding_bag(indices, summable(h), indptr, mode="mean", include_last_offset=True)
+    return bag.to(h.dtype)
 
 
 def max_neighbours(indptr, indices, h):
@@ -86,7 +87,14 @@ def max_neighbours(indptr, indices, h):
     done = fused and fused.max_neighbours(indptr, indices, h)
     if done is not None:
         return done
-    return F.embedding_bag(indices, h, indptr, mode="max", include_last_offset=True)
+    bag = F.embedding_bag(indices, summable(h), indptr, mode="max", include_last_offset=True)
+    return bag.to(h.dtype)
+
+
+def summable(h):
+    """Return rows in float32 or wider: torch adds up bfloat16, also the gradients of a row, with a rounding per term,
+    so that a sum of a few hundred equal terms stops to grow."""
+    return h.to(torch.promote_types(h.dtype, torch.float32))
 
 
 def gather_rows(features, ids, out=None):
@@ -441,10 +449,10 @@ class GINEConv(GINConv):
             total = fused.edge_sums(indptr, indices, message, wider, by)
         if total is None:
             dst = torch.repeat_interleave(count, output_size=indices.numel())
-            sent = F.relu(message.index_select(0, indices) + linear(edges))
+            sent = F.relu(summable(message).index_select(0, indices) + linear(edges))
             total = sent.new_zeros(h_dst.shape).index_add(0, dst, sent)
         estimate = total * (degree[:, 1:] / count.clamp(min=1).unsqueeze(1))
-        return self.mlp((1 + self.eps) * h_dst + estimate.to(total.dtype))
+        return self.mlp((1 + self.eps) * h_dst + estimate.to(h_dst.dtype))
 
 
 class GATv2Conv(Conv):
@@ -506,9 +514,9 @@ class GATv2Conv(Conv):
         position = torch.arange(1, len(dst) + 1, device=dst.device) - indptr.index_select(0, dst)
         position[indices.numel() :] = 0
         indices = torch.cat([indices, own.to(indices.dtype) if rows is None else rows])
-        E = indices.numel()
+        E, source = indices.numel(), summable(source)
         message = source.index_select(0, indices)
-        z = message + target.index_select(0, dst)
+        z = message + summable(target).index_select(0, dst)
         if edges is not None:
             z = z + self.edge_linear(edges)
         scores = (F.leaky_relu(z.view(E, K, D).to(self.attn.dtype), 0.2) * self.attn).sum(2)
@@ -519,7 +527,7 @@ class GATv2Conv(Conv):
             kept = _random_bytes(~ids, K, seed, (-(-K // 8) * position).unsqueeze(1)) >= drop
             weights = weights * (kept * (256 / (256 - drop))).to(weights.dtype)
         sent = message.view(E, K, D) * weights.to(message.dtype).unsqueeze(2)
-        return sent.new_zeros(target.shape).index_add(0, dst, sent.view(E, K * D))
+        return sent.new_zeros(target.shape).index_add(0, dst, sent.view(E, K * D)).to(target.dtype)
 
 
 LOOPED = 16  # up to this many types: one matrix product per type
@@ -659,15 +667,16 @@ class RGATConv(RGCNConv):
 
     def gathered(self, counts, indices, message, group, h_dst):
         """Average the rows of message at each group's `counts` [G] indices, by attention -> [G, F]."""
-        rows, keys = message.split([h_dst.shape[1], self.num_types], 1)
+        rows, keys = summable(message).split([h_dst.shape[1], self.num_types], 1)
         own = torch.arange(len(counts), device=counts.device)
         own = own.repeat_interleave(counts, output_size=len(indices))
-        scores = F.linear(h_dst, self.query).flatten()[group][own]
+        scores = summable(F.linear(h_dst, self.query)).flatten()[group][own]
         scores = scores + keys[indices.long(), (group % self.num_types)[own]]
         scores = F.leaky_relu(scores.to(self.key.dtype), 0.2).unsqueeze(1)
         weights = edge_softmax(scores, own, len(counts)).squeeze(1).to(rows.dtype)
         options = {"mode": "sum", "per_sample_weights": weights, "include_last_offset": True}
-        return F.embedding_bag(indices, rows, _offsets(counts, indices), **options)
+        bag = F.embedding_bag(indices, rows, _offsets(counts, indices), **options)
+        return bag.to(message.dtype)
 
 
 def _offsets(counts, indices):
@@ -803,12 +812,22 @@ class BatchNorm(nn.BatchNorm1d):
         return super().forward(x)
 
 
+class LayerNorm(nn.LayerNorm):
+    """Layer norm in the dtype of its weights, as autocast has it on a GPU: on the CPU torch adds up the gradients of
+    weight and bias in that of the rows, and in bfloat16 loses most of a sum over thousands."""
+
+    def forward(self, x):
+        """x [S, D] -> [S, D]."""
+        out = super().forward(x.to(self.weight.dtype))
+        return out if x.is_cuda else out.to(x.dtype)
+
+
 CONVS = {"sage": SAGEConv, "sage-pool": SAGEPoolConv, "gcn": GCNConv}
 CONVS |= {"gat": GATv2Conv, "gin": GINConv}
 EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # accept edge features; gine needs them
 TYPE_CONVS = {"rgcn": RGCNConv, "rgat": RGATConv}  # need edge types
 ALL_CONVS = CONVS | EDGE_CONVS | TYPE_CONVS
-NORMS = {"none": nn.Identity, "layer": nn.LayerNorm, "batch": BatchNorm}
+NORMS = {"none": nn.Identity, "layer": LayerNorm, "batch": BatchNorm}
 # with a norm by default in train.py: without one they learn slowly or not at all
 NORMALISED = ("sage-pool", "gat", "gin", "gine")
 # residual connections by default in train.py: gin learns nothing on some graphs without; the others mix a node's

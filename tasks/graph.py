@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from disk.files import StoreError
 from disk.graphs import GraphBatch, GraphDataset
 from features import CudaCopies, Fetched
+from model import LayerNorm, summable
 from sources.splits import say_empty_parts
 from tasks.metrics import binary_cross_entropy, errors, score
 from tasks.task import OF_LINKS, Task
@@ -25,11 +26,11 @@ class EdgeGatedConv(nn.Module):
     def __init__(self, width, last=False):
         super().__init__()
         self.nodes, self.edges = nn.Linear(width, 4 * width), nn.Linear(width, width)
-        self.node_norm, self.edge_norm = nn.LayerNorm(width), None if last else nn.LayerNorm(width)
+        self.node_norm, self.edge_norm = LayerNorm(width), None if last else LayerNorm(width)
 
     def forward(self, src, dst, h, e):
         """Update node features h [N, W] and features e [E, W] of edges src [E] -> dst [E]; the last layer leaves e."""
-        root, message, gate_src, gate_dst = self.nodes(h).chunk(4, 1)
+        root, message, gate_src, gate_dst = summable(self.nodes(h)).chunk(4, 1)
         gate = self.edges(e) + gate_src.index_select(0, src) + gate_dst.index_select(0, dst)
         weight = gate.sigmoid()
         both = torch.cat([weight * message.index_select(0, src), weight], 1)  # [E, 2W]
