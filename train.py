@@ -16,20 +16,13 @@ One step is sample -> fetch -> forward -> backward -> optimizer: `train_epoch` i
 two ahead of it in threads. docs/design.md follows one seed node through the files.
 """
 
-import os
-import signal
 import sys
 
+from disk import streams
 from run import allocator
 
 if __name__ == "__main__":
-    # a closed standard stream: its number would go to a file or a pipe, into which libraries would print
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
-        os.set_inheritable(number, True)
-    os.close(number)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Ctrl-C during the imports ends the process without a traceback
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    streams.begin()
     # before argparse, which comes after torch
     if not {"system", "--allocator=system"} & set(sys.argv):
         allocator.before_torch()
@@ -301,6 +294,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    streams.ready()
     sys.exit(main())
