@@ -147,6 +147,8 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
             save_checkpoint(args.checkpoint, args, run.store, model, optimizer, best, epoch, step)
         return finite
 
+    if args.trains and args.resume not in (None, "auto", args.checkpoint):
+        save(start, first)  # there may be nothing left to train
     for epoch in range(start, args.epochs if args.trains else start):
         if args.early_stop and epoch - best["epoch"] >= args.early_stop:
             since = f"no better score since epoch {best['epoch']}"

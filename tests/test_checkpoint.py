@@ -121,7 +121,8 @@ def test_resume_auto_with_predict_trains_what_is_left(tiny, tmp_path):
     right = torch.from_numpy(np.load(tmp_path / "p.npy")) == graph.labels
     assert right[graph.split["test"]].double().mean() > 0.7
     # without more epochs, and from a file without --checkpoint, nothing is trained
-    for more in (words, predict := "--resume c.pt --predict q.npy"):
+    copied = "--resume c.pt --checkpoint d.pt"
+    for more in (words, copied, predict := "--resume d.pt --predict q.npy"):
         assert "nothing is trained" in _train(more, cwd=tmp_path)
     refused = _train(predict, "--profile t.json", code=2, cwd=tmp_path)
     assert "--profile t.json shows training" in refused
