@@ -271,7 +271,7 @@ def test_predictions_are_classes_logits_or_embeddings(tiny, tmp_path):
     np.testing.assert_allclose(last.numpy(), arrays["logits"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path):
+def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path, monkeypatch):
     file = tmp_path / "run.pt"
     disk.write_whole(file, lambda out: out.write(b"one"))
     file.chmod(0o600)
@@ -302,6 +302,13 @@ def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path):
 
     disk.write_whole(file, meanwhile)
     assert file.read_bytes() == b"outer" and len(list(tmp_path.iterdir())) == 3
+
+    def chmod(path, mode):
+        raise PermissionError(errno.EPERM, "this file system has no modes")
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    disk.write_whole(file, lambda out: out.write(b"three"))
+    assert file.read_bytes() == b"three"
 
 
 def test_a_path_that_is_too_long_is_one_sentence(tiny, tmp_path, capsys):
