@@ -424,7 +424,7 @@ def free_host_bytes(root="/") -> int:
     try:
         free = int((root / "proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
         groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # not Linux
+    except (OSError, IndexError):  # not Linux, or an emulated one without MemAvailable
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for _, controller, path in (line.split(":", 2) for line in groups):
         if controller not in ("", "memory"):
