@@ -29,6 +29,7 @@ import warnings
 import zlib
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
@@ -184,6 +185,10 @@ def launch(worker, nprocs, *args, gpus=0):
     if under_torchrun():
         env, store = os.environ, None
         rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+        if not 0 <= rank < world:
+            sys.exit(
+                f"RANK is {rank}, and with WORLD_SIZE {world} ranks are counted from 0 to {world - 1}"
+            )
         local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world))
         if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # the agent's store outlives a restart (torch 2.13): without a prefix a rank could read a dead one's address
@@ -201,14 +206,7 @@ def launch(worker, nprocs, *args, gpus=0):
     options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
     options["use_libuv"] = False  # torch 2.6's libuv store refuses an open socket
     store = dist.TCPStore(LOOPBACK, port, is_master=True, **options)
-    arguments = worker, nprocs, gpus, port, os.getpid(), args
-    # ranks inherit SIG_IGN: Ctrl-C reaches the whole process group, also while they import torch
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        context = mp.spawn(_spawned, arguments, nprocs, join=False)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    _supervise(context)
+    _supervise(nprocs, (worker, nprocs, gpus, port, os.getpid(), args))
     del store  # the ranks need it until here
 
 
@@ -224,19 +222,30 @@ def _handling(handler):
             signal.signal(number, before)
 
 
-def _supervise(context):
-    """Wait for spawned ranks and pass signals on; if one fails, kill the rest and exit with its code."""
-    received = []
+def _supervise(nprocs, arguments):
+    """Spawn ranks, wait for them and pass signals on; if one fails, kill the rest and exit with its code."""
+    received, others = [], set(mp.active_children())
 
     def forward(number, frame):
         received.append(number)
-        for process in filter(mp.Process.is_alive, context.processes):
+        for process in set(mp.active_children()) - others:
             (process.kill if received.count(signal.SIGINT) > 1 else process.terminate)()
 
     # torch logs a warning for each process it terminates
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with _handling(forward):
         try:
+            resource_tracker.ensure_running()  # whose start unblocks SIGINT
+            # ranks inherit the mask: Ctrl-C reaches the whole process group, also while they import torch
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                context = mp.spawn(_spawned, arguments, nprocs, join=False)
+            except OSError as error:
+                sys.exit(f"{nprocs} processes could not be started: {error}")
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if received:  # perhaps before the last rank was started
+                forward(received.pop(), None)
             while not context.join(grace_period=2):
                 pass
         except mp.ProcessExitedException as failure:
@@ -248,7 +257,7 @@ def _supervise(context):
             code = failure.exit_code
             sys.exit(code if code > 0 else 128 - code)
         finally:
-            for process in context.processes:
+            for process in set(mp.active_children()) - others:
                 process.kill()
 
 

@@ -29,15 +29,15 @@ import importlib
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C during the imports ends the process without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from disk import streams
+
+if __name__ == "__main__":
+    streams.begin()
 
 import numpy as np
 import torch
@@ -519,7 +519,7 @@ def main(argv=None) -> int:
     args = vars(_parser().parse_args(argv))
     try:
         code = _run(**args)
-        print(end="", flush=True)  # print does nothing if sys.stdout was closed and is None
+        print(end="", flush=True)
         return code or 0
     # ModuleNotFoundError: store.py was copied without run/ and sources/
     except (StoreError, ModuleNotFoundError) as error:
@@ -532,8 +532,7 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    streams.ready()
     code = main()
     with contextlib.suppress(OSError):
         print(end="", flush=True)

@@ -16,20 +16,13 @@ One step is sample -> fetch -> forward -> backward -> optimizer: `train_epoch` i
 two ahead of it in threads. docs/design.md follows one seed node through the files.
 """
 
-import os
-import signal
 import sys
 
+from disk import streams
 from run import allocator
 
 if __name__ == "__main__":
-    # a closed standard stream: its number would go to a file or a pipe, into which libraries would print
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
-        os.set_inheritable(number, True)
-    os.close(number)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Ctrl-C during the imports ends the process without a traceback
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    streams.begin()
     # before argparse, which comes after torch
     if not {"system", "--allocator=system"} & set(sys.argv):
         allocator.before_torch()
@@ -154,6 +147,8 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
             save_checkpoint(args.checkpoint, args, run.store, model, optimizer, best, epoch, step)
         return finite
 
+    if args.trains and args.resume not in (None, "auto", args.checkpoint):
+        save(start, first)  # there may be nothing left to train
     for epoch in range(start, args.epochs if args.trains else start):
         if args.early_stop and epoch - best["epoch"] >= args.early_stop:
             since = f"no better score since epoch {best['epoch']}"
@@ -301,6 +296,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    streams.ready()
     sys.exit(main())

@@ -69,6 +69,8 @@ def reading(path, advice=""):
         message = getattr(error, "strerror", None) or " ".join(str(error).split())
         if not message or isinstance(error, KeyError | MemoryError):
             message = f"{type(error).__name__} {message}".strip()
+        if getattr(error, "errno", None) not in (None, errno.ENOENT):
+            advice = ""  # the system refused, which tells nothing about the file
         raise StoreError(f"{path} cannot be read: {message[:300]}{advice}") from error
 
 
@@ -180,6 +182,9 @@ def sync(path):
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot, for directories
+            raise
     finally:
         os.close(handle)
 
@@ -202,8 +207,10 @@ def write_whole(path, write):
             with open(part, "wb") as file:
                 write(file)
             sync(part)
-            if path.exists():  # last: it may be read-only
-                shutil.copymode(path, part)
+            with contextlib.suppress(
+                OSError
+            ):  # there is no file yet, or its file system has no modes
+                shutil.copymode(path, part)  # last: it may be read-only
             os.replace(part, path)
         with contextlib.suppress(OSError):
             sync(path.parent)
@@ -417,7 +424,7 @@ def free_host_bytes(root="/") -> int:
     try:
         free = int((root / "proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
         groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # not Linux
+    except (OSError, IndexError):  # not Linux, or an emulated one without MemAvailable
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for _, controller, path in (line.split(":", 2) for line in groups):
         if controller not in ("", "memory"):

@@ -88,7 +88,7 @@ def prepare(
     target = root / "-".join([word, digest, *asked.values()])
     if not (target / "meta.json").is_file():
         # one process builds, the others wait for the lock
-        with reading(root), files.made_folder(root.absolute()), files.locked(root.resolve()):
+        with reading(f"--root {root}"), files.made_folder(root.absolute()), files.locked(root):
             if not (target / "meta.json").is_file():
                 with reading(dataset):
                     make(target, progress=progress, **features)

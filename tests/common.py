@@ -83,6 +83,8 @@ def _in_fork(output, cwd, function, args):
     torch.set_num_threads(torch.get_num_threads())  # see tests/parallel.py
     spawn = torch.multiprocessing.start_processes
     torch.multiprocessing.spawn = functools.partial(spawn, start_method="fork")
+    default = functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL)
+    os.register_at_fork(after_in_child=default)  # as in a new interpreter
     try:
         sys.exit(function(*args))
     finally:

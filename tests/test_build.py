@@ -307,6 +307,10 @@ def test_store_into_a_closed_pipe_or_a_full_disk(tmp_path, monkeypatch, capsys):
             assert store.main(["info", path]) == code
         error = capsys.readouterr().err
         assert said in error and bool(said) == bool(error)
+    for script, word in (("store.py", "info"), ("train.py", "--dataset")):
+        closed = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, HERE / script, word, "nosuch"]
+        done = subprocess.run(closed, stdout=subprocess.PIPE)
+        assert done.returncode == 2 and not done.stdout  # no error in the place of the output
 
 
 def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys):

@@ -121,7 +121,8 @@ def test_resume_auto_with_predict_trains_what_is_left(tiny, tmp_path):
     right = torch.from_numpy(np.load(tmp_path / "p.npy")) == graph.labels
     assert right[graph.split["test"]].double().mean() > 0.7
     # without more epochs, and from a file without --checkpoint, nothing is trained
-    for more in (words, predict := "--resume c.pt --predict q.npy"):
+    copied = "--resume c.pt --checkpoint d.pt"
+    for more in (words, copied, predict := "--resume d.pt --predict q.npy"):
         assert "nothing is trained" in _train(more, cwd=tmp_path)
     refused = _train(predict, "--profile t.json", code=2, cwd=tmp_path)
     assert "--profile t.json shows training" in refused
@@ -270,7 +271,7 @@ def test_predictions_are_classes_logits_or_embeddings(tiny, tmp_path):
     np.testing.assert_allclose(last.numpy(), arrays["logits"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path):
+def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path, monkeypatch):
     file = tmp_path / "run.pt"
     disk.write_whole(file, lambda out: out.write(b"one"))
     file.chmod(0o600)
@@ -301,6 +302,13 @@ def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path):
 
     disk.write_whole(file, meanwhile)
     assert file.read_bytes() == b"outer" and len(list(tmp_path.iterdir())) == 3
+
+    def chmod(path, mode):
+        raise PermissionError(errno.EPERM, "this file system has no modes")
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    disk.write_whole(file, lambda out: out.write(b"three"))
+    assert file.read_bytes() == b"three"
 
 
 def test_a_path_that_is_too_long_is_one_sentence(tiny, tmp_path, capsys):

@@ -190,10 +190,10 @@ def test_ranks_ignore_ctrl_c_before_they_import_torch(tiny):
     while not (ranks := [p for p in _running_below(process.pid)[1:] if "torch" in text(p, "maps")]):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.001)
-    ignored = int(re.search(r"SigIgn:\s*(\w+)", text(ranks[0], "status"))[1], 16)
+    blocked = int(re.search(r"SigBlk:\s*(\w+)", text(ranks[0], "status"))[1], 16)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
-    assert ignored >> signal.SIGINT - 1 & 1 and "Traceback" not in output, output
+    assert blocked >> signal.SIGINT - 1 & 1 and "Traceback" not in output, output
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(tiny, tmp_path):
@@ -309,7 +309,8 @@ def _fails(ranks, how):
         print("dies at", time.time(), flush=True)
         if how == "raise":
             raise ValueError("rank one gives up")
-        os.kill(os.getpid(), signal.SIGKILL)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
     ranks.sum(1)
     time.sleep(60)
 
@@ -323,6 +324,29 @@ def test_a_rank_that_dies_takes_the_job_down_with_its_reason(tmp_path, how):
     assert words in output, output
     print(f"down after {took:.1f} s")
     assert took < 30  # the other ranks would sleep for 60
+
+
+def _starts(how):
+    spawn = ddp.mp.spawn
+
+    def starts(worker, args, nprocs, join):
+        if how == "Ctrl-C":
+            os.kill(os.getpid(), signal.SIGINT)
+            return spawn(worker, args, nprocs, join=join, start_method="spawn")
+        spawn(worker, args, 1, join=join)
+        raise OSError("no more processes")
+
+    ddp.mp.spawn = starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    ddp.launch(_fails, 2, "sleep")
+
+
+@pytest.mark.parametrize("how, code", [("Ctrl-C", 128 + signal.SIGINT), ("a limit", 1)])
+def test_ranks_that_are_stopped_while_they_start_are_ended(tmp_path, how, code):
+    began = time.time()
+    output = _end(_fork(tmp_path / "out", _starts, how), code)
+    assert ("2 processes could not be started: no more processes" in output) == (code == 1)
+    assert time.time() - began < 30, output
 
 
 def _joins_slowly():

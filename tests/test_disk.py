@@ -1,5 +1,6 @@
 """Tests: store.py at scale: rows that change, many small graphs, damage, full disks."""
 
+import errno
 import itertools
 import multiprocessing
 import os
@@ -343,6 +344,9 @@ def test_what_a_library_raises_at_foreign_bytes_is_one_sentence():
         with pytest.raises(StoreError, match=said) as got, reading("a.npz", "; get it again"):
             raise error
         assert len(str(got.value)) < 400 and got.value.__cause__ is error
+    # of the process or the machine: no other file would help
+    with pytest.raises(StoreError, match="Too many files$"), reading("a.npz", "; get it again"):
+        raise OSError(errno.EMFILE, "Too many files")
     for error in (StoreError("so"), NameError("typo"), KeyboardInterrupt()):  # not of the bytes
         with pytest.raises(type(error)) as got, reading("a.npz"):
             raise error

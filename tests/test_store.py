@@ -1,5 +1,6 @@
 """Tests: store.py and sources/prepare.py."""
 
+import errno
 import itertools
 import json
 import math
@@ -332,8 +333,10 @@ def test_store_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     done, fsync, move = [], os.fsync, os.replace
 
     def synced(handle):
-        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        done.append(os.path.basename(file := os.readlink(f"/proc/self/fd/{handle}")))
         fsync(handle)
+        if os.path.isdir(file):  # as on network file systems that cannot
+            raise OSError(errno.EINVAL, "Invalid argument")
 
     def renamed(old, new):
         done.append("renamed")

@@ -381,6 +381,9 @@ def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypat
     assert _code("--gpus 0 --procs 2") == 2
     said = "--procs 2 has no effect under torchrun: use its --nproc-per-node"
     assert said in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "2")  # of a second machine, counted from 1
+    with pytest.raises(SystemExit, match="RANK is 2, and .* counted from 0 to 1"):
+        train.main("--gpus 0".split())
 
 
 def test_a_model_file_that_imports_dgl_where_only_import_dgl_works_says_so(tiny, tmp_path):
