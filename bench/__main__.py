@@ -45,7 +45,6 @@ from run.flags import positive
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
 DATASETS = {"scaling": "synthetic", "accuracy": "all", "labor": "all"}
 DATASETS["mag"] = "synthetic-mag:scale=1,classes=349"
-MODELS = "mlp", *CONVS
 # command: the module with its bench_COMMAND
 MODULES = {name: name for name in "sampler store roofline gpu attack picture".split()}
 MODULES |= dict.fromkeys(("step", "link", "mag", "scaling"), "step")
@@ -60,8 +59,7 @@ def numbers(text):
 
 
 def make_parser():
-    about = __doc__.splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m bench", description=about)
+    parser = argparse.ArgumentParser("python -m bench", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("what", choices=list(MODULES))
     add("--dataset", help=f"default: {WORKLOAD}; scaling: synthetic; accuracy, labor: all")
@@ -104,7 +102,7 @@ def main(argv=None):
     what, gpu = args.what, args.what == "gpu"
     if args.runs < 2:
         parser.error(f"--runs {args.runs}: a standard deviation needs 2 or more")
-    models = CONVS if what == "layers" else MODELS
+    models = [*CONVS] if what == "layers" else ["mlp", *CONVS]
     if args.models and (unknown := {*args.models.split(",")} - {*models}):
         parser.error(f"--models {','.join(sorted(unknown))}: choose from {','.join(models)}")
     if what == "scaling" and any(args.batch_size % procs for procs in args.procs):
