@@ -213,7 +213,7 @@ def train(ranks, args, path):
     del state, fits
     if args.weights == "last":  # resuming with --weights best later starts without an old best
         best.update(score=-math.inf, model=None)
-    static = run.task.static_steps and args.trains and start < args.epochs
+    static = run.task.placed and args.trains and start < args.epochs
     graphs, message = step_graph.build(run, optimizer) if static else (None, "")
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(args.model)), optimizer)
     describe(run, file, start, first)

@@ -1,4 +1,4 @@
-"""Benchmarks, side by side: all contenders on the same graph, in one process, timed in turn.
+"""Benchmarks, side by side: all contenders on the same graph, timed in turn.
 
     python -m bench sampler                      # this sampler beside DGL's; GraphBolt's with --graphbolt PYTHON
     python -m bench step                         # a training step beside DGL's, and what each trick is worth; --model gat and others
@@ -45,7 +45,6 @@ from run.flags import positive
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
 DATASETS = {"scaling": "synthetic", "accuracy": "all", "labor": "all"}
 DATASETS["mag"] = "synthetic-mag:scale=1,classes=349"
-MODELS = "mlp", *CONVS
 # command: the module with its bench_COMMAND
 MODULES = {name: name for name in "sampler store roofline gpu attack picture".split()}
 MODULES |= dict.fromkeys(("step", "link", "mag", "scaling"), "step")
@@ -60,7 +59,7 @@ def numbers(text):
 
 
 def make_parser():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m bench", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("what", choices=list(MODULES))
     add("--dataset", help=f"default: {WORKLOAD}; scaling: synthetic; accuracy, labor: all")
@@ -84,7 +83,7 @@ def make_parser():
     add("--batches", type=whole, default=40, help="store: per run; the first quarter is not timed")
     # accuracy, labor, types
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")
-    add("--models", metavar="A,B", help=f"accuracy, layers: some of {','.join(MODELS)}")
+    add("--models", metavar="A,B", help=f"layers: some of {','.join(CONVS)}; accuracy: also mlp")
     add("--runs", type=whole, default=10, help="accuracy, labor, types: seeds, at least 2")
     # gpu, attack
     add("--quick", action="store_true", help="gpu: rehearse on tiny graphs, in ROOT/gpu-quick")
@@ -103,8 +102,9 @@ def main(argv=None):
     what, gpu = args.what, args.what == "gpu"
     if args.runs < 2:
         parser.error(f"--runs {args.runs}: a standard deviation needs 2 or more")
-    if unknown := set((args.models or "mlp").split(",")) - set(MODELS):
-        parser.error(f"--models {','.join(sorted(unknown))}: choose from {','.join(MODELS)}")
+    models = [*CONVS] if what == "layers" else ["mlp", *CONVS]
+    if args.models and (unknown := {*args.models.split(",")} - {*models}):
+        parser.error(f"--models {','.join(sorted(unknown))}: choose from {','.join(models)}")
     if what == "scaling" and any(args.batch_size % procs for procs in args.procs):
         parser.error(f"--batch-size {args.batch_size} must be a multiple of each of --procs")
     args.dataset = args.dataset or DATASETS.get(what, WORKLOAD)

@@ -53,7 +53,7 @@ model
 --hidden | N = 128 | width of the hidden layers, all heads together
 --num-layers | N | number of layers (default: one per fanout, else 3)
 --heads | N = 4 | attention heads of gat
---bases | N0 = 0 | rgcn, rgat: mix the matrix of each type from N bases; 0: off
+--bases | N0 = 0 | rgcn, rgat: mix the matrix of each type from N bases (default: 0: off)
 --norm | - {" ".join(NORMS)} | after hidden layers (default: layer for {", ".join(NORMALISED)}, else none)
 --residual | on/off | add each layer's input to its output (default: for {", ".join(RESIDUAL)}; for {", ".join(AVERAGING)} if neighbours' classes hardly agree)
 --dropout | P = 0.5 | probability after each hidden layer and on gat's attention
@@ -70,12 +70,12 @@ links
 optimisation
 --lr | RATE = 0.003 | Adam's learning rate
 --lr-schedule | constant cosine | cosine: falls to 0 over --epochs
---weight-decay | X | Adam's L2 term (default: 0.07 / training nodes)
+--weight-decay | X | Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)
 --epochs | N | default: at least 10, and at least 200 optimizer steps
 --metric | - {" ".join(dict.fromkeys(m for task in TASKS.values() for m in task.metrics))} | nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr)
 --early-stop | N | stop after N epochs without a better validation --metric and keep the best epoch's weights (default: off)
 --weights | - best last | final weights: of the epoch with the best validation --metric, or the last (default: best; last for links and graphs, and without validation nodes)
---seed | SEED = 0 | for initial weights, order, sampling and dropout
+--seed | SEED = 0 | for initial weights, drawn splits, order, sampling and dropout (default: 0)
 --runs | N = 1 | train with N seeds; print mean and standard deviation
 --precision | - fp32 tf32 bf16 fp64 | of matrix products; fp64 is for comparing runs (default: tf32 on a GPU that has it, else fp32)
 --checkpoint-activations | | recompute hidden layers in the backward pass: less memory, more time

@@ -1,7 +1,7 @@
 """Tables of nodes and edges -> arrays: what each column holds, and which nodes it refers to.
 
     x, nodes = features("x.csv.gz", folder)                   # float32 [V, F]; a column of ids names the nodes
-    y = labels("y.csv", nodes)                                # float64 [V] or [V, C], NaN: no label; or text [V]
+    y = of_nodes("y.csv", nodes, "labels")                    # float64 [V] or [V, C], NaN: no label; or text [V]
     edge_index, more = edges("edges.csv", folder, nodes, {"edge_weight": ["w"]})        # int64 [2, M]
 
 Rows of features are the nodes 0 to V-1, unless there is a column of ids: a permutation of 0 to V-1 reorders the rows,

@@ -96,7 +96,7 @@ class GraphTask(Task):
     unused = {
         "is for --task link, --task is graph": OF_LINKS,
         "has no effect with --task graph: leave it out": "fanout model norm residual input_dropout "
-        "checkpoint_activations backend mode cache lookahead",
+        "checkpoint_activations backend mode cache lookahead cuda_graph",
         "is not for --task graph": "sampler temporal window early_stop weights split predict runs",
     }
 

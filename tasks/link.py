@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from disk.columns import types_called
-from disk.files import SPLITS, StoreError, reading, sha256_of
+from disk.files import SPLITS, StoreError, plural, reading, sha256_of
 from loader import from_edge_index
 from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
@@ -425,7 +425,7 @@ class LinkTask(Task):
         graph, network, fanout = described(args, self.store)
         pairs, features = len(self.store.split["train"]), self.store.feature_dim
         how = args.negatives_by + ", unchecked" * args.unchecked_negatives
-        negatives = f"{args.negatives} negatives a pair, {how}"
+        negatives = f"{plural(args.negatives, 'negative')} a pair, {how}"
         yield f"{graph} that carry messages, {features} features; pairs: {split} ({args.edge_split})"
         network += f", scorer {args.scorer}, {parameters}"
         yield f"model   {network}; {fanout}; {negatives}, {args.link_loss}"

@@ -22,8 +22,7 @@ class Task:
         weights: default of --weights if there is a validation part. prior: precision of a Gaussian prior of the
             weights; weight decay is prior / T for T training examples.
         widths: keys of the data's meta.json that the network is built from.
-        classes_agree: the default of --residual may depend on how often neighbours share a class. static_steps: a step
-            can be captured as a CUDA graph, its loss being the cross-entropy of classes.
+        classes_agree: the default of --residual may depend on how often neighbours share a class.
         embeds: outputs, also of a user's network, are embeddings of width --hidden.
         placed: --mode places graph and features. timed_inference: exact inference of a node respects the node's time.
         timed_pairs: each example has its own time; else examples are nodes, with the times `node_time`.
@@ -31,7 +30,7 @@ class Task:
     """
 
     title, metrics, unused, temporal, weights, prior = "scores", (), {}, "auto", "last", 0.0
-    classes_agree = static_steps = timed_inference = timed_pairs = embeds = False
+    classes_agree = timed_inference = timed_pairs = embeds = False
     placed, draw, load, metric = True, None, None, None
 
     @staticmethod

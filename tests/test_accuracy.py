@@ -116,6 +116,7 @@ BAD_FLAGS = r"""
 --lr nan => --lr.*'nan'
 --precision tf32 --gpus 0 => --precision tf32 needs a CUDA GPU
 --cuda-graph on --gpus 0 => --cuda-graph on needs a CUDA GPU
+--task graph --cuda-graph off => --cuda-graph off has no effect with --task graph: leave it out
 --gpu-cache lots => 'lots' is no size; write it as 4GiB
 --dropout 1 => --dropout: '1' is not a number of at least 0 and below 1
 --model gat --hidden 10 => --hidden 10 is no multiple of --heads 4

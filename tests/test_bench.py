@@ -122,8 +122,9 @@ def test_bench_accuracy_trains_on_the_largest_component(tmp_path, monkeypatch, c
     for bad in ("accuracy --dataset nosuch", "labor", "types"):
         assert bench.main(f"{bad} --data {tmp_path}/nosuch".split()) == 2
         assert "nosuch" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        bench.main("scaling --batch-size 64 --procs 1,3".split())
+    for bad in ("scaling --batch-size 64 --procs 1,3", "layers --models mlp"):
+        with pytest.raises(SystemExit):
+            bench.main(bad.split())
     if not DATA.is_dir():
         pytest.skip(f"{DATA} is not there")
     settings = [("", "--lr 0.03 --weight-decay 5e-4"), (":row_normalize=0", "--lr 1e-6")]

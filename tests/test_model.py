@@ -17,6 +17,7 @@ import ddp
 import inference as by_layers
 import model
 from inference import inference
+from loader import from_edge_index
 from model import GNN
 from sampler import Block, NeighborSampler
 from tests.common import _end, _fork, _random_graph
@@ -95,6 +96,50 @@ def test_model_layers_are_those_of_their_papers(name, ids):
         half = {name: e.bfloat16() for name, e in given.items()}
         low = layer.bfloat16()(block, h.bfloat16(), **half)
         assert low.dtype == torch.bfloat16 and (low - ours[0]).norm() < 0.05 * ours[0].norm()
+
+
+SAGE = (
+    "lin_l.weight=neigh_linear.weight lin_r.weight=self_linear.weight lin_l.bias=self_linear.bias"
+)
+PYGS = {  # PyG's layer, and which of its parameters is which of ours
+    "sage": ("SAGEConv", {}, SAGE),
+    "sage-pool": ("SAGEConv", {"aggr": "max", "project": True}, SAGE + " lin.=pool_linear."),
+    "gcn": ("GCNConv", {}, "lin.weight=linear.weight bias=bias"),
+    "gat, mean": (
+        "GATv2Conv",
+        {"heads": 2, "concat": False},
+        "lin_l=src_linear lin_r=dst_linear att=attn",
+    ),
+    "gin": ("GINConv", {"train_eps": True}, "eps=eps"),
+    "gine": ("GINEConv", {"train_eps": True, "edge_dim": 11}, "eps=eps lin.=edge_linear."),
+    "rgcn": (
+        "RGCNConv",
+        {"num_relations": 3},
+        "weight=weight root=self_linear.weight bias=self_linear.bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PYGS)
+def test_layers_with_the_same_weights_are_pygs(name):
+    """What docs/dgl_pyg.md says: on an undirected graph without self-loops, from all neighbours."""
+    pyg, pairs = pytest.importorskip("torch_geometric.nn"), torch.randint(40, (2, 150))
+    pairs = pairs[:, pairs[0] != pairs[1]]
+    graph = from_edge_index(torch.cat([pairs, pairs.flip(0)], 1).unique(dim=1), 40)
+    block = NeighborSampler(*graph, [-1]).sample(torch.arange(40), 0)[0]
+    h, e = torch.randn(40, 6), torch.randn(block.num_edges, 11)
+    types = torch.arange(block.num_edges) % 3
+    layer = model.RGCNConv(6, 9, 3) if name == "rgcn" else _layer(name, 6, 9)
+    kind, options, names = PYGS[name]
+    theirs = getattr(pyg, kind)(*([layer.mlp] if "gin" in name else [6, 9]), **options)
+    for words in names.split():
+        to, of = (dict(m.named_parameters()) for m in (theirs, layer))
+        for their_name in (n for n in to if n.startswith(words.split("=")[0])):
+            values = of[their_name.replace(*words.split("="))]
+            to[their_name].data.copy_(values if name != "rgcn" or values.dim() != 2 else values.t())
+    ours = layer(block._replace(edge_type=types), h, **({"edges": e} if name == "gine" else {}))
+    given = {"gine": [e], "rgcn": [types]}.get(name, [])
+    torch.testing.assert_close(ours, theirs(h, block.to_pyg()[0], *given), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -28,7 +28,7 @@ from run import adam, step_graph
 from run.edge_data import EdgeData
 from sampler import Block, NeighborSampler
 from tests import common
-from tests.common import TINY, _emulated, _end, _fork, _random_graph, _run_here
+from tests.common import TINY, _code, _emulated, _end, _fork, _random_graph, _run_here
 from tests.test_ddp import _launch_within
 from tests.test_layers import _emulate_layers, _net, cuda_layers, layers_gpu  # noqa: F401
 from tests.test_types import _typed_graph
@@ -393,6 +393,13 @@ def _one_rank_fails(ranks, folder):
 
 def test_a_cuda_step_graph_that_fails_on_one_rank_leaves_no_other_waiting(tmp_path):
     _end(_fork(tmp_path / "out", _launch_within, 90, _one_rank_fails, 2, tmp_path))
+
+
+def test_training_prints_why_there_are_no_cuda_graphs(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(step_graph, "build", lambda run, optimizer: (None, "of a reason"))
+    for task in ("node", "link"):
+        assert _code(f"--task {task} --dataset {tiny} --epochs 1 --fanout 3,3") == 0
+        assert "graph   no CUDA graphs: of a reason" in capsys.readouterr().out
 
 
 def test_a_cuda_step_graph_that_cannot_be_says_why():
