@@ -186,9 +186,7 @@ def launch(worker, nprocs, *args, gpus=0):
         env, store = os.environ, None
         rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
         if not 0 <= rank < world:
-            sys.exit(
-                f"RANK is {rank}, and with WORLD_SIZE {world} ranks are counted from 0 to {world - 1}"
-            )
+            sys.exit(f"RANK is {rank}: with WORLD_SIZE {world} ranks are 0 to {world - 1}")
         local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world))
         if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # the agent's store outlives a restart (torch 2.13): without a prefix a rank could read a dead one's address

@@ -207,9 +207,7 @@ def write_whole(path, write):
             with open(part, "wb") as file:
                 write(file)
             sync(part)
-            with contextlib.suppress(
-                OSError
-            ):  # there is no file yet, or its file system has no modes
+            with contextlib.suppress(OSError):  # no file yet, or a file system without modes
                 shutil.copymode(path, part)  # last: it may be read-only
             os.replace(part, path)
         with contextlib.suppress(OSError):
