@@ -14,6 +14,7 @@ CUDA, and runs repeat to the last bit. Torch operations, which R-GCN and R-GAT u
 atomics on a GPU, so the last bits of gradients and attention may differ between runs.
 """
 
+from functools import wraps
 from itertools import islice, pairwise
 
 import torch
@@ -30,6 +31,18 @@ except ImportError:
 # steps that native/ fuses
 
 
+def native_first(function):
+    """Decorate torch operations: native/layers.py's function of that name replaces them unless it returns None."""
+
+    @wraps(function)
+    def first(*args, **options):
+        done = fused and getattr(fused, function.__name__)(*args, **options)
+        return function(*args, **options) if done is None else done
+
+    return first
+
+
+@native_first
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     """Concatenate each destination's own row and the mean of its neighbours' rows: the input of a SAGE layer's product.
 
@@ -44,9 +57,6 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     Returns:
         [S, 2F]; without edges the mean is zero.
     """
-    done = fused and fused.self_and_mean(indptr, indices, h, self_rows, out)
-    if done is not None:
-        return done
     own = h[: indptr.numel() - 1] if self_rows is None else h.index_select(0, self_rows)
     mean, width = mean_neighbours(indptr, indices, h), h.shape[1]
     if out is None:
@@ -55,6 +65,7 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     return out
 
 
+@native_first
 def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     """Compute alpha * own row + beta * mean of the neighbours' rows for each destination.
 
@@ -65,49 +76,40 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     Returns:
         [S, F].
     """
-    done = fused and fused.own_plus_mean(indptr, indices, h, alpha, beta, self_rows, gamma)
-    if done is not None:
-        return done
     own = h[: len(alpha)] if self_rows is None else h.index_select(0, self_rows)
     mean = mean_neighbours(indptr, indices, h if gamma is None else h * gamma.unsqueeze(1))
     return (alpha.unsqueeze(1) * own + beta.unsqueeze(1) * mean).to(h.dtype)
 
 
+@native_first
 def mean_neighbours(indptr, indices, h):
     """Average rows of h [N, D] over each destination's edges -> [S, D]; zero without edges."""
-    done = fused and fused.mean_neighbours(indptr, indices, h)
-    if done is not None:
-        return done
     bag = F.embedding_bag(indices, summable(h), indptr, mode="mean", include_last_offset=True)
     return bag.to(h.dtype)
 
 
+@native_first
 def max_neighbours(indptr, indices, h):
     """Column-wise maximum of rows of h [N, D] over each destination's edges -> [S, D]; zero without edges."""
-    done = fused and fused.max_neighbours(indptr, indices, h)
-    if done is not None:
-        return done
     bag = F.embedding_bag(indices, summable(h), indptr, mode="max", include_last_offset=True)
     return bag.to(h.dtype)
 
 
 def summable(h):
     """Return rows in float32 or wider: torch adds up bfloat16, also the gradients of a row, with a rounding per term,
-    so that a sum of a few hundred equal terms stops to grow."""
+    so that a sum of a few hundred equal terms stops growing."""
     return h.to(torch.promote_types(h.dtype, torch.float32))
 
 
+@native_first
 def gather_rows(features, ids, out=None):
     """Gather rows ids [n] of features [V, F] -> [n, F], into `out` if given: index_select with prefetch."""
-    done = fused and fused.gather_rows(features, ids, out)
-    return torch.index_select(features, 0, ids, out=out) if done is None else done
+    return torch.index_select(features, 0, ids, out=out)
 
 
+@native_first
 def cross_entropy(logits, labels):
     """Sum the cross-entropy over the rows of logits [S, C] -> scalar; labels int64 [S], -1 ignores a row."""
-    done = fused and fused.cross_entropy(logits, labels)
-    if done is not None:
-        return done
     return F.cross_entropy(logits, labels, reduction="sum", ignore_index=-1)
 
 
