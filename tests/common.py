@@ -4,6 +4,8 @@ import os
 
 # set before torch is imported: its idle threads must not spin on cores that other processes need
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import atexit
 import ctypes
@@ -114,8 +116,19 @@ def _end(process, *codes):
 
 
 @pytest.fixture(autouse=True)
-def _before_each_test():
+def _before_each_test(request, monkeypatch):
     torch.manual_seed(0)  # a test draws the same numbers whichever ran before it
+    if not request.node.get_closest_marker("gpu"):
+        # for a process that has used one
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        return
+    if GPUS is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS)
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
 
 
 def _random_graph(rng, num_nodes, mean_degree, dtype=torch.int32):

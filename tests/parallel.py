@@ -71,6 +71,11 @@ def _replay(session, reader, running):
         session.ended = getattr(session, "ended", 0) + 1
 
 
+def pytest_collection_modifyitems(items):
+    # first: CUDA that was asked for GPUs while they were hidden finds none later
+    items.sort(key=lambda item: item.get_closest_marker("gpu") is None)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
     option, cores = session.config.option, getattr(os, "sched_getaffinity", lambda _: [0])(0)

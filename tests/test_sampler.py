@@ -220,9 +220,8 @@ CASES = [
     *((make, method) for make in (_timed_case, _typed_case) for method in BY_TIME),
     (_dependent_case, "labor"),
 ]
-_GPU = pytest.mark.skipif("not torch.cuda.is_available()", reason="no CUDA GPU")
 # "kernels": those of the GPU, emulated, with their threads in any order
-WAYS = ["torch", "native", "kernels", pytest.param("gpu", marks=_GPU)]
+WAYS = ["torch", "native", "kernels", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 def _sampling(way, folder, i, indptr, indices, fanouts, options, enlarged):

@@ -398,7 +398,7 @@ def test_a_cuda_step_graph_that_fails_on_one_rank_leaves_no_other_waiting(tmp_pa
 def test_training_prints_why_there_are_no_cuda_graphs(tiny, monkeypatch, capsys):
     monkeypatch.setattr(step_graph, "build", lambda run, optimizer: (None, "of a reason"))
     for task in ("node", "link"):
-        assert _code(f"--task {task} --dataset {tiny} --epochs 1 --fanout 3,3") == 0
+        assert _code(f"--gpus 0 --task {task} --dataset {tiny} --epochs 1 --fanout 3,3") == 0
         assert "graph   no CUDA graphs: of a reason" in capsys.readouterr().out
 
 
@@ -448,7 +448,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
     assert not step_graph.averages_in_place(sage, torch.float32)
 
 
-@pytest.mark.skipif("not torch.cuda.is_available()", reason="no CUDA GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "name, mode",
     [(name, "cuda-cuda") for name in ("sage", "sage-pool", "gcn", "gin", "gat")]
