@@ -233,10 +233,11 @@ def _supervise(nprocs, arguments):
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with _handling(forward):
         try:
-            resource_tracker.ensure_running()  # whose start unblocks SIGINT
-            # ranks inherit the mask: Ctrl-C reaches the whole process group, also while they import torch
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
             try:
+                resource_tracker.ensure_running()  # whose start unblocks SIGINT
+                # ranks inherit the mask: Ctrl-C reaches the whole process group, also while they import torch
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 context = mp.spawn(_spawned, arguments, nprocs, join=False)
             except OSError as error:
                 sys.exit(f"{nprocs} processes could not be started: {error}")
@@ -268,6 +269,7 @@ def _spawned(rank, worker, nprocs, gpus, port, parent, args):
     # a terminal sends these to the whole process group; the parent passes them on as SIGTERM
     for number in set(STOPS) - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `_supervise`
     store = dist.TCPStore(LOOPBACK, port, is_master=False)
     _run(worker, Ranks(rank, nprocs, rank, nprocs, gpus), store, args)
 

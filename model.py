@@ -96,9 +96,9 @@ def max_neighbours(indptr, indices, h):
 
 
 def summable(h):
-    """Return rows in float32 or wider: torch adds up bfloat16, also the gradients of a row, with a rounding per term,
-    so that a sum of a few hundred equal terms stops growing."""
-    return h.to(torch.promote_types(h.dtype, torch.float32))
+    """Return rows of 16-bit floats in float32: torch adds these up, also the gradients of a row, with a rounding per
+    term, so that a sum of a few hundred equal terms stops growing."""
+    return h.float() if h.dtype in (torch.bfloat16, torch.float16) else h
 
 
 @native_first
@@ -518,7 +518,7 @@ class GATv2Conv(Conv):
         indices = torch.cat([indices, own.to(indices.dtype) if rows is None else rows])
         E, source = indices.numel(), summable(source)
         message = source.index_select(0, indices)
-        z = message + summable(target).index_select(0, dst)
+        z = message + target.index_select(0, dst)
         if edges is not None:
             z = z + self.edge_linear(edges)
         scores = (F.leaky_relu(z.view(E, K, D).to(self.attn.dtype), 0.2) * self.attn).sum(2)

@@ -33,6 +33,7 @@ import statistics
 import time
 from contextlib import nullcontext
 from functools import partial
+from os.path import exists
 from pathlib import Path
 
 import torch
@@ -147,7 +148,7 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
             save_checkpoint(args.checkpoint, args, run.store, model, optimizer, best, epoch, step)
         return finite
 
-    if args.trains and args.resume not in (None, "auto", args.checkpoint):
+    if args.trains and args.resume not in (None, "auto") and not exists(args.checkpoint or ""):
         save(start, first)  # there may be nothing left to train
     for epoch in range(start, args.epochs if args.trains else start):
         if args.early_stop and epoch - best["epoch"] >= args.early_stop:

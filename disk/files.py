@@ -419,11 +419,13 @@ RANK_BYTES = 1 << 29  # host memory of a process that trains, besides data and b
 def free_host_bytes(root="/") -> int:
     """Return the bytes of host memory that are available to this process: of the machine, or of its cgroups if less."""
     root = Path(root)
+    everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        free = int((root / "proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+        available = re.search(r"MemAvailable: *(\d+)", (root / "proc/meminfo").read_text())
         groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except (OSError, IndexError):  # not Linux, or an emulated one without MemAvailable
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except OSError:  # not Linux
+        return everything
+    free = 1024 * int(available[1]) if available else everything  # an emulated Linux may not tell
     for _, controller, path in (line.split(":", 2) for line in groups):
         if controller not in ("", "memory"):
             continue

@@ -53,7 +53,7 @@ model
 --hidden | N = 128 | width of the hidden layers, all heads together
 --num-layers | N | number of layers (default: one per fanout, else 3)
 --heads | N = 4 | attention heads of gat
---bases | N0 = 0 | rgcn, rgat: mix the matrix of each type from N bases (default: 0: off)
+--bases | N0 = 0 | rgcn, rgat: mix the matrix of each type from N bases (default: 0, off)
 --norm | - {" ".join(NORMS)} | after hidden layers (default: layer for {", ".join(NORMALISED)}, else none)
 --residual | on/off | add each layer's input to its output (default: for {", ".join(RESIDUAL)}; for {", ".join(AVERAGING)} if neighbours' classes hardly agree)
 --dropout | P = 0.5 | probability after each hidden layer and on gat's attention

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from disk.files import StoreError
 from disk.graphs import GraphBatch, GraphDataset
 from features import CudaCopies, Fetched
-from model import LayerNorm, summable
+from model import summable
 from sources.splits import say_empty_parts
 from tasks.metrics import binary_cross_entropy, errors, score
 from tasks.task import OF_LINKS, Task
@@ -26,7 +26,7 @@ class EdgeGatedConv(nn.Module):
     def __init__(self, width, last=False):
         super().__init__()
         self.nodes, self.edges = nn.Linear(width, 4 * width), nn.Linear(width, width)
-        self.node_norm, self.edge_norm = LayerNorm(width), None if last else LayerNorm(width)
+        self.node_norm, self.edge_norm = nn.LayerNorm(width), None if last else nn.LayerNorm(width)
 
     def forward(self, src, dst, h, e):
         """Update node features h [N, W] and features e [E, W] of edges src [E] -> dst [E]; the last layer leaves e."""

@@ -4,7 +4,7 @@ import os
 
 # set before torch is imported: its idle threads must not spin on cores that other processes need
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-GPUS = os.environ.get("CUDA_VISIBLE_DEVICES")
+os.environ.setdefault("TEST_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import atexit
@@ -123,10 +123,7 @@ def _before_each_test(request, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         return
-    if GPUS is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ["TEST_GPUS"])
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
 
