@@ -14,16 +14,16 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13508,
+    "lines of product Python": 13567,
     "lines of C and CUDA": 2127,
-    "lines of bench": 2687,
-    "lines of tests": 11427,
+    "lines of bench": 2688,
+    "lines of tests": 11609,
     "lines of README": 200,
-    "longest file": 1030,
+    "longest file": 1051,
     "functions above 60 lines": 2,
     "entries in the root": 22,
     "floors of imports": 8,
-    "arrows": 156,
+    "arrows": 159,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }
