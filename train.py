@@ -29,11 +29,11 @@ if __name__ == "__main__":
 
 import gc
 import math
+import os
 import statistics
 import time
 from contextlib import nullcontext
 from functools import partial
-from os.path import exists
 from pathlib import Path
 
 import torch
@@ -148,7 +148,8 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
             save_checkpoint(args.checkpoint, args, run.store, model, optimizer, best, epoch, step)
         return finite
 
-    if args.trains and args.resume not in (None, "auto") and not exists(args.checkpoint or ""):
+    resumed = args.trains and args.resume not in (None, "auto")
+    if resumed and not os.path.exists(args.checkpoint or ""):
         save(start, first)  # there may be nothing left to train
     for epoch in range(start, args.epochs if args.trains else start):
         if args.early_stop and epoch - best["epoch"] >= args.early_stop:
@@ -284,6 +285,8 @@ def main(argv=None):
     """Run the command line -> exit code; if a rank fails, `ddp.launch` exits with its code."""
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
+        if argv is None and not args.gpus:  # or torch's optimizers would make a CUDA context
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         path = None if ddp.under_torchrun() else prepare(args)
         ddp.launch(worker, max(args.gpus, args.procs), args, path, gpus=args.gpus)
     except StoreError as error:

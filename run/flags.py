@@ -185,7 +185,7 @@ def filled_in(args):
 def check_values(parser, args):
     """Reject a network that cannot work, and flags that were typed but have no effect, or not the one they name."""
     task, own, on_gpu = TASKS[args.task], is_own(args.model), args.gpus > 0
-    gpus, embeddings = torch.cuda.device_count(), args.predict_what == "embeddings"
+    gpus, embeddings = on_gpu and torch.cuda.device_count(), args.predict_what == "embeddings"
     if (hops := len(args.fanout)) != args.num_layers:
         fanouts = f"--fanout {text_of(args.fanout)} has {hops} hops"
         parser.error(f"{fanouts}, --num-layers is {args.num_layers}: one fanout a layer is needed")

@@ -5,7 +5,9 @@ import copy
 import ctypes
 import functools
 import itertools
+import os
 import re
+import sys
 import types
 from contextlib import contextmanager, nullcontext
 
@@ -28,7 +30,7 @@ from run import adam, step_graph
 from run.edge_data import EdgeData
 from sampler import Block, NeighborSampler
 from tests import common
-from tests.common import TINY, _code, _emulated, _end, _fork, _random_graph, _run_here
+from tests.common import TINY, _emulated, _end, _fork, _random_graph, _run_here
 from tests.test_ddp import _launch_within
 from tests.test_layers import _emulate_layers, _net, cuda_layers, layers_gpu  # noqa: F401
 from tests.test_types import _typed_graph
@@ -397,9 +399,13 @@ def test_a_cuda_step_graph_that_fails_on_one_rank_leaves_no_other_waiting(tmp_pa
 
 def test_training_prints_why_there_are_no_cuda_graphs(tiny, monkeypatch, capsys):
     monkeypatch.setattr(step_graph, "build", lambda run, optimizer: (None, "of a reason"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     for task in ("node", "link"):
-        assert _code(f"--gpus 0 --task {task} --dataset {tiny} --epochs 1 --fanout 3,3") == 0
+        words = f"--gpus 0 --task {task} --dataset {tiny} --epochs 1 --fanout 3,3"
+        monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
+        assert train.main() == 0
         assert "graph   no CUDA graphs: of a reason" in capsys.readouterr().out
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""  # a run on the CPU takes no memory of a GPU
 
 
 def test_a_cuda_step_graph_that_cannot_be_says_why():
