@@ -153,9 +153,9 @@ def harm_store(path, random):
     if file.name == "meta.json":
         what = other_value(meta, random)
     elif file.suffix == ".lmdb":
-        head = 16 if file.name == "graphs.lmdb" else 20  # ends with the CRC of the rest
         import lmdb
 
+        head = 16 if file.name == "graphs.lmdb" else 20  # ends with the CRC of the rest
         database = lmdb.open(str(file), subdir=False, lock=False)
         with database, database.begin(write=True) as txn:
             key = int(random.integers(txn.stat()["entries"])).to_bytes(8, "big")

@@ -4,6 +4,7 @@ import os
 
 # set before torch is imported: its idle threads must not spin on cores that other processes need
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# GPUs are for tests marked gpu
 os.environ.setdefault("TEST_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -124,6 +124,9 @@ def test_resume_auto_with_predict_trains_what_is_left(tiny, tmp_path):
     copied = "--resume c.pt --checkpoint d.pt"
     for more in (words, copied, predict := "--resume d.pt --predict q.npy"):
         assert "nothing is trained" in _train(more, cwd=tmp_path)
+    written = (tmp_path / "d.pt").stat().st_mtime_ns
+    _train(copied, cwd=tmp_path)  # replaces no file that may be further ahead
+    assert (tmp_path / "d.pt").stat().st_mtime_ns == written
     refused = _train(predict, "--profile t.json", code=2, cwd=tmp_path)
     assert "--profile t.json shows training" in refused
     assert (tmp_path / "p.npy").read_bytes() == (tmp_path / "q.npy").read_bytes()

@@ -17,7 +17,7 @@ LIMITS = {
     "lines of product Python": 13570,
     "lines of C and CUDA": 2127,
     "lines of bench": 2688,
-    "lines of tests": 11615,
+    "lines of tests": 11619,
     "lines of README": 200,
     "longest file": 1051,
     "functions above 60 lines": 2,
