@@ -5,8 +5,9 @@
 // reads the types of its arguments. It runs in blocks of 256 threads, the last of which may be
 // partly idle: `THREAD(n);` sets i to the thread's number and ends the threads from n on. For a C
 // compiler a kernel is a function whose threads may run one after another, in any order. With HOST
-// they are iterations of an OpenMP loop (build.py: load_host); otherwise the including file
-// provides blockIdx, blockDim, threadIdx and atomicMin.
+// they are iterations of an OpenMP loop over rows and one over parts of a row, whose numbers a
+// kernel gets as row_ and part_ (build.py: load_host); otherwise the including file provides
+// blockIdx, blockDim, threadIdx and atomicMin.
 #ifndef BASE_H
 #define BASE_H
 typedef unsigned long long u64;
@@ -25,8 +26,6 @@ template <class T> FN void store_same(T *p, T value) { *(volatile T *)p = value;
 #include <stdlib.h>
 #include <string.h>
 #ifdef HOST
-static __thread struct { long x; } blockIdx;
-static const struct { long x; } blockDim = {1}, threadIdx = {0};
 #define KERNEL static inline void
 #define UNROLL _Pragma("GCC unroll 16")
 #else
@@ -43,9 +42,13 @@ static const struct { long x; } blockDim = {1}, threadIdx = {0};
 #define atomicCAS __sync_val_compare_and_swap
 #endif
 #define ALIGN(n) __attribute__((aligned(n)))
+#ifdef HOST
+#define THREAD(n) const i64 i = row_
+#else
 #define THREAD(n)                                     \
   i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; \
   if (i >= (n)) return
+#endif
 
 // ---- splitmix64 (Steele, Lea, Flood, OOPSLA 2014)
 

@@ -177,18 +177,19 @@ def load_c(name, source, flags):
 
 
 def load_host(name, source, flags):
-    """Compile CUDA source as C whose method `run`, as that of `Kernels`, distributes a kernel's threads over OpenMP
-    threads; as `load_c`, with -fopenmp in flags."""
-    text = ["#define HOST", source]
+    """Compile CUDA source as C whose method `run`, as that of `Kernels`, runs the threads of a kernel: those of a row of
+    `width` columns one after another, rows on OpenMP threads; as `load_c`, with -fopenmp in flags."""
+    numbered = re.sub(r"^(KERNEL \w+\()", r"\1i64 row_, int part_, ", source, flags=re.MULTILINE)
+    text = ["#define HOST", numbered]
     for kernel, arguments in signatures(source).items():
         parameters = ", ".join(f"{c_type} {argument}" for c_type, argument in arguments)
         passed = ", ".join(argument for _, argument in arguments)
+        parts = "(width - 1) / COLUMNS + 1" if "width" in passed.split(", ") else "1"
         text.append(f"""void run_{kernel}(i64 threads_, {parameters}) {{
-#pragma omp parallel for schedule(dynamic, 1024)
-  for (i64 thread_ = 0; thread_ < threads_; thread_++) {{
-    blockIdx.x = thread_;
-    {kernel}({passed});
-  }}
+  const int parts_ = {parts};
+#pragma omp parallel for schedule(dynamic, 1023 / parts_ + 1)
+  for (i64 row_ = 0; row_ < threads_ / parts_; row_++)
+    for (int part_ = 0; part_ < parts_; part_++) {kernel}(row_, part_, {passed});
 }}""")
     library = load_c(name, "\n".join([*text, ""]), flags)
     if library:

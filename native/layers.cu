@@ -18,7 +18,6 @@
 #define COLUMNS (__BIGGEST_ALIGNMENT__ / 4)  // floats in a vector register
 #define WIDE(bytes) aligned(1), may_alias
 #define AT_ONCE (left >= COLUMNS)
-#define EACH_LEFT for (int q = 0; q < COLUMNS && q < left; q++)
 #define GROUP 1
 #define kept_t IN  // the result of ReLU and dropout
 #define KEEP_BITS(row, v) (void)0
@@ -28,7 +27,6 @@
 #define COLUMNS 4
 #define WIDE(bytes) aligned(bytes)
 #define AT_ONCE whole
-#define EACH_LEFT EACH if (!q || q < left)
 #define GROUP 8  // rows that a thread loads at a time
 typedef unsigned char kept_t;  // a bit for each of COLUMNS columns: whether it is above 0
 #define KEPT(row) kept[(i64)(row) * parts + column / COLUMNS]
@@ -38,6 +36,7 @@ typedef unsigned char kept_t;  // a bit for each of COLUMNS columns: whether it 
 #define WHERE_READ relu
 #endif
 #define EACH UNROLL for (int q = 0; q < COLUMNS; q++)
+#define EACH_LEFT EACH if (!q || q < left)
 #ifdef __CUDACC__
 template <class T> struct ALIGN(4 * sizeof(T)) vector_t {
   T x[COLUMNS];
@@ -145,11 +144,17 @@ FN ints_t where_kept(unsigned char bits) {
 
 // Set a thread's row and its first column. The threads of a row, one per COLUMNS columns, are
 // consecutive.
+#ifdef HOST
+#define ROW_AND_COLUMN(rows) \
+  const i64 row = row_;      \
+  const int column = part_ * COLUMNS, left = width - column
+#else
 #define ROW_AND_COLUMN(rows)                                        \
   const unsigned parts = (unsigned)(width + COLUMNS - 1) / COLUMNS; \
   THREAD((i64)(rows) * parts);                                      \
   const i64 row = (unsigned)i / parts;                              \
   const int column = (int)((unsigned)i % parts * COLUMNS), left = width - column
+#endif
 
 // On the host prefetch `width` columns of the rows ids[first .. last - 1] of a table. Nothing on a
 // GPU, where other threads run while one waits.
