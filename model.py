@@ -350,13 +350,12 @@ class SAGEPoolConv(Conv):
         self.neigh_linear = Linear(in_dim, out_dim, bias=False)
 
     def message(self, h, degree=None):
-        """Return relu(W_pool h + b)."""
-        pooled = self.pool_linear(h)  # if it was replaced or has hooks, not to be changed in place
-        return relu_dropout(pooled, 0) if unchanged(self.pool_linear) else F.relu(pooled)
+        """Return W_pool h + b."""
+        return self.pool_linear(h)
 
     def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
-        """See `Conv`; the maximum is zero for a destination without edges."""
-        pooled = max_neighbours(indptr, indices, message)
+        """See `Conv`. ReLU and maximum commute: there are fewer destinations than sources."""
+        pooled = relu_dropout(max_neighbours(indptr, indices, message), 0)
         return self.self_linear(h_dst) + self.neigh_linear(pooled)
 
 

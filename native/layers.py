@@ -603,7 +603,7 @@ class _Sage(torch.autograd.Function):
         saved, grad, grads, rows = ctx.saved_tensors, grad.contiguous(), [], grad
         for i, block in reversed(list(enumerate(ctx.blocks))):
             kept, pair, weight = saved[3 * i : 3 * i + 3]
-            own, neigh = torch.mm(grad.t(), pair).chunk(2, 1)
+            own, neigh = torch.mm(pair.t(), grad).t().chunk(2, 1)
             grads = [own, rows.sum(0), neigh, *grads]
             if i or ctx.needs_input_grad[0]:
                 num_src = len(kept) if i else ctx.num_input
@@ -658,4 +658,4 @@ class _Linear(torch.autograd.Function):
         (x, weight), grad = ctx.saved_tensors, grad.contiguous()
         to_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
         to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return to_x, grad.t() @ x, to_bias
+        return to_x, (x.t() @ grad).t(), to_bias
