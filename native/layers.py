@@ -603,7 +603,7 @@ class _Sage(torch.autograd.Function):
         saved, grad, grads, rows = ctx.saved_tensors, grad.contiguous(), [], grad
         for i, block in reversed(list(enumerate(ctx.blocks))):
             kept, pair, weight = saved[3 * i : 3 * i + 3]
-            own, neigh = torch.mm(pair.t(), grad).t().chunk(2, 1)
+            own, neigh = torch.mm(grad.t(), pair).chunk(2, 1)
             grads = [own, rows.sum(0), neigh, *grads]
             if i or ctx.needs_input_grad[0]:
                 num_src = len(kept) if i else ctx.num_input
