@@ -14,6 +14,7 @@
 // A thread has COLUMNS adjacent columns of a row as one vector, of the C compiler's type or, for
 // NVRTC, of a struct with the same operators. It is loaded and stored at once on a GPU if rows are
 // aligned (`whole`), on the host if the row has that many columns `left`; otherwise one by one.
+// ROW_AND_COLUMN sets a thread's row and first column; the threads of a row are consecutive.
 #ifdef HOST
 #define COLUMNS (__BIGGEST_ALIGNMENT__ / 4)  // floats in a vector register
 #define WIDE(bytes) aligned(1), may_alias
@@ -23,6 +24,9 @@
 #define KEEP_BITS(row, v) (void)0
 #define WHERE_KEPT(row) (load(kept + (i64)(row) * width + column, whole, left) > 0.0f)
 #define WHERE_READ 0  // ReLU and dropout are a separate pass
+#define ROW_AND_COLUMN(rows) \
+  const i64 row = row_;      \
+  const int column = part_ * COLUMNS, left = width - column
 #else
 #define COLUMNS 4
 #define WIDE(bytes) aligned(bytes)
@@ -34,6 +38,11 @@ typedef unsigned char kept_t;  // a bit for each of COLUMNS columns: whether it 
   if (kept) store_same(&KEPT(row), bits_above_zero(v))
 #define WHERE_KEPT(row) where_kept(KEPT(row))
 #define WHERE_READ relu
+#define ROW_AND_COLUMN(rows)                                        \
+  const unsigned parts = (unsigned)(width + COLUMNS - 1) / COLUMNS; \
+  THREAD((i64)(rows) * parts);                                      \
+  const i64 row = (unsigned)i / parts;                              \
+  const int column = (int)((unsigned)i % parts * COLUMNS), left = width - column
 #endif
 #define EACH UNROLL for (int q = 0; q < COLUMNS; q++)
 #define EACH_LEFT EACH if (!q || q < left)
@@ -141,20 +150,6 @@ FN ints_t where_kept(unsigned char bits) {
   EACH where[q] = -(bits >> q & 1);
   return where;
 }
-
-// Set a thread's row and its first column. The threads of a row, one per COLUMNS columns, are
-// consecutive.
-#ifdef HOST
-#define ROW_AND_COLUMN(rows) \
-  const i64 row = row_;      \
-  const int column = part_ * COLUMNS, left = width - column
-#else
-#define ROW_AND_COLUMN(rows)                                        \
-  const unsigned parts = (unsigned)(width + COLUMNS - 1) / COLUMNS; \
-  THREAD((i64)(rows) * parts);                                      \
-  const i64 row = (unsigned)i / parts;                              \
-  const int column = (int)((unsigned)i % parts * COLUMNS), left = width - column
-#endif
 
 // On the host prefetch `width` columns of the rows ids[first .. last - 1] of a table. Nothing on a
 // GPU, where other threads run while one waits.

@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
     "lines of product Python": 13570,
-    "lines of C and CUDA": 2127,
+    "lines of C and CUDA": 2130,
     "lines of bench": 2688,
     "lines of tests": 11619,
     "lines of README": 200,
