@@ -301,6 +301,7 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   const ID first = indptr[s], last = indptr[s + 1];
   ID count = 0;
   FETCH_SOURCES(s, h + column, width);
+  if (self_rows && s + 2 < S) FETCH(h + column, width, 1, self_rows, s + 2, s + 3);
   floats_t own = all_of(0), sum = all_of(0);
   if (self >= 0) own = load(h + self * width + column, whole, left);
   if (WHERE_READ && self >= 0) own = ACTIVATE(own, self);
