@@ -384,7 +384,7 @@ class _MaxNeighbours(torch.autograd.Function):
 def adam_rows(rows, grad, mean, square, weight, *numbers):
     """Do an Adam step for distinct rows [n] of a weight -> whether there is code for it; see run/adam.py, layers.cu."""
     tables = mean, square, weight
-    code = functions([], grad, weight) if grad.dtype == torch.float32 == weight.dtype else None
+    code = functions([], grad, grad) if grad.dtype == torch.float32 == weight.dtype else None
     if code is None or not all(t.is_contiguous() for t in (rows, *tables)):
         return False
     (n, width), whole = grad.shape, _aligned(grad.shape[1], grad, *tables)

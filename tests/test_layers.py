@@ -532,3 +532,12 @@ def test_cuda_layers_give_way_to_torch_operations(monkeypatch):
     assert layers_gpu.self_and_mean(*block, h) is layers_gpu.max_neighbours(*block, h) is None
     assert layers_gpu.relu_dropout(h, None, 5, 8) is layers_gpu.gather_rows(h, block[1]) is None
     layers_gpu.load.cache_clear()
+
+
+def test_adam_of_rows_takes_tables_of_2_to_the_32_numbers(kernels, tmp_path):
+    """And skips negative rows, which torch operations would not."""
+    table = torch.from_file(str(tmp_path / "sparse"), shared=True, size=1 << 32).view(-1, 32)
+    moments, rates = torch.zeros(2, 2, 32), torch.tensor([0.1, 1.0])
+    given = torch.tensor([1, -1]), torch.ones(2, 32), *moments, table
+    assert kernels.adam_rows(*given, 0.0, 0.0, 0.0, rates)
+    assert table[[0, 1, -1], 0].tolist() == [0, pytest.approx(-0.1), 0]
