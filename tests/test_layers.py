@@ -534,10 +534,21 @@ def test_cuda_layers_give_way_to_torch_operations(monkeypatch):
     layers_gpu.load.cache_clear()
 
 
-def test_adam_of_rows_takes_tables_of_2_to_the_32_numbers(kernels, tmp_path):
-    """And skips negative rows, which torch operations would not."""
+def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, tmp_path):
+    """Adam's skips negative rows, which torch operations would not."""
     table = torch.from_file(str(tmp_path / "sparse"), shared=True, size=1 << 32).view(-1, 32)
     moments, rates = torch.zeros(2, 2, 32), torch.tensor([0.1, 1.0])
     given = torch.tensor([1, -1]), torch.ones(2, 32), *moments, table
     assert kernels.adam_rows(*given, 0.0, 0.0, 0.0, rates)
     assert table[[0, 1, -1], 0].tolist() == [0, pytest.approx(-0.1), 0]
+    block, one, edge = (torch.tensor([0, 1]), torch.tensor([1])), torch.ones(1), torch.ones(1, 0)
+    for made in (
+        kernels.own_plus_mean(*block, table, one, one),
+        kernels.mean_neighbours(*block, table),
+        kernels.max_neighbours(*block, table),
+        kernels.attend(
+            *block, table, table[:1], torch.ones(1, 32), torch.zeros(1).long(), (None, 0, 0)
+        ),
+        kernels.edge_sums(*block, table, edge, torch.ones(0, 32)),
+    ):
+        assert made is not None and made.shape == (1, 32)
