@@ -302,10 +302,10 @@ def gather_rows(features, ids, out=None):
 
 
 def _gather_words(features, ids, out):
-    """Gather rows of any dtype, as words of 16, 4 or 2 bytes."""
+    """Gather rows of any dtype, as words of 16, 4, 2 or 1 bytes."""
     row, starts = features.shape[1] * features.itemsize, features.data_ptr() | out.data_ptr()
-    size = next((size for size in (16, 4, 2) if not (row | starts) % size), 0)
-    fits = size and ids.dtype in IDS and ids.is_contiguous() and ids.device == features.device
+    size = next(size for size in (16, 4, 2, 1) if not (row | starts) % size)
+    fits = ids.dtype in IDS and ids.is_contiguous() and ids.device == features.device
     if not fits or ids.numel() * row // size >= 1 << 32:
         return None
     # one program serves all types

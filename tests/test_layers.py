@@ -318,6 +318,9 @@ def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cu
     assert layers_gpu.load.cache_info().currsize == 1
     elsewhere = torch.empty(30, 4, device="meta")
     assert layers_gpu.gather_rows(table, ids, elsewhere) is None
+    odd = torch.randint(256, (50, 5)).byte()  # index_select does not skip padding
+    rows = layers_gpu.gather_rows(odd, torch.tensor([7, -1]))
+    assert rows.tolist() == [odd[7].tolist(), [0] * 5]
 
 
 def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
