@@ -649,7 +649,7 @@ KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, const int *dst, int
   }
 }
 
-// Gather rows of any type as words of 16, 4 or 2 bytes; ids have 4 or 8 bytes: those of edges are
+// Gather rows of any type as words of 16, 4, 2 or 1 bytes; ids have 4 or 8 bytes: those of edges are
 // int64 in any graph.
 KERNEL gather_rows(const void *table, const void *ids, int n, int words, int word_bytes,
                    int id_bytes, i64 V, void *out) {
@@ -664,7 +664,8 @@ KERNEL gather_rows(const void *table, const void *ids, int n, int words, int wor
   if (id >= V) FAIL;
   if (word_bytes == 16) ((word_t *)out)[to] = id < 0 ? nothing : ((const word_t *)table)[from];
   else if (word_bytes == 4) ((int *)out)[to] = id < 0 ? 0 : ((const int *)table)[from];
-  else ((short *)out)[to] = id < 0 ? 0 : ((const short *)table)[from];
+  else if (word_bytes == 2) ((short *)out)[to] = id < 0 ? 0 : ((const short *)table)[from];
+  else ((char *)out)[to] = id < 0 ? 0 : ((const char *)table)[from];
 }
 
 // Functions for the CPU only.

@@ -226,7 +226,7 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
 
 def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     """See model.py; None if torch operations have to be used."""
-    code = functions([indptr, indices, self_rows], h, h)
+    code = functions([indptr, indices, self_rows], h, h[: indptr.numel() - 1])
     scales = [t if t is None else t.contiguous() for t in (alpha, beta, gamma)]
     wanted = torch.float32, h.device
     floats = all(t is None or (t.dtype, t.device) == wanted for t in scales)
@@ -244,7 +244,8 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
 
 def mean_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
-    code, S = functions([indptr, indices], h, h), indptr.numel() - 1
+    S = indptr.numel() - 1
+    code = functions([indptr, indices], h, h[:S])
     if code is None:
         return None
     no_rows = indptr.new_full((S,), -1)
@@ -301,10 +302,10 @@ def gather_rows(features, ids, out=None):
 
 
 def _gather_words(features, ids, out):
-    """Gather rows of any dtype, as words of 16, 4 or 2 bytes."""
+    """Gather rows of any dtype, as words of 16, 4, 2 or 1 bytes."""
     row, starts = features.shape[1] * features.itemsize, features.data_ptr() | out.data_ptr()
-    size = next((size for size in (16, 4, 2) if not (row | starts) % size), 0)
-    fits = size and ids.dtype in IDS and ids.is_contiguous() and ids.device == features.device
+    size = next(size for size in (16, 4, 2, 1) if not (row | starts) % size)
+    fits = ids.dtype in IDS and ids.is_contiguous() and ids.device == features.device
     if not fits or ids.numel() * row // size >= 1 << 32:
         return None
     # one program serves all types
@@ -355,7 +356,7 @@ def dropout(x, nodes, seed, drop):
 
 def max_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
-    code = functions([indptr, indices], h, h)
+    code = functions([indptr, indices], h, h[: indptr.numel() - 1])
     return None if code is None else _MaxNeighbours.apply(indptr, indices, h, code)
 
 
@@ -384,7 +385,7 @@ class _MaxNeighbours(torch.autograd.Function):
 def adam_rows(rows, grad, mean, square, weight, *numbers):
     """Do an Adam step for distinct rows [n] of a weight -> whether there is code for it; see run/adam.py, layers.cu."""
     tables = mean, square, weight
-    code = functions([], grad, weight) if grad.dtype == torch.float32 == weight.dtype else None
+    code = functions([], grad, grad) if grad.dtype == torch.float32 == weight.dtype else None
     if code is None or not all(t.is_contiguous() for t in (rows, *tables)):
         return False
     (n, width), whole = grad.shape, _aligned(grad.shape[1], grad, *tables)
@@ -431,7 +432,7 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
     Returns:
         [S, K D], of source's type.
     """
-    code = functions([indptr, indices, self_rows, drawn[0]], target, source)
+    code = functions([indptr, indices, self_rows, drawn[0]], source, target)
     fits = (indices.numel() + len(target)) * len(attn) < 1 << 32
     if code is None or source.dtype != target.dtype or attn.dtype != torch.float32 or not fits:
         return None
@@ -511,7 +512,7 @@ def edge_sums(indptr, indices, h, edges, by):
     Returns:
         [S, F].
     """
-    code = functions([indptr, indices], h, h)
+    code = functions([indptr, indices], h, h[: indptr.numel() - 1])
     if code is None or not _fits(edges, by, indices.numel()):
         return None
     return _EdgeSums.apply(indptr, indices, h, edges.contiguous(), by.contiguous(), code)

@@ -200,13 +200,16 @@ class Slot:
 
     def sample(self):
         """Launch what the first graph captures: sample, fetch features, look up labels and types of edges."""
-        self.frame.start()
         ring, nodes = self.ring, self.nodes
+        learned = len(ring.features) < ring.labels.shape[0]  # some types of nodes have no features
+        if learned:
+            self.seeds.clamp_(min=0)  # padding of the batch before, if that had fewer nodes
+        self.frame.start()
         torch.index_select(ring.labels, 0, self.seeds, out=self.y)
         self.y.masked_fill_(self.places >= self.frame.sizes[1], -1)
         for block in self.batch.blocks if self.edge_type is not None else ():
             torch.index_select(self.edge_type, 0, block.edge_ids, out=block.edge_type)
-        if len(ring.features) < ring.labels.shape[0]:  # some types of nodes have no features: zeros
+        if learned:  # zeros for these
             used = self.frame.sizes[1 + 2 * len(self.batch.blocks)]
             nodes.masked_fill_(torch.arange(len(nodes), device=nodes.device) >= used, -1)
             nodes = nodes.masked_fill(nodes >= len(ring.features), -1)

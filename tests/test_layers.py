@@ -318,6 +318,9 @@ def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cu
     assert layers_gpu.load.cache_info().currsize == 1
     elsewhere = torch.empty(30, 4, device="meta")
     assert layers_gpu.gather_rows(table, ids, elsewhere) is None
+    odd = torch.randint(256, (50, 5)).byte()  # index_select does not skip padding
+    rows = layers_gpu.gather_rows(odd, torch.tensor([7, -1]))
+    assert rows.tolist() == [odd[7].tolist(), [0] * 5]
 
 
 def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
@@ -532,3 +535,23 @@ def test_cuda_layers_give_way_to_torch_operations(monkeypatch):
     assert layers_gpu.self_and_mean(*block, h) is layers_gpu.max_neighbours(*block, h) is None
     assert layers_gpu.relu_dropout(h, None, 5, 8) is layers_gpu.gather_rows(h, block[1]) is None
     layers_gpu.load.cache_clear()
+
+
+def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, tmp_path):
+    """Adam's skips negative rows, which torch operations would not."""
+    table = torch.from_file(str(tmp_path / "sparse"), shared=True, size=1 << 32).view(-1, 32)
+    moments, rates = torch.zeros(2, 2, 32), torch.tensor([0.1, 1.0])
+    given = torch.tensor([1, -1]), torch.ones(2, 32), *moments, table
+    assert kernels.adam_rows(*given, 0.0, 0.0, 0.0, rates)
+    assert table[[0, 1, -1], 0].tolist() == [0, pytest.approx(-0.1), 0]
+    block, one, edge = (torch.tensor([0, 1]), torch.tensor([1])), torch.ones(1), torch.ones(1, 0)
+    for made in (
+        kernels.own_plus_mean(*block, table, one, one),
+        kernels.mean_neighbours(*block, table),
+        kernels.max_neighbours(*block, table),
+        kernels.attend(
+            *block, table, table[:1], torch.ones(1, 32), torch.zeros(1).long(), (None, 0, 0)
+        ),
+        kernels.edge_sums(*block, table, edge, torch.ones(0, 32)),
+    ):
+        assert made is not None and made.shape == (1, 32)

@@ -172,19 +172,24 @@ def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
     return seeds, (rows, draw(seeds))
 
 
-@pytest.mark.parametrize("bases", [0, 2])
-def test_a_step_of_a_typed_graph_is_a_cuda_graph(cuda_graphs, bases, tmp_path):
-    """Edge types, and nodes with features or embeddings; compared with eager steps in each batch's shapes."""
-    indptr, indices, kinds, _ = _typed_graph(np.random.default_rng(1), 300, 1800, 3)
-    labels, nodes, x = torch.randint(5, (300,)), torch.randperm(300)[:53], torch.randn(200, 7)
-    typed = dict(num_types=3, bases=bases, node_types=[(200, 7), (100, 0)])
+@pytest.mark.parametrize(
+    "bases, V, M, size, seeds",
+    [(0, 300, 1800, 12, 53), (2, 300, 1800, 12, 53), (0, 3000, 6000, 100, 101)],
+)
+def test_a_step_of_a_typed_graph_is_a_cuda_graph(cuda_graphs, bases, V, M, size, seeds, tmp_path):
+    """Edge types, and nodes with features or embeddings; compared with eager steps in each batch's shapes. With 101 seeds
+    a slot holds batches of one seed, and fewer nodes in all than there is room for seeds."""
+    indptr, indices, kinds, _ = _typed_graph(np.random.default_rng(1), V, M, 3)
+    labels, nodes = torch.randint(5, (V,)), torch.randperm(V)[:seeds]
+    x = torch.randn(2 * V // 3, 7)
+    typed = dict(num_types=3, bases=bases, node_types=[(len(x), 7), (V // 3, 0)])
     net = model.GNN(7, 16, 5, conv="rgcn", num_layers=3, dropout=0.5, **typed)
     plain = copy.deepcopy(net)
     s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", edge_type=kinds)
     draws, ring = _sampling_on_gpu(s, tmp_path), _graph_ring(net, x, labels, slots=2)
     make = lambda net: adam.Adam(net.parameters(), lr=0.01, eps=2**-10, fused=True)  # noqa: E731
-    graphs = _step_graphs(draws, ring, net, make(net), nodes)
-    options = dict(batch_size=12, seed=5, depth=1, load=graphs.load)
+    graphs = _step_graphs(draws, ring, net, make(net), nodes, size=size)
+    options = dict(batch_size=size, seed=5, depth=1, load=graphs.load)
     batches, optimizer = loader.NodeLoader(None, nodes, [4, 3, 3], **options), make(plain)
     assert graphs.captured
     for _ in range(3):
