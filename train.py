@@ -170,7 +170,8 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
             with report.attempt("timeline"):
                 draw_timeline(laps, args.timeline)
         if not all_finite(ranks, loss := figures["loss"], model, optimizer):
-            problem = "a weight is not finite" if math.isfinite(loss) else f"the loss is {loss}"
+            what = "a weight or batch-norm statistic is not finite"
+            problem = what if math.isfinite(loss) else f"the loss is {loss}"
             raise NotFinite(f"{problem} in epoch {epoch + 1}, step {step} of {args.steps}")
         if stopped:
             save(epoch, step)

@@ -27,8 +27,10 @@ class LossSum:
 
 @torch.no_grad()
 def all_finite(ranks, loss, model, optimizer):
-    """Return whether a loss, all weights and all optimizer moments are finite on every rank; a collective call."""
+    """Return whether a loss, all weights, batch-norm statistics and optimizer moments are finite on every rank; a
+    collective call."""
     tensors = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
+    tensors += [t for name, t in model.named_buffers() if name.endswith(("_mean", "_var"))]
     # a NaN or an infinity stays in a sum; finite float32 values do not overflow float64
     total = float(sum(t.sum(dtype=torch.float64) for t in tensors))
     return not ranks.sum(not math.isfinite(total + loss))[0]

@@ -202,6 +202,7 @@ DIVERGE = {  # flags, where the loss is not finite
     "node": ("", "step 2 of 6; try a smaller --lr or scale the features"),
     "scores": ("--batch-size 600", "240 of 240 scores are not finite"),
     "fp64": ("--precision fp64", "step [23] of 6"),
+    "norm": ("--norm batch", "a weight or batch-norm statistic is not finite in epoch 2"),
     "accumulate": ("--accumulate 3", "step 2 of 2"),
     "link": ("--task link --early-stop 5", "step 2 of"),
     "graph": ("--task graph", "step 2 of"),
@@ -212,7 +213,7 @@ DIVERGE = {  # flags, where the loss is not finite
 @pytest.mark.parametrize("name", DIVERGE)
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_never_saved(name, tiny, tmp_path, capsys):
     words, said = DIVERGE[name]
-    said = said if name == "scores" else f"the loss is (nan|inf) in epoch 2, {said}"
+    said = said if name in ("scores", "norm") else f"the loss is (nan|inf) in epoch 2, {said}"
     words = [f"--root {tmp_path} --gpus 0 --hidden 16 --batch-size 100", words]
     if name == "graph":
         _molecules(tmp_path / "m.npz", count=300)
@@ -222,7 +223,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_never_saved(name, tiny, t
     file = tmp_path / "kept.pt"
     assert _code(*words, f"--epochs 1 --checkpoint {file}") == 0
     words += [f"--resume {file} --checkpoint {file} --checkpoint-every 1 --epochs 9"]
-    words += ["--lr", 1e200 if name == "fp64" else 1e25]
+    words += ["--lr", {"fp64": 1e200, "norm": 1e8}.get(name, 1e25)]
     if name == "two":
         output = _train(*words, code=1)
     else:
