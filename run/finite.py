@@ -27,8 +27,7 @@ class LossSum:
 
 @torch.no_grad()
 def all_finite(ranks, loss, model, optimizer):
-    """Return whether a loss, all weights, batch-norm statistics and optimizer moments are finite on every rank; a
-    collective call."""
+    """Return whether loss, weights, batch-norm statistics and moments are finite on every rank; a collective call."""
     tensors = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
     tensors += [t for name, t in model.named_buffers() if name.endswith(("_mean", "_var"))]
     # a NaN or an infinity stays in a sum; finite float32 values do not overflow float64

@@ -14,10 +14,10 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13570,
-    "lines of C and CUDA": 2130,
+    "lines of product Python": 13576,
+    "lines of C and CUDA": 2132,
     "lines of bench": 2688,
-    "lines of tests": 11619,
+    "lines of tests": 11648,
     "lines of README": 200,
     "longest file": 1051,
     "functions above 60 lines": 2,
