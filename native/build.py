@@ -177,8 +177,8 @@ def load_c(name, source, flags):
 
 
 def load_host(name, source, flags):
-    """Compile CUDA source as C whose method `run`, as that of `Kernels`, runs the threads of a kernel: those of a row of
-    `width` columns one after another, rows on OpenMP threads; as `load_c`, with -fopenmp in flags."""
+    """Compile CUDA source as C whose method `run`, as that of `Kernels`, runs a kernel's threads on OpenMP's; those of a
+    row one after another, if the kernel has a `width`. As `load_c`, with -fopenmp in flags."""
     numbered = re.sub(r"^(KERNEL \w+\()", r"\1i64 row_, int part_, ", source, flags=re.MULTILINE)
     text = ["#define HOST", numbered]
     for kernel, arguments in signatures(source).items():

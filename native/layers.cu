@@ -14,7 +14,7 @@
 // A thread has COLUMNS adjacent columns of a row as one vector, of the C compiler's type or, for
 // NVRTC, of a struct with the same operators. It is loaded and stored at once on a GPU if rows are
 // aligned (`whole`), on the host if the row has that many columns `left`; otherwise one by one.
-// ROW_AND_COLUMN sets a thread's row and first column; the threads of a row are consecutive.
+// Kernels with a `width`, and no others, have consecutive threads for a row: see ROW_AND_COLUMN.
 #ifdef HOST
 #define COLUMNS (__BIGGEST_ALIGNMENT__ / 4)  // floats in a vector register
 #define WIDE(bytes) aligned(1), may_alias
