@@ -17,11 +17,11 @@ from model import GNN, Conv, check_edges, check_nodes, graph_degrees, hooked, is
 
 
 def layerwise(model):
-    """Return whether `inference` can run a network layer by layer: it has `finish` and `layers` of `Conv`; no layer has
-    hooks, or overrides forward without message or combine; a `GNN` has its own forward, embed and step."""
+    """Return whether `inference` can run a network layer by layer: it has `finish` and `layers` of `Conv`; neither it nor
+    a layer has hooks; no layer overrides forward without message or combine; a `GNN` has its own forward, embed and step."""
     layers = getattr(model, "layers", None)
     ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
-    ours = ours and not hooked(*layers)
+    ours = ours and not hooked(model, *layers)
     for layer in layers if ours else ():
         defined = (vars(kind).keys() for kind in type(layer).__mro__)
         first = next(names for names in defined if {"forward", "message", "combine"} & names)

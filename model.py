@@ -326,8 +326,15 @@ class SAGEConv(Conv):
         if not unchanged(self.self_linear, self.neigh_linear):
             own, mean = pair.chunk(2, 1)
             return self.self_linear(own) + self.neigh_linear(mean)
-        weight = torch.cat([self.self_linear.weight, self.neigh_linear.weight], 1)
-        return (fused or F).linear(pair, weight, self.self_linear.bias)
+        return (fused or F).linear(pair, *self.product())
+
+    def product(self):
+        """Return the matrix [D, 2F] and bias [D] for pairs of own row and mean."""
+        weights = self.self_linear.weight, self.neigh_linear.weight
+        return torch.cat(weights, 1), self.self_linear.bias
+
+    def factors(self, block, degree=None):
+        """Return None: pairs are not scaled."""
 
     def message(self, h, degree=None):
         """Return W_neigh h if that is narrower than h, else h."""
@@ -379,15 +386,24 @@ class GCNConv(Conv):
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
-        if overrides(self, GCNConv):
+        if overrides(self, GCNConv) or not unchanged(self.linear):
             return super().forward(block, h, degree, seed, edges)
         check_rows(block, h)
+        alpha, beta, gamma = self.factors(block, degree)
+        # also where the output is narrower: sampled blocks have fewer destinations than sources
+        total = own_plus_mean(block.indptr, block.indices, h, alpha, beta, gamma=gamma)
+        return (fused or F).linear(total, *self.product())
+
+    def product(self):
+        """Return the matrix [D, F] and bias [D] for sums over neighbours."""
+        return self.linear.weight, self.bias
+
+    def factors(self, block, degree=None):
+        """Return alpha [S], beta [S] and gamma [N] of `own_plus_mean` for a block; degree [N, 2]."""
         degree = block_degrees(block) if degree is None else degree
-        S, gamma = block.indptr.numel() - 1, (degree[:, 0] + 1).rsqrt()
-        scale = (degree[:S, 1] + 1).rsqrt()
-        h = self.linear(h) if self.project_first else h
-        factors = {"alpha": scale * gamma[:S], "beta": scale * degree[:S, 1], "gamma": gamma}
-        return self.project(own_plus_mean(block.indptr, block.indices, h, **factors))
+        gamma, of_dst = (degree[:, 0] + 1).rsqrt(), degree[: len(block.indptr) - 1, 1]
+        scale = (of_dst + 1).rsqrt()
+        return scale * gamma[: len(scale)], scale * of_dst, gamma
 
     def message(self, h, degree):
         """Return W h or h, whichever is narrower, over sqrt(out-degree + 1)."""
@@ -395,16 +411,12 @@ class GCNConv(Conv):
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
         scale = (degree[:, 1] + 1).rsqrt()
-        factors = scale, scale * degree[:, 1]
-        return self.project(own_plus_mean(indptr, indices, message, *factors, rows))
-
-    def project(self, total):
-        """Map the sum over neighbours [S, min(F, D)] to the output [S, D]."""
+        total = own_plus_mean(indptr, indices, message, scale, scale * degree[:, 1], rows)
         if self.project_first:
             return total + self.bias
         if not unchanged(self.linear):
             return self.linear(total) + self.bias
-        return (fused or F).linear(total, self.linear.weight, self.bias)
+        return (fused or F).linear(total, *self.product())
 
 
 class GINConv(Conv):
@@ -819,7 +831,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x):
         """x [S, D] -> [S, D]."""
-        out = super().forward(x.to(self.weight.dtype))
+        out = super().forward(x if self.weight is None else x.to(self.weight.dtype))
         return out if x.is_cuda else out.to(x.dtype)
 
 
@@ -967,30 +979,36 @@ class GNN(nn.Module):
 
     def step(self, i, block, x, aggregated=False, seed=None, edges=None):
         """Apply layer i and all that precedes the next one; seed: of the dropout after it."""
-        layer, nodes, degree = self.layers[i], block.src_nodes, None
+        layer, nodes = self.layers[i], block.src_nodes
         if aggregated:
             # contiguous: a product rounds as it does for rows that were gathered
             own = x[:, : x.shape[1] // 2].contiguous() if self.residuals else None
             return self.finish(i, layer.apply_linear(x), own, nodes, seed)
-        if layer.uses_degree and self.degrees is not None:
-            of = self.degrees
-            degree = of(block) if callable(of) else of.index_select(0, nodes)
-            degree = degree.to(x.device, next(self.parameters()).dtype)
+        degree = self._degree(layer, block, x.device)
         h = layer(block, x, degree, seed, edges)
         return self.finish(i, h, x[: block.indptr.numel() - 1], nodes, seed)
+
+    def _degree(self, layer, block, device):
+        """Return the degrees [N, 2] of a block's sources for a layer that uses them, if known; else None."""
+        if not layer.uses_degree or self.degrees is None:
+            return None
+        of = self.degrees
+        degree = of(block) if callable(of) else of.index_select(0, block.src_nodes)
+        return degree.to(device, next(self.parameters()).dtype)
 
     def _fused(self, blocks, x, aggregated, key):
         """Run all layers as one autograd function, if native/layers.py has it and no part is customised; else None."""
         if not fused or self.recompute or self.residuals or not is_gnn(self, ("step", "finish")):
             return None
         parts = [*self.norms, *self.layers, *(f for layer in self.layers for f in layer.children())]
-        if not unchanged(*parts, kinds={SAGEConv, nn.Identity}):
+        if not unchanged(*parts, kinds={SAGEConv, GCNConv, nn.Identity}):
             return None
         drop = drop_byte(self.dropout) if self.training else 0
         drops = [(layer_seed(key, i) if drop else 0, drop) for i in range(len(self.norms))]
-        pairs = [(layer.self_linear, layer.neigh_linear) for layer in self.layers]
-        weights = [w for own, near in pairs for w in (own.weight, own.bias, near.weight)]
-        return fused.sage(blocks, x, aggregated, weights, drops)
+        of = list(zip(self.layers, blocks, strict=True))
+        scales = [layer.factors(b, self._degree(layer, b, x.device)) for layer, b in of]
+        weights = [w for layer in self.layers for w in layer.product()]
+        return fused.stack(blocks, x, aggregated, weights, scales, drops)
 
     def _after_inputs(self, block, x, key):
         """Apply the first layer together with `NodeInputs`, if it is an R-GCN and no part is customised; else None."""

@@ -544,12 +544,13 @@ class _EdgeSums(torch.autograd.Function):
         return None, None, out, None, to_by, None
 
 
-def sage(blocks, x, aggregated, weights, drops):
-    """Run a plain GraphSAGE as one autograd function.
+def stack(blocks, x, aggregated, weights, scales, drops):
+    """Run the layers of a plain GraphSAGE or GCN as one autograd function.
 
     Args:
         blocks: one per layer. x: [N, F], or with `aggregated` the pair [S, 2F] of the outermost block.
-        weights: of each layer W_self [D, F], bias [D] and W_neigh [D, F], float32, one after the other.
+        weights: of each layer the matrix [D, 2F] or [D, F] and the bias [D], float32, one after the other.
+        scales: of each layer None, for `self_and_mean`, or alpha, beta and gamma of `own_plus_mean`.
         drops: (seed, drop) of `relu_dropout` after each layer but the last.
 
     Returns:
@@ -568,33 +569,35 @@ def sage(blocks, x, aggregated, weights, drops):
     codes = functions(integers, x, rows), functions(integers, rows, rows)
     if None in codes:
         return None
+    scales = [of or UNSCALED for of in scales]
     with torch.autocast(device, enabled=False) if mixed else nullcontext():
-        return _Sage.apply(x, blocks, aggregated, drops, codes, dtype, *weights)
+        return _Stack.apply(x, blocks, aggregated, scales, drops, codes, dtype, *weights)
 
 
-class _Sage(torch.autograd.Function):
+class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, blocks, aggregated, drops, codes, dtype, *weights):
+    def forward(ctx, x, blocks, aggregated, scales, drops, codes, dtype, *weights):
         (of_input, code), h, saved, learns = codes, x, [], any(ctx.needs_input_grad)
         for i, block in enumerate(blocks):
             kept = code.kept(h) if i and learns else None
+            weight, bias = (
+                w if w.dtype == dtype else w.to(dtype) for w in weights[2 * i : 2 * i + 2]
+            )
             if aggregated and not i:
-                pair = h.to(dtype)
+                total = h.to(dtype)
             else:
-                pair = h.new_empty(block.indptr.numel() - 1, 2 * h.shape[1], dtype=dtype)
+                total = h.new_empty(len(block.indptr) - 1, weight.shape[1], dtype=dtype)
                 active = activation(block.src_nodes, *drops[i - 1]) if i else UNCHANGED
                 bits, lists = {"active": active, "kept": kept}, (block.indptr, block.indices)
                 if i and code.on_cpu:  # rows are read several times: a separate pass is faster
                     code.relu_dropout(h, **bits)
                     bits = {}
-                (code if i else of_input).self_and_mean(lists, h, None, pair, **bits)
-            own, bias, neigh = weights[3 * i : 3 * i + 3]
-            weight = torch.cat([own, neigh], 1)
-            if weight.dtype != dtype:
-                weight, bias = weight.to(dtype), bias.to(dtype)
-            saved += [kept, pair, weight]
-            h = product(pair, weight, bias)
-        ctx.blocks, ctx.drops, ctx.code, ctx.num_input = blocks, drops, code, len(x)
+                of = code if i else of_input
+                of.self_and_mean(lists, h, None, total, scales[i], **bits)
+            saved += [kept, total, weight]
+            h = product(total, weight, bias)
+        ctx.blocks, ctx.scales, ctx.drops, ctx.code = blocks, scales, drops, code
+        ctx.num_input = len(x)
         ctx.save_for_backward(*saved)
         return h
 
@@ -603,17 +606,17 @@ class _Sage(torch.autograd.Function):
     def backward(ctx, grad):  # [S, C]
         saved, grad, grads, rows = ctx.saved_tensors, grad.contiguous(), [], grad
         for i, block in reversed(list(enumerate(ctx.blocks))):
-            kept, pair, weight = saved[3 * i : 3 * i + 3]
-            own, neigh = torch.mm(grad.t(), pair).chunk(2, 1)
-            grads = [own, rows.sum(0), neigh, *grads]
+            kept, total, weight = saved[3 * i : 3 * i + 3]
+            grads = [torch.mm(grad.t(), total), rows.sum(0), *grads]
             if i or ctx.needs_input_grad[0]:
                 num_src = len(kept) if i else ctx.num_input
                 given = (block.indptr, block.indices), product(grad, weight.t()), num_src
             if i:
-                scale = 256 / (256 - ctx.drops[i - 1][1])
-                grad, rows = ctx.code.self_and_mean_grad(*given, kept, scale, sums=True)
-        to_x = ctx.code.self_and_mean_grad(*given) if ctx.needs_input_grad[0] else None
-        return to_x, *[None] * 5, *grads
+                active = {"kept": kept, "scale": 256 / (256 - ctx.drops[i - 1][1]), "sums": True}
+                grad, rows = ctx.code.self_and_mean_grad(*given, scales=ctx.scales[i], **active)
+        learned = ctx.needs_input_grad[0]
+        to_x = ctx.code.self_and_mean_grad(*given, scales=ctx.scales[0]) if learned else None
+        return to_x, *[None] * 6, *grads
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -431,6 +431,7 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         ("gcn", "layers.0.combine", _Own(6).combine),
         ("sage", "layers.0.apply_linear", torch.nn.Linear(12, 6).forward),
         ("sage", "norms.0", torch.nn.Tanh()),
+        ("sage", "norms.0", model.LayerNorm(6, elementwise_affine=False)),
     ):
         net, copies = GNN(6, 6, 3, conv=conv, num_layers=2, dropout=0.0), (x.clone(), table.clone())
         parent, _, name = part.rpartition(".")
@@ -448,6 +449,7 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         grads.append(net.layers[1].linear.weight.grad)
     torch.testing.assert_close(*grads)
     for change in (
+        lambda net: net.register_forward_hook(lambda *given: None),
         lambda net: net.layers[0].register_forward_hook(lambda *given: None),
         lambda net: net.layers.__setitem__(0, _Doubled(6, 8)),
     ):
