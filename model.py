@@ -841,11 +841,6 @@ EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # accept edge features; gine 
 TYPE_CONVS = {"rgcn": RGCNConv, "rgat": RGATConv}  # need edge types
 ALL_CONVS = CONVS | EDGE_CONVS | TYPE_CONVS
 NORMS = {"none": nn.Identity, "layer": LayerNorm, "batch": BatchNorm}
-# with a norm by default in train.py: without one they learn slowly or not at all
-NORMALISED = ("sage-pool", "gat", "gin", "gine")
-# residual connections by default in train.py: gin learns nothing on some graphs without; the others mix a node's
-# row with its neighbours', and need them where neighbours are of other classes
-RESIDUAL, AVERAGING = ("gin",), ("gcn", "gat")
 HOOKS = "forward _forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks".split()
 
 

@@ -56,10 +56,9 @@ from tasks.metrics import NotFinite
 parse_args = partial(flags.parse_args, complete=lambda args: common_state(ddp.Ranks(), args)[2])
 # run backward on the calling thread: the hand-over to autograd's own thread takes 50 us
 torch.autograd.set_multithreading_enabled(False)
-OutOfMemory = torch.cuda.OutOfMemoryError
 HINTS = {
     DamagedGraph: "; python store.py verify names the file",
-    OutOfMemory: "; try a smaller --batch-size, for nodes and links also --fanout or --mode cpu-cuda",
+    MemoryError: "; try a smaller --batch-size or --hidden, for nodes and links also --fanout or --mode cpu-cuda",
     NotFinite: "; try a smaller --lr or scale the features; --checkpoint keeps the last finite state",
 }
 
@@ -272,12 +271,17 @@ def worker(ranks, args, path):
     """Run one rank -> exit code; bad input ends in a one-line message instead of a traceback."""
     try:
         return train(ranks, args, path)[0] if args.runs == 1 else train_many(ranks, args, path)
-    except (StoreError, *HINTS) as error:
+    except (StoreError, RuntimeError, *HINTS) as error:
+        full = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError))
+        full = full or "DefaultCPUAllocator" in str(error)  # torch has no type for it
+        if isinstance(error, RuntimeError) and not full:
+            raise
+        kind = MemoryError if full else type(error)
         if not ranks.leads:
             # if all fail, rank 0 reports and the rest are killed within 2 s; a rank that fails alone reports itself
             time.sleep(3)
-        print(f"train.py: {error}{HINTS.get(type(error), '')}", file=sys.stderr)
-        return 1 if isinstance(error, (NotFinite, OutOfMemory)) else 2
+        print(f"train.py: {error}{HINTS.get(kind, '')}", file=sys.stderr)
+        return 1 if kind in (NotFinite, MemoryError) else 2
     except OSError as error:
         return unread(error)
 

@@ -18,7 +18,7 @@ import torch
 from ddp import under_torchrun
 from disk.files import RANK_BYTES, check_name, free_host_bytes
 from features import MODES
-from model import ALL_CONVS, AVERAGING, NORMALISED, NORMS, RESIDUAL, TYPE_CONVS
+from model import ALL_CONVS, NORMS, TYPE_CONVS
 from run.own_model import is_own, words_of
 from tasks.edge_split import split_type
 from tasks.graph import GraphTask
@@ -26,6 +26,11 @@ from tasks.link import LinkTask
 from tasks.node import NodeTask
 
 TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
+# models with a norm by default: without one they learn slowly or not at all
+NORMALISED = ("sage-pool", "gat", "gin", "gine")
+# models with residual connections by default: gin learns nothing on some graphs without; the others mix a node's
+# row with its neighbours', and need them where neighbours are of other classes
+RESIDUAL, AVERAGING = ("gin",), ("gcn", "gat")
 BUILT_IN = "heads bases norm residual dropout input_dropout checkpoint_activations"
 # flag | values | help. Several values: choices, the default first (- for none); X = D: default D; no value: a switch
 FLAGS = f"""

@@ -241,15 +241,17 @@ def test_runs_name_the_seed_whose_loss_is_not_finite(tiny, tmp_path, capsys):
     assert "train.py: seed 5: the loss is" in capsys.readouterr().err
 
 
-def test_a_full_gpu_is_a_sentence(tiny, monkeypatch, capsys):
+@pytest.mark.parametrize("memory", ["cuda", "torch", "numpy"])
+def test_full_memory_is_a_sentence(tiny, memory, monkeypatch, capsys):
     def full(*args, **options):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        if memory == "cuda":
+            raise torch.cuda.OutOfMemoryError("no memory: allocate")
+        return (torch if memory == "torch" else np).empty(10**15)
 
     monkeypatch.setattr(train, "open_run", full)
     assert _code(f"--dataset {tiny}", *COMMON) == 1
-    assert (
-        capsys.readouterr().err == f"train.py: CUDA out of memory{train.HINTS[train.OutOfMemory]}\n"
-    )
+    words = f"train.py: .*llocate.*{train.HINTS[MemoryError]}\n"
+    assert re.fullmatch(words, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
