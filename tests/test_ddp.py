@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import types
 from contextlib import suppress
@@ -24,30 +23,31 @@ from tests.common import HERE, _end, _fork, _same_weights, _start, _start_fork, 
 SMALL_STEPS = "--gpus 0 --fanout 5,5 --hidden 32 --epochs 25 --batch-size 25"
 
 
+def _processes():
+    """Return {pid: (state, pid of its parent)} of all processes."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            state, parent = file.read_text().rsplit(")", 1)[1].split()[:2]
+            found[int(file.parent.name)] = state, int(parent)
+    return found
+
+
 def _running_below(pid):
-    found = [pid]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-            if parent == pid:
-                found += _running_below(int(entry.name))
+    """Return a process and all those below it."""
+    processes, found = _processes(), [pid]
+    for above in found:
+        found += [below for below, (_, parent) in processes.items() if parent == above]
     return found
 
 
 def _gone(pids, seconds=10):
-    def alive(pid):
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-        except OSError:
-            return False
-
+    """Wait until no process but zombies is left of some -> whether none is."""
+    alive = lambda: any(_processes().get(pid, "Z")[0] != "Z" for pid in pids)  # noqa: E731
     deadline = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < deadline:
+    while alive() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not any(map(alive, pids))
+    return not alive()
 
 
 def _elastic_rank(*words):
@@ -90,16 +90,15 @@ def test_two_hosts_equal_one(tiny, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    variables = "WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1"
-    environment = {**os.environ, **dict(word.split("=") for word in variables.split())}
-    environment["MASTER_PORT"] = str(port)
-    command = [sys.executable, HERE / "train.py", *f"{common} --checkpoint {files[1]}".split()]
-    start = lambda rank: subprocess.Popen(command, env={**environment, "RANK": str(rank)})  # noqa: E731
-    hosts = [start(0), start(1)]
+    launched = "WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1".split()
+    launched = {**dict(word.split("=") for word in launched), "MASTER_PORT": str(port)}
+    words = f"{common} --checkpoint {files[1]}"
+    hosts = [_start(words, env={**launched, "RANK": str(rank)}) for rank in range(2)]
     try:
-        assert [host.wait(timeout=200) for host in hosts] == [0, 0]
+        printed = [host.communicate(timeout=200)[0] for host in hosts]
     finally:
         [host.kill() for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], printed
     _end(expected)
     assert _same_weights(*files)
 
@@ -176,8 +175,7 @@ def test_ranks_are_bound_near_their_gpus(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", ["train.py", "store.py"])
 def test_ctrl_c_during_the_imports_leaves_no_traceback(script):
-    command = [sys.executable, HERE / script]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = _start(script=script)
     deadline = time.monotonic() + 60
     maps = Path(f"/proc/{process.pid}/maps")
     while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
@@ -205,15 +203,11 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(tiny, tmp_path):
     common = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3"
     words = f"--epochs 10000 --checkpoint {tmp_path}/c.pt"
     process = _start(common, words, start_new_session=True)
-    watch = threading.Timer(180, process.kill)  # whatever goes wrong, it ends
-    watch.start()
-    lines = iter(process.stdout.readline, "")
-    next(line for line in lines if line.startswith("epoch   2"))
+    _wait_for((tmp_path / "c.pt").is_file, process)
     family = _running_below(process.pid)
     os.killpg(process.pid, signal.SIGINT)
-    output = "".join(lines)
-    watch.cancel()
-    assert process.wait(timeout=30) == 128 + signal.SIGINT, output
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, output
     assert "stopped in epoch" in output and "Traceback" not in output, output
     assert _gone(family) and [p.name for p in tmp_path.iterdir()] == ["c.pt"]
 
