@@ -153,7 +153,8 @@ def main(commit, *words):
                 found = list(differences(before, after))
                 differ += bool(found)
                 what = f"{'DIFFERS' if found else 'same':8} {name}: {len(before)} things compared"
-                print(what, *found[:4], before.get("failed", ""), sep="\n    ", flush=True)
+                failed = [before["failed"]] if "failed" in before else []
+                print(what, *found[:4], *failed, sep="\n    ", flush=True)
         finally:
             subprocess.run([*git, "remove", "--force", tree], check=False)
     return int(differ > 0)

@@ -328,13 +328,11 @@ def test_train_runs_give_mean_and_standard_deviation(task, tiny, tmp_path, capsy
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("emptied"))
     words = f"--dataset {tiny} --task {task} --fanout 3 --epochs 1 --runs 3 --seed 5 --log {log}"
     assert _code(words) == 0 and order == ["gone", "emptied"] * 3
-    if task == "node":
-        name, runs = "test", [entry for entry in _log(log) if "exact" in entry]
-        test = [entry["exact"]["test"] for entry in runs]
-        assert [entry["seed"] for entry in runs] == [5, 6, 7]
-    else:
-        name, runs = "test roc_auc", [entry for entry in _log(log) if "scores" in entry]
-        test = [entry["scores"]["test"]["roc_auc"] for entry in runs]
+    kind, name = {"node": ("exact", "test"), "link": ("scores", "test roc_auc")}[task]
+    runs = [entry for entry in _log(log) if kind in entry]
+    assert task == "link" or [entry["seed"] for entry in runs] == [5, 6, 7]
+    test = [entry[kind]["test"] for entry in runs]
+    test = [scores["roc_auc"] for scores in test] if task == "link" else test
     assert len(runs) == 3 and len(set(test)) > 1
     assert _log(log)[-1]["mean"][name] == pytest.approx(np.mean(test))
     assert _log(log)[-1]["std"][name] == pytest.approx(np.std(test, ddof=1))
