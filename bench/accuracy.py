@@ -141,10 +141,8 @@ def data_sets(args):
     """Return the names of the real graphs in --data, or --dataset alone; StoreError if there is none."""
     names = REAL if args.dataset == "all" else {args.dataset} & set(REAL)
     if not (present := [name for name in names if Path(args.data, f"{name}.npz").is_file()]):
-        known = ", ".join(REAL)
-        raise StoreError(
-            f"--dataset {args.dataset}: give one of {known} that --data {args.data} has"
-        )
+        known = f"one of {', '.join(REAL)} that --data {args.data} has"
+        raise StoreError(f"--dataset {args.dataset}: give {known}")
     return present
 
 

@@ -160,10 +160,6 @@ def on_gpu(step, i):
     return max(start.elapsed_time(end) / 1e3, 1e-9), result
 
 
-# contenders on the GPU in turn, after a round that does not count
-compare = partial(tools.compare, warmup=1, timed=on_gpu)
-
-
 def graph_name(args, size):
     return QUICK if args.quick else GRAPHS[size]
 
@@ -207,7 +203,8 @@ def sampling(args, record):
         "rows read in place": rows_in_place,
         "copy of as many pinned rows": lambda: lambda i: pinned.cuda(),
     }
-    rows = compare("a batch", contenders, 4 * args.rounds, attempt=record.attempt)
+    options = {"warmup": 1, "timed": on_gpu, "attempt": record.attempt}
+    rows = tools.compare("a batch", contenders, 4 * args.rounds, **options)
     record.keep(contenders=rows, bytes_of_rows=pinned.nbytes)
 
 
@@ -283,10 +280,8 @@ def losses(args, record):
     by_run, rows, graph = {}, {}, graph_name(args, "small")
     flags = ["--epochs", 2, "--fanout", "5,4,3", "--hidden", 64]
     flags += ["--batch-size", 64 if args.quick else 256]
-    convs = list(CONVS)[:2] if args.quick else CONVS
-    for precision, conv, mode in itertools.product(
-        ("fp32", "bf16"), convs, ("cpu-cpu", *GPU_MODES)
-    ):
+    convs, modes = list(CONVS)[:2] if args.quick else CONVS, ("cpu-cpu", *GPU_MODES)
+    for precision, conv, mode in itertools.product(("fp32", "bf16"), convs, modes):
         name, cpu = f"{conv} {precision} {mode}", f"{conv} {precision} cpu-cpu"
         with record.attempt(name):
             entries = epochs_of(args, graph, mode, precision, *flags, "--model", conv)

@@ -51,9 +51,8 @@ def other_bytes(data, random):
     number = (pick(NUMBERS, random) % 2 ** (8 * width)).to_bytes(width, "little")
     word = at - len(re.search(rb"[^, \n]*$", data[max(0, at - 99) : at])[0])
     after = at + len(re.match(rb"[^, \n]*", data[at : at + 99])[0])
-    cell = str(pick((*CELLS, *STRANGE), random)).encode(
-        pick(("utf-8", "latin-1"), random), "replace"
-    )
+    cell = str(pick((*CELLS, *STRANGE), random))
+    cell = cell.encode(pick(("utf-8", "latin-1"), random), "replace")
     ways = {  # (start of the change, bytes written, start of the rest)
         "a bit flipped": (at, bytes(b ^ 1 << width - 1 for b in data[at : at + 1]), at + 1),
         "cut": (pick((at, page), random), b"", size),

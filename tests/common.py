@@ -414,10 +414,10 @@ def _split(words):
     return [word for part in parts for word in part]
 
 
-def _start(*words, **options):
-    """Start the real script -> Popen, with stdout and stderr in one pipe."""
-    command = [sys.executable, str(HERE / "train.py"), *_split(words)]
-    options["env"] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+def _start(*words, script="train.py", env=(), **options):
+    """Start the real script, with `env` in its environment -> Popen, with stdout and stderr in one pipe."""
+    command = [sys.executable, str(HERE / script), *_split(words)]
+    options["env"] = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **dict(env)}
     pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return subprocess.Popen(command, **pipe, **options)
 

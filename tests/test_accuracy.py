@@ -1,5 +1,6 @@
 """Tests: accuracy, flags that cannot be meant, losses that are not finite, networks of one's own."""
 
+import itertools
 import math
 import re
 
@@ -16,7 +17,6 @@ from inference import layerwise
 from run import data
 from run import run as running
 from run.checkpoint import read_checkpoint
-from sources.prepare import prepare
 from store import GraphStore, build_store, verify
 from tasks import metrics
 from tasks.node import NodeTask
@@ -90,23 +90,43 @@ def test_accuracy_is_what_papers_and_experience_say(name, tmp_path):
     assert (small in output) == (name == "cora, defaults") and set(ENOUGH) == set(model.CONVS)
 
 
+ALONE = """
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, in_dim, num_classes):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(in_dim, 128), nn.ReLU(), nn.Linear(128, num_classes))
+        self.unused = nn.Linear(3, 3)
+    def forward(self, blocks, x):
+        return self.mlp(x[: blocks[-1].num_dst])
+"""
+
+
 def test_the_synthetic_graph_needs_its_edges(tmp_path):
     """An MLP stays under 60 % where every model passes 80 %."""
-    graph = GraphStore.open(prepare(FIFTH, tmp_path, progress=False))
-    x, y, width = graph.features.tensor, graph.labels, graph.features.shape[1]
-    torch.manual_seed(0)
-    layers = torch.nn.Linear(width, 128), torch.nn.ReLU(), torch.nn.Linear(128, graph.num_classes)
-    mlp = torch.nn.Sequential(*layers)
-    optimizer = torch.optim.Adam(mlp.parameters(), 0.003, weight_decay=1e-3)
-    train, test = graph.split["train"], graph.split["test"]
-    for _ in range(100):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(mlp(x[train]), y[train]).backward()
-        optimizer.step()
-    alone = (mlp(x[test]).argmax(1) == y[test]).double().mean().item()
-    assert 0.2 < alone < 0.6
+    (tmp_path / "net.py").write_text(ALONE)
+    log, _ = _run_here(tmp_path, f"{SMALLER} --model {tmp_path}/net.py:Net --epochs 10 --gpus 0")
+    assert 0.2 < log[-1]["exact"]["test"] < 0.6
 
 
+FAULTY = """
+class Returns(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.weight, self.what = nn.Linear(1, 1).weight, what
+    def forward(self, blocks, x):
+        return self.what(x * self.weight)
+class Scored(nn.Linear):
+    scorer = None
+def none(a, b): return 3
+def wide(a, b): return Returns(lambda x: x[:, :4])
+def pair(a, b): return Returns(lambda x: (x[:600], x))
+def five(a, b): return Returns(lambda x: x[:600, :5])
+def classes(a, b): return Returns(lambda x: x[:600].argmax(1))
+def fixed(a, b): return nn.ReLU()
+def lazy(a, b): return nn.LazyLinear(b)
+net = nn.ReLU()
+"""
 BAD_FLAGS = r"""
 --dataset nosuch => nosuch.*synthetic.*ogbn-products
 --mode cuda-cuda --gpus 0 => --mode cuda-cuda needs a CUDA GPU
@@ -154,6 +174,24 @@ BAD_FLAGS = r"""
 --task link --edge-type buys => have no types
 --window 5 => --window 5 is of times, and seeds of .* have none
 --window 5 --temporal off => --window 5 is of times, --temporal is off
+--model nosuch.py:Net => --model nosuch.py:Net: nosuch.py cannot be read: No such file
+--model net.py:Nett => net.py defines no class or function Nett; it has Net, Returns, Scored, none,
+--model net.py:net => net.py defines no class or function net; it has Net, Returns
+--model net.py:none => none returned a int, a torch.nn.Module is needed
+--model net.py:wide => the model returned torch.float32 \[\d+, 4\] for 600 seeds: a row of 4 logits for each
+--model net.py:pair => the model returned tuple for 600 seeds: a row of 4 logits
+--model net.py:five => the model returned torch.float32 \[600, 5\] for 600 seeds: a row of 4 logits
+--model net.py:classes => the model returned torch.int64 \[600\] for 600 seeds: a row of 4 logits
+--model net.py:fixed => fixed has no parameters that could be trained
+--model net.py:lazy => lazy has lazy modules: give them the sizes of their inputs
+--model net.py:Net --model-args hiden=3 => called as Net.in_dim, num_classes, hiden=3.: .*'hiden'
+--model net.py:Net --model-args 3 => '3': write NAME=VALUE
+--model net.py:Net --model-args hidden=8,hidden=9 => hidden is given more than once
+--model net.py:Scored --task link => Scored has a `scorer`: --task link gives the network one of
+--model net.py:Net --model-args widths=[3,4],hidden=3 => num_classes, widths=.3, 4., hidden=3.:
+--model net.py:Net --hidden 64 => --hidden 64 is for the built-in models
+--model GAT => 'GAT': choose one of sage, sage-pool, gcn, gat, gin, gine, rgcn, rgat, or FILE.py:
+--model sage --model-args hidden=3 => --model-args hidden=3 is for --model FILE.py:NAME
 """
 BAD_FLAGS = BAD_FLAGS.strip().splitlines() + [
     f"--task graph {flag} => {flag} has no effect with --task graph: leave it out"
@@ -171,11 +209,21 @@ def test_bad_flags_get_one_sentence_and_code_2(row, tiny, tmp_path, monkeypatch,
     words = words.replace("LICENSE", str(HERE / "LICENSE")).split()
     words += ["--root", "root", *([] if "--dataset" in words else ["--dataset", tiny])]
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(OWN_LAYERS + FAULTY)
     assert _code(*words) == 2
-    captured = capsys.readouterr()
-    assert re.search(complaint, captured.err), captured.err
-    assert len(captured.err.strip().splitlines()[-1]) < 500
+    error = capsys.readouterr().err
+    assert re.search(complaint, error) and "Traceback" not in error, error
+    assert len(error.strip().splitlines()[-1]) < 500
     assert not list(tmp_path.rglob("*.npy"))
+
+
+def test_own_model_that_raises_is_shown_with_its_traceback(tiny, tmp_path):
+    file, missing = tmp_path / "net.py", "No module named 'nosuchmodule'"
+    called = "when it was called with 3 blocks, one for each number of --fanout, and x ["
+    for text, said in ((OWN_LAYERS, called), ("import nosuchmodule", missing)):
+        file.write_text(text)
+        words = f"--dataset {tiny} --gpus 0 --fanout 3,3,3 --model {file}:Net"
+        assert said in _train(words, code=1)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -183,12 +231,9 @@ def test_no_metric_takes_a_score_that_is_not_finite(number):
     classes, several = torch.tensor([0, 1, 0]), torch.tensor([[0, 1], [1, 0], [1, 1]])
     good, broken, mean = torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(2)
     broken[1, 1] = number
-    for name in ("accuracy", "f1", "roc_auc"):
-        for y in (classes, several):
-            metrics.score(name, good, y)
-            with pytest.raises(metrics.NotFinite, match="[1-9] of [1-9] scores are not finite"):
-                metrics.score(name, broken, y)
+    of_logits = itertools.product(("accuracy", "f1", "roc_auc"), (classes, several))
     for metric in (
+        *(lambda scores, name=name, y=y: metrics.score(name, scores, y) for name, y in of_logits),
         lambda scores: metrics.roc_auc(scores[:, 1], classes),
         lambda scores: metrics.average_precision(scores[:, 1], classes),
         lambda scores: metrics.ranking(scores[:, 1] + 1),
@@ -447,75 +492,9 @@ def test_a_graph_without_labels_is_predicted_on_and_not_trained_on(tiny, tmp_pat
     assert not GraphStore.open(built).labelled
 
 
-FAULTY = """
-class Returns(nn.Module):
-    def __init__(self, what):
-        super().__init__()
-        self.weight, self.what = nn.Linear(1, 1).weight, what
-    def forward(self, blocks, x):
-        return self.what(x * self.weight)
-class Scored(nn.Linear):
-    scorer = None
-def none(a, b): return 3
-def wide(a, b): return Returns(lambda x: x[:, :4])
-def pair(a, b): return Returns(lambda x: (x[:600], x))
-def five(a, b): return Returns(lambda x: x[:600, :5])
-def classes(a, b): return Returns(lambda x: x[:600].argmax(1))
-def fixed(a, b): return nn.ReLU()
-def lazy(a, b): return nn.LazyLinear(b)
-net = nn.ReLU()
-"""
-ROW = "seeds: a row of 4 logits"
-FAULTS = [  # --model, what is said
-    ("nosuch.py:Net", "--model nosuch.py:Net: nosuch.py cannot be read: No such file"),
-    ("FILE:Nett", "net.py defines no class or function Nett; it has Net, Returns, Scored, none,"),
-    ("FILE:net", "net.py defines no class or function net; it has Net, Returns"),
-    ("FILE:none", "none returned a int, a torch.nn.Module is needed"),
-    ("FILE:wide", rf"the model returned torch.float32 \[\d+, 4\] for 600 {ROW} for each"),
-    ("FILE:pair", f"the model returned tuple for 600 {ROW}"),
-    ("FILE:five", rf"the model returned torch.float32 \[600, 5\] for 600 {ROW}"),
-    ("FILE:classes", rf"the model returned torch.int64 \[600\] for 600 {ROW}"),
-    ("FILE:fixed", "fixed has no parameters that could be trained"),
-    ("FILE:lazy", "lazy has lazy modules: give them the sizes of their inputs"),
-    ("FILE:Net --model-args hiden=3", "called as Net.in_dim, num_classes, hiden=3.: .*'hiden'"),
-    ("FILE:Net --model-args 3", "'3': write NAME=VALUE"),
-    ("FILE:Net --model-args hidden=8,hidden=9", "hidden is given more than once"),
-    ("FILE:Scored --task link", "Scored has a `scorer`: --task link gives the network one of"),
-    ("FILE:Net --model-args widths=[3,4],hidden=3", "num_classes, widths=.3, 4., hidden=3.: "),
-    ("FILE:Net --hidden 64", "--hidden 64 is for the built-in models"),
-    ("GAT", "'GAT': choose one of sage, sage-pool, gcn, gat, gin, gine, rgcn, rgat, or FILE.py:"),
-    ("sage --model-args hidden=3", "--model-args hidden=3 is for --model FILE.py:NAME"),
-]
-
-
-def test_own_model_faults_are_said_in_one_sentence(tiny, tmp_path, capsys):
-    file = tmp_path / "net.py"
-    file.write_text(OWN_LAYERS + FAULTY)
-    common = f"--dataset {tiny} --root {tmp_path}/root --gpus 0 --fanout 3,3"
-    for words, complaint in FAULTS:
-        assert _code(common, "--model", words.replace("FILE", str(file))) == 2, words
-        output = capsys.readouterr().err
-        assert re.search(complaint, output) and "Traceback" not in output, output
-    layers = _train(common, f"--model {file}:Net --fanout 3,3,3 --gpus 0", code=1)
-    assert "when it was called with 3 blocks, one for each number of --fanout, and x [" in layers
-    file.write_text("import nosuchmodule\n")
-    assert "No module named 'nosuchmodule'" in _train(common, f"--model {file}:Net", code=1)
-
-
-UNUSED = """
-import torch
-class Net(torch.nn.Module):
-    def __init__(self, in_dim, num_classes):
-        super().__init__()
-        self.a, self.b = torch.nn.Linear(in_dim, num_classes), torch.nn.Linear(3, 3)
-    def forward(self, blocks, x):
-        return self.a(x[: blocks[-1].num_dst])
-"""
-
-
 def test_own_model_with_parameters_that_are_not_used(tiny, tmp_path):
     """They are left out of the gradient all-reduce: two processes train as one does."""
-    (tmp_path / "net.py").write_text(UNUSED)
+    (tmp_path / "net.py").write_text(ALONE)
     words = f"--dataset {tiny} --fanout 5 --model {tmp_path}/net.py:Net"
     _same_for_any_number_of_processes(tmp_path, words, [(1, 200, 1), (2, 50, 2)])
 

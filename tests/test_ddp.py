@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import types
 from contextlib import suppress
@@ -24,30 +23,31 @@ from tests.common import HERE, _end, _fork, _same_weights, _start, _start_fork, 
 SMALL_STEPS = "--gpus 0 --fanout 5,5 --hidden 32 --epochs 25 --batch-size 25"
 
 
+def _processes():
+    """Return {pid: (state, pid of its parent)} of all processes."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            state, parent = file.read_text().rsplit(")", 1)[1].split()[:2]
+            found[int(file.parent.name)] = state, int(parent)
+    return found
+
+
 def _running_below(pid):
-    found = [pid]
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-            if parent == pid:
-                found += _running_below(int(entry.name))
+    """Return a process and all those below it."""
+    processes, found = _processes(), [pid]
+    for above in found:
+        found += [below for below, (_, parent) in processes.items() if parent == above]
     return found
 
 
 def _gone(pids, seconds=10):
-    def alive(pid):
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-        except OSError:
-            return False
-
+    """Wait until no process but zombies is left of some -> whether none is."""
+    alive = lambda: any(_processes().get(pid, "Z")[0] != "Z" for pid in pids)  # noqa: E731
     deadline = time.monotonic() + seconds
-    while any(map(alive, pids)) and time.monotonic() < deadline:
+    while alive() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return not any(map(alive, pids))
+    return not alive()
 
 
 def _elastic_rank(*words):
@@ -90,16 +90,15 @@ def test_two_hosts_equal_one(tiny, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    variables = "WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1"
-    environment = {**os.environ, **dict(word.split("=") for word in variables.split())}
-    environment["MASTER_PORT"] = str(port)
-    command = [sys.executable, HERE / "train.py", *f"{common} --checkpoint {files[1]}".split()]
-    start = lambda rank: subprocess.Popen(command, env={**environment, "RANK": str(rank)})  # noqa: E731
-    hosts = [start(0), start(1)]
+    launched = "WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1".split()
+    launched = {**dict(word.split("=") for word in launched), "MASTER_PORT": str(port)}
+    words = f"{common} --checkpoint {files[1]}"
+    hosts = [_start(words, env={**launched, "RANK": str(rank)}) for rank in range(2)]
     try:
-        assert [host.wait(timeout=200) for host in hosts] == [0, 0]
+        printed = [host.communicate(timeout=200)[0] for host in hosts]
     finally:
         [host.kill() for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], printed
     _end(expected)
     assert _same_weights(*files)
 
@@ -176,8 +175,7 @@ def test_ranks_are_bound_near_their_gpus(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", ["train.py", "store.py"])
 def test_ctrl_c_during_the_imports_leaves_no_traceback(script):
-    command = [sys.executable, HERE / script]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = _start(script=script)
     deadline = time.monotonic() + 60
     maps = Path(f"/proc/{process.pid}/maps")
     while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
@@ -187,35 +185,43 @@ def test_ctrl_c_during_the_imports_leaves_no_traceback(script):
     assert process.returncode == -signal.SIGINT and output == "", output
 
 
-def test_ranks_ignore_ctrl_c_before_they_import_torch(tiny):
-    """A terminal signals ranks too, and the import would end in a traceback."""
-    process = _start(f"--dataset {tiny} --gpus 0 --procs 2 --epochs 9", start_new_session=True)
+def _listening(pids):
+    """Return the addresses, as the kernel writes them, on which processes accept connections."""
+    sockets = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(entry))
+    texts = [Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for text in texts for line in text.splitlines()[1:]]
+    rows = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    return {row[1].split(":")[0] for row in rows}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("when", ["ranks import torch", "training"])
+def test_no_rank_outlives_its_parent(when, number, tiny, tmp_path):
+    """A terminal sends Ctrl-C to the whole process group, and the import would end in a traceback; SIGKILL goes to the
+    parent alone. The real script with spawned ranks; forks are tested with other signals."""
+    words = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3 --epochs 10000"
+    process = _start(words, f"--checkpoint {tmp_path}/c.pt", start_new_session=True)
     text = lambda pid, file: Path(f"/proc/{pid}/{file}").read_text()  # noqa: E731
-    while not (ranks := [p for p in _running_below(process.pid)[1:] if "torch" in text(p, "maps")]):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.001)
-    blocked = int(re.search(r"SigBlk:\s*(\w+)", text(ranks[0], "status"))[1], 16)
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert blocked >> signal.SIGINT - 1 & 1 and "Traceback" not in output, output
-
-
-def test_ctrl_c_leaves_a_checkpoint_and_no_process(tiny, tmp_path):
-    """The real script with spawned ranks, which a terminal signals too; forks are tested with other signals."""
-    common = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3"
-    words = f"--epochs 10000 --checkpoint {tmp_path}/c.pt"
-    process = _start(common, words, start_new_session=True)
-    watch = threading.Timer(180, process.kill)  # whatever goes wrong, it ends
-    watch.start()
-    lines = iter(process.stdout.readline, "")
-    next(line for line in lines if line.startswith("epoch   2"))
+    ranks = lambda: [p for p in _running_below(process.pid)[1:] if "torch" in text(p, "maps")]  # noqa: E731
+    training = when == "training"
+    _wait_for((tmp_path / "c.pt").is_file if training else ranks, process, pause=0.001)
     family = _running_below(process.pid)
-    os.killpg(process.pid, signal.SIGINT)
-    output = "".join(lines)
-    watch.cancel()
-    assert process.wait(timeout=30) == 128 + signal.SIGINT, output
-    assert "stopped in epoch" in output and "Traceback" not in output, output
-    assert _gone(family) and [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+    if training:  # connections are of this machine alone
+        loopback = {"0100007F", "0" * 24 + "0100007F", "0000000000000000FFFF00000100007F"}
+        assert _listening(family) <= loopback
+    else:
+        blocked = int(re.search(r"SigBlk:\s*(\w+)", text(ranks()[0], "status"))[1], 16)
+        assert blocked >> signal.SIGINT - 1 & 1
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
+    output, _ = process.communicate(timeout=60)
+    assert _gone(family, 60) and "Traceback" not in output, output
+    if training and number == signal.SIGINT:
+        assert process.returncode == 128 + signal.SIGINT and "stopped in epoch" in output, output
+        assert [path.name for path in tmp_path.iterdir()] == ["c.pt"]
 
 
 def _ignoring_hangups(*words):
@@ -266,16 +272,14 @@ WITH_DROPOUT = """
 from torch import nn, ones
 from model import SAGE
 
-class Dropout(nn.Module):
-    def forward(self, x):
+class Net(SAGE):
+    def __init__(self, in_dim, num_classes):
+        super().__init__(in_dim, 8, num_classes, num_layers=2)
+
+    def forward(self, blocks, x):
         if self.training:
             print(f"mask {nn.functional.dropout(ones(99)).tolist()}\\n", end="")  # in one piece
-        return x
-
-def Net(in_dim, num_classes):
-    net = SAGE(in_dim, 8, num_classes, num_layers=2)
-    net.norms[0] = Dropout()
-    return net
+        return super().forward(blocks, x)
 """
 
 
@@ -379,31 +383,3 @@ def _launch_within(seconds, *work):
     """Call ddp.launch with another timeout, in a fork."""
     ddp.TIMEOUT = datetime.timedelta(seconds=seconds)
     ddp.launch(*work)
-
-
-@pytest.mark.parametrize("when", ["ranks start", "training"])
-def test_a_killed_parent_leaves_no_orphans(when, tiny):
-    process = _start(f"--dataset {tiny} --gpus 0 --procs 2 --epochs 10000 --fanout 3,3")
-    if when == "training":
-        next(line for line in process.stdout if line.startswith("epoch   1"))
-    _wait_for(lambda: len(_running_below(process.pid)) >= 3, process)  # they import torch
-    family = _running_below(process.pid)
-    loopback = {"0100007F", "0" * 24 + "0100007F", "0000000000000000FFFF00000100007F"}
-    assert when != "training" or _listening(family) <= loopback  # this machine alone
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    assert _gone(family, 60)
-
-
-def _listening(pids):
-    """Return the addresses, as the kernel writes them, on which processes accept connections."""
-    sockets = set()
-    for pid in pids:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                sockets.add(os.readlink(entry))
-    texts = [Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")]
-    rows = [line.split() for text in texts for line in text.splitlines()[1:]]
-    rows = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
-    return {row[1].split(":")[0] for row in rows}

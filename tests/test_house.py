@@ -51,21 +51,15 @@ def _side(name):
     return {"py": "product", "c": "native", "cu": "native", "h": "native"}.get(kind, "text")
 
 
-def _imported(tree, modules):
-    """Return {module of ours: names imported from it} of a syntax tree."""
-    found = {}
+def _imported(tree):
+    """Return the names of the modules that a syntax tree may import, among other names."""
+    found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                found.setdefault(alias.name, set())
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                if inner in modules:
-                    found.setdefault(inner, set())
-                else:
-                    found.setdefault(node.module, set()).add(alias.name)
-    return {name: names for name, names in found.items() if name in modules}
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
 def _private(tree):
@@ -86,8 +80,7 @@ def _house():
     python = {n: ast.parse(text) for n, text in sources.items() if n.endswith(".py")}
     modules = {n[:-3].replace("/", "."): n for n in python if not n.endswith("__init__.py")}
     product = {m for m, n in modules.items() if _side(n) == "product"}
-    imports = {m: _imported(python[modules[m]], modules.keys()) for m in modules}
-    arrows = {m: set(imports[m]) & product - {m} for m in product}
+    arrows = {m: _imported(python[modules[m]]) & product - {m} for m in product}
     lines = {side: 0 for side in ("product", "native", "bench", "tests", "text")}
     for name, text in sources.items():
         lines[_side(name)] += text.count("\n")
@@ -174,11 +167,11 @@ caught = [str(warning.message) for warning in caught]
 """
 
 
-ALONE = {  # the files that are copied: what is done with them
-    "sampler": SAMPLES
-    + "assert s.backend == 'torch' and len(caught) == 1 and 'copy the folder native/' in caught[0], "
-    "caught",
-    "sampler native": SAMPLES + "assert s.backend == 'native' and not caught, caught",
+ALONE = {  # what is copied, as the first lines of a file say: what is done with it
+    "sampler": f"""{SAMPLES}
+assert s.backend == 'torch' and len(caught) == 1 and 'copy the folder native/' in caught[0], caught
+""",
+    "sampler native": f"{SAMPLES}assert s.backend == 'native' and not caught, caught",
     "features": """
 import torch
 from collections import namedtuple
@@ -195,14 +188,14 @@ from model import SAGE
 block = namedtuple("Block", "indptr indices src_nodes")(*map(torch.tensor, ([0, 1], [1], [7, 3])))
 assert SAGE(3, 4, 2, num_layers=1)([block], torch.ones(2, 3)).shape == (1, 2)
 """,
-    "inference": """
+    "inference model": """
 import torch
 from inference import inference
 from model import SAGE
 indptr, indices = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
 assert inference(SAGE(3, 4, 2, num_layers=2), indptr, indices, torch.ones(2, 3)).shape == (2, 2)
 """,
-    "store": """
+    "store disk native": """
 import numpy as np, torch
 from store import GraphStore, build_store, verify
 split = {"train": [0], "valid": [1], "test": [2]}
@@ -220,39 +213,19 @@ if __name__ == "__main__":
 }
 
 
-# what the first lines of a file say it needs
-TAKEN_ALONG = {"store": ("disk", "native"), "inference": ("model",)}
-
-
-def test_each_leaf_works_alone_in_an_empty_folder(tmp_path):
+@pytest.mark.parametrize("copied", ALONE)
+def test_each_leaf_works_alone_in_an_empty_folder(copied, tmp_path):
+    for name in copied.split():
+        if (HERE / name).is_dir():
+            shutil.copytree(HERE / name, tmp_path / name)
+        else:
+            shutil.copy(HERE / f"{name}.py", tmp_path)
+    (tmp_path / "use.py").write_text(ALONE[copied])
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["OMP_NUM_THREADS"] = "1"
-    runs = {}
-    for leaf, use in ALONE.items():
-        folder = tmp_path / leaf
-        folder.mkdir()
-        for name in (*leaf.split(), *TAKEN_ALONG.get(leaf, ())):
-            if (HERE / name).is_dir():
-                shutil.copytree(HERE / name, folder / name)
-            else:
-                shutil.copy(HERE / f"{name}.py", folder)
-        (folder / "use.py").write_text(use)
-        runs[leaf] = subprocess.Popen(
-            [sys.executable, "use.py"],
-            cwd=folder,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        printed = {leaf: process.communicate(timeout=120)[0] for leaf, process in runs.items()}
-    finally:
-        for process in runs.values():
-            process.kill()
-    assert {leaf: process.returncode for leaf, process in runs.items()} == dict.fromkeys(
-        ALONE, 0
-    ), printed
+    command = [sys.executable, "use.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 if __name__ == "__main__":

@@ -43,7 +43,18 @@ def _link_graph(folder, nodes=300, edges=1500, seed=0, symmetrize=True, **change
 
 
 def _pairs_of(graph):
+    """Return the edges of a graph as a list of (source, destination)."""
     return list(zip(graph.indices.tolist(), torch.repeat_interleave(graph.indptr.diff()).tolist()))
+
+
+def _tuples(pairs):
+    return list(map(tuple, pairs.tolist()))
+
+
+def _holds_out(view, whole):
+    """Return whether a view has the edges of the whole graph but those of its pairs to validate and test, both ways."""
+    held = set(map(frozenset, _tuples(torch.cat([view.pairs["valid"], view.pairs["test"]]))))
+    return _pairs_of(view) == [edge for edge in _pairs_of(whole) if frozenset(edge) not in held]
 
 
 @pytest.mark.parametrize("ascending", [True, False])
@@ -73,16 +84,13 @@ def test_link_split_holds_edges_out_with_their_reverses(symmetrize, tmp_path):
     graph = _link_graph(tmp_path, symmetrize=symmetrize)
     view, whole = link.split_edges(graph, "80/10/10", 3), _pairs_of(graph)
     proper = {frozenset(edge) for edge in whole if edge[0] != edge[1]}
-    found = {name: [tuple(pair) for pair in pairs.tolist()] for name, pairs in view.pairs.items()}
-    assert set().union(*found.values()) <= set(whole)
-    everything = [frozenset(pair) for pairs in found.values() for pair in pairs]
-    both = sum((v, u) in set(whole) for u, v in sum(found.values(), []))
-    assert set(everything) == proper and len(everything) == len(proper)
-    assert [len(found[name]) for name in ("valid", "test")] == [len(proper) // 10] * 2
-    held = {frozenset(pair) for name in ("valid", "test") for pair in found[name]}
-    assert _pairs_of(view) == [edge for edge in whole if frozenset(edge) not in held]
-    upwards = sum(u < v for u, v in sum(found.values(), [])) / len(everything)
-    assert 0.4 < upwards < 0.6 and (both == len(everything)) == symmetrize
+    pairs = _tuples(torch.cat(list(view.pairs.values())))
+    assert set(pairs) <= set(whole) and _holds_out(view, graph)
+    assert set(map(frozenset, pairs)) == proper and len(pairs) == len(proper)
+    assert [len(view.pairs[name]) for name in ("valid", "test")] == [len(proper) // 10] * 2
+    both = sum((v, u) in set(whole) for u, v in pairs)
+    upwards = sum(u < v for u, v in pairs) / len(pairs)
+    assert 0.4 < upwards < 0.6 and (both == len(pairs)) == symmetrize
     again, other = link.split_edges(graph, "80/10/10", 3), link.split_edges(graph, "80/10/10", 4)
     assert torch.equal(again.pairs["test"], view.pairs["test"])
     assert not torch.equal(other.pairs["test"], view.pairs["test"])
@@ -106,9 +114,8 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     given = {"valid": [whole[5], whole[9]], "test": [whole[200], no_edge]}
     np.savez(file, **given)
     view = link.split_edges(graph, str(file))
-    assert {name: [tuple(pair) for pair in view.pairs[name].tolist()] for name in given} == given
-    held = {frozenset(pair) for pairs in given.values() for pair in pairs}
-    assert _pairs_of(view) == [edge for edge in whole if frozenset(edge) not in held]
+    assert {name: _tuples(view.pairs[name]) for name in given} == given
+    assert _holds_out(view, graph)
     # no negative is to be a pair of the file
     assert view.known.has(*torch.tensor([no_edge]).t()).all()
     for message, arrays in (
@@ -231,14 +238,20 @@ def test_no_positive_of_a_step_lies_in_its_blocks(kind, tmp_path):
         assert links.loss(link.Scorer("mlp", 4), torch.randn(5, 4), y[:0]) == 0
 
 
-def _place(own, scores):
-    """Return the rank of a score among others, from 1; ties get the mean rank."""
-    near = [abs(score - own) < 1e-12 for score in scores]
-    return 1 + sum(s > own and not same for s, same in zip(scores, near)) + sum(near) / 2
-
-
-def _auc(positive, negative):
-    return np.mean([(a > b) + (a == b) / 2 for a in positive for b in negative])
+def _expected(logit, pairs, against, random):
+    """Compute the figures of an evaluation in plain Python. logit: function of a pair's number and two nodes. against:
+    the nodes each pair is ranked against. random: as many pairs without an edge."""
+    places, scored = (
+        [],
+        [[logit(i, *pair) for i, pair in enumerate(some)] for some in (pairs, random)],
+    )
+    for i, (u, others) in enumerate(zip(next(zip(*pairs)), against)):
+        over = [logit(i, u, w) - scored[0][i] for w in others]
+        ties = sum(abs(x) < 1e-12 for x in over)  # get their mean rank
+        places.append(1 + sum(x >= 1e-12 for x in over) + ties / 2)
+    right = [(a > b) + (a == b) / 2 for a in scored[0] for b in scored[1]]
+    hits = {f"hits@{k}": np.mean([place <= k for place in places]) for k in (1, 10)}
+    return {"mrr": np.mean([1 / place for place in places]), "roc_auc": np.mean(right), **hits}
 
 
 @pytest.mark.parametrize("kind", ["dot", "distmult", "mlp"])
@@ -256,25 +269,18 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     evaluation = link.Evaluation(graph)
     found = evaluation(scorer, h, "test")
 
-    def logit(u, v):
+    def logit(_, u, v):
         product = h[u] * h[v]
         relation = scorer.relation if kind == "distmult" else 1
         return (scorer.mlp(product) if kind == "mlp" else (product * relation).sum()).item()
 
-    pairs, places = [tuple(pair) for pair in graph.pairs["test"].tolist()], []
-    _, random, others = evaluation.examples["test"]
-    for number, (u, v) in enumerate(pairs):
-        against = [w for w in range(80) if w not in (u, v) and (u, w) not in known]
-        against = against if small else others[number].tolist()
-        places.append(_place(logit(u, v), [logit(u, w) for w in against]))
-    assert found["mrr"] == pytest.approx(np.mean([1 / place for place in places]))
-    assert found["hits@1"] == pytest.approx(np.mean([place <= 1 for place in places]))
-    assert found["hits@10"] == pytest.approx(np.mean([place <= 10 for place in places]))
-    assert len(random) == len(pairs) and not known & {tuple(pair) for pair in random.tolist()}
-    if not small:
-        assert not known & {(u, w) for (u, _), row in zip(pairs, others.tolist()) for w in row}
-    positive, negative = ([logit(u, v) for u, v in some] for some in (pairs, random.tolist()))
-    assert found["roc_auc"] == pytest.approx(_auc(positive, negative))
+    pairs, (_, random, others) = _tuples(graph.pairs["test"]), evaluation.examples["test"]
+    free = [[w for w in range(80) if w not in (u, v) and (u, w) not in known] for u, v in pairs]
+    against = free if small else others.tolist()
+    assert all(set(some) <= set(all_free) for some, all_free in zip(against, free))
+    expected = _expected(logit, pairs, against, random.tolist())
+    assert expected == {name: pytest.approx(found[name]) for name in expected}
+    assert len(random) == len(pairs) and not known & set(_tuples(random))
     again = link.Evaluation(link.split_edges(whole, "70/10/20"))
     assert torch.equal(again.examples["test"][1], random)
     rows = []
@@ -336,20 +342,14 @@ def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, mo
     def row(v, t):
         return torch.tensor([math.sin(7 * v + t), math.cos(3 * v - t)], dtype=torch.float64)
 
-    def logit(u, v, t):
-        return float(row(u, t) @ row(v, t))
-
     h = torch.stack([row(*pair) for pair in zip(nodes.tolist(), times.tolist())])
     found = evaluation(scorer, h, "test")
     _, random, others = (nodes[place] for place in evaluation.examples["test"])
-    pairs, when, places = graph.pairs["test"].tolist(), graph.pair_times["test"].tolist(), []
-    for (u, v), t, against in zip(pairs, when, others.tolist()):
-        places.append(_place(logit(u, v, t), [logit(u, w, t) for w in against]))
-        assert not whole & {(u, w) for w in against}
-    assert found["mrr"] == pytest.approx(np.mean([1 / place for place in places]))
-    of = lambda pairs: [logit(*pair, t) for pair, t in zip(pairs, when)]  # noqa: E731
-    positive, negative = of(pairs), of(random.tolist())
-    assert found["roc_auc"] == pytest.approx(_auc(positive, negative), abs=1e-9)
+    pairs, when = _tuples(graph.pairs["test"]), graph.pair_times["test"].tolist()
+    assert not whole & {(u, w) for (u, _), row in zip(pairs, others.tolist()) for w in row}
+    logit = lambda i, u, v: float(row(u, when[i]) @ row(v, when[i]))  # noqa: E731
+    expected = _expected(logit, pairs, others.tolist(), random.tolist())
+    assert expected == {name: pytest.approx(found[name], abs=1e-9) for name in expected}
     monkeypatch.setattr(link, "MOST_TIMED", 7)
     few, spread = link.Evaluation(graph), torch.arange(7) * len(pairs) // 7  # of all times
     (seen, at), place = few.seen["test"], few.examples["test"][0]

@@ -26,7 +26,6 @@ from native import build
 from run import allocator, data, flags
 from store import GraphStore, build_store
 from tests.common import (
-    DATA,
     HERE,
     TINY,
     _code,
@@ -44,6 +43,7 @@ from tests.common import (
     _train,
     _wait_for,
 )
+from tests.stores import _reseal
 from tests.test_lookahead import _flaky
 
 DAMAGED = [  # file, flags, what is said
@@ -62,29 +62,23 @@ DAMAGED = [  # file, flags, what is said
 
 
 @pytest.mark.parametrize("file, words, message", DAMAGED)
-def test_train_a_damaged_store_ends_in_a_sentence(file, words, message, tmp_path, capsys):
+def test_train_a_damaged_store_ends_in_a_sentence(file, words, message, tmp_path):
     path = build_store(tmp_path / "g", **_graph())
-    places = {"labels": int(GraphStore.open(path).split["valid"][0])}
-    places["indptr"] = -2  # its end is looked at when the store is opened
-    array = np.load(path / f"{file}.npy", mmap_mode="r+")
-    array[places.get(file, -1)] = 1000
-    array.flush()
-    words = f"--dataset {path} --fanout 1,1 --epochs 1 --hidden 8 --batch-size 50 --gpus 0 {words}"
-    if "--procs" in words:
-        output = _train(words, code=2)
-    else:
-        assert _code(words) == 2
-        output = capsys.readouterr().err
+    # the end of indptr is looked at when the store is opened
+    places = {"labels": int(GraphStore.open(path).split["valid"][0]), "indptr": -2}
+    _reseal(path, file, places.get(file, -1), 1000)
+    common = f"--dataset {path} --fanout 1,1 --epochs 1 --hidden 8 --batch-size 50 --gpus 0"
+    output = _train(common, words, code=2)
     assert output.count("train.py: ") == 1 and message in output, output
     assert "Traceback" not in output
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
 @pytest.mark.parametrize("net", ["sage", "gat"])
 def test_the_number_of_processes_changes_nothing(tmp_path, net):
-    """140 seeds in batches of 60: the last has 20, shared by three ranks as 6, 7 and 7. With dropout."""
-    words = f"--dataset {DATA}/cora.npz --root {tmp_path} --fanout 5,5 --hidden 32 --lr 0.01"
-    runs = [(1, 60, 1), (2, 30, 1)] + [(3, 20, 1), (1, 20, 3)] * (net == "sage")
+    """140 seeds in batches of 138: the last has 2, and of three ranks or passes one has none. With dropout."""
+    data = TINY.replace("train=600", "train=140")
+    words = f"--dataset {data} --root {tmp_path} --fanout 5,5 --hidden 32 --lr 0.01"
+    runs = [(1, 138, 1), (2, 69, 1)] + [(3, 46, 1), (1, 46, 3)] * (net == "sage")
     words += f" --dropout 0.5 --model {net}"
     _same_for_any_number_of_processes(tmp_path, words, runs, epochs=2)
 
@@ -256,7 +250,9 @@ def test_train_two_processes_evaluate_together_with_batch_norm(tiny, tmp_path):
     """Each computes its part of the nodes; from one checkpoint two predict what one predicts."""
     words = f"--dataset {tiny} --model gcn --norm batch --fanout 4,4 --hidden 16 --epochs 5"
     words += f" --lr 0.01 --batch-size 60 --gpus 0 --procs 2 --checkpoint {tmp_path}/two.pt"
-    _train(words, f"--predict {tmp_path}/trained.npy")
+    output = _train(words, f"--predict {tmp_path}/trained.npy")
+    assert re.search(r"\nadvice  2 processes spend [0-9.]+ of [0-9.]+ s on the exchange", output)
+    assert "memory  allocator: freed memory is kept (mallopt); --allocator system" in output
     resume = f"--gpus 0 --resume {tmp_path}/two.pt"
     _train(resume, f"--procs 2 --predict {tmp_path}/two.npy")
     _train(resume, f"--predict {tmp_path}/one.npy")
@@ -332,13 +328,11 @@ def test_train_runs_give_mean_and_standard_deviation(task, tiny, tmp_path, capsy
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("emptied"))
     words = f"--dataset {tiny} --task {task} --fanout 3 --epochs 1 --runs 3 --seed 5 --log {log}"
     assert _code(words) == 0 and order == ["gone", "emptied"] * 3
-    if task == "node":
-        name, runs = "test", [entry for entry in _log(log) if "exact" in entry]
-        test = [entry["exact"]["test"] for entry in runs]
-        assert [entry["seed"] for entry in runs] == [5, 6, 7]
-    else:
-        name, runs = "test roc_auc", [entry for entry in _log(log) if "scores" in entry]
-        test = [entry["scores"]["test"]["roc_auc"] for entry in runs]
+    kind, name = {"node": ("exact", "test"), "link": ("scores", "test roc_auc")}[task]
+    runs = [entry for entry in _log(log) if kind in entry]
+    assert task == "link" or [entry["seed"] for entry in runs] == [5, 6, 7]
+    test = [entry[kind]["test"] for entry in runs]
+    test = [scores["roc_auc"] for scores in test] if task == "link" else test
     assert len(runs) == 3 and len(set(test)) > 1
     assert _log(log)[-1]["mean"][name] == pytest.approx(np.mean(test))
     assert _log(log)[-1]["std"][name] == pytest.approx(np.std(test, ddof=1))
@@ -358,16 +352,6 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
     for action in parser._actions:
         hidden = action.default in (None, False, argparse.SUPPRESS)
         assert action.help and (hidden or "default" in action.help), action.dest
-
-
-def test_uneven_last_batches_do_not_hang(tmp_path):
-    """601 seeds, 3 ranks of 200: the last step has a single seed, and two ranks have none."""
-    data = TINY.replace("train=600", "train=601")
-    sizes = "--gpus 0 --procs 3 --batch-size 200 --epochs 1 --fanout 3,3"
-    output = _train(f"--dataset {data} --root {tmp_path}", sizes)
-    assert "2 steps an epoch, 1 epoch;" in output and "exact" in output
-    assert re.search(r"\nadvice  3 processes spend [0-9.]+ of [0-9.]+ s on the exchange", output)
-    assert "memory  allocator: freed memory is kept (mallopt); --allocator system" in output
 
 
 def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypatch, capsys):
