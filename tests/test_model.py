@@ -35,6 +35,11 @@ LAYERS = {
     "gine": functools.partial(model.GINEConv, edge_dim=11),
     "gat with edges": functools.partial(model.GATv2Conv, heads=2, edge_dim=11),
     "gat, mean, with edges": functools.partial(model.GATv2Conv, heads=2, mean=True, edge_dim=11),
+    "rgcn": functools.partial(model.RGCNConv, num_types=3),
+    "rgcn of many types": functools.partial(model.RGCNConv, num_types=16),
+    "rgcn with bases": functools.partial(model.RGCNConv, num_types=3, bases=2),
+    "rgat": functools.partial(model.RGATConv, num_types=3),
+    "rgat with bases": functools.partial(model.RGATConv, num_types=3, bases=2),
 }
 
 
@@ -65,6 +70,16 @@ def _by_hand(layer, block, h, e=None):
         elif isinstance(layer, model.GINConv):
             near = near if e is None else (near + layer.edge_linear(e[a:b])).relu()
             rows.append(layer.mlp(((1 + layer.eps) * h[v] + near.sum(0))[None])[0])
+        elif isinstance(layer, model.RGCNConv):
+            row, kinds = layer.self_linear(h[v]), block.edge_type[a:b]
+            for r in kinds.unique():
+                of_type = near[kinds == r]
+                score = torch.zeros(len(of_type))
+                if isinstance(layer, model.RGATConv):
+                    score = of_type @ layer.key[r] + h[v] @ layer.query[r]
+                attention = torch.nn.functional.leaky_relu(score, 0.2).softmax(0)
+                row = row + attention @ of_type @ layer.matrices()[r]
+            rows.append(row)
         else:
             K, D = layer.attn.shape
             message = layer.src_linear(torch.cat([h[v : v + 1], near])).view(-1, K, D)
@@ -85,8 +100,11 @@ def test_model_layers_are_those_of_their_papers(name, ids):
     graph = _random_graph(np.random.default_rng(8), 120, 5, ids)
     block = NeighborSampler(*graph, [5]).sample(torch.arange(40).to(ids), 0)[0]
     assert (block.indptr.diff() == 0).any()
+    block = block._replace(edge_type=torch.arange(block.num_edges) % 3)  # unsorted
     for width, out_dim in ((24, 6), (6, 24)):
         layer, h = _layer(name, width, out_dim), torch.randn(block.num_src, width)
+        if "rgcn" in name:  # nothing adds to what its linear map returns
+            layer.self_linear.register_full_backward_hook(lambda *given: None)
         e = torch.randn(block.num_edges, 11) if layer.edge_dim else None
         weight, parameters = torch.randn(40, out_dim), [*layer.parameters()]
         given = {"edges": e} if layer.edge_dim else {}
@@ -129,8 +147,7 @@ def test_layers_with_the_same_weights_are_pygs(name):
     block = NeighborSampler(*graph, [-1]).sample(torch.arange(40), 0)[0]
     h, e = torch.randn(40, 6), torch.randn(block.num_edges, 11)
     types = torch.arange(block.num_edges) % 3
-    layer = model.RGCNConv(6, 9, 3) if name == "rgcn" else _layer(name, 6, 9)
-    kind, options, names = PYGS[name]
+    layer, (kind, options, names) = _layer(name, 6, 9), PYGS[name]
     theirs = getattr(pyg, kind)(*([layer.mlp] if "gin" in name else [6, 9]), **options)
     for words in names.split():
         to, of = (dict(m.named_parameters()) for m in (theirs, layer))
@@ -148,7 +165,8 @@ def test_layers_gradients_of_a_hub_are_as_near_as_torchs(name, monkeypatch):
     layer, hub, N = _layer(name, 5, 6), 100_000, 400
     exact = copy.deepcopy(layer).double()
     indptr, indices = torch.tensor([0, 3, 3, 3 + hub]), torch.randint(N, (3 + hub,))
-    block = Block(indptr.int(), indices.int(), torch.arange(N))
+    types = torch.arange(3 + hub) % 3
+    block = Block(indptr.int(), indices.int(), torch.arange(N), edge_type=types)
     h, weight = torch.randn(N, 5), torch.randn(3, layer.out_dim)
     e = torch.randn(3 + hub, 11)
 
