@@ -568,32 +568,30 @@ def test_weighted_frequencies_follow_the_weights(k):
     assert not taken[:, weights == 0].any() and np.abs(z / spread).max() < 5.5
 
 
-def _uses(**environment):
+def _uses(environment):
     """Sample with one backend, then the other, and print what happened; run in a process of its own."""
     os.environ.update(environment)
     tempfile.tempdir = environment.get("TMPDIR")
-    graph = torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for backend in ("native", "auto"):
-            s = NeighborSampler(*graph, [2], backend=backend)
+            s = NeighborSampler(**_small(backend=backend))
     assert s.sample(torch.tensor([0]), 0)[0].src_nodes.tolist() == [0, 1, 2]
-    print(s.backend, len(caught), caught[0].message if caught else "")
+    print(s.backend, len(caught), *(warning.message for warning in caught))
 
 
 def _use(file, number=1, **environment):
     """Run `_uses` in `number` processes at once -> the line that each printed."""
-    uses = functools.partial(_uses, **environment)
-    processes = [_fork(f"{file}{i}", uses) for i in range(number)]
+    processes = [_fork(f"{file}{i}", _uses, environment) for i in range(number)]
     return [_end(process).splitlines()[-1] for process in processes]
 
 
 def test_native_code_is_compiled_once_by_processes_that_start_together(tmp_path):
-    assert _use(tmp_path / "out", 3, XDG_CACHE_HOME=str(tmp_path)) == ["native 0 "] * 3
+    assert _use(tmp_path / "out", 3, XDG_CACHE_HOME=str(tmp_path)) == ["native 0"] * 3
     assert len(list((tmp_path / "ringblock").iterdir())) == 1
     (folder := tmp_path / "t").mkdir()
     environment = dict(XDG_CACHE_HOME="/dev/null", TMPDIR=str(folder))
-    assert _use(tmp_path / "no cache to write to", **environment) == ["native 0 "]
+    assert _use(tmp_path / "no cache to write to", **environment) == ["native 0"]
     assert not list(folder.iterdir())
     for compiler in ("/no/such/compiler", "false"):  # one warning and the torch backend
         (output,) = _use(tmp_path / compiler[-3:], CC=compiler, XDG_CACHE_HOME=str(folder))
