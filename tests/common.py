@@ -340,6 +340,21 @@ def _emulated(s, folder, seed=0, checked=False):
     return sampler_gpu.Backend(s.engine.spec, s.fanouts, s.seed, compiled)
 
 
+def _on_kernels(s, folder, **options):
+    """Build emulated kernels for a sampler -> (its `sample` on them, the backend); options: of `_emulated`."""
+    backend = _emulated(s, folder, **options)
+
+    def sample(seeds, step, times=None, exclude=None, relabel_outer=True):
+        exclude = None if exclude is None else s._edge_set(exclude)
+        blocks = backend.sample(seeds, step // s.batch_dependency, relabel_outer, exclude, times)
+        if blocks is None:
+            raise ValueError("kernels found a seed that is no node or comes twice")
+        blocks = [sampler.Block(*fields) for fields in reversed(blocks)]
+        return blocks if s.edge_type is None else list(map(s._with_types, blocks))
+
+    return sample, backend
+
+
 def _frame(backend, seeds, hops, **room):
     """Build a Frame of sampler_gpu for `seeds` seeds and `hops` hops; room: rows, places."""
     rows, places = backend.shapes(seeds)

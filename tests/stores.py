@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from disk import files as disk
 from disk.files import StoreError
@@ -43,12 +44,13 @@ def _edges(graph):
     return sorted(zip(graph.indices.tolist(), dst.tolist()))
 
 
-def _edges_by_type(graph):
-    """Return {edge type: sorted (source, destination) pairs} of an open store."""
+def _edges_by_type(graph, *columns):
+    """Return {edge type: sorted (source, destination, values of these columns)} of an open store."""
     dst, edges = np.repeat(np.arange(graph.num_nodes), np.diff(graph.indptr.numpy())), {}
-    for kind, *ends in zip(graph.edge_type.tolist(), graph.indices.tolist(), dst.tolist()):
-        edges.setdefault(graph.edge_types[kind], []).append(tuple(ends))
-    return {name: sorted(pairs) for name, pairs in edges.items()}
+    values = graph.indices, torch.from_numpy(dst), *(getattr(graph, name) for name in columns)
+    for kind, *edge in zip(graph.edge_type.tolist(), *(rows.tolist() for rows in values)):
+        edges.setdefault(graph.edge_types[kind], []).append(tuple(edge))
+    return {name: sorted(edges) for name, edges in edges.items()}
 
 
 def _sums(path):

@@ -1,11 +1,13 @@
 """Tests: features.py."""
 
 import gc
+import itertools
 import mmap
 import os
 import signal
 import threading
 import time
+import types
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -16,6 +18,7 @@ import torch
 
 import features
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
+from model import self_and_mean
 from sampler import Block, NeighborSampler
 from tests.common import _forkserver
 
@@ -60,20 +63,12 @@ def test_prefetch_hands_on_the_workers_exception_and_runs_ahead_no_further_than_
 # the ring
 
 
-class _Copies:
-    """Stands in for CudaCopies; clones act as device memory. For the order of copies see tests/test_step_graph.py."""
-
-    def stream(self, slot, blocks=()):
-        return nullcontext()
-
-    def buffer(self, size):
-        return torch.empty(size, dtype=torch.uint8)
-
-    def copy(self, tensor):
-        return tensor.clone()
-
-    def event(self):
-        return mock.Mock()
+_COPIES = types.SimpleNamespace(  # stands in for CudaCopies; clones act as device memory
+    stream=lambda slot, blocks=(): nullcontext(),
+    buffer=lambda size: torch.empty(size, dtype=torch.uint8),
+    copy=torch.clone,
+    event=mock.Mock,
+)
 
 
 def _seed_blocks(ids):
@@ -92,27 +87,18 @@ def test_features_ring_grows_by_powers_of_two_and_says_so():
     assert all(f"{64 * r:,} bytes" in line for r, line in zip(rows, lines))
 
 
-@pytest.mark.parametrize("copies", [None, _Copies()])
+@pytest.mark.parametrize("copies", [None, _COPIES])
 def test_features_ring_aggregates_the_first_hop(copies):
-    indptr, indices, train = _skewed(200)
-    table, labels = torch.randn(200, 3), torch.arange(200)
-
-    def aggregate(indptr, indices, features, nodes, out):
-        dst = torch.arange(len(nodes)).repeat_interleave(indptr.diff())
-        sums = torch.zeros(len(nodes), 3).index_add_(0, dst, features[indices.long()])
-        return out.copy_(torch.cat([features[nodes.long()], sums], 1))
-
-    seeds = train[:9] % 200
-    options = dict(slots=1, aggregate=aggregate, dtype=torch.float64)
+    indptr, indices, seeds = _skewed(200)
+    table, labels, seeds = torch.randn(200, 3), torch.arange(200), seeds[:9]
+    options = dict(slots=1, aggregate=self_and_mean, dtype=torch.float64)
     ring = FeatureRing(table, labels, **options)
     ring.copies = copies
     assert ring.first_hop and not FeatureRing(_Rows(table), labels, **options).first_hop
     s = NeighborSampler(indptr, indices, [3, 2], backend="torch")
     bare, (plain, _) = s.sample(seeds, 5, relabel_outer=False), s.sample(seeds, 5)
     batch, near = ring.fetch(0, bare), table[plain.src_nodes.long()]
-    own, out = torch.arange(plain.num_dst), torch.empty(plain.num_dst, 6)
-    expected = aggregate(plain.indptr, plain.indices, near, own, out)
-    assert batch.x.dtype == torch.float64 and torch.allclose(batch.x, expected.double())
+    torch.testing.assert_close(batch.x, self_and_mean(*plain[:2], near).double())
     assert torch.equal(batch.y, seeds)
     # without a buffer, as on a GPU that reads the features in place: in its own type
     if not copies:
@@ -124,7 +110,7 @@ def test_features_ring_aggregates_the_first_hop(copies):
 
 
 class _Rows:
-    """Features behind a gather method, like a store's."""
+    """Features behind a gather method, like a store's. asked: the ids of each call."""
 
     def __init__(self, tensor):
         self.rows, self.shape, self.dtype, self.asked = tensor, tensor.shape, tensor.dtype, []
@@ -161,27 +147,15 @@ def test_features_share_alone_keeps_values_and_types():
             assert not a.numel() or a.data_ptr() % mmap.PAGESIZE == 0  # a page has one owner
 
 
-class _Cudart:
-    """Stands in for torch.cuda.cudart() and records calls; refuses the piece number `refuse`."""
+def _cudart(*codes):
+    """Stand in for torch.cuda.cudart(); registering memory returns these codes, then 0."""
+    cudart = mock.Mock(cudaError=int, cudaGetErrorString="text of {}".format)
+    cudart.cudaHostRegister.side_effect = itertools.chain(codes, itertools.repeat(0))
+    return cudart
 
-    cudaError = int
 
-    def __init__(self, refuse=None):
-        self.refuse, self.pieces, self.undone = refuse, [], []
-
-    def cudaHostRegister(self, start, size, flags):
-        assert flags == 2 and start % mmap.PAGESIZE == size % mmap.PAGESIZE == 0
-        if len(self.pieces) == self.refuse:
-            return 712
-        self.pieces.append((start, size))
-        return 0
-
-    def cudaHostUnregister(self, start):
-        self.undone.append(start)
-        return 0
-
-    def cudaGetErrorString(self, code):
-        return f"text of {code}"
+def _starts(function):
+    return [call.args[0] for call in function.call_args_list]
 
 
 @pytest.fixture
@@ -217,11 +191,13 @@ def test_features_registered_pieces_cover_memory_and_never_overlap(pinned, monke
     for nbytes in (1, page - 1, page, page + 1, 5 * page, 12 * page + 7):
         for piece in (page, 3 * page, 100 * page):
             monkeypatch.setattr(features, "PIECE_BYTES", piece)
-            pinned(memory[:nbytes], cudart := _Cudart())
-            ends = [start + size for start, size in cudart.pieces]
-            assert [start for start, _ in cudart.pieces] == [memory.data_ptr(), *ends[:-1]]
+            pinned(memory[:nbytes], cudart := _cudart())
+            calls = [call.args for call in cudart.cudaHostRegister.call_args_list]
+            ends = [start + size for start, size, _ in calls]
+            assert [start for start, _, _ in calls] == [memory.data_ptr(), *ends[:-1]]
             assert 0 <= ends[-1] - memory.data_ptr() - nbytes < page
-            assert all(0 < size <= piece for _, size in cudart.pieces)
+            for start, size, flags in calls:
+                assert start % page == size % page == 0 < size <= piece and flags == 2
     with pytest.raises(ValueError, match=r"does not start on a page: share\(\) it first"):
         pinned(memory[8:], cudart)
 
@@ -234,24 +210,22 @@ def test_features_gpu_view_registers_and_checks_every_code(pinned, monkeypatch):
     # a GPU without UVA
     monkeypatch.setattr(torch, "as_tensor", lambda array, device: array.host.clone())
     with pytest.raises(RuntimeError, match="cannot read host memory in place"):
-        pinned(rows, good := _Cudart())
-    assert good.undone == [start for start, _ in good.pieces] and len(good.undone) == 2
+        pinned(rows, good := _cudart())
+    registered, undone = map(_starts, (good.cudaHostRegister, good.cudaHostUnregister))
+    assert registered == undone and len(undone) == 2
     words = r"cudaHostRegister of 4,096 bytes at 0x\w+ .* 712 \(text of 712\)"
     with pytest.raises(RuntimeError, match=words):
-        pinned(rows, bad := _Cudart(refuse=1))
-    assert bad.undone == [rows.data_ptr()]
+        pinned(rows, bad := _cudart(0, 712))
+    assert _starts(bad.cudaHostUnregister) == [rows.data_ptr()]
 
 
 def test_features_gpu_view_unregisters_before_the_memory_goes(pinned, monkeypatch):
     """Otherwise a later mapping at the same address could not be registered: CUDA error 712."""
-    cudart, rows, done = _Cudart(), share([torch.zeros(50, 30)])[0], []
-
-    class View(torch.Tensor):  # keeps the array, as one of torch.as_tensor does
-        pass
+    cudart, rows, done = _cudart(), share([torch.zeros(50, 30)])[0], []
 
     def as_tensor(array, device):
-        view = array.host.as_subclass(View)
-        view.array, view.view = array, lambda dtype: view
+        view = array.host[:]
+        view.array, view.view = array, lambda dtype: view  # it keeps the array, as torch's does
         return view
 
     cudart.cudaHostUnregister = lambda start: done.append(Path("/proc/self/maps").read_text())
@@ -260,7 +234,7 @@ def test_features_gpu_view_unregisters_before_the_memory_goes(pinned, monkeypatc
     view, address = pinned(rows, cudart), rows.data_ptr()
     del rows
     gc.collect()
-    assert len(cudart.pieces) == 2 and not done
+    assert cudart.cudaHostRegister.call_count == 2 and not done
     del view
     gc.collect()
     waited, *maps = done
@@ -325,10 +299,10 @@ def test_features_processes_share_one_copy_and_a_kill_leaves_nothing():
 # the cache
 
 
-def _skewed(num_nodes=2000, degree=12, seed=0):
-    """Make a graph whose sources are drawn by rank^-0.8, with a tenth of its nodes for training."""
-    rng = np.random.default_rng(seed)
-    degrees = rng.integers(0, 2 * degree, num_nodes)
+def _skewed(num_nodes=2000):
+    """Make a graph whose sources are drawn by rank^-0.8 -> (indptr, indices, 200 nodes to train on)."""
+    rng = np.random.default_rng(0)
+    degrees = rng.integers(0, 24, num_nodes)
     indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(degrees)]))
     weight = np.arange(1, num_nodes + 1) ** -0.8
     sources = rng.choice(num_nodes, int(indptr[-1]), p=weight / weight.sum())
@@ -364,7 +338,7 @@ def test_features_cache_gives_the_same_rows_for_any_budget(monkeypatch):
     monkeypatch.setattr(features, "CHUNK_BYTES", 1000)  # several pieces
     indptr, indices, train = _skewed(300)
     table = torch.randn(300, 7)
-    visits = expected_visits(indptr, indices, train % 300, [3, 2])
+    visits = expected_visits(indptr, indices, train, [3, 2])
     ids = torch.randint(300, (500,), dtype=torch.int32)
     for budget in (0, 27, 28, 2800, 10**6):
         behind = _Rows(table)
@@ -381,7 +355,7 @@ def test_features_cache_gives_the_same_rows_for_any_budget(monkeypatch):
         assert cached.cache.shape[0] == rows
         assert cached.hit_rate == pytest.approx(1 - len(missed) / 500)
         # on the host; before the host, on a device
-        for copies in (None, _Copies()):
+        for copies in (None, _COPIES):
             cache = CachedFeatures(behind, visits, budget)
             ring = FeatureRing(cache, torch.arange(300), slots=2)
             ring.copies = copies

@@ -400,7 +400,7 @@ MODELS = {
 
 def _net(name, widths=(12, 8, 5), **options):
     torch.manual_seed(4)
-    net = GNN(*widths, conv=name.split()[0], num_layers=3, **{**MODELS[name], **options})
+    net = GNN(*widths, conv=name.split()[0], num_layers=3, **{**MODELS.get(name, {}), **options})
     for norm in net.norms:
         if isinstance(norm, torch.nn.BatchNorm1d):
             norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)

@@ -1,5 +1,6 @@
 """Tests: loader.py."""
 
+import functools
 import itertools
 import json
 import types
@@ -80,14 +81,10 @@ def test_loader_covers_each_epoch_once_whatever_prepares_it():
     steps = [b[4] for b in expected[0]]
     for world, accumulate in ((2, 1), (3, 1), (1, 3), (2, 3)):
         options = dict(batch_size=60 // (world * accumulate), seed=9, accumulate=accumulate)
-        make = lambda rank: loader.NodeLoader(  # noqa: E731
-            graph, seeds, [4, 2], rank=rank, world=world, **options
-        )
-        ranks = [list(make(rank)) for rank in range(world)]
+        make = functools.partial(loader.NodeLoader, graph, seeds, [4, 2], world=world, **options)
         parts = {}
-        for i in range(len(ranks[0])):
-            for batches in ranks:
-                batch = batches[i]
+        for i, batches in enumerate(zip(*(make(rank=rank) for rank in range(world)), strict=True)):
+            for batch in batches:
                 assert batch.total == len(steps[batch.step])
                 assert batch.last == (i % accumulate == accumulate - 1)
                 parts.setdefault(batch.step, []).extend(batch.seeds.tolist())
@@ -96,8 +93,8 @@ def test_loader_covers_each_epoch_once_whatever_prepares_it():
 
 def test_loader_goes_on_where_another_one_stood():
     graph, seeds = _for_loading()
-    defaults = {"batch_size": 20, "seed": 1}
-    make = lambda **options: loader.NodeLoader(graph, seeds, [4, 2], **{**defaults, **options})  # noqa: E731
+    options = dict(seeds=seeds, fanouts=[4, 2], batch_size=20, seed=1)
+    make = functools.partial(loader.NodeLoader, graph, **options)
     whole = make()
     straight = [_loaded(whole) for _ in range(3)]
     for stop in (0, 1, 5, 10, 11):  # 0: never
@@ -123,7 +120,7 @@ def test_loader_goes_on_where_another_one_stood():
     for other, words in (
         (make(seed=2), "seed 1, this loader has 2"),
         (make(batch_size=21), "total_batch 20, this loader has 21"),
-        (loader.NodeLoader(graph, seeds[1:], [4, 2], **defaults), "seeds 217, this loader has 216"),
+        (make(seeds=seeds[1:]), "seeds 217, this loader has 216"),
     ):
         _refuses(words, other.load_state_dict, whole.state_dict(), error=ValueError)
 
@@ -165,8 +162,11 @@ def test_loader_says_what_does_not_fit_the_graph():
         (good, [0], {"depth": -1}, "depth is -1"),
         (good, [0], {"rank": -1}, "rank is -1"),
         (good, [0], {"rank": 2, "world": 2}, "world is 2: at least 3 is needed"),
+        (good, [0], {"types": True}, r"types is True, .* types=True and a graph with edge_type"),
+        (good, [0], {"fanouts": [[3, 3]]}, "types=True and a graph with edge_type are needed"),
     ):
-        _refuses(complaint, loader.NodeLoader, graph, seeds, [2], **options, error=ValueError)
+        options = {"fanouts": [2], **options}
+        _refuses(complaint, loader.NodeLoader, graph, seeds, **options, error=ValueError)
     batch = next(iter(loader.NodeLoader(good, [0, 2], [2])))
     with pytest.raises(ValueError, match="there are 1 blocks for 2 layers: one a layer"):
         SAGE(2, 4, 3, num_layers=2)(batch.blocks, batch.x)
