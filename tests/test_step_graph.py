@@ -10,7 +10,6 @@ import re
 import sys
 import types
 from contextlib import contextmanager, nullcontext
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ddp
+import loader
 import model
 import sampler
 import train
@@ -30,7 +30,7 @@ from run import adam, step_graph
 from run.edge_data import EdgeData
 from sampler import Block, NeighborSampler
 from tests import common
-from tests.common import TINY, _end, _fork, _on_kernels, _random_graph, _run_here
+from tests.common import TINY, _emulated, _end, _fork, _random_graph, _run_here
 from tests.test_ddp import _launch_within
 from tests.test_layers import _emulate_layers, _net, cuda_layers, layers_gpu  # noqa: F401
 from tests.test_types import _typed_graph
@@ -65,9 +65,11 @@ class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
 
     @staticmethod
     def _again(func, args, kwargs, out):
-        for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs))):
-            if isinstance(old, torch.Tensor):
-                old.copy_(new)
+        found = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            out.copy_(found)
+        elif isinstance(out, (list, tuple)):
+            [a.copy_(b) for a, b in zip(out, found) if isinstance(a, torch.Tensor)]
 
     @torch.no_grad()
     def replay(self):
@@ -96,7 +98,7 @@ def cuda_graphs(request, monkeypatch):
 
 
 def _emulate_graphs(monkeypatch):
-    go, check_rows = build.Launch.__call__, model.check_rows
+    go = build.Launch.__call__
 
     def launch(self, threads, stream):
         for graph in _Graph.recording:
@@ -104,20 +106,29 @@ def _emulate_graphs(monkeypatch):
             graph.calls.append(lambda twin=twin: go(twin, threads, twin._kernels.stream()))
         go(self, threads, stream)
 
+    nothing = lambda *a: None  # noqa: E731
     monkeypatch.setattr(build.Launch, "__call__", launch)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
-    for name in ("Event", "current_stream", "set_stream", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, mock.Mock())
+    monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=nothing))
+    stream = types.SimpleNamespace(wait_event=nothing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", nothing)
+    monkeypatch.setattr(torch.cuda, "set_stream", nothing)
     monkeypatch.setattr(step_graph, "captured", lambda graph, pool=None: graph)
     monkeypatch.setattr(model, "fused", layers_gpu)
     monkeypatch.setattr(adam, "layers", layers_gpu)
-    # indices on a GPU are not read
-    monkeypatch.setattr(model, "check_rows", lambda *of: _Graph.recording or check_rows(*of))
 
 
 def _sampling_on_gpu(s, folder):
     """Return what a run uses of a sampler on a GPU, on emulated kernels."""
-    sample, backend = _on_kernels(s, folder)
+    backend = _emulated(s, folder)
+
+    def sample(seeds, step, relabel_outer=True):
+        blocks = [Block(*fields[:4]) for fields in backend.sample(seeds, step, relabel_outer)[::-1]]
+        if s.edge_type is None:
+            return blocks
+        return [block._replace(edge_type=s.edge_type[block.edge_ids]) for block in blocks]
+
     given = {"indices": s.engine.spec.indices, "edge_type": s.edge_type}
     return types.SimpleNamespace(engine=backend, sample=sample, **given)
 
@@ -142,9 +153,6 @@ def _small_run(folder, net, labels, x, degree=6, **law):
     """Make a sampler of a small graph, and the ring of a network -> (sampler, ring)."""
     indptr, indices = _random_graph(np.random.default_rng(18), 300, degree)
     net.degrees = model.graph_degrees(indptr, indices)
-    if net.inputs:
-        rng = np.random.default_rng(1)
-        indptr, indices, law["edge_type"], _ = _typed_graph(rng, 300, 300 * degree, 3)
     s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", **law)
     return _sampling_on_gpu(s, folder), _graph_ring(net, x, labels, slots=2)
 
@@ -164,9 +172,45 @@ def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
     return seeds, (rows, draw(seeds))
 
 
+@pytest.mark.parametrize(
+    "bases, V, M, size, seeds",
+    [(0, 300, 1800, 12, 53), (2, 300, 1800, 12, 53), (0, 3000, 6000, 100, 101)],
+)
+def test_a_step_of_a_typed_graph_is_a_cuda_graph(cuda_graphs, bases, V, M, size, seeds, tmp_path):
+    """Edge types, and nodes with features or embeddings; compared with eager steps in each batch's shapes. With 101 seeds
+    a slot holds batches of one seed, and fewer nodes in all than there is room for seeds."""
+    indptr, indices, kinds, _ = _typed_graph(np.random.default_rng(1), V, M, 3)
+    labels, nodes = torch.randint(5, (V,)), torch.randperm(V)[:seeds]
+    x = torch.randn(2 * V // 3, 7)
+    typed = dict(num_types=3, bases=bases, node_types=[(len(x), 7), (V // 3, 0)])
+    net = model.GNN(7, 16, 5, conv="rgcn", num_layers=3, dropout=0.5, **typed)
+    plain = copy.deepcopy(net)
+    s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", edge_type=kinds)
+    draws, ring = _sampling_on_gpu(s, tmp_path), _graph_ring(net, x, labels, slots=2)
+    make = lambda net: adam.Adam(net.parameters(), lr=0.01, eps=2**-10, fused=True)  # noqa: E731
+    graphs = _step_graphs(draws, ring, net, make(net), nodes, size=size)
+    options = dict(batch_size=size, seed=5, depth=1, load=graphs.load)
+    batches, optimizer = loader.NodeLoader(None, nodes, [4, 3, 3], **options), make(plain)
+    assert graphs.captured
+    for _ in range(3):
+        graphs.begin()
+        for batch in batches:
+            before = graphs.loss_sum.item()
+            graphs.step(batch)
+            blocks = draws.sample(batch.seeds, batch.global_step)
+            eager, key = ring.fetch(1, blocks), sampler.mix(sampler.mix(5) ^ batch.global_step)
+            loss = model.cross_entropy(plain(blocks, eager.x, key=key), labels[batch.seeds])
+            (loss / batch.total).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert graphs.loss_sum.item() - before == pytest.approx(loss.item(), rel=1e-4)
+    for one, other in zip(net.parameters(), plain.parameters()):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 def _adam(net, state=None):
     # with the usual eps a gradient near zero makes a step of either sign
-    optimizer = adam.Adam(net.parameters(), eps=2**-10, fused=True)
+    optimizer = torch.optim.Adam(net.parameters(), eps=2**-10, fused=True)
     if state:
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     return optimizer
@@ -187,19 +231,6 @@ def _plain_loop(net, draws, ring, batches, labels):
     return losses
 
 
-def _batches(graphs, nodes, batch_size=12, **options):
-    options |= dict(batch_size=batch_size, seed=5, depth=1, load=graphs.load)
-    return NodeLoader(None, nodes, [4, 3, 3], **options)
-
-
-def _two_epochs(graphs, batches):
-    """Yield the batches up to the second epoch's end; each epoch has its learning rate."""
-    while batches.epoch < 2:
-        graphs.optimizer.param_groups[0]["lr"] = 2.0 ** -(7 + batches.epoch)
-        graphs.begin()
-        yield from batches
-
-
 @pytest.mark.parametrize("conv, degree", [("gcn", 6), ("sage", 0)])
 def test_a_cuda_step_graph_has_room_for_more_seeds_than_there_are(
     cuda_graphs, conv, degree, tmp_path
@@ -208,7 +239,8 @@ def test_a_cuda_step_graph_has_room_for_more_seeds_than_there_are(
     nodes, labels, net = torch.randperm(300)[:10], torch.randint(5, (300,)), _net(conv, (20, 8, 5))
     draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20), degree)
     graphs = _step_graphs(draws, ring, net, _adam(net), nodes, size=600)
-    rows = [batch.x.shape[0] for batch in _batches(graphs, nodes, 600)]
+    batches = loader.NodeLoader(None, nodes, [4, 3, 3], batch_size=600, depth=1, load=graphs.load)
+    rows = [batch.x.shape[0] for batch in batches]
     assert graphs.captured and rows == [graphs.slots[0].x.shape[0]]
 
 
@@ -230,62 +262,72 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("sage", True, False, {}),
         ("sage", True, True, {}),
         ("sage", False, False, dict(norm="layer", residual=True)),
-        ("sage", False, False, dict(graph={"replace": True})),
+        ("sage", False, False, dict(replace=True)),
         ("sage", True, False, dict(input_dropout=0.3)),
         ("sage-pool", True, False, dict(norm="layer")),
         ("gcn", True, False, dict(dtype=torch.bfloat16)),
         ("gin", True, False, dict(norm="layer", residual=True)),
         ("gat", True, False, {}),
-        ("rgcn", False, False, dict(bases=2)),
-        ("rgcn", False, False, dict(graph={"degree": 1})),  # at last fewer nodes than 12 seeds
     ],
 )
 def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     cuda_graphs, conv, tight, refused, options, tmp_path, monkeypatch
 ):
     """Also if capture is refused, with batches that do not fit, and from a checkpoint; compared with a plain loop."""
-    nodes, labels = torch.randperm(300)[:49], torch.randint(5, (300,))
-    options = {"graph": {}, "dtype": torch.float32, **options}
-    graph, x = options.pop("graph"), torch.randn(300, 20).to(options.pop("dtype"))
-    if conv == "rgcn":  # 100 nodes have embeddings
-        x, typed = x[:200], dict(num_types=3, node_types=[(200, 20), (100, 0)])
-        options |= typed
-    first = _net(conv, (20, 8, 5), dropout=0.5, **options)
+    nodes, labels = torch.randperm(300)[:53], torch.randint(5, (300,))
+    options, words = dict(options), ("replace", "dtype")
+    law, dtype = (options.pop(word, default) for word, default in zip(words, (False, torch.float)))
+    x, first = torch.randn(300, 20).to(dtype), _net(conv, (20, 8, 5), dropout=0.5, **options)
     if tight:
         monkeypatch.setattr(step_graph, "static_room", _no_more_than_the_smallest)
     if refused:
-        refuse = mock.Mock(side_effect=RuntimeError("no capture here"))
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", refuse)
+        graph = lambda: (_ for _ in ()).throw(RuntimeError("no capture here"))  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+
+    def begin(word, net, state=None):
+        net = copy.deepcopy(net)
+        draws, ring = _small_run(tmp_path, net, labels, x, replace=law)
+        optimizer = _adam(net, copy.deepcopy(state))
+        graphs = _step_graphs(draws, ring, net, optimizer, nodes, word)
+        kept = dict(batch_size=12, seed=5, depth=1)
+        return graphs, loader.NodeLoader(None, nodes, [4, 3, 3], load=graphs.load, **kept)
+
     ends, losses, taken = [], [], []
-    for parts in ([("on", 10)], [("off", 10)], [("on", 4), ("off", 6)], [("off", 4), ("on", 6)]):
-        net, state, place, repeated, fitting = first, None, None, 0, 0
-        for word, steps in parts:  # each goes on as another process would
-            before, net = net, copy.deepcopy(net)
-            run = *_small_run(tmp_path, net, labels, x, **graph), net, _adam(net, state), nodes
-            graphs = _step_graphs(*run, word)
-            # captured and tried, and nothing has changed
-            assert all(map(torch.equal, graphs.parameters, before.parameters()))
-            assert graphs.captured == (word == "on" and not refused)
-            assert ("no capture here" in str(graphs.failure)) == (refused and word == "on")
-            batches = _batches(graphs, nodes)
-            batches.load_state_dict(place or batches.state_dict())
-            for batch in itertools.islice(_two_epochs(graphs, batches), steps):
+    for word, stop in (("on", None), ("off", None), ("on", 4), ("off", 4)):
+        graphs, batches = begin(word, first)
+        # captured and tried, and nothing has changed
+        assert all(map(torch.equal, graphs.parameters, first.parameters()))
+        assert graphs.captured == (word == "on" and not refused)
+        assert ("no capture here" in str(graphs.failure)) == (refused and word == "on")
+        done = repeated = fitting = 0
+        while batches.epoch < 2:
+            graphs.optimizer.param_groups[0]["lr"] = 2.0 ** -(7 + batches.epoch)
+            loss_sum = graphs.begin()
+            for batch in batches:
                 fitting += any(batch.x is slot.x for slot in graphs.slots)
                 assert torch.equal(batch.y, labels[batch.seeds])
-                sum_before = graphs.loss_sum.item()
                 graphs.step(batch)
-                losses.append(graphs.loss_sum.item() - sum_before)
-                taken.append((batch.seeds, batch.global_step, batch.total))
-            repeated, place = repeated + graphs.repeated, batches.state_dict()
-            state = copy.deepcopy(graphs.optimizer.state_dict()["state"])
-        assert fitting == 10 - repeated and (0 < repeated < 10) == tight
+                done += 1
+                if word == "on" and not stop:
+                    taken.append((batch.seeds, batch.global_step, batch.total))
+                if done == stop:  # another process goes on, with graphs where there were none
+                    repeated, place = graphs.repeated, batches.state_dict()
+                    state = graphs.optimizer.state_dict()["state"]
+                    graphs, batches = begin("off" if word == "on" else "on", graphs.model, state)
+                    batches.load_state_dict(place)
+                    break
+            else:
+                losses.append(loss_sum.total.item())
+        repeated += graphs.repeated
+        assert done == 10 and fitting == 10 - repeated and (0 < repeated < 10) == tight
         moments = (t for state in graphs.optimizer.state.values() for t in state.values())
         ends.append([*graphs.parameters, *moments])
     for end in ends[1:]:
         assert len(end) > 20 and all(map(torch.equal, end, ends[0]))
     net = copy.deepcopy(first)
-    by_hand = _plain_loop(net, *_small_run(tmp_path, net, labels, x, **graph), taken[:10], labels)
-    assert losses == pytest.approx(by_hand * 4, rel=1e-5)
+    by_hand = _plain_loop(net, *_small_run(tmp_path, net, labels, x, replace=law), taken, labels)
+    epochs = [sum(by_hand[:5]), sum(by_hand[5:])]
+    assert losses[:4] == pytest.approx(epochs * 2, rel=1e-5)
     theirs = [*net.parameters()]
     torch.testing.assert_close(ends[0][: len(theirs)], theirs, rtol=1e-4, atol=1e-6)
 
@@ -347,8 +389,10 @@ def _one_rank_fails(ranks, folder):
             assert why in said, (name, which, said)
             if graphs:  # rank 0 replays what rank 1 launches
                 assert graphs.captured == (ranks.rank == 0) and not graphs.begin().total
-                share = dict(rank=ranks.rank, world=2)
-                for batch in _batches(graphs, torch.arange(40), **share):
+                options = dict(batch_size=12, seed=5, rank=ranks.rank, world=2, load=graphs.load)
+                for batch in loader.NodeLoader(
+                    None, torch.arange(40), [4, 3, 3], depth=1, **options
+                ):
                     graphs.step(batch)
                 assert graphs.loss_sum and ranks.check_equal(net) is None
     assert ranks.sum(1) == [2]
@@ -385,7 +429,11 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         ("--mode cpu-cpu", dict(on_device=False), "--mode cpu-cpu"),
         ("", dict(features=None), "behind a cache"),
         ("--model gat", dict(used=EdgeData(features=1)), "edges have features"),
-        ("--model rgcn", dict(used=EdgeData(type=1, num_types=17)), "have more than 16 types"),
+        (
+            "--model rgcn",
+            dict(used=EdgeData(type=1, num_types=17)),
+            "edges have more than 16 types",
+        ),
         ("", dict(used=EdgeData(time=1)), "by their times"),
         ("", dict(labels=torch.zeros(3, 2)), "several labels"),
         ("--model gin", dict(node_types={"a": (3, 1)}), "nodes have types, and --model gin counts"),
@@ -430,29 +478,45 @@ _CUDA = torch.device("cuda", 0)
 _TO, _DEVICE = torch.Tensor.to, torch.Tensor.device
 
 
-class _Clock:
-    """Stands in for a stream or an event, or is the host. clock: {name: number of its last access that comes before}."""
+class _Stream:
+    """Stands in for a stream. clock: {stream or "host": number of its last access ordered before this stream}."""
 
     device, device_index = _CUDA, 0
 
-    def __init__(self, order, name=None):
+    def __init__(self, order, name):
         self.order, self.name, self.clock, self.cuda_stream = order, name, {}, id(self)
 
-    def wait(self, other):
-        for name, number in other.clock.items():
-            self.clock[name] = max(number, self.clock.get(name, 0))
+    def wait_event(self, event):
+        _join(self.clock, event.clock)
 
-    wait_event = wait_stream = wait
+    def wait_stream(self, stream):
+        _join(self.clock, stream.clock)
 
     def record_event(self, event):
         event.clock = dict(self.clock)
         return event
 
+    def synchronize(self):
+        _join(self.order.host, self.clock)
+
+    def query(self):
+        return True
+
+
+class _Event:
+    def __init__(self, order):
+        self.order, self.clock = order, {}
+
     def record(self):
         self.order.current.record_event(self)
 
     def synchronize(self):
-        self.order.host.wait(self)
+        _join(self.order.host, self.clock)
+
+
+def _join(clock, other):
+    for who, number in other.items():
+        clock[who] = max(number, clock.get(who, 0))
 
 
 class _Order(TorchDispatchMode):
@@ -460,14 +524,14 @@ class _Order(TorchDispatchMode):
     same memory: by its stream, an event, a wait of the host or, for memory that is freed, record_stream.
 
     Attributes:
-        faults: accesses that are not ordered.
+        faults: accesses that are not ordered. host: the accesses that the host has waited for.
     """
 
     def __init__(self, patch):
         super().__init__()
-        self.faults, self.host, self.memory, self.number = [], _Clock(self, "host"), {}, 0
-        self.current = self.default = _Clock(self, "default")
-        self.event = lambda enable_timing=False: _Clock(self)
+        self.faults, self.host, self.memory, self.number = [], {"host": 0}, {}, 0
+        self.current = self.default = _Stream(self, "default")
+        self.event = lambda enable_timing=False: _Event(self)
         self.set_stream = lambda stream: setattr(self, "current", stream)
         self.streams = [self.default]
         for name, stand_in in {
@@ -495,13 +559,13 @@ class _Order(TorchDispatchMode):
         trouble = sampler_gpu.Frame.trouble.fget
 
         def told(frame):  # before anything else that the GPU says of a batch
-            self._use("what the GPU said, read", self.host, [frame.read], [])
+            self._use("what the GPU said, read", "host", [frame.read], [])
             return trouble(frame)
 
         patch.setattr(sampler_gpu.Frame, "trouble", property(told))
 
     def _new_stream(self, device):
-        self.streams.append(_Clock(self, f"stream {len(self.streams)}"))
+        self.streams.append(_Stream(self, f"stream {len(self.streams)}"))
         return self.streams[-1]
 
     def gpu(self, tensor):
@@ -535,32 +599,34 @@ class _Order(TorchDispatchMode):
         return torch.ops.aten._to_copy(tensor, device=torch.device("cpu"))
 
     def _use(self, what, who, read, written):
-        """Check and record an access by a stream or the host to tensors or entries of `memory`."""
+        """Check and record an access by a stream, or by the host if `who` is "host"."""
         self._go()
-        who.wait(self.host)  # it was launched after all that the host has waited for
+        name, clock = (who, self.host) if who == "host" else (who.name, who.clock)
+        _join(clock, self.host)  # it was launched after all that the host has waited for
         self.number += 1
-        who.clock[who.name] = self.number
-        for used, kinds in ((read, ["written"]), (written, ["written", "read"])):
-            for memory in used:
-                memory = self._of(memory) if isinstance(memory, torch.Tensor) else memory
+        clock[name] = self.number
+        for tensors, kinds in ((read, ["written"]), (written, ["written", "read"])):
+            for memory in tensors:
+                memory = memory if hasattr(memory, "written") else self._of(memory)
                 for kind in kinds if memory else ():
                     for other, number in getattr(memory, kind).items():
-                        if number > who.clock.get(other, 0):
+                        if number > clock.get(other, 0):
                             fault = f"{other} may not have {kind} it yet"
-                            self.faults.append(f"{what} on {who.name}: {fault}")
-                if memory and used is written:
-                    memory.written, memory.read = {who.name: self.number}, {}
+                            self.faults.append(f"{what} on {name}: {fault}")
+                if memory and tensors is written:
+                    memory.written, memory.read = {name: self.number}, {}
                 elif memory:
-                    memory.read[who.name] = self.number
+                    memory.read[name] = self.number
 
     def _go(self):
         """Return freed memory to its stream, even if others still use it: that is a fault."""
         for key, memory in [*self.memory.items()]:
             if memory.gone.expired():
                 del self.memory[key]
-                memory.home.wait(self.host)
+                home = {**memory.home.clock}
+                _join(home, self.host)
                 for who, number in {**memory.read, **memory.written}.items():
-                    late = number > memory.home.clock.get(who, 0) and who not in memory.recorded
+                    late = number > home.get(who, 0) and who not in memory.recorded
                     if memory.kind == "gpu" and late:
                         self.faults.append(f"memory goes that {who} may still use")
 
@@ -590,7 +656,7 @@ class _Order(TorchDispatchMode):
             return out  # a view; nothing is accessed
         read = [t for t in given if not any(t is w for w in written)]
         if not on_gpu:
-            self._use(name, self.host, read, [*written, *new])
+            self._use(name, "host", read, [*written, *new])
         else:
             self._use(name, self.current, read, [*written, *new])
             to_host = not made or not all(map(self._on_gpu, made))
