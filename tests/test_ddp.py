@@ -375,6 +375,26 @@ def test_no_rank_begins_and_perhaps_ends_before_all_have_joined(tmp_path):
     assert abs(last - first) < 1
 
 
+def _joins_by(variables):
+    os.environ.update(word.split("=") for word in variables.split())
+    ddp.launch(_begins, 1)
+
+
+def test_ranks_that_cannot_join_say_so_in_one_sentence(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        here = f"RANK=0 WORLD_SIZE=1 MASTER_PORT={port}"
+        reasons = {
+            "RANK=x WORLD_SIZE=2": "'x'",
+            "RANK=0 WORLD_SIZE=1": "environment variable MASTER_ADDR expected, but not set",
+            f"{here} MASTER_ADDR=127.0.0.1": "address already in use",
+        }
+        for variables, said in reasons.items():
+            output = _end(_fork(tmp_path / "out", _joins_by, variables), 1)
+            words = "ranks cannot join by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: "
+            assert words in output and said in output and "Traceback" not in output, output
+
+
 def _launch_within(seconds, *work):
     """Call ddp.launch with another timeout, in a fork."""
     ddp.TIMEOUT = datetime.timedelta(seconds=seconds)
