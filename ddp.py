@@ -287,6 +287,9 @@ def _end_with_the_parent():
 def _run(worker, ranks, store, args):
     """Join the process group, run the worker and exit the process with its code, or 1 if it raised."""
     _end_with_the_parent()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # which waits for C++ code, and that for other ranks
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // ranks.local_world))
     if ranks.gpus:

@@ -376,6 +376,7 @@ def test_no_rank_begins_and_perhaps_ends_before_all_have_joined(tmp_path):
 
 
 def _joins_by(variables):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     os.environ.update(word.split("=") for word in variables.split())
     ddp.launch(_begins, 1)
 
@@ -393,6 +394,21 @@ def test_ranks_that_cannot_join_say_so_in_one_sentence(tmp_path):
             output = _end(_fork(tmp_path / "out", _joins_by, variables), 1)
             words = "ranks cannot join by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: "
             assert words in output and said in output and "Traceback" not in output, output
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_others(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = f"RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    process = _fork(tmp_path / "out", _joins_by, variables)
+    listens = lambda: f":{port:04X} 0" in Path("/proc/net/tcp6").read_text()  # noqa: E731
+    _wait_for(listens, process)
+    watch = threading.Timer(60, process.kill)
+    watch.start()
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
+    watch.cancel()
+    _end(process, -signal.SIGINT)
 
 
 def _launch_within(seconds, *work):
