@@ -187,6 +187,13 @@ def test_ctrl_c_during_the_imports_leaves_no_traceback(script):
     assert process.returncode == -signal.SIGINT and output == "", output
 
 
+def test_ctrl_c_during_the_exit_leaves_no_traceback():
+    code = "from disk import streams; import atexit, os; streams.begin()"
+    code += "; atexit.register(os.kill, os.getpid(), 2); streams.ready()"  # 2: SIGINT
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 def test_ranks_ignore_ctrl_c_before_they_import_torch(tiny):
     """A terminal signals ranks too, and the import would end in a traceback."""
     process = _start(f"--dataset {tiny} --gpus 0 --procs 2 --epochs 9", start_new_session=True)
