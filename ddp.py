@@ -184,16 +184,20 @@ def launch(worker, nprocs, *args, gpus=0):
     """
     if under_torchrun():
         env, store = os.environ, None
-        rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-        if not 0 <= rank < world:
-            sys.exit(f"RANK is {rank}: with WORLD_SIZE {world} ranks are 0 to {world - 1}")
-        local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world))
-        if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # the agent's store outlives a restart (torch 2.13): without a prefix a rank could read a dead one's address
-            store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
-            attempt = env.get("TORCHELASTIC_RESTART_COUNT", 0)
-            store = dist.PrefixStore(f"attempt {attempt}", store)
-        return _run(worker, Ranks(rank, world, *local, gpus), store, args)
+        try:
+            rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+            if not 0 <= rank < world:
+                sys.exit(f"RANK is {rank}: with WORLD_SIZE {world} ranks are 0 to {world - 1}")
+            local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world))
+            if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                # the agent's store outlives a restart (torch 2.13): without a prefix a rank could read a dead one's address
+                store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+                attempt = env.get("TORCHELASTIC_RESTART_COUNT", 0)
+                store = dist.PrefixStore(f"attempt {attempt}", store)
+            return _run(worker, Ranks(rank, world, *local, gpus), store, args)
+        except (ValueError, dist.DistError) as error:
+            by = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            sys.exit(f"ranks cannot join by {by}: {str(error).splitlines()[0]}")
     if nprocs == 1:
         if code := worker(Ranks(gpus=gpus), *args):
             sys.exit(code)
@@ -283,6 +287,9 @@ def _end_with_the_parent():
 def _run(worker, ranks, store, args):
     """Join the process group, run the worker and exit the process with its code, or 1 if it raised."""
     _end_with_the_parent()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # which waits for C++ code, and that for other ranks
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // ranks.local_world))
     if ranks.gpus:

@@ -1,5 +1,6 @@
 """Before the slow imports of a command line: standard streams and Ctrl-C. Needs only the standard library."""
 
+import atexit
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ def begin():
 
 
 def ready():
-    """Make Ctrl-C raise KeyboardInterrupt again."""
+    """Make Ctrl-C raise KeyboardInterrupt again, until the interpreter exits."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)

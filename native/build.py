@@ -110,12 +110,12 @@ def cached(name, key, suffix, make):
     """Context with the path of a compiled file, NAME-...SUFFIX in the cache or, if that cannot be used, in a private
     temporary folder. key: text of all that the content depends on. make: function (path) that writes the file."""
     stem = f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    folder = _cache_folder()
+    for path in folder.glob(f"{stem}-*{suffix}") if folder else ():
+        if path.stem == f"{stem}-{_digest(path)}":
+            yield path
+            return
     with tempfile.TemporaryDirectory(prefix="ringblock-") as private:
-        folder = _cache_folder()
-        for path in folder.glob(f"{stem}-*{suffix}") if folder else ():
-            if path.stem == f"{stem}-{_digest(path)}":
-                yield path
-                return
         path = Path(private, name + suffix)
         make(path)
         if folder:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from contextlib import suppress
@@ -183,6 +184,13 @@ def test_ctrl_c_during_the_imports_leaves_no_traceback(script):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT and output == "", output
+
+
+def test_ctrl_c_during_the_exit_leaves_no_traceback():
+    code = "from disk import streams; import atexit, os; streams.begin()"
+    code += "; atexit.register(os.kill, os.getpid(), 2); streams.ready()"  # 2: SIGINT
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def _listening(pids):
@@ -377,6 +385,42 @@ def test_no_rank_begins_and_perhaps_ends_before_all_have_joined(tmp_path):
     output = _end(_fork(tmp_path / "out", _joins_slowly))
     first, last = map(float, re.findall(r"begins at ([\d.]+)", output))
     assert abs(last - first) < 1
+
+
+def _joins_by(variables):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    os.environ.update(word.split("=") for word in variables.split())
+    ddp.launch(_begins, 1)
+
+
+def test_ranks_that_cannot_join_say_so_in_one_sentence(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        here = f"RANK=0 WORLD_SIZE=1 MASTER_PORT={port}"
+        reasons = {
+            "RANK=x WORLD_SIZE=2": "'x'",
+            "RANK=0 WORLD_SIZE=1": "environment variable MASTER_ADDR expected, but not set",
+            f"{here} MASTER_ADDR=127.0.0.1": "address already in use",
+        }
+        for variables, said in reasons.items():
+            output = _end(_fork(tmp_path / "out", _joins_by, variables), 1)
+            words = "ranks cannot join by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: "
+            assert words in output and said in output and "Traceback" not in output, output
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_others(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = f"RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    process = _fork(tmp_path / "out", _joins_by, variables)
+    listens = lambda: f":{port:04X} 0" in Path("/proc/net/tcp6").read_text()  # noqa: E731
+    _wait_for(listens, process)
+    watch = threading.Timer(60, process.kill)
+    watch.start()
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
+    watch.cancel()
+    _end(process, -signal.SIGINT)
 
 
 def _launch_within(seconds, *work):
