@@ -27,11 +27,18 @@ SMALL_STEPS = "--gpus 0 --fanout 5,5 --hidden 32 --epochs 25 --batch-size 25"
 def _processes():
     """Return {pid: (state, pid of its parent)} of all processes."""
     found = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has just ended
-            state, parent = file.read_text().rsplit(")", 1)[1].split()[:2]
-            found[int(file.parent.name)] = state, int(parent)
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        if stat := _proc(pid, "stat"):
+            state, parent = stat.rsplit(")", 1)[1].split()[:2]
+            found[int(pid)] = state, int(parent)
     return found
+
+
+def _proc(pid, file):
+    """Return the text of a file of a process, "" if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/{file}").read_text()
+    return ""
 
 
 def _running_below(pid):
@@ -213,16 +220,19 @@ def test_no_rank_outlives_its_parent(when, number, tiny, tmp_path):
     parent alone. The real script with spawned ranks; forks are tested with other signals."""
     words = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3 --epochs 10000"
     process = _start(words, f"--checkpoint {tmp_path}/c.pt", start_new_session=True)
-    text = lambda pid, file: Path(f"/proc/{pid}/{file}").read_text()  # noqa: E731
-    ranks = lambda: [p for p in _running_below(process.pid)[1:] if "torch" in text(p, "maps")]  # noqa: E731
+
+    def importing():  # ranks alone: a child that the parent forks maps torch, too
+        ranks = [p for p in _running_below(process.pid) if "spawn_main" in _proc(p, "cmdline")]
+        return [rank for rank in ranks if "torch" in _proc(rank, "maps")]
+
     training = when == "training"
-    _wait_for((tmp_path / "c.pt").is_file if training else ranks, process, pause=0.001)
+    _wait_for((tmp_path / "c.pt").is_file if training else importing, process, pause=0.001)
     family = _running_below(process.pid)
     if training:  # connections are of this machine alone
         loopback = {"0100007F", "0" * 24 + "0100007F", "0000000000000000FFFF00000100007F"}
         assert _listening(family) <= loopback
     else:
-        blocked = int(re.search(r"SigBlk:\s*(\w+)", text(ranks()[0], "status"))[1], 16)
+        blocked = int(re.search(r"SigBlk:\s*(\w+)", _proc(importing()[0], "status"))[1], 16)
         assert blocked >> signal.SIGINT - 1 & 1
     os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
     output, _ = process.communicate(timeout=60)
