@@ -276,7 +276,7 @@ def test_sampler_follows_the_law(kind, method, way, tmp_path, monkeypatch):
         for step in (6, 7, -1, -8) if kind == "dependent" else ():
             assert _as_lists(sample(seeds, step)) == law(step), (i, fanouts, step)
         repeated += launched.count("begin") - sample.call_count
-    assert way != "kernels" or repeated > (0 if kind == "typed" else 5)
+    assert way != "kernels" or (0 if kind == "typed" else 5) < repeated < 4 * i
 
 
 def _regular(rows, degree):
