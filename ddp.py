@@ -316,7 +316,10 @@ def _run(worker, ranks, store, args):
     # without destroy_process_group: in torch 2.6 it joins these threads while it holds the GIL, which they may wait for.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        print(end="", file=stream, flush=True)  # stream is None if it was closed
+        try:
+            print(end="", file=stream, flush=True)  # stream is None if it was closed
+        except OSError:  # nobody reads it, or a disk is full
+            code = code or 120  # as the interpreter ends then
     os._exit(code)
 
 

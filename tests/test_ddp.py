@@ -433,6 +433,18 @@ def test_ctrl_c_ends_a_rank_that_waits_for_others(tmp_path):
     _end(process, -signal.SIGINT)
 
 
+def _prints_for_nobody(ranks):
+    read, write = os.pipe()
+    os.close(read)
+    sys.stdout = open(write, "w")
+    print("in a buffer until the rank ends")
+
+
+def test_a_reader_gone_at_the_end_is_no_traceback(tmp_path):
+    output = _end(_fork(tmp_path / "out", ddp.launch, _prints_for_nobody, 2), 120)
+    assert "Traceback" not in output, output
+
+
 def _launch_within(seconds, *work):
     """Call ddp.launch with another timeout, in a fork."""
     ddp.TIMEOUT = datetime.timedelta(seconds=seconds)
