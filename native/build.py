@@ -177,22 +177,36 @@ def load_c(name, source, flags):
 
 
 def load_host(name, source, flags):
-    """Compile CUDA source as C whose method `run`, as that of `Kernels`, runs a kernel's threads on OpenMP's; those of a
-    row one after another, if the kernel has a `width`. As `load_c`, with -fopenmp in flags."""
-    numbered = re.sub(r"^(KERNEL \w+\()", r"\1i64 row_, int part_, ", source, flags=re.MULTILINE)
+    """Compile CUDA source as C whose method `run`, as that of `Kernels`, runs a kernel's threads on those of torch's OpenMP
+    runtime, which a compiler's own would compete with; those of a row one after another, if the kernel has a `width`. As
+    `load_c`."""
+    numbered = re.sub(r"^(\w*KERNEL \w+\()", r"\1i64 row_, int part_, ", source, flags=re.MULTILINE)
     text = ["#define HOST", numbered]
-    for kernel, arguments in signatures(source).items():
-        parameters = ", ".join(f"{c_type} {argument}" for c_type, argument in arguments)
-        passed = ", ".join(argument for _, argument in arguments)
-        parts = "(width - 1) / COLUMNS + 1" if "width" in passed.split(", ") else "1"
-        text.append(f"""void run_{kernel}(i64 threads_, {parameters}) {{
-  const int parts_ = {parts};
-#pragma omp parallel for schedule(dynamic, 1023 / parts_ + 1)
-  for (i64 row_ = 0; row_ < threads_ / parts_; row_++)
-    for (int part_ = 0; part_ < parts_; part_++) {kernel}(row_, part_, {passed});
+    text.append("void (*parallel)(void (*)(void *), void *, unsigned, unsigned);")
+    for kernel, arguments in signatures(source, r"\w*KERNEL").items():
+        declared = [f"{c_type} {argument}" for c_type, argument in arguments]
+        given, taken = (", ".join(at + argument for _, argument in arguments) for at in ("", "t."))
+        parts = "(t.width - 1) / COLUMNS + 1" if "t.width" in taken.split(", ") else "1"
+        text.append(f"""typedef struct {{ i64 *next_, threads_; {"; ".join(declared)}; }} {kernel}_t;
+static void share_{kernel}(void *task) {{
+  const {kernel}_t t = *({kernel}_t *)task;  // a copy, which no store can alias
+  const int parts = {parts}, some = 1023 / parts + 1;
+  const i64 rows = t.threads_ / parts;
+  for (i64 first; (first = atomicAdd(t.next_, some)) < rows;)
+    for (i64 row = first; row < first + some && row < rows; row++)
+      for (int part = 0; part < parts; part++) {kernel}(row, part, {taken});
+}}
+void run_{kernel}(i64 threads_, {", ".join(declared)}) {{
+  i64 next_ = 0;
+  {kernel}_t task_ = {{&next_, threads_, {given}}};
+  if (parallel) parallel(share_{kernel}, &task_, 0, 0);
+  else share_{kernel}(&task_);
 }}""")
     library = load_c(name, "\n".join([*text, ""]), flags)
     if library:
+        found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)  # LLVM's has it too
+        parallel = ctypes.c_void_p.in_dll(library, "parallel")
+        parallel.value = ctypes.cast(found, ctypes.c_void_p).value
         library.run = lambda kernel, *values: getattr(library, f"run_{kernel}")(*values)
     return library
 

@@ -16,7 +16,13 @@
 // aligned (`whole`), on the host if the row has that many columns `left`; otherwise one by one.
 // Kernels with a `width`, and no others, have consecutive threads for a row: see ROW_AND_COLUMN.
 #ifdef HOST
-#define COLUMNS (__BIGGEST_ALIGNMENT__ / 4)  // floats in a vector register
+#ifdef __AVX512F__  // floats in a vector register
+#define COLUMNS 16
+#elif defined __AVX__
+#define COLUMNS 8
+#else
+#define COLUMNS 4
+#endif
 #define WIDE(bytes) aligned(1), may_alias
 #define AT_ONCE (left >= COLUMNS)
 #define GROUP 1
@@ -672,22 +678,15 @@ KERNEL gather_rows(const void *table, const void *ids, int n, int words, int wor
 #ifdef HOST
 i64 columns_of_a_thread(void) { return COLUMNS; }
 
-// Gather rows ids [n] of h [V, F] -> how many ids are out of range. Prefetches some fifty cache
-// lines ahead.
-i64 fetch_rows(const IN *h, const ID *ids, i64 n, i64 V, i64 F, IN *out) {
-  const i64 row = F * sizeof(IN), ahead = 4 + 3072 / (row + 1);
-  i64 bad = 0;
-#pragma omp parallel for schedule(static) reduction(+ : bad)
-  for (i64 a = 0; a < n; a += 256) {
-    for (i64 i = a; i < n && i < a + 256; i++) {
-      const char *soon = (const char *)(h + (i64)ids[i + ahead < n ? i + ahead : i] * F);
-      for (i64 c = 0; c < row; c += 64) __builtin_prefetch(soon + c);
-      __builtin_prefetch(soon + row - 1);
-      if ((u64)(i64)ids[i] < (u64)V) memcpy(out + i * F, h + (i64)ids[i] * F, row);
-      else bad++;
-    }
-  }
-  return bad;
+// Gather rows ids [n] of h [V, F], prefetched `ahead` rows early; `bad` counts ids out of range.
+HOST_KERNEL fetch_rows(const IN *h, const ID *ids, i64 n, i64 V, i64 F, i64 ahead, IN *out,
+                       ID *bad) {
+  THREAD(n);
+  const i64 bytes = F * sizeof(IN), soon = ids[i + ahead < n ? i + ahead : i];
+  for (i64 c = 0; c < F; c += 64 / sizeof(IN)) __builtin_prefetch(h + soon * F + c);
+  __builtin_prefetch(h + soon * F + F - 1);
+  if ((u64)(i64)ids[i] < (u64)V) memcpy(out + i * F, h + (i64)ids[i] * F, bytes);
+  else atomicAdd(bad, 1);
 }
 
 // List the edges of each source in order, as the kernels `list_*` do on a GPU. size [N + 1] starts

@@ -82,7 +82,8 @@ def has_kernels(indices):
 
 # the kernels
 
-FLAGS = ["-O3", "-march=native", "-fno-trapping-math", "-fno-math-errno", "-fopenmp"]
+# of a compiler with fast math by default NaN would not stay
+FLAGS = ["-O3", "-march=native", "-fno-fast-math", "-fno-trapping-math", "-fno-math-errno"]
 FLAGS += ["-fPIC", "-shared"]
 
 UNCHANGED = 0, None, 0, 1.0, 0, None, 0  # no activation
@@ -295,7 +296,10 @@ def gather_rows(features, ids, out=None):
     code = functions([ids], features, out)
     if code is None:
         return None
-    if code.compiled.fetch_rows(features, ids, ids.numel(), V, width, out):
+    n, bad = ids.numel(), ids.new_zeros(1)
+    ahead = 4 + 3072 // (width * out.itemsize + 1)  # some fifty cache lines
+    code.run("fetch_rows", n, features, ids, n, V, width, ahead, out, bad)
+    if bad:
         low, high = ids.aminmax()
         raise IndexError(f"ids {low} .. {high} are not all rows of features with {V} rows")
     return out

@@ -30,7 +30,7 @@ import torch
 
 from native import build
 
-FLAGS = ["-O3", "-march=native", "-fPIC", "-shared", "-pthread"]
+FLAGS = ["-O3", "-march=native", "-fno-fast-math", "-fPIC", "-shared", "-pthread"]
 TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
 TYPES |= {torch.float32: "float", torch.float64: "double"}
 TYPES |= {torch.uint8: "uint8_t", torch.int16: "uint16_t"}

@@ -211,6 +211,9 @@ static void touch(char *p, int size, int how) {
 ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
 void __tsan_read_range(void *p, long n) { touch(p, (int)n, READ); }
 void __tsan_write_range(void *p, long n) { touch(p, (int)n, WRITE); }
+void *__tsan_memcpy(void *to, const void *from, unsigned long n) {
+  touch((char *)from, (int)n, READ), touch(to, (int)n, WRITE); return __builtin_memcpy(to, from, n); }
+void *__tsan_memset(void *p, int v, unsigned long n) { touch(p, (int)n, WRITE); return __builtin_memset(p, v, n); }
 void __tsan_init(void) {}
 void __tsan_func_entry(void *p) {}
 void __tsan_func_exit(void) {}
@@ -221,7 +224,9 @@ void __tsan_func_exit(void) {}
   type __tsan_atomic##n##_fetch_or(type *p, type v, int o) { \
     touch((char *)p, n / 8, ATOMIC); return __sync_fetch_and_or(p, v); } \
   int __tsan_atomic##n##_compare_exchange_strong(type *p, type *e, type v, int o, int f) { \
-    touch((char *)p, n / 8, ATOMIC); return __atomic_compare_exchange_n(p, e, v, 0, 0, 0); }
+    touch((char *)p, n / 8, ATOMIC); return __atomic_compare_exchange_n(p, e, v, 0, 0, 0); } \
+  type __tsan_atomic##n##_compare_exchange_val(type *p, type e, type v, int o, int f) { \
+    touch((char *)p, n / 8, ATOMIC); return __sync_val_compare_and_swap(p, e, v); }
 ATOMICS(32, int) ATOMICS(64, long long)
 void __tsan_atomic8_store(char *p, char v, int o) { touch(p, 1, ATOMIC); *p = v; }
 #define UNDEFINED(name, what) void __ubsan_handle_##name(void *d, void *a, void *b) { fail(what); }

@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 import itertools
+import os
 import shutil
 import types
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ from model import GNN
 from native import build, sampler_gpu
 from native import layers as fused
 from sampler import NeighborSampler
-from tests.common import _cuda_resources, _EmulatedKernels, _mix, _random_graph
+from tests.common import _cuda_resources, _EmulatedKernels, _end, _fork, _mix, _random_graph
 
 # a second native/layers.py, which takes CPU tensors for those of a GPU
 _spec = importlib.util.spec_from_file_location("layers_on_gpu", fused.__file__)
@@ -555,3 +556,30 @@ def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, tmp_path):
         kernels.edge_sums(*block, table, edge, torch.ones(0, 32)),
     ):
         assert made is not None and made.shape == (1, 32)
+
+
+# clang's __BIGGEST_ALIGNMENT__ is below that of vectors and its OpenMP runtime another package; icx has fast math
+LIKE_CLANG_AND_ICX = """#!/bin/sh
+case "$*" in *openmp*) exit 1; esac
+exec cc -ffast-math "$@" -U__BIGGEST_ALIGNMENT__ -D__BIGGEST_ALIGNMENT__=16 -O0
+"""
+
+
+def _start_threads(number, compiler, cache):
+    os.environ.update(CC=compiler, XDG_CACHE_HOME=cache)
+    torch.set_num_threads(number)
+    code = fused.load(torch.int32, torch.float32, torch.bfloat16, torch.device("cpu"))
+    before = os.listdir("/proc/self/task")
+    h, out = torch.full((9999, 64), 2**31 - 1).int().view(torch.float32), torch.zeros(9999, 64)
+    code.relu_dropout(h, fused.activation(None, 3, 0), out := out.bfloat16())
+    print(code.columns, len(os.listdir("/proc/self/task")) - len(before), out.isnan().all().item())
+
+
+def test_cpu_kernels_run_on_torchs_threads_whatever_the_compiler(tmp_path):
+    (compiler := tmp_path / "cc").write_text(LIKE_CLANG_AND_ICX)
+    compiler.chmod(0o700)
+    columns = fused.load(torch.int32, torch.float32, torch.float32, torch.device("cpu")).columns
+    for number in (1, 3):
+        given = number, str(compiler), str(tmp_path)
+        printed = _end(_fork(tmp_path / f"{number}", _start_threads, *given))
+        assert printed.split() == [str(columns), str(number - 1), "True"]
