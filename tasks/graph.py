@@ -146,16 +146,15 @@ class GraphTask(Task):
             return binary_cross_entropy(output, y)
         return ((output - y) / network.std).square().mean(1).sum()
 
-    @torch.no_grad()
     def scores(self, run, part):
-        """Compute the metrics of a part on rank 0 -> {name: value}; None on other ranks and without graphs."""
+        """Compute the metrics of a part -> {name: value}, the same on all ranks; None without graphs."""
         ids = self.store.split[part]
-        if not ids.numel() or not run.ranks.leads:
+        if not ids.numel():
             return None
-        run.model.eval()
-        loader = run.loader(ids, shuffle=False, accumulate=1, rank=0, world=1)
-        pairs = [(run.model(batch.blocks[0]).cpu(), batch.y.cpu()) for batch in loader]
-        output, y = (torch.cat(part).float() for part in zip(*pairs))
+        both = lambda batch: torch.cat([run.model(batch.blocks[0]), batch.y], 1).float()  # noqa: E731
+        loader = run.loader(ids, shuffle=False, accumulate=1)
+        rows = run.rows(run.model, loader, len(self.store), both)
+        output, y = rows[ids].chunk(2, 1)
         if self.binary:
             auc = score("roc_auc", output, y)
             return None if auc is None else {"roc_auc": auc}
