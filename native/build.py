@@ -196,10 +196,10 @@ static void share_{kernel}(void *task) {{
     for (i64 row = first; row < first + some && row < rows; row++)
       for (int part = 0; part < parts; part++) {kernel}(row, part, {taken});
 }}
-void run_{kernel}(i64 threads_, {", ".join(declared)}) {{
+void run_{kernel}(int team_, i64 threads_, {", ".join(declared)}) {{
   i64 next_ = 0;
   {kernel}_t task_ = {{&next_, threads_, {given}}};
-  if (parallel) parallel(share_{kernel}, &task_, 0, 0);
+  if (parallel) parallel(share_{kernel}, &task_, team_, 0);
   else share_{kernel}(&task_);
 }}""")
     library = load_c(name, "\n".join([*text, ""]), flags)
@@ -207,7 +207,8 @@ void run_{kernel}(i64 threads_, {", ".join(declared)}) {{
         found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)  # LLVM's has it too
         parallel = ctypes.c_void_p.in_dll(library, "parallel")
         parallel.value = ctypes.cast(found, ctypes.c_void_p).value
-        library.run = lambda kernel, *values: getattr(library, f"run_{kernel}")(*values)
+        team = torch.get_num_threads  # which OpenMP does not know on a new thread
+        library.run = lambda kernel, *values: getattr(library, f"run_{kernel}")(team(), *values)
     return library
 
 
