@@ -71,7 +71,8 @@ class CudaCopies:
     """The CUDA side of the ring: pinned buffers, side streams, events."""
 
     def __init__(self, device, streams):
-        self.streams = [torch.cuda.Stream(device) for _ in range(streams)]
+        # before training's work: sampling is many small kernels, and the next step waits for the last
+        self.streams = [torch.cuda.Stream(device, priority=-1) for _ in range(streams)]
         self.device = self.streams[0].device  # "cuda" would be GPU 0 in another thread
         self.follow()
 
