@@ -564,7 +564,7 @@ class _Order(TorchDispatchMode):
 
         patch.setattr(sampler_gpu.Frame, "trouble", property(told))
 
-    def _new_stream(self, device):
+    def _new_stream(self, device, priority):
         self.streams.append(_Stream(self, f"stream {len(self.streams)}"))
         return self.streams[-1]
 
