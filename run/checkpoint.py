@@ -106,7 +106,7 @@ def described_network(state):
 
 
 def read_checkpoint(path, data=None):
-    """Read a checkpoint (or its bytes) -> dict with flags, total_batch, graph, model, optimizer, best, epoch and step;
+    """Read a checkpoint (or its bytes) -> dict with flags, total_batch, graph, model, optimizer, best, epoch, step and code;
     tensors on the CPU. Raises StoreError if it is damaged, forged or not a checkpoint. Fields that are not checked here
     are checked where they are used, inside `reading`."""
     if data is None:
