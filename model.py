@@ -120,7 +120,7 @@ def relu_dropout(h, p, training=True, nodes=None, seed=None):
     batch, on any device. It takes one random byte per element: p is rounded to 1/256.
 
     Args:
-        h: [S, D]. p: probability below 1.
+        h: [S, D]. p: probability below 1. training: False for no dropout.
         nodes: int [S] distinct ids of the rows; None: their positions.
         seed: int; None: drawn from torch's CPU generator.
     """

@@ -224,7 +224,7 @@ class GraphStore:
 
     Attributes:
         indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
-        labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1.
+        labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or a row of -1.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
         sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free
@@ -463,7 +463,7 @@ def _parser():
     add("--symmetrize", action="store_true", help="add the reverse of every edge")
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
     add("--drop-duplicates", action="store_true", help="keep one of several equal edges")
-    add("--seed", type=int, help="draws the split if there is none (default 0)")
+    add("--seed", type=int, help="draws the split if there is none (default: that of each run)")
     for name, text in {
         "info": "print sizes, degrees, options, source",
         "verify": "compare every byte with its checksum",

@@ -62,7 +62,7 @@ def make_parser():
     parser = argparse.ArgumentParser("python -m bench", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("what", choices=list(MODULES))
-    add("--dataset", help=f"default: {WORKLOAD}; scaling: synthetic; accuracy, labor: all")
+    add("--dataset", help=f"default: {WORKLOAD}; " + "; ".join(map(": ".join, DATASETS.items())))
     add("--root", default="data", help="folder for built stores")
     add("--fanout", default="15,10,5", type=numbers)
     add("--batch-size", type=whole, default=1024)

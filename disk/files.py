@@ -1,9 +1,9 @@
 """Atomically written directories of checksummed files, in which graphs are stored.
 
-    with complete_or_not_there(path, need) as building:       # a hidden directory, renamed to path at the end
+    with complete_or_not_there(path, need) as building:       # a hidden directory, renamed to path, a Path, at the end
         record = write_npy(building / "labels.npy", "int64", [V], chunks)
         write_meta(building, meta, {"labels.npy": record})
-    labels = map_npy(path, "labels.npy", record)              # a tensor over the file, shared by all processes
+    labels = map_npy(path, "labels.npy", record, "int64", [V])    # a tensor over the file, shared by all processes
     write_whole("ids.npy", lambda file: np.save(file, ids))   # a single file: either its old or its new content
 
 Arrays are .npy files of format 1.0; meta.json holds the size and the SHA-256 of every file that never changes, and a
@@ -63,7 +63,7 @@ def reading(path, advice=""):
     """Turn whatever a library raises on foreign bytes into a StoreError with the file's name and that message."""
     try:
         yield
-    except (StoreError, AssertionError, NameError):  # already worded, or a bug in this code
+    except (StoreError, AssertionError, NameError, BrokenPipeError):  # worded, bugs, stdout
         raise
     except Exception as error:
         message = getattr(error, "strerror", None) or " ".join(str(error).split())

@@ -1,6 +1,6 @@
 """Values in LMDB under the keys 0, 1, 2, ..., read by many threads and processes while one writes.
 
-    file = LmdbFile(path)
+    file = LmdbFile(path)             # which exists; to make one, LmdbFile(path, sync=False).append(values)
     value = file.read(lambda txn: bytes(txn.get(key(3))))     # a consistent snapshot, whatever others write
     file.append([b"...", b"..."])                             # all of them or none, even after a crash
 

@@ -62,8 +62,8 @@ class RowReader:
         return file, 1, False
 
     def read(self, ids, out, places=None):
-        """Read rows -> `out`; IndexError for an id out of range, StoreError if the disk fails or the file ends too
-        soon.
+        """Read rows -> `out`; IndexError for an id out of range, ValueError for an `out` that does not fit, StoreError if
+        the disk fails or the file ends too soon.
 
         Args:
             ids: int32 or int64 [n] row ids, in any order, repeats allowed.

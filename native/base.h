@@ -5,9 +5,9 @@
 // reads the types of its arguments. It runs in blocks of 256 threads, the last of which may be
 // partly idle: `THREAD(n);` sets i to the thread's number and ends the threads from n on. For a C
 // compiler a kernel is a function whose threads may run one after another, in any order. With HOST
-// they are iterations of an OpenMP loop over rows and one over parts of a row, whose numbers a
-// kernel gets as row_ and part_ (build.py: load_host); otherwise the including file provides
-// blockIdx, blockDim, threadIdx and atomicMin.
+// each is a part of a row, whose numbers it gets as row_ and part_; torch's OpenMP threads take the
+// rows as they become idle (build.py: load_host). Without, the including file provides blockIdx,
+// blockDim, threadIdx and atomicMin.
 #ifndef BASE_H
 #define BASE_H
 typedef unsigned long long u64;

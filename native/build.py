@@ -1,11 +1,12 @@
 """Compile C with cc and CUDA with NVRTC at first use, and cache the results per user.
 
-    library = load_c("sampler", read_source("sampler.c", ID="int32_t"), ["-O3", "-fPIC", "-shared"])
-    kernels = load_cuda("layers", read_source("layers.cu", ID="int"), device)  # both None, after one warning, on failure
-    kernels.run("scale", n, x, 2.0, n)               # n threads of kernel `scale` on torch's current stream
-    load_host("layers", read_source("layers.cu", ID="int"), flags).run("scale", n, x, 2.0, n)  # the same on the CPU
-    launch = kernels.prepare("scale", x, 2.0, n)     # its own argument memory, for one host thread
-    launch(n, kernels.stream())                      # about 1 us; also inside a CUDA graph capture
+    library = load_c("rows", read_source("rows.c"), ["-O2", "-fPIC", "-shared", "-pthread"])
+    text = read_source("layers.cu", ID="int", IN="float", OUT="float")
+    kernels = load_cuda("layers", text, torch.device("cuda:0"))  # all of them None, after one warning, on failure
+    kernels.run("destinations", S, indptr, S, dst)               # S threads of a kernel on torch's current stream
+    load_host("layers", text, flags).run("destinations", S, indptr, S, dst)    # the same on the CPU
+    launch = kernels.prepare("destinations", indptr, S, dst)     # its own argument memory, for one host thread
+    launch(S, kernels.stream())                                  # about 1 us; also inside a CUDA graph capture
 
 NVRTC comes with torch's CUDA build. base.h explains how kernels are written; argument types are read from the source.
 An argument that is neither a pointer nor a number is a struct passed by value: a ctypes.Structure (`struct_type`), whose

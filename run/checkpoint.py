@@ -106,9 +106,9 @@ def described_network(state):
 
 
 def read_checkpoint(path, data=None):
-    """Read a checkpoint (or its bytes) -> dict with flags, total_batch, graph, model, optimizer, best, epoch and step;
-    tensors on the CPU. Raises StoreError if it is damaged, forged or not a checkpoint. Fields that are not checked here
-    are checked where they are used, inside `reading`."""
+    """Read a checkpoint (or its bytes) -> dict with flags, total_batch, graph, model, optimizer, best, epoch, step and
+    code; tensors on the CPU. Raises StoreError if it is damaged, forged or not a checkpoint. Fields that are not checked
+    here are checked where they are used, inside `reading`."""
     if data is None:
         with reading(path):
             data = Path(path).read_bytes()

@@ -134,7 +134,7 @@ def changed(args, **values):
 
 
 def make_parser():
-    """Build the parser from FLAGS; --help fits on two screens."""
+    """Build the parser from FLAGS."""
     about = "Train a graph neural network by neighbour sampling."
     parser = argparse.ArgumentParser(usage="python train.py [flags]", description=about)
     kinds = {

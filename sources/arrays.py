@@ -2,8 +2,8 @@
 
 arrays = open_npz("mine.npz", ignore=["edge_weight"])     # or of_object(a DGLGraph or a PyG Data, {})
 y = arrays.labels()                      # int64 [V], -1 where there is none
-x = arrays.features()                    # [V, F], a dense array or the rows of a CSR matrix
-arrays.close(len(y), num_edges)          # lists unused arrays, refuses those that might matter
+x, edge_index = arrays.features(), arrays.edge_index()    # [V, F], dense or the rows of a CSR matrix; [2, M]
+arrays.close(len(y), edge_index.shape[1])                 # lists unused arrays, refuses those that might matter
 """
 
 import contextlib

@@ -3,7 +3,7 @@
     with ogb("ogbn-arxiv", "data") as graph:        # the archive is read without unpacking
         build_store("data/ogbn-arxiv", **graph)
     build_store("data/cora", **planetoid("cora", "data"))
-    download(url, target)                           # resumes an interrupted download
+    download(url, Path("data/x.zip"))               # resumes an interrupted download
 
 Planetoid's files are pickles: they are read by an unpickler that allows only arrays, sparse matrices and dicts of lists,
 and nothing that runs code.

@@ -1,6 +1,6 @@
 """Link prediction: edges as examples. Negatives, scorers, losses, evaluation.
 
-    graph = split_edges(store, "85/5/10", seed=0)      # messages go along training edges; graph.pairs has the rest
+    graph = split_edges(store, "85/5/10", seed=0)      # messages go along training edges; graph.pairs: of each part
     links = Links(graph, graph.indptr, graph.indices, negatives=1, seed=0)
     net.scorer = Scorer("dot", width)
     for batch in NodeLoader(graph, graph.split["train"], [10, 10], sampler=..., ring=..., draw=links.draw):

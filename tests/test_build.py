@@ -298,13 +298,15 @@ def test_store_into_a_closed_pipe_or_a_full_disk(tmp_path, monkeypatch, capsys):
     path = str(_store(tmp_path / "g"))
     reading, writing = os.pipe()
     os.close(reading)
-    for output, code, said in (
-        (writing, 141, ""),
-        ("/dev/full", 1, "full, perhaps that of the output: [Errno 28] No space"),
+    _save_npz(npz := tmp_path / "g.npz")
+    for output, words, code, said in (
+        (os.dup(writing), ["build", npz, tmp_path / "b"], 141, ""),
+        (writing, ["info", path], 141, ""),
+        ("/dev/full", ["info", path], 1, "perhaps that of the output: [Errno 28] No space"),
     ):
-        with open(output, "w") as out, monkeypatch.context() as patch:
+        with open(output, "w", buffering=1) as out, monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", out)
-            assert store.main(["info", path]) == code
+            assert store.main(map(str, words)) == code
         error = capsys.readouterr().err
         assert said in error and bool(said) == bool(error)
     for script, word in (("store.py", "info"), ("train.py", "--dataset")):
