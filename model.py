@@ -412,11 +412,10 @@ class GCNConv(Conv):
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
         scale = (degree[:, 1] + 1).rsqrt()
         total = own_plus_mean(indptr, indices, message, scale, scale * degree[:, 1], rows)
-        if self.project_first:
-            return total + self.bias
-        if not unchanged(self.linear):
-            return self.linear(total) + self.bias
-        return (fused or F).linear(total, *self.product())
+        if unchanged(self.linear) and not self.project_first:
+            return (fused or F).linear(total, *self.product())
+        total = total if self.project_first else self.linear(total)
+        return total if self.bias is None else total + self.bias
 
 
 class GINConv(Conv):
@@ -456,8 +455,8 @@ class GINEConv(GINConv):
     ):
         linear, count, total = self.edge_linear, indptr.diff(), None
         edges = edges.to(linear.weight.dtype)
-        if fused and unchanged(linear):  # the bias as the weight of a constant feature 1
-            wider = F.pad(edges, (0, 1), value=1)
+        if fused and unchanged(linear) and linear.bias is not None:
+            wider = F.pad(edges, (0, 1), value=1)  # the bias is the weight of a constant feature 1
             by = torch.cat([linear.weight, linear.bias.unsqueeze(1)], 1).t()
             total = fused.edge_sums(indptr, indices, message, wider, by)
         if total is None:
@@ -940,8 +939,9 @@ class GNN(nn.Module):
         if len(blocks) != len(self.layers):
             count = f"there are {len(blocks)} blocks for {len(self.layers)} layers"
             raise ValueError(f"{count}: one a layer is needed")
-        dtype, low = next(self.parameters()).dtype, x.dtype == torch.bfloat16
-        if not (low and torch.is_autocast_enabled(x.device.type)):
+        dtype, kind = next(self.parameters()).dtype, x.device.type
+        low = x.dtype == torch.bfloat16 == torch.get_autocast_dtype(kind)
+        if not (low and torch.is_autocast_enabled(kind)):
             x = x.to(dtype)
         for outer, inner in pairwise(blocks[aggregated:]):
             check_rows(inner, outer.indptr[1:])
