@@ -194,6 +194,8 @@ def test_cuda_layers_address_rows_in_64_bits(cuda_layers, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype, ids", [(torch.float, torch.int32), (torch.bfloat16, torch.int64)])
 def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, monkeypatch):
     """In torch operations, C and CUDA, with the seed from the host or computed from the step on the device."""
+    with pytest.raises(ValueError, match="dropout is 1.5: a probability below 1"):
+        model.relu_dropout(torch.ones(2, 3), 1.5)
     on_device = model.layer_seed((123, torch.tensor([77])), 3)
     for key in (2**64 - 12345, sampler.mix(123 ^ 77)):
         on_host = model.layer_seed(key, 3)
@@ -470,9 +472,10 @@ def test_a_network_that_was_changed_is_not_taken_for_graphsage(monkeypatch):
     normed.norms[0] = torch.nn.LayerNorm(8)
     hooked.layers[1].register_forward_hook(lambda layer, given, made: 2 * made)
     patched.layers[1].forward = lambda block, h, *rest: h[: block.num_dst] / 2
-    for part in (watched.layers[0], watched.norms[1]):
+    gin = GNN(20, 8, 5, conv="gin")
+    for part in (watched.layers[0], watched.norms[1], gin.layers[0].mlp[0]):
         part.register_forward_hook(lambda part, given, made: seen.append(made))
-    for net in (halved, normed, hooked, patched, watched):
+    for net in (halved, normed, hooked, patched, watched, gin):
         results = []
         for functions in (fused, None):
             monkeypatch.setattr(model, "fused", functions)

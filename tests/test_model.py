@@ -445,6 +445,7 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         ("gcn", "layers.0.combine", _Own(6).combine),
         ("sage", "layers.0.apply_linear", torch.nn.Linear(12, 6).forward),
         ("sage", "norms.0", torch.nn.Tanh()),
+        ("gin", "layers.0.mlp.0", torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())),
         ("sage", "norms.0", model.LayerNorm(6, elementwise_affine=False)),
     ):
         net, copies = GNN(6, 6, 3, conv=conv, num_layers=2, dropout=0.0), (x.clone(), table.clone())
