@@ -224,7 +224,7 @@ class NodeLoader:
         order = self.seeds
         if self.shuffle:
             generator = torch.Generator().manual_seed(mix(self.seed) ^ epoch)
-            order = order[torch.randperm(order.numel(), generator=generator)]
+            order = order[torch.randperm(len(order), generator=generator, device="cpu")]
         for step in range(first, self.steps):
             global_step = epoch * self.steps + step if self.shuffle else -1
             step_seeds = order[step * self.total_batch : (step + 1) * self.total_batch]

@@ -150,7 +150,7 @@ def drop_byte(p):
 
 def drawn_seed():
     """Draw a seed from torch's CPU generator -> int."""
-    return int(torch.empty((), dtype=torch.int64).random_())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 def layer_seed(key, layer):

@@ -108,8 +108,10 @@ def test_loader_goes_on_where_another_one_stood():
         done, epoch = stop % 11, 1 + (stop in (0, 11))
         assert _loaded(later) == straight[epoch][done:] and later.epoch == epoch + 1
         assert _loaded(first) == straight[epoch][done:]  # so does the loop that was left
-    first.seeds = seeds[:50]
+    first.seeds, whole.epoch = seeds[:50], 0
     assert len(first) == 3 and len(_loaded(first)) == 3
+    with torch.device("meta"):  # as after torch.set_default_device("cuda")
+        assert _loaded(whole) == straight[0] and isinstance(model.drawn_seed(), int)
     for batch in (halves := make(batch_size=10, accumulate=2)):  # a step is done with its last part
         assert halves.step == (batch.step + batch.last) % halves.steps
     two = [make(batch_size=10, rank=rank, world=2) for rank in range(2)]
