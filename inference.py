@@ -187,7 +187,7 @@ def _tables(rows, columns, memory, leads, total):
 
     def table(width):
         if in_memory and not total or not rows * width:
-            return torch.empty(rows, width)
+            return torch.empty(rows, width, dtype=torch.float32)
         size, handle = 4 * rows * width, 0
         if leads and in_memory:
             handle = os.memfd_create("ringblock")

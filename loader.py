@@ -62,10 +62,11 @@ def _check_sizes(graph, seeds, edges):
     sizes += [("seeds, a mask,", seeds, V)] if seeds.dtype == torch.bool else []
     sizes += [("edge_features", getattr(graph, "edge_features", None), M)] if edges else []
     for name, values, count in sizes:
-        rows = getattr(values, "shape", (None,))[0]
-        if rows != count:
-            what = f"is a {type(values).__name__}" if rows is None else f"has {rows} rows"
-            raise ValueError(f"{name} {what}: {count} rows are needed, for {V} nodes and {M} edges")
+        shape, table = [*getattr(values, "shape", (None,))], "features" in name
+        if shape[0] != count or table and len(shape) < 2:
+            what = type(values).__name__ if shape == [None] else shape
+            needed = f"[{count}, F]" if table else f"[{count}]"
+            raise ValueError(f"{name} is {what}: {needed} is needed, for {V} nodes and {M} edges")
 
 
 class Batch(NamedTuple):
@@ -115,7 +116,8 @@ class NodeLoader:
         seed: any int; determines the order of the seeds and their neighbours.
         rank, world: this process's rank, the number of processes. Each gets its part of every step, maybe an empty one.
         device: where batches go; None: where the features are. dtype: of x.
-        depth: batches prepared ahead of the one in use, 0 for none. threads: how many threads prepare them.
+        depth: batches prepared ahead of the one in use; 0: none, so that x has trained features as they are.
+        threads: how many threads prepare them.
         reuse: True reuses depth + 1 buffers for x: faster on CPU, but x is overwritten when the next batch is asked
             for. False: every batch may be kept. On a GPU each x is new, except in CUDA graphs (run/step_graph.py).
         edges: True also fetches the features of each block's edges, rows of graph.edge_features [M, D], as batch.edges.
@@ -128,6 +130,7 @@ class NodeLoader:
 
     Attributes:
         epoch, step: of the next batch, counted from 0; may be set. steps: optimizer steps per epoch.
+        seeds: int tensor [T], in host memory; may be set between epochs.
     """
 
     def __init__(
@@ -169,7 +172,6 @@ class NodeLoader:
         self.shuffle, self.seed, self.accumulate = shuffle, index(seed), accumulate
         self.rank, self.world = rank, world
         self.total_batch = batch_size * accumulate * world
-        self.steps = -(-self.seeds.numel() // self.total_batch)
         if sampler is None and not load:
             arrays = graph.indptr, getattr(graph, "sampled_indices", graph.indices)
             disk_threads = getattr(graph, "sampling_threads", None)  # if the graph stays on disk
@@ -190,6 +192,8 @@ class NodeLoader:
             ring = FeatureRing(rows, torch.as_tensor(graph.labels), device=device, **options)
         self.sampler, self.ring, self.draw, self.load, self.timed = sampler, ring, draw, load, timed
         self.options, self.epoch, self.step = {"depth": depth, "threads": threads}, 0, 0
+
+    steps = property(lambda self: -(-self.seeds.numel() // self.total_batch))
 
     def __len__(self):
         return self.steps * self.accumulate
@@ -220,7 +224,7 @@ class NodeLoader:
         order = self.seeds
         if self.shuffle:
             generator = torch.Generator().manual_seed(mix(self.seed) ^ epoch)
-            order = order[torch.randperm(order.numel(), generator=generator)]
+            order = order[torch.randperm(len(order), generator=generator, device="cpu")]
         for step in range(first, self.steps):
             global_step = epoch * self.steps + step if self.shuffle else -1
             step_seeds = order[step * self.total_batch : (step + 1) * self.total_batch]

@@ -143,12 +143,14 @@ def dropout(x, p, nodes, seed):
 
 def drop_byte(p):
     """Return the threshold b for which a random byte is below b with probability p, rounded to 1/256."""
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout is {p}: a probability below 1 is needed")
     return min(round(256 * p), 255)
 
 
 def drawn_seed():
     """Draw a seed from torch's CPU generator -> int."""
-    return int(torch.empty((), dtype=torch.int64).random_())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 def layer_seed(key, layer):
@@ -295,14 +297,6 @@ class Linear(nn.Linear):
         return (fused or F).linear(x, self.weight, self.bias)
 
 
-class ReLU(nn.ReLU):
-    """nn.ReLU computed by native/layers.py, in place."""
-
-    def forward(self, x):
-        """x [n, D] -> [n, D]."""
-        return relu_dropout(x, 0)
-
-
 class SAGEConv(Conv):
     """GraphSAGE layer, mean aggregator (Hamilton, Ying, Leskovec, arXiv 1706.02216): W_self h_v + W_neigh mean(h_u)."""
 
@@ -412,11 +406,20 @@ class GCNConv(Conv):
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
         scale = (degree[:, 1] + 1).rsqrt()
         total = own_plus_mean(indptr, indices, message, scale, scale * degree[:, 1], rows)
-        if self.project_first:
-            return total + self.bias
-        if not unchanged(self.linear):
-            return self.linear(total) + self.bias
-        return (fused or F).linear(total, *self.product())
+        if unchanged(self.linear) and not self.project_first:
+            return (fused or F).linear(total, *self.product())
+        total = total if self.project_first else self.linear(total)
+        return total if self.bias is None else total + self.bias
+
+
+class MLP(nn.Sequential):
+    """That of GIN: ReLU is in place, unless a part is customised and may keep its output."""
+
+    def forward(self, x):
+        plain = unchanged(*self, kinds={*NORMS.values(), nn.ReLU})
+        for part in self:
+            x = torch.relu_(x) if plain and type(part) is nn.ReLU else part(x)
+        return x
 
 
 class GINConv(Conv):
@@ -435,8 +438,7 @@ class GINConv(Conv):
         # layer norm reduces two values to their signs, through which no gradient passes
         degenerate = norm == "layer" and out_dim < 3
         norms = [] if norm == "none" or degenerate else [NORMS[norm](out_dim)]
-        first, last = Linear(in_dim, out_dim), Linear(out_dim, out_dim)
-        self.mlp = nn.Sequential(first, *norms, ReLU(), last)
+        self.mlp = MLP(Linear(in_dim, out_dim), *norms, nn.ReLU(), Linear(out_dim, out_dim))
         self.eps = nn.Parameter(torch.zeros(1))
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
@@ -456,8 +458,8 @@ class GINEConv(GINConv):
     ):
         linear, count, total = self.edge_linear, indptr.diff(), None
         edges = edges.to(linear.weight.dtype)
-        if fused and unchanged(linear):  # the bias as the weight of a constant feature 1
-            wider = F.pad(edges, (0, 1), value=1)
+        if fused and unchanged(linear) and linear.bias is not None:
+            wider = F.pad(edges, (0, 1), value=1)  # the bias is the weight of a constant feature 1
             by = torch.cat([linear.weight, linear.bias.unsqueeze(1)], 1).t()
             total = fused.edge_sums(indptr, indices, message, wider, by)
         if total is None:
@@ -940,13 +942,12 @@ class GNN(nn.Module):
         if len(blocks) != len(self.layers):
             count = f"there are {len(blocks)} blocks for {len(self.layers)} layers"
             raise ValueError(f"{count}: one a layer is needed")
-        dtype, low = next(self.parameters()).dtype, x.dtype == torch.bfloat16
+        low = x.dtype == torch.bfloat16 == torch.get_autocast_dtype(x.device.type)
         if not (low and torch.is_autocast_enabled(x.device.type)):
-            x = x.to(dtype)
+            x = x.to(next(self.parameters()).dtype)
         for outer, inner in pairwise(blocks[aggregated:]):
             check_rows(inner, outer.indptr[1:])
-        if key is None and self.training:
-            key = drawn_seed()
+        key = drawn_seed() if key is None and self.training else key
         after = self._after_inputs(blocks[0], x, key)
         x = self.embed(blocks[0].src_nodes, x) if after is None else after
         if after is None and not aggregated:
@@ -979,8 +980,7 @@ class GNN(nn.Module):
             # contiguous: a product rounds as it does for rows that were gathered
             own = x[:, : x.shape[1] // 2].contiguous() if self.residuals else None
             return self.finish(i, layer.apply_linear(x), own, nodes, seed)
-        degree = self._degree(layer, block, x.device)
-        h = layer(block, x, degree, seed, edges)
+        h = layer(block, x, self._degree(layer, block, x.device), seed, edges)
         return self.finish(i, h, x[: block.indptr.numel() - 1], nodes, seed)
 
     def _degree(self, layer, block, device):
@@ -1031,7 +1031,7 @@ class GNN(nn.Module):
             return h
         nodes = None if nodes is None else nodes[: len(h)]
         h = self.norms[i](h)
-        kinds = {*ALL_CONVS.values(), *NORMS.values(), nn.Sequential, ReLU}
+        kinds = {*ALL_CONVS.values(), *NORMS.values(), MLP, nn.ReLU}
         if not unchanged(*self.layers[i].modules(), self.norms[i], kinds=kinds):
             h = h.clone()  # a hook or method may have kept or wrapped it, and ReLU is in place
         return relu_dropout(h, self.dropout, self.training, nodes, seed)

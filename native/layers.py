@@ -19,7 +19,6 @@ import os
 from contextlib import nullcontext
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from native import build
@@ -36,6 +35,8 @@ def functions(integers, source, target):
     Args:
         integers: tensors of ids, of one dtype; None entries are ignored. source, target: input and output rows.
     """
+    if torch.jit.is_tracing():  # records torch operations only
+        return None
     integers = [t for t in integers if t is not None]
     ids = integers[0].dtype if integers else torch.int32
     if ids not in IDS or source.dtype not in TYPES or target.dtype not in TYPES:
@@ -55,6 +56,20 @@ def learned(*tensors):
     on, tangent = torch.is_grad_enabled(), torch.autograd.forward_ad.unpack_dual
     of = (t for t in tensors if t is not None)
     return any(on and t.requires_grad or tangent(t).tangent is not None for t in of)
+
+
+def once_differentiable(backward):
+    """Decorate a backward pass to refuse create_graph=True: with torch's decorator of this name, torch.autograd.grad leaves
+    the terms of second derivatives that pass through it out, in silence."""
+
+    @functools.wraps(backward)
+    def once(ctx, grad):
+        if torch.is_grad_enabled():
+            instead = "with model.fused = None, torch operations, gat and gine have them"
+            raise RuntimeError(f"create_graph=True: kernels have no second derivatives; {instead}")
+        return backward(ctx, grad)
+
+    return once
 
 
 @functools.cache
@@ -563,7 +578,8 @@ def stack(blocks, x, aggregated, weights, scales, drops):
     device = x.device.type
     mixed = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if mixed else torch.float32
-    if weights[0].dtype != torch.float32 or not (mixed or x.dtype == torch.float32):
+    floats = all(w is not None and w.dtype == torch.float32 for w in weights)
+    if not floats or not (mixed or x.dtype == torch.float32):
         return None
     if aggregated and learned(x):  # the pair has a gradient, not the rows of a block
         return None

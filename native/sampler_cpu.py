@@ -133,7 +133,7 @@ class Backend:
             raise ValueError(f"{E} edges a hop are too many for {dst.dtype}: use smaller batches")
 
         local, src, src_when = dst.new_empty(E), dst, when
-        edges = torch.empty(E, dtype=torch.int64) if spec.edge_ids else None
+        edges = spec.indptr.new_empty(E) if spec.edge_ids else None
         edge_when = None if when is None else dst.new_empty(E)
         kinds = None if spec.edge_type is None else spec.edge_type.new_empty(E)
         fill(local=local, edges=edges, edge_type=kinds, edge_when=edge_when)
@@ -179,8 +179,8 @@ class WorkingMemory:
 
     def __init__(self, dtype):
         self.bits, self.slot_bytes = 0, 2 * dtype.itemsize
-        self.table = torch.empty(0, dtype=torch.uint8)  # slot_t [slots]
-        self.of_rows = torch.empty(4, 0, dtype=torch.int64)
+        self.table = torch.empty(0, dtype=torch.uint8, device="cpu")  # slot_t [slots]
+        self.of_rows = self.table.new_empty(4, 0, dtype=torch.int64)
 
     @property
     def slots(self):
@@ -190,7 +190,7 @@ class WorkingMemory:
     def rows(self, S):
         """Return memory for start, degree, gap and num_gaps of S rows, int64 [4, S or more]."""
         if self.of_rows.shape[1] < S:
-            self.of_rows = torch.empty(4, S + S // 8, dtype=torch.int64)
+            self.of_rows = self.of_rows.new_empty(4, S + S // 8)
         return self.of_rows
 
     def number(self, nodes, when, slots):

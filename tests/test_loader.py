@@ -108,6 +108,10 @@ def test_loader_goes_on_where_another_one_stood():
         done, epoch = stop % 11, 1 + (stop in (0, 11))
         assert _loaded(later) == straight[epoch][done:] and later.epoch == epoch + 1
         assert _loaded(first) == straight[epoch][done:]  # so does the loop that was left
+    first.seeds, whole.epoch = seeds[:50], 0
+    assert len(first) == 3 and len(_loaded(first)) == 3
+    with torch.device("meta"):  # as after torch.set_default_device("cuda")
+        assert _loaded(whole) == straight[0] and isinstance(model.drawn_seed(), int)
     for batch in (halves := make(batch_size=10, accumulate=2)):  # a step is done with its last part
         assert halves.step == (batch.step + batch.last) % halves.steps
     two = [make(batch_size=10, rank=rank, world=2) for rank in range(2)]
@@ -152,12 +156,13 @@ def test_loader_says_what_does_not_fit_the_graph():
     good = loader.Graph(indptr, indices, torch.ones(3, 2), torch.arange(3))
     mask = torch.ones(4, dtype=torch.bool)
     for graph, seeds, options, complaint in (
-        (good, mask, {}, "seeds, a mask, has 4 rows: 3 rows are needed, for 3 nodes and 3 edges"),
+        (good, mask, {}, r"seeds, a mask, is \[4\]: \[3\] is needed, for 3 nodes and 3 edges"),
         (good, [[0], [1]], {}, r"seeds is \[2, 1\]: node ids \[T\]"),
-        (good._replace(features=np.ones((4, 2))), [0], {}, "features has 4 rows"),
-        (good._replace(labels=torch.arange(2)), [0], {}, "labels has 2 rows"),
-        (good._replace(labels=None), [0], {}, "labels is a NoneType"),
-        (good, [0], {"edges": True}, "edge_features is a NoneType: 3 rows are needed"),
+        (good._replace(features=np.ones((4, 2))), [0], {}, r"features is \[4, 2\]: \[3, F\] is"),
+        (good._replace(features=torch.ones(3)), [0], {}, r"features is \[3\]: \[3, F\] is needed"),
+        (good._replace(labels=torch.arange(2)), [0], {}, r"labels is \[2\]: \[3\] is"),
+        (good._replace(labels=None), [0], {}, "labels is NoneType"),
+        (good, [0], {"edges": True}, r"edge_features is NoneType: \[3, F\] is"),
         (good, [0], {"batch_size": 0}, "batch_size is 0"),
         (good, [0], {"depth": -1}, "depth is -1"),
         (good, [0], {"rank": -1}, "rank is -1"),

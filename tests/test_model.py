@@ -228,9 +228,15 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
     net.degrees = None
     nobody = block._replace(indptr=0 * block.indptr, indices=indices[:0])
     near(alone, net([nobody] * 3, x, edges=[e[:0]] * 3))
-    with torch.autocast("cpu", torch.bfloat16):
-        low = inference(net, *graph, x, **given)
-    assert low.dtype == torch.float32 and (low - expected).norm() < 0.05 * expected.norm()
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            low = inference(net, *graph, x, **given), net([block] * 3, x.bfloat16(), edges=[e] * 3)
+        assert all((logits - expected).norm() < 0.05 * expected.norm() for logits in low)
+    torch.set_default_dtype(torch.float64)  # that of tensors made without one
+    try:
+        near(inference(net, *graph, x, **given), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
     if given:
         near(inference(net, *graph, x, edges=e.double().numpy()), expected)
         assert not torch.allclose(inference(net, *graph, x, edges=e.flip(0)), expected, atol=0.01)
@@ -439,6 +445,7 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         ("gcn", "layers.0.combine", _Own(6).combine),
         ("sage", "layers.0.apply_linear", torch.nn.Linear(12, 6).forward),
         ("sage", "norms.0", torch.nn.Tanh()),
+        ("gin", "layers.0.mlp.0", torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())),
         ("sage", "norms.0", model.LayerNorm(6, elementwise_affine=False)),
     ):
         net, copies = GNN(6, 6, 3, conv=conv, num_layers=2, dropout=0.0), (x.clone(), table.clone())
