@@ -26,7 +26,7 @@ def dgl_twin(layer):
 
     isolated = {"allow_zero_in_degree": True}
     if isinstance(layer, model.GINConv):
-        plain, mlp = {model.Linear: nn.Linear, model.ReLU: nn.ReLU}, nn.Sequential()
+        plain, mlp = {model.Linear: nn.Linear}, nn.Sequential()
         for part in layer.mlp:
             shape = getattr(part, "weight", torch.empty(())).shape
             mlp.append(plain.get(type(part), type(part))(*shape[::-1]))
