@@ -57,8 +57,8 @@ def check_graph(edge_index, indptr, indices, num_nodes):
     """Check the shapes and the indptr of a graph in one of two forms -> ((edge_index, indptr, indices), M)."""
     if (edge_index is None) == (indptr is None) or (indptr is None) != (indices is None):
         raise StoreError("give the graph either as edge_index or as indptr and indices")
-    if num_nodes > 1 << 32:
-        raise StoreError(f"features has {num_nodes} rows: a store holds at most 2^32 nodes")
+    if not 1 <= num_nodes <= 1 << 32:
+        raise StoreError(f"there are {num_nodes} nodes: a store holds 1 to 2^32")
     if edge_index is not None:
         edge_index = shaped("edge_index", files.array_like("edge_index", edge_index), 2, "M")
         return (edge_index, None, None), int(edge_index.shape[1])

@@ -317,6 +317,8 @@ def _reverse(start):
     return {"edge_index": dict.fromkeys(named, [[0], [0]]), "symmetrize": True}
 
 
+EMPTY = {"node_types": dict.fromkeys(COUNTS, 0), "features": {}, "labels": None, "split": None}
+EMPTY |= {"edge_index": dict.fromkeys(ENDS, [[], []])}
 UNEVEN = {kind: np.ones((90, 2 + i)) for i, kind in enumerate(ENDS)}
 # of one type whole numbers that the floats of the others cannot hold
 ROUNDED = {kind: np.zeros(90, np.float16) for kind in ENDS} | {ENDS[0]: np.full(90, 2049)}
@@ -345,6 +347,7 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     (r"features of author\[0, 0\] is 2049: .*rounds it: give them", {"features": COARSE}),
     ("split is of nodes with labels, and no type of nodes has any", {"labels": None}),
     ("symmetrize adds edges place,rev_at,author, which are", _reverse("place")),
+    ("there are 0 nodes", EMPTY),
 ]
 
 
