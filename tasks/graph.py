@@ -120,7 +120,10 @@ class GraphTask(Task):
         ids = torch.cat([*graphs.split.values()])  # those of training first
         y = torch.cat([graphs.batch(part).y for part in ids.split(1024)]).double()
         self.binary, y = bool(((y == 0) | (y == 1)).all()), y[: len(graphs.split["train"])]
-        self.mean, self.std = y.mean(0).float(), y.std(0, correction=0).clamp(min=1e-12).float()
+        self.mean = y.mean(0).float()
+        # at least what float32 resolves beside the mean: the rounding of a constant target is no error
+        least = (1e-6 * self.mean.abs()).clamp(min=1e-12)
+        self.std = y.std(0, correction=0).float().maximum(least)
 
     def prepare(self, network):
         if not self.binary:

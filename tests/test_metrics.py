@@ -1,16 +1,17 @@
 """Tests: tasks/metrics.py, the regressor of tasks/graph.py, several labels a node."""
 
 import math
+import types
 
 import numpy as np
 import pytest
 import torch
 
-from disk.graphs import block_diagonal
+from disk.graphs import block_diagonal, build_graphs
 from sources.prepare import prepare
 from store import GraphStore, build_store, verify
 from tasks import metrics
-from tasks.graph import Regressor
+from tasks.graph import GraphTask, Regressor
 from tests.common import _graph, _log, _run_here, _same_for_any_number_of_processes, _store, _train
 from tests.stores import _graphs, _refuses, _save_npz
 
@@ -87,6 +88,14 @@ def test_regressor_in_bf16_loses_no_terms():
     size = max(grad.norm() for grad in gradients[0])
     for exact, rounded in zip(*gradients):
         assert (exact - rounded).norm() < 0.05 * exact.norm() + 0.01 * size
+
+
+def test_a_target_that_is_the_same_for_all_graphs_adds_no_loss(tmp_path):
+    y = torch.full((7, 1), 0.1, dtype=torch.float64)  # which outputs, in float32, round
+    path = build_graphs(tmp_path / "g", [_graphs(7)._replace(y=y)], split={"train": range(7)})
+    task = GraphTask(None, path)
+    task.attach(types.SimpleNamespace(gpus=0), None)
+    assert not task.binary and task.loss(task, task.mean.expand(7, 1), y) < 0.1
 
 
 def _pairs(score, y):
