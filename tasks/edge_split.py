@@ -163,7 +163,7 @@ def times_of(edges, edge_time, pairs, how):
     places, which = edges.between(pairs)
     times = torch.full((len(pairs),), never)
     times.scatter_reduce_(0, which, edge_time[places], "amin")
-    if len(lost := pairs[times == never]):
+    if len(lost := pairs[which.bincount(minlength=len(pairs)) == 0]):
         why = f"the pair {lost[0].tolist()} has no time, for it is no edge"
         raise StoreError(f"--edge-split {how}: {why}; --temporal off takes it")
     return times
