@@ -122,8 +122,7 @@ class GraphTask(Task):
         self.binary, y = bool(((y == 0) | (y == 1)).all()), y[: len(graphs.split["train"])]
         self.mean = y.mean(0).float()
         # at least what float32 resolves beside the mean: the rounding of a constant target is no error
-        least = (1e-6 * self.mean.abs()).clamp(min=1e-12)
-        self.std = y.std(0, correction=0).float().maximum(least)
+        self.std = y.std(0, correction=0).float().maximum(1e-6 * self.mean.abs()).clamp(min=1e-12)
 
     def prepare(self, network):
         if not self.binary:
