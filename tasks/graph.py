@@ -89,7 +89,7 @@ class Regressor(nn.Module):
 
 class GraphTask(Task):
     """Regression on whole graphs, or classification if every target of its split is 0 or 1 (`binary`); seeds are graph ids.
-    mean, std: float [T] of the training targets, which the regression loss is scaled by."""
+    mean, std: float64 [T] of the training targets, which the regression loss is scaled by."""
 
     name, examples, placed = "graph", "graphs", False
     widths = "node_dim", "edge_dim", "target_dim", "node_dtype", "edge_dtype"
@@ -120,9 +120,7 @@ class GraphTask(Task):
         ids = torch.cat([*graphs.split.values()])  # those of training first
         y = torch.cat([graphs.batch(part).y for part in ids.split(1024)]).double()
         self.binary, y = bool(((y == 0) | (y == 1)).all()), y[: len(graphs.split["train"])]
-        self.mean = y.mean(0).float()
-        # at least what float32 resolves beside the mean: the rounding of a constant target is no error
-        self.std = y.std(0, correction=0).float().maximum(1e-6 * self.mean.abs()).clamp(min=1e-12)
+        self.mean, self.std = y.mean(0), y.std(0, correction=0).clamp(min=1e-12)
 
     def prepare(self, network):
         if not self.binary:
@@ -146,14 +144,15 @@ class GraphTask(Task):
         targets' standard deviation."""
         if self.binary:
             return binary_cross_entropy(output, y)
-        return ((output - y) / network.std).square().mean(1).sum()
+        # rounded as outputs are: a constant target's own rounding is no error
+        return ((output - y.to(output.dtype)) / network.std).square().mean(1).sum()
 
     def scores(self, run, part):
         """Compute the metrics of a part -> {name: value}, the same on all ranks; None without graphs."""
         ids = self.store.split[part]
         if not ids.numel():
             return None
-        both = lambda batch: torch.cat([run.model(batch.blocks[0]), batch.y], 1).float()  # noqa: E731
+        both = lambda batch: torch.cat([run.model(batch.blocks[0]), batch.y.double()], 1)  # noqa: E731
         loader = run.loader(ids, shuffle=False, accumulate=1)
         rows = run.rows(run.model, loader, len(self.store), both)
         output, y = rows[ids].chunk(2, 1)

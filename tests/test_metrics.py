@@ -90,12 +90,18 @@ def test_regressor_in_bf16_loses_no_terms():
         assert (exact - rounded).norm() < 0.05 * exact.norm() + 0.01 * size
 
 
-def test_a_target_that_is_the_same_for_all_graphs_adds_no_loss(tmp_path):
-    y = torch.full((7, 1), 0.1, dtype=torch.float64)  # which outputs, in float32, round
-    path = build_graphs(tmp_path / "g", [_graphs(7)._replace(y=y)], split={"train": range(7)})
-    task = GraphTask(None, path)
+def test_float64_targets_keep_their_digits(tmp_path):
+    """The rounding of a constant one to float32 is no error; others are scored as they are."""
+    y = torch.tensor([[0.1, 1e8 + 1 + i] for i in range(7)], dtype=torch.float64)
+    batch, split = _graphs(7)._replace(y=y), dict(zip(("train", "test"), (range(6), [6])))
+    task = GraphTask(None, build_graphs(tmp_path / "g", [batch], split=split))
     task.attach(types.SimpleNamespace(gpus=0), None)
-    assert not task.binary and task.loss(task, task.mean.expand(7, 1), y) < 0.1
+    scale = types.SimpleNamespace(std=task.std[:1].float())
+    assert not task.binary and task.loss(scale, task.mean[:1].float(), y[:, :1]) == 0
+    words = f"--task graph --dataset {tmp_path}/g --gpus 0 --hidden 8 --epochs 1"
+    scores = _run_here(tmp_path, words)[0][-1]["scores"]["train"]
+    assert scores["rmse_of_the_mean"] == pytest.approx((35 / 24) ** 0.5)  # of both
+    assert scores["rmse"] > 1  # of outputs in float32
 
 
 def _pairs(score, y):
