@@ -141,10 +141,9 @@ class GraphTask(Task):
 
     def loss(self, network, output, y):
         """Sum over graphs of the mean over targets of the binary cross-entropy or the squared error, in units of the
-        targets' standard deviation."""
+        targets' standard deviation; targets are rounded as outputs are: that of a constant target is no error."""
         if self.binary:
             return binary_cross_entropy(output, y)
-        # rounded as outputs are: a constant target's own rounding is no error
         return ((output - y.to(output.dtype)) / network.std).square().mean(1).sum()
 
     def scores(self, run, part):
