@@ -127,8 +127,7 @@ def train_epoch(run, stepper, stop, save, epoch, first):
     bar.close()
     stages, seconds = clock.totals(), time.perf_counter() - clock.zero
     loss, count = ranks.sum(losses.total.item(), count)
-    mean = loss / count if count else None  # it was resumed after its last step
-    figures = {"first_step": first, "loss": mean, "seconds": seconds}
+    figures = {"first_step": first, "loss": loss / count if count else None, "seconds": seconds}
     figures |= {"seeds_per_s": count / seconds, **stages}
     if ranks.world > 1 and stepper.parallel:
         figures["exchange"] = ranks.exchange(stepper.parallel) * (done - first)

@@ -251,6 +251,7 @@ def epoch_line(args, figures):
         shown = {k: v for k, v in (figures["valid"] or {}).items() if k not in left_out}
         valid = scores_line(shown or None)
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
+    # an epoch that was resumed after its last step has no loss
     loss = "n/a" if figures["loss"] is None else f"{figures['loss']:.4f}"
     line = f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {loss}"
     line += f"  valid {valid}  {figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s"
