@@ -127,7 +127,7 @@ def train_epoch(run, stepper, stop, save, epoch, first):
     bar.close()
     stages, seconds = clock.totals(), time.perf_counter() - clock.zero
     loss, count = ranks.sum(losses.total.item(), count)
-    figures = {"first_step": first, "loss": loss / max(count, 1), "seconds": seconds}
+    figures = {"first_step": first, "loss": loss / count if count else None, "seconds": seconds}
     figures |= {"seeds_per_s": count / seconds, **stages}
     if ranks.world > 1 and stepper.parallel:
         figures["exchange"] = ranks.exchange(stepper.parallel) * (done - first)
@@ -168,7 +168,7 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
         if args.timeline and profiled and ranks.leads:
             with report.attempt("timeline"):
                 draw_timeline(laps, args.timeline)
-        if not all_finite(ranks, loss := figures["loss"], model, optimizer):
+        if not all_finite(ranks, loss := figures["loss"] or 0.0, model, optimizer):
             what = "a weight or batch-norm statistic is not finite"
             problem = what if math.isfinite(loss) else f"the loss is {loss}"
             raise NotFinite(f"{problem} in epoch {epoch + 1}, step {step} of {args.steps}")

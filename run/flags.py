@@ -61,7 +61,7 @@ model
 --bases | N0 = 0 | rgcn, rgat: mix the matrix of each type from N bases (default: 0, off)
 --norm | - {" ".join(NORMS)} | after hidden layers (default: layer for {", ".join(NORMALISED)}, else none)
 --residual | on/off | add each layer's input to its output (default: for {", ".join(RESIDUAL)}; for {", ".join(AVERAGING)} if neighbours' classes hardly agree)
---dropout | P = 0.5 | probability after each hidden layer and on gat's attention
+--dropout | P = 0.5 | probability after hidden layers and on gat's attention, in 256ths
 --input-dropout | P = 0 | probability on the input features (default: 0)
 links
 --edge-split | A/B/C = 85/5/10 | percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]

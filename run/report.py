@@ -251,7 +251,9 @@ def epoch_line(args, figures):
         shown = {k: v for k, v in (figures["valid"] or {}).items() if k not in left_out}
         valid = scores_line(shown or None)
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
-    line = f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {figures['loss']:.4f}"
+    # an epoch that was resumed after its last step has no loss
+    loss = "n/a" if figures["loss"] is None else f"{figures['loss']:.4f}"
+    line = f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {loss}"
     line += f"  valid {valid}  {figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s"
     parts = [f" {figures['peak_bytes'] / 2**30:.2f} GiB "]
     if "bytes_read" in figures:
