@@ -14,10 +14,10 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13653,
+    "lines of product Python": 13655,
     "lines of C and CUDA": 2132,
     "lines of bench": 2680,
-    "lines of tests": 11563,
+    "lines of tests": 11587,
     "lines of README": 200,
     "longest file": 1063,
     "functions above 60 lines": 2,
