@@ -116,7 +116,7 @@ class NodeLoader:
         seed: any int; determines the order of the seeds and their neighbours.
         rank, world: this process's rank, the number of processes. Each gets its part of every step, maybe an empty one.
         device: where batches go; None: where the features are. dtype: of x.
-        depth: batches prepared ahead of the one in use; 0: none, so that x has trained features as they are.
+        depth: batches prepared ahead of the one in use; 0: none, as features that are trained themselves need.
         threads: how many threads prepare them.
         reuse: True reuses depth + 1 buffers for x: faster on CPU, but x is overwritten when the next batch is asked
             for. False: every batch may be kept. On a GPU each x is new, except in CUDA graphs (run/step_graph.py).

@@ -63,7 +63,7 @@ def reading(path, advice=""):
     """Turn whatever a library raises on foreign bytes into a StoreError with the file's name and that message."""
     try:
         yield
-    except (StoreError, AssertionError, NameError, BrokenPipeError):  # worded, bugs, stdout
+    except (StoreError, AssertionError, NameError, BrokenPipeError):  # worded; a bug; closed stdout
         raise
     except Exception as error:
         message = getattr(error, "strerror", None) or " ".join(str(error).split())

@@ -97,7 +97,7 @@ def has_kernels(indices):
 
 # the kernels
 
-# of a compiler with fast math by default NaN would not stay
+# NaN has to stay NaN, also with a compiler whose default is fast math
 FLAGS = ["-O3", "-march=native", "-fno-fast-math", "-fno-trapping-math", "-fno-math-errno"]
 FLAGS += ["-fPIC", "-shared"]
 

@@ -17,7 +17,7 @@ LIMITS = {
     "lines of product Python": 13655,
     "lines of C and CUDA": 2132,
     "lines of bench": 2680,
-    "lines of tests": 11587,
+    "lines of tests": 11590,
     "lines of README": 200,
     "longest file": 1063,
     "functions above 60 lines": 2,

@@ -603,6 +603,9 @@ def _start_threads(number, compiler, cache):
         code.relu_dropout(h, fused.activation(None, 3, 0), out)
         started = len(os.listdir("/proc/self/task")) - len(before)
         print(code.columns, started, out.isnan().all().item())
+        ctypes.c_void_p.in_dll(code.compiled, "parallel").value = None  # a torch without OpenMP
+        code.relu_dropout(h, fused.activation(None, 3, 0), out.zero_())
+        print(out.isnan().all().item())
 
     thread = threading.Thread(target=work)  # which OpenMP counts for itself
     thread.start()
@@ -616,4 +619,4 @@ def test_cpu_kernels_run_on_torchs_threads_whatever_the_compiler(tmp_path):
     for number in (1, 3):
         given = number, str(compiler), str(tmp_path)
         printed = _end(_fork(tmp_path / f"{number}", _start_threads, *given))
-        assert printed.split() == [str(columns), str(number - 1), "True"]
+        assert printed.split() == [str(columns), str(number - 1), "True", "True"]
