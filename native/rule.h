@@ -93,7 +93,8 @@ FN i64 count_list(const hop_t *hop, const row_t *row) {
   else
     for (i64 place = 0; place < degree; place++, edge++) {
       edge = not_excluded(row, edge, &gap);
-      count += hop->rule == LABOR ? labor_keeps(hop, edge, degree) : hop->weights[edge] > 0;
+      if (hop->rule == LABOR) count += labor_keeps(hop, edge, degree);
+      else if ((count += hop->weights[edge] > 0) == hop->k) break;  // more would not matter
     }
   return hop->rule == LABOR || hop->k < 0 || count < hop->k ? count : hop->k;
 }
@@ -113,6 +114,8 @@ FN void pick_heaviest(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out
       continue;
     }
     double uniform = ((double)draw(hop->key, v, place) + 0.5) * (1.0 / 4294967296.0);
+    // log(x) < x - 1, by more than rounding: most edges need no logarithm
+    if (found == n && uniform - 1 <= best[n - 1] * weight) continue;
     double key = log(uniform) / weight;
     if (found == n && !(key > best[n - 1])) continue;
     i64 at = found < n ? found++ : n - 1;
