@@ -90,8 +90,14 @@ def prepare(
         # one process builds, the others wait for the lock
         with reading(f"--root {root}"), files.made_folder(root.absolute()), files.locked(root):
             if not (target / "meta.json").is_file():
-                with reading(dataset):
-                    make(target, progress=progress, **features)
+                try:
+                    with reading(dataset):
+                        make(target, progress=progress, **features)
+                except (
+                    StoreError
+                ):  # perhaps as another has built it, on a file system without locks
+                    if not (target / "meta.json").is_file():
+                        raise
     return target
 
 
