@@ -383,7 +383,6 @@ def _starts(how):
         raise OSError("no more processes")
 
     ddp.mp.spawn = starts
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     ddp.launch(_fails, 2, "sleep")
 
 
@@ -418,7 +417,6 @@ def test_no_rank_begins_and_perhaps_ends_before_all_have_joined(tmp_path):
 
 
 def _joins_by(variables):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     os.environ.update(word.split("=") for word in variables.split())
     ddp.launch(_begins, 1)
 
