@@ -105,7 +105,7 @@ def test_two_hosts_equal_one(tiny, tmp_path):
     words = f"{common} --checkpoint {files[1]}"
     hosts = [_start(words, env={**launched, "RANK": str(rank)}) for rank in range(2)]
     try:
-        printed = [host.communicate(timeout=200)[0] for host in hosts]
+        printed = [host.communicate(timeout=600)[0] for host in hosts]
     finally:
         [host.kill() for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], printed
@@ -162,7 +162,7 @@ def test_starts_and_stops_leave_nothing_behind(tmp_path):
         left.add((files, len(_running_below(process.pid))))
         process.stdin.write("\n")
         process.stdin.flush()
-    process.communicate(timeout=120)
+    process.communicate(timeout=600)
     assert process.returncode == 0 and len(left) == 1
     assert left.pop()[1] <= 2  # with multiprocessing's own resource tracker
     assert set(os.listdir("/dev/shm")) <= memory and len(list(tmp_path.iterdir())) == 1
