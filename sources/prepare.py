@@ -93,9 +93,8 @@ def prepare(
                 try:
                     with reading(dataset):
                         make(target, progress=progress, **features)
-                except (
-                    StoreError
-                ):  # perhaps as another has built it, on a file system without locks
+                except StoreError:
+                    # without locks, as on some network file systems, another may have built it
                     if not (target / "meta.json").is_file():
                         raise
     return target
