@@ -24,7 +24,6 @@ or removed, but not truncated: reading past the end of a mapped file kills the p
 
 import argparse
 import contextlib
-import functools
 import importlib
 import json
 import math
@@ -341,6 +340,8 @@ class MmapFeatures:
         self._path, self._head, self.beside = path, head, beside
         if not large:
             self.tensor = table
+        # opened now: the store may be renamed or removed later
+        self._reader = self.reader() if large else None
 
     def __reduce__(self):
         return getattr, (GraphStore.open(self._path), "features")
@@ -351,10 +352,6 @@ class MmapFeatures:
             return None
         file, row_bytes = self._path / BACKENDS["mmap"], self.shape[1] * self.dtype.itemsize
         return RowReader(file, self._head, row_bytes, self.shape[0], direct=not self.stays())
-
-    @functools.cached_property
-    def _reader(self):
-        return self.reader()
 
     def room(self) -> int:
         """Return the bytes of free memory that the table's pages may use."""
@@ -377,7 +374,7 @@ class MmapFeatures:
             out: [n, F] of this dtype to write into and return; None: a new tensor.
         """
         out = files.gather_target(self, ids, out)
-        if self.large and self._reader and out.is_contiguous():
+        if self._reader and out.is_contiguous():
             return self._reader.read(ids, out)
         return torch.index_select(self._table, 0, ids, out=out)
 

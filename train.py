@@ -206,13 +206,12 @@ def train(ranks, args, path):
     if not path:  # local rank 0 builds the store while the other ranks of its machine wait
         with ranks.patience():
             path = prepare(args) if ranks.local_rank == 0 else None
-    fits = {"fits": partial(check_graph, state, file)} if state else {}
-    run = open_run(ranks, args, path or prepare(args), **fits)
+    run = open_run(ranks, args, path or prepare(args), partial(check_graph, ranks, state, file))
     args, model = run.args, run.model
     optimizer = Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
     best = {"score": -math.inf, "epoch": 0, "model": None}  # for --weights best
     start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
-    del state, fits
+    del state
     if args.weights == "last":  # resuming with --weights best later starts without an old best
         best.update(score=-math.inf, model=None)
     static = run.task.placed and args.trains and start < args.epochs

@@ -96,7 +96,7 @@ def complete_or_not_there(path, need):
             above = next(folder for folder in path.absolute().parents if folder.exists())
             free = readable_size(shutil.disk_usage(above).free)
             takes = f"it takes about {readable_size(need)}, more while edges are sorted; {free} are free"
-            raise StoreError(f"no room for {path} on its disk: {takes}") from error
+            raise StoreError(f"no room for {path}: {error.strerror}; {takes}") from error
         refuse_existing(path)  # another process completed it first
         raise StoreError(f"cannot build {path}: {error.strerror or error}") from error
 

@@ -40,6 +40,9 @@ edge_type negatives negatives_by unchecked_negatives link_loss""".split()
 BUILT = {"symmetrize": False, "drop_duplicates": False, "feature_dtype": None}  # into a store; off
 KEPT = f"""dataset {" ".join(BUILT)} batch_size accumulate lr lr_schedule weight_decay epochs early_stop
 weights precision checkpoint_activations""".split()
+# what all ranks need to have in common, beside the data
+SAME = {*FIXED, *KEPT, *"mode cuda_graph runs checkpoint_every trains predict_what".split()}
+SAME = sorted(SAME - {"dataset", "edge_split", *BUILT})
 # flags and widths that early checkpoints lack, and what they stand for
 LATER = dict(drop_duplicates=False, feature_dtype=None, window=None, bases=0, edge_type=None)
 LATER_WIDTHS = dict(num_edge_types=0, node_types=0, edge_types=0, several=None, classes=None)
@@ -210,17 +213,37 @@ def common_state(ranks, args):
     state = read_checkpoint(path) if path else None
     progress = ranks.gather((state["epoch"] << 28) + state["step"] if state else -1)
     if max(progress) < 0:
-        return None, None, args
-    path, source = path or args.checkpoint or args.resume, progress.index(max(progress))
-    if ranks.world > 1:
-        data = Path(path).read_bytes() if ranks.rank == source else None
-        state = read_checkpoint(path, ranks.broadcast(data, source))
-    return state, path, adopted(args, state, path)
+        path = None
+    else:
+        path, source = path or args.checkpoint or args.resume, progress.index(max(progress))
+        if ranks.world > 1:
+            data = Path(path).read_bytes() if ranks.rank == source else None
+            state = read_checkpoint(path, ranks.broadcast(data, source))
+        args = adopted(args, state, path)
+    flags = {spelled(name): text_of(getattr(args, name)) for name in SAME}
+    check_same(
+        ranks, flags | {f"--{name}": bool(getattr(args, name)) for name in ("predict", "pairs")}
+    )
+    return state, path, args
 
 
-def check_graph(state, path, args, task):
-    """Raise StoreError unless the task's store holds the checkpoint's graph and a step has as many seeds as there. To
-    predict, only the widths must match, and the graph may have fewer classes and edge types than the checkpoint."""
+def check_same(ranks, values):
+    """Raise StoreError, on every rank, unless all ranks have the same values, {name: value}."""
+    first, *others = ranks.gather(values)
+    for rank, theirs in enumerate(others, 1):
+        for name, value in {**theirs, **first}.items():
+            if (other := theirs.get(name)) != first.get(name):
+                differ = f"{name} is {value} on rank 0, {other} on rank {rank}"
+                raise StoreError(f"{differ}: all machines need the same flags and data")
+
+
+def check_graph(ranks, state, path, args, task):
+    """Raise StoreError unless all ranks have the same data, with the graph of the checkpoint, if state is not None, and
+    as many seeds a step as there. To predict, only the widths must match, and the graph may have fewer classes and edge
+    types than the checkpoint."""
+    check_same(ranks, digests(task.store))
+    if not state:
+        return
     store, graph, compared = task.store, state["graph"], task.compared(args)
     trained = f"checkpoint {path} was trained on a graph"
     with reading(f"checkpoint {path}"):

@@ -90,8 +90,13 @@ def prepare(
         # one process builds, the others wait for the lock
         with reading(f"--root {root}"), files.made_folder(root.absolute()), files.locked(root):
             if not (target / "meta.json").is_file():
-                with reading(dataset):
-                    make(target, progress=progress, **features)
+                try:
+                    with reading(dataset):
+                        make(target, progress=progress, **features)
+                except StoreError:
+                    # without locks, as on some network file systems, another may have built it
+                    if not (target / "meta.json").is_file():
+                        raise
     return target
 
 

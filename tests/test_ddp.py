@@ -19,6 +19,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ddp
 import train
+from run.checkpoint import digests
+from store import GraphStore, build_store
 from tests.common import HERE, _end, _fork, _same_weights, _start, _start_fork, _train, _wait_for
 
 SMALL_STEPS = "--gpus 0 --fanout 5,5 --hidden 32 --epochs 25 --batch-size 25"
@@ -103,12 +105,30 @@ def test_two_hosts_equal_one(tiny, tmp_path):
     words = f"{common} --checkpoint {files[1]}"
     hosts = [_start(words, env={**launched, "RANK": str(rank)}) for rank in range(2)]
     try:
-        printed = [host.communicate(timeout=200)[0] for host in hosts]
+        printed = [host.communicate(timeout=600)[0] for host in hosts]
     finally:
         [host.kill() for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], printed
     _end(expected)
     assert _same_weights(*files)
+
+
+def _unlike(ranks, *words):
+    return train.worker(ranks, train.parse_args(words[ranks.rank].split()), None)
+
+
+def test_machines_of_other_flags_or_other_data_are_refused(tiny, tmp_path):
+    graph, other = GraphStore.open(tiny), tmp_path / "other"
+    parts = {"labels": graph.labels, "split": graph.split, "features": graph.features.tensor + 1}
+    build_store(other, indptr=graph.indptr, indices=graph.indices, **parts)
+    first = f"--dataset {tiny} --gpus 0 --fanout 3,3 --epochs 1"
+    sums = [digests(GraphStore.open(path))["features.npy"] for path in (tiny, other)]
+    for words, said in {
+        f"{first} --lr 0.1": "--lr is 0.003 on rank 0, 0.1 on rank 1",
+        first.replace(tiny, str(other)): "features.npy is {} on rank 0, {} on rank 1".format(*sums),
+    }.items():
+        output = _end(_fork(tmp_path / "out", ddp.launch, _unlike, 2, first, words), 2)
+        assert f"train.py: {said}: all machines need the same flags and data" in output, output
 
 
 _STARTS = """
@@ -142,7 +162,7 @@ def test_starts_and_stops_leave_nothing_behind(tmp_path):
         left.add((files, len(_running_below(process.pid))))
         process.stdin.write("\n")
         process.stdin.flush()
-    process.communicate(timeout=120)
+    process.communicate(timeout=600)
     assert process.returncode == 0 and len(left) == 1
     assert left.pop()[1] <= 2  # with multiprocessing's own resource tracker
     assert set(os.listdir("/dev/shm")) <= memory and len(list(tmp_path.iterdir())) == 1
@@ -363,7 +383,6 @@ def _starts(how):
         raise OSError("no more processes")
 
     ddp.mp.spawn = starts
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     ddp.launch(_fails, 2, "sleep")
 
 
@@ -398,7 +417,6 @@ def test_no_rank_begins_and_perhaps_ends_before_all_have_joined(tmp_path):
 
 
 def _joins_by(variables):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     os.environ.update(word.split("=") for word in variables.split())
     ddp.launch(_begins, 1)
 

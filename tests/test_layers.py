@@ -350,7 +350,9 @@ def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
 @pytest.mark.parametrize("heads, width", [(1, 6), (4, 8), (9, 3), (2, 20), (1, 257)])
 def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, monkeypatch):
     rng, S, N, D = np.random.default_rng(16), 30, 50, heads * width
-    rtol, atol = (1e-4, 1e-5) if dtype == torch.float32 else (5e-2, max(1e-1, width / 500))
+    rtol, atol = 1e-4, max(1e-5, width / 5e6)
+    if dtype == torch.bfloat16:
+        rtol, atol = 5e-2, max(1e-1, width / 500)
     indptr, indices = _layer_block(rng, S, N, torch.int32)
     nodes = torch.from_numpy(rng.permutation(900)[:S]).int()
     rows = torch.from_numpy(rng.permutation(N)[:S]).int()
@@ -551,7 +553,7 @@ def test_cuda_graphsage_in_bfloat16(cuda_layers, monkeypatch):
         logits, *grads = _trained(net, blocks, rows, aggregated=aggregated)
         assert logits.dtype == torch.bfloat16 and all(grad.dtype == torch.float32 for grad in grads)
         for ours, theirs in zip([logits.float(), *grads], expected):
-            assert (ours - theirs).norm() < 0.12 * theirs.norm()
+            assert (ours - theirs).norm() < 0.15 * theirs.norm()
 
 
 def test_cuda_layers_give_way_to_torch_operations(monkeypatch):

@@ -721,7 +721,7 @@ def test_native_code_under_address_and_undefined_behaviour_sanitizers(tmp_path):
     changes = {"LD_PRELOAD": asan, "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": tmp_path}
     changes["CC"] = "gcc"
     command, environment = [sys.executable, "-c", SANITIZED], {**os.environ, **changes}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "clean", done.stderr[-3000:]
     # node ids and weights of 4 and 8 bytes, with and without times
     assert len(list((tmp_path / "ringblock").iterdir())) == 8

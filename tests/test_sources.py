@@ -64,6 +64,15 @@ def test_datasets_two_processes_at_once(tmp_path):
     assert len(paths) == 1 and verify(paths.pop()) == [] and len(list(tmp_path.iterdir())) == 1
 
 
+def test_datasets_a_file_system_without_locks(tmp_path, monkeypatch):
+    def second(path, **graph):
+        build_store(path, **graph)  # by another process, which was quicker
+        build_store(path, **graph)
+
+    monkeypatch.setattr("sources.prepare.build_store", second)
+    assert verify(prepare(SMALL, tmp_path, progress=False)) == []
+
+
 def test_datasets_npz(tmp_path):
     file = tmp_path / "own.npz"
     _save_npz(file, train_idx=np.arange(9))
