@@ -42,7 +42,9 @@ from store import build_store
 
 # tests run in one process per core, and OpenMP's threads would not survive the fork of these
 torch.set_num_threads(1)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, runs would ignore it
+# under nohup, and in a shell's background jobs, runs would ignore them
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HERE = Path(__file__).resolve().parents[1]
 DATA = HERE.parent / "shared" / "data"

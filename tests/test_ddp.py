@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -281,6 +282,17 @@ def _printing_exchanges(*words):
     return train.main([*words])
 
 
+def _on_another_thread(*words):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(train.main, words).result()
+
+
+def test_a_run_on_another_thread_leaves_signals_alone(tiny, tmp_path):
+    """Python sets handlers only on the main one."""
+    words = f"--dataset {tiny} {SMALL_STEPS} --epochs 1".split()
+    _end(_fork(tmp_path / "out", _on_another_thread, *words))
+
+
 def test_gradients_are_exchanged_once_a_step(tiny, tmp_path):
     words = f"--dataset {tiny} --fanout 3,3 --hidden 16 --batch-size 100 --accumulate 3 --gpus 0 --procs 2 --epochs 2"
     assert _end(_fork(tmp_path / "out", _printing_exchanges, *words.split())).count("exchange") == 4
@@ -363,7 +375,6 @@ def _starts(how):
         raise OSError("no more processes")
 
     ddp.mp.spawn = starts
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     ddp.launch(_fails, 2, "sleep")
 
 
@@ -398,7 +409,6 @@ def test_no_rank_begins_and_perhaps_ends_before_all_have_joined(tmp_path):
 
 
 def _joins_by(variables):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     os.environ.update(word.split("=") for word in variables.split())
     ddp.launch(_begins, 1)
 
