@@ -38,7 +38,7 @@ def _processes():
 def _proc(pid, file):
     """Return the text of a file of a process, "" if it has ended."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/{file}").read_text()
+        return Path(f"/proc/{pid}/{file}").read_text(errors="replace")
     return ""
 
 
