@@ -23,6 +23,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -214,8 +215,10 @@ def launch(worker, nprocs, *args, gpus=0):
 
 @contextmanager
 def _handling(handler):
-    """Context in which `handler` handles the signals in STOPS that are not ignored."""
-    handled = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    """Context in which `handler` handles the signals in STOPS that are not ignored; on a thread that is not the main one,
+    where Python sets no handlers, none."""
+    stops = STOPS if threading.current_thread() is threading.main_thread() else ()
+    handled = [number for number in stops if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in handled}
     try:
         yield

@@ -266,9 +266,10 @@ def check_files(parser, args):
         check_name(path)
         if not name.endswith(suffix):
             parser.error(f"--{flag} {name}: give a name that ends in {suffix}")
-        # --log is appended to; the other files are written under a temporary name and renamed
-        in_place = path.exists() and (flag == "log" or not path.is_file())
-        if path.is_dir() or not os.access(path if in_place else path.parent, os.W_OK):
+        # --log is appended to; the other files are written under a temporary name and renamed. Functions of Path would
+        # raise where the system refuses to look
+        in_place = os.path.exists(path) and (flag == "log" or not os.path.isfile(path))
+        if os.path.isdir(path) or not os.access(path if in_place else path.parent, os.W_OK):
             parser.error(f"--{flag} {name}: a file cannot be written there")
 
 

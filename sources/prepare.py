@@ -86,16 +86,17 @@ def prepare(
     content = json.dumps([files.READABLE[0], key], sort_keys=True).encode()
     digest = hashlib.sha256(content).hexdigest()[:8]
     target = root / "-".join([word, digest, *asked.values()])
-    if not (target / "meta.json").is_file():
+    built = functools.partial(os.path.isfile, target / "meta.json")  # where Path.is_file may raise
+    if not built():
         # one process builds, the others wait for the lock
         with reading(f"--root {root}"), files.made_folder(root.absolute()), files.locked(root):
-            if not (target / "meta.json").is_file():
+            if not built():
                 try:
                     with reading(dataset):
                         make(target, progress=progress, **features)
                 except StoreError:
                     # without locks, as on some network file systems, another may have built it
-                    if not (target / "meta.json").is_file():
+                    if not built():
                         raise
     return target
 

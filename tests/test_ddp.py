@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def _processes():
 def _proc(pid, file):
     """Return the text of a file of a process, "" if it has ended."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/{file}").read_text()
+        return Path(f"/proc/{pid}/{file}").read_text(errors="replace")
     return ""
 
 
@@ -220,6 +221,16 @@ def test_ctrl_c_during_the_exit_leaves_no_traceback():
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
+def test_paths_are_printed_whatever_the_encoding_of_stdout():
+    show = "print(chr(0x6F22) + chr(0xDCFF), flush=True)"
+    code = f"import subprocess, sys; from disk import streams; streams.begin(); {show}"
+    code += f"; subprocess.run([sys.executable, '-c', {show!r}])"  # as a rank does
+    options = {"cwd": HERE, "env": {**os.environ, "PYTHONIOENCODING": "latin-1"}}
+    assert subprocess.check_output([sys.executable, "-c", code], **options, text=True) == (
+        "\\u6f22\\udcff\n" * 2
+    )
+
+
 def _listening(pids):
     """Return the addresses, as the kernel writes them, on which processes accept connections."""
     sockets = set()
@@ -299,6 +310,17 @@ def _printing_exchanges(*words):
 
     ddp.Ranks.wrap = wrapped
     return train.main([*words])
+
+
+def _on_another_thread(*words):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(train.main, words).result()
+
+
+def test_a_run_on_another_thread_leaves_signals_alone(tiny, tmp_path):
+    """Python sets handlers only on the main one."""
+    words = f"--dataset {tiny} {SMALL_STEPS} --epochs 1".split()
+    _end(_fork(tmp_path / "out", _on_another_thread, *words))
 
 
 def test_gradients_are_exchanged_once_a_step(tiny, tmp_path):

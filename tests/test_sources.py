@@ -172,6 +172,8 @@ def test_datasets_npz_bad_files(tmp_path):
         _save_npz(file, **entries)
         _refuses(message, prepare, "".join([str(file), *option]), tmp_path, progress=False)
         assert list(tmp_path.iterdir()) == [file]
+    # where the system refuses to look, as in a folder that another user closed
+    _refuses("--root n+ cannot be read: File name", prepare, "synthetic", "n" * 300)
 
 
 def test_datasets_npz_splits(tmp_path):
