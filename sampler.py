@@ -37,7 +37,9 @@ except ImportError:
 RULES = ("uniform", "replace", "latest", "labor", "weighted")  # numbered as in native/rule.h
 METHODS = ("uniform", "labor", "latest")
 BACKENDS = ("auto", "native", "torch", "dgl")
+MOST_EDGES = (1 << 31) - 1  # of a node, as in native/: a draw has 32 bits
 DAMAGED = "the graph is damaged: an offset in indptr or a node id in indices is out of range"
+DAMAGED += f", or a node has over {MOST_EDGES:,} edges"
 NO_TYPE = -2  # fanout of a type that does not exist, as in rule.h
 
 
@@ -118,7 +120,7 @@ class NeighborSampler:
     """Sample the in-neighbourhood of seed nodes, one `Block` a hop, by GraphSAGE (arXiv 1706.02216) or LABOR.
 
     Args:
-        indptr: int64 [V+1], indices: int32 or int64 [M]: the graph, on one device.
+        indptr: int64 [V+1], indices: int32 or int64 [M]: the graph, on one device; below 2^31 edges a node.
         fanouts: neighbours sampled per node, from the seeds outward (15,10,5: 15 for each seed, 10 for each of those,
             then 5); -1 takes all. DGL lists them in the opposite order. With edge types a number applies to each
             type, and a list has one number per type: [[10, 3], [5, 0]].
@@ -400,6 +402,8 @@ def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
     ends, V = indptr[[0, -1]].tolist(), indptr.numel() - 1
     if ends != [0, M] or bool((indptr[1:] < indptr[:-1]).any()):
         raise ValueError(f"indptr runs from {ends[0]} to {ends[1]}; it must rise from 0 to {M}")
+    if M > MOST_EDGES and (most := int(indptr.diff().max())) > MOST_EDGES:
+        raise ValueError(f"indptr has a node with {most:,} edges; {MOST_EDGES:,} is the most")
     if (bad := outside(indices, V)) is not None:
         raise ValueError(f"indices contains {bad}; the {V} nodes of indptr are counted from 0")
     if weights is not None and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
@@ -536,7 +540,7 @@ class TorchBackend:
         spec = self.spec
         start, end = spec.indptr.index_select(0, v), spec.indptr.index_select(0, v + 1)
         degree = end - start
-        damaged = (start < 0) | (end < start) | (end > spec.indices.numel())
+        damaged = (start < 0) | (end < start) | (end > spec.indices.numel()) | (degree > MOST_EDGES)
         # on a GPU the check would synchronize, and a read out of range is an assertion there anyway
         if not v.is_cuda and bool(damaged.any()):
             raise IndexError("a list in indptr")

@@ -97,8 +97,8 @@ def build_store(
     """Write a graph to disk as a store, atomically: it is complete or not there.
 
     Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap), which is then
-    read a piece at a time. Neighbour lists are sorted by edge_type, edge_time and source, in bounded memory; indptr and
-    indices are stored as given unless an option is set or their lists are out of order.
+    read a piece at a time. Neighbour lists are sorted by edge_type, edge_time and source, in bounded memory (disk/sort.py);
+    indptr and indices are stored as given unless an option is set or their lists are out of order.
 
     Args:
         path: directory to create, with its parents.

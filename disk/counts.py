@@ -15,7 +15,7 @@ COUNTED = ("duplicates", "self_loops", "isolated", "one_way", "one_way_of")
 
 
 def count_edges(indptr, indices) -> dict[str, int]:
-    """Count unusual edges in one pass and bounded memory; neighbour lists may be in any order.
+    """Count unusual edges in one pass, EDGE_CHUNK or one neighbour list at a time; lists may be in any order.
 
     Args:
         indptr: int64 [V + 1]. indices: integers [M], perhaps memory-mapped.

@@ -53,7 +53,7 @@ typedef struct {
 // read.
 FN i64 degree_of(const batch_t *b, i64 v) {
   i64 start = b->indptr[v], end = b->indptr[v + 1];
-  if (0 <= start && start <= end && end <= b->M) return end - start;
+  if (0 <= start && start <= end && end <= b->M && end - start < 1LL << 31) return end - start;
   *b->damaged = 1;
   return 0;
 }

@@ -13,6 +13,7 @@
 #define AHEAD 96     // prefetch distance in edges
 #define THREADS 64   // at most
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MOST_EDGES ((i64)(~0ULL >> (65 - 8 * sizeof(ID))))  // of a block
 
 // A slot of a hash table with open addressing; node -1: empty.
 typedef struct {
@@ -211,9 +212,9 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     i64 start = starts[apart * job->dst[row]], next = starts[apart * (job->dst[row] + 1)];
     job->start[row] = start;
     job->degree[row] = next - start;
-    signs |= start | next | (next - start) | (job->M - next);
+    signs |= start | next | (next - start) | (job->M - next) | (INT32_MAX - (next - start));
   }
-  // A list begins before 0, ends before it begins, or ends after the last edge.
+  // A list begins before 0, ends before it begins or after the last edge, or has 2^31 edges.
   if (signs < 0) return DAMAGED;
   if (job->lists && !job->hop.types) cut_chunk_by_time(job, first, end);
   if (job->num_excluded) exclude_from_chunk(job, first, end);
@@ -221,7 +222,8 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     fetch_list(job, MIN(row + 8, end - 1));
     row_t list = row_of(job, row);
     i64 count = count_row(&job->hop, &list);
-    job->offsets[row + 1] = (ID)count;
+    // with fanouts by type it may not fit; then the sum does not either, and the hop is refused
+    job->offsets[row + 1] = (ID)MIN(count, MOST_EDGES);
     signs |= count;
   }
   return signs < 0 ? DAMAGED : 0;

@@ -129,7 +129,7 @@ class Backend:
             fill(edge_times=spec.edge_times, lists=self.lists)
             fill(strict=spec.strict, window=spec.window)
         E = self._checked(work.library.rb_count(pointer), S)
-        if E > torch.iinfo(dst.dtype).max:
+        if E >= torch.iinfo(dst.dtype).max:
             raise ValueError(f"{E} edges a hop are too many for {dst.dtype}: use smaller batches")
 
         local, src, src_when = dst.new_empty(E), dst, when
@@ -154,7 +154,7 @@ class Backend:
         if result == -1:
             raise MemoryError(f"no memory to sample a hop of {S} nodes")
         if result < 0:
-            raise IndexError("an offset in indptr or a node id in indices is out of range")
+            raise IndexError("the graph is damaged")
         return result
 
 

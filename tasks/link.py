@@ -74,7 +74,8 @@ class Negatives:
         """Draw nodes in [first, end), draw `which` of the pairs with these numbers; all int64 of the same shape."""
         drawn = random_bits(key, numbers, which, bits=53)
         if self.upto is None:
-            return first + ((drawn >> 21) * (end - first) >> 32)
+            # masked: the product of 2^31 nodes or more is unsigned
+            return first + ((drawn >> 21) * (end - first) >> 32 & (1 << 32) - 1)
         before = self.upto[first]
         place = before + (drawn.double() * ((self.upto[end] - before).double() / 2**53)).long()
         return torch.searchsorted(self.upto[1:], place, right=True)
@@ -91,7 +92,7 @@ class Negatives:
         numbers, source, first, end = (ids.unsqueeze(1).expand_as(which) for ids in columns)
         node = self._node(key, numbers, which, first, end)
         bad = self._bad(source, node)
-        for attempt in range(1, TRIES + 2 * self.num_nodes):
+        for attempt in range(1, 2 * TRIES):
             places = bad.nonzero(as_tuple=True)
             if not len(places[0]):
                 return node
@@ -105,9 +106,19 @@ class Negatives:
                 of_type = low + (after - low) % (high - low)
                 node[places] = torch.where(tried, of_type, after % self.num_nodes)
             bad[places] = self._bad(source[places], node[places])
-        instead = "--edge-split none --unchecked-negatives trains without evaluation"
-        full = f"node {int(source[bad][0])} has an edge to every node"
-        raise StoreError(f"{full}, so it has no negative: {instead}")
+        # the sources left have edges to most nodes: the walk goes on in one look-up of all nodes each
+        every = torch.arange(self.num_nodes, device=pairs.device)
+        for hub in source[bad].unique():
+            places, free = bad & (source == hub), every[~self._bad(hub.expand_as(every), every)]
+            if not len(free):
+                instead = "--edge-split none --unchecked-negatives trains without evaluation"
+                full = f"node {int(hub)} has an edge to every node"
+                raise StoreError(f"{full}, so it has no negative: {instead}")
+            low, high = (torch.searchsorted(free, ends[places]) for ends in (first, end))
+            after = torch.searchsorted(free, node[places], right=True)
+            of_type = torch.where(after < high, after, low)
+            node[places] = free[torch.where(low < high, of_type, after % len(free))]
+        return node
 
     def pairs(self, key, pairs):
         """Draw a pair without an edge for each of `pairs` [P, 2], with a drawn source as well -> int64 [P, 2]."""
@@ -238,7 +249,8 @@ class Evaluation:
         if graph.num_nodes <= SMALL and not self.timed:  # CSR: destinations of each source
             destinations = torch.repeat_interleave(graph.known.indptr.diff())
             reverse = torch.stack([destinations, graph.known.sources.long()])
-            self.lists = from_edge_index(reverse, graph.num_nodes)
+            first = F.pad((reverse[:, 1:] != reverse[:, :-1]).any(0), (1, 0), value=True)
+            self.lists = from_edge_index(reverse[:, first], graph.num_nodes)
         self.negatives = Negatives(graph.known, graph.num_nodes, counts=graph.node_counts)
         self.examples = {part: self._examples(part) for part in ("valid", "test")}
 

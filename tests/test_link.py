@@ -161,6 +161,8 @@ def test_negatives_follow_the_law_and_are_no_edges(by_degree, tmp_path):
     assert torch.equal(part, drawn[50:70]), "a function of the pair's number, not of the batch"
     unchecked = link.Negatives(None, 60, degrees).draw(12345, numbers, pairs, 7)
     assert edges.has(each, unchecked).any() and not (unchecked == each).any()
+    drawn = link.Negatives(None, 1 << 32).draw(5, numbers, pairs, 7)
+    assert drawn.min() >= 0 and 1 << 31 < drawn.max() < 1 << 32
     counts = [5, 40, 15]  # of the type of the node that they replace
     negatives = link.Negatives(edges, 60, degrees, counts)
     kind = torch.arange(3).repeat_interleave(torch.tensor(counts))
@@ -172,8 +174,9 @@ def test_negatives_follow_the_law_and_are_no_edges(by_degree, tmp_path):
     assert torch.equal(kind[negatives.pairs(7, pairs)], kind[pairs])
 
 
-def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still():
-    nodes = 500  # node 0 has an edge to all but the last
+def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still(monkeypatch):
+    nodes, calls, has = 500, [], link.Edges.has  # node 0 has an edge to all but the last
+    monkeypatch.setattr(link.Edges, "has", lambda *args: calls.append(0) or has(*args))
     indptr = torch.cat([torch.tensor([0]), torch.arange(nodes - 1) + 1, torch.tensor([nodes - 1])])
     edges = link.Edges(indptr, torch.zeros(nodes - 1, dtype=torch.int32))
     zeros = torch.zeros(20, 2, dtype=torch.int64)
@@ -186,6 +189,15 @@ def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still():
         assert (drawn == nodes - 1).all()
     said = "node 0 has an edge to every node.*--edge-split none --unchecked-negatives"
     _refuses(said, link.Negatives(full, nodes).draw, 7, torch.arange(20), zeros, 3)
+    assert len(calls) <= 4 * (2 * link.TRIES + 1)  # few, however many nodes the graph has
+
+
+def test_edges_that_repeat_take_no_memory_in_a_ranking():
+    """A chunk of pairs lists all destinations of their sources."""
+    graph = types.SimpleNamespace(indices=torch.zeros(5001, dtype=torch.int32), num_nodes=4)
+    graph.indptr = torch.tensor([0, 5000, 5001, 5001, 5001])
+    evaluation = link.Evaluation(link.split_edges(graph, "none"))
+    assert evaluation._known(torch.tensor([0, 0]))[1].tolist() == [0, 1, 0, 1, 0, 0]
 
 
 def _some_of(graph, step, count):

@@ -522,6 +522,35 @@ def test_a_damaged_graph_is_an_error_and_no_crash(method, way, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["torch", "native", "cuda"])
+def test_a_node_has_below_two_to_the_31_edges(way, tmp_path):
+    M, file, seeds = 1 << 31, str(tmp_path / "sparse"), torch.tensor([0])
+    indices = torch.from_file(file, shared=True, size=M, dtype=torch.int32)
+    indptr = torch.tensor([0, M, M])
+    s = _unchecked(way, tmp_path, (indptr, indices), [3])
+    with pytest.raises(IndexError, match="the graph is damaged"):
+        s.sample(seeds, 0)
+    with pytest.raises(ValueError, match="a node with 2,147,483,648 edges"):
+        NeighborSampler(indptr, indices, [3])
+    indptr[1] -= 1
+    s = _unchecked(way, tmp_path, (indptr, indices), [3], edge_ids=True)
+    bits = sampler.random_bits(sampler.hop_key(0, 0, 0), seeds, torch.arange(3)).tolist()
+    drawn = [b * (M - 3 + j) >> 32 for j, b in enumerate(bits)]
+    assert s.sample(seeds, 0)[0][3].tolist() == drawn
+
+
+def test_fanouts_by_type_whose_sum_is_beyond_the_ids_are_refused():
+    graph = torch.tensor([0, 5]), torch.zeros(5, dtype=torch.int32)
+    types = torch.arange(5, dtype=torch.uint8)
+    for count in 3, 5:  # the sum in 32 bits is negative, or above 0 again
+        s = NeighborSampler(
+            *graph, [[10**9] * count + [1] * (5 - count)], edge_type=types, replace=True
+        )
+        if s.backend == "native":
+            with pytest.raises(ValueError, match="edges a hop are too many for torch.int32"):
+                s.sample(torch.tensor([0]), 0)
+
+
+@pytest.mark.parametrize("way", ["torch", "native", "cuda"])
 def test_an_edge_type_that_does_not_exist_is_an_error(way, tmp_path):
     indptr, indices = _random_graph(np.random.default_rng(4), 50, 12)
     types = torch.zeros(len(indices), dtype=torch.uint8)
