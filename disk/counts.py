@@ -3,10 +3,12 @@
     meta["edges"] = count_edges(indptr, indices)      # once, when a store is built
     print(edge_line(store))                           # 4,300 edges: 2,000 duplicates, 300 self loops, ...
 
-V nodes, M edges. This file needs numpy.
+V nodes, M edges.
 """
 
 import numpy as np
+
+from disk.files import plural
 
 EDGE_CHUNK = 1 << 22  # edges read at a time
 # with up to EXACT edges the reverse of each is looked up, with more those of SAMPLE random edges
@@ -65,13 +67,16 @@ def edge_line(store) -> str | None:
             return None
         counted = count_edges(store.indptr.numpy(), store.indices.numpy())
     share = 100 * counted["one_way"] / max(counted["one_way_of"], 1)
-    one_way = f"{share:.0f} %" if share >= 1 else "under 1 %"
+    rounded = "over 99" if 99 < share < 100 else "under 1" if share < 1 else f"{share:.0f}"
     words = {
-        "duplicates": f"{counted['duplicates']:,} duplicates",
-        "self_loops": f"{counted['self_loops']:,} self loops",
-        "one_way": f"{one_way} without a reverse",
-        "isolated": f"{counted['isolated']:,} isolated nodes",
+        "duplicates": plural(counted["duplicates"], "duplicate"),
+        "self_loops": plural(counted["self_loops"], "self loop"),
+        "one_way": f"{rounded} % without a reverse",
+        "isolated": plural(counted["isolated"], "isolated node"),
     }
     unusual = ", ".join(text for name, text in words.items() if counted[name])
-    unusual = unusual or "no duplicates or self loops, every edge has its reverse"
+    looked_up, every = counted["one_way_of"], "every edge"
+    if looked_up < store.num_edges:
+        every = f"each of {plural(looked_up, 'edge')} drawn"
+    unusual = unusual or f"no duplicates or self loops, {every} has its reverse"
     return f"{store.num_edges:,} edges: {unusual}"

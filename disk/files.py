@@ -390,6 +390,7 @@ def unread(error) -> int:
 
 def readable_size(count) -> str:
     """Format a number of bytes: 1234567 -> '1.23 MB'."""
+    count = float(f"{count:.3g}")  # 999,999 is 1 MB
     power = min(4, max(0, len(str(int(count))) - 1) // 3)
     return f"{count / 1000**power:.3g} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
 

@@ -76,7 +76,9 @@ def draw_timeline(laps, path, steps=8):
     if not ends:
         return  # an epoch that was resumed at its end has no steps
     rows, laps = {}, [lap for lap in laps if lap[1] < ends[-1]]
-    for stage, start, end, thread in sorted(laps, key=lambda lap: STAGES.index(lap[0])):
+    for stage, start, end, thread in sorted(
+        laps, key=lambda lap: (STAGES.index(lap[0]), lap[3], lap[1])
+    ):
         rows.setdefault((stage, thread), []).append((1e3 * start, 1e3 * (end - start)))
     figure = Figure(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
     axis = figure.subplots()
@@ -220,7 +222,7 @@ def describe(run, file, epoch, step):
     parameters = f"{sum(p.numel() for p in run.model.parameters()):,} parameters"
     split = " / ".join(f"{name} {nodes.numel():,}" for name, nodes in run.store.split.items())
     where = f"{ranks.world} x {torch.cuda.get_device_name() if ranks.gpus else 'CPU'}"
-    threads = f"{torch.get_num_threads()} CPU threads each"
+    threads = f"{plural(torch.get_num_threads(), 'CPU thread')} each"
     if ranks.gpus and ranks.world > 1:
         cores = os.sched_getaffinity(0)
         threads += f", rank 0 on cores {min(cores)}-{max(cores)}, next to its GPU"
@@ -284,5 +286,8 @@ def peak_memory(ranks):
     """Return the peak bytes of this process: GPU memory on CUDA, resident memory on CPU."""
     if ranks.gpus:
         return torch.cuda.max_memory_allocated()
+    # not ru_maxrss, which counts the process that started this one
+    with suppress(OSError, TypeError):
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -79,6 +79,14 @@ def test_the_line_of_an_epoch_fits_the_screen():
     assert "90.00% (sampled)" in line
 
 
+def test_peak_memory_and_sizes_are_those_of_this_process_in_three_digits(monkeypatch):
+    """ru_maxrss of a process that was started by a larger one is that of the larger one."""
+    monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=1 << 60))
+    assert 1 << 24 < report.peak_memory(ddp.Ranks()) < 1 << 50
+    sizes = {0: "0 B", 999: "999 B", 999_499: "999 KB", 999_500: "1 MB", 1_234_567: "1.23 MB"}
+    assert {count: report.readable_size(count) for count in sizes} == sizes
+
+
 def test_advice_on_when_one_process_is_as_fast():
     for world, local, gpus, exchange, one_is_as_fast in (
         (2, 2, 0, 0.1, True),  # on the same cores
