@@ -16,15 +16,15 @@ EXACT, SAMPLE = 1 << 20, 1 << 16
 COUNTED = ("duplicates", "self_loops", "isolated", "one_way", "one_way_of")
 
 
-def count_edges(indptr, indices) -> dict[str, int]:
+def count_edges(indptr, indices, types=None) -> dict[str, int]:
     """Count unusual edges in one pass and bounded memory; neighbour lists may be in any order.
 
     Args:
-        indptr: int64 [V + 1]. indices: integers [M], perhaps memory-mapped.
+        indptr: int64 [V + 1]. indices, types: integers [M], perhaps memory-mapped; None without types.
 
     Returns:
-        `duplicates`: edges that repeat another; `self_loops`; `isolated`: nodes without any edge; `one_way`: edges
-        without a reverse, among the `one_way_of` edges that were looked up.
+        `duplicates`: edges that repeat another of their type; `self_loops`; `isolated`: nodes without any edge;
+        `one_way`: edges without a reverse, among the `one_way_of` edges that were looked up.
     """
     num_nodes, num_edges = len(indptr) - 1, len(indices)
     looked_up = np.arange(num_edges)
@@ -41,8 +41,11 @@ def count_edges(indptr, indices) -> dict[str, int]:
         dst = np.repeat(np.arange(first, last), sizes)
         self_loops += int((src == dst).sum())
         touched[src] = True
-        keys = np.sort(_keys(dst, src, num_nodes), kind="stable")  # fast where the lists are sorted
-        duplicates += int((keys[1:] == keys[:-1]).sum())
+        keys = _keys(dst, src, num_nodes)
+        kinds = keys if types is None else types[indptr[first] : indptr[last]]
+        order = np.lexsort([kinds, keys])  # fast where the lists are sorted
+        keys, kinds = keys[order], kinds[order]
+        duplicates += int(((keys[1:] == keys[:-1]) & (kinds[1:] == kinds[:-1])).sum())
         low, high = np.searchsorted(reverses, _keys([first, last], 0, num_nodes))
         wanted = reverses[low:high]
         exists[low:high] |= np.searchsorted(keys, wanted, "right") > np.searchsorted(keys, wanted)
@@ -65,7 +68,8 @@ def edge_line(store) -> str | None:
     if type(counted) is not dict or any(type(counted.get(name)) is not int for name in COUNTED):
         if store.num_edges > EXACT:
             return None
-        counted = count_edges(store.indptr.numpy(), store.indices.numpy())
+        types = None if store.edge_type is None else store.edge_type.numpy()
+        counted = count_edges(store.indptr.numpy(), store.indices.numpy(), types)
     share = 100 * counted["one_way"] / max(counted["one_way_of"], 1)
     rounded = "over 99" if 99 < share < 100 else "under 1" if share < 1 else f"{share:.0f}"
     words = {

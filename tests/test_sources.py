@@ -323,6 +323,12 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
     for damaged in (..., {**expected, "one_way": "x"}, 7):  # not there, or no counts: counted anew
         _rewrite_meta(stored, edges=damaged)
         assert counts.edge_line(GraphStore.open(stored)) == line
+    kinds = np.arange(2000) % 3  # edges of different types are no duplicates
+    distinct = len(set(zip(src.tolist(), dst.tolist(), kinds.tolist())))
+    typed = GraphStore.open(build_store(tmp_path / "t", **graph, edge_type=kinds))
+    for damaged in (typed.meta["edges"], ...):
+        typed.meta["edges"] = damaged
+        assert f" {2000 - distinct} duplicate" in counts.edge_line(typed)
     monkeypatch.setattr(counts, "EXACT", 100)
     monkeypatch.setattr(counts, "SAMPLE", 1000)
     assert counts.edge_line(GraphStore.open(stored)) is None
