@@ -235,7 +235,7 @@ def describe(run, file, epoch, step):
     how = f"mode {args.mode}, {precision}, {threads}; {batch}, {epochs}; {rates}"
     lines = [*run.task.lines(args, split, parameters), f"run     {where}, {how}"]
     if file and args.trains and epoch < args.epochs:
-        lines.append(f"resume  from epoch {epoch + 1}, step {step}")
+        lines.append(f"resume  from epoch {epoch + 1}, step {step + 1}")
     elif file:
         lines.append(f"resume  after epoch {epoch}: nothing is trained")
     if args.trains and args.checkpoint not in (None, file) and os.path.isfile(args.checkpoint):
@@ -250,7 +250,8 @@ def epoch_line(args, figures):
     valid = f"{percent(figures.get('valid_sampled'))} (sampled)"
     if "valid" in figures:
         left_out = "rmse_of_the_mean", "hits@1", "hits@10"
-        shown = {k: v for k, v in (figures["valid"] or {}).items() if k not in left_out}
+        valid = (figures["valid"] or {}).items()
+        shown = {k: v for k, v in valid if k not in left_out or k == args.metric}
         valid = scores_line(shown or None)
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     # an epoch that was resumed after its last step has no loss

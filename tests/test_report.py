@@ -64,7 +64,8 @@ def test_a_trace_names_the_stages_on_every_thread_and_a_timeline_is_drawn(tiny, 
 
 
 def test_the_line_of_an_epoch_fits_the_screen():
-    args, seconds = types.SimpleNamespace(epochs=100), dict.fromkeys(report.STAGES, 12345.67)
+    args = types.SimpleNamespace(epochs=100, metric="hits@1")
+    seconds = dict.fromkeys(report.STAGES, 12345.67)
     figures = {"epoch": 99, "loss": 1234.56789, "seconds": 12345.678, "exchange": 12345.67}
     figures |= {"seeds_per_s": 1.2e7, "peak_bytes": 1e12}
     regression = {"valid": {"rmse": 1234.5, "mae": 1234.5, "rmse_of_the_mean": 1234.5}}
@@ -77,6 +78,10 @@ def test_the_line_of_an_epoch_fits_the_screen():
     line = report.epoch_line(args, {**figures, **dict.fromkeys(seconds, 0.5), **usual})
     assert all(stage in line for stage in ("stall", "sample", "fetch"))
     assert "90.00% (sampled)" in line
+    usual = {**seconds, **figures, **usual, "valid": {"mrr": 0.5, "hits@1": 0.25, "hits@10": 3e-5}}
+    assert "valid MRR 0.5000  Hits@1 0.2500  12" in (line := report.epoch_line(args, usual)), line
+    args.metric = "hits@10"  # the metric that is asked for, in as many digits as it needs
+    assert "valid MRR 0.5000  Hits@10 3e-05  12" in (line := report.epoch_line(args, usual)), line
 
 
 def test_peak_memory_and_sizes_are_those_of_this_process_in_three_digits(monkeypatch):
