@@ -83,7 +83,10 @@ def draw_timeline(laps, path, steps=8):
     figure = Figure(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
     axis = figure.subplots()
     for y, ((stage, _), bars) in enumerate(rows.items()):
-        axis.broken_barh(bars, (y - 0.4, 0.8), color=f"C{STAGES.index(stage)}", edgecolor="white")
+        # white edges would cover bars below 0.5 % of the width
+        edges = [width > 5 * ends[-1] for _, width in bars]
+        color = {"color": f"C{STAGES.index(stage)}", "edgecolor": "white"}
+        axis.broken_barh(bars, (y - 0.4, 0.8), linewidth=edges, **color)
     axis.set_yticks(range(len(rows)), [f"{stage} ({thread})" for stage, thread in rows])
     axis.invert_yaxis()
     axis.set_xlabel(f"milliseconds, the first {plural(len(ends), 'training step')}")
@@ -229,7 +232,7 @@ def describe(run, file, epoch, step):
     tf32 = "tf32 products (--precision fp32 for full ones)" * bool(ranks.gpus)
     precision = {"tf32": tf32 or "fp32, as tf32 needs a GPU"}.get(args.precision, args.precision)
     passes = f" x {args.accumulate}" if args.accumulate > 1 else ""
-    batch = f"batch {args.batch_size} x {ranks.world}{passes} = {args.total_batch} seeds"
+    batch = f"batch {args.batch_size} x {ranks.world}{passes} = {plural(args.total_batch, 'seed')}"
     epochs = f"{plural(args.steps, 'step')} an epoch, {plural(args.epochs, 'epoch')}"
     rates = f"lr {args.lr:g}, weight decay {args.weight_decay:.2g}"
     how = f"mode {args.mode}, {precision}, {threads}; {batch}, {epochs}; {rates}"

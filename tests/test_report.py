@@ -122,6 +122,12 @@ def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path, monkeypatch):
     height = lambda png: int.from_bytes(png[20:24], "big")  # noqa: E731
     assert one.startswith(b"\x89PNG") and height(two) > 1.5 * height(one)
     assert not (tmp_path / "none.png").exists()
+    # a bar of 1 ms in 1 s is not covered by its white edges
+    laps = [("step", 0, 0.999, "GPU"), ("optimizer", 0.3, 0.301, "t")]
+    report.draw_timeline([*laps, ("step", 1, 1.001, "GPU")], tmp_path / "thin.png")
+    colors = pytest.importorskip("matplotlib.image").imread(tmp_path / "thin.png")[..., :3]
+    brown = torch.tensor([140, 86, 75]) / 255
+    assert ((torch.tensor(colors) - brown).abs().amax(2) < 0.1).sum() > 20
 
 
 def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_without_labels(tmp_path, capsys):
