@@ -411,7 +411,8 @@ def info_lines(lines, graph) -> str:
         "format": meta["format_version"],
         **{name: readable_size(record["bytes"]) for name, record in sorted(meta["files"].items())},
     }
-    return "\n".join(f"{name:<14} {value}" for name, value in lines.items())
+    width = max(14, *map(len, lines))
+    return "\n".join(f"{name:<{width}} {value}" for name, value in lines.items())
 
 
 RANK_BYTES = 1 << 29  # host memory of a process that trains, besides data and batches
