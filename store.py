@@ -199,13 +199,15 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
     dtype = "int32" if num_nodes < 1 << 31 else "int64"
     records = {"indices.npy": files.write_npy(path / "indices.npy", dtype, most, chunks)}
     written = np.load(path / "indices.npy", mmap_mode="r")
-    meta["num_edges"], meta["edges"] = len(written), count_edges(indptr, written)
-    rows = None
+    meta["num_edges"], rows = len(written), None
     if order:
         order.flush()
         rows = np.memmap(order, np.int64, "r") if len(written) else np.empty(0, np.int64)
     arrays = {"indptr": indptr, **arrays, **carried}
     records.update(columns.write_arrays(path, arrays, rows))
+    typed = "edge_type.npy" in records
+    types = np.load(path / "edge_type.npy", mmap_mode="r") if typed else None
+    meta["edges"] = count_edges(indptr, written, types)
     file, largest = path / BACKENDS[meta["backend"]], []
     shape = [features.shape[0], meta["feature_dim"]]
     dtype = files.storage_dtype(meta["feature_dtype"])

@@ -37,7 +37,7 @@ import sys
 import torch
 
 from bench.tools import hardware, settle, write_figures
-from disk.files import StoreError
+from disk.files import StoreError, plural
 from model import CONVS
 from run.allocator import keep_freed_memory
 from run.flags import positive
@@ -117,7 +117,7 @@ def main(argv=None):
         print(f"measured on the CPU  {machine}")
     if what in ("sampler", "step", "layers", "link", "inference", "mag"):
         keep_freed_memory()  # for all contenders, as train.py does
-        sizes = f"batch {args.batch_size}  fanout {args.fanout}  {args.threads} threads"
+        sizes = f"batch {args.batch_size}  fanout {args.fanout}  {plural(args.threads, 'thread')}"
         print(f"{args.dataset}  {sizes}  n = {args.rounds}")
     try:
         module = importlib.import_module(f"bench.{MODULES[what]}")

@@ -3,10 +3,12 @@
     meta["edges"] = count_edges(indptr, indices)      # once, when a store is built
     print(edge_line(store))                           # 4,300 edges: 2,000 duplicates, 300 self loops, ...
 
-V nodes, M edges. This file needs numpy.
+V nodes, M edges.
 """
 
 import numpy as np
+
+from disk.files import plural
 
 EDGE_CHUNK = 1 << 22  # edges read at a time
 # with up to EXACT edges the reverse of each is looked up, with more those of SAMPLE random edges
@@ -14,15 +16,15 @@ EXACT, SAMPLE = 1 << 20, 1 << 16
 COUNTED = ("duplicates", "self_loops", "isolated", "one_way", "one_way_of")
 
 
-def count_edges(indptr, indices) -> dict[str, int]:
+def count_edges(indptr, indices, types=None) -> dict[str, int]:
     """Count unusual edges in one pass, EDGE_CHUNK or one neighbour list at a time; lists may be in any order.
 
     Args:
-        indptr: int64 [V + 1]. indices: integers [M], perhaps memory-mapped.
+        indptr: int64 [V + 1]. indices, types: integers [M], perhaps memory-mapped; None without types.
 
     Returns:
-        `duplicates`: edges that repeat another; `self_loops`; `isolated`: nodes without any edge; `one_way`: edges
-        without a reverse, among the `one_way_of` edges that were looked up.
+        `duplicates`: edges that repeat another of their type; `self_loops`; `isolated`: nodes without any edge;
+        `one_way`: edges without a reverse, among the `one_way_of` edges that were looked up.
     """
     num_nodes, num_edges = len(indptr) - 1, len(indices)
     looked_up = np.arange(num_edges)
@@ -39,8 +41,11 @@ def count_edges(indptr, indices) -> dict[str, int]:
         dst = np.repeat(np.arange(first, last), sizes)
         self_loops += int((src == dst).sum())
         touched[src] = True
-        keys = np.sort(_keys(dst, src, num_nodes), kind="stable")  # fast where the lists are sorted
-        duplicates += int((keys[1:] == keys[:-1]).sum())
+        keys = _keys(dst, src, num_nodes)
+        kinds = keys if types is None else types[indptr[first] : indptr[last]]
+        order = np.lexsort([kinds, keys])  # fast where the lists are sorted
+        keys, kinds = keys[order], kinds[order]
+        duplicates += int(((keys[1:] == keys[:-1]) & (kinds[1:] == kinds[:-1])).sum())
         low, high = np.searchsorted(reverses, _keys([first, last], 0, num_nodes))
         wanted = reverses[low:high]
         exists[low:high] |= np.searchsorted(keys, wanted, "right") > np.searchsorted(keys, wanted)
@@ -63,15 +68,19 @@ def edge_line(store) -> str | None:
     if type(counted) is not dict or any(type(counted.get(name)) is not int for name in COUNTED):
         if store.num_edges > EXACT:
             return None
-        counted = count_edges(store.indptr.numpy(), store.indices.numpy())
+        types = None if store.edge_type is None else store.edge_type.numpy()
+        counted = count_edges(store.indptr.numpy(), store.indices.numpy(), types)
     share = 100 * counted["one_way"] / max(counted["one_way_of"], 1)
-    one_way = f"{share:.0f} %" if share >= 1 else "under 1 %"
+    rounded = "over 99" if 99 < share < 100 else "under 1" if share < 1 else f"{share:.0f}"
     words = {
-        "duplicates": f"{counted['duplicates']:,} duplicates",
-        "self_loops": f"{counted['self_loops']:,} self loops",
-        "one_way": f"{one_way} without a reverse",
-        "isolated": f"{counted['isolated']:,} isolated nodes",
+        "duplicates": plural(counted["duplicates"], "duplicate"),
+        "self_loops": plural(counted["self_loops"], "self loop"),
+        "one_way": f"{rounded} % without a reverse",
+        "isolated": plural(counted["isolated"], "isolated node"),
     }
     unusual = ", ".join(text for name, text in words.items() if counted[name])
-    unusual = unusual or "no duplicates or self loops, every edge has its reverse"
+    looked_up, every = counted["one_way_of"], "every edge"
+    if looked_up < store.num_edges:
+        every = f"each of {plural(looked_up, 'edge')} drawn"
+    unusual = unusual or f"no duplicates or self loops, {every} has its reverse"
     return f"{store.num_edges:,} edges: {unusual}"

@@ -390,6 +390,7 @@ def unread(error) -> int:
 
 def readable_size(count) -> str:
     """Format a number of bytes: 1234567 -> '1.23 MB'."""
+    count = float(f"{count:.3g}")  # 999,999 is 1 MB
     power = min(4, max(0, len(str(int(count))) - 1) // 3)
     return f"{count / 1000**power:.3g} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
 
@@ -410,7 +411,8 @@ def info_lines(lines, graph) -> str:
         "format": meta["format_version"],
         **{name: readable_size(record["bytes"]) for name, record in sorted(meta["files"].items())},
     }
-    return "\n".join(f"{name:<14} {value}" for name, value in lines.items())
+    width = max(14, *map(len, lines))
+    return "\n".join(f"{name:<{width}} {value}" for name, value in lines.items())
 
 
 RANK_BYTES = 1 << 29  # host memory of a process that trains, besides data and batches

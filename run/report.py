@@ -76,12 +76,17 @@ def draw_timeline(laps, path, steps=8):
     if not ends:
         return  # an epoch that was resumed at its end has no steps
     rows, laps = {}, [lap for lap in laps if lap[1] < ends[-1]]
-    for stage, start, end, thread in sorted(laps, key=lambda lap: STAGES.index(lap[0])):
+    for stage, start, end, thread in sorted(
+        laps, key=lambda lap: (STAGES.index(lap[0]), lap[3], lap[1])
+    ):
         rows.setdefault((stage, thread), []).append((1e3 * start, 1e3 * (end - start)))
     figure = Figure(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
     axis = figure.subplots()
     for y, ((stage, _), bars) in enumerate(rows.items()):
-        axis.broken_barh(bars, (y - 0.4, 0.8), color=f"C{STAGES.index(stage)}", edgecolor="white")
+        # white edges would cover bars below 0.5 % of the width
+        edges = [width > 5 * ends[-1] for _, width in bars]
+        color = {"color": f"C{STAGES.index(stage)}", "edgecolor": "white"}
+        axis.broken_barh(bars, (y - 0.4, 0.8), linewidth=edges, **color)
     axis.set_yticks(range(len(rows)), [f"{stage} ({thread})" for stage, thread in rows])
     axis.invert_yaxis()
     axis.set_xlabel(f"milliseconds, the first {plural(len(ends), 'training step')}")
@@ -220,20 +225,20 @@ def describe(run, file, epoch, step):
     parameters = f"{sum(p.numel() for p in run.model.parameters()):,} parameters"
     split = " / ".join(f"{name} {nodes.numel():,}" for name, nodes in run.store.split.items())
     where = f"{ranks.world} x {torch.cuda.get_device_name() if ranks.gpus else 'CPU'}"
-    threads = f"{torch.get_num_threads()} CPU threads each"
+    threads = f"{plural(torch.get_num_threads(), 'CPU thread')} each"
     if ranks.gpus and ranks.world > 1:
         cores = os.sched_getaffinity(0)
         threads += f", rank 0 on cores {min(cores)}-{max(cores)}, next to its GPU"
     tf32 = "tf32 products (--precision fp32 for full ones)" * bool(ranks.gpus)
     precision = {"tf32": tf32 or "fp32, as tf32 needs a GPU"}.get(args.precision, args.precision)
     passes = f" x {args.accumulate}" if args.accumulate > 1 else ""
-    batch = f"batch {args.batch_size} x {ranks.world}{passes} = {args.total_batch} seeds"
+    batch = f"batch {args.batch_size} x {ranks.world}{passes} = {plural(args.total_batch, 'seed')}"
     epochs = f"{plural(args.steps, 'step')} an epoch, {plural(args.epochs, 'epoch')}"
     rates = f"lr {args.lr:g}, weight decay {args.weight_decay:.2g}"
     how = f"mode {args.mode}, {precision}, {threads}; {batch}, {epochs}; {rates}"
     lines = [*run.task.lines(args, split, parameters), f"run     {where}, {how}"]
     if file and args.trains and epoch < args.epochs:
-        lines.append(f"resume  from epoch {epoch + 1}, step {step}")
+        lines.append(f"resume  from epoch {epoch + 1}, step {step + 1}")
     elif file:
         lines.append(f"resume  after epoch {epoch}: nothing is trained")
     if args.trains and args.checkpoint not in (None, file) and os.path.isfile(args.checkpoint):
@@ -248,7 +253,8 @@ def epoch_line(args, figures):
     valid = f"{percent(figures.get('valid_sampled'))} (sampled)"
     if "valid" in figures:
         left_out = "rmse_of_the_mean", "hits@1", "hits@10"
-        shown = {k: v for k, v in (figures["valid"] or {}).items() if k not in left_out}
+        valid = (figures["valid"] or {}).items()
+        shown = {k: v for k, v in valid if k not in left_out or k == args.metric}
         valid = scores_line(shown or None)
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     # an epoch that was resumed after its last step has no loss
@@ -284,5 +290,8 @@ def peak_memory(ranks):
     """Return the peak bytes of this process: GPU memory on CUDA, resident memory on CPU."""
     if ranks.gpus:
         return torch.cuda.max_memory_allocated()
+    # not ru_maxrss, which counts the process that started this one
+    with suppress(OSError, TypeError):
+        return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

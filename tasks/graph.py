@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from disk.files import StoreError
+from disk.files import StoreError, plural
 from disk.graphs import GraphBatch, GraphDataset
 from features import CudaCopies, Fetched
 from model import summable
@@ -168,5 +168,5 @@ class GraphTask(Task):
 
     def lines(self, args, split, parameters):
         yield f"graphs  {self.store.path}: {len(self.store):,} graphs; {split}"
-        layers = f"{args.num_layers} layers, hidden {args.hidden}"
+        layers = f"{plural(args.num_layers, 'layer')}, hidden {args.hidden}"
         yield f"model   edge-gated regressor, {layers}, {parameters}"

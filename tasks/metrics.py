@@ -110,6 +110,7 @@ def scores_line(scores):
     """Format {'rmse': 0.71, 'hits@1': 0.5} as 'RMSE 0.7100  Hits@1 0.5000', None as 'n/a'."""
     if scores is None:
         return "n/a"
-    line = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
+    digits = lambda value: f"{value:.{'4g' if 0 < value < 1e-3 else '4f'}}"  # noqa: E731
+    line = "  ".join(f"{name.replace('_', ' ')} {digits(v)}" for name, v in scores.items())
     line = line.replace("hits", "Hits")
     return re.sub(r"\b(rmse|mae|mrr|ap)\b", lambda name: name[0].upper(), line)

@@ -4,7 +4,7 @@ import torch
 
 from disk.columns import described_types
 from disk.counts import edge_line
-from disk.files import StoreError
+from disk.files import StoreError, plural
 from model import EDGE_CONVS, GNN, TYPE_CONVS, is_gnn
 from store import GraphStore
 
@@ -97,10 +97,11 @@ def open_graph(path, say):
 
 def described(args, store):
     """Describe the graph, the network and the fanout of a run -> three strings."""
-    inner = f"layers, hidden {args.hidden}, norm {args.norm}{', residual' * bool(args.residual)}"
+    layers, own = plural(args.num_layers, "layer"), ":" in args.model
+    layers += f", hidden {args.hidden}, norm {args.norm}{', residual' * bool(args.residual)}"
     return (
         f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges",
-        f"{args.model}, {args.num_layers} {'hops' if ':' in args.model else inner}",
+        f"{args.model}, {plural(args.num_layers, 'hop') if own else layers}",
         f"fanout {','.join(map(str, args.fanout))} from the seeds outward",
     )
 

@@ -123,7 +123,8 @@ def test_resume_auto_with_predict_trains_what_is_left(tiny, tmp_path):
     # killed before the last epoch was validated: it has no step left
     state = torch.load(tmp_path / "c.pt", weights_only=True)
     torch.save({**state, "epoch": 7, "step": 6}, tmp_path / "c.pt")
-    assert "epoch   8/8 from step 7  loss n/a  valid " in _train(words, cwd=tmp_path)
+    output = _train(words, cwd=tmp_path)
+    assert "resume  from epoch 8, step 7\nepoch   8/8 from step 7  loss n/a  valid " in output
     assert [entry["loss"] for entry in _log(tmp_path / "log") if "epoch" in entry][8:] == [None]
     # without more epochs, and from a file without --checkpoint, nothing is trained
     copied = "--resume c.pt --checkpoint d.pt"

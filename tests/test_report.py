@@ -64,7 +64,8 @@ def test_a_trace_names_the_stages_on_every_thread_and_a_timeline_is_drawn(tiny, 
 
 
 def test_the_line_of_an_epoch_fits_the_screen():
-    args, seconds = types.SimpleNamespace(epochs=100), dict.fromkeys(report.STAGES, 12345.67)
+    args = types.SimpleNamespace(epochs=100, metric="hits@1")
+    seconds = dict.fromkeys(report.STAGES, 12345.67)
     figures = {"epoch": 99, "loss": 1234.56789, "seconds": 12345.678, "exchange": 12345.67}
     figures |= {"seeds_per_s": 1.2e7, "peak_bytes": 1e12}
     regression = {"valid": {"rmse": 1234.5, "mae": 1234.5, "rmse_of_the_mean": 1234.5}}
@@ -77,6 +78,18 @@ def test_the_line_of_an_epoch_fits_the_screen():
     line = report.epoch_line(args, {**figures, **dict.fromkeys(seconds, 0.5), **usual})
     assert all(stage in line for stage in ("stall", "sample", "fetch"))
     assert "90.00% (sampled)" in line
+    usual = {**seconds, **figures, **usual, "valid": {"mrr": 0.5, "hits@1": 0.25, "hits@10": 3e-5}}
+    assert "valid MRR 0.5000  Hits@1 0.2500  12" in (line := report.epoch_line(args, usual)), line
+    args.metric = "hits@10"  # the metric that is asked for, in as many digits as it needs
+    assert "valid MRR 0.5000  Hits@10 3e-05  12" in (line := report.epoch_line(args, usual)), line
+
+
+def test_peak_memory_and_sizes_are_those_of_this_process_in_three_digits(monkeypatch):
+    """ru_maxrss of a process that was started by a larger one is that of the larger one."""
+    monkeypatch.setattr(resource, "getrusage", lambda who: types.SimpleNamespace(ru_maxrss=1 << 60))
+    assert 1 << 24 < report.peak_memory(ddp.Ranks()) < 1 << 50
+    sizes = {0: "0 B", 999: "999 B", 999_499: "999 KB", 999_500: "1 MB", 1_234_567: "1.23 MB"}
+    assert {count: report.readable_size(count) for count in sizes} == sizes
 
 
 def test_advice_on_when_one_process_is_as_fast():
@@ -109,6 +122,12 @@ def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path, monkeypatch):
     height = lambda png: int.from_bytes(png[20:24], "big")  # noqa: E731
     assert one.startswith(b"\x89PNG") and height(two) > 1.5 * height(one)
     assert not (tmp_path / "none.png").exists()
+    # a bar of 1 ms in 1 s is not covered by its white edges
+    laps = [("step", 0, 0.999, "GPU"), ("optimizer", 0.3, 0.301, "t")]
+    report.draw_timeline([*laps, ("step", 1, 1.001, "GPU")], tmp_path / "thin.png")
+    colors = pytest.importorskip("matplotlib.image").imread(tmp_path / "thin.png")[..., :3]
+    brown = torch.tensor([140, 86, 75]) / 255
+    assert ((torch.tensor(colors) - brown).abs().amax(2) < 0.1).sum() > 20
 
 
 def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_without_labels(tmp_path, capsys):

@@ -325,6 +325,12 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
     for damaged in (..., {**expected, "one_way": "x"}, 7):  # not there, or no counts: counted anew
         _rewrite_meta(stored, edges=damaged)
         assert counts.edge_line(GraphStore.open(stored)) == line
+    kinds = np.arange(2000) % 3  # edges of different types are no duplicates
+    distinct = len(set(zip(src.tolist(), dst.tolist(), kinds.tolist())))
+    typed = GraphStore.open(build_store(tmp_path / "t", **graph, edge_type=kinds))
+    for damaged in (typed.meta["edges"], ...):
+        typed.meta["edges"] = damaged
+        assert f" {2000 - distinct} duplicate" in counts.edge_line(typed)
     monkeypatch.setattr(counts, "EXACT", 100)
     monkeypatch.setattr(counts, "SAMPLE", 1000)
     assert counts.edge_line(GraphStore.open(stored)) is None
@@ -333,7 +339,13 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
     assert abs(sample["one_way"] / 1000 - expected["one_way"] / 2000) < 0.05
     x = np.ones((2, 1), np.float32)
     clean = build_store(tmp_path / "clean", edge_index=[[0, 1], [1, 0]], features=x)
-    assert "every edge has its reverse" in counts.edge_line(GraphStore.open(clean))
+    clean = GraphStore.open(clean)
+    assert "every edge has its reverse" in counts.edge_line(clean)
+    clean.num_edges, clean.meta["edges"] = 10**7, {**dict.fromkeys(expected, 0), "one_way_of": 9000}
+    assert counts.edge_line(clean).endswith(", each of 9,000 edges drawn has its reverse")
+    for one_way, share in ((1, "under 1"), (4500, "50"), (8999, "over 99"), (9000, "100")):
+        clean.meta["edges"]["one_way"] = one_way
+        assert counts.edge_line(clean) == f"10,000,000 edges: {share} % without a reverse"
 
 
 def test_train_says_at_every_run_what_is_missing_from_its_graph(tmp_path, capsys):
@@ -347,9 +359,9 @@ def test_train_says_at_every_run_what_is_missing_from_its_graph(tmp_path, capsys
         return capsys.readouterr().out
 
     for words, line in (
-        ([], "3 edges: 1 duplicates, 1 self loops, 67 % without a reverse, 197 isolated nodes"),
-        (both, "3 edges: 1 self loops, 197 isolated nodes"),
-        (both, "3 edges: 1 self loops, 197 isolated nodes"),  # from the store of the last run
+        ([], "3 edges: 1 duplicate, 1 self loop, 67 % without a reverse, 197 isolated nodes"),
+        (both, "3 edges: 1 self loop, 197 isolated nodes"),
+        (both, "3 edges: 1 self loop, 197 isolated nodes"),  # from the store of the last run
     ):
         out = said(*words, "--checkpoint", checkpoint)
         assert f"graph   {line}" in out

@@ -154,7 +154,7 @@ def test_store_verify_looks_behind_the_checksums_and_old_stores_open(tmp_path):
     path = build_store(tmp_path / "g", **args, **columns)
     said = store.info(path)
     assert "weight, features 2 x float64, time 0 to 8, nodes' time 0 to 199" in said
-    assert "format         3" in said
+    assert "format            3" in said
     sealed = (path / "meta.json").read_bytes()
     for name, position, value, problem in (
         ("indptr", 5, 1 << 40, ""),
@@ -434,19 +434,22 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
 
 
 def test_store_command_line(tmp_path, capsys):
-    path = _store(tmp_path / "g", backend="lmdb", source="a test")
+    weights = {"edge_weight": np.ones(3000, np.float32)}
+    path = _store(tmp_path / "g", backend="lmdb", source="a test", **weights)
     assert store.main(["info", str(path)]) == 0
     info = capsys.readouterr().out
+    column = len("edge_weight.npy ")  # the longest name
+    assert all(line[column - 1] == " " < line[column] for line in info.splitlines()), info
     assert "3,000" in info and "a test" in info and "valid 30" in info
     assert store.main(["verify", str(path)]) == 0
     good = capsys.readouterr().out
-    assert good.count("OK") == 8 and "BAD" not in good
+    assert good.count("OK") == 9 and "BAD" not in good
     (path / "notes.txt").write_text("mine")
     (path / "labels.npy").rename(tmp_path / "kept")
     (path / "labels.npy").mkdir()
     assert store.main(["verify", str(path)]) == 1
     bad = capsys.readouterr().out
-    assert "BAD labels.npy" in bad and bad.count("OK") == 7
+    assert "BAD labels.npy" in bad and bad.count("OK") == 8
     assert "--  notes.txt: not part of the store" in bad
     (path / "labels.npy").rmdir()
     (tmp_path / "kept").rename(path / "labels.npy")
