@@ -194,16 +194,14 @@ static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
   }
 }
 
-// Prefetch the start of a list, which these rules read to the end. (Always inlined: GCC drops calls
-// of a function that only prefetches, as one without effect.)
-static inline __attribute__((always_inline)) void fetch_list(const job_t *job, i64 row) {
-  const hop_t *hop = &job->hop;
-  if (hop->rule == LABOR) __builtin_prefetch(&hop->indices[job->start[row]]);
-  if (hop->rule == WEIGHTED) __builtin_prefetch(&hop->weights[job->start[row]]);
+// Prefetch the start of a list that will be read to the end. (GCC drops calls of a function that
+// only prefetches, unless it is always inlined.)
+static inline __attribute__((always_inline)) void fetch_list(const hop_t *hop, i64 start) {
+  if (hop->rule == LABOR) __builtin_prefetch(&hop->indices[start]);
+  if (hop->rule == WEIGHTED) __builtin_prefetch(&hop->weights[start]);
 }
 
-static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
-  (void)scratch;  // not needed here
+static int count_chunk(job_t *job, i64 chunk, scratch_t *unused) {
   i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), signs = 0;
   const i64 *starts = job->lists ? &job->lists->start : job->hop.indptr;
   i64 apart = job->lists ? sizeof(list_t) / sizeof(i64) : 1;
@@ -219,7 +217,7 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   if (job->lists && !job->hop.types) cut_chunk_by_time(job, first, end);
   if (job->num_excluded) exclude_from_chunk(job, first, end);
   for (i64 row = first; row < end; row++) {
-    fetch_list(job, MIN(row + 8, end - 1));
+    fetch_list(&job->hop, job->start[MIN(row + 8, end - 1)]);
     row_t list = row_of(job, row);
     i64 count = count_row(&job->hop, &list);
     // with fanouts by type it may not fit; then the sum does not either, and the hop is refused
@@ -277,7 +275,6 @@ static inline u64 next_slot(u64 at, u64 tries, ID node, ID when, layout_t layout
 static inline ID number_of(slot_t *table, u64 at, layout_t layout, const ID *src_when, ID node,
                            ID when, ID next) {
   slot_t slot = table[at];
-  (void)src_when;
   u64 tries = 1;
   while (__builtin_expect(
       slot.node != -1 && (slot.node != node || AT(src_when, slot.number) != when), 0)) {
@@ -370,7 +367,7 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   wide_t wide;
   wide.n = 0;
   for (i64 row = first; row < end; row++) {
-    fetch_list(job, MIN(row + 8, end - 1));
+    fetch_list(&job->hop, job->start[MIN(row + 8, end - 1)]);
     u64 v = (u64)job->dst[row];
     i64 at = job->offsets[row] - base, count = job->offsets[row + 1] - job->offsets[row];
     row_t list = row_of(job, row);

@@ -38,7 +38,7 @@ SMALL = 1 << 14  # with up to this many nodes a pair is ranked against all of th
 MOST = 1 << 17  # most pairs of a part to evaluate
 MOST_TIMED = 1 << 13  # the same for pairs with times, which need separate embeddings
 CHUNK = 1 << 22  # most scores, or elements of their embeddings, to hold at a time
-TRIES = 64  # draws of a negative before the nodes that follow the last draw are tried in turn
+TRIES = 64  # draws of a negative before all nodes are looked up
 EVALUATION = mix(0xE7A1)  # key of the fixed negatives, the same in every run
 
 
@@ -92,21 +92,14 @@ class Negatives:
         numbers, source, first, end = (ids.unsqueeze(1).expand_as(which) for ids in columns)
         node = self._node(key, numbers, which, first, end)
         bad = self._bad(source, node)
-        for attempt in range(1, 2 * TRIES):
+        for attempt in range(1, TRIES):
             places = bad.nonzero(as_tuple=True)
             if not len(places[0]):
                 return node
-            low, high = first[places], end[places]
-            if attempt < TRIES:
-                draws = which[places] + attempt * count
-                node[places] = self._node(key, numbers[places], draws, low, high)
-            else:
-                # the nodes of the type in turn, then, if the source has edges to all of them, any node
-                tried, after = attempt < TRIES + high - low, node[places] + 1
-                of_type = low + (after - low) % (high - low)
-                node[places] = torch.where(tried, of_type, after % self.num_nodes)
+            draws = which[places] + attempt * count
+            node[places] = self._node(key, numbers[places], draws, first[places], end[places])
             bad[places] = self._bad(source[places], node[places])
-        # the sources left have edges to most nodes: the walk goes on in one look-up of all nodes each
+        # the sources left have edges to most nodes: take one of the others, of any type if there is none of the right one
         every = torch.arange(self.num_nodes, device=pairs.device)
         for hub in source[bad].unique():
             places, free = bad & (source == hub), every[~self._bad(hub.expand_as(every), every)]
@@ -115,9 +108,8 @@ class Negatives:
                 full = f"node {int(hub)} has an edge to every node"
                 raise StoreError(f"{full}, so it has no negative: {instead}")
             low, high = (torch.searchsorted(free, ends[places]) for ends in (first, end))
-            after = torch.searchsorted(free, node[places], right=True)
-            of_type = torch.where(after < high, after, low)
-            node[places] = free[torch.where(low < high, of_type, after % len(free))]
+            low, high = low.where(low < high, 0), high.where(low < high, len(free))
+            node[places] = free[low + node[places] % (high - low)]
         return node
 
     def pairs(self, key, pairs):

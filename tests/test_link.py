@@ -189,7 +189,7 @@ def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still(monkeypatc
         assert (drawn == nodes - 1).all()
     said = "node 0 has an edge to every node.*--edge-split none --unchecked-negatives"
     _refuses(said, link.Negatives(full, nodes).draw, 7, torch.arange(20), zeros, 3)
-    assert len(calls) <= 4 * (2 * link.TRIES + 1)  # few, however many nodes the graph has
+    assert len(calls) <= 4 * (link.TRIES + 1)  # few, however many nodes the graph has
 
 
 def test_edges_that_repeat_take_no_memory_in_a_ranking():
