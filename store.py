@@ -43,7 +43,6 @@ import torch
 from torch import Tensor
 
 from disk import checks, columns, files, lmdb_rows, sort, typed
-from disk.counts import count_edges
 from disk.files import SPLITS, StoreError, free_host_bytes, reading, refuse
 from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, library
@@ -207,7 +206,7 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
     records.update(columns.write_arrays(path, arrays, rows))
     typed = "edge_type.npy" in records
     types = np.load(path / "edge_type.npy", mmap_mode="r") if typed else None
-    meta["edges"] = count_edges(indptr, written, types)
+    meta["edges"] = checks.count_edges(indptr, written, types)
     file, largest = path / BACKENDS[meta["backend"]], []
     shape = [features.shape[0], meta["feature_dim"]]
     dtype = files.storage_dtype(meta["feature_dtype"])

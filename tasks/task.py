@@ -2,8 +2,8 @@
 
 import torch
 
+from disk.checks import edge_line
 from disk.columns import described_types
-from disk.counts import edge_line
 from disk.files import StoreError, plural
 from model import EDGE_CONVS, GNN, TYPE_CONVS, is_gnn
 from store import GraphStore

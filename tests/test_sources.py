@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import store
-from disk import counts
+from disk import checks
 from disk import files as disk
 from sources import prepare as datasets
 from sources.prepare import prepare
@@ -314,38 +314,38 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
         "one_way_of": 2000,
     }
     assert expected["duplicates"] and expected["self_loops"] and expected["isolated"]
-    monkeypatch.setattr(counts, "EDGE_CHUNK", 100)
+    monkeypatch.setattr(checks, "EDGE_CHUNK", 100)
     stored = build_store(tmp_path / "s", **graph)
     csc = dict(graph, edge_index=None, indptr=indptr, indices=src[np.argsort(dst, kind="stable")])
     for path in (stored, build_store(tmp_path / "c", **csc)):
         assert GraphStore.open(path).meta["edges"] == expected
-    line = counts.edge_line(GraphStore.open(stored))
+    line = checks.edge_line(GraphStore.open(stored))
     words = r"\d+ duplicates, \d+ self loops, 9\d % without a reverse, 3 isolated nodes"
     assert re.fullmatch(f"2,000 edges: {words}", line)
     for damaged in (..., {**expected, "one_way": "x"}, 7):  # not there, or no counts: counted anew
         _rewrite_meta(stored, edges=damaged)
-        assert counts.edge_line(GraphStore.open(stored)) == line
+        assert checks.edge_line(GraphStore.open(stored)) == line
     kinds = np.arange(2000) % 3  # edges of different types are no duplicates
     distinct = len(set(zip(src.tolist(), dst.tolist(), kinds.tolist())))
     typed = GraphStore.open(build_store(tmp_path / "t", **graph, edge_type=kinds))
     for damaged in (typed.meta["edges"], ...):
         typed.meta["edges"] = damaged
-        assert f" {2000 - distinct} duplicate" in counts.edge_line(typed)
-    monkeypatch.setattr(counts, "EXACT", 100)
-    monkeypatch.setattr(counts, "SAMPLE", 1000)
-    assert counts.edge_line(GraphStore.open(stored)) is None
-    sample = counts.count_edges(indptr, csc["indices"])
+        assert f" {2000 - distinct} duplicate" in checks.edge_line(typed)
+    monkeypatch.setattr(checks, "EXACT", 100)
+    monkeypatch.setattr(checks, "SAMPLE", 1000)
+    assert checks.edge_line(GraphStore.open(stored)) is None
+    sample = checks.count_edges(indptr, csc["indices"])
     assert sample["one_way_of"] == 1000
     assert abs(sample["one_way"] / 1000 - expected["one_way"] / 2000) < 0.05
     x = np.ones((2, 1), np.float32)
     clean = build_store(tmp_path / "clean", edge_index=[[0, 1], [1, 0]], features=x)
     clean = GraphStore.open(clean)
-    assert "every edge has its reverse" in counts.edge_line(clean)
+    assert "every edge has its reverse" in checks.edge_line(clean)
     clean.num_edges, clean.meta["edges"] = 10**7, {**dict.fromkeys(expected, 0), "one_way_of": 9000}
-    assert counts.edge_line(clean).endswith(", each of 9,000 edges drawn has its reverse")
+    assert checks.edge_line(clean).endswith(", each of 9,000 edges drawn has its reverse")
     for one_way, share in ((1, "under 1"), (4500, "50"), (8999, "over 99"), (9000, "100")):
         clean.meta["edges"]["one_way"] = one_way
-        assert counts.edge_line(clean) == f"10,000,000 edges: {share} % without a reverse"
+        assert checks.edge_line(clean) == f"10,000,000 edges: {share} % without a reverse"
 
 
 def test_train_says_at_every_run_what_is_missing_from_its_graph(tmp_path, capsys):
