@@ -14,16 +14,16 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13655,
-    "lines of C and CUDA": 2132,
+    "lines of product Python": 13714,
+    "lines of C and CUDA": 2131,
     "lines of bench": 2680,
-    "lines of tests": 11590,
+    "lines of tests": 11727,
     "lines of README": 200,
     "longest file": 1063,
     "functions above 60 lines": 2,
     "entries in the root": 22,
     "floors of imports": 8,
-    "arrows": 159,
+    "arrows": 158,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }
