@@ -204,8 +204,8 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
         rows = np.memmap(order, np.int64, "r") if len(written) else np.empty(0, np.int64)
     arrays = {"indptr": indptr, **arrays, **carried}
     records.update(columns.write_arrays(path, arrays, rows))
-    typed = "edge_type.npy" in records
-    types = np.load(path / "edge_type.npy", mmap_mode="r") if typed else None
+    types = path / "edge_type.npy"
+    types = np.load(types, mmap_mode="r") if types.name in records else None
     meta["edges"] = checks.count_edges(indptr, written, types)
     file, largest = path / BACKENDS[meta["backend"]], []
     shape = [features.shape[0], meta["feature_dim"]]

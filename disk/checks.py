@@ -174,11 +174,13 @@ def count_edges(indptr, indices, types=None) -> dict[str, int]:
         dst = np.repeat(np.arange(first, last), sizes)
         self_loops += int((src == dst).sum())
         touched[src] = True
-        keys = _keys(dst, src, num_nodes)
-        kinds = keys if types is None else types[indptr[first] : indptr[last]]
-        order = np.lexsort([kinds, keys])  # fast where the lists are sorted
-        keys, kinds = keys[order], kinds[order]
-        duplicates += int(((keys[1:] == keys[:-1]) & (kinds[1:] == kinds[:-1])).sum())
+        keys, same = _keys(dst, src, num_nodes), True
+        if types is not None:
+            kinds = types[indptr[first] : indptr[last]]
+            kinds = kinds[np.lexsort([kinds, keys])]
+            same = kinds[1:] == kinds[:-1]
+        keys = np.sort(keys, kind="stable")  # fast where the lists are sorted
+        duplicates += int(((keys[1:] == keys[:-1]) & same).sum())
         low, high = np.searchsorted(reverses, _keys([first, last], 0, num_nodes))
         wanted = reverses[low:high]
         exists[low:high] |= np.searchsorted(keys, wanted, "right") > np.searchsorted(keys, wanted)

@@ -41,8 +41,8 @@ BUILT = {"symmetrize": False, "drop_duplicates": False, "feature_dtype": None}  
 KEPT = f"""dataset {" ".join(BUILT)} batch_size accumulate lr lr_schedule weight_decay epochs early_stop
 weights precision checkpoint_activations""".split()
 # what all ranks need to have in common, beside the data
-SAME = {*FIXED, *KEPT, *"mode cuda_graph runs checkpoint_every trains predict_what".split()}
-SAME = sorted(SAME - {"dataset", "edge_split", *BUILT})
+SAME = {*FIXED, *KEPT, *"mode cuda_graph runs checkpoint_every predict_what".split()}
+SAME = sorted(SAME - {"dataset", *BUILT})
 # flags and widths that early checkpoints lack, and what they stand for
 LATER = dict(drop_duplicates=False, feature_dtype=None, window=None, bases=0, edge_type=None)
 LATER_WIDTHS = dict(num_edge_types=0, node_types=0, edge_types=0, several=None, classes=None)
@@ -193,7 +193,7 @@ def adopted(args, state, path):
     if is_own(own := flags.get("model")):
         raise StoreError(f"checkpoint {path} holds weights of {own}: give --model FILE.py:NAME")
     with reading(f"checkpoint {path}"):
-        store_is_here = Path(state["graph"]["path"], "meta.json").is_file()
+        store_is_here = os.path.isfile(os.path.join(state["graph"]["path"], "meta.json"))
     if "dataset" not in args.typed and store_is_here:
         flags["dataset"] = state["graph"]["path"]  # found there whatever --root is
         # that store was built with these flags
@@ -221,9 +221,11 @@ def common_state(ranks, args):
             state = read_checkpoint(path, ranks.broadcast(data, source))
         args = adopted(args, state, path)
     flags = {spelled(name): text_of(getattr(args, name)) for name in SAME}
-    check_same(
-        ranks, flags | {f"--{name}": bool(getattr(args, name)) for name in ("predict", "pairs")}
-    )
+    # files may have other paths; the arrays of --edge-split are among the digests of the data
+    flags["--model"] = args.model.rpartition(":")[2]
+    flags["--edge-split"] = ".npz" if args.edge_split.endswith(".npz") else args.edge_split
+    flags |= {f"--{name}": bool(getattr(args, name)) for name in ("predict", "pairs", "gpus")}
+    check_same(ranks, flags | {"training": args.trains})
     return state, path, args
 
 
@@ -231,8 +233,8 @@ def check_same(ranks, values):
     """Raise StoreError, on every rank, unless all ranks have the same values, {name: value}."""
     first, *others = ranks.gather(values)
     for rank, theirs in enumerate(others, 1):
-        for name, value in {**theirs, **first}.items():
-            if (other := theirs.get(name)) != first.get(name):
+        for name in {**first, **theirs}:
+            if (value := first.get(name)) != (other := theirs.get(name)):
                 differ = f"{name} is {value} on rank 0, {other} on rank {rank}"
                 raise StoreError(f"{differ}: all machines need the same flags and data")
 

@@ -137,7 +137,7 @@ class Run:
             x = getattr(store.features, "tensor", store.features)
             options = {"edges": self.used.features, "types": self.used.type, "layers": layers}
             options |= {"rank": ranks.local_rank, "world": ranks.local_world}
-            options["total"] = ranks.sum_here if ranks.local_world > 1 else None
+            options["total"] = ranks.sum_here if ranks.world > 1 else None
             try:
                 with reading_all_edges():
                     logits = inference(model, store.indptr, store.indices, x, **options)

@@ -99,17 +99,19 @@ class Negatives:
             draws = which[places] + attempt * count
             node[places] = self._node(key, numbers[places], draws, first[places], end[places])
             bad[places] = self._bad(source[places], node[places])
-        # the sources left have edges to most nodes: take one of the others, of any type if there is none of the right one
-        every = torch.arange(self.num_nodes, device=pairs.device)
-        for hub in source[bad].unique():
-            places, free = bad & (source == hub), every[~self._bad(hub.expand_as(every), every)]
-            if not len(free):
-                instead = "--edge-split none --unchecked-negatives trains without evaluation"
-                full = f"node {int(hub)} has an edge to every node"
-                raise StoreError(f"{full}, so it has no negative: {instead}")
-            low, high = (torch.searchsorted(free, ends[places]) for ends in (first, end))
-            low, high = low.where(low < high, 0), high.where(low < high, len(free))
-            node[places] = free[low + node[places] % (high - low)]
+        # the sources left have edges to most nodes of a type: take one of its others or, if there is none, of all nodes
+        left = torch.stack([source[bad], first[bad], end[bad]], 1).unique(dim=0)
+        for hub, low, high in left.tolist():
+            nodes, width = torch.arange(low, high, device=pairs.device), 64
+            while not len(free := nodes[~self._bad(torch.full_like(nodes, hub), nodes)]):
+                if len(nodes) == self.num_nodes:
+                    instead = "--edge-split none --unchecked-negatives trains without evaluation"
+                    full = f"node {hub} has an edge to every node"
+                    raise StoreError(f"{full}, so it has no negative: {instead}")
+                width = min(8 * width, self.num_nodes)
+                nodes = (hub + torch.arange(width, device=pairs.device)) % self.num_nodes
+            places = bad & (source == hub) & (first == low)
+            node[places] = free[node[places] % len(free)]
         return node
 
     def pairs(self, key, pairs):
@@ -359,7 +361,7 @@ class LinkTask(Task):
         timed = args.temporal != "off"
         self.store = split_edges(store, file := args.edge_split, args.seed, timed, number)
         if file.endswith(".npz"):  # part of what identifies the data of a checkpoint
-            of_file = {file: {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}
+            of_file = {"--edge-split": {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}
             self.store.meta = {**store.meta, "files": {**store.meta["files"], **of_file}}
         self.store.num_classes = args.hidden  # width of the outputs: embeddings
         if store.edge_type is not None:

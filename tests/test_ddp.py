@@ -125,7 +125,7 @@ def test_machines_of_other_flags_or_other_data_are_refused(tiny, tmp_path):
     first = f"--dataset {tiny} --gpus 0 --fanout 3,3 --epochs 1"
     sums = [digests(GraphStore.open(path))["features.npy"] for path in (tiny, other)]
     for words, said in {
-        f"{first} --lr 0.1": "--lr is 0.003 on rank 0, 0.1 on rank 1",
+        f"{first} --lr 0.1 --task link --edge-split 20/40/40": "--edge-split is 85/5/10 on rank 0, 20/40/40 on rank 1",
         first.replace(tiny, str(other)): "features.npy is {} on rank 0, {} on rank 1".format(*sums),
     }.items():
         output = _end(_fork(tmp_path / "out", ddp.launch, _unlike, 2, first, words), 2)

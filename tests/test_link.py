@@ -189,7 +189,18 @@ def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still(monkeypatc
         assert (drawn == nodes - 1).all()
     said = "node 0 has an edge to every node.*--edge-split none --unchecked-negatives"
     _refuses(said, link.Negatives(full, nodes).draw, 7, torch.arange(20), zeros, 3)
-    assert len(calls) <= 4 * (link.TRIES + 1)  # few, however many nodes the graph has
+    assert len(calls) <= 4 * (link.TRIES + 2)  # few, however many nodes the graph has
+
+
+def test_a_small_type_without_negatives_costs_no_look_up_of_the_whole_graph(monkeypatch):
+    sizes, has = [], link.Edges.has
+    monkeypatch.setattr(
+        link.Edges, "has", lambda *args: sizes.append(args[1].numel()) or has(*args)
+    )
+    indptr = torch.arange(100_001).clamp(max=5)  # node 7 has edges to the first five
+    negatives = link.Negatives(link.Edges(indptr, torch.full((5,), 7)), 100_000, counts=[5, 99_995])
+    drawn = negatives.draw(3, torch.arange(4), torch.tensor([[7, 2]] * 4), 3)
+    assert (drawn > 4).all() and (drawn != 7).all() and sum(sizes) < 2000
 
 
 def test_edges_that_repeat_take_no_memory_in_a_ranking():
