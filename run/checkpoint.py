@@ -221,7 +221,7 @@ def common_state(ranks, args):
             state = read_checkpoint(path, ranks.broadcast(data, source))
         args = adopted(args, state, path)
     flags = {spelled(name): text_of(getattr(args, name)) for name in SAME}
-    # files may have other paths; the arrays of --edge-split are among the digests of the data
+    # a file may lie in another folder; that of --edge-split is compared with the data
     flags["--model"] = args.model.rpartition(":")[2]
     flags["--edge-split"] = ".npz" if args.edge_split.endswith(".npz") else args.edge_split
     flags |= {f"--{name}": bool(getattr(args, name)) for name in ("predict", "pairs", "gpus")}
@@ -243,7 +243,8 @@ def check_graph(ranks, state, path, args, task):
     """Raise StoreError unless all ranks have the same data, with the graph of the checkpoint, if state is not None, and
     as many seeds a step as there. To predict, only the widths must match, and the graph may have fewer classes and edge
     types than the checkpoint."""
-    check_same(ranks, digests(task.store))
+    # the file of --edge-split may lie in another folder
+    check_same(ranks, {os.path.basename(k): v for k, v in digests(task.store).items()})
     if not state:
         return
     store, graph, compared = task.store, state["graph"], task.compared(args)

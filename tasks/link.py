@@ -361,7 +361,7 @@ class LinkTask(Task):
         timed = args.temporal != "off"
         self.store = split_edges(store, file := args.edge_split, args.seed, timed, number)
         if file.endswith(".npz"):  # part of what identifies the data of a checkpoint
-            of_file = {"--edge-split": {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}
+            of_file = {file: {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}
             self.store.meta = {**store.meta, "files": {**store.meta["files"], **of_file}}
         self.store.num_classes = args.hidden  # width of the outputs: embeddings
         if store.edge_type is not None:
