@@ -403,7 +403,7 @@ def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
     if ends != [0, M] or bool((indptr[1:] < indptr[:-1]).any()):
         raise ValueError(f"indptr runs from {ends[0]} to {ends[1]}; it must rise from 0 to {M}")
     if M > MOST_EDGES and (most := int(indptr.diff().max())) > MOST_EDGES:
-        raise ValueError(f"indptr has a node with {most:,} edges; {MOST_EDGES:,} is the most")
+        raise ValueError(f"indptr has a node with {most:,} edges; the limit is {MOST_EDGES:,}")
     if (bad := outside(indices, V)) is not None:
         raise ValueError(f"indices contains {bad}; the {V} nodes of indptr are counted from 0")
     if weights is not None and not bool((torch.isfinite(weights) & (weights >= 0)).all()):

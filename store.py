@@ -341,8 +341,7 @@ class MmapFeatures:
         self._path, self._head, self.beside = path, head, beside
         if not large:
             self.tensor = table
-        # opened now: the store may be renamed or removed later
-        self._reader = self.reader() if large else None
+        self.reserve(0)  # opens the file: the store may be renamed or removed later
 
     def __reduce__(self):
         return getattr, (GraphStore.open(self._path), "features")
@@ -353,6 +352,11 @@ class MmapFeatures:
             return None
         file, row_bytes = self._path / BACKENDS["mmap"], self.shape[1] * self.dtype.itemsize
         return RowReader(file, self._head, row_bytes, self.shape[0], direct=not self.stays())
+
+    def reserve(self, count):
+        """Leave `count` more bytes of memory to others than the table's pages, and choose again how to read these."""
+        self.beside += count
+        self._reader = self.reader() if self.large else None
 
     def room(self) -> int:
         """Return the bytes of free memory that the table's pages may use."""

@@ -206,15 +206,13 @@ def adopted(args, state, path):
 def common_state(ranks, args):
     """Read the state to resume; the rank whose file is furthest ahead broadcasts it, as machines need not share a disk
     -> (state, its path, args with the flags of the state), or (None, None, args). --resume auto and a restart by
-    torchrun read the file of --checkpoint."""
+    torchrun read the file of --checkpoint. StoreError if ranks differ in flags that they need to have in common."""
     own = args.checkpoint if args.checkpoint and os.path.isfile(args.checkpoint) else None
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     path = own if args.resume == "auto" or own and restarted else args.resume
     state = read_checkpoint(path) if path else None
     progress = ranks.gather((state["epoch"] << 28) + state["step"] if state else -1)
-    if max(progress) < 0:
-        path = None
-    else:
+    if max(progress) >= 0:
         path, source = path or args.checkpoint or args.resume, progress.index(max(progress))
         if ranks.world > 1:
             data = Path(path).read_bytes() if ranks.rank == source else None

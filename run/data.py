@@ -184,7 +184,7 @@ def cached(ranks, args, task, used, features):
         visits = visits[: features.shape[0]]  # the other nodes have no features
     trim_memory(1)  # return freed heap pages before allocating the cache
     if mapped:
-        store.features.beside += budget * ranks.local_world
+        store.features.reserve(budget * ranks.local_world)
     if not looks_ahead:
         return CachedFeatures(features, visits, budget, ranks.device)
     batches = args.epochs * args.steps * args.accumulate

@@ -76,9 +76,7 @@ def draw_timeline(laps, path, steps=8):
     if not ends:
         return  # an epoch that was resumed at its end has no steps
     rows, laps = {}, [lap for lap in laps if lap[1] < ends[-1]]
-    for stage, start, end, thread in sorted(
-        laps, key=lambda lap: (STAGES.index(lap[0]), lap[3], lap[1])
-    ):
+    for stage, start, end, thread in sorted(laps, key=lambda lap: (STAGES.index(lap[0]), lap[3])):
         rows.setdefault((stage, thread), []).append((1e3 * start, 1e3 * (end - start)))
     figure = Figure(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
     axis = figure.subplots()

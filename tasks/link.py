@@ -105,9 +105,8 @@ class Negatives:
             nodes, width = torch.arange(low, high, device=pairs.device), 64
             while not len(free := nodes[~self._bad(torch.full_like(nodes, hub), nodes)]):
                 if len(nodes) == self.num_nodes:
-                    instead = "--edge-split none --unchecked-negatives trains without evaluation"
-                    full = f"node {hub} has an edge to every node"
-                    raise StoreError(f"{full}, so it has no negative: {instead}")
+                    why = f"node {hub} has an edge to every node, so it has no negative: --edge-split none"
+                    raise StoreError(f"{why} --unchecked-negatives trains without evaluation")
                 width = min(8 * width, self.num_nodes)
                 nodes = (hub + torch.arange(width, device=pairs.device)) % self.num_nodes
             places = bad & (source == hub) & (first == low)
