@@ -319,7 +319,7 @@ def prefetch(make, items, *, depth=2, threads=1):
 # placement
 
 
-def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=0):
+def place(indptr, indices, labels, features, mode, device="cpu", extra=(), spare=0):
     """Place a graph and its features as a mode says -> (indptr, indices, labels, features, *more).
 
     Args:
@@ -333,7 +333,7 @@ def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=
     Raises:
         ValueError: for an unknown mode, or host memory that `share` did not allocate. RuntimeError: if CUDA refuses.
     """
-    arrays = [indptr, indices, labels, getattr(features, "tensor", features), *more]
+    arrays = [indptr, indices, labels, getattr(features, "tensor", features), *extra]
     if mode == "cuda-cuda":
         empty = lambda a: torch.empty(a.shape, dtype=a.dtype, device=device)  # noqa: E731
         return tuple(_copy_rows(a, empty(a)) for a in arrays)
@@ -436,8 +436,8 @@ def gpu_view(host, device):
                 size = min(PIECE_BYTES, end - start)
                 if code := int(cudart.cudaHostRegister(start, size, 2)):  # 2: mapped for the GPU
                     why = cudart.cudaGetErrorString(cudart.cudaError(code))
-                    what = f"cudaHostRegister of {size:,} bytes at {start:#x} failed"
-                    raise RuntimeError(f"{what}: CUDA error {code} ({why}); use --mode cpu-cuda")
+                    failure = f"cudaHostRegister of {size:,} bytes at {start:#x} failed"
+                    raise RuntimeError(f"{failure}: CUDA error {code} ({why}); use --mode cpu-cuda")
                 registered.append(start)
             view = torch.as_tensor(array, device=device).view(host.dtype)
         if view.data_ptr() != first:

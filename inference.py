@@ -85,8 +85,8 @@ def inference(
     device, V, M = next(model.parameters()).device, indptr.numel() - 1, int(indptr[-1])
     inputs = getattr(model, "inputs", None)
     if x.shape[0] != V and (inputs is None or len(inputs.linears) and x.shape[0] < inputs.first):
-        given = f"x has {x.shape[0]} rows, indptr is of {V} nodes"
-        raise ValueError(f"{given}: a row for each node is needed")
+        sizes = f"x has {x.shape[0]} rows, indptr is of {V} nodes"
+        raise ValueError(f"{sizes}: a row for each node is needed")
     edges = edges if edges is None or hasattr(edges, "gather") else torch.as_tensor(edges)
     types = types if types is None else torch.as_tensor(types)
     for layer in model.layers:
@@ -133,7 +133,7 @@ def inference(
             message, network = message.to(on), model if on == device else on_cpu
             for a, b in _cut(indptr, first, last, chunk, chunk_edges):
                 offsets, sources = _lists(indptr, indices, a, b, on)
-                own = torch.arange(a, b, dtype=sources.dtype, device=on)
+                self_rows = torch.arange(a, b, dtype=sources.dtype, device=on)
                 degree = degrees[a:b].to(on) if layer.uses_degree else None
                 h_dst, extra, ends = _rows(h, a, b, on), {}, (int(indptr[a]), int(indptr[b]))
                 if layer.edge_dim:
@@ -141,7 +141,7 @@ def inference(
                 if layer.uses_types:
                     extra["types"] = None if types is None else types[slice(*ends)].to(on)
                 combine = network.layers[i].combine
-                combined = combine(offsets, sources, message, own, h_dst, degree, **extra)
+                combined = combine(offsets, sources, message, self_rows, h_dst, degree, **extra)
                 out[a:b] = network.finish(i, combined, h_dst)
             barrier()  # until the rows of all processes are written
             h = out

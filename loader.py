@@ -40,8 +40,8 @@ def from_edge_index(edge_index, num_nodes):
     edges = torch.as_tensor(edge_index).cpu()
     floats = edges.numel() and (edges.is_floating_point() or edges.dtype == torch.bool)
     if edges.shape[:-1] != (2,) or floats:
-        what = f"{edges.dtype} {list(edges.shape)}"
-        raise ValueError(f"edge_index is {what}: integers [2, M] are needed, sources first")
+        actual = f"{edges.dtype} {list(edges.shape)}"
+        raise ValueError(f"edge_index is {actual}: integers [2, M] are needed, sources first")
     source, destination = edges = edges.long()  # torch cannot compare uint16, uint32 or uint64
     if (bad := outside(edges, num_nodes)) is not None:
         raise ValueError(f"edge_index has node {bad}: ids must be in [0, {num_nodes})")
@@ -64,9 +64,9 @@ def _check_sizes(graph, seeds, edges):
     for name, values, count in sizes:
         shape, table = [*getattr(values, "shape", (None,))], "features" in name
         if shape[0] != count or table and len(shape) < 2:
-            what = type(values).__name__ if shape == [None] else shape
+            actual = type(values).__name__ if shape == [None] else shape
             needed = f"[{count}, F]" if table else f"[{count}]"
-            raise ValueError(f"{name} is {what}: {needed} is needed, for {V} nodes and {M} edges")
+            raise ValueError(f"{name} is {actual}: {needed} is needed, for {V} nodes and {M} edges")
 
 
 class Batch(NamedTuple):
@@ -272,7 +272,7 @@ class NodeLoader:
 
     def load_state_dict(self, state):
         """Resume at another loader's position; ValueError unless seed, number of seed nodes and total batch match."""
-        for name, own in self.state_dict().items():
-            if name not in ("epoch", "step") and state[name] != own:
-                raise ValueError(f"the state has {name} {state[name]}, this loader has {own}")
+        for name, value in self.state_dict().items():
+            if name not in ("epoch", "step") and state[name] != value:
+                raise ValueError(f"the state has {name} {state[name]}, this loader has {value}")
         self.epoch, self.step = state["epoch"], state["step"]

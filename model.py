@@ -57,11 +57,11 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     Returns:
         [S, 2F]; without edges the mean is zero.
     """
-    own = h[: indptr.numel() - 1] if self_rows is None else h.index_select(0, self_rows)
+    h_dst = h[: indptr.numel() - 1] if self_rows is None else h.index_select(0, self_rows)
     mean, width = mean_neighbours(indptr, indices, h), h.shape[1]
     if out is None:
-        return torch.cat([own, mean], 1)
-    out[:, :width], out[:, width:] = own, mean
+        return torch.cat([h_dst, mean], 1)
+    out[:, :width], out[:, width:] = h_dst, mean
     return out
 
 
@@ -76,9 +76,9 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     Returns:
         [S, F].
     """
-    own = h[: len(alpha)] if self_rows is None else h.index_select(0, self_rows)
+    h_dst = h[: len(alpha)] if self_rows is None else h.index_select(0, self_rows)
     mean = mean_neighbours(indptr, indices, h if gamma is None else h * gamma.unsqueeze(1))
-    return (alpha.unsqueeze(1) * own + beta.unsqueeze(1) * mean).to(h.dtype)
+    return (alpha.unsqueeze(1) * h_dst + beta.unsqueeze(1) * mean).to(h.dtype)
 
 
 @native_first
@@ -264,8 +264,8 @@ def unchanged(*modules, kinds=frozenset()):
     """Whether modules are plain linear maps, or of other `kinds`: no adapter in the place of one, no hooks, and no method
     set on a module itself."""
     kinds |= {Linear}
-    own = [value for m in modules for value in vars(m).values()]
-    plain = not any(map(callable, own)) and not hooked(*modules)
+    attributes = [value for m in modules for value in vars(m).values()]
+    plain = not any(map(callable, attributes)) and not hooked(*modules)
     return plain and all(type(m) in kinds for m in modules)
 
 
@@ -318,8 +318,8 @@ class SAGEConv(Conv):
     def apply_linear(self, pair):
         """Multiply pair [S, 2F] of own row and mean by both weights, in one product -> [S, D]."""
         if not unchanged(self.self_linear, self.neigh_linear):
-            own, mean = pair.chunk(2, 1)
-            return self.self_linear(own) + self.neigh_linear(mean)
+            h_dst, mean = pair.chunk(2, 1)
+            return self.self_linear(h_dst) + self.neigh_linear(mean)
         return (fused or F).linear(pair, *self.product())
 
     def product(self):
@@ -514,9 +514,9 @@ class GATv2Conv(Conv):
             edges, by = edges.to(self.attn.dtype), self.edge_linear.weight.t()
             ids = torch.arange(len(edges), device=edges.device, dtype=indptr.dtype)
             edges = torch.cat([edges, mean_neighbours(indptr, ids, edges)])
-        given = indptr, indices, message, target, self.attn, rows, drawn, edges, by
+        args = indptr, indices, message, target, self.attn, rows, drawn, edges, by
         plain = fused and (by is None or unchanged(self.edge_linear))
-        out = fused.attend(*given) if plain else None
+        out = fused.attend(*args) if plain else None
         if out is None:
             out = self._attend(indptr, indices, message, target, rows, drawn, edges)
         return out.view(S, K, D).mean(1) if self.mean else out
@@ -524,11 +524,12 @@ class GATv2Conv(Conv):
     def _attend(self, indptr, indices, source, target, rows, drawn, edges):
         """Attention in torch operations: source [N, K D], target [S, K D] -> [S, K D]."""
         S, (K, D), count = target.shape[0], self.attn.shape, indptr.diff().long()
-        own = torch.arange(S, device=indices.device)
-        dst = torch.cat([own.repeat_interleave(count, output_size=indices.numel()), own])
+        self_loops = torch.arange(S, device=indices.device)
+        of_edges = self_loops.repeat_interleave(count, output_size=indices.numel())
+        dst = torch.cat([of_edges, self_loops])
         position = torch.arange(1, len(dst) + 1, device=dst.device) - indptr.index_select(0, dst)
         position[indices.numel() :] = 0
-        indices = torch.cat([indices, own.to(indices.dtype) if rows is None else rows])
+        indices = torch.cat([indices, self_loops.to(indices.dtype) if rows is None else rows])
         E, source = indices.numel(), summable(source)
         message = source.index_select(0, indices)
         z = message + target.index_select(0, dst)
@@ -624,17 +625,20 @@ class RGCNConv(Conv):
         S, R, K = block.indptr.numel() - 1, self.num_types, len(tables)
         of_source, sources = kinds[block.indices], rows[block.indices].to(block.indices.dtype)
         group, counts, sources = self._grouped(block.indptr, sources, block.edge_type, of_source, K)
-        of_type, own = group // K, torch.arange(S, device=group.device)
+        of_type = group // K
+        self_rows = torch.arange(S, device=group.device)
         if bool((of_type[1:] == of_type[:-1]).any()):
             return None
-        dst, sources = torch.cat([of_type // R, own]), torch.cat([sources, rows[:S].to(sources)])
+        dst = torch.cat([of_type // R, self_rows])
+        sources = torch.cat([sources, rows[:S].to(sources)])
         kinds = torch.cat([group % K * (R + 1) + of_type % R, kinds[:S] * (R + 1) + R])
         maps = []
         weights = [*(weight.t() for weight in self.matrices()), self.self_linear.weight]
         for of in inputs.linears:
             maps.append([(weight @ of.weight, weight @ of.bias) for weight in weights])
         maps.append([(weight, None) for weight in weights])
-        out, counts = self.self_linear.bias.repeat(S, 1), torch.cat([counts, torch.ones_like(own)])
+        counts = torch.cat([counts, torch.ones_like(self_rows)])
+        out = self.self_linear.bias.repeat(S, 1)
         return _add_means(out, dst, kinds, counts, sources, tables, maps)
 
     def gathered(self, counts, indices, message, group, h_dst):
@@ -683,12 +687,12 @@ class RGATConv(RGCNConv):
     def gathered(self, counts, indices, message, group, h_dst):
         """Average the rows of message at each group's `counts` [G] indices, by attention -> [G, F]."""
         rows, keys = summable(message).split([h_dst.shape[1], self.num_types], 1)
-        own = torch.arange(len(counts), device=counts.device)
-        own = own.repeat_interleave(counts, output_size=len(indices))
-        scores = summable(F.linear(h_dst, self.query)).flatten()[group][own]
-        scores = scores + keys[indices.long(), (group % self.num_types)[own]]
+        groups = torch.arange(len(counts), device=counts.device)
+        groups = groups.repeat_interleave(counts, output_size=len(indices))
+        scores = summable(F.linear(h_dst, self.query)).flatten()[group][groups]
+        scores = scores + keys[indices.long(), (group % self.num_types)[groups]]
         scores = F.leaky_relu(scores.to(self.key.dtype), 0.2).unsqueeze(1)
-        weights = edge_softmax(scores, own, len(counts)).squeeze(1).to(rows.dtype)
+        weights = edge_softmax(scores, groups, len(counts)).squeeze(1).to(rows.dtype)
         options = {"mode": "sum", "per_sample_weights": weights, "include_last_offset": True}
         bag = F.embedding_bag(indices, rows, _offsets(counts, indices), **options)
         return bag.to(message.dtype)
@@ -896,20 +900,20 @@ class GNN(nn.Module):
         node_types=(),
     ):
         super().__init__()
-        for name, value, known in (("conv", conv, ALL_CONVS), ("norm", norm, NORMS)):
-            if value not in known:
-                raise ValueError(f"{name} {value!r} is unknown: choose one of {', '.join(known)}")
+        for name, value, choices in (("conv", conv, ALL_CONVS), ("norm", norm, NORMS)):
+            if value not in choices:
+                raise ValueError(f"{name} {value!r} is unknown: choose one of {', '.join(choices)}")
         if num_layers < 1 or heads < 1:
-            given = f"num_layers is {num_layers}, heads is {heads}"
-            raise ValueError(f"{given}: at least one of each is needed")
+            sizes = f"num_layers is {num_layers}, heads is {heads}"
+            raise ValueError(f"{sizes}: at least one of each is needed")
         if norm == "batch" and recompute:
             raise ValueError("norm 'batch' would count a recomputed batch twice: take 'layer'")
         if bool(num_types) != (conv in TYPE_CONVS) or bases and not num_types:
-            known = f"{' and '.join(TYPE_CONVS)} need types of edges, others have no use for them"
-            raise ValueError(f"conv {conv!r} with num_types {num_types}, bases {bases}: {known}")
+            needs = f"{' and '.join(TYPE_CONVS)} need types of edges, others have no use for them"
+            raise ValueError(f"conv {conv!r} with num_types {num_types}, bases {bases}: {needs}")
         if edge_dim and conv not in EDGE_CONVS or conv == "gine" and not edge_dim:
-            known = f"{' and '.join(EDGE_CONVS)} take features of edges, and gine needs them"
-            raise ValueError(f"conv {conv!r} with edge_dim {edge_dim}: {known}")
+            needs = f"{' and '.join(EDGE_CONVS)} take features of edges, and gine needs them"
+            raise ValueError(f"conv {conv!r} with edge_dim {edge_dim}: {needs}")
         self.inputs = NodeInputs(node_types, hidden) if node_types else None
         in_dim = hidden if node_types else in_dim
         pairs = list(pairwise([in_dim] + [hidden] * (num_layers - 1) + [out_dim]))
@@ -978,8 +982,8 @@ class GNN(nn.Module):
         layer, nodes = self.layers[i], block.src_nodes
         if aggregated:
             # contiguous: a product rounds as it does for rows that were gathered
-            own = x[:, : x.shape[1] // 2].contiguous() if self.residuals else None
-            return self.finish(i, layer.apply_linear(x), own, nodes, seed)
+            h_dst = x[:, : x.shape[1] // 2].contiguous() if self.residuals else None
+            return self.finish(i, layer.apply_linear(x), h_dst, nodes, seed)
         h = layer(block, x, self._degree(layer, block, x.device), seed, edges)
         return self.finish(i, h, x[: block.indptr.numel() - 1], nodes, seed)
 

@@ -389,16 +389,16 @@ def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
     columns = [("weights", weights, f"float16, bfloat16, float32 or float64 [M={M}]")]
     columns += [("edge_times", edge_times, f"int64 [M={M}]")]
     columns += [("edge_type", edge_type, f"uint8 or uint16 [M={M}]")]
-    for name, array, what in arrays + [column for column in columns if column[1] is not None]:
+    for name, array, form in arrays + [column for column in columns if column[1] is not None]:
         if not isinstance(array, Tensor):
             kind = type(array).__name__
             raise TypeError(f"{name} is a {kind}, a tensor is needed: torch.as_tensor({name})")
         if array.device != indptr.device:
             raise TypeError(f"{name} is on {array.device}, and indptr on {indptr.device}")
         length = max(array.numel(), 1) if name == "indptr" else M
-        accepted = what.replace(",", "").split()
+        accepted = form.replace(",", "").split()
         if str(array.dtype)[6:] not in accepted or array.shape != (length,):
-            raise TypeError(f"{name} must be {what}, not {_kind(array)}")
+            raise TypeError(f"{name} must be {form}, not {_kind(array)}")
     ends, V = indptr[[0, -1]].tolist(), indptr.numel() - 1
     if ends != [0, M] or bool((indptr[1:] < indptr[:-1]).any()):
         raise ValueError(f"indptr runs from {ends[0]} to {ends[1]}; it must rise from 0 to {M}")
@@ -421,9 +421,9 @@ def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
         same &= values[1:] == values[:-1]  # times ascend within a type
 
 
-def _check_ids(name, ids, what):
+def _check_ids(name, ids, units):
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1:
-        raise TypeError(f"{name} must be a 1-D int32 or int64 tensor of {what}, not {_kind(ids)}")
+        raise TypeError(f"{name} must be a 1-D int32 or int64 tensor of {units}, not {_kind(ids)}")
 
 
 def _kind(x):

@@ -124,12 +124,12 @@ def build_store(
 
     Returns the path; raises StoreError for invalid input, a target that exists, a full disk.
     """
-    given = locals()
+    arguments = locals()
     if isinstance(edge_index, dict):
         for name in ("indptr", "indices", "edge_type", "edge_types", "node_names"):
-            if given[name] is not None:
+            if arguments[name] is not None:
                 raise StoreError(f"{name} is not for a graph that is given by type")
-        return build_store(**{**given, "symmetrize": False, **typed.flatten(given)})
+        return build_store(**{**arguments, "symmetrize": False, **typed.flatten(arguments)})
     if node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
         form = "edge_index as {(source type, name, destination type): [2, M]}"
         raise StoreError(f"node_types is for a graph that is given by type: give {form}")
@@ -143,11 +143,11 @@ def build_store(
     labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
     split = checks.check_splits({} if split is None else split, labels)
     graph, num_edges = checks.check_graph(edge_index, indptr, indices, num_nodes)
-    more = {name: given[name] for name in columns.COLUMNS}
-    carried, widths = columns.check_columns(num_edges, num_nodes, node_names, more, edge_types)
+    values = {name: arguments[name] for name in columns.COLUMNS}
+    carried, widths = columns.check_columns(num_edges, num_nodes, node_names, values, edge_types)
     if node_types is not None:
         widths["node_types"] = [[name, *of] for name, of in node_types.items()]
-    options = {name: bool(given[name]) for name in OPTIONS}
+    options = {name: bool(arguments[name]) for name in OPTIONS}
     row_bytes = width * files.storage_dtype(dtype).itemsize
     block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
     if not 1 <= block_rows * row_bytes < 1 << 31:
@@ -245,8 +245,8 @@ class GraphStore:
         self.options = [name for name, on in meta["options"].items() if on]
         kinds = columns.arrays_of(meta)
         for name, kind in kinds.items():
-            there = name not in columns.COLUMNS or f"{name}.npy" in records
-            setattr(self, name, self._map(f"{name}.npy", *kind) if there else None)
+            stored = name not in columns.COLUMNS or f"{name}.npy" in records
+            setattr(self, name, self._map(f"{name}.npy", *kind) if stored else None)
         self.edge_dim, self.num_edge_types = 0, meta.get("num_edge_types", 0)
         if self.edge_features is not None:
             self.edge_dim = self.edge_features.shape[1]
@@ -401,8 +401,8 @@ def _contents(path) -> Iterator[tuple]:
         return sum(map(len, sort.checked_indices(indices, graph.num_nodes, False)))
 
     def labels():
-        given = graph.labels.numpy() if graph.labelled else None
-        checks.check_labels(given, graph.num_nodes, graph.num_classes)
+        labels_stored = graph.labels.numpy() if graph.labelled else None
+        checks.check_labels(labels_stored, graph.num_nodes, graph.num_classes)
         for number in range(graph.num_splits):
             graph.take_split(number)
             graph.check_split()

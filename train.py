@@ -169,8 +169,9 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
             with report.attempt("timeline"):
                 draw_timeline(laps, args.timeline)
         if not all_finite(ranks, loss := figures["loss"] or 0.0, model, optimizer):
-            what = "a weight or batch-norm statistic is not finite"
-            problem = what if math.isfinite(loss) else f"the loss is {loss}"
+            problem = f"the loss is {loss}"
+            if math.isfinite(loss):
+                problem = "a weight or batch-norm statistic is not finite"
             raise NotFinite(f"{problem} in epoch {epoch + 1}, step {step} of {args.steps}")
         if stopped:
             save(epoch, step)

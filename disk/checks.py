@@ -29,8 +29,8 @@ def check_features(features, kept_as=None) -> tuple[int, int, str]:
         raise StoreError(f"features has shape {list(shape)}: [V, F] is needed, neither of them 0")
     dtype = files.row_dtype("features", features)
     if kept_as and (kept_as not in files.HALVES or "float" not in dtype):
-        what = f"features of floats can be kept as {' or '.join(files.HALVES)}"
-        raise StoreError(f"feature_dtype {kept_as} with features of {dtype}: {what}")
+        kinds = f"features of floats can be kept as {' or '.join(files.HALVES)}"
+        raise StoreError(f"feature_dtype {kept_as} with features of {dtype}: {kinds}")
     return int(shape[0]), int(shape[1]), kept_as or dtype
 
 
@@ -113,7 +113,7 @@ def check_splits(splits, labels) -> dict[str, np.ndarray]:
     return {n: pad_sequence(ids, True, padding_value=-1).numpy() for n, ids in rows.items()}
 
 
-def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
+def check_split(split, labels, item="node") -> dict[str, np.ndarray]:
     """Check {part: ids or mask} -> {part: int64 ids}: in range, disjoint, labelled; of nodes, train is not empty."""
     if unknown := set(split) - set(files.SPLITS):
         raise StoreError(f"split has a part {min(unknown)!r}: parts are {', '.join(files.SPLITS)}")
@@ -126,25 +126,25 @@ def check_split(split, labels, what="node") -> dict[str, np.ndarray]:
         unlabelled = labels[ids * inside] < 0
         unlabelled = unlabelled if labels.ndim == 1 else unlabelled.any(1)
         for bad, why in (
-            (~inside, f": {what} ids lie in [0, {len(labels)})"),
+            (~inside, f": {item} ids lie in [0, {len(labels)})"),
             (again, " more than once" + "; a mask is of bool" * int(ids.max(initial=0) < 2)),
             (unlabelled, ", which has no label (-1)"),
         ):
             if bad.any():
-                raise StoreError(f"split {name!r} holds {what} {ids[bad][0]}{why}")
+                raise StoreError(f"split {name!r} holds {item} {ids[bad][0]}{why}")
         for taken in ids[owner[ids] >= 0]:
             other = files.SPLITS[owner[taken]]
-            raise StoreError(f"{what} {taken} is in split {other!r} and in {name!r}")
+            raise StoreError(f"{item} {taken} is in split {other!r} and in {name!r}")
         owner[ids] = part
-    if what == "node" and not len(split["train"]) and (labels >= 0).any():
+    if item == "node" and not len(split["train"]) and (labels >= 0).any():
         raise StoreError("split 'train' is empty: at least one node is needed")
     return split
 
 
-def check_stored(path, split, labels, what="node"):
+def check_stored(path, split, labels, item="node"):
     """Raise StoreError unless the split {part: tensor of ids} of the store at `path` is valid."""
     try:
-        check_split({name: ids.numpy() for name, ids in split.items()}, labels, what)
+        check_split({name: ids.numpy() for name, ids in split.items()}, labels, item)
     except StoreError as error:
         raise StoreError(f"{path}: {error}: it is damaged; rebuild the store") from error
 

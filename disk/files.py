@@ -113,9 +113,9 @@ def refuse_existing(path):
 def check_name(path):
     """Raise StoreError for a path too long to write a temporary file beside it and rename that."""
     path = Path(path)
-    for what, text, most in (("name", path.name, 255), ("path", path.absolute(), 4000)):
+    for part, text, most in (("name", path.name, 255), ("path", path.absolute(), 4000)):
         if (size := len(os.fsencode(text))) > most:
-            raise StoreError(f"{str(text)[:20]}... is a {what} of {size:,} bytes: at most {most:,}")
+            raise StoreError(f"{str(text)[:20]}... is a {part} of {size:,} bytes: at most {most:,}")
 
 
 @contextlib.contextmanager
@@ -300,8 +300,8 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
         if form and meta["format"] != form:
             raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
         if (version := meta.get("format_version")) not in READABLE:
-            known = f"this code reads 2 and {VERSION}"
-            raise StoreError(f"{path}: store format {version!r:.200}; {known}; rebuild it")
+            readable = f"this code reads 2 and {VERSION}"
+            raise StoreError(f"{path}: store format {version!r:.200}; {readable}; rebuild it")
         for name, allowed in dict(spec).items():
             value, kind = meta.get(name), int if isinstance(allowed, range) else str
             if type(value) is not kind or value not in allowed:
@@ -310,8 +310,8 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
             # an LMDB file, which may change, need not have a digest
             digest = record.get("sha256", "0" * 64 if name.endswith(".lmdb") else "")
             sizes = type(record["bytes"]) is int and 0 <= record.get("largest", 0.0) < math.inf
-            known = sizes and (not names or name in names)
-            if not known or not re.fullmatch("[0-9a-f]{64}", digest):
+            valid = sizes and (not names or name in names)
+            if not valid or not re.fullmatch("[0-9a-f]{64}", digest):
                 raise ValueError(f"its record of {name[:99]!r} is invalid")
         if data != dump_meta(meta):
             raise ValueError("it was altered: its checksum does not match")
@@ -364,8 +364,8 @@ def check_size(path, name, record) -> Path:
     with reading(file, "; rebuild the store"):
         size, wanted = regular(file).st_size, record["bytes"]
         if size < wanted or size > wanted and file.suffix != ".lmdb":
-            what = "truncated" if size < wanted else "too long"
-            raise ValueError(f"it is {what}: it has {size} bytes and should have {wanted}")
+            fault = "truncated" if size < wanted else "too long"
+            raise ValueError(f"it is {fault}: it has {size} bytes and should have {wanted}")
     return file
 
 
@@ -395,9 +395,9 @@ def readable_size(count) -> str:
     return f"{count / 1000**power:.3g} {('B', 'KB', 'MB', 'GB', 'TB')[power]}"
 
 
-def plural(number, what) -> str:
+def plural(number, noun) -> str:
     """Format a count: 1, "row" -> "1 row"; 2000, "row" -> "2,000 rows"."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def info_lines(lines, graph) -> str:

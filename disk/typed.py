@@ -24,17 +24,18 @@ from disk.files import Rows, StoreError, array_like, integers, part_ids, reading
 BY_TYPE = ("features", "labels", "node_time", "edge_weight", "edge_time", "edge_features")
 
 
-def flatten(given):
+def flatten(args):
     """Turn a graph given by type into keyword arguments of `build_store` for one graph, where node_types is {name:
     (nodes, feature width or 0)}, in the order of their ids, and edge_types a list of names.
 
-    given: the arguments of `build_store`. features {type: [V_t, F_t]} may be None or missing for a type, narrower ones
+    args: the arguments of `build_store`. features {type: [V_t, F_t]} may be None or missing for a type, narrower ones
     are padded with zeros; labels are those of one type, and `split` holds ids of that type, or masks; edge columns are
     {type: [M_r, ...]}; nodes of a type without node_time {type: [V_t]} have the latest of the others. With symmetrize
     the reverse of an edge has the edge's type if both ends are of one type, else the type `rev_NAME`.
     """
-    node_types, edge_index, split = given["node_types"] or {}, given["edge_index"], given["split"]
-    columns = {name: given[name] for name in BY_TYPE if given[name] is not None}
+    node_types, edge_index = args["node_types"] or {}, args["edge_index"]
+    split = args["split"]
+    columns = {name: args[name] for name in BY_TYPE if args[name] is not None}
     for name, values in columns.items():
         if not isinstance(values, dict):
             raise StoreError(f"{name}: {{type: values}} is needed, as edge_index is given by type")
@@ -53,7 +54,7 @@ def flatten(given):
         if different := values.keys() ^ edges.keys():
             raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
     columns = {name: dict(values) for name, values in columns.items()}
-    if given["symmetrize"]:
+    if args["symmetrize"]:
         _add_reverses(edges, columns)
     graph = dict.fromkeys([*BY_TYPE, "split"])
     for name, values in columns.items():
@@ -64,8 +65,8 @@ def flatten(given):
     graph["edge_types"] = [",".join(kind) for kind in edges]
     tables = {}
     for name in filter(lambda name: features.get(name) is not None, names):
-        what = f"features of {name}"
-        tables[name] = shaped(what, array_like(what, features[name]), node_types[name], "F")
+        title = f"features of {name}"
+        tables[name] = shaped(title, array_like(title, features[name]), node_types[name], "F")
     graph["features"] = _joined(tables)
     widths = {name: table.shape[1] for name, table in tables.items()}
     graph["node_types"] = {name: (node_types[name], widths.get(name, 0)) for name in names}
@@ -99,8 +100,8 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
     """Check the edges of a type -> int64 [2, M_r]."""
     source, _, destination = kind
     if unknown := {source, destination} - node_types.keys():
-        known = f"sizes are given of {', '.join(node_types)} alone"
-        raise StoreError(f"edges {','.join(kind)} join {min(unknown)}: {known}")
+        sizes = f"sizes are given of {', '.join(node_types)} alone"
+        raise StoreError(f"edges {','.join(kind)} join {min(unknown)}: {sizes}")
     name = f"edges {','.join(kind)}"
     pairs = integers(name, pairs, 2, "M")
     for row, end in zip(pairs, (source, destination)):
@@ -142,9 +143,9 @@ def _joined(tables):
 
     def chunks():
         for name, table in tables.items():
-            what = f"features of {name}"
-            for first, rows in files.chunked(what, table):
-                rows = _converted(what, files.as_rows(what, rows), dtype, first)
+            title = f"features of {name}"
+            for first, rows in files.chunked(title, table):
+                rows = _converted(title, files.as_rows(title, rows), dtype, first)
                 yield torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
 
     return Rows((sum(t.shape[0] for t in tables.values()), width), dtype, chunks())

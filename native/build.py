@@ -85,9 +85,9 @@ def fill(struct, **values):
 def _warn_once(name, text, error):
     if name not in _warned:
         _warned.add(name)
-        said = getattr(error, "stderr", None)  # bytes after a time-out
-        said = said if isinstance(said, str) and said.strip() else str(error)
-        lines = (said.strip() or repr(error)).splitlines()
+        output = getattr(error, "stderr", None)  # bytes after a time-out
+        output = output if isinstance(output, str) and output.strip() else str(error)
+        lines = (output.strip() or repr(error)).splitlines()
         reason = next((line for line in lines if "error" in line), lines[0])
         warnings.warn(f"{text}. Reason: {reason}", stacklevel=3)
 
@@ -186,8 +186,8 @@ def load_host(name, source, flags):
     text.append("void (*parallel)(void (*)(void *), void *, unsigned, unsigned);")
     for kernel, arguments in signatures(source, r"\w*KERNEL").items():
         declared = [f"{c_type} {argument}" for c_type, argument in arguments]
-        given, taken = (", ".join(at + argument for _, argument in arguments) for at in ("", "t."))
-        parts = "(t.width - 1) / COLUMNS + 1" if "t.width" in taken.split(", ") else "1"
+        passed, read = (", ".join(at + argument for _, argument in arguments) for at in ("", "t."))
+        parts = "(t.width - 1) / COLUMNS + 1" if "t.width" in read.split(", ") else "1"
         text.append(f"""typedef struct {{ i64 *next_, threads_; {"; ".join(declared)}; }} {kernel}_t;
 static void share_{kernel}(void *task) {{
   const {kernel}_t t = *({kernel}_t *)task;  // a copy, which no store can alias
@@ -195,19 +195,19 @@ static void share_{kernel}(void *task) {{
   const i64 rows = t.threads_ / parts;
   for (i64 first; (first = atomicAdd(t.next_, some)) < rows;)
     for (i64 row = first; row < first + some && row < rows; row++)
-      for (int part = 0; part < parts; part++) {kernel}(row, part, {taken});
+      for (int part = 0; part < parts; part++) {kernel}(row, part, {read});
 }}
 void run_{kernel}(int team_, i64 threads_, {", ".join(declared)}) {{
   i64 next_ = 0;
-  {kernel}_t task_ = {{&next_, threads_, {given}}};
+  {kernel}_t task_ = {{&next_, threads_, {passed}}};
   if (parallel) parallel(share_{kernel}, &task_, team_, 0);
   else share_{kernel}(&task_);
 }}""")
     library = load_c(name, "\n".join([*text, ""]), flags)
     if library:
-        found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)  # LLVM's has it too
+        gomp = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)  # LLVM's has it too
         parallel = ctypes.c_void_p.in_dll(library, "parallel")
-        parallel.value = ctypes.cast(found, ctypes.c_void_p).value
+        parallel.value = ctypes.cast(gomp, ctypes.c_void_p).value
         team = torch.get_num_threads  # which OpenMP does not know on a new thread
         library.run = lambda kernel, *values: getattr(library, f"run_{kernel}")(team(), *values)
     return library
@@ -254,13 +254,13 @@ class Kernels:
                 code = self._driver.cuModuleGetFunction(pointer, module, kernel.encode())
                 self.check(code, kernel)
 
-    def check(self, code, what):
+    def check(self, code, action):
         """Raise RuntimeError unless a driver call returned 0."""
         if code:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(code, ctypes.byref(text))
             text = (text.value or b"unknown").decode()
-            raise RuntimeError(f"{what}: CUDA error {code} ({text}) on {self.device}")
+            raise RuntimeError(f"{action}: CUDA error {code} ({text}) on {self.device}")
 
     def bind(self):
         """Bind the current GPU's context to this host thread, as any call of the CUDA runtime does."""

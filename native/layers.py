@@ -134,9 +134,9 @@ class Code:
     def self_and_mean(self, block, h, self_rows, out, scales=UNSCALED, active=UNCHANGED, kept=None):
         """Compute out [S, 2F] from h [N, F], or out [S, F] with scales: alpha and beta [S], gamma [N] or None. active:
         `activation` of h, on a GPU; kept: see `Code.kept`."""
-        (S, width), whole = (out.shape[0], h.shape[1]), _aligned(h.shape[1], h, out)
-        given = *block, h, self_rows, *scales, S, width, whole, *active, kept
-        self.run("self_and_mean", S * self.threads(width), *given, out)
+        (S, width), aligned = (out.shape[0], h.shape[1]), _aligned(h.shape[1], h, out)
+        args = *block, h, self_rows, *scales, S, width, aligned, *active, kept
+        self.run("self_and_mean", S * self.threads(width), *args, out)
 
     def self_and_mean_grad(
         self, block, grad, num_src, kept=None, scale=1.0, scales=UNSCALED, own=True, sums=False
@@ -151,25 +151,25 @@ class Code:
         run = min(max(out.numel() // ENOUGH, 1), RUN) if sums and not self.on_cpu else 1
         size, runs = (S if own else 0, *size), -(-num_src // run)
         parts = grad.new_empty(runs, width, dtype=torch.float32) if run > 1 else None
-        given = *lists.of_source, lists.share, grad, alpha, gamma, *size, kept, scale
-        self.run("self_and_mean_grad", runs * self.threads(width), *given, runs, run, parts, out)
+        args = *lists.of_source, lists.share, grad, alpha, gamma, *size, kept, scale
+        self.run("self_and_mean_grad", runs * self.threads(width), *args, runs, run, parts, out)
         return (out, out if parts is None else parts) if sums else out
 
     def relu_dropout(self, h, active, out=None, kept=None):
         """Apply an `activation` to h [S, D], in place or into `out`; kept: see `Code.kept`."""
         (S, width), out = h.shape, h if out is None else out
-        given = h, S, width, _aligned(width, h, out), *active, kept
-        self.run("relu_dropout", S * self.threads(width), *given, out)
+        args = h, S, width, _aligned(width, h, out), *active, kept
+        self.run("relu_dropout", S * self.threads(width), *args, out)
 
-    def edge_matrix_grad(self, block, numbers, K, width, *given):
+    def edge_matrix_grad(self, block, numbers, K, width, *args):
         """Compute the gradient [d, K width] of the matrix that multiplies edge features [numbers, d]; see the kernel.
 
         block: indptr, indices and the destination of each edge.
         """
-        by, runs = given[-2], 1024
+        by, runs = args[-2], 1024
         to_by, size = by.new_empty(runs, *by.shape), (len(block[2]), numbers, K, width)
         threads = runs * K * self.threads(width)
-        self.run("edge_matrix_grad", threads, *block, *size, *given, runs, to_by)
+        self.run("edge_matrix_grad", threads, *block, *size, *args, runs, to_by)
         return to_by.sum(0)
 
 
@@ -215,8 +215,8 @@ class Lists:
         code.run("list_sizes", E, indices, E, size, slot)
         code.run("list_starts", (N + 31) // 32, N, size, start)
         code.run("list_edges", E, indices, E, start, slot, unordered)
-        given = indptr, indices, dst, E, start, size, unordered
-        code.run("list_in_order", E, *given, *ordered)
+        args = indptr, indices, dst, E, start, size, unordered
+        code.run("list_in_order", E, *args, *ordered)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -278,21 +278,21 @@ class _SelfAndMean(torch.autograd.Function):
         out = h.new_empty(S, 2 * width if alpha is None else width)
         code.self_and_mean((indptr, indices), h, no_rows, out, (alpha, beta, gamma))
         ctx.own = no_rows is None
-        own = h[:S] if ctx.needs_input_grad[3] else None
-        ctx.save_for_backward(indptr, indices, alpha, beta, gamma, own)
+        h_dst = h[:S] if ctx.needs_input_grad[3] else None
+        ctx.save_for_backward(indptr, indices, alpha, beta, gamma, h_dst)
         ctx.num_src, ctx.code = num_src, code
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F]
-        *block, alpha, beta, gamma, own = ctx.saved_tensors
+        *block, alpha, beta, gamma, h_dst = ctx.saved_tensors
         grad, to_alpha, out = grad.contiguous(), None, None
         if ctx.needs_input_grad[2]:
             options = {"scales": (alpha, beta, gamma), "own": ctx.own}
             out = ctx.code.self_and_mean_grad(block, grad, ctx.num_src, **options)
-        if own is not None:
-            to_alpha = (grad * own).float().sum(1)
+        if h_dst is not None:
+            to_alpha = (grad * h_dst).float().sum(1)
         return None, None, out, to_alpha, None, None, None, None
 
 
@@ -358,8 +358,8 @@ class _ReluDropout(torch.autograd.Function):
     def backward(ctx, grad):
         (kept,), grad, (S, width) = ctx.saved_tensors, grad.contiguous(), grad.shape
         out = torch.empty_like(grad)
-        given = kept, grad, S, width, _aligned(width, grad), ctx.scale, out
-        ctx.code.run("relu_dropout_grad", S * ctx.code.threads(width), *given)
+        args = kept, grad, S, width, _aligned(width, grad), ctx.scale, out
+        ctx.code.run("relu_dropout_grad", S * ctx.code.threads(width), *args)
         return out, None, None, None, None
 
 
@@ -407,8 +407,8 @@ def adam_rows(rows, grad, mean, square, weight, *numbers):
     code = functions([], grad, grad) if grad.dtype == torch.float32 == weight.dtype else None
     if code is None or not all(t.is_contiguous() for t in (rows, *tables)):
         return False
-    (n, width), whole = grad.shape, _aligned(grad.shape[1], grad, *tables)
-    code.run("adam_rows", n * code.threads(width), rows, grad, n, width, whole, *numbers, *tables)
+    (n, width), aligned = grad.shape, _aligned(grad.shape[1], grad, *tables)
+    code.run("adam_rows", n * code.threads(width), rows, grad, n, width, aligned, *numbers, *tables)
     return True
 
 
@@ -461,8 +461,8 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
         edges, by = attn.new_empty(0, 0), attn.new_empty(0, attn.numel())
     if not _fits(edges, by, indices.numel() + len(target) if len(by) else 0):
         return None
-    given = source, target, *(t.contiguous() for t in (attn, edges, by))
-    return _Attend.apply(indptr, indices, *given, self_rows, drawn, code)
+    args = source, target, *(t.contiguous() for t in (attn, edges, by))
+    return _Attend.apply(indptr, indices, *args, self_rows, drawn, code)
 
 
 class _Attend(torch.autograd.Function):
@@ -473,12 +473,12 @@ class _Attend(torch.autograd.Function):
         E, scale, aligned = indices.numel(), 256 / (256 - drop), _aligned(D, *rows, by)
         weights, out = attn.new_empty(E + S, K), torch.empty_like(target)
         dropped, dst = torch.empty_like(weights) if drop else None, destinations(code, *block)
-        given = *block, self_rows, dst, S, E, K, D, aligned, *rows, edges, len(by), by
+        args = *block, self_rows, dst, S, E, K, D, aligned, *rows, edges, len(by), by
         slopes = None  # of leaky ReLU, a bit each, for the backward pass
         if any(ctx.needs_input_grad):
             words = code.columns * -(-D // (32 * code.columns))
             slopes = dst.new_empty(E + S, K, words)
-        code.run("attention_scores", (E + S) * K, *given, weights, slopes)
+        code.run("attention_scores", (E + S) * K, *args, weights, slopes)
         size, random = (S, K), (*_on_device(seed), drop, scale)
         code.run("attention_softmax", S * K, *block, nodes, *size, *random, weights, dropped)
         size, used = (S, K, D, aligned), weights if dropped is None else dropped
@@ -497,21 +497,21 @@ class _Attend(torch.autograd.Function):
         aligned, threads = _aligned(D, *rows, by, grad), K * code.threads(D)
         to_scores, to_attn, to_by = torch.empty_like(weights), attn.new_empty(S, K * D), None
         to_source, to_target = torch.empty_like(source), torch.empty_like(target)
-        given = *block, dst, S, E, K, D, aligned, source, grad
-        code.run("attention_weight_grad", (E + S) * K, *given, to_scores)
+        args = *block, dst, S, E, K, D, aligned, source, grad
+        code.run("attention_weight_grad", (E + S) * K, *args, to_scores)
         kept = weights, dropped, ctx.scale
         code.run("attention_softmax_grad", S * K, *block, S, K, *kept, to_scores)
         size, made, extra = (S, E, K, D, aligned), (to_target, to_attn), (edges, len(by), by)
-        given = *size, *rows, *extra, to_scores
-        code.run("attention_target_grad", S * threads, *block, *given, *made)
+        args = *size, *rows, *extra, to_scores
+        code.run("attention_target_grad", S * threads, *block, *args, *made)
         if len(by):
-            given = E + S, K, D, aligned, *rows, *extra, to_scores
-            to_by = code.edge_matrix_grad((*block, dst), *given)
+            args = E + S, K, D, aligned, *rows, *extra, to_scores
+            to_by = code.edge_matrix_grad((*block, dst), *args)
         lists = Lists(code, block, N, dst, edges=True)
         listed, size = (*lists.of_source, lists.edge), (S, N, K, D, aligned)
         used = weights if dropped is None else dropped
-        given = *size, slopes, attn, used, to_scores, grad
-        code.run("attention_source_grad", N * threads, indptr, *listed, *given, to_source)
+        args = *size, slopes, attn, used, to_scores, grad
+        code.run("attention_source_grad", N * threads, indptr, *listed, *args, to_source)
         to_attn = to_attn.sum(0).view(K, D)
         return None, None, to_source, to_target, to_attn, None, to_by, None, None, None
 
@@ -542,8 +542,8 @@ class _EdgeSums(torch.autograd.Function):
     def forward(ctx, indptr, indices, h, edges, by, code):
         S, width = indptr.numel() - 1, h.shape[1]
         out, size = h.new_empty(S, width), (S, width, _aligned(width, h, by))
-        given = indptr, indices, h, edges, len(by), by, *size
-        code.run("edge_sums", S * code.threads(width), *given, out)
+        args = indptr, indices, h, edges, len(by), by, *size
+        code.run("edge_sums", S * code.threads(width), *args, out)
         ctx.save_for_backward(indptr, indices, h, edges, by)
         ctx.code = code
         return out
@@ -555,11 +555,11 @@ class _EdgeSums(torch.autograd.Function):
         grad, code, (N, width) = grad.contiguous(), ctx.code, h.shape
         aligned, extra = _aligned(width, h, by, grad), (edges, len(by), by)
         block = indptr, indices, destinations(code, indptr, indices)
-        given = len(edges), 1, width, aligned, h, grad, None, *extra, None
-        to_by = code.edge_matrix_grad(block, *given)
+        args = len(edges), 1, width, aligned, h, grad, None, *extra, None
+        to_by = code.edge_matrix_grad(block, *args)
         lists, out = Lists(code, block[:2], N, block[2], edges=True), torch.empty_like(h)
-        given = *lists.of_source, lists.edge, h, *extra, grad, N, width, aligned
-        code.run("edge_sums_grad", N * code.threads(width), *given, out)
+        args = *lists.of_source, lists.edge, h, *extra, grad, N, width, aligned
+        code.run("edge_sums_grad", N * code.threads(width), *args, out)
         return None, None, out, None, to_by, None
 
 
@@ -630,12 +630,12 @@ class _Stack(torch.autograd.Function):
             grads = [torch.mm(grad.t(), total), rows.sum(0), *grads]
             if i or ctx.needs_input_grad[0]:
                 num_src = len(kept) if i else ctx.num_input
-                given = (block.indptr, block.indices), product(grad, weight.t()), num_src
+                args = (block.indptr, block.indices), product(grad, weight.t()), num_src
             if i:
                 active = {"kept": kept, "scale": 256 / (256 - ctx.drops[i - 1][1]), "sums": True}
-                grad, rows = ctx.code.self_and_mean_grad(*given, scales=ctx.scales[i], **active)
+                grad, rows = ctx.code.self_and_mean_grad(*args, scales=ctx.scales[i], **active)
         learned = ctx.needs_input_grad[0]
-        to_x = ctx.code.self_and_mean_grad(*given, scales=ctx.scales[0]) if learned else None
+        to_x = ctx.code.self_and_mean_grad(*args, scales=ctx.scales[0]) if learned else None
         return to_x, *[None] * 6, *grads
 
 

@@ -137,10 +137,10 @@ class Backend:
         for k, most in zip(self.fanouts, self.most):
             again = rows[-1] if self.timed else 1  # at another time a node has its edges again
             room = rows[-1] * k if self.spec.rule == "replace" else self.num_edges * again
-            known = k > 0 and self.spec.rule != "labor"
-            if known:
+            bounded = k > 0 and self.spec.rule != "labor"
+            if bounded:
                 room = min(room, rows[-1] * k)
-            if not known or room > ROOM:
+            if not bounded or room > ROOM:
                 usual = k if k > 0 else self.num_edges / max(self.num_nodes, 1)
                 room = min(room, most or min(int(1.25 * usual * rows[-1]) + 4096, ROOM))
             places.append(max(room, 1))
@@ -295,10 +295,10 @@ class Frame:
         """Return the blocks of a finished batch, with its sizes or the given ones (S, then E and N of each hop)."""
         sizes = sizes or self.told[1 : 2 + 2 * len(self.parts)]
         memory, N, blocks = self.memory, sizes[0], []
-        for part, at, E, more in zip(self.parts, self.offsets, sizes[1::2], sizes[2::2]):
+        for part, at, E, num_src in zip(self.parts, self.offsets, sizes[1::2], sizes[2::2]):
             indptr = memory.narrow(0, at, N + 1)
             indices = memory.narrow(0, self.local + part.first, E)
-            N = more if part.relabel else N
+            N = num_src if part.relabel else N
             edge_ids = self.edges.narrow(0, part.first, E) if self.backend.spec.edge_ids else None
             src_times = self.times.narrow(0, 0, N) if self.backend.timed else None
             blocks.append((indptr, indices, memory.narrow(0, 0, N), edge_ids, src_times))

@@ -90,8 +90,8 @@ def load_model(path, model=None):
     as `model`, an nn.Module: a checkpoint never names code to run. Raises StoreError for other files.
     """
     state = read_checkpoint(path)
-    if model is None and is_own(own := state["flags"]["model"]):
-        raise StoreError(f"{path} holds weights of {own}: build it and give it as `model`")
+    if model is None and is_own(custom := state["flags"]["model"]):
+        raise StoreError(f"{path} holds weights of {custom}: build it and give it as `model`")
     model = described_network(state) if model is None else model
     with reading(f"checkpoint {path}"):
         model.load_state_dict(state["best"]["model"] or state["model"])
@@ -190,8 +190,8 @@ def adopted(args, state, path):
         if typed != value and not (is_own(typed) and is_own(value) or of_data):
             was = f"checkpoint {path} was made with {spelled(name)} {text_of(value)}"
             raise StoreError(f"{was}, this run has {text_of(typed)}")
-    if is_own(own := flags.get("model")):
-        raise StoreError(f"checkpoint {path} holds weights of {own}: give --model FILE.py:NAME")
+    if is_own(custom := flags.get("model")):
+        raise StoreError(f"checkpoint {path} holds weights of {custom}: give --model FILE.py:NAME")
     with reading(f"checkpoint {path}"):
         store_is_here = os.path.isfile(os.path.join(state["graph"]["path"], "meta.json"))
     if "dataset" not in args.typed and store_is_here:
@@ -207,9 +207,9 @@ def common_state(ranks, args):
     """Read the state to resume; the rank whose file is furthest ahead broadcasts it, as machines need not share a disk
     -> (state, its path, args with the flags of the state), or (None, None, args). --resume auto and a restart by
     torchrun read the file of --checkpoint. StoreError if ranks differ in flags that they need to have in common."""
-    own = args.checkpoint if args.checkpoint and os.path.isfile(args.checkpoint) else None
+    local = args.checkpoint if args.checkpoint and os.path.isfile(args.checkpoint) else None
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    path = own if args.resume == "auto" or own and restarted else args.resume
+    path = local if args.resume == "auto" or local and restarted else args.resume
     state = read_checkpoint(path) if path else None
     progress = ranks.gather((state["epoch"] << 28) + state["step"] if state else -1)
     if max(progress) >= 0:
@@ -261,10 +261,10 @@ def check_graph(ranks, state, path, args, task):
                 raise StoreError(f"{trained} of {labels} a node, {store.path} has others")
             store.several = bool(was)
         for name, here in names_of(store).items():
-            was, what = graph[name], name.replace("_", " ")
+            was, noun = graph[name], name.replace("_", " ")
             if here and was and f"num_{name}" in compared and was[: len(here)] != here:
                 were = "; ".join(was)[:300]
-                raise StoreError(f"{trained} whose {what} are {were}; {store.path} has others")
+                raise StoreError(f"{trained} whose {noun} are {were}; {store.path} has others")
         files, was = digests(store), graph["files"]
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not args.trains:

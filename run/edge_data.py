@@ -32,20 +32,22 @@ class EdgeData(NamedTuple):
 def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     """Choose the edge columns that a run uses -> (EdgeData, a line to print for each column). task: a `Task` or its
     class. Raises StoreError for flags that need a column the store lacks, or a model that cannot use one."""
-    used, lines, own = EdgeData(), [], is_own(args.model)
-    can, must = takes_edges(args.model) if own else (args.model in EDGE_CONVS, args.model == "gine")
+    used, lines, custom = EdgeData(), [], is_own(args.model)
+    can, must = args.model in EDGE_CONVS, args.model == "gine"
+    if custom:
+        can, must = takes_edges(args.model)
     if can and store.edge_features is not None:
         used = used._replace(features=store.edge_features)
         seen = f"{store.edge_dim} x {store.meta['edge_dtype']}"
         lines.append(f"the model sees the features of edges, {seen}")
     elif store.edge_features is not None:
-        why = "its forward has no `edges`" if own else f"{' and '.join(EDGE_CONVS)} take them"
+        why = "its forward has no `edges`" if custom else f"{' and '.join(EDGE_CONVS)} take them"
         lines.append(f"features of edges are not used by --model {args.model}: {why}")
     elif must:
-        instead = "give that argument a default" if own else "gin is the same without"
+        instead = "give that argument a default" if custom else "gin is the same without"
         needs = f"--model {args.model} takes features of edges, and {store.path} has none"
         raise StoreError(f"{needs}; {instead}")
-    used, of_types = typed_edges(args, store, used, own)
+    used, of_types = typed_edges(args, store, used, custom)
     lines += of_types
     timed = store.edge_time is not None and (task.timed_pairs or store.node_time is not None)
     temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
@@ -89,9 +91,9 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     return used, lines
 
 
-def typed_edges(args, store, used, own) -> tuple[EdgeData, list[str]]:
+def typed_edges(args, store, used, custom) -> tuple[EdgeData, list[str]]:
     """Add edge types to `used` if the model takes them -> (EdgeData, [line to print] or []). own: a user's model."""
-    if store.edge_type is not None and (own or args.model in TYPE_CONVS):
+    if store.edge_type is not None and (custom or args.model in TYPE_CONVS):
         count, names = store.num_edge_types, store.edge_types
         used = used._replace(type=store.edge_type, num_types=count, type_names=names)
         fanouts = hops(args.fanout, used)

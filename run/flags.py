@@ -115,8 +115,8 @@ def parse_args(argv, complete):
     """
     parser, argv = make_parser(), spelled_out(map(str, argv))
     args, absent = parser.parse_args(argv), object()
-    given = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), absent)))
-    typed = [name for name, value in vars(given).items() if value is not absent]
+    explicit = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), absent)))
+    typed = [name for name, value in vars(explicit).items() if value is not absent]
     from_file = args.resume not in (None, "auto")
     only_predicts = args.predict and from_file and {"epochs", "checkpoint"}.isdisjoint(typed)
     if args.resume == "auto" and not args.checkpoint:
@@ -189,7 +189,7 @@ def filled_in(args):
 
 def check_values(parser, args):
     """Reject a network that cannot work, and flags that were typed but have no effect, or not the one they name."""
-    task, own, on_gpu = TASKS[args.task], is_own(args.model), args.gpus > 0
+    task, custom, on_gpu = TASKS[args.task], is_own(args.model), args.gpus > 0
     gpus, embeddings = on_gpu and torch.cuda.device_count(), args.predict_what == "embeddings"
     if (hops := len(args.fanout)) != args.num_layers:
         fanouts = f"--fanout {text_of(args.fanout)} has {hops} hops"
@@ -199,8 +199,8 @@ def check_values(parser, args):
     if args.norm == "batch" and args.checkpoint_activations:
         parser.error("--norm batch counts twice with --checkpoint-activations: use --norm layer")
     if args.metric and args.metric not in task.metrics:
-        known = ", ".join(task.metrics) or "none"
-        parser.error(f"--metric {args.metric}: --task {args.task} has {known}")
+        metrics = ", ".join(task.metrics) or "none"
+        parser.error(f"--metric {args.metric}: --task {args.task} has {metrics}")
     if args.task == "graph" and args.precision == "fp64":
         parser.error("--precision fp64 is not for --task graph: take fp32")
 
@@ -219,11 +219,11 @@ def check_values(parser, args):
     refuse(not args.predict, "predict_what pairs", "needs --predict FILE.npy to write to")
     refuse(not args.checkpoint, "checkpoint_every", "needs --checkpoint FILE to write to")
     built_in, why = BUILT_IN + " hidden" * (not task.embeds), "is for the built-in models; "
-    refuse(own, built_in, why + "give {model} what it needs by --model-args")
-    refuse(own and embeddings, "predict_what", why + "take logits of {model}")
+    refuse(custom, built_in, why + "give {model} what it needs by --model-args")
+    refuse(custom and embeddings, "predict_what", why + "take logits of {model}")
     one_layer = embeddings and args.num_layers == 1
     refuse(one_layer, "predict_what", "would be the features with --num-layers 1")
-    refuse(not own, "model_args", "is for --model FILE.py:NAME, --model is {model}")
+    refuse(not custom, "model_args", "is for --model FILE.py:NAME, --model is {model}")
     refuse(args.model != "gat", "heads", "is for --model gat, --model is {model}")
     refuse(args.model not in TYPE_CONVS, "bases", "is for --model rgcn or rgat, --model is {model}")
     refuse(args.temporal == "off", "window", "is of times, --temporal is off")
@@ -332,13 +332,13 @@ def size(text):
 def positive(kind, zero=False, below=None):
     """Make an argparse type: a finite number above 0 (zero: at least 0), and below 2^31 if whole, or `below`."""
     below = below or (2**31 if kind is int else math.inf)
-    what = f"{'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
+    needed = f"{'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
 
     def parse(text):
         with suppress(ValueError):
             if 0 < (value := kind(text)) < below or zero and value == 0:
                 return value
         limit = f" and below {below}" if below < math.inf else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {what}{limit}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {needed}{limit}")
 
     return parse

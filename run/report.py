@@ -183,11 +183,11 @@ class Report:
         """Write the final scores, {name: value or None}, to TensorBoard, beside the flags."""
         if not self.board:
             return
-        known = {f"exact/{k.replace(' ', '_')}": v for k, v in figures.items() if v is not None}
+        scores = {f"exact/{k.replace(' ', '_')}": v for k, v in figures.items() if v is not None}
         flags = flags_of(self.args).items()
         flags = {k: v if isinstance(v, int | float) else str(v) for k, v in flags}
         with self.attempt("tensorboard"):
-            self.board.add_hparams(flags, known, run_name=".", global_step=self.args.epochs)
+            self.board.add_hparams(flags, scores, run_name=".", global_step=self.args.epochs)
             self.board.close()
 
     @contextmanager
@@ -197,8 +197,8 @@ class Report:
             yield
         except (OSError, StoreError) as error:
             if flag not in self.failed:
-                what = f"--{flag} {getattr(self.args, flag)}: {error}"
-                print(f"train.py: {what}; training goes on without it", file=sys.stderr)
+                failure = f"--{flag} {getattr(self.args, flag)}: {error}"
+                print(f"train.py: {failure}; training goes on without it", file=sys.stderr)
             self.failed.add(flag)
 
     def _append(self, figures):

@@ -39,7 +39,7 @@ def open_run(ranks, args, path, fits=lambda args, task: None):
 
 def build_model(ranks, args, task, used):
     """Build the network, with initial weights of --seed, the same on every rank."""
-    store, own, digest = task.store, None, None
+    store, custom, digest = task.store, None, None
     torch.manual_seed(args.seed)
     if own_model.is_own(args.model):
         if store.features.shape[0] < store.num_nodes:
@@ -47,9 +47,9 @@ def build_model(ranks, args, task, used):
             raise StoreError(f"--model {args.model}: {store.path} has types of {some}")
         edge_dim = store.edge_dim if used.features is not None else 0
         sizes = store.feature_dim, store.num_classes, edge_dim
-        own, digest = own_model.build(args.model, args.model_args or [], *sizes)
+        custom, digest = own_model.build(args.model, args.model_args or [], *sizes)
     names = "num_classes", "edge_dim", "num_edge_types"
-    model = task.network(args, store.meta | {n: getattr(store, n, 0) for n in names}, own)
+    model = task.network(args, store.meta | {n: getattr(store, n, 0) for n in names}, custom)
     model.digest = digest  # SHA-256 of the file of a user's network
     task.prepare(model)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
@@ -59,8 +59,8 @@ def build_model(ranks, args, task, used):
     if not any(getattr(layer, "uses_degree", False) for layer in layers):
         return model
     if used.time is not None and used.type is not None:
-        what = "a layer counts degrees by time, and lists are sorted by type first"
-        raise StoreError(f"--model {args.model}: {what}; --temporal off shows all edges")
+        conflict = "a layer counts degrees by time, and lists are sorted by type first"
+        raise StoreError(f"--model {args.model}: {conflict}; --temporal off shows all edges")
     if used.time is not None:
         model.degrees = degrees_at(store.indptr, used)
     else:

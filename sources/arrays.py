@@ -54,8 +54,8 @@ def _read(archive, member):
         return array
 
 
-def of_object(graph, own, ignore=()) -> "Arrays":
-    """Get the arrays of a DGLGraph or PyG Data under the names of an .npz file; `own` {name: array} replaces theirs."""
+def of_object(graph, extra, ignore=()) -> "Arrays":
+    """Get the arrays of a DGLGraph or PyG Data under the names of an .npz file; `extra` {name: array} replaces theirs."""
     kind = type(graph).__name__
     if hasattr(graph, "ndata"):
         arrays, single = {}, len(graph.ntypes) == len(graph.canonical_etypes) == 1
@@ -85,11 +85,12 @@ def of_object(graph, own, ignore=()) -> "Arrays":
         arrays = _with_edge_index(dict(arrays))
     else:
         raise StoreError(f"no graph is read from a {kind}: give a file, a DGLGraph or a PyG Data")
-    replaced = [*(FEATURES if "features" in own else ()), *(LABELS if "labels" in own else ())]
-    if any(name.endswith("_idx") for name in own):
+    replaced = [*(FEATURES if "features" in extra else ())]
+    replaced += LABELS if "labels" in extra else ()
+    if any(name.endswith("_idx") for name in extra):
         replaced += sum(PARTS.values(), [])
     kept = {name: v for name, v in arrays.items() if name.partition(":")[0] not in replaced}
-    arrays = Arrays(kind, {**kept, **own}, ignore)
+    arrays = Arrays(kind, {**kept, **extra}, ignore)
     if not (arrays.find(*FEATURES) or arrays.of_types):
         raise StoreError(f"the {kind} has no features: give them as features=")
     return arrays
@@ -165,8 +166,8 @@ class Arrays:
             keep = f"which mean the same: keep one, or ignore={present[1]}{self.suffix}"
             raise self.error(f"it has {present[0]} and {present[1]}, {keep}")
         if needed and not present:
-            known = ", ".join(self._values) or "none"
-            raise self.error(f"it has no array {' or '.join(names)}; its arrays are {known}")
+            available = ", ".join(self._values) or "none"
+            raise self.error(f"it has no array {' or '.join(names)}; its arrays are {available}")
         return present[0] if present else None
 
     def read(self, name, kinds="biuf"):
@@ -204,8 +205,8 @@ class Arrays:
 
     def columns(self):
         """Return {column of a store: array} of edge columns and `node_time`; for one type, of those that fit it."""
-        known = OF_EDGES if "," in self.suffix else OF_NODES if self.suffix else OF_GRAPH
-        names = {column: name for column in known if (name := self.find(*known[column]))}
+        meanings = OF_EDGES if "," in self.suffix else OF_NODES if self.suffix else OF_GRAPH
+        names = {column: name for column in meanings if (name := self.find(*meanings[column]))}
         if names:
             called = (c if c == n else f"{c} (called {n})" for c, n in names.items())
             self.say(f"it has {', '.join(called)}")
@@ -230,8 +231,8 @@ class Arrays:
             values = values.reshape(-1)
         elif values.ndim == 2 and len(some := values[(values >= 0).all(1)]):
             if (some.sum(1) <= 1).all() and np.isin(some, (0, 1)).all():
-                what = "one-hot rows: take argmax(1), -1 where no 1 is"
-                raise StoreError(f"{self.called(name)} holds {what}")
+                finding = "one-hot rows: take argmax(1), -1 where no 1 is"
+                raise StoreError(f"{self.called(name)} holds {finding}")
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
             return integers(self.called(name), values)

@@ -131,8 +131,8 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     kinds, parts = kinds if node is None else {**kinds, node: nodes.kind}, []
     for _, columns in table.read(kinds, missing):
         if table.rows > nodes.count:
-            known = "" if table.names else "; a header is known by names such as id and label"
-            raise table.error(nodes.count, f"more rows than in {nodes.source}{known}")
+            hint = "" if table.names else "; a header is known by names such as id and label"
+            raise table.error(nodes.count, f"more rows than in {nodes.source}{hint}")
         parts.append(columns)
     columns = {j: np.concatenate([part[j] for part in parts]) for j in kinds}
     if node is None:
@@ -144,10 +144,10 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     rows = nodes.numbers(table, 0, columns.pop(node))
     again = np.setdiff1d(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
     if len(again):
-        what = f"node {rows[again[0]]} occurs a second time"
+        problem = f"node {rows[again[0]]} occurs a second time"
         if table.width == 1 and not nodes.names and rows.max() <= 1:
-            what = "this looks like a mask of 0 and 1: ids of nodes are needed, one a line"
-        raise table.error(int(again[0]), what)
+            problem = "this looks like a mask of 0 and 1: ids of nodes are needed, one a line"
+        raise table.error(int(again[0]), problem)
     return rows, columns
 
 

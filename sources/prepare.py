@@ -117,8 +117,8 @@ def _recipe(name, root, seed, options):
         key += ["drop_duplicates"] * options["drop_duplicates"]
         return Path(file).stem[:100], key, functools.partial(build, name, seed=drawn, **options)
     if word not in NAMES:
-        known = f"no store, no .npz file and none of {', '.join(NAMES)}"
-        raise StoreError(f"dataset {name!r} is {known}; store.py build makes stores of tables")
+        kinds = f"no store, no .npz file and none of {', '.join(NAMES)}"
+        raise StoreError(f"dataset {name!r} is {kinds}; store.py build makes stores of tables")
     for option in filter(options.get, options):
         raise _no_effect(option, word, "it is for files of your own")
     defaults, draw = DRAWN_GRAPHS.get(word, ({}, None))
@@ -147,8 +147,8 @@ def parse(text, types, name) -> dict:
     for item in filter(None, text.split(",")):
         key, equals, value = (part.strip() for part in item.partition("="))
         if key not in types or not equals:
-            known = f"write NAME=VALUE with {', '.join(types)}" if types else "it takes none"
-            raise StoreError(f"{name} has no parameter {item!r}: {known}")
+            syntax = f"write NAME=VALUE with {', '.join(types)}" if types else "it takes none"
+            raise StoreError(f"{name} has no parameter {item!r}: {syntax}")
         if key in values:
             raise StoreError(f"{name}: {key} is given twice")
         try:
@@ -177,32 +177,32 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     kind = str(source) if is_file else type(source).__name__
     files.refuse_existing(path)
     params = {"ignore": list(ignore)} if ignore else {}
-    own = dict(features=features, labels=labels)
+    extra = dict(features=features, labels=labels)
     if isinstance(split, dict):
-        own |= {f"{part}_idx": ids for part, ids in split.items()}
+        extra |= {f"{part}_idx": ids for part, ids in split.items()}
     elif split is not None:
         params["split"] = int(split)
     columns = {column: options.pop(name, None) for name, column in TABLE_COLUMNS.items()}
-    own, columns = ({n: v for n, v in d.items() if v is not None} for d in (own, columns))
+    extra, columns = ({n: v for n, v in d.items() if v is not None} for d in (extra, columns))
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
     several_types = len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1
     idle = params if tables else columns
     if npz or several_types:  # which hold features, labels and split themselves
-        idle = {**own, **idle}
+        idle = {**extra, **idle}
     if idle:
         raise StoreError(f"{kind}: {min(idle)} has no effect on a graph of this kind")
     # large tables pass through files on the disk of the store
     with reading(f"cannot build {path}: {kind}"):
         if tables:
-            arrays = read_tables(kind, own, columns, path.absolute().parent)
+            arrays = read_tables(kind, extra, columns, path.absolute().parent)
             options |= {name: arrays.pop(name, None) for name in ("node_names", "edge_types")}
-            arrays = Arrays(kind, arrays, files=own)
+            arrays = Arrays(kind, arrays, files=extra)
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))
         else:
-            arrays = of_object(source, own, ignore)
+            arrays = of_object(source, extra, ignore)
         return _build_arrays(path, arrays, params, seed, **options)
 
 
@@ -224,21 +224,21 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
         params: dict, parameters of `NPZ`. seed: for what is drawn; None: 0, and the split of one graph is drawn when
             its store is opened. options: of `build_store`.
     """
-    drawn, many = _draws(arrays, seed is not None), arrays.find("node_offsets", "atom_offsets")
+    drawn, offsets = _draws(arrays, seed is not None), arrays.find("node_offsets", "atom_offsets")
     if seed is not None and not drawn:
         raise arrays.error(f"seed {seed} has no effect: it has a split, and nothing else is drawn")
-    understood = {None: "row_normalize", "atom_offsets": "radius"}.get(many)
+    understood = {None: "row_normalize", "atom_offsets": "radius"}.get(offsets)
     understood = "target" if arrays.of_types else understood
     idle = params.keys() - {"split", "ignore", understood}
-    idle |= {name for name, value in options.items() if many and value}
+    idle |= {name for name, value in options.items() if offsets and value}
     if idle:
-        held = "many small graphs" if many else "one graph"
+        held = "many small graphs" if offsets else "one graph"
         raise arrays.error(f"{min(idle)} has no effect: it holds {held}")
     source = {"dataset": Path(arrays.source).name, **params}
     if drawn:
         source["seed"] = seed or 0
-    if many:
-        if many == "node_offsets":
+    if offsets:
+        if offsets == "node_offsets":
             batches, count, entries = molecules(arrays)
         else:
             batches, count, entries = crystals(arrays, params.get("radius", 4.0))

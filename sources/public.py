@@ -135,8 +135,8 @@ def _typed_arrays(archive, kind) -> dict:
     for ends in map(tuple, archive.words("raw/triplet-type-list")):
         edges[ends] = np.concatenate([*archive.table(f"raw/relations/{'___'.join(ends)}/edge")]).T
 
-    def tables(what):
-        names_of = {name: f"raw/node-{what}/{name}/node-{what}" for name in names}
+    def tables(kind):
+        names_of = {name: f"raw/node-{kind}/{name}/node-{kind}" for name in names}
         return {n: file for n, file in names_of.items() if f"{file}.csv.gz" in archive.members}
 
     labels = {name: archive.column(file) for name, file in tables("label").items()}
@@ -164,16 +164,16 @@ def planetoid(name, root) -> dict:
             download(f"{url}/{file.name}", file)
         with reading(file):
             parts[part] = np.loadtxt(file, np.int64, ndmin=1) if "." in part else _unpickled(file)
-    train, test, known = len(parts["y"]), parts["test.index"], len(parts["allx"])
-    num_nodes = max(known + len(test), len(parts["graph"]))
+    train, test, num_allx = len(parts["y"]), parts["test.index"], len(parts["allx"])
+    num_nodes = max(num_allx + len(test), len(parts["graph"]))
 
     def joined(first, second):
-        both = (first, known), (second, len(test))
+        both = (first, num_allx), (second, len(test))
         both = [shaped(f"ind.{name}.{part}", parts[part], rows, "F") for part, rows in both]
         return np.concatenate(both)
 
     # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.
-    nodes, x, y = np.append(np.arange(known), test), joined("allx", "tx"), joined("ally", "ty")
+    nodes, x, y = np.append(np.arange(num_allx), test), joined("allx", "tx"), joined("ally", "ty")
     if not np.isin(y, (0, 1)).all():
         raise StoreError(f"ind.{name}.ally or ty holds values other than 0 and 1")
     features = np.zeros((num_nodes, x.shape[1]), np.float32)
@@ -181,7 +181,7 @@ def planetoid(name, root) -> dict:
     features[nodes], onehot[nodes] = x, y
     features /= np.maximum(features.sum(1, keepdims=True), 1e-12)
     edges = [(u, v) for v, sources in parts["graph"].items() for u in sources]
-    valid = np.arange(train, min(train + 500, known))
+    valid = np.arange(train, min(train + 500, num_allx))
     return dict(
         edge_index=np.array(edges or [(0, 0)])[: len(edges)].T,
         features=features,

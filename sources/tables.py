@@ -108,28 +108,28 @@ class Table:
             values = values.astype(np.int64)
         return values
 
-    def _refuse(self, first, j, bad, what, values=None):
+    def _refuse(self, first, j, bad, problem, values=None):
         if bad.any():
             row = int(bad.argmax())
-            what = what.format(None if values is None else values[row])
-            raise self.error(first + row, f"{self.column(j)} {what}")
+            problem = problem.format(None if values is None else values[row])
+            raise self.error(first + row, f"{self.column(j)} {problem}")
 
     def column(self, j) -> str:
         """Name a column for messages."""
         return repr(self.names[j]) if self.names and self.names[j] else f"column {j + 1}"
 
-    def named(self, what) -> list[int]:
+    def named(self, meaning) -> list[int]:
         """List the columns whose names have the meaning `what`, one of MEANINGS."""
-        return [j for j, name in enumerate(self.names or ()) if what in meanings(name, j)]
+        return [j for j, name in enumerate(self.names or ()) if meaning in meanings(name, j)]
 
-    def error(self, row, what) -> StoreError:
+    def error(self, row, problem) -> StoreError:
         """Make a StoreError that names the file and the line of a row."""
-        return StoreError(f"{self.name}, line {self._skipped + row + 1}: {what}")
+        return StoreError(f"{self.name}, line {self._skipped + row + 1}: {problem}")
 
-    def say(self, *more):
+    def say(self, *notes):
         """Print one line: what was guessed, the number of rows, and `more`."""
         rows = plural(self.rows, "row")
-        print(f"{Path(self.name).name}: {', '.join([*self.notes, rows, *more])}")
+        print(f"{Path(self.name).name}: {', '.join([*self.notes, rows, *notes])}")
 
     def _batches(self, types):
         """Yield the columns of each batch; pyarrow's errors are reworded with the line and the column's name."""
@@ -235,8 +235,8 @@ def is_header(rows) -> bool:
         return False
     if any(all(map(NUMBER.fullmatch, column)) for column in zip(*rest)):
         return True
-    known = any(map(meanings, first, range(len(first))))
-    return known and not set(first) & {cell for row in rest for cell in row}
+    named = any(map(meanings, first, range(len(first))))
+    return named and not set(first) & {cell for row in rest for cell in row}
 
 
 def meanings(name, j) -> set[str]:
@@ -244,7 +244,7 @@ def meanings(name, j) -> set[str]:
     column holds ids, too, if its name is empty or ends in id."""
     word = re.sub(r"[\W_]", "", name.lower())
     forms = {word, word.removesuffix("id").removesuffix("node")}
-    fitting = {what for what, words in MEANINGS.items() if forms & {*words.split()}}
+    fitting = {meaning for meaning, words in MEANINGS.items() if forms & {*words.split()}}
     like_id = word == "" or word.endswith("id") and "label" not in fitting
     return fitting | {"id"} if j == 0 and like_id else fitting
 

@@ -108,7 +108,7 @@ class GraphTask(Task):
         say_empty_parts(graphs.split, "graphs", say)
 
     @staticmethod
-    def network(args, widths, own=None):
+    def network(args, widths, custom=None):
         dtypes = {name: getattr(torch, widths[name]) for name in ("node_dtype", "edge_dtype")}
         sizes = widths["node_dim"], widths["edge_dim"], args.hidden, widths["target_dim"]
         return Regressor(*sizes, num_layers=args.num_layers, dropout=args.dropout, **dtypes)

@@ -184,8 +184,8 @@ class Links:
         self.pairs, self.edges = graph.pairs["train"].to(device), Edges(indptr, indices)
         self.times = None if graph.pair_times is None else graph.pair_times["train"].to(device)
         degrees = indptr.diff() if by_degree else None
-        known = self.edges if checked else None
-        self.negatives = Negatives(known, graph.num_nodes, degrees, graph.node_counts)
+        avoided = self.edges if checked else None
+        self.negatives = Negatives(avoided, graph.num_nodes, degrees, graph.node_counts)
 
     def draw(self, batch):
         """Draw a batch, as `draw` of a `NodeLoader` whose seeds are ids of training pairs -> (nodes: distinct ends of
@@ -291,7 +291,7 @@ class Evaluation:
             if others is None:
                 scores = scorer.against_all(h[source], h)
                 sums = scores.sum(1)
-                own = scores.gather(1, destination.unsqueeze(1))
+                positive = scores.gather(1, destination.unsqueeze(1))
                 scores[self._known(source)] = -torch.inf
                 if len(self.negatives.ends) > 2:  # of several types
                     first, end = (n.unsqueeze(1) for n in self.negatives.same_type(destination))
@@ -301,8 +301,8 @@ class Evaluation:
             else:  # in one product: another would round the scores of equal embeddings otherwise
                 both = torch.cat([destination.unsqueeze(1), others[rows]], 1)
                 scores = scorer(h[source].unsqueeze(1), h[both])
-                own, scores, sums = scores[:, :1], scores[:, 1:], scores.sum(1)
-            place = 1 + (scores > own).sum(1) + (scores == own).sum(1).to(h.dtype) / 2
+                positive, scores, sums = scores[:, :1], scores[:, 1:], scores.sum(1)
+            place = 1 + (scores > positive).sum(1) + (scores == positive).sum(1).to(h.dtype) / 2
             # NaN compares as not above: a pair with such a score would rank first
             places.append(torch.where(sums.isfinite(), place, torch.nan))
         return torch.cat(places) if places else h.new_zeros(0)
@@ -311,8 +311,8 @@ class Evaluation:
         """List what to leave out when ranking for sources [n]: themselves and their destinations -> (rows, nodes)."""
         (indptr, destinations), rows = self.lists, torch.arange(len(source))
         counts = indptr.diff()[source]
-        known = destinations[expand(indptr[source], counts)].long()
-        return torch.cat([rows.repeat_interleave(counts), rows]), torch.cat([known, source])
+        neighbours = destinations[expand(indptr[source], counts)].long()
+        return torch.cat([rows.repeat_interleave(counts), rows]), torch.cat([neighbours, source])
 
 
 @torch.no_grad()
@@ -353,9 +353,9 @@ class LinkTask(Task):
             if store.edge_type is None:
                 raise StoreError(f"--edge-type {args.edge_type}: the edges of {path} have no types")
             names = store.edge_types or [*map(str, range(store.num_edge_types))]
-            number, *more = types_called(args.edge_type, names) or [None]
-            if number is None or more:
-                why = f"there is {'more than one' if more else 'none'} among {'; '.join(names)}"
+            number, *others = types_called(args.edge_type, names) or [None]
+            if number is None or others:
+                why = f"there is {'more than one' if others else 'none'} among {'; '.join(names)}"
                 raise StoreError(f"--edge-type {args.edge_type}: {why}")
         timed = args.temporal != "off"
         self.store = split_edges(store, file := args.edge_split, args.seed, timed, number)
@@ -376,13 +376,13 @@ class LinkTask(Task):
         self.metric = args.metric or "mrr"
 
     @staticmethod
-    def network(args, widths, own=None):
-        network = own or gnn(args, widths, args.hidden)
+    def network(args, widths, custom=None):
+        network = custom or gnn(args, widths, args.hidden)
         if hasattr(network, "scorer"):
             needed = "--task link gives the network one of that name"
             raise StoreError(f"--model {args.model} has a `scorer`: {needed}, rename yours")
         network.scorer = Scorer(args.scorer, args.hidden)
-        if own and args.scorer != "dot":  # which has no parameters
+        if custom and args.scorer != "dot":  # which has no parameters
             network.register_forward_hook(joined_to_scorer)
         return network
 

@@ -19,10 +19,10 @@ class NotFinite(ValueError):
     """A loss, a weight or a score is NaN or infinite."""
 
 
-def check_scores(scores, what="scores"):
+def check_scores(scores, noun="scores"):
     """Raise NotFinite for scores that cannot be compared: NaN is neither above nor below any other."""
     if bad := scores.numel() - int(scores.isfinite().sum()):
-        raise NotFinite(f"{bad:,} of {scores.numel():,} {what} are not finite")
+        raise NotFinite(f"{bad:,} of {scores.numel():,} {noun} are not finite")
 
 
 def score(metric, logits, y):

@@ -38,8 +38,8 @@ class NodeTask(Task):
             raise StoreError(f"--metric roc_auc: the validation nodes of {path} are of one class")
 
     @staticmethod
-    def network(args, widths, own=None):
-        return own or gnn(args, widths, widths["num_classes"])
+    def network(args, widths, custom=None):
+        return custom or gnn(args, widths, widths["num_classes"])
 
     def attach(self, ranks, args, used, indptr, indices):
         self.times = used.seed_time

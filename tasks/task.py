@@ -34,8 +34,8 @@ class Task:
     placed, draw, load, metric = True, None, None, None
 
     @staticmethod
-    def network(args, widths, own=None):
-        """Return the network that the flags describe, or `own` of a user's file; widths: dict, of the data, such as
+    def network(args, widths, custom=None):
+        """Return the network that the flags describe, or `custom` of a user's file; widths: dict, of the data, such as
         `feature_dim` and `num_classes`. It has no `self`: a checkpoint is read without data."""
 
     @classmethod
@@ -97,11 +97,11 @@ def open_graph(path, say):
 
 def described(args, store):
     """Describe the graph, the network and the fanout of a run -> three strings."""
-    layers, own = plural(args.num_layers, "layer"), ":" in args.model
+    layers, custom = plural(args.num_layers, "layer"), ":" in args.model
     layers += f", hidden {args.hidden}, norm {args.norm}{', residual' * bool(args.residual)}"
     return (
         f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges",
-        f"{args.model}, {plural(args.num_layers, 'hop') if own else layers}",
+        f"{args.model}, {plural(args.num_layers, 'hop') if custom else layers}",
         f"fanout {','.join(map(str, args.fanout))} from the seeds outward",
     )
 
@@ -129,10 +129,10 @@ def output_of_own(name, width, network, batch):
         inputs = f"{len(batch.blocks)} blocks, one for each number of --fanout, and x {list(batch.x.shape)}"
         inputs += f", and for each block edges [E, {batch.edges[0].shape[1]}]" if edges else ""
         raise RuntimeError(f"{name} failed when it was called with {inputs}: {error}") from error
-    S, what = batch.blocks[-1].num_dst, type(output).__name__
+    S, actual = batch.blocks[-1].num_dst, type(output).__name__
     if isinstance(output, torch.Tensor):
-        what = f"{output.dtype} {list(output.shape)}"
+        actual = f"{output.dtype} {list(output.shape)}"
         if output.is_floating_point() and output.shape == (S, width):
             return output
     wanted = f"a row of {width} logits for each is needed"
-    raise StoreError(f"the model returned {what} for {S} seeds: {wanted}")
+    raise StoreError(f"the model returned {actual} for {S} seeds: {wanted}")
