@@ -263,7 +263,8 @@ class FeatureRing:
         if self.copied[slot] is not None:
             # wait for the last copies out of this pinned buffer; on CPU only `prefetch` guards a slot
             self.copied[slot].synchronize()
-        size, kept, copies = math.prod(shape) * dtype.itemsize, self.buffers[name], self.copies
+        size = math.prod(shape) * dtype.itemsize
+        kept, copies = self.buffers[name], self.copies
         if kept[slot] is None or kept[slot].numel() < size:
             largest = max((buffer.numel() for buffer in kept if buffer is not None), default=0)
             kept[slot] = None  # free its memory before more is allocated
@@ -320,13 +321,13 @@ def prefetch(make, items, *, depth=2, threads=1):
 
 
 def place(indptr, indices, labels, features, mode, device="cpu", extra=(), spare=0):
-    """Place a graph and its features as a mode says -> (indptr, indices, labels, features, *more).
+    """Place a graph and its features as a mode says -> (indptr, indices, labels, features, *extra).
 
     Args:
         indptr: int64 [V+1], indices: [M], labels: int64 [V], host tensors. features: in host memory.
         mode: one of MODES. "cuda-cuda": copied to GPU memory. "pinned-cuda": host memory that the GPU reads in place;
             pass what `share` returned. "cpu-cuda" and "cpu-cpu": unchanged; rows go through the ring.
-        device: the GPU of the first two modes. more: further host tensors, such as edge times.
+        device: the GPU of the first two modes. extra: further host tensors, such as edge times.
         spare: bytes of GPU memory that "pinned-cuda" may use to copy indptr and, if they suffice, indices too: sampling
             reads these at random.
 
@@ -420,7 +421,9 @@ def gpu_view(host, device):
     if (first := host.data_ptr()) % mmap.PAGESIZE:
         raise ValueError(f"host memory at {first:#x} does not start on a page: share() it first")
     end = first + -(-host.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    cudart, array, registered = torch.cuda.cudart(), _HostArray(host), []
+    cudart = torch.cuda.cudart()
+    array = _HostArray(host)
+    registered = []
 
     def unregister():  # before the memory is unmapped, else registering a later mapping of its address would fail
         with torch.cuda.device(device):

@@ -135,7 +135,9 @@ def inference(
                 offsets, sources = _lists(indptr, indices, a, b, on)
                 self_rows = torch.arange(a, b, dtype=sources.dtype, device=on)
                 degree = degrees[a:b].to(on) if layer.uses_degree else None
-                h_dst, extra, ends = _rows(h, a, b, on), {}, (int(indptr[a]), int(indptr[b]))
+                h_dst = _rows(h, a, b, on)
+                extra = {}
+                ends = int(indptr[a]), int(indptr[b])
                 if layer.edge_dim:
                     extra["edges"] = _rows(edges, *ends, on)
                 if layer.uses_types:

@@ -508,7 +508,9 @@ class GATv2Conv(Conv):
     ):
         drop = drop_byte(self.dropout) if self.training else 0
         seed = drawn_seed() if drop and seed is None else seed or 0
-        S, (K, D), target, by = len(h_dst), self.attn.shape, self.dst_linear(h_dst), None
+        S, (K, D) = len(h_dst), self.attn.shape
+        target = self.dst_linear(h_dst)
+        by = None
         drawn = nodes, seed, drop
         if self.edge_dim:
             edges, by = edges.to(self.attn.dtype), self.edge_linear.weight.t()

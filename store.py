@@ -238,7 +238,8 @@ class GraphStore:
     """
 
     def __init__(self, path, meta):
-        self.path, self.meta, records = Path(path).absolute(), meta, meta["files"]
+        self.path = Path(path).absolute()
+        self.meta, records = meta, meta["files"]
         for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
             setattr(self, name, meta[name])
         self.labelled = meta.get("labelled", True)

@@ -166,7 +166,8 @@ def count_edges(indptr, indices, types=None) -> dict[str, int]:
     src, dst = indices[looked_up], np.searchsorted(indptr, looked_up, "right") - 1
     reverses, counts = np.unique(_keys(src, dst, num_nodes), return_counts=True)
     exists = np.zeros(len(reverses), bool)
-    touched, first, duplicates, self_loops = indptr[1:] > indptr[:-1], 0, 0, 0
+    touched = indptr[1:] > indptr[:-1]
+    first = duplicates = self_loops = 0
     while first < num_nodes:  # neighbour lists of up to EDGE_CHUNK edges in all, or one longer list
         last = int(np.searchsorted(indptr, indptr[first] + EDGE_CHUNK, "right")) - 1
         last = max(last, first + 1)

@@ -471,7 +471,9 @@ def chunk_rows(array) -> int:
 
 def chunked(name, array, rows=None, progress=False) -> Iterator:
     """Yield (index of the first row, rows): slices of an array, or the chunks of `Rows`, which must add up."""
-    count, first, rows = array.shape[0], 0, rows or chunk_rows(array)
+    count = array.shape[0]
+    first = 0
+    rows = rows or chunk_rows(array)
     pieces = (array[a : a + rows] for a in range(0, count, rows))
     with progress_bar(progress, total=count, desc=name, unit="row") as bar:
         for chunk in array.chunks if isinstance(array, Rows) else pieces:

@@ -46,7 +46,9 @@ class LmdbFile:
     _open = weakref.WeakValueDictionary()
 
     def __init__(self, path, sync=True):
-        self.path, self.sync, self._env, self._pid = Path(path), sync, None, None
+        self.path = Path(path)
+        self.sync = sync
+        self._env = self._pid = None
         if not sync:  # a build: there are no readers yet, and the whole file is fsynced at the end
             self.path.touch()
 

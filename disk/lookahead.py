@@ -102,7 +102,8 @@ class LookaheadCache(CachedFeatures):
     """
 
     def __init__(self, features, budget, lookahead=None, hot=None, batches=None, share=(0, 1)):
-        shape, dtype, reader = tuple(features.shape), features.dtype, features.reader()
+        shape, dtype = tuple(features.shape), features.dtype
+        reader = features.reader()
         if library("pages") is None or reader is None:
             raise StoreError("a cache that looks ahead needs Linux and a C compiler")
         self.reader, self.budget, self.lookahead, self.room = reader, budget, lookahead, 0

@@ -243,7 +243,9 @@ class Kernels:
         key = "\0".join([source, arch, str(torch.version.cuda), *options])
         with cached(f"{name}-{arch}", key, ".cubin", make) as path:
             image = path.read_bytes()
-        self._driver, module, self._functions = _driver(), ctypes.c_void_p(), {}
+        self._driver = _driver()
+        self._functions = {}
+        module = ctypes.c_void_p()
         with self.current():
             self.bind()
             code = self._driver.cuModuleLoadData(ctypes.byref(module), image)
@@ -357,7 +359,9 @@ def compile_cuda(source, arch, options=()):
     For a GPU newer than NVRTC knows this is PTX of the latest architecture before it, which the driver compiles. With
     the option --ptxas-options=-v the log has the registers and local memory of each kernel.
     """
-    nvrtc, program, size, count = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_int()
+    nvrtc = _nvrtc()
+    program = ctypes.c_void_p()
+    size, count = ctypes.c_size_t(), ctypes.c_int()
 
     def call(function, *arguments):
         code = getattr(nvrtc, "nvrtc" + function)(*arguments)

@@ -16,7 +16,9 @@ class Backend:
 
     def __init__(self, spec):
         # one thread at a time seeds and uses DGL's generator
-        self.spec, self.dgl, self.lock = spec, import_dgl(), threading.Lock()
+        self.spec = spec
+        self.dgl = import_dgl()
+        self.lock = threading.Lock()
         small = spec.indices.dtype == torch.int32 and spec.indices.numel() < 2**31
         arrays = spec.indptr, spec.indices, spec.indices.new_empty(0)
         csc = tuple(t.to(torch.int32 if small else torch.int64) for t in arrays)

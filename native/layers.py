@@ -426,7 +426,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, code):
-        (S, C), grad, loss = logits.shape, torch.empty_like(logits), logits.new_empty(len(logits))
+        S, C = logits.shape
+        grad = torch.empty_like(logits)
+        loss = logits.new_empty(len(logits))
         code.run("cross_entropy", 32 * S, logits, labels, S, C, loss, grad)
         ctx.save_for_backward(grad)
         return loss.sum()
@@ -468,9 +470,12 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, indptr, indices, source, target, attn, edges, by, self_rows, drawn, code):
-        block, rows, S, (K, D) = (indptr, indices), (source, target, attn), len(target), attn.shape
+        block, rows = (indptr, indices), (source, target, attn)
+        S, (K, D) = len(target), attn.shape
         nodes, seed, drop = drawn
-        E, scale, aligned = indices.numel(), 256 / (256 - drop), _aligned(D, *rows, by)
+        E = indices.numel()
+        scale = 256 / (256 - drop)
+        aligned = _aligned(D, *rows, by)
         weights, out = attn.new_empty(E + S, K), torch.empty_like(target)
         dropped, dst = torch.empty_like(weights) if drop else None, destinations(code, *block)
         args = *block, self_rows, dst, S, E, K, D, aligned, *rows, edges, len(by), by
@@ -492,18 +497,22 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):  # [S, K D]
         *block, dst, source, target, attn, edges, by, weights, dropped, slopes = ctx.saved_tensors
-        rows, grad, code, indptr = (source, target, attn), grad.contiguous(), ctx.code, block[0]
+        rows = source, target, attn
+        grad, code = grad.contiguous(), ctx.code
         (S, N), E, (K, D) = (len(target), len(source)), len(dst), attn.shape
         aligned, threads = _aligned(D, *rows, by, grad), K * code.threads(D)
-        to_scores, to_attn, to_by = torch.empty_like(weights), attn.new_empty(S, K * D), None
+        to_scores = torch.empty_like(weights)
+        to_attn = attn.new_empty(S, K * D)
+        to_by = None
         to_source, to_target = torch.empty_like(source), torch.empty_like(target)
         args = *block, dst, S, E, K, D, aligned, source, grad
         code.run("attention_weight_grad", (E + S) * K, *args, to_scores)
         kept = weights, dropped, ctx.scale
         code.run("attention_softmax_grad", S * K, *block, S, K, *kept, to_scores)
-        size, made, extra = (S, E, K, D, aligned), (to_target, to_attn), (edges, len(by), by)
+        size = S, E, K, D, aligned
+        extra = edges, len(by), by
         args = *size, *rows, *extra, to_scores
-        code.run("attention_target_grad", S * threads, *block, *args, *made)
+        code.run("attention_target_grad", S * threads, *block, *args, to_target, to_attn)
         if len(by):
             args = E + S, K, D, aligned, *rows, *extra, to_scores
             to_by = code.edge_matrix_grad((*block, dst), *args)
@@ -511,7 +520,7 @@ class _Attend(torch.autograd.Function):
         listed, size = (*lists.of_source, lists.edge), (S, N, K, D, aligned)
         used = weights if dropped is None else dropped
         args = *size, slopes, attn, used, to_scores, grad
-        code.run("attention_source_grad", N * threads, indptr, *listed, *args, to_source)
+        code.run("attention_source_grad", N * threads, block[0], *listed, *args, to_source)
         to_attn = to_attn.sum(0).view(K, D)
         return None, None, to_source, to_target, to_attn, None, to_by, None, None, None
 
@@ -597,7 +606,9 @@ def stack(blocks, x, aggregated, weights, scales, drops):
 class _Stack(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, blocks, aggregated, scales, drops, codes, dtype, *weights):
-        (of_input, code), h, saved, learns = codes, x, [], any(ctx.needs_input_grad)
+        of_input, code = codes
+        h, saved = x, []
+        learns = any(ctx.needs_input_grad)
         for i, block in enumerate(blocks):
             kept = code.kept(h) if i and learns else None
             weight, bias = (
@@ -624,7 +635,8 @@ class _Stack(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # [S, C]
-        saved, grad, grads, rows = ctx.saved_tensors, grad.contiguous(), [], grad
+        saved, grads = ctx.saved_tensors, []
+        rows = grad = grad.contiguous()
         for i, block in reversed(list(enumerate(ctx.blocks))):
             kept, total, weight = saved[3 * i : 3 * i + 3]
             grads = [torch.mm(grad.t(), total), rows.sum(0), *grads]

@@ -213,7 +213,8 @@ class Frame:
         if self.shape == (rows, places, relabel_outer, excludes):
             return
         self.shape = rows, places, relabel_outer, excludes
-        S, spec, b, hops = rows[0], self.backend.spec, self.batch, len(places)
+        S, hops = rows[0], len(places)
+        spec, b = self.backend.spec, self.batch
         whole_lists = not excludes and spec.edge_times is None and spec.edge_type is None
         self.counted = spec.rule in COUNTED and whole_lists
         words = [-(-n // 32) for n in places]

@@ -189,7 +189,9 @@ def filled_in(args):
 
 def check_values(parser, args):
     """Reject a network that cannot work, and flags that were typed but have no effect, or not the one they name."""
-    task, custom, on_gpu = TASKS[args.task], is_own(args.model), args.gpus > 0
+    task = TASKS[args.task]
+    custom = is_own(args.model)
+    on_gpu = args.gpus > 0
     gpus, embeddings = on_gpu and torch.cuda.device_count(), args.predict_what == "embeddings"
     if (hops := len(args.fanout)) != args.num_layers:
         fanouts = f"--fanout {text_of(args.fanout)} has {hops} hops"

@@ -29,7 +29,9 @@ class Clock:
     host time of the start (time.perf_counter). laps: [(stage, start, end, thread or "GPU")], seconds since zero."""
 
     def __init__(self, cuda):
-        self.cuda, self.laps, self.events, self.zero = cuda, [], [], time.perf_counter()
+        self.cuda = cuda
+        self.laps, self.events = [], []
+        self.zero = time.perf_counter()
         self.traced = torch.autograd.profiler._is_profiler_enabled
         self.first = self.mark() if cuda else None
 

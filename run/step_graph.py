@@ -115,7 +115,9 @@ def build(run, optimizer):
         (StepGraphs, a line about them), or (None, why not; "" unless asked for or failed), alike on all ranks: a
         collective call. Ranks on which only the capture failed launch the same kernels one by one.
     """
-    ranks, args, graphs, why = run.ranks, run.args, None, obstacle(run)
+    ranks, args = run.ranks, run.args
+    graphs = None
+    why = obstacle(run)
     if ranks.sum(bool(why))[0]:
         return None, (why or ELSEWHERE) if args.cuda_graph == "on" else ""
     stream = torch.cuda.current_stream()

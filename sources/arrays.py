@@ -127,7 +127,9 @@ class Arrays:
 
     def __init__(self, source, values, ignore=(), suffix="", files=()):
         self._files = dict(files)
-        self.source, self.classes, self.suffix, self._taken = str(source), None, suffix, set()
+        self.source, self.suffix = str(source), suffix
+        self.classes = None
+        self._taken = set()
         self._values = {name: value for name, value in values.items() if value is not None}
         for name in ignore:
             self.find(name, needed=True)

@@ -230,7 +230,9 @@ def _spooled(table, folder, fields, nodes=None):
     if "edge_time" in fields and table.kinds[fields["edge_time"][0]] in ("whole", "coded"):
         dtypes["edge_time"] = np.int64
     record = [(n, dtypes.get(n, np.float32), (len(which),)) for n, which in fields.items()]
-    record, kinds, ends = np.dtype(record, align=True), {}, fields.get("ends", ())
+    record = np.dtype(record, align=True)
+    kinds = {}
+    ends = fields.get("ends", ())
     for name, which in fields.items():
         kinds |= dict.fromkeys(which, int if record[name].base == np.int64 else float)
     kinds |= {j: nodes.kind for j in ends}

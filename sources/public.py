@@ -164,7 +164,9 @@ def planetoid(name, root) -> dict:
             download(f"{url}/{file.name}", file)
         with reading(file):
             parts[part] = np.loadtxt(file, np.int64, ndmin=1) if "." in part else _unpickled(file)
-    train, test, num_allx = len(parts["y"]), parts["test.index"], len(parts["allx"])
+    train = len(parts["y"])
+    test = parts["test.index"]
+    num_allx = len(parts["allx"])
     num_nodes = max(num_allx + len(test), len(parts["graph"]))
 
     def joined(first, second):
@@ -173,7 +175,9 @@ def planetoid(name, root) -> dict:
         return np.concatenate(both)
 
     # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.
-    nodes, x, y = np.append(np.arange(num_allx), test), joined("allx", "tx"), joined("ally", "ty")
+    nodes = np.append(np.arange(num_allx), test)
+    x = joined("allx", "tx")
+    y = joined("ally", "ty")
     if not np.isin(y, (0, 1)).all():
         raise StoreError(f"ind.{name}.ally or ty holds values other than 0 and 1")
     features = np.zeros((num_nodes, x.shape[1]), np.float32)

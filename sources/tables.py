@@ -55,7 +55,8 @@ class Table:
     """
 
     def __init__(self, stream, name):
-        self.name, self.names, self.rows, self.notes = str(name), None, 0, []
+        self.name = str(name)
+        self.names, self.rows, self.notes = None, 0, []
         self._stream, self._skipped, self._separator = stream, 0, None
         with reading(self.name):
             magic = stream.read(6)
@@ -127,7 +128,7 @@ class Table:
         return StoreError(f"{self.name}, line {self._skipped + row + 1}: {problem}")
 
     def say(self, *notes):
-        """Print one line: what was guessed, the number of rows, and `more`."""
+        """Print one line: what was guessed, the number of rows, and `notes`."""
         rows = plural(self.rows, "row")
         print(f"{Path(self.name).name}: {', '.join([*self.notes, rows, *notes])}")
 
