@@ -120,7 +120,7 @@ class Table:
         return repr(self.names[j]) if self.names and self.names[j] else f"column {j + 1}"
 
     def named(self, meaning) -> list[int]:
-        """List the columns whose names have the meaning `what`, one of MEANINGS."""
+        """List the columns whose names have a meaning, one of MEANINGS."""
         return [j for j, name in enumerate(self.names or ()) if meaning in meanings(name, j)]
 
     def error(self, row, problem) -> StoreError:
