@@ -105,14 +105,15 @@ def seeds_at(times, nodes=None):
 class NodeLoader:
     """Iterate over the batches of an epoch; each `for` is another epoch, in another order. After a break the next `for`
     resumes after the last step whose batches were all handed out, and so does a loader that was given another one's
-    `state_dict`, even in mid-epoch and with another number of processes.
+    `state_dict`, even in mid-epoch and with another number of processes. Without shuffling it starts again.
 
     Args:
         graph: GraphStore, `Graph` or anything else with indptr, indices, features and labels.
         seeds: node ids to train on, int [T], or a mask, bool [V].
         fanouts: neighbours sampled per node, one number per layer from the seeds outward; -1 for all.
         batch_size: seeds per process and pass. accumulate: passes per optimizer step.
-        shuffle: False takes the seeds in the order given and draws the same neighbours in each epoch: for evaluation.
+        shuffle: False takes the seeds in the order given, all of them in each `for`, and draws the same neighbours in
+            each: for evaluation.
         seed: any int; determines the order of the seeds and their neighbours.
         rank, world: this process's rank, the number of processes. Each gets its part of every step, maybe an empty one.
         device: where batches go; None: where the features are. dtype: of x.
@@ -190,7 +191,8 @@ class NodeLoader:
             options["edge_features"] = torch.as_tensor(graph.edge_features) if edges else None
             device = device or getattr(rows, "device", "cpu")
             ring = FeatureRing(rows, torch.as_tensor(graph.labels), device=device, **options)
-        self.sampler, self.ring, self.draw, self.load, self.timed = sampler, ring, draw, load, timed
+        self.node_sampler, self.ring, self.timed = sampler, ring, timed
+        self.draw, self.load = draw, load
         self.options, self.epoch, self.step = {"depth": depth, "threads": threads}, 0, 0
 
     steps = property(lambda self: -(-self.seeds.numel() // self.total_batch))
@@ -215,7 +217,8 @@ class NodeLoader:
             for batch, fetched in stream:
                 fetched.wait()
                 done = epoch * self.steps + batch.step + batch.last
-                self.epoch, self.step = divmod(done, self.steps)
+                if self.shuffle:
+                    self.epoch, self.step = divmod(done, self.steps)
                 yield batch
         self.epoch, self.step = epoch + 1, 0
 
@@ -247,7 +250,7 @@ class NodeLoader:
         with self.timed("sample"):
             nodes, options, y = self.draw(part) if self.draw else (part.seeds, {}, None)
             options = {**options, "relabel_outer": not self.ring.first_hop}
-            blocks = self.sampler.sample(nodes, part.global_step, **options)
+            blocks = self.node_sampler.sample(nodes, part.global_step, **options)
         return part._replace(blocks=blocks, y=y)
 
     def _make(self, part, slot):

@@ -143,12 +143,16 @@ def test_loader_batches_may_be_kept_unless_their_buffers_are_reused():
 
 
 def test_loader_in_order_draws_the_same_in_each_epoch_and_takes_masks():
+    """Also after a loop that was left, as after Lightning's sanity check of a validation loader."""
     graph, _ = _for_loading()
     mask = torch.rand(300) < 0.5
     batches = loader.NodeLoader(graph, mask, [4, 2], batch_size=64, shuffle=False)
     once = _loaded(batches)
     assert sum((b[4] for b in once), []) == mask.nonzero().flatten().tolist()
+    next(itertools.islice(batches, 1, None))
     assert once == _loaded(batches)
+    # Lightning takes a loader with a `sampler` for torch's and asks it for more
+    assert not hasattr(batches, "sampler")
 
 
 def test_loader_says_what_does_not_fit_the_graph():

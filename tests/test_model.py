@@ -447,10 +447,11 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         ("sage", "norms.0", torch.nn.Tanh()),
         ("gin", "layers.0.mlp.0", torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())),
         ("sage", "norms.0", model.LayerNorm(6, elementwise_affine=False)),
+        ("sage", "forward", None),  # its own, as accelerate's unwrap_model leaves it
     ):
         net, copies = GNN(6, 6, 3, conv=conv, num_layers=2, dropout=0.0), (x.clone(), table.clone())
         parent, _, name = part.rpartition(".")
-        setattr(net.get_submodule(parent), name, other)
+        setattr(net.get_submodule(parent), name, other or net.forward)
         out = net(blocks, x)
         out.sum().backward()
         torch.testing.assert_close(inference(net, *graph, table), out)
@@ -467,6 +468,8 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         lambda net: net.register_forward_hook(lambda *given: None),
         lambda net: net.layers[0].register_forward_hook(lambda *given: None),
         lambda net: net.layers.__setitem__(0, _Doubled(6, 8)),
+        lambda net: setattr(net, "forward", lambda *given: None),
+        lambda net: setattr(net, "forward", GNN(6, 8, 3, num_layers=2).forward),
     ):
         change(net := GNN(6, 8, 3, num_layers=2))
         _refuses("inference goes layer by layer", inference, net, *graph, table, error=ValueError)
