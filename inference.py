@@ -78,6 +78,7 @@ def inference(
     """
     if not layerwise(model):
         needs = "`finish`, `layers` of Conv without hooks, and no forward, embed or step overridden alone"
+        needs += "; pass the network in a wrapper, not the wrapper"
         raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
     indptr, indices = torch.as_tensor(indptr), torch.as_tensor(indices)
     if any(p.dtype != torch.float32 for p in model.parameters()):

@@ -117,7 +117,7 @@ class NodeLoader:
         seed: any int; determines the order of the seeds and their neighbours.
         rank, world: this process's rank, the number of processes. Each gets its part of every step, maybe an empty one.
         device: where batches go; None: where the features are. dtype: of x.
-        depth: batches prepared ahead of the one in use; 0: none, as features that are trained themselves need.
+        depth: batches prepared ahead of the one in use; 0: none, as for features that require a gradient, which change.
         threads: how many threads prepare them.
         reuse: True reuses depth + 1 buffers for x: faster on CPU, but x is overwritten when the next batch is asked
             for. False: every batch may be kept. On a GPU each x is new, except in CUDA graphs (run/step_graph.py).
@@ -187,6 +187,7 @@ class NodeLoader:
         if ring is None and not load:
             rows = getattr(graph.features, "tensor", graph.features)
             rows = rows if hasattr(rows, "gather") else torch.as_tensor(rows)  # an array
+            depth = 0 if getattr(rows, "requires_grad", False) else depth
             options = dict(slots=depth + 1, streams=threads, dtype=dtype, reuse=reuse)
             options["edge_features"] = torch.as_tensor(graph.edge_features) if edges else None
             device = device or getattr(rows, "device", "cpu")

@@ -271,8 +271,8 @@ def unchanged(*modules, kinds=frozenset()):
 
 def hooked(*modules):
     """Whether a module has hooks, or a `forward` set on it that is not its class's."""
-    forwards = (m for m in modules if "forward" in vars(m) and overrides(m, type(m), ["forward"]))
-    return any(vars(m).get(name) for m in modules for name in HOOKS) or any(forwards)
+    changed = ("forward" in vars(m) and overrides(m, type(m), ["forward"]) for m in modules)
+    return any(changed) or any(vars(m).get(name) for m in modules for name in HOOKS)
 
 
 def overrides(module, base, names=("message", "combine")):

@@ -129,6 +129,17 @@ def test_loader_goes_on_where_another_one_stood():
         _refuses(words, other.load_state_dict, whole.state_dict(), error=ValueError)
 
 
+def test_loader_takes_features_that_are_trained_as_they_are_after_each_step():
+    """Rows fetched ahead would be those of earlier steps, how many of them by chance."""
+    graph, seeds = _for_loading()
+    table = torch.zeros(300, 5, requires_grad=True)
+    for batch in loader.NodeLoader(graph._replace(features=table), seeds, [4, 2], batch_size=20):
+        assert torch.equal(batch.x, table[batch.blocks[0].src_nodes])
+        batch.x.sum().backward()
+        with torch.no_grad():
+            table -= table.grad
+
+
 def test_loader_batches_may_be_kept_unless_their_buffers_are_reused():
     graph, seeds = _for_loading()
     single, double, x = torch.float32, torch.float64, graph.features

@@ -473,3 +473,6 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
     ):
         change(net := GNN(6, 8, 3, num_layers=2))
         _refuses("inference goes layer by layer", inference, net, *graph, table, error=ValueError)
+    averaged = torch.optim.swa_utils.AveragedModel(GNN(6, 8, 3, num_layers=2))
+    words = "pass the network in a wrapper"
+    _refuses(words, inference, averaged, *graph, table, error=ValueError)
