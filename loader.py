@@ -37,7 +37,7 @@ def from_edge_index(edge_index, num_nodes):
     edge_index: integers [2, M], row 0 the sources, row 1 the destinations, as in PyG: a tensor, an array or two lists.
     ValueError for another shape, values that are not integers, or a node id outside [0, num_nodes).
     """
-    edges = torch.as_tensor(edge_index).cpu()
+    edges = torch.as_tensor(edge_index, device="cpu")
     floats = edges.numel() and (edges.is_floating_point() or edges.dtype == torch.bool)
     if edges.shape[:-1] != (2,) or floats:
         what = f"{edges.dtype} {list(edges.shape)}"
@@ -51,6 +51,11 @@ def from_edge_index(edge_index, num_nodes):
     np.cumsum(np.bincount(keys // max(num_nodes, 1), minlength=num_nodes), out=indptr[1:])
     indices = (keys % max(num_nodes, 1)).astype(np.int32 if num_nodes < 1 << 31 else np.int64)
     return torch.from_numpy(indptr), torch.from_numpy(indices)
+
+
+def _tensor(values):
+    """Return a tensor, or features with `gather`, as they are; an array as a tensor in host memory."""
+    return values if hasattr(values, "gather") else torch.as_tensor(values, device="cpu")
 
 
 def _check_sizes(graph, seeds, edges):
@@ -164,7 +169,8 @@ class NodeLoader:
         for name, (value, least) in sizes.items():
             if value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
-        seeds = torch.as_tensor(seeds).cpu()  # a GPU would index it on a stream no slot waits for
+        # a GPU would index it on a stream no slot waits for
+        seeds = torch.as_tensor(seeds, device="cpu")
         if seeds.dim() != 1:
             raise ValueError(f"seeds is {list(seeds.shape)}: node ids [T] or a mask [V] is needed")
         if not load and (sampler is None or ring is None):
@@ -182,16 +188,15 @@ class NodeLoader:
             if types and kinds is None or not types and any(isinstance(k, list) for k in fanouts):
                 needed = "types=True and a graph with edge_type are needed to draw by type"
                 raise ValueError(f"types is {types}, fanouts {fanouts}: {needed}")
-            options["edge_type"] = torch.as_tensor(kinds) if types else None
-            sampler = NeighborSampler(*map(torch.as_tensor, arrays), fanouts, **options)
+            options["edge_type"] = _tensor(kinds) if types else None
+            sampler = NeighborSampler(*map(_tensor, arrays), fanouts, **options)
         if ring is None and not load:
-            rows = getattr(graph.features, "tensor", graph.features)
-            rows = rows if hasattr(rows, "gather") else torch.as_tensor(rows)  # an array
+            rows = _tensor(getattr(graph.features, "tensor", graph.features))
             depth = 0 if getattr(rows, "requires_grad", False) else depth
             options = dict(slots=depth + 1, streams=threads, dtype=dtype, reuse=reuse)
-            options["edge_features"] = torch.as_tensor(graph.edge_features) if edges else None
+            options["edge_features"] = _tensor(graph.edge_features) if edges else None
             device = device or getattr(rows, "device", "cpu")
-            ring = FeatureRing(rows, torch.as_tensor(graph.labels), device=device, **options)
+            ring = FeatureRing(rows, _tensor(graph.labels), device=device, **options)
         self.node_sampler, self.ring, self.timed = sampler, ring, timed
         self.draw, self.load = draw, load
         self.options, self.epoch, self.step = {"depth": depth, "threads": threads}, 0, 0

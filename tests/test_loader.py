@@ -20,7 +20,7 @@ from inference import inference
 from model import SAGE
 from run.run import open_run
 from sampler import NeighborSampler
-from store import build_store
+from store import GraphStore, build_store
 from tests.common import _as_lists, _graph, _random_graph
 from tests.stores import _refuses
 
@@ -208,6 +208,24 @@ def test_loader_brings_the_features_of_edges():
         for batch in loader.NodeLoader(graph, seeds, [4, 2], batch_size=50, edges=True, **options):
             for rows, block in zip(batch.edges, batch.blocks, strict=True):
                 assert torch.equal(rows, torch.from_numpy(e)[block.edge_ids].to(dtype))
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_loader_leaves_data_in_host_memory_whatever_the_default_device(backend, tmp_path):
+    """After torch.set_default_device("cuda") too: stores, loaders and predictions are made and used."""
+    seeds, net, given = torch.arange(60), SAGE(5, 8, 7, num_layers=2), _graph(60, 400, classes=7)
+    with torch.device("meta"):
+        graph = GraphStore.open(build_store(tmp_path / "g", **given, backend=backend))
+        rows = graph.features.gather(seeds)
+        if backend == "mmap" and (reader := graph.features.reader()):
+            assert torch.equal(reader.read(seeds, rows.clone()), rows)
+        graph_of = functools.partial(loader.Graph, features=rows.numpy(), labels=given["labels"])
+        for one in (graph, graph_of(*loader.from_edge_index(given["edge_index"].tolist(), 60))):
+            for options in ({}, {"depth": 0, "reuse": True}):
+                for batch in loader.NodeLoader(one, seeds.tolist(), [4, 2], **options):
+                    net(batch.blocks, batch.x).sum().backward()
+            logits = inference(net, one.indptr, one.indices, one.features)
+            assert logits.device.type == "cpu" and logits.isfinite().all()
 
 
 def test_ring_with_too_few_slots_says_how_many():
