@@ -169,8 +169,7 @@ class NodeLoader:
         for name, (value, least) in sizes.items():
             if value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
-        # a GPU would index it on a stream no slot waits for
-        seeds = torch.as_tensor(seeds, device="cpu")
+        seeds = torch.as_tensor(seeds, device="cpu")  # a GPU would index it on another stream
         if seeds.dim() != 1:
             raise ValueError(f"seeds is {list(seeds.shape)}: node ids [T] or a mask [V] is needed")
         if not load and (sampler is None or ring is None):
