@@ -35,7 +35,8 @@ def functions(integers, source, target):
     Args:
         integers: tensors of ids, of one dtype; None entries are ignored. source, target: input and output rows.
     """
-    if torch.jit.is_tracing():  # records torch operations only
+    # which follow torch operations only: the tracer; grad, vmap, jvp of torch.func
+    if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
         return None
     integers = [t for t in integers if t is not None]
     ids = integers[0].dtype if integers else torch.int32
