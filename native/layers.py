@@ -607,7 +607,9 @@ class _Stack(torch.autograd.Function):
             if aggregated and not i:
                 total = h.to(dtype)
             else:
-                total = h.new_empty(len(block.indptr) - 1, weight.shape[1], dtype=dtype)
+                # as wide as h asks for: `product` refuses a weight of another width
+                width = h.shape[1] * (2 if scales[i][0] is None else 1)
+                total = h.new_empty(len(block.indptr) - 1, width, dtype=dtype)
                 active = activation(block.src_nodes, *drops[i - 1]) if i else UNCHANGED
                 bits, lists = {"active": active, "kept": kept}, (block.indptr, block.indices)
                 if i and code.on_cpu:  # rows are read several times: a separate pass is faster

@@ -253,13 +253,21 @@ def test_model_refuses_other_rows_than_those_of_its_blocks(name):
     graph = _random_graph(np.random.default_rng(13), 90, 5)
     blocks = NeighborSampler(*graph, [3, 3, 3], edge_ids=True).sample(torch.arange(9), 0)
     net, x, edges = _net(name), torch.randn(90, 12), [torch.randn(b.num_edges, 3) for b in blocks]
-    given = {"edges": edges[0]} if net.edge_dim else {}
+    given, graph_edges = {"edges": edges[0]} if net.edge_dim else {}, torch.randn(len(graph[1]), 3)
     for call in (
         lambda: net(blocks[::-1], x, edges=edges[::-1]),
         lambda: net(blocks, torch.randn(91, 12), edges=edges),
         lambda: net.layers[0](blocks[0], x[: blocks[0].num_src - 1], **given),
     ):
         _refuses("rows: .* are needed, those of block.src_nodes", call, error=ValueError)
+    for width in (11, 13):
+        rows = torch.randn(blocks[0].num_src, width)
+        for call in (
+            lambda: net(blocks, rows, edges=edges),
+            lambda: net.layers[0](blocks[0], rows, **given),
+            lambda: inference(net, *graph, torch.randn(90, width), edges=graph_edges),
+        ):
+            _refuses("shape|size|must match", call, error=RuntimeError)
     outer = NeighborSampler(*graph, [3]).sample(torch.arange(9), 0, relabel_outer=False)
     _refuses("a block has global ids", net.layers[0], *outer, x, **given, error=ValueError)
     if given:
