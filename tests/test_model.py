@@ -481,6 +481,19 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
     ):
         change(net := GNN(6, 8, 3, num_layers=2))
         _refuses("inference goes layer by layer", inference, net, *graph, table, error=ValueError)
+    edges = [torch.randn(block.num_edges, 3) for block in blocks]
+    for conv, part, other in (  # C code would read rows of another width or number than there are
+        ("gat", "layers.0.src_linear", torch.nn.Linear(6, 4)),
+        ("gat", "layers.0.dst_linear", torch.nn.Linear(6, 4)),
+        ("gat", "layers.0.edge_linear", model.Linear(3, 4, bias=False)),
+        ("gine", "layers.0.edge_linear", model.Linear(3, 4)),
+        ("gcn", "degrees", lambda block: torch.ones(block.num_dst - 1, 2)),
+    ):
+        dim = {"edge_dim": 3} if conv in model.EDGE_CONVS else {}
+        net = GNN(6, 8, 3, conv=conv, num_layers=2, **dim)
+        parent, _, name = part.rpartition(".")
+        setattr(net.get_submodule(parent), name, other)
+        _refuses("[sS]ize", net, blocks, x, edges=edges, error=RuntimeError)
     averaged = torch.optim.swa_utils.AveragedModel(GNN(6, 8, 3, num_layers=2))
     words = "pass the network in a wrapper"
     _refuses(words, inference, averaged, *graph, table, error=ValueError)
