@@ -37,7 +37,7 @@ def from_edge_index(edge_index, num_nodes):
     edge_index: integers [2, M], row 0 the sources, row 1 the destinations, as in PyG: a tensor, an array or two lists.
     ValueError for another shape, values that are not integers, or a node id outside [0, num_nodes).
     """
-    edges = torch.as_tensor(edge_index, device="cpu")
+    edges = _tensor(edge_index).cpu()
     floats = edges.numel() and (edges.is_floating_point() or edges.dtype == torch.bool)
     if edges.shape[:-1] != (2,) or floats:
         what = f"{edges.dtype} {list(edges.shape)}"
@@ -169,7 +169,7 @@ class NodeLoader:
         for name, (value, least) in sizes.items():
             if value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
-        seeds = torch.as_tensor(seeds, device="cpu")  # a GPU would index it on another stream
+        seeds = _tensor(seeds).cpu()  # a GPU would index it on a stream no slot waits for
         if seeds.dim() != 1:
             raise ValueError(f"seeds is {list(seeds.shape)}: node ids [T] or a mask [V] is needed")
         if not load and (sampler is None or ring is None):
