@@ -203,6 +203,9 @@ def launch(worker, nprocs, *args, gpus=0):
         if code := worker(Ranks(gpus=gpus), *args):
             sys.exit(code)
         return
+    if worker.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        needed = "define it in a file, from which processes can import it"
+        raise ValueError(f"{worker.__name__} is defined in a notebook or session: {needed}")
     # The parent hosts the rendezvous on a free loopback port: torch's own store would listen on every address.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]

@@ -82,7 +82,7 @@ class CudaCopies:
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def buffer(self, size):
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     @contextmanager
     def stream(self, slot, blocks=()):
@@ -269,7 +269,8 @@ class FeatureRing:
             largest = max((buffer.numel() for buffer in kept if buffer is not None), default=0)
             kept[slot] = None  # free its memory before more is allocated
             total = 1 << (size - 1).bit_length() if size else 0
-            kept[slot] = copies.buffer(total) if copies else torch.empty(total, dtype=torch.uint8)
+            like = {"dtype": torch.uint8, "device": "cpu"}
+            kept[slot] = copies.buffer(total) if copies else torch.empty(total, **like)
             if total > largest and name != "rest":
                 grown = f"ring: the buffer of a slot has grown to {total:,} bytes"
                 self.log(f"{grown} for a batch of {shape[0]:,} rows; there are {len(kept)} slots")
@@ -355,7 +356,8 @@ def _copy_rows(source, target, ids=None):
         if plain:
             target[a:b] = source[a:b]
         else:
-            target[a:b] = take(source, torch.arange(a, b) if ids is None else ids[a:b])
+            rows = torch.arange(a, b, device="cpu") if ids is None else ids[a:b]
+            target[a:b] = take(source, rows)
     return target
 
 

@@ -6,6 +6,7 @@ Copy this file and model.py into your own code: they need only torch.
 """
 
 import copy
+import functools
 import mmap
 import os
 import tempfile
@@ -78,8 +79,10 @@ def inference(
     """
     if not layerwise(model):
         needs = "`finish`, `layers` of Conv without hooks, and no forward, embed or step overridden alone"
+        needs += "; pass the network in a wrapper, not the wrapper"
         raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
-    indptr, indices = torch.as_tensor(indptr), torch.as_tensor(indices)
+    on_host = functools.partial(torch.as_tensor, device="cpu")  # whatever the default device is
+    indptr, indices = on_host(indptr), on_host(indices)
     if any(p.dtype != torch.float32 for p in model.parameters()):
         model = copy.deepcopy(model).float()
     device, V, M = next(model.parameters()).device, indptr.numel() - 1, int(indptr[-1])
@@ -87,8 +90,8 @@ def inference(
     if x.shape[0] != V and (inputs is None or len(inputs.linears) and x.shape[0] < inputs.first):
         sizes = f"x has {x.shape[0]} rows, indptr is of {V} nodes"
         raise ValueError(f"{sizes}: a row for each node is needed")
-    edges = edges if edges is None or hasattr(edges, "gather") else torch.as_tensor(edges)
-    types = types if types is None else torch.as_tensor(types)
+    edges = edges if edges is None or hasattr(edges, "gather") else on_host(edges)
+    types = types if types is None else on_host(types)
     for layer in model.layers:
         if layer.edge_dim:
             check_edges(edges, len(indices), layer.edge_dim)
@@ -105,7 +108,7 @@ def inference(
         ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]
         first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
         barrier = (lambda: total(0)) if total else lambda: None
-        h = x if hasattr(x, "gather") else torch.as_tensor(x)
+        h = x if hasattr(x, "gather") else on_host(x)
         if inputs is not None:
             out = _tables(V, inputs.out_dim, memory, rank == 0, total)(inputs.out_dim)
             for a in range(first, last, chunk):
@@ -166,7 +169,8 @@ def _lists(indptr, indices, a, b, device):
 
 def _rows(table, a, b, device):
     """Return rows a .. b - 1 of a tensor or features object, as float32 on a device."""
-    rows = table[a:b] if isinstance(table, torch.Tensor) else table.gather(torch.arange(a, b))
+    ids = torch.arange(a, b, device="cpu")
+    rows = table[a:b] if isinstance(table, torch.Tensor) else table.gather(ids)
     return rows.to(device, torch.float32)
 
 
@@ -189,7 +193,7 @@ def _tables(rows, columns, memory, leads, total):
 
     def table(width):
         if in_memory and not total or not rows * width:
-            return torch.empty(rows, width, dtype=torch.float32)
+            return torch.empty(rows, width, dtype=torch.float32, device="cpu")
         size, handle = 4 * rows * width, 0
         if leads and in_memory:
             handle = os.memfd_create("ringblock")

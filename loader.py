@@ -37,7 +37,7 @@ def from_edge_index(edge_index, num_nodes):
     edge_index: integers [2, M], row 0 the sources, row 1 the destinations, as in PyG: a tensor, an array or two lists.
     ValueError for another shape, values that are not integers, or a node id outside [0, num_nodes).
     """
-    edges = torch.as_tensor(edge_index).cpu()
+    edges = _tensor(edge_index).cpu()
     floats = edges.numel() and (edges.is_floating_point() or edges.dtype == torch.bool)
     if edges.shape[:-1] != (2,) or floats:
         actual = f"{edges.dtype} {list(edges.shape)}"
@@ -51,6 +51,11 @@ def from_edge_index(edge_index, num_nodes):
     np.cumsum(np.bincount(keys // max(num_nodes, 1), minlength=num_nodes), out=indptr[1:])
     indices = (keys % max(num_nodes, 1)).astype(np.int32 if num_nodes < 1 << 31 else np.int64)
     return torch.from_numpy(indptr), torch.from_numpy(indices)
+
+
+def _tensor(values):
+    """Return a tensor, or features with `gather`, as they are; an array as a tensor in host memory."""
+    return values if hasattr(values, "gather") else torch.as_tensor(values, device="cpu")
 
 
 def _check_sizes(graph, seeds, edges):
@@ -105,18 +110,19 @@ def seeds_at(times, nodes=None):
 class NodeLoader:
     """Iterate over the batches of an epoch; each `for` is another epoch, in another order. After a break the next `for`
     resumes after the last step whose batches were all handed out, and so does a loader that was given another one's
-    `state_dict`, even in mid-epoch and with another number of processes.
+    `state_dict`, even in mid-epoch and with another number of processes. Without shuffling it starts again.
 
     Args:
         graph: GraphStore, `Graph` or anything else with indptr, indices, features and labels.
         seeds: node ids to train on, int [T], or a mask, bool [V].
         fanouts: neighbours sampled per node, one number per layer from the seeds outward; -1 for all.
         batch_size: seeds per process and pass. accumulate: passes per optimizer step.
-        shuffle: False takes the seeds in the order given and draws the same neighbours in each epoch: for evaluation.
+        shuffle: False takes the seeds in the order given, all of them in each `for`, and draws the same neighbours in
+            each: for evaluation.
         seed: any int; determines the order of the seeds and their neighbours.
         rank, world: this process's rank, the number of processes. Each gets its part of every step, maybe an empty one.
         device: where batches go; None: where the features are. dtype: of x.
-        depth: batches prepared ahead of the one in use; 0: none, as features that are trained themselves need.
+        depth: batches prepared ahead of the one in use; 0: none, as for features that require a gradient, which change.
         threads: how many threads prepare them.
         reuse: True reuses depth + 1 buffers for x: faster on CPU, but x is overwritten when the next batch is asked
             for. False: every batch may be kept. On a GPU each x is new, except in CUDA graphs (run/step_graph.py).
@@ -163,7 +169,7 @@ class NodeLoader:
         for name, (value, least) in sizes.items():
             if value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
-        seeds = torch.as_tensor(seeds).cpu()  # a GPU would index it on a stream no slot waits for
+        seeds = _tensor(seeds).cpu()  # a GPU would index it on a stream no slot waits for
         if seeds.dim() != 1:
             raise ValueError(f"seeds is {list(seeds.shape)}: node ids [T] or a mask [V] is needed")
         if not load and (sampler is None or ring is None):
@@ -181,16 +187,17 @@ class NodeLoader:
             if types and kinds is None or not types and any(isinstance(k, list) for k in fanouts):
                 needed = "types=True and a graph with edge_type are needed to draw by type"
                 raise ValueError(f"types is {types}, fanouts {fanouts}: {needed}")
-            options["edge_type"] = torch.as_tensor(kinds) if types else None
-            sampler = NeighborSampler(*map(torch.as_tensor, arrays), fanouts, **options)
+            options["edge_type"] = _tensor(kinds) if types else None
+            sampler = NeighborSampler(*map(_tensor, arrays), fanouts, **options)
         if ring is None and not load:
-            rows = getattr(graph.features, "tensor", graph.features)
-            rows = rows if hasattr(rows, "gather") else torch.as_tensor(rows)  # an array
+            rows = _tensor(getattr(graph.features, "tensor", graph.features))
+            depth = 0 if getattr(rows, "requires_grad", False) else depth
             options = dict(slots=depth + 1, streams=threads, dtype=dtype, reuse=reuse)
-            options["edge_features"] = torch.as_tensor(graph.edge_features) if edges else None
+            options["edge_features"] = _tensor(graph.edge_features) if edges else None
             device = device or getattr(rows, "device", "cpu")
-            ring = FeatureRing(rows, torch.as_tensor(graph.labels), device=device, **options)
-        self.sampler, self.ring, self.draw, self.load, self.timed = sampler, ring, draw, load, timed
+            ring = FeatureRing(rows, _tensor(graph.labels), device=device, **options)
+        self.node_sampler, self.ring, self.timed = sampler, ring, timed
+        self.draw, self.load = draw, load
         self.options, self.epoch, self.step = {"depth": depth, "threads": threads}, 0, 0
 
     steps = property(lambda self: -(-self.seeds.numel() // self.total_batch))
@@ -215,7 +222,8 @@ class NodeLoader:
             for batch, fetched in stream:
                 fetched.wait()
                 done = epoch * self.steps + batch.step + batch.last
-                self.epoch, self.step = divmod(done, self.steps)
+                if self.shuffle:
+                    self.epoch, self.step = divmod(done, self.steps)
                 yield batch
         self.epoch, self.step = epoch + 1, 0
 
@@ -247,7 +255,7 @@ class NodeLoader:
         with self.timed("sample"):
             nodes, options, y = self.draw(part) if self.draw else (part.seeds, {}, None)
             options = {**options, "relabel_outer": not self.ring.first_hop}
-            blocks = self.sampler.sample(nodes, part.global_step, **options)
+            blocks = self.node_sampler.sample(nodes, part.global_step, **options)
         return part._replace(blocks=blocks, y=y)
 
     def _make(self, part, slot):

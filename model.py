@@ -270,14 +270,14 @@ def unchanged(*modules, kinds=frozenset()):
 
 
 def hooked(*modules):
-    """Whether a module has hooks, or a `forward` set on it."""
-    return any(vars(m).get(name) for m in modules for name in HOOKS)
+    """Whether a module has hooks, or a `forward` set on it that is not its class's."""
+    changed = ("forward" in vars(m) and overrides(m, type(m), ["forward"]) for m in modules)
+    return any(changed) or any(vars(m).get(name) for m in modules for name in HOOKS)
 
 
 def overrides(module, base, names=("message", "combine")):
     """Whether a module, or its class, overrides any of these methods of `base`."""
-    of_class = any(getattr(type(module), name) is not getattr(base, name) for name in names)
-    return of_class or not vars(module).keys().isdisjoint(names)
+    return any(getattr(module, name) != getattr(base, name).__get__(module) for name in names)
 
 
 def block_degrees(block):
@@ -849,7 +849,7 @@ EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # accept edge features; gine 
 TYPE_CONVS = {"rgcn": RGCNConv, "rgat": RGATConv}  # need edge types
 ALL_CONVS = CONVS | EDGE_CONVS | TYPE_CONVS
 NORMS = {"none": nn.Identity, "layer": LayerNorm, "batch": BatchNorm}
-HOOKS = "forward _forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks".split()
+HOOKS = "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks".split()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -528,7 +528,8 @@ class TorchBackend:
         try:
             table = idle.pop()  # atomic, as append is
         except IndexError:
-            table = self.spec.indices.new_full((self.num_nodes,), self.num_nodes)
+            with torch.inference_mode(False):  # or only batches within it could write to the table
+                table = self.spec.indices.new_full((self.num_nodes,), self.num_nodes)
         numbers = torch.arange(seeds.numel(), dtype=seeds.dtype, device=seeds.device)
         table.scatter_(0, seeds.long(), numbers)
         if not torch.equal(table.index_select(0, seeds), numbers):

@@ -494,7 +494,7 @@ def as_rows(name, rows) -> Tensor:
     with reading(name):
         if isinstance(rows, np.ndarray):
             rows = np.require(rows, rows.dtype.newbyteorder("="), "CW")
-        rows = torch.as_tensor(rows)
+        rows = torch.as_tensor(rows, device="cpu")
     return rows.to(torch.uint8) if rows.dtype == torch.bool else rows
 
 
@@ -549,7 +549,7 @@ def row_dtype(name, rows) -> str:
 def refuse(bad, name, values, why, first=0):
     """Raise StoreError for the first value where the mask `bad` is true; values[0] is at index `first` of `name`."""
     if bad.any():
-        at = torch.as_tensor(bad).nonzero()[0].tolist()
+        at = torch.as_tensor(bad, device="cpu").nonzero()[0].tolist()
         place = ", ".join(map(str, [first + at[0], *at[1:]]))
         raise StoreError(f"{name}[{place}] is {values[tuple(at)].item()}: {why}")
 
@@ -579,7 +579,7 @@ def gather_target(features, ids, out, name="out") -> Tensor:
     check_ids(ids, features.shape[0])
     shape = (len(ids), features.shape[1])
     if out is None:
-        return torch.empty(shape, dtype=features.dtype)
+        return torch.empty(shape, dtype=features.dtype, device="cpu")
     if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != features.dtype:
         raise StoreError(f"{name} is {_kind(out)}: {features.dtype} {list(shape)} is needed")
     return out

@@ -56,7 +56,7 @@ class KeptPages:
 
     def plan(self):
         """Plan the oldest batch of the window -> (pages to read for it, pages to drop once it is gathered), sorted."""
-        lists = torch.empty(2, self.code.pages_room(self.state), dtype=torch.int64)
+        lists = torch.empty(2, self.code.pages_room(self.state), dtype=torch.int64, device="cpu")
         counts = lists.new_empty(2)
         self.code.pages_plan(self.state, *lists, counts)
         return tuple(pages[:n].sort().values for pages, n in zip(lists, counts.tolist()))

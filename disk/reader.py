@@ -71,7 +71,7 @@ class RowReader:
             places: int64 [n], the row of `out` for each of ids; None: 0 to n - 1.
         """
         check_ids(ids, self.rows)
-        ids, at = ids.to(torch.int64).contiguous(), torch.empty(1, dtype=torch.int64)
+        ids, at = ids.to(torch.int64).contiguous(), torch.empty(1, dtype=torch.int64, device="cpu")
         room = len(out) >= len(ids) or places is not None
         if not room or not out.is_contiguous() or out.nbytes != len(out) * self.row_bytes:
             needed = f"{len(ids)} rows of {self.row_bytes} bytes, without gaps, are needed"

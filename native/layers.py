@@ -35,7 +35,8 @@ def functions(integers, source, target):
     Args:
         integers: tensors of ids, of one dtype; None entries are ignored. source, target: input and output rows.
     """
-    if torch.jit.is_tracing():  # records torch operations only
+    # which follow torch operations only: the tracer; grad, vmap, jvp of torch.func
+    if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
         return None
     integers = [t for t in integers if t is not None]
     ids = integers[0].dtype if integers else torch.int32
@@ -455,13 +456,14 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
     """
     code = functions([indptr, indices, self_rows, drawn[0]], source, target)
     fits = (indices.numel() + len(target)) * len(attn) < 1 << 32
+    fits = fits and source.shape[1] == target.shape[1] == attn.numel()
     if code is None or source.dtype != target.dtype or attn.dtype != torch.float32 or not fits:
         return None
     if self_rows is not None and learned(source, target, attn, by):
         return None
     if edges is None:
         edges, by = attn.new_empty(0, 0), attn.new_empty(0, attn.numel())
-    if not _fits(edges, by, indices.numel() + len(target) if len(by) else 0):
+    if not _fits(edges, by, indices.numel() + len(target) if len(by) else 0, attn.numel()):
         return None
     args = source, target, *(t.contiguous() for t in (attn, edges, by))
     return _Attend.apply(indptr, indices, *args, self_rows, drawn, code)
@@ -525,10 +527,10 @@ class _Attend(torch.autograd.Function):
         return None, None, to_source, to_target, to_attn, None, to_by, None, None, None
 
 
-def _fits(edges, by, count):
+def _fits(edges, by, count, width):
     """Return whether kernels take these edge features and the matrix behind them; if not, torch says what is wrong."""
-    floats = edges.dtype == by.dtype == torch.float32
-    return floats and edges.shape == (count, len(by)) and not learned(edges)
+    fits = edges.shape == (count, len(by)) and by.shape[1] == width
+    return fits and edges.dtype == by.dtype == torch.float32 and not learned(edges)
 
 
 def edge_sums(indptr, indices, h, edges, by):
@@ -541,7 +543,7 @@ def edge_sums(indptr, indices, h, edges, by):
         [S, F].
     """
     code = functions([indptr, indices], h, h[: indptr.numel() - 1])
-    if code is None or not _fits(edges, by, indices.numel()):
+    if code is None or not _fits(edges, by, indices.numel(), h.shape[1]):
         return None
     return _EdgeSums.apply(indptr, indices, h, edges.contiguous(), by.contiguous(), code)
 
@@ -592,6 +594,8 @@ def stack(blocks, x, aggregated, weights, scales, drops):
         return None
     if aggregated and learned(x):  # the pair has a gradient, not the rows of a block
         return None
+    if any(of and len(of[2]) < len(b.src_nodes) for of, b in zip(scales, blocks)):
+        return None
     rows = x.new_empty(0, dtype=dtype)
     integers = [t for b in blocks for t in (b.indptr, b.indices, b.src_nodes)]
     # the input may have another dtype than the layers' results
@@ -617,7 +621,9 @@ class _Stack(torch.autograd.Function):
             if aggregated and not i:
                 total = h.to(dtype)
             else:
-                total = h.new_empty(len(block.indptr) - 1, weight.shape[1], dtype=dtype)
+                # as wide as h asks for: `product` refuses a weight of another width
+                width = h.shape[1] * (2 if scales[i][0] is None else 1)
+                total = h.new_empty(len(block.indptr) - 1, width, dtype=dtype)
                 active = activation(block.src_nodes, *drops[i - 1]) if i else UNCHANGED
                 bits, lists = {"active": active, "kept": kept}, (block.indptr, block.indices)
                 if i and code.on_cpu:  # rows are read several times: a separate pass is faster

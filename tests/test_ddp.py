@@ -458,6 +458,14 @@ def test_ranks_that_cannot_join_say_so_in_one_sentence(tmp_path):
             assert words in output and said in output and "Traceback" not in output, output
 
 
+def test_a_worker_of_a_notebook_is_refused_before_processes_look_for_it(monkeypatch):
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    monkeypatch.setattr(_begins, "__module__", "__main__")
+    with pytest.raises(ValueError, match="_begins is defined in a notebook .* in a file"):
+        ddp.launch(_begins, 2)
+    ddp.launch(_begins, 1)
+
+
 def test_ctrl_c_ends_a_rank_that_waits_for_others(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

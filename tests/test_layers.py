@@ -269,6 +269,11 @@ def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypa
         dual = torch.autograd.forward_ad.make_dual(h, 2 * h)
         moved = torch.autograd.forward_ad.unpack_dual(model.gather_rows(dual, own)).tangent
     assert torch.equal(moved, 2 * h[own])
+    for one, args in ((net, ([block], h)), (attention, (block, h, None, None, edges))):
+        loss = lambda p: torch.func.functional_call(one, p, args).square().sum()  # noqa: E731
+        weights = dict(one.named_parameters())
+        expected = torch.autograd.grad(loss(weights), [*weights.values()])
+        torch.testing.assert_close([*torch.func.grad(loss)(weights).values()], [*expected])
 
 
 def test_linear_is_torchs_linear(monkeypatch):

@@ -20,7 +20,7 @@ from inference import inference
 from model import SAGE
 from run.run import open_run
 from sampler import NeighborSampler
-from store import build_store
+from store import GraphStore, build_store
 from tests.common import _as_lists, _graph, _random_graph
 from tests.stores import _refuses
 
@@ -129,6 +129,17 @@ def test_loader_goes_on_where_another_one_stood():
         _refuses(words, other.load_state_dict, whole.state_dict(), error=ValueError)
 
 
+def test_loader_takes_features_that_are_trained_as_they_are_after_each_step():
+    """Rows fetched ahead would be those of earlier steps, how many of them by chance."""
+    graph, seeds = _for_loading()
+    table = torch.zeros(300, 5, requires_grad=True)
+    for batch in loader.NodeLoader(graph._replace(features=table), seeds, [4, 2], batch_size=20):
+        assert torch.equal(batch.x, table[batch.blocks[0].src_nodes])
+        batch.x.sum().backward()
+        with torch.no_grad():
+            table -= table.grad
+
+
 def test_loader_batches_may_be_kept_unless_their_buffers_are_reused():
     graph, seeds = _for_loading()
     single, double, x = torch.float32, torch.float64, graph.features
@@ -143,12 +154,16 @@ def test_loader_batches_may_be_kept_unless_their_buffers_are_reused():
 
 
 def test_loader_in_order_draws_the_same_in_each_epoch_and_takes_masks():
+    """Also after a loop that was left, as after Lightning's sanity check of a validation loader."""
     graph, _ = _for_loading()
     mask = torch.rand(300) < 0.5
     batches = loader.NodeLoader(graph, mask, [4, 2], batch_size=64, shuffle=False)
     once = _loaded(batches)
     assert sum((b[4] for b in once), []) == mask.nonzero().flatten().tolist()
+    next(itertools.islice(batches, 1, None))
     assert once == _loaded(batches)
+    # Lightning takes a loader with a `sampler` for torch's and asks it for more
+    assert not hasattr(batches, "sampler")
 
 
 def test_loader_says_what_does_not_fit_the_graph():
@@ -193,6 +208,24 @@ def test_loader_brings_the_features_of_edges():
         for batch in loader.NodeLoader(graph, seeds, [4, 2], batch_size=50, edges=True, **options):
             for rows, block in zip(batch.edges, batch.blocks, strict=True):
                 assert torch.equal(rows, torch.from_numpy(e)[block.edge_ids].to(dtype))
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_loader_leaves_data_in_host_memory_whatever_the_default_device(backend, tmp_path):
+    """After torch.set_default_device("cuda") too: stores, loaders and predictions are made and used."""
+    seeds, net, given = torch.arange(60), SAGE(5, 8, 7, num_layers=2), _graph(60, 400, classes=7)
+    with torch.device("meta"):
+        graph = GraphStore.open(build_store(tmp_path / "g", **given, backend=backend))
+        rows = graph.features.gather(seeds)
+        if backend == "mmap" and (reader := graph.features.reader()):
+            assert torch.equal(reader.read(seeds, rows.clone()), rows)
+        graph_of = functools.partial(loader.Graph, features=rows.numpy(), labels=given["labels"])
+        for one in (graph, graph_of(*loader.from_edge_index(given["edge_index"].tolist(), 60))):
+            for options in ({}, {"depth": 0, "reuse": True}):
+                for batch in loader.NodeLoader(one, seeds.tolist(), [4, 2], **options):
+                    net(batch.blocks, batch.x).sum().backward()
+            logits = inference(net, one.indptr, one.indices, one.features)
+            assert logits.device.type == "cpu" and logits.isfinite().all()
 
 
 def test_ring_with_too_few_slots_says_how_many():

@@ -279,7 +279,7 @@ def test_a_graph_on_disk_is_sampled_by_many_threads_to_the_same_blocks(tmp_path,
     assert "rr" in _advice(graph.sampled_indices) and "rr" not in _advice(graph.indices)
     assert graph.sampling_threads == store.SAMPLERS
     drawn = loader.NodeLoader(graph, graph.split["train"], [3, 3], batch_size=50)
-    assert drawn.sampler.indices.data_ptr() == graph.sampled_indices.data_ptr()
+    assert drawn.node_sampler.indices.data_ptr() == graph.sampled_indices.data_ptr()
     for batch in _right(drawn, graph):
         alone = NeighborSampler(graph.indptr.clone(), graph.indices.clone(), [3, 3])
         expected = alone.sample(batch.seeds, batch.global_step)

@@ -253,13 +253,21 @@ def test_model_refuses_other_rows_than_those_of_its_blocks(name):
     graph = _random_graph(np.random.default_rng(13), 90, 5)
     blocks = NeighborSampler(*graph, [3, 3, 3], edge_ids=True).sample(torch.arange(9), 0)
     net, x, edges = _net(name), torch.randn(90, 12), [torch.randn(b.num_edges, 3) for b in blocks]
-    given = {"edges": edges[0]} if net.edge_dim else {}
+    given, graph_edges = {"edges": edges[0]} if net.edge_dim else {}, torch.randn(len(graph[1]), 3)
     for call in (
         lambda: net(blocks[::-1], x, edges=edges[::-1]),
         lambda: net(blocks, torch.randn(91, 12), edges=edges),
         lambda: net.layers[0](blocks[0], x[: blocks[0].num_src - 1], **given),
     ):
         _refuses("rows: .* are needed, those of block.src_nodes", call, error=ValueError)
+    for width in (11, 13):
+        rows = torch.randn(blocks[0].num_src, width)
+        for call in (
+            lambda: net(blocks, rows, edges=edges),
+            lambda: net.layers[0](blocks[0], rows, **given),
+            lambda: inference(net, *graph, torch.randn(90, width), edges=graph_edges),
+        ):
+            _refuses("shape|size|must match", call, error=RuntimeError)
     outer = NeighborSampler(*graph, [3]).sample(torch.arange(9), 0, relabel_outer=False)
     _refuses("a block has global ids", net.layers[0], *outer, x, **given, error=ValueError)
     if given:
@@ -447,10 +455,11 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         ("sage", "norms.0", torch.nn.Tanh()),
         ("gin", "layers.0.mlp.0", torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())),
         ("sage", "norms.0", model.LayerNorm(6, elementwise_affine=False)),
+        ("sage", "forward", None),  # its own, as accelerate's unwrap_model leaves it
     ):
         net, copies = GNN(6, 6, 3, conv=conv, num_layers=2, dropout=0.0), (x.clone(), table.clone())
         parent, _, name = part.rpartition(".")
-        setattr(net.get_submodule(parent), name, other)
+        setattr(net.get_submodule(parent), name, other or net.forward)
         out = net(blocks, x)
         out.sum().backward()
         torch.testing.assert_close(inference(net, *graph, table), out)
@@ -467,6 +476,24 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         lambda net: net.register_forward_hook(lambda *given: None),
         lambda net: net.layers[0].register_forward_hook(lambda *given: None),
         lambda net: net.layers.__setitem__(0, _Doubled(6, 8)),
+        lambda net: setattr(net, "forward", lambda *given: None),
+        lambda net: setattr(net, "forward", GNN(6, 8, 3, num_layers=2).forward),
     ):
         change(net := GNN(6, 8, 3, num_layers=2))
         _refuses("inference goes layer by layer", inference, net, *graph, table, error=ValueError)
+    edges = [torch.randn(block.num_edges, 3) for block in blocks]
+    for conv, part, other in (  # C code would read rows of another width or number than there are
+        ("gat", "layers.0.src_linear", torch.nn.Linear(6, 4)),
+        ("gat", "layers.0.dst_linear", torch.nn.Linear(6, 4)),
+        ("gat", "layers.0.edge_linear", model.Linear(3, 4, bias=False)),
+        ("gine", "layers.0.edge_linear", model.Linear(3, 4)),
+        ("gcn", "degrees", lambda block: torch.ones(block.num_dst - 1, 2)),
+    ):
+        dim = {"edge_dim": 3} if conv in model.EDGE_CONVS else {}
+        net = GNN(6, 8, 3, conv=conv, num_layers=2, **dim)
+        parent, _, name = part.rpartition(".")
+        setattr(net.get_submodule(parent), name, other)
+        _refuses("[sS]ize", net, blocks, x, edges=edges, error=RuntimeError)
+    averaged = torch.optim.swa_utils.AveragedModel(GNN(6, 8, 3, num_layers=2))
+    words = "pass the network in a wrapper"
+    _refuses(words, inference, averaged, *graph, table, error=ValueError)

@@ -1,5 +1,6 @@
 """Tests: sampler.py: the law, read slowly."""
 
+import contextlib
 import copy
 import ctypes
 import functools
@@ -785,9 +786,13 @@ def test_a_sampler_and_its_numbers_may_come_from_elsewhere(backend):
         assert one.backend == backend
         with pytest.raises(TypeError):
             one.sample(torch.arange(20), 3.0)
-    fresh, seeds = make(seed=7, edge_ids=True), torch.arange(20)
-    with torch.device("meta"):  # as after torch.set_default_device("cuda")
-        assert torch.equal(fresh.sample(seeds, 3)[0].src_nodes, expected)
+    seeds = torch.arange(20)
+    # as after torch.set_default_device("cuda"); for validation before training
+    for context in (torch.device("meta"), torch.inference_mode()):
+        fresh = make(seed=7, edge_ids=True)
+        for around in (context, contextlib.nullcontext()):
+            with around:
+                assert torch.equal(fresh.sample(seeds, 3)[0].src_nodes, expected)
 
 
 def _small(**changes):
