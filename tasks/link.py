@@ -300,7 +300,7 @@ class Evaluation:
                 scores.scatter_(1, destination.unsqueeze(1), -torch.inf)
             else:  # in one product: another would round the scores of equal embeddings otherwise
                 both = torch.cat([destination.unsqueeze(1), others[rows]], 1)
-                scores = scorer(h[source].unsqueeze(1), h[both])
+                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h))
                 own, scores, sums = scores[:, :1], scores[:, 1:], scores.sum(1)
             place = 1 + (scores > own).sum(1) + (scores == own).sum(1).to(h.dtype) / 2
             # NaN compares as not above: a pair with such a score would rank first
