@@ -302,9 +302,8 @@ class Evaluation:
                 both = torch.cat([destination.unsqueeze(1), others[rows]], 1)
                 scores = scorer(h[source].unsqueeze(1), F.embedding(both, h))
                 own, scores, sums = scores[:, :1], scores[:, 1:], scores.sum(1)
-            # as floats: torch would convert masks to integers to count them
-            masks = (f(scores, own, out=torch.empty_like(scores)) for f in (torch.gt, torch.eq))
-            above, equal = (mask.sum(1) for mask in masks)
+            mask = torch.empty_like(scores)  # floats: torch would convert bools to integers to sum
+            above, equal = (f(scores, own, out=mask).sum(1) for f in (torch.gt, torch.eq))
             place = 1 + above + equal / 2
             # NaN compares as not above: a pair with such a score would rank first
             places.append(torch.where(sums.isfinite(), place, torch.nan))
