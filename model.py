@@ -588,10 +588,10 @@ class RGCNConv(Conv):
             return _add_means(out, dst, kinds, counts, indices, [message], [maps])
         means = self.gathered(counts, indices, message, group, h_dst)  # [G, F]
         if self.coefficients is None:  # zeros if a destination has no edge of a type
-            sums = means.new_zeros(S * R, means.shape[1]).index_copy(0, group, means)
+            sums = means.new_zeros(S * R, means.shape[1]).index_copy_(0, group, means)
         else:
             by_basis = self.coefficients[kinds].to(means.dtype).unsqueeze(2) * means.unsqueeze(1)
-            sums = means.new_zeros(S, *by_basis.shape[1:]).index_add(0, dst, by_basis)
+            sums = means.new_zeros(S, *by_basis.shape[1:]).index_add_(0, dst, by_basis)
         weight = self.weight.flatten(0, 1)
         return out + sums.view(S, len(weight)) @ weight
 

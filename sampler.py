@@ -648,13 +648,13 @@ def expand(start, counts):
 
 def number_before(edge_times, start, degree, times, strict):
     """Count each list's edges no later than its time (earlier if strict), by vectorized binary search -> int64 [S]."""
-    at, left = start, degree  # edges before `at` count; the next `left` are undecided
-    for _ in range(int(degree.max()).bit_length() if degree.numel() else 0):
-        half = left // 2
-        middle = edge_times.index_select(0, (at + half).clamp(max=edge_times.numel() - 1))
-        early = ((middle < times) if strict else (middle <= times)) & (left > 0)
-        at, left = torch.where(early, at + half + 1, at), torch.where(early, left - half - 1, half)
-    return at - start
+    count, before = torch.zeros_like(degree), start - 1
+    for bit in reversed(range(int(degree.max()).bit_length() if degree.numel() else 0)):
+        more = count + (1 << bit)  # count them all if the last of them is early enough
+        last = edge_times.index_select(0, (before + more).clamp_(max=edge_times.numel() - 1))
+        early = ((last < times) if strict else (last <= times)) & (more <= degree)
+        count = torch.where(early, more, count)
+    return count
 
 
 def seen_at(edge_times, start, degree, times, strict, window):

@@ -158,10 +158,10 @@ def write_arrays(path, arrays, rows=None) -> dict:
             continue
         dtype = {"edge_weight": "float32"}.get(name, array.dtype)
         dtype = files.storage_dtype("uint8" if dtype == np.bool_ else dtype)
-        sorted_rows = rows if name in OF_EDGES else None
-        count, step = len(array if sorted_rows is None else sorted_rows), files.chunk_rows(array)
+        at = rows if name in OF_EDGES else None
+        count, step = len(array if at is None else at), files.chunk_rows(array)
         cuts = [slice(a, a + step) for a in range(0, count, step)]
-        chunks = (array[cut if sorted_rows is None else sorted_rows[cut]] for cut in cuts)
+        chunks = (array[cut] if at is None else array.take(at[cut], 0) for cut in cuts)
         file, shape = f"{name}.npy", [count, *array.shape[1:]]
         records[file] = files.write_npy(path / file, dtype, shape, chunks)
     return records

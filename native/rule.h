@@ -45,16 +45,19 @@ FN i64 number_before(const i64 *times, i64 n, i64 time, int strict) {
   if (strict) return lower_bound(times, n, time);
   return time == none_later ? n : lower_bound(times, n, time + 1);
 }
-// Cut a row to the edges whose time is <= `time` or, if strict, < `time`; with a window > 0 also
-// > `time` - window.
-FN void cut_by_time(row_t *row, const hop_t *hop, i64 time) {
-  const i64 *times = hop->edge_times;
+// Cut a row to the edges whose time is > `time` - window, if there is a window.
+FN void cut_by_window(row_t *row, const hop_t *hop, i64 time) {
   i64 since = (i64)((u64)time - (u64)hop->window);
-  row->degree = number_before(times + row->start, row->degree, time, (int)hop->strict);
   if (!hop->window || since > time) return;  // since > time: it wrapped around, all are later
-  i64 early = number_before(times + row->start, row->degree, since, 0);
+  i64 early = number_before(hop->edge_times + row->start, row->degree, since, 0);
   row->start += early;
   row->degree -= early;
+}
+// Cut a row to the edges whose time is <= `time` or, if strict, < `time`, and by the window.
+FN void cut_by_time(row_t *row, const hop_t *hop, i64 time) {
+  const i64 *times = hop->edge_times + row->start;
+  row->degree = number_before(times, row->degree, time, (int)hop->strict);
+  cut_by_window(row, hop, time);
 }
 // Exclude from a row those of the sorted edge ids that are in it.
 FN void exclude(row_t *row, const i64 *edges, i64 n) {

@@ -174,7 +174,7 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
   }
   for (i64 row = first; row < end; row++) {
     row_t list = {job->start[row], at[row - first] - job->start[row], 0, 0, 0};
-    if (job->hop.window) cut_by_time(&list, &job->hop, time_of(job, row));
+    cut_by_window(&list, &job->hop, time_of(job, row));
     job->start[row] = list.start;
     job->degree[row] = list.degree;
   }

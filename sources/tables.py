@@ -98,7 +98,7 @@ class Table:
             self._refuse(first, j, broken, "has a quote that does not end in its line")
             cells = [cell.strip() for cell in cells.to_pylist()]
             if self._separator:  # pyarrow keeps quotes that follow a space
-                cells = [re.sub('^"(.*)"$', r"\1", cell) for cell in cells]
+                cells = [re.sub('^"(.*)"$', r"\1", c) if '"' in c else c for c in cells]
             return cells
         values = cells.to_numpy(zero_copy_only=False)  # missing cells become NaN
         bad = ~np.isfinite(values) & (not missing)

@@ -40,7 +40,8 @@ class Edges:
         ends = source.flatten(), destination.flatten()
         place = self.place(*ends)
         exists = place < self.indptr[ends[1] + 1]
-        exists[exists.clone()] = self.sources[place[exists]] == ends[0][exists]
+        if len(self.sources):  # place 0 stands in where there is no edge
+            exists &= self.sources.index_select(0, place * exists) == ends[0]
         return exists.view_as(source)
 
     def between(self, pairs):
@@ -171,7 +172,8 @@ def times_of(edges, edge_time, pairs, how):
 
 def bits_of(pairs, key):
     """Draw 53 random bits for each pair [P, 2], the same for a pair and its reverse -> int64 [P]."""
-    return random_bits(mix(key), pairs.amin(1), pairs.amax(1), bits=53)
+    ends = pairs.unbind(1)
+    return random_bits(mix(key), torch.minimum(*ends), torch.maximum(*ends), bits=53)
 
 
 def pairs_of(store, edges, among, how, seed):

@@ -300,9 +300,11 @@ class Evaluation:
                 scores.scatter_(1, destination.unsqueeze(1), -torch.inf)
             else:  # in one product: another would round the scores of equal embeddings otherwise
                 both = torch.cat([destination.unsqueeze(1), others[rows]], 1)
-                scores = scorer(h[source].unsqueeze(1), h[both])
+                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h))
                 positive, scores, sums = scores[:, :1], scores[:, 1:], scores.sum(1)
-            place = 1 + (scores > positive).sum(1) + (scores == positive).sum(1).to(h.dtype) / 2
+            mask = torch.empty_like(scores)  # floats: torch would convert bools to integers to sum
+            above, equal = (f(scores, positive, out=mask).sum(1) for f in (torch.gt, torch.eq))
+            place = 1 + above + equal / 2
             # NaN compares as not above: a pair with such a score would rank first
             places.append(torch.where(sums.isfinite(), place, torch.nan))
         return torch.cat(places) if places else h.new_zeros(0)
