@@ -344,42 +344,49 @@ def _fanout_of(fanouts, edge_type, check):
 
 
 def _check_options(fanouts, replace, method, weights, by_time, by_kind, backend, layer, steps):
-    (times, strict, window), (edge_type, by_type), numbers = by_time, by_kind, []
-    for k in fanouts:
+    """Raise ValueError for an invalid option, or options that exclude each other."""
+    (times, strict, window), (edge_type, by_type) = by_time, by_kind
+    if method not in METHODS:
+        raise ValueError(f"method {method!r} is unknown; use one of {', '.join(METHODS)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is unknown; use {', '.join(BACKENDS)}")
+    numbers = []
+    for k in fanouts:  # 0 is for one type among several
         numbers += [k or NO_TYPE] if isinstance(k, int) else k or [NO_TYPE]
-    first = lambda on: next(filter(on.get, on), None)  # noqa: E731
+    if min(numbers, default=NO_TYPE) < -1 or max(numbers) >= 1 << 31:
+        needed = "give one number for each hop, positive or -1 (all), below 2^31"
+        raise ValueError(f"fanouts {fanouts}: {needed}")
+    if replace and -1 in numbers:
+        raise ValueError(f"fanouts {fanouts}: -1 (all) is not for replace=True")
     rules = {"replace": replace, f"method {method!r}": method != "uniform"}
     rules = [name for name, on in {**rules, "weights": weights is not None}.items() if on]
-    by_time = first({"strict": strict, "window": window is not None, method: method == "latest"})
-    dependent = first({"layer_dependency": layer, "batch_dependency": steps > 1})
-    columns = {"edge_times": times is not None, "edge_type": edge_type is not None}
-    not_dgl, lists = dependent or first(columns), any(isinstance(k, list) for k in fanouts)
-    untyped = edge_type is None and (lists or not by_type)
-    together = not by_type and (lists or times is not None)
-    bad_fanout = min(numbers, default=-2) < -1 or max(numbers) >= 1 << 31
-    bad_window = window is not None and (window % 1 != 0 or not 0 < window < 1 << 63)
-    for wrong, complaint in (
-        (method not in METHODS, f"method {method!r} is unknown; use one of {', '.join(METHODS)}"),
-        (backend not in BACKENDS, f"backend {backend!r} is unknown; use {', '.join(BACKENDS)}"),
-        (
-            bad_fanout,
-            f"fanouts {fanouts}: give one number for each hop, positive or -1 (all), below 2^31",
-        ),
-        (replace and -1 in numbers, f"fanouts {fanouts}: -1 (all) is not for replace=True"),
-        (len(rules) > 1, f"{' and '.join(rules)} exclude each other; choose one"),
-        (by_time and times is None, f"{by_time} needs edge_times"),
-        (bad_window, f"window is {window}: give an int above 0"),
-        (steps < 1, f"batch_dependency is {steps}: give 1 step or more"),
-        (dependent and method != "labor", f"{dependent} is for method 'labor', not {method!r}"),
-        (untyped, f"fanouts {fanouts}, by_type={by_type}: fanouts by type need edge_type"),
-        (
-            together,
-            "by_type=False is not for fanouts by type, nor for edge_times: lists are in type order",
-        ),
-        (backend == "dgl" and not_dgl, f"backend 'dgl' has no {not_dgl}; use 'native' or 'torch'"),
-    ):
-        if wrong:
-            raise ValueError(complaint)
+    if len(rules) > 1:
+        raise ValueError(f"{' and '.join(rules)} exclude each other; choose one")
+    of_times = {"strict": strict, "window": window is not None, "latest": method == "latest"}
+    if times is None and any(of_times.values()):
+        raise ValueError(f"{next(filter(of_times.get, of_times))} needs edge_times")
+    if window is not None and (window % 1 != 0 or not 0 < window < 1 << 63):
+        raise ValueError(f"window is {window}: give an int above 0")
+    if steps < 1:
+        raise ValueError(f"batch_dependency is {steps}: give 1 step or more")
+    dependent = "layer_dependency" if layer else "batch_dependency" if steps > 1 else None
+    if dependent and method != "labor":
+        raise ValueError(f"{dependent} is for method 'labor', not {method!r}")
+    lists = any(isinstance(k, list) for k in fanouts)
+    if edge_type is None and (lists or not by_type):
+        needed = "fanouts by type need edge_type"
+        raise ValueError(f"fanouts {fanouts}, by_type={by_type}: {needed}")
+    if not by_type and (lists or times is not None):
+        why = "lists are in type order"
+        raise ValueError(f"by_type=False is not for fanouts by type, nor for edge_times: {why}")
+    has = {
+        dependent: dependent,
+        "edge_times": times is not None,
+        "edge_type": edge_type is not None,
+    }
+    if backend == "dgl" and any(has.values()):
+        which = next(filter(has.get, has))
+        raise ValueError(f"backend 'dgl' has no {which}; use 'native' or 'torch'")
 
 
 def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
@@ -493,11 +500,12 @@ class TorchBackend:
         """Sample each `Hop` -> the fields of a Block for each, from the seeds outward; None if a seed is repeated.
         seeds: [S], dtype of indices. exclude: int64 [X] edge ids, ascending and distinct, or None. times: int64 [S] or
         None; with times, src holds node + V * (index of its time among the batch's distinct times)."""
-        V, dtype, src, at, values = self.num_nodes, seeds.dtype, seeds, None, None
+        V, dtype = self.num_nodes, seeds.dtype
+        src, at, values, table = seeds, None, None, None
         if times is None:
             idle, table = self._number(seeds)
         else:
-            (values, number), table = times.unique(return_inverse=True), None  # [T], [S]
+            values, number = times.unique(return_inverse=True)  # [T], [S]
             src = seeds + V * number
         if table is None and (times is None or src.unique().numel() < src.numel()):
             return None
