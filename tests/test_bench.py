@@ -337,7 +337,8 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
     blocks = _readme_blocks("python")
     assert len(blocks) >= 4
     for block in blocks:
-        needs = {"import_dgl": "dgl", "torch_geometric": "torch_geometric"}
+        packages = "torch_geometric", "lightning"
+        needs = {"import_dgl": "dgl", **{name: name for name in packages}}
         if any(word in block and not _has(package) for word, package in needs.items()):
             continue
         given = names
