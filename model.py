@@ -244,13 +244,13 @@ class Conv(nn.Module):
 def check_rows(block, h):
     """Raise ValueError unless h has one row per source of the block and the indices are positions in h: C code would read
     past its end, or take rows of other nodes."""
-    count, indices = block.src_nodes.numel(), block.indices
-    alone = count == block.indptr.numel() - 1 and indices.device.type == "cpu" and len(indices)
+    count, indices, S = block.src_nodes.numel(), block.indices, block.indptr.numel() - 1
+    alone = count == S and indices.device.type == "cpu" and len(indices)
     if alone and int(indices.max()) >= count:
         raise ValueError("a block has global ids as indices: sample with relabel_outer=True")
-    if len(h) != count:
-        needed = f"{count} are needed, those of block.src_nodes, and blocks outermost hop first"
-        raise ValueError(f"x has {len(h)} rows: {needed}")
+    if not len(h) == count >= S:
+        needed = "those of block.src_nodes, destinations first, and blocks outermost hop first"
+        raise ValueError(f"x has {len(h)} rows: {max(count, S)} are needed, {needed}")
 
 
 def check_edges(edges, count, width):
@@ -960,8 +960,8 @@ class GNN(nn.Module):
         key = drawn_seed() if key is None and self.training else key
         after = self._after_inputs(blocks[0], x, key)
         x = self.embed(blocks[0].src_nodes, x) if after is None else after
-        if after is None and not aggregated:
-            check_rows(blocks[0], x)
+        if after is None and len(blocks) > aggregated:
+            check_rows(blocks[aggregated], x)
         if self.input_dropout and self.training:
             seed = layer_seed(key, len(self.layers))
             x = dropout(x, self.input_dropout, blocks[0].src_nodes, seed)

@@ -177,8 +177,7 @@ class NeighborSampler:
         columns = weights, (edge_times, strict, window), (edge_type, by_type)
         dependent = layer_dependency, batch_dependency
         _check_options(self.fanouts, replace, method, *columns, backend, *dependent)
-        if check:
-            _check_graph(indptr, indices, weights, edge_times, edge_type, by_type)
+        _check_graph(indptr, indices, weights, edge_times, edge_type, by_type, check)
         self.batch_dependency, self.timed = index(batch_dependency), edge_times is not None
         self.indptr, self.indices = indptr.contiguous(), indices.contiguous()
         self.num_nodes = indptr.numel() - 1
@@ -389,8 +388,8 @@ def _check_options(fanouts, replace, method, weights, by_time, by_kind, backend,
         raise ValueError(f"backend 'dgl' has no {which}; use 'native' or 'torch'")
 
 
-def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
-    """Raise unless indptr, indices, weights, edge_times and edge_type form a CSC graph."""
+def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type, check):
+    """Raise unless indptr, indices, weights, edge_times and edge_type form a CSC graph; without check by shapes alone."""
     M = len(indices) if isinstance(indices, Tensor) and indices.dim() else 0
     arrays = [("indptr", indptr, "int64 [V+1]"), ("indices", indices, "int32 or int64 [M]")]
     columns = [("weights", weights, f"float16, bfloat16, float32 or float64 [M={M}]")]
@@ -406,6 +405,8 @@ def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type):
         accepted = form.replace(",", "").split()
         if str(array.dtype)[6:] not in accepted or array.shape != (length,):
             raise TypeError(f"{name} must be {form}, not {_kind(array)}")
+    if not check:
+        return
     ends, V = indptr[[0, -1]].tolist(), indptr.numel() - 1
     if ends != [0, M] or bool((indptr[1:] < indptr[:-1]).any()):
         raise ValueError(f"indptr runs from {ends[0]} to {ends[1]}; it must rise from 0 to {M}")

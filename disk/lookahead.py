@@ -23,7 +23,7 @@ from contextlib import closing, contextmanager
 
 import torch
 
-from disk.files import StoreError, gather_target
+from disk.files import StoreError, check_ids, gather_target
 from disk.reader import library
 from features import CachedFeatures, prefetch
 
@@ -49,6 +49,7 @@ class KeptPages:
 
     def expect(self, ids):
         """Append to the window a batch that reads rows `ids`, integers [n]."""
+        check_ids(ids, self.reader.rows)
         ids = ids.to(torch.int64).contiguous()
         table = self.reader.offset, self.reader.row_bytes, mmap.PAGESIZE
         if self.code.pages_expect(self.state, ids, len(ids), *table):

@@ -72,7 +72,10 @@ class RowReader:
         """
         check_ids(ids, self.rows)
         ids, at = ids.to(torch.int64).contiguous(), torch.empty(1, dtype=torch.int64, device="cpu")
-        room = len(out) >= len(ids) or places is not None
+        if places is not None:
+            check_ids(places, len(out))
+            places = places.to(torch.int64).contiguous()
+        room = len(out if places is None else places) >= len(ids)
         if not room or not out.is_contiguous() or out.nbytes != len(out) * self.row_bytes:
             needed = f"{len(ids)} rows of {self.row_bytes} bytes, without gaps, are needed"
             raise ValueError(f"out is {list(out.shape)} {out.dtype}: {needed}")

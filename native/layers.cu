@@ -678,6 +678,15 @@ KERNEL gather_rows(const void *table, const void *ids, int n, int words, int wor
 #ifdef HOST
 i64 columns_of_a_thread(void) { return COLUMNS; }
 
+// Whether a block's offsets rise from 0 to E, and indices and rows [S], unless null, are below N.
+int fits_block(const ID *indptr, const ID *indices, const ID *self_rows, i64 S, i64 E, i64 N) {
+  i64 signs = 0;
+  for (i64 s = 0; s < S; s++) signs |= indptr[s] | (indptr[s + 1] - indptr[s]);
+  for (i64 e = 0; e < E; e++) signs |= indices[e] | (N - 1 - indices[e]);
+  for (i64 s = 0; self_rows && s < S; s++) signs |= self_rows[s] | (N - 1 - self_rows[s]);
+  return S >= 0 && signs >= 0 && indptr[0] == 0 && indptr[S] == E;
+}
+
 // Gather rows ids [n] of h [V, F], prefetched `ahead` rows early; `bad` counts ids out of range.
 HOST_KERNEL fetch_rows(const IN *h, const ID *ids, i64 n, i64 V, i64 F, i64 ahead, IN *out,
                        ID *bad) {

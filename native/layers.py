@@ -43,13 +43,23 @@ def functions(integers, source, target):
     if ids not in IDS or source.dtype not in TYPES or target.dtype not in TYPES:
         return None
     for t in (*integers, source, target):
-        if t.device != source.device or not t.is_contiguous():
-            return None
-    # kernels count threads in 32 bits, elements of a block in 31
+        if t.device != source.device or not t.is_contiguous() or t.numel() and not t.data_ptr():
+            return None  # the last: meta tensors have no memory
+    # kernels count threads in 32 bits, elements of a block and columns in 31
     fit = all(t.dtype == ids and t.numel() < 1 << 31 for t in integers)
+    fit = fit and source.dim() == target.dim() == 2 and source.shape[1] < 1 << 31
     if not fit or target.numel() >= 1 << 32:
         return None
     return load(ids, source.dtype, target.dtype, source.device)
+
+
+def of_block(indptr, indices, source, target, self_rows=None, own=True, nodes=None):
+    """Return `functions` for a block; None if it does not fit the source rows. own: destinations have a row there."""
+    code = functions([indptr, indices, self_rows, nodes], source, target)
+    S = indptr.numel() - 1
+    rows = len(source[:S]) if self_rows is None else self_rows.numel()
+    fits = code and (rows == S or not own) and code.takes(indptr, indices, len(source), self_rows)
+    return code if fits else None
 
 
 def learned(*tensors):
@@ -121,6 +131,11 @@ class Code:
         self.compiled, self.on_cpu = compiled, isinstance(compiled, ctypes.CDLL)
         self.run = compiled.run  # (kernel, threads, *values)
         self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
+
+    def takes(self, indptr, indices, N, self_rows=None):
+        """Return whether offsets and indices of a block fit N sources; a GPU is not waited for."""
+        sizes = indptr.numel() - 1, indices.numel(), N
+        return not self.on_cpu or self.compiled.fits_block(indptr, indices, self_rows, *sizes)
 
     def threads(self, width):
         """Return the number of threads per row."""
@@ -227,11 +242,8 @@ class Lists:
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     """See model.py; None if torch operations have to be used."""
     target = h.new_empty(indptr.numel() - 1, 2 * h.shape[1]) if out is None else out
-    code = functions([indptr, indices, self_rows], h, target)
-    S = indptr.numel() - 1
-    if code is None or target.shape != (S, 2 * h.shape[1]):
-        return None
-    if self_rows is not None and len(self_rows) != S:
+    code = of_block(indptr, indices, h, target, self_rows)
+    if code is None or target.shape != (indptr.numel() - 1, 2 * h.shape[1]):
         return None
     if learned(h):
         if self_rows is not None or out is not None:
@@ -243,14 +255,14 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
 
 def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
     """See model.py; None if torch operations have to be used."""
-    code = functions([indptr, indices, self_rows], h, h[: indptr.numel() - 1])
+    code = of_block(indptr, indices, h, h[: indptr.numel() - 1], self_rows)
     scales = [t if t is None else t.contiguous() for t in (alpha, beta, gamma)]
     wanted = torch.float32, h.device
     floats = all(t is None or (t.dtype, t.device) == wanted for t in scales)
-    of_rows = {len(t) for t in (alpha, beta, self_rows) if t is not None}
-    if code is None or not floats or of_rows != {indptr.numel() - 1} or learned(beta, gamma):
+    floats = floats and alpha.shape == beta.shape == (indptr.numel() - 1,)
+    if code is None or not floats or learned(beta, gamma):
         return None
-    if gamma is not None and len(gamma) < len(h) or self_rows is not None and learned(h, alpha):
+    if gamma is not None and gamma.numel() < len(h) or self_rows is not None and learned(h, alpha):
         return None
     if self_rows is None:
         return _SelfAndMean.apply(indptr, indices, h, *scales, code)
@@ -262,7 +274,7 @@ def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
 def mean_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
     S = indptr.numel() - 1
-    code = functions([indptr, indices], h, h[:S])
+    code = of_block(indptr, indices, h, h[:S], own=False)
     if code is None:
         return None
     no_rows = indptr.new_full((S,), -1)
@@ -340,7 +352,7 @@ def _gather_words(features, ids, out):
 
 def relu_dropout(h, nodes, seed, drop):
     """Compute dropout(relu(h)) in place, with model.py's mask."""
-    code = functions([nodes], h, h) if nodes is None or len(nodes) == len(h) else None
+    code = functions([nodes], h, h) if nodes is None or nodes.shape == h.shape[:1] else None
     return None if code is None else _ReluDropout.apply(h, nodes, seed, drop, code)
 
 
@@ -376,7 +388,7 @@ def dropout(x, nodes, seed, drop):
 
 def max_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
-    code = functions([indptr, indices], h, h[: indptr.numel() - 1])
+    code = of_block(indptr, indices, h, h[: indptr.numel() - 1], own=False)
     return None if code is None else _MaxNeighbours.apply(indptr, indices, h, code)
 
 
@@ -404,9 +416,11 @@ class _MaxNeighbours(torch.autograd.Function):
 
 def adam_rows(rows, grad, mean, square, weight, *numbers):
     """Do an Adam step for distinct rows [n] of a weight -> whether there is code for it; see run/adam.py, layers.cu."""
-    tables = mean, square, weight
-    code = functions([], grad, grad) if grad.dtype == torch.float32 == weight.dtype else None
-    if code is None or not all(t.is_contiguous() for t in (rows, *tables)):
+    tables, kind = (mean, square, weight), (weight.shape, torch.float32, grad.device)
+    fit = all(t.is_contiguous() and (t.shape, t.dtype, t.device) == kind for t in tables)
+    fit = fit and rows.is_contiguous() and (len(rows), *weight.shape[1:]) == grad.shape
+    code = functions([], grad, grad) if fit and grad.dtype == torch.float32 else None
+    if code is None or code.on_cpu and len(rows) and int(rows.max()) >= len(weight):
         return False
     (n, width), aligned = grad.shape, _aligned(grad.shape[1], grad, *tables)
     code.run("adam_rows", n * code.threads(width), rows, grad, n, width, aligned, *numbers, *tables)
@@ -454,16 +468,18 @@ def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, 
     Returns:
         [S, K D], of source's type.
     """
-    code = functions([indptr, indices, self_rows, drawn[0]], source, target)
+    code = of_block(indptr, indices, source, target, self_rows, nodes=drawn[0])
     fits = (indices.numel() + len(target)) * len(attn) < 1 << 32
     fits = fits and source.shape[1] == target.shape[1] == attn.numel()
+    rows = [t.numel() for t in (indptr[1:], drawn[0]) if t is not None]
+    fits = fits and {*rows} == {len(target)}
     if code is None or source.dtype != target.dtype or attn.dtype != torch.float32 or not fits:
         return None
     if self_rows is not None and learned(source, target, attn, by):
         return None
     if edges is None:
         edges, by = attn.new_empty(0, 0), attn.new_empty(0, attn.numel())
-    if not _fits(edges, by, indices.numel() + len(target) if len(by) else 0, attn.numel()):
+    if not _fits(edges, by, indices.numel() + len(target) if len(by) else 0, target, attn):
         return None
     args = source, target, *(t.contiguous() for t in (attn, edges, by))
     return _Attend.apply(indptr, indices, *args, self_rows, drawn, code)
@@ -527,9 +543,10 @@ class _Attend(torch.autograd.Function):
         return None, None, to_source, to_target, to_attn, None, to_by, None, None, None
 
 
-def _fits(edges, by, count, width):
+def _fits(edges, by, count, *rows):
     """Return whether kernels take these edge features and the matrix behind them; if not, torch says what is wrong."""
-    fits = edges.shape == (count, len(by)) and by.shape[1] == width
+    fits = edges.shape == (count, len(by)) and by.shape[1] == rows[0].shape[1]
+    fits = fits and all(t.device == edges.device == by.device for t in rows)
     return fits and edges.dtype == by.dtype == torch.float32 and not learned(edges)
 
 
@@ -542,8 +559,8 @@ def edge_sums(indptr, indices, h, edges, by):
     Returns:
         [S, F].
     """
-    code = functions([indptr, indices], h, h[: indptr.numel() - 1])
-    if code is None or not _fits(edges, by, indices.numel(), h.shape[1]):
+    code = of_block(indptr, indices, h, h[: indptr.numel() - 1], own=False)
+    if code is None or not _fits(edges, by, indices.numel(), h):
         return None
     return _EdgeSums.apply(indptr, indices, h, edges.contiguous(), by.contiguous(), code)
 
@@ -594,13 +611,14 @@ def stack(blocks, x, aggregated, weights, scales, drops):
         return None
     if aggregated and learned(x):  # the pair has a gradient, not the rows of a block
         return None
-    if any(of and len(of[2]) < len(b.src_nodes) for of, b in zip(scales, blocks)):
+    if any(of and of[2].numel() < len(b.src_nodes) for of, b in zip(scales, blocks)):
         return None
-    rows = x.new_empty(0, dtype=dtype)
+    rows = x.new_empty(0, 0, dtype=dtype)
     integers = [t for b in blocks for t in (b.indptr, b.indices, b.src_nodes)]
     # the input may have another dtype than the layers' results
     codes = functions(integers, x, rows), functions(integers, rows, rows)
-    if None in codes:
+    fit = (codes[0].takes(b.indptr, b.indices, len(b.src_nodes)) for b in blocks[aggregated:])
+    if None in codes or not all(fit):
         return None
     scales = [of or UNSCALED for of in scales]
     with torch.autocast(device, enabled=False) if mixed else nullcontext():
@@ -631,9 +649,9 @@ class _Stack(torch.autograd.Function):
                     bits = {}
                 of = code if i else of_input
                 of.self_and_mean(lists, h, None, total, scales[i], **bits)
-            saved += [kept, total, weight]
+            saved += [kept, total, weight, block.indptr, block.indices]
             h = product(total, weight, bias)
-        ctx.blocks, ctx.scales, ctx.drops, ctx.code = blocks, scales, drops, code
+        ctx.scales, ctx.drops, ctx.code = scales, drops, code
         ctx.num_input = len(x)
         ctx.save_for_backward(*saved)
         return h
@@ -643,12 +661,12 @@ class _Stack(torch.autograd.Function):
     def backward(ctx, grad):  # [S, C]
         saved, grads = ctx.saved_tensors, []
         rows = grad = grad.contiguous()
-        for i, block in reversed(list(enumerate(ctx.blocks))):
-            kept, total, weight = saved[3 * i : 3 * i + 3]
+        for i in reversed(range(len(ctx.scales))):
+            kept, total, weight, *block = saved[5 * i : 5 * i + 5]
             grads = [torch.mm(grad.t(), total), rows.sum(0), *grads]
             if i or ctx.needs_input_grad[0]:
                 num_src = len(kept) if i else ctx.num_input
-                args = (block.indptr, block.indices), product(grad, weight.t()), num_src
+                args = block, product(grad, weight.t()), num_src
             if i:
                 active = {"kept": kept, "scale": 256 / (256 - ctx.drops[i - 1][1]), "sums": True}
                 grad, rows = ctx.code.self_and_mean_grad(*args, scales=ctx.scales[i], **active)

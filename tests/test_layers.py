@@ -573,8 +573,9 @@ def test_cuda_layers_give_way_to_torch_operations(monkeypatch):
 
 def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, tmp_path):
     """Adam's skips negative rows, which torch operations would not."""
-    table = torch.from_file(str(tmp_path / "sparse"), shared=True, size=1 << 32).view(-1, 32)
-    moments, rates = torch.zeros(2, 2, 32), torch.tensor([0.1, 1.0])
+    files = (str(tmp_path / name) for name in ("weight", "mean", "square"))
+    sparse = (torch.from_file(file, shared=True, size=1 << 32) for file in files)
+    (table, *moments), rates = (t.view(-1, 32) for t in sparse), torch.tensor([0.1, 1.0])
     given = torch.tensor([1, -1]), torch.ones(2, 32), *moments, table
     assert kernels.adam_rows(*given, 0.0, 0.0, 0.0, rates)
     assert table[[0, 1, -1], 0].tolist() == [0, pytest.approx(-0.1), 0]
@@ -627,3 +628,54 @@ def test_cpu_kernels_run_on_torchs_threads_whatever_the_compiler(tmp_path):
         given = number, str(compiler), str(tmp_path)
         printed = _end(_fork(tmp_path / f"{number}", _start_threads, *given))
         assert printed.split() == [str(columns), str(number - 1), "True", "True"]
+
+
+def _unfit_blocks():
+    """Yield indptr and indices of blocks that do not fit three rows."""
+    indptr, indices = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 2, 1])
+    yield indptr, torch.tensor([0, 1, 9, 1])
+    yield indptr, torch.tensor([0, -7, 2, 1])
+    yield torch.tensor([0, 2, 40]), indices
+    yield torch.tensor([0, 40, 4]), indices
+    yield torch.tensor([0, 1, 2, 3, 4]), indices  # more destinations than sources
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_blocks_that_do_not_fit_their_rows_are_left_to_torch(number):
+    """Which says what is wrong: kernels would read past the end of rows."""
+    indptr, indices = list(_unfit_blocks())[number]
+    h, S = torch.randn(3, 4), len(indptr) - 1
+    ones, target = torch.ones(S), torch.randn(S, 4)
+    drawn, edges = (None, 0, 0), torch.randn(4, 2)
+    assert fused.self_and_mean(indptr, indices, h) is None
+    assert fused.own_plus_mean(indptr, indices, h, ones, ones) is None
+    assert fused.attend(indptr, indices, h, target, torch.ones(1, 4), None, drawn) is None
+    if number < 4:
+        assert fused.mean_neighbours(indptr, indices, h) is None
+        assert fused.max_neighbours(indptr, indices, h) is None
+        assert fused.edge_sums(indptr, indices, h, edges, torch.randn(2, 4)) is None
+    block = sampler.Block(indptr, indices, torch.arange(3))
+    for name in MODELS if number != 3 else ():  # torch's repeat_interleave trusts its output_size
+        with pytest.raises((ValueError, IndexError, RuntimeError)):
+            GNN(4, 4, 3, conv=name, num_layers=1)([block], h)
+
+
+def test_kernels_give_way_to_torch_where_memory_and_sizes_differ():
+    indptr, indices = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 2, 1])
+    h, ones = torch.randn(3, 4), torch.ones(2)
+    assert fused.mean_neighbours(*(t.to("meta") for t in (indptr, indices, h))) is None
+    assert fused.own_plus_mean(indptr, indices, h, ones, ones[:1]) is None
+    given = indptr, indices, h, torch.randn(2, 4), torch.ones(1, 4), None
+    assert fused.attend(*given, (torch.arange(1), 1, 128)) is None
+    grad, table, rates = torch.ones(2, 4), torch.zeros(5, 4), torch.ones(2)
+    for rows, moment in ((torch.tensor([0, 5]), table), (torch.tensor([0, 1]), table[:4])):
+        assert not fused.adam_rows(rows, grad, moment.clone(), table, table, 0.9, 0.9, 1e-8, rates)
+
+
+def test_a_block_changed_before_the_backward_pass_raises():
+    indptr, indices = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 2, 1])
+    block = sampler.Block(indptr, indices, torch.arange(3))
+    loss = GNN(4, 4, 3, conv="sage", num_layers=1)([block], torch.randn(3, 4, requires_grad=True))
+    indices.fill_(7)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
