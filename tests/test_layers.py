@@ -592,6 +592,45 @@ def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, tmp_path):
         assert made is not None and made.shape == (1, 32)
 
 
+def test_blocks_and_rows_that_do_not_fit_are_left_to_torch():
+    """C code read or wrote past the end of tensors."""
+    offsets, h, one = torch.tensor([0, 1, 2]), torch.randn(4, 8), torch.ones(2)
+    loops, ids = ((None, 0, 0), torch.ones(2, 0), torch.ones(0, 8)), torch.tensor([0, 1])
+    for indptr, indices in (
+        (offsets, ids + 3),
+        (offsets, ids - 1),
+        (offsets + 1, torch.tensor([0, 1, 2])),
+        (offsets, ids[:1]),
+        (offsets, torch.tensor([0, 1, 2])),
+        (torch.tensor([0, 9, 2]), ids),
+    ):
+        block, edges = (indptr, indices), torch.ones(len(indices), 0)
+        assert fused.self_and_mean(*block, h) is fused.max_neighbours(*block, h) is None
+        assert fused.own_plus_mean(*block, h, one, one) is fused.mean_neighbours(*block, h) is None
+        assert fused.attend(*block, h, h[:2], torch.ones(2, 4), None, loops[0]) is None
+        assert fused.edge_sums(*block, h, edges, loops[2]) is None
+    block = offsets, ids
+    meta = [t.to("meta") for t in (*block, h)]
+    assert fused.self_and_mean(*block, h[:1]) is fused.self_and_mean(*block, h, ids + 3) is None
+    assert fused.self_and_mean(*block, h, ids[:1]) is fused.self_and_mean(*meta) is None
+    assert fused.own_plus_mean(*block, h, one.view(2, 1)[:, :0], one) is None
+    assert fused.own_plus_mean(*block, h, one, one, gamma=torch.ones(4, 0)) is None
+    assert fused.relu_dropout(h, torch.ones(4, 0).long(), 1, 8) is None
+    for target, nodes in ((h[:3], None), (h[:1], None), (h[:2], ids[:1])):
+        given = h, target, torch.ones(2, 4), None, (nodes, 0, 0)
+        assert fused.attend(*block, *given) is None
+    weight, moment, rates = torch.ones(4, 8), torch.zeros(4, 8), torch.ones(2)
+    for rows, grad, mean in (
+        (ids + 3, h[:2], moment),
+        (ids, h[:1], moment),
+        (ids, torch.ones(2, 9), moment),
+        (ids, h[:2], moment[:1]),
+        (ids, h[:2], moment.double()),
+    ):
+        assert not fused.adam_rows(rows, grad, mean, moment, weight, 0.0, 0.0, 0.0, rates)
+        assert not fused.adam_rows(rows, grad, moment, mean[:3], weight, 0.0, 0.0, 0.0, rates)
+
+
 # clang's __BIGGEST_ALIGNMENT__ is below that of vectors and its OpenMP runtime another package; icx has fast math
 LIKE_CLANG_AND_ICX = """#!/bin/sh
 case "$*" in *openmp*) exit 1; esac
@@ -628,54 +667,3 @@ def test_cpu_kernels_run_on_torchs_threads_whatever_the_compiler(tmp_path):
         given = number, str(compiler), str(tmp_path)
         printed = _end(_fork(tmp_path / f"{number}", _start_threads, *given))
         assert printed.split() == [str(columns), str(number - 1), "True", "True"]
-
-
-def _unfit_blocks():
-    """Yield indptr and indices of blocks that do not fit three rows."""
-    indptr, indices = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 2, 1])
-    yield indptr, torch.tensor([0, 1, 9, 1])
-    yield indptr, torch.tensor([0, -7, 2, 1])
-    yield torch.tensor([0, 2, 40]), indices
-    yield torch.tensor([0, 40, 4]), indices
-    yield torch.tensor([0, 1, 2, 3, 4]), indices  # more destinations than sources
-
-
-@pytest.mark.parametrize("number", range(5))
-def test_blocks_that_do_not_fit_their_rows_are_left_to_torch(number):
-    """Which says what is wrong: kernels would read past the end of rows."""
-    indptr, indices = list(_unfit_blocks())[number]
-    h, S = torch.randn(3, 4), len(indptr) - 1
-    ones, target = torch.ones(S), torch.randn(S, 4)
-    drawn, edges = (None, 0, 0), torch.randn(4, 2)
-    assert fused.self_and_mean(indptr, indices, h) is None
-    assert fused.own_plus_mean(indptr, indices, h, ones, ones) is None
-    assert fused.attend(indptr, indices, h, target, torch.ones(1, 4), None, drawn) is None
-    if number < 4:
-        assert fused.mean_neighbours(indptr, indices, h) is None
-        assert fused.max_neighbours(indptr, indices, h) is None
-        assert fused.edge_sums(indptr, indices, h, edges, torch.randn(2, 4)) is None
-    block = sampler.Block(indptr, indices, torch.arange(3))
-    for name in MODELS if number != 3 else ():  # torch's repeat_interleave trusts its output_size
-        with pytest.raises((ValueError, IndexError, RuntimeError)):
-            GNN(4, 4, 3, conv=name, num_layers=1)([block], h)
-
-
-def test_kernels_give_way_to_torch_where_memory_and_sizes_differ():
-    indptr, indices = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 2, 1])
-    h, ones = torch.randn(3, 4), torch.ones(2)
-    assert fused.mean_neighbours(*(t.to("meta") for t in (indptr, indices, h))) is None
-    assert fused.own_plus_mean(indptr, indices, h, ones, ones[:1]) is None
-    given = indptr, indices, h, torch.randn(2, 4), torch.ones(1, 4), None
-    assert fused.attend(*given, (torch.arange(1), 1, 128)) is None
-    grad, table, rates = torch.ones(2, 4), torch.zeros(5, 4), torch.ones(2)
-    for rows, moment in ((torch.tensor([0, 5]), table), (torch.tensor([0, 1]), table[:4])):
-        assert not fused.adam_rows(rows, grad, moment.clone(), table, table, 0.9, 0.9, 1e-8, rates)
-
-
-def test_a_block_changed_before_the_backward_pass_raises():
-    indptr, indices = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 2, 1])
-    block = sampler.Block(indptr, indices, torch.arange(3))
-    loss = GNN(4, 4, 3, conv="sage", num_layers=1)([block], torch.randn(3, 4, requires_grad=True))
-    indices.fill_(7)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.sum().backward()

@@ -268,6 +268,20 @@ def test_model_refuses_other_rows_than_those_of_its_blocks(name):
             lambda: inference(net, *graph, torch.randn(90, width), edges=graph_edges),
         ):
             _refuses("shape|size|must match", call, error=RuntimeError)
+    with pytest.raises((RuntimeError, IndexError)):  # C code would read rows that do not exist
+        bad = blocks[0]._replace(indices=blocks[0].indices + 99)
+        net([bad, *blocks[1:]], x[bad.src_nodes], edges=edges)
+    few = blocks[0]._replace(src_nodes=blocks[0].src_nodes[:2])
+    _refuses("x has 2 rows: .* are needed", net.layers[0], few, x[:2], **given, error=ValueError)
+    if name == "sage":
+        pair = torch.randn(2, 24)
+        _refuses("x has 2 rows", net, blocks, pair, aggregated=True, error=ValueError)
+    logits = net(blocks, x[blocks[0].src_nodes], edges=edges)
+    changed = blocks[1].indices.clone()
+    blocks[1].indices.fill_(1 << 20)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logits.sum().backward()
+    blocks[1].indices.copy_(changed)
     outer = NeighborSampler(*graph, [3]).sample(torch.arange(9), 0, relabel_outer=False)
     _refuses("a block has global ids", net.layers[0], *outer, x, **given, error=ValueError)
     if given:
