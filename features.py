@@ -41,8 +41,7 @@ CHUNK_EDGES = 1 << 22  # edges handled at a time
 PIECE_BYTES = 1 << 30  # host memory registered per call: a single call cannot register very much
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the ring
+# ---- the ring
 
 
 class Fetched(NamedTuple):
@@ -317,8 +316,7 @@ def prefetch(make, items, *, depth=2, threads=1):
         pool.shutdown(cancel_futures=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# placement
+# ---- placement
 
 
 def place(indptr, indices, labels, features, mode, device="cpu", extra=(), spare=0):
@@ -465,8 +463,7 @@ class _HostArray:
         self.__cuda_array_interface__ = interface
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the cache
+# ---- the cache
 
 
 def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):

@@ -27,8 +27,7 @@ try:
 except ImportError:
     fused = None
 
-# ---------------------------------------------------------------------------------------------------------------------
-# steps that native/ fuses
+# ---- steps that native/ fuses
 
 
 def native_first(function):
@@ -195,8 +194,7 @@ def _mix(z):
     return z
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# layers
+# ---- layers
 
 
 class Conv(nn.Module):
@@ -856,8 +854,7 @@ NORMS = {"none": nn.Identity, "layer": LayerNorm, "batch": BatchNorm}
 HOOKS = "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks".split()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# models
+# ---- models
 
 
 class GNN(nn.Module):

@@ -306,8 +306,7 @@ def _warn_missing():
     warnings.warn(text, stacklevel=4)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Argument checks.
+# ---- Argument checks.
 
 
 def _as_signed(types):
@@ -449,8 +448,7 @@ def outside(ids, n):
     return low if low < 0 else high if high >= n else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Random numbers: all arithmetic is modulo 2^64 with logical shifts; products of int64 tensors wrap.
+# ---- Random numbers: all arithmetic is modulo 2^64 with logical shifts; products of int64 tensors wrap.
 
 _MASK = (1 << 64) - 1
 
@@ -483,8 +481,7 @@ def random_bits(key, v, j, bits=32):
     return z >> (64 - bits) & (1 << bits) - 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The sampling rule as array programs, on any device.
+# ---- The sampling rule as array programs, on any device.
 
 
 class TorchBackend:

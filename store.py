@@ -171,18 +171,18 @@ def build_store(
     edge_bytes = 4 + sum(carried[name].nbytes for name in of_edges) // max(num_edges, 1)
     least = 0 if drop_self_loops or drop_duplicates else most_edges * edge_bytes
     need = num_nodes * 16 + rows * row_bytes + least
+    arrays = {"labels": labels, **split, **carried}
     with files.complete_or_not_there(path, need) as building:
-        arrays = {"labels": labels, **split}
-        _write_store(building, meta, graph, arrays, carried, features, progress)
+        _write_store(building, meta, graph, arrays, features, progress)
         GraphStore.open(building)
     return path
 
 
-def _write_store(path, meta, graph, arrays, carried, features, progress):
-    """Write every file of a store, meta.json last."""
+def _write_store(path, meta, graph, arrays, features, progress):
+    """Write every file of a store, meta.json last. arrays: labels, the split and the columns, by name."""
     (edge_index, indptr, indices), order = graph, None
     num_nodes, options = meta["num_nodes"], meta["options"]
-    by = carried.get("edge_type"), carried.get("edge_time")
+    by = arrays.get("edge_type"), arrays.get("edge_time")
     in_order = edge_index is None and columns.out_of_order(indptr, *by) is None
     if in_order and not any(options.values()):
         chunks = sort.checked_indices(indices, num_nodes, progress)
@@ -190,7 +190,7 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
         why = "there are no graph options, and its lists must rise in edge_type and edge_time"
         raise StoreError(f"indices given as Rows is stored as it is: {why}")
     else:
-        if carried.keys() & columns.OF_EDGES:
+        if arrays.keys() & columns.OF_EDGES:
             order = tempfile.TemporaryFile(dir=path)
         indptr = np.zeros(num_nodes + 1, np.int64)
         chunks = sort.sorted_sources(graph, options, indptr, path, order, by, progress)
@@ -202,8 +202,7 @@ def _write_store(path, meta, graph, arrays, carried, features, progress):
     if order:
         order.flush()
         rows = np.memmap(order, np.int64, "r") if len(written) else np.empty(0, np.int64)
-    arrays = {"indptr": indptr, **arrays, **carried}
-    records.update(columns.write_arrays(path, arrays, rows))
+    records |= columns.write_arrays(path, {"indptr": indptr, **arrays}, rows)
     types = path / "edge_type.npy"
     types = np.load(types, mmap_mode="r") if types.name in records else None
     meta["edges"] = checks.count_edges(indptr, written, types)
@@ -396,14 +395,11 @@ def verify(path) -> list[str]:
 
 def _contents(path) -> Iterator[tuple]:
     graph = GraphStore.open(path)
-    indptr, indices = graph.indptr, graph.indices.numpy()
-
-    def sources():
-        return sum(map(len, sort.checked_indices(indices, graph.num_nodes, False)))
+    indptr, sources = graph.indptr, graph.indices.numpy()
 
     def labels():
-        labels_stored = graph.labels.numpy() if graph.labelled else None
-        checks.check_labels(labels_stored, graph.num_nodes, graph.num_classes)
+        stored = graph.labels.numpy() if graph.labelled else None
+        checks.check_labels(stored, graph.num_nodes, graph.num_classes)
         for number in range(graph.num_splits):
             graph.take_split(number)
             graph.check_split()
@@ -412,7 +408,7 @@ def _contents(path) -> Iterator[tuple]:
         yield BACKENDS["lmdb"], graph.features.verify
     yield columns.NAMES, graph.node_names
     yield "indptr.npy", lambda: refuse(indptr.diff() < 0, "indptr", indptr, "the next is smaller")
-    yield "indices.npy", sources
+    yield "indices.npy", lambda: sum(map(len, sort.checked_indices(sources, graph.num_nodes)))
     yield "labels.npy", labels
     yield from columns.column_checks(graph)
 
@@ -490,9 +486,8 @@ def _run(command, path, **options):
     """Run a sub-command -> its exit code."""
     if command == "build":
         split = {name: file for name in SPLITS if (file := options.pop(name))}
-        source = options.pop("source")
         build = importlib.import_module("sources.prepare").build
-        build(source, path, split=split or None, progress=True, **options)
+        build(path=path, split=split or None, progress=True, **options)
     elif command == "estimate":
         print(importlib.import_module("run.estimate").estimate_lines(path, **options))
         return 0

@@ -74,8 +74,7 @@ def reading(path, advice=""):
         raise StoreError(f"{path} cannot be read: {message[:300]}{advice}") from error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# writing
+# ---- writing
 
 
 @contextlib.contextmanager
@@ -259,8 +258,7 @@ def sha256_of(path):
     return digest
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# meta.json
+# ---- meta.json
 
 
 def storage_dtype(dtype) -> np.dtype:
@@ -327,8 +325,7 @@ def regular(file) -> os.stat_result:
     return status
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# reading
+# ---- reading
 
 
 def map_npy(path, name, record, dtype, shape, ahead=True) -> Tensor:
@@ -447,8 +444,7 @@ def free_host_bytes(root="/") -> int:
     return max(free, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# rows and ids
+# ---- rows and ids
 
 
 class Rows(NamedTuple):

@@ -183,7 +183,7 @@ def _cut(edges, num_nodes, cap) -> tuple[list[int], np.ndarray]:
     return [min(bucket << shift, num_nodes) for bucket in buckets], np.diff(ends[buckets])
 
 
-def checked_indices(indices, num_nodes, progress) -> Iterator[np.ndarray]:
+def checked_indices(indices, num_nodes, progress=False) -> Iterator[np.ndarray]:
     """Yield chunks of `indices` as int64, in the order given, their node ids checked."""
     for first, chunk in chunked("indices", indices, EDGE_CHUNK, progress):
         chunk = integers("indices", chunk)

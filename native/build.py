@@ -92,8 +92,7 @@ def _warn_once(name, text, error):
         warnings.warn(f"{text}. Reason: {reason}", stacklevel=3)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# cache
+# ---- cache
 
 
 def _cache_folder():
@@ -134,8 +133,7 @@ def _digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# C
+# ---- C
 
 
 def load_c(name, source, flags):
@@ -213,8 +211,7 @@ void run_{kernel}(int team_, i64 threads_, {", ".join(declared)}) {{
     return library
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# CUDA
+# ---- CUDA
 
 
 @functools.cache
@@ -348,8 +345,7 @@ def signatures(source, result="KERNEL"):
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# NVRTC and the driver
+# ---- NVRTC and the driver
 
 
 def compile_cuda(source, arch, options=()):

@@ -235,8 +235,7 @@ class Lists:
         code.run("list_in_order", E, *args, *ordered)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# what model.py calls; its functions of the same names explain the arguments
+# ---- what model.py calls; its functions of the same names explain the arguments
 
 
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
@@ -675,8 +674,7 @@ class _Stack(torch.autograd.Function):
         return to_x, *[None] * 6, *grads
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# matrix products
+# ---- matrix products
 
 
 def linear(x, weight, bias=None):

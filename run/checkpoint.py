@@ -104,8 +104,7 @@ def described_network(state):
     return TASKS[flags["task"]].network(SimpleNamespace(**flags), state["graph"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# reading
+# ---- reading
 
 
 def read_checkpoint(path, data=None):
@@ -177,8 +176,7 @@ def parsed_flags(saved):
     return {name: getattr(args, name) for name in (*FIXED, *KEPT)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# resuming
+# ---- resuming
 
 
 def adopted(args, state, path):

@@ -233,8 +233,7 @@ class Arrays:
             values = values.reshape(-1)
         elif values.ndim == 2 and len(some := values[(values >= 0).all(1)]):
             if (some.sum(1) <= 1).all() and np.isin(some, (0, 1)).all():
-                finding = "one-hot rows: take argmax(1), -1 where no 1 is"
-                raise StoreError(f"{self.called(name)} holds {finding}")
+                raise StoreError(f"{self.called(name)} is one-hot: use argmax(1), -1 where no 1 is")
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
             return integers(self.called(name), values)

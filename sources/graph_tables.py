@@ -114,10 +114,9 @@ def _name(table, folder, x, ids, node) -> tuple[np.ndarray, Nodes]:
     if isinstance(ids, list) or not np.array_equal(different, np.arange(len(x))):
         table.notes.append(f"{column} names the nodes, such as {short(str(ids[0]))}")
         return x, Nodes(len(x), table.name, list(ids), by_row=False)
-    in_order = np.array_equal(ids, different)
-    note = "" if in_order else ", the rows are put in their order"
-    table.notes.append(f"{column} numbers the nodes{note}")
-    if not in_order:
+    table.notes.append(f"{column} numbers the nodes")
+    if not (in_order := np.array_equal(ids, different)):
+        table.notes.append("the rows are put in their order")
         rows = np.array_split(np.argsort(ids), len(x) // 4096 + 1)
         x = spool(folder, (x[part] for part in rows), np.float32, x.shape[1])
     return x, Nodes(len(x), table.name, by_row=in_order)
@@ -167,8 +166,7 @@ def of_nodes(file, nodes, name) -> np.ndarray:
             named = table.named("label")
             node = 1 - named[0] if is_labels and len(named) == 1 else 0
         columns = [j for j in range(table.width) if j != node]
-        numbers = ("whole", "coded", "empty")
-        several = is_labels and all(table.kinds[j] in numbers for j in columns)
+        several = is_labels and all(table.kinds[j] in ("whole", "coded", "empty") for j in columns)
         if len(columns) != (is_labels or name == "node_time") and not (columns and several):
             actual = short(", ".join(map(table.column, range(table.width))))
             raise StoreError(f"{file} has the columns {actual}, which are no {name}")

@@ -84,8 +84,7 @@ def prepare(
     word, key, make = _recipe(name, root, int(seed), options)
     # the oldest readable store format is part of the name: stores of older ones are built anew
     content = json.dumps([files.READABLE[0], key], sort_keys=True).encode()
-    digest = hashlib.sha256(content).hexdigest()[:8]
-    target = root / "-".join([word, digest, *asked.values()])
+    target = root / "-".join([word, hashlib.sha256(content).hexdigest()[:8], *asked.values()])
     built = functools.partial(os.path.isfile, target / "meta.json")  # where Path.is_file may raise
     if not built():
         # one process builds, the others wait for the lock
@@ -267,8 +266,7 @@ def _read_graph(arrays, params, source):
                 raise arrays.error(f"nodes of type {kind} are not counted: give num_nodes:{kind}")
             num_nodes = of.integers("num_nodes").item() if counted else rows.shape[0]
             if rows is not None and num_nodes != rows.shape[0]:
-                held = f"there are {rows.shape[0]} labels or features"
-                raise of.error(f"num_nodes is {num_nodes}, and {held}")
+                raise of.error(f"num_nodes is {num_nodes}, with {rows.shape[0]} labels or features")
             graph["node_types"][kind], graph["features"][kind] = num_nodes, features
             labelled += [kind] if labels is not None else []
             if target in (None, kind) and (labels is not None or not kind):
@@ -305,8 +303,8 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
     if graph["features"] is None:
         num_classes = check_labels(labels, len(labels), options.get("num_classes"))[1]
-        shown = _labels_as_features(arrays, labels, split, num_classes, random)
-        split, graph["features"] = shown
+        split, features = _labels_as_features(arrays, labels, split, num_classes, random)
+        graph["features"] = features
         options |= {"symmetrize": True, "drop_duplicates": True}
         source["features"] = "labels of half of the training nodes"
     build_store(path, **graph, split=split, source=source, **options)

@@ -169,15 +169,11 @@ def planetoid(name, root) -> dict:
     num_allx = len(parts["allx"])
     num_nodes = max(num_allx + len(test), len(parts["graph"]))
 
-    def joined(first, second):
-        both = (first, num_allx), (second, len(test))
-        both = [shaped(f"ind.{name}.{part}", parts[part], rows, "F") for part, rows in both]
-        return np.concatenate(both)
-
+    for part, rows in dict(allx=num_allx, ally=num_allx, tx=len(test), ty=len(test)).items():
+        shaped(f"ind.{name}.{part}", parts[part], rows, "F")
     # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.
     nodes = np.append(np.arange(num_allx), test)
-    x = joined("allx", "tx")
-    y = joined("ally", "ty")
+    x, y = (np.concatenate([parts[f"all{kind}"], parts[f"t{kind}"]]) for kind in "xy")
     if not np.isin(y, (0, 1)).all():
         raise StoreError(f"ind.{name}.ally or ty holds values other than 0 and 1")
     features = np.zeros((num_nodes, x.shape[1]), np.float32)

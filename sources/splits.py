@@ -78,13 +78,12 @@ def of_graphs(arrays, count, choice, seed) -> dict:
     if isinstance(split, list):
         arrays.say(f"it has {len(split)} splits: split=0, the first, is taken; split=1 is the next")
         split = split[0]
-    tenth = f"a tenth of its {count:,} graphs is drawn"
+    drawn = f"a tenth of its {count:,} graphs is drawn (seed {seed})"
     if not split:
-        arrays.say(f"it has no split: {tenth} for testing, a tenth for validation (seed {seed})")
+        arrays.say(f"it has no split: {drawn} for testing")
         split["test"], split["train"] = np.split(random.permutation(count), [count // 10])
-    elif "valid" not in split:
-        arrays.say(f"it has no validation part: {tenth} from the training part (seed {seed})")
     if "valid" not in split:
+        arrays.say(f"it has no validation part: {drawn} from the training part")
         if (n := len(split["train"])) <= count // 10:
             raise arrays.error(f"{n} graphs to train on, {count // 10} to validate: give val_idx")
         split["valid"], split["train"] = np.split(random.permutation(split["train"]), [count // 10])
@@ -112,8 +111,7 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
     elif graph.num_splits > 1:
         taken = turn % graph.num_splits if number is None else number
         graph.take_split(taken)
-        another = "; --split K takes another" if number is None else ""
-        say(f"split   number {taken} of {graph.num_splits}, counted from 0{another}")
+        say(f"split   number {taken} of {graph.num_splits}, from 0; --split K takes another")
     say_empty_parts(graph.split, "nodes", say)
 
 

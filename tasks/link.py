@@ -42,8 +42,7 @@ TRIES = 64  # draws of a negative before all nodes are looked up
 EVALUATION = mix(0xE7A1)  # key of the fixed negatives, the same in every run
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# negatives
+# ---- negatives
 
 
 class Negatives:
@@ -121,8 +120,7 @@ class Negatives:
         return torch.stack([source, self.draw(key, numbers, pairs, 1).squeeze(1)], 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# training
+# ---- training
 
 
 def at_times(nodes, times, num_nodes):
@@ -215,8 +213,7 @@ class Links:
         return (F.softplus(-logits[:, 0]) + F.softplus(logits[:, 1:]).mean(1)).sum() / 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# evaluation
+# ---- evaluation
 
 
 class Evaluation:
@@ -324,8 +321,7 @@ def score_pairs(scorer, h, pairs):
     return torch.cat(logits) if logits else h.new_zeros(0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the task
+# ---- the task
 
 
 def joined_to_scorer(network, _, output):

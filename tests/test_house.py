@@ -14,12 +14,12 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13720,
-    "lines of C and CUDA": 2131,
+    "lines of product Python": 13804,
+    "lines of C and CUDA": 2143,
     "lines of bench": 2680,
-    "lines of tests": 11739,
+    "lines of tests": 11885,
     "lines of README": 200,
-    "longest file": 1063,
+    "longest file": 1070,
     "functions above 60 lines": 2,
     "entries in the root": 22,
     "floors of imports": 8,
