@@ -266,7 +266,8 @@ def _read_graph(arrays, params, source):
                 raise arrays.error(f"nodes of type {kind} are not counted: give num_nodes:{kind}")
             num_nodes = of.integers("num_nodes").item() if counted else rows.shape[0]
             if rows is not None and num_nodes != rows.shape[0]:
-                raise of.error(f"num_nodes is {num_nodes}, with {rows.shape[0]} labels or features")
+                there_are = f"there are {rows.shape[0]} labels or features"
+                raise of.error(f"num_nodes is {num_nodes}, and {there_are}")
             graph["node_types"][kind], graph["features"][kind] = num_nodes, features
             labelled += [kind] if labels is not None else []
             if target in (None, kind) and (labels is not None or not kind):

@@ -299,7 +299,7 @@ REFUSED_FILES = [  # what is said, changes of the arrays of a file
     ("labels of paper, author: keep those of one, as target=", {"y:author": [0] * 30}),
     ("edge_weight: give it for all types of", {"edge_weight:author,writes,paper": np.ones(90)}),
     ("labels has no type", {"labels": np.zeros(50)}),
-    ("t.npz: paper: num_nodes is 7, with 50 labels or features", {"num_nodes:paper": 7}),
+    ("t.npz: paper: num_nodes is 7, and there are 50 labels or features", {"num_nodes:paper": 7}),
     ("train_idx:author is not used here.* ignore=train_idx:a", {"train_idx:author": [0]}),
     ("edge_weight:author is not used here", {"edge_weight:author": [0] * 30}),
 ]
