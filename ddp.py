@@ -205,7 +205,8 @@ def launch(worker, nprocs, *args, gpus=0):
         return
     if worker.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         needed = "define it in a file, from which processes can import it"
-        raise ValueError(f"{worker.__name__} is defined in a notebook or session: {needed}")
+        name = getattr(worker, "__name__", worker)
+        raise ValueError(f"{name} is defined in a notebook or session: {needed}")
     # The parent hosts the rendezvous on a free loopback port: torch's own store would listen on every address.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]

@@ -110,7 +110,8 @@ def seeds_at(times, nodes=None):
 class NodeLoader:
     """Iterate over the batches of an epoch; each `for` is another epoch, in another order. After a break the next `for`
     resumes after the last step whose batches were all handed out, and so does a loader that was given another one's
-    `state_dict`, even in mid-epoch and with another number of processes. Without shuffling it starts again.
+    `state_dict`, even in mid-epoch and with another number of processes. Without shuffling it is only the latter that
+    resumes: a loop that was left starts again.
 
     Args:
         graph: GraphStore, `Graph` or anything else with indptr, indices, features and labels.
@@ -200,6 +201,7 @@ class NodeLoader:
         self.draw, self.load = draw, load
         self.options, self.epoch, self.step = {"depth": depth, "threads": threads}, 0, 0
 
+    reached = None  # (epoch, step) that the last loop got to
     steps = property(lambda self: -(-self.seeds.numel() // self.total_batch))
 
     def __len__(self):
@@ -207,6 +209,8 @@ class NodeLoader:
 
     def __iter__(self):
         epoch, first = self.epoch, self.step
+        if not self.shuffle and (epoch, first) == self.reached:
+            first = 0  # the loop was left, not resumed by another loader
         if copies := getattr(self.ring, "copies", None):
             copies.follow()  # features may have changed since the last epoch
         looking_ahead = getattr(getattr(self.ring, "features", None), "looking_ahead", None)
@@ -222,8 +226,7 @@ class NodeLoader:
             for batch, fetched in stream:
                 fetched.wait()
                 done = epoch * self.steps + batch.step + batch.last
-                if self.shuffle:
-                    self.epoch, self.step = divmod(done, self.steps)
+                self.epoch, self.step = self.reached = divmod(done, self.steps)
                 yield batch
         self.epoch, self.step = epoch + 1, 0
 
@@ -283,4 +286,4 @@ class NodeLoader:
         for name, value in self.state_dict().items():
             if name not in ("epoch", "step") and state[name] != value:
                 raise ValueError(f"the state has {name} {state[name]}, this loader has {value}")
-        self.epoch, self.step = state["epoch"], state["step"]
+        self.epoch, self.step, self.reached = state["epoch"], state["step"], None

@@ -581,11 +581,7 @@ class RGCNConv(Conv):
         group, counts, indices = self._grouped(indptr, indices, types)
         dst, kinds = group // R, group % R
         few = 2 * len(group) < S * R
-        if self.coefficients is None and R <= LOOPED and few:
-            if not self.averages:  # each group's mean is a row of its own
-                message = self.gathered(counts, indices, message, group, h_dst)
-                indices = torch.arange(len(group), device=group.device).to(indices)
-                counts = torch.ones_like(counts)
+        if self.averages and self.coefficients is None and R <= LOOPED and few:
             out, maps = out.clone(), [(weight.t(), None) for weight in self.weight]
             return _add_means(out, dst, kinds, counts, indices, [message], [maps])
         means = self.gathered(counts, indices, message, group, h_dst)  # [G, F]

@@ -211,6 +211,7 @@ class NeighborSampler:
         vars(self).update(state)
         self.backend, self.engine = _load(self.backend, self.spec, self.fanouts, self.seed)
 
+    @torch.inference_mode(False)  # blocks may be trained on, and memory serves later batches
     def sample(self, seeds, step, times=None, exclude=None, *, relabel_outer=True):
         """Sample the neighbourhood of `seeds`; thread-safe.
 
@@ -534,8 +535,7 @@ class TorchBackend:
         try:
             table = idle.pop()  # atomic, as append is
         except IndexError:
-            with torch.inference_mode(False):  # or only batches within it could write to the table
-                table = self.spec.indices.new_full((self.num_nodes,), self.num_nodes)
+            table = self.spec.indices.new_full((self.num_nodes,), self.num_nodes)
         numbers = torch.arange(seeds.numel(), dtype=seeds.dtype, device=seeds.device)
         table.scatter_(0, seeds.long(), numbers)
         if not torch.equal(table.index_select(0, seeds), numbers):

@@ -29,14 +29,18 @@ TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 WORTH_COMPILING = 50_000_000
 
 
+def followed():
+    """Return whether torch follows operations, and cannot follow kernels: in its tracer, in torch.func."""
+    return torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
+
+
 def functions(integers, source, target):
     """Return the compiled `Code` for these tensors' dtypes, or None if torch operations have to be used.
 
     Args:
         integers: tensors of ids, of one dtype; None entries are ignored. source, target: input and output rows.
     """
-    # which follow torch operations only: the tracer; grad, vmap, jvp of torch.func
-    if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+    if followed():
         return None
     integers = [t for t in integers if t is not None]
     ids = integers[0].dtype if integers else torch.int32
@@ -311,7 +315,7 @@ class _SelfAndMean(torch.autograd.Function):
 def gather_rows(features, ids, out=None):
     """See model.py. On a GPU a negative id gives a row of zeros; one of V or more aborts the kernel."""
     V, width = features.shape
-    if learned(features):
+    if learned(features) or followed():
         return None
     out = features.new_empty(ids.numel(), width) if out is None else out
     like = out.dtype, out.device, out.shape
@@ -377,7 +381,8 @@ class _ReluDropout(torch.autograd.Function):
 
 def dropout(x, nodes, seed, drop):
     """Apply dropout to an x on a GPU that needs no gradient; None on the CPU, where torch is as fast."""
-    code = functions([nodes], x, x) if is_gpu(x.device) and not x.requires_grad else None
+    fits = nodes.shape == x.shape[:1] and is_gpu(x.device) and not x.requires_grad
+    code = functions([nodes], x, x) if fits else None
     if code is None:
         return None
     out = torch.empty_like(x)
@@ -417,7 +422,8 @@ def adam_rows(rows, grad, mean, square, weight, *numbers):
     """Do an Adam step for distinct rows [n] of a weight -> whether there is code for it; see run/adam.py, layers.cu."""
     tables, kind = (mean, square, weight), (weight.shape, torch.float32, grad.device)
     fit = all(t.is_contiguous() and (t.shape, t.dtype, t.device) == kind for t in tables)
-    fit = fit and rows.is_contiguous() and (len(rows), *weight.shape[1:]) == grad.shape
+    fit = fit and rows.is_contiguous() and (*rows.shape, *weight.shape[1:]) == grad.shape
+    fit = fit and (rows.dtype, rows.device) == (torch.int64, grad.device)
     code = functions([], grad, grad) if fit and grad.dtype == torch.float32 else None
     if code is None or code.on_cpu and len(rows) and int(rows.max()) >= len(weight):
         return False
@@ -679,7 +685,7 @@ class _Stack(torch.autograd.Function):
 
 def linear(x, weight, bias=None):
     """Return x [S, F] @ weight [D, F].T + bias [D], computed by `product` if it is large, with autograd."""
-    if _for_onednn(x, weight) and not torch.is_autocast_enabled("cpu"):
+    if _for_onednn(x, weight) and not torch.is_autocast_enabled("cpu") and not followed():
         return _Linear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 

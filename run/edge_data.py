@@ -92,7 +92,7 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
 
 
 def typed_edges(args, store, used, custom) -> tuple[EdgeData, list[str]]:
-    """Add edge types to `used` if the model takes them -> (EdgeData, [line to print] or []). own: a user's model."""
+    """Add edge types to `used` if the model takes them -> (EdgeData, [line to print] or []). custom: a user's model."""
     if store.edge_type is not None and (custom or args.model in TYPE_CONVS):
         count, names = store.num_edge_types, store.edge_types
         used = used._replace(type=store.edge_type, num_types=count, type_names=names)

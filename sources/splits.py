@@ -111,7 +111,8 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
     elif graph.num_splits > 1:
         taken = turn % graph.num_splits if number is None else number
         graph.take_split(taken)
-        say(f"split   number {taken} of {graph.num_splits}, from 0; --split K takes another")
+        another = "; --split K takes another" if number is None else ""
+        say(f"split   number {taken} of {graph.num_splits}, counted from 0{another}")
     say_empty_parts(graph.split, "nodes", say)
 
 

@@ -14,12 +14,12 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13805,
+    "lines of product Python": 13812,
     "lines of C and CUDA": 2143,
     "lines of bench": 2680,
-    "lines of tests": 11885,
+    "lines of tests": 11895,
     "lines of README": 200,
-    "longest file": 1070,
+    "longest file": 1066,
     "functions above 60 lines": 2,
     "entries in the root": 22,
     "floors of imports": 8,

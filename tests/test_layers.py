@@ -290,6 +290,10 @@ def test_linear_is_torchs_linear(monkeypatch):
         both = [_with_grads(f, *given) for f in (fused.linear, torch.nn.functional.linear)]
         torch.testing.assert_close(*both, rtol=1e-4, atol=1e-3)
         assert fused.linear(*given[1:3]).shape == (S, D)
+    # in torch.func kernels are left to torch
+    assert torch.func.grad(lambda w: fused.linear(x, w).sum())(weight.detach()).shape == (250, 100)
+    tables, ids = torch.randn(3, 9, 4), torch.tensor([8, 0])
+    assert torch.equal(torch.vmap(lambda t: model.gather_rows(t, ids))(tables), tables[:, ids])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -623,6 +627,7 @@ def test_blocks_and_rows_that_do_not_fit_are_left_to_torch():
     for rows, grad, mean in (
         (ids + 3, h[:2], moment),
         (ids, h[:1], moment),
+        (ids.int(), h[:2], moment),
         (ids, torch.ones(2, 9), moment),
         (ids, h[:2], moment[:1]),
         (ids, h[:2], moment.double()),

@@ -160,8 +160,12 @@ def test_loader_in_order_draws_the_same_in_each_epoch_and_takes_masks():
     batches = loader.NodeLoader(graph, mask, [4, 2], batch_size=64, shuffle=False)
     once = _loaded(batches)
     assert sum((b[4] for b in once), []) == mask.nonzero().flatten().tolist()
-    next(itertools.islice(batches, 1, None))
-    assert once == _loaded(batches)
+    for _ in range(2):
+        next(itertools.islice(batches, 1, None))
+    state = batches.state_dict()
+    assert once == _loaded(batches) and state["step"] == 2
+    batches.load_state_dict(state)  # resumed, training in order goes on in mid-epoch
+    assert next(iter(batches)).step == 2 and _loaded(batches) == once
     # Lightning takes a loader with a `sampler` for torch's and asks it for more
     assert not hasattr(batches, "sampler")
 
