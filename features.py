@@ -319,21 +319,21 @@ def prefetch(make, items, *, depth=2, threads=1):
 # ---- placement
 
 
-def place(indptr, indices, labels, features, mode, device="cpu", extra=(), spare=0):
-    """Place a graph and its features as a mode says -> (indptr, indices, labels, features, *extra).
+def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=0):
+    """Place a graph and its features as a mode says -> (indptr, indices, labels, features, *more).
 
     Args:
         indptr: int64 [V+1], indices: [M], labels: int64 [V], host tensors. features: in host memory.
         mode: one of MODES. "cuda-cuda": copied to GPU memory. "pinned-cuda": host memory that the GPU reads in place;
             pass what `share` returned. "cpu-cuda" and "cpu-cpu": unchanged; rows go through the ring.
-        device: the GPU of the first two modes. extra: further host tensors, such as edge times.
+        device: the GPU of the first two modes. more: further host tensors, such as edge times.
         spare: bytes of GPU memory that "pinned-cuda" may use to copy indptr and, if they suffice, indices too: sampling
             reads these at random.
 
     Raises:
         ValueError: for an unknown mode, or host memory that `share` did not allocate. RuntimeError: if CUDA refuses.
     """
-    arrays = [indptr, indices, labels, getattr(features, "tensor", features), *extra]
+    arrays = [indptr, indices, labels, getattr(features, "tensor", features), *more]
     if mode == "cuda-cuda":
         empty = lambda a: torch.empty(a.shape, dtype=a.dtype, device=device)  # noqa: E731
         return tuple(_copy_rows(a, empty(a)) for a in arrays)
