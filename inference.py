@@ -169,8 +169,8 @@ def _lists(indptr, indices, a, b, device):
 
 def _rows(table, a, b, device):
     """Return rows a .. b - 1 of a tensor or features object, as float32 on a device."""
-    ids = torch.arange(a, b, device="cpu")
-    rows = table[a:b] if isinstance(table, torch.Tensor) else table.gather(ids)
+    is_tensor = isinstance(table, torch.Tensor)
+    rows = table[a:b] if is_tensor else table.gather(torch.arange(a, b, device="cpu"))
     return rows.to(device, torch.float32)
 
 

@@ -247,7 +247,7 @@ def check_rows(block, h):
     if alone and int(indices.max()) >= count:
         raise ValueError("a block has global ids as indices: sample with relabel_outer=True")
     if not len(h) == count >= S:
-        needed = "those of block.src_nodes, destinations first, and blocks outermost hop first"
+        needed = "one for each of block.src_nodes, destinations first, and blocks outermost first"
         raise ValueError(f"x has {len(h)} rows: {max(count, S)} are needed, {needed}")
 
 

@@ -378,13 +378,10 @@ def _check_options(fanouts, replace, method, weights, by_time, by_kind, backend,
     if not by_type and (lists or times is not None):
         why = "lists are in type order"
         raise ValueError(f"by_type=False is not for fanouts by type, nor for edge_times: {why}")
-    has = {
-        dependent: dependent,
-        "edge_times": times is not None,
-        "edge_type": edge_type is not None,
-    }
-    if backend == "dgl" and any(has.values()):
-        which = next(filter(has.get, has))
+    columns = {"edge_times": times, "edge_type": edge_type}
+    lacking = [name for name, column in columns.items() if column is not None]
+    if backend == "dgl" and (dependent or lacking):
+        which = dependent or lacking[0]
         raise ValueError(f"backend 'dgl' has no {which}; use 'native' or 'torch'")
 
 

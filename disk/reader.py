@@ -75,13 +75,8 @@ class RowReader:
         if places is not None:
             check_ids(places, len(out))
             places = places.to(torch.int64).contiguous()
-        room = len(out if places is None else places) >= len(ids)
-        if (
-            not room
-            or not out.is_cpu
-            or not out.is_contiguous()
-            or out.nbytes != len(out) * self.row_bytes
-        ):
+        room = len(out if places is None else places) >= len(ids) and out.is_cpu
+        if not room or not out.is_contiguous() or out.nbytes != len(out) * self.row_bytes:
             needed = f"{len(ids)} rows of {self.row_bytes} bytes, without gaps, are needed"
             raise ValueError(f"out is {list(out.shape)} {out.dtype}: {needed}")
         depth = max(1, min(DEPTH, (1 << 26) // self.row_bytes))

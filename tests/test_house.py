@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13812,
+    "lines of product Python": 13804,
     "lines of C and CUDA": 2143,
     "lines of bench": 2680,
     "lines of tests": 11895,

@@ -259,7 +259,7 @@ def test_model_refuses_other_rows_than_those_of_its_blocks(name):
         lambda: net(blocks, torch.randn(91, 12), edges=edges),
         lambda: net.layers[0](blocks[0], x[: blocks[0].num_src - 1], **given),
     ):
-        _refuses("rows: .* are needed, those of block.src_nodes", call, error=ValueError)
+        _refuses("rows: .* are needed, one for each of block.src_nodes", call, error=ValueError)
     for width in (11, 13):
         rows = torch.randn(blocks[0].num_src, width)
         for call in (
