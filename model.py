@@ -106,12 +106,6 @@ def gather_rows(features, ids, out=None):
     return torch.index_select(features, 0, ids, out=out)
 
 
-@native_first
-def cross_entropy(logits, labels):
-    """Sum the cross-entropy over the rows of logits [S, C] -> scalar; labels int64 [S], -1 ignores a row."""
-    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=-1)
-
-
 def relu_dropout(h, p, training=True, nodes=None, seed=None):
     """Compute dropout(relu(h)), in place if native/layers.py does it.
 
@@ -410,16 +404,6 @@ class GCNConv(Conv):
         return total if self.bias is None else total + self.bias
 
 
-class MLP(nn.Sequential):
-    """That of GIN: ReLU is in place, unless a part is customised and may keep its output."""
-
-    def forward(self, x):
-        plain = unchanged(*self, kinds={*NORMS.values(), nn.ReLU})
-        for part in self:
-            x = torch.relu_(x) if plain and type(part) is nn.ReLU else part(x)
-        return x
-
-
 class GINConv(Conv):
     """Graph isomorphism layer (Xu et al., arXiv 1810.00826): MLP((1 + eps) h_v + sum(h_u)), eps learned.
 
@@ -436,7 +420,8 @@ class GINConv(Conv):
         # layer norm reduces two values to their signs, through which no gradient passes
         degenerate = norm == "layer" and out_dim < 3
         norms = [] if norm == "none" or degenerate else [NORMS[norm](out_dim)]
-        self.mlp = MLP(Linear(in_dim, out_dim), *norms, nn.ReLU(), Linear(out_dim, out_dim))
+        layers = [Linear(in_dim, out_dim), *norms, nn.ReLU(), Linear(out_dim, out_dim)]
+        self.mlp = nn.Sequential(*layers)
         self.eps = nn.Parameter(torch.zeros(1))
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
@@ -1034,7 +1019,7 @@ class GNN(nn.Module):
             return h
         nodes = None if nodes is None else nodes[: len(h)]
         h = self.norms[i](h)
-        kinds = {*ALL_CONVS.values(), *NORMS.values(), MLP, nn.ReLU}
+        kinds = {*ALL_CONVS.values(), *NORMS.values(), nn.Sequential, nn.ReLU}
         if not unchanged(*self.layers[i].modules(), self.norms[i], kinds=kinds):
             h = h.clone()  # a hook or method may have kept or wrapped it, and ReLU is in place
         return relu_dropout(h, self.dropout, self.training, nodes, seed)

@@ -277,24 +277,6 @@ KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, f
   store_floats(weight + at, whole, left, load_floats(weight + at, whole, left) + step);
 }
 
-// Cross-entropy of each row of logits [S, C] and its gradient: both zero for a label below 0; a
-// label of C or more gives the loss NaN. Each of a row's 32 threads reads the whole row and writes
-// every 32nd column of the gradient.
-KERNEL cross_entropy(const float *logits, const i64 *labels, int S, int C, float *loss,
-                     float *grad) {
-  THREAD((i64)S * 32);
-  const i64 row = i / 32, label = labels[row];
-  const float *x = logits + row * C;
-  float top = x[0], sum = 0;
-  for (int c = 1; c < C; c++) top = fmaxf(top, x[c]);
-  for (int c = 0; c < C; c++) sum += expf(x[c] - top);
-  const float own = x[label < 0 || label >= C ? 0 : label];
-  if (i % 32 == 0) loss[row] = label < 0 ? 0.0f : logf(label < C ? sum : -1) - (own - top);
-  for (int c = (int)(i % 32); c < C; c += 32) {
-    grad[row * C + c] = label < 0 ? 0.0f : expf(x[c] - top) / sum - (c == label ? 1.0f : 0.0f);
-  }
-}
-
 // out [S, 2 width]: own row and mean of the neighbours' rows; or, with alpha and beta [S], out
 // [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null. With relu, on a
 // GPU, rows of h are activated as they are read; kept, unless null, gets the bits of the results.

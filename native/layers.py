@@ -432,34 +432,6 @@ def adam_rows(rows, grad, mean, square, weight, *numbers):
     return True
 
 
-def cross_entropy(logits, labels):
-    """See model.py; None if torch operations have to be used."""
-    wanted = torch.float32, torch.int64, logits.device, logits.shape[:1]
-    fits = (logits.dtype, labels.dtype, labels.device, labels.shape) == wanted
-    fits = fits and labels.is_contiguous()
-    code = functions([], logits, logits) if fits and is_gpu(logits.device) else None
-    return None if code is None else _CrossEntropy.apply(logits, labels, code)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """The gradient is computed with the loss, from the same softmax."""
-
-    @staticmethod
-    def forward(ctx, logits, labels, code):
-        S, C = logits.shape
-        grad = torch.empty_like(logits)
-        loss = logits.new_empty(len(logits))
-        code.run("cross_entropy", 32 * S, logits, labels, S, C, loss, grad)
-        ctx.save_for_backward(grad)
-        return loss.sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, weight):
-        (grad,) = ctx.saved_tensors
-        return grad * weight, None, None
-
-
 def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, by=None):
     """Compute the attention-weighted sum of a GATv2 layer, before heads are averaged.
 

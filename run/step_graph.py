@@ -29,9 +29,10 @@ from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from features import Fetched
-from model import LOOPED, cross_entropy
+from model import LOOPED
 from native import layers, sampler_gpu
 from run.finite import LossSum
 from sampler import Block, mix
@@ -341,7 +342,7 @@ class StepGraphs:
         """Take a step on one batch, padded or not; with several ranks, up to the flat gradient."""
         self.optimizer.zero_grad(set_to_none=True)
         logits = self.predict(batch, key)
-        loss = cross_entropy(logits, batch.y)
+        loss = F.cross_entropy(logits, batch.y, reduction="sum", ignore_index=-1)
         (loss * self.weight).backward()
         self.loss_sum.add_(loss.detach())
         if self.flat is None:

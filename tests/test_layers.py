@@ -337,24 +337,6 @@ def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cu
     assert rows.tolist() == [odd[7].tolist(), [0] * 5]
 
 
-def test_cuda_cross_entropy_and_its_gradient(cuda_layers, monkeypatch):
-    plain = torch.nn.CrossEntropyLoss(reduction="sum", ignore_index=-1)
-    for S, C in ((0, 3), (5, 1), (33, 47), (20, 200)):
-        given, labels = (torch.tensor(0.25), 5 * torch.randn(S, C)), torch.randint(C, (S,))
-        labels[::4] = -1
-        expected = _with_grads(lambda x: plain(x, labels), *given)
-        for functions in (layers_gpu, None):
-            monkeypatch.setattr(model, "fused", functions)
-            ours = _with_grads(lambda x: model.cross_entropy(x, labels), *given)
-            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
-    assert cuda_layers.count("cross_entropy") == 3  # none for no rows
-    monkeypatch.setattr(model, "fused", layers_gpu)
-    no_class = torch.tensor([0, 3])
-    assert model.cross_entropy(torch.zeros(2, 3), no_class).isnan()
-    with pytest.raises(ValueError, match="to match target batch_size"):
-        model.cross_entropy(torch.zeros(2, 3), torch.zeros(1).long())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads, width", [(1, 6), (4, 8), (9, 3), (2, 20), (1, 257)])
 def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, monkeypatch):
