@@ -28,11 +28,6 @@ typedef struct {
 #define AT(whens, i) 0
 #endif
 
-// Where a node's list begins, and the time of its last edge.
-typedef struct {
-  i64 start, last;
-} list_t;
-
 // A hop of a batch.
 typedef struct {
   hop_t hop;            // the graph, and what to draw
@@ -50,7 +45,6 @@ typedef struct {
   HOME *edge_home;      // [E] home slot of an edge's source, if there is a table
   const i64 *times;     // [num_times] of the batch
   const i64 *seeds_before;     // [num_times + 1] how many seeds have an earlier time, with PAIRS
-  const list_t *lists;         // [V+1]; null: no edge times
   slot_t *table;               // [2^bits] local ids of nodes; null: no relabelling
   i64 S, N, bits, threads;     // N: nodes that have a local id so far
   i64 V, M;                    // of the graph: bounds of the ids and offsets read from it
@@ -135,9 +129,8 @@ static inline row_t row_of(const job_t *job, i64 row) {
 }
 
 // Cut each list of a chunk after the last edge no later than its destination's time. Many lists are
-// kept whole, as the time of their last edge tells, which is stored beside their start. In the
-// others a binary search is a chain of cache misses, so all searches of a chunk advance together,
-// one step at a time.
+// kept whole, as the time of their last edge tells. In the others a binary search is a chain of cache
+// misses, so all searches of a chunk advance together, one step at a time.
 static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
   // The edges of a list before `at` are early enough; the next `left` are undecided.
   i64 at[ROWS], left[ROWS];
@@ -146,14 +139,13 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
   int open[ROWS], n = 0;  // rows, counted from `first`, that are still searched
   for (i64 row = first; row < end; row++) {
     int i = (int)(row - first);
-    const list_t *list = &job->lists[job->dst[row]];
     i64 time = time_of(job, row), degree = job->degree[row];
     if (job->hop.strict && time == INT64_MIN) degree = 0;  // nothing comes before it
     latest[i] = (i64)((u64)time - (u64)job->hop.strict);
-    i64 whole = !degree | (list->last <= latest[i]);
+    int whole = !degree || times[job->start[row] + degree - 1] <= latest[i];
     at[i] = job->start[row] + (whole ? degree : 0);
     left[i] = whole ? 0 : degree - 1;  // the last edge is known to be too late
-    __builtin_prefetch(whole ? (const void *)list : &times[at[i] + left[i] / 2]);
+    if (!whole) __builtin_prefetch(&times[at[i] + left[i] / 2]);
     open[n] = i;
     n += left[i] > 0;
   }
@@ -203,18 +195,18 @@ static inline __attribute__((always_inline)) void fetch_list(const hop_t *hop, i
 
 static int count_chunk(job_t *job, i64 chunk, scratch_t *unused) {
   i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), signs = 0;
-  const i64 *starts = job->lists ? &job->lists->start : job->hop.indptr;
-  i64 apart = job->lists ? sizeof(list_t) / sizeof(i64) : 1;
+  const i64 *starts = job->hop.indptr;
   for (i64 row = first; row < end; row++) {
-    __builtin_prefetch(&starts[apart * job->dst[MIN(row + 32, end - 1)]]);
-    i64 start = starts[apart * job->dst[row]], next = starts[apart * (job->dst[row] + 1)];
+    __builtin_prefetch(&starts[job->dst[MIN(row + 32, end - 1)]]);
+    i64 start = starts[job->dst[row]], next = starts[job->dst[row] + 1];
     job->start[row] = start;
     job->degree[row] = next - start;
+    if (job->hop.edge_times) __builtin_prefetch(&job->hop.edge_times[next - 1]);
     signs |= start | next | (next - start) | (job->M - next) | (INT32_MAX - (next - start));
   }
   // A list begins before 0, ends before it begins or after the last edge, or has 2^31 edges.
   if (signs < 0) return DAMAGED;
-  if (job->lists && !job->hop.types) cut_chunk_by_time(job, first, end);
+  if (job->hop.edge_times && !job->hop.types) cut_chunk_by_time(job, first, end);
   if (job->num_excluded) exclude_from_chunk(job, first, end);
   for (i64 row = first; row < end; row++) {
     fetch_list(&job->hop, job->start[MIN(row + 8, end - 1)]);

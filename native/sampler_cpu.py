@@ -66,8 +66,6 @@ class Backend:
     def __init__(self, spec, library, of_pairs):
         self.spec, self.library = spec, library
         self.of_pairs = of_pairs  # the library for batches with several times
-        timed = spec.edge_times is not None
-        self.lists = _lists(spec.indptr, spec.edge_times) if timed else None
         self.idle = []  # working memory that no batch uses
         self.slots = 0  # of the table after the last batch: the next one needs about as many
 
@@ -126,8 +124,7 @@ class Backend:
         if work.times is not None:
             before = None if when is None else work.seeds_before
             fill(times=work.times, num_times=work.times.numel(), dst_when=when, seeds_before=before)
-            fill(edge_times=spec.edge_times, lists=self.lists)
-            fill(strict=spec.strict, window=spec.window)
+            fill(edge_times=spec.edge_times, strict=spec.strict, window=spec.window)
         E = self._checked(work.library.rb_count(pointer), S)
         if E >= torch.iinfo(dst.dtype).max:
             raise ValueError(f"{E} edges a hop are too many for {dst.dtype}: use smaller batches")
@@ -156,18 +153,6 @@ class Backend:
         if result < 0:
             raise IndexError("the graph is damaged")
         return result
-
-
-def _lists(indptr, edge_times):
-    """Put each list's start and the time of its last edge side by side, for one cache miss -> int64 [V+1, 2].
-
-    The time is meaningless for an empty list, or one that is out of range.
-    """
-    lists = indptr.new_zeros(indptr.numel(), 2)
-    lists[:, 0] = indptr
-    if edge_times.numel():
-        lists[:-1, 1] = edge_times[(indptr[1:] - 1).clamp_(0, edge_times.numel() - 1)]
-    return lists
 
 
 class WorkingMemory:

@@ -76,8 +76,6 @@ def placements(
     arrays += sum(c.nbytes for c in columns)
     arrays += row_bytes * store.features.shape[0]
     step, tables = ahead * batch + compute, id_bytes * V
-    # with times, the C sampler keeps two int64 for each neighbour list
-    rank = RANK_BYTES + (0 if store.edge_time is None else 16 * V)
     tables += 4 * V * ahead * bool(graphs)
 
     def gpu_step(held):  # for batches, with `held` hops in steps of static shapes
@@ -90,8 +88,10 @@ def placements(
     return {
         "cuda-cuda": Placement(GPU_BYTES + arrays + tables, gpu_step(graphs), RANK_BYTES, 0, 0),
         "pinned-cuda": Placement(GPU_BYTES + tables, gpu_step(len(fanout)), RANK_BYTES, 0, arrays),
-        "cpu-cuda": Placement(GPU_BYTES, step, rank, 2 * ahead * batch, 0),  # pinning rounds up
-        "cpu-cpu": Placement(0, 0, rank, step, 0),
+        "cpu-cuda": Placement(
+            GPU_BYTES, step, RANK_BYTES, 2 * ahead * batch, 0
+        ),  # pinning rounds up
+        "cpu-cpu": Placement(0, 0, RANK_BYTES, step, 0),
     }
 
 
