@@ -10,9 +10,6 @@
 V nodes and M edges of the graph, D width of the edges' features. This file needs disk/files.py, numpy and torch.
 """
 
-import functools
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 
@@ -183,27 +180,6 @@ def out_of_order(indptr, types, times) -> int | None:
         if len(falls):
             return int(falls[0])
     return None
-
-
-def column_checks(graph) -> Iterator[tuple]:
-    """Yield (file, function that raises StoreError if its content is wrong) for the columns of an open store."""
-
-    arrays = graph.indptr, graph.edge_type, graph.edge_time
-    indptr, types, times = (None if array is None else array.numpy() for array in arrays)
-
-    def in_order(how, *keys):
-        if types is not None:
-            why = f"meta.json has num_edge_types {graph.num_edge_types}"
-            refuse(types >= graph.num_edge_types, "edge_type", types, why)
-        if (edge := out_of_order(indptr, *keys)) is not None:
-            raise StoreError(f"edge {edge} is {how} than the one before it in its list")
-
-    for name in ("edge_weight", "edge_features"):
-        if (values := getattr(graph, name)) is not None:
-            yield f"{name}.npy", functools.partial(_check_values, name, values)
-    yield "edge_type.npy", functools.partial(in_order, "of a smaller type", types, None)
-    if times is not None:
-        yield "edge_time.npy", functools.partial(in_order, "earlier", types, times)
 
 
 def described_types(node_types) -> str:

@@ -322,13 +322,14 @@ def _forget_sha256(file):
         files.write_whole(file.with_name("meta.json"), lambda out: out.write(files.dump_meta(meta)))
 
 
-def verify_directory(path, layout, contents) -> list[str]:
-    """Compare every file of a directory with its checksum, then check the contents -> a list of problems, "FILE: ...";
-    StoreError if there is no store. Nothing may be written to the directory meanwhile.
+def verify_directory(path, layout, check) -> list[str]:
+    """Compare every file of a directory with its checksum -> a list of problems, "FILE: ..."; StoreError if there is no
+    store. Nothing may be written to the directory meanwhile.
 
     Args:
         layout: format, specification and file names, as `read_meta` takes them.
-        contents: function of the path -> iterator over (file, function that raises StoreError if its content is wrong).
+        check: function of the path that opens the directory and raises StoreError for a value in LMDB that differs from
+            its own checksum; called if all files are as they were written.
     """
     path, problems = Path(path), []
     try:
@@ -349,17 +350,10 @@ def verify_directory(path, layout, contents) -> list[str]:
                     raise StoreError(f"its sha256 is {digest[:12]}, not {wanted[:12]}")
         except StoreError as error:
             problems.append(f"{name}: {error}")
-    if problems:  # bytes that differ from their checksum are not interpreted
-        return problems
     try:
-        checks = list(contents(path))
-    except StoreError as error:  # it does not open
+        if not problems:
+            check(path)
+    except StoreError as error:
         name = next((name for name in meta["files"] if name in str(error)), "meta.json")
-        return [f"{name}: {error}"]
-    for name, check in checks:
-        try:
-            check()
-        except StoreError as error:
-            parts = [f"{part}.npy" for part in files.SPLITS if repr(part) in str(error)]
-            problems.append(f"{[*parts, name][0]}: {error}")
+        problems.append(f"{name}: {error}")
     return problems
