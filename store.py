@@ -52,18 +52,6 @@ OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
 KEPT = 1 / 2  # use buffered reads if the page cache has room for this share of the table
-# required entries of meta.json with the values they accept, and the files that a store may have
-SPEC = {
-    "num_nodes": range(1, (1 << 32) + 1),
-    "num_edges": range(1 << 48),
-    "num_classes": range(1, checks.MAX_CLASSES + 1),
-    "feature_dim": range(1, 1 << 31),
-    "block_rows": range(1, 1 << 31),
-    "feature_dtype": files.DTYPES,
-    "backend": tuple(BACKENDS),
-}
-ARRAYS = ("indptr", "indices", "labels", *SPLITS, *columns.COLUMNS)
-LAYOUT = FORMAT, SPEC, (*(f"{name}.npy" for name in ARRAYS), columns.NAMES, *BACKENDS.values())
 
 
 def build_store(
@@ -241,6 +229,8 @@ class GraphStore:
         self.meta, records = meta, meta["files"]
         for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
             setattr(self, name, meta[name])
+        if self.num_classes not in range(1, checks.MAX_CLASSES + 1):
+            raise ValueError(f"it has num_classes = {self.num_classes!r:.200}")
         self.labelled = meta.get("labelled", True)
         self.options = [name for name, on in meta["options"].items() if on]
         kinds = columns.arrays_of(meta)
@@ -263,7 +253,8 @@ class GraphStore:
         if self.indices.nbytes > free // 2:
             self.sampled_indices = self._map("indices.npy", *kinds["indices"], ahead=False)
             self.sampling_threads = SAMPLERS
-        self.node_types, self.edge_types = columns.types_of(meta)
+        types, self.edge_types = meta.get("node_types", []), meta.get("edge_types")
+        self.node_types = {str(name): (int(count), int(width)) for name, count, width in types}
         rows = sum(count for count, width in self.node_types.values() if width)
         rows = max(rows, 1) if self.node_types else self.num_nodes
         shape, dtype = (rows, self.feature_dim), getattr(torch, meta["feature_dtype"])
@@ -282,7 +273,7 @@ class GraphStore:
     def open(cls, path) -> "GraphStore":
         """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr;
         StoreError if the directory is no store, or one of another format version, incomplete or damaged."""
-        meta = files.read_meta(path, *LAYOUT)
+        meta = files.read_meta(path, FORMAT)
         with reading(Path(path) / "meta.json", "; rebuild the store"):
             return cls(path, meta)
 
@@ -396,7 +387,7 @@ def verify(path) -> list[str]:
         if graph.meta["backend"] == "lmdb":
             graph.features.verify()
 
-    return lmdb_rows.verify_directory(path, LAYOUT, check)
+    return lmdb_rows.verify_directory(path, FORMAT, check)
 
 
 def info(path) -> str:

@@ -26,10 +26,6 @@ def arrays_of(meta) -> dict:
     """Return {name: (dtype, shape)} that meta.json implies for the arrays a store may have, the split aside."""
     V, M, dtype = meta["num_nodes"], meta["num_edges"], meta.get("edge_dtype", "float32")
     types = meta.get("num_edge_types", 0)
-    allowed = {"edge_dtype": files.DTYPES, "num_edge_types": range(MOST_TYPES + 1)}
-    for name, value in (("edge_dtype", dtype), ("num_edge_types", types)):
-        if type(value) not in (str, int) or value not in allowed[name]:
-            raise ValueError(f"it has {name} = {value!r:.200}, which is invalid")
     multi_label = meta["files"]["labels.npy"]["dtype"] == "int8"
     return {
         "indptr": ("int64", [V + 1]),
@@ -41,23 +37,6 @@ def arrays_of(meta) -> dict:
         "edge_features": (files.storage_dtype(dtype), [M, meta.get("edge_dim")]),
         "node_time": ("int64", [V]),
     }
-
-
-def types_of(meta) -> tuple[dict, list | None]:
-    """Return ({node type: (nodes, feature width)}, names of the edge types or None) of a meta.json; ValueError where
-    they do not match its numbers of nodes and of edge types."""
-    entries, names = meta.get("node_types", []), meta.get("edge_types")
-    types = {str(name): (int(count), int(width)) for name, count, width in entries}
-    counts, widths = zip(*types.values()) if types else ([meta["num_nodes"]], [1])
-    named = len(types) == len(entries) and all(map(str.isprintable, [*types, *(names or [])]))
-    counted = min(counts) >= 0 and sum(counts) == meta["num_nodes"]
-    featured = [width > 0 for width in widths]
-    first = featured == sorted(featured)[::-1]  # types with features come first
-    if not (named and counted and first) or max(widths) > meta["feature_dim"]:
-        raise ValueError(f"it has node_types = {entries!r:.200}, which do not match its nodes")
-    if names is not None and (len(names), {*map(type, names)}) != (meta["num_edge_types"], {str}):
-        raise ValueError(f"it has edge_types = {names!r:.200}, which do not match its types")
-    return types, names
 
 
 def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) -> tuple[dict, dict]:
@@ -96,8 +75,10 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
             types = int(values.max(initial=0)) + 1
             if edge_types is not None:
                 meta["edge_types"] = names = [*map(str, edge_types)]
-                if not types <= len({*names}) == len(names):
-                    raise StoreError(f"edge_types {names}: {types} different names are needed")
+                distinct = types <= len({*names}) == len(names)
+                if not (distinct and all(map(str.isprintable, names))):
+                    needed = f"{types} different names of printable text are needed"
+                    raise StoreError(f"edge_types {names}: {needed}")
                 types = len(names)
             meta["num_edge_types"] = types
             checked[name] = values.astype(np.min_scalar_type(max(types - 1, 0)))

@@ -322,23 +322,24 @@ def _forget_sha256(file):
         files.write_whole(file.with_name("meta.json"), lambda out: out.write(files.dump_meta(meta)))
 
 
-def verify_directory(path, layout, check) -> list[str]:
+def verify_directory(path, form, check) -> list[str]:
     """Compare every file of a directory with its checksum -> a list of problems, "FILE: ..."; StoreError if there is no
     store. Nothing may be written to the directory meanwhile.
 
     Args:
-        layout: format, specification and file names, as `read_meta` takes them.
+        form: the required format, one of `files.FORMATS`.
         check: function of the path that opens the directory and raises StoreError for a value in LMDB that differs from
             its own checksum; called if all files are as they were written.
     """
     path, problems = Path(path), []
     try:
-        meta = files.read_meta(path, *layout)
+        with reading(path / "meta.json"):
+            records = dict(files.read_meta(path, form)["files"])
     except StoreError as error:
         if not os.path.lexists(path / "meta.json"):
             raise
         return [f"meta.json: {error}"]
-    for name, record in meta["files"].items():
+    for name, record in records.items():
         try:
             (check_lmdb if name.endswith(".lmdb") else files.check_size)(path, name, record)
             if "sha256" not in record:
@@ -352,8 +353,9 @@ def verify_directory(path, layout, check) -> list[str]:
             problems.append(f"{name}: {error}")
     try:
         if not problems:
-            check(path)
+            with reading(path):
+                check(path)
     except StoreError as error:
-        name = next((name for name in meta["files"] if name in str(error)), "meta.json")
+        name = next((name for name in records if name in str(error)), "meta.json")
         problems.append(f"{name}: {error}")
     return problems

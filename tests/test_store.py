@@ -262,6 +262,10 @@ def _bad_inputs():
         r"\[3000\]: an array \[200\] is needed, a row for each node": {"node_time": w},
         r"edge_features\[2999, 1\] is nan": {"edge_features": holed},
         r"\[3000, 0\]: an array \[3000, D\]": {"edge_features": holed[:, :0]},
+        "names of printable text are needed": {
+            "edge_type": w.astype(int),
+            "edge_types": ["a\n", "b"],
+        },
         r"edge_features is a Rows \[3000, 1\]": {"edge_features": Rows([3000, 1], np.int8, [])},
     }
 
@@ -407,24 +411,27 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
     meta, of_many = (json.loads((folder / "meta.json").read_text()) for folder in (path, many))
     _rewrite_meta(path, format_version=7)
     _refuses(r"store format 7; this code reads 2 and 3; rebuild it", GraphStore.open, path)
-    of_one = "num_nodes num_edges num_classes feature_dim feature_dtype backend block_rows options"
+    of_one = "num_nodes num_edges num_classes feature_dim feature_dtype backend options"
     for folder, good, kind, names in (
         (path, meta, GraphStore, f"format files {of_one}"),
         (many, of_many, GraphDataset, "format files node_dim edge_dtype target_dim"),
     ):
         for name in names.split():
             for value in (..., None, -1, 1 << 62, 1.5, True, "x", [], {}):
-                if name not in ("options", "block_rows") or value != {}:  # which is sane
-                    _rewrite_meta(folder, **{**good, name: value})
-                    _refuses("meta.json", kind.open, folder)
+                if (name, value) in (("options", {}), ("num_classes", True)):  # which are sane
+                    continue
+                _rewrite_meta(folder, **{**good, name: value})
+                assert store.main(["verify", str(folder)]) == 1
+                if not name.endswith("_dim") or kind is GraphStore:
+                    _refuses("cannot be read|is not from|format", kind.open, folder)
     for name, value in (("node_dim", 3), ("node_dtype", "float32"), ("target_dtype", "float64")):
         # sane by itself, not what is in the file
         _rewrite_meta(many, **{**of_many, name: value})
         assert graphs.verify(many)[0].startswith("graphs.lmdb: ")
     label = meta["files"]["labels.npy"]
-    for record in (None, {}, dict(label, bytes="9"), dict(label, largest=math.inf)):
+    for record in (None, {}, dict(label, bytes="9")):
         _rewrite_meta(path, **dict(meta, files=dict(meta["files"], **{"labels.npy": record})))
-        _refuses("meta.json", GraphStore.open, path)
+        _refuses("meta.json|labels.npy", GraphStore.open, path)
     other = json.dumps(meta), json.dumps(dict(meta, source="else"))
     for text in ("", "[]", "{", "[" * 100_000, "\xff\x00", *other):
         (path / "meta.json").write_text(text, encoding="latin1")
@@ -456,7 +463,7 @@ def test_store_command_line(tmp_path, capsys):
     for digest in ("", "0" * 63, 7, None):
         files["labels.npy"]["sha256"] = digest
         _rewrite_meta(path, files=files)
-        assert verify(path)[0].startswith("meta.json: "), digest
+        assert verify(path)[0].startswith("labels.npy: "), digest
     for command in ("info", "verify"):
         assert store.main([command, str(tmp_path / "nothing")]) == 2
         said = capsys.readouterr().err
