@@ -351,14 +351,6 @@ def check_size(path, name, record) -> Path:
     return file
 
 
-def check_in_use(store):
-    """Raise StoreError if a file of an open store was truncated: reading its memory map would kill the process."""
-    for name, record in store.meta["files"].items():
-        with contextlib.suppress(OSError):  # a removed file stays readable through its map
-            if (size := os.lstat(store.path / name).st_size) < record["bytes"]:
-                raise StoreError(f"{store.path / name} was cut to {size} bytes while it was in use")
-
-
 def unread(error) -> int:
     """Return the exit code for an OSError of a stdout that was closed, as with `| head`, or is a file on a full disk;
     others are raised again. The interpreter's last flush goes to /dev/null."""
