@@ -82,7 +82,8 @@ def complete_or_not_there(path, need):
     """Context manager: a hidden directory for about `need` bytes of files, fsynced and renamed to `path` at the end."""
     refuse_existing(path)
     try:
-        with made_folder(path.absolute().parent), _part_beside(path, Path.mkdir) as building:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _part_beside(path, Path.mkdir) as building:
             if need > shutil.disk_usage(path.parent).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             yield building
@@ -115,21 +116,6 @@ def check_name(path):
     for part, text, most in (("name", path.name, 255), ("path", path.absolute(), 4000)):
         if (size := len(os.fsencode(text))) > most:
             raise StoreError(f"{str(text)[:20]}... is a {part} of {size:,} bytes: at most {most:,}")
-
-
-@contextlib.contextmanager
-def made_folder(path):
-    """Context manager: make a folder and its parents; those made here are removed at the end if they are empty."""
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in reversed(made):
-        sync(folder.parent)
-    try:
-        yield
-    finally:
-        for folder in made:
-            with contextlib.suppress(OSError):  # not empty
-                folder.rmdir()
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from disk.files import StoreError, made_folder, plural, reading
+from disk.files import StoreError, plural, reading
 
 # bytes of text parsed at a time: no line may be longer, and the layout is guessed from the first
 BLOCK = 1 << 23
@@ -286,7 +286,8 @@ def opened(file):
 
 def spool(folder, chunks, dtype, *row) -> np.memmap:
     """Write chunks [r, *row] to a file without a name in a folder, to be read several times -> memmap [rows, *row]."""
-    with made_folder(Path(folder)), tempfile.TemporaryFile(dir=folder) as out:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as out:
         out.writelines(np.ascontiguousarray(chunk, dtype).reshape(-1).data for chunk in chunks)
         shape = (out.tell() // (int(np.prod(row)) * np.dtype(dtype).itemsize), *row)
         out.flush()

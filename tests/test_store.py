@@ -385,7 +385,7 @@ def test_store_build_that_fails_leaves_nothing(tmp_path, error, backend):
     with pytest.raises(error):
         path = tmp_path / "a" / "b" / "g"
         _store(path, backend=backend, features=Rows((200, 5), np.float32, rows()))
-    assert list(tmp_path.iterdir()) == []
+    assert list(path.parent.iterdir()) == []
     assert [file.name for file in _store(path).parent.iterdir()] == ["g"]
 
 
