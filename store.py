@@ -229,7 +229,7 @@ class GraphStore:
         self.meta, records = meta, meta["files"]
         for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
             setattr(self, name, meta[name])
-        if self.num_classes not in range(1, checks.MAX_CLASSES + 1):
+        if type(self.num_classes) is not int or not 1 <= self.num_classes <= checks.MAX_CLASSES:
             raise ValueError(f"it has num_classes = {self.num_classes!r:.200}")
         self.labelled = meta.get("labelled", True)
         self.options = [name for name, on in meta["options"].items() if on]

@@ -266,7 +266,7 @@ def write_meta(folder, meta, records):
 
 def read_meta(path, form=None) -> dict:
     """Read meta.json of a directory; StoreError for anything but the bytes that `dump_meta` wrote, for another version,
-    or another format than `form`, one of FORMATS (None: any). Whoever uses an entry is to raise inside `reading`."""
+    or another format than `form`, one of FORMATS (None: any). The entries themselves are not checked."""
     file = Path(path) / "meta.json"
     if not os.path.lexists(file):
         raise StoreError(f"{path} is no store: there is no {file}")
