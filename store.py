@@ -9,7 +9,7 @@ blocks of rows (backend "lmdb"). It appears only when it is complete; all proces
 
     python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize      # needs sources/prepare.py
     python store.py info PATH       # sizes, degrees, options, source
-    python store.py verify PATH     # every checksum and every index
+    python store.py verify PATH     # every checksum
     python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/estimate.py
 
 V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
@@ -18,8 +18,9 @@ native/; they need torch, numpy and tqdm (lmdb for backend "lmdb").
 
 meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, the
 only check of that file after the first `put_rows`. `open` checks sizes and headers and is safe on any bytes; `verify`
-reads everything, and LMDB may kill the process on damage past its file's header. Files of a store in use may be renamed
-or removed, but not truncated: reading past the end of a mapped file kills the process (SIGBUS).
+compares every byte with its checksum, and training refuses ids out of range. LMDB may kill the process on damage past
+its file's header. Files of a store in use may be renamed or removed, but not truncated: reading past the end of a
+mapped file kills the process (SIGBUS).
 """
 
 import argparse
@@ -30,7 +31,6 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from disk import streams
@@ -52,18 +52,6 @@ OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
 KEPT = 1 / 2  # use buffered reads if the page cache has room for this share of the table
-# required entries of meta.json with the values they accept, and the files that a store may have
-SPEC = {
-    "num_nodes": range(1, (1 << 32) + 1),
-    "num_edges": range(1 << 48),
-    "num_classes": range(1, checks.MAX_CLASSES + 1),
-    "feature_dim": range(1, 1 << 31),
-    "block_rows": range(1, 1 << 31),
-    "feature_dtype": files.DTYPES,
-    "backend": tuple(BACKENDS),
-}
-ARRAYS = ("indptr", "indices", "labels", *SPLITS, *columns.COLUMNS)
-LAYOUT = FORMAT, SPEC, (*(f"{name}.npy" for name in ARRAYS), columns.NAMES, *BACKENDS.values())
 
 
 def build_store(
@@ -241,6 +229,8 @@ class GraphStore:
         self.meta, records = meta, meta["files"]
         for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
             setattr(self, name, meta[name])
+        if type(self.num_classes) is not int or not 1 <= self.num_classes <= checks.MAX_CLASSES:
+            raise ValueError(f"it has num_classes = {self.num_classes!r:.200}")
         self.labelled = meta.get("labelled", True)
         self.options = [name for name, on in meta["options"].items() if on]
         kinds = columns.arrays_of(meta)
@@ -263,7 +253,8 @@ class GraphStore:
         if self.indices.nbytes > free // 2:
             self.sampled_indices = self._map("indices.npy", *kinds["indices"], ahead=False)
             self.sampling_threads = SAMPLERS
-        self.node_types, self.edge_types = columns.types_of(meta)
+        types, self.edge_types = meta.get("node_types", []), meta.get("edge_types")
+        self.node_types = {str(name): (int(count), int(width)) for name, count, width in types}
         rows = sum(count for count, width in self.node_types.values() if width)
         rows = max(rows, 1) if self.node_types else self.num_nodes
         shape, dtype = (rows, self.feature_dim), getattr(torch, meta["feature_dtype"])
@@ -282,7 +273,7 @@ class GraphStore:
     def open(cls, path) -> "GraphStore":
         """Open a store after checking its meta.json, the size and header of every file, and the ends of indptr;
         StoreError if the directory is no store, or one of another format version, incomplete or damaged."""
-        meta = files.read_meta(path, *LAYOUT)
+        meta = files.read_meta(path, FORMAT)
         with reading(Path(path) / "meta.json", "; rebuild the store"):
             return cls(path, meta)
 
@@ -389,28 +380,14 @@ class MmapFeatures:
 
 
 def verify(path) -> list[str]:
-    """Read a whole store and check the checksums and the graph's validity -> problems found; see `verify_directory`."""
-    return lmdb_rows.verify_directory(path, LAYOUT, _contents)
+    """Compare a whole store with its checksums -> list of problems; see `lmdb_rows.verify_directory`."""
 
+    def check(path):
+        graph = GraphStore.open(path)
+        if graph.meta["backend"] == "lmdb":
+            graph.features.verify()
 
-def _contents(path) -> Iterator[tuple]:
-    graph = GraphStore.open(path)
-    indptr, sources = graph.indptr, graph.indices.numpy()
-
-    def labels():
-        stored = graph.labels.numpy() if graph.labelled else None
-        checks.check_labels(stored, graph.num_nodes, graph.num_classes)
-        for number in range(graph.num_splits):
-            graph.take_split(number)
-            graph.check_split()
-
-    if graph.meta["backend"] == "lmdb":
-        yield BACKENDS["lmdb"], graph.features.verify
-    yield columns.NAMES, graph.node_names
-    yield "indptr.npy", lambda: refuse(indptr.diff() < 0, "indptr", indptr, "the next is smaller")
-    yield "indices.npy", lambda: sum(map(len, sort.checked_indices(sources, graph.num_nodes)))
-    yield "labels.npy", labels
-    yield from columns.column_checks(graph)
+    return lmdb_rows.verify_directory(path, FORMAT, check)
 
 
 def info(path) -> str:

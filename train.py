@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 
 import ddp
-from disk.files import StoreError, check_in_use, progress_bar, unread
+from disk.files import StoreError, progress_bar, unread
 from run import flags, step_graph
 from run.adam import Adam
 from run.allocator import announce, trim_memory
@@ -155,7 +155,6 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
             since = f"no better score since epoch {best['epoch']}"
             ranks.say(f"early   stopped after epoch {epoch}: {since}")
             break
-        check_in_use(run.store)
         rate = args.lr
         if args.lr_schedule == "cosine":
             rate *= (1 + math.cos(math.pi * epoch / args.epochs)) / 2  # 1 to 0 over all of --epochs

@@ -138,8 +138,8 @@ def judge(case, code, good, usual):
     if notes.get("wrong"):
         return "silent", f"what is there is wrong: {notes['wrong']}"
     if notes["code"] in (1, 2) and SENTENCE.fullmatch(last) and last.isprintable():
-        # 1: a loss that is not finite, from values that were forged
-        rightly = named or "verified" not in notes or notes["code"] == 1 and notes.get("forged")
+        # of what was forged, with checksums that fit, only training tells
+        rightly = named or "verified" not in notes or notes.get("forged")
         return ("refused", last) if rightly else ("silent", f"verify had nothing to say; {last}")
     if notes["code"] != 0:
         return "unsaid", f"exit code {notes['code']}; {last}"

@@ -10,9 +10,6 @@
 V nodes and M edges of the graph, D width of the edges' features. This file needs disk/files.py, numpy and torch.
 """
 
-import functools
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 
@@ -29,10 +26,6 @@ def arrays_of(meta) -> dict:
     """Return {name: (dtype, shape)} that meta.json implies for the arrays a store may have, the split aside."""
     V, M, dtype = meta["num_nodes"], meta["num_edges"], meta.get("edge_dtype", "float32")
     types = meta.get("num_edge_types", 0)
-    allowed = {"edge_dtype": files.DTYPES, "num_edge_types": range(MOST_TYPES + 1)}
-    for name, value in (("edge_dtype", dtype), ("num_edge_types", types)):
-        if type(value) not in (str, int) or value not in allowed[name]:
-            raise ValueError(f"it has {name} = {value!r:.200}, which is invalid")
     multi_label = meta["files"]["labels.npy"]["dtype"] == "int8"
     return {
         "indptr": ("int64", [V + 1]),
@@ -44,23 +37,6 @@ def arrays_of(meta) -> dict:
         "edge_features": (files.storage_dtype(dtype), [M, meta.get("edge_dim")]),
         "node_time": ("int64", [V]),
     }
-
-
-def types_of(meta) -> tuple[dict, list | None]:
-    """Return ({node type: (nodes, feature width)}, names of the edge types or None) of a meta.json; ValueError where
-    they do not match its numbers of nodes and of edge types."""
-    entries, names = meta.get("node_types", []), meta.get("edge_types")
-    types = {str(name): (int(count), int(width)) for name, count, width in entries}
-    counts, widths = zip(*types.values()) if types else ([meta["num_nodes"]], [1])
-    named = len(types) == len(entries) and all(map(str.isprintable, [*types, *(names or [])]))
-    counted = min(counts) >= 0 and sum(counts) == meta["num_nodes"]
-    featured = [width > 0 for width in widths]
-    first = featured == sorted(featured)[::-1]  # types with features come first
-    if not (named and counted and first) or max(widths) > meta["feature_dim"]:
-        raise ValueError(f"it has node_types = {entries!r:.200}, which do not match its nodes")
-    if names is not None and (len(names), {*map(type, names)}) != (meta["num_edge_types"], {str}):
-        raise ValueError(f"it has edge_types = {names!r:.200}, which do not match its types")
-    return types, names
 
 
 def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) -> tuple[dict, dict]:
@@ -99,8 +75,10 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
             types = int(values.max(initial=0)) + 1
             if edge_types is not None:
                 meta["edge_types"] = names = [*map(str, edge_types)]
-                if not types <= len({*names}) == len(names):
-                    raise StoreError(f"edge_types {names}: {types} different names are needed")
+                distinct = types <= len({*names}) == len(names)
+                if not (distinct and all(map(str.isprintable, names))):
+                    needed = f"{types} different names of printable text are needed"
+                    raise StoreError(f"edge_types {names}: {needed}")
                 types = len(names)
             meta["num_edge_types"] = types
             checked[name] = values.astype(np.min_scalar_type(max(types - 1, 0)))
@@ -183,27 +161,6 @@ def out_of_order(indptr, types, times) -> int | None:
         if len(falls):
             return int(falls[0])
     return None
-
-
-def column_checks(graph) -> Iterator[tuple]:
-    """Yield (file, function that raises StoreError if its content is wrong) for the columns of an open store."""
-
-    arrays = graph.indptr, graph.edge_type, graph.edge_time
-    indptr, types, times = (None if array is None else array.numpy() for array in arrays)
-
-    def in_order(how, *keys):
-        if types is not None:
-            why = f"meta.json has num_edge_types {graph.num_edge_types}"
-            refuse(types >= graph.num_edge_types, "edge_type", types, why)
-        if (edge := out_of_order(indptr, *keys)) is not None:
-            raise StoreError(f"edge {edge} is {how} than the one before it in its list")
-
-    for name in ("edge_weight", "edge_features"):
-        if (values := getattr(graph, name)) is not None:
-            yield f"{name}.npy", functools.partial(_check_values, name, values)
-    yield "edge_type.npy", functools.partial(in_order, "of a smaller type", types, None)
-    if times is not None:
-        yield "edge_time.npy", functools.partial(in_order, "earlier", types, times)
 
 
 def described_types(node_types) -> str:

@@ -82,7 +82,8 @@ def complete_or_not_there(path, need):
     """Context manager: a hidden directory for about `need` bytes of files, fsynced and renamed to `path` at the end."""
     refuse_existing(path)
     try:
-        with made_folder(path.absolute().parent), _part_beside(path, Path.mkdir) as building:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _part_beside(path, Path.mkdir) as building:
             if need > shutil.disk_usage(path.parent).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             yield building
@@ -115,21 +116,6 @@ def check_name(path):
     for part, text, most in (("name", path.name, 255), ("path", path.absolute(), 4000)):
         if (size := len(os.fsencode(text))) > most:
             raise StoreError(f"{str(text)[:20]}... is a {part} of {size:,} bytes: at most {most:,}")
-
-
-@contextlib.contextmanager
-def made_folder(path):
-    """Context manager: make a folder and its parents; those made here are removed at the end if they are empty."""
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in reversed(made):
-        sync(folder.parent)
-    try:
-        yield
-    finally:
-        for folder in made:
-            with contextlib.suppress(OSError):  # not empty
-                folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -278,13 +264,9 @@ def write_meta(folder, meta, records):
     (folder / "meta.json").write_bytes(dump_meta(dict(meta, files=records)))
 
 
-def read_meta(path, form=None, spec=(), names=None) -> dict:
-    """Read and check meta.json; StoreError for anything but the bytes that `dump_meta` wrote.
-
-    Args:
-        path: the directory. form: the required format, one of FORMATS; None: any.
-        spec: {required entry: range of an int, or the allowed strings}. names: the allowed files; None: any.
-    """
+def read_meta(path, form=None) -> dict:
+    """Read meta.json of a directory; StoreError for anything but the bytes that `dump_meta` wrote, for another version,
+    or another format than `form`, one of FORMATS (None: any). The entries themselves are not checked."""
     file = Path(path) / "meta.json"
     if not os.path.lexists(file):
         raise StoreError(f"{path} is no store: there is no {file}")
@@ -300,17 +282,6 @@ def read_meta(path, form=None, spec=(), names=None) -> dict:
         if (version := meta.get("format_version")) not in READABLE:
             readable = f"this code reads 2 and {VERSION}"
             raise StoreError(f"{path}: store format {version!r:.200}; {readable}; rebuild it")
-        for name, allowed in dict(spec).items():
-            value, kind = meta.get(name), int if isinstance(allowed, range) else str
-            if type(value) is not kind or value not in allowed:
-                raise ValueError(f"it has {name} = {value!r:.200}, which is invalid")
-        for name, record in meta["files"].items():
-            # an LMDB file, which may change, need not have a digest
-            digest = record.get("sha256", "0" * 64 if name.endswith(".lmdb") else "")
-            sizes = type(record["bytes"]) is int and 0 <= record.get("largest", 0.0) < math.inf
-            valid = sizes and (not names or name in names)
-            if not valid or not re.fullmatch("[0-9a-f]{64}", digest):
-                raise ValueError(f"its record of {name[:99]!r} is invalid")
         if data != dump_meta(meta):
             raise ValueError("it was altered: its checksum does not match")
     return meta
@@ -364,14 +335,6 @@ def check_size(path, name, record) -> Path:
             fault = "truncated" if size < wanted else "too long"
             raise ValueError(f"it is {fault}: it has {size} bytes and should have {wanted}")
     return file
-
-
-def check_in_use(store):
-    """Raise StoreError if a file of an open store was truncated: reading its memory map would kill the process."""
-    for name, record in store.meta["files"].items():
-        with contextlib.suppress(OSError):  # a removed file stays readable through its map
-            if (size := os.lstat(store.path / name).st_size) < record["bytes"]:
-                raise StoreError(f"{store.path / name} was cut to {size} bytes while it was in use")
 
 
 def unread(error) -> int:

@@ -27,9 +27,6 @@ from disk.lmdb_rows import LmdbFile, check_lmdb, key, verify_directory
 
 FORMAT = "ringblock-graphs"
 PARTS = ("node", "edge", "target")
-SPEC = {f"{name}_dim": range((1 << 24) + 1) for name in PARTS}
-SPEC |= {f"{name}_dtype": files.DTYPES for name in PARTS}
-LAYOUT = FORMAT, SPEC, ("graphs.lmdb", *(f"{name}.npy" for name in files.SPLITS))
 GRAPH_HEADER = np.dtype([("magic", "S4"), ("nodes", "<u4"), ("edges", "<u4"), ("crc", "<u4")])
 
 
@@ -154,7 +151,7 @@ class GraphDataset:
     def open(cls, path) -> "GraphDataset":
         """Open a data set that `build_graphs` made, after checking its meta.json and the size and header of every file;
         StoreError if it is no data set, incomplete, damaged or of another format version."""
-        meta = files.read_meta(path, *LAYOUT)
+        meta = files.read_meta(path, FORMAT)
         with reading(Path(path) / "meta.json", "; rebuild the data set"):
             check_lmdb(path, "graphs.lmdb", meta["files"]["graphs.lmdb"])
             return cls(path, meta)
@@ -201,7 +198,7 @@ class GraphDataset:
         """Raise StoreError for the first graph that differs from its checksum or is invalid."""
         count = len(self)
         for first in range(0, count, 1024):
-            self._values(self.batch(range(first, min(first + 1024, count))))
+            self.batch(range(first, min(first + 1024, count)))
 
     def _values(self, batch) -> list[bytes]:
         """Serialise each graph of a batch as an LMDB value: header, then its own indptr, indices, x, e and y."""
@@ -283,13 +280,7 @@ class GraphDataset:
 
 def verify(path) -> list[str]:
     """Compare a whole data set with its checksums -> list of problems; see `verify_directory`."""
-    return verify_directory(path, LAYOUT, _contents)
-
-
-def _contents(path):
-    graphs = GraphDataset.open(path)
-    yield "graphs.lmdb", graphs.verify
-    yield "train.npy", graphs.check_split
+    return verify_directory(path, FORMAT, lambda path: GraphDataset.open(path).verify())
 
 
 def info(path) -> str:

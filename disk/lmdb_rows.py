@@ -322,22 +322,24 @@ def _forget_sha256(file):
         files.write_whole(file.with_name("meta.json"), lambda out: out.write(files.dump_meta(meta)))
 
 
-def verify_directory(path, layout, contents) -> list[str]:
-    """Compare every file of a directory with its checksum, then check the contents -> a list of problems, "FILE: ...";
-    StoreError if there is no store. Nothing may be written to the directory meanwhile.
+def verify_directory(path, form, check) -> list[str]:
+    """Compare every file of a directory with its checksum -> a list of problems, "FILE: ..."; StoreError if there is no
+    store. Nothing may be written to the directory meanwhile.
 
     Args:
-        layout: format, specification and file names, as `read_meta` takes them.
-        contents: function of the path -> iterator over (file, function that raises StoreError if its content is wrong).
+        form: the required format, one of `files.FORMATS`.
+        check: function of the path that opens the directory and raises StoreError for a value in LMDB that differs from
+            its own checksum; called if all files are as they were written.
     """
     path, problems = Path(path), []
     try:
-        meta = files.read_meta(path, *layout)
+        with reading(path / "meta.json"):
+            records = dict(files.read_meta(path, form)["files"])
     except StoreError as error:
         if not os.path.lexists(path / "meta.json"):
             raise
         return [f"meta.json: {error}"]
-    for name, record in meta["files"].items():
+    for name, record in records.items():
         try:
             (check_lmdb if name.endswith(".lmdb") else files.check_size)(path, name, record)
             if "sha256" not in record:
@@ -349,17 +351,11 @@ def verify_directory(path, layout, contents) -> list[str]:
                     raise StoreError(f"its sha256 is {digest[:12]}, not {wanted[:12]}")
         except StoreError as error:
             problems.append(f"{name}: {error}")
-    if problems:  # bytes that differ from their checksum are not interpreted
-        return problems
     try:
-        checks = list(contents(path))
-    except StoreError as error:  # it does not open
-        name = next((name for name in meta["files"] if name in str(error)), "meta.json")
-        return [f"{name}: {error}"]
-    for name, check in checks:
-        try:
-            check()
-        except StoreError as error:
-            parts = [f"{part}.npy" for part in files.SPLITS if repr(part) in str(error)]
-            problems.append(f"{[*parts, name][0]}: {error}")
+        if not problems:
+            with reading(path):
+                check(path)
+    except StoreError as error:
+        name = next((name for name in records if name in str(error)), "meta.json")
+        problems.append(f"{name}: {error}")
     return problems

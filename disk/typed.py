@@ -40,7 +40,9 @@ def flatten(args):
         if not isinstance(values, dict):
             raise StoreError(f"{name}: {{type: values}} is needed, as edge_index is given by type")
     features, labels, times = (columns.pop(name, {}) for name in BY_TYPE[:3])
-    node_types = dict(zip(node_types, integers("node_types", [*node_types.values()]).tolist()))
+    counts = integers("node_types", [*node_types.values()])
+    refuse(counts < 0, "node_types", counts, "a number of nodes is 0 or more")
+    node_types = dict(zip(node_types, counts.tolist()))
     _check_names(node_types, edge_index)
     names = sorted(node_types, key=lambda name: features.get(name) is None)
     first = dict(zip(names, itertools.accumulate((node_types[n] for n in names), initial=0)))

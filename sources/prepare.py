@@ -88,7 +88,9 @@ def prepare(
     built = functools.partial(os.path.isfile, target / "meta.json")  # where Path.is_file may raise
     if not built():
         # one process builds, the others wait for the lock
-        with reading(f"--root {root}"), files.made_folder(root.absolute()), files.locked(root):
+        with reading(f"--root {root}"):
+            root.mkdir(parents=True, exist_ok=True)
+        with reading(f"--root {root}"), files.locked(root):
             if not built():
                 try:
                     with reading(dataset):

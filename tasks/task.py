@@ -63,7 +63,7 @@ class Task:
         if is_gnn(run.model):
             first_hop, edges = run.ring.first_hop, batch.edges or None
             return network(batch.blocks, batch.x, aggregated=first_hop, key=key, edges=edges)
-        return output_of_own(run.args.model, self.store.num_classes, network, batch)
+        return output_of_own(self.store.num_classes, network, batch)
 
     def loss(self, network, output, y):
         """Return the loss, summed over the examples of a batch; y: store.labels[seeds], or what `draw` or `load` gave."""
@@ -118,17 +118,10 @@ def gnn(args, widths, out_dim):
     return GNN(widths["feature_dim"], out_dim=out_dim, **options)
 
 
-def output_of_own(name, width, network, batch):
-    """Run a user's network on a batch -> float [S, width]; StoreError for other output, RuntimeError if it fails."""
+def output_of_own(width, network, batch):
+    """Run a user's network on a batch -> float [S, width]; StoreError for other output."""
     edges = {"edges": batch.edges} if batch.edges else {}
-    try:
-        output = network(batch.blocks, batch.x, **edges)
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as error:
-        inputs = f"{len(batch.blocks)} blocks, one for each number of --fanout, and x {list(batch.x.shape)}"
-        inputs += f", and for each block edges [E, {batch.edges[0].shape[1]}]" if edges else ""
-        raise RuntimeError(f"{name} failed when it was called with {inputs}: {error}") from error
+    output = network(batch.blocks, batch.x, **edges)
     S, actual = batch.blocks[-1].num_dst, type(output).__name__
     if isinstance(output, torch.Tensor):
         actual = f"{output.dtype} {list(output.shape)}"

@@ -44,6 +44,7 @@ def test_what_is_damaged_or_forged_is_fine_or_refused_in_a_sentence(tmp_path):
         ("named", 0, "", {"result": 8, "verified": 1}),
         ("refused", 0, "train.py: graph/meta.json: its checksum is wrong", {"code": 2}),
         ("silent", 0, "train.py: what verify had not seen", {"code": 2, "verified": 0}),
+        ("refused", 0, "train.py: forged", {"code": 2, "verified": 0, "forged": True}),
         ("unsaid", 0, "", {"code": 2}),
         ("traceback", 1, "Traceback (most recent call last)\nKeyError: 'x'", {}),
         ("crash", -11, "", {}),

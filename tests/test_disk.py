@@ -5,9 +5,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
-import re
 import resource
-import shutil
 import struct
 import tempfile
 import threading
@@ -20,13 +18,12 @@ import pytest
 import torch
 
 import store
-import train
 from disk import lmdb_rows
-from disk.files import StoreError, check_in_use, reading
+from disk.files import StoreError, reading
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.graphs import verify as verify_graphs
 from store import GraphStore, verify
-from tests.common import _code, _end, _fork, _in_child, _store, _threads
+from tests.common import _end, _fork, _in_child, _store, _threads
 from tests.stores import _graphs, _refuses, _small_disk, _sums
 
 
@@ -381,27 +378,6 @@ def test_store_opens_regular_files_only(tmp_path):
                 file.unlink()
                 kept.rename(file)
         assert check(folder) == []
-
-
-def test_store_a_file_cut_under_its_user_is_a_sentence(tmp_path, monkeypatch, capsys):
-    path = _store(tmp_path / "g")
-    graph = GraphStore.open(path)
-    check_in_use(graph)
-    check, epochs = train.check_in_use, []
-
-    def cut(graph):
-        if epochs:
-            os.truncate(path / "indices.npy", 1000)
-        epochs.append(graph.path)
-        check(graph)
-
-    monkeypatch.setattr(train, "check_in_use", cut)
-    assert _code(f"--dataset {path} --epochs 2 --fanout 2,2 --gpus 0") == 2
-    said = capsys.readouterr().err
-    assert epochs == [path, path]
-    assert re.search("indices.npy was cut to 1000 bytes while it was in use", said)
-    shutil.rmtree(path)
-    check_in_use(graph)  # what was removed lives on in the maps
 
 
 def test_store_full_disk_while_it_changes(tmp_path):

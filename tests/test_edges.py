@@ -123,8 +123,7 @@ def test_own_model_gets_the_features_of_edges_that_it_can_take(pointed, tiny, tm
     must = "def forward(self, blocks, x, edges):"
     file.write_text(OWN_EDGES.replace(must, f"{must}\n        raise ValueError('no')"))
     said = _train(words, f"--dataset {pointed} --model {file}:Must --epochs 1", code=1)
-    given = r"with 1 blocks, .* and x \[\d+, 2\], and for each block edges \[E, 2\]: no"
-    assert re.search(given, said), said
+    assert said.endswith("ValueError: no\n") and f'File "{file}", line ' in said, said
 
 
 @pytest.mark.parametrize("name", ["gine", "own"])
