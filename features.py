@@ -20,7 +20,6 @@ it to a GPU are done (`FeatureRing`).
 "Features" are a tensor [V, F] or any object with .shape, .dtype and .gather(ids, out=None), such as an open store's.
 """
 
-import logging
 import math
 import mmap
 import os
@@ -113,7 +112,7 @@ class CudaCopies:
 class FeatureRing:
     """Gather the features and labels of a batch into reused buffers and bring them to the training device.
 
-    Buffer sizes are rounded up to a power of two, as the pinned allocator does anyway; growth is logged. Gathers use
+    Buffer sizes are rounded up to a power of two, as the pinned allocator does anyway. Gathers use
     torch's threads; `prefetch` may run several at once.
 
     Args:
@@ -123,7 +122,6 @@ class FeatureRing:
         device: where training runs. On CUDA, buffers are pinned and copied on side streams; features on that device, or
             in host memory that it reads in place, are gathered there without a buffer.
         streams: number of CUDA streams; slot i uses stream i % streams.
-        log: function of a string, called when a buffer grows.
         aggregate: function (indptr, indices, features, nodes, out) -> [S, 2F], such as `self_and_mean` of model.py.
             If features is a float tensor, the outermost hop is then aggregated straight from it, not gathered: x is
             the result for a blocks[0] with global ids in `indices` and only its destinations in `src_nodes`.
@@ -145,7 +143,6 @@ class FeatureRing:
         slots,
         device="cpu",
         streams=1,
-        log=None,
         aggregate=None,
         dtype=None,
         gather=None,
@@ -161,7 +158,6 @@ class FeatureRing:
         self.first_hop = aggregate is not None and floats
         self.width = features.shape[1] * (2 if self.first_hop else 1)
         self.convert, self.dtype = dtype, dtype or features.dtype
-        self.log = log or logging.getLogger(__name__).info
         self.buffers = {name: [None] * slots for name in ("rows", "edges", "rest")}
         self.copied = [None] * slots  # event: copies out of the slot are done
         self.began = [None] * slots  # event: the copy of x began
@@ -265,14 +261,10 @@ class FeatureRing:
         size = math.prod(shape) * dtype.itemsize
         kept, copies = self.buffers[name], self.copies
         if kept[slot] is None or kept[slot].numel() < size:
-            largest = max((buffer.numel() for buffer in kept if buffer is not None), default=0)
             kept[slot] = None  # free its memory before more is allocated
             total = 1 << (size - 1).bit_length() if size else 0
             like = {"dtype": torch.uint8, "device": "cpu"}
             kept[slot] = copies.buffer(total) if copies else torch.empty(total, **like)
-            if total > largest and name != "rest":
-                grown = f"ring: the buffer of a slot has grown to {total:,} bytes"
-                self.log(f"{grown} for a batch of {shape[0]:,} rows; there are {len(kept)} slots")
         return kept[slot][:size].view(dtype).view(shape)
 
     def _read(self, table, ids, block, out=None):

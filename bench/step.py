@@ -57,7 +57,7 @@ def training(
     depth: batches prepared ahead. features: used instead of the store's. options: of a FeatureRing.
     """
     features = store.features.tensor if features is None else features
-    options |= {"dtype": torch.bfloat16 if bf16 else None, "log": lambda line: None}
+    options["dtype"] = torch.bfloat16 if bf16 else None
     ring = FeatureRing(features, store.labels, slots=depth + 1, gather=gather_rows, **options)
     options = {"batch_size": args.batch_size, "draw": links and links.draw, "depth": depth}
     loader = NodeLoader(store, nodes, args.fanout, sampler=sampler, ring=ring, **options)

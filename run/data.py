@@ -10,7 +10,6 @@ import argparse
 from contextlib import contextmanager
 
 import torch
-from tqdm import tqdm
 
 from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
@@ -139,8 +138,8 @@ def place_data(ranks, args, task, used):
     sampler = make_sampler(args, indptr, indices, args.fanout, used, store.sampling_threads)
     in_place = not store.node_types and step_graph.averages_in_place(args, features.dtype, dtype)
     options = {"slots": args.prefetch + 1, "streams": args.sample_threads, "dtype": dtype}
-    options |= {"device": ranks.device, "log": tqdm.write if ranks.leads and ranks.gpus else None}
-    options |= {"gather": gather_rows, "aggregate": self_and_mean if in_place else None}
+    options |= {"device": ranks.device, "gather": gather_rows}
+    options["aggregate"] = self_and_mean if in_place else None
     task.attach(ranks, args, used, indptr, indices)  # before the ring, whose streams wait for it
     return sampler, FeatureRing(features, labels, edge_features=used.features, **options)
 

@@ -15,7 +15,7 @@ import zipfile
 import numpy as np
 import torch
 
-from disk.files import Rows, StoreError, free_host_bytes, integers, reading, refuse, shaped
+from disk.files import StoreError, free_host_bytes, integers, reading, refuse, shaped
 from sources.splits import PARTS
 from sources.tables import MISSING, like_number, short
 
@@ -31,7 +31,6 @@ OF_EDGES = {  # column of a store: names that its array may have, with "edata." 
 OF_NODES = {"node_time": ("node_time", "time")}  # for nodes of a type; else "time" is that of edges
 OF_GRAPH = OF_EDGES | {"node_time": ("node_time",)}
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
-PIECE = 1 << 22  # dense values of a CSR matrix to make at a time
 
 
 def open_npz(file, ignore=()) -> "Arrays":
@@ -266,7 +265,7 @@ class Arrays:
         return y
 
     def features(self, row_normalize=None):
-        """Return features [V, F]: a dense array as it is, or `Rows` of a CSR matrix, each divided by its sum if
+        """Return features [V, F]: a dense array as it is, or the rows of a CSR matrix, divided by their sums if
         row_normalize (None: if the values are counts); None if there are no features."""
         name = self.find(*FEATURES)
         if name == "feat_indptr":
@@ -280,39 +279,26 @@ class Arrays:
         indptr, indices = self.integers("feat_indptr"), self.integers("feat_indices")
         data = self.find("feat_data")
         values = self[data] if data else np.ones(indices.shape, np.int8)
-        num_nodes, entries = len(indptr) - 1, indices.size
-        rises = indptr.ndim == 1 and num_nodes > 0 and not (np.diff(indptr) < 0).any()
-        if not rises or [*indptr[[0, -1]]] != [0, entries] or values.shape != (entries,):
-            rise = f"feat_indptr must rise from 0 to the {entries} entries of feat_indices"
-            raise self.error(f"{rise} and feat_data")
-        shape = [num_nodes, int(indices.max(initial=0)) + 1]
+        shape = [len(indptr) - 1, int(indices.max(initial=0)) + 1]
         if self.find("feat_shape"):
             shape = self.integers("feat_shape").tolist()
-        if len(shape) != 2 or shape[0] != num_nodes or not 1 <= shape[1] <= PIECE:
-            raise self.error(f"feat_shape {shape} is not [{num_nodes}, 1 to {PIECE:,}]")
-        if len(bad := indices[(indices < 0) | (indices >= shape[1])]):
-            raise self.error(f"feat_indices holds {bad[0]}: columns lie in [0, {shape[1]})")
         counts = values.dtype.kind != "f"
         normalize = counts if row_normalize is None else bool(row_normalize)
-        if normalize and (least := values.min(initial=0)) < 0:
-            raise self.error(f"feat_data holds {least}: give row_normalize=0, to divide by no sums")
+        if normalize:
+            why = "give row_normalize=0, to divide by no sums"
+            refuse(values < 0, self.called("feat_data"), values, why)
         if data:
             how = "divided by the sum of their row" if normalize else "as they are"
             self.say(f"features are the {'counts' if counts else 'values'} in feat_data, {how}")
-        dtype, step = np.float32 if counts else values.dtype, max(1, PIECE // shape[1])
-
-        def rows(first):
-            ends = indptr[first : first + step + 1]
-            row, (a, b) = np.repeat(np.arange(len(ends) - 1), np.diff(ends)), ends[[0, -1]]
-            size = (len(ends) - 1) * shape[1]
-            dense = np.bincount(row * shape[1] + indices[a:b], values[a:b], size)
-            dense = dense.reshape(-1, shape[1])
-            if normalize:
-                total = dense.sum(1, keepdims=True)
-                dense /= np.where(total, total, 1)
-            return dense.astype(dtype)
-
-        return Rows(shape, dtype, map(rows, range(0, num_nodes, step)))
+        values = values.astype(np.float32) if counts else values
+        with reading(self.called("the CSR matrix of features")):
+            ends = np.stack([np.repeat(np.arange(len(indptr) - 1), np.diff(indptr)), indices])
+            sparse = torch.sparse_coo_tensor(ends, values, shape, check_invariants=True)
+            dense = sparse.to_dense()
+        if normalize:
+            total = dense.sum(1, keepdim=True)
+            dense /= total.where(total > 0, 1)
+        return dense
 
     def close(self, num_nodes=None, num_edges=None):
         """Name the unused arrays; StoreError for one that seems to be of edges, a split, features or labels."""

@@ -16,7 +16,6 @@ import http.client
 import os
 import pickle
 import types
-import urllib.error
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -239,55 +238,32 @@ def _unpickled(file):
 
 
 def download(url, target, progress=False):
-    """Download a URL to the file `target`, resuming from target.part of an earlier try; does nothing if target exists.
-
-    A part is resumed only if the server's file is still the same, by its ETag or date in target.part.tag. If the
-    download fails, what has arrived is kept for the next try.
-    """
-    part, tag = Path(f"{target}.part"), Path(f"{target}.part.tag")
+    """Download a URL to the file `target`; does nothing if it exists. What has arrived of an archive before the download
+    failed is kept as target.part, and the next try goes on from there. If the server's file has changed meanwhile, the
+    archive's CRCs do not match; files without CRCs begin anew."""
+    part = Path(f"{target}.part")
     if target.is_file():
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        have = part.stat().st_size if part.is_file() and tag.is_file() else 0
-        size, total = _fetch(url, part, tag, have, progress)
-        if total not in (None, size):
-            raise StoreError(f"{url} stopped at {size} of {total} bytes; run it again to go on")
+        have = part.stat().st_size if part.is_file() and target.suffix == ".zip" else 0
+        ranges = {"Range": f"bytes={have}-"} if have else {}
+        request = urllib.request.Request(url, headers=ranges)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            have = have if response.status == 206 else 0  # without range support all of it is sent
+            length = response.headers.get("Content-Length", "")
+            total = response.headers.get("Content-Range", length).rpartition("/")[2]
+            total = int(total) if total.isdigit() else None
+            bar = dict(total=total, initial=have, desc=part.stem, unit="B")
+            with open(part, "ab" if have else "wb") as file, progress_bar(progress, **bar) as bar:
+                while data := response.read(1 << 20):
+                    file.write(data)
+                    bar.update(len(data))
+        if total not in (None, size := part.stat().st_size):
+            raise OSError(f"it stopped at {size} of {total} bytes")
         sync(part)
         os.replace(part, target)
         sync(target.parent)
-        tag.unlink(missing_ok=True)
     except (OSError, http.client.HTTPException) as error:
-        advice = f"run it again to go on from where it stopped, or put the file at {target}"
-        if getattr(error, "code", None) == 416:
-            advice = f"{part} does not fit it: remove that to begin anew"
+        advice = f"run it again to go on (remove {part} to begin anew), or put the file at {target}"
         raise StoreError(f"the download of {url} failed: {error}; {advice}") from error
-
-
-def _fetch(url, part, tag, have, progress) -> tuple[int, int | None]:
-    """Download what follows the first `have` bytes of a part -> (size of the part, expected size or None)."""
-    ranges = {"Range": f"bytes={have}-", "If-Range": tag.read_text()} if have else {}
-    try:
-        response = urllib.request.urlopen(urllib.request.Request(url, headers=ranges), timeout=60)
-    except urllib.error.HTTPError as error:
-        # 416: nothing is left to send if the part is complete
-        if error.code != 416 or error.headers.get("Content-Range", "").split("/")[-1] != str(have):
-            raise
-        return have, have
-    with response:
-        # without range support, or if the file has changed, the server sends all of it
-        have = have if response.status == 206 else 0
-        version = response.headers.get("ETag", "W/")
-        if version.startswith("W/"):  # weak: it does not identify the bytes
-            version = response.headers.get("Last-Modified")
-        tag.unlink(missing_ok=True)
-        if version:
-            tag.write_text(version)
-        length = response.headers.get("Content-Length")
-        total = have + int(length) if length else None
-        bar = dict(total=total, initial=have, desc=part.stem, unit="B")
-        with open(part, "ab" if have else "wb") as file, progress_bar(progress, **bar) as bar:
-            while data := response.read(1 << 20):
-                file.write(data)
-                bar.update(len(data))
-            return file.tell(), total

@@ -742,7 +742,7 @@ def test_streams_of_a_ring_are_in_order(order, features, cached, blocks, streams
         sample = lambda seeds, step: list(map(put, on_host(seeds, step)))  # noqa: E731
     if cached:
         table = CachedFeatures(table, torch.arange(200.0), 100 * 16, _CUDA)
-    options = dict(streams=streams, edge_features=edges, log=lambda line: None)
+    options = dict(streams=streams, edge_features=edges)
     ring = FeatureRing(table, labels, slots=2, device=_CUDA, **options)
     _ahead(ring, torch.randperm(200).split(20), sample, blocks != "gpu, the caller's")
     order._go()
