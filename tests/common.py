@@ -539,28 +539,3 @@ def _readme_blocks(language):
 
 OWN_MODELS = {b.split()[1]: b for b in _readme_blocks("python") if b.startswith("# my")}
 OWN_LAYERS = OWN_MODELS["mymodel.py"]
-
-
-def _told_by_the_future(path, nodes=400, **columns):
-    """Build a store: each node has eight neighbours without a hint before its time, and eight of its class after it."""
-    rng = np.random.default_rng(0)
-    labels, when = rng.integers(0, 2, nodes), rng.integers(20, 80, nodes)
-    sign = np.append(labels, [0, 1] * 100)  # 200 more nodes carry a sign, their feature
-    past = nodes + rng.integers(0, 200, (8, nodes))
-    future = nodes + 2 * rng.integers(0, 100, (8, nodes)) + labels
-    src, dst = np.concatenate([past, future]).ravel(), np.tile(np.arange(nodes), 16)
-    before, after = rng.integers(0, 20, (8, nodes)), rng.integers(1, 20, (8, nodes))
-    times = np.concatenate([when - before, when + after]).ravel()
-    x = np.zeros((nodes + 200, 2), np.float32)
-    x[nodes:, 0] = 2 * sign[nodes:] - 1
-    x[:nodes, 1] = rng.standard_normal(nodes)
-    return build_store(
-        path,
-        edge_index=np.stack([src, dst]),
-        features=x,
-        labels=np.append(labels, np.full(200, -1)),
-        split={"train": range(200), "valid": range(200, 280), "test": range(280, nodes)},
-        edge_time=times,
-        node_time=np.append(when, np.full(200, 100)),
-        **columns,
-    )

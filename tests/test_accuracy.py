@@ -320,13 +320,6 @@ def test_features_too_large_to_train_on_are_refused_and_large_ones_named(backend
         assert _code(f"--dataset {tmp_path}/float64", *words) == 0
 
 
-class _Alone(ddp.Ranks):
-    """A rank without the others."""
-
-    def reduce(self, tensor):
-        return tensor
-
-
 def test_graph_task_with_two_processes_checkpoints_and_resumes(tmp_path, capsys):
     _molecules(tmp_path / "m.npz", count=200)
     common = [f"--task graph --dataset {tmp_path}/m.npz --root {tmp_path} --gpus 0 --hidden 16"]
@@ -342,12 +335,6 @@ def test_graph_task_with_two_processes_checkpoints_and_resumes(tmp_path, capsys)
     mine, theirs = (log[-1]["scores"]["test"]["rmse"] for log in (a, b))
     assert mine == pytest.approx(theirs, rel=1e-2)
     assert a[3]["loss"] < a[0]["loss"] and a[0]["valid"]["mae"] > 0
-    args, counts = train.parse_args(" ".join(common).split()), []
-    for rank in (0, 1):  # each process scores its part of the graphs
-        run = running.open_run(_Alone(rank, 2), args, train.prepare(args))
-        run.model.register_forward_hook(lambda _, given, out: counts.append(len(out)))
-        run.task.scores(run, "test")
-    assert counts == [10, 10]
     no_split, many = build_graphs(tmp_path / "many", [_graphs(10)]), "holds many small graphs"
     for words, said in (
         (f"--dataset {tmp_path}/m.npz", f"{many}.*--task graph"),

@@ -13,15 +13,7 @@ from inference import inference
 from run.run import open_run
 from sampler import NeighborSampler
 from store import GraphStore, build_store
-from tests.common import (
-    _as_lists,
-    _code,
-    _log,
-    _same_for_any_number_of_processes,
-    _store,
-    _told_by_the_future,
-    _train,
-)
+from tests.common import _as_lists, _code, _log, _same_for_any_number_of_processes, _store, _train
 from tests.stores import _events
 
 
@@ -172,11 +164,11 @@ def test_a_run_draws_by_what_edges_carry(words, said, column, options, tmp_path,
 
 
 def test_train_at_its_own_time_is_the_same_for_any_number_of_processes(tmp_path):
-    path = _told_by_the_future(tmp_path / "g")
+    path = _store(tmp_path / "g", **_events(200, 3000))
     words = f"--dataset {path} --gpus 0 --fanout 5,3 --hidden 16 --lr 0.01"
     what = "--predict-what embeddings"
-    _same_for_any_number_of_processes(tmp_path, f"{words} {what}", [(1, 60, 1), (3, 20, 1)])
-    assert np.load(tmp_path / "0.npy").shape == (600, 16)
+    _same_for_any_number_of_processes(tmp_path, f"{words} {what}", [(1, 18, 1), (3, 6, 1)])
+    assert np.load(tmp_path / "0.npy").shape == (200, 16)
 
 
 @pytest.mark.parametrize("temporal", ["at", "before"])
@@ -213,7 +205,7 @@ def test_exact_inference_at_a_time_is_of_the_graph_of_that_time(name, temporal, 
 
 
 def test_train_says_what_is_missing(tiny, tmp_path, capsys):
-    whole = _told_by_the_future(tmp_path / "g")
+    whole = _store(tmp_path / "g", **_events(200, 3000))
     edges_alone = _store(tmp_path / "e", edge_time=np.arange(3000))
     for path, words, complaint in (
         (tiny, "--temporal at", "--temporal at: .* has no times of edges .edge_time"),

@@ -31,7 +31,7 @@ from run import adam, step_graph
 from run.edge_data import EdgeData
 from sampler import Block, NeighborSampler
 from tests import common
-from tests.common import TINY, _emulated, _end, _fork, _random_graph, _run_here
+from tests.common import TINY, _end, _fork, _on_kernels, _random_graph, _run_here
 from tests.test_ddp import _launch_within
 from tests.test_layers import _emulate_layers, _net, cuda_layers, layers_gpu  # noqa: F401
 from tests.test_types import _typed_graph
@@ -122,14 +122,7 @@ def _emulate_graphs(monkeypatch):
 
 def _sampling_on_gpu(s, folder):
     """Return what a run uses of a sampler on a GPU, on emulated kernels."""
-    backend = _emulated(s, folder)
-
-    def sample(seeds, step, relabel_outer=True):
-        blocks = [Block(*fields[:4]) for fields in backend.sample(seeds, step, relabel_outer)[::-1]]
-        if s.edge_type is None:
-            return blocks
-        return [block._replace(edge_type=s.edge_type[block.edge_ids]) for block in blocks]
-
+    sample, backend = _on_kernels(s, folder)
     given = {"indices": s.engine.spec.indices, "edge_type": s.edge_type}
     return types.SimpleNamespace(engine=backend, sample=sample, **given)
 

@@ -4,7 +4,6 @@ import argparse
 import ctypes
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ import store
 import train
 from inference import inference
 from model import SAGE
-from native import build
 from run import allocator, data, flags
 from store import GraphStore, build_store
 from tests.common import (
@@ -39,12 +37,11 @@ from tests.common import (
     _split,
     _start,
     _start_fork,
-    _told_by_the_future,
+    _store,
     _train,
     _wait_for,
 )
-from tests.stores import _reseal
-from tests.test_lookahead import _flaky
+from tests.stores import _events, _reseal
 
 DAMAGED = [  # file, flags, what is said
     # by exact inference, when degrees are counted, in sampling, by one rank
@@ -141,7 +138,8 @@ def test_interruptions_change_no_bit(kind, tiny, tmp_path):
     print(f"seed {seed}")
     flags, times, epochs = INTERRUPTED[kind]
     if kind == "at times":
-        tiny = _told_by_the_future(tmp_path / "events", edge_features=rng.random((6400, 2)))
+        split = {"train": range(150), "valid": range(150, 200)}
+        tiny = _store(tmp_path / "events", split=split, **_events(200, 3000))
     common = f"--dataset {tiny} --gpus 0 --fanout 5,5 --hidden 32 {flags} --epochs {epochs}"
     common += f" --batch-size {1000 if kind == 'link' else 25}"
 
@@ -172,25 +170,6 @@ def test_interruptions_change_no_bit(kind, tiny, tmp_path):
     left = {path.name for path in tmp_path.iterdir() if path.suffix != ".part"} - {"events"}
     assert left == {"out", "resumed.pt", "straight.pt"}
     assert _same_weights(tmp_path / "straight.pt", tmp_path / "resumed.pt"), moments
-
-
-def _trains_on_a_flaky_disk(fails, *words):
-    text, read = _flaky(fails), build.read_source
-    build.read_source = lambda file, **names: text if file == "rows.c" else read(file, **names)
-    return train.main(_split(words))
-
-
-@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
-def test_train_from_a_slow_disk_that_fails(tiny, tmp_path):
-    """Slow, short and interrupted reads change nothing; a disk that fails after ten reads ends in a one-line error."""
-    words = f"--dataset {tiny} --model gcn --fanout 3,3 --epochs 1 --batch-size 200 --checkpoint"
-    _train(words, f"{tmp_path}/straight.pt")
-    for fails, code in (("0", 0), ("turn >= 10", 2)):
-        flags = words, tmp_path / f"{code}.pt", "--cache 20KiB"
-        printed = _end(_fork(tmp_path / "out", _trains_on_a_flaky_disk, fails, *flags), code)
-    assert _same_weights(tmp_path / "0.pt", tmp_path / "straight.pt")
-    error = r"train.py: .*features.npy cannot be read at byte [0-9,]+: Input/output error\n"
-    assert re.search(f"^{error}", printed, re.MULTILINE) and "Traceback" not in printed, printed
 
 
 def test_switches_that_must_not_change_the_result(tiny, tmp_path):
