@@ -8,6 +8,7 @@ arrays.close(len(y), edge_index.shape[1])                 # lists unused arrays,
 
 import contextlib
 import functools
+import math
 import os
 import re
 import zipfile
@@ -292,6 +293,11 @@ class Arrays:
             self.say(f"features are the {'counts' if counts else 'values'} in feat_data, {how}")
         values = values.astype(np.float32) if counts else values
         with reading(self.called("the CSR matrix of features")):
+            if shape[0] != len(indptr) - 1 or indptr[0]:
+                raise ValueError(f"{shape[0]} rows need {shape[0] + 1} offsets from 0")
+            size, free = math.prod(shape) * values.itemsize, free_host_bytes()
+            if size > free:
+                raise ValueError(f"it takes {size:,} bytes when dense, and {free:,} are free")
             ends = np.stack([np.repeat(np.arange(len(indptr) - 1), np.diff(indptr)), indices])
             sparse = torch.sparse_coo_tensor(ends, values, shape, check_invariants=True)
             dense = sparse.to_dense()

@@ -158,9 +158,10 @@ def _refused_npz():
         (r"feat_data\[3\] is -1.*row_normalize=0", {**csr, "feat_data": np.where(ids == 3, -1, 1)}),
         ("nnz from values: 3", {**csr, "feat_data": np.ones(3)}),
         (r"features\[7, 2\] is nan", {**csr, "feat_data": np.where(ids == 7, np.nan, 1)}),
-        ("may not contain negative values", {**csr, "feat_indptr": np.arange(200, -1, -1)}),
-        ("size is 150 but found index 199", {**csr, "feat_shape": [150, 5]}),
-        ("CSR .*allocate memory", {**csr, "feat_shape": [200, 1 << 40]}),
+        ("may not contain negative values", {**csr, "feat_indptr": np.append([0, 9], ids[1:])}),
+        ("CSR .*200 rows need 201 offsets from 0", {**csr, "feat_indptr": np.arange(201) + 1}),
+        ("CSR .*400 rows need 401 offsets from 0", {**csr, "feat_shape": [400, 5]}),
+        ("CSR .*bytes when dense, and .* are free", {**csr, "feat_shape": [200, 1 << 40]}),
         ("x cannot be read", dict(x=np.array([{}] * 200, object))),
     ]
 
