@@ -112,8 +112,8 @@ class CudaCopies:
 class FeatureRing:
     """Gather the features and labels of a batch into reused buffers and bring them to the training device.
 
-    Buffer sizes are rounded up to a power of two, as the pinned allocator does anyway. Gathers use
-    torch's threads; `prefetch` may run several at once.
+    Buffer sizes are rounded up to a power of two, as the pinned allocator does anyway. Gathers use torch's threads;
+    `prefetch` may run several at once.
 
     Args:
         features: [V, F] of any dtype, in host memory or on the device. If only the first nodes have features, fewer

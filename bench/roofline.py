@@ -158,8 +158,7 @@ def step_costs(args, store, dtype):
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                     key, aggregated = slot.key, ring.first_hop
                     logits = net(slot.batch.blocks, slot.x, aggregated=aggregated, key=key)
-                options = {"reduction": "sum", "ignore_index": -1}
-                loss = F.cross_entropy(logits.float(), slot.y, **options)
+                loss = F.cross_entropy(logits.float(), slot.y, reduction="sum", ignore_index=-1)
                 (loss / args.batch_size).backward()
                 optimizer.step()
                 optimizer.zero_grad()

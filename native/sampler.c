@@ -129,8 +129,8 @@ static inline row_t row_of(const job_t *job, i64 row) {
 }
 
 // Cut each list of a chunk after the last edge no later than its destination's time. Many lists are
-// kept whole, as the time of their last edge tells. In the others a binary search is a chain of cache
-// misses, so all searches of a chunk advance together, one step at a time.
+// kept whole, as the time of their last edge tells. In the others a binary search is a chain of
+// cache misses, so all searches of a chunk advance together, one step at a time.
 static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
   // The edges of a list before `at` are early enough; the next `left` are undecided.
   i64 at[ROWS], left[ROWS];

@@ -88,9 +88,8 @@ def placements(
     return {
         "cuda-cuda": Placement(GPU_BYTES + arrays + tables, gpu_step(graphs), RANK_BYTES, 0, 0),
         "pinned-cuda": Placement(GPU_BYTES + tables, gpu_step(len(fanout)), RANK_BYTES, 0, arrays),
-        "cpu-cuda": Placement(
-            GPU_BYTES, step, RANK_BYTES, 2 * ahead * batch, 0
-        ),  # pinning rounds up
+        # pinning rounds up
+        "cpu-cuda": Placement(GPU_BYTES, step, RANK_BYTES, 2 * ahead * batch, 0),
         "cpu-cpu": Placement(0, 0, RANK_BYTES, step, 0),
     }
 
