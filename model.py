@@ -1018,10 +1018,11 @@ class GNN(nn.Module):
         if i == len(self.norms):
             return h
         nodes = None if nodes is None else nodes[: len(h)]
-        h = self.norms[i](h)
+        layer, norm, h = self.layers[i], self.norms[i], self.norms[i](h)
         kinds = {*ALL_CONVS.values(), *NORMS.values(), nn.Sequential, nn.ReLU}
-        if not unchanged(*self.layers[i].modules(), self.norms[i], kinds=kinds):
-            h = h.clone()  # a hook or method may have kept or wrapped it, and ReLU is in place
+        *_, last = getattr(layer, "mlp", layer).modules()
+        if type(last) is nn.ReLU or not unchanged(*layer.modules(), norm, kinds=kinds):
+            h = h.clone()  # a hook, method or ReLU may have kept it, and the next is in place
         return relu_dropout(h, self.dropout, self.training, nodes, seed)
 
 

@@ -468,6 +468,7 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         ("sage", "layers.0.apply_linear", torch.nn.Linear(12, 6).forward),
         ("sage", "norms.0", torch.nn.Tanh()),
         ("gin", "layers.0.mlp.0", torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())),
+        ("gin", "layers.0.mlp", torch.nn.Sequential(model.Linear(6, 6), torch.nn.ReLU())),
         ("sage", "norms.0", model.LayerNorm(6, elementwise_affine=False)),
         ("sage", "forward", None),  # its own, as accelerate's unwrap_model leaves it
     ):
