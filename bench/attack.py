@@ -138,7 +138,7 @@ def judge(case, code, good, usual):
     if notes.get("wrong"):
         return "silent", f"what is there is wrong: {notes['wrong']}"
     if notes["code"] in (1, 2) and SENTENCE.fullmatch(last) and last.isprintable():
-        # of what was forged, with checksums that fit, only training tells
+        # checksums of forged values fit: only training can refuse them
         rightly = named or "verified" not in notes or notes.get("forged")
         return ("refused", last) if rightly else ("silent", f"verify had nothing to say; {last}")
     if notes["code"] != 0:
