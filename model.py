@@ -404,6 +404,10 @@ class GCNConv(Conv):
         return total if self.bias is None else total + self.bias
 
 
+class MLP(nn.Sequential):
+    """That of GIN: linear, norm, ReLU, linear."""
+
+
 class GINConv(Conv):
     """Graph isomorphism layer (Xu et al., arXiv 1810.00826): MLP((1 + eps) h_v + sum(h_u)), eps learned.
 
@@ -421,7 +425,7 @@ class GINConv(Conv):
         degenerate = norm == "layer" and out_dim < 3
         norms = [] if norm == "none" or degenerate else [NORMS[norm](out_dim)]
         layers = [Linear(in_dim, out_dim), *norms, nn.ReLU(), Linear(out_dim, out_dim)]
-        self.mlp = nn.Sequential(*layers)
+        self.mlp = MLP(*layers)
         self.eps = nn.Parameter(torch.zeros(1))
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
@@ -1018,11 +1022,10 @@ class GNN(nn.Module):
         if i == len(self.norms):
             return h
         nodes = None if nodes is None else nodes[: len(h)]
-        layer, norm, h = self.layers[i], self.norms[i], self.norms[i](h)
-        kinds = {*ALL_CONVS.values(), *NORMS.values(), nn.Sequential, nn.ReLU}
-        *_, last = getattr(layer, "mlp", layer).modules()
-        if type(last) is nn.ReLU or not unchanged(*layer.modules(), norm, kinds=kinds):
-            h = h.clone()  # a hook, method or ReLU may have kept it, and the next is in place
+        h = self.norms[i](h)
+        kinds = {*ALL_CONVS.values(), *NORMS.values(), MLP, nn.ReLU}
+        if not unchanged(*self.layers[i].modules(), self.norms[i], kinds=kinds):
+            h = h.clone()  # a hook, method or network may have kept it, and ReLU is in place
         return relu_dropout(h, self.dropout, self.training, nodes, seed)
 
 
