@@ -247,6 +247,9 @@ def download(url, target, progress=False):
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         have = part.stat().st_size if part.is_file() and target.suffix == ".zip" else 0
+        have = max(
+            have - 1, 0
+        )  # a complete part lacks only its new name: an empty range is an error
         ranges = {"Range": f"bytes={have}-"} if have else {}
         request = urllib.request.Request(url, headers=ranges)
         with urllib.request.urlopen(request, timeout=60) as response:
@@ -255,7 +258,8 @@ def download(url, target, progress=False):
             total = response.headers.get("Content-Range", length).rpartition("/")[2]
             total = int(total) if total.isdigit() else None
             bar = dict(total=total, initial=have, desc=part.stem, unit="B")
-            with open(part, "ab" if have else "wb") as file, progress_bar(progress, **bar) as bar:
+            with open(part, "r+b" if have else "wb") as file, progress_bar(progress, **bar) as bar:
+                file.seek(have)
                 while data := response.read(1 << 20):
                     file.write(data)
                     bar.update(len(data))
