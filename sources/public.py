@@ -247,9 +247,7 @@ def download(url, target, progress=False):
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         have = part.stat().st_size if part.is_file() and target.suffix == ".zip" else 0
-        have = max(
-            have - 1, 0
-        )  # a complete part lacks only its new name: an empty range is an error
+        have = max(have - 1, 0)  # its last byte again: an empty range would be refused
         ranges = {"Range": f"bytes={have}-"} if have else {}
         request = urllib.request.Request(url, headers=ranges)
         with urllib.request.urlopen(request, timeout=60) as response:

@@ -290,9 +290,8 @@ def test_datasets_ogb_download_is_resumed(tmp_path, monkeypatch):
         assert {p.name for p in tmp_path.iterdir()} == {"arxiv.zip.part"}
         path = prepare("ogbn-arxiv", tmp_path, progress=False)
         assert server.requests[-1][1] == "bytes=999-"
-        (tmp_path / "arxiv.zip").rename(
-            tmp_path / "arxiv.zip.part"
-        )  # killed before it had its name
+        # killed before the complete file had its name
+        (tmp_path / "arxiv.zip").rename(tmp_path / "arxiv.zip.part")
         public.download(f"{server.url}/arxiv.zip", tmp_path / "arxiv.zip")
     assert verify(path) == [] and (tmp_path / "arxiv.zip").read_bytes() == content
     assert not list(tmp_path.glob("*.part*"))
