@@ -44,8 +44,8 @@ PIECE_BYTES = 1 << 30  # host memory registered per call: a single call cannot r
 
 
 class Fetched(NamedTuple):
-    """A batch on the training device. On CPU x is overwritten when the next batch is asked for, unless reuse=False;
-    so are the tensors of CUDA graphs."""
+    """A batch on the training device. On CPU x is overwritten when the next batch is asked for, unless reuse=False.
+    The tensors of CUDA graphs always are."""
 
     blocks: list  # L blocks, outermost hop first
     # [N, F] features of blocks[0].src_nodes; [blocks[0].num_dst, 2F] if the ring aggregates the outermost hop
@@ -303,7 +303,7 @@ def prefetch(make, items, *, depth=2, threads=1):
         while pending:
             result = pending.popleft().result()
             pending.extend(pool.submit(make, *job) for job in islice(jobs, 1))
-            yield result
+            yield result  # its slot is refilled when the next result is asked for
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -236,7 +236,8 @@ class GraphStore:
         kinds = columns.arrays_of(meta)
         for name, kind in kinds.items():
             stored = name not in columns.COLUMNS or f"{name}.npy" in records
-            setattr(self, name, self._map(f"{name}.npy", *kind) if stored else None)
+            mode = "c" if name == "labels" else "r"
+            setattr(self, name, self._map(f"{name}.npy", *kind, mode=mode) if stored else None)
         self.edge_dim, self.num_edge_types = 0, meta.get("num_edge_types", 0)
         if self.edge_features is not None:
             self.edge_dim = self.edge_features.shape[1]

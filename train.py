@@ -43,7 +43,7 @@ from disk.files import StoreError, progress_bar, unread
 from run import flags, step_graph
 from run.adam import Adam
 from run.allocator import announce, trim_memory
-from run.checkpoint import check_graph, common_state, restore, save_checkpoint
+from run.checkpoint import check_graph, claimed, common_state, restore, save_checkpoint
 from run.finite import LossSum, all_finite
 from run.own_model import is_own
 from run.report import Clock, Report, advice, describe, draw_timeline, epoch_line, peak_memory
@@ -268,8 +268,10 @@ def train_many(ranks, args, path):
 
 def worker(ranks, args, path):
     """Run one rank -> exit code; bad input ends in a one-line message instead of a traceback."""
+    writes = ranks.leads and args.checkpoint
     try:
-        return train(ranks, args, path)[0] if args.runs == 1 else train_many(ranks, args, path)
+        with claimed(args.checkpoint) if writes else nullcontext():
+            return train(ranks, args, path)[0] if args.runs == 1 else train_many(ranks, args, path)
     except (StoreError, RuntimeError, *HINTS) as error:
         full = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError))
         full = full or "DefaultCPUAllocator" in str(error)  # torch has no type for it

@@ -299,12 +299,12 @@ def regular(file) -> os.stat_result:
 # ---- reading
 
 
-def map_npy(path, name, record, dtype, shape, ahead=True) -> Tensor:
+def map_npy(path, name, record, dtype, shape, ahead=True, mode="r") -> Tensor:
     """Memory-map a .npy file -> tensor; StoreError unless size, dtype and shape (None: any) are as recorded. ahead: let
-    the kernel read ahead; False for random access."""
+    the kernel read ahead; False for random access. mode: "c" for a map whose changes stay in this process."""
     file = check_size(path, name, record)
     with reading(file, "; rebuild the store"):
-        array = np.lib.format.open_memmap(file, "r")
+        array = np.lib.format.open_memmap(file, mode)
         if array.dtype != np.dtype(dtype) or list(array.shape) != (shape or list(array.shape)):
             raise ValueError(f"it holds {array.dtype} {list(array.shape)}, not {dtype} {shape}")
         # a header of another length would shift the data

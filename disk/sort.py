@@ -40,7 +40,9 @@ def edge_chunks(edge_index, indptr, indices, num_nodes, options, numbered) -> It
         if min(src.min(), dst.min()) < 0 or max(src.max(), dst.max()) >= num_nodes:
             bad = np.flatnonzero((src < 0) | (src >= num_nodes) | (dst < 0) | (dst >= num_nodes))[0]
             ends = f"from node {src[bad]} to node {dst[bad]}"
-            raise StoreError(f"edge {a + bad} goes {ends}: node ids lie in [0, {num_nodes})")
+            hint = "; do they count from 1?" if max(src.max(), dst.max()) == num_nodes else ""
+            why = f"node ids lie in [0, {num_nodes}){hint}"
+            raise StoreError(f"edge {a + bad} goes {ends}: {why}")
         numbers = [np.arange(a, b)] if numbered else []
         if options["drop_self_loops"]:
             keep = np.flatnonzero(src != dst)

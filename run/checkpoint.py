@@ -20,10 +20,13 @@ A checkpoint is untrusted input: its pickle may hold only tensors and dicts, its
 makes of them, none names code or a file to write, and its tensors must fit the network they describe.
 """
 
+import hashlib
 import io
 import os
 import pickletools
 import re
+import socket
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +69,20 @@ def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
         "code": getattr(model, "digest", None),
     }
     write_whole(path, lambda file: torch.save(state, file))
+
+
+def claimed(path):
+    """Claim a checkpoint -> socket, a context that ends the claim, as the end of its process does; StoreError if another
+    run on this machine writes the file. Only Linux has names for sockets that leave no files."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    name = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()
+    try:
+        if sys.platform == "linux":
+            claim.bind(f"\0ringblock-{name}")
+    except OSError as error:
+        claim.close()
+        raise StoreError(f"another run writes {path}: give each its own --checkpoint") from error
+    return claim
 
 
 def names_of(store):

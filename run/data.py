@@ -200,4 +200,5 @@ def reading_all_edges():
     try:
         yield
     except IndexError as error:
-        raise DamagedGraph(f"the graph is damaged: {error}") from error
+        reason = str(error).removeprefix("the graph is damaged: ")
+        raise DamagedGraph(f"the graph is damaged: {reason}") from error

@@ -16,6 +16,8 @@ import numpy as np
 from disk.files import StoreError, plural
 from sources.tables import opened, short, spool, stacked
 
+HEADER = "; a header is known by names such as id, source, destination and label"
+
 
 def read_tables(file, tables, columns, folder) -> dict:
     """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`.
@@ -64,7 +66,9 @@ class Nodes:
         if bad.any():
             row = int(bad.argmax())
             has = f"{self.source} has {self.count:,}{'' if self.names else ', from 0'}"
-            raise table.error(first + row, f"there is no node {short(str(cells[row]))}: {has}")
+            hint = "" if table.names or first + row else HEADER
+            cell = short(str(cells[row])) or "''"
+            raise table.error(first + row, f"there is no node {cell}: {has}{hint}")
         return nodes
 
 
@@ -108,9 +112,12 @@ def features(file, folder) -> tuple[np.ndarray, Nodes]:
 
 def _name(table, folder, x, ids, node) -> tuple[np.ndarray, Nodes]:
     """Take the ids of the rows as names of the nodes; if they are 0 to V-1, sort the rows by them -> (x, `Nodes`)."""
-    column, different = table.column(node), np.unique(ids)
-    if len(different) < len(ids) or different[0] == "":
-        raise StoreError(f"{table.name}: {column} holds ids, but one is empty or occurs twice")
+    column, (different, counts) = table.column(node), np.unique(ids, return_counts=True)
+    if (counts > 1).any():
+        again = short(str(different[counts.argmax()]))
+        raise StoreError(f"{table.name}: {column} holds ids, but {again!r} occurs more than once")
+    if different[0] == "":
+        raise StoreError(f"{table.name}: {column} holds ids, but one is empty")
     if isinstance(ids, list) or not np.array_equal(different, np.arange(len(x))):
         table.notes.append(f"{column} names the nodes, such as {short(str(ids[0]))}")
         return x, Nodes(len(x), table.name, list(ids), by_row=False)
@@ -130,7 +137,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     kinds, parts = kinds if node is None else {**kinds, node: nodes.kind}, []
     for _, columns in table.read(kinds, missing):
         if table.rows > nodes.count:
-            hint = "" if table.names else "; a header is known by names such as id and label"
+            hint = "" if table.names else HEADER
             raise table.error(nodes.count, f"more rows than in {nodes.source}{hint}")
         parts.append(columns)
     columns = {j: np.concatenate([part[j] for part in parts]) for j in kinds}

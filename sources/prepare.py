@@ -286,6 +286,8 @@ def _read_graph(arrays, params, source):
     if len(labelled) > 1 and target is None or target and target not in labelled:
         which = ", ".join(labelled) or "no type"
         raise arrays.error(f"there are labels of {which}: keep those of one, as target=TYPE does")
+    if split and not labelled:
+        raise arrays.error("it has a split, and no labels (y): give them, or leave it out")
     return graph, split
 
 

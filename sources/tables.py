@@ -5,8 +5,8 @@
             ...                                               # {0: int64 [r], 1: int64 [r], 2: float64 [r]}
 
 Supported: text separated by commas, semicolons, tabs or spaces, with or without a header, comments (#) above the rows,
-quotes, gzip, bzip2 and xz (detected by content); and parquet. Errors give the line number (pyarrow's say "Row", and
-count columns from 0), which does not count blank lines. r is the number of rows in a batch.
+quotes, gzip, bzip2 and xz (detected by content); and parquet. Errors give the line number, which does not count blank
+lines. r is the number of rows in a batch.
 """
 
 import bz2
@@ -28,6 +28,7 @@ BLOCK = 1 << 23
 SAMPLE = 1000  # rows from which the layout is guessed
 COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 TYPES = {int: "int64", float: "float64", str: "string"}
+WORDS = {"int64": "whole number of 64 bits", "double": "number", "string": "text"}
 WHOLE = re.compile(r"[+-]?[0-9]{1,25}")
 CODE = re.compile(r"[+-]?0[0-9]+")  # a name written in digits: as a number it would lose its zeros
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -132,7 +133,7 @@ class Table:
         print(f"{Path(self.name).name}: {', '.join([*self.notes, rows, *notes])}")
 
     def _batches(self, types):
-        """Yield the columns of each batch."""
+        """Yield the columns of each batch; pyarrow's errors are reworded with the line and the column's name."""
         import pyarrow.csv
 
         if self._separator is None:
@@ -145,13 +146,21 @@ class Table:
             return
         types = {str(j): kind for j, kind in enumerate(types)}
         read = dict(use_threads=False, block_size=BLOCK, skip_rows=self._skipped)
-        for batch in pyarrow.csv.open_csv(
-            self._stream,
-            pyarrow.csv.ReadOptions(**read, column_names=[*types]),
-            pyarrow.csv.ParseOptions(delimiter=self._separator),
-            pyarrow.csv.ConvertOptions(column_types=types, null_values=[*MISSING]),
-        ):
-            yield batch.columns
+        try:
+            for batch in pyarrow.csv.open_csv(
+                self._stream,
+                pyarrow.csv.ReadOptions(**read, column_names=[*types]),
+                pyarrow.csv.ParseOptions(delimiter=self._separator),
+                pyarrow.csv.ConvertOptions(column_types=types, null_values=[*MISSING]),
+            ):
+                yield batch.columns
+        except ValueError as error:
+            message = re.sub(
+                r"In CSV column #(\d+): Row #(\d+): CSV conversion error to (\w+)",
+                lambda at: f"line {at[2]}: {self.column(int(at[1]))} is no {WORDS.get(at[3])}",
+                str(error),
+            ).replace("CSV parse error: Row #", "line ")
+            raise StoreError(f"{self.name}, {message[:300]}") from error
 
     def _guess_parquet(self) -> list[list[str]]:
         """Set names, width and notes -> the first rows as text."""

@@ -257,6 +257,19 @@ def test_what_is_checked_of_a_checkpoint_is_what_is_loaded():
     _refuses("larger than", checkpoint.checked_archive, packed.getvalue(), error=ValueError)
 
 
+def test_two_runs_at_once_do_not_write_one_checkpoint(tiny, tmp_path, capsys):
+    file = tmp_path / "run.pt"
+    with checkpoint.claimed(file):
+        for name in ("run.pt", "./../" + tmp_path.name + "/run.pt"):
+            assert (
+                _code(f"--dataset {tiny} --epochs 1 --checkpoint {tmp_path}/{name}", *COMMON) == 2
+            )
+            assert f"another run writes {tmp_path}/{name}: give" in capsys.readouterr().err
+    for _ in range(2):  # a claim ends with its run
+        assert _code(f"--dataset {tiny} --epochs 1 --checkpoint {file}", *COMMON) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"run.pt"}
+
+
 def test_predictions_are_classes_logits_or_embeddings(tiny, tmp_path):
     words = [f"--dataset {tiny} --model gat --residual --norm layer", *COMMON, "--epochs 2"]
     _run_here(tmp_path, *words, f"--predict {tmp_path}/trained.npy --predict-what logits")

@@ -32,11 +32,7 @@ ALONE_WITH_NATIVE = ("sampler", "features", "model", "ddp")
 
 def _sources():
     """Return {path from the root: text} of the files that git tracks, or of all files outside a checkout."""
-    done = subprocess.run(
-        ["git", "-C", HERE, "ls-files", "--cached", "--others", "--exclude-standard"],
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run(["git", "-C", HERE, "ls-files"], capture_output=True, text=True)
     names = done.stdout.splitlines() or [str(p.relative_to(HERE)) for p in HERE.rglob("*.*")]
     kept = [n for n in names if n.endswith((".py", ".c", ".cu", ".h", ".md")) or "/" not in n]
     return {n: (HERE / n).read_text(errors="replace") for n in kept if (HERE / n).is_file()}

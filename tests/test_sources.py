@@ -129,7 +129,7 @@ def _refused_npz():
     splits, times = np.stack([mask, ~mask, mask]), np.ones(3000)
     return [
         ("no array edge_index or edges; its arrays are x, y", dict(edge_index=None)),
-        ("split .train. holds node 0, which has no label", dict(y=None, train_idx=[0, 1])),
+        ("it has a split, and no labels", dict(y=None, train_idx=[0, 1])),
         ("y is one-hot", dict(y=np.eye(4)[y])),
         (r"one-hot.*, -1 where", dict(y=np.where(y[::-1, None] != 1, np.eye(4)[y], -1))),
         (r"y\[7\] is 2.5: .* node regression, are not", dict(y=np.where(ids == 7, 2.5, 1))),
