@@ -14,16 +14,16 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13804,
-    "lines of C and CUDA": 2143,
+    "lines of product Python": 13617,
+    "lines of C and CUDA": 2117,
     "lines of bench": 2680,
-    "lines of tests": 11895,
+    "lines of tests": 11798,
     "lines of README": 200,
-    "longest file": 1066,
+    "longest file": 1055,
     "functions above 60 lines": 2,
     "entries in the root": 22,
     "floors of imports": 8,
-    "arrows": 158,
+    "arrows": 157,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }
