@@ -34,6 +34,7 @@ FLAGS = ["-O3", "-march=native", "-fno-fast-math", "-fPIC", "-shared", "-pthread
 TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
 TYPES |= {torch.float32: "float", torch.float64: "double"}
 TYPES |= {torch.uint8: "uint8_t", torch.int16: "uint16_t"}
+# as sampler.c declares it
 Job = build.struct_type(build.read_source("sampler.c"), "job_t")
 
 

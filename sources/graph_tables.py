@@ -136,7 +136,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
         raise StoreError(f"{table.name} has no column of ids: it needs one, as {nodes.source} has")
     kinds, parts = kinds if node is None else {**kinds, node: nodes.kind}, []
     for _, columns in table.read(kinds, missing):
-        if table.rows > nodes.count:
+        if node is None and table.rows > nodes.count:
             hint = "" if table.names else HEADER
             raise table.error(nodes.count, f"more rows than in {nodes.source}{hint}")
         parts.append(columns)
