@@ -20,6 +20,7 @@ A checkpoint is untrusted input: its pickle may hold only tensors and dicts, its
 makes of them, none names code or a file to write, and its tensors must fit the network they describe.
 """
 
+import errno
 import hashlib
 import io
 import os
@@ -80,8 +81,10 @@ def claimed(path):
         if sys.platform == "linux":
             claim.bind(f"\0ringblock-{name}")
     except OSError as error:
-        claim.close()
-        raise StoreError(f"another run writes {path}: give each its own --checkpoint") from error
+        if error.errno == errno.EADDRINUSE:
+            claim.close()
+            why = "another run writes it: give each its own --checkpoint"
+            raise StoreError(f"--checkpoint {path}: {why}") from error
     return claim
 
 

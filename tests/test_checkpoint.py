@@ -264,7 +264,9 @@ def test_two_runs_at_once_do_not_write_one_checkpoint(tiny, tmp_path, capsys):
             assert (
                 _code(f"--dataset {tiny} --epochs 1 --checkpoint {tmp_path}/{name}", *COMMON) == 2
             )
-            assert f"another run writes {tmp_path}/{name}: give" in capsys.readouterr().err
+            assert (
+                f"--checkpoint {tmp_path}/{name}: another run writes it" in capsys.readouterr().err
+            )
     for _ in range(2):  # a claim ends with its run
         assert _code(f"--dataset {tiny} --epochs 1 --checkpoint {file}", *COMMON) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"run.pt"}
