@@ -185,16 +185,20 @@ def launch(worker, nprocs, *args, gpus=0):
     """
     if under_torchrun():
         env, store = os.environ, None
-        rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-        if not 0 <= rank < world:
-            sys.exit(f"RANK is {rank}: with WORLD_SIZE {world} ranks are 0 to {world - 1}")
-        local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world))
-        if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # the agent's store outlives a restart (torch 2.13): without a prefix a rank could read a dead one's address
-            store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
-            attempt = env.get("TORCHELASTIC_RESTART_COUNT", 0)
-            store = dist.PrefixStore(f"attempt {attempt}", store)
-        return _run(worker, Ranks(rank, world, *local, gpus), store, args)
+        try:
+            rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+            if not 0 <= rank < world:
+                sys.exit(f"RANK is {rank}: with WORLD_SIZE {world} ranks are 0 to {world - 1}")
+            local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world))
+            if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                # the agent's store outlives a restart (torch 2.13): without a prefix a rank could read a dead one's address
+                store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+                attempt = env.get("TORCHELASTIC_RESTART_COUNT", 0)
+                store = dist.PrefixStore(f"attempt {attempt}", store)
+            return _run(worker, Ranks(rank, world, *local, gpus), store, args)
+        except (ValueError, dist.DistError) as error:
+            by = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            sys.exit(f"ranks cannot join by {by}: {str(error).splitlines()[0]}")
     if nprocs == 1:
         if code := worker(Ranks(gpus=gpus), *args):
             sys.exit(code)

@@ -87,7 +87,7 @@ def takes_edges(model):
 def build(model, words, in_dim, num_classes, edge_dim=0):
     """Build the network of --model with the `words` of --model-args for feature width in_dim and
     edge feature width edge_dim -> (nn.Module, SHA-256 of the file). Raises StoreError as `load`
-    does, for arguments that do not fit, and if the result is no nn.Module."""
+    does, for arguments that do not fit, and if the result is not a usable nn.Module."""
     make, digest = load(model)
     name, values = model.rpartition(":")[2], {}
     for word in words:  # ['hidden=64', 'norm=layer'] -> {'hidden': 64, 'norm': 'layer'}
@@ -103,8 +103,13 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
         options = "".join(f", {k}={v!r}" for k, v in values.items())
         call = f"{name}(in_dim, num_classes{options})"
         raise StoreError(f"--model {model} is called as {call}: {error}") from error
-    net = make(in_dim, num_classes, **values)
+    net, start = make(in_dim, num_classes, **values), f"--model {model}: {name}"
     if not isinstance(net, nn.Module):
-        needed = f"a {type(net).__name__}, a torch.nn.Module is needed"
-        raise StoreError(f"--model {model}: {name} returned {needed}")
+        raise StoreError(f"{start} returned a {type(net).__name__}, a torch.nn.Module is needed")
+    if any(map(nn.parameter.is_lazy, net.parameters())):
+        raise StoreError(f"{start} has lazy modules: give them the sizes of their inputs")
+    if not any(parameter.requires_grad for parameter in net.parameters()):
+        raise StoreError(f"{start} has no parameters that could be trained")
+    if edge_dim and "edges" not in inspect.signature(net.forward).parameters:
+        raise StoreError(f"{start} takes edge_dim, but the forward of its result takes no `edges`")
     return net, digest

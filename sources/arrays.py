@@ -291,7 +291,8 @@ class Arrays:
         if data:
             how = "divided by the sum of their row" if normalize else "as they are"
             self.say(f"features are the {'counts' if counts else 'values'} in feat_data, {how}")
-        values = values.astype(np.float32) if counts else values
+        dtype = np.dtype(np.float32) if counts else values.dtype
+        values = values.astype(np.promote_types(dtype, np.float32))  # to add up repeats in float16
         with reading(self.called("the CSR matrix of features")):
             if shape[0] != len(indptr) - 1 or indptr[0]:
                 raise ValueError(f"{shape[0]} rows need {shape[0] + 1} offsets from 0")
@@ -304,7 +305,7 @@ class Arrays:
         if normalize:
             total = dense.sum(1, keepdim=True)
             dense /= total.where(total > 0, 1)
-        return dense
+        return dense.to(getattr(torch, dtype.name))
 
     def close(self, num_nodes=None, num_edges=None):
         """Name the unused arrays; StoreError for one that seems to be of edges, a split, features or labels."""

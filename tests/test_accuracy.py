@@ -123,6 +123,8 @@ def wide(a, b): return Returns(lambda x: x[:, :4])
 def pair(a, b): return Returns(lambda x: (x[:600], x))
 def five(a, b): return Returns(lambda x: x[:600, :5])
 def classes(a, b): return Returns(lambda x: x[:600].argmax(1))
+def fixed(a, b): return nn.ReLU()
+def lazy(a, b): return nn.LazyLinear(b)
 net = nn.ReLU()
 """
 BAD_FLAGS = r"""
@@ -180,6 +182,8 @@ BAD_FLAGS = r"""
 --model net.py:pair => the model returned tuple for 600 seeds: a row of 4 logits
 --model net.py:five => the model returned torch.float32 \[600, 5\] for 600 seeds: a row of 4 logits
 --model net.py:classes => the model returned torch.int64 \[600\] for 600 seeds: a row of 4 logits
+--model net.py:fixed => fixed has no parameters that could be trained
+--model net.py:lazy => lazy has lazy modules: give them the sizes of their inputs
 --model net.py:Net --model-args hiden=3 => called as Net.in_dim, num_classes, hiden=3.: .*'hiden'
 --model net.py:Net --model-args 3 => '3': write NAME=VALUE
 --model net.py:Net --model-args hidden=8,hidden=9 => hidden is given more than once
@@ -485,7 +489,9 @@ def test_a_graph_without_labels_is_predicted_on_and_not_trained_on(tiny, tmp_pat
     assert np.array_equal(np.load(tmp_path / "own.npy"), np.load(tmp_path / "bare.npy"))
     said = _train(f"--dataset {tmp_path}/bare.npz", *run, code=2)
     assert "has no labels to learn from: --resume FILE --predict" in said
-    assert "it has a split, and no labels" in _train(f"--dataset {tmp_path}/valid.npz", *run, code=2)
+    assert "it has a split, and no labels" in _train(
+        f"--dataset {tmp_path}/valid.npz", *run, code=2
+    )
     built = next((tmp_path / "root").glob("bare-*"))
     assert verify(built) == [] and "no labels" in store.info(built)
     assert not GraphStore.open(built).labelled

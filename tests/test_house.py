@@ -14,10 +14,10 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13621,
+    "lines of product Python": 13631,
     "lines of C and CUDA": 2117,
     "lines of bench": 2680,
-    "lines of tests": 11800,
+    "lines of tests": 11810,
     "lines of README": 200,
     "longest file": 1055,
     "functions above 60 lines": 2,

@@ -120,6 +120,10 @@ def test_datasets_npz_word_counts(tmp_path, capsys):
         said = capsys.readouterr().out
         assert ("divided by the sum of their row" if sum(some) == 1 else "as they are") in said
         assert ("values" if "f" in kind else "counts") in said
+    csr = dict(feat_indptr=np.append(0, np.full(200, 3000)), feat_indices=np.zeros(3000, int))
+    _save_npz(file, **csr, feat_data=np.ones(3000, "f2"), x=None)
+    x = _opened(str(file), tmp_path).features.tensor
+    assert x.dtype == torch.float16 and x[0, 0] == 3000  # sums in float16 end at 2,048
 
 
 def _refused_npz():
