@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from features import FeatureRing, prefetch
-from sampler import NeighborSampler, mix, outside
+from sampler import NeighborSampler, fanout_list, mix, outside
 
 
 class Graph(NamedTuple):
@@ -184,7 +184,7 @@ class NodeLoader:
             disk_threads = getattr(graph, "sampling_threads", None)  # if the graph stays on disk
             # checking such a graph would read all of it
             options = dict(seed=seed, edge_ids=edges, threads=disk_threads, check=not disk_threads)
-            kinds = getattr(graph, "edge_type", None)
+            kinds, fanouts = getattr(graph, "edge_type", None), fanout_list(fanouts)
             if types and kinds is None or not types and any(isinstance(k, list) for k in fanouts):
                 needed = "types=True and a graph with edge_type are needed to draw by type"
                 raise ValueError(f"types is {types}, fanouts {fanouts}: {needed}")

@@ -173,7 +173,7 @@ class NeighborSampler:
         check=True,
         threads=None,
     ):
-        self.fanouts, self.seed = [_numbers(k) for k in fanouts], index(seed)
+        self.fanouts, self.seed = fanout_list(fanouts), index(seed)
         columns = weights, (edge_times, strict, window), (edge_type, by_type)
         dependent = layer_dependency, batch_dependency
         _check_options(self.fanouts, replace, method, *columns, backend, *dependent)
@@ -316,12 +316,13 @@ def _as_signed(types):
     return types.view(other.get(types.dtype, types.dtype))
 
 
-def _numbers(k):
-    """Check a fanout -> int, or list of int, one per type."""
+def fanout_list(fanouts):
+    """Convert fanouts to a list with, for each hop, an int or a list of int, one per type; TypeError for other numbers."""
     try:
-        return [*map(index, k)] if isinstance(k, list | tuple) else index(k)
+        return [[*map(index, k)] if isinstance(k, list | tuple) else index(k) for k in fanouts]
     except TypeError as error:
-        raise TypeError(f"fanouts has {k!r}: whole numbers are needed") from error
+        needed = "a list of whole numbers, one for each hop, is needed"
+        raise TypeError(f"fanouts is {fanouts!r}: {needed}") from error
 
 
 def _fanout_of(fanouts, edge_type, check):

@@ -188,9 +188,11 @@ def test_loader_says_what_does_not_fit_the_graph():
         (good, [0], {"rank": 2, "world": 2}, "world is 2: at least 3 is needed"),
         (good, [0], {"types": True}, r"types is True, .* types=True and a graph with edge_type"),
         (good, [0], {"fanouts": [[3, 3]]}, "types=True and a graph with edge_type are needed"),
+        (good, [0], {"fanouts": 10}, "fanouts is 10: a list of whole numbers"),
     ):
         options = {"fanouts": [2], **options}
-        _refuses(complaint, loader.NodeLoader, graph, seeds, **options, error=ValueError)
+        error = (ValueError, TypeError)
+        _refuses(complaint, loader.NodeLoader, graph, seeds, **options, error=error)
     batch = next(iter(loader.NodeLoader(good, [0, 2], [2])))
     with pytest.raises(ValueError, match="there are 1 blocks for 2 layers: one a layer"):
         SAGE(2, 4, 3, num_layers=2)(batch.blocks, batch.x)
