@@ -41,7 +41,7 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         seen = f"{store.edge_dim} x {store.meta['edge_dtype']}"
         lines.append(f"the model sees the features of edges, {seen}")
     elif store.edge_features is not None:
-        why = "its forward has no `edges`" if custom else f"{' and '.join(EDGE_CONVS)} take them"
+        why = "it does not ask for them" if custom else f"{' and '.join(EDGE_CONVS)} take them"
         lines.append(f"features of edges are not used by --model {args.model}: {why}")
     elif must:
         instead = "give that argument a default" if custom else "gin is the same without"

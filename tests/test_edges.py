@@ -99,7 +99,7 @@ def test_own_model_gets_the_features_of_edges_that_it_can_take(pointed, tiny, tm
     _train(words, f"--dataset {pointed} --model {file}:Net --epochs 60")
     assert _log(log)[-1]["exact"]["test"] >= 0.95
     sees = "the model sees the features of edges, 2 x float64"
-    blind = f"not used by --model {file}:Blind: its forward has no `edges`"
+    blind = f"not used by --model {file}:Blind: it does not ask for them"
     for name, dataset, code, complaint in (
         ("Net", pointed, 0, sees),
         ("Must", pointed, 0, sees),
