@@ -10,6 +10,7 @@ import torch
 import ddp
 import train
 from inference import inference
+from model import CONVS, GNN
 from run.run import open_run
 from sampler import NeighborSampler
 from store import GraphStore, build_store
@@ -203,7 +204,8 @@ def test_exact_inference_at_a_time_is_of_the_graph_of_that_time(name, temporal, 
             torch.testing.assert_close(logits[v], expected[v], rtol=1e-4, atol=1e-5)
 
 
-def test_train_says_what_is_missing(tiny, tmp_path, capsys):
+def test_train_says_what_is_missing(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.delitem(CONVS, "gat")  # in EDGE_CONVS alone, a layer needs features of edges
     whole = _store(tmp_path / "g", **_events(200, 3000))
     edges_alone = _store(tmp_path / "e", edge_time=np.arange(3000))
     for path, words, complaint in (
@@ -213,11 +215,14 @@ def test_train_says_what_is_missing(tiny, tmp_path, capsys):
         (whole, "--sampler latest --temporal off", "times of edges and nodes"),
         (tiny, "--sampler weighted", "--sampler weighted draws by weights"),
         (tiny, "--model gine", "--model gine takes features of edges, and"),
+        (tiny, "--model gat", "--model gat takes features of edges, and"),
         (tiny, "--task graph --temporal off", "--temporal off is not for --task graph"),
         (tiny, "--task graph --sampler weighted", "--sampler weighted is not for --task graph"),
     ):
         assert _code(f"--dataset {path} --gpus 0", words) == 2
         assert re.search(complaint, "".join(capsys.readouterr()))
+    with pytest.raises(ValueError, match="conv 'gat' with edge_dim 0"):
+        GNN(4, 8, 3, conv="gat")
     assert _code(f"--dataset {edges_alone} --gpus 0 --epochs 1") == 0
     assert "times of edges are not used: nodes have none" in capsys.readouterr().out
     # exact inference draws nothing: a graph without weights will do
