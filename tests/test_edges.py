@@ -214,7 +214,6 @@ def test_train_says_what_is_missing(tiny, tmp_path, capsys, monkeypatch):
         (whole, "--model gcn", "--model gcn divides by the degrees of the whole graph"),
         (whole, "--sampler latest --temporal off", "times of edges and nodes"),
         (tiny, "--sampler weighted", "--sampler weighted draws by weights"),
-        (tiny, "--model gine", "--model gine takes features of edges, and"),
         (tiny, "--model gat", "--model gat takes features of edges, and"),
         (tiny, "--task graph --temporal off", "--temporal off is not for --task graph"),
         (tiny, "--task graph --sampler weighted", "--sampler weighted is not for --task graph"),
