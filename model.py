@@ -899,7 +899,7 @@ class GNN(nn.Module):
         if bool(num_types) != (conv in TYPE_CONVS) or bases and not num_types:
             needs = f"{' and '.join(TYPE_CONVS)} need types of edges, others have no use for them"
             raise ValueError(f"conv {conv!r} with num_types {num_types}, bases {bases}: {needs}")
-        if edge_dim and conv not in EDGE_CONVS or conv == "gine" and not edge_dim:
+        if edge_dim and conv not in EDGE_CONVS or not edge_dim and conv not in CONVS | TYPE_CONVS:
             needs = f"{' and '.join(EDGE_CONVS)} take features of edges, and gine needs them"
             raise ValueError(f"conv {conv!r} with edge_dim {edge_dim}: {needs}")
         self.inputs = NodeInputs(node_types, hidden) if node_types else None

@@ -74,8 +74,8 @@ def make_parser():
     add("--graphbolt", metavar="PYTHON", help="sampler, store, mag: GraphBolt's interpreter")
     add("--pyg", metavar="PYTHON", help="mag: an interpreter with torch_geometric and torch-sparse")
     add("--procs", default="1,2", type=numbers, help="scaling: processes sharing one --batch-size")
-    add("--model", default="sage", choices=list(CONVS), help="step, inference: the model")
-    add("--heads", type=whole, default=1, help="step, layers: heads of gat")
+    add("--model", default="sage", choices=[*CONVS], help="step, link, store, roofline, inference")
+    add("--heads", type=whole, default=1, help="of gat (inference: 4)")
     # store
     add("--edges", type=whole, default=10_000_000, help="store: edges to build; reverses are added")
     add("--features-gb", type=size, default=0.5, help="store: size of the features to train on")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from disk.columns import types_called
 from disk.files import StoreError
-from model import EDGE_CONVS, TYPE_CONVS
+from model import CONVS, EDGE_CONVS, TYPE_CONVS
 from run.own_model import is_own, takes_edges
 from sampler import seen_at
 
@@ -33,7 +33,7 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     """Choose the edge columns that a run uses -> (EdgeData, a line to print for each column). task: a `Task` or its
     class. Raises StoreError for flags that need a column the store lacks, or a model that cannot use one."""
     used, lines, custom = EdgeData(), [], is_own(args.model)
-    can, must = args.model in EDGE_CONVS, args.model == "gine"
+    can, must = args.model in EDGE_CONVS, args.model in EDGE_CONVS.keys() - CONVS.keys()
     if custom:
         can, must = takes_edges(args.model)
     if can and store.edge_features is not None:
@@ -41,10 +41,10 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         seen = f"{store.edge_dim} x {store.meta['edge_dtype']}"
         lines.append(f"the model sees the features of edges, {seen}")
     elif store.edge_features is not None:
-        why = "its forward has no `edges`" if custom else f"{' and '.join(EDGE_CONVS)} take them"
+        why = "it does not ask for them" if custom else f"{' and '.join(EDGE_CONVS)} take them"
         lines.append(f"features of edges are not used by --model {args.model}: {why}")
     elif must:
-        instead = "give that argument a default" if custom else "gin is the same without"
+        instead = "give that argument a default" if custom else "gin is gine without"
         needs = f"--model {args.model} takes features of edges, and {store.path} has none"
         raise StoreError(f"{needs}; {instead}")
     used, of_types = typed_edges(args, store, used, custom)

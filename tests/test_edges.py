@@ -10,6 +10,7 @@ import torch
 import ddp
 import train
 from inference import inference
+from model import CONVS
 from run.run import open_run
 from sampler import NeighborSampler
 from store import GraphStore, build_store
@@ -99,7 +100,7 @@ def test_own_model_gets_the_features_of_edges_that_it_can_take(pointed, tiny, tm
     _train(words, f"--dataset {pointed} --model {file}:Net --epochs 60")
     assert _log(log)[-1]["exact"]["test"] >= 0.95
     sees = "the model sees the features of edges, 2 x float64"
-    blind = f"not used by --model {file}:Blind: its forward has no `edges`"
+    blind = f"not used by --model {file}:Blind: it does not ask for them"
     for name, dataset, code, complaint in (
         ("Net", pointed, 0, sees),
         ("Must", pointed, 0, sees),
@@ -203,7 +204,8 @@ def test_exact_inference_at_a_time_is_of_the_graph_of_that_time(name, temporal, 
             torch.testing.assert_close(logits[v], expected[v], rtol=1e-4, atol=1e-5)
 
 
-def test_train_says_what_is_missing(tiny, tmp_path, capsys):
+def test_train_says_what_is_missing(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.delitem(CONVS, "gat")  # in EDGE_CONVS alone, a layer needs features of edges
     whole = _store(tmp_path / "g", **_events(200, 3000))
     edges_alone = _store(tmp_path / "e", edge_time=np.arange(3000))
     for path, words, complaint in (
@@ -212,7 +214,7 @@ def test_train_says_what_is_missing(tiny, tmp_path, capsys):
         (whole, "--model gcn", "--model gcn divides by the degrees of the whole graph"),
         (whole, "--sampler latest --temporal off", "times of edges and nodes"),
         (tiny, "--sampler weighted", "--sampler weighted draws by weights"),
-        (tiny, "--model gine", "--model gine takes features of edges, and"),
+        (tiny, "--model gat", "--model gat takes features of edges, and"),
         (tiny, "--task graph --temporal off", "--temporal off is not for --task graph"),
         (tiny, "--task graph --sampler weighted", "--sampler weighted is not for --task graph"),
     ):
