@@ -44,7 +44,7 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
         why = "it does not ask for them" if custom else f"{' and '.join(EDGE_CONVS)} take them"
         lines.append(f"features of edges are not used by --model {args.model}: {why}")
     elif must:
-        instead = "give that argument a default" if custom else "gin is gine without"
+        instead = "give that argument a default" if custom else "gin is gine without them"
         needs = f"--model {args.model} takes features of edges, and {store.path} has none"
         raise StoreError(f"{needs}; {instead}")
     used, of_types = typed_edges(args, store, used, custom)
