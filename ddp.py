@@ -26,7 +26,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 import zlib
 from contextlib import contextmanager
 from datetime import timedelta
@@ -74,8 +73,6 @@ class Ranks(NamedTuple):
         take no part in the loss."""
         if self.world == 1:
             return model
-        if unused:  # DDP warns if all parameters take part after all
-            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         ids = [self.local_rank] if self.gpus else None
         distributed = torch.nn.parallel.DistributedDataParallel
         sparse = [f"{name}.weight" for name, module in model.named_modules() if _is_sparse(module)]
