@@ -115,6 +115,7 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
             raise StoreError(f"{start} has {key} {kept}: leave it out (persistent=False)")
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise StoreError(f"{start} has no parameters that could be trained")
-    if edge_dim and "edges" not in inspect.signature(net.forward).parameters:
+    taken = inspect.signature(net.forward).parameters.values()
+    if edge_dim and not any(p.name == "edges" or p.kind == p.VAR_KEYWORD for p in taken):
         raise StoreError(f"{start} takes edge_dim, but the forward of its result takes no `edges`")
     return net, digest
