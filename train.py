@@ -164,6 +164,9 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
         with report.profile() if args.profile and profiled else nullcontext():
             step, stopped, figures, laps = train_epoch(run, stepper, stop, save, epoch, first)
         first = 0
+        if {*model.parameters()} - {*optimizer.param_groups[0]["params"]}:
+            made = "makes parameters in forward, which are not trained: make them in __init__"
+            raise StoreError(f"--model {args.model} {made}")
         if args.timeline and profiled and ranks.leads:
             with report.attempt("timeline"):
                 draw_timeline(laps, args.timeline)

@@ -36,7 +36,7 @@ import torch
 
 from disk.files import StoreError, reading, write_whole
 from run.flags import TASKS, changed, make_parser, spelled, text_of
-from run.own_model import is_own
+from run.own_model import is_own, load
 
 FIXED = """task fanout model model_args hidden num_layers heads norm residual dropout
 input_dropout sampler layer_dependency batch_dependency temporal window seed split metric edge_split scorer bases
@@ -259,8 +259,9 @@ def check_graph(ranks, state, path, args, task):
     """Raise StoreError unless all ranks have the same data, with the graph of the checkpoint, if state is not None, and
     as many seeds a step as there. To predict, only the widths must match, and the graph may have fewer classes and edge
     types than the checkpoint."""
+    code = {"--model's file": load(args.model)[1]} if is_own(args.model) else {}
     # the file of --edge-split may lie in another folder
-    check_same(ranks, {os.path.basename(k): v for k, v in digests(task.store).items()})
+    check_same(ranks, code | {os.path.basename(k): v for k, v in digests(task.store).items()})
     if not state:
         return
     store, graph, compared = task.store, state["graph"], task.compared(args)

@@ -23,6 +23,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from disk.files import StoreError, reading
@@ -106,10 +107,15 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
     net, start = make(in_dim, num_classes, **values), f"--model {model}: {name}"
     if not isinstance(net, nn.Module):
         raise StoreError(f"{start} returned a {type(net).__name__}, a torch.nn.Module is needed")
-    if any(map(nn.parameter.is_lazy, net.parameters())):
+    if any(map(nn.parameter.is_lazy, [*net.parameters(), *net.buffers()])):
         raise StoreError(f"{start} has lazy modules: give them the sizes of their inputs")
+    for key, value in net.state_dict().items():
+        if type(value) is not torch.Tensor or value.layout != torch.strided:
+            kept = "in its state_dict, and a checkpoint holds dense tensors"
+            raise StoreError(f"{start} has {key} {kept}: leave it out (persistent=False)")
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise StoreError(f"{start} has no parameters that could be trained")
-    if edge_dim and "edges" not in inspect.signature(net.forward).parameters:
+    taken = inspect.signature(net.forward).parameters.values()
+    if edge_dim and not any(p.name == "edges" or p.kind == p.VAR_KEYWORD for p in taken):
         raise StoreError(f"{start} takes edge_dim, but the forward of its result takes no `edges`")
     return net, digest

@@ -103,7 +103,7 @@ class Run:
                 torch.cuda.default_generators[device.index].manual_seed(seed)
         bf16 = self.args.precision == "bf16"
         with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
-            output = self.task.output(self, network or self.model, batch, key)
+            output = self.task.output(self, self.model if network is None else network, batch, key)
         return output.to(torch.promote_types(output.dtype, torch.float32))
 
     def sampled(self, nodes, times=None):

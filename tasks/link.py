@@ -375,12 +375,12 @@ class LinkTask(Task):
 
     @staticmethod
     def network(args, widths, custom=None):
-        network = custom or gnn(args, widths, args.hidden)
+        network = gnn(args, widths, args.hidden) if custom is None else custom
         if hasattr(network, "scorer"):
             needed = "--task link gives the network one of that name"
             raise StoreError(f"--model {args.model} has a `scorer`: {needed}, rename yours")
         network.scorer = Scorer(args.scorer, args.hidden)
-        if custom and args.scorer != "dot":  # which has no parameters
+        if custom is not None and args.scorer != "dot":  # which has no parameters
             network.register_forward_hook(joined_to_scorer)
         return network
 

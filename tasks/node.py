@@ -39,7 +39,7 @@ class NodeTask(Task):
 
     @staticmethod
     def network(args, widths, custom=None):
-        return custom or gnn(args, widths, widths["num_classes"])
+        return gnn(args, widths, widths["num_classes"]) if custom is None else custom
 
     def attach(self, ranks, args, used, indptr, indices):
         self.times = used.seed_time

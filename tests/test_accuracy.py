@@ -125,6 +125,18 @@ def five(a, b): return Returns(lambda x: x[:600, :5])
 def classes(a, b): return Returns(lambda x: x[:600].argmax(1))
 def fixed(a, b): return nn.ReLU()
 def lazy(a, b): return nn.LazyLinear(b)
+def norm(a, b): return nn.Sequential(nn.Linear(a, b), nn.LazyBatchNorm1d(affine=False))
+class Sparse(nn.Linear):
+    def __init__(self, a, b):
+        super().__init__(a, b)
+        self.register_buffer("eye", torch.eye(3).to_sparse())
+class Own(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+class Grows(nn.Linear):
+    def forward(self, blocks, x):
+        self.more = nn.Linear(1, 1)
+        return super().forward(x[: blocks[-1].num_dst])
 net = nn.ReLU()
 """
 BAD_FLAGS = r"""
@@ -184,6 +196,10 @@ BAD_FLAGS = r"""
 --model net.py:classes => the model returned torch.int64 \[600\] for 600 seeds: a row of 4 logits
 --model net.py:fixed => fixed has no parameters that could be trained
 --model net.py:lazy => lazy has lazy modules: give them the sizes of their inputs
+--model net.py:norm => norm has lazy modules
+--model net.py:Sparse => Sparse has eye in its state_dict, and a checkpoint holds dense tensors
+--model net.py:Own => Own has _extra_state in its state_dict, and a checkpoint holds
+--model net.py:Grows => net.py:Grows makes parameters in forward, which are not trained
 --model net.py:Net --model-args hiden=3 => called as Net.in_dim, num_classes, hiden=3.: .*'hiden'
 --model net.py:Net --model-args 3 => '3': write NAME=VALUE
 --model net.py:Net --model-args hidden=8,hidden=9 => hidden is given more than once
@@ -509,6 +525,8 @@ from model import GNN
 class Net(GNN):
     def __init__(self, in_dim, num_classes, conv):
         super().__init__(in_dim, 16, num_classes, conv=conv, num_layers=2, norm="layer")
+    def __len__(self):
+        raise TypeError("as that of torch.compile(net)")
 class Forward(Net):
     def forward(self, blocks, x):
         return super().forward(blocks, 0 * x)

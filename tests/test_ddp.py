@@ -124,6 +124,11 @@ def test_machines_of_other_flags_or_other_data_are_refused(tiny, tmp_path):
     build_store(other, indptr=graph.indptr, indices=graph.indices, **parts)
     first = f"--dataset {tiny} --gpus 0 --fanout 3,3 --epochs 1"
     sums = [digests(GraphStore.open(path))["features.npy"] for path in (tiny, other)]
+    for name in ("Linear", "Identity"):
+        (tmp_path / f"{name}.py").write_text(f"from torch.nn import {name} as Net")
+    own = [f"{first} --model {tmp_path}/{name}.py:Net" for name in ("Linear", "Identity")]
+    output = _end(_fork(tmp_path / "out", ddp.launch, _unlike, 2, *own), 2)
+    assert re.search("train.py: --model's file is [0-9a-f]{64} on rank 0, ", output), output
     for words, said in {
         f"{first} --lr 0.1 --task link --edge-split 20/40/40": "--edge-split is 85/5/10 on rank 0, 20/40/40 on rank 1",
         first.replace(tiny, str(other)): "features.npy is {} on rank 0, {} on rank 1".format(*sums),
