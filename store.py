@@ -33,10 +33,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from disk import streams
+from disk import terminal
 
 if __name__ == "__main__":
-    streams.begin()
+    terminal.begin()
 
 import numpy as np
 import torch
@@ -508,7 +508,7 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    streams.ready()
+    terminal.ready()
     code = main()
     with contextlib.suppress(OSError):
         print(end="", flush=True)

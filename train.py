@@ -18,11 +18,11 @@ two ahead of it in threads. docs/design.md follows one seed node through the fil
 
 import sys
 
-from disk import streams
+from disk import terminal
 from run import allocator
 
 if __name__ == "__main__":
-    streams.begin()
+    terminal.begin()
     # before argparse, which comes after torch
     if not {"system", "--allocator=system"} & set(sys.argv):
         allocator.before_torch()
@@ -309,5 +309,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    streams.ready()
+    terminal.ready()
     sys.exit(main())

@@ -16,9 +16,9 @@ from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn
 from run import own_model
-from run.data import make_sampler, place_data, reading_all_edges, settle
 from run.edge_data import degrees_at
 from run.flags import TASKS
+from run.placement import make_sampler, place_data, reading_all_edges, settle
 from tasks.metrics import check_scores
 
 # up to this many edges, networks that cannot be evaluated layer by layer are evaluated full-batch

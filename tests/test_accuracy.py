@@ -14,7 +14,7 @@ import store
 import train
 from disk.graphs import build_graphs
 from inference import layerwise
-from run import data
+from run import placement
 from run import run as running
 from run.checkpoint import read_checkpoint
 from store import GraphStore, build_store, verify
@@ -423,7 +423,7 @@ def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny, mo
         ("--epochs 3", 1, (3, 1)),
     ):
         args = train.parse_args(["--dataset", tiny, "--gpus", "0", *words.split()])
-        settled, _ = data.settle(ddp.Ranks(world=world), args, task)
+        settled, _ = placement.settle(ddp.Ranks(world=world), args, task)
         assert (settled.epochs, settled.steps) == expected
         assert settled.weight_decay == pytest.approx(0.07 / 600)
     parse = lambda name: train.parse_args(["--dataset", tiny, "--model", name])  # noqa: E731

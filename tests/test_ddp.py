@@ -220,15 +220,15 @@ def test_ctrl_c_during_the_imports_leaves_no_traceback(script):
 
 
 def test_ctrl_c_during_the_exit_leaves_no_traceback():
-    code = "from disk import streams; import atexit, os; streams.begin()"
-    code += "; atexit.register(os.kill, os.getpid(), 2); streams.ready()"  # 2: SIGINT
+    code = "from disk import terminal; import atexit, os; terminal.begin()"
+    code += "; atexit.register(os.kill, os.getpid(), 2); terminal.ready()"  # 2: SIGINT
     done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_paths_are_printed_whatever_the_encoding_of_stdout():
     show = "print(chr(0x6F22) + chr(0xDCFF), flush=True)"
-    code = f"import subprocess, sys; from disk import streams; streams.begin(); {show}"
+    code = f"import subprocess, sys; from disk import terminal; terminal.begin(); {show}"
     code += f"; subprocess.run([sys.executable, '-c', {show!r}])"  # as a rank does
     options = {"cwd": HERE, "env": {**os.environ, "PYTHONIOENCODING": "latin-1"}}
     assert subprocess.check_output([sys.executable, "-c", code], **options, text=True) == (

@@ -12,8 +12,8 @@ import train
 from disk import files as disk
 from disk.files import StoreError
 from features import MODES
-from run import data
 from run import estimate as printed
+from run import placement
 from run.estimate import estimate_lines
 from run.plan import choose_mode, estimate
 from run.run import open_run
@@ -119,7 +119,7 @@ def test_a_run_estimates_with_the_hops_of_its_step_graphs(words, graphs, tmp_pat
     args = train.parse_args([*sizes.split(), *words.split()])
     args.gpus, args.precision, asked = 1, "tf32", []
     choose = lambda *_, **sizes: (asked.append(sizes["graphs"]), 1 / 0)  # noqa: E731
-    monkeypatch.setattr(data, "choose_mode", choose)
+    monkeypatch.setattr(placement, "choose_mode", choose)
     with pytest.raises(ZeroDivisionError):
         open_run(ddp.Ranks(), args, _plain_store(tmp_path / "g").path)
     assert asked == [graphs]
@@ -134,7 +134,7 @@ def test_ranks_have_one_mode_and_share_memory_with_those_of_their_machine(tmp_pa
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4 * GIB, 8 * GIB))
     monkeypatch.setattr(ddp.Ranks, "gather", lambda self, value: [least, value])
     share = lambda arrays, leads, total: (shared.append(total(5, 6)), 1 / 0)  # noqa: E731
-    monkeypatch.setattr(data, "share", share)
+    monkeypatch.setattr(placement, "share", share)
     with pytest.raises(ZeroDivisionError):
         open_run(ranks, args, graph.path)
     assert shared == [[5, 6]]

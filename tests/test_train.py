@@ -21,7 +21,7 @@ import store
 import train
 from inference import inference
 from model import SAGE
-from run import allocator, data, flags
+from run import allocator, flags, placement
 from store import GraphStore, build_store
 from tests.common import (
     HERE,
@@ -218,7 +218,7 @@ def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch, caps
     if name == "sage":
         with monkeypatch.context() as little:
             little.setattr(store, "free_host_bytes", lambda: 1000)
-            little.setattr(data, "choose_mode", lambda *_, **__: ("cpu-cpu", ""))
+            little.setattr(placement, "choose_mode", lambda *_, **__: ("cpu-cpu", ""))
             assert _code(f"{resume} --predict {tmp_path}/large.npy --mode cpu-cpu") == 0
         assert (np.load(tmp_path / "large.npy") == classes).all()
         (tmp_path / "large.npy").unlink()
