@@ -642,7 +642,7 @@ class RGCNConv(Conv):
         R, types = self.num_types, types.long()
         if bool(((types < 0) | (types >= R)).any()):
             has = f"a block has types {int(types.min())} to {int(types.max())}"
-            raise IndexError(f"{has}, the layer knows 0 to {R - 1}: edge_type is damaged")
+            raise IndexError(f"{has}, the layer knows 0 to {R - 1}: num_types is too small")
         dst = torch.arange(indptr.numel() - 1, device=indices.device)
         dst = dst.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
         group = (dst * R + types) * K + kinds
@@ -927,7 +927,7 @@ class GNN(nn.Module):
                 `self_and_mean` for blocks[0], computed where the features are.
             key: int that keys dropout, together with layer, node and column; in a CUDA graph the tuple
                 of `layer_seed`; None: drawn from torch's CPU generator.
-            edges: features [E, edge_dim] of each block's edges, if edge_dim is not 0.
+            edges: features [E, edge_dim] of each block's edges; not used if edge_dim is 0.
         """
         if len(blocks) != len(self.layers):
             count = f"there are {len(blocks)} blocks for {len(self.layers)} layers"
