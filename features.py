@@ -503,6 +503,7 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
 
 class CachedFeatures:
     """Features with a static cache of the hottest rows: on the GPU for features in host memory, in RAM for a store.
+    Rows in the cache stay as they are now: those that `put_rows` changes later need a cache made later.
 
     Args:
         features: the features behind the cache. device: where to keep rows.

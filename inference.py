@@ -118,10 +118,12 @@ def inference(
             barrier()  # until the rows of all processes are written
             h = out
         for i, layer in enumerate(model.layers[:layers]):
-            width = layer.message_dim or h.shape[1]
+            none = _rows(h, 0, 0, device)
+            degree = degrees[:0].to(device) if layer.uses_degree else None
+            message, sent = h, layer.message(none, degree)
+            width = sent.shape[1]
             table = _tables(V, h.shape[1] + width + layer.out_dim, memory, rank == 0, total)
-            message = h
-            if layer.message_dim or not isinstance(h, torch.Tensor) or h.dtype != torch.float32:
+            if sent is not none or not isinstance(h, torch.Tensor) or h.dtype != torch.float32:
                 message = table(width)
                 for a in range(first, last, chunk):
                     b = min(a + chunk, last)

@@ -28,13 +28,14 @@ class Graph(NamedTuple):
     indptr: Any  # int64 [V+1]; the in-neighbours of v are indices[indptr[v]:indptr[v+1]]
     indices: Any  # int32 or int64 [M]
     features: Any  # [V, F]
-    labels: Any  # int64 [V]
+    labels: Any  # int64 [V]; for a loss of your own also [V, ...] of any dtype
 
 
 def from_edge_index(edge_index, num_nodes):
     """Convert edges from COO to CSC, as the sampler needs -> (indptr int64 [V+1], indices [M], int32 below 2^31 nodes).
 
     edge_index: integers [2, M], row 0 the sources, row 1 the destinations, as in PyG: a tensor, an array or two lists.
+    Edges are sorted by destination, then source: weights, types or times of theirs need `build_store`, which sorts both.
     ValueError for another shape, values that are not integers, or a node id outside [0, num_nodes).
     """
     edges = _tensor(edge_index).cpu()

@@ -197,9 +197,9 @@ class Conv(nn.Module):
     Training computes the messages of a block's sources, inference those of all nodes, once; both then
     call `combine`. (SAGEConv, GCNConv and RGCNConv also have a faster form for training: their own `forward`,
     `GNN._fused`, `RGCNConv.after_inputs`. Change it together with `combine`; a subclass is trained without it.)
-    A layer is made as Layer(in_dim, out_dim), has `out_dim`, `message_dim` (None: the message is as wide as the row) and
+    A layer is made as Layer(in_dim, out_dim), has `out_dim` and
 
-        message(h, degree=None): [n, F] -> [n, message_dim]; the row itself unless overridden
+        message(h, degree=None): [n, F] -> [n, width], also of no rows; the rows themselves unless overridden
         combine(indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None): -> [S, D]; `rows` [S]
             are the positions of the destinations' own messages (None: the first S), h_dst [S, F] their
             rows; inference passes neither nodes nor seed. Layers with an edge_dim also get edges [E, edge_dim],
@@ -210,7 +210,7 @@ class Conv(nn.Module):
     layer with dropout inside.
     """
 
-    message_dim, uses_degree, uses_types, edge_dim = None, False, False, 0
+    uses_degree, uses_types, edge_dim = False, False, 0
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources, edges [E, edge_dim] -> [S, D] of its destinations."""
@@ -298,7 +298,7 @@ class SAGEConv(Conv):
         self.self_linear = Linear(in_dim, out_dim)
         self.neigh_linear = Linear(in_dim, out_dim, bias=False)
         # mean and W_neigh commute: send the narrower
-        self.message_dim = out_dim if in_dim > out_dim else None
+        self.project_first = in_dim > out_dim
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
@@ -324,10 +324,10 @@ class SAGEConv(Conv):
 
     def message(self, h, degree=None):
         """Return W_neigh h if that is narrower than h, else h."""
-        return h if self.message_dim is None else self.neigh_linear(h)
+        return self.neigh_linear(h) if self.project_first else h
 
     def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
-        if self.message_dim is None:
+        if not self.project_first:
             return self.apply_linear(self_and_mean(indptr, indices, message, rows))
         return self.self_linear(h_dst) + mean_neighbours(indptr, indices, message)
 
@@ -337,7 +337,7 @@ class SAGEPoolConv(Conv):
 
     def __init__(self, in_dim, out_dim):
         super().__init__()
-        self.out_dim, self.message_dim = out_dim, in_dim
+        self.out_dim = out_dim
         self.pool_linear = Linear(in_dim, in_dim)
         self.self_linear = Linear(in_dim, out_dim)
         self.neigh_linear = Linear(in_dim, out_dim, bias=False)
@@ -368,7 +368,6 @@ class GCNConv(Conv):
         self.bias = nn.Parameter(torch.zeros(out_dim))
         nn.init.xavier_uniform_(self.linear.weight)
         self.project_first = in_dim > out_dim
-        self.message_dim = min(in_dim, out_dim)
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources -> [S, D] of its destinations."""
@@ -478,7 +477,7 @@ class GATv2Conv(Conv):
             raise ValueError(f"{shared}: give a multiple of {heads}")
         self.out_dim, self.heads, self.mean, self.dropout = out_dim, heads, mean, dropout
         width = out_dim if mean else out_dim // heads
-        self.message_dim, self.edge_dim = heads * width, edge_dim
+        self.edge_dim = edge_dim
         self.src_linear = Linear(in_dim, heads * width)
         self.dst_linear = Linear(in_dim, heads * width)
         self.attn = nn.Parameter(torch.empty(heads, width))
@@ -643,7 +642,7 @@ class RGCNConv(Conv):
         R, types = self.num_types, types.long()
         if bool(((types < 0) | (types >= R)).any()):
             has = f"a block has types {int(types.min())} to {int(types.max())}"
-            raise IndexError(f"{has}, the layer knows 0 to {R - 1}: edge_type is damaged")
+            raise IndexError(f"{has}, the layer knows 0 to {R - 1}: num_types is too small")
         dst = torch.arange(indptr.numel() - 1, device=indices.device)
         dst = dst.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
         group = (dst * R + types) * K + kinds
@@ -667,7 +666,6 @@ class RGATConv(RGCNConv):
         self.query, self.key = (nn.Parameter(torch.empty(num_types, in_dim)) for _ in range(2))
         nn.init.xavier_uniform_(self.query)
         nn.init.xavier_uniform_(self.key)
-        self.message_dim = in_dim + num_types
 
     def message(self, h, degree=None):
         """Return the row and beside it k_r . h for each type r."""
@@ -929,7 +927,7 @@ class GNN(nn.Module):
                 `self_and_mean` for blocks[0], computed where the features are.
             key: int that keys dropout, together with layer, node and column; in a CUDA graph the tuple
                 of `layer_seed`; None: drawn from torch's CPU generator.
-            edges: features [E, edge_dim] of each block's edges, if edge_dim is not 0.
+            edges: features [E, edge_dim] of each block's edges; not used if edge_dim is 0.
         """
         if len(blocks) != len(self.layers):
             count = f"there are {len(blocks)} blocks for {len(self.layers)} layers"

@@ -303,7 +303,7 @@ def _load(backend, spec, fanouts, seed):
 
 @functools.cache
 def _warn_missing():
-    text = "the slower torch backend is used; for the native one copy the folder native/ beside sampler.py"
+    text = "torch operations are used: copy the folder native/ beside sampler.py (in a package: from .native)"
     warnings.warn(text, stacklevel=4)
 
 

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 import torch
 from torch.nn import functional as F
 
-from native import build
+from . import build
 
 IDS = {torch.int32: "int", torch.int64: "i64"}
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}

@@ -28,7 +28,7 @@ import functools
 
 import torch
 
-from native import build
+from . import build
 
 FLAGS = ["-O3", "-march=native", "-fno-fast-math", "-fPIC", "-shared", "-pthread"]
 TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}

@@ -38,7 +38,7 @@ from itertools import accumulate
 
 import torch
 
-from native import build
+from . import build
 
 COUNTED = ("uniform", "replace")  # rules for which the degree determines a row's number of edges
 ROOM = 1 << 24  # edges of a hop up to which the worst case is allocated

@@ -23,7 +23,7 @@ from sampler import NeighborSampler
 from tests.common import _cuda_resources, _EmulatedKernels, _end, _fork, _mix, _random_graph
 
 # a second native/layers.py, which takes CPU tensors for those of a GPU
-_spec = importlib.util.spec_from_file_location("layers_on_gpu", fused.__file__)
+_spec = importlib.util.spec_from_file_location("native.layers_on_gpu", fused.__file__)
 layers_gpu = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(layers_gpu)
 layers_gpu.is_gpu = lambda device: True

@@ -204,6 +204,13 @@ def test_loader_says_what_does_not_fit_the_graph():
         inference(net, indptr, indices, good.features[:2])
 
 
+def test_loader_hands_out_labels_of_any_dtype_and_shape():
+    graph, seeds = _for_loading()
+    for labels in (torch.rand(300), torch.rand(300, 2, dtype=torch.float64)):
+        batch = next(iter(loader.NodeLoader(graph._replace(labels=labels), seeds, [4])))
+        assert torch.equal(batch.y, labels[batch.seeds])
+
+
 def test_loader_brings_the_features_of_edges():
     graph, seeds = _for_loading()
     e = np.random.default_rng(0).random((len(graph.indices), 3))

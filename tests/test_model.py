@@ -442,6 +442,11 @@ class _Own(model.Conv):
         return h_dst
 
 
+class _Bounded(model.GINConv):
+    def message(self, h, degree=None):
+        return h.tanh()
+
+
 class _Dropped(model.Linear):
     def forward(self, x):
         return super().forward(torch.nn.functional.dropout(x, 0.5, self.training))
@@ -463,6 +468,7 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         ("sage", "layers.0.neigh_linear", torch.nn.Linear(6, 6)),
         ("gcn", "layers.1.linear", torch.nn.Linear(6, 3)),
         ("sage", "layers.0", _Own(6)),
+        ("gin", "layers.0", _Bounded(6, 6)),
         ("sage", "layers.0.combine", _Own(6).combine),
         ("gcn", "layers.0.combine", _Own(6).combine),
         ("sage", "layers.0.apply_linear", torch.nn.Linear(12, 6).forward),
