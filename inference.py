@@ -118,17 +118,16 @@ def inference(
             barrier()  # until the rows of all processes are written
             h = out
         for i, layer in enumerate(model.layers[:layers]):
-            none = _rows(h, 0, 0, device)
-            degree = degrees[:0].to(device) if layer.uses_degree else None
-            message, sent = h, layer.message(none, degree)
-            width = sent.shape[1]
-            table = _tables(V, h.shape[1] + width + layer.out_dim, memory, rank == 0, total)
+            degree = lambda a, b, on: degrees[a:b].to(on) if layer.uses_degree else None  # noqa: E731
+            message, none = h, _rows(h, 0, 0, device)
+            sent = layer.message(none, degree(0, 0, device))
+            columns = h.shape[1] + sent.shape[1] + layer.out_dim
+            table = _tables(V, columns, memory, rank == 0, total)
             if sent is not none or not isinstance(h, torch.Tensor) or h.dtype != torch.float32:
-                message = table(width)
+                message = table(sent.shape[1])
                 for a in range(first, last, chunk):
                     b = min(a + chunk, last)
-                    degree = degrees[a:b].to(device) if layer.uses_degree else None
-                    message[a:b] = layer.message(_rows(h, a, b, device), degree)
+                    message[a:b] = layer.message(_rows(h, a, b, device), degree(a, b, device))
                 barrier()  # until the messages of all processes are written
             out, on = table(layer.out_dim), device
             if message.device != device and device.type == "cuda":
@@ -139,16 +138,14 @@ def inference(
             for a, b in _cut(indptr, first, last, chunk, chunk_edges):
                 offsets, sources = _lists(indptr, indices, a, b, on)
                 self_rows = torch.arange(a, b, dtype=sources.dtype, device=on)
-                degree = degrees[a:b].to(on) if layer.uses_degree else None
-                h_dst = _rows(h, a, b, on)
-                extra = {}
+                h_dst, extra = _rows(h, a, b, on), {}
                 ends = int(indptr[a]), int(indptr[b])
                 if layer.edge_dim:
                     extra["edges"] = _rows(edges, *ends, on)
                 if layer.uses_types:
                     extra["types"] = None if types is None else types[slice(*ends)].to(on)
-                combine = network.layers[i].combine
-                combined = combine(offsets, sources, message, self_rows, h_dst, degree, **extra)
+                lists = offsets, sources, message, self_rows, h_dst, degree(a, b, on)
+                combined = network.layers[i].combine(*lists, **extra)
                 out[a:b] = network.finish(i, combined, h_dst)
             barrier()  # until the rows of all processes are written
             h = out
