@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ddp import under_torchrun
-from disk.files import RANK_BYTES, check_name, free_host_bytes
+from disk.files import RANK_BYTES, check_name, free_host_bytes, plural
 from features import MODES
 from model import ALL_CONVS, NORMS, TYPE_CONVS
 from run.own_model import is_own, words_of
@@ -194,7 +194,7 @@ def check_values(parser, args):
     on_gpu = args.gpus > 0
     gpus, embeddings = on_gpu and torch.cuda.device_count(), args.predict_what == "embeddings"
     if (hops := len(args.fanout)) != args.num_layers:
-        fanouts = f"--fanout {text_of(args.fanout)} has {hops} hops"
+        fanouts = f"--fanout {text_of(args.fanout)} has {plural(hops, 'hop')}"
         parser.error(f"{fanouts}, --num-layers is {args.num_layers}: one fanout a layer is needed")
     if args.model == "gat" and args.hidden % args.heads:
         parser.error(f"--hidden {args.hidden} is no multiple of --heads {args.heads}: give one")
