@@ -642,7 +642,7 @@ class RGCNConv(Conv):
         R, types = self.num_types, types.long()
         if bool(((types < 0) | (types >= R)).any()):
             has = f"a block has types {int(types.min())} to {int(types.max())}"
-            raise IndexError(f"{has}, the layer knows 0 to {R - 1}: more num_types are needed")
+            raise IndexError(f"{has}, the layer knows 0 to {R - 1}, as num_types is {R}")
         dst = torch.arange(indptr.numel() - 1, device=indices.device)
         dst = dst.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
         group = (dst * R + types) * K + kinds

@@ -294,7 +294,7 @@ def _load(backend, spec, fanouts, seed):
         return "dgl", Backend(spec)
     if backend != "torch" and sampler_cpu is None:
         how = "copy the folder native/ beside sampler.py (in a package: from .native)"
-        warnings.warn(f"torch operations are used: {how}", stacklevel=3)
+        warnings.warn(f"slower torch operations are used: {how}", stacklevel=3)
     elif backend != "torch":
         on_gpu = spec.indices.is_cuda
         engine = sampler_gpu.load(spec, fanouts, seed) if on_gpu else sampler_cpu.load(spec)

@@ -258,17 +258,14 @@ def test_what_is_checked_of_a_checkpoint_is_what_is_loaded():
 
 
 def test_two_runs_at_once_do_not_write_one_checkpoint(tiny, tmp_path, capsys):
-    file = tmp_path / "run.pt"
-    with checkpoint.claimed(file):
-        for name in ("run.pt", "./../" + tmp_path.name + "/run.pt"):
-            assert (
-                _code(f"--dataset {tiny} --epochs 1 --checkpoint {tmp_path}/{name}", *COMMON) == 2
-            )
-            assert (
-                f"--checkpoint {tmp_path}/{name}: another run writes it" in capsys.readouterr().err
-            )
+    words = [f"--dataset {tiny} --epochs 1", *COMMON]
+    with checkpoint.claimed(tmp_path / "run.pt"):
+        for name in ("run.pt", f"../{tmp_path.name}/run.pt"):
+            flag = f"--checkpoint {tmp_path}/{name}"
+            assert _code(*words, flag) == 2
+            assert f"{flag}: another run writes it" in capsys.readouterr().err
     for _ in range(2):  # a claim ends with its run
-        assert _code(f"--dataset {tiny} --epochs 1 --checkpoint {file}", *COMMON) == 0
+        assert _code(*words, f"--checkpoint {tmp_path}/run.pt") == 0
     assert {path.name for path in tmp_path.iterdir()} == {"run.pt"}
 
 

@@ -54,7 +54,7 @@ def _imported(tree, folder):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            module = node.module or folder
+            module = f"{folder}.{node.module or ''}".strip(".") if node.level else node.module
             found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
     return found
 

