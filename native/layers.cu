@@ -331,7 +331,7 @@ KERNEL self_and_mean_grad(const int *start, const int *size, const int *destinat
   for (i64 u = row * run; u < N && u < (row + 1) * run; u++) {
     const int first = start[u], last = first + size[u];
     const float by = gamma ? gamma[u] : 1.0f;
-    FETCH_DESTINATIONS(u, of_mean + column, stride);
+    FETCH_DESTINATIONS(u + run - 1, of_mean + column, stride);
     floats_t sum = all_of(0);
     if (u < S) sum = load(grad + u * stride + column, whole, left) * (alpha ? alpha[u] : 1.0f);
     for (int q = first; q < last; q += GROUP) {
@@ -529,52 +529,59 @@ KERNEL attention_weight_grad(const ID *indptr, const ID *indices, const int *dst
     sum = sum + load(source + from + c, whole, D - c) * load(grad + to + c, whole, D - c);
   to_weights[place.at * K + head] = total(sum);
 }
-// to_scores [E + S, K] -> the gradient of target, and each destination's part of the gradient of
-// attn [S, K, D].
-KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int E, int K, int width,
-                             int whole, const IN *source, const IN *target, const float *attn,
-                             const float *edges, int wide, const float *by,
-                             const float *to_scores, OUT *to_target, float *to_attn) {
-  ROW_AND_COLUMN((i64)S * K);
-  const i64 s = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
-  const i64 first = indptr[s], count = count_edges_of(indptr, indices, s);
-  FETCH_SOURCES(s, source + head * width + column, (i64)K * width);
-  const floats_t t = load(target + row * width + column, whole, left);
-  floats_t slopes = all_of(0), sums = all_of(0);
-  for (i64 j = 0; j <= count; j++) {
-    const i64 u = j ? (i64)indices[first + j - 1] : s, e = j ? first + j - 1 : E + s;
-    const float score = to_scores[(first + s + j) * K + head];
-    const floats_t z = load(source + (u * K + head) * width + column, whole, left) + t +
-                       of_edge(edges + e * wide, wide, by + head * width + column,
-                               (i64)K * width, whole, left);
-    slopes = slopes + slope(z) * score;
-    sums = sums + leaky(z) * score;
-  }
-  store_floats(to_attn + row * width + column, whole, left, sums);
+// Slopes of leaky ReLU at a thread's columns of a place's head, from the bits of `attention_scores`.
+FN floats_t slopes_of(const int *slopes, i64 at, int width, int column) {
+  const int *words = slopes + at * SLOPE_WORDS(width) + SLOPE_WORD(column);
+  const ints_t on = (load_ints(words, 1, COLUMNS) & SLOPE_BIT(column)) == SLOPE_BIT(column);
+  return choose(on, all_of(1.0f), all_of(0.2f));
+}
+// to_scores [E + S, K] -> the gradient of target. The gradient of attn is the sum over all edges of
+// slope * to_score * (source + target + edges by), which is taken apart: to_attn [runs, K, D] gets
+// the sums over `run` rows of target each, here, and of source, below.
+KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int K, int width,
+                             int whole, const int *slopes, const IN *target, const float *attn,
+                             const float *to_scores, int runs, int run, OUT *to_target,
+                             float *to_attn) {
+  ROW_AND_COLUMN((i64)runs * K);
+  const i64 part = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
   const floats_t a = load_floats(attn + head * width + column, whole, left);
-  store(to_target + row * width + column, whole, left, a * slopes);
+  floats_t added = all_of(0);
+  for (i64 s = part * run; s < S && s < (part + 1) * run; s++) {
+    floats_t sums = all_of(0);
+    const i64 first = indptr[s] + s, last = first + count_edges_of(indptr, indices, s);
+    for (i64 at = first * K + head; at <= last * K + head; at += K)
+      sums = sums + slopes_of(slopes, at, width, column) * to_scores[at];
+    const i64 to = (s * K + head) * width + column;
+    added = added + sums * load(target + to, whole, left);
+    store(to_target + to, whole, left, a * sums);
+  }
+  store_floats(to_attn + row * width + column, whole, left, added);
 }
 // Gradient of source, through the scores and through the weighted sum.
 KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size,
                              const int *destination, const int *edge, int S, int N, int K,
-                             int width, int whole, const int *slopes, const float *attn,
-                             const float *weights, const float *to_scores, const IN *grad,
-                             OUT *out) {
-  ROW_AND_COLUMN((i64)N * K);
-  const i64 u = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
-  FETCH_DESTINATIONS(u, grad + head * width + column, (i64)K * width);
-  const int first = start[u], count = size[u];
-  floats_t sums = all_of(0), sum = all_of(0);
-  for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: the self-loop
-    const i64 s = q < 0 ? u : destination[first + q];
-    const i64 at = (s + (q < 0 ? (i64)indptr[u] : edge[first + q] + 1)) * K + head;
-    const int *words = slopes + at * SLOPE_WORDS(width) + SLOPE_WORD(column);
-    const ints_t on = (load_ints(words, 1, COLUMNS) & SLOPE_BIT(column)) == SLOPE_BIT(column);
-    sums = sums + choose(on, all_of(1.0f), all_of(0.2f)) * to_scores[at];
-    sum = sum + load(grad + (s * K + head) * width + column, whole, left) * ROUND(weights[at]);
-  }
+                             int width, int whole, const int *slopes, const IN *source,
+                             const float *attn, const float *weights, const float *to_scores,
+                             const IN *grad, int runs, int run, OUT *out, float *to_attn) {
+  ROW_AND_COLUMN((i64)runs * K);
+  const i64 part = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
   const floats_t a = load_floats(attn + head * width + column, whole, left);
-  store(out + row * width + column, whole, left, sum + a * sums);
+  floats_t added = all_of(0);
+  for (i64 u = part * run; u < N && u < (part + 1) * run; u++) {
+    FETCH_DESTINATIONS(u + run - 1, grad + head * width + column, (i64)K * width);
+    const int first = start[u], count = size[u];
+    floats_t sums = all_of(0), sum = all_of(0);
+    for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: the self-loop
+      const i64 s = q < 0 ? u : destination[first + q];
+      const i64 at = (s + (q < 0 ? (i64)indptr[u] : edge[first + q] + 1)) * K + head;
+      sums = sums + slopes_of(slopes, at, width, column) * to_scores[at];
+      sum = sum + load(grad + (s * K + head) * width + column, whole, left) * ROUND(weights[at]);
+    }
+    const i64 from = (u * K + head) * width + column;
+    added = added + sums * load(source + from, whole, left);
+    store(out + from, whole, left, sum + a * sums);
+  }
+  store_floats(to_attn + row * width + column, whole, left, added);
 }
 
 // GINE: the sum of relu(h + edges by) over a destination's edges, h [N, width], edges [E, wide], by
@@ -606,30 +613,32 @@ KERNEL edge_sums_grad(const int *start, const int *size, const int *destination,
   }
   store(out + row * width + column, whole, left, sum);
 }
-// Gradient of `by`, for attention's scores (numbers = E + S, rows: target) or for GINE's sums
-// (numbers = E, attn null, rows: the gradient). The `numbers` are cut into `runs`, and each run has
-// its own sum in to_by [runs, wide, K, width].
+// Gradient of `by`, for attention's scores (numbers = E + S, rows and source null) but for the factor
+// attn, or for GINE's sums (numbers = E, slopes null, rows: the gradient). The `numbers` are cut into
+// `runs`, and each run has its own sum in to_by [runs, wide, K, width].
 KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, const int *dst, int E, int numbers,
                         int K, int width, int whole, const IN *source, const IN *rows,
-                        const float *attn, const float *edges, int wide, const float *by,
+                        const int *slopes, const float *edges, int wide, const float *by,
                         const float *to_scores, int runs, float *to_by) {
   ROW_AND_COLUMN((i64)runs * K);
   const i64 run = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
   const i64 first = (u64)run * (unsigned)numbers / (unsigned)runs;
   const i64 last = (u64)(run + 1) * (unsigned)numbers / (unsigned)runs;
   const i64 stride = (i64)K * width, from = head * width + column;
-  floats_t a = all_of(1);
-  if (attn) a = load_floats(attn + from, whole, left);
   for (int k = 0; k < wide; k += 8) {
-    floats_t sums[8];
+    floats_t sums[8], g;
     UNROLL for (int j = 0; j < 8; j++) sums[j] = all_of(0);
     for (i64 number = first; number < last; number++) {
       const place_t place = find_place(indptr, indices, 0, dst, E, number);
       const float *edge = edges + number * wide;
-      const floats_t r = load(rows + place.row * stride + from, whole, left);
-      const floats_t z = load(source + place.source * stride + from, whole, left) +
-                         of_edge(edge, wide, by + from, stride, whole, left);
-      const floats_t g = attn ? slope(z + r) * a * to_scores[place.at * K + head] : keep(z > 0.0f, r, 1);
+      if (slopes) {
+        const i64 at = place.at * K + head;
+        g = slopes_of(slopes, at, width, column) * to_scores[at];
+      } else {
+        const floats_t z = load(source + place.source * stride + from, whole, left) +
+                           of_edge(edge, wide, by + from, stride, whole, left);
+        g = keep(z > 0.0f, load(rows + place.row * stride + from, whole, left), 1);
+      }
       UNROLL for (int j = 0; j < 8; j++) if (k + j < wide) sums[j] = sums[j] + g * edge[k + j];
     }
     for (int j = 0; j < 8 && k + j < wide; j++)

@@ -145,6 +145,11 @@ class Code:
         """Return the number of threads per row."""
         return -(-width // self.columns)
 
+    def runs(self, out):
+        """Return (number of runs, rows of each) into which to cut out [n, F], for sums over each run's rows."""
+        run = min(max(out.numel() // ENOUGH, 1), RUN)
+        return -(-len(out) // run), run
+
     def kept(self, h):
         """Return what the backward pass needs of h [N, F] after an activation: on a GPU, where rows are activated when
         they are read, memory for one bit per value; on the CPU h itself, activated in place."""
@@ -168,8 +173,7 @@ class Code:
         S, width = grad.shape[0], grad.shape[1] if alpha is not None else grad.shape[1] // 2
         lists = Lists(self, block, num_src, shares=True, beta=beta)
         out, size = grad.new_empty(num_src, width), (num_src, width, _aligned(width, grad))
-        run = min(max(out.numel() // ENOUGH, 1), RUN) if sums and not self.on_cpu else 1
-        size, runs = (S if own else 0, *size), -(-num_src // run)
+        size, (runs, run) = (S if own else 0, *size), self.runs(out) if sums else (num_src, 1)
         parts = grad.new_empty(runs, width, dtype=torch.float32) if run > 1 else None
         args = *lists.of_source, lists.share, grad, alpha, gamma, *size, kept, scale
         self.run("self_and_mean_grad", runs * self.threads(width), *args, runs, run, parts, out)
@@ -497,27 +501,27 @@ class _Attend(torch.autograd.Function):
         (S, N), E, (K, D) = (len(target), len(source)), len(dst), attn.shape
         aligned, threads = _aligned(D, *rows, by, grad), K * code.threads(D)
         to_scores = torch.empty_like(weights)
-        to_attn = attn.new_empty(S, K * D)
         to_by = None
         to_source, to_target = torch.empty_like(source), torch.empty_like(target)
+        of_target, of_source = code.runs(target), code.runs(source)
+        to_attn = attn.new_empty(of_target[0] + of_source[0], K * D)
         args = *block, dst, S, E, K, D, aligned, source, grad
         code.run("attention_weight_grad", (E + S) * K, *args, to_scores)
         kept = weights, dropped, ctx.scale
         code.run("attention_softmax_grad", S * K, *block, S, K, *kept, to_scores)
-        size = S, E, K, D, aligned
-        extra = edges, len(by), by
-        args = *size, *rows, *extra, to_scores
-        code.run("attention_target_grad", S * threads, *block, *args, to_target, to_attn)
-        if len(by):
-            args = E + S, K, D, aligned, *rows, *extra, to_scores
-            to_by = code.edge_matrix_grad((*block, dst), *args)
+        args = *block, S, K, D, aligned, slopes, target, attn, to_scores, *of_target, to_target
+        code.run("attention_target_grad", of_target[0] * threads, *args, to_attn)
         lists = Lists(code, block, N, dst, edges=True)
-        listed, size = (*lists.of_source, lists.edge), (S, N, K, D, aligned)
-        used = weights if dropped is None else dropped
-        args = *size, slopes, attn, used, to_scores, grad
-        code.run("attention_source_grad", N * threads, block[0], *listed, *args, to_source)
-        to_attn = to_attn.sum(0).view(K, D)
-        return None, None, to_source, to_target, to_attn, None, to_by, None, None, None
+        args = block[0], *lists.of_source, lists.edge, S, N, K, D, aligned, slopes, source, attn
+        args = *args, weights if dropped is None else dropped, to_scores, grad, *of_source
+        threads *= of_source[0]
+        code.run("attention_source_grad", threads, *args, to_source, to_attn[of_target[0] :])
+        to_attn = to_attn.sum(0)
+        if len(by):
+            args = E + S, K, D, aligned, None, None, slopes, edges, len(by), by, to_scores
+            to_by = code.edge_matrix_grad((*block, dst), *args)
+            to_attn, to_by = to_attn + (to_by * by).sum(0), to_by * attn.flatten()
+        return None, None, to_source, to_target, to_attn.view(K, D), None, to_by, None, None, None
 
 
 def _fits(edges, by, count, *rows):
