@@ -419,13 +419,15 @@ def test_first_layer_of_rgcn_multiplies_its_matrices_by_the_maps_of_the_inputs(b
     plain.load_state_dict(net.state_dict())
     nodes, x = torch.tensor([8, 0, 14, 3, 9, 5, 4]), torch.randn(9, 3)
     indices = torch.tensor([3, 1, 0, 5, 4, 2, 6, 3, 3])
-    for types in ([0, 0, 0, 0, 1, 2, 1, 1, 2], [0, 0, 1, 1, 2, 2, 0, 0, 0]):
+    mixed, apart = [0, 0, 0, 0, 1, 2, 1, 1, 2], [0, 0, 1, 1, 2, 2, 0, 0, 0]
+    for types, drop in ((mixed, 0), (apart, 0.5), (apart, 0)):
         block = Block(torch.tensor([0, 6, 6, 9]), indices, nodes, edge_type=torch.tensor(types))
         for model in (net, plain):
             model.zero_grad()
-            out = model([block], x[nodes[nodes < 9]])
+            model.input_dropout = drop
+            out = model([block], x[nodes[nodes < 9]], key=1)
             out.sin().sum().backward()
-        torch.testing.assert_close(net([block], x[nodes[nodes < 9]]), out)
+        torch.testing.assert_close(net([block], x[nodes[nodes < 9]], key=1), out)
         for p, q in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense())
     monkeypatch.setattr(NodeInputs, "forward", None)
