@@ -404,6 +404,17 @@ def test_model_a_batch_of_one_seed_or_none_trains(conv, norm):
         assert len(seeds) or not any(p.grad.any() for p in net.parameters())
 
 
+def test_model_inputs_are_dropped_in_training_alone():
+    indptr, indices = _random_graph(np.random.default_rng(7), 30, 4)
+    blocks, seen = NeighborSampler(indptr, indices, [3]).sample(torch.arange(20), 0), []
+    net, x = GNN(64, 3, 3, num_layers=1, input_dropout=0.25), torch.ones(blocks[0].num_src, 64)
+    net.layers[0].register_forward_pre_hook(lambda layer, given: seen.append(given[1]))
+    for training in (True, False):
+        net.train(training)(blocks, x)
+    zeros = (seen[0] == 0).float().mean().item()
+    assert 0.2 < zeros < 0.3 and seen[0].max() == 4 / 3 and torch.equal(seen[1], x)
+
+
 def test_model_gin_of_two_classes_has_no_norm_through_which_nothing_passes():
     """A layer norm over two values leaves only their signs: its gradient is zero."""
     norms = (2, "layer", None), (3, "layer", model.LayerNorm), (2, "batch", model.BatchNorm)
