@@ -137,10 +137,8 @@ class LmdbFile:
             with open(handle, "r+b"):
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(handle, 0, 1 << 16)
-        options = dict(readonly=not writable, lock=lock, sync=self.sync)
-        options |= dict(
-            path=os.fsencode(self.path), subdir=False, readahead=False, max_readers=1000
-        )
+        options = dict(path=os.fsencode(self.path), subdir=False, readonly=not writable, lock=lock)
+        options |= dict(sync=self.sync, readahead=False, max_readers=1000)
         try:
             return lmdb.open(map_size=MAP, **options)
         except lmdb.MemoryError:  # limited address space, as by ulimit -v
