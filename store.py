@@ -269,6 +269,7 @@ class GraphStore:
         else:
             lmdb_rows.check_lmdb(self.path, file, records[file])
             self.features = LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
+        self._opened = {**vars(self), "split": self._splits}
 
     @classmethod
     def open(cls, path) -> "GraphStore":
@@ -279,7 +280,19 @@ class GraphStore:
             return cls(path, meta)
 
     def __reduce__(self):
-        return GraphStore.open, (self.path,)
+        """Pickle as the path and what was changed since it was opened; StoreError if the store was rebuilt since."""
+        now, changed = GraphStore.open(self.path), {}
+        records, others = ({**g.meta["files"], BACKENDS["lmdb"]: None} for g in (self, now))
+        if records != others:
+            raise StoreError(f"{self.path} was rebuilt after it was opened: open it again")
+        for name, before in self._opened.items():
+            value = getattr(self, name)
+            same = value is before
+            if name == "split":  # parts may have been assigned
+                same = [*map(id, value.values())] == [*map(id, before.values())]
+            if not same or name == "labels" and not torch.equal(value, now.labels):
+                changed[name] = value
+        return GraphStore.open, (self.path,), changed
 
     def node_names(self) -> list[str] | None:
         """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""

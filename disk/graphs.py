@@ -160,7 +160,7 @@ class GraphDataset:
         return self.file.read(self.file.count)
 
     def __reduce__(self):
-        return GraphDataset.open, (self.path,)
+        return GraphDataset.open, (self.path,), {"split": self.split}  # which may have been changed
 
     def check_split(self):
         """Raise StoreError unless the split is valid; training calls this first."""

@@ -137,8 +137,8 @@ class LmdbFile:
             with open(handle, "r+b"):
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(handle, 0, 1 << 16)
-        options = dict(readonly=not writable, lock=lock, sync=self.sync)
-        options |= dict(path=str(self.path), subdir=False, readahead=False, max_readers=1000)
+        options = dict(path=os.fsencode(self.path), subdir=False, readonly=not writable, lock=lock)
+        options |= dict(sync=self.sync, readahead=False, max_readers=1000)
         try:
             return lmdb.open(map_size=MAP, **options)
         except lmdb.MemoryError:  # limited address space, as by ulimit -v
@@ -192,7 +192,7 @@ def check_lmdb(path, name, record):
 def check_structure(file):
     """Raise StoreError for a fault in the structure of an LMDB file, found without opening it in LMDB."""
     with reading(file, "; rebuild the store"):
-        if problems := import_lmdb().verify.verify(str(file), subdir=False):
+        if problems := import_lmdb().verify.verify(os.fsencode(file), subdir=False):
             raise ValueError(f"{problems[0]} (LMDB's structure)")
 
 

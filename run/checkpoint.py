@@ -76,7 +76,7 @@ def claimed(path):
     """Claim a checkpoint -> socket, a context that ends the claim, as the end of its process does; StoreError if another
     run on this machine writes the file. Only Linux has names for sockets that leave no files."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    name = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()
+    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
     try:
         if sys.platform == "linux":
             claim.bind(f"\0ringblock-{name}")

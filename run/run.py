@@ -7,6 +7,7 @@ logits = run.exact()                 # of all nodes from all their neighbours
 """
 
 import copy
+import sys
 from contextlib import nullcontext
 
 import torch
@@ -126,7 +127,7 @@ class Run:
         return self.ranks.reduce(rows)
 
     def exact(self, layers=None):
-        """Compute logits float32 [V, C] of all nodes from all their neighbours: layer by layer, split over
+        """Compute logits float32 [V, C] of all nodes from all their neighbours: layer by layer, on Linux split over
         the ranks of each machine; in batches, split over all ranks, for other networks.
         With `layers`, return the output of that many first layers, [V, hidden]."""
         ranks, store = self.ranks, self.store
@@ -136,8 +137,9 @@ class Run:
         else:
             x = getattr(store.features, "tensor", store.features)
             options = {"edges": self.used.features, "types": self.used.type, "layers": layers}
-            options |= {"rank": ranks.local_rank, "world": ranks.local_world}
-            options["total"] = ranks.sum_here if ranks.world > 1 else None
+            if sys.platform == "linux":  # elsewhere each process computes all nodes
+                options |= {"rank": ranks.local_rank, "world": ranks.local_world}
+                options["total"] = ranks.sum_here if ranks.world > 1 else None
             try:
                 with reading_all_edges():
                     logits = inference(model, store.indptr, store.indices, x, **options)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -549,6 +550,10 @@ def test_own_model_of_our_layers_is_evaluated_as_it_is_trained(conv, tiny, tmp_p
     run = opened("Net")
     assert layerwise(run.model) and (run.model.degrees is not None) == (conv == "gcn")
     expected = run.exact()
+    with monkeypatch.context() as elsewhere:  # where processes cannot share tables without names
+        elsewhere.setattr(sys, "platform", "darwin")
+        elsewhere.setattr(run, "ranks", ddp.Ranks(1, 2, 1, 2))
+        assert torch.equal(run.exact(), expected)
     for edges in (1 << 22, 0):  # the whole graph as one batch, and batches
         monkeypatch.setattr(running, "WHOLE_GRAPH_EDGES", edges)
         torch.testing.assert_close(run.exact_in_batches(run.model), expected, rtol=1e-4, atol=1e-5)

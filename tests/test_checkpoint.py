@@ -259,6 +259,7 @@ def test_what_is_checked_of_a_checkpoint_is_what_is_loaded():
 
 def test_two_runs_at_once_do_not_write_one_checkpoint(tiny, tmp_path, capsys):
     words = [f"--dataset {tiny} --epochs 1", *COMMON]
+    checkpoint.claimed(os.fsdecode(b"\xff")).close()  # a name that is not UTF-8
     with checkpoint.claimed(tmp_path / "run.pt"):
         for name in ("run.pt", f"../{tmp_path.name}/run.pt"):
             flag = f"--checkpoint {tmp_path}/{name}"

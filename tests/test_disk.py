@@ -228,8 +228,10 @@ def test_store_graphs_round_trip(tmp_path):
         _refuses(f"graph {number} is out of range", graphs.batch, [0, number], error=IndexError)
     _refuses("ids has dtype bool: integers are", graphs.batch, torch.ones(len(graphs)) > 0)
     assert graphs.batch([]).x.shape == (0, 2) and verify_graphs(path) == []
-    pickled = pickle.dumps(graphs)  # as its path
+    graphs.split = {"train": torch.arange(3)}
+    pickled = pickle.dumps(graphs)  # as its path and split
     assert len(pickle.loads(pickled)) == 50 and len(pickled) < 1000
+    assert pickle.loads(pickled).split["train"].tolist() == [0, 1, 2]
     assert store.main(["info", str(path)]) == store.main(["verify", str(path)]) == 0
     _refuses("many small graphs: open it as GraphDataset", GraphStore.open, path)
 

@@ -1,5 +1,6 @@
 """Tests: store.py and sources/prepare.py."""
 
+import copy
 import errno
 import itertools
 import json
@@ -25,11 +26,12 @@ from tests.stores import _edges, _graphs, _refuses, _reseal, _rewrite_meta, _sum
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
 def test_store_round_trip(tmp_path, monkeypatch, backend, dtype):
-    """Also pickled, as its path, with rows, larger than memory, that threads gather, and from another folder."""
+    """Also pickled, as its path and changes, with rows, larger than memory, that threads gather, and from another folder."""
     args = _graph()
     names = None if backend == "mmap" else ["\u2028b", "", *map(str, range(198))]
     args["features"] = x = (torch.from_numpy(args["features"]).abs() * 10).to(dtype)
     options = dict(backend=backend, block_rows=7, node_names=names)
+    tmp_path /= os.fsdecode(b"\xff")  # a name that is not UTF-8
     path = build_store(tmp_path / "g", **options, **args)
     monkeypatch.chdir(tmp_path)
     graph = GraphStore.open("g")
@@ -40,14 +42,19 @@ def test_store_round_trip(tmp_path, monkeypatch, backend, dtype):
     assert graph.indptr.dtype == torch.int64 and graph.indices.dtype == torch.int32
     assert _edges(graph) == sorted(zip(*args["edge_index"].tolist()))
     assert np.array_equal(graph.labels.numpy(), args["labels"])
-    graph.labels[0] = -1  # of this process only
-    assert np.array_equal(GraphStore.open(path).labels.numpy(), args["labels"])
     for name, ids in args["split"].items():
         assert np.array_equal(graph.split[name].numpy(), ids)
     assert graph.features.shape == (200, 5) and graph.features.dtype == dtype
     pickled = [pickle.dumps(thing) for thing in (graph, graph.features)]
     again, features = map(pickle.loads, pickled)
     assert torch.equal(again.indices, graph.indices) and max(map(len, pickled)) < 1000
+    graph.labels[0] = -1  # of this process, and of those that it pickles the graph for
+    assert np.array_equal(GraphStore.open(path).labels.numpy(), args["labels"])
+    graph.split["train"], graph.edge_weight = graph.split["train"][:2], torch.ones(3000)
+    again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(graph))))
+    for name in ("labels", "edge_weight"):
+        assert torch.equal(getattr(again, name), getattr(graph, name))
+    assert all(torch.equal(again.split[name], ids) for name, ids in graph.split.items())
     monkeypatch.setattr(store, "free_host_bytes", lambda: 900)
     monkeypatch.chdir(tmp_path)
     large = GraphStore.open("g").features
@@ -68,6 +75,20 @@ def test_store_round_trip(tmp_path, monkeypatch, backend, dtype):
         large = GraphStore.open(path).features
         shutil.rmtree(path)
         assert torch.equal(large.gather(some), x[some])
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_pickled_store_of_several_splits(tmp_path, backend):
+    """A spawned process trains on the split that was taken, and is refused another graph at the same path."""
+    args = {**_graph(), "split": [{"train": [0, 1]}, {"train": [2]}], "backend": backend}
+    graph = GraphStore.open(build_store(tmp_path / "g", **args))
+    graph.take_split(1)
+    graph.features.put_rows(torch.tensor([0]), torch.ones(1, 5)) if backend == "lmdb" else None
+    assert copy.deepcopy(graph).split["train"].tolist() == [2]
+    shutil.rmtree(tmp_path / "g")
+    args["labels"] = np.roll(args["labels"], 1)
+    build_store(tmp_path / "g", **args)
+    _refuses("rebuilt after it was opened", pickle.dumps, graph)
 
 
 def _columns_slowly(edges, options):
