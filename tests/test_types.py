@@ -256,6 +256,20 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
             assert set(graph.split[part].tolist()) == set(reference.split[part].tolist())
 
 
+def test_arrays_in_place_of_those_of_the_only_type_of_nodes(tmp_path):
+    dgl, pyg = _dgl(), pytest.importorskip("torch_geometric.data").HeteroData()
+    ends, given = torch.arange(9), {"features": np.eye(9, 2), "labels": np.arange(9) % 2}
+    pyg["n"].x = torch.zeros(9, 4)
+    pyg["n", "a", "n"].edge_index = pyg["n", "b", "n"].edge_index = torch.stack([ends, ends])
+    two = dgl.heterograph({("n", name, "n"): (ends, ends) for name in "ab"})
+    for name, source in {"pyg": pyg, "dgl": two}.items():
+        path = prepare.build(source, tmp_path / name, **given, split={"train": [3]})
+        graph = GraphStore.open(path)
+        assert graph.features.tensor.tolist() == given["features"].tolist()
+        assert graph.labels.tolist() == given["labels"].tolist() and graph.num_edge_types == 2
+        assert graph.split["train"].tolist() == [3]
+
+
 def test_hgt_of_the_documentation_is_pygs(tmp_path, monkeypatch):
     nn = pytest.importorskip("torch_geometric.nn")
     monkeypatch.syspath_prepend(str(tmp_path))
