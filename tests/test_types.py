@@ -337,6 +337,7 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("features: \\{type: values\\} is needed", {"features": np.zeros((87, 2))}),
     ("features of book: types of nodes are author", {"features": {"book": np.zeros((1, 2))}}),
     (r"paper has shape \[49, 2\]: \[50, F\]", {"features": {"paper": np.zeros((49, 2))}}),
+    ("of author have no columns: leave them", {"features": {"author": np.zeros((30, 0))}}),
     (r"labels of paper has shape \[49\]: \[50\] is needed", {"labels": {"paper": [0] * 49}}),
     ("paper and author have labels", {"labels": {"paper": [0] * 50, "author": [0] * 30}}),
     ("node_types has dtype float64", {"node_types": {**COUNTS, "paper": 50.5}}),
