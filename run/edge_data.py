@@ -12,7 +12,6 @@ from torch import Tensor
 from disk.columns import types_called
 from disk.files import StoreError
 from model import CONVS, EDGE_CONVS, TYPE_CONVS
-from run.flags import NUMBER
 from run.own_model import is_own, takes_edges
 from sampler import seen_at
 
@@ -122,7 +121,7 @@ def hops(fanout, used):
     for hop in fanout:
         fanouts.append([hop if isinstance(hop, int) else 0] * len(names))
         # a name may hold : and =, as a URI does
-        for name, k in re.findall(f"(.+?)={NUMBER}(?::|$)", str(hop)):
+        for name, k in re.findall(r"(.+?)=(-1|0*[1-9][0-9]{0,8})(?::|$)", str(hop)):
             matching = types_called(name, names)
             if not matching:
                 they = "; ".join(names)

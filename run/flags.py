@@ -31,7 +31,6 @@ NORMALISED = ("sage-pool", "gat", "gin", "gine")
 # models with residual connections by default: gin learns nothing on some graphs without; the others mix a node's
 # row with its neighbours', and need them where neighbours are of other classes
 RESIDUAL, AVERAGING = ("gin",), ("gcn", "gat")
-NUMBER = "(-1|0*[1-9][0-9]{0,8})"  # a fanout
 BUILT_IN = "heads bases norm residual dropout input_dropout checkpoint_activations"
 # flag | values | help. Several values: choices, the default first (- for none); X = D: default D; no value: a switch
 FLAGS = f"""
@@ -313,9 +312,10 @@ def model_name(text):
 
 def fanout(text):
     """Parse '15,10,5' -> [15, 10, 5]; a hop with numbers by edge type, 'writes=10:cites=5', stays text."""
-    hop, rest = f"({NUMBER}|(?!any=)[^,]+={NUMBER})", f"(,{NUMBER})*"
+    number = "(-1|0*[1-9][0-9]{0,8})"
+    hop, rest = f"({number}|(?!any=)[^,]+={number})", f"(,{number})*"
     hops = re.sub(r"\s*,\s*", ",", text.strip())
-    if re.fullmatch(f"{hop}(,{hop})*|any={NUMBER}{rest}", hops):
+    if re.fullmatch(f"{hop}(,{hop})*|any={number}{rest}", hops):
         return [part if "=" in part else int(part) for part in hops.split(",")]
     how = "write numbers above 0 and below 10^9, or -1 for all: 15,10,5; by types writes=10:cites=5 or any=15,10"
     raise argparse.ArgumentTypeError(f"{text!r}: {how}")
