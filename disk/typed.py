@@ -137,6 +137,8 @@ def _column(name, values, edges) -> torch.Tensor:
 
 def _joined(tables):
     """Join feature tables {type: [V_t, F_t]} to one, padded to the widest; [[0]] if there are none."""
+    if empty := [name for name, table in tables.items() if not table.shape[1]]:
+        raise StoreError(f"features of {empty[0]} have no columns: leave them out")
     if len(tables) < 2:
         return next(iter(tables.values()), np.zeros((1, 1), np.float32))
     dtypes = [getattr(torch, files.row_dtype(f"features of {n}", t)) for n, t in tables.items()]

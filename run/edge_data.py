@@ -4,6 +4,7 @@ used, lines = edge_data(args, task, store)    # columns that --model, --sampler 
 model.degrees = degrees_at(store.indptr, used)    # for layers that divide by degrees, where seeds have times
 """
 
+import re
 from typing import NamedTuple
 
 from torch import Tensor
@@ -119,12 +120,12 @@ def hops(fanout, used):
     names, fanouts = used.type_names or [*map(str, range(used.num_types))], []
     for hop in fanout:
         fanouts.append([hop if isinstance(hop, int) else 0] * len(names))
-        for word in str(hop).split(":") if isinstance(hop, str) else ():
-            name, _, k = word.rpartition("=")
+        # a name may hold : and =, as a URI does
+        for name, k in re.findall(r"(.+?)=(-1|0*[1-9][0-9]{0,8})(?::|$)", str(hop)):
             matching = types_called(name, names)
             if not matching:
                 they = "; ".join(names)
-                raise StoreError(f"--fanout {word}: no such type of edges; they are {they}")
+                raise StoreError(f"--fanout {name}={k}: no such type of edges; they are {they}")
             for i in matching:
                 if fanouts[-1][i]:
                     raise StoreError(f"--fanout {hop}: {names[i]} is there twice")

@@ -90,7 +90,9 @@ def of_object(graph, extra, ignore=()) -> "Arrays":
     if any(name.endswith("_idx") for name in extra):
         replaced += sum(PARTS.values(), [])
     kept = {name: v for name, v in arrays.items() if name.partition(":")[0] not in replaced}
-    arrays = Arrays(kind, {**kept, **extra}, ignore)
+    # of the only type of nodes, whose edges may have several
+    suffix = next((n.removeprefix("num_nodes") for n in arrays if n.startswith("num_nodes:")), "")
+    arrays = Arrays(kind, kept | {name + suffix: v for name, v in extra.items()}, ignore)
     if not (arrays.find(*FEATURES) or arrays.of_types):
         raise StoreError(f"the {kind} has no features: give them as features=")
     return arrays

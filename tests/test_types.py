@@ -14,6 +14,7 @@ from loader import NodeLoader
 from model import GNN, NodeInputs
 from run.adam import Adam
 from run.edge_data import EdgeData, hops
+from run.flags import fanout
 from sampler import Block, NeighborSampler
 from sources import prepare
 from store import GraphStore, build_store, info, verify
@@ -255,6 +256,20 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
             assert set(graph.split[part].tolist()) == set(reference.split[part].tolist())
 
 
+def test_arrays_in_place_of_those_of_the_only_type_of_nodes(tmp_path):
+    dgl, pyg = _dgl(), pytest.importorskip("torch_geometric.data").HeteroData()
+    ends, given = torch.arange(9), {"features": np.eye(9, 2), "labels": np.arange(9) % 2}
+    pyg["n"].x = torch.zeros(9, 4)
+    pyg["n", "a", "n"].edge_index = pyg["n", "b", "n"].edge_index = torch.stack([ends, ends])
+    two = dgl.heterograph({("n", name, "n"): (ends, ends) for name in "ab"})
+    for name, source in {"pyg": pyg, "dgl": two}.items():
+        path = prepare.build(source, tmp_path / name, **given, split={"train": [3]})
+        graph = GraphStore.open(path)
+        assert graph.features.tensor.tolist() == given["features"].tolist()
+        assert graph.labels.tolist() == given["labels"].tolist() and graph.num_edge_types == 2
+        assert graph.split["train"].tolist() == [3]
+
+
 def test_hgt_of_the_documentation_is_pygs(tmp_path, monkeypatch):
     nn = pytest.importorskip("torch_geometric.nn")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -322,6 +337,7 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("features: \\{type: values\\} is needed", {"features": np.zeros((87, 2))}),
     ("features of book: types of nodes are author", {"features": {"book": np.zeros((1, 2))}}),
     (r"paper has shape \[49, 2\]: \[50, F\]", {"features": {"paper": np.zeros((49, 2))}}),
+    ("of author have no columns: leave them", {"features": {"author": np.zeros((30, 0))}}),
     (r"labels of paper has shape \[49\]: \[50\] is needed", {"labels": {"paper": [0] * 49}}),
     ("paper and author have labels", {"labels": {"paper": [0] * 50, "author": [0] * 30}}),
     ("node_types has dtype float64", {"node_types": {**COUNTS, "paper": 50.5}}),
@@ -488,6 +504,8 @@ def test_fanouts_by_name():
     _refuses(said, hops, ["cite=3"], used)
     _refuses("cites=3:cites=4: p,cites,p is there twice", hops, ["cites=3:cites=4"], used)
     assert hops([4, 2], EdgeData()) == [4, 2]
+    uris = used._replace(type_names=["http://a#b", "c=d", "e"])
+    assert hops(fanout("http://a#b=3:c=d=-1,5"), uris) == [[3, -1, 0], [5] * 3]
 
 
 NODE_FLAGS = "--gpus 0 --model rgcn --fanout 4,4 --hidden 16 --batch-size 60 --dropout 0 --lr 0.01"
@@ -564,17 +582,23 @@ def test_train_on_links_of_one_type(mag, tmp_path):
     assert "there is none among author," in _train(f"{words} --edge-type buys", code=2)
 
 
-def test_a_checkpoint_knows_its_types_by_name(mag, tmp_path):
+def test_a_checkpoint_knows_its_types_by_name(mag, pointing, tmp_path):
     """The same relations in another order are another graph; a user's model needs features of every node."""
-    _train(f"--dataset {mag} {NODE_FLAGS} --epochs 1 --checkpoint {tmp_path}/c.pt")
-    meta = GraphStore.open(mag).meta
-    shutil.copytree(mag, tmp_path / "other")
-    _rewrite_meta(tmp_path / "other", **(meta | {"edge_types": meta["edge_types"][::-1]}))
-    words = f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0 --dataset"
-    said = _train(f"{words} {tmp_path}/other", code=2)
-    assert "was trained on a graph whose edge types are author,affiliated_with" in said
     (tmp_path / "mymodel.py").write_text(OWN_LAYERS)
-    words = f"--dataset {mag} --gpus 0 --model {tmp_path}/mymodel.py:Net --fanout 2,2"
+    own, words = f"--gpus 0 --model {tmp_path}/mymodel.py:Net", f"--checkpoint {tmp_path}/c.pt"
+    arrays, split = dict(np.load(pointing / "typed.npz")), {"train": np.arange(50)}
+    named = build_store(tmp_path / "named", **arrays, split=split, edge_types=[*"abcde"])
+    other = tmp_path / "other"
+    for store, model, first in (mag, NODE_FLAGS, "author,affiliated_with"), (named, own, "a; b"):
+        _train(f"--dataset {store} {model} --fanout 2,2 --epochs 1 {words}")
+        meta = GraphStore.open(store).meta
+        shutil.copytree(store, other)
+        _rewrite_meta(other, **(meta | {"edge_types": meta["edge_types"][::-1]}))
+        again = f"{own if model is own else ''} --resume {tmp_path}/c.pt --dataset {other}"
+        said = _train(f"{again} --predict {tmp_path}/p.npy --gpus 0", code=2)
+        assert f"was trained on a graph whose edge types are {first}" in said
+        shutil.rmtree(other)
+    words = f"--dataset {mag} {own} --fanout 2,2"
     assert "has types of nodes without features, for which built-in" in _train(words, code=2)
 
 
