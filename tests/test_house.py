@@ -14,10 +14,10 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13632,
-    "lines of C and CUDA": 2117,
+    "lines of product Python": 13656,
+    "lines of C and CUDA": 2126,
     "lines of bench": 2680,
-    "lines of tests": 11870,
+    "lines of tests": 11936,
     "lines of README": 200,
     "longest file": 1053,
     "functions above 60 lines": 2,
