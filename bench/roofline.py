@@ -32,7 +32,7 @@ CACHE, SECTOR = 50 << 20, 32  # bytes: L2, and what a read of 4 bytes moves
 PRODUCTS = {"mm": 0, "addmm": 1, "linear": 0, "_linear_pointwise": 0}  # argument that has the rows
 # kernel: the table from which it gathers a row for each edge
 TABLES = {"self_and_mean": "h", "max_neighbours": "h", "gather_rows": "table"}
-TABLES |= {f"attention_{of}": "source" for of in ("scores", "sum", "weight_grad", "target_grad")}
+TABLES |= {f"attention_{of}": "source" for of in ("scores", "sum", "weight_grad")}
 TABLES |= {"self_and_mean_grad": "grad", "max_neighbours_grad": "grad"}
 TABLES |= {"attention_source_grad": "grad", "pick_aggregate": "features"}
 # kernel of sampler.cu: bytes for each row, for each edge, look-ups of an edge in the table of nodes

@@ -536,8 +536,8 @@ FN floats_t slopes_of(const int *slopes, i64 at, int width, int column) {
   return choose(on, all_of(1.0f), all_of(0.2f));
 }
 // to_scores [E + S, K] -> the gradient of target. The gradient of attn is the sum over all edges of
-// slope * to_score * (source + target + edges by), which is taken apart: to_attn [runs, K, D] gets
-// the sums over `run` rows of target each, here, and of source, below.
+// slope * to_score * (source + target + edges by). Here each run of rows adds up the part of target,
+// below that of source, in to_attn [runs, K, D]; that of the edges follows from edge_matrix_grad.
 KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int K, int width,
                              int whole, const int *slopes, const IN *target, const float *attn,
                              const float *to_scores, int runs, int run, OUT *to_target,

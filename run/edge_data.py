@@ -120,7 +120,6 @@ def hops(fanout, used):
     names, fanouts = used.type_names or [*map(str, range(used.num_types))], []
     for hop in fanout:
         fanouts.append([hop if isinstance(hop, int) else 0] * len(names))
-        # a name may hold : and =, as a URI does
         for name, k in re.findall(r"(.+?)=(-1|0*[1-9][0-9]{0,8})(?::|$)", str(hop)):
             matching = types_called(name, names)
             if not matching:

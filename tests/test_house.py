@@ -17,7 +17,7 @@ LIMITS = {
     "lines of product Python": 13656,
     "lines of C and CUDA": 2126,
     "lines of bench": 2680,
-    "lines of tests": 11936,
+    "lines of tests": 11937,
     "lines of README": 200,
     "longest file": 1053,
     "functions above 60 lines": 2,
