@@ -1,4 +1,4 @@
-"""Tests: accuracy, flags that cannot be meant, losses that are not finite, networks of one's own."""
+"""Tests: accuracy, flags that cannot be meant, losses that are not finite, custom networks."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Tests: store.py: what fits where."""
+"""Tests: run/plan.py and run/estimate.py: the mode that fits into free memory."""
 
 import os
 

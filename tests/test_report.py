@@ -1,4 +1,4 @@
-"""Tests: what a run tells."""
+"""Tests: run/report.py: epoch lines, logs, timelines."""
 
 import importlib.util
 import json

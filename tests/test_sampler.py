@@ -1,4 +1,4 @@
-"""Tests: sampler.py: the law, read slowly."""
+"""Tests: sampler.py, beside its law in plain Python."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Tests: datasets."""
+"""Tests: sources/: names, .npz files, splits."""
 
 import collections
 import functools
