@@ -355,7 +355,7 @@ def _rows_of_a_chunk(array):
     return max(1, CHUNK_BYTES // max(1, math.prod(array.shape[1:]) * array.dtype.itemsize))
 
 
-def share(arrays, *, leads=True, total=None):
+def share(arrays, *, leads=True, total=lambda *numbers: numbers):
     """Copy arrays into host memory shared by all processes of this machine: one copy, made by one of them.
 
     The kernel frees it when the last process that maps it has ended, even by a crash. Linux only.
@@ -376,24 +376,21 @@ def share(arrays, *, leads=True, total=None):
     sizes = [a.dtype.itemsize * math.prod(a.shape) for a in arrays]
     pages = (-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)
     *offsets, end = accumulate(pages, initial=0)
-    handle = None
+    mine = 0, 0
     if leads:  # anonymous: leaves nothing behind, and a container's small /dev/shm is no limit
-        handle = os.memfd_create("ringblock")
-        os.ftruncate(handle, max(end, 1))
-    if total:
-        leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle or 0))
-        handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
+        mine = os.getpid(), os.memfd_create("ringblock")
+        os.ftruncate(mine[1], max(end, 1))
+    leader, handle = (int(n) for n in total(*mine))
+    handle = handle if leads else os.open(f"/proc/{leader}/fd/{handle}", os.O_RDWR)
     memory, views = mmap.mmap(handle, max(end, 1)), []
-    if total:
-        total(0)  # barrier: the leader keeps its handle open until all have opened it
+    total(0)  # barrier: the leader keeps its handle open until all have opened it
     os.close(handle)
     for array, size, offset in zip(arrays, sizes, offsets):
         view = torch.frombuffer(memory, dtype=torch.uint8)[offset : offset + size]
         views.append(view.view(array.dtype).view(array.shape))
         if leads:
             _copy_rows(array, views[-1])
-    if total:
-        total(0)  # barrier: the copy is complete
+    total(0)  # barrier: the copy is complete
     return views
 
 

@@ -125,8 +125,7 @@ def place_data(ranks, args, task, used):
         if pinned:
             needs = placements(store, **sizes(args, task, used))[args.mode]
             spare = torch.cuda.mem_get_info()[0] - needs.gpu - needs.gpu_step - args.cache
-            total = ranks.sum_here if ranks.world > 1 else None
-            arrays = share(arrays, leads=ranks.local_rank == 0, total=total)
+            arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum_here)
         placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
         indptr, indices, labels, features, *placed = placed
     except (OSError, RuntimeError) as error:

@@ -139,7 +139,7 @@ class Run:
             options = {"edges": self.used.features, "types": self.used.type, "layers": layers}
             if sys.platform == "linux":  # elsewhere each process computes all nodes
                 options |= {"rank": ranks.local_rank, "world": ranks.local_world}
-                options["total"] = ranks.sum_here if ranks.world > 1 else None
+                options["total"] = ranks.sum_here
             try:
                 with reading_all_edges():
                     logits = inference(model, store.indptr, store.indices, x, **options)
