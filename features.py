@@ -66,7 +66,7 @@ class Fetched(NamedTuple):
 
 
 class CudaCopies:
-    """The CUDA side of the ring: pinned buffers, side streams, events."""
+    """The CUDA side of the ring: side streams, copies, events."""
 
     def __init__(self, device, streams):
         # before training's work: sampling is many small kernels, and the next step waits for the last
@@ -78,9 +78,6 @@ class CudaCopies:
         """Make the slots' streams wait for the current one, which may have written features and caches on the GPU."""
         for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    def buffer(self, size):
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     @contextmanager
     def stream(self, slot, blocks=()):
@@ -166,12 +163,12 @@ class FeatureRing:
         """Context with the slot's stream as current CUDA stream: sample on the GPU in it, to overlap with training."""
         return self.copies.stream(slot, blocks) if self.copies else nullcontext()
 
-    def fetch(self, slot, blocks):
+    def fetch(self, slot, blocks, y=None):
         """Fetch the features of blocks[0].src_nodes and the labels of the seeds -> `Fetched`, on the ring's device.
 
         Args:
             slot: index of the buffers to fill. No batch in use may hold it; `prefetch` takes care of that.
-            blocks: the sampled blocks, outermost hop first.
+            blocks: the sampled blocks, outermost hop first. y: what to bring in place of the labels.
 
         Raises:
             ValueError: for a slot the ring does not have, or, with edge_features, blocks without edge_ids.
@@ -179,11 +176,12 @@ class FeatureRing:
         if slot >= len(self.copied):
             got = f"slot {slot} of a ring with slots={len(self.copied)}"
             raise ValueError(f"{got}: prefetch(depth=d) needs slots=d + 1, here {slot + 1} or more")
-        seeds = blocks[-1].src_nodes[: blocks[-1].num_dst]
         with self.stream(slot, blocks):
             try:
                 edges = self._edges(slot, blocks)
-                y = self.labels.index_select(0, seeds.to(self.labels.device))
+                if y is None:
+                    seeds = blocks[-1].src_nodes[: blocks[-1].num_dst]
+                    y = self.labels.index_select(0, seeds.to(self.labels.device))
                 moved, y = self._move(slot, blocks, y) if self.copies else (blocks, y)
                 outer = (moved if self.on_device else blocks)[0]
                 nodes = outer.src_nodes
@@ -259,12 +257,12 @@ class FeatureRing:
             # wait for the last copies out of this pinned buffer; on CPU only `prefetch` guards a slot
             self.copied[slot].synchronize()
         size = math.prod(shape) * dtype.itemsize
-        kept, copies = self.buffers[name], self.copies
+        kept = self.buffers[name]
         if kept[slot] is None or kept[slot].numel() < size:
             kept[slot] = None  # free its memory before more is allocated
             total = 1 << (size - 1).bit_length() if size else 0
-            like = {"dtype": torch.uint8, "device": "cpu"}
-            kept[slot] = copies.buffer(total) if copies else torch.empty(total, **like)
+            pinned = self.device.type == "cuda"
+            kept[slot] = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return kept[slot][:size].view(dtype).view(shape)
 
     def _read(self, table, ids, block, out=None):

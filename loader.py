@@ -270,11 +270,8 @@ class NodeLoader:
         else:
             with self.ring.stream(slot):
                 part = part if part.blocks else self._sample(part)
-                # copied on the slot's stream, before the ring records its event there
-                y = part.y if part.y is None else part.y.to(self.ring.device, non_blocking=True)
                 with self.timed("fetch"):
-                    fetched = self.ring.fetch(slot, part.blocks)
-                fetched = fetched if y is None else fetched._replace(y=y)
+                    fetched = self.ring.fetch(slot, part.blocks, part.y)
         return part._replace(**fetched._asdict()), fetched
 
     def state_dict(self):
