@@ -78,7 +78,7 @@ class Run:
         self.ranks, self.args, self.task, self.store = ranks, args, task, task.store
         self.sampler, self.ring, self.model = sampler, ring, model
         # for links, exact inference is as of the end of time: it sees all edges
-        self.used = used if task.timed_inference else used._replace(time=None)
+        self.used = used._replace(time=None) if task.timed_pairs else used
         self.by_layers = layerwise(model) and self.used.time is None
 
     def loader(self, seeds, fanout=None, **options):
