@@ -55,9 +55,7 @@ def build_model(ranks, args, task, used):
     task.prepare(model)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model.to(ranks.device, dtype)
-    layers = getattr(model, "layers", None)
-    layers = layers if isinstance(layers, torch.nn.ModuleList) else ()
-    if not any(getattr(layer, "uses_degree", False) for layer in layers):
+    if not any(getattr(module, "uses_degree", False) for module in model.modules()):
         return model
     if used.time is not None and used.type is not None:
         conflict = "a layer counts degrees by time, and lists are sorted by type first"
