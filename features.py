@@ -369,25 +369,21 @@ def share(arrays, *, leads=True, total=lambda *numbers: numbers):
     Raises:
         OSError: if the memory cannot be mapped, or the leading process belongs to another user.
     """
-    arrays = [getattr(a, "tensor", a) for a in arrays]
-    sizes = [a.dtype.itemsize * math.prod(a.shape) for a in arrays]
-    pages = (-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)
-    *offsets, end = accumulate(pages, initial=0)
-    mine = 0, 0
-    if leads:  # anonymous: leaves nothing behind, and a container's small /dev/shm is no limit
-        mine = os.getpid(), os.memfd_create("ringblock")
-        os.ftruncate(mine[1], max(end, 1))
-    leader, handle = (int(n) for n in total(*mine))
-    handle = handle if leads else os.open(f"/proc/{leader}/fd/{handle}", os.O_RDWR)
-    memory, views = mmap.mmap(handle, max(end, 1)), []
-    total(0)  # barrier: the leader keeps its handle open until all have opened it
-    os.close(handle)
-    for array, size, offset in zip(arrays, sizes, offsets):
-        view = torch.frombuffer(memory, dtype=torch.uint8)[offset : offset + size]
-        views.append(view.view(array.dtype).view(array.shape))
+    views = []
+    for array in (getattr(a, "tensor", a) for a in arrays):
+        size, mine = math.prod(array.shape) * array.dtype.itemsize, (0, 0)
+        if leads:  # anonymous: leaves nothing behind, and a container's small /dev/shm is no limit
+            mine = os.getpid(), os.memfd_create("ringblock")
+            os.ftruncate(mine[1], max(size, 1))
+        leader, handle = (int(n) for n in total(*mine))
+        handle = handle if leads else os.open(f"/proc/{leader}/fd/{handle}", os.O_RDWR)
+        memory = torch.frombuffer(mmap.mmap(handle, max(size, 1)), dtype=torch.uint8)
+        total(0)  # barrier: the leader keeps its handle open until all have opened it
+        os.close(handle)
+        views.append(memory[:size].view(array.dtype).view(array.shape))
         if leads:
             _copy_rows(array, views[-1])
-    total(0)  # barrier: the copy is complete
+    total(0)  # barrier: the copies are complete
     return views
 
 
