@@ -267,8 +267,7 @@ def overrides(module, base, names=("message", "combine")):
 def block_degrees(block):
     """Out- and in-degree in a block -> float32 [N, 2]; out-degree - 1 for sources without the self-loop GCN adds."""
     S, N = block.indptr.numel() - 1, block.src_nodes.numel()
-    ones = torch.ones_like(block.indices, dtype=torch.int64)
-    out = ones.new_zeros(N).index_add_(0, block.indices, ones)
+    out = block.indices.bincount(minlength=N)
     out[S:] = (out[S:] - 1).clamp(min=0)
     return torch.stack([out, F.pad(block.indptr.diff().long(), (0, N - S))], 1).float()
 
@@ -628,8 +627,7 @@ class RGCNConv(Conv):
         if bool(((types < 0) | (types >= R)).any()):
             has = f"a block has types {int(types.min())} to {int(types.max())}"
             raise IndexError(f"{has}, the layer knows 0 to {R - 1}, as num_types is {R}")
-        dst = torch.arange(indptr.numel() - 1, device=indices.device)
-        dst = dst.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
+        dst = torch.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
         group = (dst * R + types) * K + kinds
         if bool((group[1:] < group[:-1]).any()):  # not sampled by type: sort each list by type
             group, place = group.sort(stable=True)
@@ -659,8 +657,7 @@ class RGATConv(RGCNConv):
     def gathered(self, counts, indices, message, group, h_dst):
         """Average the rows of message at each group's `counts` [G] indices, by attention -> [G, F]."""
         rows, keys = summable(message).split([h_dst.shape[1], self.num_types], 1)
-        groups = torch.arange(len(counts), device=counts.device)
-        groups = groups.repeat_interleave(counts, output_size=len(indices))
+        groups = torch.repeat_interleave(counts, output_size=len(indices))
         scores = summable(F.linear(h_dst, self.query)).flatten()[group][groups]
         scores = scores + keys[indices.long(), (group % self.num_types)[groups]]
         scores = F.leaky_relu(scores.to(self.key.dtype), 0.2).unsqueeze(1)
