@@ -833,7 +833,7 @@ class GNN(nn.Module):
         norm: "none", "layer" or "batch", after each inner layer, and inside the layers of "gin" and "gine".
         residual: add each layer's input to its output, through a matrix where the widths differ.
         recompute: keep only each layer's input for the backward pass and recompute the rest (Chen et
-            al., arXiv 1604.06174): less memory, more time.
+            al., arXiv 1604.06174): less memory, more time; not in a CUDA graph.
         edge_dim: width of the edge features, which "gat" can use and "gine" needs; 0: none.
         num_types: number of edge types. bases: see `RGCNConv`. Both for "rgcn" and "rgat" only.
         node_types: of a graph with node types; `NodeInputs` of these then makes the input of the first layer.
@@ -931,9 +931,7 @@ class GNN(nn.Module):
         for i, (block, rows) in islice(steps, after is not None, None):
             work = i, block, x, aggregated, layer_seed(key, i) if self.training else 0, rows
             if self.recompute and self.training:
-                # torch's generator, for its dropout in a customised layer; a CUDA graph cannot keep it
-                keep = not isinstance(key, tuple)
-                x = checkpoint(self.step, *work, use_reentrant=False, preserve_rng_state=keep)
+                x = checkpoint(self.step, *work, use_reentrant=False)
             else:
                 x = self.step(*work)
             aggregated = False
