@@ -79,14 +79,14 @@ class Run:
         self.used = used._replace(time=None) if task.timed_pairs else used
         self.by_layers = layerwise(model) and self.used.time is None
 
-    def loader(self, seeds, fanout=None, **options):
+    def loader(self, seeds, **options):
         """Build the NodeLoader of this rank's part of every step, from the flags; `options` override them."""
         args, ranks, task = self.args, self.ranks, self.task
         settings = {name: getattr(args, name) for name in ("batch_size", "accumulate", "seed")}
         settings |= {"rank": ranks.rank, "world": ranks.world, "depth": args.prefetch}
         settings |= {"threads": args.sample_threads, "sampler": self.sampler, "ring": self.ring}
         settings |= {"draw": task.draw, "load": task.load, **options}
-        return NodeLoader(self.store, seeds, fanout or args.fanout, **settings)
+        return NodeLoader(self.store, seeds, args.fanout, **settings)
 
     def forward(self, batch, key=None, network=None):
         """Run the network on a batch, in --precision -> logits or embeddings [S, C] of its seeds,
@@ -159,7 +159,7 @@ class Run:
         options["draw"] = None if used.time is None else seeds_at(used.seed_time)
         if small:
             options |= {"batch_size": -(-store.num_nodes // ranks.world), "depth": 0}
-        loader = self.loader(torch.arange(store.num_nodes), fanout, **options)
+        loader = self.loader(torch.arange(store.num_nodes), **options)
 
         def output(batch):
             if not is_gnn(model):
