@@ -76,10 +76,9 @@ def residual_helps(store):
     with reading_all_edges():
         sampler = NeighborSampler(store.indptr, store.sampled_indices, [32], check=False)
         block = sampler.sample(nodes, 0)[0]
-    src = block.src_nodes[block.indices.long()]
-    dst = nodes.repeat_interleave(block.indptr.diff().long())
-    usable = torch.isin(src, train) & (src != dst)
-    pairs = store.labels[torch.stack([src, dst])[:, usable]]
+    ends = block.src_nodes.long()[block.to_pyg()[0]]  # [2, E], sources and destinations
+    usable = torch.isin(ends[0], train) & (ends[0] != ends[1])
+    pairs = store.labels[ends[:, usable]]
     if store.labels.dim() != 1 or pairs.shape[1] < 100:
         return False, "no residual connections: too few edges join training nodes to go by"
     chance = (pairs.flatten().bincount() / pairs.numel()).square().sum().item()
