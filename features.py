@@ -352,7 +352,7 @@ def _rows_of_a_chunk(array):
     return max(1, CHUNK_BYTES // max(1, math.prod(array.shape[1:]) * array.dtype.itemsize))
 
 
-def share(arrays, *, leads=True, total=lambda *numbers: numbers):
+def share(arrays, *, leads=True, total=None):
     """Copy arrays into host memory shared by all processes of this machine: one copy, made by one of them.
 
     The kernel frees it when the last process that maps it has ended, even by a crash. Linux only.
@@ -369,7 +369,7 @@ def share(arrays, *, leads=True, total=lambda *numbers: numbers):
     Raises:
         OSError: if the memory cannot be mapped, or the leading process belongs to another user.
     """
-    views = []
+    views, total = [], total or (lambda *numbers: numbers)
     for array in (getattr(a, "tensor", a) for a in arrays):
         size, mine = math.prod(array.shape) * array.dtype.itemsize, (0, 0)
         if leads:  # anonymous: leaves nothing behind, and a container's small /dev/shm is no limit

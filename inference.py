@@ -42,7 +42,7 @@ def inference(
     memory=4 << 30,
     rank=0,
     world=1,
-    total=lambda *numbers: numbers,
+    total=None,
     layers=None,
     edges=None,
     types=None,
@@ -107,7 +107,8 @@ def inference(
         # cut the nodes into ranks' parts with equal numbers of edges
         ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]
         first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
-        table = functools.partial(_table, V, rank, world, total)
+        alone, total = total is None, total or (lambda *numbers: numbers)
+        table = functools.partial(_table, V, rank, alone, total)
         h = x if hasattr(x, "gather") else on_host(x)
         if inputs is not None:
             out = table(inputs.out_dim, 4 * V * inputs.out_dim <= memory)
@@ -182,10 +183,10 @@ def _cut(indptr, first, last, chunk, chunk_edges):
         first = end
 
 
-def _table(rows, rank, world, total, width, in_memory):
-    """Make a float32 table [rows, width] in memory or, if not in_memory, in a temporary file. Several processes share it:
-    they open the memory or file of rank 0, which has no name and disappears with the last process that maps it."""
-    if in_memory and world == 1 or not rows * width:
+def _table(rows, rank, alone, total, width, in_memory):
+    """Make a float32 table [rows, width] in memory or, if not in_memory, in a temporary file. Unless alone, processes share
+    it: they open the memory or file of rank 0, which has no name and disappears with the last process that maps it."""
+    if in_memory and alone or not rows * width:
         return torch.empty(rows, width, dtype=torch.float32, device="cpu")
     size, mine = 4 * rows * width, (0, 0)
     if rank == 0:

@@ -135,7 +135,7 @@ class Run:
         else:
             x = getattr(store.features, "tensor", store.features)
             options = {"edges": self.used.features, "types": self.used.type, "layers": layers}
-            if sys.platform == "linux":  # elsewhere each process computes all nodes
+            if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
                 options |= {"rank": ranks.local_rank, "world": ranks.local_world}
                 options["total"] = ranks.sum_here
             try:
