@@ -134,7 +134,7 @@ def place_data(ranks, args, task, used):
     used = used._replace(**dict(zip(columns, placed)))
     features = cached(ranks, args, task, used, features)
     sampler = make_sampler(args, indptr, indices, args.fanout, used, store.sampling_threads)
-    in_place = not store.node_types and step_graph.averages_in_place(args, features.dtype, dtype)
+    in_place = step_graph.averages_in_place(args, store, features.dtype, dtype)
     options = {"slots": args.prefetch + 1, "streams": args.sample_threads, "dtype": dtype}
     options |= {"device": ranks.device, "gather": gather_rows}
     options["aggregate"] = self_and_mean if in_place else None

@@ -46,18 +46,18 @@ TRIED = 3  # static steps, at least, that are compared with eager ones
 GRAPH_RTOL = 0.02  # max relative difference between their inputs, and their losses
 
 
-def averages_in_place(args, *dtypes):
+def averages_in_place(args, store, *dtypes):
     """Return whether the first layer gets neighbour means computed straight from features of these dtypes, not rows.
     That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less."""
     floats = {*dtypes} <= {torch.float32, torch.bfloat16}
-    plain = args.model == "sage" and not args.input_dropout
+    plain = args.model == "sage" and not args.input_dropout and not store.node_types
     return plain and floats and args.mode != "pinned-cuda"
 
 
 def hindrances(args, store, used):
     """Return {reason against CUDA graphs: whether flags and data give it}. used: `EdgeData` of the store."""
     limit, fanout = sampler_gpu.AGGREGATED, ",".join(map(str, args.fanout))
-    models, too_many = ", ".join(PADDED), averages_in_place(args) and args.fanout[-1] > limit
+    models, too_many = ", ".join(PADDED), averages_in_place(args, store) and args.fanout[-1] > limit
     return {
         f"they are for --task node, this is {args.task}": args.task != "node",
         f"they are for --model {models}, this is {args.model}": args.model not in PADDED,
@@ -82,8 +82,7 @@ def hindrances(args, store, used):
 def hops_held(args, store, used):
     """Return how many hops of a batch the CUDA graphs would hold in GPU memory in cuda-cuda, 0 if there can be none.
     used: `EdgeData` of the store."""
-    in_place = not store.node_types and averages_in_place(args, store.features.dtype)
-    hops = len(args.fanout) - in_place
+    hops = len(args.fanout) - averages_in_place(args, store, store.features.dtype)
     return 0 if any(hindrances(args, store, used).values()) else hops
 
 

@@ -434,6 +434,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         ("", dict(labels=torch.zeros(3, 2)), "several labels"),
         ("--model gin", dict(node_types={"a": (3, 1)}), "nodes have types, and --model gin counts"),
         ("--model rgcn", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
+        ("--fanout 4,49", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
         ("", {}, "the sampler's kernels are not there"),
         ("--model gin --fanout 4,49", {}, "the sampler's kernels are not there"),
         ("--input-dropout 0.1 --fanout 4,49", {}, "the sampler's kernels are not there"),
@@ -450,9 +451,9 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
     run = types.SimpleNamespace(**run, ranks=ddp.Ranks())
     assert step_graph.obstacle(run) == "there is no GPU"
     sage = types.SimpleNamespace(model="sage", input_dropout=0.0, mode="cuda-cuda")
-    assert step_graph.averages_in_place(sage, torch.float32)
+    assert step_graph.averages_in_place(sage, data, torch.float32)
     sage.mode = "pinned-cuda"  # a row a node, over PCIe
-    assert not step_graph.averages_in_place(sage, torch.float32)
+    assert not step_graph.averages_in_place(sage, data, torch.float32)
 
 
 @pytest.mark.gpu
