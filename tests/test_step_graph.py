@@ -309,7 +309,8 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
                 if done == stop:  # another process goes on, with graphs where there were none
                     repeated, place = graphs.repeated, batches.state_dict()
                     state = graphs.optimizer.state_dict()["state"]
-                    graphs, batches = begin("off" if word == "on" else "on", graphs.run.model, state)
+                    other = "off" if word == "on" else "on"
+                    graphs, batches = begin(other, graphs.run.model, state)
                     batches.load_state_dict(place)
                     break
             else:
