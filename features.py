@@ -66,7 +66,7 @@ class Fetched(NamedTuple):
 
 
 class CudaCopies:
-    """The CUDA side of the ring: pinned buffers, side streams, events."""
+    """The CUDA side of the ring: side streams, copies, events."""
 
     def __init__(self, device, streams):
         # before training's work: sampling is many small kernels, and the next step waits for the last
@@ -78,9 +78,6 @@ class CudaCopies:
         """Make the slots' streams wait for the current one, which may have written features and caches on the GPU."""
         for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    def buffer(self, size):
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     @contextmanager
     def stream(self, slot, blocks=()):
@@ -166,12 +163,12 @@ class FeatureRing:
         """Context with the slot's stream as current CUDA stream: sample on the GPU in it, to overlap with training."""
         return self.copies.stream(slot, blocks) if self.copies else nullcontext()
 
-    def fetch(self, slot, blocks):
+    def fetch(self, slot, blocks, y=None):
         """Fetch the features of blocks[0].src_nodes and the labels of the seeds -> `Fetched`, on the ring's device.
 
         Args:
             slot: index of the buffers to fill. No batch in use may hold it; `prefetch` takes care of that.
-            blocks: the sampled blocks, outermost hop first.
+            blocks: the sampled blocks, outermost hop first. y: what to bring in place of the labels.
 
         Raises:
             ValueError: for a slot the ring does not have, or, with edge_features, blocks without edge_ids.
@@ -179,11 +176,12 @@ class FeatureRing:
         if slot >= len(self.copied):
             got = f"slot {slot} of a ring with slots={len(self.copied)}"
             raise ValueError(f"{got}: prefetch(depth=d) needs slots=d + 1, here {slot + 1} or more")
-        seeds = blocks[-1].src_nodes[: blocks[-1].num_dst]
         with self.stream(slot, blocks):
             try:
                 edges = self._edges(slot, blocks)
-                y = self.labels.index_select(0, seeds.to(self.labels.device))
+                if y is None:
+                    seeds = blocks[-1].src_nodes[: blocks[-1].num_dst]
+                    y = self.labels.index_select(0, seeds.to(self.labels.device))
                 moved, y = self._move(slot, blocks, y) if self.copies else (blocks, y)
                 outer = (moved if self.on_device else blocks)[0]
                 nodes = outer.src_nodes
@@ -259,12 +257,12 @@ class FeatureRing:
             # wait for the last copies out of this pinned buffer; on CPU only `prefetch` guards a slot
             self.copied[slot].synchronize()
         size = math.prod(shape) * dtype.itemsize
-        kept, copies = self.buffers[name], self.copies
+        kept = self.buffers[name]
         if kept[slot] is None or kept[slot].numel() < size:
             kept[slot] = None  # free its memory before more is allocated
             total = 1 << (size - 1).bit_length() if size else 0
-            like = {"dtype": torch.uint8, "device": "cpu"}
-            kept[slot] = copies.buffer(total) if copies else torch.empty(total, **like)
+            pinned = self.device.type == "cuda"
+            kept[slot] = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return kept[slot][:size].view(dtype).view(shape)
 
     def _read(self, table, ids, block, out=None):
@@ -339,15 +337,14 @@ def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=
 
 
 def _copy_rows(source, target, ids=None):
-    """Copy all rows of source, or rows ids, into target, a chunk at a time -> target."""
-    step, plain = _rows_of_a_chunk(source), ids is None and isinstance(source, torch.Tensor)
+    """Copy all rows of source, or rows ids, into target -> target; without another copy of them in memory."""
+    if ids is None and isinstance(source, torch.Tensor):
+        return target.copy_(source)
+    step = _rows_of_a_chunk(source)
     for a in range(0, len(target), step):
         b = min(a + step, len(target))
-        if plain:
-            target[a:b] = source[a:b]
-        else:
-            rows = torch.arange(a, b, device="cpu") if ids is None else ids[a:b]
-            target[a:b] = take(source, rows)
+        rows = torch.arange(a, b, device="cpu") if ids is None else ids[a:b]
+        target[a:b] = take(source, rows)
     return target
 
 
@@ -372,28 +369,21 @@ def share(arrays, *, leads=True, total=None):
     Raises:
         OSError: if the memory cannot be mapped, or the leading process belongs to another user.
     """
-    arrays = [getattr(a, "tensor", a) for a in arrays]
-    sizes = [a.dtype.itemsize * math.prod(a.shape) for a in arrays]
-    pages = (-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)
-    *offsets, end = accumulate(pages, initial=0)
-    handle = None
-    if leads:  # anonymous: leaves nothing behind, and a container's small /dev/shm is no limit
-        handle = os.memfd_create("ringblock")
-        os.ftruncate(handle, max(end, 1))
-    if total:
-        leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle or 0))
-        handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
-    memory, views = mmap.mmap(handle, max(end, 1)), []
-    if total:
+    views, total = [], total or (lambda *numbers: numbers)
+    for array in (getattr(a, "tensor", a) for a in arrays):
+        size, mine = math.prod(array.shape) * array.dtype.itemsize, (0, 0)
+        if leads:  # anonymous: leaves nothing behind, and a container's small /dev/shm is no limit
+            mine = os.getpid(), os.memfd_create("ringblock")
+            os.ftruncate(mine[1], max(size, 1))
+        leader, handle = (int(n) for n in total(*mine))
+        handle = handle if leads else os.open(f"/proc/{leader}/fd/{handle}", os.O_RDWR)
+        memory = torch.frombuffer(mmap.mmap(handle, max(size, 1)), dtype=torch.uint8)
         total(0)  # barrier: the leader keeps its handle open until all have opened it
-    os.close(handle)
-    for array, size, offset in zip(arrays, sizes, offsets):
-        view = torch.frombuffer(memory, dtype=torch.uint8)[offset : offset + size]
-        views.append(view.view(array.dtype).view(array.shape))
+        os.close(handle)
+        views.append(memory[:size].view(array.dtype).view(array.shape))
         if leads:
             _copy_rows(array, views[-1])
-    if total:
-        total(0)  # barrier: the copy is complete
+    total(0)  # barrier: the copies are complete
     return views
 
 

@@ -63,7 +63,7 @@ def inference(
         memory: bytes of host memory for a layer's tables; beyond it they are temporary files (TMPDIR).
         rank, world: with several processes on this machine, each calls this with its rank and computes
             its part of every layer's destinations. Linux only.
-        total: an all-reduce of numbers over these processes, such as `Ranks.sum` of ddp.py.
+        total: with several, an all-reduce of numbers over them, such as `Ranks.sum` of ddp.py.
         layers: compute only this many of the first layers; None: all.
         edges: [M, D] edge features, row for row with `indices`, for layers with an edge_dim.
         types: [M] edge types, for layers that use them.
@@ -107,29 +107,30 @@ def inference(
         # cut the nodes into ranks' parts with equal numbers of edges
         ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]
         first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
-        barrier = (lambda: total(0)) if total else lambda: None
+        alone, total = total is None, total or (lambda *numbers: numbers)
+        table = functools.partial(_table, V, rank, alone, total)
         h = x if hasattr(x, "gather") else on_host(x)
         if inputs is not None:
-            out = _tables(V, inputs.out_dim, memory, rank == 0, total)(inputs.out_dim)
+            out = table(inputs.out_dim, 4 * V * inputs.out_dim <= memory)
             for a in range(first, last, chunk):
                 b, end = min(a + chunk, last), inputs.first  # end of the nodes with features
                 nodes = torch.arange(a, b, device=device)
                 out[a:b] = inputs(nodes, _rows(h, min(a, end), min(b, end), device))
-            barrier()  # until the rows of all processes are written
+            total(0)  # barrier: the rows of all processes are written
             h = out
         for i, layer in enumerate(model.layers[:layers]):
             degree = lambda a, b, on: degrees[a:b].to(on) if layer.uses_degree else None  # noqa: E731
             message, none = h, _rows(h, 0, 0, device)
             sent = layer.message(none, degree(0, 0, device))
             columns = h.shape[1] + sent.shape[1] + layer.out_dim
-            table = _tables(V, columns, memory, rank == 0, total)
+            in_memory = 4 * V * columns <= memory
             if sent is not none or not isinstance(h, torch.Tensor) or h.dtype != torch.float32:
-                message = table(sent.shape[1])
+                message = table(sent.shape[1], in_memory)
                 for a in range(first, last, chunk):
                     b = min(a + chunk, last)
                     message[a:b] = layer.message(_rows(h, a, b, device), degree(a, b, device))
-                barrier()  # until the messages of all processes are written
-            out, on = table(layer.out_dim), device
+                total(0)  # barrier: the messages of all processes are written
+            out, on = table(layer.out_dim, in_memory), device
             if message.device != device and device.type == "cuda":
                 torch.cuda.empty_cache()  # or what torch keeps counts as used
                 fits = message.nbytes < 0.8 * torch.cuda.mem_get_info(device)[0]
@@ -147,7 +148,7 @@ def inference(
                 lists = offsets, sources, message, self_rows, h_dst, degree(a, b, on)
                 combined = network.layers[i].combine(*lists, **extra)
                 out[a:b] = network.finish(i, combined, h_dst)
-            barrier()  # until the rows of all processes are written
+            total(0)  # barrier: the rows of all processes are written
             h = out
     finally:  # restore training mode, also after an error
         for module, training in modes:
@@ -182,43 +183,30 @@ def _cut(indptr, first, last, chunk, chunk_edges):
         first = end
 
 
-def _tables(rows, columns, memory, leads, total):
-    """Return a function width -> float32 table [rows, width]; in temporary files if `columns` in all exceed `memory`.
-
-    With `total` all processes share one table: they open the leader's memory or file, which has no name
-    and disappears with the last process that maps it.
-    """
-    in_memory = 4 * rows * columns <= memory
-
-    def table(width):
-        if in_memory and not total or not rows * width:
-            return torch.empty(rows, width, dtype=torch.float32, device="cpu")
-        size, handle = 4 * rows * width, 0
-        if leads and in_memory:
-            handle = os.memfd_create("ringblock")
-            os.ftruncate(handle, size)
-        elif leads:
-            handle = _nameless_file(size)
-        if total:
-            leader, number = (int(n) for n in total(os.getpid() if leads else 0, handle))
-            handle = handle if leads else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
-        mapped = mmap.mmap(handle, size)
-        if total:
-            total(0)  # barrier: every process has opened the leader's handle
-        os.close(handle)
-        return torch.frombuffer(mapped, dtype=torch.float32).view(rows, width)
-
-    return table
+def _table(rows, rank, alone, total, width, in_memory):
+    """Make a float32 table [rows, width] in memory or, if not in_memory, in a temporary file. Unless alone, processes share
+    it: they open the memory or file of rank 0, which has no name and disappears with the last process that maps it."""
+    if in_memory and alone or not rows * width:
+        return torch.empty(rows, width, dtype=torch.float32, device="cpu")
+    size, mine = 4 * rows * width, (0, 0)
+    if rank == 0:
+        mine = os.getpid(), os.memfd_create("ringblock") if in_memory else _nameless_file(size)
+        os.ftruncate(mine[1], size)
+    leader, handle = (int(n) for n in total(*mine))
+    handle = handle if rank == 0 else os.open(f"/proc/{leader}/fd/{handle}", os.O_RDWR)
+    mapped = mmap.mmap(handle, size)
+    total(0)  # barrier: every process has opened the handle of rank 0
+    os.close(handle)
+    return torch.frombuffer(mapped, dtype=torch.float32).view(rows, width)
 
 
 def _nameless_file(size):
-    """Make a temporary file of `size` bytes without a name -> its file descriptor, which the caller closes."""
+    """Make a temporary file with room for `size` bytes, without a name -> its descriptor, which the caller closes."""
     with tempfile.TemporaryFile(prefix="ringblock-") as file:
         try:
             # allocate its blocks: on a full disk a write through mmap would end the process
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)
-            os.ftruncate(file.fileno(), size)
         except OSError as error:
             where = f"{size / 1e9:.1f} GB for a layer's rows in {tempfile.gettempdir()}"
             reason = f"no room for {where}: set TMPDIR to a larger disk ({error.strerror})"

@@ -215,14 +215,13 @@ class NodeLoader:
         if copies := getattr(self.ring, "copies", None):
             copies.follow()  # features may have changed since the last epoch
         looking_ahead = getattr(getattr(self.ring, "features", None), "looking_ahead", None)
-        # the look-ahead cache executes its plans in order, so only one thread fetches
-        options = {**self.options, "threads": 1} if looking_ahead else self.options
         with ExitStack() as stack:
-            parts = self._parts(epoch, first)
+            parts, options = self._parts(epoch, first), self.options
             if looking_ahead:
                 # blocks wait in memory for their rows: 120 MB for a thousand batches with 10,000 input nodes each
-                sampled = prefetch(self._sample, parts, **self.options)
+                sampled = prefetch(self._sample, parts, **options)
                 parts = stack.enter_context(looking_ahead(stack.enter_context(closing(sampled))))
+                options = {**options, "threads": 1}  # its plans are executed in order
             stream = stack.enter_context(closing(prefetch(self._make, parts, **options)))
             for batch, fetched in stream:
                 fetched.wait()
@@ -270,11 +269,8 @@ class NodeLoader:
         else:
             with self.ring.stream(slot):
                 part = part if part.blocks else self._sample(part)
-                # copied on the slot's stream, before the ring records its event there
-                y = part.y if part.y is None else part.y.to(self.ring.device, non_blocking=True)
                 with self.timed("fetch"):
-                    fetched = self.ring.fetch(slot, part.blocks)
-                fetched = fetched if y is None else fetched._replace(y=y)
+                    fetched = self.ring.fetch(slot, part.blocks, part.y)
         return part._replace(**fetched._asdict()), fetched
 
     def state_dict(self):

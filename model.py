@@ -122,16 +122,15 @@ def relu_dropout(h, p, training=True, nodes=None, seed=None):
     done = fused and fused.relu_dropout(h, nodes, seed, drop)
     if done is not None:
         return done
-    return _dropout(F.relu(h), nodes, seed, drop) if drop else F.relu(h)
+    nodes = torch.arange(len(h), device=h.device) if nodes is None else nodes
+    return dropout(F.relu(h), nodes, seed, drop) if drop else F.relu(h)
 
 
-def dropout(x, p, nodes, seed):
-    """Apply dropout to x [N, F] with the mask of `relu_dropout`; nodes: [N] ids."""
-    drop = drop_byte(p)
-    if not drop:
-        return x
-    done = fused and fused.dropout(x, nodes, seed, drop)
-    return _dropout(x, nodes, seed, drop) if done is None else done
+@native_first
+def dropout(x, nodes, seed, drop):
+    """Apply dropout to x [N, F] with the mask of `relu_dropout`; nodes: [N] ids. drop: of `drop_byte`."""
+    kept = _random_bytes(nodes, x.shape[1], seed) >= drop
+    return x * (kept.to(x.dtype) * (256 / (256 - drop)))
 
 
 def drop_byte(p):
@@ -157,12 +156,6 @@ def layer_seed(key, layer):
         return *key, ~layer
     z = _mix(key ^ ~layer) & (1 << 64) - 1
     return z - (z >> 63 << 64)
-
-
-def _dropout(h, nodes, seed, drop):
-    nodes = torch.arange(len(h), device=h.device) if nodes is None else nodes
-    kept = _random_bytes(nodes, h.shape[1], seed) >= drop
-    return h * (kept.to(h.dtype) * (256 / (256 - drop)))
 
 
 def _random_bytes(nodes, D, seed, first=0):
@@ -229,7 +222,6 @@ class Conv(nn.Module):
         return self.combine(block.indptr, block.indices, message, None, h[:S], of_dst, **extra)
 
     def message(self, h, degree=None):
-        """Return the row itself."""
         return h
 
 
@@ -275,8 +267,7 @@ def overrides(module, base, names=("message", "combine")):
 def block_degrees(block):
     """Out- and in-degree in a block -> float32 [N, 2]; out-degree - 1 for sources without the self-loop GCN adds."""
     S, N = block.indptr.numel() - 1, block.src_nodes.numel()
-    ones = torch.ones_like(block.indices, dtype=torch.int64)
-    out = ones.new_zeros(N).index_add_(0, block.indices, ones)
+    out = block.indices.bincount(minlength=N)
     out[S:] = (out[S:] - 1).clamp(min=0)
     return torch.stack([out, F.pad(block.indptr.diff().long(), (0, N - S))], 1).float()
 
@@ -285,7 +276,6 @@ class Linear(nn.Linear):
     """nn.Linear computed by native/layers.py."""
 
     def forward(self, x):
-        """x [n, F] -> [n, D]."""
         return (fused or F).linear(x, self.weight, self.bias)
 
 
@@ -301,7 +291,6 @@ class SAGEConv(Conv):
         self.project_first = in_dim > out_dim
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
-        """h [N, F] of the block's sources -> [S, D] of its destinations."""
         if overrides(self, SAGEConv):
             return super().forward(block, h, degree, seed, edges)
         check_rows(block, h)
@@ -323,7 +312,6 @@ class SAGEConv(Conv):
         """Return None: pairs are not scaled."""
 
     def message(self, h, degree=None):
-        """Return W_neigh h if that is narrower than h, else h."""
         return self.neigh_linear(h) if self.project_first else h
 
     def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
@@ -343,7 +331,6 @@ class SAGEPoolConv(Conv):
         self.neigh_linear = Linear(in_dim, out_dim, bias=False)
 
     def message(self, h, degree=None):
-        """Return W_pool h + b."""
         return self.pool_linear(h)
 
     def combine(self, indptr, indices, message, rows, h_dst, degree=None, nodes=None, seed=None):
@@ -370,7 +357,6 @@ class GCNConv(Conv):
         self.project_first = in_dim > out_dim
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
-        """h [N, F] of the block's sources -> [S, D] of its destinations."""
         if overrides(self, GCNConv) or not unchanged(self.linear):
             return super().forward(block, h, degree, seed, edges)
         check_rows(block, h)
@@ -391,7 +377,6 @@ class GCNConv(Conv):
         return scale * gamma[: len(scale)], scale * of_dst, gamma
 
     def message(self, h, degree):
-        """Return W h or h, whichever is narrower, over sqrt(out-degree + 1)."""
         return (self.linear(h) if self.project_first else h) / (degree[:, :1] + 1).sqrt()
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
@@ -486,7 +471,6 @@ class GATv2Conv(Conv):
             nn.init.xavier_uniform_(weight)
 
     def message(self, h, degree=None):
-        """Return W_src h."""
         return self.src_linear(h)
 
     def combine(
@@ -643,8 +627,7 @@ class RGCNConv(Conv):
         if bool(((types < 0) | (types >= R)).any()):
             has = f"a block has types {int(types.min())} to {int(types.max())}"
             raise IndexError(f"{has}, the layer knows 0 to {R - 1}, as num_types is {R}")
-        dst = torch.arange(indptr.numel() - 1, device=indices.device)
-        dst = dst.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
+        dst = torch.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
         group = (dst * R + types) * K + kinds
         if bool((group[1:] < group[:-1]).any()):  # not sampled by type: sort each list by type
             group, place = group.sort(stable=True)
@@ -674,8 +657,7 @@ class RGATConv(RGCNConv):
     def gathered(self, counts, indices, message, group, h_dst):
         """Average the rows of message at each group's `counts` [G] indices, by attention -> [G, F]."""
         rows, keys = summable(message).split([h_dst.shape[1], self.num_types], 1)
-        groups = torch.arange(len(counts), device=counts.device)
-        groups = groups.repeat_interleave(counts, output_size=len(indices))
+        groups = torch.repeat_interleave(counts, output_size=len(indices))
         scores = summable(F.linear(h_dst, self.query)).flatten()[group][groups]
         scores = scores + keys[indices.long(), (group % self.num_types)[groups]]
         scores = F.leaky_relu(scores.to(self.key.dtype), 0.2).unsqueeze(1)
@@ -812,7 +794,6 @@ class BatchNorm(nn.BatchNorm1d):
     """Batch norm that uses the running statistics for fewer than two rows, which a rank's last batch may have."""
 
     def forward(self, x):
-        """x [S, D] -> [S, D]."""
         if x.shape[0] < 2:
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
         return super().forward(x)
@@ -823,7 +804,6 @@ class LayerNorm(nn.LayerNorm):
     weight and bias in that of the rows, and in bfloat16 loses most of a sum over thousands."""
 
     def forward(self, x):
-        """x [S, D] -> [S, D]."""
         out = super().forward(x if self.weight is None else x.to(self.weight.dtype))
         return out if x.is_cuda else out.to(x.dtype)
 
@@ -853,7 +833,7 @@ class GNN(nn.Module):
         norm: "none", "layer" or "batch", after each inner layer, and inside the layers of "gin" and "gine".
         residual: add each layer's input to its output, through a matrix where the widths differ.
         recompute: keep only each layer's input for the backward pass and recompute the rest (Chen et
-            al., arXiv 1604.06174): less memory, more time.
+            al., arXiv 1604.06174): less memory, more time; not in a CUDA graph.
         edge_dim: width of the edge features, which "gat" can use and "gine" needs; 0: none.
         num_types: number of edge types. bases: see `RGCNConv`. Both for "rgcn" and "rgat" only.
         node_types: of a graph with node types; `NodeInputs` of these then makes the input of the first layer.
@@ -944,16 +924,14 @@ class GNN(nn.Module):
             check_rows(blocks[aggregated], x)
         if self.input_dropout and self.training:
             seed = layer_seed(key, len(self.layers))
-            x = dropout(x, self.input_dropout, blocks[0].src_nodes, seed)
+            x = dropout(x, blocks[0].src_nodes, seed, drop_byte(self.input_dropout))
         if (done := self._fused(blocks, x, aggregated, key)) is not None:
             return done
         steps = enumerate(zip(blocks, edges or [None] * len(blocks), strict=True))
         for i, (block, rows) in islice(steps, after is not None, None):
             work = i, block, x, aggregated, layer_seed(key, i) if self.training else 0, rows
             if self.recompute and self.training:
-                # torch's generator, for its dropout in a customised layer; a CUDA graph cannot keep it
-                keep = not isinstance(key, tuple)
-                x = checkpoint(self.step, *work, use_reentrant=False, preserve_rng_state=keep)
+                x = checkpoint(self.step, *work, use_reentrant=False)
             else:
                 x = self.step(*work)
             aggregated = False

@@ -78,8 +78,7 @@ class Block(NamedTuple):
 
     def to_pyg(self):
         """Convert for PyG -> (edge_index [2, E] int64, e_id [E] or None, size (N, S)): conv((x, x[:S]), edge_index)."""
-        degree = self.indptr.diff().long()
-        dst = torch.arange(self.num_dst, device=degree.device).repeat_interleave(degree)
+        dst = torch.repeat_interleave(self.indptr.diff().long())
         return torch.stack([self.indices.long(), dst]), self.edge_ids, (self.num_src, self.num_dst)
 
 
@@ -547,7 +546,7 @@ class TorchBackend:
             return self._pick_lists(v, start, degree, hop.k, hop.key, exclude, times)
         # the edges of a type are a list of their own: G lists, each with its own k and key
         places = expand(start, degree)
-        row = torch.arange(v.numel(), device=v.device).repeat_interleave(degree)
+        row = torch.repeat_interleave(degree)
         group = (spec.edge_type.index_select(0, places).long() & 0xFFFF) + (row << 16)
         group, counts = group.unique_consecutive(return_counts=True)
         row, kind, first = group >> 16, group & 0xFFFF, places[counts.cumsum(0) - counts]
@@ -580,8 +579,7 @@ class TorchBackend:
             degree = degree - (torch.searchsorted(exclude, start + degree) - gap)
         if rule in ("labor", "weighted"):  # look at every edge of every list
             indptr, places = _prefix_sum(degree), expand(start, degree)
-            row = torch.arange(v.numel(), device=v.device)
-            row = row.repeat_interleave(degree, output_size=places.numel())
+            row = torch.repeat_interleave(degree, output_size=places.numel())
             edges = places if gap is None else _past_excluded(places, exclude, gap[row])
             if rule == "labor":
                 source = spec.indices[edges].long()  # one draw per source, for all destinations

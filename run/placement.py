@@ -76,10 +76,9 @@ def residual_helps(store):
     with reading_all_edges():
         sampler = NeighborSampler(store.indptr, store.sampled_indices, [32], check=False)
         block = sampler.sample(nodes, 0)[0]
-    src = block.src_nodes[block.indices.long()]
-    dst = nodes.repeat_interleave(block.indptr.diff().long())
-    usable = torch.isin(src, train) & (src != dst)
-    pairs = store.labels[torch.stack([src, dst])[:, usable]]
+    ends = block.src_nodes.long()[block.to_pyg()[0]]  # [2, E], sources and destinations
+    usable = torch.isin(ends[0], train) & (ends[0] != ends[1])
+    pairs = store.labels[ends[:, usable]]
     if store.labels.dim() != 1 or pairs.shape[1] < 100:
         return False, "no residual connections: too few edges join training nodes to go by"
     chance = (pairs.flatten().bincount() / pairs.numel()).square().sum().item()
@@ -125,8 +124,7 @@ def place_data(ranks, args, task, used):
         if pinned:
             needs = placements(store, **sizes(args, task, used))[args.mode]
             spare = torch.cuda.mem_get_info()[0] - needs.gpu - needs.gpu_step - args.cache
-            total = ranks.sum_here if ranks.world > 1 else None
-            arrays = share(arrays, leads=ranks.local_rank == 0, total=total)
+            arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum_here)
         placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
         indptr, indices, labels, features, *placed = placed
     except (OSError, RuntimeError) as error:
@@ -136,7 +134,7 @@ def place_data(ranks, args, task, used):
     used = used._replace(**dict(zip(columns, placed)))
     features = cached(ranks, args, task, used, features)
     sampler = make_sampler(args, indptr, indices, args.fanout, used, store.sampling_threads)
-    in_place = not store.node_types and step_graph.averages_in_place(args, features.dtype, dtype)
+    in_place = step_graph.averages_in_place(args, store, features.dtype, dtype)
     options = {"slots": args.prefetch + 1, "streams": args.sample_threads, "dtype": dtype}
     options |= {"device": ranks.device, "gather": gather_rows}
     options["aggregate"] = self_and_mean if in_place else None

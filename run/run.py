@@ -55,9 +55,7 @@ def build_model(ranks, args, task, used):
     task.prepare(model)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model.to(ranks.device, dtype)
-    layers = getattr(model, "layers", None)
-    layers = layers if isinstance(layers, torch.nn.ModuleList) else ()
-    if not any(getattr(layer, "uses_degree", False) for layer in layers):
+    if not any(getattr(module, "uses_degree", False) for module in model.modules()):
         return model
     if used.time is not None and used.type is not None:
         conflict = "a layer counts degrees by time, and lists are sorted by type first"
@@ -78,17 +76,17 @@ class Run:
         self.ranks, self.args, self.task, self.store = ranks, args, task, task.store
         self.sampler, self.ring, self.model = sampler, ring, model
         # for links, exact inference is as of the end of time: it sees all edges
-        self.used = used if task.timed_inference else used._replace(time=None)
+        self.used = used._replace(time=None) if task.timed_pairs else used
         self.by_layers = layerwise(model) and self.used.time is None
 
-    def loader(self, seeds, fanout=None, **options):
+    def loader(self, seeds, **options):
         """Build the NodeLoader of this rank's part of every step, from the flags; `options` override them."""
         args, ranks, task = self.args, self.ranks, self.task
         settings = {name: getattr(args, name) for name in ("batch_size", "accumulate", "seed")}
         settings |= {"rank": ranks.rank, "world": ranks.world, "depth": args.prefetch}
         settings |= {"threads": args.sample_threads, "sampler": self.sampler, "ring": self.ring}
         settings |= {"draw": task.draw, "load": task.load, **options}
-        return NodeLoader(self.store, seeds, fanout or args.fanout, **settings)
+        return NodeLoader(self.store, seeds, args.fanout, **settings)
 
     def forward(self, batch, key=None, network=None):
         """Run the network on a batch, in --precision -> logits or embeddings [S, C] of its seeds,
@@ -137,9 +135,9 @@ class Run:
         else:
             x = getattr(store.features, "tensor", store.features)
             options = {"edges": self.used.features, "types": self.used.type, "layers": layers}
-            if sys.platform == "linux":  # elsewhere each process computes all nodes
+            if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
                 options |= {"rank": ranks.local_rank, "world": ranks.local_world}
-                options["total"] = ranks.sum_here if ranks.world > 1 else None
+                options["total"] = ranks.sum_here
             try:
                 with reading_all_edges():
                     logits = inference(model, store.indptr, store.indices, x, **options)
@@ -161,7 +159,7 @@ class Run:
         options["draw"] = None if used.time is None else seeds_at(used.seed_time)
         if small:
             options |= {"batch_size": -(-store.num_nodes // ranks.world), "depth": 0}
-        loader = self.loader(torch.arange(store.num_nodes), fanout, **options)
+        loader = self.loader(torch.arange(store.num_nodes), **options)
 
         def output(batch):
             if not is_gnn(model):

@@ -23,7 +23,6 @@ With several ranks the gradients are averaged between two graphs, as one vector,
 
 import gc
 import re
-from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
 
@@ -47,18 +46,18 @@ TRIED = 3  # static steps, at least, that are compared with eager ones
 GRAPH_RTOL = 0.02  # max relative difference between their inputs, and their losses
 
 
-def averages_in_place(args, *dtypes):
+def averages_in_place(args, store, *dtypes):
     """Return whether the first layer gets neighbour means computed straight from features of these dtypes, not rows.
     That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less."""
     floats = {*dtypes} <= {torch.float32, torch.bfloat16}
-    plain = args.model == "sage" and not args.input_dropout
+    plain = args.model == "sage" and not args.input_dropout and not store.node_types
     return plain and floats and args.mode != "pinned-cuda"
 
 
 def hindrances(args, store, used):
     """Return {reason against CUDA graphs: whether flags and data give it}. used: `EdgeData` of the store."""
     limit, fanout = sampler_gpu.AGGREGATED, ",".join(map(str, args.fanout))
-    models, too_many = ", ".join(PADDED), averages_in_place(args) and args.fanout[-1] > limit
+    models, too_many = ", ".join(PADDED), averages_in_place(args, store) and args.fanout[-1] > limit
     return {
         f"they are for --task node, this is {args.task}": args.task != "node",
         f"they are for --model {models}, this is {args.model}": args.model not in PADDED,
@@ -83,8 +82,7 @@ def hindrances(args, store, used):
 def hops_held(args, store, used):
     """Return how many hops of a batch the CUDA graphs would hold in GPU memory in cuda-cuda, 0 if there can be none.
     used: `EdgeData` of the store."""
-    in_place = not store.node_types and averages_in_place(args, store.features.dtype)
-    hops = len(args.fanout) - in_place
+    hops = len(args.fanout) - averages_in_place(args, store, store.features.dtype)
     return 0 if any(hindrances(args, store, used).values()) else hops
 
 
@@ -226,7 +224,7 @@ class StepGraphs:
     """A run's training step as CUDA graphs, see the top of this file; `Eager` of train.py has the same methods.
 
     Attributes:
-        loss_sum: float64, to which `step` adds each batch's loss. first_hop: as the ring's. room: of `static_room`.
+        loss_sum: float64, to which `step` adds each batch's loss. room: of `static_room`.
         repeated: batches so far that did not fit. captured: False if kernels are launched one by one. failure: why
             capture failed, or None.
     """
@@ -234,24 +232,22 @@ class StepGraphs:
     parallel = None  # no DistributedDataParallel: ranks average one vector
 
     def __init__(self, run, optimizer):
-        ranks, args, sampler, ring, model = run.ranks, run.args, run.sampler, run.ring, run.model
-        self.ranks, self.sampler, self.ring, self.model = ranks, sampler, ring, model
-        self.optimizer, self.predict, self.seed = optimizer, run.forward, args.seed
-        self.first_hop, self.stream = ring.first_hop, ring.stream
-        self.repeated = 0
+        self.run, self.optimizer, self.repeated = run, optimizer, 0
+        self.sampler, self.ring = run.sampler, run.ring
+        ranks, args, model = run.ranks, run.args, run.model
         if model.inputs:
             model.inputs.padded = True
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self.weight, self.rate = torch.zeros(2, device=ranks.device)
         self.weighs = None  # the value in `weight`
-        seeds, room = static_room(sampler, run.store.split["train"], args, self.first_hop)
+        seeds, room = static_room(self.sampler, run.store.split["train"], args, self.ring.first_hop)
         for group in optimizer.param_groups:
             group["capturable"] = True
         self.flat = self.update = None
         if ranks.world > 1:
             self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=ranks.device)
-        slot = partial(Slot, sampler, ring, room, args.seed)
+        slot = partial(Slot, self.sampler, self.ring, room, args.seed)
         self.slots = [slot() for _ in range(args.prefetch + 1)]
         kept = [t.clone() for t in self._state()]
         self.begin()
@@ -277,9 +273,9 @@ class StepGraphs:
     def _prepare(self, seeds, kept, capture):
         """Take a few steps eagerly, capture the static ones if `capture`, and take the same steps
         with them: inputs and losses have to agree -> why capture failed, or None."""
-        with self.stream(0):
-            blocks = self.sampler.sample(seeds, 0, relabel_outer=not self.first_hop)
-            batch, key = self.ring.fetch(0, blocks), mix(mix(self.seed))
+        with self.ring.stream(0):
+            blocks = self.sampler.sample(seeds, 0, relabel_outer=not self.ring.first_hop)
+            batch, key = self.ring.fetch(0, blocks), mix(mix(self.run.args.seed))
         batch.wait()
         self.weight.fill_(1 / len(seeds))
         slots = (self.slots * TRIED)[: max(TRIED, len(self.slots))]
@@ -314,7 +310,7 @@ class StepGraphs:
         try:
             for slot in self.slots:
                 torch.cuda.synchronize()  # the slot's stream does not wait for what this one restores
-                with self.stream(0):
+                with self.ring.stream(0):
                     slot.frame.fill(seeds, 0)
                     slot.sample()
                     # warm up in these shapes
@@ -341,7 +337,7 @@ class StepGraphs:
     def _compute(self, batch, key):
         """Take a step on one batch, padded or not; with several ranks, up to the flat gradient."""
         self.optimizer.zero_grad(set_to_none=True)
-        logits = self.predict(batch, key)
+        logits = self.run.forward(batch, key)
         loss = F.cross_entropy(logits, batch.y, reduction="sum", ignore_index=-1)
         (loss * self.weight).backward()
         self.loss_sum.add_(loss.detach())
@@ -349,7 +345,7 @@ class StepGraphs:
             self.optimizer.step()
         else:
             torch.cat([p.grad.flatten() for p in self.parameters], out=self.flat)
-            self.flat /= self.ranks.world
+            self.flat /= self.run.ranks.world
 
     def _train(self, slot):
         """Take the step of a slot's batch; with several ranks, up to the flat gradient."""
@@ -386,24 +382,24 @@ class StepGraphs:
     def load(self, batch, number):
         """Sample and fetch a batch into a slot, or in its own shapes if it does not fit -> `Fetched`."""
         slot, drawn = self.slots[number], (batch.seeds, batch.global_step)
-        with self.stream(number):
+        with self.ring.stream(number):
             # also for a damaged graph or invalid seeds: `sample` raises
             if self._sample(slot, *drawn):
                 self.repeated += 1
-                blocks = self.sampler.sample(*drawn, relabel_outer=not self.first_hop)
+                blocks = self.sampler.sample(*drawn, relabel_outer=not self.ring.first_hop)
                 return self.ring.fetch(number, blocks)
             return slot.batch._replace(y=slot.y[: len(batch.seeds)])
 
-    def step(self, batch, clock=None):
+    def step(self, batch, clock):
         """Train on a batch of the loader: forward, loss, backward, optimizer."""
-        with clock.timed("step", on_gpu=True) if clock else nullcontext():
+        with clock.timed("step", on_gpu=True):
             # seeds weigh 1 / total, see train.py
-            if (weight := self.ranks.world / batch.total) != self.weighs:
+            if (weight := self.run.ranks.world / batch.total) != self.weighs:
                 self.weight.fill_(weight)
                 self.weighs = weight
             slot = next((slot for slot in self.slots if slot.x is batch.x), None)
             if slot is None:
-                self._compute(batch, mix(mix(self.seed) ^ batch.global_step))
+                self._compute(batch, mix(mix(self.run.args.seed) ^ batch.global_step))
             else:
                 self._train(slot)
             if self.flat is not None:

@@ -17,7 +17,6 @@ class NodeTask(Task):
     metrics = "accuracy", "roc_auc", "f1"
     widths = "feature_dim", "num_classes", "edge_dim", "num_edge_types", "node_types"
     unused = {"is for --task link, --task is node": OF_LINKS}
-    classes_agree = timed_inference = True
 
     def __init__(self, args, path, say=print):
         self.store = store = open_graph(path, say)

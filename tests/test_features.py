@@ -64,10 +64,7 @@ def test_prefetch_hands_on_the_workers_exception_and_runs_ahead_no_further_than_
 
 
 _COPIES = types.SimpleNamespace(  # stands in for CudaCopies; clones act as device memory
-    stream=lambda slot, blocks=(): nullcontext(),
-    buffer=lambda size: torch.empty(size, dtype=torch.uint8),
-    copy=torch.clone,
-    event=mock.Mock,
+    stream=lambda slot, blocks=(): nullcontext(), copy=torch.clone, event=mock.Mock
 )
 
 

@@ -216,7 +216,7 @@ def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, 
                 y, to_h = _with_grads(drop, grad, h)
                 torch.testing.assert_close(y, h.relu() * scale, **near)
                 torch.testing.assert_close(to_h, grad * (h > 0) * scale, **near)
-                torch.testing.assert_close(model.dropout(h, 0.3, nodes, seed), h * scale, **near)
+                torch.testing.assert_close(model.dropout(h, nodes, seed, 77), h * scale, **near)
                 part = model.relu_dropout(h[20:40].clone(), 0.3, nodes=nodes[20:40], seed=seed)
                 assert torch.equal(part, y[20:40])
             assert torch.equal(model.relu_dropout(h.clone(), 0.3, training=False), h.relu())

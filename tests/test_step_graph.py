@@ -29,6 +29,7 @@ from loader import Batch, Graph, NodeLoader
 from native import build, sampler_gpu
 from run import adam, step_graph
 from run.edge_data import EdgeData
+from run.report import Clock
 from sampler import Block, NeighborSampler
 from tests import common
 from tests.common import TINY, _end, _fork, _on_kernels, _random_graph, _run_here
@@ -190,7 +191,7 @@ def test_a_step_of_a_typed_graph_is_a_cuda_graph(cuda_graphs, bases, V, M, size,
         graphs.begin()
         for batch in batches:
             before = graphs.loss_sum.item()
-            graphs.step(batch)
+            graphs.step(batch, Clock(False))
             blocks = draws.sample(batch.seeds, batch.global_step)
             eager, key = ring.fetch(1, blocks), sampler.mix(sampler.mix(5) ^ batch.global_step)
             logits = plain(blocks, eager.x, key=key)
@@ -301,14 +302,15 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
             for batch in batches:
                 fitting += any(batch.x is slot.x for slot in graphs.slots)
                 assert torch.equal(batch.y, labels[batch.seeds])
-                graphs.step(batch)
+                graphs.step(batch, Clock(False))
                 done += 1
                 if word == "on" and not stop:
                     taken.append((batch.seeds, batch.global_step, batch.total))
                 if done == stop:  # another process goes on, with graphs where there were none
                     repeated, place = graphs.repeated, batches.state_dict()
                     state = graphs.optimizer.state_dict()["state"]
-                    graphs, batches = begin("off" if word == "on" else "on", graphs.model, state)
+                    other = "off" if word == "on" else "on"
+                    graphs, batches = begin(other, graphs.run.model, state)
                     batches.load_state_dict(place)
                     break
             else:
@@ -388,7 +390,7 @@ def _one_rank_fails(ranks, folder):
                 for batch in loader.NodeLoader(
                     None, torch.arange(40), [4, 3, 3], depth=1, **options
                 ):
-                    graphs.step(batch)
+                    graphs.step(batch, Clock(False))
                 assert graphs.loss_sum and ranks.check_equal(net) is None
     assert ranks.sum(1) == [2]
 
@@ -433,6 +435,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         ("", dict(labels=torch.zeros(3, 2)), "several labels"),
         ("--model gin", dict(node_types={"a": (3, 1)}), "nodes have types, and --model gin counts"),
         ("--model rgcn", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
+        ("--fanout 4,49", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
         ("", {}, "the sampler's kernels are not there"),
         ("--model gin --fanout 4,49", {}, "the sampler's kernels are not there"),
         ("--input-dropout 0.1 --fanout 4,49", {}, "the sampler's kernels are not there"),
@@ -449,9 +452,9 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
     run = types.SimpleNamespace(**run, ranks=ddp.Ranks())
     assert step_graph.obstacle(run) == "there is no GPU"
     sage = types.SimpleNamespace(model="sage", input_dropout=0.0, mode="cuda-cuda")
-    assert step_graph.averages_in_place(sage, torch.float32)
+    assert step_graph.averages_in_place(sage, data, torch.float32)
     sage.mode = "pinned-cuda"  # a row a node, over PCIe
-    assert not step_graph.averages_in_place(sage, torch.float32)
+    assert not step_graph.averages_in_place(sage, data, torch.float32)
 
 
 @pytest.mark.gpu
@@ -795,7 +798,7 @@ def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, word, tmp_path, 
         fetched = graphs.load(batch, step % 2)
         if before:
             before[0].wait()
-            graphs.step(before[1])
+            graphs.step(before[1], Clock(False))
         before = fetched, batch._replace(blocks=fetched.blocks, x=fetched.x, y=fetched.y)
     assert graphs.captured == (word == "on") and 0 < graphs.repeated < 7
     order._go()
