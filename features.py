@@ -337,14 +337,15 @@ def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=
 
 
 def _copy_rows(source, target, ids=None):
-    """Copy all rows of source, or rows ids, into target -> target; without another copy of them in memory."""
-    if ids is None and isinstance(source, torch.Tensor):
-        return target.copy_(source)
-    step = _rows_of_a_chunk(source)
+    """Copy all rows of source, or rows ids, into target, a chunk at a time -> target."""
+    step, plain = _rows_of_a_chunk(source), ids is None and isinstance(source, torch.Tensor)
     for a in range(0, len(target), step):
         b = min(a + step, len(target))
-        rows = torch.arange(a, b, device="cpu") if ids is None else ids[a:b]
-        target[a:b] = take(source, rows)
+        if plain:
+            target[a:b] = source[a:b]
+        else:
+            rows = torch.arange(a, b, device="cpu") if ids is None else ids[a:b]
+            target[a:b] = take(source, rows)
     return target
 
 
