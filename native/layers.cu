@@ -677,7 +677,7 @@ HOST_KERNEL fetch_rows(const IN *h, const ID *ids, i64 n, i64 V, i64 F, i64 ahea
   else atomicAdd(bad, 1);
 }
 
-// List the edges of each source in order, as the kernels `list_*` do on a GPU. size [N] starts at zero.
+// List the edges of each source in order, as `list_*` do on a GPU. size [N] starts at zero.
 void list_by_source(const ID *indptr, const ID *indices, const int *dst, i64 E, i64 N, int *start,
                 int *size, const float *beta, int *destination, int *edge, float *share) {
   int at = 0;
