@@ -135,13 +135,16 @@ class GraphDataset:
 
     Attributes:
         split: dict of int64 graph ids for "train", "valid" and "test".
-        path: the directory. meta: the contents of meta.json, such as node_dim, edge_dim, target_dim: F, D, T.
+        node_dim, edge_dim, target_dim: F, D, T. node_dtype, edge_dtype, target_dtype: torch dtypes.
+        path: the directory. meta: the contents of meta.json.
     """
 
     def __init__(self, path, meta, sync=True):
         self.path, self.meta = Path(path).absolute(), meta
         self.file = LmdbFile(self.path / "graphs.lmdb", sync)
         self._kinds = [(meta[f"{n}_dim"], getattr(torch, meta[f"{n}_dtype"])) for n in PARTS]
+        (self.node_dim, self.node_dtype), (self.edge_dim, self.edge_dtype), _ = self._kinds
+        self.target_dim, self.target_dtype = self._kinds[2]
         self.split = files.map_split(path, meta["files"]) if meta["files"] else {}
 
     @classmethod

@@ -209,8 +209,8 @@ def test_store_graphs_round_trip(tmp_path):
     graphs = GraphDataset.open(build_graphs(path, batches, split=split, source="a test"))
     assert len(graphs) == 42 and len(graphs.split["valid"]) == 0
     assert graphs.split["train"].tolist() == [3, 1]
-    kinds = [graphs.meta[name] for name in ("node_dim", "edge_dim", "target_dim", "node_dtype")]
-    assert kinds == [2, 3, 2, "uint8"]
+    kinds = (graphs.node_dim, graphs.edge_dim, graphs.target_dim, graphs.node_dtype)
+    assert kinds == (2, 3, 2, torch.uint8)
     assert all(map(torch.equal, graphs.batch(range(30)), batches[0]))
     assert all(map(torch.equal, graphs.batch(torch.arange(30, 42)), batches[1]))
     graphs.append(_graphs(8, first=42))
