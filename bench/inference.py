@@ -7,12 +7,12 @@ from functools import partial
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 from bench import tools
 from bench.tools import in_memory, opened
 from inference import inference
-from native.layers import product
 from sampler import NeighborSampler, import_dgl
 
 # names of linear maps: DGL's to ours
@@ -120,7 +120,7 @@ def bench_layers(args):
         shape = conv, widths, args.heads if conv == "gat" else 1, blocks
         makers = {"ours": partial(ours, degrees=degrees), "DGL": dgl, "PyG": pyg}
         contenders = {n: partial(training, partial(m, *shape), x, y) for n, m in makers.items()}
-        contenders["products"] = partial(products, *shape)
+        contenders["products"] = partial(products, partial(makers["ours"], *shape), x, y)
         figures[conv] = tools.compare(conv, contenders, args.rounds, twice=True)
     return {"layers": figures}
 
@@ -132,29 +132,28 @@ def training(make, x, y):
     return lambda i: tools.descend(F.cross_entropy(apply(x), y), optimizer)
 
 
-def products(conv, widths, heads, blocks):
-    """Prepare the matrix products of a step alone, those of the gradients included -> function of the round."""
-    shapes = []  # (rows, inputs, outputs, whether the inputs need a gradient)
-    for i, (block, a, b) in enumerate(zip(blocks, widths, widths[1:])):
-        N, S, width = block.num_src, block.num_dst, b * heads if i == len(blocks) - 1 else b
-        shapes += {
-            "sage": [(S, 2 * a, b, i)],
-            "sage-pool": [(N, a, a, i), (S, a, b, i), (S, a, b, 1)],
-            "gcn": [(N if a > b else S, a, b, i)],
-            "gat": [(N, a, width, i), (S, a, width, i)],
-            "gin": [(S, a, b, i), (S, b, b, 1)],
-        }[conv]
-    new = torch.randn
-    work = [(new(n, a), new(b, a), new(n, b), wanted) for n, a, b, wanted in shapes]
+class Products(TorchDispatchMode):
+    """Notes the matrix products of what runs inside -> `calls` [(function, arguments)]."""
 
-    def step(i):
-        for x, weight, grad, wanted in work:
-            product(x, weight)
-            torch.mm(grad.t(), x)
-            if wanted:
-                product(grad, weight.t())
+    calls = ()
 
-    return step
+    def __torch_dispatch__(self, func, _, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "addmm", "_linear_pointwise"):
+            self.calls += ((func, args),)
+        return func(*args, **(kwargs or {}))
+
+
+def products(make, x, y):
+    """Prepare the matrix products of a network's step alone -> function of the round."""
+    step = training(make, x, y)
+    with Products() as noted:
+        step(0)
+
+    def again(i):
+        for func, args in noted.calls:
+            func(*args)
+
+    return again
 
 
 def ours(conv, widths, heads, blocks, degrees=None):

@@ -51,7 +51,7 @@ class Costs(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.rows, self.listed = {}, {}
+        self.rows = {}
 
     def add(self, name, in_order, gathered=0, products=0):
         row = self.rows.setdefault(name, [0, 0, 0, 0])
@@ -92,28 +92,22 @@ class Noted:
 
     def run(self, kernel, threads, *values):
         given, costs = dict(zip((name for _, name in self.signatures[kernel]), values)), self.costs
-        if kernel.startswith("list_"):
-            costs.listed |= {name: given[name] for name in "NE" if name in given}
         if "b" in given and kernel != "pick_aggregate":
             of_row, of_edge, asked = DRAWS.get(kernel, DRAWS["pick"])
             hop, table = given.get("h"), 2 * SECTOR if 4 * given["b"].V > CACHE else 0
             rows, edges = (hop.rows, hop.places) if hop else (0, given["end"])
             costs.add(kernel, of_row * rows, (of_edge + asked * table) * edges)
             return
-        in_order, gathered, listed = 0, 0, costs.listed
-        rows = given.get("n", listed.get("E", 0))
-        rows = given["indices"].numel() if "indices" in given else rows
+        edges, in_order, gathered = given.get("indices", given.get("destination")), 0, 0
+        rows = given.get("n") if edges is None else edges.numel()
         if "b" in given:  # this kernel draws neighbours and also reads the destinations' rows
             hop = given["h"]
             gathered, rows = SECTOR * hop.rows * (2 + hop.k), hop.rows * (1 + hop.k)
-        for c_type, name in self.signatures[kernel]:
-            value = given[name]
+        for name, value in given.items():
             if isinstance(value, torch.Tensor):
                 from_memory = TABLES.get(kernel) == name and value.nbytes > CACHE
                 gathered += rows * value[:1].nbytes if from_memory else 0
                 in_order += 0 if from_memory else value.nbytes
-            elif "*" in c_type and value:  # of layers.Lists
-                in_order += 4 * listed.get("N" if name in ("start", "size") else "E", 0)
         costs.add(kernel, in_order, gathered)
 
     def stream(self):

@@ -11,6 +11,7 @@ To copy this file, also take native/ and disk/files.py. It needs Linux and a C c
 """
 
 import functools
+import mmap
 import os
 import sys
 import threading
@@ -54,9 +55,11 @@ class RowReader:
                 file = os.open(self.path, os.O_RDONLY | os.O_DIRECT)
             except OSError:
                 break  # a file system without it
-            if library("rows").rows_accepts(file, block):
+            try:
+                os.preadv(file, [mmap.mmap(-1, block)], 0)
                 return file, block, True
-            os.close(file)
+            except OSError:  # it has larger blocks
+                os.close(file)
         file = os.open(self.path, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
         return file, 1, False

@@ -186,23 +186,11 @@ KERNEL destinations(const ID *indptr, int S, int *dst) {
   THREAD(S);
   for (ID e = indptr[i]; e < indptr[i + 1]; e++) dst[e] = (int)i;
 }
-// Lists of edges by source. size [N + 1] starts at zero; slot [E]: index of an edge in its source's
-// list, in any order.
+// Lists of edges by source. size [N] starts at zero; slot [E]: index of an edge in its source's list,
+// in any order.
 KERNEL list_sizes(const ID *indices, int E, int *size, int *slot) {
   THREAD(E);
   if (indices[i] >= 0) slot[i] = atomicAdd(&size[indices[i]], 1);
-}
-// Each thread reserves room for 32 lists, in any order.
-KERNEL list_starts(int N, int *size, int *start) {
-  THREAD((N + 31) / 32);
-  const int first = (int)i * 32, last = first + 32 < N ? first + 32 : N;
-  int total = 0;
-  for (int u = first; u < last; u++) total += size[u];
-  int at = atomicAdd(&size[N], total);
-  for (int u = first; u < last; u++) {
-    start[u] = at;
-    at += size[u];
-  }
 }
 KERNEL list_edges(const ID *indices, int E, const int *start, const int *slot, int *list) {
   THREAD(E);
@@ -689,8 +677,7 @@ HOST_KERNEL fetch_rows(const IN *h, const ID *ids, i64 n, i64 V, i64 F, i64 ahea
   else atomicAdd(bad, 1);
 }
 
-// List the edges of each source in order, as the kernels `list_*` do on a GPU. size [N + 1] starts
-// at zero.
+// List the edges of each source in order, as `list_*` do on a GPU. size [N] starts at zero.
 void list_by_source(const ID *indptr, const ID *indices, const int *dst, i64 E, i64 N, int *start,
                 int *size, const float *beta, int *destination, int *edge, float *share) {
   int at = 0;

@@ -218,29 +218,27 @@ class Lists:
     """The edges of a block by source, each source's in their order.
 
     Attributes:
-        of_source: pointers to int32 start [N], size [N], and destination [E] of each edge.
-        edge, share: pointers to int32 [E] and float32 [E] (beta [S] or 1, over the destination's edges), or 0.
+        of_source: int32 start [N], size [N], and destination [E] of each edge.
+        edge, share: int32 [E] and float32 [E] (beta [S] or 1, over the destination's edges), or None.
     """
 
     def __init__(self, code, block, num_src, dst=None, *, edges=False, shares=False, beta=None):
         (indptr, indices), E, N = block, block[1].numel(), num_src
         dst = destinations(code, indptr, indices) if dst is None else dst
         sizes = torch.zeros(N + 1, dtype=torch.int32, device=indices.device)
-        memory = sizes.new_empty(N + 5 * E)
-        size, start = sizes.data_ptr(), memory.data_ptr()
-        parts = (start + 4 * N + 4 * E * part for part in range(5))
-        slot, unordered, destination, edge, share = parts
-        self.memory, self.of_source = (sizes, memory), (start, size, destination)
-        self.edge, self.share = edge if edges else 0, share if shares else 0
+        size, (slot, unordered, destination, edge, share) = sizes[1:], sizes.new_empty(5, E)
+        self.edge, self.share = edge if edges else None, share if shares else None
         ordered = beta, destination, self.edge, self.share
         if code.on_cpu:
+            start = torch.empty_like(size)
             code.compiled.list_by_source(indptr, indices, dst, E, N, start, size, *ordered)
-            return
-        code.run("list_sizes", E, indices, E, size, slot)
-        code.run("list_starts", (N + 31) // 32, N, size, start)
-        code.run("list_edges", E, indices, E, start, slot, unordered)
-        args = indptr, indices, dst, E, start, size, unordered
-        code.run("list_in_order", E, *args, *ordered)
+        else:
+            code.run("list_sizes", E, indices, E, size, slot)
+            start = sizes.cumsum(0, dtype=torch.int32)
+            code.run("list_edges", E, indices, E, start, slot, unordered)
+            args = indptr, indices, dst, E, start, size, unordered
+            code.run("list_in_order", E, *args, *ordered)
+        self.of_source = start, size, destination
 
 
 # ---- what model.py calls; its functions of the same names explain the arguments

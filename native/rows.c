@@ -109,17 +109,6 @@ static void *work(void *argument) {
   return 0;
 }
 
-// Whether the file can be read by requests that begin and end on multiples of `block`.
-int rows_accepts(int fd, i64 block) {
-  void *buffer;
-  if (posix_memalign(&buffer, 4096, block)) return 0;
-  i64 result;
-  do result = pread(fd, buffer, block, 0); while (result < 0 && errno == EINTR);
-  int refused = result < 0 && errno == EINVAL;
-  free(buffer);
-  return !refused;
-}
-
 // Read n rows, row ids[i] to place places[i] of out (null: i), with up to `depth` requests in flight -> bytes requested
 // from the file; or -errno or -ENDED, and *at is the byte of the file where that happened.
 i64 rows_read(int fd, i64 base, i64 row_bytes, i64 block, i64 depth, const i64 *ids, const i64 *places, i64 n, char *out,
