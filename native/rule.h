@@ -42,7 +42,6 @@ FN i64 lower_bound(const i64 *sorted, i64 n, i64 value) {  // how many are < val
 // How many of the sorted times are <= time or, if strict, < time.
 FN i64 number_before(const i64 *times, i64 n, i64 time, int strict) {
   i64 none_later = (i64)(~0ULL >> 1);
-  if (n && times[n - 1] < time) return n;  // as for most lists
   if (strict) return lower_bound(times, n, time);
   return time == none_later ? n : lower_bound(times, n, time + 1);
 }

@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/mman.h>
 #include "rule.h"
 
 #define ROWS 512     // destinations in a chunk
@@ -127,11 +128,45 @@ static inline row_t row_of(const job_t *job, i64 row) {
   return list;
 }
 
-// Cut each list of a chunk to the edges that its destination's time and the window allow.
+// Cut each list of a chunk after the last edge no later than its destination's time. Many lists are
+// kept whole, as the time of their last edge tells. In the others a binary search is a chain of
+// cache misses, so all searches of a chunk advance together, one step at a time.
 static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
+  // The edges of a list before `at` are early enough; the next `left` are undecided.
+  i64 at[ROWS], left[ROWS];
+  i64 latest[ROWS];       // the last time at which an edge is taken
+  const i64 *times = job->hop.edge_times;
+  int open[ROWS], n = 0;  // rows, counted from `first`, that are still searched
   for (i64 row = first; row < end; row++) {
-    row_t list = {job->start[row], job->degree[row], 0, 0, 0};
-    cut_by_time(&list, &job->hop, time_of(job, row));
+    int i = (int)(row - first);
+    i64 time = time_of(job, row), degree = job->degree[row];
+    if (job->hop.strict && time == INT64_MIN) degree = 0;  // nothing comes before it
+    latest[i] = (i64)((u64)time - (u64)job->hop.strict);
+    int whole = !degree || times[job->start[row] + degree - 1] <= latest[i];
+    at[i] = job->start[row] + (whole ? degree : 0);
+    left[i] = whole ? 0 : degree - 1;  // the last edge is known to be too late
+    if (!whole) __builtin_prefetch(&times[at[i] + left[i] / 2]);
+    open[n] = i;
+    n += left[i] > 0;
+  }
+  while (n) {
+    int still_open = 0;
+    for (int q = 0; q < n; q++) {
+      int i = open[q];
+      // `early` is a mask of all bits or none: a branch here would be mispredicted often, and then
+      // wait for memory
+      i64 half = left[i] >> 1, early = -(i64)(times[at[i] + half] <= latest[i]);
+      at[i] += half + 1 & early;
+      left[i] = half - (2 * half + 1 - left[i] & early);
+      __builtin_prefetch(&times[at[i] + (left[i] >> 1)]);
+      open[still_open] = i;
+      still_open += left[i] > 0;
+    }
+    n = still_open;
+  }
+  for (i64 row = first; row < end; row++) {
+    row_t list = {job->start[row], at[row - first] - job->start[row], 0, 0, 0};
+    cut_by_window(&list, &job->hop, time_of(job, row));
     job->start[row] = list.start;
     job->degree[row] = list.degree;
   }
@@ -412,4 +447,13 @@ i64 rb_number(slot_t *table, i64 bits, i64 num_times, const i64 *seeds_before, c
     if (number_of(table, at, layout, when, nodes[i], AT(when, i), (ID)i) != (ID)i) return i;
   }
   return -1;
+}
+
+// Advise huge pages, for fewer TLB misses under random access; the kernel may ignore it.
+void rb_huge_pages(void *memory, i64 bytes) {
+#ifdef MADV_HUGEPAGE
+  uintptr_t page = 4096, address = (uintptr_t)memory;
+  uintptr_t first = (address + page - 1) / page * page, end = (address + bytes) / page * page;
+  if (first < end) madvise((void *)first, end - first, MADV_HUGEPAGE);
+#endif
 }

@@ -184,6 +184,7 @@ class WorkingMemory:
         self.bits = min(max(4, (slots - 1).bit_length()), 4 * self.slot_bytes)  # the bits of a HOME
         if self.table.nbytes < self.slots * self.slot_bytes:
             self.table = self.table.new_empty(self.slots * self.slot_bytes)
+            self.library.rb_huge_pages(self.table, self.table.nbytes)
         times = (0, None) if when is None else (self.times.numel(), self.seeds_before)
         of = nodes, when, nodes.numel()
         return self.library.rb_number(self.table, self.bits, *times, *of) < 0
