@@ -45,7 +45,7 @@ PIECE_BYTES = 1 << 30  # host memory registered per call: a single call cannot r
 
 class Fetched(NamedTuple):
     """A batch on the training device. On CPU x is overwritten when the next batch is asked for, unless reuse=False.
-    The tensors of CUDA graphs always are."""
+    The tensors of CUDA graphs always are overwritten."""
 
     blocks: list  # L blocks, outermost hop first
     # [N, F] features of blocks[0].src_nodes; [blocks[0].num_dst, 2F] if the ring aggregates the outermost hop

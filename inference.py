@@ -7,6 +7,7 @@ Copy this file and model.py into your own code: they need only torch.
 
 import copy
 import functools
+import inspect
 import mmap
 import os
 import tempfile
@@ -18,8 +19,9 @@ from model import GNN, Conv, check_edges, check_nodes, graph_degrees, hooked, is
 
 
 def layerwise(model):
-    """Return whether `inference` can run a network layer by layer: it has `finish` and `layers` of `Conv`; neither it nor
-    a layer has hooks; no layer overrides forward without message or combine; a `GNN` has its own forward, embed and step."""
+    """Return whether `inference` can run a network layer by layer: it has finish(i, h, h_dst) and `layers` of `Conv`;
+    neither it nor a layer has hooks; no layer overrides forward without message or combine; a `GNN` has its own forward,
+    embed and step."""
     layers = getattr(model, "layers", None)
     ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
     ours = ours and not hooked(model, *layers)
@@ -27,7 +29,11 @@ def layerwise(model):
         defined = (vars(kind).keys() for kind in type(layer).__mro__)
         first = next(names for names in defined if {"forward", "message", "combine"} & names)
         ours = ours and bool({"message", "combine"} & first)
-    return ours and hasattr(model, "finish") and (is_gnn(model) or not isinstance(model, GNN))
+    try:
+        inspect.signature(model.finish).bind(0, None, None)
+    except (AttributeError, TypeError):  # there is none, or another one
+        return False
+    return ours and (is_gnn(model) or not isinstance(model, GNN))
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ pytest.register_assert_rewrite("tests")
 pytest_plugins = ["tests.parallel"]
 
 PARTS = """conftest test_accuracy test_bench test_ddp test_house test_link test_train test_sampler test_disk
-test_edges test_types test_checkpoint test_step_graph test_features test_model test_layers test_loader
+test_edges test_types test_checkpoint test_cuda_graphs test_features test_model test_layers test_loader
 test_lookahead test_metrics test_sources test_tables test_build test_store test_public test_report
 test_plan"""
 for _part in PARTS.split():  # longest first: no worker is left alone with one at the end

@@ -13,7 +13,8 @@
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4
 
 One step is sample -> fetch -> forward -> backward -> optimizer: `train_epoch` is the loop, and loader.py runs the first
-two ahead of it in threads. docs/design.md follows one seed node through the files.
+two ahead of it in threads. On a GPU that can read the features, `StepGraphs` of run/cuda_graphs.py takes the place of
+`Eager`. docs/design.md follows one seed node through the files.
 """
 
 import sys
@@ -40,7 +41,7 @@ import torch
 
 import ddp
 from disk.files import StoreError, progress_bar, unread
-from run import flags, step_graph
+from run import cuda_graphs, flags
 from run.adam import Adam
 from run.allocator import announce, trim_memory
 from run.checkpoint import check_graph, claimed, common_state, restore, save_checkpoint
@@ -64,7 +65,7 @@ HINTS = {
 
 
 class Eager:
-    """Eager training steps, in the shapes of each batch; `StepGraphs` of run/step_graph.py has the same methods.
+    """Eager training steps, in the shapes of each batch; `StepGraphs` of run/cuda_graphs.py has the same methods.
     parallel: the model, wrapped in DistributedDataParallel if there are several ranks. load: as for `NodeLoader`."""
 
     def __init__(self, run, parallel, optimizer):
@@ -76,16 +77,16 @@ class Eager:
         return self.losses
 
     def step(self, batch, clock):
-        """Forward, loss, backward, optimizer."""
+        """Forward, loss, backward; after the last of a step's --accumulate passes, the optimizer."""
         run, world = self.run, self.run.ranks.world
         # around the forward pass too, where DDP decides whether to exchange gradients
         with nullcontext() if batch.last or world == 1 else self.parallel.no_sync():
             with clock.timed("forward", on_gpu=True):
-                key = mix(mix(run.args.seed) ^ batch.global_step)
+                key = mix(mix(run.args.seed) ^ batch.global_step)  # of dropout
                 output = run.forward(batch, key, self.parallel)
                 loss = run.task.loss(run.model, output, batch.y)
             with clock.timed("backward", on_gpu=True):
-                # DDP averages over ranks: with this factor each seed weighs 1 / total, whatever its rank and pass
+                # a loss is a sum over seeds, and DDP averages over ranks: each of the step's `total` seeds weighs 1 / total
                 (loss * (world / batch.total)).backward()
         self.losses.total += loss.detach()
         if batch.last:
@@ -203,7 +204,8 @@ def prepare(args):
 
 
 def train(ranks, args, path):
-    """Open, train, evaluate -> (exit code, {name: exact score}, title of the scores); the last two None if stopped."""
+    """Open, train, evaluate -> (exit code, {name: exact score}, title of the scores); the last two None if stopped.
+    path: of the store; None: find or build it here."""
     announce(ranks, args)
     state, file, args = common_state(ranks, args)
     if not path:  # local rank 0 builds the store while the other ranks of its machine wait
@@ -218,7 +220,7 @@ def train(ranks, args, path):
     if args.weights == "last":  # resuming with --weights best later starts without an old best
         best.update(score=-math.inf, model=None)
     static = run.task.placed and args.trains and start < args.epochs
-    graphs, message = step_graph.build(run, optimizer) if static else (None, "")
+    graphs, message = cuda_graphs.build(run, optimizer) if static else (None, "")
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(args.model)), optimizer)
     describe(run, file, start, first)
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")

@@ -1,6 +1,6 @@
 """python -m bench roofline: lower bounds for each kernel of a training step on a GPU, from bytes and products.
 
-No GPU is needed. The step of run/step_graph.py runs on the CPU in the shapes of real batches, padded as there; our
+No GPU is needed. The step of run/cuda_graphs.py runs on the CPU in the shapes of real batches, padded as there; our
 kernels only record their arguments, torch operations what they read and write. A table larger than the L2 cache whose
 rows are gathered counts one row per edge, any other tensor counts once. Data that stays in the cache between two
 kernels is counted all the same: small kernels can be faster than this.
@@ -21,7 +21,7 @@ from bench.tools import opened, print_table
 from features import FeatureRing
 from model import gather_rows, self_and_mean
 from native import build, layers, sampler_gpu
-from run import step_graph
+from run import cuda_graphs
 from run.adam import Adam
 from sampler import NeighborSampler
 
@@ -126,13 +126,13 @@ def step_costs(args, store, dtype):
     compiled = lambda name, source: Noted(costs, source)  # noqa: E731
     backend = sampler_gpu.Backend(sampler.engine.spec, args.fanout, 0, compiled)
     sampler = types.SimpleNamespace(sample=sampler.sample, engine=backend, edge_type=None)
-    in_place = self_and_mean if step_graph.averages_in_place(settings, dtype) else None
+    in_place = self_and_mean if cuda_graphs.averages_in_place(settings, dtype) else None
     features = store.features.tensor.to(dtype)
     options = dict(slots=1, gather=gather_rows, aggregate=in_place, dtype=dtype)
     ring = FeatureRing(features, store.labels, **options)
     net = network(args, store, None, 0.5)
     optimizer = Adam(net.parameters(), lr=0.003, fused=True)
-    _, room = step_graph.static_room(sampler, store.split["train"], settings, ring.first_hop)
+    _, room = cuda_graphs.static_room(sampler, store.split["train"], settings, ring.first_hop)
 
     @functools.cache
     def load(ids, source, target, device):
@@ -144,7 +144,7 @@ def step_costs(args, store, dtype):
         patch.object(layers, "is_gpu", lambda device: True),
         patch.object(torch.cuda, "Event", lambda: None),
     ):
-        slot = step_graph.Slot(sampler, ring, room, 0)
+        slot = cuda_graphs.Slot(sampler, ring, room, 0)
         for measured in (contextlib.nullcontext(), costs):  # the first run creates Adam's state
             costs.rows.clear()
             with measured:

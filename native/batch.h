@@ -57,15 +57,15 @@ FN i64 degree_of(const batch_t *b, i64 v) {
   *b->damaged = 1;
   return 0;
 }
-FN hop_t law_of(const batch_t *b, const part_t *h) {
-  hop_t hop = {b->indptr, b->indices, b->weights, b->rule, h->k, b->keys[h->hop], b->types};
+FN law_t law_of(const batch_t *b, const part_t *h) {
+  law_t hop = {b->indptr, b->indices, b->weights, b->rule, h->k, b->keys[h->hop], b->types};
   if (b->types) hop.fanout = b->fanouts + h->hop * b->num_types;
   hop.edge_times = b->edge_times;
   hop.strict = b->strict;
   hop.window = b->window;
   return hop;
 }
-FN row_t row_of(const batch_t *b, const hop_t *hop, i64 i) {  // of source i
+FN row_t row_of(const batch_t *b, const law_t *hop, i64 i) {  // of source i
   i64 v = b->src[i];
   row_t row = {b->indptr[v], degree_of(b, v), 0, 0, b->edge_times ? b->src_times[i] : 0};
   if (b->edge_times && !b->types) cut_by_time(&row, hop, row.time);
@@ -83,12 +83,12 @@ FN int outside(const batch_t *b, ID node) { return (u64)(i64)node >= (u64)b->V; 
 #define MOST 64
 FN void choose(const int most, u64 key, ID v, unsigned degree, unsigned k, int n, int replace,
                unsigned *place) {
-  u64 row = mix(key ^ (u64)v);
+  u64 hash = mix(key ^ (u64)v);
   UNROLL for (int j = 0; j < most; j++) if (j < n) {
     unsigned pick = j, last = degree - k + j;
-    if (replace) pick = (unsigned)below(mix(row ^ (u64)j) >> 32, degree);
+    if (replace) pick = (unsigned)below(mix(hash ^ (u64)j) >> 32, degree);
     else if (degree > k) {  // Floyd, as pick_list does it
-      pick = (unsigned)below(mix(row ^ (u64)j) >> 32, (i64)last + 1);
+      pick = (unsigned)below(mix(hash ^ (u64)j) >> 32, (i64)last + 1);
       UNROLL for (int q = 0; q < j; q++) pick = place[q] == pick ? last : pick;
     }
     place[j] = pick;

@@ -20,7 +20,7 @@ typedef struct {  // the graph, and how to draw from it
   const i64 *fanout;      // [all values of a TYPE] k of each type, NO_TYPE: no such type
   const i64 *edge_times;  // [M] ascending in each list or, with types, within a type; null: none
   i64 strict, window;     // see `cut_by_time`
-} hop_t;
+} law_t;
 enum { NO_TYPE = -2 };
 
 typedef struct {      // the part of a node's list that may be sampled
@@ -46,7 +46,7 @@ FN i64 number_before(const i64 *times, i64 n, i64 time, int strict) {
   return time == none_later ? n : lower_bound(times, n, time + 1);
 }
 // Cut a row to the edges whose time is > `time` - window, if there is a window.
-FN void cut_by_window(row_t *row, const hop_t *hop, i64 time) {
+FN void cut_by_window(row_t *row, const law_t *hop, i64 time) {
   i64 since = (i64)((u64)time - (u64)hop->window);
   if (!hop->window || since > time) return;  // since > time: it wrapped around, all are later
   i64 early = number_before(hop->edge_times + row->start, row->degree, since, 0);
@@ -54,7 +54,7 @@ FN void cut_by_window(row_t *row, const hop_t *hop, i64 time) {
   row->degree -= early;
 }
 // Cut a row to the edges whose time is <= `time` or, if strict, < `time`, and by the window.
-FN void cut_by_time(row_t *row, const hop_t *hop, i64 time) {
+FN void cut_by_time(row_t *row, const law_t *hop, i64 time) {
   const i64 *times = hop->edge_times + row->start;
   row->degree = number_before(times, row->degree, time, (int)hop->strict);
   cut_by_window(row, hop, time);
@@ -83,13 +83,13 @@ FN i64 not_excluded(const row_t *row, i64 edge, i64 *gap) {
   return edge;
 }
 
-FN int labor_keeps(const hop_t *hop, i64 edge, i64 degree) {
+FN int labor_keeps(const law_t *hop, i64 edge, i64 degree) {
   u64 limit = (u64)hop->k << 32;
   return hop->k < 0 || draw(hop->key, (u64)hop->indices[edge], 0) * (u64)degree <= limit;
 }
 
 // How many edges of a list will be picked.
-FN i64 count_list(const hop_t *hop, const row_t *row) {
+FN i64 count_list(const law_t *hop, const row_t *row) {
   i64 count = 0, gap = 0, edge = row->start, degree = row->degree;
   if (hop->rule == REPLACE) return degree ? hop->k : 0;
   if (hop->rule != LABOR && hop->rule != WEIGHTED) count = degree;
@@ -105,7 +105,7 @@ FN i64 count_list(const hop_t *hop, const row_t *row) {
 // The n edges with the largest log(uniform) / weight (Efraimidis-Spirakis), in stored order; best
 // [n] is scratch. The best so far are kept sorted, which for usual fanouts is cheaper than a heap;
 // of equal keys the earlier edge wins.
-FN void pick_heaviest(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
+FN void pick_heaviest(const law_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
   i64 found = 0, gap = 0, edge = row->start;
   int all = hop->k < 0 || n < hop->k;
   for (i64 place = 0; place < row->degree; place++, edge++) {
@@ -137,7 +137,7 @@ FN void pick_heaviest(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out
 }
 
 // Write the n = count_list() chosen positions in the graph's indices to out.
-FN void pick_list(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
+FN void pick_list(const law_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
   i64 degree = row->degree;
   if (hop->rule == WEIGHTED) {
     pick_heaviest(hop, v, row, n, out, best);
@@ -173,7 +173,7 @@ FN void pick_list(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, do
 
 // Split the edges of the first type off `rest`, whose degree includes excluded edges and whose gaps
 // are all of these -> the row to draw from; `one` is set to how.
-FN row_t next_type(const hop_t *hop, row_t *rest, hop_t *one) {
+FN row_t next_type(const law_t *hop, row_t *rest, law_t *one) {
   const TYPE *types = (const TYPE *)hop->types + rest->start;
   i64 n = 1, left = rest->degree - 1;  // the first n edges are known to have the same type
   while (left) {
@@ -192,9 +192,9 @@ FN row_t next_type(const hop_t *hop, row_t *rest, hop_t *one) {
   return row;
 }
 // How many edges of a row will be picked; NO_TYPE if one of its edges has a type without a fanout.
-FN i64 count_row(const hop_t *hop, const row_t *row) {
+FN i64 count_row(const law_t *hop, const row_t *row) {
   row_t rest = *row;
-  hop_t one;
+  law_t one;
   i64 count = 0;
   while (rest.degree) {
     row_t list = next_type(hop, &rest, &one);
@@ -204,9 +204,9 @@ FN i64 count_row(const hop_t *hop, const row_t *row) {
   return count;
 }
 // Write the n = count_row() chosen positions in the graph's indices to out: type after type.
-FN void pick_row(const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
+FN void pick_row(const law_t *hop, u64 v, const row_t *row, i64 n, i64 *out, double *best) {
   row_t rest = *row;
-  hop_t one;
+  law_t one;
   while (n) {
     row_t list = next_type(hop, &rest, &one);
     i64 count = count_list(&one, &list);

@@ -30,7 +30,7 @@ typedef struct {
 
 // A hop of a batch.
 typedef struct {
-  hop_t hop;            // the graph, and what to draw
+  law_t hop;            // the graph, and what to draw
   const ID *dst;        // [S] destinations
   i64 *start, *degree;  // [S] start of a neighbour list in hop.indices, its length without gaps
   i64 *gap, *num_gaps;  // [S] its first index in excluded, and how many; if num_excluded > 0
@@ -188,7 +188,7 @@ static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
 
 // Prefetch the start of a list that will be read to the end. (GCC drops calls of a function that
 // only prefetches, unless it is always inlined.)
-static inline __attribute__((always_inline)) void fetch_list(const hop_t *hop, i64 start) {
+static inline __attribute__((always_inline)) void fetch_list(const law_t *hop, i64 start) {
   if (hop->rule == LABOR) __builtin_prefetch(&hop->indices[start]);
   if (hop->rule == WEIGHTED) __builtin_prefetch(&hop->weights[start]);
 }
@@ -314,7 +314,7 @@ static void draw_wide(wide_t *wide, i64 *positions) {
   wide->n = 0;
 }
 // Do pick_list() now, or add the list to `wide`, to be drawn with others.
-static inline void pick_soon(wide_t *wide, const hop_t *hop, u64 v, const row_t *list, i64 n, i64 at,
+static inline void pick_soon(wide_t *wide, const law_t *hop, u64 v, const row_t *list, i64 n, i64 at,
                              scratch_t *scratch) {
   int fits = hop->rule == UNIFORM && n < list->degree && hop->k <= VECTOR_K && !list->num_gaps;
   if (!fits || (wide->n && hop->k != wide->k)) {
@@ -364,7 +364,7 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     i64 at = job->offsets[row] - base, count = job->offsets[row + 1] - job->offsets[row];
     row_t list = row_of(job, row);
 #ifdef TYPE
-    hop_t one;
+    law_t one;
     row_t rest = list;
     for (i64 last = at + count, n; at < last; at += n) {
       list = next_type(&job->hop, &rest, &one);

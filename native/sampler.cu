@@ -80,19 +80,19 @@ KERNEL begin(batch_t b, part_t h, i64 hops, i64 counts) {
     b.sizes[1] = b.input[1];
   }
   if (i >= b.input[1]) return;
-  i64 seed = b.input[3 + i];
-  int known = seed >= 0 && seed < b.V;
-  b.src[i] = known ? (ID)seed : 0;
+  i64 node = b.input[3 + i];
+  int known = node >= 0 && node < b.V;
+  b.src[i] = known ? (ID)node : 0;
   b.number[i] = (int)i;
   if (b.edge_times) {
     know_time(&b, i, b.input[3 + b.input[1] + i]);
-    if (known) put_pair(&b, i, (ID)seed, b.group[i]);
-  } else if (known) atomicMin(&b.table[seed], (int)(b.input[2] + i));
+    if (known) put_pair(&b, i, (ID)node, b.group[i]);
+  } else if (known) atomicMin(&b.table[node], (int)(b.input[2] + i));
   if (counts) count_by_degree(&b, &h, i, b.src[i]);
 }
 KERNEL count(batch_t b, part_t h) {
   THREAD(b.sizes[1 + 2 * h.hop]);
-  hop_t hop = law_of(&b, &h);
+  law_t hop = law_of(&b, &h);
   row_t row = row_of(&b, &hop, i);
   i64 count = count_row(&hop, &row);
   if (count == NO_TYPE) *b.damaged = 1;
@@ -103,7 +103,7 @@ KERNEL pick(batch_t b, part_t h) {
   THREAD(h.rows + 1);
   i64 N = b.sizes[1 + 2 * h.hop], at = open_row(&b, &h, i, N);
   if (i >= N) return;
-  hop_t hop = law_of(&b, &h);
+  law_t hop = law_of(&b, &h);
   row_t row = row_of(&b, &hop, i);
   i64 n = edges_of(&b, &h, i, at), first = h.first + at, *edges = b.edges + first;
   if (b.edge_times)

@@ -3,10 +3,10 @@
 import torch
 
 from disk.files import free_host_bytes, readable_size
+from run.cuda_graphs import hops_held
 from run.edge_data import edge_data
 from run.flags import changed, make_parser, spelled
 from run.plan import estimate
-from run.step_graph import hops_held
 from store import BACKENDS, GraphStore
 from tasks.node import NodeTask
 

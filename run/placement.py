@@ -15,7 +15,7 @@ from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
 from features import CachedFeatures, FeatureRing, expected_visits, place, share
 from model import TYPE_CONVS, gather_rows, self_and_mean
-from run import step_graph
+from run import cuda_graphs
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
@@ -93,7 +93,7 @@ def sizes(args, task, used):
     """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on."""
     sized = {"fanout": draws(args, used), "batch_size": args.batch_size * task.sampled_for(args)}
     sized["types"] = (args.bases or used.num_types) if args.model in TYPE_CONVS else 0
-    sized["graphs"] = step_graph.hops_held(args, task.store, used) if args.trains else 0
+    sized["graphs"] = cuda_graphs.hops_held(args, task.store, used) if args.trains else 0
     return {**sized, "hidden": args.hidden, "prefetch": args.prefetch}
 
 
@@ -134,7 +134,7 @@ def place_data(ranks, args, task, used):
     used = used._replace(**dict(zip(columns, placed)))
     features = cached(ranks, args, task, used, features)
     sampler = make_sampler(args, indptr, indices, args.fanout, used, store.sampling_threads)
-    in_place = step_graph.averages_in_place(args, store, features.dtype, dtype)
+    in_place = cuda_graphs.averages_in_place(args, store, features.dtype, dtype)
     options = {"slots": args.prefetch + 1, "streams": args.sample_threads, "dtype": dtype}
     options |= {"device": ranks.device, "gather": gather_rows}
     options["aggregate"] = self_and_mean if in_place else None

@@ -48,7 +48,7 @@ def placements(
     rows, nodes and edges are held for `prefetch` + 1 batches. A GraphSAGE layer keeps (in + 3 out) floats for each
     destination, of the mean and the result before and after ReLU and dropout, and as many for the gradients.
 
-    Steps of static shapes (run/step_graph.py) hold, for each of these batches, a table of V numbers, `graphs` hops (all
+    Steps of static shapes (run/cuda_graphs.py) hold, for each of these batches, a table of V numbers, `graphs` hops (all
     of them in pinned-cuda) with the sampler's scratch memory, and the input: rows, or pairs of rows if the outermost hop
     is not held. What a step computes is held a second time.
     """

@@ -151,9 +151,10 @@ def main(commit, *words):
                     continue
                 before, after = pool.map(lambda side: run(*side, line), sides)
                 found = list(differences(before, after))
-                differ += bool(found)
-                what = f"{'DIFFERS' if found else 'same':8} {name}: {len(before)} things compared"
                 failed = [before["failed"]] if "failed" in before else []
+                differ += bool(found or failed)
+                verdict = "DIFFERS" if found else "FAILED" if failed else "same"
+                what = f"{verdict:8} {name}: {len(before)} things compared"
                 print(what, *found[:4], *failed, sep="\n    ", flush=True)
         finally:
             subprocess.run([*git, "remove", "--force", tree], check=False)

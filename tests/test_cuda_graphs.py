@@ -27,7 +27,7 @@ import train
 from features import CachedFeatures, FeatureRing
 from loader import Batch, Graph, NodeLoader
 from native import build, sampler_gpu
-from run import adam, step_graph
+from run import adam, cuda_graphs
 from run.edge_data import EdgeData
 from run.report import Clock
 from sampler import Block, NeighborSampler
@@ -92,8 +92,8 @@ def _frozen(launch):
 
 
 @pytest.fixture
-def cuda_graphs(request, monkeypatch):
-    """Run run/step_graph.py on the emulated kernels, with `_Graph` instead of CUDA's."""
+def emulated_graphs(request, monkeypatch):
+    """Run run/cuda_graphs.py on the emulated kernels, with `_Graph` instead of CUDA's."""
     request.getfixturevalue("cuda_layers")
     _emulate_graphs(monkeypatch)
 
@@ -115,7 +115,7 @@ def _emulate_graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", nothing)
     monkeypatch.setattr(torch.cuda, "set_stream", nothing)
-    monkeypatch.setattr(step_graph, "captured", lambda graph, pool=None: graph)
+    monkeypatch.setattr(cuda_graphs, "captured", lambda graph, pool=None: graph)
     monkeypatch.setattr(model, "fused", layers_gpu)
     monkeypatch.setattr(adam, "layers", layers_gpu)
 
@@ -140,7 +140,7 @@ def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make
     predict = lambda batch, key: net(batch.blocks, batch.x, aggregated=ring.first_hop, key=key)  # noqa: E731
     run = dict(ranks=ranks or ddp.Ranks(), args=args, sampler=draws, ring=ring, model=net)
     run |= dict(forward=predict, store=types.SimpleNamespace(split={"train": nodes}))
-    return (make or step_graph.StepGraphs)(types.SimpleNamespace(**run), optimizer)
+    return (make or cuda_graphs.StepGraphs)(types.SimpleNamespace(**run), optimizer)
 
 
 def _small_run(folder, net, labels, x, degree=6, **law):
@@ -151,7 +151,7 @@ def _small_run(folder, net, labels, x, degree=6, **law):
     return _sampling_on_gpu(s, folder), _graph_ring(net, x, labels, slots=2)
 
 
-_STATIC_ROOM = step_graph.static_room
+_STATIC_ROOM = cuda_graphs.static_room
 
 
 def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
@@ -170,7 +170,9 @@ def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
     "bases, V, M, size, seeds",
     [(0, 300, 1800, 12, 53), (2, 300, 1800, 12, 53), (0, 3000, 6000, 100, 101)],
 )
-def test_a_step_of_a_typed_graph_is_a_cuda_graph(cuda_graphs, bases, V, M, size, seeds, tmp_path):
+def test_a_step_of_a_typed_graph_is_a_cuda_graph(
+    emulated_graphs, bases, V, M, size, seeds, tmp_path
+):
     """Edge types, and nodes with features or embeddings; compared with eager steps in each batch's shapes. With 101 seeds
     a slot holds batches of one seed, and fewer nodes in all than there is room for seeds."""
     indptr, indices, kinds, _ = _typed_graph(np.random.default_rng(1), V, M, 3)
@@ -228,7 +230,7 @@ def _plain_loop(net, draws, ring, batches, labels):
 
 @pytest.mark.parametrize("conv, degree", [("gcn", 6), ("sage", 0)])
 def test_a_cuda_step_graph_has_room_for_more_seeds_than_there_are(
-    cuda_graphs, conv, degree, tmp_path
+    emulated_graphs, conv, degree, tmp_path
 ):
     """Also in a graph without edges."""
     nodes, labels, net = torch.randperm(300)[:10], torch.randint(5, (300,)), _net(conv, (20, 8, 5))
@@ -246,7 +248,7 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
     engine = block(shapes=lambda S: ([S, 900, 900], [900, 900]))
     args = argparse.Namespace(seed=5, batch_size=9, fanout=[4, 4])
     draws = block(sample=draw, engine=engine)
-    rows = step_graph.static_room(draws, torch.arange(90), args, False)[1][0]
+    rows = cuda_graphs.static_room(draws, torch.arange(90), args, False)[1][0]
     assert rows == [9, 512, 512]
 
 
@@ -266,7 +268,7 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
     ],
 )
 def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
-    cuda_graphs, conv, tight, refused, options, tmp_path, monkeypatch
+    emulated_graphs, conv, tight, refused, options, tmp_path, monkeypatch
 ):
     """Also if capture is refused, with batches that do not fit, and from a checkpoint; compared with a plain loop."""
     nodes, labels = torch.randperm(300)[:53], torch.randint(5, (300,))
@@ -274,7 +276,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     law, dtype = (options.pop(word, default) for word, default in zip(words, (False, torch.float)))
     x, first = torch.randn(300, 20).to(dtype), _net(conv, (20, 8, 5), dropout=0.5, **options)
     if tight:
-        monkeypatch.setattr(step_graph, "static_room", _no_more_than_the_smallest)
+        monkeypatch.setattr(cuda_graphs, "static_room", _no_more_than_the_smallest)
     if refused:
         graph = lambda: (_ for _ in ()).throw(RuntimeError("no capture here"))  # noqa: E731
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
@@ -328,18 +330,18 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     torch.testing.assert_close(ends[0][: len(theirs)], theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_a_cuda_step_graph_that_differs_is_not_used(cuda_graphs, tmp_path, monkeypatch):
+def test_a_cuda_step_graph_that_differs_is_not_used(emulated_graphs, tmp_path, monkeypatch):
     """A graph whose loss differs is detected before it trains."""
     nodes, labels, x = torch.arange(40), torch.randint(5, (300,)), torch.randn(300, 20)
     net = _net("sage", (20, 8, 5), dropout=0.5)
     run = *_small_run(tmp_path, net, labels, x), net, _adam(net), nodes
     before = [p.detach().clone() for p in net.parameters()]
-    take = step_graph.Slot.sample
+    take = cuda_graphs.Slot.sample
     for wrong, off in (
         (lambda slot: (slot.frame.start(), slot.x.zero_()), "100.0"),
         (lambda slot: (take(slot), slot.y.zero_()), "0.0"),
     ):
-        monkeypatch.setattr(step_graph.Slot, "sample", wrong)
+        monkeypatch.setattr(cuda_graphs.Slot, "sample", wrong)
         words = rf"input is {off}% off, their losses are \[.*\], and \[.*\] without graphs"
         with pytest.raises(RuntimeError, match=words):
             _step_graphs(*run)
@@ -348,15 +350,15 @@ def test_a_cuda_step_graph_that_differs_is_not_used(cuda_graphs, tmp_path, monke
 
 # where one rank fails while the graphs of a run are made: function, which of its calls, whether the others go on without
 _FAILING = [
-    (step_graph, "static_room", 0, False),
-    (step_graph.Slot, "__init__", 1, False),
-    (step_graph.StepGraphs, "_compute", 0, False),
-    (step_graph.StepGraphs, "_compute", 2, False),
-    (step_graph.StepGraphs, "_restore", 0, False),
-    (step_graph.StepGraphs, "_compute", 4, True),  # in the capture
-    (step_graph.StepGraphs, "_train", 1, False),
-    (step_graph.StepGraphs, "_sample", 2, False),
-    (step_graph.StepGraphs, "_restore", 2, False),
+    (cuda_graphs, "static_room", 0, False),
+    (cuda_graphs.Slot, "__init__", 1, False),
+    (cuda_graphs.StepGraphs, "_compute", 0, False),
+    (cuda_graphs.StepGraphs, "_compute", 2, False),
+    (cuda_graphs.StepGraphs, "_restore", 0, False),
+    (cuda_graphs.StepGraphs, "_compute", 4, True),  # in the capture
+    (cuda_graphs.StepGraphs, "_train", 1, False),
+    (cuda_graphs.StepGraphs, "_sample", 2, False),
+    (cuda_graphs.StepGraphs, "_restore", 2, False),
 ]
 
 
@@ -365,7 +367,7 @@ def _one_rank_fails(ranks, folder):
     with pytest.MonkeyPatch.context() as patch:
         _emulate_layers(folder, patch)
         _emulate_graphs(patch)
-        patch.setattr(step_graph, "obstacle", lambda run: None)
+        patch.setattr(cuda_graphs, "obstacle", lambda run: None)
         torch.manual_seed(0)
         labels, x = torch.randint(5, (300,)), torch.randn(300, 20)
         for owner, name, which, go_on in _FAILING:
@@ -379,9 +381,9 @@ def _one_rank_fails(ranks, folder):
 
             with patch.context() as failing:
                 failing.setattr(owner, name, fails)
-                graphs, said = _step_graphs(*run, ranks=ranks, make=step_graph.build)
+                graphs, said = _step_graphs(*run, ranks=ranks, make=cuda_graphs.build)
             assert (graphs is not None) == go_on and next(calls) > which, (name, which, said)
-            why = [step_graph.ELSEWHERE, f"no room for {name}"][ranks.rank]
+            why = [cuda_graphs.ELSEWHERE, f"no room for {name}"][ranks.rank]
             assert why in said, (name, which, said)
             if graphs:  # rank 0 replays what rank 1 launches
                 assert graphs.captured == (ranks.rank == 0) and not graphs.begin().total
@@ -399,7 +401,7 @@ def test_a_cuda_step_graph_that_fails_on_one_rank_leaves_no_other_waiting(tmp_pa
 
 
 def test_training_prints_why_there_are_no_cuda_graphs(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(step_graph, "build", lambda run, optimizer: (None, "of a reason"))
+    monkeypatch.setattr(cuda_graphs, "build", lambda run, optimizer: (None, "of a reason"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     for task in ("node", "link"):
         words = f"--gpus 0 --task {task} --dataset {tiny} --epochs 1 --fanout 3,3"
@@ -413,7 +415,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
     indptr, indices = _random_graph(np.random.default_rng(18), 50, 6)
     ring = dict(on_device=True, features=torch.zeros(3, 1))
     for words, changed, why in (
-        ("--model gine", {}, f"for --model {', '.join(step_graph.PADDED)}, this is gine"),
+        ("--model gine", {}, f"for --model {', '.join(cuda_graphs.PADDED)}, this is gine"),
         ("--norm batch", {}, "--norm batch"),
         ("--checkpoint-activations", {}, "--checkpoint-activations"),
         ("--precision fp64", {}, "--precision fp64"),
@@ -444,16 +446,16 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData(), **ring, **changed}
         data = types.SimpleNamespace(**has)
         run = dict(args=args, sampler=s, ring=data, store=data, used=data.used)
-        said = step_graph.obstacle(types.SimpleNamespace(**run, ranks=ddp.Ranks(gpus=1)))
+        said = cuda_graphs.obstacle(types.SimpleNamespace(**run, ranks=ddp.Ranks(gpus=1)))
         assert why in said, said
         of_place = "on_device" in changed or "cache" in why or "kernels" in why
-        assert any(step_graph.hindrances(args, data, data.used).values()) != of_place
+        assert any(cuda_graphs.hindrances(args, data, data.used).values()) != of_place
     run = types.SimpleNamespace(**run, ranks=ddp.Ranks())
-    assert step_graph.obstacle(run) == "there is no GPU"
+    assert cuda_graphs.obstacle(run) == "there is no GPU"
     sage = types.SimpleNamespace(model="sage", input_dropout=0.0, mode="cuda-cuda")
-    assert step_graph.averages_in_place(sage, data, torch.float32)
+    assert cuda_graphs.averages_in_place(sage, data, torch.float32)
     sage.mode = "pinned-cuda"  # a row a node, over PCIe
-    assert not step_graph.averages_in_place(sage, data, torch.float32)
+    assert not cuda_graphs.averages_in_place(sage, data, torch.float32)
 
 
 @pytest.mark.gpu
@@ -771,7 +773,7 @@ class _Descent(torch.optim.Optimizer):
             p.sub_(p.grad * group["lr"])
 
 
-@pytest.mark.usefixtures("cuda_graphs")
+@pytest.mark.usefixtures("emulated_graphs")
 @pytest.mark.parametrize("word", ["on", "off"])
 @pytest.mark.parametrize("conv", ["sage", "gcn"])
 def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, word, tmp_path, monkeypatch):
@@ -779,7 +781,7 @@ def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, word, tmp_path, 
     monkeypatch.setattr(torch.cuda, "Event", order.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: order.current)
     monkeypatch.setattr(torch.cuda, "set_stream", order.set_stream)
-    monkeypatch.setattr(step_graph, "static_room", _no_more_than_the_smallest)
+    monkeypatch.setattr(cuda_graphs, "static_room", _no_more_than_the_smallest)
     net = _net(conv, (20, 8, 5), dropout=0.5)
     for p in net.parameters():
         p.data = order.gpu(p.data)

@@ -1,6 +1,6 @@
 """A training step as CUDA graphs: the host writes the seeds of a batch and launches twice.
 
-    graphs, said = step_graph.build(run, optimizer)     # or None, and why not
+    graphs, said = cuda_graphs.build(run, optimizer)     # or None, and why not
     for batch in NodeLoader(..., load=graphs.load):
         graphs.step(batch)               # forward, loss, backward, optimizer
 
