@@ -126,7 +126,7 @@ def step_costs(args, store, dtype):
     compiled = lambda name, source: Noted(costs, source)  # noqa: E731
     backend = sampler_gpu.Backend(sampler.engine.spec, args.fanout, 0, compiled)
     sampler = types.SimpleNamespace(sample=sampler.sample, engine=backend, edge_type=None)
-    in_place = self_and_mean if cuda_graphs.averages_in_place(settings, dtype) else None
+    in_place = self_and_mean if cuda_graphs.averages_in_place(settings, store, dtype) else None
     features = store.features.tensor.to(dtype)
     options = dict(slots=1, gather=gather_rows, aggregate=in_place, dtype=dtype)
     ring = FeatureRing(features, store.labels, **options)
