@@ -2,7 +2,7 @@
 
     graphs, said = cuda_graphs.build(run, optimizer)     # or None, and why not
     for batch in NodeLoader(..., load=graphs.load):
-        graphs.step(batch)               # forward, loss, backward, optimizer
+        graphs.step(batch, clock)        # forward, loss, backward, optimizer
 
 One graph samples a batch, fetches its features (for GraphSAGE, one kernel samples and averages the outermost hop) and
 looks up the labels; another trains on it. Every batch in flight has its own slot of memory, so that the next batch is

@@ -14,12 +14,12 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13656,
-    "lines of C and CUDA": 2126,
-    "lines of bench": 2680,
-    "lines of tests": 11937,
+    "lines of product Python": 13600,
+    "lines of C and CUDA": 2102,
+    "lines of bench": 2673,
+    "lines of tests": 11943,
     "lines of README": 200,
-    "longest file": 1053,
+    "longest file": 1031,
     "functions above 60 lines": 2,
     "entries in the root": 22,
     "floors of imports": 8,
