@@ -227,14 +227,17 @@ def load_cuda(name, source, device):
 
 
 class Kernels:
-    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(C type, argument name)]}."""
+    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(C type, argument name)]}.
 
-    def __init__(self, name, source, device):
+    options: for NVRTC, such as ("--use_fast_math",).
+    """
+
+    def __init__(self, name, source, device, options=()):
         self.device, self.index, self.signatures = device, device.index, signatures(source)
         self._threads = threading.local()  # each host thread has its own Launch of each kernel
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-        make = lambda path: path.write_bytes(compile_cuda(source, arch)[0])  # noqa: E731
-        key = "\0".join([source, arch, str(torch.version.cuda)])
+        make = lambda path: path.write_bytes(compile_cuda(source, arch, options)[0])  # noqa: E731
+        key = "\0".join([source, arch, str(torch.version.cuda), *options])
         with cached(f"{name}-{arch}", key, ".cubin", make) as path:
             image = path.read_bytes()
         self._driver = _driver()
@@ -281,7 +284,7 @@ class Kernels:
     def run(self, kernel, threads, *values):
         """Run `threads` threads of a kernel without structs on torch's current stream."""
         launches = self._threads.__dict__
-        launch = launches.get(kernel) or launches.setdefault(kernel, Launch(self, kernel, values))
+        launch = launches.get(kernel) or launches.setdefault(kernel, Launch(self, kernel))
         launch.pack(values)
         if torch.cuda.current_device() == self.index:
             launch(threads, _raw_stream(self.index))
@@ -293,7 +296,7 @@ class Kernels:
 class Launch:
     """A kernel and its argument memory: launch(threads, stream), by one host thread at a time, with its GPU current."""
 
-    def __init__(self, kernels, kernel, values):
+    def __init__(self, kernels, kernel, values=()):
         self._kernels, self._name, self._function = kernels, kernel, kernels._functions[kernel]
         # structs stay in the caller's memory, all else is packed into _memory
         codes = [getattr(_kind(c_type), "_type_", "") for c_type, _ in kernels.signatures[kernel]]
@@ -304,10 +307,12 @@ class Launch:
         starts = [end - struct.calcsize(code) for end, code in zip(ends, codes)]
         memory = ctypes.addressof(self._memory)
         self._pointers = (ctypes.c_void_p * len(codes))(*(memory + start for start in starts))
-        self._structs = {i: values[i] for i, code in enumerate(codes) if not code}
-        for i, value in self._structs.items():
-            self._pointers[i] = ctypes.addressof(value)
+        self._structs = {i: None for i, code in enumerate(codes) if not code}
         self._go = kernels._driver.cuLaunchKernel
+        if not values:  # `pack` will set them
+            return
+        for i in self._structs:
+            self._structs[i], self._pointers[i] = values[i], ctypes.addressof(values[i])
         self.pack([value for i, value in enumerate(values) if i not in self._structs])
 
     def pack(self, values):

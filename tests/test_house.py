@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13600,
+    "lines of product Python": 13605,
     "lines of C and CUDA": 2102,
     "lines of bench": 2673,
     "lines of tests": 11943,
