@@ -25,6 +25,7 @@ NODE = f"--dataset synthetic:nodes=2000,degree=8,features=16,classes=5 {BASE} --
 PREDICT = "--predict-what logits"
 EVENTS = f"--dataset events.npz {BASE} --fanout 5,4"
 LINK = f"--task link --dataset events.npz {BASE} --fanout 5,4 --model gcn"
+TYPED = f"--dataset synthetic-mag:scale=0.0005 {BASE} --fanout 5,4"
 GRAPH = f"--task graph --dataset esol.npz {BASE} --num-layers 2 --dropout 0"
 
 CASES = {
@@ -70,6 +71,9 @@ CASES = {
     "link, by degree": f"{LINK} --scorer distmult --negatives-by degree --unchecked-negatives",
     "link, before": f"{LINK.replace('gcn', 'sage')} --temporal before",
     "link, none held": f"{LINK} --edge-split none",
+    "typed": f"{TYPED} --model rgcn --procs 2",
+    "typed, attention": f"{TYPED} --model rgat --bases 2",
+    "typed link": f"{TYPED} --task link --edge-type cites --model rgcn",
     "graph": GRAPH,
     "graph, two processes": f"{GRAPH} --procs 2",
     "cora": f"--dataset cora.npz {BASE} --fanout 10,10 --model gcn",

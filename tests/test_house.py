@@ -17,7 +17,7 @@ LIMITS = {
     "lines of product Python": 13605,
     "lines of C and CUDA": 2102,
     "lines of bench": 2673,
-    "lines of tests": 11943,
+    "lines of tests": 11947,
     "lines of README": 200,
     "longest file": 1031,
     "functions above 60 lines": 2,
