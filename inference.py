@@ -84,7 +84,7 @@ def inference(
         OSError: if there is no room for the tables.
     """
     if not layerwise(model):
-        needs = "`finish`, `layers` of Conv without hooks, and no forward, embed or step overridden alone"
+        needs = "finish(i, h, h_dst), `layers` of Conv without hooks, and no forward, embed or step overridden alone"
         needs += "; pass the network in a wrapper, not the wrapper"
         raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
     on_host = functools.partial(torch.as_tensor, device="cpu")  # whatever the default device is
@@ -190,8 +190,8 @@ def _cut(indptr, first, last, chunk, chunk_edges):
 
 
 def _table(rows, rank, alone, total, width, in_memory):
-    """Make a float32 table [rows, width] in memory or, if not in_memory, in a temporary file. Unless alone, processes share
-    it: they open the memory or file of rank 0, which has no name and disappears with the last process that maps it."""
+    """Make a float32 table [rows, width], in memory or in a temporary file. Unless alone, processes share it: they open
+    the memory or file of rank 0, which has no name and disappears with the last process that maps it."""
     if in_memory and alone or not rows * width:
         return torch.empty(rows, width, dtype=torch.float32, device="cpu")
     size, mine = 4 * rows * width, (0, 0)

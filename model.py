@@ -267,7 +267,8 @@ def overrides(module, base, names=("message", "combine")):
 def block_degrees(block):
     """Out- and in-degree in a block -> float32 [N, 2]; out-degree - 1 for sources without the self-loop GCN adds."""
     S, N = block.indptr.numel() - 1, block.src_nodes.numel()
-    out = block.indices.bincount(minlength=N)
+    ones = torch.ones_like(block.indices, dtype=torch.int64)
+    out = ones.new_zeros(N).index_add_(0, block.indices, ones)  # bincount would wait for a GPU
     out[S:] = (out[S:] - 1).clamp(min=0)
     return torch.stack([out, F.pad(block.indptr.diff().long(), (0, N - S))], 1).float()
 

@@ -11,8 +11,8 @@ Fanouts and hops are counted from the seeds, blocks the other way round: hop i i
 The graph has V nodes and M edges, CSC over in-edges: the in-neighbours of v are
 indices[indptr[v]:indptr[v+1]]. A block has S destinations, N sources and E edges.
 
-Samples depend only on (random seed, step, hop, node), through a counter-based generator (see `random_bits`): all backends but
-"dgl" return the same bits, for any number of threads and ranks and any prefetch depth.
+Samples depend only on (random seed, step, hop, node), through a counter-based generator (see `random_bits`): all
+backends but "dgl" return the same bits, for any number of threads and ranks and any prefetch depth.
 
 A hop is five passes over flat arrays, from the graph to the block without intermediate structures: degrees; prefix sum
 (the block's indptr); picks (Floyd's algorithm: k draws, however long the list); gather of the picked node ids;

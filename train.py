@@ -86,7 +86,7 @@ class Eager:
                 output = run.forward(batch, key, self.parallel)
                 loss = run.task.loss(run.model, output, batch.y)
             with clock.timed("backward", on_gpu=True):
-                # a loss is a sum over seeds, and DDP averages over ranks: each of the step's `total` seeds weighs 1 / total
+                # the loss is a sum, and DDP averages over ranks: each of the step's `total` seeds weighs 1 / total
                 (loss * (world / batch.total)).backward()
         self.losses.total += loss.detach()
         if batch.last:

@@ -175,7 +175,7 @@ def filled_in(args):
     """Return the flags with the defaults that depend on other flags filled in."""
     task, values = TASKS[args.task], {}
     values["norm"] = args.norm or ("layer" if args.model in NORMALISED else "none")
-    if args.residual is None and not (args.task == "node" and args.model in AVERAGING):
+    if args.residual is None and not (task.classes_agree and args.model in AVERAGING):
         values["residual"] = args.model in RESIDUAL  # else `settle` decides, by the graph
     values["fanout"] = args.fanout or [10] * (args.num_layers or 3)
     values["num_layers"] = args.num_layers or len(values["fanout"])

@@ -17,6 +17,7 @@ class NodeTask(Task):
     metrics = "accuracy", "roc_auc", "f1"
     widths = "feature_dim", "num_classes", "edge_dim", "num_edge_types", "node_types"
     unused = {"is for --task link, --task is node": OF_LINKS}
+    classes_agree = True
 
     def __init__(self, args, path, say=print):
         self.store = store = open_graph(path, say)

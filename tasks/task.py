@@ -22,13 +22,14 @@ class Task:
         weights: default of --weights if there is a validation part. prior: precision of a Gaussian prior of the
             weights; weight decay is prior / T for T training examples.
         widths: keys of the data's meta.json that the network is built from.
+        classes_agree: the default of --residual may depend on how often neighbours share a class.
         placed: --mode places graph and features. embeds: outputs, of any network, are embeddings of width --hidden.
         timed_pairs: each example has its own time; else examples are nodes, with the times `node_time`.
         store: the open data, with split {part: ids of its examples}. draw, load: see `NodeLoader`.
     """
 
     title, metrics, unused, temporal, weights, prior = "scores", (), {}, "auto", "last", 0.0
-    timed_pairs = embeds = False
+    classes_agree = timed_pairs = embeds = False
     placed, draw, load, metric = True, None, None, None
 
     @staticmethod

@@ -14,12 +14,12 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 # A number is raised only in a commit that says what the lines bought.
 LIMITS = {
-    "lines of product Python": 13605,
+    "lines of product Python": 13608,
     "lines of C and CUDA": 2102,
     "lines of bench": 2673,
     "lines of tests": 11947,
     "lines of README": 200,
-    "longest file": 1031,
+    "longest file": 1032,
     "functions above 60 lines": 2,
     "entries in the root": 22,
     "floors of imports": 8,

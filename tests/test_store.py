@@ -26,7 +26,7 @@ from tests.stores import _edges, _graphs, _refuses, _reseal, _rewrite_meta, _sum
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
 def test_store_round_trip(tmp_path, monkeypatch, backend, dtype):
-    """Also pickled, as its path and changes, with rows, larger than memory, that threads gather, and from another folder."""
+    """Also pickled, as its path and changes; from another folder; rows, larger than memory, that threads gather."""
     args = _graph()
     names = None if backend == "mmap" else ["\u2028b", "", *map(str, range(198))]
     args["features"] = x = (torch.from_numpy(args["features"]).abs() * 10).to(dtype)
