@@ -317,8 +317,10 @@ class StepGraphs:
                     self._compute(slot.batch, slot.key)
                     torch.cuda.synchronize()
                 sampling, training = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-                with captured(sampling):
-                    slot.sample()
+                with self.ring.stream(0):
+                    # kernels of a graph have the priority of the stream that captured them
+                    with captured(sampling, stream=torch.cuda.current_stream()):
+                        slot.sample()
                 with captured(training, pool):
                     self._compute(slot.batch, slot.key)
                 slot.sampling, slot.training = sampling, training

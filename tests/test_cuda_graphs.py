@@ -115,7 +115,7 @@ def _emulate_graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", nothing)
     monkeypatch.setattr(torch.cuda, "set_stream", nothing)
-    monkeypatch.setattr(cuda_graphs, "captured", lambda graph, pool=None: graph)
+    monkeypatch.setattr(cuda_graphs, "captured", lambda graph, pool=None, stream=None: graph)
     monkeypatch.setattr(model, "fused", layers_gpu)
     monkeypatch.setattr(adam, "layers", layers_gpu)
 
@@ -346,6 +346,32 @@ def test_a_cuda_step_graph_that_differs_is_not_used(emulated_graphs, tmp_path, m
         with pytest.raises(RuntimeError, match=words):
             _step_graphs(*run)
     assert all(map(torch.equal, before, net.parameters()))
+
+
+def test_a_cuda_graph_samples_with_the_priority_of_the_rings_stream(
+    emulated_graphs, tmp_path, monkeypatch
+):
+    """Kernels of a graph have the priority of the stream that captured them, on whichever they are replayed."""
+    net, labels = _net("sage", (20, 8, 5)), torch.randint(5, (300,))
+    draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20))
+    side, caller, captured_on = object(), torch.cuda.current_stream(), []
+    current = [caller]
+
+    @contextmanager
+    def on_side(slot, blocks=()):
+        current.append(side)
+        yield
+        current.pop()
+
+    def captured(graph, pool=None, stream=None):
+        captured_on.append(stream)
+        return graph
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(ring, "stream", on_side)
+    monkeypatch.setattr(cuda_graphs, "captured", captured)
+    assert _step_graphs(draws, ring, net, _adam(net), torch.arange(40)).captured
+    assert captured_on == [side, None, side, None]  # two slots: sampling, training
 
 
 # where one rank fails while the graphs of a run are made: function, which of its calls, whether the others go on without
