@@ -408,6 +408,22 @@ def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
             assert torch.equal(out[: outer.num_dst], want) and not out[outer.num_dst :].any()
 
 
+def test_a_cuda_thread_of_the_outermost_hop_loads_twice_from_a_row():
+    """As was fastest on a GPU; no thread is without columns."""
+    for width, dtype, threads in (
+        (100, torch.float32, 13),
+        (128, torch.bfloat16, 16),
+        (768, torch.float32, 96),
+        (7, torch.float32, 4),
+        (4, torch.float32, 1),
+        (1, torch.bfloat16, 1),
+    ):
+        x, out = torch.empty(1, width, dtype=dtype), torch.empty(1, 2 * width)
+        source, vec = sampler_gpu.aggregate_source(torch.int32, 5, x, out)
+        assert sampler_gpu.lanes(out, vec) == threads
+        assert f"#define LANES {threads}\n" in source
+
+
 def test_cuda_addresses_rows_of_the_outermost_hop_in_64_bits(tmp_path):
     """The first rows are unmapped, and a 32-bit product of row and width would be another address."""
     width, far, n = 1 << 12, 1 << 21, 6
