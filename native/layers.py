@@ -27,6 +27,9 @@ IDS = {torch.int32: "int", torch.int64: "i64"}
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 # multiplications per thread for which compiling a product pays; the compile time is the same for any number of threads
 WORTH_COMPILING = 50_000_000
+# `weight_grad`, measured on an H200: 60 to 80 slices of 152,064 rows, 200 x 256 in TF32, take 99 us; one product 118. Rows of
+# static shapes are multiples of 256.
+SLICES, SLICED = 64, 1024  # slices, and rows of each at least
 
 
 def followed():
@@ -640,9 +643,11 @@ class _Stack(torch.autograd.Function):
     def backward(ctx, grad):  # [S, C]
         saved, grads = ctx.saved_tensors, []
         rows = grad = grad.contiguous()
+        # as long as the longest sum: layers have no more rows than the outermost one
+        ones = grad.new_ones(len(saved[1]), dtype=torch.float32) if is_gpu(grad.device) else None
         for i in reversed(range(len(ctx.scales))):
             kept, total, weight, *block = saved[5 * i : 5 * i + 5]
-            grads = [torch.mm(grad.t(), total), rows.sum(0), *grads]
+            grads = [weight_grad(grad, total), column_sums(rows, ones), *grads]
             if i or ctx.needs_input_grad[0]:
                 num_src = len(kept) if i else ctx.num_input
                 args = block, product(grad, weight.t()), num_src
@@ -675,6 +680,24 @@ def product(x, weight, bias=None):
     if not _for_onednn(x, weight):
         return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight.contiguous(), bias, "none", [], "")
+
+
+def weight_grad(grad, x):
+    """Return grad [n, D].T @ x [n, F]; of many rows in TF32 on a GPU, the sum of the products of SLICES slices."""
+    n = len(x)
+    long = is_gpu(x.device) and x.dtype == torch.float32 and n >= SLICES * SLICED and not n % SLICES
+    if not long or torch.get_float32_matmul_precision() == "highest":
+        return torch.mm(grad.t(), x)
+    grad, x = (t.view(SLICES, n // SLICES, -1) for t in (grad, x))
+    return torch.bmm(grad.transpose(1, 2), x).sum(0)
+
+
+def column_sums(rows, ones):
+    """Return the sums of the columns of rows [n, D]. ones: float32 [n or more], by which float32 rows are multiplied, or
+    None: on a GPU this takes a third of the time of sum(0)."""
+    if ones is None or rows.dtype != ones.dtype:
+        return rows.sum(0)
+    return torch.mv(rows.t(), ones[: len(rows)])
 
 
 def _for_onednn(x, weight):

@@ -207,10 +207,36 @@ def test_a_step_of_a_typed_graph_is_a_cuda_graph(
 
 def _adam(net, state=None):
     # with the usual eps a gradient near zero makes a step of either sign
-    optimizer = torch.optim.Adam(net.parameters(), eps=2**-10, fused=True)
+    optimizer = adam.Adam(net.parameters(), eps=2**-10, fused=True)
     if state:
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     return optimizer
+
+
+def test_captured_adam_steps_in_pieces_have_the_same_bits(monkeypatch):
+    """Of a parameter that is cut, one that ends a piece, and small ones."""
+    values, sizes = [torch.randn(n) for n in ((300, 20), (2048,), (7,), (1, 1))], []
+    fused_adam = torch._fused_adam_
+
+    def noted(params, *args, **options):
+        sizes.extend(p.numel() for p in params)
+        fused_adam(params, *args, **options)
+
+    monkeypatch.setattr(torch, "_fused_adam_", noted)
+    ends = []
+    for captured in (False, True):
+        params = [v.clone().requires_grad_() for v in values]
+        optimizer = adam.Adam(params, lr=0.01, weight_decay=0.003, fused=True)
+        optimizer.param_groups[0].update(capturable=captured, lr=torch.tensor(0.01))
+        sizes.clear()
+        for step in range(3):
+            torch.manual_seed(step)
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        ends.append([*params, *(t for p in params for t in optimizer.state[p].values())])
+    assert sizes == [2048, 2048, 1904, 2048, 7, 1] * 3
+    assert len(ends[0]) == 16 and all(map(torch.equal, *ends))
 
 
 def _plain_loop(net, draws, ring, batches, labels):

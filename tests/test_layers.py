@@ -150,6 +150,29 @@ def test_cuda_sampler_kernels_stay_in_registers(ids, arch):
     assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
 
+def test_sums_over_many_rows_are_products_on_a_gpu(kernels, monkeypatch):
+    """In TF32 those of a weight's gradient are of slices; of other tensors, and on the CPU, they keep their bits."""
+    on_gpu, products = kernels is layers_gpu, []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *rows: products.append(rows[0].shape) or bmm(*rows))
+    monkeypatch.setattr(kernels, "SLICED", 2)
+    grad, x, ones = torch.randn(192, 5), torch.randn(192, 7), torch.ones(200)
+    for precision in ("high", "highest"):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda word=precision: word)
+        for n, dtype in ((192, torch.float32), (191, torch.float32), (192, torch.bfloat16)):
+            rows = grad[:n].to(dtype), x[:n].to(dtype)
+            sliced = on_gpu and n == 192 and dtype == torch.float32 and precision == "high"
+            made, want = kernels.weight_grad(*rows), torch.mm(rows[0].t(), rows[1])
+            assert products == [(64, 5, 3)] * sliced
+            assert sliced or torch.equal(made, want)
+            torch.testing.assert_close(made, want, rtol=1e-5, atol=1e-5)
+            products.clear()
+    for rows, factor in ((grad, ones), (grad, None), (grad.bfloat16(), ones)):
+        made = kernels.column_sums(rows, factor)
+        assert made.dtype == rows.dtype
+        torch.testing.assert_close(made, rows.sum(0), rtol=1e-5, atol=1e-5)
+
+
 def _behind(rows, tensor):
     """Return a tensor that ends in these rows, preceded by unmapped memory that must not be touched."""
     size = tensor.element_size() * tensor.shape[1]
