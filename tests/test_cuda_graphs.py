@@ -400,6 +400,27 @@ def test_a_cuda_graph_samples_with_the_priority_of_the_rings_stream(
     assert captured_on == [side, None, side, None]  # two slots: sampling, training
 
 
+@pytest.mark.parametrize("conv, listed", [("sage", 2), ("gcn", 2), ("gat", 3)])
+def test_the_sampling_graph_lists_edges_for_the_training_graph(
+    emulated_graphs, conv, listed, tmp_path, request
+):
+    """Those of blocks whose rows have a gradient; GCN's shares need what the model computes."""
+    launched = request.getfixturevalue("cuda_layers")
+    net, labels = _net(conv, (20, 8, 5)), torch.randint(5, (300,))
+    draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20))
+    for word in ("on", "off"):
+        graphs = _step_graphs(draws, ring, net, _adam(net), torch.arange(40), word)
+        for slot in graphs.slots:
+            launched.clear()
+            graphs._sample(slot, torch.arange(12), 7)
+            for name in ("destinations", "list_sizes", "list_edges", "list_in_order"):
+                assert launched.count(name) == listed
+            launched.clear()
+            graphs._train(slot)
+            assert {"list_edges", "destinations"}.isdisjoint(launched)
+            assert ("list_in_order" in launched) == (conv == "gcn")
+
+
 # where one rank fails while the graphs of a run are made: function, which of its calls, whether the others go on without
 _FAILING = [
     (cuda_graphs, "static_room", 0, False),
