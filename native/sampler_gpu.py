@@ -11,8 +11,8 @@ A batch of three hops is eleven launches, nine where the outermost hop keeps glo
 
 Where the degree does not determine a row's count (LABOR, weights, excluded edges, times, types), each hop also launches
 `count` before `pick`. There, and for fanouts above 64 or -1, `pick` only chooses edges, and `claim` reads their nodes and
-bids. Prefix sums take no extra pass: a thread that writes a count also adds it to the sums of 64 and of 4,096 counts, so
-a prefix is the sum of some 200 numbers. Positions are offset downward from batch to batch: values that earlier batches
+bids. Prefix sums take no extra pass: a thread that writes a count also adds it to the sum of 64 counts, the last of these
+to come adds theirs to the sum of 4,096, and a prefix is the sum of some 200 numbers. Positions are offset downward from batch to batch: values that earlier batches
 left in the table are larger than any bid of this one, so nothing needs clearing.
 
 If edges have times, a source is a pair of a node and a time. Pairs bid in a hash table, in which each claims a slot by

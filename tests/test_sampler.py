@@ -321,6 +321,19 @@ def test_more_lists_of_types_than_rows_are_drawn_side_by_side():
         assert _equal([ours[0]._replace(edge_type=None)], slow)
 
 
+def test_cuda_prefixes_over_thousands_of_rows_are_sums_of_sums(tmp_path):
+    """More than 4,096 rows of a hop, and 4,096 words of 32 edges: rows without edges count, too."""
+    rng, V = np.random.default_rng(3), 30_000
+    indptr, indices = _random_graph(rng, V, 13)
+    for fanouts, seeds in (([3, 3], 5000), ([9], 29_000)):
+        s = NeighborSampler(indptr, indices, fanouts, backend="torch")
+        sample, backend = _on_kernels(s, tmp_path)
+        for step, S in enumerate((seeds, 4097)):  # what the first batch left does not count
+            batch = torch.from_numpy(rng.permutation(V)[:S])
+            assert _equal(sample(batch, step), s.sample(batch, step))
+    assert backend.most == [0] and 4096 < backend.shapes(29_000)[1][0] // 32
+
+
 def test_cuda_tables_are_used_up_and_batches_that_never_fit_are_an_error(tmp_path, monkeypatch):
     """Positions count down over batches of eleven launches each; at the end the table is cleared."""
     indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
