@@ -28,7 +28,6 @@ from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from features import Fetched
 from model import LOOPED
@@ -344,9 +343,9 @@ class StepGraphs:
         """Take a step on one batch, padded or not; with several ranks, up to the flat gradient."""
         self.optimizer.zero_grad(set_to_none=True)
         logits = self.run.forward(batch, key)
-        loss = F.cross_entropy(logits, batch.y, reduction="sum", ignore_index=-1)
-        (loss * self.weight).backward()
-        self.loss_sum.add_(loss.detach())
+        losses, grad = layers.cross_entropy(logits.detach(), batch.y, self.weight)
+        logits.backward(grad)
+        self.loss_sum.add_(losses.sum(dtype=torch.float64))
         if self.flat is None:
             self.optimizer.step()
         else:

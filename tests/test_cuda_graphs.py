@@ -118,6 +118,7 @@ def _emulate_graphs(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "captured", lambda graph, pool=None, stream=None: graph)
     monkeypatch.setattr(model, "fused", layers_gpu)
     monkeypatch.setattr(adam, "layers", layers_gpu)
+    monkeypatch.setattr(cuda_graphs, "layers", layers_gpu)
 
 
 def _sampling_on_gpu(s, folder):

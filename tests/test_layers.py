@@ -150,6 +150,33 @@ def test_cuda_sampler_kernels_stay_in_registers(ids, arch):
     assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_and_its_gradient_are_one_kernel(cuda_layers, dtype):
+    """Rows without a class have neither, and what is not finite is not hidden."""
+    near = dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=1e-2, atol=1e-3)
+    weight = torch.tensor(0.25)
+    for classes in (1, 5, 16, 47):
+        logits = (5 * torch.randn(20, classes)).to(dtype).requires_grad_()
+        y = torch.randint(-1, classes, (20,))
+        y[-1], y[0] = -1, classes - 1
+        want = torch.nn.functional.cross_entropy(
+            logits.float(), y, reduction="none", ignore_index=-1
+        )
+        (to_logits,) = torch.autograd.grad((want * weight).sum(), logits)
+        losses, grad = layers_gpu.cross_entropy(logits.detach(), y, weight)
+        torch.testing.assert_close(losses, want.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(grad, to_logits, **near)
+        assert not losses[y < 0].any() and not grad[y < 0].any()
+    assert cuda_layers == ["cross_entropy"] * 4
+    logits = torch.tensor([[1.0, float("nan")], [float("inf"), 0.0]]).to(dtype)
+    losses, grad = layers_gpu.cross_entropy(logits, torch.tensor([0, 0]), weight)
+    assert losses.isnan().all() and grad[0].isnan().all()
+    with pytest.raises(
+        RuntimeError, match="no kernel for the loss of torch.float64 and torch.int64"
+    ):
+        layers_gpu.cross_entropy(logits.double(), y[:2], weight)
+
+
 def test_sums_over_many_rows_are_products_on_a_gpu(kernels, monkeypatch):
     """In TF32 those of a weight's gradient are of slices; of other tensors, and on the CPU, they keep their bits."""
     on_gpu, products = kernels is layers_gpu, []
