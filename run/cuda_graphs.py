@@ -337,9 +337,8 @@ class StepGraphs:
                     # warm up in these shapes
                     self._compute(slot.batch, slot.step)
                     torch.cuda.synchronize()
-            # what a reference cycle keeps of these steps: autograd would wait for their streams, which ends a capture
-            gc.collect()
-            for slot in self.slots:
+                # what a reference cycle keeps of steps so far: autograd would wait for their streams, and end the capture
+                gc.collect()
                 sampling, training = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
                 with captured(sampling):
                     slot.sample()
