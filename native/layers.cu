@@ -654,22 +654,23 @@ KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, const int *dst, int
 }
 
 // Cross-entropy of logits [S, C] and classes y [S], below 0 where a row has none -> loss [S], and the
-// gradient of their sum times *weight. A row has `lanes` threads: each reads all of it, and writes the
-// gradient of every lanes-th column.
-KERNEL cross_entropy(const IN *logits, const i64 *y, int S, int C, int lanes, const float *weight,
-                     float *loss, OUT *grad) {
+// gradient of their sum. A row has `lanes` threads: each reads all of it, and writes the gradient of
+// every lanes-th column.
+KERNEL cross_entropy(const IN *logits, const i64 *y, int S, int C, int lanes, float *loss,
+                     OUT *grad) {
   THREAD((i64)S * lanes);
   const i64 row = (unsigned)i / (unsigned)lanes;
-  const int lane = (int)((unsigned)i % (unsigned)lanes), known = y[row] >= 0;
+  const int lane = (int)((unsigned)i % (unsigned)lanes);
+  if (y[row] >= C) FAIL;
+  const int of = (int)y[row];
   const IN *x = logits + row * C;
   float top = UP(IN)(x[0]), sum = 0;
   for (int c = 1; c < C; c++) top = fmaxf(top, UP(IN)(x[c]));
   for (int c = 0; c < C; c++) sum += expf(UP(IN)(x[c]) - top);
-  if (y[row] >= C) FAIL;
-  if (!lane) loss[row] = known ? logf(sum) + top - UP(IN)(x[y[row]]) : 0;
+  if (!lane) loss[row] = of < 0 ? 0 : logf(sum) + top - UP(IN)(x[of]);
   for (int c = lane; c < C; c += lanes) {
-    const float g = expf(UP(IN)(x[c]) - top) / sum - (float)(c == y[row]);
-    grad[row * C + c] = DOWN(OUT)(known ? g * *weight : 0);
+    const float g = expf(UP(IN)(x[c]) - top) / sum - (float)(c == of);
+    grad[row * C + c] = DOWN(OUT)(of < 0 ? 0 : g);
   }
 }
 

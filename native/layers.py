@@ -483,24 +483,39 @@ def adam_rows(rows, grad, mean, square, weight, *numbers):
     return True
 
 
-def cross_entropy(logits, y, weight):
-    """Compute the cross-entropy of a batch and its gradient in one kernel, on a GPU.
+def cross_entropy(logits, y):
+    """Sum the cross-entropy of a batch on a GPU, where one kernel computes it with its gradient; None if torch has to.
 
     Args:
-        logits: float32 or bfloat16 [S, C], without autograd. y: int64 [S], below 0 for rows that do not count.
-        weight: float32 [], of a row in the gradient.
-
-    Returns:
-        (float32 [S] loss of each row, gradient [S, C] of weight times their sum).
+        logits: [S, C]. y: int64 [S], below 0 for rows that do not count.
     """
-    logits, (S, C) = logits.contiguous(), logits.shape
+    fits = (
+        is_gpu(logits.device)
+        and logits.dim() == 2
+        and logits.shape[1]
+        and y.shape == logits.shape[:1]
+    )
+    if not fits or y.dtype != torch.int64 or y.device != logits.device or not y.is_contiguous():
+        return None
     code = functions([], logits, logits)
-    if code is None or y.dtype != torch.int64 or not y.is_contiguous():
-        raise RuntimeError(f"there is no kernel for the loss of {logits.dtype} and {y.dtype}")
-    loss, grad = logits.new_empty(S, dtype=torch.float32), torch.empty_like(logits)
-    lanes = min(C, LOSS_LANES)
-    code.run("cross_entropy", S * lanes, logits, y, S, C, lanes, weight, loss, grad)
-    return loss, grad
+    return None if code is None else _CrossEntropy.apply(logits, y, code)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, y, code):
+        S, C = logits.shape
+        losses, to_logits = logits.new_empty(S, dtype=torch.float32), torch.empty_like(logits)
+        lanes = min(C, LOSS_LANES)
+        code.run("cross_entropy", S * lanes, logits, y, S, C, lanes, losses, to_logits)
+        ctx.save_for_backward(to_logits)
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (to_logits,) = ctx.saved_tensors
+        return to_logits * grad.to(to_logits.dtype), None, None
 
 
 def attend(indptr, indices, source, target, attn, self_rows, drawn, edges=None, by=None):
