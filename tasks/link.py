@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from disk.columns import types_called
+from disk.columns import NAMES, types_called
 from disk.files import SPLITS, StoreError, plural, reading, sha256_of
 from loader import from_edge_index
 from sampler import expand, mix, random_bits
@@ -356,8 +356,11 @@ class LinkTask(Task):
                 why = f"there is {'more than one' if others else 'none'} among {'; '.join(names)}"
                 raise StoreError(f"--edge-type {args.edge_type}: {why}")
         timed = args.temporal != "off"
-        self.store = split_edges(store, file := args.edge_split, args.seed, timed, number)
-        if file.endswith(".npz"):  # part of what identifies the data of a checkpoint
+        file, from_file = args.edge_split, args.edge_split.endswith(".npz")
+        if NAMES in store.meta["files"] and (from_file or args.pairs):
+            say(f"names   files of pairs hold names of nodes, those of {NAMES}")
+        self.store = split_edges(store, file, args.seed, timed, number, say)
+        if from_file:  # part of what identifies the data of a checkpoint
             of_file = {file: {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}
             self.store.meta = {**store.meta, "files": {**store.meta["files"], **of_file}}
         self.store.num_classes = args.hidden  # width of the outputs: embeddings
@@ -370,7 +373,7 @@ class LinkTask(Task):
         if args.pairs:  # refused before anything is trained
             with reading(name := f"--pairs {args.pairs}"):
                 asked = np.load(args.pairs, allow_pickle=False)
-                self.asked = checked_pairs(name, asked, store.num_nodes)
+                self.asked = checked_pairs(name, asked, store)
         self.metric = args.metric or "mrr"
 
     @staticmethod

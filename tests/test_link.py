@@ -119,7 +119,7 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     # no negative is to be a pair of the file
     assert view.known.has(*torch.tensor([no_edge]).t()).all()
     for message, arrays in (
-        (r"valid is \[3\] int64: integers \[n, 2\] are needed", {"valid": [1, 2, 3]}),
+        (r"valid is \[3\] int64: integers or names \[n, 2\] are needed", {"valid": [1, 2, 3]}),
         (r"test has node 300: node ids lie in \[0, 300\)", {"test": [[0, 1], [0, 300]]}),
         ("has an array 'val': its arrays are train, valid, test", {"val": [[0, 1]]}),
         (r"leave the self-loop \[7, 7\] out of valid", {"valid": [whole[5], [7, 7]]}),
@@ -128,6 +128,78 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     ):
         np.savez(file, **arrays)
         _refuses(message, link.split_edges, graph, str(file))
+
+
+NAMES_OF = {
+    "none": lambda nodes, rng: np.arange(nodes),
+    "numbers": lambda nodes, rng: rng.permutation(nodes) + 1,
+    "text": lambda nodes, rng: np.array([f"n{i}" for i in rng.permutation(nodes)]),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES_OF)
+def test_pairs_are_given_by_the_names_of_nodes(kind, tmp_path, capsys):
+    """In a file of --edge-split and in --pairs, on another graph too: results are those of row numbers."""
+    rng, file, asked = np.random.default_rng(0), tmp_path / "split.npz", tmp_path / "pairs.npy"
+    names, other = (NAMES_OF[kind](300, rng) for _ in range(2))
+    named = {} if kind == "none" else {"node_names": names.tolist()}
+    graph = _link_graph(tmp_path, symmetrize=False, **named)
+    plain = _link_graph(tmp_path / "plain", symmetrize=False)
+    theirs = _link_graph(tmp_path, seed=1, **(named and {"node_names": other.tolist()}))
+    edges, row_of = _pairs_of(graph), {name: row for row, name in enumerate(names.tolist())}
+    edges = [*dict.fromkeys(edge for edge in edges if edge[0] != edge[1])]
+    known, parts = {*edges}, rng.permutation(len(edges))
+    apart = [
+        (u, v) for u, v in rng.integers(0, 300, (99, 2)).tolist() if not {(u, v), (v, u)} & known
+    ]
+    rows = {"valid": [edges[i] for i in parts[:20]], "test": apart[:7]}
+    used = {*map(frozenset, rows["valid"] + apart)}
+    rest = (edges[i] for i in parts[20:] if frozenset(edges[i]) not in used)
+    rows["test"] += [next(rest) for _ in range(30)]
+    rows["train"] = [*rest]
+    given = {part: names[np.array(pairs)] for part, pairs in rows.items()}
+    np.savez(file, **given)
+    said = []
+    view = link.split_edges(graph, str(file), say=said.append)
+    for part, pairs in view.pairs.items():
+        assert _tuples(pairs) == rows[part]
+        assert pairs.tolist() == [[row_of[n] for n in pair] for pair in given[part].tolist()]
+    counts = "20 of 20 valid and 30 of 37 test pairs are edges of the graph"
+    assert said == [f"edges   of {file}: {counts}"] and _holds_out(view, graph)
+    np.save(asked, names[np.array(rows["test"])])
+    words = f"{LINK} --epochs 1 --edge-split {file} --pairs {asked} --predict {tmp_path}"
+    assert _code(words + f"/0.npy --dataset {graph.path} --checkpoint {tmp_path}/l.pt") == 0
+    assert counts in (out := capsys.readouterr().out)
+    assert ("files of pairs hold names of nodes" in out) == (kind != "none")
+    again = f"--gpus 0 --resume {tmp_path}/l.pt --edge-split none --pairs {asked}"
+    np.save(asked, other[np.array(rows["test"])])
+    assert _code(again, f"--dataset {theirs.path} --predict {tmp_path}/2.npy") == 0
+    np.save(asked, rows["test"])
+    np.savez(file, **rows)
+    unnamed = _link_graph(tmp_path / "plain", seed=1).path
+    assert _code(words + f"/1.npy --dataset {plain.path}") == 0
+    assert _code(again, f"--dataset {unnamed} --predict {tmp_path}/3.npy") == 0
+    scores = [np.load(tmp_path / f"{number}.npy") for number in range(4)]
+    assert np.array_equal(*scores[:2]) and np.array_equal(*scores[2:])
+    messages = {
+        r"leave the self-loop (.*) out of valid": {"valid": names[[[7, 7]]]},
+        r"(.*) is in valid and in test": {"valid": names[[[3, 1]]], "test": names[[[1, 3]]]},
+        r"(.*) in train is no edge": {"train": names[[apart[0]]]},
+    }
+    for message, arrays in messages.items():
+        np.savez(file, **arrays)
+        pair = re.escape(str([*map(str, next(iter(arrays.values()))[0])]))
+        pair = pair.replace("'", "") if kind == "none" else pair
+        _refuses(message.replace("(.*)", pair), link.split_edges, graph, str(file))
+    np.save(asked, np.array([["n1", "zoe"]]))
+    capsys.readouterr()
+    assert _code(again, f"--dataset {theirs.path} --predict {tmp_path}/2.npy") == 2
+    why = (
+        "is text, and the nodes have no names"
+        if kind == "none"
+        else "has node '.*': names of nodes"
+    )
+    assert re.search(f"--pairs {asked} {why}", capsys.readouterr().err)
 
 
 def _negatives_by_the_law(graph, key, numbers, sources, count, upto=None):
