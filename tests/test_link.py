@@ -191,15 +191,14 @@ def test_pairs_are_given_by_the_names_of_nodes(kind, tmp_path, capsys):
         pair = re.escape(str([*map(str, next(iter(arrays.values()))[0])]))
         pair = pair.replace("'", "") if kind == "none" else pair
         _refuses(message.replace("(.*)", pair), link.split_edges, graph, str(file))
-    np.save(asked, np.array([["n1", "zoe"]]))
     capsys.readouterr()
-    assert _code(again, f"--dataset {theirs.path} --predict {tmp_path}/2.npy") == 2
-    why = (
-        "is text, and the nodes have no names"
-        if kind == "none"
-        else "has node '.*': names of nodes"
-    )
-    assert re.search(f"--pairs {asked} {why}", capsys.readouterr().err)
+    unknown = "has node '.*': names of nodes are such as"
+    unknown = "is text, and the nodes have no names" if kind == "none" else unknown
+    objects = "cannot be read: Object arrays .*; save text by .astype.str."
+    for dtype, complaint in ((str, unknown), (object, objects)):
+        np.save(asked, np.array([["n1", "zoe"]], dtype))
+        assert _code(again, f"--dataset {theirs.path} --predict {tmp_path}/2.npy") == 2
+        assert re.search(f"--pairs {asked} {complaint}", capsys.readouterr().err)
 
 
 def _negatives_by_the_law(graph, key, numbers, sources, count, upto=None):
