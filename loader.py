@@ -75,6 +75,15 @@ def _check_sizes(graph, seeds, edges):
             raise ValueError(f"{name} is {actual}: {needed} is needed, for {V} nodes and {M} edges")
 
 
+def repeated(ids):
+    """Return an id that occurs more than once in a numpy array [n], or None; ids that rise are not sorted."""
+    if (ids[1:] > ids[:-1]).all():
+        return None
+    ids = np.sort(ids)
+    again = ids[1:][ids[1:] == ids[:-1]]
+    return again[0] if len(again) else None
+
+
 class Batch(NamedTuple):
     """Mini-batch of one forward and backward pass, on the training device: this process's share of the pass's seeds."""
 
@@ -116,7 +125,7 @@ class NodeLoader:
 
     Args:
         graph: GraphStore, `Graph` or anything else with indptr, indices, features and labels.
-        seeds: node ids to train on, int [T], or a mask, bool [V].
+        seeds: nodes to train on, each once: int [T], rows of features and labels, or a mask, bool [V].
         fanouts: neighbours sampled per node, one number per layer from the seeds outward; -1 for all.
         batch_size: seeds per process and pass. accumulate: passes per optimizer step.
         shuffle: False takes the seeds in the order given, all of them in each `for`, and draws the same neighbours in
@@ -132,7 +141,8 @@ class NodeLoader:
         types: True samples by graph.edge_type [M], see `NeighborSampler`; fanouts may then have a number for each type.
         sampler, ring: replace those that would be made from the arguments above.
         draw: function (Batch with only its seeds) -> (nodes to sample for, keyword arguments of `sampler.sample`, y).
-            Seeds may then index any kind of example; with y None, y is the labels of the nodes.
+            Seeds may then index any kind of example; with y None, y is the labels of the nodes. For seeds that repeat
+            `nodes, y = batch.seeds.unique(return_inverse=True)` gives distinct nodes, and row y[i] is that of seed i.
         load: function (Batch with its seeds, slot) -> `Fetched`, which replaces sampler and ring.
         timed: function of a stage, "sample" or "fetch", that returns a context to run it in.
 
@@ -176,7 +186,8 @@ class NodeLoader:
             raise ValueError(f"seeds is {list(seeds.shape)}: node ids [T] or a mask [V] is needed")
         if not load and (sampler is None or ring is None):
             _check_sizes(graph, seeds, edges)
-        self.seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds
+        self.draw, self.load = draw, load
+        self.seeds = seeds
         self.shuffle, self.seed, self.accumulate = shuffle, index(seed), accumulate
         self.rank, self.world = rank, world
         self.total_batch = batch_size * accumulate * world
@@ -199,11 +210,22 @@ class NodeLoader:
             device = device or getattr(rows, "device", "cpu")
             ring = FeatureRing(rows, _tensor(graph.labels), device=device, **options)
         self.node_sampler, self.ring, self.timed = sampler, ring, timed
-        self.draw, self.load = draw, load
         self.options, self.epoch, self.step = {"depth": depth, "threads": threads}, 0, 0
 
     reached = None  # (epoch, step) that the last loop got to
     steps = property(lambda self: -(-self.seeds.numel() // self.total_batch))
+
+    @property
+    def seeds(self):
+        return self._seeds
+
+    @seeds.setter
+    def seeds(self, seeds):
+        seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds
+        if not (self.draw or self.load) and (again := repeated(seeds.numpy())) is not None:
+            way = "a `draw` that samples batch.seeds.unique(return_inverse=True)"
+            raise ValueError(f"seeds has node {again} more than once: give it once, or {way}")
+        self._seeds = seeds
 
     def __len__(self):
         return self.steps * self.accumulate

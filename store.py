@@ -94,8 +94,8 @@ def build_store(
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
         labels: integers [V] in [0, C), or multi-label [V, C] of 0 and 1; -1, or a row of -1, for a node without label,
             which no split may contain. None: no node has one, and the graph is for predictions and links.
-        split: dict with node ids, or masks bool [V], for "train" (not empty), "valid" and "test" (each may be missing);
-            disjoint. Or a list of K such splits of the same graph.
+        split: dict with row numbers of nodes, not names, or masks bool [V], for "train" (not empty), "valid" and "test"
+            (each may be missing); disjoint. Or a list of K such splits of the same graph.
         edge_weight, edge_type, edge_time, edge_features, node_time, node_names: see disk/columns.py; edge arrays in the
             order of the given edges; an added reverse copies those of its edge. edge_types: names of the edge types.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
@@ -296,15 +296,25 @@ class GraphStore:
 
     def node_names(self) -> list[str] | None:
         """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""
-        if columns.NAMES not in self.meta["files"]:
-            return None
-        record = self.meta["files"][columns.NAMES]
-        file = files.check_size(self.path, columns.NAMES, record)
-        with reading(file, "; rebuild the store"):
-            lines = file.read_bytes().decode().split("\n")
-            if lines.pop() or len(lines) != record["shape"][0]:
-                raise ValueError(f"it does not have {record['shape'][0]:,} whole lines")
-        return lines
+        return None if (names := self._names()) is None else [*names]
+
+    def node_ids(self, values, name="ids") -> Tensor:
+        """Look up nodes -> their rows in features, labels and predictions, int64 of the shape of `values`.
+
+        Args:
+            values: array or list of integers or text, of any shape. If the nodes have names, values are names, an integer
+                that of its digits: 7 is the node called "7"; else row numbers, integers. To look up n of V names takes
+                memory for n.
+            name: of the values, for messages.
+
+        Raises:
+            StoreError: for another dtype, or a node that there is not; names the first.
+        """
+        return columns.node_ids(name, values, self.num_nodes, self._names())
+
+    def _names(self):
+        record = self.meta["files"].get(columns.NAMES)
+        return None if record is None else columns.read_names(self.path, record)
 
     def take_split(self, number):
         """Set `split` to one of the store's splits, counted from 0; StoreError if there is no such split."""

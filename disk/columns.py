@@ -125,6 +125,58 @@ def _check_names(names, num_nodes):
         seen.add(name)
 
 
+def read_names(path, record):
+    """Yield the names of the nodes of the store at `path`, in order; StoreError if the file is damaged. record: its entry
+    in meta.json."""
+    file, count = files.check_size(path, NAMES, record), 0
+    lacks = f"it does not have {record['shape'][0]:,} whole lines"
+    with files.reading(file, "; rebuild the store"):
+        with open(file, encoding="utf-8", newline="\n") as lines:
+            for line in lines:
+                if not line.endswith("\n"):
+                    raise ValueError(lacks)
+                count += 1
+                yield line[:-1]
+        if count != record["shape"][0]:
+            raise ValueError(lacks)
+
+
+def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
+    """Look up the nodes that `values` stand for; see `GraphStore.node_ids`. name: of the values, for messages. names:
+    of the nodes, in order, which are read once; None: values are row numbers."""
+    values = np.asarray(files.array_like(name, values))
+    if names is None:
+        if values.dtype.kind in "US":
+            why = "the nodes have no names: row numbers, integers, are needed"
+            raise StoreError(f"{name} is text, and {why}")
+        ids = integers(name, values)
+        bad = ids[(ids < 0) | (ids >= num_nodes)]
+        if bad.size:
+            raise StoreError(f"{name} has node {bad[0]}: node ids lie in [0, {num_nodes})")
+        return torch.from_numpy(ids)
+    if values.dtype.kind == "S":
+        with files.reading(name):
+            values = np.char.decode(values, "utf-8")
+    elif values.dtype.kind == "O" and all(isinstance(value, str) for value in values.flat):
+        values = values.astype(str)  # a column of pandas
+    if values.size and values.dtype.kind not in "iuU":
+        needed = "names of nodes, text or integers, are needed"
+        raise StoreError(f"{name} has dtype {values.dtype}: {needed}")
+    distinct, which = np.unique(values, return_inverse=True)
+    rows, first = dict.fromkeys(map(str, distinct.tolist()), -1), []
+    for row, node in enumerate(names):
+        if node in rows:
+            rows[node] = row
+        if row < 3:
+            first.append(repr(node))
+    ids = np.array([*rows.values()], np.int64)[which].reshape(values.shape)
+    if (ids < 0).any():
+        unknown = str(values[ids < 0][0])
+        such = f"names of nodes are such as {', '.join(first)} (nodes.txt)"
+        raise StoreError(f"{name} has node {unknown!r}: {such}")
+    return torch.from_numpy(np.asarray(ids))
+
+
 def write_arrays(path, arrays, rows=None) -> dict:
     """Write {name: numpy array} and node_names to files in chunks -> their records for meta.json. rows: int64 [M'], the
     input edge that each stored edge comes from; None where edges are stored in the order of the input."""

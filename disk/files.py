@@ -69,6 +69,8 @@ def reading(path, advice=""):
         message = getattr(error, "strerror", None) or " ".join(str(error).split())
         if not message or isinstance(error, KeyError | MemoryError):
             message = f"{type(error).__name__} {message}".strip()
+        if "allow_pickle" in message:  # an array of Python objects, as of a column of pandas
+            advice = "; save text by .astype(str)"
         if getattr(error, "errno", None) not in (None, errno.ENOENT):
             advice = ""  # the system refused, which tells nothing about the file
         raise StoreError(f"{path} cannot be read: {message[:300]}{advice}") from error

@@ -32,8 +32,8 @@ def settle(ranks, args, task):
     """Settle flags whose defaults depend on the data, the machine or other flags -> (a copy of args with mode, metric,
     weights, residual, precision, epochs, weight_decay, total_batch and steps set, EdgeData of the columns in use)."""
     store, lines, values = task.store, [], {"metric": task.metric}
-    examples, valid = (store.split[part].numel() for part in ("train", "valid"))
-    examples = max(examples, 1)  # 0 without labels, when nothing is trained
+    valid = task.judged()
+    examples = max(len(store.split["train"]), 1)  # 0 without labels, when nothing is trained
     values["total_batch"] = args.batch_size * args.accumulate * ranks.world
     values["steps"] = steps = -(-examples // values["total_batch"])
     values["epochs"] = args.epochs or max(10, -(-LEAST_STEPS // steps))
@@ -43,7 +43,7 @@ def settle(ranks, args, task):
     values["weights"] = "best" if args.early_stop else weights
     if values["weights"] == "best" and args.trains and not valid:
         flag = f"--early-stop {args.early_stop}" if args.early_stop else "--weights best"
-        lacks = f"{store.path} has no validation {task.examples}"
+        lacks = f"{store.path} has no validation {task.examples} to compute it from"
         raise StoreError(f"{flag} goes by validation {task.metric}, and {lacks}")
     if args.residual is None:
         values["residual"], line = residual_helps(store)

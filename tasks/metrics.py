@@ -14,6 +14,8 @@ import re
 import torch
 from torch.nn import functional as F
 
+RANKINGS = "mrr", "hits@1", "hits@10"
+
 
 class NotFinite(ValueError):
     """A loss, a weight or a score is NaN or infinite."""
@@ -92,7 +94,9 @@ def binary_cross_entropy(logits, y):
 
 
 def ranking(ranks):
-    """Compute MRR, Hits@1 and Hits@10 of ranks [n], counted from 1 -> {name: value}; nan without ranks."""
+    """Compute MRR, Hits@1 and Hits@10 of ranks [n], counted from 1 -> {name: value}; values are None without ranks."""
+    if not len(ranks):
+        return dict.fromkeys(RANKINGS)
     check_scores(ranks)
     mrr = {"mrr": ranks.double().reciprocal().mean().item()}
     return mrr | {f"hits@{k}": (ranks <= k).double().mean().item() for k in (1, 10)}
@@ -110,7 +114,12 @@ def scores_line(scores):
     """Format {'rmse': 0.71, 'hits@1': 0.5} as 'RMSE 0.7100  Hits@1 0.5000', None as 'n/a'."""
     if scores is None:
         return "n/a"
-    digits = lambda value: f"{value:.{'4g' if 0 < value < 1e-3 else '4f'}}"  # noqa: E731
+
+    def digits(value):
+        if value is None:
+            return "n/a"
+        return f"{value:.{'4g' if 0 < value < 1e-3 else '4f'}}"
+
     line = "  ".join(f"{name.replace('_', ' ')} {digits(v)}" for name, v in scores.items())
     line = line.replace("hits", "Hits")
     return re.sub(r"\b(rmse|mae|mrr|ap)\b", lambda name: name[0].upper(), line)

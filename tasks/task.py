@@ -51,6 +51,10 @@ class Task:
         """Return the ids of all nodes that may be seeds."""
         return self.store.split["train"]
 
+    def judged(self):
+        """Return how many validation examples the metric is computed from."""
+        return len(self.store.split["valid"])
+
     def attach(self, ranks, args, used, indptr, indices):
         """Take the graph where --mode has placed it; used: its `EdgeData`."""
 

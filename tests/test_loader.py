@@ -181,6 +181,7 @@ def test_loader_says_what_does_not_fit_the_graph():
         (good._replace(features=torch.ones(3)), [0], {}, r"features is \[3\]: \[3, F\] is needed"),
         (good._replace(labels=torch.arange(2)), [0], {}, r"labels is \[2\]: \[3\] is"),
         (good._replace(labels=None), [0], {}, "labels is NoneType"),
+        (good, [2, 0, 2], {}, "seeds has node 2 more than once: give it once, or a `draw` that"),
         (good, [0], {"edges": True}, r"edge_features is NoneType: \[3, F\] is"),
         (good, [0], {"batch_size": 0}, "batch_size is 0"),
         (good, [0], {"depth": -1}, "depth is -1"),
@@ -202,6 +203,27 @@ def test_loader_says_what_does_not_fit_the_graph():
     assert torch.equal(inference(net, *arrays), expected)
     with pytest.raises(ValueError, match="x has 2 rows, indptr is of 3 nodes"):
         inference(net, indptr, indices, good.features[:2])
+
+
+def test_loader_takes_repeated_seeds_where_a_draw_makes_them_distinct():
+    """And where they are set later, or in an array of any integers."""
+    graph, seeds = _for_loading()
+    batches = loader.NodeLoader(graph, seeds, [4], batch_size=16)
+    for bad in ([7, 7], [3, 2, 1, 3], seeds.tolist() + [int(seeds[99])]):
+        for dtype in (torch.int64, torch.int32, torch.uint16):
+            twice = torch.tensor(bad, dtype=dtype)
+            said = rf"node {bad[-1]} more than once: .*unique\(return_inverse=True\)"
+            for change in (batches.__setattr__, lambda _, ids: loader.NodeLoader(graph, ids, [4])):
+                _refuses(said, change, "seeds", twice, error=ValueError)
+
+    def draw(batch):
+        nodes, y = batch.seeds.unique(return_inverse=True)
+        return nodes, {}, y
+
+    some = torch.randint(0, 9, (50,))
+    for batch in loader.NodeLoader(graph, some, [4], batch_size=16, draw=draw):
+        assert torch.equal(batch.blocks[-1].src_nodes[batch.y].long(), batch.seeds)
+    loader.NodeLoader(graph, some, [4], load=draw)
 
 
 def test_loader_hands_out_labels_of_any_dtype_and_shape():

@@ -148,6 +148,9 @@ def test_metrics_are_what_their_definitions_say():
         assert metrics.average_precision(score, target) == near(total)
     expected = {"mrr": 1.65 / 4, "hits@1": 0.25, "hits@10": 0.75}
     assert metrics.ranking(torch.tensor([1.0, 2, 10, 20])) == near(expected)
+    none = metrics.ranking(torch.zeros(0))
+    assert none == dict.fromkeys(expected)
+    assert metrics.scores_line(none | {"ap": 0.5}) == "MRR n/a  Hits@1 n/a  Hits@10 n/a  AP 0.5000"
     output, y_ = torch.tensor([[1.0], [4.0]]), torch.tensor([[2.0], [2.0]])
     of_two = {"rmse": 2.5**0.5, "mae": 1.5, "rmse_of_the_mean": 3.0}
     assert metrics.errors(output, y_, torch.tensor([5.0])) == near(of_two)

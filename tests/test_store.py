@@ -485,3 +485,60 @@ def test_store_command_line(tmp_path, capsys):
         assert store.main([command, str(tmp_path / "nothing")]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "no store" in said
+
+
+NAMES_OF = {
+    "numbers": lambda rng: [str(n) for n in rng.permutation(200) + 1],
+    "codes": lambda rng: [f"{n:05d}" for n in rng.permutation(200)],
+    "text": lambda rng: ["", "é", "a b", *(f"n{n}" for n in rng.permutation(197))],
+}
+
+
+@pytest.mark.parametrize("kind", NAMES_OF)
+def test_nodes_are_looked_up_by_name(kind, tmp_path):
+    """Integers and text of any shape, as a dictionary finds them."""
+    rng = np.random.default_rng(0)
+    names = NAMES_OF[kind](rng)
+    graph = GraphStore.open(build_store(tmp_path / "g", **_graph(), node_names=names))
+    row_of = {name: row for row, name in enumerate(names)}
+    for shape in ((), (7,), (30, 2), (2, 0), (0, 2)):
+        rows = rng.integers(0, 200, shape)
+        given = np.array(names)[rows]
+        forms = [given, given.tolist(), given.astype(object), np.char.encode(given, "utf-8")]
+        if kind == "numbers":
+            forms += [given.astype(dtype) for dtype in ("int64", "int32", "uint8", "uint64")]
+            forms.append(torch.tensor(given.astype(int)))
+        for form in forms if shape else forms[:1]:
+            ids = graph.node_ids(form)
+            assert ids.dtype == torch.int64 and ids.tolist() == rows.tolist()
+            assert ids.flatten().tolist() == [row_of[name] for name in given.flatten().tolist()]
+    such = f"names of nodes are such as {names[0]!r}, {names[1]!r}, {names[2]!r} .nodes.txt."
+    for bad, unknown in ((["zoe", names[3]], "zoe"), ([[201, 0]], "201"), ([-1], "-1")):
+        _refuses(f"ids has node {unknown!r}: {such}", graph.node_ids, bad)
+    for bad in ([1.0], [True], np.array([1, None])):
+        _refuses("p has dtype .*: names of nodes, text or integers", graph.node_ids, bad, "p")
+
+
+def test_nodes_without_names_are_looked_up_by_row(tmp_path):
+    graph = GraphStore.open(build_store(tmp_path / "g", **_graph()))
+    for ids in ([0, 199], np.array([[5], [7]], np.uint8), torch.tensor(3), []):
+        found = graph.node_ids(ids)
+        assert found.dtype == torch.int64 and found.tolist() == np.asarray(ids).tolist()
+    for bad, said in (
+        ([0, 200], r"ids has node 200: node ids lie in \[0, 200\)"),
+        ([-1], "ids has node -1"),
+        (["7"], "ids is text, and the nodes have no names: row numbers, integers, are needed"),
+        ([1.5], "ids has dtype float64: integers are needed"),
+    ):
+        _refuses(said, graph.node_ids, bad)
+
+
+def test_a_damaged_list_of_names_is_refused(tmp_path):
+    graph = GraphStore.open(build_store(tmp_path / "g", **_graph(), node_names=range(200)))
+    file = graph.path / "nodes.txt"
+    whole = file.read_bytes()
+    shifted, cut, broken = b"\n" + whole[:-1], whole[:-1], b"\xff" + whole[1:]
+    for damaged in (whole.replace(b"\n", b" ", 1), whole[:-1] + b"x", shifted, cut, broken):
+        file.write_bytes(damaged)
+        for function in (graph.node_names, lambda: graph.node_ids([5])):
+            _refuses("nodes.txt.*rebuild", function)
