@@ -97,7 +97,8 @@ def build_store(
         split: dict with node ids, or masks bool [V], for "train" (not empty), "valid" and "test" (each may be missing);
             disjoint. Or a list of K such splits of the same graph.
         edge_weight, edge_type, edge_time, edge_features, node_time, node_names: see disk/columns.py; edge arrays in the
-            order of the given edges; an added reverse copies those of its edge. edge_types: names of the edge types.
+            order of the given edges; an added reverse copies those of its edge. With node_time and no edge_time an edge,
+            also an added reverse, has the time of its source. edge_types: names of the edge types.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
             are dicts by type, see `flatten` of disk/typed.py.
         backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
@@ -157,6 +158,7 @@ def build_store(
     }
     most_edges, of_edges = num_edges << options["symmetrize"], carried.keys() & columns.OF_EDGES
     edge_bytes = 4 + sum(carried[name].nbytes for name in of_edges) // max(num_edges, 1)
+    edge_bytes += 8 * ("node_time" in carried and "edge_time" not in carried)
     least = 0 if drop_self_loops or drop_duplicates else most_edges * edge_bytes
     need = num_nodes * 16 + rows * row_bytes + least
     arrays = {"labels": labels, **split, **carried}
@@ -171,17 +173,21 @@ def _write_store(path, meta, graph, arrays, features, progress):
     (edge_index, indptr, indices), order = graph, None
     num_nodes, options = meta["num_nodes"], meta["options"]
     by = arrays.get("edge_type"), arrays.get("edge_time")
-    in_order = edge_index is None and columns.out_of_order(indptr, *by) is None
+    # an edge without a time of its own has that of its source
+    of_sources = arrays.get("node_time") if by[1] is None else None
+    in_order = edge_index is None and of_sources is None
+    in_order = in_order and columns.out_of_order(indptr, *by) is None
     if in_order and not any(options.values()):
         chunks = sort.checked_indices(indices, num_nodes, progress)
     elif isinstance(indices, files.Rows):
         why = "there are no graph options, and its lists must rise in edge_type and edge_time"
+        why += ", which node_time needs" * (of_sources is not None)
         raise StoreError(f"indices given as Rows is stored as it is: {why}")
     else:
-        if arrays.keys() & columns.OF_EDGES:
+        if arrays.keys() & columns.OF_EDGES or of_sources is not None:
             order = tempfile.TemporaryFile(dir=path)
         indptr = np.zeros(num_nodes + 1, np.int64)
-        chunks = sort.sorted_sources(graph, options, indptr, path, order, by, progress)
+        chunks = sort.sorted_sources(graph, options, indptr, path, order, by, of_sources, progress)
     most = [meta["num_edges"] << options["symmetrize"]]
     dtype = "int32" if num_nodes < 1 << 31 else "int64"
     records = {"indices.npy": files.write_npy(path / "indices.npy", dtype, most, chunks)}
@@ -191,6 +197,8 @@ def _write_store(path, meta, graph, arrays, features, progress):
         order.flush()
         rows = np.memmap(order, np.int64, "r") if len(written) else np.empty(0, np.int64)
     records |= columns.write_arrays(path, {"indptr": indptr, **arrays}, rows)
+    if of_sources is not None:
+        records |= columns.write_arrays(path, {"edge_time": of_sources}, written)
     types = path / "edge_type.npy"
     types = np.load(types, mmap_mode="r") if types.name in records else None
     meta["edges"] = checks.count_edges(indptr, written, types)
