@@ -197,7 +197,8 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     with reading(f"cannot build {path}: {kind}"):
         if tables:
             arrays = read_tables(kind, extra, columns, path.absolute().parent)
-            options |= {name: arrays.pop(name, None) for name in ("node_names", "edge_types")}
+            names = "node_names", "edge_types", "feature_names"
+            options = {name: arrays.pop(name, None) for name in names} | options
             arrays = Arrays(kind, arrays, files=extra)
         elif npz:
             params = {**npz[1], **params}

@@ -257,6 +257,7 @@ def _bad_inputs():
             **streamed,
             "node_time": range(200),
         },
+        "feature_names has 4 names, 4 of them different: 5 dif": {"feature_names": [*"abcd"]},
         "its lists must rise in edge_type and edge_time": {**streamed, "edge_time": range(9)[::-1]},
         r"indices\[1\] is 200": {**csc, "indptr": [0] * 200 + [2], "indices": [0, 200]},
         "indices cannot be read: .* BFloat16": {**csc, "indptr": [0] * 200 + [5], "indices": bf16},
