@@ -71,6 +71,7 @@ def build_store(
     node_names=None,
     node_types=None,
     edge_types=None,
+    feature_names=None,
     backend="mmap",
     feature_dtype=None,
     num_classes=None,
@@ -97,7 +98,9 @@ def build_store(
         split: dict with row numbers of nodes, not names, or masks bool [V], for "train" (not empty), "valid" and "test"
             (each may be missing); disjoint. Or a list of K such splits of the same graph.
         edge_weight, edge_type, edge_time, edge_features, node_time, node_names: see disk/columns.py; edge arrays in the
-            order of the given edges; an added reverse copies those of its edge. edge_types: names of the edge types.
+            order of the given edges; an added reverse copies those of its edge. With node_time and no edge_time an edge,
+            also an added reverse, has the time of its source. edge_types: names of the edge types.
+        feature_names: F different names of the columns of features; with them predictions go by name, not by position.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
             are dicts by type, see `flatten` of disk/typed.py.
         backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
@@ -114,7 +117,7 @@ def build_store(
     """
     arguments = locals()
     if isinstance(edge_index, dict):
-        for name in ("indptr", "indices", "edge_type", "edge_types", "node_names"):
+        for name in ("indptr", "indices", "edge_type", "edge_types", "node_names", "feature_names"):
             if arguments[name] is not None:
                 raise StoreError(f"{name} is not for a graph that is given by type")
         return build_store(**{**arguments, "symmetrize": False, **typed.flatten(arguments)})
@@ -133,6 +136,8 @@ def build_store(
     graph, num_edges = checks.check_graph(edge_index, indptr, indices, num_nodes)
     values = {name: arguments[name] for name in columns.COLUMNS}
     carried, widths = columns.check_columns(num_edges, num_nodes, node_names, values, edge_types)
+    if feature_names is not None:
+        widths["feature_names"] = checks.check_names(feature_names, width)
     if node_types is not None:
         widths["node_types"] = [[name, *of] for name, of in node_types.items()]
     options = {name: bool(arguments[name]) for name in OPTIONS}
@@ -157,6 +162,7 @@ def build_store(
     }
     most_edges, of_edges = num_edges << options["symmetrize"], carried.keys() & columns.OF_EDGES
     edge_bytes = 4 + sum(carried[name].nbytes for name in of_edges) // max(num_edges, 1)
+    edge_bytes += 8 * ("node_time" in carried and "edge_time" not in carried)
     least = 0 if drop_self_loops or drop_duplicates else most_edges * edge_bytes
     need = num_nodes * 16 + rows * row_bytes + least
     arrays = {"labels": labels, **split, **carried}
@@ -171,17 +177,21 @@ def _write_store(path, meta, graph, arrays, features, progress):
     (edge_index, indptr, indices), order = graph, None
     num_nodes, options = meta["num_nodes"], meta["options"]
     by = arrays.get("edge_type"), arrays.get("edge_time")
-    in_order = edge_index is None and columns.out_of_order(indptr, *by) is None
+    # an edge without a time of its own has that of its source
+    of_sources = arrays.get("node_time") if by[1] is None else None
+    in_order = edge_index is None and of_sources is None
+    in_order = in_order and columns.out_of_order(indptr, *by) is None
     if in_order and not any(options.values()):
         chunks = sort.checked_indices(indices, num_nodes, progress)
     elif isinstance(indices, files.Rows):
         why = "there are no graph options, and its lists must rise in edge_type and edge_time"
+        why += ", which node_time needs" * (of_sources is not None)
         raise StoreError(f"indices given as Rows is stored as it is: {why}")
     else:
-        if arrays.keys() & columns.OF_EDGES:
+        if arrays.keys() & columns.OF_EDGES or of_sources is not None:
             order = tempfile.TemporaryFile(dir=path)
         indptr = np.zeros(num_nodes + 1, np.int64)
-        chunks = sort.sorted_sources(graph, options, indptr, path, order, by, progress)
+        chunks = sort.sorted_sources(graph, options, indptr, path, order, by, of_sources, progress)
     most = [meta["num_edges"] << options["symmetrize"]]
     dtype = "int32" if num_nodes < 1 << 31 else "int64"
     records = {"indices.npy": files.write_npy(path / "indices.npy", dtype, most, chunks)}
@@ -191,6 +201,8 @@ def _write_store(path, meta, graph, arrays, features, progress):
         order.flush()
         rows = np.memmap(order, np.int64, "r") if len(written) else np.empty(0, np.int64)
     records |= columns.write_arrays(path, {"indptr": indptr, **arrays}, rows)
+    if of_sources is not None:
+        records |= columns.write_arrays(path, {"edge_time": of_sources}, written)
     types = path / "edge_type.npy"
     types = np.load(types, mmap_mode="r") if types.name in records else None
     meta["edges"] = checks.count_edges(indptr, written, types)
@@ -214,6 +226,7 @@ class GraphStore:
         labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or a row of -1.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
+        feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
         sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free
             memory, a map of them without read-ahead and SAMPLERS threads.
         edge_weight, edge_time, edge_features, node_time: float32 [M], int64 [M], [M, D], int64 [V]; or None.
@@ -232,6 +245,7 @@ class GraphStore:
         if type(self.num_classes) is not int or not 1 <= self.num_classes <= checks.MAX_CLASSES:
             raise ValueError(f"it has num_classes = {self.num_classes!r:.200}")
         self.labelled = meta.get("labelled", True)
+        self.feature_names = meta.get("feature_names")
         self.options = [name for name, on in meta["options"].items() if on]
         kinds = columns.arrays_of(meta)
         for name, kind in kinds.items():
@@ -315,6 +329,11 @@ class GraphStore:
     def _names(self):
         record = self.meta["files"].get(columns.NAMES)
         return None if record is None else columns.read_names(self.path, record)
+
+    def take_columns(self, names):
+        """Put the columns of `features` into the order of `names`, which are `feature_names` in any order."""
+        order = torch.tensor([self.feature_names.index(name) for name in names])
+        self.features, self.feature_names = ReorderedFeatures(self.features, order), names
 
     def take_split(self, number):
         """Set `split` to one of the store's splits, counted from 0; StoreError if there is no such split."""
@@ -401,6 +420,20 @@ class MmapFeatures:
     def put_rows(self, ids, rows):
         """Raise StoreError: rows of a memory-mapped array do not change."""
         raise StoreError("put_rows needs a store with backend lmdb: rows of mmap stay as built")
+
+
+class ReorderedFeatures:
+    """Feature rows whose columns are read in another order. features: `MmapFeatures` or `LmdbFeatures`; order: int64 [F],
+    the column of `features` that each column is."""
+
+    def __init__(self, features, order):
+        self._features, self._order = features, order
+        self.shape, self.dtype, self.large = features.shape, features.dtype, features.large
+
+    def gather(self, ids, out=None) -> Tensor:
+        """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
+        out = files.gather_target(self, ids, out)
+        return torch.index_select(self._features.gather(ids), 1, self._order, out=out)
 
 
 def verify(path) -> list[str]:

@@ -2,7 +2,8 @@
 
     edge_weight    float32 [M]    not negative: how likely an edge is drawn, relative to the others in its list
     edge_type      uint8 or uint16 [M]  its relation, numbered from 0; each neighbour list is sorted by it
-    edge_time      int64 [M]      when an edge appeared; each list, or each type's part of it, is sorted by it
+    edge_time      int64 [M]      when an edge appeared; each list, or each type's part of it, is sorted by it. With
+                                  node_time and no edge_time it is that of the edge's source
     edge_features  [M, D]         of a dtype in DTYPES, for layers that see edges
     node_time      int64 [V]      the time at which a node is classified
     node_names     nodes.txt      the original names of the nodes: node i in line i + 1
@@ -60,14 +61,7 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
             needed = f"an array [{count}{width}] is needed, a row for each {item}"
             raise StoreError(f"{name} is a {type(values).__name__} {list(shape)}: {needed}")
         if name in ("edge_time", "node_time"):
-            with files.reading(name):
-                values = np.asarray(values)
-            if values.dtype.kind == "f":
-                bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
-                why = "whole numbers are needed; give finer times in smaller units"
-                refuse(bad, name, values, why)
-                values = values.astype(np.int64)
-            checked[name] = integers(name, values)
+            checked[name] = files.whole_times(name, values)
         elif name == "edge_type":
             values = integers(name, values)
             why = f"types are numbered from 0, and there are up to {MOST_TYPES:,}"
@@ -237,5 +231,6 @@ def described(graph) -> str:
     for name, times in (("time", graph.edge_time), ("nodes' time", graph.node_time)):
         if times is not None:
             first, last = map(int, torch.aminmax(times)) if len(times) else (0, 0)
+            first = "-inf" if first == files.ALWAYS else first
             words.append(f"{name} {first} to {last}")
     return ", ".join(words) or "none"

@@ -42,6 +42,7 @@ HALVES = ("bfloat16", "float16")  # dtypes that float features may be rounded to
 VERSION = 3
 READABLE = (2, 3)  # version 2: no edge columns, no node times, one split, one label per node
 MAX_SPLITS = 1 << 16
+ALWAYS = -(1 << 63)  # the time of an edge that is seen at all times
 HEAD = 128  # bytes of a .npy header; 4096 where rows have to start on a disk block
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
 FORMATS = {
@@ -488,6 +489,18 @@ def shaped(name, array, *shape):
         needed = ", ".join(map(str, shape))
         raise StoreError(f"{name} has shape {list(array.shape)}: [{needed}] is needed")
     return array
+
+
+def whole_times(name, values) -> np.ndarray:
+    """Convert times, whole numbers of any dtype, to int64; StoreError for others."""
+    with reading(name):
+        values = np.asarray(values)
+    if values.dtype.kind == "f":
+        bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
+        why = "whole numbers are needed; give finer times in smaller units"
+        refuse(bad, name, values, why)
+        values = values.astype(np.int64)
+    return integers(name, values)
 
 
 def part_ids(name, values, count) -> np.ndarray:

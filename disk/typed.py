@@ -30,8 +30,9 @@ def flatten(args):
 
     args: the arguments of `build_store`. features {type: [V_t, F_t]} may be None or missing for a type, narrower ones
     are padded with zeros; labels are those of one type, and `split` holds ids of that type, or masks; edge columns are
-    {type: [M_r, ...]}; nodes of a type without node_time {type: [V_t]} have the latest of the others. With symmetrize
-    the reverse of an edge has the edge's type if both ends are of one type, else the type `rev_NAME`.
+    {type: [M_r, ...]}. With symmetrize the reverse of an edge has the edge's type if both ends are of one type, else the
+    type `rev_NAME`. With node_time {type: [V_t]}, edges of a type without edge_time have the time of their source. Nodes
+    of a type without node_time see everything, and are always seen: they have the latest time, their edges ALWAYS.
     """
     node_types, edge_index = args["node_types"] or {}, args["edge_index"]
     split = args["split"]
@@ -53,12 +54,25 @@ def flatten(args):
         raise StoreError(f"{' and '.join(labels)} have labels: keep those of one type")
     edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in edge_index.items()}
     for name, values in columns.items():
-        if different := values.keys() ^ edges.keys():
+        different = values.keys() ^ edges.keys()
+        if name == "edge_time" and times:
+            different = values.keys() - edges.keys()
+        if different:
             raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
     columns = {name: dict(values) for name, values in columns.items()}
     if args["symmetrize"]:
         _add_reverses(edges, columns)
     graph = dict.fromkeys([*BY_TYPE, "split"])
+    if times:
+        graph["node_time"] = _spread("node_time", times, first, node_types)
+        own = columns.setdefault("edge_time", {})
+        for kind, (sources, _) in edges.items():
+            if kind in own:
+                own[kind] = files.whole_times(f"edge_time of {','.join(kind)}", own[kind])
+            elif kind[0] in times:
+                own[kind] = graph["node_time"][first[kind[0]] + sources]
+            else:
+                own[kind] = np.full(len(sources), files.ALWAYS)
     for name, values in columns.items():
         graph[name] = _column(name, values, edges)
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
@@ -72,8 +86,6 @@ def flatten(args):
     graph["features"] = _joined(tables)
     widths = {name: table.shape[1] for name, table in tables.items()}
     graph["node_types"] = {name: (node_types[name], widths.get(name, 0)) for name in names}
-    if times:
-        graph["node_time"] = _spread("node_time", times, first, node_types)
     if labels:
         graph["labels"] = _spread("labels", labels, first, node_types, rest=-1)
         start = first[next(iter(labels))]
@@ -121,7 +133,7 @@ def _add_reverses(edges, columns):
         if reverse != kind and reverse in edges:
             raise StoreError(f"symmetrize adds edges {','.join(reverse)}, which are there already")
         edges[reverse] = np.concatenate(parts, 1)
-        for values in columns.values():
+        for values in (values for values in columns.values() if kind in values):
             values[reverse] = torch.cat([files.as_rows("edges", values[kind])] * len(parts))
 
 

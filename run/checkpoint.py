@@ -49,7 +49,9 @@ SAME = {*FIXED, *KEPT, *"mode cuda_graph runs checkpoint_every predict_what".spl
 SAME = sorted(SAME - {"dataset", *BUILT})
 # flags and widths that early checkpoints lack, and what they stand for
 LATER = dict(drop_duplicates=False, feature_dtype=None, window=None, bases=0, edge_type=None)
-LATER_WIDTHS = dict(num_edge_types=0, node_types=0, edge_types=0, several=None, classes=None)
+LATER_WIDTHS = dict(
+    num_edge_types=0, node_types=0, edge_types=0, several=None, classes=None, feature_names=None
+)
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
 
@@ -58,6 +60,7 @@ def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
     graph = {name: store.meta.get(name, 0) for name in TASKS[args.task].widths}
     graph |= names_of(store) | {"path": str(store.path), "files": digests(store)}
+    graph["feature_names"] = getattr(store, "feature_names", None)
     state = {
         "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
         "total_batch": args.total_batch,
@@ -285,6 +288,7 @@ def check_graph(ranks, state, path, args, task):
             if here and was and numbered and was[: len(here)] != here:
                 were = "; ".join(was)[:300]
                 raise StoreError(f"{trained} whose {noun} are {were}; {store.path} has others")
+        name_features(ranks, store, graph["feature_names"], trained)
         files, was = digests(store), graph["files"]
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not args.trains:
@@ -295,6 +299,22 @@ def check_graph(ranks, state, path, args, task):
     if (was := state["total_batch"]) != args.total_batch:
         start = f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}"
         raise StoreError(f"{start}, this run has {args.total_batch}")
+
+
+def name_features(ranks, store, was, trained):
+    """Put the feature columns of a store into the order of a checkpoint's names `was`; StoreError for other names. If one
+    of them has no names, columns go by position, and a line says so. trained: beginning of messages."""
+    here = getattr(store, "feature_names", None)
+    if not (here and was):
+        lacks = f"{store.path} has" if was else "the checkpoint has"
+        ranks.say((here or was) and f"data    features go by position: {lacks} no names of columns")
+    elif sorted(here) != sorted(was):
+        lost, other = (min({*a} - {*b}, key=a.index) for a, b in ((was, here), (here, was)))
+        differ = f"{store.path} lacks it and has {other!r} instead: name the columns alike"
+        raise StoreError(f"{trained} with the feature {lost!r}; {differ}")
+    elif here != was:
+        store.take_columns(was)
+        ranks.say("data    feature columns are put into the checkpoint's order by name")
 
 
 def restore(state, path, ranks, args, model, optimizer, best):

@@ -20,7 +20,7 @@ HEADER = "; a header is known by names such as id, source, destination and label
 
 
 def read_tables(file, tables, columns, folder) -> dict:
-    """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`.
+    """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`, `feature_names`.
 
     Args:
         file: the table of edges. tables: {name of an array: file of a table}; "features" is required.
@@ -39,12 +39,15 @@ def read_tables(file, tables, columns, folder) -> dict:
         else:
             keep[name] = source.split(",") if name == "edge_features" else [source]
     arrays["edge_index"], kept = edges(file, folder, nodes, keep)
-    return {**arrays, **kept, "node_names": nodes.names}
+    names = {"node_names": nodes.names, "feature_names": nodes.feature_names}
+    return {**arrays, **kept, **names}
 
 
 class Nodes:
     """How tables refer to the V nodes, the rows of the feature table `source`: by number, or by `names` [V], integers
-    or strings. by_row: whether row i of a table without ids is node i."""
+    or strings. by_row: whether row i of a table without ids is node i. feature_names: of the columns, or None."""
+
+    feature_names = None
 
     def __init__(self, count, source, names=None, by_row=True):
         self.count, self.source, self.names, self.by_row = count, source, names, by_row
@@ -106,6 +109,7 @@ def features(file, folder) -> tuple[np.ndarray, Nodes]:
                 raise StoreError(
                     f"{file}: {table.column(0)} counts the rows: call it id or drop it"
                 )
+        nodes.feature_names = table.names and [table.names[j] for j in kept]
         table.say(plural(x.shape[1], "feature"))
     return x, nodes
 

@@ -197,7 +197,8 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     with reading(f"cannot build {path}: {kind}"):
         if tables:
             arrays = read_tables(kind, extra, columns, path.absolute().parent)
-            options |= {name: arrays.pop(name, None) for name in ("node_names", "edge_types")}
+            names = "node_names", "edge_types", "feature_names"
+            options = {name: arrays.pop(name, None) for name in names} | options
             arrays = Arrays(kind, arrays, files=extra)
         elif npz:
             params = {**npz[1], **params}
@@ -304,6 +305,8 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
             source["split"], by = DRAWN, "by --seed of train.py"
         where = "".join(f" from nodes of type {kind}" for kind in graph["labels"] if kind)
         arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
+    if "node_time" in graph:
+        _say_whose_times(arrays, graph)
     if not arrays.of_types:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
     if graph["features"] is None:
@@ -323,6 +326,17 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         share = f"{one_way:,} of {meta['edges']['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
     return path
+
+
+def _say_whose_times(arrays, graph):
+    """Print which edges get the times of their sources, and which nodes have no time."""
+    kinds = graph["edge_index"].keys() - graph.get("edge_time", {}).keys()
+    if kinds:
+        of = f" of {'; '.join(sorted(map(','.join, kinds)))}" * arrays.of_types
+        arrays.say(f"edges{of} have no times: each gets that of its source (node_time)")
+    if timeless := sorted(graph["node_types"].keys() - graph["node_time"].keys()):
+        see = "they see all edges, and those that would get their time are always seen"
+        arrays.say(f"nodes of {', '.join(timeless)} have no times: {see}")
 
 
 def _labels_as_features(arrays, labels, split, num_classes, random):

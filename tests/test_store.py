@@ -92,8 +92,9 @@ def test_pickled_store_of_several_splits(tmp_path, backend):
     _refuses("rebuilt after it was opened", pickle.dumps, graph)
 
 
-def _columns_slowly(edges, options):
-    """Compute in plain Python what the store holds of edges (source, destination, type, time, number), in its order."""
+def _columns_slowly(edges, options, node_time=None):
+    """Compute in plain Python what the store holds of edges (source, destination, type, time, number), in its order;
+    node_time: times of their sources in place of theirs."""
     rows = [
         (dst, src, kind, time, 0, number)
         for src, dst, kind, time, number in edges
@@ -101,6 +102,8 @@ def _columns_slowly(edges, options):
     ]
     if options["symmetrize"]:
         rows += [(src, dst, kind, time, 1, number) for dst, src, kind, time, _, number in rows]
+    if node_time is not None:
+        rows = [(dst, src, kind, node_time[src], *rest) for dst, src, kind, _, *rest in rows]
     rows.sort()
     if options["drop_duplicates"]:
         rows = [next(group) for _, group in itertools.groupby(rows, lambda row: row[:3])]
@@ -141,14 +144,18 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     share = 0 if seed < 16 else 0.7  # at first none
     given = {name: values for name, values in given.items() if rng.random() < share}
     nodes = {"features": np.zeros((V, 1), np.float32), "labels": np.zeros(V, int)}
-    nodes |= {"split": {"train": [0]}, "node_time": np.arange(V)}
+    nodes["split"] = {"train": [0]}
+    node_time = rng.integers(-3, 3, V) if rng.random() < 0.5 else None
+    of_sources = None if "edge_time" in given else node_time
+    nodes |= {} if node_time is None else {"node_time": node_time}
     path = build_store(tmp_path / "g", **graph, **nodes, **given, **options)
     found, none = GraphStore.open(path), np.zeros(M, int)
     keys = {"edge_type": kinds, "edge_time": times}
     by = [keys[name] if name in given else none for name in keys]
     rows_of_edges = zip(*(a.tolist() for a in (*edge_index, *by, np.arange(M))))
-    expected = _columns_slowly(rows_of_edges, options)
-    if "indptr" in graph and not keys.keys() & given.keys() and not any(options.values()):
+    expected = _columns_slowly(rows_of_edges, options, of_sources)
+    sorts = any(options.values()) or of_sources is not None or keys.keys() & given.keys()
+    if "indptr" in graph and not sorts:
         expected = sorted(expected, key=lambda row: row[-1])  # stored as it was
     assert np.repeat(np.arange(V), np.diff(found.indptr)).tolist() == [row[0] for row in expected]
     assert found.indices.tolist() == [row[1] for row in expected]
@@ -160,12 +167,16 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
         ("edge_features", rows),
     ):
         there = getattr(found, name)
+        if name == "edge_time" and of_sources is not None:
+            assert there.tolist() == [row[3] for row in expected]
+            continue
         assert (there is None) == (name not in given)
         if there is not None:
             wide = torch.int16 if there.dtype == torch.uint16 else there.dtype
             assert there.dtype == values.dtype
             assert torch.equal(there.view(wide), values.view(wide)[numbers]), name
-    assert found.node_time.tolist() == list(range(V)) and found.meta["options"] == options
+    assert node_time is None or found.node_time.tolist() == node_time.tolist()
+    assert found.meta["options"] == options
     assert found.edge_dim == 3 * ("edge_features" in given) and verify(path) == []
     assert {file.name for file in path.iterdir()} == {"meta.json", *found.meta["files"]}
 
@@ -242,6 +253,11 @@ def _bad_inputs():
         r"indptr\[1\] is 5: the next is smaller": {**csc, "indptr": [0, 5, 3, *[9] * 198]},
         "from 0 to 0": {**csc, "indptr": [0] * 201},
         r"indptr has shape \[2\]": {**csc, "indptr": [0, 9]},
+        "rise in edge_type and edge_time, which node_time needs": {
+            **streamed,
+            "node_time": range(200),
+        },
+        "feature_names has 4 names, 4 of them different: 5 dif": {"feature_names": [*"abcd"]},
         "its lists must rise in edge_type and edge_time": {**streamed, "edge_time": range(9)[::-1]},
         r"indices\[1\] is 200": {**csc, "indptr": [0] * 200 + [2], "indices": [0, 200]},
         "indices cannot be read: .* BFloat16": {**csc, "indptr": [0] * 200 + [5], "indices": bf16},

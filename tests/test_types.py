@@ -2,12 +2,17 @@
 
 import functools
 import importlib
+import itertools
+import re
 import shutil
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
+import ddp
+import train
 from bench.accuracy import read_triples
 from inference import inference
 from loader import NodeLoader
@@ -15,6 +20,7 @@ from model import GNN, NodeInputs
 from run.adam import Adam
 from run.edge_data import EdgeData, hops
 from run.flags import fanout
+from run.run import open_run
 from sampler import Block, NeighborSampler
 from sources import prepare
 from store import GraphStore, build_store, info, verify
@@ -212,6 +218,53 @@ def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
         _refuses("cannot be read", GraphStore.open, path)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_by_type_an_edge_without_a_time_has_that_of_its_source(own, tmp_path, capsys):
+    """Edges of places, which have no times, are always seen. `own`: one type of edges has times of its own."""
+    rng, writes = np.random.default_rng(2), ENDS[0]
+    times = {"paper": rng.integers(0, 50, 50), "author": rng.integers(0, 50, 30)}
+    given, arrays = _typed() | {"node_time": times}, {}
+    arrays |= {f"node_time:{kind}": values for kind, values in times.items()}
+    if own:
+        given["edge_time"] = {writes: rng.integers(-9, 50, 90).astype(np.float32)}
+        arrays["edge_time:author,writes,paper"] = given["edge_time"][writes]
+    graph = GraphStore.open(build_store(tmp_path / "g", **given, symmetrize=True))
+    known, first = times | {"place": [-(2**63)] * 7}, {"paper": 0, "place": 50, "author": 57}
+    wanted = {}
+    for kind, (src, dst) in given["edge_index"].items():
+        a, name, b = kind
+        when = (
+            given["edge_time"][kind].astype(int).tolist() if own and kind == writes else [None] * 90
+        )
+        for u, v, t in zip(src.tolist(), dst.tolist(), when):
+            back = f"{b},rev_{name},{a}" if a != b else ",".join(kind)
+            for of, (i, j), (x, y) in ((",".join(kind), (a, b), (u, v)), (back, (b, a), (v, u))):
+                edge = first[i] + x, first[j] + y, int(known[i][x]) if t is None else t
+                wanted.setdefault(of, []).append(edge)
+    assert _edges_by_type(graph, "edge_time") == {of: sorted(e) for of, e in wanted.items()}
+    if not own:
+        assert re.search(r"time -inf to \d+, nodes' time \d+ to", info(graph.path))
+    prepare.build(_npz(tmp_path / "a.npz", **arrays), tmp_path / "n")
+    printed = capsys.readouterr().out
+    which = "author,at,place; paper,cites,paper" if own else "author,at,place; author,writes,paper"
+    assert f"edges of {which}" in printed and "each gets that of its source" in printed
+    assert "nodes of place have no times: they see all edges" in printed
+    words = f"--dataset {graph.path} --gpus 0 --model rgcn --fanout 2,2 --batch-size 7".split()
+    run = open_run(ddp.Ranks(), train.parse_args(words), graph.path)
+    for block in itertools.chain(*(b.blocks for b in run.loader(graph.split["train"]))):
+        dst = np.repeat(np.arange(block.num_dst), np.diff(block.indptr))
+        taken = {}
+        for i, j, r in zip(block.indices.tolist(), dst.tolist(), block.edge_type.tolist()):
+            taken.setdefault((j, r), []).append(block.src_nodes[i].item())
+        for i, (v, t) in enumerate(
+            zip(block.src_nodes[: block.num_dst].tolist(), block.src_times.tolist())
+        ):
+            for r, kind in enumerate(graph.edge_types):
+                sees = [x for x, y, when in wanted[kind] if y == v and when <= t]
+                drawn = taken.get((i, r), [])
+                assert len(drawn) == min(2, len(sees)) and not Counter(drawn) - Counter(sees)
+
+
 def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
     given = _typed()
     del given["features"]["place"]
@@ -248,7 +301,7 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
         graph = GraphStore.open(prepare.build(source, tmp_path / name, drop_duplicates=True))
         assert graph.node_types == {"paper": (50, 8), "author": (30, 0), "place": (7, 0)}
         assert graph.node_types == reference.node_types
-        assert _edges_by_type(graph) == _edges_by_type(reference)
+        assert _edges_by_type(graph, "edge_time") == _edges_by_type(reference, "edge_time")
         assert torch.equal(graph.labels, reference.labels)
         assert torch.equal(graph.node_time, reference.node_time)
         assert torch.equal(graph.features.tensor, reference.features.tensor)
