@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from disk.columns import OF_EDGES, node_ids
-from disk.files import SPLITS, StoreError, reading
+from disk.files import ALWAYS, SPLITS, StoreError, reading
 from sampler import DAMAGED, DamagedGraph, expand, mix, number_before, outside, random_bits
 
 
@@ -80,7 +80,7 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None, say=lambda line
             for test, those before for valid; the name of an .npz file with `valid` and `test`, perhaps `train`, each
             integers or text [n, 2], source and destination, as for `GraphStore.node_ids`; "none": all pairs are for
             training.
-        timed: give each pair the time of the first edge between its nodes, in either direction.
+        timed: give each pair the time of the first edge between its nodes, in either direction; see `times_of`.
         edge_type: number of the type whose edges are the pairs; None: of all types. Messages go along all types.
         say: prints a line; called with how many pairs of a file are edges.
 
@@ -161,15 +161,24 @@ def positives(edges, seed):
 
 
 def times_of(store, edges, pairs, how):
-    """Find the time of the first edge between the nodes of each pair [P, 2], in either direction -> int64 [P]."""
-    never = torch.iinfo(torch.int64).max
+    """Find the time of the first edge between the nodes of each pair [P, 2], in either direction -> int64 [P]. Where edges
+    have the times of their sources it is the later of the two: an edge is there once both of its ends are."""
     places, which = edges.between(pairs)
-    times = torch.full((len(pairs),), never)
-    times.scatter_reduce_(0, which, store.edge_time[places], "amin")
+    times = torch.zeros(len(pairs), dtype=torch.int64)
+    reduction = "amax" if times_are_of_sources(store) else "amin"
+    times.scatter_reduce_(0, which, store.edge_time[places], reduction, include_self=False)
     if len(lost := pairs[which.bincount(minlength=len(pairs)) == 0]):
         why = f"the pair {called(store, lost[0])} has no time, for it is no edge"
         raise StoreError(f"--edge-split {how}: {why}; --temporal off takes it")
     return times
+
+
+def times_are_of_sources(store):
+    """Check whether every edge has the time of its source, as those get that have none of their own."""
+    if getattr(store, "node_time", None) is None:
+        return False
+    of_sources = store.node_time[store.indices.long()]
+    return bool(((store.edge_time == of_sources) | (store.edge_time == ALWAYS)).all())
 
 
 def bits_of(pairs, key):

@@ -429,6 +429,21 @@ def test_a_pair_has_the_time_of_the_first_edge_between_its_nodes(symmetrize, typ
     assert link.split_edges(graph, "70/20/10").pair_times is None
 
 
+@pytest.mark.parametrize("symmetrize", [False, True])
+def test_a_pair_of_nodes_with_times_is_there_once_both_are(symmetrize, tmp_path):
+    times = np.random.default_rng(5).integers(0, 500, 40)
+    graph = _link_graph(tmp_path, 40, 500, node_time=times, symmetrize=symmetrize)
+    later = {}
+    for u, v in _pairs_of(graph):
+        pair = frozenset((u, v))
+        later[pair] = max(times[u], later.get(pair, times[u]))
+    assert not symmetrize or all(later[pair] == max(times[[*pair]]) for pair in later)
+    view = link.split_edges(graph, "time:70/20/10", timed=True)
+    for part, pairs in view.pairs.items():
+        assert view.pair_times[part].tolist() == [later[frozenset(p)] for p in pairs.tolist()]
+    assert view.pair_times["train"].max() <= view.pair_times["test"].min()
+
+
 def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, monkeypatch):
     """A node's embedding is a function of node and time here; scores are compared with slow ones."""
     graph = link.split_edges(_timed_links(tmp_path, nodes=60), "60/20/20", timed=True)
