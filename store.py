@@ -113,7 +113,9 @@ def build_store(
     Returns the path; raises StoreError for invalid input, a target that exists, a full disk.
     """
     arguments = locals()
-    if isinstance(edge_index, dict):
+    if isinstance(edge_index, dict) and not files.is_sparse(
+        edge_index
+    ):  # scipy has matrices that are
         for name in ("indptr", "indices", "edge_type", "edge_types", "node_names"):
             if arguments[name] is not None:
                 raise StoreError(f"{name} is not for a graph that is given by type")

@@ -288,7 +288,10 @@ def check_graph(ranks, state, path, args, task):
                 continue
             if args.trains or name != "edge_types" or {*here} - {*was}:
                 were = "; ".join(was)[:300]
-                raise StoreError(f"{trained} whose {noun} are {were}; {store.path} has others")
+                has = "others"
+                if not {*here} - {*was}:
+                    has = "them in another order"
+                raise StoreError(f"{trained} whose {noun} are {were}; {store.path} has {has}")
             numbers = torch.tensor([was.index(kind) for kind in here])
             ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
         files, was = digests(store), graph["files"]

@@ -157,4 +157,4 @@ def _edge_forms(edges, num_nodes):
     )
     columns = pandas.DataFrame(edges.T, index=np.arange(edges.shape[1])[::-1])
     pairs = [tuple(edges), [*tensor], tuple(tensor.int()), (columns[0], columns[1])]
-    return [*pairs, tuple(edges.tolist()), sparse, matrix.tocsr() > 0, matrix]
+    return [*pairs, tuple(edges.tolist()), sparse, (matrix.tocsr() > 0).todok(), matrix]
