@@ -536,21 +536,16 @@ def adjacency(name, matrix):
             matrix = matrix.tocoo()
             rows, columns, values = map(torch.as_tensor, (matrix.row, matrix.col, matrix.data))
             count = matrix.shape[0]
+        elif isinstance(matrix, Tensor):
+            matrix = matrix.detach().cpu().to_sparse_coo().coalesce()
+            rows, columns = matrix.indices()
+            values, count = matrix.values(), matrix.shape[0]
+        elif hasattr(matrix, "csr"):
+            indptr, columns, values = matrix.csr()
+            rows, count = torch.repeat_interleave(indptr.diff()), len(indptr) - 1
         else:
-            if isinstance(matrix, Tensor):
-                matrix = matrix.detach().cpu().to_sparse_csr()
-                indptr, columns, values = (
-                    matrix.crow_indices(),
-                    matrix.col_indices(),
-                    matrix.values(),
-                )
-            elif hasattr(matrix, "csr"):
-                indptr, columns, values = matrix.csr()
-            else:
-                kind = type(matrix).__name__
-                raise StoreError(f"{name} is a {kind}: a sparse matrix of scipy or torch is needed")
-            count = len(indptr) - 1
-            rows = torch.repeat_interleave(indptr.diff())
+            kind = type(matrix).__name__
+            raise StoreError(f"{name} is a {kind}: a sparse matrix of scipy or torch is needed")
         if values is not None and bool((values == 1).all()):
             values = None
         return torch.stack([rows, columns]), values, count
