@@ -84,13 +84,13 @@ def build_store(
 ) -> Path:
     """Write a graph to disk as a store, atomically: it is complete or not there.
 
-    Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap), which is then
-    read a piece at a time. Neighbour lists are sorted by edge_type, edge_time and source, in bounded memory (disk/sort.py);
+    Arrays may be numpy arrays, torch tensors or anything with .shape, .dtype and slicing (a memmap), which is then read
+    a piece at a time; also what docs/data.md lists as "From Python". Neighbour lists are sorted by edge_type, edge_time and source, in bounded memory (disk/sort.py);
     indptr and indices are stored as given unless an option is set or their lists are out of order.
 
     Args:
         path: directory to create, with its parents.
-        edge_index: integers [2, M], row 0 the sources, row 1 the destinations; or give
+        edge_index: integers [2, M], row 0 the sources, row 1 the destinations, or a sparse matrix of ones [V, V]; or give
         indptr, indices: the graph in CSC form, integers [V + 1] and [M] (indices may be `Rows`).
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
         labels: integers [V] in [0, C), or multi-label [V, C] of 0 and 1; -1, or a row of -1, for a node without label,
@@ -116,7 +116,8 @@ def build_store(
     Returns the path; raises StoreError for invalid input, a target that exists, a full disk.
     """
     arguments = locals()
-    if isinstance(edge_index, dict):
+    # scipy has sparse matrices that are dicts
+    if isinstance(edge_index, dict) and not files.is_sparse(edge_index):
         for name in ("indptr", "indices", "edge_type", "edge_types", "node_names", "feature_names"):
             if arguments[name] is not None:
                 raise StoreError(f"{name} is not for a graph that is given by type")

@@ -79,7 +79,7 @@ def check_graph(edge_index, indptr, indices, num_nodes):
     if not 1 <= num_nodes <= 1 << 32:
         raise StoreError(f"there are {num_nodes} nodes: a store holds 1 to 2^32")
     if edge_index is not None:
-        edge_index = shaped("edge_index", files.array_like("edge_index", edge_index), 2, "M")
+        edge_index = files.edge_pairs("edge_index", edge_index, num_nodes, num_nodes)
         return (edge_index, None, None), int(edge_index.shape[1])
     indptr = integers("indptr", indptr, num_nodes + 1)
     indices = shaped("indices", files.array_like("indices", indices), "M")

@@ -261,12 +261,14 @@ def check_same(ranks, values):
 def check_graph(ranks, state, path, args, task):
     """Raise StoreError unless all ranks have the same data, with the graph of the checkpoint, if state is not None, and
     as many seeds a step as there. To predict, only the widths must match, and the graph may have fewer classes and edge
-    types than the checkpoint."""
+    types than the checkpoint, these in another order: returns the numbers [T] of the graph's edge types there, or None
+    if they are the same."""
     code = {"--model's file": load(args.model)[1]} if is_own(args.model) else {}
     # the file of --edge-split may lie in another folder
     check_same(ranks, code | {os.path.basename(k): v for k, v in digests(task.store).items()})
     if not state:
-        return
+        return None
+    numbers = None
     store, graph, compared = task.store, state["graph"], task.compared(args)
     trained = f"checkpoint {path} was trained on a graph"
     with reading(f"checkpoint {path}"):
@@ -285,20 +287,28 @@ def check_graph(ranks, state, path, args, task):
         for name, here in names_of(store).items():
             was, noun = graph[name], name.replace("_", " ")
             numbered = f"num_{name}" in compared or name == "edge_types" and is_own(args.model)
-            if here and was and numbered and was[: len(here)] != here:
+            if not (here and was and numbered) or was[: len(here)] == here:
+                continue
+            if args.trains or name != "edge_types" or {*here} - {*was}:
                 were = "; ".join(was)[:300]
-                raise StoreError(f"{trained} whose {noun} are {were}; {store.path} has others")
+                has = "others"
+                if not {*here} - {*was}:
+                    has = "them in another order"
+                raise StoreError(f"{trained} whose {noun} are {were}; {store.path} has {has}")
+            numbers = torch.tensor([was.index(kind) for kind in here])
+            ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
         name_features(ranks, store, graph["feature_names"], trained)
         files, was = digests(store), graph["files"]
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not args.trains:
-        return
+        return numbers
     if other:
         start = f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same"
         raise StoreError(f"{start}; give its graph, or another --checkpoint to start anew")
     if (was := state["total_batch"]) != args.total_batch:
         start = f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}"
         raise StoreError(f"{start}, this run has {args.total_batch}")
+    return None
 
 
 def name_features(ranks, store, was, trained):

@@ -7,6 +7,8 @@ model.degrees = degrees_at(store.indptr, used)    # for layers that divide by de
 import re
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from disk.columns import types_called
@@ -28,6 +30,16 @@ class EdgeData(NamedTuple):
     type: Tensor | None = None  # uint8 or uint16 [M]: neighbours are drawn by type
     num_types: int = 1
     type_names: list | None = None  # None: types are named by number
+    numbers: Tensor | None = (
+        None  # int64 [num_types]: the network's numbers of the types; None: the same
+    )
+
+    def seen_types(self):
+        """Return the types [M] as the network numbers them, or None without types."""
+        if self.type is None or self.numbers is None:
+            return self.type
+        numbers = self.numbers.numpy().astype(np.int16)
+        return torch.from_numpy(numbers[self.type.numpy()])
 
 
 def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:

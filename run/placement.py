@@ -155,7 +155,9 @@ def make_sampler(args, indptr, indices, fanout, used, threads=None):
     if used.type is not None:
         fanout = hops(fanout, used)
         options |= {"edge_type": used.type, "by_type": isinstance(fanout[0], list)}
-    return NeighborSampler(indptr, indices, fanout, seed=args.seed, check=False, **options)
+    sampler = NeighborSampler(indptr, indices, fanout, seed=args.seed, check=False, **options)
+    sampler.type_numbers = used.numbers
+    return sampler
 
 
 def cached(ranks, args, task, used, features):

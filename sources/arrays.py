@@ -16,7 +16,17 @@ import zipfile
 import numpy as np
 import torch
 
-from disk.files import StoreError, free_host_bytes, integers, reading, refuse, shaped
+from disk.files import (
+    StoreError,
+    adjacency,
+    array_like,
+    free_host_bytes,
+    integers,
+    is_sparse,
+    reading,
+    refuse,
+    shaped,
+)
 from sources.splits import PARTS
 from sources.tables import MISSING, like_number, short
 
@@ -99,22 +109,19 @@ def of_object(graph, extra, ignore=()) -> "Arrays":
 
 
 def _with_edge_index(arrays) -> dict:
-    """Replace adj_t, a SparseTensor of torch_sparse or a sparse tensor of torch, by edge_index: its row v holds the
-    sources of the edges into v."""
-    if arrays.get("adj_t") is None or arrays.get("edge_index") is not None:
+    """Replace sparse matrices by edge_index [2, M]: an edge_index whose entry i, j is an edge from i to j, or without one
+    adj_t (also a SparseTensor of torch_sparse), whose row v holds the sources of the edges into v."""
+    name = "adj_t" if arrays.get("edge_index") is None else "edge_index"
+    if arrays.get(name) is None or name == "edge_index" and not is_sparse(arrays[name]):
         return arrays
-    matrix, weights = arrays.pop("adj_t"), arrays.get("edge_weight")
-    if isinstance(matrix, torch.Tensor):
-        matrix = matrix.to_sparse_csr()
-        indptr, indices, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
-    else:
-        indptr, indices, values = matrix.csr()
-    edges = torch.stack([indices, torch.repeat_interleave(indptr.diff())])
-    if values is None or bool((values == 1).all()):
+    edges, values, count = adjacency(name, arrays.pop(name))
+    weights = arrays.get("edge_weight")
+    if values is None:
         values = weights
     elif weights is not None:
-        raise StoreError("adj_t has values other than 1, beside edge_weight: keep one of them")
-    return arrays | {"edge_index": edges, "edge_weight": values, "num_nodes": len(indptr) - 1}
+        raise StoreError(f"{name} has values other than 1, beside edge_weight: keep one of them")
+    edges = edges.flip(0) if name == "adj_t" else edges
+    return arrays | {"edge_index": edges, "edge_weight": values, "num_nodes": count}
 
 
 class Arrays:
@@ -181,12 +188,9 @@ class Arrays:
         self._taken.add(name)
         with reading(self.called(name)):
             value = self._values[name]
-            value = value() if callable(value) else value
-            if isinstance(value, torch.Tensor):
-                value = value.detach().cpu()
-                if value.dtype == torch.bfloat16:
-                    return value
-                value = value.numpy()
+            value = array_like(self.called(name), value() if callable(value) else value)
+            if getattr(value, "dtype", None) == torch.bfloat16:
+                return value
             array = np.asarray(value)
         if kinds and array.dtype.kind not in kinds:
             raise StoreError(f"{self.called(name)} holds {array.dtype}, where numbers are needed")
@@ -205,7 +209,9 @@ class Arrays:
     def edge_index(self):
         """Return the edges [2, M], row 0 the sources: `edge_index`, or `edges` [M, 2] transposed."""
         name = self.find(*EDGES, needed=True)
-        return self[name] if name == "edge_index" else self.shaped(name, "M", 2).T
+        shape = (2, "M") if name == "edge_index" else ("M", 2)
+        edges = self.shaped(name, *shape)
+        return edges if name == "edge_index" else edges.T
 
     def columns(self):
         """Return {column of a store: array} of edge columns and `node_time`; for one type, of those that fit it."""
@@ -275,7 +281,7 @@ class Arrays:
             return self._csr_rows(row_normalize)
         if row_normalize is not None:
             raise self.error("row_normalize has no effect: it is for a CSR matrix of features")
-        return None if name is None else self[name]
+        return None if name is None else self.shaped(name, "V", "F")
 
     def _csr_rows(self, row_normalize):
         """Make dense rows of feat_indptr, feat_indices, feat_data (or ones) and feat_shape; repeated entries add up."""
@@ -313,9 +319,9 @@ class Arrays:
         """Name the unused arrays; StoreError for one that seems to be of edges, a split, features or labels."""
         rest = [name for name in self._values if name not in self._taken]
         for name in rest:
-            shape = ()
-            with contextlib.suppress(StoreError):  # unreadable, but not needed either
-                shape = self.read(name, "").shape
+            shape, value = (), self._values[name]
+            with contextlib.suppress(ValueError):  # unreadable, but not needed either
+                shape = self.read(name, "").shape if callable(value) else np.shape(value)
             of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
             if of_edges or re.search(MATTERS, str(name).lower()):
                 how = f"docs/data.md lists those that are; drop it, or ignore={name}{self.suffix}"

@@ -309,6 +309,12 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         _say_whose_times(arrays, graph)
     if not arrays.of_types:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
+    else:
+        tables = graph.get("edge_features", {}).values()
+        widths = sorted({table.shape[1] if table.ndim > 1 else 1 for table in tables})
+        if len(widths) > 1:
+            wide = " or ".join(map(str, widths))
+            arrays.say(f"edge_features have {wide} columns, by type: narrower ones get zeros")
     if graph["features"] is None:
         num_classes = check_labels(labels, len(labels), options.get("num_classes"))[1]
         split, features = _labels_as_features(arrays, labels, split, num_classes, random)

@@ -270,7 +270,7 @@ def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
         ("do not fit", [2, 1], [1, 0], [[0], [1]], [0] * 3, [], two),
         (r"edge_index has shape \[3\]: \[2, E\] is", [2], [1], [0, 1, 1], two, one, one),
         ("edge_index has dtype float64", [2], [1], [[0.0], [1.5]], two, two, two),
-        ("x cannot be read: can.t convert", [2], [1], [[0], [1]], np.array([["a"]] * 2), one, one),
+        ("x has dtype <U1: numbers are", [2], [1], [[0], [1]], np.array([["a"]] * 2), one, one),
     ):
         _refuses(words, block_diagonal, nodes, edges, edge_index, x, e, y)
     rows = np.ones((2, 1), ">f4"), np.ones((1, 1), ">f8"), np.ones((1, 1), ">i4")

@@ -22,7 +22,7 @@ from run.run import open_run
 from sampler import NeighborSampler
 from store import GraphStore, build_store
 from tests.common import _as_lists, _graph, _random_graph
-from tests.stores import _refuses
+from tests.stores import _edge_forms, _forms, _refuses
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint64])
@@ -37,12 +37,17 @@ def test_loader_from_edge_index_is_a_stable_list_of_neighbours(dtype):
             assert indptr[-1] == M == indices.numel()
             assert [indices[a:b].tolist() for a, b in itertools.pairwise(indptr.tolist())] == lists
     for bad, words in (
-        (torch.zeros(3, 2).long(), r"\[3, 2\]: integers \[2, M\]"),
+        (torch.zeros(3, 2).long(), r"\[3, 2\]: \[2, M\] is needed"),
         (torch.ones(2, 3), "float32"),
         (torch.tensor([[0, 50], [1, 2]]), "node 50: ids must be in .0, 50"),
         (torch.tensor([[0, 1], [-1, 2]]), "node -1"),
     ):
         _refuses(words, loader.from_edge_index, bad, 50, error=ValueError)
+    edges = np.unique(rng.integers(0, 50, (2, 400)), axis=1)
+    expected = loader.from_edge_index(edges, 50)
+    for form in _edge_forms(edges, 50):
+        assert all(map(torch.equal, loader.from_edge_index(form, 50), expected))
+    _refuses(r"\[50, 50\]: \[51, 51\] is", loader.from_edge_index, form, 51, error=ValueError)
 
 
 def _loaded(batches):
@@ -203,6 +208,30 @@ def test_loader_says_what_does_not_fit_the_graph():
     assert torch.equal(inference(net, *arrays), expected)
     with pytest.raises(ValueError, match="x has 2 rows, indptr is of 3 nodes"):
         inference(net, indptr, indices, good.features[:2])
+    for x in (good.features.to_sparse(), good.features.tolist()):
+        with pytest.raises(ValueError, match=r"x is a .*: a dense tensor or array \[V, F\] is"):
+            inference(net, indptr, indices, x)
+
+
+def test_loader_takes_arrays_in_the_forms_that_people_have_them_in():
+    graph, _ = _for_loading()
+    graph, seeds = graph._replace(indptr=graph.indptr.int()), np.arange(3, 40)
+    load = lambda graph, seeds: _loaded(loader.NodeLoader(graph, seeds, [4]))  # noqa: E731
+    expected = load(graph, seeds)
+    for name in "indptr", "indices", "features", "labels":
+        for i, form in enumerate(_forms(getattr(graph, name).numpy())):
+            assert load(graph._replace(**{name: form}), seeds) == expected, (name, i)
+    for form in [*_forms(seeds), seeds.astype(np.uint16)]:
+        assert load(graph, form) == expected
+    assert load(graph._replace(labels=graph.labels.numpy().astype(np.uint64)), seeds) == expected
+    column = graph.labels.numpy().astype(object)
+    for said, change, ids in (
+        (r"labels holds objects of Python \(int\): give", {"labels": column}, seeds),
+        ("labels has dtype <U1: numbers are", {"labels": column.astype(str)}, seeds),
+        ("seeds has dtype float64: integers are needed", {}, seeds * 1.0),
+        (r"features is \[\]: \[300, F\] is needed", {"features": 3}, seeds),
+    ):
+        _refuses(said, loader.NodeLoader, graph._replace(**change), ids, [4], error=ValueError)
 
 
 def test_loader_takes_repeated_seeds_where_a_draw_makes_them_distinct():

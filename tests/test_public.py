@@ -132,7 +132,7 @@ WRONG_PLANETOID = [
     (
         "graph",
         lambda graph: {**graph, 0: [10**30]},
-        "edge_index has dtype object: integers are needed",
+        "edge_index holds objects of Python .int.: give",
     ),
     ("graph", lambda graph: {**graph, 0: 7}, "cora cannot be read: .int. object is not iterable"),
     ("tx", ("indices", 0, -1), "ind.cora.tx cannot be read: .* outside of columns 0 to 5"),

@@ -20,7 +20,16 @@ from disk.files import Rows, StoreError
 from disk.graphs import GraphDataset, build_graphs
 from store import GraphStore, build_store, verify
 from tests.common import _graph, _store
-from tests.stores import _edges, _graphs, _refuses, _reseal, _rewrite_meta, _sums
+from tests.stores import (
+    _edge_forms,
+    _edges,
+    _forms,
+    _graphs,
+    _refuses,
+    _reseal,
+    _rewrite_meta,
+    _sums,
+)
 
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
@@ -277,7 +286,20 @@ def _bad_inputs():
         "came with 3 rows, 200 were announced": {"features": Rows([200, 5], np.float32, [x[:3]])},
         r"features\[0, 0\] is 100000.0: beyond the range of float16": far_off,
         "float16 with features of uint8: f": {**far_off, "features": x.astype(np.uint8)},
-        "features is sparse": {"features": torch.eye(200).to_sparse()},
+        r"features holds objects of Python \(float\): give numbers as": {
+            "features": x.astype(object)
+        },
+        "features cannot be read: it has masked entries": {"features": np.ma.masked_less(x, 1)},
+        "edge_index has parts of lengths 2 and 3: one is needed": {
+            "edge_index": ([0, 1], [0, 1, 2])
+        },
+        r"lengths 8 and 9": {"edge_index": (edge[0], edge[1][:-1])},
+        r"edge_index has shape \[3, 3\]: \[200, 200\] is needed": {
+            "edge_index": torch.eye(3).to_sparse()
+        },
+        "edge_index is a matrix with values other than 1: give it as": {
+            "edge_index": 2 * torch.eye(200).to_sparse()
+        },
         "node 49 is in split 'train' and in 'valid'": {"split": {"train": ok, "valid": [70, 49]}},
         "node 4 more than once": {"split": {"train": [4, 9, 4]}},
         "node 1 more than once; a mask is of bool": {"split": {"train": [0, 1, 1]}},
@@ -308,6 +330,32 @@ def _bad_inputs():
         },
         r"edge_features is a Rows \[3000, 1\]": {"edge_features": Rows([3000, 1], np.int8, [])},
     }
+
+
+def test_store_takes_arrays_in_the_forms_that_people_have_them_in(tmp_path, monkeypatch):
+    graph = _graph()
+    graph["edge_index"] = edges = np.unique(graph["edge_index"], axis=1)
+    weights = np.arange(edges.shape[1])
+    forms = {"features": _forms(graph["features"]), "labels": _forms(graph["labels"])}
+    forms |= {"edge_index": _edge_forms(edges, 200), "edge_time": _forms(weights)}
+    forms["edge_features"] = _forms(weights.reshape(-1, 1).astype(np.float32))
+    given = {**graph, "edge_time": weights, "edge_features": weights}
+    stored = _contents(build_store(tmp_path / "g", **given))
+    forms["split"] = [{**graph["split"], "train": f} for f in _forms(graph["split"]["train"])]
+    for i in range(max(map(len, forms.values()))):
+        some = {name: values[i % len(values)] for name, values in forms.items()}
+        assert _contents(build_store(tmp_path / f"{i}", **{**given, **some})) == stored, i
+    monkeypatch.setattr(disk, "free_host_bytes", lambda: 1000)
+    said = "features is sparse: dense it takes 4,000 bytes, and 1,000 are free"
+    sparse = forms["features"][-4]
+    _refuses(said, build_store, tmp_path / "large", **{**given, "features": sparse})
+
+
+def _contents(path):
+    graph = GraphStore.open(path)
+    rows = graph.features.gather(torch.arange(200)), graph.labels, graph.split["train"]
+    rows += graph.indptr, graph.indices, graph.edge_time, graph.edge_features
+    return [values.double().tolist() for values in rows]
 
 
 @pytest.mark.parametrize("message", _bad_inputs())
