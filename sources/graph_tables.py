@@ -198,12 +198,13 @@ def of_nodes(file, nodes, name) -> np.ndarray:
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
-        kind = ID if is_labels else int
-        if is_labels and len(columns) == 1 and table.may_be_text(columns[0]):
-            kind = str
-        rows, cells = _rows_of_nodes(table, nodes, node, dict.fromkeys(columns, kind), is_labels)
-        if kind is str and isinstance(cells[columns[0]], list):
-            _refuse_fractions(table, columns[0], cells[columns[0]])
+        kinds = dict.fromkeys(columns, float if is_labels else int)
+        if is_labels:
+            kinds |= {j: str for j in columns if table.may_be_text(j)}
+        rows, cells = _rows_of_nodes(table, nodes, node, kinds, is_labels)
+        for j in columns:
+            if isinstance(cells[j], list):
+                _check_text_labels(table, j, cells[j], len(columns))
         table.say()
     if not columns:
         return rows
@@ -219,15 +220,19 @@ def of_nodes(file, nodes, name) -> np.ndarray:
     return y if len(columns) > 1 else y[:, 0]
 
 
-def _refuse_fractions(table, j, cells):
-    """Refuse labels in csv that are numbers, but not all whole ones."""
-    if table.kinds[j] != "text" and all(
+def _check_text_labels(table, j, cells, count):
+    """Refuse text in one of several label columns, and fractions in csv."""
+    fractions = table.kinds[j] != "text" and all(
         cell in MISSING or NUMBER.fullmatch(cell) for cell in cells
-    ):
-        for row, cell in enumerate(cells):
-            if cell not in MISSING and not float(cell).is_integer():
-                problem = f"{table.column(j)} is {short(cell)}: labels are whole numbers or text"
-                raise table.error(row, f"{problem} (node regression is not supported)")
+    )
+    for row, cell in enumerate(cells):
+        if count > 1 and cell not in ("0", "1", "-1", *MISSING):
+            why = "of several labels each is 0, 1 or empty"
+        elif fractions and cell not in MISSING and not float(cell).is_integer():
+            why = "labels are whole numbers or text (node regression is not supported)"
+        else:
+            continue
+        raise table.error(row, f"{table.column(j)} is {short(cell)!r}: {why}")
 
 
 def edges(file, folder, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarray]]:

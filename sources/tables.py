@@ -41,7 +41,7 @@ MISSING = ("", "nan", "NaN", "NAN", "Nan")
 FOREIGN = {  # how files that are no tables begin, in lower case
     b"%%matrixmarket": "a Matrix Market file",
     rb"\*(vertices|network)": "a Pajek file",
-    rb"<\?xml|<graphml": "XML, such as GraphML",
+    rb"<\?xml|<graphml": "an XML file, such as GraphML,",
     rb"\x93numpy": "an array of NumPy (.npy)",
     rb"pk.{,60}\.npy": "an .npz file of NumPy",
     rb"pk.{,60}data\.pkl": "a file of torch.save",
@@ -97,8 +97,7 @@ class Table:
             kinds: {column: kind}, each column of the table once. int and float: numbers in any form -> int64 or float64
                 [r]. ID: whole numbers as they are printed -> int64 [r]. str -> pyarrow array of r strings. list: lists
                 of one length -> float64 [r, length].
-            missing: allow empty cells and `nan`, read as NaN among numbers and as in the file in text; else they are
-                errors. Text may have them, too.
+            missing: allow empty cells and `nan` among float and int, read as NaN; else they are errors. Text keeps them.
         """
         types = [self._type(j, kinds[j]) for j in range(self.width)]
         with reading(self.name):
@@ -130,10 +129,9 @@ class Table:
             values = self._printed(first, j, cells)
         else:
             values = cells.to_numpy(zero_copy_only=False)  # missing cells become NaN
-        bad = ~np.isfinite(values) & (not missing)
+        bad = ~np.isfinite(values) & (not missing or kind is ID)
         self._refuse(first, j, bad, "is empty, nan or infinite: a number is needed")
-        whole = kind is int or kind is ID and not missing
-        if whole and values.dtype.kind == "f":
+        if kind in (int, ID) and values.dtype.kind == "f":
             bad = (values != np.floor(values)) | (abs(values) >= 1 << 53)
             self._refuse(first, j, bad, "is {}, which is no whole number", values)
             values = values.astype(np.int64)

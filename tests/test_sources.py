@@ -311,6 +311,29 @@ def test_datasets_npz_one_way_edges_are_said(tmp_path, capsys):
         _refuses(said, prepare, name, tmp_path, drop_duplicates=True)
 
 
+def test_ids_that_may_start_at_1_are_said(tmp_path, capsys):
+    """Node 0 has no edge, in either direction, and nine of ten nodes have one."""
+    ring = np.stack([np.arange(100), np.roll(np.arange(100), 1)])
+    line = "node 0 has no edges: ids may start at 1\n"
+    x, y = np.ones((101, 2)), np.arange(101) % 4
+    for edges, rows, says in (
+        (ring + 1, 101, True),
+        (ring, 101, False),
+        (np.append(ring + 1, [[0], [7]], 1), 101, False),
+        (np.append(ring + 1, [[7], [0]], 1), 101, False),
+        (ring[:, :80] + 1, 101, False),
+        (np.array([[1, 2], [2, 3]]), 4, True),
+    ):
+        arrays = dict(edge_index=edges, x=x[:rows], y=y[:rows], train_idx=[1, 2])
+        _save_npz(tmp_path / "e.npz", **arrays)
+        datasets.build(tmp_path / "e.npz", tmp_path / f"s{len(list(tmp_path.iterdir()))}")
+        assert (line in capsys.readouterr().out) == says
+    typed = {"y:a": y, "x:a": x, "train_idx:a": [1], "num_nodes:b": 100}
+    np.savez(tmp_path / "t.npz", **typed, **{"edge_index:a,to,b": ring + [[1], [0]]})
+    datasets.build(tmp_path / "t.npz", tmp_path / "typed")
+    assert "t.npz: node 0 of type a has no edges: ids may start at 1\n" in capsys.readouterr().out
+
+
 def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
     """In any order of a list, in many pieces: as counted in plain Python."""
     graph = _graph(num_nodes=150, num_edges=2000)
