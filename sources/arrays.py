@@ -245,11 +245,9 @@ class Arrays:
         why = "labels are whole numbers or NaN; fractions, node regression, are not supported"
         refuse(bad, self.called(name), values, why)
         if missing.any():
-            count, kinds = (
-                f"{missing.sum():,} of {values.size:,}",
-                "NaN, empty or -1" if text else "NaN",
-            )
-            self.say(f"{count} in {name} are {kinds}: these nodes have no label (-1)")
+            count = f"{missing.sum():,} of {values.size:,}"
+            empty = ", empty or -1" * text
+            self.say(f"{count} in {name} are NaN{empty}: these nodes have no label (-1)")
         return np.where(missing, -1, values).astype(np.int64)
 
     def _numbered(self, name, values):

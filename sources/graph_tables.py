@@ -76,9 +76,9 @@ class Nodes:
 def features(file, folder) -> tuple[np.ndarray, Nodes]:
     """Spool a table with one row per node to a file in `folder` -> (memmap float32 [V, F], its `Nodes`).
 
-    A column of lists is as many features as its lists have numbers. A column of ids is not a feature. It is recognised by its name (id, node, index, ..., or for the first column
+    A column of ids is not a feature. It is recognised by its name (id, node, index, ..., or for the first column
     anything that ends in id), or is the first column if that holds text; a first column of another name that holds the
-    numbers 0 to V-1 or 1 to V in any order is refused.
+    numbers 0 to V-1 or 1 to V in any order is refused. A column of lists is as many features as a list has numbers.
     """
     with opened(file) as table:
         text = [0] if table.kinds[0] == "text" else []
@@ -104,9 +104,8 @@ def features(file, folder) -> tuple[np.ndarray, Nodes]:
         if node is not None:
             x, nodes = _name(table, folder, x, table.identified(node, firsts), node)
         elif len(kept) > 1 and len(x) > 1 and firsts:
-            first = np.concatenate(firsts)
-            counts = first.min() in (0, 1)
-            if counts and np.array_equal(np.sort(first), first.min() + np.arange(len(x))):
+            values = np.sort(np.concatenate(firsts))
+            if values[0] in (0, 1) and np.array_equal(values, values[0] + np.arange(len(x))):
                 raise StoreError(
                     f"{file}: {table.column(0)} counts the rows: call it id or drop it"
                 )
@@ -140,6 +139,8 @@ def _name(table, folder, x, ids, node) -> tuple[np.ndarray, Nodes]:
 def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     """Read a table with one row per node or, if column `node` holds ids, for some nodes -> (int64 [n], distinct nodes;
     {column: values [n], or those that `Table.identified` returns for text})."""
+    import pyarrow
+
     if node is None and not nodes.by_row:
         raise StoreError(f"{table.name} has no column of ids: it needs one, as {nodes.source} has")
     kinds, parts = kinds if node is None else {**kinds, node: nodes.kind}, []
@@ -148,8 +149,6 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
             hint = "" if table.names else HEADER
             raise table.error(nodes.count, f"more rows than in {nodes.source}{hint}")
         parts.append(columns)
-    import pyarrow
-
     columns = {}
     for j, kind in kinds.items():
         values = [part[j] for part in parts]
@@ -213,18 +212,16 @@ def of_nodes(file, nodes, name) -> np.ndarray:
         cells = cells.astype(np.float64)
     if not is_labels and len(missing := np.setdiff1d(np.arange(nodes.count), rows)):
         raise StoreError(f"{file} has no time for node {missing[0]}: every node needs one")
-    y = np.full(
-        (nodes.count, len(columns)), {"U": "", "f": np.nan}.get(cells.dtype.kind, 0), cells.dtype
-    )
+    empty = {"U": "", "f": np.nan}.get(cells.dtype.kind, 0)
+    y = np.full((nodes.count, len(columns)), empty, cells.dtype)
     y[rows] = cells
     return y if len(columns) > 1 else y[:, 0]
 
 
 def _check_text_labels(table, j, cells, count):
     """Refuse text in one of several label columns, and fractions in csv."""
-    fractions = table.kinds[j] != "text" and all(
-        cell in MISSING or NUMBER.fullmatch(cell) for cell in cells
-    )
+    numbers = all(cell in MISSING or NUMBER.fullmatch(cell) for cell in cells)
+    fractions = numbers and table.kinds[j] != "text"
     for row, cell in enumerate(cells):
         if count > 1 and cell not in ("0", "1", "-1", *MISSING):
             why = "of several labels each is 0, 1 or empty"

@@ -28,7 +28,7 @@ from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
 from sources.splits import DRAWN, PARTS, drawn_per_class, found, of_graphs
 from sources.synthetic import MAG, SYNTHETIC, synthetic, synthetic_mag
-from store import GraphStore, build_store
+from store import build_store
 
 # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
 NPZ = dict(
@@ -324,7 +324,8 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         share = f"{one_way:,} of {meta['edges']['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
     if not options.get("node_names"):
-        for kind in counted_from_one(GraphStore.open(path)):
+        graph = (np.load(path / f"{name}.npy", mmap_mode="r") for name in ("indptr", "indices"))
+        for kind in counted_from_one(meta, *graph):
             node = f"node 0 of type {kind}" if kind else "node 0"
             arrays.say(f"{node} has no edges: ids may start at 1")
     return path

@@ -34,10 +34,14 @@ COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open
 ID = "id"  # kind of a column of whole numbers that identify
 TYPES = {int: "int64", float: "float64", str: "string", ID: "string"}
 WORDS = {"int64": "whole number of 64 bits", "double": "number", "string": "text"}
+# the smallest and the largest number of so many digits, in 64 bits; longer text has zeros in front
+LEAST = np.array([0, 0, *(10**n for n in range(1, 19)), 1])
+MOST = np.array([-1, *(10**n - 1 for n in range(1, 19)), (1 << 63) - 1, 0])
 WHOLE = re.compile(r"[+-]?[0-9]{1,25}")
 PRINTED = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,30}(e[+-][0-9]{2,3})?)?")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 MISSING = ("", "nan", "NaN", "NAN", "Nan")
+COMMENT = re.compile(" *(#|%(?![0-9A-Fa-f]{2}))")  # %20 begins a name in a URL
 FOREIGN = {  # how files that are no tables begin, in lower case
     b"%%matrixmarket": "a Matrix Market file",
     rb"\*(vertices|network)": "a Pajek file",
@@ -190,7 +194,7 @@ class Table:
             if numbers:
                 return np.concatenate(numbers)
         cells = [cell for part in parts for cell in part.to_pylist()]
-        if self.kinds[j] not in ("text", "empty"):
+        if self._separator and any(map(NUMBER.fullmatch, cells)):
             why = next(cell for cell in cells if not is_printed(cell, form))
             self.notes.append(f"{self.column(j)} is text, not numbers, because of {short(why)}")
         return cells
@@ -295,7 +299,7 @@ class Table:
         if b"\0" in head:
             raise StoreError(f"{self.name} is no text in UTF-8: unpack archives, save it as csv")
         lines = re.split("\r\n|\n|\r", head.decode("utf-8-sig"))
-        while lines and (not lines[0].strip(" ") or lines[0].lstrip(" ").startswith(("#", "%"))):
+        while lines and (not lines[0].strip(" ") or COMMENT.match(lines[0])):
             above = lines.pop(0).strip()
             self._skipped += 1
         lines = [line for line in lines if line.strip(" ")][:SAMPLE]
@@ -398,48 +402,57 @@ def kind_of_type(kind) -> str | None:
 
 
 def form_of(cell) -> str:
-    """Return the format that prints a whole number as this cell, "d" for 7, ".1f" for 7.0 and ".2e" for 7.00e+00; "" for
-    text that no format prints."""
+    """Return the form in which a cell may print a whole number: "d" for 7, ".0" for 7.0, ".00" for 7.00, ".2e" for
+    7.00e+00; "" for other text."""
     printed = PRINTED.fullmatch(cell)
     if not printed:
         return ""
     decimals, exponent = printed.groups(default="")
-    places = len(decimals) - len(exponent) - 1
-    return f".{places}{'e' if exponent else 'f'}" if decimals else "d"
+    if exponent:
+        return f".{len(decimals) - len(exponent) - 1}e"
+    return decimals or "d"
 
 
 def whole_number(cell, form) -> int | None:
-    """Return the whole number that is printed as this cell in this format; None if there is none."""
-    if form_of(cell) != form or not form:
+    """Return the whole number that is printed as this cell in this form; None if there is none."""
+    if not form or form_of(cell) != form:
         return None
-    number = int(cell) if form == "d" else int(float(cell))
-    most = 1 << (63 if form == "d" else 53)
-    return number if abs(number) < most and format(number, form) == cell else None
+    if form.endswith("e"):
+        number, most = int(float(cell)), 1 << 53
+        printed = format(number, form)
+    else:
+        number, most = int(cell.partition(".")[0]), 1 << 63
+        printed = f"{number}{form.removeprefix('d')}"
+    return number if abs(number) < most and printed == cell else None
 
 
 def is_printed(cell, form) -> bool:
-    """Whether a cell is missing or a whole number in this format."""
+    """Whether a cell is missing or a whole number in this form."""
     return cell in MISSING or whole_number(cell, form) is not None
 
 
 def as_printed(cells, form):
-    """Read text as whole numbers, all written as they are printed in one format.
+    """Read text as whole numbers, all written as they are printed in one form.
 
     Args:
-        cells: pyarrow array of strings [r]. form: format of the rows above, see `form_of`; None: that of the first cell.
+        cells: pyarrow array of strings [r]. form: that of the rows above, see `form_of`; None: that of the first cell.
 
-    Returns (int64 [r], or float64 with NaN for missing cells, or None if a cell is written otherwise; the format).
+    Returns (int64 [r], or float64 with NaN for missing cells, or None if a cell is written otherwise; the form).
     """
     import pyarrow
     import pyarrow.compute as compute
 
+    if form in (None, "d"):
+        numbers = _digits(cells)  # most often there is nothing else
+        if numbers is not None and len(cells):
+            return numbers, "d"
     missing = compute.is_in(cells, pyarrow.array(MISSING))
     cells = compute.if_else(missing, None, cells)
     if cells.null_count == len(cells):
         return np.full(len(cells), np.nan), form
     if form is None:
         form = form_of(cells.drop_null()[0].as_py())
-    if form != "d":
+    if form.endswith("e"):
         coded = cells.dictionary_encode()
         values = [whole_number(cell, form) for cell in coded.dictionary.to_pylist()]
         if None in values:
@@ -447,22 +460,34 @@ def as_printed(cells, form):
         values = pyarrow.array(values, "int64")
         numbers = pyarrow.DictionaryArray.from_arrays(coded.indices, values).dictionary_decode()
         return numbers.to_numpy(zero_copy_only=False), form
+    if form.startswith("."):
+        if not compute.all(compute.ends_with(cells, form)).as_py():
+            return None, form
+        cells = compute.utf8_slice_codeunits(cells, 0, -len(form))
+    return _digits(cells) if form else None, form
+
+
+def _digits(cells) -> np.ndarray | None:
+    """Read text as whole numbers without a sign + or zeros in front -> int64 [r], or float64 with NaN for null; None if
+    a cell is written otherwise."""
+    import pyarrow
+    import pyarrow.compute as compute
+
     try:
         numbers = cells.cast("int64")
     except pyarrow.ArrowInvalid:
-        return None, form
+        return None
     # pyarrow also reads zeros in front, -0 and hexadecimal numbers
     values = numbers.fill_null(0).to_numpy()
-    lengths = compute.binary_length(cells).fill_null(1).to_numpy()
-    digits = 1 + np.searchsorted(10 ** np.arange(1, 19), abs(values), "right")
-    odd = lengths != digits + (values < 0)
-    if lengths.max() > 11:  # a hexadecimal number may be as long as it is in decimals
-        odd |= (
-            compute.match_substring(cells, "x", ignore_case=True).fill_null(False).to_numpy(False)
-        )
-    if odd.any():
-        return None, form
-    return numbers.to_numpy(zero_copy_only=False), form
+    digits = compute.binary_length(cells).fill_null(1).to_numpy() - (values < 0)
+    digits = np.minimum(digits, 20)
+    size = abs(values)
+    if ((size < LEAST[digits]) | (size > MOST[digits])).any():
+        return None
+    if digits.max(initial=0) > 11:  # a hexadecimal number may be as long as it is in decimals
+        if compute.any(compute.match_substring(cells, "x", ignore_case=True)).as_py():
+            return None
+    return numbers.to_numpy(zero_copy_only=False)
 
 
 def like_number(cell) -> bool:
