@@ -199,6 +199,24 @@ def count_edges(indptr, indices, types=None) -> dict[str, int]:
     return dict(zip(COUNTED, (duplicates, self_loops, isolated, one_way, len(looked_up))))
 
 
+def counted_from_one(meta, indptr, indices) -> list[str]:
+    """Return the node types, "" for a store without types, whose node 0 has no edge although nine of ten nodes have one:
+    their ids may start at 1. meta: of the store; indptr, indices: its arrays."""
+    types = [(name, count) for name, count, _ in meta.get("node_types", [])]
+    types = types or [("", meta["num_nodes"])]
+    if meta["edges"]["isolated"] > len(types) + meta["num_nodes"] // 10:
+        return []
+    lone, first = {}, 0
+    for name, count in types:
+        if count and indptr[first] == indptr[first + 1]:
+            lone[first] = name
+        first += count
+    for start in range(0, len(indices) if lone else 0, EDGE_CHUNK):
+        sources = indices[start : start + EDGE_CHUNK]
+        lone = {node: name for node, name in lone.items() if not (sources == node).any()}
+    return [*lone.values()]
+
+
 def _keys(rows, columns, count) -> np.ndarray:
     """Pack pairs (row, column < count) into uint64 keys that sort as the pairs do."""
     keys = np.asarray(rows).astype(np.uint64)

@@ -28,7 +28,7 @@ from disk.files import (
     shaped,
 )
 from sources.splits import PARTS
-from sources.tables import MISSING, like_number, short
+from sources.tables import LIKE_NUMBERS, MISSING, form_of, short
 
 EDGES = ("edge_index", "edges")
 FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")
@@ -251,26 +251,29 @@ class Arrays:
         why = "labels are whole numbers or NaN; fractions, node regression, are not supported"
         refuse(bad, self.called(name), values, why)
         if missing.any():
-            count, empty = f"{missing.sum():,} of {values.size:,}", " or empty" * text
+            count = f"{missing.sum():,} of {values.size:,}"
+            empty = ", empty or -1" * text
             self.say(f"{count} in {name} are NaN{empty}: these nodes have no label (-1)")
         return np.where(missing, -1, values).astype(np.int64)
 
     def _numbered(self, name, values):
-        """Turn text labels into floats, NaN for none: the numbers they spell, or indices of the sorted class names."""
+        """Turn text labels into floats, NaN for none: indices of the sorted names of classes. Names that are whole numbers
+        are sorted as such."""
         cells = np.char.strip(values.astype(str))
-        labelled = ~np.isin(cells, MISSING)
+        labelled = ~np.isin(cells, [*MISSING, "-1"])
         names, index = np.unique(cells[labelled], return_inverse=True)
-        numbers = list(map(like_number, names.tolist()))
-        if any(numbers) and not all(numbers):
-            number, text = (short(str(names[numbers.index(kind)])) for kind in (True, False))
-            both = f"{number} and {text}: give numbers or text, and nothing for no label"
+        unclear = [name for name in names.tolist() if name.lower() in LIKE_NUMBERS]
+        if unclear and len(names) > 1:
+            clear = next(name for name in names.tolist() if name != unclear[0])
+            both = f"{short(unclear[0])} and {short(clear)}: give numbers or text, and nothing for no label"
             raise StoreError(f"{self.called(name)} holds {both}")
+        if all(form_of(name) == "d" for name in names.tolist()):
+            order = sorted(range(len(names)), key=lambda i: (int(names[i]), names[i]))
+            index, names = np.argsort(order)[index], names[order]
         y = np.full(cells.shape, np.nan)
-        with reading(self.called(name)):
-            y[labelled] = names.astype(float)[index] if any(numbers) else index
-        if not any(numbers):
-            self.classes = names.tolist()
-            self.say(f"{name} is text: {len(names)} classes, numbered in the order of their names")
+        y[labelled] = index
+        self.classes = names.tolist()
+        self.say(f"{name} is text: {len(names)} classes, numbered in the order of their names")
         return y
 
     def features(self, row_normalize=None):

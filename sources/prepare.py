@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from disk import files
-from disk.checks import check_labels, check_split
+from disk.checks import check_labels, check_split, counted_from_one
 from disk.files import StoreError, reading
 from disk.graphs import block_diagonal, build_graphs
 from sources.arrays import FEATURES, Arrays, of_object, open_npz
@@ -293,7 +293,8 @@ def _read_graph(arrays, params, source):
 
 
 def _build_graph(path, arrays, params, source, **options) -> Path:
-    """Build a store of the `Arrays` of one graph; print what was drawn, and how many edges lack a reverse."""
+    """Build a store of the `Arrays` of one graph; print what was drawn, how many edges lack a reverse, and whether ids
+    may start at 1."""
     graph, split = _read_graph(arrays, params, source)
     labels = next(iter(graph["labels"].values()), None)
     random = np.random.default_rng(source.get("seed", 0))
@@ -331,6 +332,11 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
     if one_way := meta["edges"]["one_way"]:
         share = f"{one_way:,} of {meta['edges']['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
+    if not options.get("node_names"):
+        graph = (np.load(path / f"{name}.npy", mmap_mode="r") for name in ("indptr", "indices"))
+        for kind in counted_from_one(meta, *graph):
+            node = f"node 0 of type {kind}" if kind else "node 0"
+            arrays.say(f"{node} has no edges: ids may start at 1")
     return path
 
 

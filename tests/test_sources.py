@@ -138,7 +138,7 @@ def _refused_npz():
         (r"one-hot.*, -1 where", dict(y=np.where(y[::-1, None] != 1, np.eye(4)[y], -1))),
         (r"y\[7\] is 2.5: .* node regression, are not", dict(y=np.where(ids == 7, 2.5, 1))),
         (r"y\[7\] is inf", dict(y=np.where(ids == 7, np.inf, 1))),
-        ("y holds 1 and a: give", dict(y=np.array(["1", "a"] * 100))),
+        ("y holds NA and 1: give", dict(y=np.array(["1", "NA"] * 100))),
         (r"edges has shape \[2, 9\]: \[M, 2\]", dict(edge_index=None, edges=np.zeros((2, 9), int))),
         ("has features and x, which mean the same.*ignore=x", dict(features=np.ones((200, 2)))),
         ("w is not used here, and may matter.*ignore=w", dict(w=times)),
@@ -258,7 +258,8 @@ def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
 
 def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
     y, text = np.arange(200) % 4, np.array(["b", " a", "d", "c"])
-    odd, written = np.array([b"x", b"nan", b"", b"a"]), np.array(["0", "1.0", "nan", "10"])
+    odd = np.array([b"x", b"nan", b"", b"a"])
+    written, spelled = np.array(["0", "1.0", "nan", "01"]), np.array(["10", "2", "-1", "0"])
     for labels, expected, says in (
         (y.astype(float), y, ""),
         (y[:, None].astype(">i4"), y, ""),
@@ -267,7 +268,8 @@ def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
         (np.float32(np.where(y, y, np.nan)), np.where(y, y, -1), "50 of 200 in y are NaN"),
         (text[y], [1, 0, 3, 2] * 50, "y is text: 4 classes"),
         (odd[y], [1, -1, -1, 0] * 50, "y is text: 2 classes"),
-        (written[y], [0, 1, -1, 10] * 50, "50 of 200 in y are NaN"),
+        (written[y], [0, 2, -1, 1] * 50, "y is text: 3 classes"),
+        (spelled[y], [2, 1, -1, 0] * 50, "y is text: 3 classes"),
     ):
         _save_npz(tmp_path / "y.npz", y=labels, train_idx=[3, 7, 11])
         graph = _opened(tmp_path / "y.npz", tmp_path, symmetrize=True)
@@ -276,7 +278,9 @@ def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
         assert says in said and bool(says) == bool(said.replace("classes have no node", ""))
         if "text" in says:
             names = set(np.char.strip(labels.astype(str))) - {"", "nan"}
-            assert graph.meta["source"]["classes"] == sorted(names)
+            assert graph.meta["source"]["classes"] == sorted(
+                names - {"-1"}, key=lambda name: (len(name), name)
+            )
     extra = dict(edge_weight=np.ones(3000), timestamps=np.ones(3000), years=np.ones(200))
     file, ignore = tmp_path / "x.npz", ["edge_weight", "timestamps"]
     _save_npz(file, train_idx=[1, 2], **extra, names=["a", "b"], num_nodes=200)
@@ -305,6 +309,29 @@ def test_datasets_npz_one_way_edges_are_said(tmp_path, capsys):
     for name in (plain, "cora"):
         said = f"--drop-duplicates has no effect on {name}"
         _refuses(said, prepare, name, tmp_path, drop_duplicates=True)
+
+
+def test_ids_that_may_start_at_1_are_said(tmp_path, capsys):
+    """Node 0 has no edge, in either direction, and nine of ten nodes have one."""
+    ring = np.stack([np.arange(100), np.roll(np.arange(100), 1)])
+    line = "node 0 has no edges: ids may start at 1\n"
+    x, y = np.ones((101, 2)), np.arange(101) % 4
+    for edges, rows, says in (
+        (ring + 1, 101, True),
+        (ring, 101, False),
+        (np.append(ring + 1, [[0], [7]], 1), 101, False),
+        (np.append(ring + 1, [[7], [0]], 1), 101, False),
+        (ring[:, :80] + 1, 101, False),
+        (np.array([[1, 2], [2, 3]]), 4, True),
+    ):
+        arrays = dict(edge_index=edges, x=x[:rows], y=y[:rows], train_idx=[1, 2])
+        _save_npz(tmp_path / "e.npz", **arrays)
+        datasets.build(tmp_path / "e.npz", tmp_path / f"s{len(list(tmp_path.iterdir()))}")
+        assert (line in capsys.readouterr().out) == says
+    typed = {"y:a": y, "x:a": x, "train_idx:a": [1], "num_nodes:b": 100}
+    np.savez(tmp_path / "t.npz", **typed, **{"edge_index:a,to,b": ring + [[1], [0]]})
+    datasets.build(tmp_path / "t.npz", tmp_path / "typed")
+    assert "t.npz: node 0 of type a has no edges: ids may start at 1\n" in capsys.readouterr().out
 
 
 def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
