@@ -93,8 +93,8 @@ def build_store(
         edge_index: integers [2, M], row 0 the sources, row 1 the destinations, or a sparse matrix of ones [V, V]; or give
         indptr, indices: the graph in CSC form, integers [V + 1] and [M] (indices may be `Rows`).
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
-        labels: integers [V] in [0, C), or multi-label [V, C] of 0 and 1; -1, or a row of -1, for a node without label,
-            which no split may contain. None: no node has one, and the graph is for predictions and links.
+        labels: integers [V] in [0, C), or multi-label [V, C] of 0 and 1; -1 for a missing one. No split may contain a node
+            without any. None: no node has one, and the graph is for predictions and links.
         split: dict with row numbers of nodes, not names, or masks bool [V], for "train" (not empty), "valid" and "test"
             (each may be missing); disjoint. Or a list of K such splits of the same graph.
         edge_weight, edge_type, edge_time, edge_features, node_time, node_names: see disk/columns.py; edge arrays in the
@@ -224,7 +224,7 @@ class GraphStore:
 
     Attributes:
         indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
-        labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or a row of -1.
+        labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.

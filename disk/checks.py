@@ -44,7 +44,7 @@ def check_names(names, width) -> list[str]:
 
 
 def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
-    """Check labels -> (int64 [V], or int8 [V, C] of 0 and 1 if multi-label; C, counted if None). No labels: all -1."""
+    """Check labels -> (int64 [V], or int8 [V, C] of 0 and 1 if multi-label; C, counted if None). -1: no label."""
     if labels is None:
         return np.full(num_nodes, -1), num_classes or 1
     labels = integers("labels", labels)
@@ -55,9 +55,10 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
         if not 2 <= labels.shape[1] <= MAX_CLASSES or num_classes not in (None, labels.shape[1]):
             shapes = f"labels is {list(labels.shape)} and num_classes {num_classes}"
             raise StoreError(f"{shapes}: with several labels per node, 2 <= C <= {MAX_CLASSES:,}")
-        bad = (labels != -1).any(1, keepdims=True) & (labels != 0) & (labels != 1)
-        why = "several labels per node are each 0 or 1, or a row of -1 for a node without any"
-        refuse(bad, "labels", labels, why)
+        why = "several labels per node are each 0 or 1, or -1 for a missing one"
+        refuse((labels < -1) | (labels > 1), "labels", labels, why)
+        if not (labels == 0).any():
+            raise StoreError(f"labels: {why}: there is no 0")
         return labels.astype(np.int8), labels.shape[1]
     if num_classes is None:
         num_classes = max(int(labels.max()) + 1, 1)
@@ -70,6 +71,18 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
     bad = (labels < -1) | (labels >= num_classes)
     refuse(bad, "labels", labels, f"labels lie in [0, {num_classes}), or are -1")
     return labels, num_classes
+
+
+def classes_among(values) -> list[int]:
+    """List the classes, ascending, among the different labels of graphs, whole numbers: -1 stands for a missing label,
+    unless it comes with 1 alone or with other numbers below 0. StoreError for fewer than two."""
+    values = sorted(map(int, values))
+    if values != [-1, 1] and not (values and values[0] < -1):
+        values = [value for value in values if value != -1]
+    if len(values) < 2 and not (values and values[0] in (0, 1)):
+        actual = f"all labels are {values[0]}" if values else "no graph has a label"
+        raise StoreError(f"{actual}: two classes are needed")
+    return values if len(values) > 1 else [0, 1]
 
 
 def check_graph(edge_index, indptr, indices, num_nodes):
@@ -133,7 +146,7 @@ def check_split(split, labels, item="node") -> dict[str, np.ndarray]:
         inside, again = (ids >= 0) & (ids < len(labels)), np.ones(len(ids), bool)
         again[np.unique(ids, return_index=True)[1]] = False
         unlabelled = labels[ids * inside] < 0
-        unlabelled = unlabelled if labels.ndim == 1 else unlabelled.any(1)
+        unlabelled = unlabelled if labels.ndim == 1 else unlabelled.all(1)
         for bad, why in (
             (~inside, f": {item} ids lie in [0, {len(labels)})"),
             (again, " more than once" + "; a mask is of bool" * int(ids.max(initial=0) < 2)),

@@ -630,6 +630,21 @@ def check_finite(name, rows, first=0):
         refuse(~torch.isfinite(rows), name, rows, "every value must be finite", first)
 
 
+def check_answers(name, y, labels):
+    """Raise StoreError unless y, a tensor [G, T], can be what small graphs are trained on: numbers, or if `labels` whole
+    ones, with T > 1 only 0 and 1. NaN, or for a label also -1, stands for a missing one."""
+    refuse(y.isinf(), name, y, "every value must be finite, or NaN for a missing one")
+    if not labels:
+        return
+    missing = y.isnan()
+    why = "labels are whole numbers, or NaN for a missing one; fractions are `targets`"
+    wide = y.double()
+    refuse(~missing & ((wide != wide.round()) | (wide.abs() >= 1 << 53)), name, y, why)
+    if y.shape[1] > 1:
+        why = "several labels per graph are each 0 or 1, or -1 or NaN for a missing one"
+        refuse(~missing & ((y < -1) | (y > 1)), name, y, why)
+
+
 def largest_of(rows) -> float:
     """Return the largest absolute value of a tensor, 0 if it is empty."""
     return max(map(abs, map(float, rows.aminmax()))) if rows.numel() else 0.0

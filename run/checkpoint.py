@@ -50,7 +50,14 @@ SAME = sorted(SAME - {"dataset", *BUILT})
 # flags and widths that early checkpoints lack, and what they stand for
 LATER = dict(drop_duplicates=False, feature_dtype=None, window=None, bases=0, edge_type=None)
 LATER_WIDTHS = dict(
-    num_edge_types=0, node_types=0, edge_types=0, several=None, classes=None, feature_names=None
+    num_edge_types=0,
+    node_types=0,
+    edge_types=0,
+    class_dim=0,
+    labels=None,
+    several=None,
+    classes=None,
+    feature_names=None,
 )
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
@@ -95,6 +102,7 @@ def names_of(store):
     """Return {"edge_types": names, "classes": names} of a store, in the order of their numbers; None without names."""
     source = store.meta.get("source")
     classes = source.get("classes") if isinstance(source, dict) else None
+    classes = store.meta.get("classes", classes)
     # of a synthetic graph their number
     classes = classes if isinstance(classes, list) else None
     return {"edge_types": store.meta.get("edge_types"), "classes": classes}
@@ -275,7 +283,8 @@ def check_graph(ranks, state, path, args, task):
         for name in compared:
             here, was = store.meta.get(name, 0), graph[name]
             lenient = name in ("num_classes", "num_edge_types")  # another graph may have fewer
-            if here != was and (args.trains or not lenient or here > was):
+            differs = was is not None and here != was
+            if differs and (args.trains or not lenient or here > was):
                 raise StoreError(f"{trained} with {name} {was}, {store.path} has {here}")
             if lenient:
                 setattr(store, name, int(was))

@@ -93,7 +93,7 @@ class Run:
         or targets of its graphs; float32, or float64 with fp64. key: seed of dropout. network: the
         model wrapped in DistributedDataParallel; None: the bare one."""
         device = self.ranks.device
-        if key is not None and (own_model.is_own(self.args.model) or not is_gnn(self.model)):
+        if key is not None and own_model.is_own(self.args.model):
             # a different mask on each rank and in each pass
             seed = key ^ int(batch.seeds[:1].sum())
             # torch.manual_seed spends 0.1 ms on querying devices of all kinds

@@ -227,8 +227,8 @@ class Arrays:
         return columns
 
     def labels(self):
-        """Return classes int64 [V], or multi-labels [V, C] of 0 and 1; None without such an array. -1 (multi-label: a
-        row of them) or NaN stands for no label. Classes may come as [V, 1] or as text, whose names go to `classes`."""
+        """Return classes int64 [V], or multi-labels [V, C] of 0 and 1; None without such an array. -1 or NaN
+        stands for no label. Classes may come as [V, 1] or as text, whose names go to `classes`."""
         name = self.find(*LABELS)
         if name is None:
             return None
@@ -239,7 +239,7 @@ class Arrays:
         values = self._numbered(name, values) if text else values
         if values.size in values.shape:  # perhaps [V, 1]
             values = values.reshape(-1)
-        elif values.ndim == 2 and len(some := values[(values >= 0).all(1)]):
+        elif values.ndim == 2 and len(some := values[(values >= 0).any(1)]):
             if (some.sum(1) <= 1).all() and np.isin(some, (0, 1)).all():
                 raise StoreError(f"{self.called(name)} is one-hot: use argmax(1), -1 where no 1 is")
         if values.dtype.kind != "f":
@@ -253,7 +253,7 @@ class Arrays:
         if missing.any():
             count = f"{missing.sum():,} of {values.size:,}"
             empty = ", empty or -1" * text
-            self.say(f"{count} in {name} are NaN{empty}: these nodes have no label (-1)")
+            self.say(f"{count} in {name} are NaN{empty}: no label (-1)")
         return np.where(missing, -1, values).astype(np.int64)
 
     def _numbered(self, name, values):

@@ -112,10 +112,13 @@ def _recipe(name, root, seed, options):
     if npz := npz_file(name):
         file, values = npz
         # the split of one graph is drawn when it is opened
-        drawn = seed if _draws(open_npz(file, values.get("ignore", ()))) else None
+        arrays = open_npz(file, values.get("ignore", ()))
+        drawn = seed if _draws(arrays) else None
         # a changed file is another data set
         key = [files.sha256_of(file).hexdigest(), values, drawn, options["symmetrize"]]
         key += ["drop_duplicates"] * options["drop_duplicates"]
+        # stores of small graphs that do not tell labels from targets are built anew
+        key += ["labels or targets"] * (arrays.find("node_offsets") is not None)
         return Path(file).stem[:100], key, functools.partial(build, name, seed=drawn, **options)
     if word not in NAMES:
         kinds = f"no store, no .npz file and none of {', '.join(NAMES)}"
@@ -247,7 +250,8 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
         graphs, source = (block_diagonal(*batch) for batch in batches), source | entries
         split = of_graphs(arrays, count, params.get("split"), seed or 0)
         arrays.close()
-        return build_graphs(path, graphs, split=split, progress=progress, source=source)
+        options = {"split": split, "progress": progress, "source": source}
+        return build_graphs(path, graphs, labels=arrays.find("labels") is not None, **options)
     options |= {"backend": backend, "progress": progress}
     return _build_graph(path, arrays, params, source, **options)
 

@@ -72,6 +72,31 @@ def test_datasets_molecules(tmp_path):
     _refuses(few, prepare, tmp_path / "few.npz", tmp_path / "d")
 
 
+def test_labels_and_targets_of_molecules(tmp_path):
+    """What an array is called says what it holds, not its values."""
+    made, fractions = _molecules(tmp_path / "m.npz"), np.linspace(0, 1, 40)
+    made.pop("targets")
+    for name, y, classes, dtype in (
+        ("labels", np.arange(40) % 2 * 2 - 1, [-1, 1], torch.float32),
+        ("targets", np.arange(40) % 2, None, torch.float32),
+        ("labels", np.arange(40) % 2 + (1 << 40), [1 << 40, (1 << 40) + 1], torch.float64),
+        ("targets", np.where(np.arange(40) % 3, fractions, np.nan), None, torch.float32),
+    ):
+        np.savez(tmp_path / "y.npz", **made, **{name: y})
+        graphs = _prepared(tmp_path / "y.npz", tmp_path / "d")
+        assert graphs.labels == (name == "labels") and graphs.classes == classes
+        found = graphs.batch(range(40)).y[:, 0]
+        assert found.dtype == dtype
+        assert np.array_equal(found.numpy(), y.astype(found.numpy().dtype), equal_nan=True)
+    for name, y, said in (
+        ("labels", fractions, r"y.npz: labels\[1, 0\] is 0.025.*: .* fractions are `targets`"),
+        ("targets", np.where(fractions, np.inf, 0), r"y.npz: targets\[1, 0\] is inf"),
+        ("labels", np.full(40, "a"), "labels holds <U1, where numbers are needed"),
+    ):
+        np.savez(tmp_path / "y.npz", **made, **{name: y})
+        _refuses(said, prepare, tmp_path / "y.npz", tmp_path / "d")
+
+
 def _crystals(file, **changes):
     """Make three unit cells of copper, with 4, 1 and 2 atoms."""
     entries = dict(
