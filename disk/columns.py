@@ -151,8 +151,6 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
     if values.dtype.kind == "S":
         with files.reading(name):
             values = np.char.decode(values, "utf-8")
-    elif values.dtype.kind == "O" and all(isinstance(value, str) for value in values.flat):
-        values = values.astype(str)  # a column of pandas
     if values.size and values.dtype.kind not in "iuU":
         needed = "names of nodes, text or integers, are needed"
         raise StoreError(f"{name} has dtype {values.dtype}: {needed}")
