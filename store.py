@@ -408,13 +408,16 @@ def info(path) -> str:
     """Return the sizes, degrees, options and source of a store, one per line."""
     graph = GraphStore.open(path)
     degrees = np.diff(graph.indptr.numpy())
+    features = (
+        f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}"
+    )
     several = " labels, several a node" * (graph.labels.dim() == 2)
     lines = {
         "nodes": f"{graph.num_nodes:,}",
         "types": columns.described_types(graph.node_types) or "one",
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
-        "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
+        "features": features if columns.feature_width(graph) else "none",
         "columns": columns.described(graph),
         "classes": f"{graph.num_classes}{several}" if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",

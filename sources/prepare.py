@@ -46,6 +46,7 @@ TABLE_COLUMNS = {  # argument of `build` for tables: column of a store
     "edge_features": "edge_features",
     "node_times": "node_time",
 }
+MIRRORED = 0.95  # share of typed edges that have a reverse from which on none is added
 DRAWN_GRAPHS = {"synthetic": (SYNTHETIC, synthetic), "synthetic-mag": (MAG, synthetic_mag)}
 NAMES = (*DRAWN_GRAPHS, *PLANETOID, *OGB)
 
@@ -308,10 +309,12 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
     if graph["features"] is None:
         num_classes = check_labels(labels, len(labels), options.get("num_classes"))[1]
-        split, features = _labels_as_features(arrays, labels, split, num_classes, random)
+        split, features, half = _labels_as_features(arrays, labels, split, num_classes, random)
         graph["features"] = features
-        options |= {"symmetrize": True, "drop_duplicates": True}
+        options["symmetrize"], how = _symmetrized(graph, options.get("symmetrize"))
+        options["drop_duplicates"] = True
         source["features"] = "labels of half of the training nodes"
+        arrays.say(f"it has no features: {half}, the others are trained on; {how}")
     build_store(path, **graph, split=split, source=source, **options)
     meta = files.read_meta(path)
     if labels is not None and labels.ndim == 1:
@@ -326,13 +329,30 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
 
 
 def _labels_as_features(arrays, labels, split, num_classes, random):
-    """Turn the labels of half of the training nodes into features -> (split without these nodes, one-hot [V, C])."""
+    """Turn the labels of half of the training nodes into features -> (split without these nodes, one-hot [V, C], words
+    that say so)."""
     if labels.ndim == 2 or isinstance(split, list):
         raise arrays.error("it has no features, and not just one label per node and one split")
     split = check_split(split, labels)
     shown, split["train"] = np.split(random.permutation(split["train"]), [len(split["train"]) // 2])
     features = np.zeros((len(labels), num_classes), np.float32)
     features[shown, labels[shown]] = 1
-    half = f"half of the training nodes ({len(shown):,}) show their label as feature"
-    arrays.say(f"it has no features: {half}, the others are trained on; edges are made symmetric")
-    return split, features
+    return (
+        split,
+        features,
+        f"half of the training nodes ({len(shown):,}) show their label as feature",
+    )
+
+
+def _symmetrized(graph, asked):
+    """Decide whether the edges of a graph without features get their reverses -> (bool, words that say so): unless
+    `asked` for, not if they have types, and reverses, which may be of types of their own."""
+    if "edge_type" not in graph:
+        return True, "edges are made symmetric"
+    src, dst = files.integers("edge_index", graph["edge_index"], 2, "M")
+    num_nodes, num_edges = len(graph["labels"]), len(src)
+    mirrored = int(np.isin(dst * num_nodes + src, src * num_nodes + dst).sum())
+    if asked or mirrored < MIRRORED * num_edges:
+        return True, "every edge gets a reverse of its type"
+    have = f"{mirrored:,} of {num_edges:,} edges have a reverse"
+    return False, f"{have}, of whatever type: none is added"

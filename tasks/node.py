@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional as F
 
+from disk.columns import feature_width
 from disk.files import StoreError
 from loader import seeds_at
 from sources.splits import choose_split
@@ -90,5 +91,6 @@ class NodeTask(Task):
 
     def lines(self, args, split, parameters):
         graph, network, fanout = described(args, self.store)
-        yield f"{graph}, {self.store.feature_dim} features, {self.store.num_classes} classes; {split}"
+        features = feature_width(self.store) or "no"
+        yield f"{graph}, {features} features, {self.store.num_classes} classes; {split}"
         yield f"model   {network}, {parameters}; {fanout}"

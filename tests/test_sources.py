@@ -183,6 +183,34 @@ def test_datasets_npz_bad_files(tmp_path):
     _refuses("--root n+ cannot be read: File name", prepare, "synthetic", "n" * 300)
 
 
+def test_typed_edges_without_features_keep_the_reverses_that_they_have(tmp_path, capsys):
+    """Reverses may be of a type of their own: another of the same type would make every type run both ways."""
+    random, file = np.random.default_rng(0), tmp_path / "typed.npz"
+    forth = random.integers(0, 200, (2, 900))
+    forth = forth[:, forth[0] != forth[1]]
+    both, kinds = np.concatenate([forth, forth[::-1]], 1), np.arange(2).repeat(forth.shape[1])
+    split = {"x": None, "train_idx": np.arange(90)}
+    given = {kind: set(map(tuple, both[:, kinds == kind].T.tolist())) for kind in (0, 1)}
+
+    def by_type():
+        graph = _opened(file, tmp_path)
+        ends = torch.stack([graph.indices, torch.repeat_interleave(graph.indptr.diff())])
+        return {k: set(map(tuple, ends[:, graph.edge_type == k].T.tolist())) for k in (0, 1)}
+
+    _save_npz(file, edge_index=both, edge_type=kinds, **split)
+    assert by_type() == given
+    said = capsys.readouterr().out
+    count = f"{both.shape[1]:,}"
+    assert f"{count} of {count} edges have a reverse, of whatever type: none is added" in said
+    # only some have one
+    _save_npz(file, edge_index=both[:, :1000], edge_type=kinds[:1000], **split)
+    made = by_type()
+    assert made[0] == given[0] | given[1]
+    assert "every edge gets a reverse of its type" in capsys.readouterr().out
+    _save_npz(file, edge_index=both[0], edge_type=kinds, **split)
+    _refuses(r"edge_index has shape \[\d+\]", prepare, file, tmp_path)
+
+
 def test_datasets_npz_splits(tmp_path):
     train, valid, test = np.arange(50), np.arange(50, 80), np.arange(80, 150)
     second, file = np.arange(100, 150), tmp_path / "a.npz"
