@@ -308,10 +308,14 @@ class GraphStore:
 
     def take_split(self, number):
         """Set `split` to one of the store's splits, counted from 0; StoreError if there is no such split."""
+        self.split = self.numbered_split(number)
+
+    def numbered_split(self, number):
+        """Return {part: ids} of one of the store's splits, counted from 0; StoreError if there is no such split."""
         if not 0 <= number < self.num_splits:
             has = f"{self.path} has {self.num_splits}, counted from 0"
             raise StoreError(f"split {number} is out of range: {has}")
-        self.split = {  # of several splits [K, n] a row without its padding
+        return {  # of several splits [K, n] a row without its padding
             name: ids if ids.dim() == 1 else ids[number][ids[number] >= 0]
             for name, ids in self._splits.items()
         }

@@ -22,6 +22,7 @@ from run.finite import check_features
 from run.own_model import is_own
 from run.plan import choose_mode, placements
 from sampler import DamagedGraph, NeighborSampler
+from sources.splits import split_of
 from store import MmapFeatures
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
@@ -46,7 +47,7 @@ def settle(ranks, args, task):
         lacks = f"{store.path} has no validation {task.examples}"
         raise StoreError(f"{flag} goes by validation {task.metric}, and {lacks}")
     if args.residual is None:
-        values["residual"], line = residual_helps(store)
+        values["residual"], line = residual_helps(store, args.split or 0)
         lines.append(f"model   {line}")
     if args.precision is None:
         has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
@@ -68,19 +69,22 @@ def settle(ranks, args, task):
     return argparse.Namespace(**{**vars(args), **values}), used
 
 
-def residual_helps(store):
+def residual_helps(store, number=0):
     """Decide whether layers that average a node's row with its neighbours' need residual connections -> (bool, reason):
-    by adjusted homophily (Platonov et al., arXiv 2209.06177) over up to 32 edges each of about 4,096 training nodes."""
-    train = store.split["train"]
-    nodes = train[:: max(1, train.numel() // 4096)]
+    by adjusted homophily (Platonov et al., arXiv 2209.06177) over up to 32 edges each of about 4,096 training and
+    validation nodes of the split with this number, or of the one that seed 0 draws, so that all --runs train the same
+    network."""
+    split = split_of(store, number)
+    known = torch.cat([split["train"], split["valid"]])
+    nodes = known[:: max(1, known.numel() // 4096)]
     with reading_all_edges():
         sampler = NeighborSampler(store.indptr, store.sampled_indices, [32], check=False)
         block = sampler.sample(nodes, 0)[0]
     ends = block.src_nodes.long()[block.to_pyg()[0]]  # [2, E], sources and destinations
-    usable = torch.isin(ends[0], train) & (ends[0] != ends[1])
+    usable = torch.isin(ends[0], known) & (ends[0] != ends[1])
     pairs = store.labels[ends[:, usable]]
     if store.labels.dim() != 1 or pairs.shape[1] < 100:
-        return False, "no residual connections: too few edges join training nodes to go by"
+        return False, "no residual connections: too few edges join training or validation nodes"
     chance = (pairs.flatten().bincount() / pairs.numel()).square().sum().item()
     same = (pairs[0] == pairs[1]).double().mean().item()
     agreement = (same - chance) / max(1 - chance, 1e-9)
