@@ -432,11 +432,14 @@ def test_labels_of_test_nodes_do_not_choose_residual_connections(tmp_path):
 def test_the_best_epochs_weights_are_kept(words, tiny, tmp_path, capsys):
     _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 5 --lr 0.05", words)
     state = torch.load(tmp_path / "here.pt", weights_only=True)
-    said = "best    weights of epoch " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    said = "best    weights of epoch " in printed
     kept = words != "--weights last"
     assert said == kept == (state["best"]["model"] is not None)
     valid = [entry["valid_sampled"] for entry in _log(tmp_path / "log") if "valid_sampled" in entry]
-    assert not kept or state["best"]["epoch"] == 1 + valid.index(max(valid))
+    epoch = 1 + valid.index(max(valid))
+    assert not kept or state["best"]["epoch"] == epoch
+    assert ("it is among the last, more --epochs may help" in printed) == (kept and epoch == 5)
     # as earlier versions wrote it, with --early-stop alone keeping them
     del state["flags"]["weights"]
     torch.save(state, tmp_path / "old.pt")
