@@ -221,6 +221,7 @@ class GraphStore:
         node_types: {name: (number of nodes, feature width or 0 without features)} in the order of node ids; features
             has rows only for the types with features, which come first. edge_types: names of the edge types.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
+        has_features: False where no type of nodes has any; F is then 1, the width of a table of one 0.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
 
@@ -257,6 +258,7 @@ class GraphStore:
         types, self.edge_types = meta.get("node_types", []), meta.get("edge_types")
         self.node_types = {str(name): (int(count), int(width)) for name, count, width in types}
         rows = sum(count for count, width in self.node_types.values() if width)
+        self.has_features = rows > 0 or not self.node_types
         rows = max(rows, 1) if self.node_types else self.num_nodes
         shape, dtype = (rows, self.feature_dim), getattr(torch, meta["feature_dtype"])
         large, file = math.prod(shape) * dtype.itemsize > free, BACKENDS[meta["backend"]]
@@ -421,7 +423,7 @@ def info(path) -> str:
         "types": columns.described_types(graph.node_types) or "one",
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
-        "features": features if columns.feature_width(graph) else "none",
+        "features": features if graph.has_features else "none",
         "columns": columns.described(graph),
         "classes": f"{graph.num_classes}{several}" if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",

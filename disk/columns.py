@@ -169,12 +169,6 @@ def described_types(node_types) -> str:
     return ", ".join(f"{n:,} {name} ({width or 'no'} features)" for name, (n, width) in types)
 
 
-def feature_width(graph) -> int:
-    """Return the width of the features; 0 if no type of nodes has any: the stored table is then a single 0."""
-    widths = [width for _, width in graph.node_types.values()]
-    return graph.feature_dim if any(widths) or not widths else 0
-
-
 def types_called(name, names) -> list[int]:
     """Return the numbers of the edge types, such as "user,buys,item", with this name or this relation ("buys")."""
     return [i for i, kind in enumerate(names) if name in (kind, *kind.split(",")[1:2])]

@@ -22,7 +22,6 @@ from run.finite import check_features
 from run.own_model import is_own
 from run.plan import choose_mode, placements
 from sampler import DamagedGraph, NeighborSampler
-from sources.splits import split_of
 from store import MmapFeatures
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
@@ -47,7 +46,7 @@ def settle(ranks, args, task):
         lacks = f"{store.path} has no validation {task.examples}"
         raise StoreError(f"{flag} goes by validation {task.metric}, and {lacks}")
     if args.residual is None:
-        values["residual"], line = residual_helps(store, args.split or 0)
+        values["residual"], line = residual_helps(store, task.known())
         lines.append(f"model   {line}")
     if args.precision is None:
         has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
@@ -69,13 +68,10 @@ def settle(ranks, args, task):
     return argparse.Namespace(**{**vars(args), **values}), used
 
 
-def residual_helps(store, number=0):
+def residual_helps(store, known):
     """Decide whether layers that average a node's row with its neighbours' need residual connections -> (bool, reason):
-    by adjusted homophily (Platonov et al., arXiv 2209.06177) over up to 32 edges each of about 4,096 training and
-    validation nodes of the split with this number, or of the one that seed 0 draws, so that all --runs train the same
-    network."""
-    split = split_of(store, number)
-    known = torch.cat([split["train"], split["valid"]])
+    by adjusted homophily (Platonov et al., arXiv 2209.06177) over up to 32 edges each of about 4,096 of the nodes
+    `known` [n], those whose labels may be used."""
     nodes = known[:: max(1, known.numel() // 4096)]
     with reading_all_edges():
         sampler = NeighborSampler(store.indptr, store.sampled_indices, [32], check=False)

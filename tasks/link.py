@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from disk.columns import feature_width, types_called
+from disk.columns import types_called
 from disk.files import SPLITS, StoreError, plural, reading, sha256_of
 from loader import from_edge_index
 from sampler import expand, mix, random_bits
@@ -426,7 +426,8 @@ class LinkTask(Task):
 
     def lines(self, args, split, parameters):
         graph, network, fanout = described(args, self.store)
-        pairs, features = len(self.store.split["train"]), feature_width(self.store) or "no"
+        pairs, features = len(self.store.split["train"]), self.store.feature_dim
+        features = features if self.store.has_features else "no"
         how = args.negatives_by + ", unchecked" * args.unchecked_negatives
         negatives = f"{plural(args.negatives, 'negative')} a pair, {how}"
         yield f"{graph} that carry messages, {features} features; pairs: {split} ({args.edge_split})"

@@ -424,7 +424,8 @@ def test_labels_of_test_nodes_do_not_choose_residual_connections(tmp_path):
         split = {"train": np.arange(150), "valid": np.arange(150, 200), "test": np.arange(200, 400)}
         made = graph | {"labels": labels, "split": split}
         store = GraphStore.open(build_store(tmp_path / str(test_label), **made))
-        reasons.add(placement.residual_helps(store))
+        task = NodeTask(train.parse_args(["--dataset", str(store.path)]), store.path)
+        reasons.add(placement.residual_helps(store, task.known()))
     assert len(reasons) == 1
 
 
