@@ -322,11 +322,13 @@ class GraphStore:
             for name, ids in self._splits.items()
         }
 
-    def check_split(self):
-        """Raise StoreError unless all ids in the split are nodes that have a label below C; for use before training."""
-        checks.check_stored(self.path, self.split, self.labels.numpy())
+    def check_split(self, split=None):
+        """Raise StoreError unless all ids in a split, by default `split`, are nodes that have a label below C; for use
+        before training."""
+        split = self.split if split is None else split
+        checks.check_stored(self.path, split, self.labels.numpy())
         end = self.num_classes if self.labels.dim() == 1 else 2
-        for name, ids in self.split.items():
+        for name, ids in split.items():
             labels, why = self.labels[ids], f"labels lie in [0, {end}); rebuild the store"
             refuse(labels >= end, f"{self.path}: of split {name!r} labels", labels, why)
 
@@ -414,16 +416,14 @@ def info(path) -> str:
     """Return the sizes, degrees, options and source of a store, one per line."""
     graph = GraphStore.open(path)
     degrees = np.diff(graph.indptr.numpy())
-    features = (
-        f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}"
-    )
+    dtype, backend = graph.meta["feature_dtype"], graph.meta["backend"]
     several = " labels, several a node" * (graph.labels.dim() == 2)
     lines = {
         "nodes": f"{graph.num_nodes:,}",
         "types": columns.described_types(graph.node_types) or "one",
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
-        "features": features if graph.has_features else "none",
+        "features": f"{graph.feature_dim if graph.has_features else 0} x {dtype}, backend {backend}",
         "columns": columns.described(graph),
         "classes": f"{graph.num_classes}{several}" if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",

@@ -40,6 +40,7 @@ class NodeTask(Task):
 
     def known(self):
         split = split_of(self.store, self.number or 0)
+        self.store.check_split(split)
         return torch.cat([split["train"], split["valid"]])
 
     @staticmethod

@@ -18,6 +18,7 @@ from inference import layerwise
 from run import placement
 from run import run as running
 from run.checkpoint import read_checkpoint
+from run.flags import changed
 from store import GraphStore, build_store, verify
 from tasks import metrics
 from tasks.node import NodeTask
@@ -413,6 +414,14 @@ def test_residual_connections_are_the_same_for_every_seed_and_split(tmp_path, ca
         assert _code(words, "--fanout 3,3", split) == 0
         lines = re.findall("model .*residual connections: .*", capsys.readouterr().out)
         assert len(set(lines)) == 1 and ("too few edges" in lines[0]) == few, lines
+    # a damaged first split is named also by the run that trains with the second
+    path = max(tmp_path.glob("g-*"), key=lambda path: path.stat().st_mtime)
+    ids = np.load(path / "train.npy", mmap_mode="r+")
+    ids[0, 7] = 400
+    assert _code(f"--dataset {path} --model gcn --gpus 0 --fanout 3,3 --split 1") == 0
+    args = changed(train.parse_args(["--dataset", str(path)]), turn=1)
+    task = NodeTask(args, path)
+    _refuses("node 400", task.known)
 
 
 def test_labels_of_test_nodes_do_not_choose_residual_connections(tmp_path):

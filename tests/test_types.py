@@ -549,7 +549,7 @@ def test_a_graph_without_any_features_is_reported_so(task, tmp_path, capsys):
     _run_here(tmp_path, words, "--gpus 0 --fanout 2,2")
     said = capsys.readouterr().out
     assert ", no features" in said and "1 features" not in said, said
-    assert re.search("features +none", info(next(tmp_path.glob("bare-*"))))
+    assert re.search("features +0 x float32", info(next(tmp_path.glob("bare-*"))))
 
 
 @pytest.mark.parametrize("flags", ["--bases 2", "--model sage", "--task link --edge-type cites"])
