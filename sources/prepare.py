@@ -32,7 +32,7 @@ from store import build_store
 
 # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
 NPZ = dict(
-    # 1: divide each row of a CSR matrix by its sum; 0: do not; default: only if the values are counts
+    # 1: scale the rows of a CSR matrix to the same sum; 0: do not; default: only if the values are counts
     row_normalize=int,
     radius=float,  # cutoff for the neighbours of an atom in a crystal, angstrom
     split=int,  # the number, from 0, of the only split to keep
@@ -46,6 +46,7 @@ TABLE_COLUMNS = {  # argument of `build` for tables: column of a store
     "edge_features": "edge_features",
     "node_times": "node_time",
 }
+RULES = 1  # changes with what a build makes of the same files: stores of before are built anew
 MIRRORED = 0.95  # share of typed edges that have a reverse from which on none is added
 DRAWN_GRAPHS = {"synthetic": (SYNTHETIC, synthetic), "synthetic-mag": (MAG, synthetic_mag)}
 NAMES = (*DRAWN_GRAPHS, *PLANETOID, *OGB)
@@ -115,7 +116,7 @@ def _recipe(name, root, seed, options):
         # the split of one graph is drawn when it is opened
         drawn = seed if _draws(open_npz(file, values.get("ignore", ()))) else None
         # a changed file is another data set
-        key = [files.sha256_of(file).hexdigest(), values, drawn, options["symmetrize"]]
+        key = [files.sha256_of(file).hexdigest(), values, drawn, options["symmetrize"], RULES]
         key += ["drop_duplicates"] * options["drop_duplicates"]
         return Path(file).stem[:100], key, functools.partial(build, name, seed=drawn, **options)
     if word not in NAMES:
@@ -125,7 +126,9 @@ def _recipe(name, root, seed, options):
         raise _no_effect(option, word, "it is for files of your own")
     defaults, draw = DRAWN_GRAPHS.get(word, ({}, None))
     values = parse(parameters, {n: type(value) for n, value in defaults.items()}, word)
-    key = word if word not in DRAWN_GRAPHS else {**defaults, **values}
+    key = {**defaults, **values} if word in DRAWN_GRAPHS else word
+    if word in PLANETOID:
+        key = [word, RULES]
 
     def make(path, **options):
         if word in OGB:
