@@ -17,12 +17,13 @@ import re
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from disk import files
 from disk.checks import check_labels, check_split
 from disk.files import StoreError, reading
 from disk.graphs import block_diagonal, build_graphs
-from sources.arrays import FEATURES, Arrays, of_object, open_npz
+from sources.arrays import FEATURES, Arrays, equal_sums, of_object, open_npz
 from sources.graph_tables import read_tables
 from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
@@ -135,6 +136,9 @@ def _recipe(name, root, seed, options):
             with ogb(word, root, options["progress"]) as graph:
                 return build_store(path, **graph, **options)
         graph = planetoid(word, root) if word in PLANETOID else draw(key)
+        if word in PLANETOID:
+            how = equal_sums(torch.from_numpy(graph["features"]))
+            print(f"{word}: features come with {how}")
         return build_store(path, **graph, **options)
 
     return word, key, make

@@ -88,7 +88,7 @@ def test_datasets_planetoid(tmp_path, capsys):
     rows = result.features.tensor
     scaled = 6**0.5 * x / np.maximum(x.sum(1, keepdims=True), 1)
     assert torch.allclose(rows, torch.from_numpy(scaled))
-    said = "cora: features are word counts, each row scaled to the sum 2.449, the square root of its width"
+    said = "cora: features come with each row scaled to the sum 2.449, the square root of its width"
     assert said in capsys.readouterr().out
     assert result.labels.tolist() == [int(r.argmax()) if r.any() else -1 for r in y]
     split = [ids.tolist() for ids in result.split.values()]
