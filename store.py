@@ -235,6 +235,7 @@ class GraphStore:
         node_types: {name: (number of nodes, feature width or 0 without features)} in the order of node ids; features
             has rows only for the types with features, which come first. edge_types: names of the edge types.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
+        has_features: False where no type of nodes has any; F is then 1, the width of a table of one 0.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
 
@@ -272,6 +273,7 @@ class GraphStore:
         types, self.edge_types = meta.get("node_types", []), meta.get("edge_types")
         self.node_types = {str(name): (int(count), int(width)) for name, count, width in types}
         rows = sum(count for count, width in self.node_types.values() if width)
+        self.has_features = rows > 0 or not self.node_types
         rows = max(rows, 1) if self.node_types else self.num_nodes
         shape, dtype = (rows, self.feature_dim), getattr(torch, meta["feature_dtype"])
         large, file = math.prod(shape) * dtype.itemsize > free, BACKENDS[meta["backend"]]
@@ -338,19 +340,25 @@ class GraphStore:
 
     def take_split(self, number):
         """Set `split` to one of the store's splits, counted from 0; StoreError if there is no such split."""
+        self.split = self.numbered_split(number)
+
+    def numbered_split(self, number):
+        """Return {part: ids} of one of the store's splits, counted from 0; StoreError if there is no such split."""
         if not 0 <= number < self.num_splits:
             has = f"{self.path} has {self.num_splits}, counted from 0"
             raise StoreError(f"split {number} is out of range: {has}")
-        self.split = {  # of several splits [K, n] a row without its padding
+        return {  # of several splits [K, n] a row without its padding
             name: ids if ids.dim() == 1 else ids[number][ids[number] >= 0]
             for name, ids in self._splits.items()
         }
 
-    def check_split(self):
-        """Raise StoreError unless all ids in the split are nodes that have a label below C; for use before training."""
-        checks.check_stored(self.path, self.split, self.labels.numpy())
+    def check_split(self, split=None):
+        """Raise StoreError unless all ids in a split, by default `split`, are nodes that have a label below C; for use
+        before training."""
+        split = self.split if split is None else split
+        checks.check_stored(self.path, split, self.labels.numpy())
         end = self.num_classes if self.labels.dim() == 1 else 2
-        for name, ids in self.split.items():
+        for name, ids in split.items():
             labels, why = self.labels[ids], f"labels lie in [0, {end}); rebuild the store"
             refuse(labels >= end, f"{self.path}: of split {name!r} labels", labels, why)
 
@@ -452,13 +460,14 @@ def info(path) -> str:
     """Return the sizes, degrees, options and source of a store, one per line."""
     graph = GraphStore.open(path)
     degrees = np.diff(graph.indptr.numpy())
+    dtype, backend = graph.meta["feature_dtype"], graph.meta["backend"]
     several = " labels, several a node" * (graph.labels.dim() == 2)
     lines = {
         "nodes": f"{graph.num_nodes:,}",
         "types": columns.described_types(graph.node_types) or "one",
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
-        "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
+        "features": f"{graph.feature_dim if graph.has_features else 0} x {dtype}, backend {backend}",
         "columns": columns.described(graph),
         "classes": f"{graph.num_classes}{several}" if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",

@@ -310,6 +310,9 @@ def check_graph(ranks, state, path, args, task):
         files, was = digests(store), graph["files"]
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not args.trains:
+        if other and "dataset" not in args.typed:
+            changed_files = f"{', '.join(other)} of {store.path}"
+            ranks.say(f"data    {changed_files} changed since this checkpoint was trained")
         return numbers
     if other:
         start = f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same"

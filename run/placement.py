@@ -46,7 +46,7 @@ def settle(ranks, args, task):
         lacks = f"{store.path} has no validation {task.examples} to compute it from"
         raise StoreError(f"{flag} goes by validation {task.metric}, and {lacks}")
     if args.residual is None:
-        values["residual"], line = residual_helps(store)
+        values["residual"], line = residual_helps(store, task.known())
         lines.append(f"model   {line}")
     if args.precision is None:
         has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
@@ -68,19 +68,19 @@ def settle(ranks, args, task):
     return argparse.Namespace(**{**vars(args), **values}), used
 
 
-def residual_helps(store):
+def residual_helps(store, known):
     """Decide whether layers that average a node's row with its neighbours' need residual connections -> (bool, reason):
-    by adjusted homophily (Platonov et al., arXiv 2209.06177) over up to 32 edges each of about 4,096 training nodes."""
-    train = store.split["train"]
-    nodes = train[:: max(1, train.numel() // 4096)]
+    by adjusted homophily (Platonov et al., arXiv 2209.06177) over up to 32 edges each of about 4,096 of the nodes
+    `known` [n], those whose labels may be used."""
+    nodes = known[:: max(1, known.numel() // 4096)]
     with reading_all_edges():
         sampler = NeighborSampler(store.indptr, store.sampled_indices, [32], check=False)
         block = sampler.sample(nodes, 0)[0]
     ends = block.src_nodes.long()[block.to_pyg()[0]]  # [2, E], sources and destinations
-    usable = torch.isin(ends[0], train) & (ends[0] != ends[1])
+    usable = torch.isin(ends[0], known) & (ends[0] != ends[1])
     pairs = store.labels[ends[:, usable]]
     if store.labels.dim() != 1 or pairs.shape[1] < 100:
-        return False, "no residual connections: too few edges join training nodes to go by"
+        return False, "no residual connections: too few edges join training or validation nodes"
     chance = (pairs.flatten().bincount() / pairs.numel()).square().sum().item()
     same = (pairs[0] == pairs[1]).double().mean().item()
     agreement = (same - chance) / max(1 - chance, 1e-9)

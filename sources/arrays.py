@@ -108,6 +108,15 @@ def of_object(graph, extra, ignore=()) -> "Arrays":
     return arrays
 
 
+def equal_sums(x) -> str:
+    """Scale the rows of non-negative x [V, F], in place, so that each but an empty one sums to the square root of F:
+    short and long texts weigh alike, and the scale is that of any graph with these features -> words for a message."""
+    target = math.sqrt(x.shape[1])
+    total = x.sum(1, keepdim=True)
+    x *= target / total.where(total > 0, 1)
+    return f"each row scaled to the sum {target:.4g}, the square root of its width"
+
+
 def _with_edge_index(arrays) -> dict:
     """Replace sparse matrices by edge_index [2, M]: an edge_index whose entry i, j is an edge from i to j, or without one
     adj_t (also a SparseTensor of torch_sparse), whose row v holds the sources of the edges into v."""
@@ -277,7 +286,7 @@ class Arrays:
         return y
 
     def features(self, row_normalize=None):
-        """Return features [V, F]: a dense array as it is, or the rows of a CSR matrix, divided by their sums if
+        """Return features [V, F]: a dense array as it is, or the rows of a CSR matrix, which get `equal_sums` if
         row_normalize (None: if the values are counts); None if there are no features."""
         name = self.find(*FEATURES)
         if name == "feat_indptr":
@@ -299,9 +308,6 @@ class Arrays:
         if normalize:
             why = "give row_normalize=0, to divide by no sums"
             refuse(values < 0, self.called("feat_data"), values, why)
-        if data:
-            how = "divided by the sum of their row" if normalize else "as they are"
-            self.say(f"features are the {'counts' if counts else 'values'} in feat_data, {how}")
         dtype = np.dtype(np.float32) if counts else values.dtype
         values = values.astype(np.promote_types(dtype, np.float32))  # to add up repeats in float16
         with reading(self.called("the CSR matrix of features")):
@@ -313,9 +319,8 @@ class Arrays:
             ends = np.stack([np.repeat(np.arange(len(indptr) - 1), np.diff(indptr)), indices])
             sparse = torch.sparse_coo_tensor(ends, values, shape, check_invariants=True)
             dense = sparse.to_dense()
-        if normalize:
-            total = dense.sum(1, keepdim=True)
-            dense /= total.where(total > 0, 1)
+        how = equal_sums(dense) if normalize else "as they are"
+        self.say(f"features are {'counts' if counts else 'values'}, {how}")
         return dense.to(getattr(torch, dtype.name))
 
     def close(self, num_nodes=None, num_edges=None):

@@ -472,6 +472,7 @@ class LinkTask(Task):
     def lines(self, args, split, parameters):
         graph, network, fanout = described(args, self.store)
         pairs, features = len(self.store.split["train"]), self.store.feature_dim
+        features = features if self.store.has_features else "no"
         how = args.negatives_by + ", unchecked" * args.unchecked_negatives
         negatives = f"{plural(args.negatives, 'negative')} a pair, {how}"
         yield f"{graph} that carry messages, {features} features; pairs: {split} ({args.edge_split})"

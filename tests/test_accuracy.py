@@ -18,6 +18,7 @@ from inference import layerwise
 from run import placement
 from run import run as running
 from run.checkpoint import read_checkpoint
+from run.flags import changed
 from store import GraphStore, build_store, verify
 from tasks import metrics
 from tasks.node import NodeTask
@@ -453,15 +454,58 @@ def test_residual_connections_of_gcn_go_by_classes(local, train, has, tmp_path, 
         assert read_checkpoint(tmp_path / "here.pt")["flags"]["residual"] == (given == "--residual")
 
 
+def test_residual_connections_are_the_same_for_every_seed_and_split(tmp_path, capsys):
+    """Whether neighbours agree is counted in the split that seed 0 draws, or in the first of several."""
+    file, graph = tmp_path / "g.npz", _graph(num_nodes=400, num_edges=6000, classes=2)
+    arrays = {"edge_index": graph["edge_index"], "x": graph["features"], "y": graph["labels"]}
+    np.savez(file, **arrays)
+    words = f"--dataset {file} --root {tmp_path} --model gcn --gpus 0 --epochs 1 --hidden 16"
+    assert _code(words, "--fanout 3,3 --runs 3") == 0
+    lines = re.findall("model .*residual connections: .*", capsys.readouterr().out)
+    assert len(lines) == 3 and len(set(lines)) == 1 and "classes of neighbours agree by" in lines[0]
+    # the second split has too few nodes to go by
+    masks = np.stack([np.arange(400) < 300, np.arange(400) < 3])
+    np.savez(file, **arrays, train_masks=masks)
+    for split, few in (("--runs 2", False), ("--split 1", True)):
+        assert _code(words, "--fanout 3,3", split) == 0
+        lines = re.findall("model .*residual connections: .*", capsys.readouterr().out)
+        assert len(set(lines)) == 1 and ("too few edges" in lines[0]) == few, lines
+    # a damaged first split is named also by the run that trains with the second
+    path = max(tmp_path.glob("g-*"), key=lambda path: path.stat().st_mtime)
+    ids = np.load(path / "train.npy", mmap_mode="r+")
+    ids[0, 7] = 400
+    assert _code(f"--dataset {path} --model gcn --gpus 0 --fanout 3,3 --split 1") == 0
+    args = changed(train.parse_args(["--dataset", str(path)]), turn=1)
+    task = NodeTask(args, path)
+    _refuses("node 400", task.known)
+
+
+def test_labels_of_test_nodes_do_not_choose_residual_connections(tmp_path):
+    graph = _graph(num_nodes=400, num_edges=6000, classes=2)
+    reasons = set()
+    for test_label in (0, 1):
+        labels = graph["labels"].copy()
+        labels[200:] = test_label
+        split = {"train": np.arange(150), "valid": np.arange(150, 200), "test": np.arange(200, 400)}
+        made = graph | {"labels": labels, "split": split}
+        store = GraphStore.open(build_store(tmp_path / str(test_label), **made))
+        task = NodeTask(train.parse_args(["--dataset", str(store.path)]), store.path)
+        reasons.add(placement.residual_helps(store, task.known()))
+    assert len(reasons) == 1
+
+
 @pytest.mark.parametrize("words", ["", "--weights last", "--early-stop 9"])
 def test_the_best_epochs_weights_are_kept(words, tiny, tmp_path, capsys):
     _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 5 --lr 0.05", words)
     state = torch.load(tmp_path / "here.pt", weights_only=True)
-    said = "best    weights of epoch " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    said = "best    weights of epoch " in printed
     kept = words != "--weights last"
     assert said == kept == (state["best"]["model"] is not None)
     valid = [entry["valid_sampled"] for entry in _log(tmp_path / "log") if "valid_sampled" in entry]
-    assert not kept or state["best"]["epoch"] == 1 + valid.index(max(valid))
+    epoch = 1 + valid.index(max(valid))
+    assert not kept or state["best"]["epoch"] == epoch
+    assert ("it is among the last, more --epochs may help" in printed) == (kept and epoch == 5)
     # as earlier versions wrote it, with --early-stop alone keeping them
     del state["flags"]["weights"]
     torch.save(state, tmp_path / "old.pt")

@@ -31,6 +31,7 @@ from tests.common import (
     OWN_MODELS,
     _dgl,
     _log,
+    _run_here,
     _same_for_any_number_of_processes,
     _same_weights,
     _train,
@@ -632,6 +633,19 @@ def test_train_learns_resumes_and_predicts_by_type(mag, tmp_path):
     other = prepare.prepare("synthetic-mag:scale=0.0005,classes=4", tmp_path, progress=False)
     words = f"--resume {tmp_path}/c.pt --predict {tmp_path}/q.npy --gpus 0 --dataset {other}"
     assert "was trained on a graph with node_types" in _train(words, code=2)
+
+
+@pytest.mark.parametrize("task", ["node", "link"])
+def test_a_graph_without_any_features_is_reported_so(task, tmp_path, capsys):
+    ids = np.arange(60)
+    ends = np.stack([ids, np.roll(ids, 1)])
+    graph = {"edge_index:n,a,n": ends, "num_nodes:n": 60, "y:n": ids % 2, "train_idx:n": ids[:30]}
+    np.savez(tmp_path / "bare.npz", **graph, **{"val_idx:n": ids[30:]})
+    words = f"--task {task} --model rgcn --dataset {tmp_path}/bare.npz --symmetrize --epochs 1"
+    _run_here(tmp_path, words, "--gpus 0 --fanout 2,2")
+    said = capsys.readouterr().out
+    assert ", no features" in said and "1 features" not in said, said
+    assert re.search("features +0 x float32", info(next(tmp_path.glob("bare-*"))))
 
 
 @pytest.mark.parametrize("flags", ["--bases 2", "--model sage", "--task link --edge-type cites"])
