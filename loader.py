@@ -10,6 +10,7 @@ number of threads or the prefetch depth; a step's seeds, over all processes, are
 To copy this file, also take sampler.py, features.py and disk/files.py.
 """
 
+import gc
 from contextlib import ExitStack, closing, nullcontext
 from operator import index
 from typing import Any, NamedTuple
@@ -128,7 +129,11 @@ class NodeLoader:
     """Iterate over the batches of an epoch; each `for` is another epoch, in another order. After a break the next `for`
     resumes after the last step whose batches were all handed out, and so does a loader that was given another one's
     `state_dict`, even in mid-epoch and with another number of processes. Without shuffling it is only the latter that
-    resumes: a loop that was left starts again.
+    resumes: a loop that was left starts again. `next(iter(loader))` is such a loop: `loader.step = 0` takes it back.
+
+    There is one loop at a time: two of them would share out the epoch. A second one, inside the first or beside it as in
+    `zip(loader, loader)`, is a RuntimeError until the first has ended: by its last batch, a break or an exception, or by
+    `close()` of an iterator that is still held.
 
     Args:
         graph: GraphStore, `Graph` or anything else with indptr, indices, features and labels.
@@ -223,6 +228,7 @@ class NodeLoader:
         self.options, self.epoch, self.step = {"depth": depth, "threads": threads}, 0, 0
 
     reached = None  # (epoch, step) that the last loop got to
+    looping = False
     steps = property(lambda self: -(-self.seeds.numel() // self.total_batch))
 
     @property
@@ -241,6 +247,11 @@ class NodeLoader:
         return self.steps * self.accumulate
 
     def __iter__(self):
+        if self.looping:
+            gc.collect()  # which ends a loop whose iterator is in a reference cycle
+        if self.looping:
+            instead = "make another NodeLoader, or close() the iterator of a loop that was left"
+            raise RuntimeError(f"another loop over this NodeLoader has not ended: {instead}")
         epoch, first = self.epoch, self.step
         if not self.shuffle and (epoch, first) == self.reached:
             first = 0  # the loop was left, not resumed by another loader
@@ -248,6 +259,8 @@ class NodeLoader:
             copies.follow()  # features may have changed since the last epoch
         looking_ahead = getattr(getattr(self.ring, "features", None), "looking_ahead", None)
         with ExitStack() as stack:
+            self.looping = True
+            stack.callback(setattr, self, "looping", False)
             parts, options = self._parts(epoch, first), self.options
             if looking_ahead:
                 # blocks wait in memory for their rows: 120 MB for a thousand batches with 10,000 input nodes each

@@ -58,7 +58,7 @@ from run.report import (
     peak_memory,
 )
 from run.run import open_run
-from sampler import DamagedGraph, mix
+from sampler import DamagedGraph
 from sources import prepare as datasets
 from tasks.metrics import NotFinite
 
@@ -91,9 +91,7 @@ class Eager:
         # around the forward pass too, where DDP decides whether to exchange gradients
         with nullcontext() if batch.last or world == 1 else self.parallel.no_sync():
             with clock.timed("forward", on_gpu=True):
-                key = mix(mix(run.args.seed) ^ batch.global_step)  # of dropout
-                output = run.forward(batch, key, self.parallel)
-                loss = run.task.loss(run.model, output, batch.y)
+                loss = run.loss(batch, batch.global_step, self.parallel)
             with clock.timed("backward", on_gpu=True):
                 # the loss is a sum, and DDP averages over ranks: each of the step's `total` seeds weighs 1 / total
                 (loss * (world / batch.total)).backward()

@@ -23,24 +23,22 @@ With several ranks the gradients are averaged between two graphs, as one vector,
 
 import gc
 import re
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from features import Fetched
 from model import LOOPED
 from native import layers, sampler_gpu
 from run.finite import LossSum
-from sampler import Block, mix
+from sampler import Block
 
 PADDED = ("sage", "sage-pool", "gcn", "gat", "gin", "rgcn")  # models whose kernels skip padding
 MEASURED = 16  # batches whose sizes decide the static shapes
 ELSEWHERE = "another rank cannot have them"
-# other threads, NCCL's among them, may call CUDA during a capture
-captured = partial(torch.cuda.graph, capture_error_mode="thread_local")
 REFUSALS = RuntimeError, AttributeError  # AttributeError: this torch lacks a function
 TRIED = 3  # static steps, at least, that are compared with eager ones
 GRAPH_RTOL = 0.02  # max relative difference between their inputs, and their losses
@@ -168,16 +166,41 @@ def static_room(sampler, nodes, args, first_hop):
     return batches[0], (rows[: hops + 1], places[:hops])
 
 
+@contextmanager
+def captured(graph, pool=None, stream=None):
+    """Capture the body in a CUDA graph, as torch.cuda.graph does; if that fails, the first error is raised.
+
+    Nothing is collected meanwhile: a finalizer might synchronize, as that of `gpu_view`, which ends a capture.
+    """
+    pool = pool or torch.cuda.graph_pool_handle()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        # other threads, NCCL's among them, may call CUDA during a capture
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            yield
+    except BaseException as error:
+        # torch's allocator does not hear of a failed end: it would never reuse memory that a second stream has used
+        with suppress(*REFUSALS):
+            device = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+        raise (error.__context__ or error) from None
+    finally:
+        if collects:
+            gc.enable()
+
+
 class Slot:
     """Static memory of a batch in flight, and its two graphs.
 
     Attributes:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
-            outermost hop. y: int64 [S], padded with -1. batch: `Fetched` of these and the frame's blocks. key: dropout's
-            `layer_seed`. trained: event after training, for which refilling waits.
+            outermost hop. y: int64 [S], padded with -1. batch: `Fetched` of these and the frame's blocks. step: int64 [1],
+            counted over all epochs. trained: event after training, for which refilling waits.
     """
 
-    def __init__(self, sampler, ring, room, seed):
+    def __init__(self, sampler, ring, room):
         (rows, places), labels, self.ring = room, ring.labels, ring
         self.frame, self.edge_type = sampler.engine.frame(rows, places), sampler.edge_type
         self.x = ring.features.new_zeros(rows[-1], ring.width, dtype=ring.dtype)
@@ -194,8 +217,7 @@ class Slot:
         self.y = labels.new_full((rows[0],), -1)
         self.places = torch.arange(rows[0], device=labels.device)
         self.batch = Fetched(blocks, self.x, self.y)
-        mixed = mix(seed)
-        self.key = mixed - (mixed >> 63 << 64), self.frame.input[:1]  # as a signed int64
+        self.step = self.frame.input[:1]
         self.sampling = self.training = None  # CUDA graphs
         self.trained = torch.cuda.Event()
 
@@ -247,12 +269,11 @@ class StepGraphs:
         self.flat = self.update = None
         if ranks.world > 1:
             self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=ranks.device)
-        slot = partial(Slot, self.sampler, self.ring, room, args.seed)
+        slot = partial(Slot, self.sampler, self.ring, room)
         self.slots = [slot() for _ in range(args.prefetch + 1)]
         kept = [t.clone() for t in self._state()]
         self.begin()
         try:
-            gc.collect()  # memory freed during a capture cannot be used by others
             self.failure = self._prepare(seeds, kept, args.cuda_graph != "off")
         finally:
             self._restore(kept)
@@ -275,11 +296,11 @@ class StepGraphs:
         with them: inputs and losses have to agree -> why capture failed, or None."""
         with self.ring.stream(0):
             blocks = self.sampler.sample(seeds, 0, relabel_outer=not self.ring.first_hop)
-            batch, key = self.ring.fetch(0, blocks), mix(mix(self.run.args.seed))
+            batch = self.ring.fetch(0, blocks)
         batch.wait()
         self.weight.fill_(1 / len(seeds))
         slots = (self.slots * TRIED)[: max(TRIED, len(self.slots))]
-        expected = [self._loss(self._compute, batch, key) for _ in slots]
+        expected = [self._loss(self._compute, batch, 0) for _ in slots]
         self._restore(kept)
         failure = self._capture(seeds) if capture else None
         self._restore(kept)
@@ -314,31 +335,35 @@ class StepGraphs:
                     slot.frame.fill(seeds, 0)
                     slot.sample()
                     # warm up in these shapes
-                    self._compute(slot.batch, slot.key)
+                    self._compute(slot.batch, slot.step)
                     torch.cuda.synchronize()
+                # what a reference cycle keeps of steps so far: autograd would wait for their streams, and end the capture
+                gc.collect()
                 sampling, training = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
                 with captured(sampling):
                     slot.sample()
                 with captured(training, pool):
-                    self._compute(slot.batch, slot.key)
+                    self._compute(slot.batch, slot.step)
                 slot.sampling, slot.training = sampling, training
                 pool = training.pool()  # shared: they run one after the other
             if self.flat is not None:
                 self.update = torch.cuda.CUDAGraph()
                 with captured(self.update):
                     self._update()
+            return None
         except REFUSALS as error:
             torch.cuda.set_stream(stream)
-            self.update = None
-            for slot in self.slots:
-                slot.sampling = slot.training = None
-            return reason(error)
+            failure = reason(error)
+        self.update = None
+        for slot in self.slots:
+            slot.sampling = slot.training = None
+        gc.collect()  # the failed step, which its errors keep
+        return failure
 
-    def _compute(self, batch, key):
+    def _compute(self, batch, step):
         """Take a step on one batch, padded or not; with several ranks, up to the flat gradient."""
         self.optimizer.zero_grad(set_to_none=True)
-        logits = self.run.forward(batch, key)
-        loss = F.cross_entropy(logits, batch.y, reduction="sum", ignore_index=-1)
+        loss = self.run.loss(batch, step)
         (loss * self.weight).backward()
         self.loss_sum.add_(loss.detach())
         if self.flat is None:
@@ -349,7 +374,7 @@ class StepGraphs:
 
     def _train(self, slot):
         """Take the step of a slot's batch; with several ranks, up to the flat gradient."""
-        slot.training.replay() if slot.training else self._compute(slot.batch, slot.key)
+        slot.training.replay() if slot.training else self._compute(slot.batch, slot.step)
         slot.trained.record()
 
     def _finish(self):
@@ -399,7 +424,7 @@ class StepGraphs:
                 self.weighs = weight
             slot = next((slot for slot in self.slots if slot.x is batch.x), None)
             if slot is None:
-                self._compute(batch, mix(mix(self.run.args.seed) ^ batch.global_step))
+                self._compute(batch, batch.global_step)
             else:
                 self._train(slot)
             if self.flat is not None:

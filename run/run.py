@@ -20,6 +20,7 @@ from run import own_model
 from run.edge_data import degrees_at
 from run.flags import TASKS
 from run.placement import make_sampler, place_data, reading_all_edges, settle
+from sampler import mix
 from tasks.metrics import check_scores
 
 # up to this many edges, networks that cannot be evaluated layer by layer are evaluated full-batch
@@ -104,6 +105,16 @@ class Run:
         with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
             output = self.task.output(self, self.model if network is None else network, batch, key)
         return output.to(torch.promote_types(output.dtype, torch.float32))
+
+    def loss(self, batch, step, network=None):
+        """Compute the loss of a training batch, as `Task.loss`. step: counted over all epochs, which keys dropout; in a
+        CUDA graph an int64 tensor [1] on the GPU. network: as for `forward`."""
+        key = mix(self.args.seed)
+        # a GPU computes the same, see `layer_seed` of model.py, from the key as a signed int64
+        on_gpu = isinstance(step, torch.Tensor)
+        key = (key - (key >> 63 << 64), step) if on_gpu else mix(key ^ step)
+        output = self.forward(batch, key, network)
+        return self.task.loss(self.model, output, batch.y)
 
     def sampled(self, nodes, times=None):
         """Estimate outputs [n, C] of nodes [n], at times [n], from neighbours drawn as in training,

@@ -73,7 +73,8 @@ class Task:
         return output_of_own(self.store.num_classes, network, batch)
 
     def loss(self, network, output, y):
-        """Return the loss, summed over the examples of a batch; y: store.labels[seeds], or what `draw` or `load` gave."""
+        """Return the loss, summed over the examples of a batch; y: store.labels[seeds], or what `draw` or `load` gave.
+        In a CUDA graph labels of -1 fill up the batch: they have no part in it."""
 
     def validate(self, run):
         """Evaluate the validation part -> ({name: value}, the score for --early-stop, larger is better, or None).

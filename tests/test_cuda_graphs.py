@@ -4,11 +4,13 @@ import argparse
 import copy
 import ctypes
 import functools
+import gc
 import itertools
 import os
 import re
 import sys
 import types
+import weakref
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -30,7 +32,9 @@ from native import build, sampler_gpu
 from run import adam, cuda_graphs
 from run.edge_data import EdgeData
 from run.report import Clock
+from run.run import Run
 from sampler import Block, NeighborSampler
+from tasks.node import NodeTask
 from tests import common
 from tests.common import TINY, _end, _fork, _on_kernels, _random_graph, _run_here
 from tests.test_ddp import _launch_within
@@ -136,11 +140,11 @@ def _graph_ring(net, x, labels, slots, **options):
 
 def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make=None, size=12):
     sizes = dict(fanout=[4, 3, 3], batch_size=size, seed=5, prefetch=1)
-    args = argparse.Namespace(**sizes, cuda_graph=word)
-    predict = lambda batch, key: net(batch.blocks, batch.x, aggregated=ring.first_hop, key=key)  # noqa: E731
-    run = dict(ranks=ranks or ddp.Ranks(), args=args, sampler=draws, ring=ring, model=net)
-    run |= dict(forward=predict, store=types.SimpleNamespace(split={"train": nodes}))
-    return (make or cuda_graphs.StepGraphs)(types.SimpleNamespace(**run), optimizer)
+    args = argparse.Namespace(**sizes, cuda_graph=word, precision="fp32", model="sage")
+    task = object.__new__(NodeTask)  # without a data set
+    task.store = types.SimpleNamespace(split={"train": nodes})
+    run = Run(ranks or ddp.Ranks(), args, task, EdgeData(), draws, ring, net)
+    return (make or cuda_graphs.StepGraphs)(run, optimizer)
 
 
 def _small_run(folder, net, labels, x, degree=6, **law):
@@ -328,6 +332,129 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     assert losses[:4] == pytest.approx(epochs * 2, rel=1e-5)
     theirs = [*net.parameters()]
     torch.testing.assert_close(ends[0][: len(theirs)], theirs, rtol=1e-4, atol=1e-6)
+
+
+class _Mark:
+    """An object that can be referred to weakly."""
+
+
+class _Alive:
+    """Weak references to the autograd nodes of steps: a node's `metadata` lives as long as the node itself."""
+
+    def __init__(self):
+        self.nodes = []
+
+    def watch(self, node):
+        node.metadata[self] = mark = _Mark()
+        self.nodes.append(weakref.ref(mark))
+
+    def count(self):
+        return sum(node() is not None for node in self.nodes)
+
+
+@pytest.mark.parametrize("conv", ["sage", "gat"])
+def test_no_node_of_an_earlier_step_is_alive_when_a_capture_begins(
+    emulated_graphs, conv, tmp_path, monkeypatch
+):
+    """Autograd would wait for the stream of a parameter's node, which ends a capture. Also with losses in cycles."""
+    alive, seen, captures, work = _Alive(), [], [], Run.loss
+    net, labels = _net(conv, (20, 8, 5), dropout=0.5), torch.randint(5, (300,))
+    draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20))
+
+    def loss(run, *args):
+        value = work(run, *args)
+        alive.watch(value.grad_fn)
+        for p in net.parameters():
+            alive.watch(p.view_as(p).grad_fn.next_functions[0][0])
+        seen.append(alive.count())
+        if not captures:
+            cycle = [value]
+            cycle.append(cycle)
+        return value
+
+    def captured(graph, pool=None):
+        captures.append(alive.count())
+        return graph
+
+    monkeypatch.setattr(Run, "loss", loss)
+    monkeypatch.setattr(cuda_graphs, "captured", captured)
+    gc.disable()  # nothing else collects
+    try:
+        assert _step_graphs(draws, ring, net, _adam(net), torch.arange(40)).captured
+    finally:
+        gc.enable()
+    # of the first slot: `_Graph` keeps tensors of what it captures
+    assert captures[:2] == [0, 0] and seen[0] == 1 + len([*net.parameters()])
+
+
+@pytest.mark.parametrize("fails", [None, "body", "end", "both"])
+def test_a_failed_capture_has_ended_for_the_allocator_too(fails, monkeypatch):
+    """CUDAGraph.capture_end does not tell it; the first error is reported. No finalizer runs during a capture."""
+    told, finalized, given = [], [], []
+
+    @contextmanager
+    def graph(*args, **options):
+        given.append((args, options))
+        try:
+            yield
+        finally:
+            if fails in ("end", "both"):
+                raise RuntimeError("of capture_end")
+
+    def body():
+        cycle = [_Mark()]
+        weakref.finalize(cycle[0], finalized.append, "a finalizer that synchronizes")
+        cycle.append(cycle)
+        del cycle
+        made = [[] for _ in range(3 * gc.get_threshold()[0])]
+        assert made and not finalized
+        if fails in ("body", "both"):
+            raise AttributeError("of the body")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        tell = functools.partial(lambda name, *args: told.append((name, *args)), name)
+        monkeypatch.setattr(torch._C, name, tell, raising=False)
+    error = {"body": AttributeError, "both": AttributeError, "end": RuntimeError}.get(fails)
+    with pytest.raises(error, match="of the body|of capture") if error else nullcontext():
+        with cuda_graphs.captured("a graph", stream="a stream"):
+            body()
+    names = ["_cuda_endAllocateToPool", "_cuda_releasePool"] if fails else []
+    assert told == [(name, 1, (0, 7)) for name in names] and gc.isenabled()
+    mode = dict(capture_error_mode="thread_local")
+    assert given == [(("a graph", (0, 7), "a stream"), mode)]
+    gc.collect()
+    assert finalized
+
+
+@pytest.mark.parametrize("word", ["on", "off"])
+def test_a_task_s_loss_is_that_of_every_stepper(emulated_graphs, word, tmp_path, monkeypatch):
+    """Where a step is CUDA graphs, the same kernels one by one, or in the shapes of a batch: as the task changes it."""
+    monkeypatch.setattr(cuda_graphs, "static_room", _no_more_than_the_smallest)
+    squares = lambda task, net, output, y: ((y >= 0) * output.square().sum(1)).sum()  # noqa: E731
+    monkeypatch.setattr(NodeTask, "loss", squares)
+    nodes, labels, net = (
+        torch.randperm(300)[:53],
+        torch.randint(5, (300,)),
+        _net("sage", (20, 8, 5)),
+    )
+    eager_net = copy.deepcopy(net)
+    draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20))
+    graphs = _step_graphs(draws, ring, net, _adam(net), nodes, word)
+    run = copy.copy(graphs.run)
+    run.model = eager_net
+    steppers, sums = (graphs, train.Eager(run, eager_net, _adam(eager_net))), []
+    for stepper in steppers:
+        loss_sum, options = stepper.begin(), dict(batch_size=12, seed=5, depth=1)
+        options |= {"load": graphs.load} if stepper is graphs else {"sampler": draws, "ring": ring}
+        for batch in loader.NodeLoader(None, nodes, [4, 3, 3], **options):
+            stepper.step(batch, Clock(False))
+        sums.append(loss_sum.total.item())
+    assert graphs.captured == (word == "on") and 0 < graphs.repeated < 5
+    assert sums[0] == pytest.approx(sums[1], rel=1e-5)
+    torch.testing.assert_close([*net.parameters()], [*eager_net.parameters()], rtol=1e-4, atol=1e-6)
 
 
 def test_a_cuda_step_graph_that_differs_is_not_used(emulated_graphs, tmp_path, monkeypatch):

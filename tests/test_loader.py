@@ -3,8 +3,10 @@
 import functools
 import itertools
 import json
+import re
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -134,6 +136,67 @@ def test_loader_goes_on_where_another_one_stood():
         _refuses(words, other.load_state_dict, whole.state_dict(), error=ValueError)
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_loader_refuses_a_second_loop_while_one_is_open(shuffle):
+    """Two loops would share out the epoch: a measurement inside a loop would see half of the seeds, in silence."""
+    graph, seeds = _for_loading()
+    options = dict(batch_size=20, shuffle=shuffle)
+    make = functools.partial(loader.NodeLoader, graph, seeds, [4, 2], **options)
+    whole, batches, seen = [b.seeds.tolist() for b in make()], make(), []
+    words = "another loop over this NodeLoader has not ended: make another NodeLoader, or close()"
+    refuses_another = functools.partial(_refuses, re.escape(words), error=RuntimeError)
+    for batch in batches:
+        refuses_another(list, batches)
+        seen.append(batch.seeds.tolist())
+    assert seen == whole and batches.epoch == 1  # the first loop has lost nothing
+    refuses_another(list, zip(batches, batches))
+    assert len(list(zip(make(), make()))) == len(whole)
+    held = iter(make())
+    for one in (batches, held):
+        assert next(iter(one)) is not None  # after a zip that failed too
+    with ThreadPoolExecutor(1) as pool:
+        batches = make()
+        held = iter(batches)
+        next(held)
+        refuses_another(pool.submit(list, batches).result)
+    held.close()
+    assert len(list(batches)) == (len(whole) - 1 if shuffle else len(whole))
+
+
+def test_loader_begins_another_loop_after_one_that_an_exception_left():
+    """Also while a traceback keeps its frames, as in a notebook, or a reference cycle keeps its iterator."""
+    graph, seeds = _for_loading()
+    batches, kept = loader.NodeLoader(graph, seeds, [4, 2], batch_size=20), []
+
+    def train(start):
+        for i, _ in enumerate(start(batches)):
+            if i == 2:
+                raise KeyError("of the loop's body")
+
+    for start in (
+        iter,
+        lambda batches: (b for b in batches),
+        lambda batches: zip(batches, batches.seeds),
+    ):
+        try:
+            train(start)
+        except KeyError as error:
+            kept.append(error)
+    assert len(kept) == 3 and batches.step == 9
+    cycle = [iter(batches)]
+    cycle.append(cycle)
+    next(cycle[0])
+    del cycle
+    assert len(list(batches)) == 1
+    batches.draw = lambda part: 1 // 0  # on a thread of the loader
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            list(batches)
+    waiting = iter(batches)  # has not begun
+    batches.draw = None
+    assert len(list(batches)) == 11 == len(list(waiting))
+
+
 def test_loader_takes_features_that_are_trained_as_they_are_after_each_step():
     """Rows fetched ahead would be those of earlier steps, how many of them by chance."""
     graph, seeds = _for_loading()
@@ -170,7 +233,8 @@ def test_loader_in_order_draws_the_same_in_each_epoch_and_takes_masks():
     state = batches.state_dict()
     assert once == _loaded(batches) and state["step"] == 2
     batches.load_state_dict(state)  # resumed, training in order goes on in mid-epoch
-    assert next(iter(batches)).step == 2 and _loaded(batches) == once
+    assert next(iter(batches)).step == 2
+    assert _loaded(batches) == once
     # Lightning takes a loader with a `sampler` for torch's and asks it for more
     assert not hasattr(batches, "sampler")
 
