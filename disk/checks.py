@@ -57,7 +57,7 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
             raise StoreError(f"{shapes}: with several labels per node, 2 <= C <= {MAX_CLASSES:,}")
         why = "several labels per node are each 0 or 1, or -1 for a missing one"
         refuse((labels < -1) | (labels > 1), "labels", labels, why)
-        if not (labels == 0).any():
+        if (labels == -1).any() and not (labels == 0).any():
             raise StoreError(f"labels: {why}: there is no 0")
         return labels.astype(np.int8), labels.shape[1]
     if num_classes is None:

@@ -120,7 +120,6 @@ def _recipe(name, root, seed, options):
         # a changed file is another data set
         key = [files.sha256_of(file).hexdigest(), values, drawn, options["symmetrize"], RULES]
         key += ["drop_duplicates"] * options["drop_duplicates"]
-        # stores of small graphs that do not tell labels from targets are built anew
         return Path(file).stem[:100], key, functools.partial(build, name, seed=drawn, **options)
     if word not in NAMES:
         kinds = f"no store, no .npz file and none of {', '.join(NAMES)}"
