@@ -87,6 +87,10 @@ def inference(
         needs = "finish(i, h, h_dst), `layers` of Conv without hooks, and no forward, embed or step overridden alone"
         needs += "; pass the network in a wrapper, not the wrapper"
         raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
+    dense = getattr(x, "layout", torch.strided) == torch.strided
+    if not dense or not (hasattr(x, "gather") or hasattr(x, "__array_interface__")):
+        kind = f"{type(x).__name__}, sparse" if not dense else type(x).__name__
+        raise ValueError(f"x is a {kind}: a dense tensor or array [V, F] is needed")
     on_host = functools.partial(torch.as_tensor, device="cpu")  # whatever the default device is
     indptr, indices = on_host(indptr), on_host(indices)
     if any(p.dtype != torch.float32 for p in model.parameters()):

@@ -7,7 +7,7 @@
 
 The seeds of a batch and their sampled neighbours depend only on the random seed, the epoch and the step, not on the
 number of threads or the prefetch depth; a step's seeds, over all processes, are the same for any number of processes.
-To copy this file, also take sampler.py and features.py.
+To copy this file, also take sampler.py, features.py and disk/files.py.
 """
 
 import gc
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from disk.files import as_tensor, edge_pairs, integers, is_sparse
 from features import FeatureRing, prefetch
 from sampler import NeighborSampler, fanout_list, mix, outside
 
@@ -35,16 +36,13 @@ class Graph(NamedTuple):
 def from_edge_index(edge_index, num_nodes):
     """Convert edges from COO to CSC, as the sampler needs -> (indptr int64 [V+1], indices [M], int32 below 2^31 nodes).
 
-    edge_index: integers [2, M], row 0 the sources, row 1 the destinations, as in PyG: a tensor, an array or two lists.
+    edge_index: integers [2, M], row 0 the sources, row 1 the destinations, as in PyG: a tensor, an array, two of either
+    or two lists; or a sparse matrix of scipy or torch [V, V], whose entry i, j is an edge from i to j and must be 1.
     Edges are sorted by destination, then source: weights, types or times of theirs need `build_store`, which sorts both.
     ValueError for another shape, values that are not integers, or a node id outside [0, num_nodes).
     """
-    edges = _tensor(edge_index).cpu()
-    floats = edges.numel() and (edges.is_floating_point() or edges.dtype == torch.bool)
-    if edges.shape[:-1] != (2,) or floats:
-        actual = f"{edges.dtype} {list(edges.shape)}"
-        raise ValueError(f"edge_index is {actual}: integers [2, M] are needed, sources first")
-    source, destination = edges = edges.long()  # torch cannot compare uint16, uint32 or uint64
+    edges = edge_pairs("edge_index", edge_index, num_nodes, num_nodes)
+    source, destination = edges = torch.from_numpy(integers("edge_index", edges))
     if (bad := outside(edges, num_nodes)) is not None:
         raise ValueError(f"edge_index has node {bad}: ids must be in [0, {num_nodes})")
     # one int64 key per edge: numpy sorts these fastest
@@ -55,25 +53,43 @@ def from_edge_index(edge_index, num_nodes):
     return torch.from_numpy(indptr), torch.from_numpy(indices)
 
 
-def _tensor(values):
-    """Return a tensor, or features with `gather`, as they are; an array as a tensor in host memory."""
-    return values if hasattr(values, "gather") else torch.as_tensor(values, device="cpu")
+def _tensor(name, values):
+    """Return a tensor, or features with `gather`, as they are; what else is an array as a tensor in host memory."""
+    as_it_is = hasattr(values, "gather") and not is_sparse(values)
+    return values if as_it_is else as_tensor(name, values)
 
 
-def _check_sizes(graph, seeds, edges):
-    """Raise ValueError unless features, labels and a mask of seeds have V rows and, if used, edge_features have M."""
+def _tables(graph, seeds, edges):
+    """Return features, labels and, if used, edge_features as tensors; ValueError unless these and a mask of seeds have a
+    row for each node, or edge."""
     V, M = len(graph.indptr) - 1, len(graph.indices)
+    tables = {
+        "features": getattr(graph.features, "tensor", graph.features),
+        "labels": graph.labels,
+        "edge_features": getattr(graph, "edge_features", None) if edges else None,
+    }
+    tables = {name: v if v is None else _tensor(name, v) for name, v in tables.items()}
     # with node types only the first nodes have features
-    sizes = [] if getattr(graph, "node_types", None) else [("features", graph.features, V)]
-    sizes += [("labels", graph.labels, V)]
+    sizes = [] if getattr(graph, "node_types", None) else [("features", tables["features"], V)]
+    sizes += [("labels", tables["labels"], V)]
     sizes += [("seeds, a mask,", seeds, V)] if seeds.dtype == torch.bool else []
-    sizes += [("edge_features", getattr(graph, "edge_features", None), M)] if edges else []
+    sizes += [("edge_features", tables["edge_features"], M)] if edges else []
     for name, values, count in sizes:
         shape, table = [*getattr(values, "shape", (None,))], "features" in name
-        if shape[0] != count or table and len(shape) < 2:
+        if shape[:1] != [count] or table and len(shape) < 2:
             actual = type(values).__name__ if shape == [None] else shape
             needed = f"[{count}, F]" if table else f"[{count}]"
             raise ValueError(f"{name} is {actual}: {needed} is needed, for {V} nodes and {M} edges")
+    return tables
+
+
+def repeated(ids):
+    """Return an id that occurs more than once in a numpy array [n], or None; ids that rise are not sorted."""
+    if (ids[1:] > ids[:-1]).all():
+        return None
+    ids = np.sort(ids)
+    again = ids[1:][ids[1:] == ids[:-1]]
+    return again[0] if len(again) else None
 
 
 class Batch(NamedTuple):
@@ -121,7 +137,7 @@ class NodeLoader:
 
     Args:
         graph: GraphStore, `Graph` or anything else with indptr, indices, features and labels.
-        seeds: node ids to train on, int [T], or a mask, bool [V].
+        seeds: nodes to train on, each once: int [T], rows of features and labels, or a mask, bool [V].
         fanouts: neighbours sampled per node, one number per layer from the seeds outward; -1 for all.
         batch_size: seeds per process and pass. accumulate: passes per optimizer step.
         shuffle: False takes the seeds in the order given, all of them in each `for`, and draws the same neighbours in
@@ -137,7 +153,8 @@ class NodeLoader:
         types: True samples by graph.edge_type [M], see `NeighborSampler`; fanouts may then have a number for each type.
         sampler, ring: replace those that would be made from the arguments above.
         draw: function (Batch with only its seeds) -> (nodes to sample for, keyword arguments of `sampler.sample`, y).
-            Seeds may then index any kind of example; with y None, y is the labels of the nodes.
+            Seeds may then index any kind of example; with y None, y is the labels of the nodes. For seeds that repeat
+            `nodes, y = batch.seeds.unique(return_inverse=True)` gives distinct nodes, and row y[i] is that of seed i.
         load: function (Batch with its seeds, slot) -> `Fetched`, which replaces sampler and ring.
         timed: function of a stage, "sample" or "fetch", that returns a context to run it in.
 
@@ -176,17 +193,21 @@ class NodeLoader:
         for name, (value, least) in sizes.items():
             if value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
-        seeds = _tensor(seeds).cpu()  # a GPU would index it on a stream no slot waits for
+        seeds = _tensor("seeds", seeds).cpu()  # a GPU would index it on a stream no slot waits for
         if seeds.dim() != 1:
             raise ValueError(f"seeds is {list(seeds.shape)}: node ids [T] or a mask [V] is needed")
+        if seeds.dtype not in (torch.bool, torch.int32):
+            seeds = torch.from_numpy(integers("seeds", seeds))
         if not load and (sampler is None or ring is None):
-            _check_sizes(graph, seeds, edges)
-        self.seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds
+            tables = _tables(graph, seeds, edges)
+        self.draw, self.load = draw, load
+        self.seeds = seeds
         self.shuffle, self.seed, self.accumulate = shuffle, index(seed), accumulate
         self.rank, self.world = rank, world
         self.total_batch = batch_size * accumulate * world
         if sampler is None and not load:
-            arrays = graph.indptr, getattr(graph, "sampled_indices", graph.indices)
+            indptr = _tensor("indptr", graph.indptr).long()
+            indices = _tensor("indices", getattr(graph, "sampled_indices", graph.indices))
             disk_threads = getattr(graph, "sampling_threads", None)  # if the graph stays on disk
             # checking such a graph would read all of it
             options = dict(seed=seed, edge_ids=edges, threads=disk_threads, check=not disk_threads)
@@ -194,22 +215,33 @@ class NodeLoader:
             if types and kinds is None or not types and any(isinstance(k, list) for k in fanouts):
                 needed = "types=True and a graph with edge_type are needed to draw by type"
                 raise ValueError(f"types is {types}, fanouts {fanouts}: {needed}")
-            options["edge_type"] = _tensor(kinds) if types else None
-            sampler = NeighborSampler(*map(_tensor, arrays), fanouts, **options)
+            options["edge_type"] = _tensor("edge_type", kinds) if types else None
+            sampler = NeighborSampler(indptr, indices, fanouts, **options)
         if ring is None and not load:
-            rows = _tensor(getattr(graph.features, "tensor", graph.features))
+            rows = tables["features"]
             depth = 0 if getattr(rows, "requires_grad", False) else depth
             options = dict(slots=depth + 1, streams=threads, dtype=dtype, reuse=reuse)
-            options["edge_features"] = _tensor(graph.edge_features) if edges else None
+            options["edge_features"] = tables["edge_features"]
             device = device or getattr(rows, "device", "cpu")
-            ring = FeatureRing(rows, _tensor(graph.labels), device=device, **options)
+            ring = FeatureRing(rows, tables["labels"], device=device, **options)
         self.node_sampler, self.ring, self.timed = sampler, ring, timed
-        self.draw, self.load = draw, load
         self.options, self.epoch, self.step = {"depth": depth, "threads": threads}, 0, 0
 
     reached = None  # (epoch, step) that the last loop got to
     looping = False
     steps = property(lambda self: -(-self.seeds.numel() // self.total_batch))
+
+    @property
+    def seeds(self):
+        return self._seeds
+
+    @seeds.setter
+    def seeds(self, seeds):
+        seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds
+        if not (self.draw or self.load) and (again := repeated(seeds.numpy())) is not None:
+            way = "a `draw` that samples batch.seeds.unique(return_inverse=True)"
+            raise ValueError(f"seeds has node {again} more than once: give it once, or {way}")
+        self._seeds = seeds
 
     def __len__(self):
         return self.steps * self.accumulate

@@ -202,6 +202,8 @@ class NeighborSampler:
         )
         self.backend, self.engine = _load(backend, self.spec, self.fanouts, self.seed)
 
+    type_numbers = None  # int64 [T], what blocks have in the place of each edge type; may be set
+
     def __getstate__(self):  # without the engine: another process loads the compiled code itself
         return {**vars(self), "engine": None}
 
@@ -270,7 +272,10 @@ class NeighborSampler:
         types, ids = block.edge_type, block.edge_ids
         if types is None:  # the C code returns them with the block
             types = self.edge_type.index_select(0, ids)
-        return block._replace(edge_type=_as_signed(types), edge_ids=ids if self.edge_ids else None)
+        types = _as_signed(types)
+        if self.type_numbers is not None:
+            types = self.type_numbers.to(types.device)[types.long()]
+        return block._replace(edge_type=types, edge_ids=ids if self.edge_ids else None)
 
     def _edge_set(self, exclude):
         """Convert edge ids or a mask to distinct ascending ids -> int64 [X] on the graph's device; None if empty."""

@@ -71,6 +71,7 @@ def build_store(
     node_names=None,
     node_types=None,
     edge_types=None,
+    feature_names=None,
     backend="mmap",
     feature_dtype=None,
     num_classes=None,
@@ -83,21 +84,23 @@ def build_store(
 ) -> Path:
     """Write a graph to disk as a store, atomically: it is complete or not there.
 
-    Arrays may be numpy arrays, torch CPU tensors or anything with .shape, .dtype and slicing (a memmap), which is then
-    read a piece at a time. Neighbour lists are sorted by edge_type, edge_time and source, in bounded memory (disk/sort.py);
+    Arrays may be numpy arrays, torch tensors or anything with .shape, .dtype and slicing (a memmap), which is then read
+    a piece at a time; also what docs/data.md lists as "From Python". Neighbour lists are sorted by edge_type, edge_time and source, in bounded memory (disk/sort.py);
     indptr and indices are stored as given unless an option is set or their lists are out of order.
 
     Args:
         path: directory to create, with its parents.
-        edge_index: integers [2, M], row 0 the sources, row 1 the destinations; or give
+        edge_index: integers [2, M], row 0 the sources, row 1 the destinations, or a sparse matrix of ones [V, V]; or give
         indptr, indices: the graph in CSC form, integers [V + 1] and [M] (indices may be `Rows`).
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
-        labels: integers [V] in [0, C), or multi-label [V, C] of 0 and 1; -1, or a row of -1, for a node without label,
-            which no split may contain. None: no node has one, and the graph is for predictions and links.
-        split: dict with node ids, or masks bool [V], for "train" (not empty), "valid" and "test" (each may be missing);
-            disjoint. Or a list of K such splits of the same graph.
+        labels: integers [V] in [0, C), or multi-label [V, C] of 0 and 1; -1 for a missing one. No split may contain a node
+            without any. None: no node has one, and the graph is for predictions and links.
+        split: dict with row numbers of nodes, not names, or masks bool [V], for "train" (not empty), "valid" and "test"
+            (each may be missing); disjoint. Or a list of K such splits of the same graph.
         edge_weight, edge_type, edge_time, edge_features, node_time, node_names: see disk/columns.py; edge arrays in the
-            order of the given edges; an added reverse copies those of its edge. edge_types: names of the edge types.
+            order of the given edges; an added reverse copies those of its edge. With node_time and no edge_time an edge,
+            also an added reverse, has the time of its source. edge_types: names of the edge types.
+        feature_names: F different names of the columns of features; with them predictions go by name, not by position.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
             are dicts by type, see `flatten` of disk/typed.py.
         backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
@@ -113,8 +116,9 @@ def build_store(
     Returns the path; raises StoreError for invalid input, a target that exists, a full disk.
     """
     arguments = locals()
-    if isinstance(edge_index, dict):
-        for name in ("indptr", "indices", "edge_type", "edge_types", "node_names"):
+    # scipy has sparse matrices that are dicts
+    if isinstance(edge_index, dict) and not files.is_sparse(edge_index):
+        for name in ("indptr", "indices", "edge_type", "edge_types", "node_names", "feature_names"):
             if arguments[name] is not None:
                 raise StoreError(f"{name} is not for a graph that is given by type")
         return build_store(**{**arguments, "symmetrize": False, **typed.flatten(arguments)})
@@ -133,6 +137,8 @@ def build_store(
     graph, num_edges = checks.check_graph(edge_index, indptr, indices, num_nodes)
     values = {name: arguments[name] for name in columns.COLUMNS}
     carried, widths = columns.check_columns(num_edges, num_nodes, node_names, values, edge_types)
+    if feature_names is not None:
+        widths["feature_names"] = checks.check_names(feature_names, width)
     if node_types is not None:
         widths["node_types"] = [[name, *of] for name, of in node_types.items()]
     options = {name: bool(arguments[name]) for name in OPTIONS}
@@ -157,6 +163,7 @@ def build_store(
     }
     most_edges, of_edges = num_edges << options["symmetrize"], carried.keys() & columns.OF_EDGES
     edge_bytes = 4 + sum(carried[name].nbytes for name in of_edges) // max(num_edges, 1)
+    edge_bytes += 8 * ("node_time" in carried and "edge_time" not in carried)
     least = 0 if drop_self_loops or drop_duplicates else most_edges * edge_bytes
     need = num_nodes * 16 + rows * row_bytes + least
     arrays = {"labels": labels, **split, **carried}
@@ -171,17 +178,21 @@ def _write_store(path, meta, graph, arrays, features, progress):
     (edge_index, indptr, indices), order = graph, None
     num_nodes, options = meta["num_nodes"], meta["options"]
     by = arrays.get("edge_type"), arrays.get("edge_time")
-    in_order = edge_index is None and columns.out_of_order(indptr, *by) is None
+    # an edge without a time of its own has that of its source
+    of_sources = arrays.get("node_time") if by[1] is None else None
+    in_order = edge_index is None and of_sources is None
+    in_order = in_order and columns.out_of_order(indptr, *by) is None
     if in_order and not any(options.values()):
         chunks = sort.checked_indices(indices, num_nodes, progress)
     elif isinstance(indices, files.Rows):
         why = "there are no graph options, and its lists must rise in edge_type and edge_time"
+        why += ", which node_time needs" * (of_sources is not None)
         raise StoreError(f"indices given as Rows is stored as it is: {why}")
     else:
-        if arrays.keys() & columns.OF_EDGES:
+        if arrays.keys() & columns.OF_EDGES or of_sources is not None:
             order = tempfile.TemporaryFile(dir=path)
         indptr = np.zeros(num_nodes + 1, np.int64)
-        chunks = sort.sorted_sources(graph, options, indptr, path, order, by, progress)
+        chunks = sort.sorted_sources(graph, options, indptr, path, order, by, of_sources, progress)
     most = [meta["num_edges"] << options["symmetrize"]]
     dtype = "int32" if num_nodes < 1 << 31 else "int64"
     records = {"indices.npy": files.write_npy(path / "indices.npy", dtype, most, chunks)}
@@ -191,6 +202,8 @@ def _write_store(path, meta, graph, arrays, features, progress):
         order.flush()
         rows = np.memmap(order, np.int64, "r") if len(written) else np.empty(0, np.int64)
     records |= columns.write_arrays(path, {"indptr": indptr, **arrays}, rows)
+    if of_sources is not None:
+        records |= columns.write_arrays(path, {"edge_time": of_sources}, written)
     types = path / "edge_type.npy"
     types = np.load(types, mmap_mode="r") if types.name in records else None
     meta["edges"] = checks.count_edges(indptr, written, types)
@@ -211,9 +224,10 @@ class GraphStore:
 
     Attributes:
         indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
-        labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or a row of -1.
+        labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
+        feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
         sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free
             memory, a map of them without read-ahead and SAMPLERS threads.
         edge_weight, edge_time, edge_features, node_time: float32 [M], int64 [M], [M, D], int64 [V]; or None.
@@ -221,6 +235,7 @@ class GraphStore:
         node_types: {name: (number of nodes, feature width or 0 without features)} in the order of node ids; features
             has rows only for the types with features, which come first. edge_types: names of the edge types.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
+        has_features: False where no type of nodes has any; F is then 1, the width of a table of one 0.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
 
@@ -232,6 +247,7 @@ class GraphStore:
         if type(self.num_classes) is not int or not 1 <= self.num_classes <= checks.MAX_CLASSES:
             raise ValueError(f"it has num_classes = {self.num_classes!r:.200}")
         self.labelled = meta.get("labelled", True)
+        self.feature_names = meta.get("feature_names")
         self.options = [name for name, on in meta["options"].items() if on]
         kinds = columns.arrays_of(meta)
         for name, kind in kinds.items():
@@ -257,6 +273,7 @@ class GraphStore:
         types, self.edge_types = meta.get("node_types", []), meta.get("edge_types")
         self.node_types = {str(name): (int(count), int(width)) for name, count, width in types}
         rows = sum(count for count, width in self.node_types.values() if width)
+        self.has_features = rows > 0 or not self.node_types
         rows = max(rows, 1) if self.node_types else self.num_nodes
         shape, dtype = (rows, self.feature_dim), getattr(torch, meta["feature_dtype"])
         large, file = math.prod(shape) * dtype.itemsize > free, BACKENDS[meta["backend"]]
@@ -296,31 +313,52 @@ class GraphStore:
 
     def node_names(self) -> list[str] | None:
         """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""
-        if columns.NAMES not in self.meta["files"]:
-            return None
-        record = self.meta["files"][columns.NAMES]
-        file = files.check_size(self.path, columns.NAMES, record)
-        with reading(file, "; rebuild the store"):
-            lines = file.read_bytes().decode().split("\n")
-            if lines.pop() or len(lines) != record["shape"][0]:
-                raise ValueError(f"it does not have {record['shape'][0]:,} whole lines")
-        return lines
+        return None if (names := self._names()) is None else [*names]
+
+    def node_ids(self, values, name="ids") -> Tensor:
+        """Look up nodes -> their rows in features, labels and predictions, int64 of the shape of `values`.
+
+        Args:
+            values: array or list of integers or text, of any shape. If the nodes have names, values are names, an integer
+                that of its digits: 7 is the node called "7"; else row numbers, integers. To look up n of V names takes
+                memory for n.
+            name: of the values, for messages.
+
+        Raises:
+            StoreError: for another dtype, or a node that there is not; names the first.
+        """
+        return columns.node_ids(name, values, self.num_nodes, self._names())
+
+    def _names(self):
+        record = self.meta["files"].get(columns.NAMES)
+        return None if record is None else columns.read_names(self.path, record)
+
+    def take_columns(self, names):
+        """Put the columns of `features` into the order of `names`, which are `feature_names` in any order."""
+        order = torch.tensor([self.feature_names.index(name) for name in names])
+        self.features, self.feature_names = ReorderedFeatures(self.features, order), names
 
     def take_split(self, number):
         """Set `split` to one of the store's splits, counted from 0; StoreError if there is no such split."""
+        self.split = self.numbered_split(number)
+
+    def numbered_split(self, number):
+        """Return {part: ids} of one of the store's splits, counted from 0; StoreError if there is no such split."""
         if not 0 <= number < self.num_splits:
             has = f"{self.path} has {self.num_splits}, counted from 0"
             raise StoreError(f"split {number} is out of range: {has}")
-        self.split = {  # of several splits [K, n] a row without its padding
+        return {  # of several splits [K, n] a row without its padding
             name: ids if ids.dim() == 1 else ids[number][ids[number] >= 0]
             for name, ids in self._splits.items()
         }
 
-    def check_split(self):
-        """Raise StoreError unless all ids in the split are nodes that have a label below C; for use before training."""
-        checks.check_stored(self.path, self.split, self.labels.numpy())
+    def check_split(self, split=None):
+        """Raise StoreError unless all ids in a split, by default `split`, are nodes that have a label below C; for use
+        before training."""
+        split = self.split if split is None else split
+        checks.check_stored(self.path, split, self.labels.numpy())
         end = self.num_classes if self.labels.dim() == 1 else 2
-        for name, ids in self.split.items():
+        for name, ids in split.items():
             labels, why = self.labels[ids], f"labels lie in [0, {end}); rebuild the store"
             refuse(labels >= end, f"{self.path}: of split {name!r} labels", labels, why)
 
@@ -393,6 +431,20 @@ class MmapFeatures:
         raise StoreError("put_rows needs a store with backend lmdb: rows of mmap stay as built")
 
 
+class ReorderedFeatures:
+    """Feature rows whose columns are read in another order. features: `MmapFeatures` or `LmdbFeatures`; order: int64 [F],
+    the column of `features` that each column is."""
+
+    def __init__(self, features, order):
+        self._features, self._order = features, order
+        self.shape, self.dtype, self.large = features.shape, features.dtype, features.large
+
+    def gather(self, ids, out=None) -> Tensor:
+        """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
+        out = files.gather_target(self, ids, out)
+        return torch.index_select(self._features.gather(ids), 1, self._order, out=out)
+
+
 def verify(path) -> list[str]:
     """Compare a whole store with its checksums -> list of problems; see `lmdb_rows.verify_directory`."""
 
@@ -408,13 +460,14 @@ def info(path) -> str:
     """Return the sizes, degrees, options and source of a store, one per line."""
     graph = GraphStore.open(path)
     degrees = np.diff(graph.indptr.numpy())
+    dtype, backend = graph.meta["feature_dtype"], graph.meta["backend"]
     several = " labels, several a node" * (graph.labels.dim() == 2)
     lines = {
         "nodes": f"{graph.num_nodes:,}",
         "types": columns.described_types(graph.node_types) or "one",
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
-        "features": f"{graph.feature_dim} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}",
+        "features": f"{graph.feature_dim if graph.has_features else 0} x {dtype}, backend {backend}",
         "columns": columns.described(graph),
         "classes": f"{graph.num_classes}{several}" if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",

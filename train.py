@@ -47,7 +47,16 @@ from run.allocator import announce, trim_memory
 from run.checkpoint import check_graph, claimed, common_state, restore, save_checkpoint
 from run.finite import LossSum, all_finite
 from run.own_model import is_own
-from run.report import Clock, Report, advice, describe, draw_timeline, epoch_line, peak_memory
+from run.report import (
+    Clock,
+    Report,
+    advice,
+    best_line,
+    describe,
+    draw_timeline,
+    epoch_line,
+    peak_memory,
+)
 from run.run import open_run
 from sampler import DamagedGraph
 from sources import prepare as datasets
@@ -230,8 +239,7 @@ def train(ranks, args, path):
     ranks.check_equal(model)
     if best["model"]:
         model.load_state_dict(best["model"])
-        score = run.task.score_text(best["score"])
-        ranks.say(f"best    weights of epoch {best['epoch']}: valid {score}")
+        ranks.say(best_line(args, best["epoch"], run.task.score_text(best["score"])))
     exact = run.task.finish(run, report)
     ranks.barrier()
     return 2 if report.failed & {"profile", "timeline"} else 0, exact, run.task.title

@@ -34,8 +34,17 @@ def check_features(features, kept_as=None) -> tuple[int, int, str]:
     return int(shape[0]), int(shape[1]), kept_as or dtype
 
 
+def check_names(names, width) -> list[str]:
+    """Check the names of the feature columns -> list of F different strings."""
+    names = [*map(str, names)]
+    if not width == len(names) == len({*names}):
+        given = f"feature_names has {len(names)} names, {len({*names})} of them different"
+        raise StoreError(f"{given}: {width} different ones are needed, one a column")
+    return names
+
+
 def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
-    """Check labels -> (int64 [V], or int8 [V, C] of 0 and 1 if multi-label; C, counted if None). No labels: all -1."""
+    """Check labels -> (int64 [V], or int8 [V, C] of 0 and 1 if multi-label; C, counted if None). -1: no label."""
     if labels is None:
         return np.full(num_nodes, -1), num_classes or 1
     labels = integers("labels", labels)
@@ -46,9 +55,10 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
         if not 2 <= labels.shape[1] <= MAX_CLASSES or num_classes not in (None, labels.shape[1]):
             shapes = f"labels is {list(labels.shape)} and num_classes {num_classes}"
             raise StoreError(f"{shapes}: with several labels per node, 2 <= C <= {MAX_CLASSES:,}")
-        bad = (labels != -1).any(1, keepdims=True) & (labels != 0) & (labels != 1)
-        why = "several labels per node are each 0 or 1, or a row of -1 for a node without any"
-        refuse(bad, "labels", labels, why)
+        why = "several labels per node are each 0 or 1, or -1 for a missing one"
+        refuse((labels < -1) | (labels > 1), "labels", labels, why)
+        if (labels == -1).any() and not (labels == 0).any():
+            raise StoreError(f"labels: {why}: there is no 0")
         return labels.astype(np.int8), labels.shape[1]
     if num_classes is None:
         num_classes = max(int(labels.max()) + 1, 1)
@@ -63,6 +73,18 @@ def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
     return labels, num_classes
 
 
+def classes_among(values) -> list[int]:
+    """List the classes, ascending, among the different labels of graphs, whole numbers: -1 stands for a missing label,
+    unless it comes with 1 alone or with other numbers below 0. StoreError for fewer than two."""
+    values = sorted(map(int, values))
+    if values != [-1, 1] and not (values and values[0] < -1):
+        values = [value for value in values if value != -1]
+    if len(values) < 2 and not (values and values[0] in (0, 1)):
+        actual = f"all labels are {values[0]}" if values else "no graph has a label"
+        raise StoreError(f"{actual}: two classes are needed")
+    return values if len(values) > 1 else [0, 1]
+
+
 def check_graph(edge_index, indptr, indices, num_nodes):
     """Check the shapes and the indptr of a graph in one of two forms -> ((edge_index, indptr, indices), M)."""
     if (edge_index is None) == (indptr is None) or (indptr is None) != (indices is None):
@@ -70,7 +92,7 @@ def check_graph(edge_index, indptr, indices, num_nodes):
     if not 1 <= num_nodes <= 1 << 32:
         raise StoreError(f"there are {num_nodes} nodes: a store holds 1 to 2^32")
     if edge_index is not None:
-        edge_index = shaped("edge_index", files.array_like("edge_index", edge_index), 2, "M")
+        edge_index = files.edge_pairs("edge_index", edge_index, num_nodes, num_nodes)
         return (edge_index, None, None), int(edge_index.shape[1])
     indptr = integers("indptr", indptr, num_nodes + 1)
     indices = shaped("indices", files.array_like("indices", indices), "M")
@@ -124,7 +146,7 @@ def check_split(split, labels, item="node") -> dict[str, np.ndarray]:
         inside, again = (ids >= 0) & (ids < len(labels)), np.ones(len(ids), bool)
         again[np.unique(ids, return_index=True)[1]] = False
         unlabelled = labels[ids * inside] < 0
-        unlabelled = unlabelled if labels.ndim == 1 else unlabelled.any(1)
+        unlabelled = unlabelled if labels.ndim == 1 else unlabelled.all(1)
         for bad, why in (
             (~inside, f": {item} ids lie in [0, {len(labels)})"),
             (again, " more than once" + "; a mask is of bool" * int(ids.max(initial=0) < 2)),
@@ -188,6 +210,24 @@ def count_edges(indptr, indices, types=None) -> dict[str, int]:
         first = last
     one_way, isolated = int(counts[~exists].sum()), int((~touched).sum())
     return dict(zip(COUNTED, (duplicates, self_loops, isolated, one_way, len(looked_up))))
+
+
+def counted_from_one(meta, indptr, indices) -> list[str]:
+    """Return the node types, "" for a store without types, whose node 0 has no edge although nine of ten nodes have one:
+    their ids may start at 1. meta: of the store; indptr, indices: its arrays."""
+    types = [(name, count) for name, count, _ in meta.get("node_types", [])]
+    types = types or [("", meta["num_nodes"])]
+    if meta["edges"]["isolated"] > len(types) + meta["num_nodes"] // 10:
+        return []
+    lone, first = {}, 0
+    for name, count in types:
+        if count and indptr[first] == indptr[first + 1]:
+            lone[first] = name
+        first += count
+    for start in range(0, len(indices) if lone else 0, EDGE_CHUNK):
+        sources = indices[start : start + EDGE_CHUNK]
+        lone = {node: name for node, name in lone.items() if not (sources == node).any()}
+    return [*lone.values()]
 
 
 def _keys(rows, columns, count) -> np.ndarray:

@@ -2,7 +2,8 @@
 
     edge_weight    float32 [M]    not negative: how likely an edge is drawn, relative to the others in its list
     edge_type      uint8 or uint16 [M]  its relation, numbered from 0; each neighbour list is sorted by it
-    edge_time      int64 [M]      when an edge appeared; each list, or each type's part of it, is sorted by it
+    edge_time      int64 [M]      when an edge appeared; each list, or each type's part of it, is sorted by it. With
+                                  node_time and no edge_time it is that of the edge's source
     edge_features  [M, D]         of a dtype in DTYPES, for layers that see edges
     node_time      int64 [V]      the time at which a node is classified
     node_names     nodes.txt      the original names of the nodes: node i in line i + 1
@@ -60,14 +61,7 @@ def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) ->
             needed = f"an array [{count}{width}] is needed, a row for each {item}"
             raise StoreError(f"{name} is a {type(values).__name__} {list(shape)}: {needed}")
         if name in ("edge_time", "node_time"):
-            with files.reading(name):
-                values = np.asarray(values)
-            if values.dtype.kind == "f":
-                bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
-                why = "whole numbers are needed; give finer times in smaller units"
-                refuse(bad, name, values, why)
-                values = values.astype(np.int64)
-            checked[name] = integers(name, values)
+            checked[name] = files.whole_times(name, values)
         elif name == "edge_type":
             values = integers(name, values)
             why = f"types are numbered from 0, and there are up to {MOST_TYPES:,}"
@@ -123,6 +117,56 @@ def _check_names(names, num_nodes):
         if "\n" in name or "\r" in name or name != name.encode(errors="replace").decode():
             raise StoreError(f"node_names: name {node}, {name!r}, is not one line of text")
         seen.add(name)
+
+
+def read_names(path, record):
+    """Yield the names of the nodes of the store at `path`, in order; StoreError if the file is damaged. record: its entry
+    in meta.json."""
+    file, count = files.check_size(path, NAMES, record), 0
+    lacks = f"it does not have {record['shape'][0]:,} whole lines"
+    with files.reading(file, "; rebuild the store"):
+        with open(file, encoding="utf-8", newline="\n") as lines:
+            for line in lines:
+                if not line.endswith("\n"):
+                    raise ValueError(lacks)
+                count += 1
+                yield line[:-1]
+        if count != record["shape"][0]:
+            raise ValueError(lacks)
+
+
+def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
+    """Look up the nodes that `values` stand for; see `GraphStore.node_ids`. name: of the values, for messages. names:
+    of the nodes, in order, which are read once; None: values are row numbers."""
+    values = np.asarray(files.array_like(name, values))
+    if names is None:
+        if values.dtype.kind in "US":
+            why = "the nodes have no names: row numbers, integers, are needed"
+            raise StoreError(f"{name} is text, and {why}")
+        ids = integers(name, values)
+        bad = ids[(ids < 0) | (ids >= num_nodes)]
+        if bad.size:
+            raise StoreError(f"{name} has node {bad[0]}: node ids lie in [0, {num_nodes})")
+        return torch.from_numpy(ids)
+    if values.dtype.kind == "S":
+        with files.reading(name):
+            values = np.char.decode(values, "utf-8")
+    if values.size and values.dtype.kind not in "iuU":
+        needed = "names of nodes, text or integers, are needed"
+        raise StoreError(f"{name} has dtype {values.dtype}: {needed}")
+    distinct, which = np.unique(values, return_inverse=True)
+    rows, first = dict.fromkeys(map(str, distinct.tolist()), -1), []
+    for row, node in enumerate(names):
+        if node in rows:
+            rows[node] = row
+        if row < 3:
+            first.append(repr(node))
+    ids = np.array([*rows.values()], np.int64)[which].reshape(values.shape)
+    if (ids < 0).any():
+        unknown = str(values[ids < 0][0])
+        such = f"names of nodes are such as {', '.join(first)} (nodes.txt)"
+        raise StoreError(f"{name} has node {unknown!r}: {such}")
+    return torch.from_numpy(np.asarray(ids))
 
 
 def write_arrays(path, arrays, rows=None) -> dict:
@@ -185,5 +229,6 @@ def described(graph) -> str:
     for name, times in (("time", graph.edge_time), ("nodes' time", graph.node_time)):
         if times is not None:
             first, last = map(int, torch.aminmax(times)) if len(times) else (0, 0)
+            first = "-inf" if first == files.ALWAYS else first
             words.append(f"{name} {first} to {last}")
     return ", ".join(words) or "none"

@@ -42,6 +42,7 @@ HALVES = ("bfloat16", "float16")  # dtypes that float features may be rounded to
 VERSION = 3
 READABLE = (2, 3)  # version 2: no edge columns, no node times, one split, one label per node
 MAX_SPLITS = 1 << 16
+ALWAYS = -(1 << 63)  # the time of an edge that is seen at all times
 HEAD = 128  # bytes of a .npy header; 4096 where rows have to start on a disk block
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
 FORMATS = {
@@ -69,6 +70,8 @@ def reading(path, advice=""):
         message = getattr(error, "strerror", None) or " ".join(str(error).split())
         if not message or isinstance(error, KeyError | MemoryError):
             message = f"{type(error).__name__} {message}".strip()
+        if "allow_pickle" in message:  # an array of Python objects, as of a column of pandas
+            advice = "; save text by .astype(str)"
         if getattr(error, "errno", None) not in (None, errno.ENOENT):
             advice = ""  # the system refused, which tells nothing about the file
         raise StoreError(f"{path} cannot be read: {message[:300]}{advice}") from error
@@ -449,22 +452,118 @@ def as_numpy(rows) -> np.ndarray:
 
 
 def as_rows(name, rows) -> Tensor:
-    """Convert rows to a tensor, in native byte order; bool becomes uint8."""
-    with reading(name):
-        if isinstance(rows, np.ndarray):
-            rows = np.require(rows, rows.dtype.newbyteorder("="), "CW")
-        rows = torch.as_tensor(rows, device="cpu")
+    """Convert rows to a tensor, see `as_tensor`; bool becomes uint8."""
+    rows = as_tensor(name, rows)
     return rows.to(torch.uint8) if rows.dtype == torch.bool else rows
 
 
-def array_like(name, values):
-    """Return `values` that have shape and dtype (array, tensor, `Rows`), a list as an array; StoreError for others."""
+def as_tensor(name, values) -> Tensor:
+    """Convert what `array_like` takes to a tensor in host memory, in native byte order, of a dtype that torch can index."""
+    values = array_like(name, values)
     with reading(name):
-        values = np.asarray(values) if type(values) in (list, tuple, range) else values
-        _ = values.shape, values.dtype
-    if getattr(values, "layout", torch.strided) != torch.strided or hasattr(values, "toarray"):
-        raise StoreError(f"{name} is sparse: give a dense array")
+        if isinstance(values, np.ndarray):
+            if values.dtype.kind not in "biufc":
+                raise StoreError(f"{name} has dtype {values.dtype}: numbers are needed")
+            values = np.require(values, values.dtype.newbyteorder("="), "CW")
+        values = torch.as_tensor(values, device="cpu")
+    if values.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        values = torch.from_numpy(integers(name, values))
     return values
+
+
+def array_like(name, values):
+    """Return what a person gives as an array, the one place where other forms become one; StoreError for others.
+
+    What has shape, dtype and slicing (array, memmap, `Rows`) stays as it is, a tensor is taken to host memory. Numbers,
+    lists of them or of arrays of one shape, columns and tables of pandas (by position, whatever their index), and sparse
+    matrices of scipy or torch, if there is room for all of their zeros, become arrays; objects of Python must be text.
+    """
+    with reading(name):
+        if type(values) in (list, tuple, range, int, float):
+            values = _stacked(name, values)
+        elif is_sparse(values):
+            values = _dense(name, values)
+        elif isinstance(values, Tensor):
+            values = values.detach().cpu()
+        elif hasattr(values, "iloc") and values.ndim == 2:
+            parts = [
+                array_like(f"{name}, column {c!r},", values.iloc[:, i])
+                for i, c in enumerate(values)
+            ]
+            values = np.column_stack(parts)
+        elif hasattr(values, "to_numpy"):
+            values = values.to_numpy()
+        _ = values.shape, values.dtype
+        if np.ma.is_masked(values):
+            raise ValueError("it has masked entries: give them a value, as .filled(0) does")
+    if values.dtype != object:
+        return values
+    others = {type(value).__name__ for value in values.flat} - {"str"}
+    if others:
+        how = "give numbers as .astype(int) or .astype(float), text as .astype(str), none missing"
+        raise StoreError(f"{name} holds objects of Python ({', '.join(sorted(others))}): {how}")
+    return values.astype(str)
+
+
+def _stacked(name, values):
+    """Convert a number, or a list of numbers or of arrays, to an array, of tensors to a tensor."""
+    if type(values) not in (list, tuple):
+        return np.asarray(values)
+    parts = [array_like(name, part) if hasattr(part, "shape") else part for part in values]
+    rows = [part for part in parts if getattr(part, "shape", isinstance(part, list | tuple))]
+    sizes = sorted({*map(len, rows)})
+    if len(sizes) > 1:
+        raise StoreError(f"{name} has parts of lengths {sizes[0]} and {sizes[1]}: one is needed")
+    tensors = parts and all(isinstance(part, Tensor) for part in parts)
+    return torch.stack(parts) if tensors else np.asarray(parts)
+
+
+def is_sparse(values) -> bool:
+    """Return whether values are a sparse matrix of scipy or torch."""
+    of_torch = isinstance(values, Tensor) and values.layout != torch.strided
+    return of_torch or hasattr(values, "tocoo")
+
+
+def _dense(name, matrix):
+    size, free = math.prod(matrix.shape) * matrix.dtype.itemsize, free_host_bytes()
+    if size > free:
+        raise StoreError(f"{name} is sparse: dense it takes {size:,} bytes, and {free:,} are free")
+    return matrix.toarray() if hasattr(matrix, "toarray") else matrix.detach().cpu().to_dense()
+
+
+def adjacency(name, matrix):
+    """Read a sparse matrix of scipy, torch or torch_sparse as edges, A[i, j] as one from i to j -> (int tensor [2, M], its
+    values [M] or None if all are 1, its number of rows)."""
+    with reading(name):
+        if hasattr(matrix, "tocoo"):
+            matrix = matrix.tocoo()
+            rows, columns, values = map(torch.as_tensor, (matrix.row, matrix.col, matrix.data))
+            count = matrix.shape[0]
+        elif isinstance(matrix, Tensor):
+            matrix = matrix.detach().cpu().to_sparse_coo().coalesce()
+            rows, columns = matrix.indices()
+            values, count = matrix.values(), matrix.shape[0]
+        elif hasattr(matrix, "csr"):
+            indptr, columns, values = matrix.csr()
+            rows, count = torch.repeat_interleave(indptr.diff()), len(indptr) - 1
+        else:
+            kind = type(matrix).__name__
+            raise StoreError(f"{name} is a {kind}: a sparse matrix of scipy or torch is needed")
+        if values is not None and bool((values == 1).all()):
+            values = None
+        return torch.stack([rows, columns]), values, count
+
+
+def edge_pairs(name, values, num_sources, num_destinations):
+    """Return edges [2, M], not checked further, of what `array_like` takes; or of a sparse matrix of ones [num_sources,
+    num_destinations], see `adjacency`."""
+    if is_sparse(values):
+        shaped(name, values, num_sources, num_destinations)
+        values, weights, _ = adjacency(name, values)
+        if weights is not None:
+            how = "give it as [rows, columns] of its entries, and values that are weights as edge_weight"
+            raise StoreError(f"{name} is a matrix with values other than 1: {how}")
+    return shaped(name, array_like(name, values), 2, "M")
 
 
 def integers(name, values, *shape) -> np.ndarray:
@@ -486,6 +585,18 @@ def shaped(name, array, *shape):
         needed = ", ".join(map(str, shape))
         raise StoreError(f"{name} has shape {list(array.shape)}: [{needed}] is needed")
     return array
+
+
+def whole_times(name, values) -> np.ndarray:
+    """Convert times, whole numbers of any dtype, to int64; StoreError for others."""
+    with reading(name):
+        values = np.asarray(values)
+    if values.dtype.kind == "f":
+        bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
+        why = "whole numbers are needed; give finer times in smaller units"
+        refuse(bad, name, values, why)
+        values = values.astype(np.int64)
+    return integers(name, values)
 
 
 def part_ids(name, values, count) -> np.ndarray:
@@ -517,6 +628,21 @@ def check_finite(name, rows, first=0):
     """Raise StoreError for NaN or infinity in rows [r, F]; rows[0] is row `first` of `name`."""
     if rows.is_floating_point():
         refuse(~torch.isfinite(rows), name, rows, "every value must be finite", first)
+
+
+def check_answers(name, y, labels):
+    """Raise StoreError unless y, a tensor [G, T], can be what small graphs are trained on: numbers, or if `labels` whole
+    ones, with T > 1 only 0 and 1. NaN, or for a label also -1, stands for a missing one."""
+    refuse(y.isinf(), name, y, "every value must be finite, or NaN for a missing one")
+    if not labels:
+        return
+    missing = y.isnan()
+    why = "labels are whole numbers, or NaN for a missing one; fractions are `targets`"
+    wide = y.double()
+    refuse(~missing & ((wide != wide.round()) | (wide.abs() >= 1 << 53)), name, y, why)
+    if y.shape[1] > 1:
+        why = "several labels per graph are each 0 or 1, or -1 or NaN for a missing one"
+        refuse(~missing & ((y < -1) | (y > 1)), name, y, why)
 
 
 def largest_of(rows) -> float:

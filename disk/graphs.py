@@ -4,8 +4,8 @@
     graphs = GraphDataset.open("molecules")
     batch = graphs.batch(ids)                 # one block-diagonal graph
 
-The G graphs of a batch have N nodes and E edges in total, F node features, D edge features and T targets. Each graph is
-one value in an LMDB file.
+The G graphs of a batch have N nodes and E edges in total, F node features, D edge features and T targets or labels. Each
+graph is one value in an LMDB file.
 """
 
 import itertools
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from disk import files
-from disk.checks import check_split, check_stored
+from disk.checks import check_split, check_stored, classes_among
 from disk.columns import write_arrays
 from disk.files import StoreError, integers, reading, shaped
 from disk.lmdb_rows import LmdbFile, check_lmdb, key, verify_directory
@@ -38,7 +38,7 @@ class GraphBatch(NamedTuple):
     graph_ids: Tensor  # int64 [N] the graph that each node belongs to, ascending
     x: Tensor  # [N, F] node features
     e: Tensor  # [E, D] edge features, in the order of indices
-    y: Tensor  # [G, T] targets
+    y: Tensor  # [G, T] targets or labels
 
     def to(self, device, non_blocking=False):
         """Copy the batch to a device."""
@@ -91,13 +91,16 @@ def _must_fit(nodes_of_each, **sizes):
         raise StoreError(f"the arrays of the graphs do not fit ({counts}), or a graph has no node")
 
 
-def build_graphs(path, batches, *, split=None, source="", progress=False) -> Path:
+def build_graphs(path, batches, *, labels=None, split=None, source="", progress=False) -> Path:
     """Write many small graphs to disk as a `GraphDataset`, atomically -> its path; StoreError for invalid input, a path
     that exists, a full disk.
 
     Args:
         path: directory to create; its parents are created as well.
         batches: iterable of GraphBatch, read once; the first one fixes the widths and dtypes of x, e and y.
+        labels: whether y holds labels: a class [G, 1], any whole number, or 0 and 1 for each of T labels; None: if its
+            dtype is of integers. Otherwise y holds numbers, targets of a regression. NaN stands for a missing one, in
+            labels -1 as well, unless all are -1 or 1, or others are below 0 too.
         split: dict of graph ids for "train", "valid" and "test", disjoint; each may be missing.
         source, progress: as for `build_store`.
     """
@@ -111,15 +114,22 @@ def build_graphs(path, batches, *, split=None, source="", progress=False) -> Pat
         dtype = files.row_dtype(f"{name} rows", rows)
         shaped(f"{name} rows", rows, "n", "width")
         meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
-    largest = 0.0
+    meta["labels"] = not first.y.is_floating_point() if labels is None else bool(labels)
+    largest, values = 0.0, set()
     with files.complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:
         graphs = GraphDataset(building, dict(meta, files={}), sync=False)
         with files.progress_bar(progress, desc="graphs", unit="graph") as bar:
             for batch in itertools.chain([first], batches):
                 graphs.append(batch)
+                if meta["labels"]:
+                    values.update(batch.y[~batch.y.isnan()].tolist())
                 largest = max(largest, files.largest_of(batch.x), files.largest_of(batch.e))
                 bar.update(len(batch.y))
             count = len(graphs)
+        if meta["labels"] and meta["target_dim"] > 1 and 0 not in values:
+            raise StoreError("several labels per graph are each 0 or 1: there is no 0")
+        if meta["labels"] and meta["target_dim"] == 1:
+            meta["classes"] = list(map(str, classes_among(values)))
         split = check_split(split or {}, np.zeros(count, np.int64), "graph")
         size = graphs.file.path.stat().st_size
         record = {"dtype": "bytes", "shape": [], "bytes": size, "largest": largest}
@@ -136,11 +146,17 @@ class GraphDataset:
     Attributes:
         split: dict of int64 graph ids for "train", "valid" and "test".
         node_dim, edge_dim, target_dim: F, D, T. node_dtype, edge_dtype, target_dtype: torch dtypes.
-        path: the directory. meta: the contents of meta.json.
+        labels: whether y holds labels; False: targets; None in a store that does not say.
+        classes: the different labels of graphs with one each, ints in ascending order; else None.
+        path: the directory. meta: the contents of meta.json, and `class_dim`: how many classes, if more than two, else 0.
     """
 
     def __init__(self, path, meta, sync=True):
-        self.path, self.meta = Path(path).absolute(), meta
+        self.labels, names = meta.get("labels"), meta.get("classes")
+        self.classes = None if names is None else list(map(int, names))
+        several = self.classes is not None and len(self.classes) > 2
+        self.path = Path(path).absolute()
+        self.meta = meta | {"class_dim": len(self.classes) if several else 0}
         self.file = LmdbFile(self.path / "graphs.lmdb", sync)
         self._kinds = [(meta[f"{n}_dim"], getattr(torch, meta[f"{n}_dtype"])) for n in PARTS]
         (self.node_dim, self.node_dtype), (self.edge_dim, self.edge_dtype), _ = self._kinds
@@ -162,13 +178,21 @@ class GraphDataset:
     def __reduce__(self):
         return GraphDataset.open, (self.path,), {"split": self.split}  # which may have been changed
 
+    def kind_of_labels(self):
+        """Describe the labels, as '2 classes: -1, 1'."""
+        if self.classes is None:
+            return f"{self.target_dim} a graph, each 0 or 1"
+        shown = ", ".join(map(str, self.classes[:8])) + ", ..." * (len(self.classes) > 8)
+        return f"{len(self.classes)} classes: {shown}"
+
     def check_split(self):
         """Raise StoreError unless the split is valid; training calls this first."""
         check_stored(self.path, self.split, np.zeros(len(self), np.int64), "graph")
 
     def append(self, batch):
         """Append the graphs of a GraphBatch: all of them or none, after a crash as well; StoreError for a width or
-        dtype that is not this data set's, an edge between two graphs, NaN or infinity, a full disk."""
+        dtype that is not this data set's, an edge between two graphs, NaN (in x or e) or infinity, a label that is none
+        of its classes, a full disk."""
         self.file.append(self._values(batch))
 
     def batch(self, ids) -> GraphBatch:
@@ -208,7 +232,15 @@ class GraphDataset:
             if rows.shape[1:] != (width,) or rows.dtype != dtype:
                 actual = f"{list(rows.shape)} {rows.dtype}"
                 raise StoreError(f"{name} rows are {actual}, not {width} {dtype}")
-            files.check_finite(f"{name} rows", rows)
+            if name != "target":
+                files.check_finite(f"{name} rows", rows)
+        files.check_answers("target rows", batch.y, self.labels)
+        if self.classes:
+            classes = torch.tensor([-1, *self.classes])
+            unknown = ~(batch.y.isnan() | torch.isin(batch.y.double(), classes.double()))
+            files.refuse(
+                unknown, "target rows", batch.y, f"the data set has {self.kind_of_labels()}"
+            )
         indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
         nodes = np.bincount(graph_ids, minlength=len(batch.y))
         _must_fit(
@@ -289,4 +321,6 @@ def info(path) -> str:
     lines = {"graphs": f"{len(graphs):,}"}
     for part in PARTS:
         lines[part] = f"{graphs.meta[f'{part}_dim']} x {graphs.meta[f'{part}_dtype']}"
+    if graphs.labels:
+        lines["target"] += f", {graphs.kind_of_labels()}"
     return files.info_lines(lines, graphs)

@@ -52,7 +52,9 @@ def edge_chunks(edge_index, indptr, indices, num_nodes, options, numbered) -> It
             yield dst, src, *(array + num_edges for array in numbers)
 
 
-def sorted_sources(graph, options, indptr, folder, order=None, by=(), progress=False):
+def sorted_sources(
+    graph, options, indptr, folder, order=None, by=(), node_time=None, progress=False
+):
     """Sort edges by destination, then type and time, then source -> yields chunks of the sorted sources.
 
     (destination, source) of an edge are packed into one 64-bit key: numpy sorts those with SIMD instructions. With
@@ -66,6 +68,7 @@ def sorted_sources(graph, options, indptr, folder, order=None, by=(), progress=F
         folder: for a temporary file of 8 bytes per edge, 16 with `order`, if there is more than one range.
         order: binary file to write int64 [M'] to, the number in the input of each sorted edge; or None.
         by: (types, times) of the edges of the input, integers [M] or None each; empty without `order`.
+        node_time: int64 [V]: an edge, also a reverse, has the time of its source; None: that of `by`, if any.
     """
     bits, numbered = max(len(indptr) - 2, 1).bit_length(), order is not None
     max_edges = max(1, SORT_EDGES >> 2) if numbered else SORT_EDGES
@@ -75,7 +78,8 @@ def sorted_sources(graph, options, indptr, folder, order=None, by=(), progress=F
     for keys, numbers in _ranges(edges, num_nodes, bits, max_edges, numbered, folder, progress):
         unique = options["drop_duplicates"]
         if numbered:
-            parts = _sorted_with_numbers(keys, numbers, num_edges, by, unique, bits)
+            columns = num_edges, by, node_time
+            parts = _sorted_with_numbers(keys, numbers, *columns, unique, bits)
         else:
             parts = _sorted_keys(keys, unique)
         for chunk, number in parts:
@@ -98,10 +102,14 @@ def _sorted_keys(keys, drop_duplicates) -> Iterator[tuple]:
         yield chunk, None
 
 
-def _sorted_with_numbers(keys, numbers, num_edges, by, drop_duplicates, bits) -> Iterator[tuple]:
+def _sorted_with_numbers(
+    keys, numbers, num_edges, by, node_time, drop_duplicates, bits
+) -> Iterator[tuple]:
     for part in _few_destinations(keys, bits):
         few, number = keys[part], numbers[part]
         kind, time = ([] if a is None else [np.asarray(a[number % num_edges])] for a in by)
+        if node_time is not None:
+            time = [node_time[few & np.uint64((1 << bits) - 1)]]
         order = np.lexsort((number, few, *time, *kind, few >> np.uint64(bits)))
         if drop_duplicates:  # the first of each stays
             same = few

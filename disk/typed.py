@@ -17,6 +17,7 @@ import itertools
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from disk import files
 from disk.files import Rows, StoreError, array_like, integers, part_ids, reading, refuse, shaped
@@ -30,8 +31,10 @@ def flatten(args):
 
     args: the arguments of `build_store`. features {type: [V_t, F_t]} may be None or missing for a type, narrower ones
     are padded with zeros; labels are those of one type, and `split` holds ids of that type, or masks; edge columns are
-    {type: [M_r, ...]}; nodes of a type without node_time {type: [V_t]} have the latest of the others. With symmetrize
-    the reverse of an edge has the edge's type if both ends are of one type, else the type `rev_NAME`.
+    {type: [M_r, ...]}, narrower edge_features are padded too. With symmetrize the reverse of an edge has the edge's type if
+    both ends are of one type, else the type `rev_NAME`. With node_time {type: [V_t]}, edges of a type without edge_time
+    have the time of their source. Nodes of a type without node_time see everything, and are always seen: they have the
+    latest time, their edges ALWAYS.
     """
     node_types, edge_index = args["node_types"] or {}, args["edge_index"]
     split = args["split"]
@@ -53,12 +56,25 @@ def flatten(args):
         raise StoreError(f"{' and '.join(labels)} have labels: keep those of one type")
     edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in edge_index.items()}
     for name, values in columns.items():
-        if different := values.keys() ^ edges.keys():
+        different = values.keys() ^ edges.keys()
+        if name == "edge_time" and times:
+            different = values.keys() - edges.keys()
+        if different:
             raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
     columns = {name: dict(values) for name, values in columns.items()}
     if args["symmetrize"]:
         _add_reverses(edges, columns)
     graph = dict.fromkeys([*BY_TYPE, "split"])
+    if times:
+        graph["node_time"] = _spread("node_time", times, first, node_types)
+        own = columns.setdefault("edge_time", {})
+        for kind, (sources, _) in edges.items():
+            if kind in own:
+                own[kind] = files.whole_times(f"edge_time of {','.join(kind)}", own[kind])
+            elif kind[0] in times:
+                own[kind] = graph["node_time"][first[kind[0]] + sources]
+            else:
+                own[kind] = np.full(len(sources), files.ALWAYS)
     for name, values in columns.items():
         graph[name] = _column(name, values, edges)
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
@@ -72,8 +88,6 @@ def flatten(args):
     graph["features"] = _joined(tables)
     widths = {name: table.shape[1] for name, table in tables.items()}
     graph["node_types"] = {name: (node_types[name], widths.get(name, 0)) for name in names}
-    if times:
-        graph["node_time"] = _spread("node_time", times, first, node_types)
     if labels:
         graph["labels"] = _spread("labels", labels, first, node_types, rest=-1)
         start = first[next(iter(labels))]
@@ -105,7 +119,8 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
         sizes = f"sizes are given of {', '.join(node_types)} alone"
         raise StoreError(f"edges {','.join(kind)} join {min(unknown)}: {sizes}")
     name = f"edges {','.join(kind)}"
-    pairs = integers(name, pairs, 2, "M")
+    pairs = files.edge_pairs(name, pairs, node_types[source], node_types[destination])
+    pairs = integers(name, pairs)
     for row, end in zip(pairs, (source, destination)):
         why = f"ids of {end} lie in [0, {node_types[end]})"
         refuse((row < 0) | (row >= node_types[end]), name, row, why)
@@ -121,7 +136,7 @@ def _add_reverses(edges, columns):
         if reverse != kind and reverse in edges:
             raise StoreError(f"symmetrize adds edges {','.join(reverse)}, which are there already")
         edges[reverse] = np.concatenate(parts, 1)
-        for values in columns.values():
+        for values in (values for values in columns.values() if kind in values):
             values[reverse] = torch.cat([files.as_rows("edges", values[kind])] * len(parts))
 
 
@@ -129,6 +144,10 @@ def _column(name, values, edges) -> torch.Tensor:
     """Join a column {type: values} in the order of the edges {type: pairs}."""
     with reading(name):
         rows = {f"{name} of {','.join(k)}": files.as_rows(name, values[k]) for k in edges}
+        if name == "edge_features":
+            rows = {n: part[:, None] if part.dim() == 1 else part for n, part in rows.items()}
+            width = max(part.shape[1] for part in rows.values())
+            rows = {n: pad(part, (0, width - part.shape[1])) for n, part in rows.items()}
         for (label, part), pairs in zip(rows.items(), edges.values()):
             shaped(label, part, pairs.shape[1], *part.shape[1:])
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in rows.values()))
@@ -150,7 +169,7 @@ def _joined(tables):
             title = f"features of {name}"
             for first, rows in files.chunked(title, table):
                 rows = _converted(title, files.as_rows(title, rows), dtype, first)
-                yield torch.nn.functional.pad(rows, (0, width - rows.shape[1]))
+                yield pad(rows, (0, width - rows.shape[1]))
 
     return Rows((sum(t.shape[0] for t in tables.values()), width), dtype, chunks())
 

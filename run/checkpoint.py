@@ -49,7 +49,16 @@ SAME = {*FIXED, *KEPT, *"mode cuda_graph runs checkpoint_every predict_what".spl
 SAME = sorted(SAME - {"dataset", *BUILT})
 # flags and widths that early checkpoints lack, and what they stand for
 LATER = dict(drop_duplicates=False, feature_dtype=None, window=None, bases=0, edge_type=None)
-LATER_WIDTHS = dict(num_edge_types=0, node_types=0, edge_types=0, several=None, classes=None)
+LATER_WIDTHS = dict(
+    num_edge_types=0,
+    node_types=0,
+    edge_types=0,
+    class_dim=0,
+    labels=None,
+    several=None,
+    classes=None,
+    feature_names=None,
+)
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
 
@@ -58,6 +67,7 @@ def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
     graph = {name: store.meta.get(name, 0) for name in TASKS[args.task].widths}
     graph |= names_of(store) | {"path": str(store.path), "files": digests(store)}
+    graph["feature_names"] = getattr(store, "feature_names", None)
     state = {
         "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
         "total_batch": args.total_batch,
@@ -92,6 +102,7 @@ def names_of(store):
     """Return {"edge_types": names, "classes": names} of a store, in the order of their numbers; None without names."""
     source = store.meta.get("source")
     classes = source.get("classes") if isinstance(source, dict) else None
+    classes = store.meta.get("classes", classes)
     # of a synthetic graph their number
     classes = classes if isinstance(classes, list) else None
     return {"edge_types": store.meta.get("edge_types"), "classes": classes}
@@ -258,19 +269,22 @@ def check_same(ranks, values):
 def check_graph(ranks, state, path, args, task):
     """Raise StoreError unless all ranks have the same data, with the graph of the checkpoint, if state is not None, and
     as many seeds a step as there. To predict, only the widths must match, and the graph may have fewer classes and edge
-    types than the checkpoint."""
+    types than the checkpoint, these in another order: returns the numbers [T] of the graph's edge types there, or None
+    if they are the same."""
     code = {"--model's file": load(args.model)[1]} if is_own(args.model) else {}
     # the file of --edge-split may lie in another folder
     check_same(ranks, code | {os.path.basename(k): v for k, v in digests(task.store).items()})
     if not state:
-        return
+        return None
+    numbers = None
     store, graph, compared = task.store, state["graph"], task.compared(args)
     trained = f"checkpoint {path} was trained on a graph"
     with reading(f"checkpoint {path}"):
         for name in compared:
             here, was = store.meta.get(name, 0), graph[name]
             lenient = name in ("num_classes", "num_edge_types")  # another graph may have fewer
-            if here != was and (args.trains or not lenient or here > was):
+            differs = was is not None and here != was
+            if differs and (args.trains or not lenient or here > was):
                 raise StoreError(f"{trained} with {name} {was}, {store.path} has {here}")
             if lenient:
                 setattr(store, name, int(was))
@@ -282,19 +296,47 @@ def check_graph(ranks, state, path, args, task):
         for name, here in names_of(store).items():
             was, noun = graph[name], name.replace("_", " ")
             numbered = f"num_{name}" in compared or name == "edge_types" and is_own(args.model)
-            if here and was and numbered and was[: len(here)] != here:
+            if not (here and was and numbered) or was[: len(here)] == here:
+                continue
+            if args.trains or name != "edge_types" or {*here} - {*was}:
                 were = "; ".join(was)[:300]
-                raise StoreError(f"{trained} whose {noun} are {were}; {store.path} has others")
+                has = "others"
+                if not {*here} - {*was}:
+                    has = "them in another order"
+                raise StoreError(f"{trained} whose {noun} are {were}; {store.path} has {has}")
+            numbers = torch.tensor([was.index(kind) for kind in here])
+            ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
+        name_features(ranks, store, graph["feature_names"], trained)
         files, was = digests(store), graph["files"]
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not args.trains:
-        return
+        if other and "dataset" not in args.typed:
+            changed_files = f"{', '.join(other)} of {store.path}"
+            ranks.say(f"data    {changed_files} changed since this checkpoint was trained")
+        return numbers
     if other:
         start = f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same"
         raise StoreError(f"{start}; give its graph, or another --checkpoint to start anew")
     if (was := state["total_batch"]) != args.total_batch:
         start = f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}"
         raise StoreError(f"{start}, this run has {args.total_batch}")
+    return None
+
+
+def name_features(ranks, store, was, trained):
+    """Put the feature columns of a store into the order of a checkpoint's names `was`; StoreError for other names. If one
+    of them has no names, columns go by position, and a line says so. trained: beginning of messages."""
+    here = getattr(store, "feature_names", None)
+    if not (here and was):
+        lacks = f"{store.path} has" if was else "the checkpoint has"
+        ranks.say((here or was) and f"data    features go by position: {lacks} no names of columns")
+    elif sorted(here) != sorted(was):
+        lost, other = (min({*a} - {*b}, key=a.index) for a, b in ((was, here), (here, was)))
+        differ = f"{store.path} lacks it and has {other!r} instead: name the columns alike"
+        raise StoreError(f"{trained} with the feature {lost!r}; {differ}")
+    elif here != was:
+        store.take_columns(was)
+        ranks.say("data    feature columns are put into the checkpoint's order by name")
 
 
 def restore(state, path, ranks, args, model, optimizer, best):

@@ -7,6 +7,8 @@ model.degrees = degrees_at(store.indptr, used)    # for layers that divide by de
 import re
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from disk.columns import types_called
@@ -28,6 +30,16 @@ class EdgeData(NamedTuple):
     type: Tensor | None = None  # uint8 or uint16 [M]: neighbours are drawn by type
     num_types: int = 1
     type_names: list | None = None  # None: types are named by number
+    numbers: Tensor | None = (
+        None  # int64 [num_types]: the network's numbers of the types; None: the same
+    )
+
+    def seen_types(self):
+        """Return the types [M] as the network numbers them, or None without types."""
+        if self.type is None or self.numbers is None:
+            return self.type
+        numbers = self.numbers.numpy().astype(np.int16)
+        return torch.from_numpy(numbers[self.type.numpy()])
 
 
 def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
@@ -51,10 +63,13 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     used, of_types = typed_edges(args, store, used, custom)
     lines += of_types
     timed = store.edge_time is not None and (task.timed_pairs or store.node_time is not None)
+    old = store.edge_time is None and store.node_time is not None
+    anew = f"build {store.path} anew: an edge then has the time of its source"
     temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
     if temporal != "off":
         if not timed:
             lacks = "edges (edge_time)" if store.edge_time is None else "nodes (node_time)"
+            lacks += f"; {anew}" * old
             raise StoreError(f"--temporal {args.temporal}: {store.path} has no times of {lacks}")
         if args.model == "gcn":
             why = "divides by the degrees of the whole graph"
@@ -74,6 +89,8 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     elif store.edge_time is not None:
         why = "--temporal off" if timed else "nodes have none (node_time)"
         lines.append(f"times of edges are not used: {why}; seeds see edges of any time")
+    elif old:
+        lines.append(f"times of nodes are not used: edges have none (edge_time); {anew}")
     draws = args.trains  # exact inference takes all neighbours
     if draws and args.window and used.time is None:
         raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")

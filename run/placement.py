@@ -32,8 +32,8 @@ def settle(ranks, args, task):
     """Settle flags whose defaults depend on the data, the machine or other flags -> (a copy of args with mode, metric,
     weights, residual, precision, epochs, weight_decay, total_batch and steps set, EdgeData of the columns in use)."""
     store, lines, values = task.store, [], {"metric": task.metric}
-    examples, valid = (store.split[part].numel() for part in ("train", "valid"))
-    examples = max(examples, 1)  # 0 without labels, when nothing is trained
+    valid = task.judged()
+    examples = max(len(store.split["train"]), 1)  # 0 without labels, when nothing is trained
     values["total_batch"] = args.batch_size * args.accumulate * ranks.world
     values["steps"] = steps = -(-examples // values["total_batch"])
     values["epochs"] = args.epochs or max(10, -(-LEAST_STEPS // steps))
@@ -43,10 +43,10 @@ def settle(ranks, args, task):
     values["weights"] = "best" if args.early_stop else weights
     if values["weights"] == "best" and args.trains and not valid:
         flag = f"--early-stop {args.early_stop}" if args.early_stop else "--weights best"
-        lacks = f"{store.path} has no validation {task.examples}"
+        lacks = f"{store.path} has no validation {task.examples} to compute it from"
         raise StoreError(f"{flag} goes by validation {task.metric}, and {lacks}")
     if args.residual is None:
-        values["residual"], line = residual_helps(store)
+        values["residual"], line = residual_helps(store, task.known())
         lines.append(f"model   {line}")
     if args.precision is None:
         has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
@@ -68,19 +68,19 @@ def settle(ranks, args, task):
     return argparse.Namespace(**{**vars(args), **values}), used
 
 
-def residual_helps(store):
+def residual_helps(store, known):
     """Decide whether layers that average a node's row with its neighbours' need residual connections -> (bool, reason):
-    by adjusted homophily (Platonov et al., arXiv 2209.06177) over up to 32 edges each of about 4,096 training nodes."""
-    train = store.split["train"]
-    nodes = train[:: max(1, train.numel() // 4096)]
+    by adjusted homophily (Platonov et al., arXiv 2209.06177) over up to 32 edges each of about 4,096 of the nodes
+    `known` [n], those whose labels may be used."""
+    nodes = known[:: max(1, known.numel() // 4096)]
     with reading_all_edges():
         sampler = NeighborSampler(store.indptr, store.sampled_indices, [32], check=False)
         block = sampler.sample(nodes, 0)[0]
     ends = block.src_nodes.long()[block.to_pyg()[0]]  # [2, E], sources and destinations
-    usable = torch.isin(ends[0], train) & (ends[0] != ends[1])
+    usable = torch.isin(ends[0], known) & (ends[0] != ends[1])
     pairs = store.labels[ends[:, usable]]
     if store.labels.dim() != 1 or pairs.shape[1] < 100:
-        return False, "no residual connections: too few edges join training nodes to go by"
+        return False, "no residual connections: too few edges join training or validation nodes"
     chance = (pairs.flatten().bincount() / pairs.numel()).square().sum().item()
     same = (pairs[0] == pairs[1]).double().mean().item()
     agreement = (same - chance) / max(1 - chance, 1e-9)
@@ -155,7 +155,9 @@ def make_sampler(args, indptr, indices, fanout, used, threads=None):
     if used.type is not None:
         fanout = hops(fanout, used)
         options |= {"edge_type": used.type, "by_type": isinstance(fanout[0], list)}
-    return NeighborSampler(indptr, indices, fanout, seed=args.seed, check=False, **options)
+    sampler = NeighborSampler(indptr, indices, fanout, seed=args.seed, check=False, **options)
+    sampler.type_numbers = used.numbers
+    return sampler
 
 
 def cached(ranks, args, task, used, features):

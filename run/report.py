@@ -271,6 +271,14 @@ def epoch_line(args, figures):
     return line
 
 
+def best_line(args, epoch, score):
+    """Format the line of the epoch whose weights are kept; training that found them in its last tenth may have ended
+    too early."""
+    last = args.trains and 10 * epoch > 9 * args.epochs
+    more = "; it is among the last, more --epochs may help" * last
+    return f"best    weights of epoch {epoch} of {args.epochs}: valid {score}{more}"
+
+
 def advice(ranks, figures):
     """Return a line of advice if one process would be as fast, judging by an epoch, else "": processes
     without GPUs share the cores of their machine, and all wait for the gradient all-reduce."""

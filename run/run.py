@@ -28,13 +28,13 @@ WHOLE_GRAPH_EDGES = 1 << 22
 
 
 def open_run(ranks, args, path, fits=lambda args, task: None):
-    """Open the store at a path, place it and build the network -> Run. fits: function(args, task),
-    called with the settled flags, that raises if the data do not match the checkpoint to resume."""
+    """Open the store at a path, place it and build the network -> Run. fits: function(args, task), called with the
+    settled flags, that raises if the data do not match the checkpoint to resume, and returns `EdgeData.numbers`."""
     task = TASKS[args.task](args, path, ranks.say)
     args, used = settle(ranks, args, task)
     precise = "high" if args.precision == "tf32" and ranks.gpus else "highest"
     torch.set_float32_matmul_precision(precise)
-    fits(args, task)
+    used = used._replace(numbers=fits(args, task))
     sampler, ring = place_data(ranks, args, task, used)
     return Run(ranks, args, task, used, sampler, ring, build_model(ranks, args, task, used))
 
@@ -94,7 +94,7 @@ class Run:
         or targets of its graphs; float32, or float64 with fp64. key: seed of dropout. network: the
         model wrapped in DistributedDataParallel; None: the bare one."""
         device = self.ranks.device
-        if key is not None and (own_model.is_own(self.args.model) or not is_gnn(self.model)):
+        if key is not None and own_model.is_own(self.args.model):
             # a different mask on each rank and in each pass
             seed = key ^ int(batch.seeds[:1].sum())
             # torch.manual_seed spends 0.1 ms on querying devices of all kinds
@@ -145,7 +145,11 @@ class Run:
             logits = self.exact_in_batches(model, layers)
         else:
             x = getattr(store.features, "tensor", store.features)
-            options = {"edges": self.used.features, "types": self.used.type, "layers": layers}
+            options = {
+                "edges": self.used.features,
+                "types": self.used.seen_types(),
+                "layers": layers,
+            }
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
                 options |= {"rank": ranks.local_rank, "world": ranks.local_world}
                 options["total"] = ranks.sum_here

@@ -16,9 +16,19 @@ import zipfile
 import numpy as np
 import torch
 
-from disk.files import StoreError, free_host_bytes, integers, reading, refuse, shaped
+from disk.files import (
+    StoreError,
+    adjacency,
+    array_like,
+    free_host_bytes,
+    integers,
+    is_sparse,
+    reading,
+    refuse,
+    shaped,
+)
 from sources.splits import PARTS
-from sources.tables import MISSING, like_number, short
+from sources.tables import LIKE_NUMBERS, MISSING, form_of, short
 
 EDGES = ("edge_index", "edges")
 FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")
@@ -98,23 +108,29 @@ def of_object(graph, extra, ignore=()) -> "Arrays":
     return arrays
 
 
+def equal_sums(x) -> str:
+    """Scale the rows of non-negative x [V, F], in place, so that each but an empty one sums to the square root of F:
+    short and long texts weigh alike, and the scale is that of any graph with these features -> words for a message."""
+    target = math.sqrt(x.shape[1])
+    total = x.sum(1, keepdim=True)
+    x *= target / total.where(total > 0, 1)
+    return f"each row scaled to the sum {target:.4g}, the square root of its width"
+
+
 def _with_edge_index(arrays) -> dict:
-    """Replace adj_t, a SparseTensor of torch_sparse or a sparse tensor of torch, by edge_index: its row v holds the
-    sources of the edges into v."""
-    if arrays.get("adj_t") is None or arrays.get("edge_index") is not None:
+    """Replace sparse matrices by edge_index [2, M]: an edge_index whose entry i, j is an edge from i to j, or without one
+    adj_t (also a SparseTensor of torch_sparse), whose row v holds the sources of the edges into v."""
+    name = "adj_t" if arrays.get("edge_index") is None else "edge_index"
+    if arrays.get(name) is None or name == "edge_index" and not is_sparse(arrays[name]):
         return arrays
-    matrix, weights = arrays.pop("adj_t"), arrays.get("edge_weight")
-    if isinstance(matrix, torch.Tensor):
-        matrix = matrix.to_sparse_csr()
-        indptr, indices, values = matrix.crow_indices(), matrix.col_indices(), matrix.values()
-    else:
-        indptr, indices, values = matrix.csr()
-    edges = torch.stack([indices, torch.repeat_interleave(indptr.diff())])
-    if values is None or bool((values == 1).all()):
+    edges, values, count = adjacency(name, arrays.pop(name))
+    weights = arrays.get("edge_weight")
+    if values is None:
         values = weights
     elif weights is not None:
-        raise StoreError("adj_t has values other than 1, beside edge_weight: keep one of them")
-    return arrays | {"edge_index": edges, "edge_weight": values, "num_nodes": len(indptr) - 1}
+        raise StoreError(f"{name} has values other than 1, beside edge_weight: keep one of them")
+    edges = edges.flip(0) if name == "adj_t" else edges
+    return arrays | {"edge_index": edges, "edge_weight": values, "num_nodes": count}
 
 
 class Arrays:
@@ -181,12 +197,9 @@ class Arrays:
         self._taken.add(name)
         with reading(self.called(name)):
             value = self._values[name]
-            value = value() if callable(value) else value
-            if isinstance(value, torch.Tensor):
-                value = value.detach().cpu()
-                if value.dtype == torch.bfloat16:
-                    return value
-                value = value.numpy()
+            value = array_like(self.called(name), value() if callable(value) else value)
+            if getattr(value, "dtype", None) == torch.bfloat16:
+                return value
             array = np.asarray(value)
         if kinds and array.dtype.kind not in kinds:
             raise StoreError(f"{self.called(name)} holds {array.dtype}, where numbers are needed")
@@ -205,7 +218,9 @@ class Arrays:
     def edge_index(self):
         """Return the edges [2, M], row 0 the sources: `edge_index`, or `edges` [M, 2] transposed."""
         name = self.find(*EDGES, needed=True)
-        return self[name] if name == "edge_index" else self.shaped(name, "M", 2).T
+        shape = (2, "M") if name == "edge_index" else ("M", 2)
+        edges = self.shaped(name, *shape)
+        return edges if name == "edge_index" else edges.T
 
     def columns(self):
         """Return {column of a store: array} of edge columns and `node_time`; for one type, of those that fit it."""
@@ -221,8 +236,8 @@ class Arrays:
         return columns
 
     def labels(self):
-        """Return classes int64 [V], or multi-labels [V, C] of 0 and 1; None without such an array. -1 (multi-label: a
-        row of them) or NaN stands for no label. Classes may come as [V, 1] or as text, whose names go to `classes`."""
+        """Return classes int64 [V], or multi-labels [V, C] of 0 and 1; None without such an array. -1 or NaN
+        stands for no label. Classes may come as [V, 1] or as text, whose names go to `classes`."""
         name = self.find(*LABELS)
         if name is None:
             return None
@@ -233,7 +248,7 @@ class Arrays:
         values = self._numbered(name, values) if text else values
         if values.size in values.shape:  # perhaps [V, 1]
             values = values.reshape(-1)
-        elif values.ndim == 2 and len(some := values[(values >= 0).all(1)]):
+        elif values.ndim == 2 and len(some := values[(values >= 0).any(1)]):
             if (some.sum(1) <= 1).all() and np.isin(some, (0, 1)).all():
                 raise StoreError(f"{self.called(name)} is one-hot: use argmax(1), -1 where no 1 is")
         if values.dtype.kind != "f":
@@ -245,37 +260,40 @@ class Arrays:
         why = "labels are whole numbers or NaN; fractions, node regression, are not supported"
         refuse(bad, self.called(name), values, why)
         if missing.any():
-            count, empty = f"{missing.sum():,} of {values.size:,}", " or empty" * text
-            self.say(f"{count} in {name} are NaN{empty}: these nodes have no label (-1)")
+            count = f"{missing.sum():,} of {values.size:,}"
+            empty = ", empty or -1" * text
+            self.say(f"{count} in {name} are NaN{empty}: no label (-1)")
         return np.where(missing, -1, values).astype(np.int64)
 
     def _numbered(self, name, values):
-        """Turn text labels into floats, NaN for none: the numbers they spell, or indices of the sorted class names."""
+        """Turn text labels into floats, NaN for none: indices of the sorted names of classes. Names that are whole numbers
+        are sorted as such."""
         cells = np.char.strip(values.astype(str))
-        labelled = ~np.isin(cells, MISSING)
+        labelled = ~np.isin(cells, [*MISSING, "-1"])
         names, index = np.unique(cells[labelled], return_inverse=True)
-        numbers = list(map(like_number, names.tolist()))
-        if any(numbers) and not all(numbers):
-            number, text = (short(str(names[numbers.index(kind)])) for kind in (True, False))
-            both = f"{number} and {text}: give numbers or text, and nothing for no label"
+        unclear = [name for name in names.tolist() if name.lower() in LIKE_NUMBERS]
+        if unclear and len(names) > 1:
+            clear = next(name for name in names.tolist() if name != unclear[0])
+            both = f"{short(unclear[0])} and {short(clear)}: give numbers or text, and nothing for no label"
             raise StoreError(f"{self.called(name)} holds {both}")
+        if all(form_of(name) == "d" for name in names.tolist()):
+            order = sorted(range(len(names)), key=lambda i: (int(names[i]), names[i]))
+            index, names = np.argsort(order)[index], names[order]
         y = np.full(cells.shape, np.nan)
-        with reading(self.called(name)):
-            y[labelled] = names.astype(float)[index] if any(numbers) else index
-        if not any(numbers):
-            self.classes = names.tolist()
-            self.say(f"{name} is text: {len(names)} classes, numbered in the order of their names")
+        y[labelled] = index
+        self.classes = names.tolist()
+        self.say(f"{name} is text: {len(names)} classes, numbered in the order of their names")
         return y
 
     def features(self, row_normalize=None):
-        """Return features [V, F]: a dense array as it is, or the rows of a CSR matrix, divided by their sums if
+        """Return features [V, F]: a dense array as it is, or the rows of a CSR matrix, which get `equal_sums` if
         row_normalize (None: if the values are counts); None if there are no features."""
         name = self.find(*FEATURES)
         if name == "feat_indptr":
             return self._csr_rows(row_normalize)
         if row_normalize is not None:
             raise self.error("row_normalize has no effect: it is for a CSR matrix of features")
-        return None if name is None else self[name]
+        return None if name is None else self.shaped(name, "V", "F")
 
     def _csr_rows(self, row_normalize):
         """Make dense rows of feat_indptr, feat_indices, feat_data (or ones) and feat_shape; repeated entries add up."""
@@ -290,9 +308,6 @@ class Arrays:
         if normalize:
             why = "give row_normalize=0, to divide by no sums"
             refuse(values < 0, self.called("feat_data"), values, why)
-        if data:
-            how = "divided by the sum of their row" if normalize else "as they are"
-            self.say(f"features are the {'counts' if counts else 'values'} in feat_data, {how}")
         dtype = np.dtype(np.float32) if counts else values.dtype
         values = values.astype(np.promote_types(dtype, np.float32))  # to add up repeats in float16
         with reading(self.called("the CSR matrix of features")):
@@ -304,18 +319,17 @@ class Arrays:
             ends = np.stack([np.repeat(np.arange(len(indptr) - 1), np.diff(indptr)), indices])
             sparse = torch.sparse_coo_tensor(ends, values, shape, check_invariants=True)
             dense = sparse.to_dense()
-        if normalize:
-            total = dense.sum(1, keepdim=True)
-            dense /= total.where(total > 0, 1)
+        how = equal_sums(dense) if normalize else "as they are"
+        self.say(f"features are {'counts' if counts else 'values'}, {how}")
         return dense.to(getattr(torch, dtype.name))
 
     def close(self, num_nodes=None, num_edges=None):
         """Name the unused arrays; StoreError for one that seems to be of edges, a split, features or labels."""
         rest = [name for name in self._values if name not in self._taken]
         for name in rest:
-            shape = ()
-            with contextlib.suppress(StoreError):  # unreadable, but not needed either
-                shape = self.read(name, "").shape
+            shape, value = (), self._values[name]
+            with contextlib.suppress(ValueError):  # unreadable, but not needed either
+                shape = self.read(name, "").shape if callable(value) else np.shape(value)
             of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
             if of_edges or re.search(MATTERS, str(name).lower()):
                 how = f"docs/data.md lists those that are; drop it, or ignore={name}{self.suffix}"

@@ -8,19 +8,19 @@ Rows of features are the nodes 0 to V-1, unless there is a column of ids: a perm
 other ids and text name the nodes in row order. Each function prints how it read the columns.
 """
 
-import itertools
 import os
 
 import numpy as np
 
 from disk.files import StoreError, plural
-from sources.tables import opened, short, spool, stacked
+from sources.tables import ID, MISSING, NUMBER, opened, short, spool, stacked
 
+SLICE = 1 << 20  # edges renumbered at a time
 HEADER = "; a header is known by names such as id, source, destination and label"
 
 
 def read_tables(file, tables, columns, folder) -> dict:
-    """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`.
+    """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`, `feature_names`.
 
     Args:
         file: the table of edges. tables: {name of an array: file of a table}; "features" is required.
@@ -39,17 +39,20 @@ def read_tables(file, tables, columns, folder) -> dict:
         else:
             keep[name] = source.split(",") if name == "edge_features" else [source]
     arrays["edge_index"], kept = edges(file, folder, nodes, keep)
-    return {**arrays, **kept, "node_names": nodes.names}
+    names = {"node_names": nodes.names, "feature_names": nodes.feature_names}
+    return {**arrays, **kept, **names}
 
 
 class Nodes:
     """How tables refer to the V nodes, the rows of the feature table `source`: by number, or by `names` [V], integers
-    or strings. by_row: whether row i of a table without ids is node i."""
+    or strings. by_row: whether row i of a table without ids is node i. feature_names: of the columns, or None."""
+
+    feature_names = None
 
     def __init__(self, count, source, names=None, by_row=True):
         self.count, self.source, self.names, self.by_row = count, source, names, by_row
         self._numbers = {name: i for i, name in enumerate(names or ())}
-        self.kind = str if names and type(names[0]) is str else int  # of cells that refer to nodes
+        self.kind = str if names and type(names[0]) is str else ID  # of cells that refer to nodes
 
     def check_header(self, table, columns):
         """Refuse a header whose cells in these columns are names of nodes: it may be a row."""
@@ -58,7 +61,8 @@ class Nodes:
             raise StoreError(f"{table.name}: its header {header} names nodes: put one above it")
 
     def numbers(self, table, first, cells) -> np.ndarray:
-        """Look up the nodes that cells refer to -> int64 [r]. first: row of the first cell, for messages."""
+        """Look up the nodes that cells of `kind` refer to -> int64 [r]. first: row of the first cell, for messages."""
+        cells = cells.to_pylist() if self.kind is str else cells
         nodes = cells
         if self.names:
             nodes = np.array([self._numbers.get(name, -1) for name in cells], np.int64)
@@ -77,7 +81,7 @@ def features(file, folder) -> tuple[np.ndarray, Nodes]:
 
     A column of ids is not a feature. It is recognised by its name (id, node, index, ..., or for the first column
     anything that ends in id), or is the first column if that holds text; a first column of another name that holds the
-    numbers 0 to V-1 or 1 to V in any order is refused.
+    numbers 0 to V-1 or 1 to V in any order is refused. A column of lists is as many features as a list has numbers.
     """
     with opened(file) as table:
         text = [0] if table.kinds[0] == "text" else []
@@ -87,32 +91,48 @@ def features(file, folder) -> tuple[np.ndarray, Nodes]:
             raise StoreError(f"{file}: features must not tell the label: drop {table.column(j)}")
         if not kept:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
-        kinds, firsts = dict.fromkeys(kept, float), []
+        kinds, firsts = table.measures(kept), []
         if node is not None:
-            kinds[node] = str if table.kinds[node] in ("text", "mixed", "coded") else int
+            kinds[node] = str
+        first = node or 0
 
         def rows():
             for _, columns in table.read(kinds):
-                firsts.append(columns[node or 0])
+                if kinds[first] is not list:
+                    firsts.append(columns[first])
                 yield stacked(columns, kept, np.float32)
 
-        x = spool(folder, rows(), np.float32, len(kept))
-        first = [*itertools.chain(*firsts)] if kinds[node or 0] is str else np.concatenate(firsts)
+        x = spool(folder, rows(), np.float32, sum(table.widths[j] for j in kept))
         nodes = Nodes(len(x), file)
         if node is not None:
-            x, nodes = _name(table, folder, x, first, node)
-        elif len(kept) > 1 and len(x) > 1 and first.min() in (0, 1):
-            if np.array_equal(np.sort(first), first.min() + np.arange(len(x))):
+            x, nodes = _name(table, folder, x, table.identified(node, firsts), node)
+        elif len(kept) > 1 and len(x) > 1 and firsts:
+            values = np.sort(np.concatenate(firsts))
+            if values[0] in (0, 1) and np.array_equal(values, values[0] + np.arange(len(x))):
                 raise StoreError(
                     f"{file}: {table.column(0)} counts the rows: call it id or drop it"
                 )
+        nodes.feature_names = table.names and _names_of(table, kept)
         table.say(plural(x.shape[1], "feature"))
     return x, nodes
 
 
+def _names_of(table, kept) -> list[str]:
+    """Name the numbers of some columns: by the column, and for a column of lists `name[0]`, `name[1]`, ..."""
+    names = []
+    for j in kept:
+        name, width = table.names[j], table.widths[j]
+        names += [name] if width == 1 else [f"{name}[{i}]" for i in range(width)]
+    return names
+
+
 def _name(table, folder, x, ids, node) -> tuple[np.ndarray, Nodes]:
     """Take the ids of the rows as names of the nodes; if they are 0 to V-1, sort the rows by them -> (x, `Nodes`)."""
-    column, (different, counts) = table.column(node), np.unique(ids, return_counts=True)
+    column = table.column(node)
+    if not isinstance(ids, list) and ids.dtype.kind == "f":
+        row = int(np.isnan(ids).argmax())
+        raise table.error(row, f"{column} is empty, nan or infinite: an id is needed")
+    different, counts = np.unique(ids, return_counts=True)
     if (counts > 1).any():
         again = short(str(different[counts.argmax()]))
         raise StoreError(f"{table.name}: {column} holds ids, but {again!r} occurs more than once")
@@ -131,7 +151,9 @@ def _name(table, folder, x, ids, node) -> tuple[np.ndarray, Nodes]:
 
 def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     """Read a table with one row per node or, if column `node` holds ids, for some nodes -> (int64 [n], distinct nodes;
-    {column: values [n]})."""
+    {column: values [n], or those that `Table.identified` returns for text})."""
+    import pyarrow
+
     if node is None and not nodes.by_row:
         raise StoreError(f"{table.name} has no column of ids: it needs one, as {nodes.source} has")
     kinds, parts = kinds if node is None else {**kinds, node: nodes.kind}, []
@@ -140,7 +162,15 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
             hint = "" if table.names else HEADER
             raise table.error(nodes.count, f"more rows than in {nodes.source}{hint}")
         parts.append(columns)
-    columns = {j: np.concatenate([part[j] for part in parts]) for j in kinds}
+    columns = {}
+    for j, kind in kinds.items():
+        values = [part[j] for part in parts]
+        if kind is not str:
+            columns[j] = np.concatenate(values)
+        elif j == node:
+            columns[j] = pyarrow.chunked_array(values)
+        else:
+            columns[j] = table.identified(j, values)
     if node is None:
         if table.rows < nodes.count:
             rows = f"{table.name} has {table.rows:,} rows"
@@ -173,26 +203,46 @@ def of_nodes(file, nodes, name) -> np.ndarray:
             named = table.named("label")
             node = 1 - named[0] if is_labels and len(named) == 1 else 0
         columns = [j for j in range(table.width) if j != node]
-        several = is_labels and all(table.kinds[j] in ("whole", "coded", "empty") for j in columns)
+        several = is_labels and all(table.kinds[j] in ("whole", "real", "empty") for j in columns)
         if len(columns) != (is_labels or name == "node_time") and not (columns and several):
             actual = short(", ".join(map(table.column, range(table.width))))
             raise StoreError(f"{file} has the columns {actual}, which are no {name}")
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
-        # text may also spell numbers, as far as the first rows can tell
-        text = is_labels and len(columns) == 1 and table.kinds[columns[0]] in ("text", "empty")
-        kind = str if text else float if is_labels else int
-        rows, cells = _rows_of_nodes(table, nodes, node, dict.fromkeys(columns, kind), is_labels)
+        kinds = dict.fromkeys(columns, float if is_labels else int)
+        if is_labels:
+            kinds |= {j: str for j in columns if table.may_be_text(j)}
+        rows, cells = _rows_of_nodes(table, nodes, node, kinds, is_labels)
+        for j in columns:
+            if isinstance(cells[j], list):
+                _check_text_labels(table, j, cells[j], len(columns))
         table.say()
     if not columns:
         return rows
     cells = np.stack([cells[j] for j in columns], 1)
+    if is_labels and cells.dtype.kind != "U":
+        cells = cells.astype(np.float64)
     if not is_labels and len(missing := np.setdiff1d(np.arange(nodes.count), rows)):
         raise StoreError(f"{file} has no time for node {missing[0]}: every node needs one")
-    y = np.full((nodes.count, len(columns)), {str: "", float: np.nan, int: 0}[kind], cells.dtype)
+    empty = {"U": "", "f": np.nan}.get(cells.dtype.kind, 0)
+    y = np.full((nodes.count, len(columns)), empty, cells.dtype)
     y[rows] = cells
     return y if len(columns) > 1 else y[:, 0]
+
+
+def _check_text_labels(table, j, cells, count):
+    """Refuse text in one of several label columns, and fractions in csv."""
+    numbers = all(cell in MISSING or NUMBER.fullmatch(cell) for cell in cells)
+    fractions = numbers and table.kinds[j] != "text"
+    for row, cell in enumerate(cells):
+        if count > 1 and cell not in ("0", "1", "-1", *MISSING):
+            why = "of several labels each is 0, 1 or empty"
+        elif fractions and cell not in MISSING and not float(cell).is_integer():
+            why = "labels are whole numbers or text (node regression is not supported)"
+        else:
+            continue
+        raise table.error(row, f"{table.column(j)} is {short(cell)!r}: {why}")
 
 
 def edges(file, folder, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -232,34 +282,50 @@ def _spooled(table, folder, fields, nodes=None):
     """Spool `fields` {name: columns} of a table of edges as records in one file -> {name: view of its field}. Types that
     are text are numbered in the order of their first rows; "edge_types" then holds their names."""
     dtypes = dict(ends=np.int64, edge_time=np.float64, edge_weight=np.float64, edge_type=np.int64)
-    if "edge_time" in fields and table.kinds[fields["edge_time"][0]] in ("whole", "coded"):
+    if "edge_time" in fields and table.kinds[fields["edge_time"][0]] == "whole":
         dtypes["edge_time"] = np.int64
-    record = [(n, dtypes.get(n, np.float32), (len(which),)) for n, which in fields.items()]
-    record = np.dtype(record, align=True)
+    record = []
     kinds = {}
-    ends = fields.get("ends", ())
     for name, which in fields.items():
-        kinds |= dict.fromkeys(which, int if record[name].base == np.int64 else float)
+        dtype = dtypes.get(name, np.float32)
+        record.append((name, dtype, (sum(table.widths[j] for j in which),)))
+        kinds |= dict.fromkeys(which, int if dtype == np.int64 else float)
+    record = np.dtype(record, align=True)
+    ends = fields.get("ends", ())
+    kinds |= table.measures(fields.get("edge_features", ()))
     kinds |= {j: nodes.kind for j in ends}
-    texts = [j for j in fields.get("edge_type", ()) if table.kinds[j] in ("text", "mixed")]
+    texts = [j for j in fields.get("edge_type", ()) if table.may_be_text(j)]
     kinds, numbers = kinds | dict.fromkeys(texts, str), {}
 
     def chunks():
         for first, columns in table.read(kinds):
             columns |= {j: nodes.numbers(table, first, columns[j]) for j in ends}
             for j in texts:
-                if "" in columns[j]:
-                    raise table.error(first + columns[j].index(""), f"{table.column(j)} is empty")
-                columns[j] = np.array([numbers.setdefault(t, len(numbers)) for t in columns[j]])
+                coded = columns[j].dictionary_encode()
+                names = coded.dictionary.to_pylist()
+                for name in filter(MISSING.__contains__, names):
+                    row = first + columns[j].index(name).as_py()
+                    raise table.error(row, f"{table.column(j)} is empty or nan")
+                codes = np.array([numbers.setdefault(name, len(numbers)) for name in names])
+                columns[j] = codes[coded.indices.to_numpy()]
             chunk = np.empty(table.rows - first, record)
             for name, which in fields.items():
                 chunk[name] = stacked(columns, which, record[name].base)
             yield chunk
 
     rows = spool(folder, chunks(), record)
+    import pyarrow
+
     matrices = ("ends", "edge_features")
     arrays = {name: rows[name] if name in matrices else rows[name][:, 0] for name in fields}
-    return {**arrays, "edge_types": [*numbers]} if texts else arrays
+    for j in texts:
+        names = table.identified(j, [pyarrow.array([*numbers])])
+        if isinstance(names, list):
+            arrays["edge_types"] = names
+        elif not np.array_equal(names, np.arange(len(names))):
+            codes = np.array_split(arrays["edge_type"], len(rows) // SLICE + 1)
+            arrays["edge_type"] = spool(folder, (names[part] for part in codes), np.int64)
+    return arrays
 
 
 def _column(table, word) -> int:

@@ -2,7 +2,8 @@
 
     batches, count, more = molecules(open_npz("esol.npz"))
     batches, count, more = crystals(open_npz("mlearn.npz"), radius=5.0)
-    build_graphs("esol", (block_diagonal(*batch) for batch in batches), split=split, source=more)
+    graphs = (block_diagonal(*batch) for batch in batches)
+    build_graphs("esol", graphs, labels=False, split=split, source=more)
 
 G graphs have N nodes and B bonds in all; F columns of node features, D of bond features, T targets.
 """
@@ -10,7 +11,7 @@ G graphs have N nodes and B bonds in all; F columns of node features, D of bond 
 import numpy as np
 import torch
 
-from disk.files import check_finite, refuse, shaped
+from disk.files import check_answers, check_finite, refuse, shaped
 from features import prefetch
 
 MOST_CANDIDATES = 1 << 14  # most atoms and periodic images to search for neighbours in a crystal
@@ -22,13 +23,13 @@ def molecules(arrays):
     Args:
         arrays: `Arrays`: `node_offsets` and `bond_offsets` [G+1], `atom_feat` [N, F], `bond_feat` [B, D],
             `bond_index_local` [2, B] (each bond once, atoms numbered from 0 in each graph; the reverse is added),
-            `targets` or `labels` [G] or [G, T].
+            `targets` [G] or [G, T], numbers, or `labels`: classes [G], or 0 and 1 [G, T]; see `build_graphs`.
     """
     x, e = arrays.shaped("atom_feat", "N", "F"), arrays.shaped("bond_feat", "B", "D")
     ends = arrays.integers("bond_index_local", 2, len(e))
     nodes = _offsets(arrays, "node_offsets", len(x), 1)
     bonds = _offsets(arrays, "bond_offsets", len(e), 0, len(nodes))
-    y = _targets(arrays, arrays.find("targets", "labels", needed=True), len(nodes) - 1)
+    y = _answers(arrays, arrays.find("targets", "labels", needed=True), len(nodes) - 1)
 
     def batch(first):
         last = min(first + 4096, len(y))
@@ -67,7 +68,7 @@ def crystals(arrays, radius):
     why = f"at most {MOST_CANDIDATES:,} within radius={radius:g} are searched; choose a smaller one"
     name = f"{arrays.source}: the number of atoms and images near cell"
     refuse(candidates > MOST_CANDIDATES, name, candidates, why)
-    y = _targets(arrays, "energy", len(atoms), atoms)
+    y = _answers(arrays, "energy", len(atoms), atoms)
 
     def batch(first, _):
         cells = range(first, min(first + 16, len(y)))
@@ -121,13 +122,17 @@ def _offsets(arrays, name, count, least, length="G+1") -> np.ndarray:
     return offsets
 
 
-def _targets(arrays, name, count, atoms=1) -> np.ndarray:
-    """Read the targets of graphs, divided by their numbers of atoms -> float32 [G, T]."""
+def _answers(arrays, name, count, atoms=1) -> np.ndarray:
+    """Read labels of graphs, or targets, which are divided by their numbers of atoms -> [G, T], float32, or float64 for
+    labels that need it."""
     values = arrays[name]
     shaped(f"{arrays.source}: {name}", values, count, *["T"] * (values.ndim > 1))
     if not values.size:
         raise arrays.error(f"{name} has shape {list(values.shape)}: no graph has a target")
+    values = (values.reshape(count, -1).T / atoms).T
     with np.errstate(over="ignore"):  # beyond float32 is infinite, and refused
-        values = (values.reshape(count, -1).T / atoms).T.astype(np.float32)
-    check_finite(f"{arrays.source}: {name}", torch.from_numpy(values))
-    return values
+        rounded = values.astype(np.float32)
+    if name == "labels" and not np.array_equal(rounded, values, equal_nan=True):
+        rounded = values.astype(np.float64)
+    check_answers(f"{arrays.source}: {name}", torch.from_numpy(rounded), name == "labels")
+    return rounded

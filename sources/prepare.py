@@ -17,12 +17,13 @@ import re
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from disk import files
-from disk.checks import check_labels, check_split
+from disk.checks import check_labels, check_split, counted_from_one
 from disk.files import StoreError, reading
 from disk.graphs import block_diagonal, build_graphs
-from sources.arrays import FEATURES, Arrays, of_object, open_npz
+from sources.arrays import FEATURES, Arrays, equal_sums, of_object, open_npz
 from sources.graph_tables import read_tables
 from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
@@ -32,7 +33,7 @@ from store import build_store
 
 # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
 NPZ = dict(
-    # 1: divide each row of a CSR matrix by its sum; 0: do not; default: only if the values are counts
+    # 1: scale the rows of a CSR matrix to the same sum; 0: do not; default: only if the values are counts
     row_normalize=int,
     radius=float,  # cutoff for the neighbours of an atom in a crystal, angstrom
     split=int,  # the number, from 0, of the only split to keep
@@ -46,6 +47,8 @@ TABLE_COLUMNS = {  # argument of `build` for tables: column of a store
     "edge_features": "edge_features",
     "node_times": "node_time",
 }
+RULES = 1  # changes with what a build makes of the same files: stores of before are built anew
+MIRRORED = 0.95  # share of typed edges that have a reverse from which on none is added
 DRAWN_GRAPHS = {"synthetic": (SYNTHETIC, synthetic), "synthetic-mag": (MAG, synthetic_mag)}
 NAMES = (*DRAWN_GRAPHS, *PLANETOID, *OGB)
 
@@ -112,9 +115,10 @@ def _recipe(name, root, seed, options):
     if npz := npz_file(name):
         file, values = npz
         # the split of one graph is drawn when it is opened
-        drawn = seed if _draws(open_npz(file, values.get("ignore", ()))) else None
+        arrays = open_npz(file, values.get("ignore", ()))
+        drawn = seed if _draws(arrays) else None
         # a changed file is another data set
-        key = [files.sha256_of(file).hexdigest(), values, drawn, options["symmetrize"]]
+        key = [files.sha256_of(file).hexdigest(), values, drawn, options["symmetrize"], RULES]
         key += ["drop_duplicates"] * options["drop_duplicates"]
         return Path(file).stem[:100], key, functools.partial(build, name, seed=drawn, **options)
     if word not in NAMES:
@@ -124,13 +128,18 @@ def _recipe(name, root, seed, options):
         raise _no_effect(option, word, "it is for files of your own")
     defaults, draw = DRAWN_GRAPHS.get(word, ({}, None))
     values = parse(parameters, {n: type(value) for n, value in defaults.items()}, word)
-    key = word if word not in DRAWN_GRAPHS else {**defaults, **values}
+    key = {**defaults, **values} if word in DRAWN_GRAPHS else word
+    if word in PLANETOID:
+        key = [word, RULES]
 
     def make(path, **options):
         if word in OGB:
             with ogb(word, root, options["progress"]) as graph:
                 return build_store(path, **graph, **options)
         graph = planetoid(word, root) if word in PLANETOID else draw(key)
+        if word in PLANETOID:
+            how = equal_sums(torch.from_numpy(graph["features"]))
+            print(f"{word}: features come with {how}")
         return build_store(path, **graph, **options)
 
     return word, key, make
@@ -197,7 +206,8 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     with reading(f"cannot build {path}: {kind}"):
         if tables:
             arrays = read_tables(kind, extra, columns, path.absolute().parent)
-            options |= {name: arrays.pop(name, None) for name in ("node_names", "edge_types")}
+            names = "node_names", "edge_types", "feature_names"
+            options = {name: arrays.pop(name, None) for name in names} | options
             arrays = Arrays(kind, arrays, files=extra)
         elif npz:
             params = {**npz[1], **params}
@@ -246,7 +256,8 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
         graphs, source = (block_diagonal(*batch) for batch in batches), source | entries
         split = of_graphs(arrays, count, params.get("split"), seed or 0)
         arrays.close()
-        return build_graphs(path, graphs, split=split, progress=progress, source=source)
+        options = {"split": split, "progress": progress, "source": source}
+        return build_graphs(path, graphs, labels=arrays.find("labels") is not None, **options)
     options |= {"backend": backend, "progress": progress}
     return _build_graph(path, arrays, params, source, **options)
 
@@ -292,7 +303,8 @@ def _read_graph(arrays, params, source):
 
 
 def _build_graph(path, arrays, params, source, **options) -> Path:
-    """Build a store of the `Arrays` of one graph; print what was drawn, and how many edges lack a reverse."""
+    """Build a store of the `Arrays` of one graph; print what was drawn, how many edges lack a reverse, and whether ids
+    may start at 1."""
     graph, split = _read_graph(arrays, params, source)
     labels = next(iter(graph["labels"].values()), None)
     random = np.random.default_rng(source.get("seed", 0))
@@ -304,14 +316,24 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
             source["split"], by = DRAWN, "by --seed of train.py"
         where = "".join(f" from nodes of type {kind}" for kind in graph["labels"] if kind)
         arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
+    if "node_time" in graph:
+        _say_whose_times(arrays, graph)
     if not arrays.of_types:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
+    else:
+        tables = graph.get("edge_features", {}).values()
+        widths = sorted({table.shape[1] if table.ndim > 1 else 1 for table in tables})
+        if len(widths) > 1:
+            wide = " or ".join(map(str, widths))
+            arrays.say(f"edge_features have {wide} columns, by type: narrower ones get zeros")
     if graph["features"] is None:
         num_classes = check_labels(labels, len(labels), options.get("num_classes"))[1]
-        split, features = _labels_as_features(arrays, labels, split, num_classes, random)
+        split, features, half = _labels_as_features(arrays, labels, split, num_classes, random)
         graph["features"] = features
-        options |= {"symmetrize": True, "drop_duplicates": True}
+        options["symmetrize"], how = _symmetrized(graph, options.get("symmetrize"))
+        options["drop_duplicates"] = True
         source["features"] = "labels of half of the training nodes"
+        arrays.say(f"it has no features: {half}, the others are trained on; {how}")
     build_store(path, **graph, split=split, source=source, **options)
     meta = files.read_meta(path)
     if labels is not None and labels.ndim == 1:
@@ -322,17 +344,50 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
     if one_way := meta["edges"]["one_way"]:
         share = f"{one_way:,} of {meta['edges']['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
+    if not options.get("node_names"):
+        graph = (np.load(path / f"{name}.npy", mmap_mode="r") for name in ("indptr", "indices"))
+        for kind in counted_from_one(meta, *graph):
+            node = f"node 0 of type {kind}" if kind else "node 0"
+            arrays.say(f"{node} has no edges: ids may start at 1")
     return path
 
 
+def _say_whose_times(arrays, graph):
+    """Print which edges get the times of their sources, and which nodes have no time."""
+    kinds = graph["edge_index"].keys() - graph.get("edge_time", {}).keys()
+    if kinds:
+        of = f" of {'; '.join(sorted(map(','.join, kinds)))}" * arrays.of_types
+        arrays.say(f"edges{of} have no times: each gets that of its source (node_time)")
+    if timeless := sorted(graph["node_types"].keys() - graph["node_time"].keys()):
+        see = "they see all edges, and those that would get their time are always seen"
+        arrays.say(f"nodes of {', '.join(timeless)} have no times: {see}")
+
+
 def _labels_as_features(arrays, labels, split, num_classes, random):
-    """Turn the labels of half of the training nodes into features -> (split without these nodes, one-hot [V, C])."""
+    """Turn the labels of half of the training nodes into features -> (split without these nodes, one-hot [V, C], words
+    that say so)."""
     if labels.ndim == 2 or isinstance(split, list):
         raise arrays.error("it has no features, and not just one label per node and one split")
     split = check_split(split, labels)
     shown, split["train"] = np.split(random.permutation(split["train"]), [len(split["train"]) // 2])
     features = np.zeros((len(labels), num_classes), np.float32)
     features[shown, labels[shown]] = 1
-    half = f"half of the training nodes ({len(shown):,}) show their label as feature"
-    arrays.say(f"it has no features: {half}, the others are trained on; edges are made symmetric")
-    return split, features
+    return (
+        split,
+        features,
+        f"half of the training nodes ({len(shown):,}) show their label as feature",
+    )
+
+
+def _symmetrized(graph, asked):
+    """Decide whether the edges of a graph without features get their reverses -> (bool, words that say so): unless
+    `asked` for, not if they have types, and reverses, which may be of types of their own."""
+    if "edge_type" not in graph:
+        return True, "edges are made symmetric"
+    src, dst = files.integers("edge_index", graph["edge_index"], 2, "M")
+    num_nodes, num_edges = len(graph["labels"]), len(src)
+    mirrored = int(np.isin(dst * num_nodes + src, src * num_nodes + dst).sum())
+    if asked or mirrored < MIRRORED * num_edges:
+        return True, "every edge gets a reverse of its type"
+    have = f"{mirrored:,} of {num_edges:,} edges have a reverse"
+    return False, f"{have}, of whatever type: none is added"

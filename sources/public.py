@@ -149,7 +149,8 @@ def _typed_arrays(archive, kind) -> dict:
 
 
 def planetoid(name, root) -> dict:
-    """Read one of PLANETOID, original files and public split (arXiv 1603.08861) -> arguments of `build_store`.
+    """Read one of PLANETOID, original files and public split (arXiv 1603.08861) -> arguments of `build_store`, with the
+    files' word counts as features.
 
     The files `ind.NAME.*` are looked for in root and in root/planetoid, else downloaded to the latter;
     RINGBLOCK_PLANETOID_URL names a mirror.
@@ -178,7 +179,6 @@ def planetoid(name, root) -> dict:
     features = np.zeros((num_nodes, x.shape[1]), np.float32)
     onehot = np.zeros((num_nodes, y.shape[1]), np.int64)
     features[nodes], onehot[nodes] = x, y
-    features /= np.maximum(features.sum(1, keepdims=True), 1e-12)
     edges = [(u, v) for v, sources in parts["graph"].items() for u in sources]
     valid = np.arange(train, min(train + 500, num_allx))
     return dict(
@@ -190,7 +190,7 @@ def planetoid(name, root) -> dict:
         symmetrize=True,
         drop_self_loops=True,
         drop_duplicates=True,
-        source=dict(dataset=name, row_normalize=1),
+        source=dict(dataset=name),
     )
 
 

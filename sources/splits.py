@@ -99,21 +99,32 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
         turn: the number of the run, from 0: runs take the splits in turn, starting over after the last.
         say: prints a line; called with the split that was taken if there was a choice.
     """
-    source = graph.meta.get("source")
-    drawn = isinstance(source, dict) and source.get("split") == DRAWN
+    drawn = _is_drawn(graph)
     if number is not None and (drawn or graph.num_splits == 1):
         count = "no" if drawn else "one"
         raise StoreError(f"--split {number} has no effect: {graph.path} has {count} split")
+    taken = turn % graph.num_splits if number is None else number
+    graph.split = split_of(graph, taken, seed)
     if drawn:
-        split = drawn_per_class(graph.labels.numpy(), np.random.default_rng(seed))
-        graph.split = {part: torch.from_numpy(ids) for part, ids in split.items()}
         say(f"split   {DRAWN}, by seed {seed}")
     elif graph.num_splits > 1:
-        taken = turn % graph.num_splits if number is None else number
-        graph.take_split(taken)
         another = "; --split K takes another" if number is None else ""
         say(f"split   number {taken} of {graph.num_splits}, counted from 0{another}")
     say_empty_parts(graph.split, "nodes", say)
+
+
+def split_of(graph, number=0, seed=0) -> dict:
+    """Return {part: ids} of a GraphStore's split with this number; by default of its first, or, for a graph that came
+    without one, of that which seed 0 draws: the one that choices go by which all --runs have in common."""
+    if not _is_drawn(graph):
+        return graph.numbered_split(number)
+    split = drawn_per_class(graph.labels.numpy(), np.random.default_rng(seed))
+    return {part: torch.from_numpy(ids) for part, ids in split.items()}
+
+
+def _is_drawn(graph) -> bool:
+    source = graph.meta.get("source")
+    return isinstance(source, dict) and source.get("split") == DRAWN
 
 
 def say_empty_parts(split, things, say):

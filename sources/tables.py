@@ -1,12 +1,16 @@
 """Read csv and parquet tables in batches with pyarrow; separator and header are detected.
 
     with opened("edges.csv.gz") as table:                     # table.names, table.width, table.kinds
-        for first, columns in table.read({0: int, 1: int, 2: float}):
+        for first, columns in table.read({0: ID, 1: ID, 2: float}):
             ...                                               # {0: int64 [r], 1: int64 [r], 2: float64 [r]}
 
-Supported: text separated by commas, semicolons, tabs or spaces, with or without a header, comments (#) above the rows,
-quotes, gzip, bzip2 and xz (detected by content); and parquet. Errors give the line number, which does not count blank
-lines. r is the number of rows in a batch.
+Supported: text separated by commas, semicolons, tabs or spaces, with or without a header, comments (# or %) above the
+rows, quotes, gzip, bzip2 and xz (detected by content); and parquet. Errors give the line number, which does not count
+blank lines. r is the number of rows in a batch.
+
+A column that measures may write a number in any way. One that identifies nodes, classes or types holds whole numbers
+only if all cells are written in one form as these are printed, 7, 7.0 or 7.000e+00, so that different cells are
+different numbers; else it is text, and so are strings in parquet.
 """
 
 import bz2
@@ -27,12 +31,26 @@ from disk.files import StoreError, plural, reading
 BLOCK = 1 << 23
 SAMPLE = 1000  # rows from which the layout is guessed
 COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
-TYPES = {int: "int64", float: "float64", str: "string"}
+ID = "id"  # kind of a column of whole numbers that identify
+TYPES = {int: "int64", float: "float64", str: "string", ID: "string"}
 WORDS = {"int64": "whole number of 64 bits", "double": "number", "string": "text"}
+# the smallest and the largest number of so many digits, in 64 bits; longer text has zeros in front
+LEAST = np.array([0, 0, *(10**n for n in range(1, 19)), 1])
+MOST = np.array([-1, *(10**n - 1 for n in range(1, 19)), (1 << 63) - 1, 0])
 WHOLE = re.compile(r"[+-]?[0-9]{1,25}")
-CODE = re.compile(r"[+-]?0[0-9]+")  # a name written in digits: as a number it would lose its zeros
+PRINTED = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,30}(e[+-][0-9]{2,3})?)?")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 MISSING = ("", "nan", "NaN", "NAN", "Nan")
+COMMENT = re.compile(" *(#|%(?![0-9A-Fa-f]{2}))")  # %20 begins a name in a URL
+FOREIGN = {  # how files that are no tables begin, in lower case
+    b"%%matrixmarket": "a Matrix Market file",
+    rb"\*(vertices|network)": "a Pajek file",
+    rb"<\?xml|<graphml": "an XML file, such as GraphML,",
+    rb"\x93numpy": "an array of NumPy (.npy)",
+    rb"pk.{,60}\.npy": "an .npz file of NumPy",
+    rb"pk.{,60}data\.pkl": "a file of torch.save",
+    rb"\x80[\x02-\x05]": "a pickle",
+}
 LIKE_NUMBERS = {"na", "n/a", "null", "none", "inf", "-inf", "?", "-"}  # never in a header
 MEANINGS = {  # what a column holds: the names by which it is recognised
     "source": "source src from u head subject",
@@ -49,8 +67,9 @@ class Table:
 
     Attributes:
         names: list of the columns' names, or None. width: number of columns. rows: number of rows read so far.
-        kinds: [width] "whole", "coded" (with leading zeros), "real", "text" (no cell is a number), "mixed" or "empty",
-            judged by the first rows.
+        kinds: [width] "whole", "real", "text" (no cell is a number), "mixed" or "empty", judged by the first rows, or by
+            the type in parquet, where there is also "list".
+        widths: [width] numbers in a cell: 1, or those of a list.
         notes: phrases on what was guessed, for `say`.
     """
 
@@ -58,28 +77,33 @@ class Table:
         self.name = str(name)
         self.names, self.rows, self.notes = None, 0, []
         self._stream, self._skipped, self._separator = stream, 0, None
+        self._forms = {}
         with reading(self.name):
             magic = stream.read(6)
             stream.seek(0)
             for start, unpack in COMPRESSED.items():
                 if magic.startswith(start):
                     self._stream = unpack(stream)
-            rows = self._guess_parquet() if magic.startswith(b"PAR1") else self._guess_text()
+            if magic.startswith(b"PAR1"):
+                self._guess_parquet()
+            else:
+                rows = self._guess_text() or [[""] * self.width]
+                self.kinds = list(map(kind_of, zip(*rows)))
+                self.widths = [1] * self.width
         if self.names and len(set(self.names)) < self.width:
             twice = max(self.names, key=self.names.count)
             raise StoreError(f"{name} has two columns called {twice!r}")
-        self.kinds = list(map(kind_of, zip(*rows or [[""] * self.width])))
 
     def read(self, kinds, missing=False):
-        """Read the rows in batches -> yields (number of the first row, {column: [r] int64, float64 or list of str}).
+        """Read the rows in batches -> yields (number of the first row, {column: values}).
 
         Args:
-            kinds: {column: int, float or str}, each column of the table once.
-            missing: allow empty cells and `nan`, read as NaN among numbers and as "" in text; else they are errors.
+            kinds: {column: kind}, each column of the table once. int and float: numbers in any form -> int64 or float64
+                [r]. ID: whole numbers as they are printed -> int64 [r]. str -> pyarrow array of r strings. list: lists
+                of one length -> float64 [r, length].
+            missing: allow empty cells and `nan` among float and int, read as NaN; else they are errors. Text keeps them.
         """
-        # whole numbers may be written as floats
-        real = {j: float for j, kind in kinds.items() if kind is int and self.kinds[j] == "real"}
-        types = [TYPES[real.get(j, kinds[j])] for j in range(self.width)]
+        types = [self._type(j, kinds[j]) for j in range(self.width)]
         with reading(self.name):
             for batch in self._batches(types):
                 first, self.rows = self.rows, self.rows + len(batch[0])
@@ -88,32 +112,107 @@ class Table:
         if not self.rows:
             raise StoreError(f"{self.name} has a header and no rows")
 
+    def _type(self, j, kind) -> str | None:
+        """Return the type in which pyarrow reads a column; None for lists."""
+        if (self.kinds[j] == "list") != (kind is list):
+            has = self._file.schema_arrow.types[j]
+            raise StoreError(f"{self.name}: {self.column(j)} holds {has}: give numbers or text")
+        typed = self._separator is None and self.kinds[j] != "text"
+        kind = int if kind is ID and typed else kind
+        # whole numbers may be written as floats
+        kind = float if kind is int and self.kinds[j] == "real" else kind
+        return TYPES.get(kind)
+
     def _values(self, first, j, kind, cells, missing):
         """Convert a column of a batch to what `read` yields, checking it."""
-        import pyarrow.compute as compute
-
+        if kind is list:
+            return self._lists(first, j, cells)
         if kind is str:
-            cells = cells.fill_null("")
-            broken = compute.match_substring_regex(cells, "[\r\n]").to_numpy(zero_copy_only=False)
-            self._refuse(first, j, broken, "has a quote that does not end in its line")
-            cells = [cell.strip() for cell in cells.to_pylist()]
-            if self._separator:  # pyarrow keeps quotes that follow a space
-                cells = [re.sub('^"(.*)"$', r"\1", c) if '"' in c else c for c in cells]
-            return cells
-        values = cells.to_numpy(zero_copy_only=False)  # missing cells become NaN
-        bad = ~np.isfinite(values) & (not missing)
+            return self._text(first, j, cells)
+        if cells.type == "string":
+            values = self._printed(first, j, cells)
+        else:
+            values = cells.to_numpy(zero_copy_only=False)  # missing cells become NaN
+        bad = ~np.isfinite(values) & (not missing or kind is ID)
         self._refuse(first, j, bad, "is empty, nan or infinite: a number is needed")
-        if kind is int and values.dtype.kind == "f":
+        if kind in (int, ID) and values.dtype.kind == "f":
             bad = (values != np.floor(values)) | (abs(values) >= 1 << 53)
             self._refuse(first, j, bad, "is {}, which is no whole number", values)
             values = values.astype(np.int64)
         return values
+
+    def _text(self, first, j, cells):
+        """Return the cells of a batch without spaces and quotes around them."""
+        import pyarrow.compute as compute
+
+        cells = cells.fill_null("")
+        broken = compute.match_substring_regex(cells, "[\r\n]").to_numpy(zero_copy_only=False)
+        self._refuse(first, j, broken, "has a quote that does not end in its line")
+        cells = compute.utf8_trim_whitespace(cells)
+        if self._separator:  # pyarrow keeps quotes that follow a space
+            cells = compute.replace_substring_regex(cells, '^"(.*)"$', r"\1")
+        return cells
+
+    def _printed(self, first, j, cells) -> np.ndarray:
+        """Read whole numbers, written in one form in the whole column."""
+        values, form = as_printed(cells, self._forms.get(j))
+        if values is None:
+            cells = self._text(first, j, cells)
+            values, form = as_printed(cells, self._forms.get(j))
+        self._forms[j] = form
+        if values is None:
+            cells = cells.to_pylist()
+            row = next(i for i, cell in enumerate(cells) if not is_printed(cell, form))
+            how = "written as 7, or as 7.0 in every row"
+            cell = short(cells[row])
+            raise self.error(first + row, f"{self.column(j)} is no whole number, {how}: {cell!r}")
+        return values
+
+    def _lists(self, first, j, cells) -> np.ndarray:
+        """Read lists of numbers, all as long as the first -> float64 [r, length]."""
+        import pyarrow.compute as compute
+
+        width = self.widths[j]
+        lengths = compute.if_else(cells.is_valid(), compute.list_value_length(cells), 0).to_numpy()
+        problem = f"is a list of {{}} numbers, where the first row has {width}"
+        self._refuse(first, j, lengths != width, problem, lengths)
+        values = cells.flatten().cast("float64").to_numpy(zero_copy_only=False).reshape(-1, width)
+        bad = ~np.isfinite(values).all(1)
+        self._refuse(first, j, bad, "has an element that is empty, nan or infinite")
+        return values
+
+    def identified(self, j, parts):
+        """Decide what the cells of a whole column identify, given as arrays of text -> int64 [n], float64 with NaN for
+        missing cells, or list of str; a note says why a column with numbers is text."""
+        form, numbers = None, []
+        for part in parts if self.kinds[j] != "text" else ():
+            values, form = as_printed(part, form)
+            if values is None:
+                break
+            numbers.append(values)
+        else:
+            if numbers:
+                return np.concatenate(numbers)
+        cells = [cell for part in parts for cell in part.to_pylist()]
+        if self._separator and any(map(NUMBER.fullmatch, cells)):
+            why = next(cell for cell in cells if not is_printed(cell, form))
+            self.notes.append(f"{self.column(j)} is text, not numbers, because of {short(why)}")
+        return cells
 
     def _refuse(self, first, j, bad, problem, values=None):
         if bad.any():
             row = int(bad.argmax())
             problem = problem.format(None if values is None else values[row])
             raise self.error(first + row, f"{self.column(j)} {problem}")
+
+    def may_be_text(self, j) -> bool:
+        """Whether a column that identifies is to be read as text, which `identified` decides about: all but numbers with
+        a type."""
+        return self._separator is not None or self.kinds[j] in ("text", "empty")
+
+    def measures(self, columns) -> dict:
+        """Return {column: kind} by which `read` takes columns of numbers or of lists of them."""
+        return {j: list if self.kinds[j] == "list" else float for j in columns}
 
     def column(self, j) -> str:
         """Name a column for messages."""
@@ -137,11 +236,12 @@ class Table:
         import pyarrow.csv
 
         if self._separator is None:
-            for batch in self._file.iter_batches(max(1, (1 << 20) // self.width)):
+            for batch in self._file.iter_batches(max(1, (1 << 20) // sum(self.widths))):
                 columns = []
                 for j, kind in enumerate(types):
                     with reading(f"{self.name}: {self.column(j)}"):
-                        columns.append(batch.column(j).cast(kind))
+                        column = batch.column(j)
+                        columns.append(column.cast(kind) if kind else column)
                 yield columns
             return
         types = {str(j): kind for j, kind in enumerate(types)}
@@ -162,51 +262,67 @@ class Table:
             ).replace("CSV parse error: Row #", "line ")
             raise StoreError(f"{self.name}, {message[:300]}") from error
 
-    def _guess_parquet(self) -> list[list[str]]:
-        """Set names, width and notes -> the first rows as text."""
+    def _guess_parquet(self):
+        """Set names, width, kinds, widths and notes."""
         import pyarrow.parquet
 
         self._file = pyarrow.parquet.ParquetFile(self._stream)
         schema = self._file.schema_arrow
-        for column, kind in zip(schema.names, schema.types):
-            if pyarrow.types.is_nested(kind) or pyarrow.types.is_temporal(kind):
-                raise StoreError(f"{self.name}: {column!r} holds {kind}: give numbers or text")
+        self.kinds = list(map(kind_of_type, schema.types))
+        for column, kind, of in zip(schema.names, self.kinds, schema.types):
+            if kind is None:
+                raise StoreError(f"{self.name}: {column!r} holds {of}: give numbers or text")
         self.names = schema.names
         self.width = len(self.names)
         self.notes = [plural(self.width, "column"), f"header {short(','.join(self.names))}"]
-        batch = next(self._file.iter_batches(SAMPLE), ())
-        batch = (c.cast(pyarrow.int8()) if c.type == pyarrow.bool_() else c for c in batch)
-        return list(zip(*(c.cast(pyarrow.string()).fill_null("").to_pylist() for c in batch)))
+        self.widths = [1] * self.width
+        if "list" in self.kinds:
+            first = next(self._file.iter_batches(1), None)
+            for j, kind in enumerate(self.kinds):
+                if kind == "list" and first:
+                    self.widths[j] = len(first.column(j)[0].as_py() or ())
+                    if not self.widths[j]:
+                        raise self.error(
+                            0, f"{self.column(j)} is empty: a list of numbers is needed"
+                        )
 
     def _guess_text(self) -> list[list[str]]:
         """Skip comments and guess separator, width and header -> cells of the first rows."""
         head, above = self._stream.read(BLOCK), ""
         if len(head) == BLOCK and not (head := head[: head.rfind(b"\n") + 1]):
             raise StoreError(f"{self.name}: its first line is longer than {BLOCK >> 20} MiB")
+        start = head[:200].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+        for sign, what in FOREIGN.items():
+            if re.match(sign, start, re.DOTALL):
+                how = "docs/data.md has a line of Python that reads it"
+                raise StoreError(f"{self.name} is {what} and no table: {how}")
         if b"\0" in head:
             raise StoreError(f"{self.name} is no text in UTF-8: unpack archives, save it as csv")
         lines = re.split("\r\n|\n|\r", head.decode("utf-8-sig"))
-        while lines and (not lines[0].strip(" ") or lines[0].lstrip(" ").startswith("#")):
+        while lines and (not lines[0].strip(" ") or COMMENT.match(lines[0])):
             above = lines.pop(0).strip()
             self._skipped += 1
         lines = [line for line in lines if line.strip(" ")][:SAMPLE]
         if not lines:
             raise StoreError(f"{self.name} is empty: it has no rows")
-        # the first separator that splits the first line
-        self._separator = next((s for s in "\t;, " if len(cells_of(lines[0], s)) > 1), ",")
+        # the first separator that splits the first line; KONECT's numbers may have both spaces and tabs between them
+        words = lines[0].split()
+        both = {" ", "\t"} <= set(lines[0].strip()) and all(map(NUMBER.fullmatch, words))
+        separators = " " if both else "\t;, "
+        self._separator = next((s for s in separators if len(cells_of(lines[0], s)) > 1), ",")
         self.width = len(cells_of(lines[0], self._separator))
         if self._separator == " " and any(line.split() != line.split(" ") for line in lines):
             self._stream.seek(0)  # columns aligned by several spaces: collapse them
-            text = re.sub(rb"(?m)^ +| +(?=\r?$)| +(?= )", b"", self._stream.read())
-            self._stream = io.BytesIO(text)
+            text = re.sub(rb"[ \t]+", b" ", self._stream.read())
+            self._stream = io.BytesIO(re.sub(rb"(?m)^ | (?=\r?$)", b"", text))
         self._stream.seek(0)
         cells = [cells_of(line, self._separator) for line in lines]
         rows = [row for row in cells if len(row) == self.width]  # `read` refuses the others
         if is_header(rows):
             self.names = rows.pop(0)
             self._skipped += 1
-        elif above.startswith("#"):  # numpy writes a header as a comment
-            names = cells_of(above.lstrip("# "), self._separator)
+        elif above:  # numpy writes a header as a comment
+            names = cells_of(above.lstrip("#% "), self._separator)
             if len(names) == self.width and any(map(meanings, names, range(self.width))):
                 self.names = names
         name = {"\t": "tab", " ": "space"}.get(self._separator, repr(self._separator))
@@ -264,10 +380,114 @@ def kind_of(cells) -> str:
     if not cells:
         return "empty"
     if all(map(NUMBER.fullmatch, cells)):
-        if not all(map(WHOLE.fullmatch, cells)):
-            return "real"
-        return "coded" if any(map(CODE.fullmatch, cells)) else "whole"
+        return "whole" if all(map(WHOLE.fullmatch, cells)) else "real"
     return "mixed" if any(map(NUMBER.fullmatch, cells)) else "text"
+
+
+def kind_of_type(kind) -> str | None:
+    """Classify a column of parquet by its type, see `Table.kinds`; None for one that holds neither numbers nor text."""
+    import pyarrow.types as types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return "list" if kind_of_type(kind.value_type) in ("whole", "real") else None
+    if types.is_nested(kind) or types.is_temporal(kind):
+        return None
+    if types.is_integer(kind) or types.is_boolean(kind):
+        return "whole"
+    if types.is_floating(kind) or types.is_decimal(kind):
+        return "real"
+    return "empty" if types.is_null(kind) else "text"
+
+
+def form_of(cell) -> str:
+    """Return the form in which a cell may print a whole number: "d" for 7, ".0" for 7.0, ".00" for 7.00, ".2e" for
+    7.00e+00; "" for other text."""
+    printed = PRINTED.fullmatch(cell)
+    if not printed:
+        return ""
+    decimals, exponent = printed.groups(default="")
+    if exponent:
+        return f".{len(decimals) - len(exponent) - 1}e"
+    return decimals or "d"
+
+
+def whole_number(cell, form) -> int | None:
+    """Return the whole number that is printed as this cell in this form; None if there is none."""
+    if not form or form_of(cell) != form:
+        return None
+    if form.endswith("e"):
+        number, most = int(float(cell)), 1 << 53
+        printed = format(number, form)
+    else:
+        number, most = int(cell.partition(".")[0]), 1 << 63
+        printed = f"{number}{form.removeprefix('d')}"
+    return number if abs(number) < most and printed == cell else None
+
+
+def is_printed(cell, form) -> bool:
+    """Whether a cell is missing or a whole number in this form."""
+    return cell in MISSING or whole_number(cell, form) is not None
+
+
+def as_printed(cells, form):
+    """Read text as whole numbers, all written as they are printed in one form.
+
+    Args:
+        cells: pyarrow array of strings [r]. form: that of the rows above, see `form_of`; None: that of the first cell.
+
+    Returns (int64 [r], or float64 with NaN for missing cells, or None if a cell is written otherwise; the form).
+    """
+    import pyarrow
+    import pyarrow.compute as compute
+
+    if form in (None, "d"):
+        numbers = _digits(cells)  # most often there is nothing else
+        if numbers is not None and len(cells):
+            return numbers, "d"
+    missing = compute.is_in(cells, pyarrow.array(MISSING))
+    cells = compute.if_else(missing, None, cells)
+    if cells.null_count == len(cells):
+        return np.full(len(cells), np.nan), form
+    if form is None:
+        form = form_of(cells.drop_null()[0].as_py())
+    if form.endswith("e"):
+        coded = cells.dictionary_encode()
+        values = [whole_number(cell, form) for cell in coded.dictionary.to_pylist()]
+        if None in values:
+            return None, form
+        values = pyarrow.array(values, "int64")
+        numbers = pyarrow.DictionaryArray.from_arrays(coded.indices, values).dictionary_decode()
+        return numbers.to_numpy(zero_copy_only=False), form
+    if form.startswith("."):
+        if not compute.all(compute.ends_with(cells, form)).as_py():
+            return None, form
+        cells = compute.utf8_slice_codeunits(cells, 0, -len(form))
+    return _digits(cells) if form else None, form
+
+
+def _digits(cells) -> np.ndarray | None:
+    """Read text as whole numbers without a sign + or zeros in front -> int64 [r], or float64 with NaN for null; None if
+    a cell is written otherwise."""
+    import pyarrow
+    import pyarrow.compute as compute
+
+    try:
+        numbers = cells.cast("int64")
+    except pyarrow.ArrowInvalid:
+        return None
+    # pyarrow also reads zeros in front, -0 and hexadecimal numbers
+    values = numbers.fill_null(0).to_numpy()
+    digits = compute.binary_length(cells).fill_null(1).to_numpy() - (values < 0)
+    digits = np.minimum(digits, 20)
+    size = abs(values)
+    if ((size < LEAST[digits]) | (size > MOST[digits])).any():
+        return None
+    if digits.max(initial=0) > 11:  # a hexadecimal number may be as long as it is in decimals
+        if compute.any(compute.match_substring(cells, "x", ignore_case=True)).as_py():
+            return None
+    return numbers.to_numpy(zero_copy_only=False)
 
 
 def like_number(cell) -> bool:
@@ -295,9 +515,9 @@ def spool(folder, chunks, dtype, *row) -> np.memmap:
 
 
 def stacked(columns, which, dtype) -> np.ndarray:
-    """Stack n of the columns to [r, n]; what float32 cannot hold becomes infinite, which a store refuses."""
+    """Put columns [r] or [r, length] side by side -> [r, n]; what float32 cannot hold becomes infinite, which a store refuses."""
     with np.errstate(over="ignore"):
-        return np.stack([columns[j] for j in which], 1).astype(dtype, copy=False)
+        return np.column_stack([columns[j] for j in which]).astype(dtype, copy=False)
 
 
 def short(text) -> str:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from disk.columns import OF_EDGES
-from disk.files import SPLITS, StoreError, reading
+from disk.columns import OF_EDGES, node_ids
+from disk.files import ALWAYS, SPLITS, StoreError, reading
 from sampler import DAMAGED, DamagedGraph, expand, mix, number_before, outside, random_bits
 
 
@@ -70,7 +70,7 @@ def shares(text):
     return percent if sum(percent) == 100 and percent[0] else None
 
 
-def split_edges(store, how, seed=0, timed=False, edge_type=None):
+def split_edges(store, how, seed=0, timed=False, edge_type=None, say=lambda line: None):
     """Split the edges of a store for link prediction -> a view of it. Takes about 60 bytes of memory per edge;
     DamagedGraph for an indptr that falls or a node id outside the graph.
 
@@ -78,9 +78,11 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
         store: GraphStore, or anything with indptr, indices, num_nodes and perhaps edge_time.
         how: "85/5/10": percent of the pairs for train, valid and test, drawn by `seed`; "time:85/5/10": the latest are
             for test, those before for valid; the name of an .npz file with `valid` and `test`, perhaps `train`, each
-            integers [n, 2], source and destination; "none": all pairs are for training.
-        timed: give each pair the time of the first edge between its nodes, in either direction.
+            integers or text [n, 2], source and destination, as for `GraphStore.node_ids`; "none": all pairs are for
+            training.
+        timed: give each pair the time of the first edge between its nodes, in either direction; see `times_of`.
         edge_type: number of the type whose edges are the pairs; None: of all types. Messages go along all types.
+        say: prints a line; called with how many pairs of a file are edges.
 
     Returns:
         A shallow copy of the store, where indptr, indices, num_edges and the edge columns lack the pairs of valid and
@@ -96,7 +98,7 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
         raise DamagedGraph(DAMAGED)
     graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
     among = edges if edge_type is None else edges_of(store, edge_type)
-    pairs = pairs_of(store, edges, among, how, seed)
+    pairs = pairs_of(store, edges, among, how, seed, say)
     if getattr(store, "edge_types", None) and store.node_types:
         check_types(store, edge_type, pairs, f"--edge-split {how}")
     held = torch.cat([pairs["valid"], pairs["test"]])
@@ -120,13 +122,13 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None):
     if "train" not in pairs:
         pairs["train"] = positives(rest, seed)
     elif len(bad := pairs["train"][~rest.has(*pairs["train"].unbind(1))]):
-        why = f"{bad[0].tolist()} in train is no edge, or is held out"
+        why = f"{called(store, bad[0])} in train is no edge, or is held out"
         raise StoreError(f"--edge-split {how}: {why}")
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
     graph.pairs, graph.pair_times = {part: pairs[part] for part in SPLITS}, None
     if timed:
-        graph.pair_times = {p: times_of(edges, edge_time, pairs[p], how) for p in SPLITS}
+        graph.pair_times = {p: times_of(store, edges, pairs[p], how) for p in SPLITS}
     graph.split = {part: torch.arange(len(pairs[part])) for part in SPLITS}
     graph.node_counts = [count for count, _ in getattr(store, "node_types", {}).values()]
     return graph
@@ -158,16 +160,25 @@ def positives(edges, seed):
     return torch.where(flip.unsqueeze(1), pairs.flip(1), pairs)
 
 
-def times_of(edges, edge_time, pairs, how):
-    """Find the time of the first edge between the nodes of each pair [P, 2], in either direction -> int64 [P]."""
-    never = torch.iinfo(torch.int64).max
+def times_of(store, edges, pairs, how):
+    """Find the time of the first edge between the nodes of each pair [P, 2], in either direction -> int64 [P]. Where edges
+    have the times of their sources it is the later of the two: an edge is there once both of its ends are."""
     places, which = edges.between(pairs)
-    times = torch.full((len(pairs),), never)
-    times.scatter_reduce_(0, which, edge_time[places], "amin")
+    times = torch.zeros(len(pairs), dtype=torch.int64)
+    reduction = "amax" if times_are_of_sources(store) else "amin"
+    times.scatter_reduce_(0, which, store.edge_time[places], reduction, include_self=False)
     if len(lost := pairs[which.bincount(minlength=len(pairs)) == 0]):
-        why = f"the pair {lost[0].tolist()} has no time, for it is no edge"
+        why = f"the pair {called(store, lost[0])} has no time, for it is no edge"
         raise StoreError(f"--edge-split {how}: {why}; --temporal off takes it")
     return times
+
+
+def times_are_of_sources(store):
+    """Check whether every edge has the time of its source, as those get that have none of their own."""
+    if getattr(store, "node_time", None) is None:
+        return False
+    of_sources = store.node_time[store.indices.long()]
+    return bool(((store.edge_time == of_sources) | (store.edge_time == ALWAYS)).all())
 
 
 def bits_of(pairs, key):
@@ -176,7 +187,7 @@ def bits_of(pairs, key):
     return random_bits(mix(key), torch.minimum(*ends), torch.maximum(*ends), bits=53)
 
 
-def pairs_of(store, edges, among, how, seed):
+def pairs_of(store, edges, among, how, seed, say):
     """Split the pairs of the Edges `among` by `how` (see `split_edges`) -> {part: int64 [n, 2]} in the order drawn; no
     "train" if `how` is "none" or a file without it."""
     if how.endswith(".npz"):
@@ -187,19 +198,25 @@ def pairs_of(store, edges, among, how, seed):
             names = ", ".join(SPLITS)
             raise StoreError(f"{name} has an array {min(unknown)!r}: its arrays are {names}")
         V = store.num_nodes
-        pairs = {part: checked_pairs(f"{name}: {part}", arrays[part], V) for part in arrays}
+        pairs = {part: checked_pairs(f"{name}: {part}", arrays[part], store) for part in arrays}
         for part, ends in pairs.items():
             if len(loops := ends[ends[:, 0] == ends[:, 1]]):
-                raise StoreError(f"{name}: leave the self-loop {loops[0].tolist()} out of {part}")
+                loop = called(store, loops[0])
+                raise StoreError(f"{name}: leave the self-loop {loop} out of {part}")
         valid, test = (pairs[part].sort(1)[0] @ torch.tensor([V, 1]) for part in SPLITS[1:])
         if len(twice := pairs["valid"][torch.isin(valid, test)]):
-            raise StoreError(f"{name}: {twice[0].tolist()} is in valid and in test: keep one")
+            both = called(store, twice[0])
+            raise StoreError(f"{name}: {both} is in valid and in test: keep one")
+        counts = {part: int(among.has(*pairs[part].unbind(1)).sum()) for part in SPLITS[1:]}
+        words = (f"{n:,} of {len(pairs[part]):,} {part}" for part, n in counts.items())
+        of = "the graph" if among is edges else "the type to predict"
+        say(f"edges   of {how}: {' and '.join(words)} pairs are edges of {of}")
         return pairs
     if how == "none":
         return dict.fromkeys(("valid", "test"), torch.zeros(0, 2, dtype=torch.int64))
     pairs, percent = positives(among, seed), shares(how)
     by_time = how.startswith("time:")
-    key = times_of(edges, store.edge_time, pairs, how) if by_time else bits_of(pairs, mix(seed))
+    key = times_of(store, edges, pairs, how) if by_time else bits_of(pairs, mix(seed))
     valid, test = (len(pairs) * share // 100 for share in percent[1:])
     parts = pairs[key.argsort(stable=True)].split([len(pairs) - valid - test, valid, test])
     return dict(zip(SPLITS, parts))
@@ -221,13 +238,19 @@ def check_types(store, edge_type, pairs, name):
             raise StoreError(f"{name}: {ids[at].tolist()} of {part} goes from {goes}: {why}")
 
 
-def checked_pairs(name, pairs, num_nodes):
-    """Convert node ids [n, 2] to an int64 tensor; StoreError for another shape, dtype or range."""
+def checked_pairs(name, pairs, store):
+    """Look up the nodes of pairs [n, 2] -> int64 tensor [n, 2]; StoreError for another shape, dtype or an unknown node."""
     pairs = np.asarray(pairs)
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iu":
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iuUS":
         actual = f"{list(pairs.shape)} {pairs.dtype}"
-        raise StoreError(f"{name} is {actual}: integers [n, 2] are needed, source and destination")
-    pairs = torch.from_numpy(pairs.astype(np.int64))
-    if (bad := outside(pairs, num_nodes)) is not None:
-        raise StoreError(f"{name} has node {bad}: node ids lie in [0, {num_nodes})")
-    return pairs
+        needed = "integers or names [n, 2] are needed, source and destination"
+        raise StoreError(f"{name} is {actual}: {needed}")
+    if hasattr(store, "node_ids"):
+        return store.node_ids(pairs, name)
+    return node_ids(name, pairs, store.num_nodes)
+
+
+def called(store, pair):
+    """Return the names of the nodes of a pair [2], or their row numbers, for messages."""
+    names = store.node_names() if hasattr(store, "node_names") else None
+    return [names[node] for node in pair] if names else pair.tolist()

@@ -1,4 +1,4 @@
-"""Targets of many small graphs: an edge-gated regressor, batches read from disk, scores.
+"""Targets or labels of many small graphs: an edge-gated regressor, batches read from disk, scores.
 
 targets = Regressor(...)(GraphDataset.open("molecules").batch(ids))     # one row for each graph
 
@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from disk.files import StoreError, plural
 from disk.graphs import GraphBatch, GraphDataset
 from features import CudaCopies, Fetched
-from model import summable
+from model import drawn_seed, drop_byte, dropout, layer_seed, summable
 from sources.splits import say_empty_parts
-from tasks.metrics import binary_cross_entropy, errors, score
+from tasks.metrics import binary_cross_entropy, errors, mean_of_present, score
 from tasks.task import OF_LINKS, Task
 
 
@@ -56,7 +56,8 @@ class Regressor(nn.Module):
     """Edge-gated convolutions, mean pooling over the nodes of each graph, and a two-layer head.
 
     node_dim, edge_dim: F, D; a dtype of uint8 stands for categories, others for numbers. hidden: width W. out_dim: T.
-    dropout: in the head. Buffers mean and std, float [T]: of the targets; the layers predict standardised ones.
+    dropout: in the head, between its two layers, with a mask as in `GNN`, in which each graph is a row.
+    Buffers mean and std, float [T]: of the targets; the layers predict standardised ones.
     """
 
     def __init__(
@@ -71,12 +72,17 @@ class Regressor(nn.Module):
         )
         layers = [EdgeGatedConv(hidden, last=i == num_layers - 1) for i in range(num_layers)]
         self.layers, inner = nn.ModuleList(layers), (nn.Linear(hidden, hidden), nn.SiLU())
-        self.head = nn.Sequential(*inner, nn.Dropout(dropout), nn.Linear(hidden, out_dim))
+        # the third does nothing: it keeps the name of the last one's weights
+        self.head = nn.Sequential(*inner, nn.Identity(), nn.Linear(hidden, out_dim))
+        self.drop = drop_byte(dropout)
         self.register_buffer("mean", torch.zeros(out_dim))
         self.register_buffer("std", torch.ones(out_dim))
 
-    def forward(self, graph):
-        """Predict targets [G, T] for a batch of graphs with .indptr, .indices, .graph_ids, .x, .e and .y [G, T]."""
+    def forward(self, graph, ids=None, key=None):
+        """Predict targets [G, T] for a batch of graphs with .indptr, .indices, .graph_ids, .x, .e and .y [G, T].
+
+        In training, ids int64 [G] of the graphs (None: their positions) and `key`, an int, as for `GNN`, key dropout.
+        """
         dst = torch.repeat_interleave(graph.indptr.diff(), output_size=graph.indices.numel())
         x, e = (rows if rows.dtype == torch.uint8 else rows.float() for rows in (graph.x, graph.e))
         h, e = self.nodes(x), self.edges(e)
@@ -84,15 +90,26 @@ class Regressor(nn.Module):
             h, e = layer(graph.indices, dst, h, e)
         pooled = h.new_zeros(len(graph.y), h.shape[1]).index_add_(0, graph.graph_ids, h)
         sizes = graph.graph_ids.bincount(minlength=len(graph.y)).clamp(min=1)
-        return self.head(pooled / sizes.unsqueeze(1)) * self.std + self.mean
+        inner, activation, _, last = self.head
+        h = activation(inner(pooled / sizes.unsqueeze(1)))
+        if self.training and self.drop:
+            ids = torch.arange(len(h), device=h.device) if ids is None else ids
+            seed = layer_seed(drawn_seed() if key is None else key, len(self.layers))
+            h = dropout(h, ids, seed, self.drop)
+        return last(h) * self.std + self.mean
 
 
 class GraphTask(Task):
-    """Regression on whole graphs, or classification if every target of its split is 0 or 1 (`binary`); seeds are graph ids.
-    mean, std: float64 [T] of the training targets, which the regression loss is scaled by."""
+    """Regression on whole graphs, or classification if they have labels; seeds are graph ids.
+
+    labels: whether they have; in a store that does not say, whether all of its split are 0 or 1.
+    mean, std: float64 [T] of the training targets, which the regression loss is scaled by.
+    """
 
     name, examples, placed = "graph", "graphs", False
-    widths = "node_dim", "edge_dim", "target_dim", "node_dtype", "edge_dtype"
+    metrics = "roc_auc", "accuracy", "f1"
+    widths = "node_dim", "edge_dim", "target_dim", "class_dim"
+    widths += "node_dtype", "edge_dtype", "labels"
     unused = {
         "is for --task link, --task is graph": OF_LINKS,
         "has no effect with --task graph: leave it out": "fanout model norm residual input_dropout "
@@ -105,46 +122,101 @@ class GraphTask(Task):
         graphs.check_split()
         if not graphs.split["train"].numel():
             raise StoreError(f"{path} has no training graphs; build it with a split")
+        self.classes, self.labels = None, graphs.labels
+        if graphs.classes:
+            self.classes = torch.tensor(graphs.classes, dtype=torch.float64)
+        self.several_classes = bool(graphs.meta["class_dim"])
+        self._read_answers(say)
         say_empty_parts(graphs.split, "graphs", say)
+        self.metric = args.metric
+        if self.labels and not self.metric:
+            self.metric = "accuracy" if self.several_classes else "roc_auc"
+        elif self.metric and not self.labels:
+            raise StoreError(f"--metric {self.metric} is of labels, and {path} has targets")
+
+    def _read_answers(self, say):
+        """Read all targets or labels of the split; compute mean and std, and leave out graphs without any."""
+        graphs, split = self.store, self.store.split
+        ids = torch.cat([*split.values()])  # those of training first
+        y = torch.cat([graphs.batch(part).y for part in ids.split(1024)])
+        if self.labels is None:
+            self.labels = bool(((y == 0) | (y == 1)).all())
+            kind = "labels, as all are 0 or 1" if self.labels else "numbers"
+            say(f"targets the store does not say whether they are labels: taken for {kind}")
+        graphs.meta["labels"] = self.labels  # kept in checkpoints
+        y = self.numbered(y)
+        present = ~y.isnan() & ((y >= 0) | (not self.labels))
+        noun = "label" if self.labels else "target"
+        if graphs.labels or not present.all():
+            kind = graphs.kind_of_labels() if graphs.labels else f"{graphs.target_dim} a graph"
+            if missing := int((~present).sum()):
+                kind += f"; {missing:,} of {present.numel():,} are missing"
+                kind += f", {(~present.any(1)).sum():,} of {len(ids):,} graphs left out"
+            say(f"{noun + 's':8}{kind}")
+        known = present.any(1).split([len(part) for part in split.values()])
+        graphs.split = {part: split[part][keep] for part, keep in zip(split, known)}
+        train = len(split["train"])
+        if (none := ~present[:train].any(0)).any():
+            which = f"{noun} {int(none.int().argmax())} of {len(none)}" if len(none) > 1 else noun
+            raise StoreError(f"{graphs.path}: no training graph has a {which}")
+        count = present[:train].sum(0)
+        self.mean = y[:train].where(present[:train], 0).double().sum(0) / count
+        # with the mean in the place of what is missing, which adds nothing to the sum of squares
+        deviation = y[:train].double().where(present[:train], self.mean).std(0, correction=0)
+        self.std = (deviation * (train / count).sqrt()).clamp(min=1e-12)
+
+    def numbered(self, y):
+        """Number stored labels [G, T] as the loss takes them: classes from 0, with -1 for a missing label. Targets stay."""
+        if not self.labels:
+            return y
+        if self.classes is None:
+            return y.masked_fill(y.isnan(), -1)
+        values = y.double()
+        number = torch.searchsorted(self.classes, values).clamp(max=len(self.classes) - 1)
+        return number.where(self.classes[number] == values, -1)
 
     @staticmethod
     def network(args, widths, custom=None):
         dtypes = {name: getattr(torch, widths[name]) for name in ("node_dtype", "edge_dtype")}
-        sizes = widths["node_dim"], widths["edge_dim"], args.hidden, widths["target_dim"]
+        out_dim = widths["class_dim"] or widths["target_dim"]
+        sizes = widths["node_dim"], widths["edge_dim"], args.hidden, out_dim
         return Regressor(*sizes, num_layers=args.num_layers, dropout=args.dropout, **dtypes)
 
     def attach(self, ranks, args, *_):
-        """Compute mean and std of the training targets; on a GPU, prepare to copy batches to it."""
+        """On a GPU, prepare to copy batches to it."""
         self.copies = CudaCopies(ranks.device, args.sample_threads) if ranks.gpus else None
-        graphs = self.store
-        ids = torch.cat([*graphs.split.values()])  # those of training first
-        y = torch.cat([graphs.batch(part).y for part in ids.split(1024)]).double()
-        self.binary, y = bool(((y == 0) | (y == 1)).all()), y[: len(graphs.split["train"])]
-        self.mean, self.std = y.mean(0), y.std(0, correction=0).clamp(min=1e-12)
 
     def prepare(self, network):
-        if not self.binary:
+        if not self.labels:
             network.mean.copy_(self.mean), network.std.copy_(self.std)
 
     def load(self, batch, slot):
         """Read the graphs with ids batch.seeds to the training device -> Fetched; there is no sampling."""
-        graph = self.store.batch(batch.seeds)
+        graph, ids = self.store.batch(batch.seeds), batch.seeds
+        graph = graph._replace(y=self.numbered(graph.y))
         if not self.copies:
-            return Fetched([graph], graph.x, graph.y)
+            return Fetched([graph, ids], graph.x, graph.y)
         with self.copies.stream(slot):
-            graph = GraphBatch(*(self.copies.copy(tensor.pin_memory()) for tensor in graph))
-            return Fetched([graph], graph.x, graph.y, self.copies.event())
+            *graph, ids = (self.copies.copy(tensor.pin_memory()) for tensor in (*graph, ids))
+            graph = GraphBatch(*graph)
+            return Fetched([graph, ids], graph.x, graph.y, self.copies.event())
 
     def output(self, run, network, batch, key):
-        """Compute targets, or logits if `binary`, of a batch's graphs [G, T]."""
-        return network(batch.blocks[0])
+        """Compute targets [G, T], or logits [G, T or classes], of a batch's graphs."""
+        return network(*batch.blocks, key=key)
 
     def loss(self, network, output, y):
-        """Sum over graphs of the mean over targets of the binary cross-entropy or the squared error, in units of the
-        targets' standard deviation; targets are rounded as outputs are: that of a constant target is no error."""
-        if self.binary:
+        """Sum over graphs of the cross-entropy of more than two classes, or of the mean over labels or targets of the binary
+        cross-entropy or the squared error, in units of the targets' standard deviation, without missing ones; targets
+        are rounded as outputs are: that of a constant target is no error."""
+        if self.several_classes:
+            return F.cross_entropy(output, y.squeeze(1), reduction="sum", ignore_index=-1)
+        if self.labels:
             return binary_cross_entropy(output, y)
-        return ((output - y.to(output.dtype)) / network.std).square().mean(1).sum()
+        y = y.to(output.dtype)
+        present = ~y.isnan()
+        error = (output - y.where(present, output.detach())) / network.std
+        return mean_of_present(error.square(), present).sum()
 
     def scores(self, run, part):
         """Compute the metrics of a part -> {name: value}, the same on all ranks; None without graphs."""
@@ -154,11 +226,13 @@ class GraphTask(Task):
         both = lambda batch: torch.cat([run.model(batch.blocks[0]), batch.y.double()], 1)  # noqa: E731
         loader = run.loader(ids, shuffle=False, accumulate=1)
         rows = run.rows(run.model, loader, len(self.store), both)
-        output, y = rows[ids].chunk(2, 1)
-        if self.binary:
-            auc = score("roc_auc", output, y)
-            return None if auc is None else {"roc_auc": auc}
-        return errors(output, y, self.mean)
+        columns = self.store.target_dim
+        output, y = rows[ids, :-columns], rows[ids, -columns:]
+        if not self.labels:
+            return errors(output, y, self.mean)
+        y = y.long().squeeze(1) if self.several_classes else y
+        value = score(self.metric, output, y)
+        return None if value is None else {self.metric: value}
 
     def validate(self, run):
         return {"valid": self.scores(run, "valid")}, None

@@ -24,13 +24,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from disk.columns import types_called
+from disk.columns import NAMES, types_called
 from disk.files import SPLITS, StoreError, plural, reading, sha256_of
 from loader import from_edge_index
 from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
 from tasks.edge_split import Edges, checked_pairs, split_edges
-from tasks.metrics import average_precision, ranking, roc_auc
+from tasks.metrics import RANKINGS, average_precision, ranking, roc_auc
 from tasks.task import Task, described, gnn, open_graph
 
 RANKED_AGAINST = 100  # fixed negatives per pair in a graph of more than SMALL nodes
@@ -111,6 +111,25 @@ class Negatives:
             places = bad & (source == hub) & (first == low)
             node[places] = free[node[places] % len(free)]
         return node
+
+    def without(self, pairs):
+        """Find the pairs [P, 2] whose source has an edge to every node of the destination's type but itself: they have
+        no negative of that type -> bool [P]."""
+        if not len(pairs):
+            return torch.zeros(0, dtype=torch.bool)
+        ends = torch.stack([pairs[:, 0], *self.same_type(pairs[:, 1])], 1)
+        ends, which = ends.unique(dim=0, return_inverse=True)
+        source, first, end = ends.unbind(1)
+        degree = self.edges.sources.bincount(minlength=self.num_nodes)[source]
+        full = degree >= end - first - 1
+        hubs = full.nonzero().squeeze(1)
+        counts = (end - first)[hubs]
+        parts = ((counts.cumsum(0) - 1) // CHUNK).bincount().tolist()
+        for some, sizes in zip(hubs.split(parts), counts.split(parts)):
+            hub = some.repeat_interleave(sizes)
+            free = ~self._bad(source[hub], expand(first[some], sizes))
+            full[hub[free]] = False
+        return full[which]
 
     def pairs(self, key, pairs):
         """Draw a pair without an edge for each of `pairs` [P, 2], with a drawn source as well -> int64 [P, 2]."""
@@ -221,8 +240,10 @@ class Evaluation:
     same source, ROC-AUC and average precision against as many random pairs without an edge. graph: of `split_edges`.
 
     A pair is ranked against all nodes of its destination's type if the graph has at most SMALL nodes, without other
-    edges of the source, else against RANKED_AGAINST fixed ones; ties get their mean rank. Negatives are checked against
-    the whole graph and are the same in every run. Of more than MOST pairs every n-th is evaluated.
+    edges of the source, else against RANKED_AGAINST fixed ones; ties get their mean rank. A pair whose source has an edge
+    to every such node has nothing to be ranked against: MRR and Hits@K leave it out, and are None if no pair is left.
+    Negatives are checked against the whole graph and are the same in every run. Of more than MOST pairs every n-th is
+    evaluated.
 
     If pairs have times, both ends and all negatives have embeddings at the time of the pair; then a pair is ranked
     against fixed nodes in any graph, and at most MOST_TIMED pairs are evaluated.
@@ -231,11 +252,12 @@ class Evaluation:
         seen: if pairs have times, {part: (nodes int64 [n], times int64 [n]) whose embeddings are needed}.
         examples: {part: (pairs [P, 2], random pairs [P, 2], nodes to rank the pairs against [P, K], or None for all)},
             as node ids or, if pairs have times, indices into `seen`.
+        ranked: {part: bool [P], which of the pairs are ranked}.
     """
 
     def __init__(self, graph):
         self.graph, self.timed = graph, graph.pair_times is not None
-        self.seen, self.lists = {}, None
+        self.seen, self.ranked, self.lists = {}, {}, None
         if graph.num_nodes <= SMALL and not self.timed:  # CSR: destinations of each source
             destinations = torch.repeat_interleave(graph.known.indptr.diff())
             reverse = torch.stack([destinations, graph.known.sources.long()])
@@ -251,8 +273,11 @@ class Evaluation:
         pairs = pairs[chosen]
         key, numbers = mix(EVALUATION ^ SPLITS.index(part)), torch.arange(len(pairs))
         random, others = self.negatives.pairs(mix(key), pairs), None
+        self.ranked[part] = ranked = ~self.negatives.without(pairs)
         if not self.lists:
-            others = self.negatives.draw(key, numbers, pairs, RANKED_AGAINST)
+            others = pairs.new_zeros(len(pairs), RANKED_AGAINST)
+            drawn = self.negatives.draw(key, numbers[ranked], pairs[ranked], RANKED_AGAINST)
+            others[ranked] = drawn
         if not self.timed:
             return pairs, random, others
         nodes = torch.cat([pairs, random, others], 1)
@@ -271,12 +296,17 @@ class Evaluation:
         mine = ranks.part(len(pairs)) if ranks else slice(None)
         positive, negative = (score_pairs(scorer, h, some[mine]) for some in (pairs, random))
         place = self._ranks(scorer, h, pairs[mine], None if others is None else others[mine])
+        place = place * self.ranked[part][mine]  # 0: with nothing to be ranked against
         results = torch.stack([positive, negative, place], 1)
         results = torch.cat(ranks.gather(results)) if ranks else results
         positive, negative, place = results.unbind(1)
         y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
         scored = torch.cat([positive, negative]), y
-        return {**ranking(place), "roc_auc": roc_auc(*scored), "ap": average_precision(*scored)}
+        return {
+            **ranking(place[place != 0]),
+            "roc_auc": roc_auc(*scored),
+            "ap": average_precision(*scored),
+        }
 
     def _ranks(self, scorer, h, pairs, others):
         """Rank each pair [n, 2] against `others` [n, K], or all nodes if None -> ranks [n], from 1."""
@@ -356,8 +386,11 @@ class LinkTask(Task):
                 why = f"there is {'more than one' if others else 'none'} among {'; '.join(names)}"
                 raise StoreError(f"--edge-type {args.edge_type}: {why}")
         timed = args.temporal != "off"
-        self.store = split_edges(store, file := args.edge_split, args.seed, timed, number)
-        if file.endswith(".npz"):  # part of what identifies the data of a checkpoint
+        file, from_file = args.edge_split, args.edge_split.endswith(".npz")
+        if NAMES in store.meta["files"] and (from_file or args.pairs):
+            say(f"names   files of pairs hold names of nodes, those of {NAMES}")
+        self.store = split_edges(store, file, args.seed, timed, number, say)
+        if from_file:  # part of what identifies the data of a checkpoint
             of_file = {file: {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}
             self.store.meta = {**store.meta, "files": {**store.meta["files"], **of_file}}
         self.store.num_classes = args.hidden  # width of the outputs: embeddings
@@ -367,11 +400,18 @@ class LinkTask(Task):
             say(f"links   pairs are edges {of}{nodes}")
         if args.edge_split != "none":
             say_empty_parts(self.store.split, "edges", say)
+        self.metric = args.metric or "mrr"
+        self.evaluation = Evaluation(self.store)
+        lost = {part: int((~ranked).sum()) for part, ranked in self.evaluation.ranked.items()}
+        if any(lost.values()):
+            words = (f"{n:,} of {len(self.evaluation.ranked[p]):,} {p}" for p, n in lost.items())
+            every = f"every node{' of the type' * bool(store.node_types)}"
+            has = f"the source of {' and '.join(words)} pairs has an edge to {every}"
+            say(f"ranks   {has}: MRR and Hits leave these pairs out")
         if args.pairs:  # refused before anything is trained
             with reading(name := f"--pairs {args.pairs}"):
                 asked = np.load(args.pairs, allow_pickle=False)
-                self.asked = checked_pairs(name, asked, store.num_nodes)
-        self.metric = args.metric or "mrr"
+                self.asked = checked_pairs(name, asked, store)
 
     @staticmethod
     def network(args, widths, custom=None):
@@ -390,12 +430,17 @@ class LinkTask(Task):
     def seeds(self):
         return torch.arange(self.store.num_nodes)
 
+    def judged(self):
+        if self.metric in RANKINGS:
+            return int(self.evaluation.ranked["valid"].sum())
+        return super().judged()
+
     def attach(self, ranks, args, used, indptr, indices):
         options = {"negatives": args.negatives, "checked": not args.unchecked_negatives}
         options |= {"by_degree": args.negatives_by == "degree", "seed": args.seed}
         options["softmax"] = args.link_loss == "softmax"
         self.links = Links(self.store, indptr, indices, **options)
-        self.draw, self.evaluation = self.links.draw, Evaluation(self.store)
+        self.draw = self.links.draw
 
     def loss(self, network, output, y):
         return self.links.loss(network.scorer, output, y)
@@ -427,6 +472,7 @@ class LinkTask(Task):
     def lines(self, args, split, parameters):
         graph, network, fanout = described(args, self.store)
         pairs, features = len(self.store.split["train"]), self.store.feature_dim
+        features = features if self.store.has_features else "no"
         how = args.negatives_by + ", unchecked" * args.unchecked_negatives
         negatives = f"{plural(args.negatives, 'negative')} a pair, {how}"
         yield f"{graph} that carry messages, {features} features; pairs: {split} ({args.edge_split})"

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from native import layers
 
+RANKINGS = "mrr", "hits@1", "hits@10"
+
 
 class NotFinite(ValueError):
     """A loss, a weight or a score is NaN or infinite."""
@@ -28,28 +30,36 @@ def check_scores(scores, noun="scores"):
 
 
 def score(metric, logits, y):
-    """Compute a metric, from 0 to 1, of logits [n, C] for y: classes int64 [n], or multi-labels [n, C] of 0 and 1. None
-    without examples, and for the ROC-AUC of one class alone; NotFinite for a logit that is NaN or infinite.
+    """Compute a metric, from 0 to 1, of logits [n, C] for y: classes int64 [n], or multi-labels [n, C] of 0 and 1, with -1
+    for one that is missing and left out. None without labels, and for the ROC-AUC of one class alone; NotFinite for a
+    logit that is NaN or infinite.
 
     metric: "accuracy": the share of right classes, or of right entries if multi-label. "f1": macro F1 over classes, or
     micro F1 over all entries if multi-label. "roc_auc": the mean over labels, or over classes one against the rest,
-    without those that are the same in all of y.
+    without those that are the same wherever y has them.
     """
     if metric not in ("accuracy", "f1", "roc_auc"):
         raise ValueError(f"metric {metric!r} is unknown: choose accuracy, f1 or roc_auc")
-    if not len(y):
+    present = y >= 0
+    if not present.any():
         return None
     check_scores(logits)
     if metric == "roc_auc":
         if y.dim() == 1:
+            logits, y = logits[present], y[present]
             logits, y = F.softmax(logits.double(), 1), F.one_hot(y, logits.shape[1])
             if y.shape[1] == 2:
                 logits, y = logits[:, 1:], y[:, 1:]
-        values = map(roc_auc, logits.unbind(1), y.unbind(1))
+        columns = zip(logits.unbind(1), y.unbind(1))
+        values = [roc_auc(column[of >= 0], of[of >= 0]) for column, of in columns]
         values = [value for value in values if not math.isnan(value)]
         return sum(values) / len(values) if values else None
     pred = logits.argmax(1) if y.dim() == 1 else logits > 0
-    return (pred == y).double().mean().item() if metric == "accuracy" else f1(pred, y)
+    if metric == "accuracy":
+        return (pred == y)[present].double().mean().item()
+    if y.dim() == 2:
+        return f1(pred & present, y * present)
+    return f1(pred[present], y[present])
 
 
 def f1(pred, y):
@@ -94,31 +104,48 @@ def cross_entropy(logits, y):
 
 
 def binary_cross_entropy(logits, y):
-    """Compute the cross-entropy of logits [n, C] and targets 0 and 1 [n, C], averaged over C, summed over n."""
-    y = y.to(logits.dtype)
-    return F.binary_cross_entropy_with_logits(logits, y, reduction="none").mean(1).sum()
+    """Compute the cross-entropy of logits [n, C] and targets 0 and 1 [n, C], averaged over those of a row that are not -1
+    (missing), summed over n."""
+    present, y = y >= 0, y.to(logits.dtype).clamp(min=0)
+    values = F.binary_cross_entropy_with_logits(logits, y, reduction="none")
+    return mean_of_present(values, present).sum()
+
+
+def mean_of_present(values, present):
+    """Average the entries of each row of values [n, C] where the mask `present` [n, C] is true -> [n]; 0 without any.
+    Shapes are static, as CUDA graphs need them."""
+    share = present.shape[1] / present.sum(1).clamp(min=1).to(values.dtype)
+    return values.where(present, 0).mean(1) * share
 
 
 def ranking(ranks):
-    """Compute MRR, Hits@1 and Hits@10 of ranks [n], counted from 1 -> {name: value}; nan without ranks."""
+    """Compute MRR, Hits@1 and Hits@10 of ranks [n], counted from 1 -> {name: value}; values are None without ranks."""
+    if not len(ranks):
+        return dict.fromkeys(RANKINGS)
     check_scores(ranks)
     mrr = {"mrr": ranks.double().reciprocal().mean().item()}
     return mrr | {f"hits@{k}": (ranks <= k).double().mean().item() for k in (1, 10)}
 
 
 def errors(output, y, mean):
-    """Compute RMSE and MAE of `output` [n, T], and the RMSE of predicting `mean` [T] -> {name: value}."""
+    """Compute RMSE and MAE of `output` [n, T], and the RMSE of predicting `mean` [T], where y is not NaN -> {name: value}."""
     check_scores(output)
-    y = y.double()  # squares of float32 may be infinite
-    rmse, baseline = (x.square().mean().sqrt().item() for x in (output - y, mean - y))
-    return {"rmse": rmse, "mae": (output - y).abs().mean().item(), "rmse_of_the_mean": baseline}
+    y, present = y.double(), ~y.isnan()  # squares of float32 may be infinite
+    error, of_mean = (output - y)[present], (mean - y)[present]
+    rmse, baseline = (x.square().mean().sqrt().item() for x in (error, of_mean))
+    return {"rmse": rmse, "mae": error.abs().mean().item(), "rmse_of_the_mean": baseline}
 
 
 def scores_line(scores):
     """Format {'rmse': 0.71, 'hits@1': 0.5} as 'RMSE 0.7100  Hits@1 0.5000', None as 'n/a'."""
     if scores is None:
         return "n/a"
-    digits = lambda value: f"{value:.{'4g' if 0 < value < 1e-3 else '4f'}}"  # noqa: E731
+
+    def digits(value):
+        if value is None:
+            return "n/a"
+        return f"{value:.{'4g' if 0 < value < 1e-3 else '4f'}}"
+
     line = "  ".join(f"{name.replace('_', ' ')} {digits(v)}" for name, v in scores.items())
     line = line.replace("hits", "Hits")
     return re.sub(r"\b(rmse|mae|mrr|ap)\b", lambda name: name[0].upper(), line)

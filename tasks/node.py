@@ -4,7 +4,7 @@ import torch
 
 from disk.files import StoreError
 from loader import seeds_at
-from sources.splits import choose_split
+from sources.splits import choose_split, split_of
 from tasks.metrics import binary_cross_entropy, cross_entropy, score
 from tasks.task import OF_LINKS, Task, described, gnn, open_graph
 
@@ -25,7 +25,8 @@ class NodeTask(Task):
             raise StoreError(f"{path} has no labels to learn from: {instead}")
         # a checkpoint's --split is of the graph it was trained on, perhaps another
         idle = not args.trains and store.num_splits == 1 and "split" not in args.typed
-        choose_split(store, None if idle else args.split, seed=args.seed, turn=args.turn, say=say)
+        self.number = None if idle else args.split
+        choose_split(store, self.number, seed=args.seed, turn=args.turn, say=say)
         store.check_split()
         # multi-label; for a graph without labels set from the checkpoint
         store.several = store.labels.dim() == 2
@@ -35,6 +36,11 @@ class NodeTask(Task):
         ranked = self.metric == "roc_auc" and args.trains and len(valid)
         if ranked and score("roc_auc", torch.zeros(len(valid), store.num_classes), valid) is None:
             raise StoreError(f"--metric roc_auc: the validation nodes of {path} are of one class")
+
+    def known(self):
+        split = split_of(self.store, self.number or 0)
+        self.store.check_split(split)
+        return torch.cat([split["train"], split["valid"]])
 
     @staticmethod
     def network(args, widths, custom=None):
@@ -89,5 +95,6 @@ class NodeTask(Task):
 
     def lines(self, args, split, parameters):
         graph, network, fanout = described(args, self.store)
-        yield f"{graph}, {self.store.feature_dim} features, {self.store.num_classes} classes; {split}"
+        features = self.store.feature_dim if self.store.has_features else "no"
+        yield f"{graph}, {features} features, {self.store.num_classes} classes; {split}"
         yield f"model   {network}, {parameters}; {fanout}"

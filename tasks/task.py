@@ -51,6 +51,14 @@ class Task:
         """Return the ids of all nodes that may be seeds."""
         return self.store.split["train"]
 
+    def judged(self):
+        """Return how many validation examples the metric is computed from."""
+        return len(self.store.split["valid"])
+
+    def known(self):
+        """Return the ids of the nodes whose labels the architecture may depend on if `classes_agree`: those of training
+        and validation nodes of one split, whatever split a seed takes, so that all --runs train the same network."""
+
     def attach(self, ranks, args, used, indptr, indices):
         """Take the graph where --mode has placed it; used: its `EdgeData`."""
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import subprocess
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -125,3 +126,35 @@ def _events(num_nodes, num_edges):
         "node_time": rng.integers(0, 100, num_nodes),
         "edge_features": rng.random((num_edges, 3)).astype(np.float32),
     }
+
+
+def _forms(values):
+    """Return the forms that a person may have an array [n] or [n, F] in, all of the same values."""
+    pandas, scipy = pytest.importorskip("pandas"), pytest.importorskip("scipy.sparse")
+    tensor, index = torch.from_numpy(values), 2 * np.arange(len(values))[::-1]
+    forms = [values.tolist(), [*values], [*tensor], np.flip(np.flip(values).copy())]
+    forms.append(values.astype(values.dtype.newbyteorder(">")))
+    if (
+        values.ndim == 1
+    ):  # of a table that was filtered, and with a dtype that may hold missing values
+        column = pandas.Series(values, index)
+        return [*forms, column, column.convert_dtypes(), column.array, column.astype("category")]
+    forms += [pandas.DataFrame(values, index), pandas.DataFrame(values).convert_dtypes()]
+    forms += [scipy.csr_matrix(values), scipy.coo_array(values), scipy.csc_array(values)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its sparse tensors a beta
+        forms += [tensor.to_sparse(), tensor.to_sparse_csr()]
+    return [*forms, tensor.t().contiguous().t(), tensor.clone().requires_grad_()]
+
+
+def _edge_forms(edges, num_nodes):
+    """Return the forms that a person may have edges [2, M] in, no two of them alike."""
+    pandas, scipy = pytest.importorskip("pandas"), pytest.importorskip("scipy.sparse")
+    matrix = scipy.coo_matrix((np.ones(edges.shape[1]), tuple(edges)), (num_nodes, num_nodes))
+    tensor = torch.from_numpy(edges)
+    sparse = torch.sparse_coo_tensor(
+        tensor, torch.ones(len(edges[0])), (num_nodes, num_nodes), check_invariants=True
+    )
+    columns = pandas.DataFrame(edges.T, index=np.arange(edges.shape[1])[::-1])
+    pairs = [tuple(edges), [*tensor], tuple(tensor.int()), (columns[0], columns[1])]
+    return [*pairs, tuple(edges.tolist()), sparse, (matrix.tocsr() > 0).todok(), matrix]

@@ -18,6 +18,7 @@ from inference import layerwise
 from run import placement
 from run import run as running
 from run.checkpoint import read_checkpoint
+from run.flags import changed
 from store import GraphStore, build_store, verify
 from tasks import metrics
 from tasks.node import NodeTask
@@ -37,7 +38,7 @@ from tests.common import (
     _same_weights,
     _train,
 )
-from tests.stores import _graphs, _molecules, _refuses
+from tests.stores import _graphs, _molecules, _refuses, _rewrite_meta
 
 # fewer epochs than the default, to spare time: the learning rate is constant, so more of them only help
 ENOUGH = {"sage": 10, "gcn": 2, "gin": 3, "sage-pool": 6, "gat": 3}
@@ -344,7 +345,7 @@ def test_features_too_large_to_train_on_are_refused_and_large_ones_named(backend
 def test_graph_task_with_two_processes_checkpoints_and_resumes(tmp_path, capsys):
     _molecules(tmp_path / "m.npz", count=200)
     common = [f"--task graph --dataset {tmp_path}/m.npz --root {tmp_path} --gpus 0 --hidden 16"]
-    common += ["--num-layers 2 --dropout 0 --batch-size 40"]
+    common += ["--num-layers 2 --batch-size 40"]
     a, one = _run_here(tmp_path, *common, "--epochs 4")
     words = f"--batch-size 20 --procs 2 --epochs 4 --checkpoint {tmp_path}/2.pt --log {tmp_path}/2"
     _train(*common, words)
@@ -365,22 +366,78 @@ def test_graph_task_with_two_processes_checkpoints_and_resumes(tmp_path, capsys)
         assert re.search(said, capsys.readouterr().err)
 
 
-def test_graph_task_scores_binary_targets_by_roc_auc(tmp_path, capsys):
-    made = _molecules(tmp_path / "m.npz", count=300)
-    np.savez(tmp_path / "b.npz", **{**made, "targets": (made["targets"] > 5).astype(np.uint8)})
-    words = f"--task graph --dataset {tmp_path}/b.npz --hidden 16 --epochs 2 --num-layers 2"
+@pytest.mark.parametrize(
+    "metric, said, labels",
+    [
+        ("roc_auc", "2 classes: 0, 1\n", lambda y: y > 5),
+        ("roc_auc", "2 classes: 0, 1\n", np.zeros_like),  # of one class: there is no ROC-AUC
+        ("roc_auc", "2 classes: -1, 1\n", lambda y: np.where(y > 5, 1, -1)),
+        ("roc_auc", "2 classes: 1, 2\n", lambda y: np.where(y > 5, 1, 2)),
+        ("roc_auc", "2 classes: -7, 20000001\n", lambda y: np.where(y > 5, 20000001, -7)),
+        ("accuracy", "7 classes: 2, 3, 4, 5, 6, 7, 8\n", lambda y: y),
+        ("f1 --metric f1", "7 classes: 2, 3, 4, 5, 6, 7, 8\n", lambda y: y),
+        ("accuracy --metric accuracy", "2 classes: 0, 1\n", lambda y: y > 5),
+        (
+            "roc_auc",
+            "2 classes: 0, 1; 16 of 80 are missing, 16 of 80 graphs left out",
+            lambda y: np.where(np.arange(80) % 5, y > 5, -1),
+        ),
+        (
+            "roc_auc",
+            "2 classes: -1, 1; 16 of 80 are missing",
+            lambda y: np.where(np.arange(80) % 5, 2.0 * (y > 5) - 1, np.nan),
+        ),
+        (
+            "roc_auc",
+            "2 a graph, each 0 or 1; 16 of 160 are missing, 0 of 80 graphs left out\n",
+            lambda y: np.stack([y > 5, np.where(np.arange(80) % 5, y % 2, np.nan)], 1),
+        ),
+        ("roc_auc", "2 a graph, each 0 or 1\n", lambda y: np.tile([0, 1], (80, 1))),
+    ],
+)
+def test_graph_task_learns_labels_as_classes(metric, said, labels, tmp_path, capsys):
+    made = _molecules(tmp_path / "m.npz", count=80)
+    y = labels(made.pop("targets"))
+    np.savez(tmp_path / "b.npz", **made, labels=y)
+    metric, _, more = metric.partition(" ")
+    words = f"--task graph --dataset {tmp_path}/b.npz --hidden 8 --epochs 1 --num-layers 1 {more}"
     log, _ = _run_here(tmp_path, words, "--batch-size 32 --gpus 0")
-    assert 0 <= log[-1]["scores"]["test"]["roc_auc"] <= 1 and "roc auc" in capsys.readouterr().out
-    for targets in (np.zeros(300, np.uint8), np.tile([0, 1], (300, 1))):  # each of one class
-        np.savez(tmp_path / "b.npz", **{**made, "targets": targets})
-        log, _ = _run_here(tmp_path, words.replace("--epochs 2", "--epochs 1"), "--gpus 0")
-        assert log[-1]["scores"]["test"] is None and "nan" not in capsys.readouterr().out
-    train, val, test = np.split(np.arange(300), [100, 200])
-    split = {"train_idx": train, "val_idx": val, "test_idx": test}
-    counts = np.arange(300) % 2 + (np.arange(300) >= 200)  # 2 for a test graph
-    np.savez(tmp_path / "b.npz", **made | split | {"targets": counts})
-    log, _ = _run_here(tmp_path, words.replace("--epochs 2", "--epochs 1"), "--gpus 0")
-    assert "rmse" in log[-1]["scores"]["test"]
+    printed = capsys.readouterr().out
+    assert f"labels  {said}" in printed and "nan" not in printed
+    one_class = np.ndim(y) == 1 and not y.any() or "each 0 or 1\n" in said
+    scores = log[-1]["scores"]["test"]
+    assert scores is None if one_class else [*scores] == [metric] and 0 <= scores[metric] <= 1
+
+
+def test_graph_task_learns_targets_as_numbers(tmp_path, capsys):
+    """Also if all are 0 or 1; a metric of labels is refused."""
+    made = _molecules(tmp_path / "m.npz", count=80)
+    np.savez(tmp_path / "b.npz", **made | {"targets": (made["targets"] > 5).astype(np.uint8)})
+    words = f"--task graph --dataset {tmp_path}/b.npz --hidden 8 --epochs 1 --num-layers 1 --gpus 0"
+    log, _ = _run_here(tmp_path, words)
+    assert "rmse" in log[-1]["scores"]["test"] and "labels" not in capsys.readouterr().out
+    assert _code(words, "--metric f1") == 2
+    assert "--metric f1 is of labels, and" in capsys.readouterr().err
+
+
+def test_graphs_of_a_store_that_does_not_say_what_they_have(tmp_path, capsys):
+    """All 0 or 1: labels, as when the store was built; a checkpoint goes on either way."""
+    for name, y in (("labels", [[0.0], [1.0]]), ("numbers", [[-1.0], [1.0]])):
+        batch = _graphs(20)._replace(y=torch.tensor(y).repeat(10, 1))
+        split = {"train": range(12), "test": range(12, 20)}
+        path = build_graphs(tmp_path / name, [batch], split=split, labels=name == "labels")
+        _rewrite_meta(path, labels=..., classes=...)
+        words = [f"--task graph --hidden 8 --num-layers 1 --gpus 0 --dataset {path}"]
+        log, _ = _run_here(tmp_path, *words, "--epochs 1")
+        assert f": taken for {name}" in capsys.readouterr().out
+        assert ("roc_auc" in log[-1]["scores"]["test"]) == (name == "labels")
+        state = torch.load(tmp_path / "here.pt", weights_only=True)
+        for width in ("labels", "class_dim", "classes"):
+            del state["graph"][width]  # of an early checkpoint
+        state["flags"]["metric"] = None
+        torch.save(state, tmp_path / "old.pt")
+        assert _code(f"--resume {tmp_path}/old.pt --epochs 2 --gpus 0") == 0
+        assert f"test   {'roc auc' if name == 'labels' else 'RMSE'} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("local, train, has", [(1, 600, False), (0, 600, True), (0, 20, False)])
@@ -397,15 +454,58 @@ def test_residual_connections_of_gcn_go_by_classes(local, train, has, tmp_path, 
         assert read_checkpoint(tmp_path / "here.pt")["flags"]["residual"] == (given == "--residual")
 
 
+def test_residual_connections_are_the_same_for_every_seed_and_split(tmp_path, capsys):
+    """Whether neighbours agree is counted in the split that seed 0 draws, or in the first of several."""
+    file, graph = tmp_path / "g.npz", _graph(num_nodes=400, num_edges=6000, classes=2)
+    arrays = {"edge_index": graph["edge_index"], "x": graph["features"], "y": graph["labels"]}
+    np.savez(file, **arrays)
+    words = f"--dataset {file} --root {tmp_path} --model gcn --gpus 0 --epochs 1 --hidden 16"
+    assert _code(words, "--fanout 3,3 --runs 3") == 0
+    lines = re.findall("model .*residual connections: .*", capsys.readouterr().out)
+    assert len(lines) == 3 and len(set(lines)) == 1 and "classes of neighbours agree by" in lines[0]
+    # the second split has too few nodes to go by
+    masks = np.stack([np.arange(400) < 300, np.arange(400) < 3])
+    np.savez(file, **arrays, train_masks=masks)
+    for split, few in (("--runs 2", False), ("--split 1", True)):
+        assert _code(words, "--fanout 3,3", split) == 0
+        lines = re.findall("model .*residual connections: .*", capsys.readouterr().out)
+        assert len(set(lines)) == 1 and ("too few edges" in lines[0]) == few, lines
+    # a damaged first split is named also by the run that trains with the second
+    path = max(tmp_path.glob("g-*"), key=lambda path: path.stat().st_mtime)
+    ids = np.load(path / "train.npy", mmap_mode="r+")
+    ids[0, 7] = 400
+    assert _code(f"--dataset {path} --model gcn --gpus 0 --fanout 3,3 --split 1") == 0
+    args = changed(train.parse_args(["--dataset", str(path)]), turn=1)
+    task = NodeTask(args, path)
+    _refuses("node 400", task.known)
+
+
+def test_labels_of_test_nodes_do_not_choose_residual_connections(tmp_path):
+    graph = _graph(num_nodes=400, num_edges=6000, classes=2)
+    reasons = set()
+    for test_label in (0, 1):
+        labels = graph["labels"].copy()
+        labels[200:] = test_label
+        split = {"train": np.arange(150), "valid": np.arange(150, 200), "test": np.arange(200, 400)}
+        made = graph | {"labels": labels, "split": split}
+        store = GraphStore.open(build_store(tmp_path / str(test_label), **made))
+        task = NodeTask(train.parse_args(["--dataset", str(store.path)]), store.path)
+        reasons.add(placement.residual_helps(store, task.known()))
+    assert len(reasons) == 1
+
+
 @pytest.mark.parametrize("words", ["", "--weights last", "--early-stop 9"])
 def test_the_best_epochs_weights_are_kept(words, tiny, tmp_path, capsys):
     _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 5 --lr 0.05", words)
     state = torch.load(tmp_path / "here.pt", weights_only=True)
-    said = "best    weights of epoch " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    said = "best    weights of epoch " in printed
     kept = words != "--weights last"
     assert said == kept == (state["best"]["model"] is not None)
     valid = [entry["valid_sampled"] for entry in _log(tmp_path / "log") if "valid_sampled" in entry]
-    assert not kept or state["best"]["epoch"] == 1 + valid.index(max(valid))
+    epoch = 1 + valid.index(max(valid))
+    assert not kept or state["best"]["epoch"] == epoch
+    assert ("it is among the last, more --epochs may help" in printed) == (kept and epoch == 5)
     # as earlier versions wrote it, with --early-stop alone keeping them
     del state["flags"]["weights"]
     torch.save(state, tmp_path / "old.pt")

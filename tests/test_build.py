@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import store
@@ -22,7 +23,7 @@ from sources import prepare as datasets
 from sources.prepare import prepare
 from store import GraphStore, build_store
 from tests.common import HERE, _code, _dgl, _graph, _store
-from tests.stores import _mask, _molecules, _refuses, _save_npz, _sums
+from tests.stores import _edge_forms, _forms, _mask, _molecules, _refuses, _save_npz, _sums
 
 FCC = np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
 
@@ -69,6 +70,31 @@ def test_datasets_molecules(tmp_path):
     _molecules(tmp_path / "few.npz", train_idx=range(4), test_idx=range(4, 40))
     few = "4 graphs to train on, 4 to validate: give val_idx"
     _refuses(few, prepare, tmp_path / "few.npz", tmp_path / "d")
+
+
+def test_labels_and_targets_of_molecules(tmp_path):
+    """What an array is called says what it holds, not its values."""
+    made, fractions = _molecules(tmp_path / "m.npz"), np.linspace(0, 1, 40)
+    made.pop("targets")
+    for name, y, classes, dtype in (
+        ("labels", np.arange(40) % 2 * 2 - 1, [-1, 1], torch.float32),
+        ("targets", np.arange(40) % 2, None, torch.float32),
+        ("labels", np.arange(40) % 2 + (1 << 40), [1 << 40, (1 << 40) + 1], torch.float64),
+        ("targets", np.where(np.arange(40) % 3, fractions, np.nan), None, torch.float32),
+    ):
+        np.savez(tmp_path / "y.npz", **made, **{name: y})
+        graphs = _prepared(tmp_path / "y.npz", tmp_path / "d")
+        assert graphs.labels == (name == "labels") and graphs.classes == classes
+        found = graphs.batch(range(40)).y[:, 0]
+        assert found.dtype == dtype
+        assert np.array_equal(found.numpy(), y.astype(found.numpy().dtype), equal_nan=True)
+    for name, y, said in (
+        ("labels", fractions, r"y.npz: labels\[1, 0\] is 0.025.*: .* fractions are `targets`"),
+        ("targets", np.where(fractions, np.inf, 0), r"y.npz: targets\[1, 0\] is inf"),
+        ("labels", np.full(40, "a"), "labels holds <U1, where numbers are needed"),
+    ):
+        np.savez(tmp_path / "y.npz", **made, **{name: y})
+        _refuses(said, prepare, tmp_path / "y.npz", tmp_path / "d")
 
 
 def _crystals(file, **changes):
@@ -376,8 +402,36 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
         ("num_nodes is 200, and", pygs(edge_index=None, adj_t=plain, **few), {}),
         ("SimpleNamespace has no features", pygs(x=None), {}),
         ("no split=2: it has 2 splits, and", pygs(train_mask=splits), {"split": 2}),
-        ("x cannot be read: can.t convert Sparse", pygs(x=x.to_sparse()), {}),
+        ("adj_t is a list: a sparse matrix", pygs(edge_index=None, adj_t=[[0, 1]]), {}),
+        (r"x has shape \[\]: \[V, F\]", pygs(x=3), {}),
+        (r"edge_index has shape \[3000, 2\]: \[2, M\]", pygs(edge_index=edges.T), {}),
+        ("x holds objects of Python .float.: give", pygs(x=x.numpy().astype(object)), {}),
         ("no graph is read from a DataFrame", type("DataFrame", (), {})(), {}),
     ):
         _refuses(message, datasets.build, source, tmp_path / "bad", **options)
     assert not (tmp_path / "bad").exists()
+
+
+def test_store_builds_from_pyg_in_the_forms_that_people_have_arrays_in(tmp_path, capsys):
+    args = _graph()
+    edges = np.unique(args["edge_index"], axis=1)
+    graph = {"x": args["features"], "y": args["labels"], "edge_index": edges}
+    texts = pytest.importorskip("pandas").Series([*"abcd"], dtype="category")[graph["y"]]
+    changes = [{"edge_index": form} for form in _edge_forms(edges, 200)]
+    changes += [{"x": form} for form in _forms(graph["x"])[1:]]  # a list has float64
+    changes += [{"y": form} for form in [*_forms(graph["y"]), texts]]
+    # of scipy: its row v holds the sources of the edges into v
+    matrix = _edge_forms(edges[::-1].copy(), 200)[-1]
+    changes.append({"edge_index": None, "adj_t": matrix})
+
+    def build(name, change):
+        return datasets.build(types.SimpleNamespace(**{**graph, **change}), tmp_path / name)
+
+    expected = _sums(build("g", {}))
+    del expected["meta.json"]
+    for number, change in enumerate(changes):
+        assert _sums(build(str(number), change)).items() >= expected.items(), number
+    capsys.readouterr()
+    path = build("values", {"edge_index": matrix * 2.0})
+    assert "it has edge_weight\n" in capsys.readouterr().out
+    assert GraphStore.open(path).edge_weight.unique().tolist() == [2]

@@ -4,6 +4,7 @@ import errno
 import io
 import math
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -23,6 +24,7 @@ from disk import files as disk
 from inference import inference
 from run import checkpoint
 from sampler import Block
+from sources.prepare import build
 from store import GraphStore, build_store
 from tests.common import (
     COMMON,
@@ -39,6 +41,17 @@ from tests.common import (
 from tests.stores import _refuses
 
 SMALL = " ".join(map(str, COMMON))
+OWN = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, in_dim, num_classes):
+        super().__init__()
+        self.out = torch.nn.Linear(in_dim, num_classes)
+
+    def forward(self, blocks, x):
+        return self.out(x[: blocks[-1].num_dst])
+"""
 
 
 def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp_path, capsys):
@@ -187,6 +200,52 @@ def test_a_checkpoint_is_tied_to_its_graph_and_predicts_for_others(tmp_path, cap
     assert _code(*resume, "--epochs 2") == 2
     assert f"{tmp_path}/s.npz in " in capsys.readouterr().err
     assert _code(*resume, "--predict", tmp_path / "p.npy") == 0
+
+
+@pytest.mark.parametrize("model, backend", [("sage", "mmap"), ("gat", "lmdb"), ("net", "mmap")])
+def test_predictions_go_by_the_names_of_the_feature_columns(model, backend, tmp_path, capsys):
+    """Columns in another order give the same logits, bit for bit, as exact and as sampled; other names are refused."""
+    (tmp_path / "net.py").write_text(OWN)
+    model = f"{tmp_path}/net.py:Net" if model == "net" else model
+    graph, names = _graph(width=3), ["age", "income", "rooms"]
+    x, order = graph["features"], [2, 0, 1]
+    for name, rows, header in (
+        ("edges", graph["edge_index"].T, "source,destination"),
+        ("y", graph["labels"][:, None], "label"),
+        ("x", x, ",".join(names)),
+        ("other", x[:, order], ",".join(names[j] for j in order)),
+        ("renamed", x, "age,salary,rooms"),
+        ("unnamed", x, ""),
+    ):
+        np.savetxt(tmp_path / f"{name}.csv", rows, "%.9g", ",", header=header, comments="")
+    paths = {name: tmp_path / f"{name}.store" for name in ("x", "other", "renamed", "unnamed")}
+    for name, path in paths.items():
+        tables = {"features": tmp_path / f"{name}.csv", "labels": tmp_path / "y.csv"}
+        build(tmp_path / "edges.csv", path, **tables, seed=0, backend=backend)
+    stores = {name: GraphStore.open(path) for name, path in paths.items()}
+    assert stores["x"].feature_names == names and stores["unnamed"].feature_names is None
+    words = f"--fanout 3,3 --batch-size 100 --gpus 0 --model {model} --epochs 2"
+    assert _code(words, f"--dataset {paths['x']} --checkpoint {tmp_path}/c.pt") == 0
+    predict = f"--resume {tmp_path}/c.pt --model {model} --gpus 0 --predict-what logits"
+    printed, logits = {}, {}
+    for name, path in paths.items():
+        capsys.readouterr()
+        file = tmp_path / f"{name}.npy"
+        code = _code(predict, f"--dataset {path} --predict {file}")
+        printed[name] = "".join(capsys.readouterr())
+        assert code == 2 * (name == "renamed"), printed[name]
+        logits[name] = np.load(file) if code == 0 else None
+    assert (logits["x"] == logits["other"]).all() and (logits["x"] == logits["unnamed"]).all()
+    said = "feature columns are put into the checkpoint's order by name"
+    assert said in printed["other"] and "columns" not in printed["x"]
+    lost = f"the feature 'income'; {paths['renamed']} lacks it and has 'salary' instead"
+    assert lost in printed["renamed"]
+    assert f"by position: {paths['unnamed']} has no names" in printed["unnamed"]
+    reordered, plain = stores["other"], stores["x"].features.gather(torch.arange(200))
+    reordered.take_columns(names)
+    copy, out = pickle.loads(pickle.dumps(reordered)), torch.empty(200, 3)
+    assert torch.equal(copy.features.gather(torch.arange(200), out=out), plain)
+    assert torch.equal(out, plain) and copy.feature_names == names
 
 
 def test_a_rank_without_a_file_takes_state_and_flags_from_the_others(tiny, tmp_path):

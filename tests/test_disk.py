@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import resource
+import shutil
 import struct
 import tempfile
 import threading
@@ -250,7 +251,7 @@ def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
         ("do not fit", {"y": good.y[1:]}),
         ("do not fit", {"e": good.e[1:]}),
         ("an edge joins two graphs", {"graph_ids": good.graph_ids.flip(0)}),
-        ("target rows.* is nan", {"y": good.y * float("nan")}),
+        ("target rows.* is inf", {"y": (good.y + 1) * float("inf")}),
     ):
         _refuses(words, graphs.append, good._replace(**changes))
     assert _sums(path)["graphs.lmdb"] == before
@@ -270,7 +271,7 @@ def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
         ("do not fit", [2, 1], [1, 0], [[0], [1]], [0] * 3, [], two),
         (r"edge_index has shape \[3\]: \[2, E\] is", [2], [1], [0, 1, 1], two, one, one),
         ("edge_index has dtype float64", [2], [1], [[0.0], [1.5]], two, two, two),
-        ("x cannot be read: can.t convert", [2], [1], [[0], [1]], np.array([["a"]] * 2), one, one),
+        ("x has dtype <U1: numbers are", [2], [1], [[0], [1]], np.array([["a"]] * 2), one, one),
     ):
         _refuses(words, block_diagonal, nodes, edges, edge_index, x, e, y)
     rows = np.ones((2, 1), ">f4"), np.ones((1, 1), ">f8"), np.ones((1, 1), ">i4")
@@ -278,6 +279,48 @@ def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
     kinds = [rows.dtype for rows in (batch.x, batch.e, batch.y)]
     assert kinds == [torch.float32, torch.float64, torch.int32]
     assert [p.name for p in tmp_path.iterdir()] == ["many"]
+
+
+def test_store_graphs_with_labels(tmp_path, capsys):
+    """Whole numbers are labels unless labels=False; their classes are those of all batches, and appended graphs keep to
+    them."""
+    first, second = (_graphs(4)._replace(y=torch.tensor([y]).T) for y in ([3, 8, 3, -1], [5] * 4))
+    path = build_graphs(tmp_path / "many", [first, second])
+    graphs = GraphDataset.open(path)
+    assert graphs.labels is True and graphs.classes == [3, 5, 8]
+    assert graphs.batch(range(4)).y.tolist() == first.y.tolist()  # as they were given
+    store.main(["info", str(path)])
+    assert "1 x int64, 3 classes: 3, 5, 8" in capsys.readouterr().out
+    graphs.append(first)
+    _refuses(
+        r"\[0, 0\] is 4: .* has 3 classes: 3, 5, 8", graphs.append, second._replace(y=second.y - 1)
+    )
+    numbers = build_graphs(tmp_path / "numbers", [first, second], labels=False)
+    assert GraphDataset.open(numbers).labels is False and GraphDataset.open(numbers).classes is None
+    floats = _graphs(4)
+    assert GraphDataset.open(build_graphs(tmp_path / "floats", [floats])).labels is False
+    nan = float("nan")
+    for y, classes in (
+        ([0, 1, -1, 1], [0, 1]),
+        ([-1, 1, nan, 1], [-1, 1]),
+        ([-1, 1, 2, 2], [1, 2]),
+        ([-1, -2, 0, nan], [-2, -1, 0]),
+        ([1, 1, -1, nan], [-1, 1]),
+        ([1, 1, 1, nan], [0, 1]),
+        ([7, 7, -1, nan], "all labels are 7: two classes"),
+        ([-1, nan, nan, -1], "no graph has a label"),
+        ([1, 2, 2.5, 1], r"\[2, 0\] is 2.5: labels are whole numbers, .* fractions are `targets`"),
+        ([[1, 0], [2, 1], [0, 0], [1, 1]], r"\[1, 0\] is 2.0: several .* are each 0 or 1"),
+        ([[1, 0], [nan, 1], [0, -1], [1, 1]], None),
+        ([[1, -1], [-1, 1], [-1, -1], [1, 1]], "are each 0 or 1: there is no 0"),
+    ):
+        y, target = torch.tensor(y, dtype=torch.float32).view(4, -1), tmp_path / "y"
+        if isinstance(classes, str):
+            _refuses(classes, build_graphs, target, [floats._replace(y=y)], labels=True)
+            continue
+        graphs = GraphDataset.open(build_graphs(target, [floats._replace(y=y)], labels=True))
+        assert graphs.classes == classes and graphs.labels
+        shutil.rmtree(target)
 
 
 def test_store_graphs_whose_checksum_fits_and_that_make_none(tmp_path):

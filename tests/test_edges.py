@@ -1,7 +1,9 @@
 """Tests: what edges carry: features in the layers, weights and times in what is drawn."""
 
 import copy
+import importlib
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,9 +15,19 @@ from inference import inference
 from model import CONVS
 from run.run import open_run
 from sampler import NeighborSampler
+from sources.prepare import build
 from store import GraphStore, build_store
-from tests.common import _as_lists, _code, _log, _same_for_any_number_of_processes, _store, _train
-from tests.stores import _events
+from tests.common import (
+    _as_lists,
+    _code,
+    _dgl,
+    _graph,
+    _log,
+    _same_for_any_number_of_processes,
+    _store,
+    _train,
+)
+from tests.stores import _events, _rewrite_meta
 
 
 @pytest.fixture
@@ -206,6 +218,87 @@ def test_exact_inference_at_a_time_is_of_the_graph_of_that_time(name, temporal, 
         for logits, layers in ((found, None), (hidden, 1)):
             expected = inference(slow, *arrays, graph.features.tensor, edges=edges, layers=layers)
             torch.testing.assert_close(logits[v], expected[v], rtol=1e-4, atol=1e-5)
+
+
+def _written(source, given, folder):
+    """Give a graph with times of nodes alone in the form that `source` names -> first argument, options of `build`."""
+    nodes = {"x": given["features"], "y": given["labels"], "node_time": given["node_time"]}
+    tensors = {name: torch.from_numpy(values) for name, values in nodes.items()}
+    ends = torch.from_numpy(given["edge_index"])
+    if source == "npz":
+        parts = {f"{part}_idx": ids for part, ids in given["split"].items()}
+        np.savez(folder / "a.npz", edge_index=given["edge_index"], **nodes, **parts)
+        return folder / "a.npz", {}
+    if source == "pyg":
+        data = pytest.importorskip("torch_geometric.data").Data(edge_index=ends, **tensors)
+        return data, {"split": given["split"]}
+    if source == "dgl":
+        graph = _dgl().graph(tuple(ends), num_nodes=200)
+        data = {"feat": tensors["x"], "label": tensors["y"], "time": tensors["node_time"]}
+        graph.ndata.update(data)
+        return graph, {"split": given["split"]}
+    tables = {"edges": given["edge_index"].T, **{n: v.reshape(200, -1) for n, v in nodes.items()}}
+    tables |= {part: ids[:, None] for part, ids in given["split"].items()}
+    for name, rows in tables.items():
+        if source == "csv":
+            np.savetxt(folder / f"{name}.csv", rows, "%.9g", ",")
+        else:
+            names = {"edges": "src dst", "x": "a b c d e"}.get(name, name).split()
+            table = pytest.importorskip("pyarrow").table(dict(zip(names, rows.T)))
+            importlib.import_module("pyarrow.parquet").write_table(
+                table, folder / f"{name}.parquet"
+            )
+    files = {name: folder / f"{name}.{source}" for name in tables}
+    split = {part: files[part] for part in given["split"]}
+    options = {"features": files["x"], "labels": files["y"], "split": split}
+    return files["edges"], {**options, "node_times": str(files["node_time"])}
+
+
+@pytest.mark.parametrize("symmetrize", [False, True])
+@pytest.mark.parametrize("source", ["store", "npz", "csv", "parquet", "pyg", "dgl"])
+def test_with_times_of_nodes_alone_no_seed_sees_a_newer_node(source, symmetrize, tmp_path, capsys):
+    """An edge, also an added reverse, has the time of its source. Compared with all edges, one by one."""
+    given = _graph() | {"node_time": np.random.default_rng(0).integers(0, 100, 200)}
+    if source == "store":
+        path = build_store(tmp_path / "g", **given, symmetrize=symmetrize)
+    else:
+        (graph, options), path = _written(source, given, tmp_path), tmp_path / "g"
+        build(graph, path, symmetrize=symmetrize, **options)
+        said = "edges have no times: each gets that of its source (node_time)"
+        assert said in capsys.readouterr().out
+    words = f"--dataset {path} --gpus 0 --model gin --fanout 7,3 --batch-size 20".split()
+    run = open_run(ddp.Ranks(), train.parse_args(words), path)
+    assert "seeds see edges at their own time or before" in capsys.readouterr().out
+    (src, dst), when = given["edge_index"], given["node_time"]
+    if symmetrize:
+        src, dst = np.append(src, dst), np.append(dst, src)
+    drawn = 0
+    for batch in run.loader(run.store.split["train"]):
+        for block, most in zip(batch.blocks, (3, 7)):
+            times = block.src_times.numpy()
+            assert (when[block.src_nodes] <= times).all()
+            for i, v in enumerate(block.src_nodes[: block.num_dst].tolist()):
+                sees = sorted(src[(dst == v) & (when[src] <= times[i])].tolist())
+                edges = block.indices[block.indptr[i] : block.indptr[i + 1]].long()
+                taken = sorted(block.src_nodes[edges].tolist())
+                assert len(taken) == min(most, len(sees)) and not Counter(taken) - Counter(sees)
+                drawn += len(taken)
+    assert drawn > 300
+
+
+def test_a_store_with_times_of_nodes_that_do_nothing_says_so(tmp_path, capsys):
+    """As stores built before edges got times from them."""
+    path = _store(tmp_path / "g", node_time=np.arange(200))
+    meta = GraphStore.open(path).meta
+    kept = {name: entry for name, entry in meta["files"].items() if name != "edge_time.npy"}
+    _rewrite_meta(path, files=kept)
+    anew = f"build {path} anew: an edge then has the time of its source"
+    for words in ("", "--temporal off", "--task link --batch-size 100"):
+        assert _code(f"--dataset {path} --gpus 0 --epochs 1", words) == 0
+        said = f"times of nodes are not used: edges have none (edge_time); {anew}"
+        assert said in capsys.readouterr().out
+    assert _code(f"--dataset {path} --gpus 0 --temporal at") == 2
+    assert f"has no times of edges (edge_time); {anew}" in capsys.readouterr().err
 
 
 def test_train_says_what_is_missing(tiny, tmp_path, capsys, monkeypatch):

@@ -119,7 +119,7 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     # no negative is to be a pair of the file
     assert view.known.has(*torch.tensor([no_edge]).t()).all()
     for message, arrays in (
-        (r"valid is \[3\] int64: integers \[n, 2\] are needed", {"valid": [1, 2, 3]}),
+        (r"valid is \[3\] int64: integers or names \[n, 2\] are needed", {"valid": [1, 2, 3]}),
         (r"test has node 300: node ids lie in \[0, 300\)", {"test": [[0, 1], [0, 300]]}),
         ("has an array 'val': its arrays are train, valid, test", {"val": [[0, 1]]}),
         (r"leave the self-loop \[7, 7\] out of valid", {"valid": [whole[5], [7, 7]]}),
@@ -128,6 +128,77 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     ):
         np.savez(file, **arrays)
         _refuses(message, link.split_edges, graph, str(file))
+
+
+NAMES_OF = {
+    "none": lambda nodes, rng: np.arange(nodes),
+    "numbers": lambda nodes, rng: rng.permutation(nodes) + 1,
+    "text": lambda nodes, rng: np.array([f"n{i}" for i in rng.permutation(nodes)]),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES_OF)
+def test_pairs_are_given_by_the_names_of_nodes(kind, tmp_path, capsys):
+    """In a file of --edge-split and in --pairs, on another graph too: results are those of row numbers."""
+    rng, file, asked = np.random.default_rng(0), tmp_path / "split.npz", tmp_path / "pairs.npy"
+    names, other = (NAMES_OF[kind](300, rng) for _ in range(2))
+    named = {} if kind == "none" else {"node_names": names.tolist()}
+    graph = _link_graph(tmp_path, symmetrize=False, **named)
+    plain = _link_graph(tmp_path / "plain", symmetrize=False)
+    theirs = _link_graph(tmp_path, seed=1, **(named and {"node_names": other.tolist()}))
+    edges, row_of = _pairs_of(graph), {name: row for row, name in enumerate(names.tolist())}
+    edges = [*dict.fromkeys(edge for edge in edges if edge[0] != edge[1])]
+    known, parts = {*edges}, rng.permutation(len(edges))
+    apart = [
+        (u, v) for u, v in rng.integers(0, 300, (99, 2)).tolist() if not {(u, v), (v, u)} & known
+    ]
+    rows = {"valid": [edges[i] for i in parts[:20]], "test": apart[:7]}
+    used = {*map(frozenset, rows["valid"] + apart)}
+    rest = (edges[i] for i in parts[20:] if frozenset(edges[i]) not in used)
+    rows["test"] += [next(rest) for _ in range(30)]
+    rows["train"] = [*rest]
+    given = {part: names[np.array(pairs)] for part, pairs in rows.items()}
+    np.savez(file, **given)
+    said = []
+    view = link.split_edges(graph, str(file), say=said.append)
+    for part, pairs in view.pairs.items():
+        assert _tuples(pairs) == rows[part]
+        assert pairs.tolist() == [[row_of[n] for n in pair] for pair in given[part].tolist()]
+    counts = "20 of 20 valid and 30 of 37 test pairs are edges of the graph"
+    assert said == [f"edges   of {file}: {counts}"] and _holds_out(view, graph)
+    np.save(asked, names[np.array(rows["test"])])
+    words = f"{LINK} --epochs 1 --edge-split {file} --pairs {asked} --predict {tmp_path}"
+    assert _code(words + f"/0.npy --dataset {graph.path} --checkpoint {tmp_path}/l.pt") == 0
+    assert counts in (out := capsys.readouterr().out)
+    assert ("files of pairs hold names of nodes" in out) == (kind != "none")
+    again = f"--gpus 0 --resume {tmp_path}/l.pt --edge-split none --pairs {asked}"
+    np.save(asked, other[np.array(rows["test"])])
+    assert _code(again, f"--dataset {theirs.path} --predict {tmp_path}/2.npy") == 0
+    np.save(asked, rows["test"])
+    np.savez(file, **rows)
+    unnamed = _link_graph(tmp_path / "plain", seed=1).path
+    assert _code(words + f"/1.npy --dataset {plain.path}") == 0
+    assert _code(again, f"--dataset {unnamed} --predict {tmp_path}/3.npy") == 0
+    scores = [np.load(tmp_path / f"{number}.npy") for number in range(4)]
+    assert np.array_equal(*scores[:2]) and np.array_equal(*scores[2:])
+    messages = {
+        r"leave the self-loop (.*) out of valid": {"valid": names[[[7, 7]]]},
+        r"(.*) is in valid and in test": {"valid": names[[[3, 1]]], "test": names[[[1, 3]]]},
+        r"(.*) in train is no edge": {"train": names[[apart[0]]]},
+    }
+    for message, arrays in messages.items():
+        np.savez(file, **arrays)
+        pair = re.escape(str([*map(str, next(iter(arrays.values()))[0])]))
+        pair = pair.replace("'", "") if kind == "none" else pair
+        _refuses(message.replace("(.*)", pair), link.split_edges, graph, str(file))
+    capsys.readouterr()
+    unknown = "has node '.*': names of nodes are such as"
+    unknown = "is text, and the nodes have no names" if kind == "none" else unknown
+    objects = "cannot be read: Object arrays .*; save text by .astype.str."
+    for dtype, complaint in ((str, unknown), (object, objects)):
+        np.save(asked, np.array([["n1", "zoe"]], dtype))
+        assert _code(again, f"--dataset {theirs.path} --predict {tmp_path}/2.npy") == 2
+        assert re.search(f"--pairs {asked} {complaint}", capsys.readouterr().err)
 
 
 def _negatives_by_the_law(graph, key, numbers, sources, count, upto=None):
@@ -269,6 +340,8 @@ def _expected(logit, pairs, against, random):
         [[logit(i, *pair) for i, pair in enumerate(some)] for some in (pairs, random)],
     )
     for i, (u, others) in enumerate(zip(next(zip(*pairs)), against)):
+        if not len(others):
+            continue  # nothing to be ranked against
         over = [logit(i, u, w) - scored[0][i] for w in others]
         ties = sum(abs(x) < 1e-12 for x in over)  # get their mean rank
         places.append(1 + sum(x >= 1e-12 for x in over) + ties / 2)
@@ -354,6 +427,21 @@ def test_a_pair_has_the_time_of_the_first_edge_between_its_nodes(symmetrize, typ
     train, valid, test = (view.pair_times[part] for part in ("train", "valid", "test"))
     assert train.max() <= valid.min() and valid.max() <= test.min()
     assert link.split_edges(graph, "70/20/10").pair_times is None
+
+
+@pytest.mark.parametrize("symmetrize", [False, True])
+def test_a_pair_of_nodes_with_times_is_there_once_both_are(symmetrize, tmp_path):
+    times = np.random.default_rng(5).integers(0, 500, 40)
+    graph = _link_graph(tmp_path, 40, 500, node_time=times, symmetrize=symmetrize)
+    later = {}
+    for u, v in _pairs_of(graph):
+        pair = frozenset((u, v))
+        later[pair] = max(times[u], later.get(pair, times[u]))
+    assert not symmetrize or all(later[pair] == max(times[[*pair]]) for pair in later)
+    view = link.split_edges(graph, "time:70/20/10", timed=True)
+    for part, pairs in view.pairs.items():
+        assert view.pair_times[part].tolist() == [later[frozenset(p)] for p in pairs.tolist()]
+    assert view.pair_times["train"].max() <= view.pair_times["test"].min()
 
 
 def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, monkeypatch):
@@ -459,6 +547,109 @@ def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path):
         assert np.allclose(exact, every, atol=1e-4)
     np.save(tmp_path / "pairs.npy", pairs + 990)
     assert re.search(r"--pairs .*: node ids lie in \[0, 1000\)", _train(again, scored, code=2))
+
+
+def _bought(folder, users, items, often=0.5, full=0, **changes):
+    """Make a store of users who buy items, the first `full` of them every item."""
+    rng = np.random.default_rng(0)
+    bought = rng.random((users, items)) < often
+    bought[:full] = True
+    source, destination = bought.nonzero()
+    kind = "user", "buys", "item"
+    sizes = {"user": users, "item": items}
+    features = {name: rng.normal(size=(n, 8)).astype(np.float32) for name, n in sizes.items()}
+    graph = {"edge_index": {kind: np.stack([source, destination])}, "features": features}
+    changes = {name: {kind: values[: len(source)]} for name, values in changes.items()}
+    path = build_store(folder / f"{users}-{items}", node_types=sizes, **graph, **changes)
+    return GraphStore.open(path)
+
+
+@pytest.mark.parametrize("kind", ["small", "large", "timed"])
+@pytest.mark.parametrize("full", [0, 4, 20])
+def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_path, monkeypatch):
+    """A user who bought everything: as plain Python counts, and for any number of ranks."""
+    monkeypatch.setattr(link, "SMALL", 1 << 14 if kind == "small" else 0)
+    monkeypatch.setattr(link, "CHUNK", 40)
+    timed, rng = kind == "timed", np.random.default_rng(1)
+    times = {"edge_time": rng.integers(0, 50, 120)} if timed else {}
+    whole = _bought(tmp_path, 20, 6, 0.4, full, **times)
+    graph = link.split_edges(whole, "40/20/40", timed=timed)
+    evaluation, known = link.Evaluation(graph), set(_pairs_of(whole))
+    bought = collections.Counter(u for u, _ in known)
+    for part in ("valid", "test"):
+        pairs = _tuples(graph.pairs[part])
+        free = [[w for w in range(20, 26) if (u, w) not in known] for u, _ in pairs]
+        left = [bought[u] < 6 for u, _ in pairs]
+        assert evaluation.ranked[part].tolist() == left == [bool(some) for some in free]
+        nodes = evaluation.seen[part][0] if timed else torch.arange(26)
+        h = torch.randn(len(nodes), 6).double()
+        places, random, others = evaluation.examples[part]
+        against = others.tolist() if others is not None else free
+        against = [some if kept else [] for some, kept in zip(against, left)]
+        named = others if others is None else nodes[others]
+        assert others is None or all(
+            {*some} <= {*all_free}
+            for some, all_free, kept in zip(named.tolist(), free, left)
+            if kept
+        )
+        found = evaluation(link.Scorer("dot", 6), h, part)
+        if not any(left):
+            assert [found[name] for name in metrics.RANKINGS] == [None] * 3
+            assert 0 <= found["roc_auc"] <= 1
+            continue
+        logit = lambda _, u, v: (h[u] @ h[v]).item()  # noqa: E731
+        expected = _expected(logit, _tuples(places), against, random.tolist())
+        assert expected == {name: pytest.approx(found[name]) for name in expected}
+        rows = []
+        for rank in range(3):
+            ranks = types.SimpleNamespace(part=ddp.Ranks(rank, 3).part)
+            ranks.gather = lambda t: rows.append(t) or [torch.zeros(len(pairs), 3)]
+            evaluation(link.Scorer("dot", 6), h, part, ranks)
+        ranks.gather = lambda t: rows
+        assert evaluation(link.Scorer("dot", 6), h, part, ranks) == pytest.approx(found)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_nothing_is_without_negatives_but_what_has_an_edge_to_every_node(typed, monkeypatch):
+    """Also with repeated edges, self-loops and types of a single node, in chunks of any size."""
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        counts = rng.integers(1, 5, 3).tolist() if typed else [int(rng.integers(2, 6))]
+        nodes = sum(counts)
+        ends = torch.from_numpy(rng.integers(0, nodes, (2, int(rng.integers(0, 4 * nodes)))))
+        edges = link.Edges(*link.from_edge_index(ends, nodes))
+        pairs = torch.from_numpy(rng.integers(0, nodes, (40, 2)))
+        there, kinds = set(map(tuple, ends.T.tolist())), np.repeat(np.arange(len(counts)), counts)
+        expected = [
+            all(u == w or (u, w) in there for w in range(nodes) if kinds[w] == kinds[v])
+            for u, v in pairs.tolist()
+        ]
+        for chunk in (1, 5, 1 << 22):
+            monkeypatch.setattr(link, "CHUNK", chunk)
+            negatives = link.Negatives(edges, nodes, counts=counts)
+            assert negatives.without(pairs).tolist() == expected
+    assert negatives.without(pairs[:0]).tolist() == []
+
+
+def test_a_ranking_of_nothing_chooses_no_epoch(tmp_path, capsys):
+    """Links to a type of one node."""
+    words = f"{LINK} --dataset {_bought(tmp_path, 40, 1, 1).path} --epochs 2"
+    log = tmp_path / "log"
+    assert _code(words, f"--log {log}") == 0
+    out = capsys.readouterr().out
+    line = "the source of 4 of 4 valid and 4 of 4 test pairs has an edge to every node of the type"
+    assert f"ranks   {line}: MRR and Hits leave these pairs out" in out
+    assert len(re.findall("valid +MRR n/a", out)) == 3 and "test   MRR n/a  Hits@1 n/a" in out
+    scores = _log(log)[-1]["scores"]["test"]
+    assert scores["mrr"] is None and 0 <= scores["roc_auc"] <= 1
+    for flag in ("--early-stop 1", "--weights best", "--weights best --metric hits@10"):
+        assert _code(words, flag) == 2
+        said = "goes by validation .*, and .* has no validation edges to compute it from"
+        assert re.search(said, capsys.readouterr().err)
+    assert _code(words, "--early-stop 1 --metric roc_auc") == 0
+    capsys.readouterr()
+    assert _code(f"{LINK} --epochs 1 --dataset {_bought(tmp_path, 40, 6).path}") == 0
+    assert "ranks  " not in capsys.readouterr().out
 
 
 def test_link_task_says_which_part_of_its_split_is_empty(tiny, tmp_path, capsys):

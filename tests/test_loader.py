@@ -24,7 +24,7 @@ from run.run import open_run
 from sampler import NeighborSampler
 from store import GraphStore, build_store
 from tests.common import _as_lists, _graph, _random_graph
-from tests.stores import _refuses
+from tests.stores import _edge_forms, _forms, _refuses
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint64])
@@ -39,12 +39,17 @@ def test_loader_from_edge_index_is_a_stable_list_of_neighbours(dtype):
             assert indptr[-1] == M == indices.numel()
             assert [indices[a:b].tolist() for a, b in itertools.pairwise(indptr.tolist())] == lists
     for bad, words in (
-        (torch.zeros(3, 2).long(), r"\[3, 2\]: integers \[2, M\]"),
+        (torch.zeros(3, 2).long(), r"\[3, 2\]: \[2, M\] is needed"),
         (torch.ones(2, 3), "float32"),
         (torch.tensor([[0, 50], [1, 2]]), "node 50: ids must be in .0, 50"),
         (torch.tensor([[0, 1], [-1, 2]]), "node -1"),
     ):
         _refuses(words, loader.from_edge_index, bad, 50, error=ValueError)
+    edges = np.unique(rng.integers(0, 50, (2, 400)), axis=1)
+    expected = loader.from_edge_index(edges, 50)
+    for form in _edge_forms(edges, 50):
+        assert all(map(torch.equal, loader.from_edge_index(form, 50), expected))
+    _refuses(r"\[50, 50\]: \[51, 51\] is", loader.from_edge_index, form, 51, error=ValueError)
 
 
 def _loaded(batches):
@@ -245,6 +250,7 @@ def test_loader_says_what_does_not_fit_the_graph():
         (good._replace(features=torch.ones(3)), [0], {}, r"features is \[3\]: \[3, F\] is needed"),
         (good._replace(labels=torch.arange(2)), [0], {}, r"labels is \[2\]: \[3\] is"),
         (good._replace(labels=None), [0], {}, "labels is NoneType"),
+        (good, [2, 0, 2], {}, "seeds has node 2 more than once: give it once, or a `draw` that"),
         (good, [0], {"edges": True}, r"edge_features is NoneType: \[3, F\] is"),
         (good, [0], {"batch_size": 0}, "batch_size is 0"),
         (good, [0], {"depth": -1}, "depth is -1"),
@@ -266,6 +272,51 @@ def test_loader_says_what_does_not_fit_the_graph():
     assert torch.equal(inference(net, *arrays), expected)
     with pytest.raises(ValueError, match="x has 2 rows, indptr is of 3 nodes"):
         inference(net, indptr, indices, good.features[:2])
+    for x in (good.features.to_sparse(), good.features.tolist()):
+        with pytest.raises(ValueError, match=r"x is a .*: a dense tensor or array \[V, F\] is"):
+            inference(net, indptr, indices, x)
+
+
+def test_loader_takes_arrays_in_the_forms_that_people_have_them_in():
+    graph, _ = _for_loading()
+    graph, seeds = graph._replace(indptr=graph.indptr.int()), np.arange(3, 40)
+    load = lambda graph, seeds: _loaded(loader.NodeLoader(graph, seeds, [4]))  # noqa: E731
+    expected = load(graph, seeds)
+    for name in "indptr", "indices", "features", "labels":
+        for i, form in enumerate(_forms(getattr(graph, name).numpy())):
+            assert load(graph._replace(**{name: form}), seeds) == expected, (name, i)
+    for form in [*_forms(seeds), seeds.astype(np.uint16)]:
+        assert load(graph, form) == expected
+    assert load(graph._replace(labels=graph.labels.numpy().astype(np.uint64)), seeds) == expected
+    column = graph.labels.numpy().astype(object)
+    for said, change, ids in (
+        (r"labels holds objects of Python \(int\): give", {"labels": column}, seeds),
+        ("labels has dtype <U1: numbers are", {"labels": column.astype(str)}, seeds),
+        ("seeds has dtype float64: integers are needed", {}, seeds * 1.0),
+        (r"features is \[\]: \[300, F\] is needed", {"features": 3}, seeds),
+    ):
+        _refuses(said, loader.NodeLoader, graph._replace(**change), ids, [4], error=ValueError)
+
+
+def test_loader_takes_repeated_seeds_where_a_draw_makes_them_distinct():
+    """And where they are set later, or in an array of any integers."""
+    graph, seeds = _for_loading()
+    batches = loader.NodeLoader(graph, seeds, [4], batch_size=16)
+    for bad in ([7, 7], [3, 2, 1, 3], seeds.tolist() + [int(seeds[99])]):
+        for dtype in (torch.int64, torch.int32, torch.uint16):
+            twice = torch.tensor(bad, dtype=dtype)
+            said = rf"node {bad[-1]} more than once: .*unique\(return_inverse=True\)"
+            for change in (batches.__setattr__, lambda _, ids: loader.NodeLoader(graph, ids, [4])):
+                _refuses(said, change, "seeds", twice, error=ValueError)
+
+    def draw(batch):
+        nodes, y = batch.seeds.unique(return_inverse=True)
+        return nodes, {}, y
+
+    some = torch.randint(0, 9, (50,))
+    for batch in loader.NodeLoader(graph, some, [4], batch_size=16, draw=draw):
+        assert torch.equal(batch.blocks[-1].src_nodes[batch.y].long(), batch.seeds)
+    loader.NodeLoader(graph, some, [4], load=draw)
 
 
 def test_loader_hands_out_labels_of_any_dtype_and_shape():

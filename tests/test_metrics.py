@@ -90,14 +90,37 @@ def test_regressor_in_bf16_loses_no_terms():
         assert (exact - rounded).norm() < 0.05 * exact.norm() + 0.01 * size
 
 
+def test_dropout_of_the_regressor_goes_by_key_and_graph():
+    """So a GPU drops the same, and each of several processes its part: no generator of torch is asked."""
+    graph, ids = _graphs(7), torch.tensor([8, 3, 0, 5, 11, 2, 9])
+    kinds = {"node_dtype": torch.uint8, "edge_dtype": torch.float32}
+    net = Regressor(2, 3, 64, 2, **kinds, num_layers=2, dropout=0.5)
+    seen = []
+    net.head[3].register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    for key, torch_seed in ((5, 0), (5, 1), (6, 1)):
+        torch.manual_seed(torch_seed)
+        net(graph, ids, key)
+    net(block_diagonal([1], [0], [[], []], graph.x[:1], graph.e[:0], graph.y[:1]), ids[3:4], 5)
+    kept = [rows != 0 for rows in seen]
+    assert torch.equal(seen[0], seen[1]) and not torch.equal(kept[0], kept[2])
+    assert torch.equal(kept[0][3:4], kept[3]) and 0.3 < kept[0].double().mean() < 0.7
+    assert len(kept[0].unique(dim=0)) == 7
+    plain = net.head[:2](seen[0])  # of the right shape
+    net.eval()
+    net(graph, ids, 5)
+    full = seen[-1]
+    assert (full != 0).all() and torch.allclose(seen[0], 2 * full * kept[0], rtol=1e-5)
+    assert plain.shape == full.shape
+
+
 def test_float64_targets_keep_their_digits(tmp_path):
     """The rounding of a constant one to float32 is no error; others are scored as they are."""
     y = torch.tensor([[0.1, 1e8 + 1 + i] for i in range(7)], dtype=torch.float64)
     batch, split = _graphs(7)._replace(y=y), dict(zip(("train", "test"), (range(6), [6])))
-    task = GraphTask(None, build_graphs(tmp_path / "g", [batch], split=split))
-    task.attach(types.SimpleNamespace(gpus=0), None)
+    flags = types.SimpleNamespace(metric=None)
+    task = GraphTask(flags, build_graphs(tmp_path / "g", [batch], split=split))
     scale = types.SimpleNamespace(std=task.std[:1].float())
-    assert not task.binary and task.loss(scale, task.mean[:1].float(), y[:, :1]) == 0
+    assert not task.labels and task.loss(scale, task.mean[:1].float(), y[:, :1]) == 0
     words = f"--task graph --dataset {tmp_path}/g --gpus 0 --hidden 8 --epochs 1"
     scores = _run_here(tmp_path, words)[0][-1]["scores"]["train"]
     assert scores["rmse_of_the_mean"] == pytest.approx((35 / 24) ** 0.5)  # of both
@@ -148,6 +171,9 @@ def test_metrics_are_what_their_definitions_say():
         assert metrics.average_precision(score, target) == near(total)
     expected = {"mrr": 1.65 / 4, "hits@1": 0.25, "hits@10": 0.75}
     assert metrics.ranking(torch.tensor([1.0, 2, 10, 20])) == near(expected)
+    none = metrics.ranking(torch.zeros(0))
+    assert none == dict.fromkeys(expected)
+    assert metrics.scores_line(none | {"ap": 0.5}) == "MRR n/a  Hits@1 n/a  Hits@10 n/a  AP 0.5000"
     output, y_ = torch.tensor([[1.0], [4.0]]), torch.tensor([[2.0], [2.0]])
     of_two = {"rmse": 2.5**0.5, "mae": 1.5, "rmse_of_the_mean": 3.0}
     assert metrics.errors(output, y_, torch.tensor([5.0])) == near(of_two)
@@ -156,6 +182,65 @@ def test_metrics_are_what_their_definitions_say():
     assert metrics.score("f1", logits[:0], y[:0]) is None
     assert math.isnan(metrics.roc_auc(logits[:, 0], torch.ones(n)))
     assert metrics.score("roc_auc", logits, y * 0) is None  # of one class
+
+
+def test_missing_labels_and_targets_are_left_out_of_loss_and_score():
+    """Each row's mean, each label's ROC-AUC, every other figure is of those present; without missing ones to the bit."""
+    random = np.random.default_rng(0)
+    logits = torch.from_numpy(random.standard_normal((40, 4)))
+    y = torch.from_numpy(random.integers(0, 2, (40, 4)))
+    plain = torch.nn.functional.binary_cross_entropy_with_logits
+    one_by_one = plain(logits, y.double(), reduction="none")
+    assert metrics.binary_cross_entropy(logits, y) == one_by_one.mean(1).sum()
+    missing = torch.from_numpy(random.random((40, 4)) < 0.3)
+    missing[5], missing[:, 2] = True, True
+    some, here = y.masked_fill(missing, -1), ~missing
+    rows = [row[kept].mean().item() for row, kept in zip(one_by_one, here) if kept.any()]
+    logits.requires_grad_()
+    loss = metrics.binary_cross_entropy(logits, some)
+    loss.backward()
+    assert loss.item() == pytest.approx(sum(rows)) and not logits.grad[missing].any()
+    logits, near = logits.detach(), pytest.approx
+    right = ((logits > 0) == y)[here]
+    assert metrics.score("accuracy", logits, some) == near(right.double().mean().item())
+    hit, ones = ((logits > 0) & (y > 0))[here].sum(), (logits > 0)[here].sum() + y[here].sum()
+    assert metrics.score("f1", logits, some) == near(2 * hit.item() / ones.item())
+    auc = [_pairs(logits[here[:, c], c], y[here[:, c], c]) for c in (0, 1, 3)]
+    assert metrics.score("roc_auc", logits, some) == near(np.mean(auc))
+    classes, known = y.sum(1).clamp(max=3), here[:, 0]
+    for metric in ("accuracy", "f1", "roc_auc"):
+        assert metrics.score(metric, logits, some * 0 - 1) is None
+        of_known = metrics.score(metric, logits[known], classes[known])
+        assert metrics.score(metric, logits, classes.where(known, -1)) == of_known
+    numbers = logits.masked_fill(missing, float("nan"))
+    found = metrics.errors(torch.zeros(40, 4), numbers, torch.ones(4))
+    of_mean = (1 - logits)[here].square().mean().sqrt().item()
+    expected = {"rmse": logits[here].square().mean().sqrt().item(), "rmse_of_the_mean": of_mean}
+    assert found == near(expected | {"mae": logits[here].abs().mean().item()})
+
+
+def test_missing_targets_of_graphs(tmp_path):
+    """Mean, deviation and loss are of those present; a target that no training graph has is refused."""
+    y = _graphs(7).y.double()
+    y[1, 0], y[4], y[6, 1] = torch.nan, torch.nan, torch.nan
+    flags, split = types.SimpleNamespace(metric=None), {"train": range(5), "test": [5, 6]}
+    said, path = [], build_graphs(tmp_path / "g", [_graphs(7)._replace(y=y)], split=split)
+    task = GraphTask(flags, path, said.append)
+    assert "targets 2 a graph; 4 of 14 are missing, 1 of 7 graphs left out" in said[0]
+    assert task.store.split["train"].tolist() == [0, 1, 2, 3]
+    columns = y[[0, 2, 3], 0], y[:4, 1]
+    assert task.mean.tolist() == pytest.approx([column.mean().item() for column in columns])
+    assert task.std.tolist() == pytest.approx([c.std(correction=0).item() for c in columns])
+    output, scale = torch.randn(5, 2, dtype=torch.float64, requires_grad=True), task.std
+    loss = task.loss(types.SimpleNamespace(std=scale), output, y[:5])
+    loss.backward()
+    parts = ((output - y[:5]) / scale).square()
+    by_hand = parts[[0, 2, 3]].mean(1).sum() + parts[1, 1]
+    assert loss.item() == pytest.approx(by_hand.item())
+    assert output.grad.isfinite().all() and not output.grad[y[:5].isnan()].any()
+    y[:5, 1] = torch.nan
+    path = build_graphs(tmp_path / "h", [_graphs(7)._replace(y=y)], split=split)
+    _refuses("no training graph has a target 1 of 2", GraphTask, flags, path, lambda line: None)
 
 
 def test_train_several_labels_a_node(tmp_path):
@@ -167,7 +252,8 @@ def test_train_several_labels_a_node(tmp_path):
     x = (y + rng.normal(size=y.shape)).astype(np.float32)
     alike = [rng.choice(np.flatnonzero((y == row).all(1)), 4) for row in y]
     edges = np.stack([np.concatenate(alike), np.repeat(np.arange(600), 4)])
-    y[-7:] = -1  # nodes without labels
+    y[-7:] = -1  # nodes without labels, and with some
+    y[:60, 1], y[450:460, 3] = -1, -1
     split = {"train": range(300), "valid": range(300, 400), "test": range(400, 593)}
     arrays = {"edge_index": edges, "features": x, "labels": y, "split": split}
     path = build_store(tmp_path / "several", **arrays, symmetrize=True)
@@ -181,7 +267,9 @@ def test_train_several_labels_a_node(tmp_path):
     exact, test = log[-1]["exact"]["test"], slice(400, 593)
     assert log[-2]["loss"] < log[0]["loss"] < 0.8 and exact > 0.7
     found, right = torch.from_numpy(np.load(tmp_path / "0.npy")), torch.from_numpy(y[test])
-    assert found.dtype == torch.int8 and metrics.f1(found[test], right) == pytest.approx(exact)
+    here = right >= 0
+    f1 = metrics.f1(found[test] * here, right * here)
+    assert found.dtype == torch.int8 and f1 == pytest.approx(exact)
     _train(f"--resume {one} --predict {tmp_path}/s.npy --predict-what scores --gpus 0")
     scores = np.load(tmp_path / "s.npy")
     assert scores.dtype == np.float32 and ((scores > 0.5) == found.numpy()).all()
@@ -230,7 +318,11 @@ def test_labels_of_several_a_node_that_cannot_be_meant(tmp_path):
     y, number = np.random.default_rng(0).integers(0, 2, (200, 3)), np.arange(600).reshape(200, 3)
     for message, labels in (
         (r"labels\[5, 1\] is 2: several .* are each 0 or 1", np.where(number == 16, 2, y)),
-        (r"labels\[0, 2\] is -1: several", np.where(number == 2, -1, y)),
+        (
+            r"labels\[0, 2\] is -2: several .*, or -1 for a missing one",
+            np.where(number == 2, -2, y),
+        ),
+        ("labels: several .*: there is no 0", 2 * y - 1),
         ("labels: none of the 200 nodes has a label", y * 0 - 1),
         (r"labels has shape \[200, 3, 1\]", y[:, :, None]),
         ("'train' holds node 0, which has no label", np.where(np.arange(200)[:, None], y, -1)),

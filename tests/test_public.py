@@ -80,13 +80,16 @@ def _planetoid_files(folder, change=(None, None)):
     return x, y, test, graph
 
 
-def test_datasets_planetoid(tmp_path):
+def test_datasets_planetoid(tmp_path, capsys):
     x, y, test, graph = _planetoid_files(tmp_path)
     result = GraphStore.open(prepare("cora", tmp_path, progress=False))
     pairs = {(u, v) for u, row in graph.items() for v in row if u != v}
     assert _edges(result) == sorted(pairs | {(v, u) for u, v in pairs})
     rows = result.features.tensor
-    assert torch.allclose(rows, torch.from_numpy(x / np.maximum(x.sum(1, keepdims=True), 1)))
+    scaled = 6**0.5 * x / np.maximum(x.sum(1, keepdims=True), 1)
+    assert torch.allclose(rows, torch.from_numpy(scaled))
+    said = "cora: features come with each row scaled to the sum 2.449, the square root of its width"
+    assert said in capsys.readouterr().out
     assert result.labels.tolist() == [int(r.argmax()) if r.any() else -1 for r in y]
     split = [ids.tolist() for ids in result.split.values()]
     assert split == [[*range(5)], [*range(5, 22)], sorted(test.tolist())]
@@ -132,7 +135,7 @@ WRONG_PLANETOID = [
     (
         "graph",
         lambda graph: {**graph, 0: [10**30]},
-        "edge_index has dtype object: integers are needed",
+        "edge_index holds objects of Python .int.: give",
     ),
     ("graph", lambda graph: {**graph, 0: 7}, "cora cannot be read: .int. object is not iterable"),
     ("tx", ("indices", 0, -1), "ind.cora.tx cannot be read: .* outside of columns 0 to 5"),

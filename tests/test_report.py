@@ -92,6 +92,21 @@ def test_peak_memory_and_sizes_are_those_of_this_process_in_three_digits(monkeyp
     assert {count: report.readable_size(count) for count in sizes} == sizes
 
 
+def test_a_best_epoch_among_the_last_asks_for_more_epochs():
+    for epochs, epoch, trains, late in (
+        (40, 36, True, False),
+        (40, 37, True, True),
+        (40, 40, True, True),
+        (40, 40, False, False),
+        (10, 9, True, False),
+        (1, 1, True, True),
+    ):
+        args = types.SimpleNamespace(epochs=epochs, trains=trains)
+        line = report.best_line(args, epoch, "87.13% (sampled)")
+        said = f"best    weights of epoch {epoch} of {epochs}: valid 87.13% (sampled)"
+        assert line == said + "; it is among the last, more --epochs may help" * late
+
+
 def test_advice_on_when_one_process_is_as_fast():
     for world, local, gpus, exchange, one_is_as_fast in (
         (2, 2, 0, 0.1, True),  # on the same cores

@@ -73,7 +73,7 @@ def test_datasets_a_file_system_without_locks(tmp_path, monkeypatch):
     assert verify(prepare(SMALL, tmp_path, progress=False)) == []
 
 
-def test_datasets_npz(tmp_path):
+def test_datasets_npz(tmp_path, monkeypatch):
     file = tmp_path / "own.npz"
     _save_npz(file, train_idx=np.arange(9))
     path = prepare(file, tmp_path, progress=False)
@@ -81,6 +81,9 @@ def test_datasets_npz(tmp_path):
     both = prepare(file, tmp_path, symmetrize=True, progress=False)
     assert prepare(both, symmetrize=True) == both  # which it is
     _refuses("--symmetrize has no effect on .*: it is a store", prepare, path, symmetrize=True)
+    with monkeypatch.context() as other:  # a later version, which makes something else of the file
+        other.setattr(datasets, "RULES", datasets.RULES + 1)
+        assert prepare(file, tmp_path, progress=False) != path
     _save_npz(file, seed=1, train_idx=np.arange(9))
     assert prepare(file, tmp_path, progress=False) != path  # other contents, another store
     _save_npz(file, y=np.arange(200) % 3)
@@ -97,8 +100,12 @@ def test_datasets_npz(tmp_path):
 
 
 def test_datasets_npz_word_counts(tmp_path, capsys):
+    """Each row of counts sums to the square root of its width: of 4 columns to 2."""
     file, data = tmp_path / "words.npz", np.tile([1, 3], 200)
-    csr = dict(feat_indptr=np.arange(0, 401, 2), feat_indices=data.copy(), feat_shape=[200, 4])
+    data[300:] *= 3  # half of the rows sum to 12
+    csr = dict(
+        feat_indptr=np.arange(0, 401, 2), feat_indices=np.tile([1, 3], 200), feat_shape=[200, 4]
+    )
     csr["feat_indptr"][1:] -= 2  # a node without a word, first; the last one's are left over
     _save_npz(file, **csr, feat_data=data, x=None)
     _refuses(
@@ -108,18 +115,22 @@ def test_datasets_npz_word_counts(tmp_path, capsys):
     csr["feat_indices"][10:12] = 2  # the same word twice: its counts are added
     capsys.readouterr()
     for kind, option, some, twice in (
-        ("u1", "", [0, 0.25, 0, 0.75], 1),
+        ("u1", "", [0, 0.5, 0, 1.5], 2),
         ("i8", ":row_normalize=0", [0, 1, 0, 3], 4),
         ("f8", "", [0, 1, 0, 3], 4),
-        ("f4", ":row_normalize=1", [0, 0.25, 0, 0.75], 1),
+        ("f4", ":row_normalize=1", [0, 0.5, 0, 1.5], 2),
     ):
         _save_npz(file, **csr, feat_data=data.astype(kind), x=None)
         x = _opened(f"{file}{option}", tmp_path).features.tensor
         assert x[5].tolist() == some and x[6].tolist() == [0, 0, twice, 0] and not x[0].any()
         assert x.dtype == (torch.float64 if kind == "f8" else torch.float32)
+        scaled = twice == 2
+        assert x[-1].tolist() == [0, 0.5, 0, 1.5] if scaled else [0, 3, 0, 9]
         said = capsys.readouterr().out
-        assert ("divided by the sum of their row" if sum(some) == 1 else "as they are") in said
-        assert ("values" if "f" in kind else "counts") in said
+        how = "each row scaled to the sum 2, the" if scaled else "as they are"
+        assert f"features are {'values' if 'f' in kind else 'counts'}, {how}" in said
+    _save_npz(file, feat_indptr=np.zeros(201, int), feat_indices=np.zeros(0, int), x=None)
+    assert not _opened(str(file), tmp_path).features.tensor.any()  # no row has a word
     csr = dict(feat_indptr=np.append(0, np.full(200, 3000)), feat_indices=np.zeros(3000, int))
     _save_npz(file, **csr, feat_data=np.ones(3000, "f2"), x=None)
     x = _opened(str(file), tmp_path).features.tensor
@@ -138,7 +149,7 @@ def _refused_npz():
         (r"one-hot.*, -1 where", dict(y=np.where(y[::-1, None] != 1, np.eye(4)[y], -1))),
         (r"y\[7\] is 2.5: .* node regression, are not", dict(y=np.where(ids == 7, 2.5, 1))),
         (r"y\[7\] is inf", dict(y=np.where(ids == 7, np.inf, 1))),
-        ("y holds 1 and a: give", dict(y=np.array(["1", "a"] * 100))),
+        ("y holds NA and 1: give", dict(y=np.array(["1", "NA"] * 100))),
         (r"edges has shape \[2, 9\]: \[M, 2\]", dict(edge_index=None, edges=np.zeros((2, 9), int))),
         ("has features and x, which mean the same.*ignore=x", dict(features=np.ones((200, 2)))),
         ("w is not used here, and may matter.*ignore=w", dict(w=times)),
@@ -181,6 +192,34 @@ def test_datasets_npz_bad_files(tmp_path):
         assert list(tmp_path.iterdir()) == [file]
     # where the system refuses to look, as in a folder that another user closed
     _refuses("--root n+ cannot be read: File name", prepare, "synthetic", "n" * 300)
+
+
+def test_typed_edges_without_features_keep_the_reverses_that_they_have(tmp_path, capsys):
+    """Reverses may be of a type of their own: another of the same type would make every type run both ways."""
+    random, file = np.random.default_rng(0), tmp_path / "typed.npz"
+    forth = random.integers(0, 200, (2, 900))
+    forth = forth[:, forth[0] != forth[1]]
+    both, kinds = np.concatenate([forth, forth[::-1]], 1), np.arange(2).repeat(forth.shape[1])
+    split = {"x": None, "train_idx": np.arange(90)}
+    given = {kind: set(map(tuple, both[:, kinds == kind].T.tolist())) for kind in (0, 1)}
+
+    def by_type():
+        graph = _opened(file, tmp_path)
+        ends = torch.stack([graph.indices, torch.repeat_interleave(graph.indptr.diff())])
+        return {k: set(map(tuple, ends[:, graph.edge_type == k].T.tolist())) for k in (0, 1)}
+
+    _save_npz(file, edge_index=both, edge_type=kinds, **split)
+    assert by_type() == given
+    said = capsys.readouterr().out
+    count = f"{both.shape[1]:,}"
+    assert f"{count} of {count} edges have a reverse, of whatever type: none is added" in said
+    # only some have one
+    _save_npz(file, edge_index=both[:, :1000], edge_type=kinds[:1000], **split)
+    made = by_type()
+    assert made[0] == given[0] | given[1]
+    assert "every edge gets a reverse of its type" in capsys.readouterr().out
+    _save_npz(file, edge_index=both[0], edge_type=kinds, **split)
+    _refuses(r"edge_index has shape \[\d+\]", prepare, file, tmp_path)
 
 
 def test_datasets_npz_splits(tmp_path):
@@ -258,7 +297,8 @@ def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
 
 def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
     y, text = np.arange(200) % 4, np.array(["b", " a", "d", "c"])
-    odd, written = np.array([b"x", b"nan", b"", b"a"]), np.array(["0", "1.0", "nan", "10"])
+    odd = np.array([b"x", b"nan", b"", b"a"])
+    written, spelled = np.array(["0", "1.0", "nan", "01"]), np.array(["10", "2", "-1", "0"])
     for labels, expected, says in (
         (y.astype(float), y, ""),
         (y[:, None].astype(">i4"), y, ""),
@@ -267,7 +307,8 @@ def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
         (np.float32(np.where(y, y, np.nan)), np.where(y, y, -1), "50 of 200 in y are NaN"),
         (text[y], [1, 0, 3, 2] * 50, "y is text: 4 classes"),
         (odd[y], [1, -1, -1, 0] * 50, "y is text: 2 classes"),
-        (written[y], [0, 1, -1, 10] * 50, "50 of 200 in y are NaN"),
+        (written[y], [0, 2, -1, 1] * 50, "y is text: 3 classes"),
+        (spelled[y], [2, 1, -1, 0] * 50, "y is text: 3 classes"),
     ):
         _save_npz(tmp_path / "y.npz", y=labels, train_idx=[3, 7, 11])
         graph = _opened(tmp_path / "y.npz", tmp_path, symmetrize=True)
@@ -276,7 +317,9 @@ def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
         assert says in said and bool(says) == bool(said.replace("classes have no node", ""))
         if "text" in says:
             names = set(np.char.strip(labels.astype(str))) - {"", "nan"}
-            assert graph.meta["source"]["classes"] == sorted(names)
+            assert graph.meta["source"]["classes"] == sorted(
+                names - {"-1"}, key=lambda name: (len(name), name)
+            )
     extra = dict(edge_weight=np.ones(3000), timestamps=np.ones(3000), years=np.ones(200))
     file, ignore = tmp_path / "x.npz", ["edge_weight", "timestamps"]
     _save_npz(file, train_idx=[1, 2], **extra, names=["a", "b"], num_nodes=200)
@@ -305,6 +348,29 @@ def test_datasets_npz_one_way_edges_are_said(tmp_path, capsys):
     for name in (plain, "cora"):
         said = f"--drop-duplicates has no effect on {name}"
         _refuses(said, prepare, name, tmp_path, drop_duplicates=True)
+
+
+def test_ids_that_may_start_at_1_are_said(tmp_path, capsys):
+    """Node 0 has no edge, in either direction, and nine of ten nodes have one."""
+    ring = np.stack([np.arange(100), np.roll(np.arange(100), 1)])
+    line = "node 0 has no edges: ids may start at 1\n"
+    x, y = np.ones((101, 2)), np.arange(101) % 4
+    for edges, rows, says in (
+        (ring + 1, 101, True),
+        (ring, 101, False),
+        (np.append(ring + 1, [[0], [7]], 1), 101, False),
+        (np.append(ring + 1, [[7], [0]], 1), 101, False),
+        (ring[:, :80] + 1, 101, False),
+        (np.array([[1, 2], [2, 3]]), 4, True),
+    ):
+        arrays = dict(edge_index=edges, x=x[:rows], y=y[:rows], train_idx=[1, 2])
+        _save_npz(tmp_path / "e.npz", **arrays)
+        datasets.build(tmp_path / "e.npz", tmp_path / f"s{len(list(tmp_path.iterdir()))}")
+        assert (line in capsys.readouterr().out) == says
+    typed = {"y:a": y, "x:a": x, "train_idx:a": [1], "num_nodes:b": 100}
+    np.savez(tmp_path / "t.npz", **typed, **{"edge_index:a,to,b": ring + [[1], [0]]})
+    datasets.build(tmp_path / "t.npz", tmp_path / "typed")
+    assert "t.npz: node 0 of type a has no edges: ids may start at 1\n" in capsys.readouterr().out
 
 
 def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):

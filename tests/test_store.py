@@ -20,7 +20,16 @@ from disk.files import Rows, StoreError
 from disk.graphs import GraphDataset, build_graphs
 from store import GraphStore, build_store, verify
 from tests.common import _graph, _store
-from tests.stores import _edges, _graphs, _refuses, _reseal, _rewrite_meta, _sums
+from tests.stores import (
+    _edge_forms,
+    _edges,
+    _forms,
+    _graphs,
+    _refuses,
+    _reseal,
+    _rewrite_meta,
+    _sums,
+)
 
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
@@ -92,8 +101,9 @@ def test_pickled_store_of_several_splits(tmp_path, backend):
     _refuses("rebuilt after it was opened", pickle.dumps, graph)
 
 
-def _columns_slowly(edges, options):
-    """Compute in plain Python what the store holds of edges (source, destination, type, time, number), in its order."""
+def _columns_slowly(edges, options, node_time=None):
+    """Compute in plain Python what the store holds of edges (source, destination, type, time, number), in its order;
+    node_time: times of their sources in place of theirs."""
     rows = [
         (dst, src, kind, time, 0, number)
         for src, dst, kind, time, number in edges
@@ -101,6 +111,8 @@ def _columns_slowly(edges, options):
     ]
     if options["symmetrize"]:
         rows += [(src, dst, kind, time, 1, number) for dst, src, kind, time, _, number in rows]
+    if node_time is not None:
+        rows = [(dst, src, kind, node_time[src], *rest) for dst, src, kind, _, *rest in rows]
     rows.sort()
     if options["drop_duplicates"]:
         rows = [next(group) for _, group in itertools.groupby(rows, lambda row: row[:3])]
@@ -141,14 +153,18 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     share = 0 if seed < 16 else 0.7  # at first none
     given = {name: values for name, values in given.items() if rng.random() < share}
     nodes = {"features": np.zeros((V, 1), np.float32), "labels": np.zeros(V, int)}
-    nodes |= {"split": {"train": [0]}, "node_time": np.arange(V)}
+    nodes["split"] = {"train": [0]}
+    node_time = rng.integers(-3, 3, V) if rng.random() < 0.5 else None
+    of_sources = None if "edge_time" in given else node_time
+    nodes |= {} if node_time is None else {"node_time": node_time}
     path = build_store(tmp_path / "g", **graph, **nodes, **given, **options)
     found, none = GraphStore.open(path), np.zeros(M, int)
     keys = {"edge_type": kinds, "edge_time": times}
     by = [keys[name] if name in given else none for name in keys]
     rows_of_edges = zip(*(a.tolist() for a in (*edge_index, *by, np.arange(M))))
-    expected = _columns_slowly(rows_of_edges, options)
-    if "indptr" in graph and not keys.keys() & given.keys() and not any(options.values()):
+    expected = _columns_slowly(rows_of_edges, options, of_sources)
+    sorts = any(options.values()) or of_sources is not None or keys.keys() & given.keys()
+    if "indptr" in graph and not sorts:
         expected = sorted(expected, key=lambda row: row[-1])  # stored as it was
     assert np.repeat(np.arange(V), np.diff(found.indptr)).tolist() == [row[0] for row in expected]
     assert found.indices.tolist() == [row[1] for row in expected]
@@ -160,12 +176,16 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
         ("edge_features", rows),
     ):
         there = getattr(found, name)
+        if name == "edge_time" and of_sources is not None:
+            assert there.tolist() == [row[3] for row in expected]
+            continue
         assert (there is None) == (name not in given)
         if there is not None:
             wide = torch.int16 if there.dtype == torch.uint16 else there.dtype
             assert there.dtype == values.dtype
             assert torch.equal(there.view(wide), values.view(wide)[numbers]), name
-    assert found.node_time.tolist() == list(range(V)) and found.meta["options"] == options
+    assert node_time is None or found.node_time.tolist() == node_time.tolist()
+    assert found.meta["options"] == options
     assert found.edge_dim == 3 * ("edge_features" in given) and verify(path) == []
     assert {file.name for file in path.iterdir()} == {"meta.json", *found.meta["files"]}
 
@@ -242,6 +262,11 @@ def _bad_inputs():
         r"indptr\[1\] is 5: the next is smaller": {**csc, "indptr": [0, 5, 3, *[9] * 198]},
         "from 0 to 0": {**csc, "indptr": [0] * 201},
         r"indptr has shape \[2\]": {**csc, "indptr": [0, 9]},
+        "rise in edge_type and edge_time, which node_time needs": {
+            **streamed,
+            "node_time": range(200),
+        },
+        "feature_names has 4 names, 4 of them different: 5 dif": {"feature_names": [*"abcd"]},
         "its lists must rise in edge_type and edge_time": {**streamed, "edge_time": range(9)[::-1]},
         r"indices\[1\] is 200": {**csc, "indptr": [0] * 200 + [2], "indices": [0, 200]},
         "indices cannot be read: .* BFloat16": {**csc, "indptr": [0] * 200 + [5], "indices": bf16},
@@ -261,7 +286,20 @@ def _bad_inputs():
         "came with 3 rows, 200 were announced": {"features": Rows([200, 5], np.float32, [x[:3]])},
         r"features\[0, 0\] is 100000.0: beyond the range of float16": far_off,
         "float16 with features of uint8: f": {**far_off, "features": x.astype(np.uint8)},
-        "features is sparse": {"features": torch.eye(200).to_sparse()},
+        r"features holds objects of Python \(float\): give numbers as": {
+            "features": x.astype(object)
+        },
+        "features cannot be read: it has masked entries": {"features": np.ma.masked_less(x, 1)},
+        "edge_index has parts of lengths 2 and 3: one is needed": {
+            "edge_index": ([0, 1], [0, 1, 2])
+        },
+        r"lengths 8 and 9": {"edge_index": (edge[0], edge[1][:-1])},
+        r"edge_index has shape \[3, 3\]: \[200, 200\] is needed": {
+            "edge_index": torch.eye(3).to_sparse()
+        },
+        "edge_index is a matrix with values other than 1: give it as": {
+            "edge_index": 2 * torch.eye(200).to_sparse()
+        },
         "node 49 is in split 'train' and in 'valid'": {"split": {"train": ok, "valid": [70, 49]}},
         "node 4 more than once": {"split": {"train": [4, 9, 4]}},
         "node 1 more than once; a mask is of bool": {"split": {"train": [0, 1, 1]}},
@@ -292,6 +330,32 @@ def _bad_inputs():
         },
         r"edge_features is a Rows \[3000, 1\]": {"edge_features": Rows([3000, 1], np.int8, [])},
     }
+
+
+def test_store_takes_arrays_in_the_forms_that_people_have_them_in(tmp_path, monkeypatch):
+    graph = _graph()
+    graph["edge_index"] = edges = np.unique(graph["edge_index"], axis=1)
+    weights = np.arange(edges.shape[1])
+    forms = {"features": _forms(graph["features"]), "labels": _forms(graph["labels"])}
+    forms |= {"edge_index": _edge_forms(edges, 200), "edge_time": _forms(weights)}
+    forms["edge_features"] = _forms(weights.reshape(-1, 1).astype(np.float32))
+    given = {**graph, "edge_time": weights, "edge_features": weights}
+    stored = _contents(build_store(tmp_path / "g", **given))
+    forms["split"] = [{**graph["split"], "train": f} for f in _forms(graph["split"]["train"])]
+    for i in range(max(map(len, forms.values()))):
+        some = {name: values[i % len(values)] for name, values in forms.items()}
+        assert _contents(build_store(tmp_path / f"{i}", **{**given, **some})) == stored, i
+    monkeypatch.setattr(disk, "free_host_bytes", lambda: 1000)
+    said = "features is sparse: dense it takes 4,000 bytes, and 1,000 are free"
+    sparse = forms["features"][-4]
+    _refuses(said, build_store, tmp_path / "large", **{**given, "features": sparse})
+
+
+def _contents(path):
+    graph = GraphStore.open(path)
+    rows = graph.features.gather(torch.arange(200)), graph.labels, graph.split["train"]
+    rows += graph.indptr, graph.indices, graph.edge_time, graph.edge_features
+    return [values.double().tolist() for values in rows]
 
 
 @pytest.mark.parametrize("message", _bad_inputs())
@@ -485,3 +549,61 @@ def test_store_command_line(tmp_path, capsys):
         assert store.main([command, str(tmp_path / "nothing")]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "no store" in said
+
+
+NAMES_OF = {
+    "numbers": lambda rng: [str(n) for n in rng.permutation(200) + 1],
+    "codes": lambda rng: [f"{n:05d}" for n in rng.permutation(200)],
+    "text": lambda rng: ["", "é", "a b", *(f"n{n}" for n in rng.permutation(197))],
+}
+
+
+@pytest.mark.parametrize("kind", NAMES_OF)
+def test_nodes_are_looked_up_by_name(kind, tmp_path):
+    """Integers and text of any shape, as a dictionary finds them."""
+    rng = np.random.default_rng(0)
+    names = NAMES_OF[kind](rng)
+    graph = GraphStore.open(build_store(tmp_path / "g", **_graph(), node_names=names))
+    row_of = {name: row for row, name in enumerate(names)}
+    for shape in ((), (7,), (30, 2), (2, 0), (0, 2)):
+        rows = rng.integers(0, 200, shape)
+        given = np.array(names)[rows]
+        forms = [given, given.tolist(), given.astype(object), np.char.encode(given, "utf-8")]
+        if kind == "numbers":
+            forms += [given.astype(dtype) for dtype in ("int64", "int32", "uint8", "uint64")]
+            forms.append(torch.tensor(given.astype(int)))
+        for form in forms if shape else forms[:1]:
+            ids = graph.node_ids(form)
+            assert ids.dtype == torch.int64 and ids.tolist() == rows.tolist()
+            assert ids.flatten().tolist() == [row_of[name] for name in given.flatten().tolist()]
+    such = f"names of nodes are such as {names[0]!r}, {names[1]!r}, {names[2]!r} .nodes.txt."
+    for bad, unknown in ((["zoe", names[3]], "zoe"), ([[201, 0]], "201"), ([-1], "-1")):
+        _refuses(f"ids has node {unknown!r}: {such}", graph.node_ids, bad)
+    for bad in ([1.0], [True]):
+        _refuses("p has dtype .*: names of nodes, text or integers", graph.node_ids, bad, "p")
+    _refuses("p holds objects of Python .NoneType, int.", graph.node_ids, np.array([1, None]), "p")
+
+
+def test_nodes_without_names_are_looked_up_by_row(tmp_path):
+    graph = GraphStore.open(build_store(tmp_path / "g", **_graph()))
+    for ids in ([0, 199], np.array([[5], [7]], np.uint8), torch.tensor(3), []):
+        found = graph.node_ids(ids)
+        assert found.dtype == torch.int64 and found.tolist() == np.asarray(ids).tolist()
+    for bad, said in (
+        ([0, 200], r"ids has node 200: node ids lie in \[0, 200\)"),
+        ([-1], "ids has node -1"),
+        (["7"], "ids is text, and the nodes have no names: row numbers, integers, are needed"),
+        ([1.5], "ids has dtype float64: integers are needed"),
+    ):
+        _refuses(said, graph.node_ids, bad)
+
+
+def test_a_damaged_list_of_names_is_refused(tmp_path):
+    graph = GraphStore.open(build_store(tmp_path / "g", **_graph(), node_names=range(200)))
+    file = graph.path / "nodes.txt"
+    whole = file.read_bytes()
+    shifted, cut, broken = b"\n" + whole[:-1], whole[:-1], b"\xff" + whole[1:]
+    for damaged in (whole.replace(b"\n", b" ", 1), whole[:-1] + b"x", shifted, cut, broken):
+        file.write_bytes(damaged)
+        for function in (graph.node_names, lambda: graph.node_ids([5])):
+            _refuses("nodes.txt.*rebuild", function)

@@ -7,6 +7,7 @@ import gzip
 import io
 import lzma
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -14,6 +15,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 
 import store
 from bench.harm import other_bytes
@@ -27,6 +29,13 @@ from tests.stores import _edges, _refuses
 def _table_file(path, content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
+
+
+def _saved(save, value):
+    """Return the bytes that save(file, value) writes."""
+    out = io.BytesIO()
+    save(out, value)
+    return out.getvalue()
 
 
 EDGES = "0,1\n1,2\n2,3\n3,0\n4,2\n5,4\n"
@@ -54,9 +63,9 @@ CHANGED = [
     ("e", "2,3", "2,6", "e.csv, line 3: there is no node 6: .*x.csv has 6, from 0"),
     ("e", "\n", ",1\n", "no use for column 3"),
     ("x", "2.5", "1e39", "features.2, 0. is inf: every value must be finite"),
-    ("y", "1\n0\n1\n0", "NA\n0\n1\n0", "y.csv, line 2: column 1 is no number: invalid value 'NA'"),
+    ("y", "1\n0\n1\n0", "NA\n0\n1\n0", "y.csv: labels holds NA and 0: give numbers or text"),
     ("y", "1\n0\n1\n0", "nan\n0\n-1\n0", [0, -1, 0, -1, 0, 1]),
-    ("y", "0\n1\n0\n", "0\n1.5\n0\n", "y.csv: labels.1. is 1.5: labels are whole"),
+    ("y", "0\n1\n0\n", "0\n1.5\n0\n", "y.csv, line 2: column 1 is .1.5.: labels are whole"),
     ("e", "2,3\n3,0", '2,"3\n3",0', "e.csv, line 3: Expected 2 columns"),
     ("e", "2,3", "2,\xe93", "e.csv cannot be read: .* byte 0xe9"),
 ]
@@ -77,6 +86,17 @@ WRITTEN = [
     ("e", "target;source\n" + REVERSED.replace(",", ";"), None),
     ("e", "# an edge a line\n" + EDGES, None),
     ("e", "# dst,src\n" + REVERSED, None),
+    ("e", "% asym unweighted\n" + EDGES.replace(",", " "), None),  # as KONECT writes
+    ("e", "% sym unweighted\n% 6 6 6\n" + re.sub(",(.)", r"\t\1 ", EDGES), None),
+    ("e", "% sym positive\n" + re.sub(",(.)", r" \1\t 3", EDGES), "no use for column 3: drop it"),
+    ("e", "%%MatrixMarket matrix coordinate\n6 6 1\n1 2\n", "is a Matrix Market file and no table"),
+    ("e", gzip.compress(b"%%MatrixMarket matrix"), "is a Matrix Market file and no table: docs"),
+    ("e", "*Vertices 6\n*Arcs\n1 2\n", "is a Pajek file and no table"),
+    ("x", '\ufeff<?xml version="1.0"?><graphml>', "is an XML file, such as GraphML, and no table"),
+    ("x", pickle.dumps({"x": 1}), "is a pickle and no table: docs/data.md has a line"),
+    ("x", _saved(np.savez, np.ones(2)), "is an .npz file of NumPy and no table"),
+    ("x", _saved(np.save, np.ones(2)), "is an array of NumPy .* and no table"),
+    ("x", _saved(lambda out, x: torch.save(x, out), torch.ones(2)), "is a file of torch.save and"),
     ("e", '"source","target"\n' + re.sub(r"(\d)", r'"\1"', EDGES), None),
     ("e", re.sub(r"(\d)", r"\1.0", EDGES), None),
     ("e", "src,dst,weight\n" + EDGES.replace("\n", ",1\n"), "no use for 'weight': drop it"),
@@ -91,7 +111,8 @@ WRITTEN = [
     ("y", Y + Y, "y.csv, line 7: more rows than in .*x.csv"),
     ("y", "0,1,1\n,,\n0,0,0\n-1,-1,-1\n1,1,1\n0,1,0\n", SEVERAL),
     ("y", "art,id,law\n1,5,1\n0,2,1\n", [[-1, -1], [-1, -1], [0, 1], [-1, -1], [-1, -1], [1, 1]]),
-    ("y", "0,1,1\n0,,0\n" * 3, "labels.1, 1. is .*: several labels per"),
+    ("y", "0,1,1\n0,,0\n" * 3, [[0, 1, 1], [0, -1, 0]] * 3),
+    ("y", "0,1,1\n0,2,0\n" * 3, "labels.1, 1. is 2: several labels per"),
     ("e", gzip.compress(EDGES.encode()), None),
     ("x", bz2.compress(X[:7].encode()) + bz2.compress(X[7:].encode()), None),
     ("y", lzma.compress(Y.encode()), None),
@@ -180,7 +201,7 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
     for part, content, complaint in (
         ("e", "from,to\nzoe,7\n", "line 2"),
         ("y", Y, "no column of ids"),
-        ("x", X, "line 1: column 1 is no whole number|there is no node"),
+        ("x", X, "line .: column 1 is no whole number|there is no node"),
         ("train", "david\nbob\n", "its header david names nodes|whole number|no node"),
         ("e", "david,bob\né,#c\n", "its header david,bob names|whole number|no node"),
     ):
@@ -197,6 +218,132 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
         shutil.rmtree(path, ignore_errors=True)
         said = "line 1: there is no node citing: .*; a header is known by names such as"
         _refuses(said, _built, tmp_path, **one_way)
+
+
+TWENTY = ["12345678901234567890", "12345678901234567891"]
+SPELLED = [  # cells, the numbers that they are in csv if they are no text
+    (["1e3", "12e4"], None),
+    (["1e3", "4"], None),
+    (["007", "7"], None),
+    (["+4", "5"], None),
+    (["4.0", "4"], None),
+    (["4.0", "4.00"], None),
+    (["-0", "0"], None),
+    (["0x7", "7"], None),
+    (["0xE000000000", "962072674304"], None),  # the same number, and of the same length
+    (["090000", "90000"], None),
+    (TWENTY, None),
+    (["9223372036854775807", "9223372036854775808"], None),
+    (["9007199254740993.000e+00", "9007199254740992.000e+00"], None),
+    (["9007199254740992.0", "9007199254740993.0"], [2**53, 2**53 + 1]),
+    (["5", "-7"], [5, -7]),
+    (["5.0", "7.0"], [5, 7]),
+    (["5.000e+00", "1.200e+01"], [5, 12]),
+    (["9007199254740991.0", "9007199254740990.0"], [2**53 - 1, 2**53 - 2]),
+]
+
+
+def _written(file, columns):
+    """Write {name: list of str} as csv, or as strings in parquet."""
+    if file.suffix == ".csv":
+        rows = [",".join(columns), *map(",".join, zip(*columns.values()))]
+        return _table_file(file, "\n".join([*rows, ""]))
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), file)
+    return file
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("cells, numbers", SPELLED)
+def test_tables_identify_by_text_unless_all_cells_are_printed_numbers(
+    tmp_path, capsys, monkeypatch, cells, numbers, suffix
+):
+    """Ids, types and labels alike, also if the cell that decides is not in the first batch."""
+    monkeypatch.setattr(tables, "SAMPLE", 3)
+    monkeypatch.setattr(tables, "BLOCK", 64)
+    if numbers is None:
+        cells = [*map(str, range(20, 40)), *cells]
+    if suffix == "parquet":
+        numbers = None
+    rows = [*range(len(cells))]
+    x = _written(tmp_path / f"x.{suffix}", {"id": cells, "f": [*map(str, rows)]})
+    x, nodes = graph_tables.features(x, tmp_path)
+    assert nodes.names == (numbers or cells) and x[:, 0].tolist() == rows
+    why = f"'id' is text, not numbers, because of {cells[-2]}"
+    said = capsys.readouterr().out
+    assert ("is text, not numbers" in said) == (numbers is None and suffix == "csv")
+    assert numbers or suffix == "parquet" or why in said or f"of {cells[-1]}" in said
+    columns = {"source": cells, "target": cells[::-1], "relation": cells}
+    file, keep = _written(tmp_path / f"e.{suffix}", columns), {"edge_type": ["relation"]}
+    edge_index, more = graph_tables.edges(file, tmp_path, nodes, keep)
+    assert edge_index.tolist() == [rows, rows[::-1]]
+    types = more["edge_type"].tolist()
+    assert [more["edge_types"][t] for t in types] == cells if numbers is None else types == numbers
+    y = _written(tmp_path / f"y.{suffix}", {"label": cells})
+    y = graph_tables.of_nodes(y, graph_tables.Nodes(len(cells), "x.csv"), "labels")
+    assert y.tolist() == ([*map(float, numbers)] if numbers else cells)
+
+
+@pytest.mark.parametrize(
+    "ids, refers, accepted",
+    [
+        ("1e3 4", "1e3 4", True),
+        ("1e3 4", "1000 4", False),
+        ("1e3 4", "1e3 4.0", False),
+        ("1000 4", "1e3 4", False),
+        ("1000 4", "1000 04", False),
+        ("1000 4", "1000.0 4", False),
+        ("1000 4", "1000.0 4.0", True),
+        ("1000.0 4.0", "4 1000", True),
+        ("0 1", "1.0 0.0", True),
+    ],
+)
+def test_tables_refer_by_the_text_of_an_id(tmp_path, ids, refers, accepted):
+    """Or, where ids are numbers, by the number."""
+    ids, refers = ids.split(), refers.split()
+    x = _written(tmp_path / "x.csv", {"id": ids, "f": ["0", "1"]})
+    e = _written(tmp_path / "e.csv", {"source": refers, "target": refers})
+    train = _written(tmp_path / "t.csv", {"id": refers})
+    _, nodes = graph_tables.features(x, tmp_path)
+    read = (
+        lambda: graph_tables.edges(e, tmp_path, nodes)[0][0],
+        lambda: graph_tables.of_nodes(train, nodes, "train_idx"),
+    )
+    for numbers in read:
+        if accepted:
+            assert [float(ids[i]) for i in numbers()] == [*map(float, refers)]
+        else:
+            _refuses("line .: (there is no node|'.*' is no whole number, written as 7)", numbers)
+
+
+def test_tables_never_merge_different_cells(tmp_path):
+    """Random columns: two different texts are two ids, labels or types; numbers are those that the cells print."""
+    random = np.random.default_rng(0)
+    forms = "{} {} {} {:.1f} {:.2f} {:.3e} +{} 0{} {}. {:.0e} 0x{:x} {}e0 {}a -{}".split()
+    merged = collections.Counter()
+    for trial in range(40):
+        chosen = random.choice(forms, 3 if trial % 2 else 1)
+        values = random.integers(0, 40, 6) * 10 ** random.choice([0, 3, 17])
+        cells = list({random.choice(chosen).format(int(value)): 0 for value in values})
+        x = _written(tmp_path / "x.csv", {"id": cells, "f": ["1"] * len(cells)})
+        names = graph_tables.features(x, tmp_path)[1].names or [*range(len(cells))]
+        y = _written(tmp_path / "y.csv", {"label": cells})
+        y = graph_tables.of_nodes(y, graph_tables.Nodes(len(cells), "x.csv"), "labels").tolist()
+        columns = {"source": ["0"] * len(cells), "target": ["0"] * len(cells), "relation": cells}
+        e, keep = _written(tmp_path / "e.csv", columns), {"edge_type": ["relation"]}
+        types = graph_tables.edges(e, tmp_path, graph_tables.Nodes(1, "x.csv"), keep)[1]
+        types = [types.get("edge_types", {}), *types["edge_type"].tolist()]
+        for found in (names, y, types[1:]):
+            assert len(set(found)) == len(cells), (cells, found)
+        if type(y[0]) is str:
+            assert names == y == types[0] == cells
+            merged["text"] += 1
+        else:
+            assert y == [*map(float, cells)] and sorted(names) == sorted(y)
+            merged["numbers"] += 1
+    assert min(merged.values()) > 5
 
 
 def test_tables_weights_and_times(tmp_path):
@@ -269,7 +416,11 @@ def test_tables_change_far_inside(tmp_path, monkeypatch):
         rows = "".join(f"{i},{cells[i > 1500]}\n" for i in range(1600))
         file = _table_file(tmp_path / "y.csv", f"id,label\n{rows}".encode())
         y = graph_tables.of_nodes(file, graph_tables.Nodes(1600, "x.csv"), "labels")
-        assert y.tolist() == [cells[i > 1500] for i in range(1600)]
+        begun = [cells[i > 1500] for i in range(1600)]
+        if "7" in cells:
+            begun = [7.0 if cell else None for cell in begun]
+            y = np.where(np.isnan(y), None, y)
+        assert y.tolist() == begun
 
 
 def _read(text, kind, width=2):
@@ -335,12 +486,10 @@ def _read_slowly(content, separator, width):
 
 
 def _slow_number(cell, whole):
-    if whole and re.fullmatch("0[xX][0-9a-fA-F]+", cell):
-        return int(cell, 16)
     if not re.fullmatch("[-+0-9.eE]+", cell):
         raise ValueError(cell)
-    value = int(cell) if re.fullmatch("[-+]?[0-9]+", cell) and whole else float(cell)
-    if not (0 <= value < 30 and value == int(value) if whole else np.isfinite(value)):
+    value = int(cell) if whole else float(cell)
+    if not (0 <= value < 30 and str(value) == cell if whole else np.isfinite(value)):
         raise ValueError(cell)
     return int(value) if whole else float(np.float32(value))  # beyond float32 a store refuses inf
 
@@ -434,10 +583,12 @@ def test_tables_parquet(tmp_path, monkeypatch):
     assert graph_tables.edges(*edges)[0].tolist() == EDGES_X_Y[0]
     for src, dst, complaint in (
         ([[1]], [[2]], "e.parquet: 'src' holds list<.*>: give numbers or text"),
+        ([["a"]], [[2]], "e.parquet: 'src' holds list<.*>: give numbers or text"),
+        ([{"a": 1}], [2], "e.parquet: 'src' holds struct<.*>: give numbers or text"),
         ([1], np.array([0], "datetime64[s]"), "'dst' holds timestamp"),
         ([None, 1], [1, 2], "line 1: 'src' is empty"),
         ([1.5], [2], "line 1: 'src' is 1.5, which is no whole"),
-        ([1], ["x"], "e.parquet: 'dst' cannot be read: .*'x' as a scalar of type int64"),
+        ([1], ["x"], "e.parquet, line 1: 'dst' is no whole number, .*: 'x'"),
     ):
         write("e", src=src, dst=dst)
         _refuses(complaint, graph_tables.edges, *edges)
@@ -452,3 +603,45 @@ def test_tables_parquet(tmp_path, monkeypatch):
     assert np.array_equal(found, x) and nodes.names == ["#a", 'b"', "c,", "d", "é", "f"]
     found, _ = graph_tables.features(write("b", on=x[:, 0] > 0, f=x[:, 1]), tmp_path)
     assert np.array_equal(found[:, 0], x[:, 0] > 0)
+
+
+def test_tables_parquet_lists_are_features(tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    def features(lists, kind, **columns):
+        columns["emb"] = pa.array(lists, kind)
+        parquet.write_table(pa.table(columns), tmp_path / "x.parquet", row_group_size=40)
+        return graph_tables.features(tmp_path / "x.parquet", tmp_path)
+
+    x = np.random.default_rng(0).standard_normal((100, 3)).astype(np.float32)
+    names, age = [f"n{i}" for i in range(100)], np.arange(100) / 2
+    kinds = pa.list_(pa.float32()), pa.large_list(pa.float64()), pa.list_(pa.float32(), 3)
+    for kind in kinds:
+        assert np.array_equal(features(x.tolist(), kind)[0], x)
+        found, nodes = features(x.tolist(), kind, age=age, id=names)
+        assert np.array_equal(found, np.column_stack([age, x]).astype(np.float32))
+        assert nodes.names == names
+        assert nodes.feature_names == ["age", "emb[0]", "emb[1]", "emb[2]"]
+    for row, bad, problem in (
+        (0, None, "is empty: a list of numbers is needed"),
+        (0, [], "is empty: a list of numbers is needed"),
+        (77, None, "is a list of 0 numbers, where the first row has 3"),
+        (77, [1, 2], "is a list of 2 numbers, where the first row has 3"),
+        (77, [1, None, 2], "has an element that is empty, nan or infinite"),
+        (77, [1, np.inf, 2], "has an element that is empty, nan or infinite"),
+    ):
+        lists = x.tolist()
+        lists[row] = bad
+        _refuses(f"x.parquet, line {row + 1}: 'emb' {problem}", features, lists, kinds[0])
+    ends = {"source": [0, 1], "target": [1, 0], "emb": [[1, 2], [3, 4]], "w": [0.5, 1]}
+    parquet.write_table(pa.table(ends), tmp_path / "e.parquet")
+    edges = tmp_path / "e.parquet", tmp_path, graph_tables.Nodes(2, "x.csv")
+    more = graph_tables.edges(*edges, {"edge_features": ["w", "emb"]})[1]
+    assert more["edge_features"].tolist() == [[0.5, 1, 2], [1, 3, 4]]
+    columns = {"edge_weight": ["emb"], "edge_features": ["w"]}
+    _refuses("'emb' holds list<.*>: give numbers or text", graph_tables.edges, *edges, columns)
+    labels = {"id": [0, 1], "label": [[1, 0], [0, 1]]}
+    parquet.write_table(pa.table(labels), tmp_path / "y.parquet")
+    refused = "'label' holds list<.*>: give numbers or text"
+    _refuses(refused, graph_tables.of_nodes, tmp_path / "y.parquet", edges[2], "labels")

@@ -290,7 +290,7 @@ def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path, capsys):
     _run_here(tmp_path, f"--dataset {tiny} --fanout 3,3 --lr 0.05 --epochs 9")
     for epochs, words in ((10, "--weights last"), (11, "--weights best --lr 10")):
         _run_here(tmp_path, f"--resume {tmp_path}/here.pt --epochs {epochs}", words)
-    assert "best    weights of epoch 11: valid " in capsys.readouterr().out
+    assert "best    weights of epoch 11 of 11: valid " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("task", ["node", "link"])

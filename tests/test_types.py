@@ -2,12 +2,16 @@
 
 import functools
 import importlib
-import shutil
+import itertools
+import re
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
+import ddp
+import train
 from bench.accuracy import read_triples
 from inference import inference
 from loader import NodeLoader
@@ -15,6 +19,7 @@ from model import GNN, NodeInputs
 from run.adam import Adam
 from run.edge_data import EdgeData, hops
 from run.flags import fanout
+from run.run import open_run
 from sampler import Block, NeighborSampler
 from sources import prepare
 from store import GraphStore, build_store, info, verify
@@ -26,6 +31,7 @@ from tests.common import (
     OWN_MODELS,
     _dgl,
     _log,
+    _run_here,
     _same_for_any_number_of_processes,
     _same_weights,
     _train,
@@ -60,6 +66,21 @@ def pointing(tmp_path_factory):
     return folder
 
 
+TYPES_MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):  # a row for each type of edge, summed up
+    def __init__(self, in_dim, num_classes):
+        super().__init__()
+        self.types, self.linear = nn.Embedding(5, num_classes), nn.Linear(in_dim, num_classes)
+
+    def forward(self, blocks, x):
+        block = blocks[-1]
+        dst = torch.repeat_interleave(block.indptr.diff())
+        rows = self.types(block.edge_type.long())
+        return self.linear(x[: block.num_dst]).index_add(0, dst, rows)
+"""
 FLAGS = "--gpus 0 --fanout 3,3 --hidden 16 --batch-size 50 --lr 0.02 --dropout 0"
 
 
@@ -212,6 +233,53 @@ def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
         _refuses("cannot be read", GraphStore.open, path)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_by_type_an_edge_without_a_time_has_that_of_its_source(own, tmp_path, capsys):
+    """Edges of places, which have no times, are always seen. `own`: one type of edges has times of its own."""
+    rng, writes = np.random.default_rng(2), ENDS[0]
+    times = {"paper": rng.integers(0, 50, 50), "author": rng.integers(0, 50, 30)}
+    given, arrays = _typed() | {"node_time": times}, {}
+    arrays |= {f"node_time:{kind}": values for kind, values in times.items()}
+    if own:
+        given["edge_time"] = {writes: rng.integers(-9, 50, 90).astype(np.float32)}
+        arrays["edge_time:author,writes,paper"] = given["edge_time"][writes]
+    graph = GraphStore.open(build_store(tmp_path / "g", **given, symmetrize=True))
+    known, first = times | {"place": [-(2**63)] * 7}, {"paper": 0, "place": 50, "author": 57}
+    wanted = {}
+    for kind, (src, dst) in given["edge_index"].items():
+        a, name, b = kind
+        when = (
+            given["edge_time"][kind].astype(int).tolist() if own and kind == writes else [None] * 90
+        )
+        for u, v, t in zip(src.tolist(), dst.tolist(), when):
+            back = f"{b},rev_{name},{a}" if a != b else ",".join(kind)
+            for of, (i, j), (x, y) in ((",".join(kind), (a, b), (u, v)), (back, (b, a), (v, u))):
+                edge = first[i] + x, first[j] + y, int(known[i][x]) if t is None else t
+                wanted.setdefault(of, []).append(edge)
+    assert _edges_by_type(graph, "edge_time") == {of: sorted(e) for of, e in wanted.items()}
+    if not own:
+        assert re.search(r"time -inf to \d+, nodes' time \d+ to", info(graph.path))
+    prepare.build(_npz(tmp_path / "a.npz", **arrays), tmp_path / "n")
+    printed = capsys.readouterr().out
+    which = "author,at,place; paper,cites,paper" if own else "author,at,place; author,writes,paper"
+    assert f"edges of {which}" in printed and "each gets that of its source" in printed
+    assert "nodes of place have no times: they see all edges" in printed
+    words = f"--dataset {graph.path} --gpus 0 --model rgcn --fanout 2,2 --batch-size 7".split()
+    run = open_run(ddp.Ranks(), train.parse_args(words), graph.path)
+    for block in itertools.chain(*(b.blocks for b in run.loader(graph.split["train"]))):
+        dst = np.repeat(np.arange(block.num_dst), np.diff(block.indptr))
+        taken = {}
+        for i, j, r in zip(block.indices.tolist(), dst.tolist(), block.edge_type.tolist()):
+            taken.setdefault((j, r), []).append(block.src_nodes[i].item())
+        for i, (v, t) in enumerate(
+            zip(block.src_nodes[: block.num_dst].tolist(), block.src_times.tolist())
+        ):
+            for r, kind in enumerate(graph.edge_types):
+                sees = [x for x, y, when in wanted[kind] if y == v and when <= t]
+                drawn = taken.get((i, r), [])
+                assert len(drawn) == min(2, len(sees)) and not Counter(drawn) - Counter(sees)
+
+
 def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
     given = _typed()
     del given["features"]["place"]
@@ -248,7 +316,7 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path):
         graph = GraphStore.open(prepare.build(source, tmp_path / name, drop_duplicates=True))
         assert graph.node_types == {"paper": (50, 8), "author": (30, 0), "place": (7, 0)}
         assert graph.node_types == reference.node_types
-        assert _edges_by_type(graph) == _edges_by_type(reference)
+        assert _edges_by_type(graph, "edge_time") == _edges_by_type(reference, "edge_time")
         assert torch.equal(graph.labels, reference.labels)
         assert torch.equal(graph.node_time, reference.node_time)
         assert torch.equal(graph.features.tensor, reference.features.tensor)
@@ -327,7 +395,6 @@ def _reverse(start):
 
 EMPTY = {"node_types": dict.fromkeys(COUNTS, 0), "features": {}, "labels": None, "split": None}
 EMPTY |= {"edge_index": dict.fromkeys(ENDS, [[], []])}
-UNEVEN = {kind: np.ones((90, 2 + i)) for i, kind in enumerate(ENDS)}
 # of one type whole numbers that the floats of the others cannot hold
 ROUNDED = {kind: np.zeros(90, np.float16) for kind in ENDS} | {ENDS[0]: np.full(90, 2049)}
 WIDE = {kind: np.zeros(90) for kind in ENDS} | {ENDS[0]: np.full(90, 2**53 + 1)}
@@ -351,7 +418,6 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("the type 0 has no name", {"node_types": {**COUNTS, 0: 3}}),
     ("the type 'a,b' has no name", {"edge_index": {("author", "a,b", "paper"): [[0], [0]]}}),
     ("node_time of paper has dtype float64", {"node_time": {"paper": np.full(50, np.nan)}}),
-    ("edge_features cannot be read: Sizes of tensors must match", {"edge_features": UNEVEN}),
     (r"edge_time of \w+,\w+,\w+\[0\] is 2049: .*float16, .*rounds it", {"edge_time": ROUNDED}),
     (r"edge_time of \w+,\w+,\w+\[0\] is 9007199254740993: .*float64", {"edge_time": WIDE}),
     (r"features of author\[0, 0\] is 2049: .*rounds it: give them", {"features": COARSE}),
@@ -364,6 +430,38 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
 @pytest.mark.parametrize("said, change", REFUSED_GRAPHS)
 def test_typed_graphs_refuse(said, change, tmp_path):
     _refuses(said, build_store, tmp_path / "g", **{**_typed(), **change})
+
+
+def test_edge_features_of_several_widths_are_padded(tmp_path, capsys):
+    """As the features of nodes are; by the types of a HeteroData too."""
+    graph = pytest.importorskip("torch_geometric.data").HeteroData()
+    rng = np.random.default_rng(1)
+    values = {kind: rng.random((90, 2 + i), np.float32) for i, kind in enumerate(ENDS)}
+    values[ENDS[0]] = values[ENDS[0]][:, 0]
+    given = _typed() | {"edge_features": values}
+    for name, count in given["node_types"].items():
+        graph[name].num_nodes = count
+    for kind, edges in given["edge_index"].items():
+        graph[kind].edge_index = torch.from_numpy(edges)
+        graph[kind].edge_attr = torch.from_numpy(values[kind])
+    for name in "paper", "place":
+        graph[name].x = torch.from_numpy(given["features"][name])
+    graph["paper"].y = torch.from_numpy(given["labels"]["paper"])
+    graph["paper"].train_mask = torch.arange(50) < 9
+    made = GraphStore.open(build_store(tmp_path / "a", **given))
+    assert made.edge_dim == 4
+    for number, kind in enumerate(ENDS):
+        rows = made.edge_features[made.edge_type == number]
+        wanted = np.zeros((90, 4), np.float32)
+        wanted[:, : values[kind][0].size] = values[kind].reshape(90, -1)
+        assert sorted(rows.tolist()) == sorted(wanted.tolist())
+    same = GraphStore.open(prepare.build(graph, tmp_path / "b"))
+    line = "edge_features have 1 or 3 or 4 columns, by type: narrower ones get zeros"
+    assert line in capsys.readouterr().out
+    assert torch.equal(same.edge_features, made.edge_features)
+    none = {"edge_index": {ENDS[0]: [[], []]}, "edge_features": {ENDS[0]: np.empty((0, 9))}}
+    some = {name: {**given[name], **values} for name, values in none.items()}
+    assert GraphStore.open(build_store(tmp_path / "c", **{**given, **some})).edge_dim == 9
 
 
 def test_typed_graphs_keep_what_is_narrow(tmp_path):
@@ -537,6 +635,19 @@ def test_train_learns_resumes_and_predicts_by_type(mag, tmp_path):
     assert "was trained on a graph with node_types" in _train(words, code=2)
 
 
+@pytest.mark.parametrize("task", ["node", "link"])
+def test_a_graph_without_any_features_is_reported_so(task, tmp_path, capsys):
+    ids = np.arange(60)
+    ends = np.stack([ids, np.roll(ids, 1)])
+    graph = {"edge_index:n,a,n": ends, "num_nodes:n": 60, "y:n": ids % 2, "train_idx:n": ids[:30]}
+    np.savez(tmp_path / "bare.npz", **graph, **{"val_idx:n": ids[30:]})
+    words = f"--task {task} --model rgcn --dataset {tmp_path}/bare.npz --symmetrize --epochs 1"
+    _run_here(tmp_path, words, "--gpus 0 --fanout 2,2")
+    said = capsys.readouterr().out
+    assert ", no features" in said and "1 features" not in said, said
+    assert re.search("features +0 x float32", info(next(tmp_path.glob("bare-*"))))
+
+
 @pytest.mark.parametrize("flags", ["--bases 2", "--model sage", "--task link --edge-type cites"])
 def test_node_types_are_the_same_for_any_number_of_processes(flags, mag, tmp_path):
     words = f"--dataset {mag} {NODE_FLAGS} {flags}"
@@ -582,23 +693,39 @@ def test_train_on_links_of_one_type(mag, tmp_path):
     assert "there is none among author," in _train(f"{words} --edge-type buys", code=2)
 
 
-def test_a_checkpoint_knows_its_types_by_name(mag, pointing, tmp_path):
-    """The same relations in another order are another graph; a user's model needs features of every node."""
+@pytest.mark.parametrize("file, model", [("typed", "rgcn"), ("timed", "rgcn"), ("typed", "own")])
+def test_a_checkpoint_knows_its_types_by_name(file, model, pointing, tmp_path):
+    """The same relations in another order predict the same, also where each node sees its past; to train on, or with
+    another relation, it is another graph."""
+    (tmp_path / "mymodel.py").write_text(TYPES_MODEL)
+    own = f"--model {tmp_path}/mymodel.py:Net"
+    arrays, split = dict(np.load(pointing / f"{file}.npz")), {"train": np.arange(50)}
+    order = np.array([2, 0, 4, 1, 3])  # the number there of each type
+    other = arrays | {"edge_type": order[arrays["edge_type"]]}
+    names = [chr(ord("a") + i) for i in np.argsort(order)]
+    for name, graph, called in ("g", arrays, "abcde"), ("h", other, names), ("i", other, "abcdx"):
+        build_store(tmp_path / name, **graph, split=split, edge_types=[*called])
+    words = f"{own if model == 'own' else f'--model {model}'} --gpus 0"
+    more = f"--fanout 3,3 --epochs 1 --checkpoint {tmp_path}/c.pt --hidden 8"
+    more = more.removesuffix("--hidden 8") if model == "own" else more
+    _train(f"--dataset {tmp_path}/g {words} {more}")
+    again = f"{words} --resume {tmp_path}/c.pt"
+    predict = f"{again} --predict-what logits --predict {tmp_path}"
+    said = [_train(f"{predict}/{name}.npy --dataset {tmp_path}/{name}") for name in "gh"]
+    line = f"edges have the edge types of {tmp_path}/c.pt in another order: they go by name"
+    assert line in said[1] and line not in said[0]
+    expected, logits = (np.load(tmp_path / f"{name}.npy") for name in "gh")
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+    for name, has in ("h", "them in another order"), ("i", "others"):
+        more = f"--predict {tmp_path}/i.npy" * (name == "i")
+        said = _train(f"{again} --dataset {tmp_path}/{name} {more}", code=2)
+        is_of = f"whose edge types are a; b; c; d; e; {tmp_path}/{name} has {has}"
+        assert f"was trained on a graph {is_of}" in said
+
+
+def test_a_users_model_needs_features_of_every_node(mag, tmp_path):
     (tmp_path / "mymodel.py").write_text(OWN_LAYERS)
-    own, words = f"--gpus 0 --model {tmp_path}/mymodel.py:Net", f"--checkpoint {tmp_path}/c.pt"
-    arrays, split = dict(np.load(pointing / "typed.npz")), {"train": np.arange(50)}
-    named = build_store(tmp_path / "named", **arrays, split=split, edge_types=[*"abcde"])
-    other = tmp_path / "other"
-    for store, model, first in (mag, NODE_FLAGS, "author,affiliated_with"), (named, own, "a; b"):
-        _train(f"--dataset {store} {model} --fanout 2,2 --epochs 1 {words}")
-        meta = GraphStore.open(store).meta
-        shutil.copytree(store, other)
-        _rewrite_meta(other, **(meta | {"edge_types": meta["edge_types"][::-1]}))
-        again = f"{own if model is own else ''} --resume {tmp_path}/c.pt --dataset {other}"
-        said = _train(f"{again} --predict {tmp_path}/p.npy --gpus 0", code=2)
-        assert f"was trained on a graph whose edge types are {first}" in said
-        shutil.rmtree(other)
-    words = f"--dataset {mag} {own} --fanout 2,2"
+    words = f"--gpus 0 --model {tmp_path}/mymodel.py:Net --dataset {mag} --fanout 2,2"
     assert "has types of nodes without features, for which built-in" in _train(words, code=2)
 
 
