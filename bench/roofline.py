@@ -1,6 +1,7 @@
 """python -m bench roofline: lower bounds for each kernel of a training step on a GPU, from bytes and products.
 
-No GPU is needed. The step of run/cuda_graphs.py runs on the CPU in the shapes of real batches, padded as there; our
+No GPU is needed; where one has run the same step (results/kernels-h200.json), the times that it took are printed beside
+the bounds. The step of run/cuda_graphs.py runs on the CPU in the shapes of real batches, padded as there; our
 kernels only record their arguments, torch operations what they read and write. A table larger than the L2 cache whose
 rows are gathered counts one row per edge, any other tensor counts once. Data that stays in the cache between two
 kernels is counted all the same: small kernels can be faster than this.
@@ -9,15 +10,15 @@ kernels is counted all the same: small kernels can be faster than this.
 import contextlib
 import functools
 import types
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.step import network
-from bench.tools import opened, print_table
+from bench.tools import opened, print_table, read_json
 from features import FeatureRing
 from model import gather_rows, self_and_mean
 from native import build, layers, sampler_gpu
@@ -27,9 +28,11 @@ from sampler import NeighborSampler
 
 # bytes and FLOP (TF32, bf16) a second, from NVIDIA's data sheets, SXM, without sparsity
 GPUS = {"H100": (3.35e12, 495e12, 989e12), "H200": (4.8e12, 495e12, 989e12)}
+MEASURED = Path(__file__).parents[1] / "results/kernels-h200.json"
 IN_ORDER, GATHERED = 0.9, 0.85  # share of the bandwidth that kernels are assumed to reach
 CACHE, SECTOR = 50 << 20, 32  # bytes: L2, and what a read of 4 bytes moves
-PRODUCTS = {"mm": 0, "addmm": 1, "linear": 0, "_linear_pointwise": 0}  # argument that has the rows
+# argument that has the rows
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "linear": 0, "_linear_pointwise": 0}
 # kernel: the table from which it gathers a row for each edge
 TABLES = {"self_and_mean": "h", "max_neighbours": "h", "gather_rows": "table"}
 TABLES |= {f"attention_{of}": "source" for of in ("scores", "sum", "weight_grad")}
@@ -68,8 +71,10 @@ class Costs(TorchDispatchMode):
         if name == "index_select":
             self.add(name, size(outputs), size(outputs) + size(inputs[1:]))
         elif name in PRODUCTS:
-            (m, n), k = outputs[0].shape, args[PRODUCTS[name]].shape[1]
-            self.add(f"product {m:,} x {k:,} x {n:,}", size(inputs + outputs), 0, 2 * m * n * k)
+            (*slices, m, n), k = outputs[0].shape, args[PRODUCTS[name]].shape[-1]
+            products = 2 * outputs[0].numel() * k
+            name = "".join(f"{count} of " for count in slices)
+            self.add(f"product {name}{m:,} x {k:,} x {n:,}", size(inputs + outputs), 0, products)
         else:  # tensors changed in place are read and written
             changed = [a for a, s in zip(args, func._schema.arguments) if s.alias_info]
             self.add(name, size(inputs) + size(tree_leaves(changed) if changed else outputs))
@@ -132,6 +137,8 @@ def step_costs(args, store, dtype):
     ring = FeatureRing(features, store.labels, **options)
     net = network(args, store, None, 0.5)
     optimizer = Adam(net.parameters(), lr=0.003, fused=True)
+    optimizer.param_groups[0]["capturable"] = True
+    weight, loss_sum = torch.tensor(1 / args.batch_size), torch.zeros((), dtype=torch.float64)
     _, room = cuda_graphs.static_room(sampler, store.split["train"], settings, ring.first_hop)
 
     @functools.cache
@@ -142,21 +149,37 @@ def step_costs(args, store, dtype):
     with (
         patch.object(layers, "load", load),
         patch.object(layers, "is_gpu", lambda device: True),
+        patch.object(torch, "get_float32_matmul_precision", lambda: "high"),
         patch.object(torch.cuda, "Event", lambda: None),
     ):
-        slot = cuda_graphs.Slot(sampler, ring, room, 0)
+        slot = cuda_graphs.Slot(sampler, ring, room)
         for measured in (contextlib.nullcontext(), costs):  # the first run creates Adam's state
             costs.rows.clear()
             with measured:
                 slot.sample()
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                    key, aggregated = slot.key, ring.first_hop
+                    key, aggregated = (0, slot.step), ring.first_hop
                     logits = net(slot.batch.blocks, slot.x, aggregated=aggregated, key=key)
-                loss = F.cross_entropy(logits.float(), slot.y, reduction="sum", ignore_index=-1)
-                (loss / args.batch_size).backward()
+                loss = layers.cross_entropy(logits.float(), slot.y)
+                loss.backward(weight)
+                loss_sum.add_(loss.detach())
                 optimizer.step()
                 optimizer.zero_grad()
     return costs
+
+
+def measured(args, store, precision):
+    """Read how long a GPU took for a step's kernels, one at a time -> {kernel: us}, with the whole step's under "a step";
+    {} if none has been measured with this network and in these shapes."""
+    file = read_json(MEASURED)
+    degree = round(store.num_edges / store.num_nodes)
+    shape = {"nodes": store.num_nodes, "degree": degree, "features": store.feature_dim}
+    shape |= {"classes": store.num_classes, "fanout": args.fanout, "batch_size": args.batch_size}
+    run = file.get("runs", {}).get(f"{args.model} {precision}")
+    if run is None or file["shape"] != {**shape, "hidden": args.hidden}:
+        return {}
+    times = {kernel: us for kernel, (_, us) in run["kernels"].items()}
+    return {**times, "a step": run["busy_us"]}
 
 
 def bench_roofline(args):
@@ -174,6 +197,13 @@ def bench_roofline(args):
         total = {key: sum(row[key] for row in rows.values()) for key in row}
         large = {kernel: row for kernel, row in rows.items() if row["MB"] >= total["MB"] / 100}
         rest = {key: total[key] - sum(row[key] for row in large.values()) for key in total}
+        table = {**large, "others": rest, "a step": total}
+        if times := measured(args, store, name):
+            taken = {kernel: times[kernel] for kernel in large if kernel in times}
+            taken["others"] = times["a step"] - sum(taken.values())
+            taken["a step"] = times["a step"]
+            for kernel, us in taken.items():
+                table[kernel]["H200 measured, us"] = us
         print(f"{args.model}, {name}: {len(store.split['train']):,} training nodes")
-        figures[name] = print_table("kernel", {**large, "others": rest, "a step": total})
+        figures[name] = print_table("kernel", table)
     return {"kernels": figures}

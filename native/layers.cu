@@ -235,16 +235,16 @@ FN floats_t drop_columns(floats_t v, u64 key, int column, int drop, float scale)
 #endif
 }
 
-// Apply ReLU (if relu) and dropout (if drop) to columns of a row; a node below 0 gives zeros.
-#define ACTIVATE(v, row)                                                                       \
-  activate(v, relu, nodes ? (i64)nodes[row] : (i64)(row), column, drop, scale, (u64)seed, step, \
-           (u64)layer)
-FN floats_t activate(floats_t v, int relu, i64 node, int column, int drop, float scale, u64 seed,
-                     const i64 *step, u64 layer) {
+// Apply ReLU (if relu) and dropout (if drop) to columns of a row; a node below 0 gives zeros. A thread
+// computes the layer's seed once, for all its rows.
+#define LAYER_SEED (drop ? dropout_seed((u64)seed, step, (u64)layer) : 0)
+#define NODE_OF(row) (nodes ? (i64)nodes[row] : (i64)(row))
+FN floats_t activate(floats_t v, int relu, i64 node, int column, int drop, float scale,
+                     u64 layer_seed) {
   if (node < 0) return all_of(0);
   if (relu) v = choose(v < 0.0f, all_of(0), v);  // NaN stays
   if (!drop) return v;
-  return drop_columns(v, mix(dropout_seed(seed, step, layer) ^ (u64)node), column, drop, scale);
+  return drop_columns(v, mix(layer_seed ^ (u64)node), column, drop, scale);
 }
 
 // Adam step for rows [n] of a weight and its moments, by their gradient grad [n, width]; negative
@@ -279,20 +279,31 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   FETCH_SOURCES(s, h + column, width);
   if (self_rows && s + 2 < S) FETCH(h + column, width, 1, self_rows, s + 2, s + 3);
   floats_t own = all_of(0), sum = all_of(0);
+  const u64 layer_seed = WHERE_READ ? LAYER_SEED : 0;
   if (self >= 0) own = load(h + self * width + column, whole, left);
-  if (WHERE_READ && self >= 0) own = ACTIVATE(own, self);
+  if (WHERE_READ && self >= 0)
+    own = activate(own, relu, NODE_OF(self), column, drop, scale, layer_seed);
   if (self >= 0) KEEP_BITS(self, own);
   for (ID e = first; e < last && count == e - first; e += GROUP) {
+    ID u[GROUP];
+    i64 node[GROUP];
     floats_t v[GROUP];
+    // all loads before the first store of bits: the compiler may not move a load ahead of a store
+    UNROLL for (int j = 0; j < GROUP; j++) u[j] = e + j < last ? indices[e + j] : -1;
     UNROLL for (int j = 0; j < GROUP; j++) {
-      ID u = e + j < last ? indices[e + j] : -1;
-      v[j] = u < 0 ? all_of(0) : load(h + (i64)u * width + column, whole, left);
-      if (WHERE_READ && u >= 0) v[j] = ACTIVATE(v[j], u);
-      if (u >= 0) KEEP_BITS(u, v[j]);
-      if (gamma && u >= 0) v[j] = v[j] * gamma[u];
-      count += u >= 0;
+      v[j] = u[j] < 0 ? all_of(0) : load(h + (i64)u[j] * width + column, whole, left);
+      node[j] = WHERE_READ && u[j] >= 0 ? NODE_OF(u[j]) : 0;
     }
-    UNROLL for (int j = 0; j < GROUP; j++) sum = sum + v[j];
+    UNROLL for (int j = 0; j < GROUP; j++) {
+      if (WHERE_READ && u[j] >= 0)
+        v[j] = activate(v[j], relu, node[j], column, drop, scale, layer_seed);
+      if (u[j] >= 0) KEEP_BITS(u[j], v[j]);
+    }
+    UNROLL for (int j = 0; j < GROUP; j++) {
+      if (gamma && u[j] >= 0) v[j] = v[j] * gamma[u[j]];
+      count += u[j] >= 0;
+      sum = sum + v[j];
+    }
   }
   const floats_t mean = sum * (count ? (alpha ? beta[s] : 1.0f) / (float)count : 0.0f);
   if (alpha) {
@@ -322,13 +333,20 @@ KERNEL self_and_mean_grad(const int *start, const int *size, const int *destinat
     FETCH_DESTINATIONS(u + run - 1, of_mean + column, stride);
     floats_t sum = all_of(0);
     if (u < S) sum = load(grad + u * stride + column, whole, left) * (alpha ? alpha[u] : 1.0f);
-    for (int q = first; q < last; q += GROUP) {
+    int q = first;
+    for (; q + GROUP <= last; q += GROUP) {
       floats_t v[GROUP];
-      UNROLL for (int j = 0; j < GROUP; j++) if (q + j < last) {
+      float part[GROUP];
+      UNROLL for (int j = 0; j < GROUP; j++) {
         v[j] = load(of_mean + (i64)destination[q + j] * stride + column, whole, left);
+        part[j] = share[q + j] * by;
       }
-      UNROLL for (int j = 0; j < GROUP; j++) if (q + j < last)
-        sum = sum + v[j] * (share[q + j] * by);
+      UNROLL for (int j = 0; j < GROUP; j++) sum = sum + v[j] * part[j];
+    }
+    // most sources have an edge or two: a group with idle slots would cost them all its instructions
+    ONE_BY_ONE for (; q < last; q++) {
+      const float part = share[q] * by;
+      sum = sum + load(of_mean + (i64)destination[q] * stride + column, whole, left) * part;
     }
     if (kept) sum = keep(WHERE_KEPT(u), sum, scale);
     store(out + u * width + column, whole, left, sum);
@@ -342,7 +360,8 @@ KERNEL relu_dropout(const IN *h, int S, int width, int whole, int relu, const ID
                     OUT *out) {
   ROW_AND_COLUMN(S);
   const i64 at = row * width + column;
-  const floats_t v = ACTIVATE(load(h + at, whole, left), row);
+  const floats_t read = load(h + at, whole, left);
+  const floats_t v = activate(read, relu, NODE_OF(row), column, drop, scale, LAYER_SEED);
   store(out + at, whole, left, v);
   KEEP_BITS(row, v);
 }
@@ -631,6 +650,27 @@ KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, const int *dst, int
     }
     for (int j = 0; j < 8 && k + j < wide; j++)
       store_floats(to_by + (run * wide + k + j) * stride + from, whole, left, sums[j]);
+  }
+}
+
+// Cross-entropy of logits [S, C] and classes y [S], below 0 where a row has none -> loss [S], and the
+// gradient of their sum. A row has `lanes` threads: each reads all of it, and writes the gradient of
+// every lanes-th column.
+KERNEL cross_entropy(const IN *logits, const i64 *y, int S, int C, int lanes, float *loss,
+                     OUT *grad) {
+  THREAD((i64)S * lanes);
+  const i64 row = (unsigned)i / (unsigned)lanes;
+  const int lane = (int)((unsigned)i % (unsigned)lanes);
+  if (y[row] >= C) FAIL;
+  const int of = (int)y[row];
+  const IN *x = logits + row * C;
+  float top = UP(IN)(x[0]), sum = 0;
+  for (int c = 1; c < C; c++) top = fmaxf(top, UP(IN)(x[c]));
+  for (int c = 0; c < C; c++) sum += expf(UP(IN)(x[c]) - top);
+  if (!lane) loss[row] = of < 0 ? 0 : logf(sum) + top - UP(IN)(x[of]);
+  for (int c = lane; c < C; c += lanes) {
+    const float g = expf(UP(IN)(x[c]) - top) / sum - (float)(c == of);
+    grad[row * C + c] = DOWN(OUT)(of < 0 ? 0 : g);
   }
 }
 

@@ -4,19 +4,22 @@
 
 FN void report(const batch_t *b, u64 trouble) { atomicOr((u64 *)b->sizes, trouble); }
 
-// Set count i of n, and add it to its sums over 64 and over 4,096 counts.
+// Set count i of n, and add it to the sum of its 64 counts, whose upper bits say how many have come. The
+// last of the 64 adds their sum to that of 4,096 counts: thousands of atomics on one address would wait
+// for each other. A sum without all of its counts is no part of the larger one, and of no prefix.
+#define COME (1ULL << 48)
 FN void tally(int *count, u64 *sums, i64 n, i64 i, i64 value) {
   count[i] = (int)value;
-  if (!value) return;
-  atomicAdd(&sums[i / 64], (u64)value);
-  atomicAdd(&sums[n / 64 + 1 + i / 4096], (u64)value);
+  const u64 others = atomicAdd(&sums[i / 64], COME + (u64)value);
+  if (others / COME == 63)
+    atomicAdd(&sums[n / 64 + 1 + i / 4096], others % COME + (u64)value);
 }
-// The sum of counts 0 .. i - 1.
+// The sum of counts 0 .. i - 1, all of which have come.
 FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
   const u64 *large = sums + n / 64 + 1;
   i64 sum = 0;
   for (i64 q = 0; q < i / 4096; q++) sum += large[q];
-  for (i64 q = i / 4096 * 64; q < i / 64; q++) sum += sums[q];
+  for (i64 q = i / 4096 * 64; q < i / 64; q++) sum += sums[q] % COME;
   for (i64 q = i / 64 * 64; q < i; q++) sum += count[q];
   return sum;
 }

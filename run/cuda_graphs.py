@@ -4,8 +4,8 @@
     for batch in NodeLoader(..., load=graphs.load):
         graphs.step(batch, clock)        # forward, loss, backward, optimizer
 
-One graph samples a batch, fetches its features (for GraphSAGE, one kernel samples and averages the outermost hop) and
-looks up the labels; another trains on it. Every batch in flight has its own slot of memory, so that the next batch is
+One graph samples a batch, fetches its features (for GraphSAGE, one kernel samples and averages the outermost hop), looks
+up the labels and lists edges by source for the backward pass; another trains on it. Every batch in flight has its own slot of memory, so that the next batch is
 sampled on the slot's stream while this one is trained on. Shapes are static: padded to the numbers of nodes and edges in
 the first batches of the run, plus a margin. Padding has no edges, no label and no gradient. The step number, which keys
 sampling and dropout, is read from GPU memory.
@@ -208,6 +208,8 @@ class Slot:
         if self.edge_type is not None:
             new = self.edge_type.new_empty
             blocks = [block._replace(edge_type=new(block.num_edges)) for block in blocks]
+        for block in blocks:
+            layers.static(block)
         self.seeds, self.nodes = blocks[-1].src_nodes[: rows[0]], blocks[0].src_nodes
         if ring.first_hop:  # the outermost block has no edges: they are averaged when drawn
             none = self.nodes[:0]
@@ -222,7 +224,7 @@ class Slot:
         self.trained = torch.cuda.Event()
 
     def sample(self):
-        """Launch what the first graph captures: sample, fetch features, look up labels and types of edges."""
+        """Launch what the first graph captures: sample, fetch features, look up labels and types of edges, list edges."""
         ring, nodes = self.ring, self.nodes
         learned = len(ring.features) < ring.labels.shape[0]  # some types of nodes have no features
         if learned:
@@ -240,6 +242,8 @@ class Slot:
             ring.gather(ring.features, nodes, self.x)
         elif not ring.first_hop:
             self.x.copy_(ring.gather(ring.features, nodes))
+        for block in self.batch.blocks:
+            layers.fill_lists(block)
 
 
 class StepGraphs:
@@ -332,6 +336,7 @@ class StepGraphs:
             for slot in self.slots:
                 torch.cuda.synchronize()  # the slot's stream does not wait for what this one restores
                 with self.ring.stream(0):
+                    side = torch.cuda.current_stream()
                     slot.frame.fill(seeds, 0)
                     slot.sample()
                     # warm up in these shapes
@@ -340,7 +345,8 @@ class StepGraphs:
                 # what a reference cycle keeps of steps so far: autograd would wait for their streams, and end the capture
                 gc.collect()
                 sampling, training = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-                with captured(sampling):
+                # kernels of a graph have the priority of the stream that captured them
+                with captured(sampling, stream=side):
                     slot.sample()
                 with captured(training, pool):
                     self._compute(slot.batch, slot.step)
@@ -364,7 +370,7 @@ class StepGraphs:
         """Take a step on one batch, padded or not; with several ranks, up to the flat gradient."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.run.loss(batch, step)
-        (loss * self.weight).backward()
+        loss.backward(self.weight)
         self.loss_sum.add_(loss.detach())
         if self.flat is None:
             self.optimizer.step()

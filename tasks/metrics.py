@@ -14,6 +14,8 @@ import re
 import torch
 from torch.nn import functional as F
 
+from native import layers
+
 RANKINGS = "mrr", "hits@1", "hits@10"
 
 
@@ -93,6 +95,12 @@ def average_precision(score, y):
     ones, zeros = (counts.flip(0) for counts in _counts(score, y))
     hit = ones.cumsum(0)
     return ((ones * hit / (hit + zeros.cumsum(0))).sum() / ones.sum()).item()
+
+
+def cross_entropy(logits, y):
+    """Compute the cross-entropy of logits [n, C] and classes [n], of which -1 does not count, summed over n."""
+    loss = layers.cross_entropy(logits, y)
+    return F.cross_entropy(logits, y, reduction="sum", ignore_index=-1) if loss is None else loss
 
 
 def binary_cross_entropy(logits, y):

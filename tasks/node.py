@@ -1,12 +1,11 @@
 """Node classification: loss, validation on sampled neighbourhoods, exact scores and predictions."""
 
 import torch
-from torch.nn import functional as F
 
 from disk.files import StoreError
 from loader import seeds_at
 from sources.splits import choose_split, split_of
-from tasks.metrics import binary_cross_entropy, score
+from tasks.metrics import binary_cross_entropy, cross_entropy, score
 from tasks.task import OF_LINKS, Task, described, gnn, open_graph
 
 
@@ -55,7 +54,7 @@ class NodeTask(Task):
         """Sum over the seeds of the cross-entropy: of classes [S], or of 0 and 1 [S, C] averaged over C."""
         if y.dim() > 1:
             return binary_cross_entropy(output, y)
-        return F.cross_entropy(output, y, reduction="sum", ignore_index=-1)
+        return cross_entropy(output, y)
 
     def validate(self, run):
         nodes, result = self.store.split["valid"], None

@@ -34,6 +34,7 @@ from run.edge_data import EdgeData
 from run.report import Clock
 from run.run import Run
 from sampler import Block, NeighborSampler
+from tasks import metrics
 from tasks.node import NodeTask
 from tests import common
 from tests.common import TINY, _end, _fork, _on_kernels, _random_graph, _run_here
@@ -119,9 +120,10 @@ def _emulate_graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", nothing)
     monkeypatch.setattr(torch.cuda, "set_stream", nothing)
-    monkeypatch.setattr(cuda_graphs, "captured", lambda graph, pool=None: graph)
+    monkeypatch.setattr(cuda_graphs, "captured", lambda graph, pool=None, stream=None: graph)
     monkeypatch.setattr(model, "fused", layers_gpu)
     monkeypatch.setattr(adam, "layers", layers_gpu)
+    monkeypatch.setattr(metrics, "layers", layers_gpu)
 
 
 def _sampling_on_gpu(s, folder):
@@ -211,10 +213,36 @@ def test_a_step_of_a_typed_graph_is_a_cuda_graph(
 
 def _adam(net, state=None):
     # with the usual eps a gradient near zero makes a step of either sign
-    optimizer = torch.optim.Adam(net.parameters(), eps=2**-10, fused=True)
+    optimizer = adam.Adam(net.parameters(), eps=2**-10, fused=True)
     if state:
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     return optimizer
+
+
+def test_captured_adam_steps_in_pieces_have_the_same_bits(monkeypatch):
+    """Of a parameter that is cut, one that ends a piece, and small ones."""
+    values, sizes = [torch.randn(n) for n in ((300, 20), (2048,), (7,), (1, 1))], []
+    fused_adam = torch._fused_adam_
+
+    def noted(params, *args, **options):
+        sizes.extend(p.numel() for p in params)
+        fused_adam(params, *args, **options)
+
+    monkeypatch.setattr(torch, "_fused_adam_", noted)
+    ends = []
+    for captured in (False, True):
+        params = [v.clone().requires_grad_() for v in values]
+        optimizer = adam.Adam(params, lr=0.01, weight_decay=0.003, fused=True)
+        optimizer.param_groups[0].update(capturable=captured, lr=torch.tensor(0.01))
+        sizes.clear()
+        for step in range(3):
+            torch.manual_seed(step)
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        ends.append([*params, *(t for p in params for t in optimizer.state[p].values())])
+    assert sizes == [2048, 2048, 1904, 2048, 7, 1] * 3
+    assert len(ends[0]) == 16 and all(map(torch.equal, *ends))
 
 
 def _plain_loop(net, draws, ring, batches, labels):
@@ -372,7 +400,7 @@ def test_no_node_of_an_earlier_step_is_alive_when_a_capture_begins(
             cycle.append(cycle)
         return value
 
-    def captured(graph, pool=None):
+    def captured(graph, pool=None, stream=None):
         captures.append(alive.count())
         return graph
 
@@ -473,6 +501,53 @@ def test_a_cuda_step_graph_that_differs_is_not_used(emulated_graphs, tmp_path, m
         with pytest.raises(RuntimeError, match=words):
             _step_graphs(*run)
     assert all(map(torch.equal, before, net.parameters()))
+
+
+def test_a_cuda_graph_samples_with_the_priority_of_the_rings_stream(
+    emulated_graphs, tmp_path, monkeypatch
+):
+    """Kernels of a graph have the priority of the stream that captured them, on whichever they are replayed."""
+    net, labels = _net("sage", (20, 8, 5)), torch.randint(5, (300,))
+    draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20))
+    side, caller, captured_on = object(), torch.cuda.current_stream(), []
+    current = [caller]
+
+    @contextmanager
+    def on_side(slot, blocks=()):
+        current.append(side)
+        yield
+        current.pop()
+
+    def captured(graph, pool=None, stream=None):
+        captured_on.append(stream)
+        return graph
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(ring, "stream", on_side)
+    monkeypatch.setattr(cuda_graphs, "captured", captured)
+    assert _step_graphs(draws, ring, net, _adam(net), torch.arange(40)).captured
+    assert captured_on == [side, None, side, None]  # two slots: sampling, training
+
+
+@pytest.mark.parametrize("conv, listed", [("sage", 2), ("gcn", 2), ("gat", 3)])
+def test_the_sampling_graph_lists_edges_for_the_training_graph(
+    emulated_graphs, conv, listed, tmp_path, request
+):
+    """Those of blocks whose rows have a gradient; GCN's shares need what the model computes."""
+    launched = request.getfixturevalue("cuda_layers")
+    net, labels = _net(conv, (20, 8, 5)), torch.randint(5, (300,))
+    draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20))
+    for word in ("on", "off"):
+        graphs = _step_graphs(draws, ring, net, _adam(net), torch.arange(40), word)
+        for slot in graphs.slots:
+            launched.clear()
+            graphs._sample(slot, torch.arange(12), 7)
+            for name in ("destinations", "list_sizes", "list_edges", "list_in_order"):
+                assert launched.count(name) == listed
+            launched.clear()
+            graphs._train(slot)
+            assert {"list_edges", "destinations"}.isdisjoint(launched)
+            assert ("list_in_order" in launched) == (conv == "gcn")
 
 
 # where one rank fails while the graphs of a run are made: function, which of its calls, whether the others go on without

@@ -20,6 +20,7 @@ from model import GNN
 from native import build, sampler_gpu
 from native import layers as fused
 from sampler import NeighborSampler
+from tasks import metrics
 from tests.common import _cuda_resources, _EmulatedKernels, _end, _fork, _mix, _random_graph
 
 # a second native/layers.py, which takes CPU tensors for those of a GPU
@@ -148,6 +149,56 @@ def test_cuda_sampler_kernels_stay_in_registers(ids, arch):
     outer, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
     found = _cuda_resources(text, arch) | _cuda_resources(outer, arch)
     assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_and_its_gradient_are_one_kernel(cuda_layers, dtype, monkeypatch):
+    """Rows without a class have neither, and what is not finite is not hidden."""
+    near = dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=1e-2, atol=1e-3)
+    weight = torch.tensor(0.25)
+    for classes in (1, 5, 16, 47):
+        logits = (5 * torch.randn(20, classes)).to(dtype).requires_grad_()
+        y = torch.randint(-1, classes, (20,))
+        y[-1], y[0] = -1, classes - 1
+        results = []
+        for functions in (fused, layers_gpu):  # the first leaves the CPU to torch
+            monkeypatch.setattr(metrics, "layers", functions)
+            loss = metrics.cross_entropy(logits if functions is layers_gpu else logits.float(), y)
+            results.append((loss.detach(), *torch.autograd.grad(loss, logits, weight)))
+        (want, to_logits), (loss, grad) = results
+        torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(grad, to_logits, **near)
+        assert grad[0].any() == (classes > 1) and not grad[y < 0].any()
+    assert cuda_layers == ["cross_entropy"] * 4
+    for odd in (float("nan"), float("inf")):
+        logits = torch.tensor([[1.0, odd], [3.0, 0.0]]).to(dtype).requires_grad_()
+        loss = layers_gpu.cross_entropy(logits, torch.tensor([0, 0]))
+        (grad,) = torch.autograd.grad(loss, logits)
+        assert loss.isnan() and grad[0].isnan().any() if odd != odd else not loss.isfinite()
+    assert layers_gpu.cross_entropy(logits.double(), y[:2]) is None
+
+
+def test_sums_over_many_rows_are_products_on_a_gpu(kernels, monkeypatch):
+    """In TF32 those of a weight's gradient are of slices; of other tensors, and on the CPU, they keep their bits."""
+    on_gpu, products = kernels is layers_gpu, []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *rows: products.append(rows[0].shape) or bmm(*rows))
+    monkeypatch.setattr(kernels, "SLICED", 2)
+    grad, x, ones = torch.randn(192, 5), torch.randn(192, 7), torch.ones(200)
+    for precision in ("high", "highest"):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda word=precision: word)
+        for n, dtype in ((192, torch.float32), (191, torch.float32), (192, torch.bfloat16)):
+            rows = grad[:n].to(dtype), x[:n].to(dtype)
+            sliced = on_gpu and n == 192 and dtype == torch.float32 and precision == "high"
+            made, want = kernels.weight_grad(*rows), torch.mm(rows[0].t(), rows[1])
+            assert products == [(64, 5, 3)] * sliced
+            assert sliced or torch.equal(made, want)
+            torch.testing.assert_close(made, want, rtol=1e-5, atol=1e-5)
+            products.clear()
+    for rows, factor in ((grad, ones), (grad, None), (grad.bfloat16(), ones)):
+        made = kernels.column_sums(rows, factor)
+        assert made.dtype == rows.dtype
+        torch.testing.assert_close(made, rows.sum(0), rtol=1e-5, atol=1e-5)
 
 
 def _behind(rows, tensor):

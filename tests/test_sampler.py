@@ -321,6 +321,19 @@ def test_more_lists_of_types_than_rows_are_drawn_side_by_side():
         assert _equal([ours[0]._replace(edge_type=None)], slow)
 
 
+def test_cuda_prefixes_over_thousands_of_rows_are_sums_of_sums(tmp_path):
+    """More than 4,096 rows of a hop, and 4,096 words of 32 edges: rows without edges count, too."""
+    rng, V = np.random.default_rng(3), 30_000
+    indptr, indices = _random_graph(rng, V, 13)
+    for fanouts, seeds in (([3, 3], 5000), ([9], 29_000)):
+        s = NeighborSampler(indptr, indices, fanouts, backend="torch")
+        sample, backend = _on_kernels(s, tmp_path)
+        for step, S in enumerate((seeds, 4097)):  # what the first batch left does not count
+            batch = torch.from_numpy(rng.permutation(V)[:S])
+            assert _equal(sample(batch, step), s.sample(batch, step))
+    assert backend.most == [0] and 4096 < backend.shapes(29_000)[1][0] // 32
+
+
 def test_cuda_tables_are_used_up_and_batches_that_never_fit_are_an_error(tmp_path, monkeypatch):
     """Positions count down over batches of eleven launches each; at the end the table is cleared."""
     indptr, indices = _random_graph(np.random.default_rng(3), 300, 8)
@@ -406,6 +419,22 @@ def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
             want = out.new_empty(outer.num_dst, out.shape[1])
             fused.self_and_mean(outer.indptr, outer.indices, x, outer.src_nodes, want)
             assert torch.equal(out[: outer.num_dst], want) and not out[outer.num_dst :].any()
+
+
+def test_a_cuda_thread_of_the_outermost_hop_loads_twice_from_a_row():
+    """As was fastest on a GPU; no thread is without columns."""
+    for width, dtype, threads in (
+        (100, torch.float32, 13),
+        (128, torch.bfloat16, 16),
+        (768, torch.float32, 96),
+        (7, torch.float32, 4),
+        (4, torch.float32, 1),
+        (1, torch.bfloat16, 1),
+    ):
+        x, out = torch.empty(1, width, dtype=dtype), torch.empty(1, 2 * width)
+        source, vec = sampler_gpu.aggregate_source(torch.int32, 5, x, out)
+        assert sampler_gpu.lanes(out, vec) == threads
+        assert f"#define LANES {threads}\n" in source
 
 
 def test_cuda_addresses_rows_of_the_outermost_hop_in_64_bits(tmp_path):
