@@ -305,11 +305,13 @@ def commands_of(folder):
         "labels": labels,
     }
     several = (rng.random((V, 4)) < 0.3).astype(np.int8)
+    names = "train_idx", "val_idx", "test_idx"
+    split = dict(zip(names, np.split(np.arange(V), [1000, 1500])))
     more = {
         "time": {"edge_time": rng.integers(0, 1000, M), "node_time": rng.integers(200, 1000, V)},
         "weight": {"edge_weight": rng.random(M).astype(np.float32)},
         "features": {"edge_features": rng.standard_normal((M, 6)).astype(np.float32)},
-        "several": {"labels": several},
+        "several": {"labels": several, **split},
     }
     for name, columns in more.items():
         np.savez(f"{folder}/{name}.npz", **{**graph, **columns})
