@@ -73,7 +73,7 @@ class Ranks(NamedTuple):
         take no part in the loss."""
         if self.world == 1:
             return model
-        ids = [self.local_rank] if self.gpus else None
+        ids = [self.device] if self.gpus else None
         distributed = torch.nn.parallel.DistributedDataParallel
         sparse = [f"{name}.weight" for name, module in model.named_modules() if _is_sparse(module)]
         distributed._set_params_and_buffers_to_ignore_for_model(model, sparse)

@@ -100,7 +100,7 @@ class SamplingSpec(NamedTuple):
     one_draw: bool  # all hops use the key of hop 0
     rule: str  # one of RULES
     edge_ids: bool  # whether blocks have edge_ids
-    threads: int | None  # None: torch.get_num_threads()
+    threads: int | None  # of a call in C; None: torch.get_num_threads(), at most 4
 
     rule_number = property(lambda self: RULES.index(self.rule), doc="As in rule.h.")
 
@@ -140,7 +140,7 @@ class NeighborSampler:
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl" (DGL's operators
             and random numbers), or "auto": native where available, else torch.
         check: validate the graph once, here; without, `sample` raises DamagedGraph when it reads a bad offset or id.
-        threads: of one `sample` call of the native backend; default torch.get_num_threads().
+        threads: of one `sample` call of the C backend; default torch.get_num_threads(), at most 4.
 
     Attributes:
         backend: name of the backend in use. engine: the backend object.

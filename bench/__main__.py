@@ -12,7 +12,7 @@
     python -m bench types --runs 20 --threads 1  # R-GCN on AIFB beside its paper
     python -m bench mag --fanout 25,20 --hidden 128    # R-GCN on ogbn-mag's shape, beside GraphBolt's with --graphbolt PYTHON
     python -m bench roofline                     # lower bounds for a step's kernels on H100 and H200; needs no GPU
-    python -m bench gpu                          # on a CUDA GPU: all measurements, in 9 minutes
+    python -m bench gpu                          # on a CUDA GPU: all what only a GPU can tell, in 4 minutes
     python -m bench attack --minutes 10          # outcomes of damaged stores, odd inputs, forged checkpoints, kill -9
     python -m bench picture                      # plots throughput beside DGL's, from the files of results/
 
@@ -87,7 +87,7 @@ def make_parser():
     add("--runs", type=whole, default=10, help="accuracy, labor, types: seeds, at least 2")
     # gpu, attack
     add("--quick", action="store_true", help="gpu: rehearse on tiny graphs, in ROOT/gpu-quick")
-    add("--minutes", type=size, help="time limit (default: gpu 9, attack 10)")
+    add("--minutes", type=size, help="time limit (default: gpu 4, attack 10)")
     add("--seed", type=int, default=0, help="attack: seed of the cases")
     add("--only", metavar="KIND", help="attack: only cases of this kind")
     add("--case", type=int, metavar="N", help="attack, with --only: one case, with all it prints")
@@ -109,7 +109,7 @@ def main(argv=None):
         parser.error(f"--batch-size {args.batch_size} must be a multiple of each of --procs")
     args.dataset = args.dataset or DATASETS.get(what, WORKLOAD)
     args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "attack": -1}.get(what, 20)
-    args.minutes = (9 if gpu else 10) if args.minutes is None else args.minutes
+    args.minutes = (4 if gpu else 10) if args.minutes is None else args.minutes
     args.threads = args.threads or (torch.get_num_threads() if gpu else 2)
     settle(args.threads)
     if what not in ("picture", "gpu"):

@@ -19,8 +19,8 @@ chunk is relabelled while its edges are still in the cache and the other threads
 
 One thread relabels, in the order of the edges, because the number of a new node is how many distinct nodes came before
 it. Hence `src_nodes` is the same for any number of threads, and the table needs neither locks nor atomics. The price:
-relabelling is somewhat less than half of the work, so a batch gains little from more than three threads. To use more
-cores, sample several batches at once, one per Python thread.
+relabelling is somewhat less than half of the work, so a batch gains little from more than three threads, and a hop takes
+MOST_THREADS by default. To use more cores, sample several batches at once, one per Python thread.
 """
 
 import ctypes
@@ -30,6 +30,7 @@ import torch
 
 from . import build
 
+MOST_THREADS = 4  # on 16 cores, starting 15 threads for each hop took 2 to 4 ms, and a batch was no faster than on 2
 FLAGS = ["-O3", "-march=native", "-fno-fast-math", "-fPIC", "-shared", "-pthread"]
 TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
 TYPES |= {torch.float32: "float", torch.float64: "double"}
@@ -116,7 +117,8 @@ class Backend:
         """
         spec, S, V = self.spec, dst.numel(), self.spec.indptr.numel() - 1
         offsets, (start, degree, gap, num_gaps) = dst.new_empty(S + 1), work.rows(S)
-        job, threads = Job(), spec.threads or torch.get_num_threads()
+        job = Job()
+        threads = spec.threads or min(torch.get_num_threads(), MOST_THREADS)
         fill, pointer = functools.partial(build.fill, job), ctypes.byref(job)
         fill(indptr=spec.indptr, indices=spec.indices, weights=spec.weights, V=V, threads=threads)
         fill(rule=spec.rule_number, k=hop.k, key=hop.key, types=spec.edge_type, S=S, dst=dst)

@@ -22,7 +22,9 @@ def estimate_lines(path, free_gpu=None, **flags) -> str:
         free_gpu = torch.cuda.mem_get_info()[0]
     free_host = free_host_bytes()
     graphs = hops_held(args, graph, edge_data(args, NodeTask, graph)[0])
-    modes, best = estimate(graph, graphs=graphs, free_gpu=free_gpu, free_host=free_host, **flags)
+    cores = torch.get_num_threads() // (args.gpus or args.procs)
+    known = {"graphs": graphs, "cores": cores, "free_gpu": free_gpu, "free_host": free_host}
+    modes, best = estimate(graph, **known, **flags)
     up_to = {m: f"; batches of up to {f.largest_batch:,} seeds fit" for m, f in modes.items()}
     disk = {name: record["bytes"] for name, record in graph.meta["files"].items()}
     features = disk.pop(BACKENDS[graph.meta["backend"]])

@@ -90,8 +90,8 @@ processes and placement
 --mode | auto {" ".join(MODES)} | where graph and features live - where training runs
 --cache | 4GiB = 0 | feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)
 --lookahead | N0 | CPU: keep the pages used soonest in the next N batches (default: two uses of each)
---prefetch | N0 = 2 | batches prepared ahead; 0: none
---sample-threads | N = 1 | threads that sample and fetch
+--prefetch | N0 | batches prepared ahead; 0: none (default: one more than --sample-threads)
+--sample-threads | N | batches sampled and fetched at once (default: 1; cpu-cuda: one for 4 cores, at most 4)
 --cuda-graph | auto on off | run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible
 --allocator | tuned system | tuned: keep freed memory (CPU), let segments grow (CUDA); system: leave as is
 files

@@ -20,7 +20,7 @@ from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
 from run.own_model import is_own
-from run.plan import choose_mode, placements
+from run.plan import batches_ahead, choose_mode, placements
 from sampler import DamagedGraph, NeighborSampler
 from store import MmapFeatures
 
@@ -57,13 +57,17 @@ def settle(ranks, args, task):
     used, values["mode"] = EdgeData(), "store"
     if task.placed:
         used, edge_lines = edge_data(args, task, store)
-        # the least free memory of all ranks: they have to choose the same mode
-        free = torch.cuda.mem_get_info()[0] if ranks.gpus else 0, free_host_bytes()
-        free_gpu, free_host = map(min, zip(*ranks.gather(free)))
+        # the least of all ranks: they have to choose the same mode
+        free_gpu = torch.cuda.mem_get_info()[0] if ranks.gpus else 0
+        least = ranks.gather((free_gpu, free_host_bytes(), torch.get_num_threads()))
+        free_gpu, free_host, cores = map(min, zip(*least))
         options = {"procs": ranks.local_world, "free_gpu": free_gpu, "free_host": free_host}
-        options |= sizes(args, task, used)
+        options |= sizes(args, task, used, cores)
         values["mode"], line = choose_mode(store, args.gpus, args.mode, **options)
         lines += [f"memory  {line}", *(f"edges   {line}" for line in edge_lines)]
+    asked = args.sample_threads, args.prefetch
+    ahead = batches_ahead(values["mode"], torch.get_num_threads(), *asked)
+    values["sample_threads"], values["prefetch"] = ahead
     ranks.say("\n".join(lines))
     return argparse.Namespace(**{**vars(args), **values}), used
 
@@ -89,12 +93,14 @@ def residual_helps(store, known):
     return helps, f"{'' if helps else 'no '}residual connections: {why}"
 
 
-def sizes(args, task, used):
-    """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on."""
+def sizes(args, task, used, cores=1):
+    """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
+    process, if --sample-threads and --prefetch are not settled."""
     sized = {"fanout": draws(args, used), "batch_size": args.batch_size * task.sampled_for(args)}
     sized["types"] = (args.bases or used.num_types) if args.model in TYPE_CONVS else 0
     sized["graphs"] = cuda_graphs.hops_held(args, task.store, used) if args.trains else 0
-    return {**sized, "hidden": args.hidden, "prefetch": args.prefetch}
+    sized |= {name: getattr(args, name) for name in ("hidden", "sample_threads", "prefetch")}
+    return {**sized, "cores": cores}
 
 
 def draws(args, used):

@@ -10,7 +10,26 @@ from disk.columns import COLUMNS
 from disk.files import RANK_BYTES, StoreError, readable_size
 from features import MODES
 
+CORES_A_BATCH = 4  # as native/sampler_cpu.py takes at most
+MOST_BATCHES = 4  # sampled at once by default: rows then arrive as fast as PCIe copies them
 GPU_BYTES = 1 << 30  # of each GPU, besides tensors: context, libraries, communication
+
+
+def batches_ahead(mode, cores, sample_threads=None, prefetch=None) -> tuple[int, int]:
+    """Settle --sample-threads and --prefetch -> both. Where the CPU samples and a GPU trains, a step waits for the CPU
+    unless it works on several batches at once; where both are done by one device, one batch at a time is as fast.
+
+    cores: of each process. prefetch, sample_threads: as given, or None.
+    """
+    if sample_threads is None:
+        sample_threads = 1
+        if mode == "cpu-cuda":
+            sample_threads = min(max(cores // CORES_A_BATCH, 1), MOST_BATCHES)
+            if prefetch:  # more would be idle
+                sample_threads = min(sample_threads, prefetch)
+    if prefetch is None:
+        prefetch = sample_threads + 1
+    return sample_threads, prefetch
 
 
 class Placement(NamedTuple):
@@ -39,13 +58,22 @@ class Fit(NamedTuple):
 
 
 def placements(
-    store, *, fanout=(15, 10, 5), batch_size=1024, hidden=256, prefetch=2, graphs=0, types=0
+    store,
+    *,
+    fanout=(15, 10, 5),
+    batch_size=1024,
+    hidden=256,
+    cores=1,
+    sample_threads=None,
+    prefetch=None,
+    graphs=0,
+    types=0,
 ) -> dict[str, Placement]:
     """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; types: rows that rgcn
-    makes for each destination; the others are flags of train.py.
+    makes for each destination; cores: of each process; the others are flags of train.py.
 
     The sizes are upper bounds: a hop has k neighbours of every node so far, and no more than V nodes and M edges. Input
-    rows, nodes and edges are held for `prefetch` + 1 batches. A GraphSAGE layer keeps (in + 3 out) floats for each
+    rows, nodes and edges are held for --prefetch batches and one more, see `batches_ahead`. A GraphSAGE layer keeps (in + 3 out) floats for each
     destination, of the mean and the result before and after ReLU and dropout, and as many for the gradients.
 
     Steps of static shapes (run/cuda_graphs.py) hold, for each of these batches, a table of V numbers, `graphs` hops (all
@@ -64,7 +92,7 @@ def placements(
     # activations; weights, gradients, Adam's two moments
     compute = sum(8 * n * ((1 + types) * a + 3 * b) + 32 * a * b for n, a, b in layers)
     compute += 16 * learned * hidden
-    ahead = prefetch + 1
+    held = {m: 1 + batches_ahead(m, cores, sample_threads, prefetch)[1] for m in MODES}
     batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
@@ -75,22 +103,31 @@ def placements(
     arrays = store.indptr.nbytes + store.indices.nbytes + store.labels.nbytes
     arrays += sum(c.nbytes for c in columns)
     arrays += row_bytes * store.features.shape[0]
-    step, tables = ahead * batch + compute, id_bytes * V
-    tables += 4 * V * ahead * bool(graphs)
+    step = {mode: count * batch + compute for mode, count in held.items()}
 
-    def gpu_step(held):  # for batches, with `held` hops in steps of static shapes
-        places, rows = sum(edges[:held]) + nodes[0], sum(nodes[: held + 1])
-        slot = 4 * F * nodes[held] * (2 if held < len(fanout) else 1)
+    def tables(
+        mode,
+    ):  # of a GPU sampler: one for eager steps, one for each batch of steps of static shapes
+        return id_bytes * V + 4 * V * held[mode] * bool(graphs)
+
+    def gpu_step(mode, hops):  # for batches, with this many hops in steps of static shapes
+        places, rows = sum(edges[:hops]) + nodes[0], sum(nodes[: hops + 1])
+        slot = 4 * F * nodes[hops] * (2 if hops < len(fanout) else 1)
         # 12: winners, numbers, counts
         slot += id_bytes * (2 * rows + places) + (12 + typed) * places
-        return step + (ahead * slot + compute) * bool(graphs)
+        return step[mode] + (held[mode] * slot + compute) * bool(graphs)
 
+    on_gpu, pinned, copied, on_cpu = MODES
     return {
-        "cuda-cuda": Placement(GPU_BYTES + arrays + tables, gpu_step(graphs), RANK_BYTES, 0, 0),
-        "pinned-cuda": Placement(GPU_BYTES + tables, gpu_step(len(fanout)), RANK_BYTES, 0, arrays),
+        on_gpu: Placement(
+            GPU_BYTES + arrays + tables(on_gpu), gpu_step(on_gpu, graphs), RANK_BYTES, 0, 0
+        ),
+        pinned: Placement(
+            GPU_BYTES + tables(pinned), gpu_step(pinned, len(fanout)), RANK_BYTES, 0, arrays
+        ),
         # pinning rounds up
-        "cpu-cuda": Placement(GPU_BYTES, step, RANK_BYTES, 2 * ahead * batch, 0),
-        "cpu-cpu": Placement(0, 0, RANK_BYTES, step, 0),
+        copied: Placement(GPU_BYTES, step[copied], RANK_BYTES, 2 * held[copied] * batch, 0),
+        on_cpu: Placement(0, 0, RANK_BYTES, step[on_cpu], 0),
     }
 
 

@@ -226,6 +226,8 @@ def describe(run, file, epoch, step):
     split = " / ".join(f"{name} {nodes.numel():,}" for name, nodes in run.store.split.items())
     where = f"{ranks.world} x {torch.cuda.get_device_name() if ranks.gpus else 'CPU'}"
     threads = f"{plural(torch.get_num_threads(), 'CPU thread')} each"
+    if args.sample_threads > 1:
+        threads += f", {args.sample_threads} of {args.prefetch} batches ahead sampled at once"
     if ranks.gpus and ranks.world > 1:
         cores = os.sched_getaffinity(0)
         threads += f", rank 0 on cores {min(cores)}-{max(cores)}, next to its GPU"

@@ -177,14 +177,15 @@ def test_bench_picture_draws_what_is_committed_and_figures_of_a_gpu(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     parts = {
         "sampling": {"contenders": {"native": {"median_ms": 0.2}}},
-        "products": {"contenders": {"cuda-cuda fp32 eager": {"median_ms": 2.5}}},
+        "steps": {"contenders": {"sage tf32": {"median_ms": 2.5}, "gat tf32": {"median_ms": 9}}},
+        "cugraph": {"contenders": {"training, tf32, trim_to_layer": {"median_ms": 30}}},
         "trace": {},
     }
     gpu = {"machine": {"gpu": "some GPU"}, "parts": parts}
-    assert [*picture.times_in(gpu)] == [
-        "sampling a batch, some GPU",
-        "a training step, dropout 0.5, some GPU",
-    ]
+    assert picture.times_in(gpu) == {
+        "sampling a batch, some GPU": {"ringblock": 0.2},
+        "a training step, dropout 0.5, some GPU": {"ringblock, tf32": 2.5, "cuGraph-PyG, tf32": 30},
+    }
     shutil.copytree(HERE / "results", tmp_path / "results")
     png = Path(picture.PICTURE)
     png.unlink()
@@ -209,7 +210,30 @@ def test_the_picture_and_the_tables_beside_it_show_the_same_figures():
         (step, "ringblock, fp32", "DGL, malloc kept", 0),
     ):
         ours, theirs = times[ours], times[theirs]
-        assert f"| {ours:.{digits}f} ms | {theirs:.{digits}f} ms | {theirs / ours:.1f} |" in readme
+        assert f"| {ours:.{digits}f} ms | {theirs:.{digits}f} ms, DGL" in readme
+        assert (
+            f" DGL | {theirs / ours:.1f} |" in readme
+            or f" DGL 2.1.0 | {theirs / ours:.1f} |" in readme
+        )
+
+
+def test_figures_of_the_gpu_in_readme_are_those_of_the_results():
+    parts = json.loads((HERE / "results/gpu-h200.json").read_text())["parts"]
+    readme, results = (HERE / "README.md").read_text(), (HERE / "results/README.md").read_text()
+    theirs = {name: row["median_ms"] for name, row in parts["cugraph"]["contenders"].items()}
+    ours = re.search(
+        r"step of sage takes ([\d.]+) ms in tf32, ([\d.]+) in fp32, sampling ([\d.]+)",
+        parts["cugraph"]["graph"],
+    )
+    names = (
+        "training, tf32, trim_to_layer",
+        "training, fp32, trim_to_layer",
+        "sampling, an epoch in a call (its default)",
+    )
+    for name, text in zip(names, ours.groups()):
+        assert f"| {text} ms | {theirs[name]} ms, cuGraph-PyG" in readme
+    for row in parts["papers"]["contenders"].values():
+        assert f"| {row['median_ms']:.2f} * | {row['epoch_s']} * |" in results
 
 
 def _part(args, record):
@@ -229,8 +253,9 @@ def _part(args, record):
 
 def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
     """An exception, a crash and a timeout are written into the part's entry, and the other parts run."""
-    monkeypatch.setattr(bench_gpu, "START", "fork")  # to have the parts below
-    parts = {"raises": (_part, 60), "dies": (_part, 60), "hangs": (_part, 1), "keeps": (_part, 60)}
+    monkeypatch.setattr(bench_gpu.gpu_parts, "START", "fork")  # to have the parts below
+    parts = {"raises": (_part, 60, ""), "dies": (_part, 60, "both"), "hangs": (_part, 1, "both")}
+    parts["keeps"] = _part, 60, ""
     monkeypatch.setattr(bench_gpu, "PARTS", parts)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.chdir(tmp_path)

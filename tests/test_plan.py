@@ -15,7 +15,7 @@ from features import MODES
 from run import estimate as printed
 from run import placement
 from run.estimate import estimate_lines
-from run.plan import choose_mode, estimate
+from run.plan import batches_ahead, choose_mode, estimate, placements
 from run.run import open_run
 from sampler import NeighborSampler
 from store import GraphStore, build_store
@@ -130,7 +130,7 @@ def test_ranks_have_one_mode_and_share_memory_with_those_of_their_machine(tmp_pa
     graph, ranks, shared = _plain_store(tmp_path / "g"), ddp.Ranks(1, 2, 0, 1, gpus=1), []
     words = "--gpus 0 --precision bf16 --fanout 3,2 --hidden 8 --batch-size 10 --prefetch 0"
     args, (modes, _) = train.parse_args(words.split()), estimate(graph, 1, **SMALL, **ROOM)
-    args.gpus, least = 1, (modes["cuda-cuda"].placement.gpu, 8 * GIB)  # none for batches
+    args.gpus, least = 1, (modes["cuda-cuda"].placement.gpu, 8 * GIB, 2)  # none for batches
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4 * GIB, 8 * GIB))
     monkeypatch.setattr(ddp.Ranks, "gather", lambda self, value: [least, value])
     share = lambda arrays, leads, total: (shared.append(total(5, 6)), 1 / 0)  # noqa: E731
@@ -138,6 +138,22 @@ def test_ranks_have_one_mode_and_share_memory_with_those_of_their_machine(tmp_pa
     with pytest.raises(ZeroDivisionError):
         open_run(ranks, args, graph.path)
     assert shared == [[5, 6]]
+
+
+def test_batches_sampled_at_once_follow_cores_and_mode_unless_given(tmp_path):
+    for mode in MODES:
+        assert batches_ahead(mode, cores=2) == (1, 2)
+        assert batches_ahead(mode, 64, sample_threads=3) == (3, 4)
+        assert batches_ahead(mode, 64, sample_threads=3, prefetch=1) == (3, 1)
+    assert [batches_ahead("cpu-cuda", n) for n in (8, 16, 96)] == [(2, 3), (4, 5), (4, 5)]
+    assert batches_ahead("cpu-cuda", 16, prefetch=2) == (2, 2)
+    assert batches_ahead("cpu-cuda", 16, prefetch=0) == (4, 0)
+    assert {batches_ahead(mode, 16) for mode in {*MODES} - {"cpu-cuda"}} == {(1, 2)}
+    # memory follows: two more batches, in pinned memory and on the GPU
+    graph = _plain_store(tmp_path / "g")
+    few, many = (placements(graph, cores=n) for n in (4, 16))
+    assert few.pop("cpu-cuda").rank_step / 3 == many.pop("cpu-cuda").rank_step / 6
+    assert few == many
 
 
 def test_store_estimate_largest_batch_is_the_last_that_fits(tmp_path):

@@ -1,0 +1,183 @@
+"""A graph made in GPU memory, in seconds, and train.py's own epochs on it: no files, no validation, no exact inference.
+
+    graph = make_graph(SHAPES["products"])
+    epochs = Trained(graph, "--model", "gcn").epochs(4)       # the figures that train.py logs
+
+Degrees are log-normal, half of the sources lie near their destination, the others are skewed to low ids.
+"""
+
+import collections
+import copy
+import gc
+import tempfile
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import ddp
+import train
+from bench.tools import opened
+from features import place
+from run import cuda_graphs, placement
+from run.adam import Adam
+from run.run import open_run
+from store import MmapFeatures
+
+CHUNK = 1 << 26  # edges made at a time
+NEAR = 1000  # sources of half of the edges are among as many nodes around the destination
+
+
+class Shape(NamedTuple):
+    """Size of a graph. degree: mean in-degree; spread: standard deviation of its logarithm; seeds: training nodes."""
+
+    nodes: int
+    degree: float
+    width: int
+    classes: int
+    seeds: int
+    dtype: torch.dtype = torch.float32
+    spread: float = 0.6
+
+
+SHAPES = {
+    "products": Shape(2_449_029, 50, 100, 47, 196_615),
+    "papers100M": Shape(111_059_956, 14.55, 128, 172, 1_207_179, torch.bfloat16, 1.0),
+    "tiny": Shape(3_000, 10, 20, 7, 600),
+}
+
+
+class Graph(NamedTuple):
+    """indptr: int64 [V+1], indices: int32 [M], features [V, F]: on one device. labels: int64 [V], seeds: int64 [S], in
+    host memory."""
+
+    indptr: Tensor
+    indices: Tensor
+    features: Tensor
+    labels: Tensor
+    seeds: Tensor
+    shape: Shape
+
+    def to(self, device):
+        """Move graph and features to a device -> Graph."""
+        moved = {name: getattr(self, name).to(device) for name in self._fields[:3]}
+        return self._replace(**moved)
+
+    def rounded(self, dtype):
+        """Convert the features to a dtype -> Graph."""
+        return self._replace(features=self.features.to(dtype))
+
+
+def make_graph(shape, device="cuda", seed=0) -> Graph:
+    """Make a graph in GPU memory; the same seed gives the same graph on the same kind of GPU."""
+    torch.manual_seed(seed)
+    V, options = shape.nodes, {"device": device}
+    logs = torch.randn(V, **options) * shape.spread - shape.spread**2 / 2
+    degrees = (logs.exp() * shape.degree).round().clamp(min=1).long()
+    indptr = torch.zeros(V + 1, dtype=torch.int64, **options)
+    torch.cumsum(degrees, 0, out=indptr[1:])
+    M = int(indptr[-1])
+    indices = torch.empty(M, dtype=torch.int32, **options)
+    for a in range(0, M, CHUNK):
+        b = min(a + CHUNK, M)
+        first, last = (
+            torch.searchsorted(indptr, edge, right=True).item() - 1 for edge in (a, b - 1)
+        )
+        counts = indptr[first : last + 2].clamp(a, b).diff()
+        nodes = torch.arange(first, last + 1, dtype=torch.int32, **options)
+        destinations = torch.repeat_interleave(nodes, counts, output_size=b - a)
+        near = (torch.rand(b - a, **options) * NEAR).to(torch.int32)
+        near = (destinations // NEAR * NEAR + near).clamp(max=V - 1)
+        far = (torch.rand(b - a, dtype=torch.float64, **options).pow(3) * V).to(torch.int32)
+        indices[a:b] = torch.where(torch.rand(b - a, **options) < 0.5, near, far)
+    features = torch.empty(V, shape.width, dtype=shape.dtype, **options)
+    rows = max(1, (1 << 28) // shape.width)
+    for part in features.split(rows):
+        part.normal_()
+    labels = torch.arange(V) // NEAR % shape.classes
+    generator = torch.Generator().manual_seed(seed)
+    seeds = torch.randperm(V, generator=generator)[: shape.seeds].sort().values
+    return Graph(indptr, indices, features, labels, seeds, shape)
+
+
+def store_of(graph, folder):
+    """Put a graph in the place of a small store's -> a GraphStore of arrays in memory."""
+    shape = graph.shape
+    name = f"synthetic:nodes=2000,degree=8,features={shape.width},classes={shape.classes}"
+    store = copy.copy(opened(f"{name},train=256,valid=64", folder))
+    store.indptr = graph.indptr
+    store.indices = store.sampled_indices = graph.indices
+    store.sampling_threads = None
+    store.labels = graph.labels
+    store.features = MmapFeatures(graph.features)
+    store.num_nodes, store.num_edges = shape.nodes, graph.indices.numel()
+    store.split = {"train": graph.seeds, "valid": graph.seeds[:0], "test": graph.seeds[:0]}
+    return store
+
+
+def place_again(indptr, indices, labels, features, mode, device="cpu", *more):
+    """`place` of features.py, without a second copy of what is in GPU memory."""
+    if mode != "cuda-cuda":
+        return place(indptr, indices, labels, features, mode, device, *more)
+    return indptr.to(device), indices.to(device), labels.to(device), features.tensor.to(device)
+
+
+class Trained:
+    """A run of train.py on a graph, its steps captured as CUDA graphs where train.py would.
+
+    Attributes: stepper, StepGraphs or Eager. message: what train.py says about CUDA graphs. steps: of an epoch.
+    """
+
+    def __init__(self, graph, *words):
+        self.ranks = ddp.Ranks(gpus=1)
+        if (
+            graph.indptr.is_cuda and "gin" not in words
+        ):  # else decided by a sample of edges, on the CPU
+            words = (*words, "--no-residual")
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch("tasks.node.open_graph", lambda path, say: store_of(graph, folder)),
+            mock.patch("tasks.node.choose_split", lambda *args, **options: None),
+            mock.patch.object(placement, "place", place_again),
+            mock.patch.object(ddp.Ranks, "say", lambda ranks, line: None),
+        ):
+            args = train.parse_args([str(word) for word in ("--gpus", 1, *words)])
+            run = open_run(self.ranks, args, "made")
+        options = {"lr": run.args.lr, "weight_decay": run.args.weight_decay}
+        optimizer = Adam(run.model.parameters(), fused=True, **options)
+        graphs, self.message = cuda_graphs.build(run, optimizer)
+        self.stepper = graphs or train.Eager(run, run.model, optimizer)
+        self.run, self.steps, self.done = run, run.args.steps, 0
+
+    def epochs(self, count):
+        """Train for some epochs -> list of their figures."""
+        figures = []
+        with ddp.StopSignal(self.ranks) as stop:
+            for _ in range(count):
+                of_epoch = train.train_epoch(self.run, self.stepper, stop, None, self.done, 0)[2]
+                figures.append(of_epoch)
+                self.done += 1
+        return figures
+
+
+def kernels_of(work):
+    """Run work() under torch's profiler -> {kernel: [launches, microseconds]}, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    rows = collections.defaultdict(lambda: [0, 0.0])
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        work()
+        torch.cuda.synchronize()
+    for event in traced.profiler.kineto_results.events():
+        if "CUDA" in str(event.device_type()):
+            rows[event.name()][0] += 1
+            rows[event.name()][1] += event.duration_ns() / 1e3
+    return dict(sorted(rows.items(), key=lambda row: -row[1][1]))
+
+
+def free():
+    """Return memory of what is no longer used to the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
