@@ -84,96 +84,111 @@ def network(widths):
     return Trimmed()
 
 
-def bench_cugraph(args, record, graph):
-    """Time its sampler, its loader and training with it on a Graph of bench/gpu_graph.py."""
-    device, V = graph.indptr.device, graph.shape.nodes
-    set_up(device)
-    import cugraph_pyg
-    import cugraph_pyg.data.graph_store as stores
-    from cugraph_pyg.data import FeatureStore, GraphStore
-    from cugraph_pyg.loader import NeighborLoader
-    from cugraph_pyg.sampler import DistributedNeighborSampler
+class Theirs:
+    """A Graph of bench/gpu_graph.py in cuGraph's stores, and what is timed on it: each method works on the first `count`
+    batches of an epoch -> the number of batches."""
 
-    if type(stores.cudf).__name__ == "MissingModule":
-        # put_edge_index asks for cudf.Series, and cudf is no dependency
-        stores.cudf = types.SimpleNamespace(Series=type("Series", (), {}))
-    destinations = torch.repeat_interleave(graph.indptr.diff())
-    features = FeatureStore(location="cuda", backend="vmm")
-    features["node", "x", None] = graph.features
-    edges = GraphStore(location="cuda", backend="vmm")
-    ends = torch.stack([graph.indices.long(), destinations])
-    edges[("node", "edge", "node"), "coo", False, (V, V)] = ends
-    edges.finalize()
-    del ends, destinations
-    free()
-    labels, nodes = graph.labels.to(device), graph.seeds.to(device)
-    batch, rows = args.batch_size, {}
-    all_batches = -(-len(nodes) // batch)
+    def __init__(self, args, graph):
+        import cugraph_pyg.data.graph_store as stores
+        from cugraph_pyg.data import FeatureStore, GraphStore
 
-    def samples(count, in_a_call):
+        if type(stores.cudf).__name__ == "MissingModule":
+            # put_edge_index asks for cudf.Series, and cudf is no dependency
+            stores.cudf = types.SimpleNamespace(Series=type("Series", (), {}))
+        device, V = graph.indptr.device, graph.shape.nodes
+        self.args, self.shape, self.device = args, graph.shape, device
+        self.labels, self.seeds = graph.labels.to(device), graph.seeds.to(device)
+        self.features = FeatureStore(location="cuda", backend="vmm")
+        self.features["node", "x", None] = graph.features
+        self.edges = GraphStore(location="cuda", backend="vmm")
+        destinations = torch.repeat_interleave(graph.indptr.diff())
+        ends = torch.stack([graph.indices.long(), destinations])
+        self.edges[("node", "edge", "node"), "coo", False, (V, V)] = ends
+        self.edges.finalize()
+
+    def of(self, count):
+        """Return the seeds of the first batches."""
+        return self.seeds[: count * self.args.batch_size]
+
+    def sample(self, count, in_a_call=None):
+        """Sample; in_a_call: batches of a call, None: as many as memory allows."""
+        from cugraph_pyg.sampler import DistributedNeighborSampler
+
+        batch = self.args.batch_size
         options = {"with_replacement": False, "disjoint": False, "num_edge_types": 1}
         options |= {"compression": "CSR", "compress_per_hop": False, "deduplicate_sources": True}
         options |= {"retain_original_seeds": True, "prior_sources_behavior": "exclude"}
-        seeds_in_a_call = in_a_call and in_a_call * batch
-        draw = DistributedNeighborSampler(
-            edges._graph, fanout=args.fanout, local_seeds_per_call=seeds_in_a_call, **options
-        )
-        return sum(
-            last - first + 1
-            for _, first, last in draw.sample_from_nodes(
-                nodes[: count * batch], batch_size=batch, random_state=1
-            )
-        )
+        options["local_seeds_per_call"] = in_a_call and in_a_call * batch
+        draw = DistributedNeighborSampler(self.edges._graph, fanout=self.args.fanout, **options)
+        calls = draw.sample_from_nodes(self.of(count), batch_size=batch, random_state=1)
+        return sum(last - first + 1 for _, first, last in calls)
 
-    def batches(count):
+    def batches(self, count):
+        from cugraph_pyg.loader import NeighborLoader
+
         options = {"shuffle": True, "drop_last": False, "replace": False}
-        options |= {"input_nodes": nodes[: count * batch], "batch_size": batch}
-        return NeighborLoader((features, edges), num_neighbors=args.fanout, **options)
+        options |= {"input_nodes": self.of(count), "batch_size": self.args.batch_size}
+        stores = self.features, self.edges
+        return NeighborLoader(stores, num_neighbors=self.args.fanout, **options)
 
-    def load(count):
-        return sum(1 for _ in batches(count))
+    def load(self, count):
+        """Sample and fetch features."""
+        return sum(1 for _ in self.batches(count))
 
-    def training(precision):
-        torch.set_float32_matmul_precision(precision)
-        widths = [graph.shape.width, *[args.hidden] * (len(args.fanout) - 1), graph.shape.classes]
-        net = network(widths).to(device).train()
+    def training(self):
+        """Make a network and its optimizer -> function that trains it."""
+        args, shape = self.args, self.shape
+        widths = [shape.width, *[args.hidden] * (len(args.fanout) - 1), shape.classes]
+        net = network(widths).to(self.device).train()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.003)
 
         def train(count):
             steps = 0
-            for b in batches(count):
+            for b in self.batches(count):
                 size = int(b.batch_size)
                 hops = [[int(n) for n in ns] for ns in (b.num_sampled_nodes, b.num_sampled_edges)]
                 output = net(b.x, b.edge_index, *hops)[:size]
                 optimizer.zero_grad(set_to_none=True)
-                F.cross_entropy(output, labels[b.n_id[:size].to(device)]).backward()
+                y = self.labels[b.n_id[:size].to(self.device)]
+                F.cross_entropy(output, y).backward()
                 optimizer.step()
                 steps += 1
             return steps
 
         return train
 
-    def timed(work, count):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        done = work(count)
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) / done
 
+def timed(work, count):
+    """Return the seconds of work(count), a batch."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    done = work(count)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / done
+
+
+def bench_cugraph(args, record, graph):
+    """Time its sampler, its loader and training with it on a Graph of bench/gpu_graph.py."""
+    set_up(graph.indptr.device)
+    import cugraph_pyg
+
+    theirs, rows = Theirs(args, graph), {}
+    free()
+    most = -(-len(graph.seeds) // args.batch_size)
     works = {
-        "sampling, an epoch in a call (its default)": lambda n: samples(n, None),
-        "sampling, 16 batches in a call": lambda n: samples(n, 16),
-        "sampling, 1 batch in a call": lambda n: samples(n, 1),
-        "loading with features": load,
-        "training, tf32, trim_to_layer": training("high"),
-        "training, fp32, trim_to_layer": training("highest"),
+        "sampling, an epoch in a call (its default)": theirs.sample,
+        "sampling, 16 batches in a call": lambda count: theirs.sample(count, 16),
+        "sampling, 1 batch in a call": lambda count: theirs.sample(count, 1),
+        "loading with features": theirs.load,
+        "training, tf32, trim_to_layer": theirs.training(),
+        "training, fp32, trim_to_layer": theirs.training(),
     }
     for name, work in works.items():
         with record.attempt(name):
             torch.set_float32_matmul_precision("high" if "tf32" in name else "highest")
-            work(min(4, all_batches))  # warm-up
-            once = timed(work, min(16, all_batches))
-            count = max(1, min(all_batches, int(SECONDS / once)))
+            work(min(4, most))  # warm-up
+            once = timed(work, min(16, most))
+            count = max(1, min(most, int(SECONDS / once)))
             rows[name] = {"median_ms": 1e3 * timed(work, count), "batches": count}
             record.keep(contenders=rows, cugraph_pyg=cugraph_pyg.__version__)
     print_table("cuGraph-PyG", rows)
