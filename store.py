@@ -95,8 +95,10 @@ def build_store(
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
         labels: integers [V] in [0, C), or multi-label [V, C] of 0 and 1; -1 for a missing one. No split may contain a node
             without any. None: no node has one, and the graph is for predictions and links.
-        split: dict with row numbers of nodes, not names, or masks bool [V], for "train" (not empty), "valid" and "test"
-            (each may be missing); disjoint. Or a list of K such splits of the same graph.
+        split: dict with row numbers of nodes, not names, or masks bool [V], for "train" (not empty), "valid" (or "val")
+            and "test" (each may be missing); disjoint. Or a list of K such splits of the same graph. None: 20 nodes of
+            each class are drawn for train, 30 for valid, the rest for test, by seed 0, or in train.py by --seed; with
+            several labels per node, or without labels, there is no split.
         edge_weight, edge_type, edge_time, edge_features, node_time, node_names: see disk/columns.py; edge arrays in the
             order of the given edges; an added reverse copies those of its edge. With node_time and no edge_time an edge,
             also an added reverse, has the time of its source. edge_types: names of the edge types.
@@ -133,7 +135,11 @@ def build_store(
     num_nodes = rows if node_types is None else sum(nodes for nodes, _ in node_types.values())
     labelled = labels is not None
     labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
-    split = checks.check_splits({} if split is None else split, labels)
+    split = {} if split is None else split
+    drawn = isinstance(split, dict) and not split and labelled and labels.ndim == 1
+    if drawn:
+        split = checks.drawn_per_class(labels, np.random.default_rng(0))
+    split = checks.check_splits(split, labels)
     graph, num_edges = checks.check_graph(edge_index, indptr, indices, num_nodes)
     values = {name: arguments[name] for name in columns.COLUMNS}
     carried, widths = columns.check_columns(num_edges, num_nodes, node_names, values, edge_types)
@@ -161,6 +167,8 @@ def build_store(
         "labelled": labelled,
         **widths,
     }
+    if drawn:
+        meta["split"] = checks.DRAWN
     most_edges, of_edges = num_edges << options["symmetrize"], carried.keys() & columns.OF_EDGES
     edge_bytes = 4 + sum(carried[name].nbytes for name in of_edges) // max(num_edges, 1)
     edge_bytes += 8 * ("node_time" in carried and "edge_time" not in carried)
@@ -225,7 +233,8 @@ class GraphStore:
     Attributes:
         indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
         labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one.
-        split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`.
+        split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`. If the
+            graph was built without a split: drawn by seed 0, or empty, see `build_store`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
         sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free

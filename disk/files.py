@@ -37,6 +37,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 SPLITS = ("train", "valid", "test")
+VALID = ("val", "valid", "validation")  # names of the part called valid
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
 HALVES = ("bfloat16", "float16")  # dtypes that float features may be rounded to
 VERSION = 3
@@ -367,9 +368,12 @@ def info_lines(lines, graph) -> str:
     """Format {name: value} and what all formats have (split, source, files), one per line."""
     meta = graph.meta
     several = f", the first of {graph.num_splits}" if getattr(graph, "num_splits", 1) > 1 else ""
+    drawn = ", drawn by seed 0" if "split" in meta else ""
     lines = {
         **lines,
-        "split": ", ".join(f"{name} {len(ids):,}" for name, ids in graph.split.items()) + several,
+        "split": ", ".join(f"{name} {len(ids):,}" for name, ids in graph.split.items())
+        + several
+        + drawn,
         "source": meta.get("source") or "unknown",
         "format": meta["format_version"],
         **{name: readable_size(record["bytes"]) for name, record in sorted(meta["files"].items())},
@@ -597,6 +601,21 @@ def whole_times(name, values) -> np.ndarray:
         refuse(bad, name, values, why)
         values = values.astype(np.int64)
     return integers(name, values)
+
+
+def by_part(name, given) -> dict:
+    """Return {part of SPLITS: values} of a dict whose names may be `val` or `validation` for `valid`; StoreError for
+    another name, or two for one part."""
+    parts = {}
+    for word, values in given.items():
+        part = "valid" if word in VALID else word
+        if part not in SPLITS:
+            raise StoreError(f"{name} has a part {word!r}: parts are {', '.join(SPLITS)}")
+        if part in parts:
+            both = " and ".join(repr(other) for other in given if other in VALID)
+            raise StoreError(f"{name} has {both}, which mean the same: keep one")
+        parts[part] = values
+    return parts
 
 
 def part_ids(name, values, count) -> np.ndarray:
