@@ -5,7 +5,7 @@ blocks of rows (backend "lmdb"). It appears only when it is complete; all proces
 
     build_store("graph", edge_index=edge_index, features=x, labels=y, split={"train": ..., "valid": ..., "test": ...})
     graph = GraphStore.open("graph")
-    rows = graph.features.gather(ids)
+    rows = graph.features[ids]
 
     python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize      # needs sources/prepare.py
     python store.py info PATH       # sizes, degrees, options, source
@@ -235,7 +235,7 @@ class GraphStore:
         labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`. If the
             graph was built without a split: drawn by seed 0, or empty, see `build_store`.
-        features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
+        features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype, [ids] and .gather(ids, out=None).
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
         sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free
             memory, a map of them without read-ahead and SAMPLERS threads.
@@ -320,6 +320,17 @@ class GraphStore:
                 changed[name] = value
         return GraphStore.open, (self.path,), changed
 
+    def __repr__(self):
+        fields = {"path": str(self.path), "num_nodes": self.num_nodes, "num_edges": self.num_edges}
+        fields["features"] = self.features
+        if self.labelled:
+            fields |= {"labels": self.labels, "num_classes": self.num_classes, **self.split}
+        if self.node_types:
+            fields["node_types"] = self.node_types
+        stored = {name: getattr(self, name) for name in columns.COLUMNS}
+        fields |= {name: values for name, values in stored.items() if values is not None}
+        return files.shown("GraphStore", fields)
+
     def node_names(self) -> list[str] | None:
         """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""
         return None if (names := self._names()) is None else [*names]
@@ -375,7 +386,7 @@ class GraphStore:
         return files.map_npy(self.path, name, self.meta["files"][name], *kind, **options)
 
 
-class MmapFeatures:
+class MmapFeatures(files.RowsByIndex):
     """Feature rows in a memory-mapped array.
 
     A table larger than the free memory is not read through the map but, with a C compiler, by many requests at a time
@@ -440,7 +451,7 @@ class MmapFeatures:
         raise StoreError("put_rows needs a store with backend lmdb: rows of mmap stay as built")
 
 
-class ReorderedFeatures:
+class ReorderedFeatures(files.RowsByIndex):
     """Feature rows whose columns are read in another order. features: `MmapFeatures` or `LmdbFeatures`; order: int64 [F],
     the column of `features` that each column is."""
 

@@ -497,7 +497,9 @@ def array_like(name, values):
             values = np.column_stack(parts)
         elif hasattr(values, "to_numpy"):
             values = values.to_numpy()
-        _ = values.shape, values.dtype
+        if not hasattr(values, "shape"):
+            raise StoreError(f"{name} is {kind_of(values)}: an array is needed")
+        _ = values.dtype
         if np.ma.is_masked(values):
             raise ValueError("it has masked entries: give them a value, as .filled(0) does")
     if values.dtype != object:
@@ -669,6 +671,19 @@ def largest_of(rows) -> float:
     return max(map(abs, map(float, rows.aminmax()))) if rows.numel() else 0.0
 
 
+class RowsByIndex:
+    """Base of features: `features[ids]` for those with .shape, .dtype and .gather(ids)."""
+
+    def __getitem__(self, ids) -> Tensor:
+        """Gather the rows of a list or array of ids [n], of a mask bool [V] or of a slice -> [n, F]."""
+        count = self.shape[0]
+        ids = range(*ids.indices(count)) if isinstance(ids, slice) else ids
+        return self.gather(torch.from_numpy(part_ids("ids", ids, count)))
+
+    def __repr__(self):
+        return f"{type(self).__name__}({[*self.shape]}, {self.dtype})"
+
+
 def check_ids(ids, count):
     """Raise IndexError unless ids, a tensor, lie in [0, count)."""
     for bad in map(int, ids.aminmax()) if len(ids) else ():
@@ -687,6 +702,21 @@ def gather_target(features, ids, out, name="out") -> Tensor:
     if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != features.dtype:
         raise StoreError(f"{name} is {_kind(out)}: {features.dtype} {list(shape)} is needed")
     return out
+
+
+def kind_of(value) -> str:
+    """Name the type of what was given, for messages: "None", "a list"."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def shown(kind, fields) -> str:
+    """Format an object with the shapes of its arrays and the lengths of its lists, as PyG does."""
+    parts = []
+    for name, value in fields.items():
+        if isinstance(value, list | tuple) and len(value) > 8:
+            value = [len(value)]
+        parts.append(f"{name}={[*value.shape] if hasattr(value, 'shape') else repr(value)}")
+    return f"{kind}({', '.join(parts)})"
 
 
 def _kind(v):

@@ -396,6 +396,38 @@ def test_store_takes_every_layout_of_an_array(tmp_path, dtype):
     assert graph.features.dtype == wide
 
 
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_features_are_indexed_as_arrays_are(backend, tmp_path):
+    x = np.random.default_rng(0).normal(size=(200, 5)).astype(np.float32)
+    named = {"backend": backend, "feature_names": list("abcde")}
+    graph = GraphStore.open(_store(tmp_path / "g", features=x, **named))
+    reordered = GraphStore.open(tmp_path / "g")
+    reordered.take_columns(list("edcba"))
+    for features, rows in ((graph.features, x), (reordered.features, x[:, ::-1])):
+        for ids in (np.array([7, 0, 7]), np.arange(200) % 3 == 0, slice(-9, None, 2), slice(0, 0)):
+            given = [ids] if isinstance(ids, slice) else [ids, ids.tolist(), torch.from_numpy(ids)]
+            assert all(np.array_equal(features[form], rows[ids]) for form in given)
+        for error, words, bad in (
+            (IndexError, "node 200 is out of range", [200]),
+            (IndexError, "node -1 is out of range", [-1]),
+            (StoreError, r"ids has shape \[\]: \[n\] is needed", 3),
+            (StoreError, r"ids, a mask, has shape \[3\]: \[200\] is", torch.ones(3) > 0),
+        ):
+            _refuses(words, features.__getitem__, bad, error=error)
+        assert repr(features).endswith("Features([200, 5], torch.float32)")
+    _store(tmp_path / "copy", features=reordered.features)
+    assert np.array_equal(GraphStore.open(tmp_path / "copy").features[:], x[:, ::-1])
+
+
+def test_a_store_is_shown_by_its_sizes(tmp_path):
+    args = {**_graph(), "split": {"train": [0, 1]}}
+    graph = GraphStore.open(build_store(tmp_path / "g", **args, edge_weight=np.ones(3000)))
+    assert repr(graph) == (
+        f"GraphStore(path={str(tmp_path / 'g')!r}, num_nodes=200, num_edges=3000, features=[200, 5], "
+        "labels=[200], num_classes=4, train=[2], valid=[0], test=[0], edge_weight=[3000])"
+    )
+
+
 def test_store_says_what_is_wrong_with_an_argument(tmp_path):
     good, ids = GraphStore.open(_store(tmp_path / "good")).features, torch.arange(2)
     for message, call, *args in (
