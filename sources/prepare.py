@@ -189,7 +189,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     params = {"ignore": list(ignore)} if ignore else {}
     extra = dict(features=features, labels=labels)
     if isinstance(split, dict):
-        extra |= {f"{part}_idx": ids for part, ids in split.items()}
+        extra |= {f"{part}_idx": ids for part, ids in files.by_part("split", split).items()}
     elif split is not None:
         params["split"] = int(split)
     columns = {column: options.pop(name, None) for name, column in TABLE_COLUMNS.items()}

@@ -23,7 +23,7 @@ from sources import prepare as datasets
 from sources.prepare import prepare
 from sources.splits import choose_split
 from store import GraphStore, build_store, verify
-from tests.common import DATA, _code, _graph
+from tests.common import DATA, _code, _graph, _store
 from tests.stores import _edges, _graphs, _mask, _refuses, _rewrite_meta, _save_npz, _sums
 
 
@@ -287,6 +287,10 @@ def test_the_validation_part_has_three_names(word, tmp_path):
     ):
         graph = GraphStore.open(path)
         assert graph.split["valid"].tolist() == [2, 3] and "split" not in graph.meta
+    twice = {"split": {**split, "val": [2], "valid": [3]}}
+    data = types.SimpleNamespace(**data)
+    for make, given in ((datasets.build, (data, tmp_path / "no")), (_store, (tmp_path / "no",))):
+        _refuses("split has .*, which mean the same: keep one", make, *given, **twice)
 
 
 def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
