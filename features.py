@@ -526,6 +526,9 @@ class CachedFeatures:
     def hit_rate(self):
         return self.hits / max(1, self.lookups)
 
+    def __getitem__(self, ids):
+        return self.gather(torch.as_tensor(ids))
+
     def gather(self, ids, out=None, missing=None):
         """Gather rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.
 

@@ -15,7 +15,13 @@ import tempfile
 import torch
 from torch import nn
 
-from model import GNN, Conv, check_edges, check_nodes, graph_degrees, hooked, is_gnn
+try:
+    from model import GNN, Conv, check_edges, check_nodes, graph_degrees, hooked, is_gnn
+except ImportError as error:
+    if not (error.path and error.name == "model"):
+        raise
+    hides = "it hides the model.py that inference.py needs; rename it"
+    raise ImportError(f"{error}: {hides}") from None
 
 
 def layerwise(model):
@@ -86,6 +92,9 @@ def inference(
     if not layerwise(model):
         needs = "finish(i, h, h_dst), `layers` of Conv without hooks, and no forward, embed or step overridden alone"
         needs += "; pass the network in a wrapper, not the wrapper"
+        nodes = f"torch.arange({len(indptr) - 1})"
+        batches = f"NodeLoader(graph, {nodes}, [-1, -1], shuffle=False), a -1 for each layer"
+        needs += f"; any other network runs in batches of {batches}"
         raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
     dense = getattr(x, "layout", torch.strided) == torch.strided
     if not dense or not (hasattr(x, "gather") or hasattr(x, "__array_interface__")):

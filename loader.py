@@ -19,9 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.files import as_tensor, edge_pairs, integers, is_sparse
-from features import FeatureRing, prefetch
-from sampler import NeighborSampler, fanout_list, mix, outside
+from disk.files import as_tensor, edge_pairs, integers, is_sparse, kind_of, shown
+
+try:
+    from features import FeatureRing, prefetch
+    from sampler import NeighborSampler, fanout_list, mix, outside
+except ImportError as error:
+    if not (error.path and error.name in ("features", "sampler")):
+        raise
+    hides = f"it hides the {error.name}.py that loader.py needs; rename it"
+    raise ImportError(f"{error}: {hides}") from None
 
 
 class Graph(NamedTuple):
@@ -31,6 +38,9 @@ class Graph(NamedTuple):
     indices: Any  # int32 or int64 [M]
     features: Any  # [V, F]
     labels: Any  # int64 [V]; for a loss of your own also [V, ...] of any dtype
+
+    def __repr__(self):
+        return shown("Graph", self._asdict())
 
 
 def from_edge_index(edge_index, num_nodes):
@@ -61,7 +71,11 @@ def _tensor(name, values):
 
 def _tables(graph, seeds, edges):
     """Return features, labels and, if used, edge_features as tensors; ValueError unless these and a mask of seeds have a
-    row for each node, or edge."""
+    row for each node, or edge, and for what is no graph."""
+    if not all(hasattr(graph, name) for name in Graph._fields):
+        ours = "GraphStore.open(path), after build(data, path) of sources.prepare for one of PyG or DGL"
+        in_memory = "Graph(*from_edge_index(data.edge_index, len(data.x)), data.x, data.y)"
+        raise ValueError(f"graph is {kind_of(graph)}: give {ours}, or {in_memory}")
     V, M = len(graph.indptr) - 1, len(graph.indices)
     tables = {
         "features": getattr(graph.features, "tensor", graph.features),
@@ -109,6 +123,9 @@ class Batch(NamedTuple):
     began: Any = None  # CUDA events around the copy of x to the GPU; None if nothing is copied
     ready: Any = None
     edges: tuple = ()  # edge features [E, D] of each block, with NodeLoader(edges=True)
+
+    def __repr__(self):
+        return shown("Batch", {name: getattr(self, name) for name in ("blocks", "x", "y", "seeds")})
 
 
 def seeds_at(times, nodes=None):
@@ -245,6 +262,11 @@ class NodeLoader:
 
     def __len__(self):
         return self.steps * self.accumulate
+
+    def __repr__(self):
+        fields = {"seeds": self.seeds, "fanouts": getattr(self.node_sampler, "fanouts", None)}
+        names = "total_batch", "steps", "epoch", "step"
+        return shown("NodeLoader", fields | {name: getattr(self, name) for name in names})
 
     def __iter__(self):
         if self.looping:

@@ -60,6 +60,9 @@ class Block(NamedTuple):
     num_dst = property(lambda self: self.indptr.numel() - 1, doc="S, number of destinations.")
     num_edges = property(lambda self: self.indices.numel(), doc="E, number of edges.")
 
+    def __repr__(self):
+        return f"Block(num_src={self.num_src}, num_dst={self.num_dst}, num_edges={self.num_edges})"
+
     def to(self, device, non_blocking=False):
         """Return the block with its tensors on `device`."""
         return Block(*(t if t is None else t.to(device, non_blocking=non_blocking) for t in self))

@@ -5,7 +5,7 @@ blocks of rows (backend "lmdb"). It appears only when it is complete; all proces
 
     build_store("graph", edge_index=edge_index, features=x, labels=y, split={"train": ..., "valid": ..., "test": ...})
     graph = GraphStore.open("graph")
-    rows = graph.features.gather(ids)
+    rows = graph.features[ids]
 
     python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize      # needs sources/prepare.py
     python store.py info PATH       # sizes, degrees, options, source
@@ -95,8 +95,10 @@ def build_store(
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
         labels: integers [V] in [0, C), or multi-label [V, C] of 0 and 1; -1 for a missing one. No split may contain a node
             without any. None: no node has one, and the graph is for predictions and links.
-        split: dict with row numbers of nodes, not names, or masks bool [V], for "train" (not empty), "valid" and "test"
-            (each may be missing); disjoint. Or a list of K such splits of the same graph.
+        split: dict with row numbers of nodes, not names, or masks bool [V], for "train" (not empty), "valid" (or "val")
+            and "test" (each may be missing); disjoint. Or a list of K such splits of the same graph. None: 20 nodes of
+            each class are drawn for train, 30 for valid, the rest for test, by seed 0, or in train.py by --seed; with
+            several labels per node, or without labels, there is no split.
         edge_weight, edge_type, edge_time, edge_features, node_time, node_names: see disk/columns.py; edge arrays in the
             order of the given edges; an added reverse copies those of its edge. With node_time and no edge_time an edge,
             also an added reverse, has the time of its source. edge_types: names of the edge types.
@@ -133,7 +135,11 @@ def build_store(
     num_nodes = rows if node_types is None else sum(nodes for nodes, _ in node_types.values())
     labelled = labels is not None
     labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
-    split = checks.check_splits({} if split is None else split, labels)
+    split = {} if split is None else split
+    drawn = isinstance(split, dict) and not split and labelled and labels.ndim == 1
+    if drawn:
+        split = checks.drawn_per_class(labels, np.random.default_rng(0))
+    split = checks.check_splits(split, labels)
     graph, num_edges = checks.check_graph(edge_index, indptr, indices, num_nodes)
     values = {name: arguments[name] for name in columns.COLUMNS}
     carried, widths = columns.check_columns(num_edges, num_nodes, node_names, values, edge_types)
@@ -161,6 +167,8 @@ def build_store(
         "labelled": labelled,
         **widths,
     }
+    if drawn:
+        meta["split"] = checks.DRAWN
     most_edges, of_edges = num_edges << options["symmetrize"], carried.keys() & columns.OF_EDGES
     edge_bytes = 4 + sum(carried[name].nbytes for name in of_edges) // max(num_edges, 1)
     edge_bytes += 8 * ("node_time" in carried and "edge_time" not in carried)
@@ -225,8 +233,9 @@ class GraphStore:
     Attributes:
         indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
         labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one.
-        split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`.
-        features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
+        split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`. If the
+            graph was built without a split: drawn by seed 0, or empty, see `build_store`.
+        features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype, [ids] and .gather(ids, out=None).
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
         sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free
             memory, a map of them without read-ahead and SAMPLERS threads.
@@ -311,6 +320,17 @@ class GraphStore:
                 changed[name] = value
         return GraphStore.open, (self.path,), changed
 
+    def __repr__(self):
+        fields = {"path": str(self.path), "num_nodes": self.num_nodes, "num_edges": self.num_edges}
+        fields["features"] = self.features
+        if self.labelled:
+            fields |= {"labels": self.labels, "num_classes": self.num_classes, **self.split}
+        if self.node_types:
+            fields["node_types"] = self.node_types
+        stored = {name: getattr(self, name) for name in columns.COLUMNS}
+        fields |= {name: values for name, values in stored.items() if values is not None}
+        return files.shown("GraphStore", fields)
+
     def node_names(self) -> list[str] | None:
         """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""
         return None if (names := self._names()) is None else [*names]
@@ -366,7 +386,7 @@ class GraphStore:
         return files.map_npy(self.path, name, self.meta["files"][name], *kind, **options)
 
 
-class MmapFeatures:
+class MmapFeatures(files.RowsByIndex):
     """Feature rows in a memory-mapped array.
 
     A table larger than the free memory is not read through the map but, with a C compiler, by many requests at a time
@@ -431,7 +451,7 @@ class MmapFeatures:
         raise StoreError("put_rows needs a store with backend lmdb: rows of mmap stay as built")
 
 
-class ReorderedFeatures:
+class ReorderedFeatures(files.RowsByIndex):
     """Feature rows whose columns are read in another order. features: `MmapFeatures` or `LmdbFeatures`; order: int64 [F],
     the column of `features` that each column is."""
 

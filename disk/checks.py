@@ -20,6 +20,9 @@ EDGE_CHUNK = 1 << 22  # edges read at a time
 # with up to EXACT edges the reverse of each is looked up, with more those of SAMPLE random edges
 EXACT, SAMPLE = 1 << 20, 1 << 16
 COUNTED = ("duplicates", "self_loops", "isolated", "one_way", "one_way_of")
+# in the meta.json of a store that was built without a split
+DRAWN = "20 nodes of each class for training, 30 for validation, the rest for testing"
+DRAWN_GRAPHS = "a tenth of the graphs for testing, a tenth for validation, the rest for training"
 
 
 def check_features(features, kept_as=None) -> tuple[int, int, str]:
@@ -121,7 +124,7 @@ def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:
 
 def check_splits(splits, labels) -> dict[str, np.ndarray]:
     """Check one split of nodes, or a list of K -> {part: int64 ids [n], or [K, n] with rows padded by -1}."""
-    if isinstance(splits, dict):
+    if not isinstance(splits, list | tuple):
         return check_split(splits, labels)
     if not 1 <= len(splits) <= files.MAX_SPLITS:
         raise StoreError(f"split is a list of {len(splits)}: 1 to {files.MAX_SPLITS} are possible")
@@ -137,9 +140,11 @@ def check_splits(splits, labels) -> dict[str, np.ndarray]:
 
 def check_split(split, labels, item="node") -> dict[str, np.ndarray]:
     """Check {part: ids or mask} -> {part: int64 ids}: in range, disjoint, labelled; of nodes, train is not empty."""
-    if unknown := set(split) - set(files.SPLITS):
-        raise StoreError(f"split has a part {min(unknown)!r}: parts are {', '.join(files.SPLITS)}")
-    parts = {name: split.get(name, ()) for name in files.SPLITS}
+    if not isinstance(split, dict):
+        form = '{"train": ids or mask, "valid": ..., "test": ...}, or a list of such, is needed'
+        raise StoreError(f"split is a {type(split).__name__}: {form}")
+    given = files.by_part("split", split)
+    parts = {name: given.get(name, ()) for name in files.SPLITS}
     split = {n: files.part_ids(f"split {n!r}", v, len(labels)) for n, v in parts.items()}
     owner = np.full(len(labels), -1, np.int8)
     for part, (name, ids) in enumerate(split.items()):
@@ -158,13 +163,34 @@ def check_split(split, labels, item="node") -> dict[str, np.ndarray]:
             other = files.SPLITS[owner[taken]]
             raise StoreError(f"{item} {taken} is in split {other!r} and in {name!r}")
         owner[ids] = part
-    if item == "node" and not len(split["train"]) and (labels >= 0).any():
+    if item == "node" and given and not len(split["train"]) and (labels >= 0).any():
         raise StoreError("split 'train' is empty: at least one node is needed")
     return split
 
 
+def drawn_per_class(labels, random) -> dict[str, np.ndarray]:
+    """Draw 20 nodes per class for train and 30 for valid; the other nodes with a label are for test."""
+    if labels.ndim == 2:
+        raise StoreError("nodes with several labels each need a split of their own: train_idx, ...")
+    order = np.argsort(labels, kind="stable")
+    order = order[np.searchsorted(labels[order], 0) :]
+    classes = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+    parts = zip(*(np.split(random.permutation(nodes), [20, 50]) for nodes in classes))
+    train, valid, test = map(np.concatenate, parts)
+    return dict(train=train, valid=valid, test=np.sort(test))
+
+
+def drawn_graphs(count, random) -> dict[str, np.ndarray]:
+    """Draw a tenth of `count` graphs for test and a tenth for valid; the others are for train."""
+    test, rest = np.split(random.permutation(count), [count // 10])
+    valid, train = np.split(random.permutation(rest), [count // 10])
+    return dict(train=np.sort(train), valid=np.sort(valid), test=np.sort(test))
+
+
 def check_stored(path, split, labels, item="node"):
-    """Raise StoreError unless the split {part: tensor of ids} of the store at `path` is valid."""
+    """Raise StoreError unless the split {part: tensor of ids} of the store at `path` is valid; one without ids is."""
+    if not any(map(len, split.values())):
+        return
     try:
         check_split({name: ids.numpy() for name, ids in split.items()}, labels, item)
     except StoreError as error:

@@ -37,6 +37,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 SPLITS = ("train", "valid", "test")
+VALID = ("val", "valid", "validation")  # names of the part called valid
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
 HALVES = ("bfloat16", "float16")  # dtypes that float features may be rounded to
 VERSION = 3
@@ -367,9 +368,12 @@ def info_lines(lines, graph) -> str:
     """Format {name: value} and what all formats have (split, source, files), one per line."""
     meta = graph.meta
     several = f", the first of {graph.num_splits}" if getattr(graph, "num_splits", 1) > 1 else ""
+    drawn = ", drawn by seed 0" if "split" in meta else ""
     lines = {
         **lines,
-        "split": ", ".join(f"{name} {len(ids):,}" for name, ids in graph.split.items()) + several,
+        "split": ", ".join(f"{name} {len(ids):,}" for name, ids in graph.split.items())
+        + several
+        + drawn,
         "source": meta.get("source") or "unknown",
         "format": meta["format_version"],
         **{name: readable_size(record["bytes"]) for name, record in sorted(meta["files"].items())},
@@ -493,7 +497,9 @@ def array_like(name, values):
             values = np.column_stack(parts)
         elif hasattr(values, "to_numpy"):
             values = values.to_numpy()
-        _ = values.shape, values.dtype
+        if not hasattr(values, "shape"):
+            raise StoreError(f"{name} is {kind_of(values)}: an array is needed")
+        _ = values.dtype
         if np.ma.is_masked(values):
             raise ValueError("it has masked entries: give them a value, as .filled(0) does")
     if values.dtype != object:
@@ -599,6 +605,21 @@ def whole_times(name, values) -> np.ndarray:
     return integers(name, values)
 
 
+def by_part(name, given) -> dict:
+    """Return {part of SPLITS: values} of a dict whose names may be `val` or `validation` for `valid`; StoreError for
+    another name, or two for one part."""
+    parts = {}
+    for word, values in given.items():
+        part = "valid" if word in VALID else word
+        if part not in SPLITS:
+            raise StoreError(f"{name} has a part {word!r}: parts are {', '.join(SPLITS)}")
+        if part in parts:
+            both = " and ".join(repr(other) for other in given if other in VALID)
+            raise StoreError(f"{name} has {both}, which mean the same: keep one")
+        parts[part] = values
+    return parts
+
+
 def part_ids(name, values, count) -> np.ndarray:
     """Convert a part of a split of `count` nodes or graphs, ids or a bool mask [count], to int64 ids [n]."""
     values = array_like(name, values)
@@ -650,6 +671,19 @@ def largest_of(rows) -> float:
     return max(map(abs, map(float, rows.aminmax()))) if rows.numel() else 0.0
 
 
+class RowsByIndex:
+    """Base of features: `features[ids]` for those with .shape, .dtype and .gather(ids)."""
+
+    def __getitem__(self, ids) -> Tensor:
+        """Gather the rows of a list or array of ids [n], of a mask bool [V] or of a slice -> [n, F]."""
+        count = self.shape[0]
+        ids = range(*ids.indices(count)) if isinstance(ids, slice) else ids
+        return self.gather(torch.from_numpy(part_ids("ids", ids, count)))
+
+    def __repr__(self):
+        return f"{type(self).__name__}({[*self.shape]}, {self.dtype})"
+
+
 def check_ids(ids, count):
     """Raise IndexError unless ids, a tensor, lie in [0, count)."""
     for bad in map(int, ids.aminmax()) if len(ids) else ():
@@ -668,6 +702,21 @@ def gather_target(features, ids, out, name="out") -> Tensor:
     if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != features.dtype:
         raise StoreError(f"{name} is {_kind(out)}: {features.dtype} {list(shape)} is needed")
     return out
+
+
+def kind_of(value) -> str:
+    """Name the type of what was given, for messages: "None", "a list"."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def shown(kind, fields) -> str:
+    """Format an object with the shapes of its arrays and the lengths of its lists, as PyG does."""
+    parts = []
+    for name, value in fields.items():
+        if isinstance(value, list | tuple) and len(value) > 8:
+            value = [len(value)]
+        parts.append(f"{name}={[*value.shape] if hasattr(value, 'shape') else repr(value)}")
+    return f"{kind}({', '.join(parts)})"
 
 
 def _kind(v):

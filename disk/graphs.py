@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from disk import files
-from disk.checks import check_split, check_stored, classes_among
+from disk.checks import DRAWN_GRAPHS, check_split, check_stored, classes_among, drawn_graphs
 from disk.columns import write_arrays
 from disk.files import StoreError, integers, reading, shaped
 from disk.lmdb_rows import LmdbFile, check_lmdb, key, verify_directory
@@ -101,7 +101,8 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
         labels: whether y holds labels: a class [G, 1], any whole number, or 0 and 1 for each of T labels; None: if its
             dtype is of integers. Otherwise y holds numbers, targets of a regression. NaN stands for a missing one, in
             labels -1 as well, unless all are -1 or 1, or others are below 0 too.
-        split: dict of graph ids for "train", "valid" and "test", disjoint; each may be missing.
+        split: dict of graph ids for "train", "valid" (or "val") and "test", disjoint; each may be missing. None: a tenth of
+            the graphs is drawn for test and a tenth for valid, by seed 0; the rest is for train.
         source, progress: as for `build_store`.
     """
     path, batches = Path(path), iter(batches)
@@ -130,7 +131,10 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
             raise StoreError("several labels per graph are each 0 or 1: there is no 0")
         if meta["labels"] and meta["target_dim"] == 1:
             meta["classes"] = list(map(str, classes_among(values)))
-        split = check_split(split or {}, np.zeros(count, np.int64), "graph")
+        if split is None:
+            split = drawn_graphs(count, np.random.default_rng(0))
+            meta["split"] = DRAWN_GRAPHS
+        split = check_split(split, np.zeros(count, np.int64), "graph")
         size = graphs.file.path.stat().st_size
         record = {"dtype": "bytes", "shape": [], "bytes": size, "largest": largest}
         # identifies the graphs of the split, which `append` leaves as they are

@@ -231,7 +231,7 @@ def _regroup(chunks, rows) -> Iterator[np.ndarray]:
         yield held
 
 
-class LmdbFeatures:
+class LmdbFeatures(files.RowsByIndex):
     """Feature rows in an LMDB file, `block_rows` consecutive rows per value; many threads and processes may use it.
 
     Attributes:

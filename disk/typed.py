@@ -90,9 +90,10 @@ def flatten(args):
     graph["node_types"] = {name: (node_types[name], widths.get(name, 0)) for name in names}
     if labels:
         graph["labels"] = _spread("labels", labels, first, node_types, rest=-1)
+    if labels and split is not None:
         start = first[next(iter(labels))]
         ids = functools.partial(part_ids, count=len(*labels.values()))
-        splits = split if isinstance(split, list) else [split or {}]
+        splits = split if isinstance(split, list) else [split]
         moved = [{p: start + ids(f"split {p!r}", v) for p, v in s.items()} for s in splits]
         graph["split"] = moved if splits is split else moved[0]
     elif split:

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from disk import files
-from disk.checks import check_labels, check_split, counted_from_one
+from disk.checks import DRAWN, check_labels, check_split, counted_from_one, drawn_per_class
 from disk.files import StoreError, reading
 from disk.graphs import block_diagonal, build_graphs
 from sources.arrays import FEATURES, Arrays, equal_sums, of_object, open_npz
 from sources.graph_tables import read_tables
 from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
-from sources.splits import DRAWN, PARTS, drawn_per_class, found, of_graphs
+from sources.splits import PARTS, found, of_graphs
 from sources.synthetic import MAG, SYNTHETIC, synthetic, synthetic_mag
 from store import build_store
 
@@ -189,7 +189,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     params = {"ignore": list(ignore)} if ignore else {}
     extra = dict(features=features, labels=labels)
     if isinstance(split, dict):
-        extra |= {f"{part}_idx": ids for part, ids in split.items()}
+        extra |= {f"{part}_idx": ids for part, ids in files.by_part("split", split).items()}
     elif split is not None:
         params["split"] = int(split)
     columns = {column: options.pop(name, None) for name, column in TABLE_COLUMNS.items()}
@@ -310,10 +310,12 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
     random = np.random.default_rng(source.get("seed", 0))
     if labels is None:
         arrays.say("it has no labels: a trained model can predict on it, --task link learn from it")
+    elif not split and labels.ndim == 2 and "seed" not in source:
+        arrays.say("it has no split, and none is drawn of nodes with several labels each")
     elif not split:
-        split, by = drawn_per_class(labels, random), f"seed {source.get('seed')}"
-        if "seed" not in source:  # each run draws its own
-            source["split"], by = DRAWN, "by --seed of train.py"
+        by = "by --seed of train.py"  # each run draws its own
+        if "seed" in source:
+            split, by = drawn_per_class(labels, random), f"seed {source['seed']}"
         where = "".join(f" from nodes of type {kind}" for kind in graph["labels"] if kind)
         arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
     if "node_time" in graph:
@@ -334,7 +336,7 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         options["drop_duplicates"] = True
         source["features"] = "labels of half of the training nodes"
         arrays.say(f"it has no features: {half}, the others are trained on; {how}")
-    build_store(path, **graph, split=split, source=source, **options)
+    build_store(path, **graph, split=split or None, source=source, **options)
     meta = files.read_meta(path)
     if labels is not None and labels.ndim == 1:
         empty = np.setdiff1d(np.arange(meta["num_classes"]), labels).tolist()

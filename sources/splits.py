@@ -3,13 +3,13 @@
 import numpy as np
 import torch
 
-from disk.files import SPLITS, StoreError, plural
+from disk.checks import DRAWN, drawn_graphs, drawn_per_class
+from disk.files import SPLITS, VALID, StoreError, plural
 
 PARTS = {
     part: [f"{word}_{kind}" for word in words for kind in ("idx", "mask", "masks")]
-    for part, words in zip(SPLITS, (["train"], ["val", "valid"], ["test"]))
+    for part, words in zip(SPLITS, (["train"], VALID, ["test"]))
 }
-DRAWN = "20 nodes of each class for training, 30 for validation, the rest for testing"
 
 
 def found(arrays, count, choice=None):
@@ -60,18 +60,6 @@ def _rows(arrays, name, count):
     return (values if by_row else values.reshape(count, -1).T).astype(bool)
 
 
-def drawn_per_class(labels, random) -> dict:
-    """Draw 20 nodes per class for train and 30 for valid; the other nodes with a label are for test."""
-    if labels.ndim == 2:
-        raise StoreError("nodes with several labels each need a split of their own: train_idx, ...")
-    order = np.argsort(labels, kind="stable")
-    order = order[np.searchsorted(labels[order], 0) :]
-    classes = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
-    parts = zip(*(np.split(random.permutation(nodes), [20, 50]) for nodes in classes))
-    train, valid, test = map(np.concatenate, parts)
-    return dict(train=train, valid=valid, test=np.sort(test))
-
-
 def of_graphs(arrays, count, choice, seed) -> dict:
     """Find the split of small graphs; a missing valid part and, without a split, a test part are drawn, a tenth each."""
     split, random = found(arrays, count, choice), np.random.default_rng(seed)
@@ -80,8 +68,8 @@ def of_graphs(arrays, count, choice, seed) -> dict:
         split = split[0]
     drawn = f"a tenth of its {count:,} graphs is drawn (seed {seed})"
     if not split:
-        arrays.say(f"it has no split: {drawn} for testing")
-        split["test"], split["train"] = np.split(random.permutation(count), [count // 10])
+        arrays.say(f"it has no split: {drawn} for testing, another for validation")
+        return drawn_graphs(count, random)
     if "valid" not in split:
         arrays.say(f"it has no validation part: {drawn} from the training part")
         if (n := len(split["train"])) <= count // 10:
@@ -124,7 +112,9 @@ def split_of(graph, number=0, seed=0) -> dict:
 
 def _is_drawn(graph) -> bool:
     source = graph.meta.get("source")
-    return isinstance(source, dict) and source.get("split") == DRAWN
+    # where stores of .npz files had it once
+    of_source = source.get("split") if isinstance(source, dict) else None
+    return DRAWN in (graph.meta.get("split"), of_source)
 
 
 def say_empty_parts(split, things, say):

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from disk.columns import OF_EDGES, node_ids
-from disk.files import ALWAYS, SPLITS, StoreError, reading
+from disk.files import ALWAYS, SPLITS, StoreError, by_part, reading
 from sampler import DAMAGED, DamagedGraph, expand, mix, number_before, outside, random_bits
 
 
@@ -193,10 +193,7 @@ def pairs_of(store, edges, among, how, seed, say):
     if how.endswith(".npz"):
         name, empty = f"--edge-split {how}", np.zeros((0, 2), np.int64)
         with reading(name), np.load(how, allow_pickle=False) as content:
-            arrays = {"valid": empty, "test": empty, **content}
-        if unknown := set(arrays) - set(SPLITS):
-            names = ", ".join(SPLITS)
-            raise StoreError(f"{name} has an array {min(unknown)!r}: its arrays are {names}")
+            arrays = {"valid": empty, "test": empty, **by_part(name, content)}
         V = store.num_nodes
         pairs = {part: checked_pairs(f"{name}: {part}", arrays[part], store) for part in arrays}
         for part, ends in pairs.items():

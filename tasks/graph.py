@@ -127,6 +127,8 @@ class GraphTask(Task):
             self.classes = torch.tensor(graphs.classes, dtype=torch.float64)
         self.several_classes = bool(graphs.meta["class_dim"])
         self._read_answers(say)
+        if drawn := graphs.meta.get("split"):
+            say(f"split   {drawn}, by seed 0 when the store was built")
         say_empty_parts(graphs.split, "graphs", say)
         self.metric = args.metric
         if self.labels and not self.metric:

@@ -23,6 +23,9 @@ class NodeTask(Task):
         if not store.labelled and args.trains:
             instead = "--resume FILE --predict FILE.npy predicts them, --task link needs none"
             raise StoreError(f"{path} has no labels to learn from: {instead}")
+        if args.trains and not len(store.split["train"]):
+            why = "none is drawn for several labels a node: build it with one, or use --task link"
+            raise StoreError(f"{path} has no split, and {why}")
         # a checkpoint's --split is of the graph it was trained on, perhaps another
         idle = not args.trains and store.num_splits == 1 and "split" not in args.typed
         self.number = None if idle else args.split

@@ -357,13 +357,19 @@ def test_graph_task_with_two_processes_checkpoints_and_resumes(tmp_path, capsys)
     mine, theirs = (log[-1]["scores"]["test"]["rmse"] for log in (a, b))
     assert mine == pytest.approx(theirs, rel=1e-2)
     assert a[3]["loss"] < a[0]["loss"] and a[0]["valid"]["mae"] > 0
-    no_split, many = build_graphs(tmp_path / "many", [_graphs(10)]), "holds many small graphs"
+    many, untrained = "holds many small graphs", {"test": [1]}
+    no_split = build_graphs(tmp_path / "many", [_graphs(10)], split=untrained)
+    build_graphs(tmp_path / "drawn", [_graphs(40)])
     for words, said in (
         (f"--dataset {tmp_path}/m.npz", f"{many}.*--task graph"),
         (f"--task graph --dataset {no_split}", f"{no_split} has no training graphs"),
     ):
         assert _code(f"--root {tmp_path} --gpus 0", words) == 2
         assert re.search(said, capsys.readouterr().err)
+    words = f"--task graph --dataset {tmp_path}/drawn --gpus 0 --epochs 1 --hidden 8 --num-layers 1"
+    assert _code(words) == 0
+    drawn = r"split   a tenth of the graphs for testing, .*\n[^$]*train 32 / valid 4 / test 4"
+    assert re.search(drawn, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Tests: loader.py."""
 
 import functools
+import importlib.util
 import itertools
 import json
 import re
+import sys
 import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -243,6 +245,9 @@ def test_loader_says_what_does_not_fit_the_graph():
     indptr, indices = loader.from_edge_index([[0, 1, 2], [1, 2, 0]], 3)
     good = loader.Graph(indptr, indices, torch.ones(3, 2), torch.arange(3))
     mask = torch.ones(4, dtype=torch.bool)
+    data = types.SimpleNamespace(x=good.features, edge_index=torch.tensor([[0], [1]]))
+    others = (None, "None"), (data, "a SimpleNamespace"), ("my_store", "a str"), ([0, 1], "a list")
+    form = r"Graph\(\*from_edge_index\(data.edge_index, len\(data.x\)\), data.x, data.y\)"
     for graph, seeds, options, complaint in (
         (good, mask, {}, r"seeds, a mask, is \[4\]: \[3\] is needed, for 3 nodes and 3 edges"),
         (good, [[0], [1]], {}, r"seeds is \[2, 1\]: node ids \[T\]"),
@@ -250,6 +255,9 @@ def test_loader_says_what_does_not_fit_the_graph():
         (good._replace(features=torch.ones(3)), [0], {}, r"features is \[3\]: \[3, F\] is needed"),
         (good._replace(labels=torch.arange(2)), [0], {}, r"labels is \[2\]: \[3\] is"),
         (good._replace(labels=None), [0], {}, "labels is NoneType"),
+        (good._replace(features={}), [0], {}, "features is a dict: an array is needed"),
+        (good, None, {}, "seeds is None: an array is needed"),
+        *((graph, [0], {}, f"graph is {kind}: .*{form}") for graph, kind in others),
         (good, [2, 0, 2], {}, "seeds has node 2 more than once: give it once, or a `draw` that"),
         (good, [0], {"edges": True}, r"edge_features is NoneType: \[3, F\] is"),
         (good, [0], {"batch_size": 0}, "batch_size is 0"),
@@ -277,6 +285,20 @@ def test_loader_says_what_does_not_fit_the_graph():
             inference(net, indptr, indices, x)
 
 
+def test_graph_batch_and_loader_are_shown_by_their_shapes():
+    indptr, indices = loader.from_edge_index([[0, 1, 2], [1, 2, 0]], 3)
+    graph = loader.Graph(indptr, indices, np.ones((3, 2)), [0] * 90)
+    assert repr(graph) == "Graph(indptr=[4], indices=[3], features=[3, 2], labels=[90])"
+    batches = loader.NodeLoader(graph._replace(labels=[0, 1, 2]), [0, 2], [1, 2], batch_size=1)
+    batch = next(iter(batches))
+    blocks = [f"Block(num_src={n}, num_dst={n - 1}, num_edges={n - 1})" for n in (3, 2)]
+    shown = f"Batch(blocks=[{', '.join(blocks)}], x=[3, 2], y=[1], seeds=[1])"
+    assert repr(batch) == shown
+    shown = "NodeLoader(seeds=[2], fanouts=[1, 2], total_batch=1, steps=2, epoch=0, step=1)"
+    assert repr(batches) == shown
+    assert repr(batch._replace(blocks=[], x=None)) == "Batch(blocks=[], x=None, y=[1], seeds=[1])"
+
+
 def test_loader_takes_arrays_in_the_forms_that_people_have_them_in():
     graph, _ = _for_loading()
     graph, seeds = graph._replace(indptr=graph.indptr.int()), np.arange(3, 40)
@@ -296,6 +318,23 @@ def test_loader_takes_arrays_in_the_forms_that_people_have_them_in():
         (r"features is \[\]: \[300, F\] is needed", {"features": 3}, seeds),
     ):
         _refuses(said, loader.NodeLoader, graph._replace(**change), ids, [4], error=ValueError)
+
+
+@pytest.mark.parametrize(
+    "ours, theirs", [("loader", "features"), ("loader", "sampler"), ("inference", "model")]
+)
+def test_a_file_of_the_users_that_hides_one_of_ours_is_named(ours, theirs, monkeypatch):
+    hidden = types.ModuleType(theirs)
+    hidden.__file__ = f"/theirs/{theirs}.py"
+    spec = importlib.util.spec_from_file_location("again", sys.modules[ours].__file__)
+    again = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, theirs, hidden)
+    said = f"/theirs/{theirs}.py.*: it hides the {theirs}.py that {ours}.py needs; rename it"
+    _refuses(said, spec.loader.exec_module, again, error=ImportError)
+    monkeypatch.setitem(sys.modules, theirs, None)  # there is none
+    _refuses(
+        f"import of {theirs} halted; None in", spec.loader.exec_module, again, error=ImportError
+    )
 
 
 def test_loader_takes_repeated_seeds_where_a_draw_makes_them_distinct():

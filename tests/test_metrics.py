@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from disk.graphs import block_diagonal, build_graphs
-from sources.prepare import prepare
+from sources.prepare import build
 from store import GraphStore, build_store, verify
 from tasks import metrics
 from tasks.graph import GraphTask, Regressor
@@ -276,11 +276,17 @@ def test_train_several_labels_a_node(tmp_path):
     assert 0 < scores.min() < scores.max() < 1
     # of a graph without labels the same; with one label a node it is another task
     unlabelled = {name: arrays[name] for name in ("edge_index", "features")}
-    for name, labels in (("none", {}), ("plain", {"labels": y[:, 0], "split": split})):
+    kinds = ("none", {}), ("plain", {"labels": y[:, 0], "split": split}), ("unsplit", {"labels": y})
+    for name, labels in kinds:
         build_store(tmp_path / name, **unlabelled, **labels, symmetrize=True)
     again = f"--resume {one} --predict {tmp_path}/n.npy --predict-what scores --gpus 0"
-    _train(f"{again} --dataset {tmp_path}/none")
-    assert np.array_equal(np.load(tmp_path / "n.npy"), scores)
+    for name in ("none", "unsplit"):
+        _train(f"{again} --dataset {tmp_path}/{name}")
+        assert np.array_equal(np.load(tmp_path / "n.npy"), scores)
+        (tmp_path / "n.npy").unlink()
+    said = "unsplit has no split, and none is drawn for several labels a node: "
+    assert said in _train(f"--dataset {tmp_path}/unsplit --gpus 0", code=2)
+    assert not any(map(len, GraphStore.open(tmp_path / "unsplit").split.values()))
     assert "of several labels a node, " in _train(f"{again} --dataset {tmp_path}/plain", code=2)
 
 
@@ -314,7 +320,7 @@ def test_a_roc_auc_that_is_not_defined(tmp_path):
     assert _log(tmp_path / "log")[-1]["mean"].keys() == {"train", "valid"}
 
 
-def test_labels_of_several_a_node_that_cannot_be_meant(tmp_path):
+def test_labels_of_several_a_node_that_cannot_be_meant(tmp_path, capsys):
     y, number = np.random.default_rng(0).integers(0, 2, (200, 3)), np.arange(600).reshape(200, 3)
     for message, labels in (
         (r"labels\[5, 1\] is 2: several .* are each 0 or 1", np.where(number == 16, 2, y)),
@@ -329,4 +335,7 @@ def test_labels_of_several_a_node_that_cannot_be_meant(tmp_path):
     ):
         _refuses(message, _store, tmp_path / "s", labels=labels, num_classes=None)
     _save_npz(tmp_path / "d.npz", y=y)
-    _refuses("several labels each need a split of their own", prepare, tmp_path / "d.npz", tmp_path)
+    build(tmp_path / "d.npz", tmp_path / "unsplit")
+    assert "it has no split, and none is drawn of nodes with" in capsys.readouterr().out
+    said = "several labels each need a split of their own"
+    _refuses(said, build, tmp_path / "d.npz", tmp_path / "s", seed=3)

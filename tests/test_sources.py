@@ -3,10 +3,12 @@
 import collections
 import functools
 import io
+import itertools
 import multiprocessing
 import os
 import re
 import shutil
+import types
 import zipfile
 
 import numpy as np
@@ -16,12 +18,13 @@ import torch
 import store
 from disk import checks
 from disk import files as disk
+from disk import graphs as disk_graphs
 from sources import prepare as datasets
 from sources.prepare import prepare
 from sources.splits import choose_split
 from store import GraphStore, build_store, verify
-from tests.common import DATA, _code, _graph
-from tests.stores import _edges, _mask, _refuses, _rewrite_meta, _save_npz, _sums
+from tests.common import DATA, _code, _graph, _store
+from tests.stores import _edges, _graphs, _mask, _refuses, _rewrite_meta, _save_npz, _sums
 
 
 def _opened(dataset, root, **options):
@@ -244,6 +247,50 @@ def test_datasets_npz_splits(tmp_path):
         split = GraphStore.open(path).split
         assert [part.tolist() for part in split.values()] == [list(part) for part in expected]
         assert path == other, "a seed decides on nothing here"
+
+
+def test_a_graph_without_a_split_gets_the_same_one_however_it_is_built(tmp_path, capsys):
+    """From arrays, from a file, and in stores that say elsewhere that they had none; runs draw their own."""
+    args = {**_graph(), "split": None}
+    _save_npz(tmp_path / "a.npz")
+    arrays = build_store(tmp_path / "arrays", **args)
+    file = datasets.build(tmp_path / "a.npz", tmp_path / "file")
+    old = build_store(tmp_path / "old", **{**args, "split": {}})
+    _rewrite_meta(old, split=..., source={"dataset": "a.npz", "split": checks.DRAWN})
+    trained = {}
+    for path, seed in itertools.product((arrays, file, old), (0, 1)):
+        graph, lines = GraphStore.open(path), []
+        opened = graph.split
+        choose_split(graph, seed=seed, say=lines.append)
+        assert f"the rest for testing, by seed {seed}" in lines[0]
+        assert seed or all(torch.equal(opened[part], ids) for part, ids in graph.split.items())
+        trained.setdefault(seed, []).append(graph.split["train"].tolist())
+    zero, one = trained.values()
+    assert zero == zero[:1] * 3 and one == one[:1] * 3 and zero[0] != one[0]
+    assert GraphStore.open(arrays).labels[zero[0]].bincount().tolist() == [20] * 4
+    assert store.main(["info", str(arrays)]) == 0
+    assert ", drawn by seed 0\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["val", "valid", "validation"])
+def test_the_validation_part_has_three_names(word, tmp_path):
+    args, split = _graph(), {"train": [0, 1], word: [2, 3], "test": [4]}
+    data = {"x": args["features"], "y": args["labels"], "edge_index": args["edge_index"]}
+    _save_npz(tmp_path / "a.npz", train_idx=[0, 1], **{f"{word}_mask": _mask([2, 3])})
+    small = disk_graphs.build_graphs(tmp_path / "many", [_graphs(9)], split=split)
+    assert disk_graphs.GraphDataset.open(small).split["valid"].tolist() == [2, 3]
+    for path in (
+        build_store(tmp_path / "one", **{**args, "split": split}),
+        build_store(tmp_path / "two", **{**args, "split": [split, split]}),
+        datasets.build(types.SimpleNamespace(**data), tmp_path / "data", split=split),
+        datasets.build(tmp_path / "a.npz", tmp_path / "file"),
+    ):
+        graph = GraphStore.open(path)
+        assert graph.split["valid"].tolist() == [2, 3] and "split" not in graph.meta
+    twice = {"split": {**split, "val": [2], "valid": [3]}}
+    data = types.SimpleNamespace(**data)
+    for make, given in ((datasets.build, (data, tmp_path / "no")), (_store, (tmp_path / "no",))):
+        _refuses("split has .*, which mean the same: keep one", make, *given, **twice)
 
 
 def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):

@@ -256,7 +256,7 @@ def _bad_inputs():
         "edge 1 goes from node -4": {"edge_index": [[0, -4], [0, 0]]},
         "edge_index has shape": {"edge_index": edge.T},
         "edge_index has dtype float64": {"edge_index": edge.astype(float)},
-        "edge_index cannot be read: .str. object": {"edge_index": "edges"},
+        "edge_index is a str: an array is needed": {"edge_index": "edges"},
         both: {"edge_index": None},
         f"{both} and indices": {"indptr": [0], "indices": [0]},
         r"indptr\[1\] is 5: the next is smaller": {**csc, "indptr": [0, 5, 3, *[9] * 198]},
@@ -282,7 +282,7 @@ def _bad_inputs():
         r"features\[170, 3\] is nan": {"features": nan},
         "features has shape": {"features": x[0]},
         "features has dtype complex128": {"features": x.astype(complex)},
-        "features cannot be read: .NoneType": {"features": None},
+        "features is None: an array is needed": {"features": None},
         "came with 3 rows, 200 were announced": {"features": Rows([200, 5], np.float32, [x[:3]])},
         r"features\[0, 0\] is 100000.0: beyond the range of float16": far_off,
         "float16 with features of uint8: f": {**far_off, "features": x.astype(np.uint8)},
@@ -305,7 +305,10 @@ def _bad_inputs():
         "node 1 more than once; a mask is of bool": {"split": {"train": [0, 1, 1]}},
         "'test' holds node 200": {"split": {"train": ok, "test": [200]}},
         "'train' is empty": {"split": {"train": [], "test": [1]}},
-        "part 'val'": {"split": {"train": ok, "val": [60]}},
+        "part 'vel'": {"split": {"train": ok, "vel": [60]}},
+        "split has 'valid' and 'val', which": {"split": {"train": ok, "valid": [60], "val": [61]}},
+        "split is a Tensor: .*, or a list of such": {"split": torch.arange(3)},
+        "split 0 of 2: split is a list: ": {"split": [[0, 1], [2, 3]]},
         r"'valid', a mask, has shape \[199\]": {"split": {"valid": np.ones(199, bool)}},
         "split 'train' has dtype float64": {"split": {"train": [0.5]}},
         "node_names has 2 names: 200 are needed": {"node_names": ["a", "b"]},
@@ -391,6 +394,38 @@ def test_store_takes_every_layout_of_an_array(tmp_path, dtype):
     graph = GraphStore.open(build_store(tmp_path / "list", **lists))
     wide = {"f": torch.float64, "b": torch.uint8}.get(x.dtype.kind, torch.int64)
     assert graph.features.dtype == wide
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_features_are_indexed_as_arrays_are(backend, tmp_path):
+    x = np.random.default_rng(0).normal(size=(200, 5)).astype(np.float32)
+    named = {"backend": backend, "feature_names": list("abcde")}
+    graph = GraphStore.open(_store(tmp_path / "g", features=x, **named))
+    reordered = GraphStore.open(tmp_path / "g")
+    reordered.take_columns(list("edcba"))
+    for features, rows in ((graph.features, x), (reordered.features, x[:, ::-1])):
+        for ids in (np.array([7, 0, 7]), np.arange(200) % 3 == 0, slice(-9, None, 2), slice(0, 0)):
+            given = [ids] if isinstance(ids, slice) else [ids, ids.tolist(), torch.from_numpy(ids)]
+            assert all(np.array_equal(features[form], rows[ids]) for form in given)
+        for error, words, bad in (
+            (IndexError, "node 200 is out of range", [200]),
+            (IndexError, "node -1 is out of range", [-1]),
+            (StoreError, r"ids has shape \[\]: \[n\] is needed", 3),
+            (StoreError, r"ids, a mask, has shape \[3\]: \[200\] is", torch.ones(3) > 0),
+        ):
+            _refuses(words, features.__getitem__, bad, error=error)
+        assert repr(features).endswith("Features([200, 5], torch.float32)")
+    _store(tmp_path / "copy", features=reordered.features)
+    assert np.array_equal(GraphStore.open(tmp_path / "copy").features[:], x[:, ::-1])
+
+
+def test_a_store_is_shown_by_its_sizes(tmp_path):
+    args = {**_graph(), "split": {"train": [0, 1]}}
+    graph = GraphStore.open(build_store(tmp_path / "g", **args, edge_weight=np.ones(3000)))
+    assert repr(graph) == (
+        f"GraphStore(path={str(tmp_path / 'g')!r}, num_nodes=200, num_edges=3000, features=[200, 5], "
+        "labels=[200], num_classes=4, train=[2], valid=[0], test=[0], edge_weight=[3000])"
+    )
 
 
 def test_store_says_what_is_wrong_with_an_argument(tmp_path):
