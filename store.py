@@ -501,6 +501,13 @@ def _parser():
         ("node-times", "FILE", "tables: a time per node"),
     ):
         add(f"--{flag}", metavar=kind, help=text)
+    add(
+        "--ignore",
+        type=lambda names: names.split(","),
+        default=(),
+        metavar="A,B",
+        help="leave out columns of tables, or arrays of an .npz file",
+    )
     add("--backend", default="mmap", choices=list(BACKENDS), help="feature storage (default mmap)")
     add("--feature-dtype", choices=files.HALVES, help="round float features to this type")
     add("--symmetrize", action="store_true", help="add the reverse of every edge")
