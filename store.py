@@ -225,6 +225,7 @@ class GraphStore:
     Attributes:
         indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
         labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one.
+        class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype and .gather(ids, out=None).
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
@@ -248,6 +249,10 @@ class GraphStore:
             raise ValueError(f"it has num_classes = {self.num_classes!r:.200}")
         self.labelled = meta.get("labelled", True)
         self.feature_names = meta.get("feature_names")
+        source = meta.get("source")
+        classes = source.get("classes") if isinstance(source, dict) else None
+        # of a synthetic graph their number
+        self.class_names = classes if isinstance(classes, list) else None
         self.options = [name for name, on in meta["options"].items() if on]
         kinds = columns.arrays_of(meta)
         for name, kind in kinds.items():

@@ -98,7 +98,7 @@ files
 --checkpoint | FILE | write the run's state here after each epoch and on Ctrl-C
 --checkpoint-every | N | also write it every N optimizer steps (default: off)
 --resume | FILE | continue from a checkpoint, with its data, sampling, model and optimisation flags; auto: from the file of --checkpoint, if it exists
---predict | FILE.npy | write exact predictions for every node; with --resume FILE nothing is trained unless --epochs or --checkpoint is given
+--predict | FILE | write exact predictions for every node as .npy, or with names as .csv or .parquet; with --resume FILE nothing is trained unless --epochs or --checkpoint is given
 --predict-what | classes scores logits embeddings | classes [V] (several labels: 0/1 [V, classes]); scores (probabilities), logits [V, classes]; embeddings: the last layer's input, [V, hidden]
 --log --log-file | FILE | append JSON lines: the flags, then each epoch (under torchrun use --log-file)
 --tensorboard | DIR | write each epoch's metrics for TensorBoard
@@ -218,7 +218,7 @@ def check_values(parser, args):
         refuse(True, unused, why)
     not_best = args.early_stop and args.weights == "last"
     refuse(not_best, "weights", "contradicts --early-stop {early_stop}, which takes the best")
-    refuse(not args.predict, "predict_what pairs", "needs --predict FILE.npy to write to")
+    refuse(not args.predict, "predict_what pairs", "needs --predict FILE to write to")
     refuse(not args.checkpoint, "checkpoint_every", "needs --checkpoint FILE to write to")
     built_in, why = BUILT_IN + " hidden" * (not task.embeds), "is for the built-in models; "
     refuse(custom, built_in, why + "give {model} what it needs by --model-args")
@@ -245,7 +245,10 @@ def check_values(parser, args):
     refuse(args.precision == "tf32" and not on_gpu, "precision", needs_gpu)
     refuse(args.mode == "cpu-cpu" and on_gpu, "mode", "trains on CPU: leave out --gpus {gpus}")
     refuse(args.mode == "cuda-cuda", "cache", "has no effect: --mode cuda-cuda has all on the GPU")
-    for flag, library in (("tensorboard", "tensorboard"), ("timeline", "matplotlib")):
+    libraries = {"tensorboard": "tensorboard", "timeline": "matplotlib"}
+    if args.predict and args.predict.endswith((".csv", ".parquet")):
+        libraries["predict"] = "pyarrow"
+    for flag, library in libraries.items():
         refuse(not importlib.util.find_spec(library), flag, f"needs: pip install {library}")
 
 
@@ -260,14 +263,15 @@ def check_files(parser, args):
         if other != flag and [other, flag] != ["resume", "checkpoint"]:
             of_other = f"that is the file of {spelled(other)}, give another name"
             parser.error(f"--{flag} {name}: {of_other}")
+    suffixes = {"predict": (".npy", ".csv", ".parquet"), "timeline": (".png",)}
     for flag in ("checkpoint", "predict", "log", "timeline", "profile"):
-        name, suffix = getattr(args, flag), {"predict": ".npy", "timeline": ".png"}.get(flag, "")
+        name, endings = getattr(args, flag), suffixes.get(flag, ("",))
         if name is None:
             continue
         path = Path(name).absolute()
         check_name(path)
-        if not name.endswith(suffix):
-            parser.error(f"--{flag} {name}: give a name that ends in {suffix}")
+        if not name.endswith(endings):
+            parser.error(f"--{flag} {name}: give a name that ends in {' or '.join(endings)}")
         # --log is appended to; the other files are written under a temporary name and renamed. Functions of Path would
         # raise where the system refuses to look
         in_place = os.path.exists(path) and (flag == "log" or not os.path.isfile(path))

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,28 @@ def draw_timeline(laps, path, steps=8):
     write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
 
 
+def write_table(path, chunks):
+    """Write chunks {column: array or list [n]} of rows as a .csv or .parquet file -> (number of rows, columns)."""
+    import pyarrow
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    library = pyarrow.csv.CSVWriter if path.endswith(".csv") else pyarrow.parquet.ParquetWriter
+    count, columns = 0, []
+
+    def write(file):
+        nonlocal count, columns
+        first = pyarrow.table(next(chunks))
+        columns = first.column_names
+        with library(file, first.schema) as writer:
+            for chunk in chain([first], map(pyarrow.table, chunks)):
+                writer.write_table(chunk)
+                count += len(chunk)
+
+    write_whole(path, write)
+    return count, columns
+
+
 class Report:
     """Writes a run's figures on rank 0: to the terminal, --log and --tensorboard. A file that
     cannot be written is reported once, and training continues; failed: the flags of such files."""
@@ -155,12 +178,20 @@ class Report:
         kept = again if self.args.checkpoint else "nothing kept: no --checkpoint"
         self.tell(f"stopped in epoch {epoch} after step {step}; {kept}", {"stopped": [epoch, step]})
 
-    def write(self, tensor):
-        """Write the array of --predict and print its dtype and shape."""
-        if self.leads:
-            path, array = self.args.predict, tensor.numpy()
-            write_whole(path, lambda file: np.save(file, array))
-            print(f"wrote {path}: {array.dtype} {list(array.shape)}")
+    def write(self, array, chunks):
+        """Write the file of --predict and print what is in it. array: function that returns the tensor of an .npy file;
+        chunks: of the rows of a table, see `write_table`."""
+        if not self.leads:
+            return
+        path = self.args.predict
+        if path.endswith(".npy"):
+            values = array().numpy()
+            write_whole(path, lambda file: np.save(file, values))
+            print(f"wrote {path}: {values.dtype} {list(values.shape)}")
+        else:
+            count, columns = write_table(path, chunks)
+            more = ", ..." * (len(columns) > 6)
+            print(f"wrote {path}: {plural(count, 'row')} of {', '.join(columns[:6])}{more}")
 
     @contextmanager
     def profile(self):

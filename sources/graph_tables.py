@@ -20,7 +20,8 @@ HEADER = "; a header is known by names such as id, source, destination and label
 
 
 def read_tables(file, tables, columns, folder, ignore=()) -> dict:
-    """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`, `feature_names`.
+    """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`, `feature_names`
+    and `class_names`.
 
     Args:
         file: the table of edges. tables: {name of an array: file of a table}; "features" is required.
@@ -43,14 +44,16 @@ def read_tables(file, tables, columns, folder, ignore=()) -> dict:
     for name in (name for name, tables in ignore.items() if not tables):
         raise StoreError(f"ignore: none of the tables has a column {name!r}")
     names = {"node_names": nodes.names, "feature_names": nodes.feature_names}
+    names["class_names"] = nodes.class_names
     return {**arrays, **kept, **names}
 
 
 class Nodes:
     """How tables refer to the V nodes, the rows of the feature table `source`: by number, or by `names` [V], integers
-    or strings. by_row: whether row i of a table without ids is node i. feature_names: of the columns, or None."""
+    or strings. by_row: whether row i of a table without ids is node i. feature_names: of the columns, or None; class_names:
+    of the columns of several labels, or None."""
 
-    feature_names = None
+    feature_names = class_names = None
 
     def __init__(self, count, source, names=None, by_row=True):
         self.count, self.source, self.names, self.by_row = count, source, names, by_row
@@ -227,6 +230,8 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
             if isinstance(cells[j], list):
                 _check_text_labels(table, j, cells[j], len(columns))
         table.say()
+    if is_labels and len(columns) > 1 and table.names:
+        nodes.class_names = [table.names[j] for j in columns]
     if not columns:
         return rows
     cells = np.stack([cells[j] for j in columns], 1)

@@ -208,7 +208,9 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
             arrays = read_tables(kind, extra, columns, path.absolute().parent, ignore)
             names = "node_names", "edge_types", "feature_names"
             options = {name: arrays.pop(name, None) for name in names} | options
+            class_names = arrays.pop("class_names")
             arrays = Arrays(kind, arrays, files=extra)
+            arrays.classes = class_names
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))

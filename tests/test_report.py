@@ -7,13 +7,15 @@ import signal
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
 import ddp
 import train
 from run import report
-from store import build_store
+from sources import prepare as datasets
+from store import GraphStore, build_store
 from tests.common import COMMON, _code, _end, _fork, _graph, _run_here, _split
 
 
@@ -160,6 +162,94 @@ def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_without_labels(tmp
             output = capsys.readouterr().out
             assert output.endswith(f"\nwrote {tmp_path}/p.npy: {array}\n") and "n/a" not in output
             assert ("exact" in output or "MRR" in output) == (exact and not edges), output
+
+
+def _predicted(tmp_path, *words, kind="csv"):
+    """Predict with train.py in this process -> the table that it writes."""
+    pandas = pytest.importorskip("pandas")
+    file = tmp_path / f"p.{kind}"
+    assert _code(*words, f"--gpus 0 --predict {file}") == 0
+    return pandas.read_csv(file) if kind == "csv" else pandas.read_parquet(file)
+
+
+def test_predictions_come_back_in_the_names_of_tables(tmp_path, capsys, monkeypatch):
+    """Names of nodes and classes, also those of the checkpoint on a graph without labels; several chunks."""
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.setattr("tasks.task.CHUNK", 100)
+    rng = np.random.default_rng(0)
+    names = [f'the "{i}", x' for i in range(90)]
+    y = np.array(["red", "node", "blå"])[rng.integers(0, 3, 90)]
+    edges = {"source": rng.choice(names, 500), "target": rng.choice(names, 500)}
+    tables = {"e": edges, "x": {"id": names, "a": rng.normal(size=90), "b": 1.0}}
+    tables |= {"y": {"id": names[::-1], "label": y[::-1]}, "train": {"id": names[:50]}}
+    for name, columns in tables.items():
+        pandas.DataFrame(columns).to_csv(tmp_path / f"{name}.csv", index=False)
+    files = {name: str(tmp_path / f"{name}.csv") for name in tables}
+    labelled = {"labels": files["y"], "split": {"train": files["train"]}}
+    datasets.build(files["e"], tmp_path / "g", features=files["x"], **labelled)
+    datasets.build(files["e"], tmp_path / "bare", features=files["x"])
+    graph = GraphStore.open(tmp_path / "g")
+    assert graph.class_names == ["blå", "node", "red"]
+    assert GraphStore.open(tmp_path / "bare").class_names is None
+    _run_here(tmp_path, f"--dataset {graph.path} --epochs 2", *COMMON)
+    for dataset in ("g", "bare"):
+        again = f"--resume {tmp_path}/here.pt --dataset {tmp_path}/{dataset}"
+        assert _code(again, f"--gpus 0 --predict {tmp_path}/p.npy") == 0
+        rows = _predicted(tmp_path, again, "--predict-what scores", kind="parquet")
+        assert list(rows) == ["node", "blå", "class node", "red"]
+        scores = rows.iloc[:, 1:].to_numpy()
+        capsys.readouterr()
+        for kind in ("csv", "parquet"):
+            table = _predicted(tmp_path, again, kind=kind)
+            assert list(table) == ["node", "class", "score"] and list(table.node) == names
+            classes = np.array(graph.class_names)[np.load(tmp_path / "p.npy")]
+            assert (table["class"] == classes).all()
+            assert np.allclose(table.score, scores.max(1), atol=1e-6)
+        assert f"wrote {tmp_path}/p.csv: 90 rows of node, class, score\n" in capsys.readouterr().out
+        h = _predicted(tmp_path, again, "--predict-what embeddings")
+        assert list(h) == ["node", *(f"e{j}" for j in range(16))]
+        assert list(h.node) == names
+    pairs = np.array(names)[[[3, 1], [0, 2]]]
+    np.save(tmp_path / "pairs.npy", np.char.encode(pairs, "utf-8"))
+    link = f"--task link --dataset {graph.path} --epochs 1"
+    table = _predicted(tmp_path, link, *COMMON, f"--pairs {tmp_path}/pairs.npy")
+    assert list(table) == ["source", "destination", "score"]
+    assert table.iloc[:, :2].to_numpy().tolist() == pairs.tolist()
+    assert list(_predicted(tmp_path, link, *COMMON)) == list(h)
+
+
+def test_predictions_are_numbers_where_the_data_have_no_names(tmp_path):
+    """Integers that name nodes stay integers; nodes of types are counted within their type; labels name columns."""
+    pandas = pytest.importorskip("pandas")
+    graph = {**_graph(num_nodes=90, width=6, classes=4), "node_names": [*range(7, 97)]}
+    build_store(tmp_path / "g", **graph)
+    table = _predicted(tmp_path, f"--dataset {tmp_path}/g --epochs 1", *COMMON, kind="parquet")
+    assert table.node.tolist() == graph["node_names"] and table["class"].isin(range(4)).all()
+    mag = "synthetic-mag:scale=0.0002"
+    words = f"--dataset {mag} --epochs 1 --root {tmp_path} --predict-what logits"
+    table = _predicted(tmp_path, words, *COMMON)
+    assert list(table)[:3] == ["type", "node", "0"]
+    for _, part in table.groupby("type"):
+        assert part.node.tolist() == list(range(len(part)))
+    # several labels: a column for each
+    rng = np.random.default_rng(0)
+    files = {name: str(tmp_path / f"{name}.csv") for name in "exy"}
+    pandas.DataFrame(rng.integers(0, 40, (300, 2)), columns=["source", "target"]).to_csv(
+        files["e"], index=False
+    )
+    pandas.DataFrame({"a": rng.normal(size=40), "b": 1.5}).to_csv(files["x"], index=False)
+    labels = pandas.DataFrame(rng.integers(0, 2, (40, 3)), columns=["type", "wet", "cold"])
+    labels.to_csv(files["y"], index=False)
+    split = {name: range(i, 40, 3) for i, name in enumerate(("train", "valid", "test"))}
+    for name, ids in split.items():
+        (tmp_path / name).write_text("\n".join(map(str, ids)))
+        split[name] = str(tmp_path / name)
+    several = dict(features=files["x"], labels=files["y"], split=split)
+    datasets.build(files["e"], tmp_path / "several", **several)
+    assert GraphStore.open(tmp_path / "several").class_names == list(labels)
+    table = _predicted(tmp_path, f"--dataset {tmp_path}/several --epochs 1", *COMMON)
+    assert list(table) == ["node", "class type", "wet", "cold"]
+    assert table.iloc[:, 1:].isin([0, 1]).to_numpy().all()
 
 
 def test_tensorboard_gets_the_figures_and_flags_of_a_run(tiny, tmp_path, monkeypatch):
