@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import resource
 import signal
 import sys
@@ -126,15 +127,15 @@ def test_advice_on_when_one_process_is_as_fast():
 
 def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path, monkeypatch):
     axes, said = pytest.importorskip("matplotlib.axes").Axes, []
-    monkeypatch.setattr(axes, "set_xlabel", lambda axis, text: said.append(text))
+    monkeypatch.setattr(axes, "set_title", lambda axis, text, loc: said.append(text))
     starts = ((stage, i + 0.1 * j) for i in range(10) for j, stage in enumerate(report.STAGES))
     laps = [(stage, start, start + 0.05, "t") for stage, start in starts]
     report.draw_timeline(laps + [(*lap[:3], "u") for lap in laps], tmp_path / "two.png")
     report.draw_timeline(laps, tmp_path / "one.png")
     report.draw_timeline([], tmp_path / "none.png")
     report.draw_timeline([("optimizer", 0.1, 0.2, "t")], tmp_path / "short.png")
-    counts = [text.partition("first ")[2] for text in said[1:]]
-    assert counts == ["8 training steps", "1 training step"]
+    counts = [text.partition(" of an epoch")[0] for text in said[1:]]
+    assert counts == ["First 8 training steps", "First 1 training step"]
     one, two = ((tmp_path / f"{name}.png").read_bytes() for name in ("one", "two"))
     height = lambda png: int.from_bytes(png[20:24], "big")  # noqa: E731
     assert one.startswith(b"\x89PNG") and height(two) > 1.5 * height(one)
@@ -145,6 +146,59 @@ def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path, monkeypatch):
     colors = pytest.importorskip("matplotlib.image").imread(tmp_path / "thin.png")[..., :3]
     brown = torch.tensor([140, 86, 75]) / 255
     assert ((torch.tensor(colors) - brown).abs().amax(2) < 0.1).sum() > 20
+
+
+def _drawn(monkeypatch):
+    """Return a list that gets (title, [(name, numbers, values) of each row]) of every curve drawn."""
+    drawn, draw = [], report.draw_curve
+    figure = pytest.importorskip("matplotlib.figure").Figure
+
+    def drawing(*args):
+        with monkeypatch.context() as patch:
+            save = figure.savefig
+            patch.setattr(figure, "savefig", lambda fig, *a, **o: (seen(fig), save(fig, *a, **o)))
+            draw(*args)
+
+    def seen(fig):
+        lines = ((axis.get_ylabel(), axis.lines[0].get_xydata().T.tolist()) for axis in fig.axes)
+        drawn.append((fig.axes[0].get_title(loc="left"), [(name, *xy) for name, xy in lines]))
+
+    monkeypatch.setattr(report, "draw_curve", drawing)
+    return drawn
+
+
+def test_the_curve_of_a_run_is_that_of_its_log(tiny, tmp_path, monkeypatch, capsys):
+    """Loss, score and learning rate of the epochs of this run, and the epoch kept; a resumed run draws its own."""
+    drawn, curve = _drawn(monkeypatch), tmp_path / "c.png"
+    words = f"--dataset {tiny} --epochs 4 --lr 0.02 --lr-schedule cosine --curve {curve}"
+    log, _ = _run_here(tmp_path, words, *COMMON)
+    epochs = [line for line in log if "epoch" in line]
+    best = max(epochs, key=lambda line: line["valid_sampled"])["epoch"]
+    title, rows = drawn.pop()
+    assert title.endswith(f", seed 0\nweights kept: epoch {best} (dashed)")
+    for (name, numbers, values), key in zip(rows, ("loss", "valid_sampled", "lr"), strict=True):
+        assert numbers == [1, 2, 3, 4] and values == [line[key] for line in epochs], name
+    assert [name for name, *_ in rows][1] == "validation accuracy"
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    curve.unlink()
+    again = f"--resume {tmp_path}/here.pt --checkpoint {tmp_path}/here.pt --gpus 0 --curve {curve}"
+    assert _code(again) == 0 and not curve.exists()
+    assert "curve   no epoch was completed" in capsys.readouterr().out
+    assert _code(again, "--epochs 6 --lr 1e-9 --lr-schedule constant") == 0
+    title, rows = drawn.pop()
+    epoch, where = re.search(r"kept: epoch (\d) \((.*)\)", title).groups()
+    assert rows[0][1] == [5, 6] and where == ("before this run" if epoch < "5" else "dashed")
+    # links: of the scores in a line of the log the one that --metric chose
+    words = f"--task link --dataset {tiny} --epochs 2 --metric ap --curve {curve}"
+    log, _ = _run_here(tmp_path, words, *COMMON)
+    title, rows = drawn.pop()
+    values = [line["valid"]["ap"] for line in log if "epoch" in line]
+    assert rows[1] == ("validation ap", [1, 2], values) and "epoch 2 (dashed)" in title
+    # errors of targets; without validation there are two rows
+    figures = {"epoch": 1, "loss": None, "lr": 0.1}
+    for valid, names in (({"rmse": 2.0, "mae": 1.0}, ["validation rmse"]), (None, [])):
+        report.draw_curve([{**figures, "valid": valid}], curve, "t", None, 1)
+        assert [name for name, *_ in drawn.pop()[1]][1:-1] == names
 
 
 def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_without_labels(tmp_path, capsys):
