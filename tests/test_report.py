@@ -149,21 +149,17 @@ def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path, monkeypatch):
 
 
 def _drawn(monkeypatch):
-    """Return a list that gets (title, [(name, numbers, values) of each row]) of every curve drawn."""
-    drawn, draw = [], report.draw_curve
-    figure = pytest.importorskip("matplotlib.figure").Figure
+    """Return a list that gets (title, [(name, numbers, values) of each row]) of every curve; the first is drawn."""
+    drawn, figure = [], pytest.importorskip("matplotlib.figure").Figure
+    save = figure.savefig
 
-    def drawing(*args):
-        with monkeypatch.context() as patch:
-            save = figure.savefig
-            patch.setattr(figure, "savefig", lambda fig, *a, **o: (seen(fig), save(fig, *a, **o)))
-            draw(*args)
-
-    def seen(fig):
+    def saved(fig, file, **options):
         lines = ((axis.get_ylabel(), axis.lines[0].get_xydata().T.tolist()) for axis in fig.axes)
         drawn.append((fig.axes[0].get_title(loc="left"), [(name, *xy) for name, xy in lines]))
+        if len(drawn) == 1:
+            save(fig, file, **options)
 
-    monkeypatch.setattr(report, "draw_curve", drawing)
+    monkeypatch.setattr(figure, "savefig", saved)
     return drawn
 
 
@@ -174,7 +170,7 @@ def test_the_curve_of_a_run_is_that_of_its_log(tiny, tmp_path, monkeypatch, caps
     log, _ = _run_here(tmp_path, words, *COMMON)
     epochs = [line for line in log if "epoch" in line]
     best = max(epochs, key=lambda line: line["valid_sampled"])["epoch"]
-    title, rows = drawn.pop()
+    title, rows = drawn[-1]
     assert title.endswith(f", seed 0\nweights kept: epoch {best} (dashed)")
     for (name, numbers, values), key in zip(rows, ("loss", "valid_sampled", "lr"), strict=True):
         assert numbers == [1, 2, 3, 4] and values == [line[key] for line in epochs], name
@@ -185,20 +181,19 @@ def test_the_curve_of_a_run_is_that_of_its_log(tiny, tmp_path, monkeypatch, caps
     assert _code(again) == 0 and not curve.exists()
     assert "curve   no epoch was completed" in capsys.readouterr().out
     assert _code(again, "--epochs 6 --lr 1e-9 --lr-schedule constant") == 0
-    title, rows = drawn.pop()
+    title, rows = drawn[-1]
     epoch, where = re.search(r"kept: epoch (\d) \((.*)\)", title).groups()
     assert rows[0][1] == [5, 6] and where == ("before this run" if epoch < "5" else "dashed")
-    # links: of the scores in a line of the log the one that --metric chose
-    words = f"--task link --dataset {tiny} --epochs 2 --metric ap --curve {curve}"
-    log, _ = _run_here(tmp_path, words, *COMMON)
-    title, rows = drawn.pop()
-    values = [line["valid"]["ap"] for line in log if "epoch" in line]
-    assert rows[1] == ("validation ap", [1, 2], values) and "epoch 2 (dashed)" in title
-    # errors of targets; without validation there are two rows
-    figures = {"epoch": 1, "loss": None, "lr": 0.1}
-    for valid, names in (({"rmse": 2.0, "mae": 1.0}, ["validation rmse"]), (None, [])):
-        report.draw_curve([{**figures, "valid": valid}], curve, "t", None, 1)
-        assert [name for name, *_ in drawn.pop()[1]][1:-1] == names
+    # the score of --metric, the first error of targets, none without validation
+    figures, links = {"epoch": 1, "loss": None, "lr": 0.1}, {"mrr": 0.5, "ap": 0.25}
+    errors = {"rmse": 2.0, "mae": 1.0}
+    for valid, metric, score in (
+        (links, "ap", [("validation ap", [1], [0.25])]),
+        (errors, None, [("validation rmse", [1], [2])]),
+        (None, None, []),
+    ):
+        report.draw_curve([{**figures, "valid": valid}], curve, "t", metric, 1)
+        assert drawn[-1][1][1:-1] == score
 
 
 def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_without_labels(tmp_path, capsys):
