@@ -252,7 +252,7 @@ class GraphStore:
         source = meta.get("source")
         classes = source.get("classes") if isinstance(source, dict) else None
         # of a synthetic graph their number
-        self.class_names = classes if isinstance(classes, list) else None
+        self.class_names = [*map(str, classes)] if isinstance(classes, list) else None
         self.options = [name for name, on in meta["options"].items() if on]
         kinds = columns.arrays_of(meta)
         for name, kind in kinds.items():

@@ -233,8 +233,10 @@ def train(ranks, args, path):
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
     report = Report(ranks, args)
     with ddp.StopSignal(ranks) as stop:
-        code = train_epochs(run, stepper, optimizer, best, report, stop, start, first)
-    report.curve(run.task, best)
+        try:
+            code = train_epochs(run, stepper, optimizer, best, report, stop, start, first)
+        finally:  # also of a run that diverged
+            report.curve(run.task, best)
     if code:
         return code, None, None
     ranks.check_equal(model)

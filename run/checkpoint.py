@@ -305,7 +305,8 @@ def check_graph(ranks, state, path, args, task):
         name_features(ranks, store, graph["feature_names"], trained)
         files, was = digests(store), graph["files"]
         if graph["classes"] or files.get("labels.npy") != was.get("labels.npy"):
-            store.class_names = graph["classes"]  # predictions are of the checkpoint's classes
+            # predictions are of the checkpoint's classes
+            store.class_names = graph["classes"] and [*map(str, graph["classes"])]
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not args.trains:
         if other and "dataset" not in args.typed:

@@ -178,7 +178,8 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         features, labels: [V, F] and [V] in place of the graph's, if it has one node type; for tables, files of tables.
         split: dict of node ids or masks in place of the graph's (for tables: of files of ids); or the number, from 0,
             of the only one of the graph's splits to keep.
-        ignore: names of arrays to leave out; for tables, of columns. seed: for drawing the split if there is none; None: each run draws its own.
+        ignore: names of arrays to leave out; for tables, of columns.
+        seed: for drawing the split if there is none; None: each run draws its own.
         weights, times, types, edge_features: for tables, columns of the table of edges, by name or by number from 1
             (several, with commas between them, for features), or the file of a table with a row for each edge.
         node_times: for tables, the file of a table with a time for each node. options: of `build_store`.

@@ -107,7 +107,7 @@ class NodeTask(Task):
         rows = self.predicted(what, outputs)
         if what == "embeddings":
             return numbered_columns(rows)
-        names = [*(self.store.class_names or ())]
+        names = (self.store.class_names or [])[: outputs.shape[1]]
         if rows.dim() == 1:
             score = outputs.softmax(1).gather(1, rows.unsqueeze(1)).squeeze(1)
             classes = rows.numpy()

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import multiprocessing
+import os
 import re
 import resource
 import signal
@@ -14,6 +16,7 @@ import torch
 
 import ddp
 import train
+from disk.files import StoreError
 from run import report
 from sources import prepare as datasets
 from store import GraphStore, build_store
@@ -265,6 +268,32 @@ def test_predictions_come_back_in_the_names_of_tables(tmp_path, capsys, monkeypa
     assert list(table) == ["source", "destination", "score"]
     assert table.iloc[:, :2].to_numpy().tolist() == pairs.tolist()
     assert list(_predicted(tmp_path, link, *COMMON)) == list(h)
+
+
+def test_a_table_of_predictions_on_a_full_disk_or_without_pyarrow(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("pyarrow")
+    rows = {"node": np.arange(100_000), "score": np.random.default_rng(0).random(100_000)}
+
+    def limited(kind):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+        try:
+            report.write_table(str(tmp_path / f"p.{kind}"), iter([rows, rows]))
+        except StoreError as error:
+            assert "could not be written: File too large" in str(error)
+            os._exit(7)
+
+    for kind in ("csv", "parquet"):
+        (
+            process := multiprocessing.get_context("fork").Process(target=limited, args=(kind,))
+        ).start()
+        process.join()
+        assert process.exitcode == 7 and not any(tmp_path.iterdir())
+        assert report.write_table(str(tmp_path / f"p.{kind}"), iter([rows, rows]))[0] == 200_000
+        (tmp_path / f"p.{kind}").unlink()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert _code(f"--predict {tmp_path}/p.csv") == 2
+    assert f"--predict {tmp_path}/p.csv needs: pip install pyarrow" in capsys.readouterr().err
 
 
 def test_predictions_are_numbers_where_the_data_have_no_names(tmp_path):
