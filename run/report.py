@@ -230,7 +230,9 @@ class Report:
             print(f"curve   no epoch was completed: {args.curve} is not drawn")
             return
         kept = best["epoch"] if best["model"] else self.epochs[-1]["epoch"]
-        title = f"{args.model} on {Path(args.dataset).name[:60]}, seed {args.seed}"
+        name = Path(args.dataset).name
+        name = name if len(name) <= 70 else f"{name[:67]}..."
+        title = f"{args.model} on {name}, seed {args.seed}"
         with self.attempt("curve"):
             draw_curve(self.epochs, args.curve, title, task.metric, kept)
 
