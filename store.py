@@ -233,6 +233,7 @@ class GraphStore:
     Attributes:
         indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
         labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one.
+        class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`. If the
             graph was built without a split: drawn by seed 0, or empty, see `build_store`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype, [ids] and .gather(ids, out=None).
@@ -257,6 +258,10 @@ class GraphStore:
             raise ValueError(f"it has num_classes = {self.num_classes!r:.200}")
         self.labelled = meta.get("labelled", True)
         self.feature_names = meta.get("feature_names")
+        source = meta.get("source")
+        classes = source.get("classes") if isinstance(source, dict) else None
+        # of a synthetic graph their number
+        self.class_names = [*map(str, classes)] if isinstance(classes, list) else None
         self.options = [name for name, on in meta["options"].items() if on]
         kinds = columns.arrays_of(meta)
         for name, kind in kinds.items():
@@ -521,6 +526,13 @@ def _parser():
         ("node-times", "FILE", "tables: a time per node"),
     ):
         add(f"--{flag}", metavar=kind, help=text)
+    add(
+        "--ignore",
+        type=lambda names: names.split(","),
+        default=(),
+        metavar="A,B",
+        help="leave out columns of tables, or arrays of an .npz file",
+    )
     add("--backend", default="mmap", choices=list(BACKENDS), help="feature storage (default mmap)")
     add("--feature-dtype", choices=files.HALVES, help="round float features to this type")
     add("--symmetrize", action="store_true", help="add the reverse of every edge")

@@ -33,7 +33,7 @@ import math
 import os
 import statistics
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -233,7 +233,10 @@ def train(ranks, args, path):
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
     report = Report(ranks, args)
     with ddp.StopSignal(ranks) as stop:
-        code = train_epochs(run, stepper, optimizer, best, report, stop, start, first)
+        try:
+            code = train_epochs(run, stepper, optimizer, best, report, stop, start, first)
+        finally:  # also of a run that diverged
+            report.curve(run.task, best)
     if code:
         return code, None, None
     ranks.check_equal(model)
@@ -242,7 +245,7 @@ def train(ranks, args, path):
         ranks.say(best_line(args, best["epoch"], run.task.score_text(best["score"])))
     exact = run.task.finish(run, report)
     ranks.barrier()
-    return 2 if report.failed & {"profile", "timeline"} else 0, exact, run.task.title
+    return 2 if report.failed & {"profile", "timeline", "curve"} else 0, exact, run.task.title
 
 
 def train_many(ranks, args, path):
@@ -253,6 +256,7 @@ def train_many(ranks, args, path):
         seed = args.seed + turn
         one = flags.changed(args, seed=seed, turn=turn, run=f"{args.run}-seed{seed}")
         one.tensorboard = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
+        one.checkpoint = args.checkpoint and flags.of_seed(args.checkpoint, seed)
         try:
             code, scores, title = train(ranks, one, path)
         except NotFinite as error:
@@ -279,9 +283,14 @@ def train_many(ranks, args, path):
 
 def worker(ranks, args, path):
     """Run one rank -> exit code; bad input ends in a one-line message instead of a traceback."""
-    writes = ranks.leads and args.checkpoint
+    files = [args.checkpoint] if ranks.leads and args.checkpoint else []
+    if args.runs > 1:
+        seeds = range(args.seed, args.seed + args.runs)
+        files = [flags.of_seed(file, seed) for file in files for seed in seeds]
     try:
-        with claimed(args.checkpoint) if writes else nullcontext():
+        with ExitStack() as claims:
+            for file in files:
+                claims.enter_context(claimed(file))
             return train(ranks, args, path)[0] if args.runs == 1 else train_many(ranks, args, path)
     except (StoreError, RuntimeError, *HINTS) as error:
         full = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError))

@@ -176,7 +176,9 @@ def write_arrays(path, arrays, rows=None) -> dict:
     for name, array in arrays.items():
         if name == "node_names":
             (path / NAMES).write_bytes("".join(f"{line}\n" for line in array).encode())
-            records[NAMES] = files.file_record(path / NAMES, "str", [len(array)])
+            whole = all(type(name) in (int, np.int64) for name in array)
+            dtype = "int64" if whole and np.asarray(array).dtype.kind == "i" else "str"
+            records[NAMES] = files.file_record(path / NAMES, dtype, [len(array)])
             continue
         dtype = {"edge_weight": "float32"}.get(name, array.dtype)
         dtype = files.storage_dtype("uint8" if dtype == np.bool_ else dtype)

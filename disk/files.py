@@ -228,7 +228,8 @@ def write_npy(path, dtype, shape, chunks, head=HEAD) -> dict:
 
 
 def file_record(path, dtype, shape, digest=None) -> dict:
-    """Return meta.json's record of a file: dtype ("str": text of shape[0] lines), shape, bytes, SHA-256."""
+    """Return meta.json's record of a file: dtype ("str": text of shape[0] lines; nodes.txt, always text, has that of the
+    names), shape, bytes, SHA-256."""
     size, sha256 = path.stat().st_size, (digest or sha256_of(path)).hexdigest()
     return {"dtype": np.dtype(dtype).name, "shape": shape, "bytes": size, "sha256": sha256}
 

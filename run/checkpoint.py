@@ -100,11 +100,7 @@ def claimed(path):
 
 def names_of(store):
     """Return {"edge_types": names, "classes": names} of a store, in the order of their numbers; None without names."""
-    source = store.meta.get("source")
-    classes = source.get("classes") if isinstance(source, dict) else None
-    classes = store.meta.get("classes", classes)
-    # of a synthetic graph their number
-    classes = classes if isinstance(classes, list) else None
+    classes = getattr(store, "class_names", store.meta.get("classes"))
     return {"edge_types": store.meta.get("edge_types"), "classes": classes}
 
 
@@ -308,6 +304,9 @@ def check_graph(ranks, state, path, args, task):
             ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
         name_features(ranks, store, graph["feature_names"], trained)
         files, was = digests(store), graph["files"]
+        if graph["classes"] or files.get("labels.npy") != was.get("labels.npy"):
+            # predictions are of the checkpoint's classes
+            store.class_names = graph["classes"] and [*map(str, graph["classes"])]
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not args.trains:
         if other and "dataset" not in args.typed:

@@ -71,7 +71,7 @@ links
 --negatives-by | uniform degree | degree: in proportion to degree^0.75
 --unchecked-negatives | | negatives may be edges
 --link-loss | bce softmax | bce: each pair alone; softmax: edge against its negatives
---pairs | FILE.npy | node ids [n, 2] whose scores --predict writes instead of embeddings
+--pairs | FILE.npy | node ids [n, 2] whose scores --predict writes
 optimisation
 --lr | RATE = 0.003 | Adam's learning rate
 --lr-schedule | constant cosine | cosine: falls to 0 over --epochs
@@ -81,7 +81,7 @@ optimisation
 --early-stop | N | stop after N epochs without a better validation --metric and keep the best epoch's weights (default: off)
 --weights | - best last | final weights: of the epoch with the best validation --metric, or the last (default: best; last for links and graphs, and without validation nodes)
 --seed | SEED = 0 | for initial weights, drawn splits, order, sampling and dropout (default: 0)
---runs | N = 1 | train with N seeds; print mean and standard deviation
+--runs | N = 1 | train with N seeds; print mean and spread
 --precision | - fp32 tf32 bf16 fp64 | of matrix products; fp64 is for comparing runs (default: tf32 on a GPU that has it, else fp32)
 --checkpoint-activations | | recompute hidden layers in the backward pass: less memory, more time
 processes and placement
@@ -95,15 +95,16 @@ processes and placement
 --cuda-graph | auto on off | run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible
 --allocator | tuned system | tuned: keep freed memory (CPU), let segments grow (CUDA); system: leave as is
 files
---checkpoint | FILE | write the run's state here after each epoch and on Ctrl-C
+--checkpoint | FILE | write the run's state after each epoch and on Ctrl-C (--runs: FILE-seed0, ...)
 --checkpoint-every | N | also write it every N optimizer steps (default: off)
 --resume | FILE | continue from a checkpoint, with its data, sampling, model and optimisation flags; auto: from the file of --checkpoint, if it exists
---predict | FILE.npy | write exact predictions for every node; with --resume FILE nothing is trained unless --epochs or --checkpoint is given
+--predict | FILE | exact predictions for every node: .npy, or .csv, .parquet with names; with --resume FILE it trains only with --epochs or --checkpoint
 --predict-what | classes scores logits embeddings | classes [V] (several labels: 0/1 [V, classes]); scores (probabilities), logits [V, classes]; embeddings: the last layer's input, [V, hidden]
---log --log-file | FILE | append JSON lines: the flags, then each epoch (under torchrun use --log-file)
+--log --log-file | FILE | append JSON lines: flags, epochs (torchrun: --log-file)
 --tensorboard | DIR | write each epoch's metrics for TensorBoard
---timeline | FILE.png | draw the first steps of the second epoch as a Gantt chart
---profile | FILE | write a torch.profiler trace of the second epoch, FILE.rank0.json and so on
+--curve | FILE.png | draw loss, validation score and learning rate
+--timeline | FILE.png | draw the stages of the second epoch's first steps
+--profile | FILE | torch.profiler trace of epoch 2 in FILE.rank0.json, ...
 """
 
 
@@ -218,7 +219,7 @@ def check_values(parser, args):
         refuse(True, unused, why)
     not_best = args.early_stop and args.weights == "last"
     refuse(not_best, "weights", "contradicts --early-stop {early_stop}, which takes the best")
-    refuse(not args.predict, "predict_what pairs", "needs --predict FILE.npy to write to")
+    refuse(not args.predict, "predict_what pairs", "needs --predict FILE to write to")
     refuse(not args.checkpoint, "checkpoint_every", "needs --checkpoint FILE to write to")
     built_in, why = BUILT_IN + " hidden" * (not task.embeds), "is for the built-in models; "
     refuse(custom, built_in, why + "give {model} what it needs by --model-args")
@@ -232,8 +233,8 @@ def check_values(parser, args):
     why = "is for --sampler labor, --sampler is {sampler}"
     refuse(args.sampler != "labor", "layer_dependency batch_dependency", why)
     why = "is for one run, --runs is {runs}"
-    refuse(args.runs > 1, "checkpoint resume predict timeline profile", why)
-    refuse(not args.trains, "timeline profile", "shows training; this command only predicts")
+    refuse(args.runs > 1, "resume predict curve timeline profile", why)
+    refuse(not args.trains, "curve timeline profile", "shows training; this command only predicts")
     refuse(args.gpus > gpus, "gpus", f"needs as many CUDA GPUs: give at most {gpus}")
     refuse(on_gpu, "procs", "is for --gpus 0; with GPUs there is one process for each")
     most = max(1, free_host_bytes() // RANK_BYTES)
@@ -245,14 +246,17 @@ def check_values(parser, args):
     refuse(args.precision == "tf32" and not on_gpu, "precision", needs_gpu)
     refuse(args.mode == "cpu-cpu" and on_gpu, "mode", "trains on CPU: leave out --gpus {gpus}")
     refuse(args.mode == "cuda-cuda", "cache", "has no effect: --mode cuda-cuda has all on the GPU")
-    for flag, library in (("tensorboard", "tensorboard"), ("timeline", "matplotlib")):
+    libraries = {"tensorboard": "tensorboard", "timeline": "matplotlib", "curve": "matplotlib"}
+    if args.predict and args.predict.endswith((".csv", ".parquet")):
+        libraries["predict"] = "pyarrow"
+    for flag, library in libraries.items():
         refuse(not importlib.util.find_spec(library), flag, f"needs: pip install {library}")
 
 
 def check_files(parser, args):
     """Reject files that cannot be written, or that another flag names too."""
     data, taken = re.match(r"(.*\.npz)(:|$)", args.dataset, re.DOTALL), {}
-    for flag in "dataset pairs edge_split resume checkpoint predict log timeline".split():
+    for flag in "dataset pairs edge_split resume checkpoint predict log curve timeline".split():
         name = getattr(args, flag) if flag != "dataset" else data and data[1]
         if not name or os.path.exists(name) and not os.path.isfile(name):
             continue
@@ -260,19 +264,27 @@ def check_files(parser, args):
         if other != flag and [other, flag] != ["resume", "checkpoint"]:
             of_other = f"that is the file of {spelled(other)}, give another name"
             parser.error(f"--{flag} {name}: {of_other}")
-    for flag in ("checkpoint", "predict", "log", "timeline", "profile"):
-        name, suffix = getattr(args, flag), {"predict": ".npy", "timeline": ".png"}.get(flag, "")
+    suffixes = {"predict": (".npy", ".csv", ".parquet")}
+    suffixes |= dict.fromkeys(("curve", "timeline"), (".png",))
+    for flag in ("checkpoint", "predict", "log", "curve", "timeline", "profile"):
+        name, endings = getattr(args, flag), suffixes.get(flag, ("",))
         if name is None:
             continue
         path = Path(name).absolute()
         check_name(path)
-        if not name.endswith(suffix):
-            parser.error(f"--{flag} {name}: give a name that ends in {suffix}")
+        if not name.endswith(endings):
+            parser.error(f"--{flag} {name}: give a name that ends in {' or '.join(endings)}")
         # --log is appended to; the other files are written under a temporary name and renamed. Functions of Path would
         # raise where the system refuses to look
         in_place = os.path.exists(path) and (flag == "log" or not os.path.isfile(path))
         if os.path.isdir(path) or not os.access(path if in_place else path.parent, os.W_OK):
             parser.error(f"--{flag} {name}: a file cannot be written there")
+
+
+def of_seed(path, seed):
+    """Name the file of one seed of --runs: run.pt -> run-seed3.pt."""
+    path = Path(path)
+    return str(path.with_name(f"{path.stem}-seed{seed}{path.suffix}"))
 
 
 def spelled(name, value=True, equals=" "):

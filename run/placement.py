@@ -45,6 +45,8 @@ def settle(ranks, args, task):
         flag = f"--early-stop {args.early_stop}" if args.early_stop else "--weights best"
         lacks = f"{store.path} has no validation {task.examples} to compute it from"
         raise StoreError(f"{flag} goes by validation {task.metric}, and {lacks}")
+    if args.turn and args.split is None and getattr(store, "num_splits", 1) > 1:
+        values["split"] = args.turn % store.num_splits  # that of a checkpoint of one seed of --runs
     if args.residual is None:
         values["residual"], line = residual_helps(store, task.known())
         lines.append(f"model   {line}")

@@ -1,6 +1,7 @@
 """Logging: console, JSON lines, TensorBoard; stage timing, timeline, profiler trace."""
 
 import json
+import math
 import os
 import platform
 import re
@@ -10,6 +11,7 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -89,17 +91,76 @@ def draw_timeline(laps, path, steps=8):
         axis.broken_barh(bars, (y - 0.4, 0.8), linewidth=edges, **color)
     axis.set_yticks(range(len(rows)), [f"{stage} ({thread})" for stage, thread in rows])
     axis.invert_yaxis()
-    axis.set_xlabel(f"milliseconds, the first {plural(len(ends), 'training step')}")
+    axis.set_xlabel("milliseconds since the epoch began")
+    first = f"First {plural(len(ends), 'training step')} of an epoch"
+    axis.set_title(f"{first}: stages, with the threads they run on", loc="left")
     write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
+
+
+def draw_curve(epochs, path, title, metric, kept):
+    """Draw loss, validation score and learning rate of each epoch to a .png file.
+
+    Args:
+        epochs: figures of epochs, as in --log. title: of the picture.
+        metric: of the validation score. kept: number of the epoch whose weights are kept.
+    """
+    from matplotlib.figure import Figure
+
+    numbers = [figures["epoch"] for figures in epochs]
+    rows = {"training loss": [figures["loss"] for figures in epochs]}
+    valid = [figures.get("valid") or {metric: figures.get("valid_sampled")} for figures in epochs]
+    metric = metric if metric in valid[-1] else next(iter(valid[-1]))  # the first error of targets
+    if any(scores.get(metric) is not None for scores in valid):
+        rows[f"validation {metric}"] = [scores.get(metric) for scores in valid]
+    rows["learning rate"] = [figures["lr"] for figures in epochs]
+    figure = Figure(figsize=(8, 2 * len(rows) + 1), layout="constrained")
+    axes = figure.subplots(len(rows), sharex=True)
+    for color, (axis, (name, values)) in enumerate(zip(axes, rows.items())):
+        values = [math.nan if value is None else value for value in values]
+        axis.plot(numbers, values, f"C{color}", marker="o", markersize=3)
+        axis.set_ylabel(name)
+        axis.grid(alpha=0.3)
+        if kept in numbers:
+            axis.axvline(kept, color="gray", linestyle="--", linewidth=1)
+            axis.plot(kept, values[numbers.index(kept)], "ko", markersize=6)
+    axes[-1].ticklabel_format(axis="y", scilimits=(-2, 4))
+    axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    axes[-1].set_xlabel("epoch")
+    where = "dashed" if kept in numbers else "before this run"
+    axes[0].set_title(f"{title}\nweights kept: epoch {kept} ({where})", loc="left")
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
+
+
+def write_table(path, chunks):
+    """Write chunks {column: array or list [n]} of rows as a .csv or .parquet file -> (number of rows, columns)."""
+    import pyarrow
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    library = pyarrow.csv.CSVWriter if path.endswith(".csv") else pyarrow.parquet.ParquetWriter
+    count, columns = 0, []
+
+    def write(file):
+        nonlocal count, columns
+        first = pyarrow.table(next(chunks))
+        columns = first.column_names
+        with library(file, first.schema) as writer:
+            for chunk in chain([first], map(pyarrow.table, chunks)):
+                writer.write_table(chunk)
+                count += len(chunk)
+
+    write_whole(path, write)
+    return count, columns
 
 
 class Report:
     """Writes a run's figures on rank 0: to the terminal, --log and --tensorboard. A file that
-    cannot be written is reported once, and training continues; failed: the flags of such files."""
+    cannot be written is reported once, and training continues; failed: the flags of such files. epochs: the figures of
+    each epoch so far."""
 
     def __init__(self, ranks, args):
         self.args, self.rank, self.leads = args, ranks.rank, ranks.leads
-        self.failed, self.board = set(), None
+        self.failed, self.board, self.epochs = set(), None, []
         if self.leads and args.log:
             versions = {"python": platform.python_version(), "torch": torch.__version__}
             cpu, gpu = platform.processor(), torch.cuda.get_device_name() if ranks.gpus else None
@@ -119,6 +180,8 @@ class Report:
         """Print a line unless it is empty, append the figures to --log and, for an epoch, to TensorBoard."""
         if self.leads and line:
             tqdm.write(line)
+        if "epoch" in figures:
+            self.epochs.append(figures)
         if self.leads and self.args.log:
             self._append(figures)
         if self.board and "epoch" in figures:
@@ -152,15 +215,41 @@ class Report:
     def stopped(self, epoch, step):
         """Report that a signal ended training, and how to resume."""
         again = "go on with the same command and --resume auto"
+        if self.args.runs > 1:
+            file = self.args.checkpoint
+            again = f"go on with this seed by --resume {file} --checkpoint {file}"
         kept = again if self.args.checkpoint else "nothing kept: no --checkpoint"
         self.tell(f"stopped in epoch {epoch} after step {step}; {kept}", {"stopped": [epoch, step]})
 
-    def write(self, tensor):
-        """Write the array of --predict and print its dtype and shape."""
-        if self.leads:
-            path, array = self.args.predict, tensor.numpy()
-            write_whole(path, lambda file: np.save(file, array))
-            print(f"wrote {path}: {array.dtype} {list(array.shape)}")
+    def curve(self, task, best):
+        """Draw --curve, of the epochs of this run. best: what train.py keeps of the best epoch."""
+        args = self.args
+        if not (self.leads and args.curve):
+            return
+        if not self.epochs:
+            print(f"curve   no epoch was completed: {args.curve} is not drawn")
+            return
+        kept = best["epoch"] if best["model"] else self.epochs[-1]["epoch"]
+        name = Path(args.dataset).name
+        name = name if len(name) <= 70 else f"{name[:67]}..."
+        title = f"{args.model} on {name}, seed {args.seed}"
+        with self.attempt("curve"):
+            draw_curve(self.epochs, args.curve, title, task.metric, kept)
+
+    def write(self, array, chunks):
+        """Write the file of --predict and print what is in it. array: function that returns the tensor of an .npy file;
+        chunks: of the rows of a table, see `write_table`."""
+        if not self.leads:
+            return
+        path = self.args.predict
+        if path.endswith(".npy"):
+            values = array().numpy()
+            write_whole(path, lambda file: np.save(file, values))
+            print(f"wrote {path}: {values.dtype} {list(values.shape)}")
+        else:
+            count, columns = write_table(path, chunks)
+            more = ", ..." * (len(columns) > 6)
+            print(f"wrote {path}: {plural(count, 'row')} of {', '.join(columns[:6])}{more}")
 
     @contextmanager
     def profile(self):
@@ -245,7 +334,8 @@ def describe(run, file, epoch, step):
         lines.append(f"resume  after epoch {epoch}: nothing is trained")
     if args.trains and args.checkpoint not in (None, file) and os.path.isfile(args.checkpoint):
         held = f"{args.checkpoint} of an earlier run"
-        lines.append(f"replace {held}; --resume auto would go on with it")
+        resume = "auto" if args.runs == 1 else args.checkpoint
+        lines.append(f"replace {held}; --resume {resume} would go on with it")
     ranks.say("\n".join(lines))
 
 

@@ -19,35 +19,41 @@ SLICE = 1 << 20  # edges renumbered at a time
 HEADER = "; a header is known by names such as id, source, destination and label"
 
 
-def read_tables(file, tables, columns, folder) -> dict:
-    """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`, `feature_names`.
+def read_tables(file, tables, columns, folder, ignore=()) -> dict:
+    """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`, `feature_names`
+    and `class_names`.
 
     Args:
         file: the table of edges. tables: {name of an array: file of a table}; "features" is required.
         columns: {name of a column of a store: file of a table, or columns of the table of edges}.
         folder: for files without a name that large arrays are mapped from.
+        ignore: names of columns to leave out, of any of the tables.
     """
     if "features" not in tables:
         raise StoreError(f"{file} holds edges alone: features are needed, a line for each node")
-    arrays, keep = {}, {}
-    arrays["features"], nodes = features(tables.pop("features"), folder)
+    arrays, keep, ignore = {}, {}, dict.fromkeys(ignore, 0)
+    arrays["features"], nodes = features(tables.pop("features"), folder, ignore)
     for name, source in {**tables, **columns}.items():
         if not name.startswith("edge_"):
-            arrays[name] = of_nodes(source, nodes, name)
+            arrays[name] = of_nodes(source, nodes, name, ignore)
         elif os.path.isfile(source):
-            arrays |= edge_rows(source, folder, name)
+            arrays |= edge_rows(source, folder, name, ignore)
         else:
             keep[name] = source.split(",") if name == "edge_features" else [source]
-    arrays["edge_index"], kept = edges(file, folder, nodes, keep)
+    arrays["edge_index"], kept = edges(file, folder, nodes, keep, ignore)
+    for name in (name for name, tables in ignore.items() if not tables):
+        raise StoreError(f"ignore: none of the tables has a column {name!r}")
     names = {"node_names": nodes.names, "feature_names": nodes.feature_names}
+    names["class_names"] = nodes.class_names
     return {**arrays, **kept, **names}
 
 
 class Nodes:
     """How tables refer to the V nodes, the rows of the feature table `source`: by number, or by `names` [V], integers
-    or strings. by_row: whether row i of a table without ids is node i. feature_names: of the columns, or None."""
+    or strings. by_row: whether row i of a table without ids is node i. feature_names: of the columns, or None; class_names:
+    of the columns of several labels, or None."""
 
-    feature_names = None
+    feature_names = class_names = None
 
     def __init__(self, count, source, names=None, by_row=True):
         self.count, self.source, self.names, self.by_row = count, source, names, by_row
@@ -76,19 +82,25 @@ class Nodes:
         return nodes
 
 
-def features(file, folder) -> tuple[np.ndarray, Nodes]:
+def features(file, folder, ignore=()) -> tuple[np.ndarray, Nodes]:
     """Spool a table with one row per node to a file in `folder` -> (memmap float32 [V, F], its `Nodes`).
 
     A column of ids is not a feature. It is recognised by its name (id, node, index, ..., or for the first column
     anything that ends in id), or is the first column if that holds text; a first column of another name that holds the
     numbers 0 to V-1 or 1 to V in any order is refused. A column of lists is as many features as a list has numbers.
     """
-    with opened(file) as table:
+    with opened(file, ignore) as table:
         text = [0] if table.kinds[0] == "text" else []
-        node = (*table.named("id"), *text, None)[0]
+        ids = table.named("id")
+        if len(ids) > 1:
+            both = " and ".join(map(table.column, ids[:2]))
+            one = f"if the first holds none, drop it{table.flag(ids[0])}"
+            raise StoreError(f"{file}: {both} look like ids of the nodes: {one}")
+        node = (*ids, *text, None)[0]
         kept = [j for j in range(table.width) if j != node]
         for j in table.named("leak"):
-            raise StoreError(f"{file}: features must not tell the label: drop {table.column(j)}")
+            cure = f"drop {table.column(j)}{table.flag(j)}"
+            raise StoreError(f"{file}: features must not tell the label: {cure}")
         if not kept:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
         kinds, firsts = table.measures(kept), []
@@ -109,9 +121,8 @@ def features(file, folder) -> tuple[np.ndarray, Nodes]:
         elif len(kept) > 1 and len(x) > 1 and firsts:
             values = np.sort(np.concatenate(firsts))
             if values[0] in (0, 1) and np.array_equal(values, values[0] + np.arange(len(x))):
-                raise StoreError(
-                    f"{file}: {table.column(0)} counts the rows: call it id or drop it"
-                )
+                cure = f"call it id or drop it{table.flag(0)}"
+                raise StoreError(f"{file}: {table.column(0)} counts the rows: {cure}")
         nodes.feature_names = table.names and _names_of(table, kept)
         table.say(plural(x.shape[1], "feature"))
     return x, nodes
@@ -187,7 +198,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     return rows, columns
 
 
-def of_nodes(file, nodes, name) -> np.ndarray:
+def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
     """Read a table for nodes.
 
     Args:
@@ -195,7 +206,7 @@ def of_nodes(file, nodes, name) -> np.ndarray:
             no label, or text [V]; "node_time": a column of times -> int64 [V]; both may have a column of ids as well,
             with which labels may be for some nodes only. Other names: a column of ids of distinct nodes -> int64 [n].
     """
-    with opened(file) as table:
+    with opened(file, ignore) as table:
         node, is_labels = (*table.named("id"), None)[0], name == "labels"
         if not (is_labels or name == "node_time"):
             node = 0 if table.width == 1 else None
@@ -206,7 +217,8 @@ def of_nodes(file, nodes, name) -> np.ndarray:
         several = is_labels and all(table.kinds[j] in ("whole", "real", "empty") for j in columns)
         if len(columns) != (is_labels or name == "node_time") and not (columns and several):
             actual = short(", ".join(map(table.column, range(table.width))))
-            raise StoreError(f"{file} has the columns {actual}, which are no {name}")
+            cure = "; --ignore leaves columns out" if table.names else ""
+            raise StoreError(f"{file} has the columns {actual}, which are no {name}{cure}")
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
@@ -218,6 +230,8 @@ def of_nodes(file, nodes, name) -> np.ndarray:
             if isinstance(cells[j], list):
                 _check_text_labels(table, j, cells[j], len(columns))
         table.say()
+    if is_labels and len(columns) > 1 and table.names:
+        nodes.class_names = [table.names[j] for j in columns]
     if not columns:
         return rows
     cells = np.stack([cells[j] for j in columns], 1)
@@ -245,32 +259,33 @@ def _check_text_labels(table, j, cells, count):
         raise table.error(row, f"{table.column(j)} is {short(cell)!r}: {why}")
 
 
-def edges(file, folder, nodes, keep=()) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def edges(file, folder, nodes, keep=(), ignore=()) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Spool a table with one row per edge to a file in `folder` -> (edge_index int64 [2, M], mapped; {name in `keep`:
     values as in `edge_rows`}).
 
     Source and destination are the columns of these names (or src, from, u, head; dst, to, v, tail; ...), else the first two.
     keep: {name of a column of a store: columns of the table, by name or number from 1}; other columns are refused.
     """
-    with opened(file) as table:
+    with opened(file, ignore) as table:
         ends = _end_columns(table)
         nodes.check_header(table, ends)
         kept = {name: [_column(table, w) for w in words] for name, words in dict(keep).items()}
         taken = [*ends, *sum(kept.values(), [])]
         if twice := [j for j in taken if taken.count(j) > 1]:
             raise StoreError(f"{file}: {table.column(twice[0])} is used for two things")
-        if extra := [table.column(j) for j in range(table.width) if j not in taken]:
-            extra = short(", ".join(extra))
-            raise StoreError(f"{file}: no use for {extra}: drop it, or name it, as by --weights")
+        if extra := [j for j in range(table.width) if j not in taken]:
+            columns = short(", ".join(map(table.column, extra)))
+            cure = f"drop it{table.flag(*extra)}, or name it, as by --weights"
+            raise StoreError(f"{file}: no use for {columns}: {cure}")
         arrays = _spooled(table, folder, {"ends": ends, **kept}, nodes)
         table.say(*(f"{name} from {', '.join(map(table.column, js))}" for name, js in kept.items()))
     return arrays.pop("ends").T, arrays
 
 
-def edge_rows(file, folder, name) -> dict[str, np.ndarray]:
+def edge_rows(file, folder, name, ignore=()) -> dict[str, np.ndarray]:
     """Spool a separate table with one row per edge -> {name: mapped edge_features float32 [M, D], edge_weight float64 [M],
     edge_type int64 [M] or edge_time int64 [M], float64 [M] if the first rows are no integers}; see `_spooled`."""
-    with opened(file) as table:
+    with opened(file, ignore) as table:
         if name != "edge_features" and table.width != 1:
             raise StoreError(f"{file} has {table.width} columns: one is needed, of {name}")
         arrays = _spooled(table, folder, {name: list(range(table.width))})
@@ -332,8 +347,8 @@ def _column(table, word) -> int:
     """Find the column with a name, or with a number from 1."""
     if table.names and word in table.names:
         return table.names.index(word)
-    if word.isdecimal() and 1 <= int(word) <= table.width:
-        return int(word) - 1
+    if word.isdecimal() and (place := int(word) - 1) in table.places:
+        return table.places.index(place)
     names = short(", ".join(table.names or map(str, range(1, table.width + 1))))
     raise StoreError(f"{short(word)} is neither a file nor one of {table.name}'s columns, {names}")
 

@@ -178,7 +178,8 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         features, labels: [V, F] and [V] in place of the graph's, if it has one node type; for tables, files of tables.
         split: dict of node ids or masks in place of the graph's (for tables: of files of ids); or the number, from 0,
             of the only one of the graph's splits to keep.
-        ignore: names of arrays to leave out. seed: for drawing the split if there is none; None: each run draws its own.
+        ignore: names of arrays to leave out; for tables, of columns.
+        seed: for drawing the split if there is none; None: each run draws its own.
         weights, times, types, edge_features: for tables, columns of the table of edges, by name or by number from 1
             (several, with commas between them, for features), or the file of a table with a row for each edge.
         node_times: for tables, the file of a table with a time for each node. options: of `build_store`.
@@ -197,18 +198,20 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
     several_types = len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1
-    idle = params if tables else columns
+    idle = params.keys() - {"ignore"} if tables else columns
     if npz or several_types:  # which hold features, labels and split themselves
-        idle = {**extra, **idle}
+        idle = {*extra, *idle}
     if idle:
         raise StoreError(f"{kind}: {min(idle)} has no effect on a graph of this kind")
     # large tables pass through files on the disk of the store
     with reading(f"cannot build {path}: {kind}"):
         if tables:
-            arrays = read_tables(kind, extra, columns, path.absolute().parent)
+            arrays = read_tables(kind, extra, columns, path.absolute().parent, ignore)
             names = "node_names", "edge_types", "feature_names"
             options = {name: arrays.pop(name, None) for name in names} | options
+            class_names = arrays.pop("class_names")
             arrays = Arrays(kind, arrays, files=extra)
+            arrays.classes = class_names
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))

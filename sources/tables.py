@@ -20,6 +20,7 @@ import gzip
 import io
 import lzma
 import re
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -34,6 +35,7 @@ COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open
 ID = "id"  # kind of a column of whole numbers that identify
 TYPES = {int: "int64", float: "float64", str: "string", ID: "string"}
 WORDS = {"int64": "whole number of 64 bits", "double": "number", "string": "text"}
+CONVERSION = r"In CSV column #(\d+): Row #(\d+): CSV conversion error to (\w+)"
 # the smallest and the largest number of so many digits, in 64 bits; longer text has zeros in front
 LEAST = np.array([0, 0, *(10**n for n in range(1, 19)), 1])
 MOST = np.array([-1, *(10**n - 1 for n in range(1, 19)), (1 << 63) - 1, 0])
@@ -65,18 +67,23 @@ MEANINGS = {  # what a column holds: the names by which it is recognised
 class Table:
     """A table in a seekable binary file, whose rows can be read once.
 
+    ignore: {name of a column to leave out: number of tables that had it}, which is counted up.
+
     Attributes:
-        names: list of the columns' names, or None. width: number of columns. rows: number of rows read so far.
+        names: list of the columns' names, or None; one without a name has that of pandas, "Unnamed: 0" for the first.
+        width: number of columns, without those left out. places: [width] their numbers in the file, from 0.
+        rows: number of rows read so far.
         kinds: [width] "whole", "real", "text" (no cell is a number), "mixed" or "empty", judged by the first rows, or by
             the type in parquet, where there is also "list".
         widths: [width] numbers in a cell: 1, or those of a list.
         notes: phrases on what was guessed, for `say`.
     """
 
-    def __init__(self, stream, name):
+    def __init__(self, stream, name, ignore=()):
         self.name = str(name)
         self.names, self.rows, self.notes = None, 0, []
         self._stream, self._skipped, self._separator = stream, 0, None
+        self._ignore = ignore
         self._forms = {}
         with reading(self.name):
             magic = stream.read(6)
@@ -90,9 +97,28 @@ class Table:
                 rows = self._guess_text() or [[""] * self.width]
                 self.kinds = list(map(kind_of, zip(*rows)))
                 self.widths = [1] * self.width
+        self._columns = range(self.width)  # of the file
+        self.places = [*self._columns]
+        if self.names:
+            self._leave_out()
         if self.names and len(set(self.names)) < self.width:
             twice = max(self.names, key=self.names.count)
             raise StoreError(f"{name} has two columns called {twice!r}")
+
+    def _leave_out(self):
+        """Leave out the columns to ignore."""
+        ignored = [name for name in self.names if name in self._ignore]
+        for name in ignored:
+            self._ignore[name] += 1
+        if not ignored:
+            return
+        self.notes.append(f"{', '.join(map(repr, ignored))} ignored")
+        self.places = kept = [j for j in self.places if self.names[j] not in ignored]
+        if not kept:
+            raise StoreError(f"{self.name} has no other columns than those to ignore")
+        columns = self.names, self.kinds, self.widths
+        self.names, self.kinds, self.widths = ([values[j] for j in kept] for values in columns)
+        self.width = len(kept)
 
     def read(self, kinds, missing=False):
         """Read the rows in batches -> yields (number of the first row, {column: values}).
@@ -216,7 +242,11 @@ class Table:
 
     def column(self, j) -> str:
         """Name a column for messages."""
-        return repr(self.names[j]) if self.names and self.names[j] else f"column {j + 1}"
+        return repr(self.names[j]) if self.names else f"column {j + 1}"
+
+    def flag(self, *columns) -> str:
+        """Return the flag that drops columns, in brackets, for messages."""
+        return flag(*(self.names[j] for j in columns)) if self.names else ""
 
     def named(self, meaning) -> list[int]:
         """List the columns whose names have a meaning, one of MEANINGS."""
@@ -239,28 +269,34 @@ class Table:
             for batch in self._file.iter_batches(max(1, (1 << 20) // sum(self.widths))):
                 columns = []
                 for j, kind in enumerate(types):
-                    with reading(f"{self.name}: {self.column(j)}"):
-                        column = batch.column(j)
+                    hint = f"; correct it or drop the column{self.flag(j)}"
+                    with reading(f"{self.name}: {self.column(j)}", hint):
+                        column = batch.column(self.places[j])
                         columns.append(column.cast(kind) if kind else column)
                 yield columns
             return
-        types = {str(j): kind for j, kind in enumerate(types)}
+        names = [*map(str, self._columns)]
+        kept = [*map(str, self.places)]
+        types = dict(zip(kept, types))
         read = dict(use_threads=False, block_size=BLOCK, skip_rows=self._skipped)
         try:
             for batch in pyarrow.csv.open_csv(
                 self._stream,
-                pyarrow.csv.ReadOptions(**read, column_names=[*types]),
+                pyarrow.csv.ReadOptions(**read, column_names=names),
                 pyarrow.csv.ParseOptions(delimiter=self._separator),
-                pyarrow.csv.ConvertOptions(column_types=types, null_values=[*MISSING]),
+                pyarrow.csv.ConvertOptions(
+                    column_types=types, include_columns=kept, null_values=[*MISSING]
+                ),
             ):
                 yield batch.columns
         except ValueError as error:
-            message = re.sub(
-                r"In CSV column #(\d+): Row #(\d+): CSV conversion error to (\w+)",
-                lambda at: f"line {at[2]}: {self.column(int(at[1]))} is no {WORDS.get(at[3])}",
-                str(error),
-            ).replace("CSV parse error: Row #", "line ")
-            raise StoreError(f"{self.name}, {message[:300]}") from error
+            message, hint = str(error).replace("CSV parse error: Row #", "line "), ""
+            if at := re.match(CONVERSION, message):
+                j = self.places.index(int(at[1]))
+                kind, rest = WORDS.get(at[3]), message[at.end() :]
+                message = f"line {at[2]}: {self.column(j)} is no {kind}{rest}"
+                hint = f"; correct it or drop the column{self.flag(j)}"
+            raise StoreError(f"{self.name}, {message[:300]}{hint}") from error
 
     def _guess_parquet(self):
         """Set names, width, kinds, widths and notes."""
@@ -270,8 +306,9 @@ class Table:
         schema = self._file.schema_arrow
         self.kinds = list(map(kind_of_type, schema.types))
         for column, kind, of in zip(schema.names, self.kinds, schema.types):
-            if kind is None:
-                raise StoreError(f"{self.name}: {column!r} holds {of}: give numbers or text")
+            if kind is None and column not in self._ignore:
+                give = f"give numbers or text, or drop it{flag(column)}"
+                raise StoreError(f"{self.name}: {column!r} holds {of}: {give}")
         self.names = schema.names
         self.width = len(self.names)
         self.notes = [plural(self.width, "column"), f"header {short(','.join(self.names))}"]
@@ -279,7 +316,7 @@ class Table:
         if "list" in self.kinds:
             first = next(self._file.iter_batches(1), None)
             for j, kind in enumerate(self.kinds):
-                if kind == "list" and first:
+                if kind == "list" and first and self.names[j] not in self._ignore:
                     self.widths[j] = len(first.column(j)[0].as_py() or ())
                     if not self.widths[j]:
                         raise self.error(
@@ -319,7 +356,7 @@ class Table:
         cells = [cells_of(line, self._separator) for line in lines]
         rows = [row for row in cells if len(row) == self.width]  # `read` refuses the others
         if is_header(rows):
-            self.names = rows.pop(0)
+            self.names = [name or f"Unnamed: {j}" for j, name in enumerate(rows.pop(0))]
             self._skipped += 1
         elif above:  # numpy writes a header as a comment
             names = cells_of(above.lstrip("#% "), self._separator)
@@ -364,6 +401,11 @@ def meanings(name, j) -> set[str]:
     fitting = {meaning for meaning, words in MEANINGS.items() if forms & {*words.split()}}
     like_id = word == "" or word.endswith("id") and "label" not in fitting
     return fitting | {"id"} if j == 0 and like_id else fitting
+
+
+def flag(*names) -> str:
+    """Return the flag that drops columns with these names, in brackets, for messages."""
+    return f" (--ignore {shlex.quote(','.join(names))})"
 
 
 def cells_of(line, separator) -> list[str]:
@@ -496,12 +538,12 @@ def like_number(cell) -> bool:
 
 
 @contextlib.contextmanager
-def opened(file):
+def opened(file, ignore=()):
     """Context manager: the `Table` in a file."""
     with reading(file):
         stream = open(file, "rb")
     with stream:
-        yield Table(stream, file)
+        yield Table(stream, file, ignore)
 
 
 def spool(folder, chunks, dtype, *row) -> np.memmap:

@@ -31,7 +31,7 @@ from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
 from tasks.edge_split import Edges, checked_pairs, split_edges
 from tasks.metrics import RANKINGS, average_precision, ranking, roc_auc
-from tasks.task import Task, described, gnn, open_graph
+from tasks.task import Task, described, gnn, in_chunks, numbered_columns, open_graph, rows_of_nodes
 
 RANKED_AGAINST = 100  # fixed negatives per pair in a graph of more than SMALL nodes
 SMALL = 1 << 14  # with up to this many nodes a pair is ranked against all of them
@@ -412,6 +412,7 @@ class LinkTask(Task):
             with reading(name := f"--pairs {args.pairs}"):
                 asked = np.load(args.pairs, allow_pickle=False)
                 self.asked = checked_pairs(name, asked, store)
+                self.named = np.char.decode(asked, "utf-8") if asked.dtype.kind == "S" else asked
 
     @staticmethod
     def network(args, widths, custom=None):
@@ -465,9 +466,16 @@ class LinkTask(Task):
         if args.predict and args.pairs:
             scorer = copy.deepcopy(run.model.scorer).to("cpu", h.dtype)
             h = score_pairs(scorer, h, self.asked)
-        if args.predict:
-            report.write(h)
+            report.write(lambda: h, self.rows_of_pairs(h))
+        elif args.predict:
+            report.write(lambda: h, rows_of_nodes(self.store, h, numbered_columns))
         return exact
+
+    def rows_of_pairs(self, scores):
+        """Yield a table of --pairs in chunks, {column: values}: their nodes as in the file, and scores [n]."""
+        for rows in in_chunks(len(scores), 1):
+            source, destination = self.named[rows].T
+            yield {"source": source, "destination": destination, "score": scores[rows].numpy()}
 
     def lines(self, args, split, parameters):
         graph, network, fanout = described(args, self.store)

@@ -1,12 +1,15 @@
 """Node classification: loss, validation on sampled neighbourhoods, exact scores and predictions."""
 
+from functools import partial
+
+import numpy as np
 import torch
 
 from disk.files import StoreError
 from loader import seeds_at
 from sources.splits import choose_split, split_of
 from tasks.metrics import binary_cross_entropy, cross_entropy, score
-from tasks.task import OF_LINKS, Task, described, gnn, open_graph
+from tasks.task import OF_LINKS, Task, described, gnn, numbered_columns, open_graph, rows_of_nodes
 
 
 class NodeTask(Task):
@@ -86,12 +89,38 @@ class NodeTask(Task):
         if args.predict:
             if args.predict_what == "embeddings":
                 logits = run.exact(layers=args.num_layers - 1)
-            elif args.predict_what == "classes":
-                logits = (logits > 0).to(torch.int8) if store.several else logits.argmax(1)
-            elif args.predict_what == "scores":
-                logits = logits.sigmoid() if store.several else logits.softmax(1)
-            report.write(logits)
+            table = rows_of_nodes(store, logits, partial(self.columns, args.predict_what))
+            report.write(lambda: self.predicted(args.predict_what, logits), table)
         return exact
+
+    def predicted(self, what, outputs):
+        """Turn outputs into what --predict-what names: logits or embeddings as they are, scores [n, C], classes [n] or,
+        of several labels, int8 [n, C]."""
+        several = self.store.several
+        if what == "classes":
+            return (outputs > 0).to(torch.int8) if several else outputs.argmax(1)
+        if what == "scores":
+            return outputs.sigmoid() if several else outputs.softmax(1)
+        return outputs
+
+    def columns(self, what, outputs):
+        """Return the columns of a table of predictions, {name: [n]}: `class` and `score`, its probability, or a column
+        for each class or label; of embeddings e0, e1, ..."""
+        rows = self.predicted(what, outputs)
+        if what == "embeddings":
+            return numbered_columns(rows)
+        names = (self.store.class_names or [])[: outputs.shape[1]]
+        if rows.dim() == 1:
+            score = outputs.softmax(1).gather(1, rows.unsqueeze(1)).squeeze(1)
+            classes = rows.numpy()
+            if names:
+                names += map(str, range(len(names), outputs.shape[1]))
+                classes = np.array(names)[classes]
+            return {"class": classes, "score": score.numpy()}
+        names += map(str, range(len(names), rows.shape[1]))
+        # beside the column of nodes
+        names = [f"class {name}" if name in ("node", "type") else name for name in names]
+        return {name: rows[:, j].numpy() for j, name in enumerate(names)}
 
     def score_text(self, score):
         return f"{100 * score:.2f}% (sampled)"

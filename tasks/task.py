@@ -1,13 +1,17 @@
 """The interface of a task (node, link or graph), with defaults that most of them share."""
 
+from itertools import islice
+
+import numpy as np
 import torch
 
 from disk.checks import edge_line
-from disk.columns import described_types
+from disk.columns import NAMES, described_types, read_names
 from disk.files import StoreError, plural
 from model import EDGE_CONVS, GNN, TYPE_CONVS, is_gnn
 from store import GraphStore
 
+CHUNK = 1 << 22  # numbers of a table of predictions converted at a time
 OF_LINKS = "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
 
 
@@ -112,6 +116,36 @@ def described(args, store):
         f"{args.model}, {plural(args.num_layers, 'hop') if custom else layers}",
         f"fanout {','.join(map(str, args.fanout))} from the seeds outward",
     )
+
+
+def in_chunks(count, width):
+    """Yield slices of `count` rows of `width` numbers, CHUNK numbers at a time; an empty one without rows."""
+    step = max(1, CHUNK // width)
+    for first in range(0, max(count, 1), step):
+        yield slice(first, min(first + step, count))
+
+
+def rows_of_nodes(store, outputs, columns):
+    """Yield a table of all nodes in chunks, {column: values}: `node`, its name or, without names, its number, within its
+    `type` if nodes have types; and what columns(rows of the outputs [V, n]) returns."""
+    record, types = store.meta["files"].get(NAMES), [*store.node_types]
+    names = read_names(store.path, record) if record else None
+    ends = np.cumsum([count for count, _ in store.node_types.values()])
+    for rows in in_chunks(*outputs.shape):
+        node, keys = np.arange(rows.start, rows.stop), {}
+        if types:
+            kind = np.searchsorted(ends, node, side="right")
+            keys["type"] = np.array(types)[kind]
+            node = node - np.array([0, *ends])[kind]
+        if names:
+            node = [*islice(names, len(node))]
+            node = np.array(node, np.int64) if record["dtype"] == "int64" else node
+        yield {**keys, "node": node, **columns(outputs[rows])}
+
+
+def numbered_columns(rows):
+    """Return the columns of embeddings [n, D] -> {"e0": [n], "e1": ...}."""
+    return {f"e{j}": rows[:, j].numpy() for j in range(rows.shape[1])}
 
 
 def gnn(args, widths, out_dim):

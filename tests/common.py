@@ -531,9 +531,9 @@ def _code(*words, main=train.main):
 
 
 def _readme_blocks(language):
-    """Return the code blocks of a language in README and docs/, README first."""
+    """Return the code blocks of a language in README and docs/, README first; docs/own_graph.md is one example."""
     pages = [HERE / "README.md", *sorted((HERE / "docs").glob("*.md"))]
-    text = "\n".join(page.read_text() for page in pages)
+    text = "\n".join(page.read_text() for page in pages if page.stem != "own_graph")
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 

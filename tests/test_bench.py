@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+import store
+import train
 from bench import __main__ as bench
 from bench import accuracy as bench_accuracy
 from bench import attack, harm, picture, roofline, tools
@@ -352,6 +354,40 @@ def test_readme_commands_run_word_for_word(tmp_path):
         done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, **pipes)
         assert done.returncode == 0, (command, done.stderr)
     assert ran > 4
+
+
+def test_the_example_of_an_own_graph_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    """All blocks of docs/own_graph.md in order, in one folder. What the shell calls `python` with runs here."""
+    pytest.importorskip("pandas"), pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    called = "#!/bin/bash\nprintf '%q ' \"$@\" >> called; echo >> called\n"
+    (tmp_path / "python").write_text(called)
+    (tmp_path / "python").chmod(0o755)
+    environment, names = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, {}
+    text = (HERE / "docs/own_graph.md").read_text()
+    for language, block in re.findall(r"^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            exec(compile(block, "own_graph.md", "exec"), names)
+            continue
+        Path("called").write_text("")
+        subprocess.run(["bash", "-ec", block], env=environment, check=True)
+        for command in Path("called").read_text().splitlines():
+            script, *words = shlex.split(command)
+            main = {"store.py": store.main, "train.py": train.main}[script]
+            assert main(words) == 0, command
+    papers, table, pandas = names["papers"], names["table"], names["pd"]
+    assert (table.id == papers.id).all()
+    right = table.predicted[300:] == papers.subject[300:]  # without labels
+    later = names["predicted"]["class"] == names["later"].subject
+    assert right.mean() > 0.9 and later.mean() > 0.9
+    predicted = pandas.read_csv("predicted.csv")
+    assert (predicted.node == table.id).all() and (predicted["class"] == table.predicted).all()
+    assert np.allclose(predicted.score, table.score, atol=1e-5)
+    vectors, scores = pandas.read_parquet("vectors.parquet"), pandas.read_csv("scores.csv")
+    assert vectors.shape == (600, 33) and list(scores)[1:] == ["biology", "maths", "physics"]
+    assert len(names["rows"]) == 8 and len(names["means"]) == 4
+    assert sorted(p.name for p in tmp_path.glob("best*")) == [f"best-seed{i}.pt" for i in range(3)]
+    assert Path("papers.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_readme_python_blocks_run(tmp_path, monkeypatch):

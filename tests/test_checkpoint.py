@@ -32,6 +32,7 @@ from tests.common import (
     _end,
     _graph,
     _log,
+    _parameters,
     _run_here,
     _same_weights,
     _start_fork,
@@ -200,6 +201,38 @@ def test_a_checkpoint_is_tied_to_its_graph_and_predicts_for_others(tmp_path, cap
     assert _code(*resume, "--epochs 2") == 2
     assert f"{tmp_path}/s.npz in " in capsys.readouterr().err
     assert _code(*resume, "--predict", tmp_path / "p.npy") == 0
+
+
+def test_each_seed_of_several_runs_has_a_checkpoint(tmp_path, capsys):
+    """It is that of a run with this seed and the split whose turn it was, which it names; all are claimed at the start."""
+    graph = _graph(num_nodes=200, width=6, classes=3)
+    splits = [
+        {name: list(range(k, 200, 9)) for name, k in zip(disk.SPLITS, order)}
+        for order in ((0, 1, 2), (3, 4, 5))
+    ]
+    path = build_store(tmp_path / "g", **{**graph, "split": splits})
+    words = f"--dataset {path} --epochs 2 --log {tmp_path}/log", *COMMON
+    several = *words, f"--runs 2 --seed 3 --checkpoint {tmp_path}/r.v1.pt"
+    with checkpoint.claimed(tmp_path / "r.v1-seed4.pt"):
+        assert _code(*several) == 2
+    assert "another run writes it" in capsys.readouterr().err
+    assert _code(*several) == 0
+    assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["r.v1-seed3.pt", "r.v1-seed4.pt"]
+    exact = [line["exact"] for line in _log(tmp_path / "log") if "exact" in line]
+    for turn in (0, 1):
+        file = tmp_path / f"r.v1-seed{3 + turn}.pt"
+        one = f"--seed {3 + turn} --split {turn} --checkpoint {tmp_path}/one.pt"
+        assert _code(*words, one) == 0
+        torch.testing.assert_close(
+            _parameters(file), _parameters(tmp_path / "one.pt"), rtol=0, atol=0
+        )
+        again = f"--resume {file} --predict {tmp_path}/p.npy --gpus 0 --log {tmp_path}/again"
+        assert _code(again) == 0
+        assert _log(tmp_path / "again")[-1]["exact"] == exact[turn]
+    capsys.readouterr()
+    assert _code(*several, "--epochs 1") == 0
+    file = tmp_path / "r.v1-seed3.pt"
+    assert f"replace {file} of an earlier run; --resume {file} would" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model, backend", [("sage", "mmap"), ("gat", "lmdb"), ("net", "mmap")])

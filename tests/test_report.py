@@ -2,18 +2,24 @@
 
 import importlib.util
 import json
+import multiprocessing
+import os
+import re
 import resource
 import signal
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
 import ddp
 import train
+from disk.files import StoreError
 from run import report
-from store import build_store
+from sources import prepare as datasets
+from store import GraphStore, build_store
 from tests.common import COMMON, _code, _end, _fork, _graph, _run_here, _split
 
 
@@ -124,15 +130,15 @@ def test_advice_on_when_one_process_is_as_fast():
 
 def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path, monkeypatch):
     axes, said = pytest.importorskip("matplotlib.axes").Axes, []
-    monkeypatch.setattr(axes, "set_xlabel", lambda axis, text: said.append(text))
+    monkeypatch.setattr(axes, "set_title", lambda axis, text, loc: said.append(text))
     starts = ((stage, i + 0.1 * j) for i in range(10) for j, stage in enumerate(report.STAGES))
     laps = [(stage, start, start + 0.05, "t") for stage, start in starts]
     report.draw_timeline(laps + [(*lap[:3], "u") for lap in laps], tmp_path / "two.png")
     report.draw_timeline(laps, tmp_path / "one.png")
     report.draw_timeline([], tmp_path / "none.png")
     report.draw_timeline([("optimizer", 0.1, 0.2, "t")], tmp_path / "short.png")
-    counts = [text.partition("first ")[2] for text in said[1:]]
-    assert counts == ["8 training steps", "1 training step"]
+    counts = [text.partition(" of an epoch")[0] for text in said[1:]]
+    assert counts == ["First 8 training steps", "First 1 training step"]
     one, two = ((tmp_path / f"{name}.png").read_bytes() for name in ("one", "two"))
     height = lambda png: int.from_bytes(png[20:24], "big")  # noqa: E731
     assert one.startswith(b"\x89PNG") and height(two) > 1.5 * height(one)
@@ -143,6 +149,54 @@ def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path, monkeypatch):
     colors = pytest.importorskip("matplotlib.image").imread(tmp_path / "thin.png")[..., :3]
     brown = torch.tensor([140, 86, 75]) / 255
     assert ((torch.tensor(colors) - brown).abs().amax(2) < 0.1).sum() > 20
+
+
+def _drawn(monkeypatch):
+    """Return a list that gets (title, [(name, numbers, values) of each row]) of every curve; the first is drawn."""
+    drawn, figure = [], pytest.importorskip("matplotlib.figure").Figure
+    save = figure.savefig
+
+    def saved(fig, file, **options):
+        lines = ((axis.get_ylabel(), axis.lines[0].get_xydata().T.tolist()) for axis in fig.axes)
+        drawn.append((fig.axes[0].get_title(loc="left"), [(name, *xy) for name, xy in lines]))
+        if len(drawn) == 1:
+            save(fig, file, **options)
+
+    monkeypatch.setattr(figure, "savefig", saved)
+    return drawn
+
+
+def test_the_curve_of_a_run_is_that_of_its_log(tiny, tmp_path, monkeypatch, capsys):
+    """Loss, score and learning rate of the epochs of this run, and the epoch kept; a resumed run draws its own."""
+    drawn, curve = _drawn(monkeypatch), tmp_path / "c.png"
+    words = f"--dataset {tiny} --epochs 4 --lr 0.02 --lr-schedule cosine --curve {curve}"
+    log, _ = _run_here(tmp_path, words, *COMMON)
+    epochs = [line for line in log if "epoch" in line]
+    best = max(epochs, key=lambda line: line["valid_sampled"])["epoch"]
+    title, rows = drawn[-1]
+    assert title.endswith(f", seed 0\nweights kept: epoch {best} (dashed)")
+    for (name, numbers, values), key in zip(rows, ("loss", "valid_sampled", "lr"), strict=True):
+        assert numbers == [1, 2, 3, 4] and values == [line[key] for line in epochs], name
+    assert [name for name, *_ in rows][1] == "validation accuracy"
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    curve.unlink()
+    again = f"--resume {tmp_path}/here.pt --checkpoint {tmp_path}/here.pt --gpus 0 --curve {curve}"
+    assert _code(again) == 0 and not curve.exists()
+    assert "curve   no epoch was completed" in capsys.readouterr().out
+    assert _code(again, "--epochs 6 --lr 1e-9 --lr-schedule constant") == 0
+    title, rows = drawn[-1]
+    epoch, where = re.search(r"kept: epoch (\d) \((.*)\)", title).groups()
+    assert rows[0][1] == [5, 6] and where == ("before this run" if epoch < "5" else "dashed")
+    # the score of --metric, the first error of targets, none without validation
+    figures, links = {"epoch": 1, "loss": None, "lr": 0.1}, {"mrr": 0.5, "ap": 0.25}
+    errors = {"rmse": 2.0, "mae": 1.0}
+    for valid, metric, score in (
+        (links, "ap", [("validation ap", [1], [0.25])]),
+        (errors, None, [("validation rmse", [1], [2])]),
+        (None, None, []),
+    ):
+        report.draw_curve([{**figures, "valid": valid}], curve, "t", metric, 1)
+        assert drawn[-1][1][1:-1] == score
 
 
 def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_without_labels(tmp_path, capsys):
@@ -160,6 +214,120 @@ def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_without_labels(tmp
             output = capsys.readouterr().out
             assert output.endswith(f"\nwrote {tmp_path}/p.npy: {array}\n") and "n/a" not in output
             assert ("exact" in output or "MRR" in output) == (exact and not edges), output
+
+
+def _predicted(tmp_path, *words, kind="csv"):
+    """Predict with train.py in this process -> the table that it writes."""
+    pandas = pytest.importorskip("pandas")
+    file = tmp_path / f"p.{kind}"
+    assert _code(*words, f"--gpus 0 --predict {file}") == 0
+    return pandas.read_csv(file) if kind == "csv" else pandas.read_parquet(file)
+
+
+def test_predictions_come_back_in_the_names_of_tables(tmp_path, capsys, monkeypatch):
+    """Names of nodes and classes, also those of the checkpoint on a graph without labels; several chunks."""
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.setattr("tasks.task.CHUNK", 100)
+    rng = np.random.default_rng(0)
+    names = [f'the "{i}", x' for i in range(90)]
+    y = np.array(["red", "node", "blå"])[rng.integers(0, 3, 90)]
+    edges = {"source": rng.choice(names, 500), "target": rng.choice(names, 500)}
+    tables = {"e": edges, "x": {"id": names, "a": rng.normal(size=90), "b": 1.0}}
+    tables |= {"y": {"id": names[::-1], "label": y[::-1]}, "train": {"id": names[:50]}}
+    for name, columns in tables.items():
+        pandas.DataFrame(columns).to_csv(tmp_path / f"{name}.csv", index=False)
+    files = {name: str(tmp_path / f"{name}.csv") for name in tables}
+    labelled = {"labels": files["y"], "split": {"train": files["train"]}}
+    datasets.build(files["e"], tmp_path / "g", features=files["x"], **labelled)
+    datasets.build(files["e"], tmp_path / "bare", features=files["x"])
+    graph = GraphStore.open(tmp_path / "g")
+    assert graph.class_names == ["blå", "node", "red"]
+    assert GraphStore.open(tmp_path / "bare").class_names is None
+    _run_here(tmp_path, f"--dataset {graph.path} --epochs 2", *COMMON)
+    for dataset in ("g", "bare"):
+        again = f"--resume {tmp_path}/here.pt --dataset {tmp_path}/{dataset}"
+        assert _code(again, f"--gpus 0 --predict {tmp_path}/p.npy") == 0
+        rows = _predicted(tmp_path, again, "--predict-what scores", kind="parquet")
+        assert list(rows) == ["node", "blå", "class node", "red"]
+        scores = rows.iloc[:, 1:].to_numpy()
+        capsys.readouterr()
+        for kind in ("csv", "parquet"):
+            table = _predicted(tmp_path, again, kind=kind)
+            assert list(table) == ["node", "class", "score"] and list(table.node) == names
+            classes = np.array(graph.class_names)[np.load(tmp_path / "p.npy")]
+            assert (table["class"] == classes).all()
+            assert np.allclose(table.score, scores.max(1), atol=1e-6)
+        assert f"wrote {tmp_path}/p.csv: 90 rows of node, class, score\n" in capsys.readouterr().out
+        h = _predicted(tmp_path, again, "--predict-what embeddings")
+        assert list(h) == ["node", *(f"e{j}" for j in range(16))]
+        assert list(h.node) == names
+    pairs = np.array(names)[[[3, 1], [0, 2]]]
+    np.save(tmp_path / "pairs.npy", np.char.encode(pairs, "utf-8"))
+    link = f"--task link --dataset {graph.path} --epochs 1"
+    table = _predicted(tmp_path, link, *COMMON, f"--pairs {tmp_path}/pairs.npy")
+    assert list(table) == ["source", "destination", "score"]
+    assert table.iloc[:, :2].to_numpy().tolist() == pairs.tolist()
+    assert list(_predicted(tmp_path, link, *COMMON)) == list(h)
+
+
+def test_a_table_of_predictions_on_a_full_disk_or_without_pyarrow(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("pyarrow")
+    rows = {"node": np.arange(100_000), "score": np.random.default_rng(0).random(100_000)}
+
+    def limited(kind):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+        try:
+            report.write_table(str(tmp_path / f"p.{kind}"), iter([rows, rows]))
+        except StoreError as error:
+            assert "could not be written: File too large" in str(error)
+            os._exit(7)
+
+    for kind in ("csv", "parquet"):
+        (
+            process := multiprocessing.get_context("fork").Process(target=limited, args=(kind,))
+        ).start()
+        process.join()
+        assert process.exitcode == 7 and not any(tmp_path.iterdir())
+        assert report.write_table(str(tmp_path / f"p.{kind}"), iter([rows, rows]))[0] == 200_000
+        (tmp_path / f"p.{kind}").unlink()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert _code(f"--predict {tmp_path}/p.csv") == 2
+    assert f"--predict {tmp_path}/p.csv needs: pip install pyarrow" in capsys.readouterr().err
+
+
+def test_predictions_are_numbers_where_the_data_have_no_names(tmp_path):
+    """Integers that name nodes stay integers; nodes of types are counted within their type; labels name columns."""
+    pandas = pytest.importorskip("pandas")
+    graph = {**_graph(num_nodes=90, width=6, classes=4), "node_names": [*range(7, 97)]}
+    build_store(tmp_path / "g", **graph)
+    table = _predicted(tmp_path, f"--dataset {tmp_path}/g --epochs 1", *COMMON, kind="parquet")
+    assert table.node.tolist() == graph["node_names"] and table["class"].isin(range(4)).all()
+    mag = "synthetic-mag:scale=0.0002"
+    words = f"--dataset {mag} --epochs 1 --root {tmp_path} --predict-what logits"
+    table = _predicted(tmp_path, words, *COMMON)
+    assert list(table)[:3] == ["type", "node", "0"]
+    for _, part in table.groupby("type"):
+        assert part.node.tolist() == list(range(len(part)))
+    # several labels: a column for each
+    rng = np.random.default_rng(0)
+    files = {name: str(tmp_path / f"{name}.csv") for name in "exy"}
+    pandas.DataFrame(rng.integers(0, 40, (300, 2)), columns=["source", "target"]).to_csv(
+        files["e"], index=False
+    )
+    pandas.DataFrame({"a": rng.normal(size=40), "b": 1.5}).to_csv(files["x"], index=False)
+    labels = pandas.DataFrame(rng.integers(0, 2, (40, 3)), columns=["type", "wet", "cold"])
+    labels.to_csv(files["y"], index=False)
+    split = {name: range(i, 40, 3) for i, name in enumerate(("train", "valid", "test"))}
+    for name, ids in split.items():
+        (tmp_path / name).write_text("\n".join(map(str, ids)))
+        split[name] = str(tmp_path / name)
+    several = dict(features=files["x"], labels=files["y"], split=split)
+    datasets.build(files["e"], tmp_path / "several", **several)
+    assert GraphStore.open(tmp_path / "several").class_names == list(labels)
+    table = _predicted(tmp_path, f"--dataset {tmp_path}/several --epochs 1", *COMMON)
+    assert list(table) == ["node", "class type", "wet", "cold"]
+    assert table.iloc[:, 1:].isin([0, 1]).to_numpy().all()
 
 
 def test_tensorboard_gets_the_figures_and_flags_of_a_run(tiny, tmp_path, monkeypatch):

@@ -361,7 +361,7 @@ def test_tables_weights_and_times(tmp_path):
     more = edges(edge_features=["Timestamp", "w"])[1]["edge_features"]
     assert more.tolist() == [[np.float32(1.7e18), 1], [np.float32(1.7e18), 0.5]]
     for name, complaint in (
-        ("w", "no use for 'Timestamp': drop it, or name it, as by --w"),
+        ("w", r"no use for 'Timestamp': drop it \(--ignore Timestamp\), or name it, as by --w"),
         ("W", "W is neither a file nor one of .*e.csv's columns, w, dst"),
         ("5", "5 is neither a file"),
         ("dst", "'dst' is used for two"),
@@ -370,6 +370,45 @@ def test_tables_weights_and_times(tmp_path):
     for text in ("source,paper\n0,1\n", "dst,src,dst2\n0,1,2\n", "from,u,to\n0,1,2\n"):
         _table_file(file, text)
         _refuses("call one source|no use for", edges)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_tables_leave_out_columns_to_ignore(kind, tmp_path, capsys):
+    """Those of any of the tables, and what pandas makes of an index; a message that refuses a column names the flag."""
+    pandas = pytest.importorskip("pandas")
+    when = pandas.Timestamp("2020-01-01")
+
+    def file(name, **columns):
+        table, path = pandas.DataFrame(columns), str(tmp_path / f"{name}.{kind}")
+        table.to_csv(path) if kind == "csv" else table.reset_index().to_parquet(path)
+        return path
+
+    e = file("e", source=["a", "b"], target=["b", "c"], note=["x,y", "z"], since=[7, 8])
+    x = file("x", id=[*"abc"], f=[0.5, 1.5, 2.5], city=["Rome", "Oslo", "Bonn"], when=when, g=1)
+    y = file("y", id=[*"cba"], label=["red", "blue", "red"])
+    index = {"csv": "Unnamed: 0", "parquet": "index"}[kind]
+    words, ignored = ["build", e, str(tmp_path / "s"), "--features", x, "--labels", y], []
+    while store.main([*words, *(["--ignore", ",".join(ignored)] if ignored else [])]):
+        flag = re.search(r"--ignore ('.*?'|[^)]*)[)]", error := capsys.readouterr().err)
+        assert flag and len(ignored) < 9, error
+        ignored += flag[1].strip("'").split(",")
+    assert sorted(ignored) == sorted([index, "city", "note", "since", "when"])
+    graph = GraphStore.open(tmp_path / "s")
+    assert graph.feature_names == ["f", "g"] and graph.node_names() == [*"abc"]
+    assert graph.labels.tolist() == [1, 0, 1]
+    features = graph.features.gather(torch.arange(3))
+    assert features.tolist() == [[0.5, 1], [1.5, 1], [2.5, 1]]
+    assert "'city', 'when' ignored" in capsys.readouterr().out
+    # a column that a flag names by its number in the file
+    options = dict(features=x, labels=y, times="5", ignore=[index, "when", "city", "note"])
+    datasets.build(e, tmp_path / "t", **options)
+    assert GraphStore.open(tmp_path / "t").edge_time.tolist() == [7, 8]
+    options["ignore"].append("nope")
+    _refuses("none of the tables has a column 'nope'", datasets.build, e, tmp_path / "u", **options)
+    file("f", f=[1])
+    _refuses(
+        "no other columns", graph_tables.features, file("f", f=[1]), tmp_path, {"f": 0, index: 0}
+    )
 
 
 @pytest.mark.parametrize("own_file", [False, True])
