@@ -28,7 +28,9 @@ def read_tables(file, tables, columns, folder) -> dict:
         folder: for files without a name that large arrays are mapped from.
     """
     if "features" not in tables:
-        raise StoreError(f"{file} holds edges alone: features are needed, a line for each node")
+        with opened(file):  # refuses what is no table
+            how = "features are needed, a line for each node"
+            raise StoreError(f"{file} holds edges alone: {how}, as --features FILE")
     arrays, keep = {}, {}
     arrays["features"], nodes = features(tables.pop("features"), folder)
     for name, source in {**tables, **columns}.items():
