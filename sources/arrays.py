@@ -46,7 +46,7 @@ OF_GRAPH = OF_EDGES | {"node_time": ("node_time",)}
 # what a saved Data or HeteroData may hold besides tensors, in torch_geometric.data
 PYG = """data.Data data.DataEdgeAttr data.DataTensorAttr hetero_data.HeteroData feature_store.TensorAttr graph_store.EdgeAttr
 graph_store.EdgeLayout storage.BaseStorage storage.NodeStorage storage.EdgeStorage storage.GlobalStorage"""
-SAVED = "if you trust it, two lines of Python read it: docs/data.md, `torch.save`"
+SAVED = "if you trust it, two lines of Python read it: see docs/data.md"
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
 
 
