@@ -23,7 +23,6 @@ its file's header. Files of a store in use may be renamed or removed, but not tr
 mapped file kills the process (SIGBUS).
 """
 
-import argparse
 import contextlib
 import importlib
 import json
@@ -509,10 +508,10 @@ def _gigabytes(text) -> int:
 
 def _parser():
     """Make the parser: one sub-command per action, with its own flags, so that another one's flags are refused."""
-    parser = argparse.ArgumentParser(prog="store.py", description="Build or read a graph store.")
+    parser = terminal.Parser(prog="store.py", description="Build or read a graph store.")
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("build", help="write a store from files").add_argument
-    add("source", help="an .npz file, or a table of edges (csv or parquet)")
+    add("source", help="an .npz file, PyG data saved as .pt, or a table of edges (csv or parquet)")
     add("path", help="directory of the store")
     of_edges = "tables: an edge column (name, or number from 1), or a file with a row per edge"
     for flag, kind, text in (

@@ -30,9 +30,13 @@ PyG's NeighborLoader needs torch-sparse, which is compiled for some twenty minut
 Times are medians over --rounds; results/README.md has the figures of one machine.
 """
 
-import argparse
 import importlib
 import sys
+
+from disk import terminal
+
+if __name__ == "__main__":
+    terminal.begin()
 
 import torch
 
@@ -59,7 +63,7 @@ def numbers(text):
 
 
 def make_parser():
-    parser = argparse.ArgumentParser("python -m bench", description=__doc__.splitlines()[0])
+    parser = terminal.Parser("python -m bench", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("what", choices=list(MODULES))
     add("--dataset", help=f"default: {WORKLOAD}; " + "; ".join(map(": ".join, DATASETS.items())))
@@ -130,4 +134,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    terminal.ready()
     sys.exit(main())

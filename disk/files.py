@@ -75,7 +75,9 @@ def reading(path, advice=""):
             advice = "; save text by .astype(str)"
         if getattr(error, "errno", None) not in (None, errno.ENOENT):
             advice = ""  # the system refused, which tells nothing about the file
-        raise StoreError(f"{path} cannot be read: {message[:300]}{advice}") from error
+        full = getattr(error, "errno", None) in FULL  # of the disk that temporary files go to
+        problem = "takes temporary files" if full else "cannot be read"
+        raise StoreError(f"{path} {problem}: {message[:300]}{advice}") from error
 
 
 # ---- writing
@@ -205,6 +207,8 @@ def write_whole(path, write):
         # torch.save raises RuntimeError on a full disk
         cause = error if isinstance(error, OSError) else error.__context__
         message = getattr(cause, "strerror", None) or error
+        if "requested and" in str(error):  # as numpy says it
+            message = f"no space may be left: {error}"
         raise StoreError(f"{path} could not be written: {message}") from error
 
 

@@ -17,6 +17,7 @@ import torch
 
 from ddp import under_torchrun
 from disk.files import RANK_BYTES, check_name, free_host_bytes, plural
+from disk.terminal import Parser
 from features import MODES
 from model import ALL_CONVS, NORMS, TYPE_CONVS
 from run.own_model import is_own, words_of
@@ -36,7 +37,7 @@ BUILT_IN = "heads bases norm residual dropout input_dropout checkpoint_activatio
 FLAGS = f"""
 data
 --task | {" ".join(TASKS)} | classify nodes, predict edges, or predict targets of small graphs
---dataset | NAME = synthetic | synthetic, synthetic:nodes=..., synthetic-mag, a store folder, an .npz file, cora, citeseer, pubmed, ogbn-arxiv, -products, -papers100M, -mag (default: %(default)s)
+--dataset | NAME = synthetic | synthetic, synthetic:nodes=..., synthetic-mag, a store, an .npz or .pt file, cora, citeseer, pubmed, ogbn-arxiv, -products, -papers100M, -mag (default: %(default)s)
 --root | DIR = data | folder for downloads and built stores
 --backend | mmap lmdb | feature storage of a newly built store
 --feature-dtype | - bfloat16 float16 | round float features of a newly built store to half the bytes
@@ -82,7 +83,7 @@ optimisation
 --weights | - best last | final weights: of the epoch with the best validation --metric, or the last (default: best; last for links and graphs, and without validation nodes)
 --seed | SEED = 0 | for initial weights, drawn splits, order, sampling and dropout (default: 0)
 --runs | N = 1 | train with N seeds; print mean and spread
---precision | - fp32 tf32 bf16 fp64 | of matrix products; fp64 is for comparing runs (default: tf32 on a GPU that has it, else fp32)
+--precision | - fp32 tf32 bf16 fp64 | of matrix products; fp64: to compare runs (default: tf32 on a GPU with it, else fp32)
 --checkpoint-activations | | recompute hidden layers in the backward pass: less memory, more time
 processes and placement
 --gpus | N0 | GPUs, one process each; 0 trains on CPU (default: 1 if there is one)
@@ -93,7 +94,7 @@ processes and placement
 --prefetch | N0 | batches prepared ahead; 0: none (default: one more than --sample-threads)
 --sample-threads | N | batches sampled and fetched at once (default: 1; cpu-cuda: one for 4 cores, at most 4)
 --cuda-graph | auto on off | run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible
---allocator | tuned system | tuned: keep freed memory (CPU), let segments grow (CUDA); system: leave as is
+--allocator | tuned system | tuned: keep freed memory (CPU), grow segments (CUDA); system: as is
 files
 --checkpoint | FILE | write the run's state after each epoch and on Ctrl-C (--runs: FILE-seed0, ...)
 --checkpoint-every | N | also write it every N optimizer steps (default: off)
@@ -114,7 +115,7 @@ def parse_args(argv, complete):
     The result also has `typed`, names of flags on the command line; `trains`, False where a checkpoint only predicts;
     `run`, a name for its lines in --log; `turn`, which of --runs it is.
     """
-    parser, argv = make_parser(), spelled_out(map(str, argv))
+    parser = make_parser()
     args, absent = parser.parse_args(argv), object()
     explicit = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), absent)))
     typed = [name for name, value in vars(explicit).items() if value is not absent]
@@ -137,7 +138,7 @@ def changed(args, **values):
 def make_parser():
     """Build the parser from FLAGS."""
     about = "Train a graph neural network by neighbour sampling."
-    parser = argparse.ArgumentParser(usage="python train.py [flags]", description=about)
+    parser = Parser(usage="python train.py [flags]", description=about)
     kinds = {
         "N": (positive(int), "N"),
         "N0": (positive(int, zero=True), "N"),
@@ -235,7 +236,11 @@ def check_values(parser, args):
     why = "is for one run, --runs is {runs}"
     refuse(args.runs > 1, "resume predict curve timeline profile", why)
     refuse(not args.trains, "curve timeline profile", "shows training; this command only predicts")
-    refuse(args.gpus > gpus, "gpus", f"needs as many CUDA GPUs: give at most {gpus}")
+    why = f"needs as many CUDA GPUs: give at most {gpus}"
+    if not gpus:
+        build = "" if torch.version.cuda else f"{torch.__version__} is a build for CPU; "
+        why = f"needs a CUDA GPU, and torch sees none: {build}see docs/gpu.md"
+    refuse(args.gpus > gpus, "gpus", why)
     refuse(on_gpu, "procs", "is for --gpus 0; with GPUs there is one process for each")
     most = max(1, free_host_bytes() // RANK_BYTES)
     refuse(args.procs > most, "procs", f"is too many: memory is free for {most} processes")
@@ -255,7 +260,7 @@ def check_values(parser, args):
 
 def check_files(parser, args):
     """Reject files that cannot be written, or that another flag names too."""
-    data, taken = re.match(r"(.*\.npz)(:|$)", args.dataset, re.DOTALL), {}
+    data, taken = re.match(r"(.*\.(npz|pth?))(:|$)", args.dataset, re.DOTALL), {}
     for flag in "dataset pairs edge_split resume checkpoint predict log curve timeline".split():
         name = getattr(args, flag) if flag != "dataset" else data and data[1]
         if not name or os.path.exists(name) and not os.path.isfile(name):
@@ -298,21 +303,6 @@ def text_of(value):
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def spelled_out(argv):
-    """Normalise the words: --batch_size 8 -> --batch-size 8; --gpu-cache (DGL's name) -> --cache;
-    --fanout -1,5 -> --fanout=-1,5, as argparse takes -1,5 for a flag."""
-    words = []
-    for word in argv:
-        if words and words[-1] == "--fanout":
-            words[-1] += f"={word}"
-        elif word.startswith("--"):
-            name, equals, value = word.partition("=")
-            words.append(name.replace("_", "-").replace("--gpu-cache", "--cache") + equals + value)
-        else:
-            words.append(word)
-    return words
-
-
 def model_name(text):
     """Check that text is a layer's name or FILE.py:NAME -> the text."""
     file, _, name = text.rpartition(":")
@@ -331,12 +321,15 @@ def fanout(text):
     if re.fullmatch(f"{hop}(,{hop})*|any={number}{rest}", hops):
         return [part if "=" in part else int(part) for part in hops.split(",")]
     how = "write numbers above 0 and below 10^9, or -1 for all: 15,10,5; by types writes=10:cites=5 or any=15,10"
+    if " " in text:
+        how = f"put commas between the hops: {','.join(re.split('[ ,]+', text.strip()))}"
     raise argparse.ArgumentTypeError(f"{text!r}: {how}")
 
 
 def size(text):
-    """Parse '4GiB', '512MiB' or a number of bytes -> bytes, an int."""
-    units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9, "": 1}
+    """Parse '4GiB', '4G' (the same), '512MiB' or a number of bytes -> bytes, an int."""
+    units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+    units |= {f"{unit}ib": units[unit] for unit in "kmg"}
     number, unit = re.fullmatch(r"([0-9.]*)\s*(.*)", text.strip().lower(), re.DOTALL).groups()
     with suppress(KeyError, ValueError):
         return int(float(number) * units[unit])

@@ -1,6 +1,6 @@
 """Arrays of a file or a graph object, by name: checked on access; unused ones that matter are refused.
 
-arrays = open_npz("mine.npz", ignore=["edge_weight"])     # or of_object(a DGLGraph or a PyG Data, {})
+arrays = open_npz("mine.npz", ignore=["edge_weight"])     # or "data.pt"; of_object(a DGLGraph or a PyG Data, {})
 y = arrays.labels()                      # int64 [V], -1 where there is none
 x, edge_index = arrays.features(), arrays.edge_index()    # [V, F], dense or the rows of a CSR matrix; [2, M]
 arrays.close(len(y), edge_index.shape[1])                 # lists unused arrays, refuses those that might matter
@@ -8,8 +8,10 @@ arrays.close(len(y), edge_index.shape[1])                 # lists unused arrays,
 
 import contextlib
 import functools
+import importlib
 import math
 import os
+import pickle
 import re
 import zipfile
 
@@ -41,16 +43,44 @@ OF_EDGES = {  # column of a store: names that its array may have, with "edata." 
 }
 OF_NODES = {"node_time": ("node_time", "time")}  # for nodes of a type; else "time" is that of edges
 OF_GRAPH = OF_EDGES | {"node_time": ("node_time",)}
+# what a saved Data or HeteroData may hold besides tensors, in torch_geometric.data
+PYG = """data.Data data.DataEdgeAttr data.DataTensorAttr hetero_data.HeteroData feature_store.TensorAttr graph_store.EdgeAttr
+graph_store.EdgeLayout storage.BaseStorage storage.NodeStorage storage.EdgeStorage storage.GlobalStorage"""
+SAVED = "if you trust it, two lines of Python read it: see docs/data.md"
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
 
 
 def open_npz(file, ignore=()) -> "Arrays":
-    """Open an .npz file, whose arrays are read on access."""
+    """Open an .npz file, whose arrays are read on access, or a .pt file, see `saved_graph`."""
+    if not str(file).endswith(".npz"):
+        return of_object(saved_graph(file), {}, ignore, file)
     with reading(file):
         archive = zipfile.ZipFile(file)
     names = {member.removesuffix(".npy"): member for member in archive.namelist()}
     read = {name: functools.partial(_read, archive, member) for name, member in names.items()}
     return Arrays(file, read, ignore)
+
+
+def saved_graph(file):
+    """Load a PyG `Data` or `HeteroData` written by torch.save, without running code of the file."""
+    with reading(file):
+        with zipfile.ZipFile(file) as archive:
+            if damaged := archive.testzip():  # torch ignores checksums
+                raise ValueError(f"{damaged} in it is damaged")
+        classes = []
+        for name in PYG.split():
+            module, _, kind = name.rpartition(".")
+            classes.append(getattr(importlib.import_module(f"torch_geometric.data.{module}"), kind))
+        try:
+            with torch.serialization.safe_globals(classes):
+                graph = torch.load(file, "cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            more = f"more than a PyG Data of tensors ({named[1] if named else 'code'}); {SAVED}"
+            raise StoreError(f"{file} holds {more}") from error
+        if not hasattr(graph, "edge_index") and not hasattr(graph, "edge_types"):
+            raise StoreError(f"{file} holds a {type(graph).__name__} and no PyG Data; {SAVED}")
+    return graph
 
 
 def _read(archive, member):
@@ -64,9 +94,10 @@ def _read(archive, member):
         return array
 
 
-def of_object(graph, extra, ignore=()) -> "Arrays":
-    """Get the arrays of a DGLGraph or PyG Data under the names of an .npz file; `extra` {name: array} replaces theirs."""
-    kind = type(graph).__name__
+def of_object(graph, extra, ignore=(), file=None) -> "Arrays":
+    """Get the arrays of a DGLGraph or PyG Data under the names of an .npz file; `extra` {name: array} replaces theirs.
+    file: that it was read from."""
+    kind = file or type(graph).__name__
     if hasattr(graph, "ndata"):
         arrays, single = {}, len(graph.ntypes) == len(graph.canonical_etypes) == 1
         # a graph may be restricted to some formats

@@ -30,7 +30,9 @@ def read_tables(file, tables, columns, folder, ignore=()) -> dict:
         ignore: names of columns to leave out, of any of the tables.
     """
     if "features" not in tables:
-        raise StoreError(f"{file} holds edges alone: features are needed, a line for each node")
+        with opened(file):  # refuses what is no table
+            how = "features are needed, a line for each node"
+            raise StoreError(f"{file} holds edges alone: {how}, as --features FILE")
     arrays, keep, ignore = {}, {}, dict.fromkeys(ignore, 0)
     arrays["features"], nodes = features(tables.pop("features"), folder, ignore)
     for name, source in {**tables, **columns}.items():

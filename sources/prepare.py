@@ -9,6 +9,7 @@
 all the splits that it came with; `choose_split` of sources/splits.py selects or draws one.
 """
 
+import difflib
 import functools
 import hashlib
 import json
@@ -29,6 +30,7 @@ from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
 from sources.splits import PARTS, found, of_graphs
 from sources.synthetic import MAG, SYNTHETIC, synthetic, synthetic_mag
+from sources.tables import opened
 from store import build_store
 
 # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time
@@ -68,7 +70,7 @@ def prepare(
 
     Args:
         dataset: a store directory; `synthetic` with optional parameters (`synthetic:nodes=1000000,degree=50`, see
-            `SYNTHETIC`); the path of an .npz file (see `build`), with parameters of `NPZ`; or one of NAMES.
+            `SYNTHETIC`); the path of an .npz or .pt file (see `build`), with parameters of `NPZ`; or one of NAMES.
         root: directory for downloads and for the stores built here.
         seed: for what is drawn because an .npz file lacks it, except the split of one graph (see `choose_split`); a
             synthetic graph has its own seed parameter.
@@ -111,7 +113,6 @@ def _no_effect(option, name, why) -> StoreError:
 
 def _recipe(name, root, seed, options):
     """Return (name for the store's folder, JSON value that identifies its content, function that builds it)."""
-    word, _, parameters = name.partition(":")
     if npz := npz_file(name):
         file, values = npz
         # the split of one graph is drawn when it is opened
@@ -121,9 +122,15 @@ def _recipe(name, root, seed, options):
         key = [files.sha256_of(file).hexdigest(), values, drawn, options["symmetrize"], RULES]
         key += ["drop_duplicates"] * options["drop_duplicates"]
         return Path(file).stem[:100], key, functools.partial(build, name, seed=drawn, **options)
+    word, _, parameters = name.partition(":")
+    names = {known.lower(): known for known in NAMES}
+    word = names.get(word.lower().replace("_", "-"), word)
     if word not in NAMES:
-        kinds = f"no store, no .npz file and none of {', '.join(NAMES)}"
-        raise StoreError(f"dataset {name!r} is {kinds}; store.py build makes stores of tables")
+        _refuse_path(name)
+        close = difflib.get_close_matches(word.lower(), names, 1)
+        meant = f": did you mean {names[close[0]]}? Else" if close else ":"
+        known = f"give one of {', '.join(NAMES)}, a store, an .npz or a .pt file"
+        raise StoreError(f"dataset {name!r} is unknown{meant} {known}")
     for option in filter(options.get, options):
         raise _no_effect(option, word, "it is for files of your own")
     defaults, draw = DRAWN_GRAPHS.get(word, ({}, None))
@@ -145,9 +152,21 @@ def _recipe(name, root, seed, options):
     return word, key, make
 
 
+def _refuse_path(name):
+    """Say what a file or folder is that holds no graph, or that there is none, if a name looks like that of a file."""
+    if os.path.isdir(name):
+        files.read_meta(name)
+    if os.path.exists(name) or os.sep in name or re.search(r"\.\w+$", name):
+        with opened(name):  # refuses what is no table
+            how = (
+                f"python store.py build {name} my_store --features FILE, if it is a table of edges"
+            )
+            raise StoreError(f"{name} is no store, .npz or .pt file: {how}")
+
+
 def npz_file(text):
-    """Split `mine.npz:split=3` -> (file, its parameters); None if it is no .npz file."""
-    parts = re.fullmatch(r"(.*\.npz)(?::(.*))?", text, re.DOTALL)
+    """Split `mine.npz:split=3` -> (file, its parameters); None if it is no .npz or .pt file."""
+    parts = re.fullmatch(r"(.*\.(?:npz|pth?))(?::(.*))?", text, re.DOTALL)
     return parts and (parts[1], parse(parts[2] or "", NPZ, parts[1]))
 
 
@@ -174,7 +193,8 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     docs/data.md lists the names that arrays may have, and what is drawn if there is no split or there are no features.
 
     Args:
-        source: a DGLGraph; a PyG `Data`; an .npz file, with parameters of `NPZ` after a colon; or a table of edges.
+        source: a DGLGraph; a PyG `Data`; an .npz file, or a .pt file of `torch.save(data, file)`, with parameters of
+            `NPZ` after a colon; or a table of edges.
         features, labels: [V, F] and [V] in place of the graph's, if it has one node type; for tables, files of tables.
         split: dict of node ids or masks in place of the graph's (for tables: of files of ids); or the number, from 0,
             of the only one of the graph's splits to keep.

@@ -42,6 +42,7 @@ MOST = np.array([-1, *(10**n - 1 for n in range(1, 19)), (1 << 63) - 1, 0])
 WHOLE = re.compile(r"[+-]?[0-9]{1,25}")
 PRINTED = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,30}(e[+-][0-9]{2,3})?)?")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")  # 1,5
 MISSING = ("", "nan", "NaN", "NAN", "Nan")
 COMMENT = re.compile(" *(#|%(?![0-9A-Fa-f]{2}))")  # %20 begins a name in a URL
 FOREIGN = {  # how files that are no tables begin, in lower case
@@ -296,6 +297,8 @@ class Table:
                 kind, rest = WORDS.get(at[3]), message[at.end() :]
                 message = f"line {at[2]}: {self.column(j)} is no {kind}{rest}"
                 hint = f"; correct it or drop the column{self.flag(j)}"
+            if re.search(f"invalid value '{COMMA.pattern}'", message):
+                hint = ": a decimal comma; write 1.5, as by to_csv of pandas"
             raise StoreError(f"{self.name}, {message[:300]}{hint}") from error
 
     def _guess_parquet(self):
@@ -387,7 +390,7 @@ def is_header(rows) -> bool:
     digits = all(cell[:1] in "0123456789.+-" for cell in first)  # numbers, perhaps damaged
     if digits or any(map(like_number, named)):
         return False
-    if any(all(map(NUMBER.fullmatch, column)) for column in zip(*rest)):
+    if any(all(map(numeric, column)) for column in zip(*rest)):
         return True
     named = any(map(meanings, first, range(len(first))))
     return named and not set(first) & {cell for row in rest for cell in row}
@@ -423,7 +426,7 @@ def kind_of(cells) -> str:
         return "empty"
     if all(map(NUMBER.fullmatch, cells)):
         return "whole" if all(map(WHOLE.fullmatch, cells)) else "real"
-    return "mixed" if any(map(NUMBER.fullmatch, cells)) else "text"
+    return "mixed" if any(map(numeric, cells)) else "text"
 
 
 def kind_of_type(kind) -> str | None:
@@ -532,9 +535,14 @@ def _digits(cells) -> np.ndarray | None:
     return numbers.to_numpy(zero_copy_only=False)
 
 
+def numeric(cell) -> bool:
+    """Whether a cell is a number, perhaps with a decimal comma, which `Table.read` refuses."""
+    return bool(NUMBER.fullmatch(cell) or COMMA.fullmatch(cell))
+
+
 def like_number(cell) -> bool:
     """Whether a cell is a number or stands for a missing one."""
-    return cell in MISSING or cell.lower() in LIKE_NUMBERS or bool(NUMBER.fullmatch(cell))
+    return cell in MISSING or cell.lower() in LIKE_NUMBERS or numeric(cell)
 
 
 @contextlib.contextmanager

@@ -152,6 +152,26 @@ BAD_FLAGS = r"""
 --cuda-graph on --gpus 0 => --cuda-graph on needs a CUDA GPU
 --task graph --cuda-graph off => --cuda-graph off has no effect with --task graph: leave it out
 --gpu-cache lots => 'lots' is no size; write it as 4GiB
+--gpu 0 => error: --gpu is no flag: write --gpus 1 .CUDA_VISIBLE_DEVICES=N .*, or --gpus 0 for CPU
+--device=cuda:0 => error: --device is no flag: write --gpus 1
+--num_neighbors 10 10 => error: --num-neighbors is no flag: write --fanout 15,10,5
+--fan-out 10 => error: --fan-out is no flag: did you mean --fanout
+--fanout 10 10 --hidden 10 => '10 10': put commas between the hops: 10,10
+--num-workers 4 => --num-workers is no flag: write --sample-threads N .threads. and --prefetch N
+--hidden-channels 64 => --hidden-channels is no flag: write --hidden N
+--num-hidden 64 => --num-hidden is no flag: write --hidden N
+--num-epochs 3 => --num-epochs is no flag: write --epochs N
+--learning-rate 1 => --learning-rate is no flag: write --lr RATE
+--wd 0 => --wd is no flag: write --weight-decay X
+--patience 3 => --patience is no flag: write --early-stop N
+--save run.pt => --save is no flag: write --checkpoint FILE
+--neg-sampling-ratio 3 => --neg-sampling-ratio is no flag: write --negatives N
+--epoch 3 => error: --epoch is no flag: did you mean --epochs
+--sym => error: --sym is no flag: did you mean --symmetrize
+--checkpoint-e 3 => did you mean --checkpoint-every
+--xyzzy 3 => error: --xyzzy is no flag; --help lists them
+cora => error: cora is no flag; --help lists them
+--gpus 1 => --gpus 1 needs a CUDA GPU, and torch sees none: .*see docs/gpu.md
 --dropout 1 => --dropout: '1' is not a number of at least 0 and below 1
 --model gat --hidden 10 => --hidden 10 is no multiple of --heads 4
 --norm batch --checkpoint-activations => use --norm layer

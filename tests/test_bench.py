@@ -135,6 +135,7 @@ scaling --batch-size 64 --procs 1,3 => --batch-size 64 must be a multiple of eac
 accuracy --dataset nosuch => python -m bench: --dataset nosuch: give one of cora, citeseer
 labor --data nosuch => python -m bench: --dataset all: give one of cora, citeseer
 types --data nosuch => No such file or directory: 'nosuch/aifb.nt.gz'
+step --batch 3 => error: --batch is no flag: did you mean --batch-size or --batches?
 gpu => python -m bench: gpu needs a CUDA GPU
 attack --only nosuch => python -m bench: --only nosuch: one of mmap, lmdb
 store --parts build,x => python -m bench: --parts x: choose from build,train

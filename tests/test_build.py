@@ -179,11 +179,11 @@ def _tables(headers=None, **tables):
 
 # a command of store.py => what it says
 REFUSED = r"""
-build e.doc h => features are needed
+build e.doc h => e.doc cannot be read: No such file
 build edges.csv h --features e.csv.gz --labels y.csv => e.csv.gz, line 2: Expected 2 columns, got 1: 3
 build edges.csv h --features none.csv --labels y.csv => none.csv cannot be read: No such
 build e.csv h --features NOSUCH.csv --labels e.csv => NOSUCH.csv
-build NOSUCH.csv h => NOSUCH.csv holds edges alone: features are needed
+build NOSUCH.csv h => NOSUCH.csv cannot be read: No such file
 build NOSUCH.npz h => NOSUCH.npz cannot be read: No such file
 build plain.csv h TABLES --weights 4 => 4 is neither a file nor one of
 build plain.csv h TABLES --weights edges.csv --times 3 => edges.csv has 2 columns: one is
@@ -193,7 +193,12 @@ build own.npz h --features NOSUCH.csv => own.npz: features has no effect on
 build own.npz h --seed 3 => seed 3 has no effect: it has a split
 build m.npz h --symmetrize => symmetrize has no effect: it holds many small graphs
 build m.npz:radius=3 h => radius has no effect: it holds many small graphs
-info h --features x => unrecognized arguments: --features x
+info h --features x => --features is no flag; --help lists them
+build own.npz h --featres x => --featres is no flag: did you mean --features.
+build own.npz h --sym => --sym is no flag: did you mean --symmetrize.
+estimate h --gpu 1 => --gpu is no flag: write --gpus 1
+build nothing.pt h => nothing.pt cannot be read: No such file
+build e.csv h => e.csv holds edges alone: features are needed, .* as --features FILE
 """
 
 
@@ -222,7 +227,7 @@ def test_store_commands_that_cannot_be_meant_are_one_sentence(tmp_path, monkeypa
         code = _code(words, main=store.main)
         said = capsys.readouterr().err
         assert code == 2 and re.search(complaint, said), (row, said)
-        assert said.count("\n") == 1 or "unrecognized" in said
+        assert said.count("\n") == 1 or "is no flag" in said
     assert sorted(os.listdir()) == before
 
 
@@ -231,10 +236,22 @@ def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
     _save_npz("own.npz", train_idx=[1, 2])
     Path("folder").mkdir()
     Path("e.csv").write_text("0,1\n")
+    Path("g.mtx").write_text("%%MatrixMarket matrix coordinate\n")
     for name, message in (
-        ("e.csv", "dataset 'e.csv' is no store, no .npz file and none of .* store.py build"),
-        ("z" * 5000, "is no store"),
-        ("folder", "dataset 'folder' is no store"),
+        ("e.csv", "e.csv is no store, .npz or .pt file: python store.py build e.csv my_store"),
+        ("other.csv", "^other.csv cannot be read: No such file"),
+        ("./cora/x", "^./cora/x cannot be read: No such file"),
+        ("g.mtx", "g.mtx is a Matrix Market file and no table: docs/data.md"),
+        ("data.pt", "^data.pt cannot be read: No such file or directory$"),
+        ("z" * 5000, "is unknown: give one of"),
+        ("folder", "folder is no store: there is no folder/meta.json"),
+        (
+            "ogbn_arxv",
+            "'ogbn_arxv' is unknown: did you mean ogbn-arxiv. Else give one of synthetic, ",
+        ),
+        ("Cora:x=1", "cora has no parameter 'x=1'"),
+        ("Synthetic_MAG:x=1", "synthetic-mag has no parameter 'x=1'"),
+        ("OGBN_papers100m:x=1", "ogbn-papers100M has no parameter 'x=1'"),
         ("own.npz:nonsense", "no parameter 'nonsense': write NAME=VALUE with row_normalize"),
         ("own.npz:split=1,split=2", "split is given twice"),
         ("own.npz:split=1.5", "split='1.5' is no int"),
@@ -410,6 +427,53 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
     ):
         _refuses(message, datasets.build, source, tmp_path / "bad", **options)
     assert not (tmp_path / "bad").exists()
+
+
+def test_saved_data_of_pyg_is_a_graph_and_no_other_pickle_runs(tmp_path, monkeypatch, capsys):
+    data = pytest.importorskip("torch_geometric.data")
+    monkeypatch.chdir(tmp_path)
+    args, names = _graph(), ("features", "edge_index", "labels")
+    args = {name: torch.from_numpy(args[name]) for name in names}
+    graph = data.Data(x=args["features"], edge_index=args["edge_index"], y=args["labels"])
+    torch.save(graph, "g.pt")
+    expected = _sums(datasets.build(graph, Path("expected")))
+    assert store.main(["build", "g.pt", "built"]) == 0
+    found = prepare("g.pt:ignore=y", "data"), prepare("g.pt", "data"), Path("built")
+    assert not GraphStore.open(found[0]).labelled
+    for path in found[1:]:
+        assert {**_sums(path), "meta.json": expected["meta.json"]} == expected
+        assert GraphStore.open(path).meta["source"]["dataset"] == "g.pt"
+    typed = data.HeteroData()
+    typed["paper"].x, typed["paper", "cites", "paper"].edge_index = graph.x, graph.edge_index
+    torch.save(typed, "typed.pt")
+    assert GraphStore.open(prepare("typed.pt", "data")).num_nodes == 200
+    whole = Path("g.pt").read_bytes()
+    Path("damaged.pt").write_bytes(whole.replace(graph.x.numpy().tobytes()[:99], bytes(99)))
+    Path("cut.pt").write_bytes(whole[:-100])
+    torch.save((graph.to_dict(), None), "pair.pt")  # as PyG's own data.pt
+    graph.ran = _Runs()
+    torch.save(graph, "code.pt")
+    torch.save({"x": graph.x}, "tensors.pt")
+    for file, said in (
+        (
+            "code.pt",
+            r"code.pt holds more than a PyG Data of tensors .\S+system.; if you trust it, two",
+        ),
+        ("pair.pt", "pair.pt holds a tuple and no PyG Data"),
+        ("tensors.pt", "tensors.pt holds a dict and no PyG Data; if you trust it, two lines of"),
+        ("damaged.pt", "damaged.pt cannot be read: .* is damaged"),
+        ("cut.pt", "cut.pt cannot be read: File is not a zip file"),
+    ):
+        _refuses(said, prepare, file, "data")
+        _refuses(said, datasets.build, file, "built-of-it")
+    assert "ran" not in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "torch_geometric.data.data", None)
+    _refuses("g.pt cannot be read: .*torch_geometric.data", prepare, "g.pt", "data")
+
+
+class _Runs:
+    def __reduce__(self):
+        return os.system, ("echo ran",)
 
 
 def test_store_builds_from_pyg_in_the_forms_that_people_have_arrays_in(tmp_path, capsys):

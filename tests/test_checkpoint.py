@@ -1,11 +1,13 @@
 """Tests: what a checkpoint keeps, what it may be used for and may not do; writing of files."""
 
 import errno
+import functools
 import io
 import math
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
 import stat
@@ -404,6 +406,18 @@ def test_a_file_is_written_whole_and_nothing_is_left_beside_it(tmp_path, monkeyp
 
     _refuses("run.pt could not be written: no more", disk.write_whole, file, fails)
     _refuses("run.pt could not be written: no space left", disk.write_whole, file, fills)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        save = functools.partial(np.save, arr=np.zeros(9999))
+        _refuses(
+            "could not be written: no space may be left: 9999 req", disk.write_whole, file, save
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(disk.StoreError, match="e.csv takes temporary files: No space left on"):
+        with disk.reading("e.csv"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert file.read_bytes() == b"one"
     disk.write_whole(file, lambda out: out.write(b"two"))
     assert file.read_bytes() == b"two" and file.stat().st_mode & 0o777 == 0o600

@@ -85,6 +85,13 @@ WRITTEN = [
     ("e", re.sub("(.),(.)", r"  \1    \2", EDGES), None),
     ("e", "target;source\n" + REVERSED.replace(",", ";"), None),
     ("e", "# an edge a line\n" + EDGES, None),
+    (
+        "x",
+        "a;b\n" + "0,5;1\n" * 6,
+        "x.csv, line 2: 'a' is no number: .*'0,5': a decimal comma; write 1.5",
+    ),
+    ("x", "0,5\t1,5\n" * 6, "x.csv, line 1: column 1 is no number: .*'0,5': a decimal comma"),
+    ("y", "id;label\n" + "".join(f"{i};{i % 2},5\n" for i in range(6)), [0, 1, 0, 1, 0, 1]),
     ("e", "# dst,src\n" + REVERSED, None),
     ("e", "% asym unweighted\n" + EDGES.replace(",", " "), None),  # as KONECT writes
     ("e", "% sym unweighted\n% 6 6 6\n" + re.sub(",(.)", r"\t\1 ", EDGES), None),

@@ -1,6 +1,7 @@
 """Tests: train.py and ddp.py: the real script where processes, signals and ranks are tested, else in forks."""
 
 import argparse
+import ast
 import ctypes
 import os
 import re
@@ -19,6 +20,7 @@ import torch
 import model
 import store
 import train
+from disk import terminal
 from inference import inference
 from model import SAGE
 from run import allocator, flags, placement
@@ -334,12 +336,17 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
 
 
 def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypatch, capsys):
-    for gpus in (0, 2):
+    build = f"{torch.__version__} is a build for CPU; "
+    for gpus, version, said in (
+        (0, None, f"needs a CUDA GPU, and torch sees none: {build}see docs/gpu.md"),
+        (0, "13.0", "needs a CUDA GPU, and torch sees none: see docs/gpu.md"),
+        (2, "13.0", "needs as many CUDA GPUs: give at most 2"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", version)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         assert _code("--gpus 3") == 2
-        said = f"--gpus 3 needs as many CUDA GPUs: give at most {gpus}"
-        assert said in capsys.readouterr().err
+        assert f"--gpus 3 {said}" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2")
     assert _code("--gpus 0 --procs 2") == 2
     said = "--procs 2 has no effect under torchrun: use its --nproc-per-node"
@@ -347,6 +354,23 @@ def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypat
     monkeypatch.setenv("RANK", "2")  # of a second machine, counted from 1
     with pytest.raises(SystemExit, match="RANK is 2: with WORLD_SIZE 2 ranks are 0 to 1"):
         train.main("--gpus 0".split())
+
+
+@pytest.mark.parametrize("script", ["train.py", "store.py", "bench/__main__.py"])
+def test_without_torch_or_with_an_old_python_one_line_names_the_cure(script, monkeypatch):
+    """Up to the check, the files are read by Python 3.8, too."""
+    here = {**os.environ, "PYTHONPATH": str(HERE)}
+    command = [sys.executable, "-S", HERE / script]  # -S: without installed packages
+    done = subprocess.run(command, env=here, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("torch, numpy, tqdm cannot be imported by this Python: ")
+    assert done.stderr.endswith(" -m pip install -r requirements.txt\n")
+    first = [HERE / script, *(HERE / name for name in ("disk/terminal.py", "run/allocator.py"))]
+    for file in first:
+        ast.parse(file.read_text(), feature_version=(3, 8))
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    with pytest.raises(SystemExit, match="is too old: Python 3.10 to 3.13 are needed"):
+        terminal.begin()
 
 
 def test_a_model_file_that_imports_dgl_where_only_import_dgl_works_says_so(tiny, tmp_path):
