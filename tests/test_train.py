@@ -335,6 +335,12 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
         assert action.help and (hidden or "default" in action.help), action.dest
 
 
+def test_sizes_are_bytes_in_the_units_that_people_write():
+    for text, size in (("4G", 4 << 30), ("4GiB", 4 << 30), ("3m", 3 << 20), ("512K", 512 << 10)):
+        assert flags.size(text) == size
+    assert [flags.size(text) for text in ("4GB", "1.5 kb", "70")] == [4 * 10**9, 1500, 70]
+
+
 def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypatch, capsys):
     build = f"{torch.__version__} is a build for CPU; "
     for gpus, version, said in (
