@@ -30,14 +30,14 @@ def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=2**31 - 1):
 
 
 def announce(ranks, args):
-    """With --allocator tuned make malloc keep freed memory, on CPU; print the allocator settings."""
+    """With --allocator tuned make malloc keep freed memory, on CPU; --verbose prints the settings."""
     setting = "left alone"
     if args.allocator == "tuned" and ranks.gpus:
         set_to = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
         setting = f"CUDA {set_to or 'default, as expandable segments need libnvidia-ml'}"
     elif args.allocator == "tuned":
         setting = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
-    ranks.say(f"memory  allocator: {setting}; --allocator system leaves it alone")
+    ranks.say(args.verbose and f"memory  allocator: {setting}; --allocator system leaves it alone")
 
 
 def trim_memory(level):

@@ -60,7 +60,7 @@ model
 --heads | N = 4 | attention heads of gat
 --bases | N0 = 0 | rgcn, rgat: mix the matrix of each type from N bases (default: 0, off)
 --norm | - {" ".join(NORMS)} | after hidden layers (default: layer for {", ".join(NORMALISED)}, else none)
---residual | on/off | add each layer's input to its output (default: for {", ".join(RESIDUAL)}; for {", ".join(AVERAGING)} if neighbours' classes hardly agree)
+--residual | on/off | add each layer's input to its output (default: {", ".join(RESIDUAL)}; {", ".join(AVERAGING)} if neighbours' classes hardly agree)
 --dropout | P = 0.5 | probability after hidden layers and on gat's attention, in 256ths
 --input-dropout | P = 0 | probability on the input features (default: 0)
 links
@@ -78,11 +78,11 @@ optimisation
 --weight-decay | X | Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)
 --epochs | N | default: at least 10, and at least 200 optimizer steps
 --metric | - {" ".join(dict.fromkeys(m for task in TASKS.values() for m in task.metrics))} | nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); labels of graphs: roc_auc, accuracy, f1 (default: roc_auc, or accuracy for more than two classes)
---early-stop | N | stop after N epochs without a better validation --metric and keep the best epoch's weights (default: off)
+--early-stop | N | stop after N epochs without a better validation --metric, keep the best weights (default: off)
 --weights | - best last | final weights: of the epoch with the best validation --metric, or the last (default: best; last for links and graphs, and without validation nodes)
 --seed | SEED = 0 | for initial weights, drawn splits, order, sampling and dropout (default: 0)
---runs | N = 1 | train with N seeds; print mean and standard deviation
---precision | - fp32 tf32 bf16 fp64 | of matrix products; fp64 is for comparing runs (default: tf32 on a GPU that has it, else fp32)
+--runs | N = 1 | train with N seeds: mean and standard deviation
+--precision | - fp32 tf32 bf16 fp64 | of matrix products; fp64: to compare runs (default: tf32 on a GPU with it, else fp32)
 --checkpoint-activations | | recompute hidden layers in the backward pass: less memory, more time
 processes and placement
 --gpus | N0 | GPUs, one process each; 0 trains on CPU (default: 1 if there is one)
@@ -93,16 +93,17 @@ processes and placement
 --prefetch | N0 = 2 | batches prepared ahead; 0: none
 --sample-threads | N = 1 | threads that sample and fetch
 --cuda-graph | auto on off | run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible
---allocator | tuned system | tuned: keep freed memory (CPU), let segments grow (CUDA); system: leave as is
+--allocator | tuned system | tuned: keep freed memory (CPU), grow segments (CUDA); system: as is
 files
---checkpoint | FILE | write the run's state here after each epoch and on Ctrl-C
+--checkpoint | FILE | write the state here after each epoch and on Ctrl-C
 --checkpoint-every | N | also write it every N optimizer steps (default: off)
 --resume | FILE | continue from a checkpoint, with its data, sampling, model and optimisation flags; auto: from the file of --checkpoint, if it exists
 --predict | FILE.npy | write exact predictions for every node; with --resume FILE nothing is trained unless --epochs or --checkpoint is given
 --predict-what | classes scores logits embeddings | classes [V] (several labels: 0/1 [V, classes]); scores (probabilities), logits [V, classes]; embeddings: the last layer's input, [V, hidden]
+--verbose | | also print memory plan, settings and stage times
 --log --log-file | FILE | append JSON lines: the flags, then each epoch (under torchrun use --log-file)
 --tensorboard | DIR | write each epoch's metrics for TensorBoard
---timeline | FILE.png | draw the first steps of the second epoch as a Gantt chart
+--timeline | FILE.png | draw the first steps of epoch 2 as a Gantt chart
 --profile | FILE | write a torch.profiler trace of the second epoch, FILE.rank0.json and so on
 """
 

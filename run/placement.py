@@ -62,9 +62,11 @@ def settle(ranks, args, task):
         free_gpu, free_host = map(min, zip(*ranks.gather(free)))
         options = {"procs": ranks.local_world, "free_gpu": free_gpu, "free_host": free_host}
         options |= sizes(args, task, used)
-        values["mode"], line = choose_mode(store, args.gpus, args.mode, **options)
-        lines += [f"memory  {line}", *(f"edges   {line}" for line in edge_lines)]
-    ranks.say("\n".join(lines))
+        values["mode"], line, warning = choose_mode(store, args.gpus, args.mode, **options)
+        ranks.say(args.verbose and f"memory  {line}")
+        lines += [f"edges   {line}" for line in edge_lines]
+        lines += [f"memory  {warning}"] if warning else []
+    ranks.say("\n".join(lines) if args.verbose or not args.turn else "")
     return argparse.Namespace(**{**vars(args), **values}), used
 
 
@@ -116,7 +118,10 @@ def place_data(ranks, args, task, used):
         task.attach(ranks, args)
         return None, None
     if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda"):
-        ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
+        ranks.say(
+            args.verbose
+            and f"memory  {store.sampling_threads} threads read neighbour lists from the disk"
+        )
     columns = {name: getattr(used, name) for name in ("weight", "time", "type", "features")}
     columns, spare = {name: c for name, c in columns.items() if c is not None}, 0
     arrays = [store.indptr, store.sampled_indices, store.labels, store.features, *columns.values()]
@@ -190,7 +195,10 @@ def cached(ranks, args, task, used, features):
     part = ranks.local_rank, ranks.local_world
     cache = lookahead.LookaheadCache(store.features, budget, args.lookahead, visits, batches, part)
     if cache.room:
-        ranks.say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
+        ranks.say(
+            args.verbose
+            and f"memory  the page cache keeps up to {readable_size(cache.room)} of the features"
+        )
     return cache
 
 

@@ -376,7 +376,7 @@ class LinkTask(Task):
     }
 
     def __init__(self, args, path, say=print):
-        store, number = open_graph(path, say), None
+        store, number = open_graph(args, path, say), None
         if args.edge_type is not None:
             if store.edge_type is None:
                 raise StoreError(f"--edge-type {args.edge_type}: the edges of {path} have no types")
@@ -470,14 +470,17 @@ class LinkTask(Task):
         return exact
 
     def lines(self, args, split, parameters):
-        graph, network, fanout = described(args, self.store)
-        pairs, features = len(self.store.split["train"]), self.store.feature_dim
-        features = features if self.store.has_features else "no"
+        features, network, fanout = described(args, self.store)
+        pairs, messages = (
+            len(self.store.split["train"]),
+            f"{self.store.num_edges:,} edges carry messages",
+        )
         how = args.negatives_by + ", unchecked" * args.unchecked_negatives
-        negatives = f"{plural(args.negatives, 'negative')} a pair, {how}"
-        yield f"{graph} that carry messages, {features} features; pairs: {split} ({args.edge_split})"
+        negatives = f"{plural(args.negatives, 'negative')} a pair ({how}), loss {args.link_loss}"
+        yield f"data    {features}, {messages}; pairs to predict: {split} (--edge-split {args.edge_split})"
         network += f", scorer {args.scorer}, {parameters}"
-        yield f"model   {network}; {fanout}; {negatives}, {args.link_loss}"
+        yield f"model   {network}; {fanout}; {negatives}"
         if args.total_batch * 2 > pairs:
             left = f"its own {args.total_batch:,} of {pairs:,} pairs out of the messages"
-            yield f"advice  a step leaves {left}: give a smaller --batch-size"
+            few = "so that nodes have few neighbours left"
+            yield f"advice  a step leaves {left}, {few}: give a smaller --batch-size"

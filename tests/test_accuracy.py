@@ -437,7 +437,7 @@ def test_graphs_of_a_store_that_does_not_say_what_they_have(tmp_path, capsys):
         state["flags"]["metric"] = None
         torch.save(state, tmp_path / "old.pt")
         assert _code(f"--resume {tmp_path}/old.pt --epochs 2 --gpus 0") == 0
-        assert f"test   {'roc auc' if name == 'labels' else 'RMSE'} " in capsys.readouterr().out
+        assert f"test   {'ROC-AUC' if name == 'labels' else 'RMSE'} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("local, train, has", [(1, 600, False), (0, 600, True), (0, 20, False)])
@@ -460,7 +460,7 @@ def test_residual_connections_are_the_same_for_every_seed_and_split(tmp_path, ca
     arrays = {"edge_index": graph["edge_index"], "x": graph["features"], "y": graph["labels"]}
     np.savez(file, **arrays)
     words = f"--dataset {file} --root {tmp_path} --model gcn --gpus 0 --epochs 1 --hidden 16"
-    assert _code(words, "--fanout 3,3 --runs 3") == 0
+    assert _code(words, "--fanout 3,3 --runs 3 --verbose") == 0
     lines = re.findall("model .*residual connections: .*", capsys.readouterr().out)
     assert len(lines) == 3 and len(set(lines)) == 1 and "classes of neighbours agree by" in lines[0]
     # the second split has too few nodes to go by
