@@ -78,11 +78,11 @@ optimisation
 --weight-decay | X | Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)
 --epochs | N | default: at least 10, and at least 200 optimizer steps
 --metric | - {" ".join(dict.fromkeys(m for task in TASKS.values() for m in task.metrics))} | nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); labels of graphs: roc_auc, accuracy, f1 (default: roc_auc, or accuracy for more than two classes)
---early-stop | N | stop after N epochs without a better validation --metric, keep the best weights (default: off)
+--early-stop | N | after N epochs without a better validation --metric keep the best weights (default: off)
 --weights | - best last | final weights: of the epoch with the best validation --metric, or the last (default: best; last for links and graphs, and without validation nodes)
 --seed | SEED = 0 | for initial weights, drawn splits, order, sampling and dropout (default: 0)
 --runs | N = 1 | train with N seeds: mean and standard deviation
---precision | - fp32 tf32 bf16 fp64 | of matrix products; fp64: to compare runs (default: tf32 on a GPU with it, else fp32)
+--precision | - fp32 tf32 bf16 fp64 | of matrix products; fp64 compares runs (default: tf32 on a GPU with it, else fp32)
 --checkpoint-activations | | recompute hidden layers in the backward pass: less memory, more time
 processes and placement
 --gpus | N0 | GPUs, one process each; 0 trains on CPU (default: 1 if there is one)

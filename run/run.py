@@ -92,7 +92,8 @@ def check_memory(ranks, args, task):
     names = ["hidden", "num_layers"] if weights > free else ["hidden", "batch_size"]
     names += ["negatives"] if batch > free and task.sampled_for(args) > 1 else []
     smaller = " or ".join(spelled(name, getattr(args, name)) for name in names)
-    room = f"{readable_size(free)} of memory are free for each process"
+    kind = "GPU memory" if ranks.gpus else "memory"
+    room = f"{readable_size(free)} of {kind} are free for each process"
     raise StoreError(f"this run cannot fit: {parts}, and {room}; lower {smaller}")
 
 
