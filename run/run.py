@@ -12,15 +12,14 @@ from contextlib import nullcontext
 
 import torch
 
-from disk.files import StoreError, free_host_bytes, readable_size
+from disk.files import StoreError
 from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn
 from run import own_model
 from run.edge_data import degrees_at
-from run.flags import TASKS, spelled
-from run.placement import make_sampler, place_data, reading_all_edges, settle
-from run.plan import weight_bytes
+from run.flags import TASKS
+from run.placement import check_memory, make_sampler, place_data, reading_all_edges, settle
 from sampler import mix
 from tasks.metrics import check_scores
 
@@ -69,32 +68,6 @@ def build_model(ranks, args, task, used):
         with reading_all_edges():
             model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
     return model
-
-
-def check_memory(ranks, args, task):
-    """Raise StoreError if what training a built-in network holds for certain exceeds free memory, before any of it is
-    allocated: weights, gradients, moments, and the hidden rows of a batch's seeds."""
-    free = torch.cuda.mem_get_info()[0] if ranks.gpus else free_host_bytes() // ranks.local_world
-    itemsize, batch = 8 if args.precision == "fp64" else 4, 0
-    try:
-        with torch.device("meta"):
-            weights = weight_bytes(task.build(args), args.trains, itemsize)
-    except RuntimeError as error:  # bytes above 2^63
-        raise StoreError(f"--hidden {args.hidden}: {error}") from error
-    if args.trains and args.num_layers > 1:
-        seeds = len(task.store.split["train"]) // (args.accumulate * ranks.world)
-        rows = min(args.batch_size, seeds) * task.sampled_for(args)
-        batch = (2 if args.precision == "bf16" else itemsize) * rows * args.hidden
-    if weights + batch <= free:
-        return
-    parts = f"weights{', gradients and moments' * args.trains} {readable_size(weights)}"
-    parts += f", a batch at least {readable_size(batch)}" if batch else ""
-    names = ["hidden", "num_layers"] if weights > free else ["hidden", "batch_size"]
-    names += ["negatives"] if batch > free and task.sampled_for(args) > 1 else []
-    smaller = " or ".join(spelled(name, getattr(args, name)) for name in names)
-    kind = "GPU memory" if ranks.gpus else "memory"
-    room = f"{readable_size(free)} of {kind} are free for each process"
-    raise StoreError(f"this run cannot fit: {parts}, and {room}; lower {smaller}")
 
 
 class Run:

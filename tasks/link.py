@@ -30,7 +30,7 @@ from loader import from_edge_index
 from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
 from tasks.edge_split import Edges, checked_pairs, split_edges
-from tasks.metrics import RANKINGS, average_precision, ranking, roc_auc
+from tasks.metrics import RANKINGS, average_precision, metric_name, ranking, roc_auc
 from tasks.task import Task, described, gnn, open_graph
 
 RANKED_AGAINST = 100  # fixed negatives per pair in a graph of more than SMALL nodes
@@ -456,6 +456,9 @@ class LinkTask(Task):
     def validate(self, run):
         scores = self.scores(run, "valid")
         return {"valid": scores}, scores and scores[self.metric]
+
+    def score_text(self, score):
+        return f"{metric_name(self.metric)} {score:.4f}"
 
     def finish(self, run, report):
         """Report scores and write embeddings, or the logits of --pairs -> {"part name": score}."""

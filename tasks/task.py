@@ -7,7 +7,6 @@ from disk.columns import described_types
 from disk.files import StoreError, plural
 from model import EDGE_CONVS, GNN, TYPE_CONVS, is_gnn
 from store import GraphStore
-from tasks.metrics import metric_name
 
 OF_LINKS = "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
 
@@ -94,7 +93,6 @@ class Task:
 
     def score_text(self, score):
         """Format the validation score of the best epoch."""
-        return f"{metric_name(self.metric)} {score:.4f}"
 
     def lines(self, args, split, parameters):
         """Yield lines that describe data, model and sampling."""

@@ -88,7 +88,7 @@ def test_accuracy_is_what_papers_and_experience_say(name, tmp_path):
     assert len(scores) == (3 if "--runs 3" in words else 1) and np.mean(scores) > least, scores
     assert "mines" not in name or (", residual" in output) == (name != "mines, sage")
     # 140 training nodes are one step an epoch: enough epochs, and the weight decay of Planetoid's papers
-    small = "1 step an epoch, 200 epochs; lr 0.003, weight decay 0.0005"
+    small = "200 epochs of 1 step, each of 1,024 nodes; learning rate 0.003, weight decay 0.0005"
     assert (small in output) == (name == "cora, defaults") and set(ENOUGH) == set(model.CONVS)
 
 
