@@ -55,7 +55,9 @@ from run.report import (
     describe,
     draw_timeline,
     epoch_line,
+    kept_line,
     peak_memory,
+    stages_line,
 )
 from run.run import open_run
 from sampler import DamagedGraph
@@ -146,13 +148,16 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
     """Train from step `first` of epoch `start`, validating and saving after each epoch -> exit code: that of the
     signal if training was stopped, else 0."""
     ranks, args, model, level = run.ranks, run.args, run.model, 0
+    written = False
 
     def save(epoch, step, loss=None):
         """Write the checkpoint, with a loss only if loss, weights and moments are finite on all ranks -> whether they
         are."""
+        nonlocal written
         finite = loss is None or all_finite(ranks, loss, model, optimizer)
         if finite and args.checkpoint and ranks.leads:
             save_checkpoint(args.checkpoint, args, run.store, model, optimizer, best, epoch, step)
+            written = True
         return finite
 
     resumed = args.trains and args.resume not in (None, "auto")
@@ -193,7 +198,8 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
         valid, watched = run.task.validate(run)
         figures = {"epoch": epoch + 1, **figures, "lr": rate, **valid}
         figures["peak_bytes"] = peak_memory(ranks)
-        report.tell(epoch_line(args, figures), figures)
+        report.tell(epoch_line(args, figures, run.task.examples), figures)
+        ranks.say(args.verbose and stages_line(figures))
         ranks.say(advice(ranks, figures) if epoch == start else "")
         if args.weights == "best" and watched > best["score"]:
             weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -201,6 +207,7 @@ def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
         save(epoch + 1, 0)
         if args.allocator == "tuned" and not ranks.gpus:
             level = trim_memory(level)
+    ranks.say(written and kept_line(args, run.task))
     return 0
 
 
@@ -213,6 +220,8 @@ def prepare(args):
 def train(ranks, args, path):
     """Open, train, evaluate -> (exit code, {name: exact score}, title of the scores); the last two None if stopped.
     path: of the store; None: find or build it here."""
+    if args.runs > 1:
+        ranks.say(f"seed    {args.seed}, run {args.turn + 1} of {args.runs}")
     announce(ranks, args)
     state, file, args = common_state(ranks, args)
     if not path:  # local rank 0 builds the store while the other ranks of its machine wait
@@ -243,7 +252,10 @@ def train(ranks, args, path):
     if best["model"]:
         model.load_state_dict(best["model"])
         ranks.say(best_line(args, best["epoch"], run.task.score_text(best["score"])))
-    exact = run.task.finish(run, report)
+    try:
+        exact = run.task.finish(run, report)
+    finally:  # scores that were computed, where --predict cannot be written
+        report.print_result()
     ranks.barrier()
     return 2 if report.failed & {"profile", "timeline", "curve"} else 0, exact, run.task.title
 
@@ -271,8 +283,12 @@ def train_many(ranks, args, path):
         torch.cuda.empty_cache()  # or the next run counts as used what torch keeps
     mean = {name: statistics.mean(values) for name, values in columns.items()}
     std = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in columns.items()}
-    line = f"exact {title} over {args.runs} seeds" if columns else ""
-    for name, values in columns.items():
+    line = (
+        f"\nresult  {title} over {args.runs} seeds (mean +- standard deviation)" if columns else ""
+    )
+    for name, values in sorted(
+        columns.items(), key=lambda column: not column[0].startswith("test")
+    ):
         spread = "" if std[name] is None else f" +- {100 * std[name]:.2f}"
         of = f" of {len(values)}" if len(values) < args.runs else ""
         line += f"  {name} {100 * mean[name]:.2f}{spread}%{of}"

@@ -264,12 +264,12 @@ def _keys(rows, columns, count) -> np.ndarray:
     return keys
 
 
-def edge_line(store) -> str | None:
-    """Describe what is unusual about a store's edges in one line; None for a large store built without counts."""
+def edge_line(store) -> str:
+    """Describe what is unusual about a store's edges in one line; of a large store built without counts only the number."""
     counted = store.meta.get("edges")
     if type(counted) is not dict or any(type(counted.get(name)) is not int for name in COUNTED):
         if store.num_edges > EXACT:
-            return None
+            return f"{store.num_edges:,} edges"
         types = None if store.edge_type is None else store.edge_type.numpy()
         counted = count_edges(store.indptr.numpy(), store.indices.numpy(), types)
     share = 100 * counted["one_way"] / max(counted["one_way_of"], 1)
@@ -277,8 +277,8 @@ def edge_line(store) -> str | None:
     words = {
         "duplicates": plural(counted["duplicates"], "duplicate"),
         "self_loops": plural(counted["self_loops"], "self loop"),
-        "one_way": f"{rounded} % without a reverse",
         "isolated": plural(counted["isolated"], "isolated node"),
+        "one_way": f"{rounded} % without a reverse, messages go one way",
     }
     unusual = ", ".join(text for name, text in words.items() if counted[name])
     looked_up, every = counted["one_way_of"], "every edge"

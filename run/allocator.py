@@ -17,6 +17,8 @@ def before_torch():
         if not {*names} & set(os.environ):
             ctypes.CDLL("libnvidia-ml.so.1")  # for expandable segments: torch 2.13 crashes without
             os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
+    # the profiler's library would print a line for each start and stop of a --profile that is fine
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # do not cache oneDNN kernels compiled for one batch size, see product() in native/layers.py; the second cannot be 0
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
@@ -30,14 +32,14 @@ def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=2**31 - 1):
 
 
 def announce(ranks, args):
-    """With --allocator tuned make malloc keep freed memory, on CPU; print the allocator settings."""
+    """With --allocator tuned make malloc keep freed memory, on CPU; --verbose prints the settings."""
     setting = "left alone"
     if args.allocator == "tuned" and ranks.gpus:
         set_to = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
         setting = f"CUDA {set_to or 'default, as expandable segments need libnvidia-ml'}"
     elif args.allocator == "tuned":
         setting = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
-    ranks.say(f"memory  allocator: {setting}; --allocator system leaves it alone")
+    ranks.say(args.verbose and f"memory  allocator: {setting}; --allocator system leaves it alone")
 
 
 def trim_memory(level):

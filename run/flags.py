@@ -61,12 +61,12 @@ model
 --heads | N = 4 | attention heads of gat
 --bases | N0 = 0 | rgcn, rgat: mix the matrix of each type from N bases (default: 0, off)
 --norm | - {" ".join(NORMS)} | after hidden layers (default: layer for {", ".join(NORMALISED)}, else none)
---residual | on/off | add each layer's input to its output (default: for {", ".join(RESIDUAL)}; for {", ".join(AVERAGING)} if neighbours' classes hardly agree)
+--residual | on/off | add each layer's input to its output (default: {", ".join(RESIDUAL)}; {", ".join(AVERAGING)} if neighbours' classes hardly agree)
 --dropout | P = 0.5 | probability after hidden layers and on gat's attention, in 256ths
 --input-dropout | P = 0 | probability on the input features (default: 0)
 links
 --edge-split | A/B/C = 85/5/10 | percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]
---edge-type | TYPE | predict edges of this type, such as user,buys,item (default: all)
+--edge-type | TYPE | predict edges of a type, as user,buys,item (default: all)
 --scorer | dot distmult mlp | how two embeddings are scored
 --negatives | N = 1 | negatives per training edge, none of them an edge
 --negatives-by | uniform degree | degree: in proportion to degree^0.75
@@ -79,11 +79,11 @@ optimisation
 --weight-decay | X | Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)
 --epochs | N | default: at least 10, and at least 200 optimizer steps
 --metric | - {" ".join(dict.fromkeys(m for task in TASKS.values() for m in task.metrics))} | nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); labels of graphs: roc_auc, accuracy, f1 (default: roc_auc, or accuracy for more than two classes)
---early-stop | N | stop after N epochs without a better validation --metric and keep the best epoch's weights (default: off)
+--early-stop | N | after N epochs without a better --metric keep the best weights (default: off)
 --weights | - best last | final weights: of the epoch with the best validation --metric, or the last (default: best; last for links and graphs, and without validation nodes)
 --seed | SEED = 0 | for initial weights, drawn splits, order, sampling and dropout (default: 0)
---runs | N = 1 | train with N seeds; print mean and spread
---precision | - fp32 tf32 bf16 fp64 | of matrix products; fp64: to compare runs (default: tf32 on a GPU with it, else fp32)
+--runs | N = 1 | N seeds: mean and standard deviation
+--precision | - fp32 tf32 bf16 fp64 | of matrix products; fp64 compares runs (default: tf32 on a GPU with it, else fp32)
 --checkpoint-activations | | recompute hidden layers in the backward pass: less memory, more time
 processes and placement
 --gpus | N0 | GPUs, one process each; 0 trains on CPU (default: 1 if there is one)
@@ -91,21 +91,22 @@ processes and placement
 --mode | auto {" ".join(MODES)} | where graph and features live - where training runs
 --cache | 4GiB = 0 | feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)
 --lookahead | N0 | CPU: keep the pages used soonest in the next N batches (default: two uses of each)
---prefetch | N0 | batches prepared ahead; 0: none (default: one more than --sample-threads)
---sample-threads | N | batches sampled and fetched at once (default: 1; cpu-cuda: one for 4 cores, at most 4)
+--prefetch | N0 | batches prepared ahead; 0: none (default: --sample-threads + 1)
+--sample-threads | N | batches sampled at once (default: 1; cpu-cuda: 1 for 4 cores, up to 4)
 --cuda-graph | auto on off | run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible
 --allocator | tuned system | tuned: keep freed memory (CPU), grow segments (CUDA); system: as is
 files
---checkpoint | FILE | write the run's state after each epoch and on Ctrl-C (--runs: FILE-seed0, ...)
+--checkpoint | FILE | write the state each epoch, on Ctrl-C (--runs: FILE-seed0)
 --checkpoint-every | N | also write it every N optimizer steps (default: off)
 --resume | FILE | continue from a checkpoint, with its data, sampling, model and optimisation flags; auto: from the file of --checkpoint, if it exists
 --predict | FILE | exact predictions for every node: .npy, or .csv, .parquet with names; with --resume FILE it trains only with --epochs or --checkpoint
 --predict-what | classes scores logits embeddings | classes [V] (several labels: 0/1 [V, classes]); scores (probabilities), logits [V, classes]; embeddings: the last layer's input, [V, hidden]
+--verbose | | also print memory plan, settings and stage times
 --log --log-file | FILE | append JSON lines: flags, epochs (torchrun: --log-file)
 --tensorboard | DIR | write each epoch's metrics for TensorBoard
 --curve | FILE.png | draw loss, validation score and learning rate
 --timeline | FILE.png | draw the stages of the second epoch's first steps
---profile | FILE | torch.profiler trace of epoch 2 in FILE.rank0.json, ...
+--profile | FILE | torch.profiler trace of epoch 2: FILE.rank0.json
 """
 
 

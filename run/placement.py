@@ -20,7 +20,7 @@ from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
 from run.own_model import is_own
-from run.plan import batches_ahead, choose_mode, placements
+from run.plan import batches_ahead, choose_mode, placements, weight_bytes
 from sampler import DamagedGraph, NeighborSampler
 from store import MmapFeatures
 
@@ -65,13 +65,43 @@ def settle(ranks, args, task):
         free_gpu, free_host, cores = map(min, zip(*least))
         options = {"procs": ranks.local_world, "free_gpu": free_gpu, "free_host": free_host}
         options |= sizes(args, task, used, cores)
-        values["mode"], line = choose_mode(store, args.gpus, args.mode, **options)
-        lines += [f"memory  {line}", *(f"edges   {line}" for line in edge_lines)]
+        values["mode"], line, warning = choose_mode(store, args.gpus, args.mode, **options)
+        ranks.say(args.verbose and f"memory  {line}")
+        lines += [f"edges   {line}" for line in edge_lines]
+        lines += [f"memory  {warning}"] if warning else []
     asked = args.sample_threads, args.prefetch
     ahead = batches_ahead(values["mode"], torch.get_num_threads(), *asked)
     values["sample_threads"], values["prefetch"] = ahead
-    ranks.say("\n".join(lines))
+    ranks.say("\n".join(lines) if args.verbose or not args.turn else "")
     return argparse.Namespace(**{**vars(args), **values}), used
+
+
+def check_memory(ranks, args, task):
+    """Raise StoreError if what training a built-in network holds for certain exceeds free memory, before any of it is
+    allocated: weights, gradients, moments, and the hidden rows of a batch's seeds."""
+    free = torch.cuda.mem_get_info()[0] if ranks.gpus else free_host_bytes() // ranks.local_world
+    itemsize, batch = 8 if args.precision == "fp64" else 4, 0
+    try:
+        with torch.device("meta"):
+            weights = weight_bytes(task.build(args), args.trains, itemsize)
+    except RuntimeError as error:  # bytes above 2^63
+        raise StoreError(f"--hidden {args.hidden}: {error}") from error
+    if args.trains and args.num_layers > 1:
+        seeds = len(task.store.split["train"]) // (args.accumulate * ranks.world)
+        rows = min(args.batch_size, seeds) * task.sampled_for(args)
+        batch = (2 if args.precision == "bf16" else itemsize) * rows * args.hidden
+    if weights + batch <= free:
+        return
+    parts = f"weights{', gradients and moments' * args.trains} {readable_size(weights)}"
+    parts += f", a batch at least {readable_size(batch)}" if batch else ""
+    smaller = f"--hidden {args.hidden} or "
+    smaller += (
+        f"--num-layers {args.num_layers}" if weights > free else f"--batch-size {args.batch_size}"
+    )
+    smaller += f" or --negatives {args.negatives}" if batch > free and task.embeds else ""
+    kind = "GPU memory" if ranks.gpus else "memory"
+    room = f"{readable_size(free)} of {kind} are free for each process"
+    raise StoreError(f"this run cannot fit: {parts}, and {room}; lower {smaller}")
 
 
 def residual_helps(store, known):
@@ -124,7 +154,10 @@ def place_data(ranks, args, task, used):
         task.attach(ranks, args)
         return None, None
     if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda"):
-        ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
+        ranks.say(
+            args.verbose
+            and f"memory  {store.sampling_threads} threads read neighbour lists from the disk"
+        )
     columns = {name: getattr(used, name) for name in ("weight", "time", "type", "features")}
     columns, spare = {name: c for name, c in columns.items() if c is not None}, 0
     arrays = [store.indptr, store.sampled_indices, store.labels, store.features, *columns.values()]
@@ -198,7 +231,10 @@ def cached(ranks, args, task, used, features):
     part = ranks.local_rank, ranks.local_world
     cache = lookahead.LookaheadCache(store.features, budget, args.lookahead, visits, batches, part)
     if cache.room:
-        ranks.say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
+        ranks.say(
+            args.verbose
+            and f"memory  the page cache keeps up to {readable_size(cache.room)} of the features"
+        )
     return cache
 
 

@@ -1,6 +1,8 @@
 """Memory that a run needs in each mode, and the mode that fits.
 
-mode, line = choose_mode(store, gpus=4, free_gpu=..., free_host=..., fanout=[15, 10, 5])    # run/estimate.py: all modes
+mode, line, warning = choose_mode(store, gpus=4, free_gpu=..., free_host=..., fanout=[15, 10, 5])
+
+run/estimate.py prints all modes.
 """
 
 import bisect
@@ -159,16 +161,29 @@ def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
     return modes, next(iter(fitting + modest), None)
 
 
-def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str]:
+def weight_bytes(network, trained=True, itemsize=4) -> int:
+    """Return the bytes of a network's weights and, if they are `trained`, of their gradients and Adam's two moments; a
+    table with sparse gradients has none of its own. network: module, also on the meta device."""
+    sparse = {module.weight for module in network.modules() if getattr(module, "sparse", False)}
+    copies = lambda p: (3 if p in sparse else 4) if trained else 1  # noqa: E731
+    return sum(itemsize * p.numel() * copies(p) for p in network.parameters())
+
+
+def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str, str]:
     """Choose where graph and features live, or check a choice (mode: "auto" or one of MODES), before anything is
-    loaded -> (mode, the arithmetic in one line). options: see `estimate`. Raises StoreError if a mode's arrays
-    exceed memory; a batch that may not fit, whose size is an upper bound, is only mentioned in the line."""
+    loaded -> (mode, the arithmetic in one line, a warning or ""). options: see `estimate`. Raises StoreError if a mode's
+    arrays exceed memory; of a batch that may not fit, whose size is an upper bound, only the warning speaks."""
     modes, best = estimate(store, gpus, **options)
     chosen = mode if mode != "auto" else best or ("cpu-cuda" if gpus else "cpu-cpu")
     fit = modes[chosen]
     line = f"mode {chosen}: {fit.line}"
     if not fit.possible:
         raise StoreError(f"{line}: this cannot work here{f'; mode {best} can' if best else ''}")
-    if not fit.fits:
-        line += f"; a batch may be too large; {fit.largest_batch:,} seeds fit for certain"
-    return chosen, line
+    if fit.fits:
+        return chosen, line, ""
+    sure = f"{fit.largest_batch:,} seeds fit for certain"
+    return (
+        chosen,
+        line,
+        f"a batch may be too large for the free memory: {sure} (--batch-size, --fanout, --hidden)",
+    )

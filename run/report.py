@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from disk.files import StoreError, plural, readable_size, write_whole
-from tasks.metrics import scores_line
+from tasks.metrics import metric_name, scores_line
 
 # step: forward, backward and optimizer as CUDA graphs
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "step", "stall")
@@ -156,11 +156,12 @@ def write_table(path, chunks):
 class Report:
     """Writes a run's figures on rank 0: to the terminal, --log and --tensorboard. A file that
     cannot be written is reported once, and training continues; failed: the flags of such files. epochs: the figures of
-    each epoch so far."""
+    each epoch so far. result: the last line of a run, see `print_result`."""
 
     def __init__(self, ranks, args):
         self.args, self.rank, self.leads = args, ranks.rank, ranks.leads
-        self.failed, self.board, self.epochs = set(), None, []
+        self.failed, self.board = set(), None
+        self.epochs, self.result = [], ""
         if self.leads and args.log:
             versions = {"python": platform.python_version(), "torch": torch.__version__}
             cpu, gpu = platform.processor(), torch.cuda.get_device_name() if ranks.gpus else None
@@ -195,18 +196,29 @@ class Report:
 
     def scores(self, scores):
         """Report the final scores of links or graphs, {part: {metric: value} or None} -> {"part metric": value}."""
-        lines = (f"{part:<5}  {scores_line(values)}" for part, values in self.known(scores))
-        self.tell("\n".join(lines), {"scores": scores})
+        lines = [f"{part:<5}  {scores_line(values)}" for part, values in self.known(scores)]
+        others = [f"{'':8}{line}" for line in lines[:-1]]
+        self.result = "\n".join([*others, *(f"result  {line}" for line in lines[-1:])])
+        self.tell("", {"scores": scores})
         parts = scores.items()
         exact = {f"{part} {k}": v for part, values in parts for k, v in (values or {}).items()}
         self.results(exact)
         return exact
 
-    def exact(self, name, figures):
-        """Report the exact score of each part of the nodes, {part: score or None}."""
-        line = "  ".join(f"{part} {percent(figure)}" for part, figure in self.known(figures))
-        self.tell(line and f"{name}  {line}", {"exact": figures, "seed": self.args.seed})
+    def exact(self, metric, figures, how):
+        """Report the exact score of each part of the nodes, {part: score or None}; how: they were computed."""
+        parts = [f"{part} {percent(figure)}" for part, figure in self.known(figures)]
+        if parts:
+            self.result = f"result  {metric}: {'  '.join(parts[::-1])}  ({how})"
+        self.tell("", {"exact": figures, "seed": self.args.seed})
         self.results(figures)
+
+    def print_result(self):
+        """Print the final scores: the last line of a run, after an empty one unless others of --runs follow."""
+        if self.leads and self.result:
+            several = self.args.runs > 1
+            line = self.result.replace("result", "exact ") if several else f"\n{self.result}"
+            tqdm.write(line)
 
     def known(self, figures):
         """Return the (part, score) pairs to print; a run that only predicts leaves out parts without examples."""
@@ -269,6 +281,10 @@ class Report:
             if not data.rstrip().endswith(b"}"):
                 raise StoreError(f"{folder} has no room for the trace")
             write_whole(path, lambda file: file.write(data))
+            if self.leads and self.args.gpus and b'"cat": "kernel"' not in data:
+                print(
+                    "profile the trace lacks the GPU: CUPTI, which records kernels, did not start"
+                )
 
     def results(self, figures):
         """Write the final scores, {name: value or None}, to TensorBoard, beside the flags."""
@@ -310,25 +326,26 @@ def flags_of(args):
 
 def describe(run, file, epoch, step):
     """Print every derived quantity before training starts, and where the checkpoint in `file` resumes."""
-    ranks, args = run.ranks, run.args
+    ranks, args, task = run.ranks, run.args, run.task
+    trained = args.trains and epoch < args.epochs
     parameters = f"{sum(p.numel() for p in run.model.parameters()):,} parameters"
-    split = " / ".join(f"{name} {nodes.numel():,}" for name, nodes in run.store.split.items())
-    where = f"{ranks.world} x {torch.cuda.get_device_name() if ranks.gpus else 'CPU'}"
-    threads = f"{plural(torch.get_num_threads(), 'CPU thread')} each"
+    split = " / ".join(f"{name} {ids.numel():,}" for name, ids in run.store.split.items())
+    lines = [*task.lines(args, split, parameters)]
+    if trained:
+        batch = f"{args.batch_size:,}"
+        if args.total_batch > args.batch_size:
+            parts = [f"{args.accumulate} passes"] * (args.accumulate > 1)
+            parts += [f"{ranks.world} processes"] * (ranks.world > 1)
+            batch += f" x {' x '.join(parts)} = {args.total_batch:,}"
+        epochs = f"{plural(args.epochs, 'epoch')} of {plural(args.steps, 'step')}"
+        rates = f"learning rate {args.lr:g}, weight decay {args.weight_decay:.2g}"
+        lines.append(f"train   {epochs}, each of {batch} {task.examples}; {rates}")
+    mode = f", mode {args.mode}" * task.placed
     if args.sample_threads > 1:
-        threads += f", {args.sample_threads} of {args.prefetch} batches ahead sampled at once"
-    if ranks.gpus and ranks.world > 1:
-        cores = os.sched_getaffinity(0)
-        threads += f", rank 0 on cores {min(cores)}-{max(cores)}, next to its GPU"
-    tf32 = "tf32 products (--precision fp32 for full ones)" * bool(ranks.gpus)
-    precision = {"tf32": tf32 or "fp32, as tf32 needs a GPU"}.get(args.precision, args.precision)
-    passes = f" x {args.accumulate}" if args.accumulate > 1 else ""
-    batch = f"batch {args.batch_size} x {ranks.world}{passes} = {plural(args.total_batch, 'seed')}"
-    epochs = f"{plural(args.steps, 'step')} an epoch, {plural(args.epochs, 'epoch')}"
-    rates = f"lr {args.lr:g}, weight decay {args.weight_decay:.2g}"
-    how = f"mode {args.mode}, {precision}, {threads}; {batch}, {epochs}; {rates}"
-    lines = [*run.task.lines(args, split, parameters), f"run     {where}, {how}"]
-    if file and args.trains and epoch < args.epochs:
+        mode += f", {args.sample_threads} of {args.prefetch} batches ahead sampled at once"
+    lines.append(f"run     {where(ranks)}, {precision(ranks, args)}{mode}")
+    lines = lines if args.verbose or not args.turn else []
+    if file and trained:
         lines.append(f"resume  from epoch {epoch + 1}, step {step + 1}")
     elif file:
         lines.append(f"resume  after epoch {epoch}: nothing is trained")
@@ -336,31 +353,66 @@ def describe(run, file, epoch, step):
         held = f"{args.checkpoint} of an earlier run"
         resume = "auto" if args.runs == 1 else args.checkpoint
         lines.append(f"replace {held}; --resume {resume} would go on with it")
+    if trained and not args.checkpoint and not args.turn:
+        lines.append("keep    no --checkpoint FILE is given: the trained model is lost at the end")
     ranks.say("\n".join(lines))
 
 
-def epoch_line(args, figures):
-    """Format the line of an epoch, at most 120 columns: as many stages as fit, all are in --log. Sampling and
-    fetching overlap with the rest; `stall` is the time the training thread waited for them."""
-    valid = f"{percent(figures.get('valid_sampled'))} (sampled)"
-    if "valid" in figures:
+def where(ranks):
+    """Describe the devices of a run, its processes and their threads."""
+    threads = plural(torch.get_num_threads(), "thread")
+    if not ranks.gpus:
+        return (
+            f"{ranks.world} CPU processes, {threads} each" if ranks.world > 1 else f"CPU, {threads}"
+        )
+    threads = f"{ranks.world} x {torch.cuda.get_device_name()}, {threads} each"
+    if ranks.world > 1:
+        cores = os.sched_getaffinity(0)
+        threads += f", rank 0 on cores {min(cores)}-{max(cores)}, next to its GPU"
+    return threads
+
+
+def precision(ranks, args):
+    """Describe the precision of matrix products."""
+    if args.precision != "tf32":
+        return args.precision
+    on_gpu = "tf32 products (--precision fp32 for full ones)"
+    return on_gpu if ranks.gpus else "fp32, as tf32 needs a GPU"
+
+
+def epoch_line(args, figures, examples="seeds"):
+    """Format the line of an epoch, at most 120 columns: what does not fit is in --log. examples: what is trained on."""
+    valid, sampled = "n/a", figures.get("valid_sampled")
+    if sampled is not None:
+        valid = f"{metric_name(args.metric)} {percent(sampled)} (sampled)"
+    elif figures.get("valid"):
         left_out = "rmse_of_the_mean", "hits@1", "hits@10"
-        valid = (figures["valid"] or {}).items()
-        shown = {k: v for k, v in valid if k not in left_out or k == args.metric}
-        valid = scores_line(shown or None)
+        scores = figures["valid"].items()
+        valid = scores_line({k: v for k, v in scores if k not in left_out or k == args.metric})
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     # an epoch that was resumed after its last step has no loss
     loss = "n/a" if figures["loss"] is None else f"{figures['loss']:.4f}"
-    line = f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {loss}"
-    line += f"  valid {valid}  {figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} seeds/s"
-    parts = [f" {figures['peak_bytes'] / 2**30:.2f} GiB "]
+    line = f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {loss}  valid {valid}"
+    line += f"  {figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} {examples}/s"
+    parts = [f"memory {figures['peak_bytes'] / 2**30:.2f} GiB"]
     if "bytes_read" in figures:
-        parts += [f"read {readable_size(figures['bytes_read'])} "]
-    stages = "stall sample fetch forward backward step exchange transfer".split()
-    parts += [f"{stage} {figures[stage]:.2f}" for stage in stages if stage in figures]
+        parts.append(f"read {readable_size(figures['bytes_read'])}")
+    if "stall" in figures:
+        parts.append(f"waited {figures['stall']:.2f} s")
     for part in parts:
-        line += f" {part}" if len(f"{line} {part}") <= 120 else ""
+        line += f"  {part}" if len(f"{line}  {part}") <= 120 else ""
     return line
+
+
+def stages_line(figures):
+    """Format the seconds of an epoch's stages: sampling, fetching and copies overlap with the training thread's."""
+    in_turn = "stall", "forward", "backward", "optimizer", "step"
+    beside = "sample", "fetch", "transfer", "exchange"
+    in_turn, beside = (
+        "  ".join(f"{stage} {figures[stage]:.2f}" for stage in stages if stage in figures)
+        for stages in (in_turn, beside)
+    )
+    return f"{'':8}seconds: {in_turn}" + (f"; meanwhile {beside}" if beside else "")
 
 
 def best_line(args, epoch, score):
@@ -371,14 +423,24 @@ def best_line(args, epoch, score):
     return f"best    weights of epoch {epoch} of {args.epochs}: valid {score}{more}"
 
 
+def kept_line(args, task):
+    """Format the line that says how to use the checkpoint that a run has written."""
+    use = "--predict FILE.npy uses it" if task.placed else "--epochs N trains it further"
+    return f"wrote {args.checkpoint}; --resume {args.checkpoint} {use}"
+
+
 def advice(ranks, figures):
     """Return a line of advice if one process would be as fast, judging by an epoch, else "": processes
     without GPUs share the cores of their machine, and all wait for the gradient all-reduce."""
     units = ranks.world if ranks.gpus else ranks.world // ranks.local_world
     seconds, exchange = figures["seconds"], figures.get("exchange", 0)
-    spent = f"{ranks.world} processes spend {exchange:.2f} of {seconds:.2f} s"
-    line = f"advice  {spent} on the exchange of gradients: one will be as fast"
-    return line if units * (seconds - exchange) < seconds else ""
+    alone = units * (seconds - exchange)
+    if alone >= seconds:
+        return ""
+    sharing = "" if ranks.gpus or ranks.local_world == 1 else "share cores and "
+    spent = f"{ranks.world} processes {sharing}spend {exchange:.2f} of {seconds:.2f} s on the exchange of gradients"
+    sum_of = f"{units} x {seconds - exchange:.2f} = " if units > 1 else ""
+    return f"advice  {spent}: one alone would take about {sum_of}{alone:.2f} s"
 
 
 def percent(accuracy):

@@ -19,7 +19,7 @@ from model import graph_degrees, is_gnn
 from run import own_model
 from run.edge_data import degrees_at
 from run.flags import TASKS
-from run.placement import make_sampler, place_data, reading_all_edges, settle
+from run.placement import check_memory, make_sampler, place_data, reading_all_edges, settle
 from sampler import mix
 from tasks.metrics import check_scores
 
@@ -35,6 +35,8 @@ def open_run(ranks, args, path, fits=lambda args, task: None):
     precise = "high" if args.precision == "tf32" and ranks.gpus else "highest"
     torch.set_float32_matmul_precision(precise)
     used = used._replace(numbers=fits(args, task))
+    if not own_model.is_own(args.model):
+        check_memory(ranks, args, task)
     sampler, ring = place_data(ranks, args, task, used)
     return Run(ranks, args, task, used, sampler, ring, build_model(ranks, args, task, used))
 
@@ -50,8 +52,7 @@ def build_model(ranks, args, task, used):
         edge_dim = store.edge_dim if used.features is not None else 0
         sizes = store.feature_dim, store.num_classes, edge_dim
         custom, digest = own_model.build(args.model, args.model_args or [], *sizes)
-    names = "num_classes", "edge_dim", "num_edge_types"
-    model = task.network(args, store.meta | {n: getattr(store, n, 0) for n in names}, custom)
+    model = task.build(args, custom)
     model.digest = digest  # SHA-256 of the file of a user's network
     task.prepare(model)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32

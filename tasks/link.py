@@ -30,7 +30,7 @@ from loader import from_edge_index
 from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
 from tasks.edge_split import Edges, checked_pairs, split_edges
-from tasks.metrics import RANKINGS, average_precision, ranking, roc_auc
+from tasks.metrics import RANKINGS, average_precision, metric_name, ranking, roc_auc
 from tasks.task import Task, described, gnn, in_chunks, numbered_columns, open_graph, rows_of_nodes
 
 RANKED_AGAINST = 100  # fixed negatives per pair in a graph of more than SMALL nodes
@@ -376,7 +376,7 @@ class LinkTask(Task):
     }
 
     def __init__(self, args, path, say=print):
-        store, number = open_graph(path, say), None
+        store, number = open_graph(args, path, say), None
         if args.edge_type is not None:
             if store.edge_type is None:
                 raise StoreError(f"--edge-type {args.edge_type}: the edges of {path} have no types")
@@ -458,6 +458,9 @@ class LinkTask(Task):
         scores = self.scores(run, "valid")
         return {"valid": scores}, scores and scores[self.metric]
 
+    def score_text(self, score):
+        return f"{metric_name(self.metric)} {score:.4f}"
+
     def finish(self, run, report):
         """Report scores and write embeddings, or the logits of --pairs -> {"part name": score}."""
         args = run.args
@@ -478,14 +481,17 @@ class LinkTask(Task):
             yield {"source": source, "destination": destination, "score": scores[rows].numpy()}
 
     def lines(self, args, split, parameters):
-        graph, network, fanout = described(args, self.store)
-        pairs, features = len(self.store.split["train"]), self.store.feature_dim
-        features = features if self.store.has_features else "no"
+        features, network, fanout = described(args, self.store)
+        pairs, messages = (
+            len(self.store.split["train"]),
+            f"{self.store.num_edges:,} edges carry messages",
+        )
         how = args.negatives_by + ", unchecked" * args.unchecked_negatives
-        negatives = f"{plural(args.negatives, 'negative')} a pair, {how}"
-        yield f"{graph} that carry messages, {features} features; pairs: {split} ({args.edge_split})"
+        negatives = f"{plural(args.negatives, 'negative')} a pair ({how}), loss {args.link_loss}"
+        yield f"data    {features}, {messages}; pairs to predict: {split} (--edge-split {args.edge_split})"
         network += f", scorer {args.scorer}, {parameters}"
-        yield f"model   {network}; {fanout}; {negatives}, {args.link_loss}"
+        yield f"model   {network}; {fanout}; {negatives}"
         if args.total_batch * 2 > pairs:
             left = f"its own {args.total_batch:,} of {pairs:,} pairs out of the messages"
-            yield f"advice  a step leaves {left}: give a smaller --batch-size"
+            few = "so that nodes have few neighbours left"
+            yield f"advice  a step leaves {left}, {few}: give a smaller --batch-size"

@@ -146,6 +146,11 @@ def scores_line(scores):
             return "n/a"
         return f"{value:.{'4g' if 0 < value < 1e-3 else '4f'}}"
 
-    line = "  ".join(f"{name.replace('_', ' ')} {digits(v)}" for name, v in scores.items())
-    line = line.replace("hits", "Hits")
-    return re.sub(r"\b(rmse|mae|mrr|ap)\b", lambda name: name[0].upper(), line)
+    return "  ".join(f"{metric_name(name)} {digits(v)}" for name, v in scores.items())
+
+
+def metric_name(name):
+    """Spell a metric as papers do: roc_auc -> ROC-AUC."""
+    name = name.replace("hits", "Hits").replace("roc_auc", "ROC-AUC")
+    name = name.replace("of_the_mean", "of predicting the mean").replace("_", " ")
+    return re.sub(r"\b(rmse|mae|mrr|ap|f1)\b", lambda word: word[0].upper(), name)

@@ -8,7 +8,7 @@ import torch
 from disk.files import StoreError
 from loader import seeds_at
 from sources.splits import choose_split, split_of
-from tasks.metrics import binary_cross_entropy, cross_entropy, score
+from tasks.metrics import binary_cross_entropy, cross_entropy, metric_name, score
 from tasks.task import OF_LINKS, Task, described, gnn, numbered_columns, open_graph, rows_of_nodes
 
 
@@ -22,7 +22,7 @@ class NodeTask(Task):
     classes_agree = True
 
     def __init__(self, args, path, say=print):
-        self.store = store = open_graph(path, say)
+        self.store = store = open_graph(args, path, say)
         if not store.labelled and args.trains:
             instead = "--resume FILE --predict FILE.npy predicts them, --task link needs none"
             raise StoreError(f"{path} has no labels to learn from: {instead}")
@@ -37,7 +37,7 @@ class NodeTask(Task):
         # multi-label; for a graph without labels set from the checkpoint
         store.several = store.labels.dim() == 2
         self.metric = args.metric or ("accuracy" if store.labels.dim() == 1 else "f1")
-        self.title = self.metric.replace("_", " ")
+        self.title = metric_name(self.metric)
         valid = store.labels[store.split["valid"]]
         ranked = self.metric == "roc_auc" and args.trains and len(valid)
         if ranked and score("roc_auc", torch.zeros(len(valid), store.num_classes), valid) is None:
@@ -76,16 +76,17 @@ class NodeTask(Task):
 
     def finish(self, run, report):
         args, store = run.args, self.store
-        name = f"{'exact layer-wise' if run.by_layers else 'exact'} {self.title}"
         # true if it is on any rank: each compared with the memory free at its own start
         if run.ranks.sum(store.features.large)[0] and not args.predict:
             why = "the features do not fit into memory; --predict computes it"
-            report.tell(f"{name}  n/a: {why}", {"exact": None})
+            report.tell(f"result  {self.title} n/a: {why}", {"exact": None})
             return dict.fromkeys(store.split)
         logits, exact = run.exact(), {}
         for part, nodes in store.split.items():
             exact[part] = score(self.metric, logits[nodes], store.labels[nodes])
-        report.exact(name, exact)
+        report.exact(
+            self.title, exact, f"exact: all neighbours{', layer by layer' * run.by_layers}"
+        )
         if args.predict:
             if args.predict_what == "embeddings":
                 logits = run.exact(layers=args.num_layers - 1)
@@ -123,10 +124,9 @@ class NodeTask(Task):
         return {name: rows[:, j].numpy() for j, name in enumerate(names)}
 
     def score_text(self, score):
-        return f"{100 * score:.2f}% (sampled)"
+        return f"{self.title} {100 * score:.2f}% (sampled)"
 
     def lines(self, args, split, parameters):
-        graph, network, fanout = described(args, self.store)
-        features = self.store.feature_dim if self.store.has_features else "no"
-        yield f"{graph}, {features} features, {self.store.num_classes} classes; {split}"
+        features, network, fanout = described(args, self.store)
+        yield f"data    {features}, {self.store.num_classes} classes; {split}"
         yield f"model   {network}, {parameters}; {fanout}"

@@ -41,6 +41,12 @@ class Task:
         """Return the network that the flags describe, or `custom` of a user's file; widths: dict, of the data, such as
         `feature_dim` and `num_classes`. It has no `self`: a checkpoint is read without data."""
 
+    def build(self, args, custom=None):
+        """Return the `network` for the open data."""
+        names = "num_classes", "edge_dim", "num_edge_types"
+        widths = self.store.meta | {name: getattr(self.store, name, 0) for name in names}
+        return self.network(args, widths, custom)
+
     @classmethod
     def compared(cls, args):
         """List the names of `widths` that must be the same in the data of a checkpoint."""
@@ -91,30 +97,31 @@ class Task:
 
     def score_text(self, score):
         """Format the validation score of the best epoch."""
-        return f"{self.metric} {score:.4f}"
 
     def lines(self, args, split, parameters):
         """Yield lines that describe data, model and sampling."""
 
 
-def open_graph(path, say):
-    """Open the store at a path; print counts of its edges and types."""
+def open_graph(args, path, say):
+    """Open the store at a path; print its size and counts of its edges and types, once for all --runs."""
     store = GraphStore.open(path)
-    if line := edge_line(store):
-        say(f"graph   {line}")
+    if args.turn and not args.verbose:
+        return store
+    say(f"graph   {path}: {store.num_nodes:,} nodes, {edge_line(store)}")
     if store.node_types:
         say(f"nodes   by type, in the order of their ids: {described_types(store.node_types)}")
     return store
 
 
 def described(args, store):
-    """Describe the graph, the network and the fanout of a run -> three strings."""
+    """Describe features, network and fanout of a run -> three strings."""
     layers, custom = plural(args.num_layers, "layer"), ":" in args.model
-    layers += f", hidden {args.hidden}, norm {args.norm}{', residual' * bool(args.residual)}"
+    norm = "" if args.norm == "none" else f", norm {args.norm}"
+    layers += f", hidden {args.hidden}{norm}{', residual' * bool(args.residual)}"
     return (
-        f"graph   {store.path}: {store.num_nodes:,} nodes, {store.num_edges:,} edges",
+        f"{store.feature_dim:,} features" if store.has_features else "no features",
         f"{args.model}, {plural(args.num_layers, 'hop') if custom else layers}",
-        f"fanout {','.join(map(str, args.fanout))} from the seeds outward",
+        f"fanout {','.join(map(str, args.fanout))}: neighbours of a node, from the seeds outward",
     )
 
 

@@ -1,12 +1,12 @@
 """Compare this tree with an earlier commit, bit for bit: python -m tests.same_as COMMIT [WORD ...]
 
 Runs the same command lines in a worktree of COMMIT and in this tree, on this machine, and compares the
-weights in the checkpoint, the `--predict` array and every printed loss and score. With words, only the
+weights in the checkpoint, the `--predict` array and every loss and score of the log. With words, only the
 cases whose name contains one of them. Ends with 1 where something differs.
 """
 
+import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -109,15 +109,17 @@ def run(tree, folder, line):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
     if line.startswith("CC=false "):  # no compiler, nor what was compiled before
         environment |= {"CC": "false", "XDG_CACHE_HOME": str(folder / "no cache")}
-    words = line.removeprefix("CC=false ").split() + ["--checkpoint", "run.pt"]
+    words = line.removeprefix("CC=false ").split() + ["--checkpoint", "run.pt", "--log", "log"]
     if "graph" not in words:  # --task graph predicts nothing
         words += ["--predict", "out.npy"]
-    for left in ("run.pt", "out.npy"):
+    for left in ("run.pt", "out.npy", "log"):
         (folder / left).unlink(missing_ok=True)
     command = [sys.executable, tree / "train.py", *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    scores = r"(?:loss|valid|train|test) -?[\d.naif]+%?|[A-Z][\w@ -]* [01]\.\d{4}"
-    found = {"scores": re.findall(scores, done.stdout)}
+    kept = "loss", "valid_sampled", "valid", "exact", "scores", "mean", "std"
+    log = (folder / "log").read_text().splitlines() if (folder / "log").exists() else []
+    entries = map(json.loads, log)
+    found = {"scores": [[entry.get(name) for name in kept] for entry in entries]}
     if done.returncode:
         found["failed"] = f"exit code {done.returncode}: {(done.stdout + done.stderr)[-200:]}"
     if (folder / "run.pt").exists():

@@ -88,7 +88,7 @@ def test_accuracy_is_what_papers_and_experience_say(name, tmp_path):
     assert len(scores) == (3 if "--runs 3" in words else 1) and np.mean(scores) > least, scores
     assert "mines" not in name or (", residual" in output) == (name != "mines, sage")
     # 140 training nodes are one step an epoch: enough epochs, and the weight decay of Planetoid's papers
-    small = "1 step an epoch, 200 epochs; lr 0.003, weight decay 0.0005"
+    small = "200 epochs of 1 step, each of 1,024 nodes; learning rate 0.003, weight decay 0.0005"
     assert (small in output) == (name == "cora, defaults") and set(ENOUGH) == set(model.CONVS)
 
 
@@ -463,7 +463,7 @@ def test_graphs_of_a_store_that_does_not_say_what_they_have(tmp_path, capsys):
         state["flags"]["metric"] = None
         torch.save(state, tmp_path / "old.pt")
         assert _code(f"--resume {tmp_path}/old.pt --epochs 2 --gpus 0") == 0
-        assert f"test   {'roc auc' if name == 'labels' else 'RMSE'} " in capsys.readouterr().out
+        assert f"test   {'ROC-AUC' if name == 'labels' else 'RMSE'} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("local, train, has", [(1, 600, False), (0, 600, True), (0, 20, False)])
@@ -486,7 +486,7 @@ def test_residual_connections_are_the_same_for_every_seed_and_split(tmp_path, ca
     arrays = {"edge_index": graph["edge_index"], "x": graph["features"], "y": graph["labels"]}
     np.savez(file, **arrays)
     words = f"--dataset {file} --root {tmp_path} --model gcn --gpus 0 --epochs 1 --hidden 16"
-    assert _code(words, "--fanout 3,3 --runs 3") == 0
+    assert _code(words, "--fanout 3,3 --runs 3 --verbose") == 0
     lines = re.findall("model .*residual connections: .*", capsys.readouterr().out)
     assert len(lines) == 3 and len(set(lines)) == 1 and "classes of neighbours agree by" in lines[0]
     # the second split has too few nodes to go by
@@ -574,8 +574,8 @@ def test_own_model_trains_resumes_and_predicts(library, tiny, tmp_path):
     output = _train(own, f"--epochs 4 --checkpoint {tmp_path}/full.pt --log {log}")
     exact = _log(log)[-1]["exact"]["test"]
     assert exact > 0.5 and f"model   {file}:Net, 2 hops" in output
-    layerwise = " layer-wise" * (library == "mypna.py")
-    assert f"\nexact{layerwise} accuracy  train " in output
+    layerwise = ", layer by layer" * (library == "mypna.py")
+    assert output.endswith(f"  (exact: all neighbours{layerwise})\n")
     predict = f"--resume {tmp_path}/full.pt --model {file}:Net --gpus 0"
     _train(predict, f"--predict {tmp_path}/one.npy")
     one, graph = np.load(tmp_path / "one.npy"), GraphStore.open(tiny)

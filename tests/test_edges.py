@@ -122,8 +122,8 @@ def test_own_model_gets_the_features_of_edges_that_it_can_take(pointed, tiny, tm
         ("Must", pointed, 0, sees),
         ("made", pointed, 0, sees),
         ("Blind", pointed, 0, blind),
-        ("Net", tiny, 0, "exact accuracy"),
-        ("made", tiny, 0, "exact accuracy"),
+        ("Net", tiny, 0, r"\(exact: all neighbours\)\n"),
+        ("made", tiny, 0, r"\(exact: all neighbours\)\n"),
         ("Must", tiny, 2, "and .* has none; give that argument a default"),
         ("wrong", pointed, 2, "wrong takes edge_dim, but the forward of its result takes no"),
     ):

@@ -1,6 +1,7 @@
 """Tests: run/plan.py and run/estimate.py: the mode that fits into free memory."""
 
 import os
+import re
 
 import numpy as np
 import pytest
@@ -11,15 +12,18 @@ import store
 import train
 from disk import files as disk
 from disk.files import StoreError
+from disk.graphs import build_graphs
 from features import MODES
+from model import GNN
 from run import estimate as printed
 from run import placement
 from run.estimate import estimate_lines
-from run.plan import batches_ahead, choose_mode, estimate, placements
+from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from run.run import open_run
 from sampler import NeighborSampler
 from store import GraphStore, build_store
 from tests.common import _code, _emulated, _frame, _graph
+from tests.stores import _graphs
 
 
 def _plain_store(path):
@@ -180,11 +184,13 @@ def test_store_estimate_chooses_by_what_is_free(tmp_path, monkeypatch):
         (need["cuda-cuda"] - 1, host["pinned-cuda"] - 1, "cpu-cuda"),
         (need["cpu-cuda"], 8 * GIB, "cpu-cuda"),
     ):
-        chosen, line = choose_mode(graph, 2, free_gpu=free_gpu, free_host=free_host, **options)
+        chosen, line, warning = choose_mode(
+            graph, 2, **options, free_gpu=free_gpu, free_host=free_host
+        )
         assert chosen == mode and line.startswith(f"mode {mode}: each GPU 1.07 GB + ")
-        assert f"{disk.readable_size(free_gpu)} free" in line and "may be too large" not in line
-    chosen, line = choose_mode(graph, 2, free_gpu=GIB, free_host=8 * GIB, **options)
-    assert chosen == "cpu-cuda" and "a batch may be too large; 0 seeds fit for certain" in line
+        assert f"{disk.readable_size(free_gpu)} free" in line and not warning
+    chosen, _, warning = choose_mode(graph, 2, free_gpu=GIB, free_host=8 * GIB, **options)
+    assert chosen == "cpu-cuda" and "may be too large for the free memory: 0 seeds fit" in warning
     large = {**options, "batch_size": 100, "fanout": [40, 10]}
     large |= {"free_gpu": GIB + ARRAYS + 4000, "free_host": 8 * GIB}
     # but no mode has room for such a batch
@@ -211,6 +217,33 @@ def test_store_estimate_chooses_by_what_is_free(tmp_path, monkeypatch):
         lines = estimate_lines(graph.path, fanout=[2])
         assert " 0 seeds fit" not in lines
         assert said in lines and "mode           none fits" in lines
+
+
+def test_a_run_whose_weights_cannot_fit_is_refused_before_anything_is_allocated(tmp_path, capsys):
+    path = _plain_store(tmp_path / "g").path
+    graphs = build_graphs(tmp_path / "graphs", [_graphs(20)], split={"train": range(20)})
+    node = f"--gpus 0 --dataset {path} --fanout 3,3,3"
+    link, of_graphs = f"{node} --task link", f"--gpus 0 --task graph --dataset {graphs}"
+    for words, said in (
+        (f"{node} --hidden 2000000", "128 TB, .*; lower --hidden 2000000 or --num-layers 3$"),
+        (f"{node} --hidden {2**31 - 1}", "--hidden 2147483647: .*overflow"),
+        (f"{node} --fanout 9 --num-layers 9 --hidden 300000", "hidden 300000 or --num-layers 9$"),
+        (f"{node} --hidden 70000", " free for each process; lower --hidden 70000"),
+        (f"{link} --negatives 100000000", "a batch at least .*batch-size 1024 or --negatives"),
+        (f"{of_graphs} --hidden 1000000", "lower --hidden 1000000 or --num-layers 3$"),
+    ):
+        words = words.replace("--fanout 3,3,3 --fanout 9", "--fanout 9,9,9,9,9,9,9,9,9")
+        assert _code(words, "--epochs 1") == 2
+        assert re.search(said, (error := capsys.readouterr().err).strip()), error
+
+
+def test_weights_of_a_network_are_counted_with_what_training_adds():
+    """All but the gradient of a table of embeddings, which is sparse."""
+    made = {"out_dim": 2, "num_layers": 1, "conv": "sage", "node_types": [(9, 5), (7, 0)]}
+    network = GNN(5, 4, **made)
+    count, table = sum(p.numel() for p in network.parameters()), 7 * 4
+    assert weight_bytes(network, trained=False) == 4 * count
+    assert weight_bytes(network, itemsize=8) == 8 * (4 * count - table)
 
 
 def test_store_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):

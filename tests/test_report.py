@@ -17,10 +17,12 @@ import torch
 import ddp
 import train
 from disk.files import StoreError
+from disk.graphs import build_graphs
 from run import report
 from sources import prepare as datasets
 from store import GraphStore, build_store
 from tests.common import COMMON, _code, _end, _fork, _graph, _run_here, _split
+from tests.stores import _graphs
 
 
 def test_each_run_in_a_log_says_what_it_was(tiny, tmp_path):
@@ -50,7 +52,7 @@ def test_a_log_and_a_trace_that_cannot_be_written_are_said_once(tiny, tmp_path):
     output = _end(_fork(tmp_path / "out", _with_small_files, *words), 2)
     assert output.count("/dev/full") == 1 and "No space left on device; training goes on" in output
     assert output.count("--profile") == 1 and output.count("training goes on") == 2
-    assert "exact layer-wise accuracy" in output and "Traceback" not in output
+    assert "\nresult  accuracy: test " in output and "Traceback" not in output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.pt", "out"]
     assert torch.load(tmp_path / "c.pt", weights_only=True)["epoch"] == 3
 
@@ -81,10 +83,22 @@ def test_the_line_of_an_epoch_fits_the_screen():
             assert len(line) <= 120 and "\n" not in line, line
     usual = {"first_step": 0, "valid_sampled": 0.9, "loss": 0.5, "seconds": 12.5}
     usual |= {"seeds_per_s": 17_000, "peak_bytes": 1e9, "exchange": 0.5}
-    line = report.epoch_line(args, {**figures, **dict.fromkeys(seconds, 0.5), **usual})
-    assert all(stage in line for stage in ("stall", "sample", "fetch"))
-    assert "90.00% (sampled)" in line
-    usual = {**seconds, **figures, **usual, "valid": {"mrr": 0.5, "hits@1": 0.25, "hits@10": 3e-5}}
+    args.metric = "f1"
+    line = report.epoch_line(args, {**figures, **dict.fromkeys(seconds, 0.5), **usual}, "nodes")
+    assert "valid F1 90.00% (sampled)  12.50 s  17,000 nodes/s  memory 0.93 GiB" in line
+    assert "  waited 0.50 s" in line
+    line = report.stages_line(dict.fromkeys(seconds, 0.5) | {"exchange": 0.25})
+    first, _, beside = line.partition("; meanwhile ")
+    assert "stall 0.50  forward 0.50" in first and "sample" not in first
+    assert beside == "sample 0.50  fetch 0.50  transfer 0.50  exchange 0.25"
+    args.metric = "hits@1"
+    usual = {
+        **seconds,
+        **figures,
+        **usual,
+        "valid_sampled": None,
+        "valid": {"mrr": 0.5, "hits@1": 0.25, "hits@10": 3e-5},
+    }
     assert "valid MRR 0.5000  Hits@1 0.2500  12" in (line := report.epoch_line(args, usual)), line
     args.metric = "hits@10"  # the metric that is asked for, in as many digits as it needs
     assert "valid MRR 0.5000  Hits@10 3e-05  12" in (line := report.epoch_line(args, usual)), line
@@ -124,8 +138,14 @@ def test_advice_on_when_one_process_is_as_fast():
     ):
         ranks = ddp.Ranks(0, world, 0, local, gpus)
         line = report.advice(ranks, {"seconds": 10, "exchange": exchange})
-        said = f"advice  {world} processes spend {exchange:.2f} of 10.00 s on the exchange of grad"
-        assert line.startswith(said) if one_is_as_fast else not line, (world, local, gpus, line)
+        said = "share cores and " * (not gpus and local > 1)
+        said = f"advice  {world} processes {said}spend {exchange:.2f} of 10.00 s on the exchange of grad"
+        units = world if gpus else world // local
+        alone = (
+            f"{units} x {10 - exchange:.2f} = " * (units > 1) + f"{units * (10 - exchange):.2f} s"
+        )
+        said += f"ients: one alone would take about {alone}"
+        assert line == said * one_is_as_fast, (world, local, gpus, line)
 
 
 def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path, monkeypatch):
@@ -212,8 +232,56 @@ def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_without_labels(tmp
             edges = ["--edge-split none"] if task == "link" and dataset is plain else []
             assert _code(*resume, f"--dataset {dataset}", *edges) == 0
             output = capsys.readouterr().out
-            assert output.endswith(f"\nwrote {tmp_path}/p.npy: {array}\n") and "n/a" not in output
-            assert ("exact" in output or "MRR" in output) == (exact and not edges), output
+            written, _, result = output.rpartition(f"\nwrote {tmp_path}/p.npy: {array}\n")
+            assert written and "n/a" not in output and "learning rate" not in output
+            result = result.strip("\n").splitlines()
+            assert len(result) == (exact and not edges) * (2 if task == "link" else 1), output
+            if result:
+                said = "test   MRR" if task == "link" else "accuracy: test "
+                assert result[-1].startswith(f"result  {said}")
+
+
+@pytest.mark.parametrize("task", ["node", "graph"])
+def test_a_run_says_whether_its_model_is_kept_and_how_to_use_it(task, tiny, tmp_path, capsys):
+    path = tiny
+    if task == "graph":
+        parts = {"train": range(12), "valid": range(12, 16), "test": range(16, 20)}
+        path = build_graphs(tmp_path / "g", [_graphs(20)], split=parts)
+    words = [f"--task {task} --dataset {path} --gpus 0 --hidden 8", f"--checkpoint {tmp_path}/c.pt"]
+    lost = "keep    no --checkpoint FILE is given: the trained model is lost at the end\n"
+    use = "--predict FILE.npy uses it" if task == "node" else "--epochs N trains it further"
+    wrote = f"\nwrote {tmp_path}/c.pt; --resume {tmp_path}/c.pt {use}\n"
+    more = f"--resume {tmp_path}/c.pt --gpus 0 --epochs"
+    for line, is_lost, written in (
+        (f"{words[0]} --epochs 1", True, False),
+        (" ".join([*words, "--epochs 1"]), False, True),
+        (f"{more} 2", True, False),  # a resumed run trains on
+        (f"{more} 2 {words[1]}", False, True),
+        (f"{more} 2 {words[1]}", False, False),  # there is nothing left to train
+        (f"{more} 2", False, False),
+    ):
+        assert _code(line) == 0
+        said = capsys.readouterr().out
+        assert (lost in said, wrote in said) == (is_lost, written), said
+        assert said.rpartition("\n\n")[2].splitlines()[-1].startswith("result  ")
+
+
+def test_what_only_an_expert_wants_is_printed_with_verbose(tiny, tmp_path, capsys):
+    """At most ten lines beside those of epochs; with --runs once, and the result of each seed on a line."""
+    words = f"--dataset {tiny} --gpus 0 --fanout 3,3 --hidden 8 --epochs 2"
+    expert = "allocator: ", "memory  mode cpu-cpu: host 1 x (", "seconds: stall "
+    for more, count in (("", 0), ("--verbose", 1)):
+        assert _code(words, more) == 0
+        said = capsys.readouterr().out
+        assert [text in said for text in expert] == [bool(count)] * 3, said
+        if not count:
+            assert len([line for line in said.splitlines() if line[:5] != "epoch"]) <= 10
+    assert _code(words, "--runs 2") == 0
+    said = capsys.readouterr().out
+    for once in ("graph   ", "data    ", "model   ", "train   ", "run     ", "result  "):
+        assert said.count(f"\n{once}") == 1, said
+    assert said.count("\nexact   accuracy: test ") == 2
+    assert "\nseed    1, run 2 of 2\n" in said
 
 
 def _predicted(tmp_path, *words, kind="csv"):

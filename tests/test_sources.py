@@ -440,8 +440,8 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
     for path in (stored, build_store(tmp_path / "c", **csc)):
         assert GraphStore.open(path).meta["edges"] == expected
     line = checks.edge_line(GraphStore.open(stored))
-    words = r"\d+ duplicates, \d+ self loops, 9\d % without a reverse, 3 isolated nodes"
-    assert re.fullmatch(f"2,000 edges: {words}", line)
+    words = r"\d+ duplicates, \d+ self loops, 3 isolated nodes, 9\d % without a reverse"
+    assert re.fullmatch(f"2,000 edges: {words}, messages go one way", line)
     for damaged in (..., {**expected, "one_way": "x"}, 7):  # not there, or no counts: counted anew
         _rewrite_meta(stored, edges=damaged)
         assert checks.edge_line(GraphStore.open(stored)) == line
@@ -453,7 +453,7 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
         assert f" {2000 - distinct} duplicate" in checks.edge_line(typed)
     monkeypatch.setattr(checks, "EXACT", 100)
     monkeypatch.setattr(checks, "SAMPLE", 1000)
-    assert checks.edge_line(GraphStore.open(stored)) is None
+    assert checks.edge_line(GraphStore.open(stored)) == "2,000 edges"
     sample = checks.count_edges(indptr, csc["indices"])
     assert sample["one_way_of"] == 1000
     assert abs(sample["one_way"] / 1000 - expected["one_way"] / 2000) < 0.05
@@ -465,7 +465,8 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
     assert checks.edge_line(clean).endswith(", each of 9,000 edges drawn has its reverse")
     for one_way, share in ((1, "under 1"), (4500, "50"), (8999, "over 99"), (9000, "100")):
         clean.meta["edges"]["one_way"] = one_way
-        assert checks.edge_line(clean) == f"10,000,000 edges: {share} % without a reverse"
+        line = f"10,000,000 edges: {share} % without a reverse, messages go one way"
+        assert checks.edge_line(clean) == line
 
 
 def test_train_says_at_every_run_what_is_missing_from_its_graph(tmp_path, capsys):
@@ -479,12 +480,12 @@ def test_train_says_at_every_run_what_is_missing_from_its_graph(tmp_path, capsys
         return capsys.readouterr().out
 
     for words, line in (
-        ([], "3 edges: 1 duplicate, 1 self loop, 67 % without a reverse, 197 isolated nodes"),
+        ([], "3 edges: 1 duplicate, 1 self loop, 197 isolated nodes, 67 % without a reverse"),
         (both, "3 edges: 1 self loop, 197 isolated nodes"),
         (both, "3 edges: 1 self loop, 197 isolated nodes"),  # from the store of the last run
     ):
         out = said(*words, "--checkpoint", checkpoint)
-        assert f"graph   {line}" in out
+        assert f": 200 nodes, {line}" in out
         for empty in ("valid nodes: no epoch can", "test nodes: there will be no test score"):
             assert f"split   it has no {empty}" in out
     # from the store of the last run, which has been built with these flags

@@ -202,8 +202,8 @@ def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch, caps
     words += " --epochs 4 --lr 0.01 --batch_size 100 --dropout 0.25"
     log, _ = _run_here(tmp_path, words)
     printed = capsys.readouterr().out
-    assert "100 x 1 = 100 seeds, 6 steps an epoch" in printed
-    assert "exact layer-wise accuracy" in printed
+    assert "train   4 epochs of 6 steps, each of 100 nodes; learning rate 0.01" in printed
+    assert "\n\nresult  accuracy: test " in printed and "layer by layer" in printed
     assert [entry["epoch"] for entry in log[:-1]] == [1, 2, 3, 4]
     assert log[3]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
     stages = "seconds seeds_per_s sample fetch stall forward backward optimizer peak_bytes"
@@ -220,7 +220,7 @@ def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch, caps
     if name == "sage":
         with monkeypatch.context() as little:
             little.setattr(store, "free_host_bytes", lambda: 1000)
-            little.setattr(placement, "choose_mode", lambda *_, **__: ("cpu-cpu", ""))
+            little.setattr(placement, "choose_mode", lambda *_, **__: ("cpu-cpu", "", ""))
             assert _code(f"{resume} --predict {tmp_path}/large.npy --mode cpu-cpu") == 0
         assert (np.load(tmp_path / "large.npy") == classes).all()
         (tmp_path / "large.npy").unlink()
@@ -231,8 +231,9 @@ def test_train_two_processes_evaluate_together_with_batch_norm(tiny, tmp_path):
     """Each computes its part of the nodes; from one checkpoint two predict what one predicts."""
     words = f"--dataset {tiny} --model gcn --norm batch --fanout 4,4 --hidden 16 --epochs 5"
     words += f" --lr 0.01 --batch-size 60 --gpus 0 --procs 2 --checkpoint {tmp_path}/two.pt"
-    output = _train(words, f"--predict {tmp_path}/trained.npy")
-    assert re.search(r"\nadvice  2 processes spend [0-9.]+ of [0-9.]+ s on the exchange", output)
+    output = _train(words, f"--predict {tmp_path}/trained.npy --verbose")
+    assert re.search(r"\nadvice  2 processes share cores and spend [0-9.]+ of [0-9.]+ s", output)
+    assert "each of 60 x 2 processes = 120 nodes" in output
     assert "memory  allocator: freed memory is kept (mallopt); --allocator system" in output
     resume = f"--gpus 0 --resume {tmp_path}/two.pt"
     _train(resume, f"--procs 2 --predict {tmp_path}/two.npy")
@@ -292,7 +293,7 @@ def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path, capsys):
     _run_here(tmp_path, f"--dataset {tiny} --fanout 3,3 --lr 0.05 --epochs 9")
     for epochs, words in ((10, "--weights last"), (11, "--weights best --lr 10")):
         _run_here(tmp_path, f"--resume {tmp_path}/here.pt --epochs {epochs}", words)
-    assert "best    weights of epoch 11 of 11: valid " in capsys.readouterr().out
+    assert "best    weights of epoch 11 of 11: valid accuracy " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("task", ["node", "link"])
