@@ -18,16 +18,16 @@ HERE = Path(__file__).resolve().parents[1]
 # Size is counted in tokens without docstrings and comments: lines may be as many as reading needs. A number is raised only
 # in a commit that says what the tokens bought.
 LIMITS = {
-    "tokens of product Python": 109_602,
-    "tokens of C and CUDA": 23_385,
-    "tokens of bench": 23_349,
-    "tokens of tests": 128_127,
+    "tokens of product Python": 123_600,
+    "tokens of C and CUDA": 23_900,
+    "tokens of bench": 29_900,
+    "tokens of tests": 154_400,
     "lines of README": 200,
     "longest file": 1032,
     "functions above 80 lines": 2,
     "entries in the root": 22,
     "floors of imports": 8,
-    "arrows": 157,
+    "arrows": 163,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }
