@@ -97,6 +97,16 @@ def _tables(graph, seeds, edges):
     return tables
 
 
+def _seeds(seeds):
+    """Convert seeds to a tensor in host memory: int [T] or bool [V]."""
+    seeds = _tensor("seeds", seeds).cpu()  # a GPU would index it on a stream no slot waits for
+    if seeds.dim() != 1:
+        raise ValueError(f"seeds is {list(seeds.shape)}: node ids [T] or a mask [V] is needed")
+    if seeds.dtype not in (torch.bool, torch.int32):
+        seeds = torch.from_numpy(integers("seeds", seeds))
+    return seeds
+
+
 def repeated(ids):
     """Return an id that occurs more than once in a numpy array [n], or None; ids that rise are not sorted."""
     if (ids[1:] > ids[:-1]).all():
@@ -210,11 +220,7 @@ class NodeLoader:
         for name, (value, least) in sizes.items():
             if value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
-        seeds = _tensor("seeds", seeds).cpu()  # a GPU would index it on a stream no slot waits for
-        if seeds.dim() != 1:
-            raise ValueError(f"seeds is {list(seeds.shape)}: node ids [T] or a mask [V] is needed")
-        if seeds.dtype not in (torch.bool, torch.int32):
-            seeds = torch.from_numpy(integers("seeds", seeds))
+        seeds = _seeds(seeds)
         if not load and (sampler is None or ring is None):
             tables = _tables(graph, seeds, edges)
         self.draw, self.load = draw, load
@@ -254,6 +260,7 @@ class NodeLoader:
 
     @seeds.setter
     def seeds(self, seeds):
+        seeds = _seeds(seeds)
         seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds
         if not (self.draw or self.load) and (again := repeated(seeds.numpy())) is not None:
             way = "a `draw` that samples batch.seeds.unique(return_inverse=True)"

@@ -358,7 +358,13 @@ class GraphStore:
         return None if record is None else columns.read_names(self.path, record)
 
     def take_columns(self, names):
-        """Put the columns of `features` into the order of `names`, which are `feature_names` in any order."""
+        """Put the columns of `features` into the order of `names`, which are `feature_names` in any order; StoreError for
+        other names."""
+        if sorted(names) != sorted(self.feature_names or ()):
+            have = ", ".join(self.feature_names or ()) or "no names"
+            raise StoreError(
+                f"{self.path}: columns {', '.join(names)} are asked for, it has {have}"
+            )
         order = torch.tensor([self.feature_names.index(name) for name in names])
         self.features, self.feature_names = ReorderedFeatures(self.features, order), names
 

@@ -40,7 +40,7 @@ from pathlib import Path
 import torch
 
 import ddp
-from disk.files import StoreError, progress_bar, unread
+from disk.files import SPLITS, StoreError, progress_bar, unread
 from run import cuda_graphs, flags
 from run.adam import Adam
 from run.allocator import announce, trim_memory
@@ -283,12 +283,13 @@ def train_many(ranks, args, path):
         torch.cuda.empty_cache()  # or the next run counts as used what torch keeps
     mean = {name: statistics.mean(values) for name, values in columns.items()}
     std = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in columns.items()}
-    line = (
-        f"\nresult  {title} over {args.runs} seeds (mean +- standard deviation)" if columns else ""
-    )
-    for name, values in sorted(
-        columns.items(), key=lambda column: not column[0].startswith("test")
-    ):
+    line = ""
+    if columns:
+        line = f"\nresult  {title} over {args.runs} seeds (mean +- standard deviation)"
+    # as each run prints them; the names of scores of links and graphs begin with a part
+    parts = SPLITS[::-1]
+    for name in sorted(columns, key=lambda name: parts.index(name.partition(" ")[0])):
+        values = columns[name]
         spread = "" if std[name] is None else f" +- {100 * std[name]:.2f}"
         of = f" of {len(values)}" if len(values) < args.runs else ""
         line += f"  {name} {100 * mean[name]:.2f}{spread}%{of}"

@@ -292,12 +292,15 @@ def check_graph(ranks, state, path, args, task):
         for name, here in names_of(store).items():
             was, noun = graph[name], name.replace("_", " ")
             numbered = f"num_{name}" in compared or name == "edge_types" and is_own(args.model)
+            if numbered and not (here and was) and (here or was) and store.labelled:
+                lacks = f"{store.path} has" if was else "the checkpoint has"
+                ranks.say(f"data    {noun} go by number: {lacks} no names of them")
             if not (here and was and numbered) or was[: len(here)] == here:
                 continue
             if args.trains or name != "edge_types" or {*here} - {*was}:
                 were = "; ".join(was)[:300]
-                has = "others"
-                if not {*here} - {*was}:
+                has = f"{'; '.join(here)[:300]}"
+                if {*here} == {*was}:
                     has = "them in another order"
                 raise StoreError(f"{trained} whose {noun} are {were}; {store.path} has {has}")
             numbers = torch.tensor([was.index(kind) for kind in here])

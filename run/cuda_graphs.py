@@ -173,19 +173,23 @@ def captured(graph, pool=None, stream=None):
     Nothing is collected meanwhile: a finalizer might synchronize, as that of `gpu_view`, which ends a capture.
     """
     pool = pool or torch.cuda.graph_pool_handle()
-    collects = gc.isenabled()
+    collects, first = gc.isenabled(), None
     gc.disable()
     try:
         # other threads, NCCL's among them, may call CUDA during a capture
         with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-            yield
+            try:
+                yield
+            except BaseException as error:
+                first = error
+                raise
     except BaseException as error:
         # torch's allocator does not hear of a failed end: it would never reuse memory that a second stream has used
         with suppress(*REFUSALS):
             device = torch.cuda.current_device()
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
-        raise (error.__context__ or error) from None
+        raise (first or error) from None
     finally:
         if collects:
             gc.enable()

@@ -22,7 +22,7 @@ from run.finite import check_features
 from run.own_model import is_own
 from run.plan import batches_ahead, choose_mode, placements, weight_bytes
 from sampler import DamagedGraph, NeighborSampler
-from store import MmapFeatures
+from store import MmapFeatures, ReorderedFeatures
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
 LEAST_STEPS = 200  # optimizer steps of the default --epochs, at least: small graphs need many
@@ -56,7 +56,8 @@ def settle(ranks, args, task):
     no_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX2"
     if args.precision == "bf16" and not ranks.gpus and no_avx512:
         lines.append("precision  bf16 is slower than fp32 on this processor, which has no AVX-512")
-    used, values["mode"] = EdgeData(), "store"
+    used, cores = EdgeData(), 1
+    values["mode"] = "store"
     if task.placed:
         used, edge_lines = edge_data(args, task, store)
         # the least of all ranks: they have to choose the same mode
@@ -70,7 +71,7 @@ def settle(ranks, args, task):
         lines += [f"edges   {line}" for line in edge_lines]
         lines += [f"memory  {warning}"] if warning else []
     asked = args.sample_threads, args.prefetch
-    ahead = batches_ahead(values["mode"], torch.get_num_threads(), *asked)
+    ahead = batches_ahead(values["mode"], cores, *asked)
     values["sample_threads"], values["prefetch"] = ahead
     ranks.say("\n".join(lines) if args.verbose or not args.turn else "")
     return argparse.Namespace(**{**vars(args), **values}), used
@@ -213,6 +214,8 @@ def cached(ranks, args, task, used, features):
         ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
     if args.lookahead is not None and not (looks_ahead and budget):
         needs = "needs a --cache in front of memory-mapped features, in mode cpu-cpu"
+        if isinstance(store.features, ReorderedFeatures):
+            needs += ", with columns in the checkpoint's order"
         raise StoreError(f"--lookahead {args.lookahead} {needs}")
     if budget and args.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")

@@ -27,8 +27,8 @@ def batches_ahead(mode, cores, sample_threads=None, prefetch=None) -> tuple[int,
         sample_threads = 1
         if mode == "cpu-cuda":
             sample_threads = min(max(cores // CORES_A_BATCH, 1), MOST_BATCHES)
-            if prefetch:  # more would be idle
-                sample_threads = min(sample_threads, prefetch)
+            if prefetch is not None:  # more would be idle
+                sample_threads = min(sample_threads, max(prefetch, 1))
     if prefetch is None:
         prefetch = sample_threads + 1
     return sample_threads, prefetch

@@ -341,7 +341,7 @@ def describe(run, file, epoch, step):
         rates = f"learning rate {args.lr:g}, weight decay {args.weight_decay:.2g}"
         lines.append(f"train   {epochs}, each of {batch} {task.examples}; {rates}")
     mode = f", mode {args.mode}" * task.placed
-    if args.sample_threads > 1:
+    if args.sample_threads > 1 and args.prefetch:
         mode += f", {args.sample_threads} of {args.prefetch} batches ahead sampled at once"
     lines.append(f"run     {where(ranks)}, {precision(ranks, args)}{mode}")
     lines = lines if args.verbose or not args.turn else []

@@ -14,7 +14,7 @@ from disk.graphs import GraphBatch, GraphDataset
 from features import CudaCopies, Fetched
 from model import drawn_seed, drop_byte, dropout, layer_seed, summable
 from sources.splits import say_empty_parts
-from tasks.metrics import binary_cross_entropy, errors, mean_of_present, score
+from tasks.metrics import binary_cross_entropy, cross_entropy, errors, mean_of_present, score
 from tasks.task import OF_LINKS, Task
 
 
@@ -212,7 +212,7 @@ class GraphTask(Task):
         cross-entropy or the squared error, in units of the targets' standard deviation, without missing ones; targets
         are rounded as outputs are: that of a constant target is no error."""
         if self.several_classes:
-            return F.cross_entropy(output, y.squeeze(1), reduction="sum", ignore_index=-1)
+            return cross_entropy(output, y.squeeze(1))
         if self.labels:
             return binary_cross_entropy(output, y)
         y = y.to(output.dtype)

@@ -237,6 +237,32 @@ def test_each_seed_of_several_runs_has_a_checkpoint(tmp_path, capsys):
     assert f"replace {file} of an earlier run; --resume {file} would" in capsys.readouterr().out
 
 
+def test_columns_are_taken_by_all_of_their_names(tmp_path):
+    graph = {**_graph(num_nodes=40, width=3, classes=4), "feature_names": ["a", "b", "c"]}
+    store = GraphStore.open(build_store(tmp_path / "g", **graph))
+    rows = store.features.gather(torch.arange(40))
+    for names in (["a", "b"], ["a", "b", "z"], ["a", "a", "b"]):
+        with pytest.raises(disk.StoreError, match="columns a, .* are asked for, it has a, b, c"):
+            store.take_columns(names)
+    store.take_columns(["c", "a", "b"])
+    assert torch.equal(store.features.gather(torch.arange(40)), rows[:, [2, 0, 1]])
+
+
+def test_names_of_classes_on_one_side_alone_are_said(tmp_path, capsys):
+    """A class is then its number, which may stand for another name there."""
+    graph = _graph(num_nodes=90, width=6, classes=3)
+    named = {"source": {"classes": ["blue", "green", "red"]}}
+    paths = [build_store(tmp_path / n, **graph, **more) for n, more in (("g", {}), ("n", named))]
+    for here, there in (paths, paths[::-1]):
+        _run_here(tmp_path, f"--dataset {here} --epochs 1", *COMMON)
+        words = f"--resume {tmp_path}/here.pt --dataset {there} --predict {tmp_path}/p.npy --gpus 0"
+        capsys.readouterr()
+        assert _code(words) == 0
+        assert "data    classes go by number: " in capsys.readouterr().out
+        assert _code(words.replace(str(there), str(here))) == 0
+        assert "go by number" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("model, backend", [("sage", "mmap"), ("gat", "lmdb"), ("net", "mmap")])
 def test_predictions_go_by_the_names_of_the_feature_columns(model, backend, tmp_path, capsys):
     """Columns in another order give the same logits, bit for bit, as exact and as sampled; other names are refused."""

@@ -151,7 +151,7 @@ def test_batches_sampled_at_once_follow_cores_and_mode_unless_given(tmp_path):
         assert batches_ahead(mode, 64, sample_threads=3, prefetch=1) == (3, 1)
     assert [batches_ahead("cpu-cuda", n) for n in (8, 16, 96)] == [(2, 3), (4, 5), (4, 5)]
     assert batches_ahead("cpu-cuda", 16, prefetch=2) == (2, 2)
-    assert batches_ahead("cpu-cuda", 16, prefetch=0) == (4, 0)
+    assert batches_ahead("cpu-cuda", 16, prefetch=0) == (1, 0)
     assert {batches_ahead(mode, 16) for mode in {*MODES} - {"cpu-cuda"}} == {(1, 2)}
     # memory follows: two more batches, in pinned memory and on the GPU
     graph = _plain_store(tmp_path / "g")
