@@ -624,7 +624,7 @@ def test_train_learns_resumes_and_predicts_by_type(mag, tmp_path):
     _train(words, f"--epochs 7 --checkpoint {tmp_path}/d.pt")
     _train(f"--resume {tmp_path}/d.pt --epochs 12 --checkpoint {tmp_path}/d.pt --gpus 0")
     assert _same_weights(tmp_path / "c.pt", tmp_path / "d.pt")
-    cached = _train(words, f"--epochs 12 --cache 20KB --checkpoint {tmp_path}/e.pt")
+    cached = _train(words, f"--epochs 12 --cache 20KB --verbose --checkpoint {tmp_path}/e.pt")
     assert "page cache" in cached and _same_weights(tmp_path / "c.pt", tmp_path / "e.pt")
     _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0")
     graph = GraphStore.open(mag)
