@@ -193,7 +193,8 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
     rows = nodes.numbers(table, 0, columns.pop(node))
     again = np.setdiff1d(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
     if len(again):
-        problem = f"node {rows[again[0]]} occurs a second time"
+        row = rows[again[0]]
+        problem = f"node {nodes.names[row] if nodes.names else row} occurs a second time"
         if table.width == 1 and not nodes.names and rows.max() <= 1:
             problem = "this looks like a mask of 0 and 1: ids of nodes are needed, one a line"
         raise table.error(int(again[0]), problem)

@@ -455,6 +455,8 @@ def form_of(cell) -> str:
     decimals, exponent = printed.groups(default="")
     if exponent:
         return f".{len(decimals) - len(exponent) - 1}e"
+    if decimals.strip(".0"):
+        return ""  # a fraction
     return decimals or "d"
 
 

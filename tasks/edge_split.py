@@ -98,9 +98,7 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None, say=lambda line
         raise DamagedGraph(DAMAGED)
     graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
     among = edges if edge_type is None else edges_of(store, edge_type)
-    pairs = pairs_of(store, edges, among, how, seed, say)
-    if getattr(store, "edge_types", None) and store.node_types:
-        check_types(store, edge_type, pairs, f"--edge-split {how}")
+    pairs = pairs_of(store, edges, among, how, seed, edge_type, say)
     held = torch.cat([pairs["valid"], pairs["test"]])
     keep = torch.ones(store.indices.numel(), dtype=torch.bool)
     keep[edges.between(held)[0]] = False
@@ -187,7 +185,7 @@ def bits_of(pairs, key):
     return random_bits(mix(key), torch.minimum(*ends), torch.maximum(*ends), bits=53)
 
 
-def pairs_of(store, edges, among, how, seed, say):
+def pairs_of(store, edges, among, how, seed, edge_type, say):
     """Split the pairs of the Edges `among` by `how` (see `split_edges`) -> {part: int64 [n, 2]} in the order drawn; no
     "train" if `how` is "none" or a file without it."""
     if how.endswith(".npz"):
@@ -195,7 +193,10 @@ def pairs_of(store, edges, among, how, seed, say):
         with reading(name), np.load(how, allow_pickle=False) as content:
             arrays = {"valid": empty, "test": empty, **by_part(name, content)}
         V = store.num_nodes
-        pairs = {part: checked_pairs(f"{name}: {part}", arrays[part], store) for part in arrays}
+        pairs = {
+            part: checked_pairs(f"{name}: {part}", arrays[part], store, edge_type)
+            for part in arrays
+        }
         for part, ends in pairs.items():
             if len(loops := ends[ends[:, 0] == ends[:, 1]]):
                 loop = called(store, loops[0])
@@ -219,32 +220,38 @@ def pairs_of(store, edges, among, how, seed, say):
     return dict(zip(SPLITS, parts))
 
 
-def check_types(store, edge_type, pairs, name):
-    """Raise StoreError for one of `pairs` {part: [n, 2]} whose ends edges of a type (None: of any) do not join."""
+def check_types(name, pairs, store, edge_type):
+    """Raise StoreError for one of the pairs [n, 2] whose ends edges of a type (None: of any) do not join."""
     counts = [count for count, _ in store.node_types.values()]
     node_types, ends = [*store.node_types], torch.tensor(counts).cumsum(0)
     edge_types = store.edge_types if edge_type is None else [store.edge_types[edge_type]]
     joined = torch.zeros(len(counts), len(counts), dtype=torch.bool)
     for source, _, destination in (kind.split(",") for kind in edge_types):
         joined[node_types.index(source), node_types.index(destination)] = True
-    for part, ids in pairs.items():
-        kinds = torch.bucketize(ids, ends, right=True)
-        for at in (~joined[kinds.unbind(1)]).nonzero().flatten()[:1].tolist():
-            goes = " to ".join(node_types[kind] for kind in kinds[at].tolist())
-            why = f"edges are {'; '.join(edge_types)}; ids count all nodes, type after type"
-            raise StoreError(f"{name}: {ids[at].tolist()} of {part} goes from {goes}: {why}")
+    kinds = torch.bucketize(pairs, ends, right=True)
+    for at in (~joined[kinds.unbind(1)]).nonzero().flatten()[:1].tolist():
+        goes = " to ".join(node_types[kind] for kind in kinds[at].tolist())
+        starts = zip(node_types, [0, *ends.tolist()])
+        count = ", ".join(f"{kind} from {start}" for kind, start in starts)
+        why = f"edges are {'; '.join(edge_types)}; ids count all nodes, {count}"
+        raise StoreError(f"{name}: {pairs[at].tolist()} goes from {goes}: {why}")
 
 
-def checked_pairs(name, pairs, store):
-    """Look up the nodes of pairs [n, 2] -> int64 tensor [n, 2]; StoreError for another shape, dtype or an unknown node."""
+def checked_pairs(name, pairs, store, edge_type=None):
+    """Look up the nodes of pairs [n, 2] -> int64 tensor [n, 2]; StoreError for another shape, dtype or an unknown node,
+    and for ends that edges of the type do not join."""
     pairs = np.asarray(pairs)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iuUS":
         actual = f"{list(pairs.shape)} {pairs.dtype}"
         needed = "integers or names [n, 2] are needed, source and destination"
         raise StoreError(f"{name} is {actual}: {needed}")
     if hasattr(store, "node_ids"):
-        return store.node_ids(pairs, name)
-    return node_ids(name, pairs, store.num_nodes)
+        pairs = store.node_ids(pairs, name)
+    else:
+        pairs = node_ids(name, pairs, store.num_nodes)
+    if getattr(store, "edge_types", None) and store.node_types:
+        check_types(name, pairs, store, edge_type)
+    return pairs
 
 
 def called(store, pair):

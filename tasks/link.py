@@ -411,7 +411,7 @@ class LinkTask(Task):
         if args.pairs:  # refused before anything is trained
             with reading(name := f"--pairs {args.pairs}"):
                 asked = np.load(args.pairs, allow_pickle=False)
-                self.asked = checked_pairs(name, asked, store)
+                self.asked = checked_pairs(name, asked, store, number)
                 self.named = np.char.decode(asked, "utf-8") if asked.dtype.kind == "S" else asked
 
     @staticmethod

@@ -325,6 +325,17 @@ def test_tables_refer_by_the_text_of_an_id(tmp_path, ids, refers, accepted):
             _refuses("line .: (there is no node|'.*' is no whole number, written as 7)", numbers)
 
 
+def test_tables_take_fractions_for_no_whole_numbers(tmp_path):
+    """Also where all of them end alike, as 0.5, 1.5, 2.5."""
+    cells = ["0.5", "1.5", "2.5"]
+    x = _written(tmp_path / "x.csv", {"id": cells, "f": ["1"] * 3})
+    assert graph_tables.features(x, tmp_path)[1].names == cells
+    y, nodes = _written(tmp_path / "y.csv", {"label": cells}), graph_tables.Nodes(3, "x.csv")
+    _refuses(
+        "line 2: 'label' is '0.5': labels are whole", graph_tables.of_nodes, y, nodes, "labels"
+    )
+
+
 def test_tables_never_merge_different_cells(tmp_path):
     """Random columns: two different texts are two ids, labels or types; numbers are those that the cells print."""
     random = np.random.default_rng(0)

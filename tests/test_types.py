@@ -29,6 +29,7 @@ from tests.common import (
     DATA,
     OWN_LAYERS,
     OWN_MODELS,
+    _code,
     _dgl,
     _log,
     _run_here,
@@ -654,6 +655,14 @@ def test_node_types_are_the_same_for_any_number_of_processes(flags, mag, tmp_pat
     _same_for_any_number_of_processes(tmp_path, words, [(1, 60, 2), (2, 60, 1)], epochs=2)
 
 
+def test_pairs_whose_ends_no_edge_joins_are_refused(mag, tmp_path, capsys):
+    """Also those of --pairs, as if each type counted its nodes from 0."""
+    np.save(tmp_path / "pairs.npy", np.array([[0, 1]]))
+    words = f"--task link --dataset {mag} --gpus 0 --epochs 1 --edge-type author,writes,paper"
+    assert _code(f"{words} --pairs {tmp_path}/pairs.npy --predict {tmp_path}/p.csv") == 2
+    assert "pairs.npy: [0, 1] goes from paper to paper: edges are" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("how", ["80/10/10", "none", "file"])
 def test_links_of_one_type(how, mag, tmp_path):
     """Pairs are edges of one type; held-out ones pass no messages in either direction; other types stay complete."""
@@ -661,7 +670,7 @@ def test_links_of_one_type(how, mag, tmp_path):
     before, number = _edges_by_type(graph), graph.edge_types.index(name)
     if how == "file":
         np.savez(tmp_path / "back.npz", test=[pair[::-1] for pair in before[name]])
-        said = "of test goes from paper to author: edges are author,writes,paper; ids count all"
+        said = "goes from paper to author: edges are author,writes,paper; ids count all nodes, paper from 0, "
         _refuses(said, split_edges, graph, str(tmp_path / "back.npz"), edge_type=number)
         np.savez(how := str(tmp_path / "pairs.npz"), test=before[name][:40])
     made = split_edges(graph, how, edge_type=number)
