@@ -51,8 +51,8 @@ TABLE_COLUMNS = {  # argument of `build` for tables: column of a store
 }
 RULES = 1  # changes with what a build makes of the same files: stores of before are built anew
 MIRRORED = 0.95  # share of typed edges that have a reverse from which on none is added
-DRAWN_GRAPHS = {"synthetic": (SYNTHETIC, synthetic), "synthetic-mag": (MAG, synthetic_mag)}
-NAMES = (*DRAWN_GRAPHS, *PLANETOID, *OGB)
+GENERATORS = {"synthetic": (SYNTHETIC, synthetic), "synthetic-mag": (MAG, synthetic_mag)}
+NAMES = (*GENERATORS, *PLANETOID, *OGB)
 
 
 def prepare(
@@ -133,9 +133,9 @@ def _recipe(name, root, seed, options):
         raise StoreError(f"dataset {name!r} is unknown{meant} {known}")
     for option in filter(options.get, options):
         raise _no_effect(option, word, "it is for files of your own")
-    defaults, draw = DRAWN_GRAPHS.get(word, ({}, None))
+    defaults, draw = GENERATORS.get(word, ({}, None))
     values = parse(parameters, {n: type(value) for n, value in defaults.items()}, word)
-    key = {**defaults, **values} if word in DRAWN_GRAPHS else word
+    key = {**defaults, **values} if word in GENERATORS else word
     if word in PLANETOID:
         key = [word, RULES]
 
