@@ -183,6 +183,18 @@ def _mix(z):
 
 # ---- layers
 
+CONVS = {}  # name -> class: the subclasses of `Conv` that have one
+
+
+def layers_where(**stated):
+    """Return the names of the layers that state these values about themselves: layers_where(padded=True)."""
+    return [n for n, c in CONVS.items() if all(getattr(c, k) == v for k, v in stated.items())]
+
+
+def plain_layers():
+    """Return the names of the layers that need neither types nor features of edges."""
+    return [n for n, c in CONVS.items() if not c.uses_types and c.edge_features != "must"]
+
 
 class Conv(nn.Module):
     """Base of all layers: each node makes a message of its row, each destination combines its neighbours' messages.
@@ -201,9 +213,27 @@ class Conv(nn.Module):
     degree is float [n, 2] or [S, 2]: out- and in-degree of these nodes in the whole graph; None: in
     the block. nodes [S] are ids of the destinations and seed is an int, as for `relu_dropout`, for a
     layer with dropout inside.
+
+    A subclass that is given a `name`, as in `class GINConv(Conv, name="gin")`, is a layer of `GNN` and of --model.
+    What it states about itself, here with the defaults:
     """
 
-    uses_degree, uses_types, edge_dim = False, False, 0
+    edge_features = "no"  # it has no use for them ("no"), it "can" use them (edge_dim is their width or 0), it "must" have them
+    uses_types = False  # it needs types of edges
+    uses_degree = False  # it needs degrees in the whole graph
+    norm = "none"  # norm after hidden layers that it trains well with
+    residual = (
+        "no"  # residual connections by default: "no", "yes", "if classes disagree" (of neighbours)
+    )
+    padded = False  # reads neighbours only through functions that skip edges with index -1: CUDA graphs can hold it
+    takes = ()  # options of GNN that it is made with: "heads", "dropout", "norm", "bases"
+
+    edge_dim = 0
+
+    def __init_subclass__(cls, name=None, **options):
+        super().__init_subclass__(**options)
+        if name is not None:
+            CONVS[name] = cls
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources, edges [E, edge_dim] -> [S, D] of its destinations."""
@@ -280,8 +310,10 @@ class Linear(nn.Linear):
         return (fused or F).linear(x, self.weight, self.bias)
 
 
-class SAGEConv(Conv):
+class SAGEConv(Conv, name="sage"):
     """GraphSAGE layer, mean aggregator (Hamilton, Ying, Leskovec, arXiv 1706.02216): W_self h_v + W_neigh mean(h_u)."""
+
+    padded = True
 
     def __init__(self, in_dim, out_dim):
         super().__init__()
@@ -321,8 +353,11 @@ class SAGEConv(Conv):
         return self.self_linear(h_dst) + mean_neighbours(indptr, indices, message)
 
 
-class SAGEPoolConv(Conv):
+class SAGEPoolConv(Conv, name="sage-pool"):
     """GraphSAGE layer, max-pooling aggregator (arXiv 1706.02216): W_self h_v + W_neigh max(relu(W_pool h_u + b))."""
+
+    norm = "layer"
+    padded = True
 
     def __init__(self, in_dim, out_dim):
         super().__init__()
@@ -340,7 +375,7 @@ class SAGEPoolConv(Conv):
         return self.self_linear(h_dst) + self.neigh_linear(pooled)
 
 
-class GCNConv(Conv):
+class GCNConv(Conv, name="gcn"):
     """Graph convolution (Kipf, Welling, arXiv 1609.02907): W sum(h_u / sqrt((d_u + 1) (d_v + 1))) + b, v among the u.
 
     The sum is the in-degree times the mean over the block's edges: in a uniformly sampled block an
@@ -348,6 +383,9 @@ class GCNConv(Conv):
     """
 
     uses_degree = True
+    # it mixes a node's row with its neighbours'
+    residual = "if classes disagree"
+    padded = True
 
     def __init__(self, in_dim, out_dim):
         super().__init__()
@@ -393,7 +431,7 @@ class MLP(nn.Sequential):
     """That of GIN: linear, norm, ReLU, linear."""
 
 
-class GINConv(Conv):
+class GINConv(Conv, name="gin"):
     """Graph isomorphism layer (Xu et al., arXiv 1810.00826): MLP((1 + eps) h_v + sum(h_u)), eps learned.
 
     The sum, estimated as in `GCNConv`, grows with the degree. A norm after the MLP's first linear
@@ -402,6 +440,11 @@ class GINConv(Conv):
     """
 
     uses_degree = True
+    norm = "layer"
+    # without, it learns nothing on some graphs
+    residual = "yes"
+    padded = True
+    takes = ("norm",)
 
     def __init__(self, in_dim, out_dim, norm="none"):
         super().__init__()
@@ -418,8 +461,12 @@ class GINConv(Conv):
         return self.mlp(own_plus_mean(indptr, indices, message, alpha, degree[:, 1], rows))
 
 
-class GINEConv(GINConv):
+class GINEConv(GINConv, name="gine"):
     """GIN with edge features (Hu et al., arXiv 1905.12265): MLP((1 + eps) h_v + sum(relu(h_u + W e_uv + b)))."""
+
+    edge_features = "must"
+    residual = "no"
+    padded = False
 
     def __init__(self, in_dim, out_dim, norm="none", edge_dim=0):
         super().__init__(in_dim, out_dim, norm)
@@ -442,7 +489,7 @@ class GINEConv(GINConv):
         return self.mlp((1 + self.eps) * h_dst + estimate.to(h_dst.dtype))
 
 
-class GATv2Conv(Conv):
+class GATv2Conv(Conv, name="gat"):
     """Graph attention layer, GATv2 (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903), with self-loops.
 
     Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of
@@ -455,6 +502,13 @@ class GATv2Conv(Conv):
         dropout: probability for each attention weight.
         edge_dim: width of the edge features; 0: none.
     """
+
+    edge_features = "can"
+    norm = "layer"
+    # it mixes a node's row with its neighbours'
+    residual = "if classes disagree"
+    padded = True
+    takes = ("heads", "dropout")
 
     def __init__(self, in_dim, out_dim, heads=1, *, mean=False, dropout=0.0, edge_dim=0):
         super().__init__()
@@ -522,7 +576,7 @@ class GATv2Conv(Conv):
 LOOPED = 16  # up to this many types: one matrix product per type
 
 
-class RGCNConv(Conv):
+class RGCNConv(Conv, name="rgcn"):
     """Relational graph convolution (Schlichtkrull et al., arXiv 1703.06103): W_0 h_v + b + sum_r W_r mean_r(h_u), the
     mean over v's edges of type r.
 
@@ -531,7 +585,11 @@ class RGCNConv(Conv):
         bases: B: W_r = sum_b a_rb V_b, with B matrices V_b for all types; 0: one matrix per type.
     """
 
-    uses_types, averages = True, True
+    uses_types = True
+    padded = True
+    takes = ("num_types", "bases")
+
+    averages = True
 
     def __init__(self, in_dim, out_dim, num_types, bases=0):
         super().__init__()
@@ -636,12 +694,14 @@ class RGCNConv(Conv):
         return *group.unique_consecutive(return_counts=True), indices
 
 
-class RGATConv(RGCNConv):
+class RGATConv(RGCNConv, name="rgat"):
     """Relational graph attention (Busbridge et al., arXiv 1904.05811), additive, within each type, one head: R-GCN with
     the mean over v's edges of type r weighted by softmax(leaky_relu(q_r . h_v + k_r . h_u)).
 
     The paper's q and k multiply W_r h: here W_r is part of q_r and k_r.
     """
+
+    padded = False
 
     averages = False
 
@@ -809,11 +869,6 @@ class LayerNorm(nn.LayerNorm):
         return out if x.is_cuda else out.to(x.dtype)
 
 
-CONVS = {"sage": SAGEConv, "sage-pool": SAGEPoolConv, "gcn": GCNConv}
-CONVS |= {"gat": GATv2Conv, "gin": GINConv}
-EDGE_CONVS = {"gat": GATv2Conv, "gine": GINEConv}  # accept edge features; gine needs them
-TYPE_CONVS = {"rgcn": RGCNConv, "rgat": RGATConv}  # need edge types
-ALL_CONVS = CONVS | EDGE_CONVS | TYPE_CONVS
 NORMS = {"none": nn.Identity, "layer": LayerNorm, "batch": BatchNorm}
 HOOKS = "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks".split()
 
@@ -867,7 +922,7 @@ class GNN(nn.Module):
         node_types=(),
     ):
         super().__init__()
-        for name, value, choices in (("conv", conv, ALL_CONVS), ("norm", norm, NORMS)):
+        for name, value, choices in (("conv", conv, CONVS), ("norm", norm, NORMS)):
             if value not in choices:
                 raise ValueError(f"{name} {value!r} is unknown: choose one of {', '.join(choices)}")
         if num_layers < 1 or heads < 1:
@@ -875,21 +930,25 @@ class GNN(nn.Module):
             raise ValueError(f"{sizes}: at least one of each is needed")
         if norm == "batch" and recompute:
             raise ValueError("norm 'batch' would count a recomputed batch twice: take 'layer'")
-        if bool(num_types) != (conv in TYPE_CONVS) or bases and not num_types:
-            needs = f"{' and '.join(TYPE_CONVS)} need types of edges, others have no use for them"
+        make = CONVS[conv]
+        if bool(num_types) != make.uses_types or bases and not num_types:
+            with_types = " and ".join(layers_where(uses_types=True))
+            needs = f"{with_types} need types of edges, others have no use for them"
             raise ValueError(f"conv {conv!r} with num_types {num_types}, bases {bases}: {needs}")
-        if edge_dim and conv not in EDGE_CONVS or not edge_dim and conv not in CONVS | TYPE_CONVS:
-            needs = f"{' and '.join(EDGE_CONVS)} take features of edges, and gine needs them"
+        if edge_dim and make.edge_features == "no" or not edge_dim and make.edge_features == "must":
+            must = " and ".join(layers_where(edge_features="must"))
+            can = " and ".join([*layers_where(edge_features="can"), must])
+            needs = f"{can} take features of edges, and {must} needs them"
             raise ValueError(f"conv {conv!r} with edge_dim {edge_dim}: {needs}")
         self.inputs = NodeInputs(node_types, hidden) if node_types else None
         in_dim = hidden if node_types else in_dim
         pairs = list(pairwise([in_dim] + [hidden] * (num_layers - 1) + [out_dim]))
-        options = {"edge_dim": edge_dim} if edge_dim else {}
-        of = {"gat": {"heads": heads, "dropout": dropout}, "gin": {"norm": norm}}
-        typed = {"num_types": num_types, "bases": bases}
-        of |= {"gine": of["gin"], **dict.fromkeys(TYPE_CONVS, typed)}
-        options, last = options | of.get(conv, {}), {"mean": True} if conv == "gat" else {}
-        make = ALL_CONVS[conv]
+        given = {"heads": heads, "dropout": dropout, "norm": norm}
+        given |= {"num_types": num_types, "bases": bases}
+        options = {name: given[name] for name in make.takes}
+        if edge_dim:
+            options["edge_dim"] = edge_dim
+        last = {"mean": True} if "heads" in make.takes else {}
         self.layers = nn.ModuleList(make(*pair, **options) for pair in pairs[:-1])
         self.layers.append(make(*pairs[-1], **options, **last))
         self.norms = nn.ModuleList(NORMS[norm](hidden) for _ in range(num_layers - 1))
@@ -1000,7 +1059,7 @@ class GNN(nn.Module):
             return h
         nodes = None if nodes is None else nodes[: len(h)]
         h = self.norms[i](h)
-        kinds = {*ALL_CONVS.values(), *NORMS.values(), MLP, nn.ReLU}
+        kinds = {*CONVS.values(), *NORMS.values(), MLP, nn.ReLU}
         if not unchanged(*self.layers[i].modules(), self.norms[i], kinds=kinds):
             h = h.clone()  # a hook, method or network may have kept it, and ReLU is in place
         return relu_dropout(h, self.dropout, self.training, nodes, seed)

@@ -42,7 +42,7 @@ import torch
 
 from bench.tools import hardware, settle, write_figures
 from disk.files import StoreError, plural
-from model import CONVS
+from model import plain_layers
 from run.allocator import keep_freed_memory
 from run.flags import positive
 
@@ -78,7 +78,12 @@ def make_parser():
     add("--graphbolt", metavar="PYTHON", help="sampler, store, mag: GraphBolt's interpreter")
     add("--pyg", metavar="PYTHON", help="mag: an interpreter with torch_geometric and torch-sparse")
     add("--procs", default="1,2", type=numbers, help="scaling: processes sharing one --batch-size")
-    add("--model", default="sage", choices=[*CONVS], help="step, link, store, roofline, inference")
+    add(
+        "--model",
+        default="sage",
+        choices=[*plain_layers()],
+        help="step, link, store, roofline, inference",
+    )
     add("--heads", type=whole, default=1, help="of gat (inference: 4)")
     # store
     add("--edges", type=whole, default=10_000_000, help="store: edges to build; reverses are added")
@@ -87,7 +92,11 @@ def make_parser():
     add("--batches", type=whole, default=40, help="store: per run; the first quarter is not timed")
     # accuracy, labor, types
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")
-    add("--models", metavar="A,B", help=f"layers: some of {','.join(CONVS)}; accuracy: also mlp")
+    add(
+        "--models",
+        metavar="A,B",
+        help=f"layers: some of {','.join(plain_layers())}; accuracy: also mlp",
+    )
     add("--runs", type=whole, default=10, help="accuracy, labor, types: seeds, at least 2")
     # gpu, attack
     add("--quick", action="store_true", help="gpu: rehearse on tiny graphs, in ROOT/gpu-quick")
@@ -106,7 +115,7 @@ def main(argv=None):
     what, gpu = args.what, args.what == "gpu"
     if args.runs < 2:
         parser.error(f"--runs {args.runs}: a standard deviation needs 2 or more")
-    models = [*CONVS] if what == "layers" else ["mlp", *CONVS]
+    models = [*plain_layers()] if what == "layers" else ["mlp", *plain_layers()]
     if args.models and (unknown := {*args.models.split(",")} - {*models}):
         parser.error(f"--models {','.join(sorted(unknown))}: choose from {','.join(models)}")
     if what == "scaling" and any(args.batch_size % procs for procs in args.procs):

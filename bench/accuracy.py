@@ -18,7 +18,7 @@ import numpy as np
 from bench import tools
 from bench.sampler import LABORS
 from disk.files import StoreError
-from model import CONVS
+from model import plain_layers
 
 # settings to choose from: (parameters of --dataset, flags); row_normalize=0 leaves bag-of-words features 0 and 1
 WORDS = [
@@ -152,7 +152,7 @@ def accuracy(args, rows):
     A model gets the settings of its data set with the highest validation accuracy over seeds of their own, found on
     all neighbours where these fit.
     """
-    models = args.models.split(",") if args.models else ["mlp", *CONVS]
+    models = args.models.split(",") if args.models else ["mlp", *plain_layers()]
     for name, conv in itertools.product(data_sets(args), models):
         flags, full, sampled, settings = REAL[name]
         how = "no edges" if conv == "mlp" else "all neighbours" if full else "sampled"

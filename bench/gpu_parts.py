@@ -24,7 +24,7 @@ from bench import tools
 from bench.gpu_graph import SHAPES, Trained, free, kernels_of, make_graph
 from bench.tools import print_table, read_json
 from features import MODES, FeatureRing, gpu_view, share
-from model import CONVS, SAGE, gather_rows
+from model import SAGE, gather_rows, plain_layers
 from sampler import NeighborSampler
 from sources import prepare
 
@@ -400,7 +400,7 @@ def losses(args, record):
         graph = "synthetic:nodes=2000,degree=8,features=16,classes=4,train=256,valid=64"
     flags = ["--epochs", 2, "--fanout", "5,4,3", "--hidden", 64, "--root", args.root]
     flags += ["--batch-size", 64 if args.quick else 256, "--dataset", graph]
-    convs = list(CONVS)[:2] if args.quick else CONVS
+    convs = plain_layers()[:2] if args.quick else plain_layers()
     by_run, rows = {}, {}
     for precision, conv, mode in itertools.product(CLOSE, convs, ("cpu-cpu", *GPU_MODES)):
         name, cpu = f"{conv} {precision} {mode}", f"{conv} {precision} cpu-cpu"

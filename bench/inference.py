@@ -116,7 +116,7 @@ def bench_layers(args):
     y = store.labels[blocks[-1].src_nodes[: args.batch_size].long()]
     widths = [x.shape[1], *[args.hidden] * (len(blocks) - 1), store.num_classes]
     degrees, figures = model.graph_degrees(store.indptr, store.indices), {}
-    for conv in args.models.split(",") if args.models else model.CONVS:
+    for conv in args.models.split(",") if args.models else model.plain_layers():
         shape = conv, widths, args.heads if conv == "gat" else 1, blocks
         makers = {"ours": partial(ours, degrees=degrees), "DGL": dgl, "PyG": pyg}
         contenders = {n: partial(training, partial(m, *shape), x, y) for n, m in makers.items()}

@@ -31,12 +31,11 @@ import torch
 import torch.distributed as dist
 
 from features import Fetched
-from model import LOOPED
+from model import LOOPED, layers_where
 from native import layers, sampler_gpu
 from run.finite import LossSum
 from sampler import Block
 
-PADDED = ("sage", "sage-pool", "gcn", "gat", "gin", "rgcn")  # models whose kernels skip padding
 MEASURED = 16  # batches whose sizes decide the static shapes
 ELSEWHERE = "another rank cannot have them"
 REFUSALS = RuntimeError, AttributeError  # AttributeError: this torch lacks a function
@@ -55,10 +54,11 @@ def averages_in_place(args, store, *dtypes):
 def hindrances(args, store, used):
     """Return {reason against CUDA graphs: whether flags and data give it}. used: `EdgeData` of the store."""
     limit, fanout = sampler_gpu.AGGREGATED, ",".join(map(str, args.fanout))
-    models, too_many = ", ".join(PADDED), averages_in_place(args, store) and args.fanout[-1] > limit
+    padded = layers_where(padded=True)
+    too_many = averages_in_place(args, store) and args.fanout[-1] > limit
     return {
         f"they are for --task node, this is {args.task}": args.task != "node",
-        f"they are for --model {models}, this is {args.model}": args.model not in PADDED,
+        f"they are for --model {', '.join(padded)}, this is {args.model}": args.model not in padded,
         "--norm batch would count the padding": args.norm == "batch",
         "--checkpoint-activations computes layers twice": args.checkpoint_activations,
         "--precision fp64 has no kernels": args.precision == "fp64",

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from disk.columns import types_called
 from disk.files import StoreError
-from model import CONVS, EDGE_CONVS, TYPE_CONVS
-from run.own_model import is_own, takes_edges
+from model import layers_where
+from run.own_model import conv_of, is_own, takes_edges
 from sampler import seen_at
 
 
@@ -46,15 +46,21 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     """Choose the edge columns that a run uses -> (EdgeData, a line to print for each column). task: a `Task` or its
     class. Raises StoreError for flags that need a column the store lacks, or a model that cannot use one."""
     used, lines, custom = EdgeData(), [], is_own(args.model)
-    can, must = args.model in EDGE_CONVS, args.model in EDGE_CONVS.keys() - CONVS.keys()
     if custom:
         can, must = takes_edges(args.model)
+    else:
+        takes = conv_of(args.model).edge_features
+        can, must = takes != "no", takes == "must"
     if can and store.edge_features is not None:
         used = used._replace(features=store.edge_features)
         seen = f"{store.edge_dim} x {store.meta['edge_dtype']}"
         lines.append(f"the model sees the features of edges, {seen}")
     elif store.edge_features is not None:
-        why = "it does not ask for them" if custom else f"{' and '.join(EDGE_CONVS)} take them"
+        why = (
+            "it does not ask for them"
+            if custom
+            else f"{' and '.join(layers_where(edge_features='can') + layers_where(edge_features='must'))} take them"
+        )
         lines.append(f"features of edges are not used by --model {args.model}: {why}")
     elif must:
         instead = "give that argument a default" if custom else "gin is gine without them"
@@ -111,7 +117,9 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
 
 def typed_edges(args, store, used, custom) -> tuple[EdgeData, list[str]]:
     """Add edge types to `used` if the model takes them -> (EdgeData, [line to print] or []). custom: a user's model."""
-    if store.edge_type is not None and (custom or args.model in TYPE_CONVS):
+    conv = conv_of(args.model)
+    needed = conv is not None and conv.uses_types
+    if store.edge_type is not None and (custom or needed):
         count, names = store.num_edge_types, store.edge_types
         used = used._replace(type=store.edge_type, num_types=count, type_names=names)
         fanouts = hops(args.fanout, used)
@@ -122,7 +130,7 @@ def typed_edges(args, store, used, custom) -> tuple[EdgeData, list[str]]:
     if not all(isinstance(hop, int) for hop in args.fanout):
         why = f"it is for rgcn, rgat, or a model of your own, and a graph with types, here {store.path}"
         raise StoreError(f"--fanout {','.join(map(str, args.fanout))} names types: {why}")
-    if args.model in TYPE_CONVS:
+    if needed:
         raise StoreError(f"--model {args.model} takes types of edges, and {store.path} has none")
     unused = f"types of edges are not used by --model {args.model}: rgcn and rgat take them"
     return used, [unused] if store.edge_type is not None else []

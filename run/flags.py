@@ -19,19 +19,14 @@ from ddp import under_torchrun
 from disk.files import RANK_BYTES, check_name, free_host_bytes, plural
 from disk.terminal import Parser
 from features import MODES
-from model import ALL_CONVS, NORMS, TYPE_CONVS
-from run.own_model import is_own, words_of
+from model import CONVS, NORMS, layers_where
+from run.own_model import conv_of, is_own, words_of
 from tasks.edge_split import split_type
 from tasks.graph import GraphTask
 from tasks.link import LinkTask
 from tasks.node import NodeTask
 
 TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
-# models with a norm by default: without one they learn slowly or not at all
-NORMALISED = ("sage-pool", "gat", "gin", "gine")
-# models with residual connections by default: gin learns nothing on some graphs without; the others mix a node's
-# row with its neighbours', and need them where neighbours are of other classes
-RESIDUAL, AVERAGING = ("gin",), ("gcn", "gat")
 BUILT_IN = "heads bases norm residual dropout input_dropout checkpoint_activations"
 # flag | values | help. Several values: choices, the default first (- for none); X = D: default D; no value: a switch
 FLAGS = f"""
@@ -54,14 +49,14 @@ sampling
 --batch-size | N = 1024 | seeds per process and pass
 --accumulate | N = 1 | forward and backward passes per optimizer step
 model
---model | MODEL = sage | {", ".join(ALL_CONVS)} or FILE.py:NAME
+--model | MODEL = sage | {", ".join(CONVS)} or FILE.py:NAME
 --model-args | A=1,B=x | your model is made by NAME(features, classes, A=1, B='x') (default: none)
 --hidden | N = 128 | width of the hidden layers, all heads together
 --num-layers | N | number of layers (default: one per fanout, else 3)
 --heads | N = 4 | attention heads of gat
 --bases | N0 = 0 | rgcn, rgat: mix the matrix of each type from N bases (default: 0, off)
---norm | - {" ".join(NORMS)} | after hidden layers (default: layer for {", ".join(NORMALISED)}, else none)
---residual | on/off | add each layer's input to its output (default: {", ".join(RESIDUAL)}; {", ".join(AVERAGING)} if neighbours' classes hardly agree)
+--norm | - {" ".join(NORMS)} | after hidden layers (default: layer for {", ".join(layers_where(norm="layer"))}, else none)
+--residual | on/off | add each layer's input to its output (default: {", ".join(layers_where(residual="yes"))}; {", ".join(layers_where(residual="if classes disagree"))} if neighbours' classes hardly agree)
 --dropout | P = 0.5 | probability after hidden layers and on gat's attention, in 256ths
 --input-dropout | P = 0 | probability on the input features (default: 0)
 links
@@ -176,10 +171,12 @@ def make_parser():
 
 def filled_in(args):
     """Return the flags with the defaults that depend on other flags filled in."""
-    task, values = TASKS[args.task], {}
-    values["norm"] = args.norm or ("layer" if args.model in NORMALISED else "none")
-    if args.residual is None and not (task.classes_agree and args.model in AVERAGING):
-        values["residual"] = args.model in RESIDUAL  # else `settle` decides, by the graph
+    task, conv, values = TASKS[args.task], conv_of(args.model), {}
+    values["norm"] = args.norm or (conv.norm if conv else "none")
+    residual = conv.residual if conv else "no"
+    # else `settle` decides, by the graph
+    if args.residual is None and not (task.classes_agree and residual == "if classes disagree"):
+        values["residual"] = residual == "yes"
     values["fanout"] = args.fanout or [10] * (args.num_layers or 3)
     values["num_layers"] = args.num_layers or len(values["fanout"])
     if args.temporal == "auto":
@@ -193,13 +190,13 @@ def filled_in(args):
 def check_values(parser, args):
     """Reject a network that cannot work, and flags that were typed but have no effect, or not the one they name."""
     task = TASKS[args.task]
-    custom = is_own(args.model)
+    conv, custom = conv_of(args.model), is_own(args.model)
     on_gpu = args.gpus > 0
     gpus, embeddings = on_gpu and torch.cuda.device_count(), args.predict_what == "embeddings"
     if (hops := len(args.fanout)) != args.num_layers:
         fanouts = f"--fanout {text_of(args.fanout)} has {plural(hops, 'hop')}"
         parser.error(f"{fanouts}, --num-layers is {args.num_layers}: one fanout a layer is needed")
-    if args.model == "gat" and args.hidden % args.heads:
+    if conv and "heads" in conv.takes and args.hidden % args.heads:
         parser.error(f"--hidden {args.hidden} is no multiple of --heads {args.heads}: give one")
     if args.norm == "batch" and args.checkpoint_activations:
         parser.error("--norm batch counts twice with --checkpoint-activations: use --norm layer")
@@ -229,8 +226,10 @@ def check_values(parser, args):
     one_layer = embeddings and args.num_layers == 1
     refuse(one_layer, "predict_what", "would be the features with --num-layers 1")
     refuse(not custom, "model_args", "is for --model FILE.py:NAME, --model is {model}")
-    refuse(args.model != "gat", "heads", "is for --model gat, --model is {model}")
-    refuse(args.model not in TYPE_CONVS, "bases", "is for --model rgcn or rgat, --model is {model}")
+    for option in ("heads", "bases"):
+        models = " or ".join(name for name, of in CONVS.items() if option in of.takes)
+        unused = conv is None or option not in conv.takes
+        refuse(unused, option, f"is for --model {models}, --model is {{model}}")
     refuse(args.temporal == "off", "window", "is of times, --temporal is off")
     why = "is for --sampler labor, --sampler is {sampler}"
     refuse(args.sampler != "labor", "layer_dependency batch_dependency", why)
@@ -307,9 +306,9 @@ def text_of(value):
 def model_name(text):
     """Check that text is a layer's name or FILE.py:NAME -> the text."""
     file, _, name = text.rpartition(":")
-    if text in ALL_CONVS or file.endswith(".py") and name.isidentifier():
+    if text in CONVS or file.endswith(".py") and name.isidentifier():
         return text
-    names = ", ".join(ALL_CONVS)
+    names = ", ".join(CONVS)
     raise argparse.ArgumentTypeError(f"{text!r}: choose one of {names}, or FILE.py:NAME")
 
 

@@ -27,11 +27,17 @@ import torch
 from torch import nn
 
 from disk.files import StoreError, reading
+from model import CONVS
 
 
 def is_own(model):
     """Return whether a value of --model names a file."""
     return isinstance(model, str) and ":" in model
+
+
+def conv_of(model):
+    """Return the layer that a value of --model names, a subclass of `Conv`, or None for a network of a file."""
+    return CONVS.get(model)
 
 
 def words_of(text):

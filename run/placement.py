@@ -14,12 +14,12 @@ import torch
 from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
 from features import CachedFeatures, FeatureRing, expected_visits, place, share
-from model import TYPE_CONVS, gather_rows, self_and_mean
+from model import gather_rows, self_and_mean
 from run import cuda_graphs
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
-from run.own_model import is_own
+from run.own_model import conv_of, is_own
 from run.plan import batches_ahead, choose_mode, placements, weight_bytes
 from sampler import DamagedGraph, NeighborSampler
 from store import MmapFeatures, ReorderedFeatures
@@ -130,7 +130,8 @@ def sizes(args, task, used, cores=1):
     """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
     process, if --sample-threads and --prefetch are not settled."""
     sized = {"fanout": draws(args, used), "batch_size": args.batch_size * task.sampled_for(args)}
-    sized["types"] = (args.bases or used.num_types) if args.model in TYPE_CONVS else 0
+    conv = conv_of(args.model)
+    sized["types"] = (args.bases or used.num_types) if conv and conv.uses_types else 0
     sized["graphs"] = cuda_graphs.hops_held(args, task.store, used) if args.trains else 0
     sized |= {name: getattr(args, name) for name in ("hidden", "sample_threads", "prefetch")}
     return {**sized, "cores": cores}

@@ -8,7 +8,7 @@ import torch
 from disk.checks import edge_line
 from disk.columns import NAMES, described_types, read_names
 from disk.files import StoreError, plural
-from model import EDGE_CONVS, GNN, TYPE_CONVS, is_gnn
+from model import CONVS, GNN, is_gnn
 from store import GraphStore
 
 CHUNK = 1 << 22  # numbers of a table of predictions converted at a time
@@ -50,8 +50,12 @@ class Task:
     @classmethod
     def compared(cls, args):
         """List the names of `widths` that must be the same in the data of a checkpoint."""
-        sees = {"edge_dim": EDGE_CONVS, "num_edge_types": TYPE_CONVS} if cls.placed else {}
-        return [name for name in cls.widths if args.model in sees.get(name, [args.model])]
+        conv, unseen = CONVS.get(args.model), set()
+        if cls.placed and (conv is None or conv.edge_features == "no"):
+            unseen.add("edge_dim")
+        if cls.placed and (conv is None or not conv.uses_types):
+            unseen.add("num_edge_types")
+        return [name for name in cls.widths if name not in unseen]
 
     def sampled_for(self, args):
         """Return how many seed nodes an example has, at most."""
@@ -160,8 +164,8 @@ def gnn(args, widths, out_dim):
     names = "hidden num_layers heads dropout input_dropout norm residual".split()
     options = {name: getattr(args, name) for name in names}
     options |= {"conv": args.model, "recompute": args.checkpoint_activations}
-    options["edge_dim"] = widths["edge_dim"] if args.model in EDGE_CONVS else 0
-    if args.model in TYPE_CONVS:
+    options["edge_dim"] = widths["edge_dim"] if CONVS[args.model].edge_features != "no" else 0
+    if CONVS[args.model].uses_types:
         options |= {"num_types": widths["num_edge_types"], "bases": args.bases}
     options["node_types"] = [(count, width) for _, count, width in widths.get("node_types") or ()]
     return GNN(widths["feature_dim"], out_dim=out_dim, **options)

@@ -89,7 +89,9 @@ def test_accuracy_is_what_papers_and_experience_say(name, tmp_path):
     assert "mines" not in name or (", residual" in output) == (name != "mines, sage")
     # 140 training nodes are one step an epoch: enough epochs, and the weight decay of Planetoid's papers
     small = "200 epochs of 1 step, each of 1,024 nodes; learning rate 0.003, weight decay 0.0005"
-    assert (small in output) == (name == "cora, defaults") and set(ENOUGH) == set(model.CONVS)
+    assert (small in output) == (name == "cora, defaults") and set(ENOUGH) == set(
+        model.plain_layers()
+    )
 
 
 ALONE = """
@@ -554,7 +556,7 @@ def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny, mo
         assert (settled.epochs, settled.steps) == expected
         assert settled.weight_decay == pytest.approx(0.07 / 600)
     parse = lambda name: train.parse_args(["--dataset", tiny, "--model", name])  # noqa: E731
-    norms = {name: parse(name).norm for name in model.CONVS}
+    norms = {name: parse(name).norm for name in model.plain_layers()}
     layer = dict.fromkeys(["sage-pool", "gat", "gin"], "layer")
     assert norms == {"sage": "none", "gcn": "none", **layer}
 

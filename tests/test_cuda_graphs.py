@@ -617,7 +617,11 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
     indptr, indices = _random_graph(np.random.default_rng(18), 50, 6)
     ring = dict(on_device=True, features=torch.zeros(3, 1))
     for words, changed, why in (
-        ("--model gine", {}, f"for --model {', '.join(cuda_graphs.PADDED)}, this is gine"),
+        (
+            "--model gine",
+            {},
+            f"for --model {', '.join(model.layers_where(padded=True))}, this is gine",
+        ),
         ("--norm batch", {}, "--norm batch"),
         ("--checkpoint-activations", {}, "--checkpoint-activations"),
         ("--precision fp64", {}, "--precision fp64"),

@@ -302,7 +302,7 @@ def test_a_store_with_times_of_nodes_that_do_nothing_says_so(tmp_path, capsys):
 
 
 def test_train_says_what_is_missing(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.delitem(CONVS, "gat")  # in EDGE_CONVS alone, a layer needs features of edges
+    monkeypatch.setattr(CONVS["gat"], "edge_features", "must")
     whole = _store(tmp_path / "g", **_events(200, 3000))
     edges_alone = _store(tmp_path / "e", edge_time=np.arange(3000))
     for path, words, complaint in (

@@ -419,7 +419,9 @@ def test_features_of_every_dtype_train_in_every_model_at_every_precision(dtype, 
         build_store(path, **{**graph, **backend, "features": rows})
     turn = DTYPES_OF_FEATURES.index(dtype)
     precisions = ("fp32", "bf16", "fp64")
-    for number, conv in enumerate(model.CONVS):  # each meets each precision with three of the types
+    for number, conv in enumerate(
+        model.plain_layers()
+    ):  # each meets each precision with three of the types
         precision, outputs = precisions[(number + turn) % 3], []
         words = f"--model {conv} --precision {precision} --fanout 3,3 --hidden 8 --dropout 0"
         for path in paths:

@@ -362,7 +362,7 @@ def test_model_sampled_gcn_and_gin_are_right_on_average(conv):
 
 
 @pytest.mark.parametrize("functions", ["fused", "torch"])
-@pytest.mark.parametrize("conv", model.ALL_CONVS)
+@pytest.mark.parametrize("conv", model.CONVS)
 def test_model_sums_in_bf16_lose_no_terms(conv, functions, monkeypatch):
     """Gradients of a row that thousands share, and of norms; sums in bfloat16 itself were off by 8 to 100 %."""
     monkeypatch.setattr(model, "fused", model.fused if functions == "fused" else None)
@@ -371,7 +371,9 @@ def test_model_sums_in_bf16_lose_no_terms(conv, functions, monkeypatch):
     indices = torch.cat([torch.arange(V), torch.zeros(V - 1)]).int()
     indptr = torch.cat([torch.zeros(1), torch.arange(V, 2 * V)]).long()
     kinds = {"edge_type": torch.zeros(5999, dtype=torch.uint8), "by_type": False}
-    options = {"num_types": 2} if conv in model.TYPE_CONVS else {"edge_dim": 2 * (conv == "gine")}
+    options = (
+        {"num_types": 2} if model.CONVS[conv].uses_types else {"edge_dim": 2 * (conv == "gine")}
+    )
     sampler = NeighborSampler(indptr, indices, [-1, -1], edge_ids=True, **kinds)
     blocks = sampler.sample(torch.arange(V), 0)
     torch.manual_seed(0)
@@ -521,7 +523,7 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         ("gine", "layers.0.edge_linear", model.Linear(3, 4)),
         ("gcn", "degrees", lambda block: torch.ones(block.num_dst - 1, 2)),
     ):
-        dim = {"edge_dim": 3} if conv in model.EDGE_CONVS else {}
+        dim = {"edge_dim": 3} if model.CONVS[conv].edge_features != "no" else {}
         net = GNN(6, 8, 3, conv=conv, num_layers=2, **dim)
         parent, _, name = part.rpartition(".")
         setattr(net.get_submodule(parent), name, other)

@@ -196,7 +196,7 @@ def test_switches_that_must_not_change_the_result(tiny, tmp_path):
     assert 0.3 < cached[0][-2]["cache_hit_rate"] < 1
 
 
-@pytest.mark.parametrize("name", model.CONVS)
+@pytest.mark.parametrize("name", model.plain_layers())
 def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch, capsys):
     words = f"--dataset {tiny} --model {name} --fanout 5,5 --hidden 16 --norm layer --residual"
     words += " --epochs 4 --lr 0.01 --batch_size 100 --dropout 0.25"
