@@ -463,7 +463,7 @@ class LinkTask(Task):
 
     def finish(self, run, report):
         """Report scores and write embeddings, or the logits of --pairs -> {"part name": score}."""
-        args = run.args
+        args = run.plan
         h = None if self.evaluation.timed and not args.predict else run.exact()
         exact = report.scores({part: self.scores(run, part, h) for part in ("valid", "test")})
         if args.predict and args.pairs:

@@ -34,8 +34,8 @@ class NodeTask(Task):
         self.number = None if idle else args.split
         choose_split(store, self.number, seed=args.seed, turn=args.turn, say=say)
         store.check_split()
-        # multi-label; for a graph without labels set from the checkpoint
-        store.several = store.labels.dim() == 2
+        # multi-label; for a graph without labels see `predict_as`
+        self.several = store.labels.dim() == 2
         self.metric = args.metric or ("accuracy" if store.labels.dim() == 1 else "f1")
         self.title = metric_name(self.metric)
         valid = store.labels[store.split["valid"]]
@@ -75,7 +75,7 @@ class NodeTask(Task):
         return figures, result
 
     def finish(self, run, report):
-        args, store = run.args, self.store
+        args, store = run.plan, self.store
         # true if it is on any rank: each compared with the memory free at its own start
         if run.ranks.sum(store.features.large)[0] and not args.predict:
             why = "the features do not fit into memory; --predict computes it"
@@ -97,7 +97,7 @@ class NodeTask(Task):
     def predicted(self, what, outputs):
         """Turn outputs into what --predict-what names: logits or embeddings as they are, scores [n, C], classes [n] or,
         of several labels, int8 [n, C]."""
-        several = self.store.several
+        several = self.several
         if what == "classes":
             return (outputs > 0).to(torch.int8) if several else outputs.argmax(1)
         if what == "scores":

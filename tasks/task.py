@@ -29,12 +29,14 @@ class Task:
         classes_agree: the default of --residual may depend on how often neighbours share a class.
         placed: --mode places graph and features. embeds: outputs, of any network, are embeddings of width --hidden.
         timed_pairs: each example has its own time; else examples are nodes, with the times `node_time`.
+        several: whether a node has several labels; None where that is no question.
         store: the open data, with split {part: ids of its examples}. draw, load: see `NodeLoader`.
     """
 
     title, metrics, unused, temporal, weights, prior = "scores", (), {}, "auto", "last", 0.0
     classes_agree = timed_pairs = embeds = False
     placed, draw, load, metric = True, None, None, None
+    several = None
 
     @staticmethod
     def network(args, widths, custom=None):
@@ -72,6 +74,10 @@ class Task:
     def known(self):
         """Return the ids of the nodes whose labels the architecture may depend on if `classes_agree`: those of training
         and validation nodes of one split, whatever split a seed takes, so that all --runs train the same network."""
+
+    def predict_as(self, several):
+        """Predict several labels a node, or one, as the network of a checkpoint does."""
+        self.several = several
 
     def attach(self, ranks, args, used, indptr, indices):
         """Take the graph where --mode has placed it; used: its `EdgeData`."""

@@ -18,7 +18,7 @@ from loader import NodeLoader
 from model import GNN, NodeInputs
 from run.adam import Adam
 from run.edge_data import EdgeData, hops
-from run.flags import fanout
+from run.kinds import fanout
 from run.run import open_run
 from sampler import Block, NeighborSampler
 from sources import prepare
