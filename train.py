@@ -144,9 +144,8 @@ class Training:
     def train(self, start, first):
         """Train from step `first` of epoch `start`, validating and saving after each epoch -> exit code: that of the
         signal if training was stopped, else 0."""
-        run = self.run
-        ranks = run.ranks
-        plan = run.plan
+        ranks = self.run.ranks
+        plan = self.run.plan
         level = 0  # of resident memory
         resumed = plan.trains and plan.resume not in (None, "auto")
         if resumed and not os.path.exists(plan.checkpoint or ""):
@@ -156,7 +155,13 @@ class Training:
                 since = f"no better score since epoch {self.best['epoch']}"
                 ranks.say(f"early   stopped after epoch {epoch}: {since}")
                 break
-            rate = self.set_rate(epoch)
+            rate = plan.lr
+            if plan.lr_schedule == "cosine":
+                rate *= (
+                    1 + math.cos(math.pi * epoch / plan.epochs)
+                ) / 2  # 1 to 0 over all of --epochs
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
             profiled = epoch == min(start + 1, plan.epochs - 1)
             with self.report.profile() if plan.profile and profiled else nullcontext():
                 trained = self.epoch(epoch, first)
@@ -167,36 +172,34 @@ class Training:
                 self.report.stopped(epoch + 1, trained.step)
                 ranks.barrier()
                 return self.stop.exit_code
-            figures = self.validate(epoch, rate, trained.figures)
+            figures = self.validate({"epoch": epoch + 1, **trained.figures, "lr": rate})
             ranks.say(advice(ranks, figures) if epoch == start else "")
             self.save(epoch + 1, 0)
             if plan.allocator == "tuned" and not ranks.gpus:
                 level = trim_memory(level)
-        ranks.say(self.written and kept_line(plan, run.task))
+        ranks.say(self.written and kept_line(plan, self.run.task))
         return 0
 
     def epoch(self, epoch, first):
         """Run one epoch from step `first` -> Epoch."""
         run = self.run
-        ranks = run.ranks
         plan = run.plan
-        stepper = self.stepper
         run.model.train()
-        clock = Clock(ranks.gpus)
-        losses = stepper.begin()
+        clock = Clock(run.ranks.gpus)
+        losses = self.stepper.begin()
         count = 0
         done = first
         position = {"desc": f"epoch {epoch + 1}", "total": plan.steps, "initial": first}
-        bar = progress_bar(ranks.leads, unit="step", leave=False, **position)
+        bar = progress_bar(run.ranks.leads, unit="step", leave=False, **position)
         # the loader's threads run ahead: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
-        loader = run.loader(run.store.split["train"], timed=clock.timed, load=stepper.load)
+        loader = run.loader(run.store.split["train"], timed=clock.timed, load=self.stepper.load)
         loader.epoch, loader.step = epoch, first
         waiting = time.perf_counter()
         for batch in loader:
             clock.add("stall", waiting, time.perf_counter())
             if batch.began is not None:
                 clock.events.append(("transfer", batch.began, batch.ready))
-            stepper.step(batch, clock)
+            self.stepper.step(batch, clock)
             count += len(batch.y)
             if batch.last:
                 done = batch.step + 1
@@ -212,7 +215,7 @@ class Training:
         bar.close()
         stages = clock.totals()
         seconds = time.perf_counter() - clock.zero
-        loss, count = ranks.sum(losses.total.item(), count)
+        loss, count = run.ranks.sum(losses.total.item(), count)
         figures = {
             "first_step": first,
             "loss": loss / count if count else None,
@@ -220,19 +223,9 @@ class Training:
             "seeds_per_s": count / seconds,
             **stages,
         }
-        if ranks.world > 1 and stepper.parallel:
-            figures["exchange"] = ranks.exchange(stepper.parallel) * (done - first)
+        if run.ranks.world > 1 and self.stepper.parallel:
+            figures["exchange"] = run.ranks.exchange(self.stepper.parallel) * (done - first)
         return Epoch(done, self.stop.answer, figures, clock.laps)
-
-    def set_rate(self, epoch):
-        """Set the learning rate of an epoch -> the rate."""
-        plan = self.run.plan
-        rate = plan.lr
-        if plan.lr_schedule == "cosine":
-            rate *= (1 + math.cos(math.pi * epoch / plan.epochs)) / 2  # 1 to 0 over all of --epochs
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
 
     def check(self, trained, epoch, draw):
         """Raise StoreError for parameters that are not trained, NotFinite if loss or weights are not finite; if `draw`,
@@ -246,39 +239,39 @@ class Training:
             with self.report.attempt("timeline"):
                 draw_timeline(trained.laps, plan.timeline)
         loss = trained.figures["loss"] or 0.0
-        if not all_finite(run.ranks, loss, run.model, self.optimizer):
-            problem = f"the loss is {loss}"
-            if math.isfinite(loss):
-                problem = "a weight or batch-norm statistic is not finite"
-            raise NotFinite(f"{problem} in epoch {epoch + 1}, step {trained.step} of {plan.steps}")
+        if self.finite(loss):
+            return
+        problem = f"the loss is {loss}"
+        if math.isfinite(loss):
+            problem = "a weight or batch-norm statistic is not finite"
+        raise NotFinite(f"{problem} in epoch {epoch + 1}, step {trained.step} of {plan.steps}")
 
-    def validate(self, epoch, rate, figures):
-        """Validate, report an epoch and keep its weights if they are the best -> all figures."""
+    def validate(self, figures):
+        """Validate, report an epoch and keep its weights if they are the best -> its figures and the new ones."""
         run = self.run
-        ranks = run.ranks
-        plan = run.plan
-        if ranks.world > 1:
+        if run.ranks.world > 1:
             for buffer in run.model.buffers():  # batch-norm statistics
                 torch.distributed.broadcast(buffer, 0)
         valid, watched = run.task.validate(run)
-        figures = {"epoch": epoch + 1, **figures, "lr": rate, **valid}
-        figures["peak_bytes"] = peak_memory(ranks)
-        self.report.tell(epoch_line(plan, figures, run.task.examples), figures)
-        ranks.say(plan.verbose and stages_line(figures))
-        if plan.weights == "best" and watched > self.best["score"]:
+        figures = {**figures, **valid, "peak_bytes": peak_memory(run.ranks)}
+        self.report.tell(epoch_line(run.plan, figures, run.task.examples), figures)
+        run.ranks.say(run.plan.verbose and stages_line(figures))
+        if run.plan.weights == "best" and watched > self.best["score"]:
             weights = {name: value.clone() for name, value in run.model.state_dict().items()}
-            self.best.update(score=watched, epoch=epoch + 1, model=weights)
+            self.best.update(score=watched, epoch=figures["epoch"], model=weights)
         return figures
 
     def save(self, epoch, step, loss=None):
-        """Write the checkpoint, with a loss only if loss, weights and moments are finite on all ranks -> whether they
+        """Write the checkpoint, with a loss only if it, weights and moments are finite on all ranks -> whether they
         are."""
-        run = self.run
-        finite = loss is None or all_finite(run.ranks, loss, run.model, self.optimizer)
-        if finite and run.plan.checkpoint and run.ranks.leads:
-            save_checkpoint(run, self.optimizer, self.best, epoch, step)
+        finite = loss is None or self.finite(loss)
+        if finite and self.run.plan.checkpoint and self.run.ranks.leads:
+            save_checkpoint(self.run, self.optimizer, self.best, epoch, step)
             self.written = True
         return finite
+
+    def finite(self, loss):
+        return all_finite(self.run.ranks, loss, self.run.model, self.optimizer)
 
 
 def prepare(flags):
@@ -321,8 +314,8 @@ def train(ranks, flags, path):
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
     report = Report(ranks, plan)
     with ddp.StopSignal(ranks) as stop:
-        parts = {"run": run, "stepper": stepper, "optimizer": optimizer, "best": best}
-        training = Training(**parts, report=report, stop=stop)
+        parts = {"stepper": stepper, "optimizer": optimizer, "best": best}
+        training = Training(run=run, report=report, stop=stop, **parts)
         try:
             code = training.train(start, first)
         finally:  # also of a run that diverged
@@ -399,14 +392,16 @@ def dry_run(flags, path):
     if task.placed:
         ranks.say("\n".join(memory_lines(ranks, flags, task)))
     plan, used = settle(ranks, flags, task)
+    where = "cpu"
     if not is_own(plan.model):
         check_memory(ranks, plan, task)
-    with torch.device("meta") if not is_own(plan.model) else nullcontext():
+        where = "meta"
+    with torch.device(where):
         model, _ = build_model(plan, task, used)
-    ranks.say("\n".join(plan_lines(ranks, plan, task, model, plan.trains)))
     settled = f"mode {plan.mode}, precision {plan.precision}, weights of the {plan.weights} epoch"
     ahead = f"{plan.prefetch} batches ahead, {plan.sample_threads} sampled at once"
-    ranks.say(f"plan    {settled}, {ahead}")
+    lines = plan_lines(ranks, plan, task, model, plan.trains)
+    ranks.say("\n".join([*lines, f"plan    {settled}, {ahead}"]))
 
 
 def worker(ranks, flags, path):

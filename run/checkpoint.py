@@ -5,15 +5,15 @@
 
 There is no generator or scheduler state: draws depend only on --seed and the step. On resume, flags are
 
-    FIXED     the checkpoint's; another value is refused. --model FILE.py:NAME must be typed again, since a checkpoint
+    fixed     the checkpoint's; another value is refused. --model FILE.py:NAME must be typed again, since a checkpoint
               never names code; a changed file is reported
-    OF_DATA   the same, but they may differ if --predict only predicts
-    KEPT      the checkpoint's unless typed again, which takes effect from the next epoch on (the cosine spans all of
+    of_data   the same, but they may differ if --predict only predicts
+    kept      the checkpoint's unless typed again, which takes effect from the next epoch on (the cosine spans all of
               --epochs). --batch-size x --accumulate x processes must stay the same. --dataset: any path to the same
               graph, or any graph of the same widths if --predict only predicts
-    BUILT     the same while the graph's store is missing and built anew
-    ALIKE     this command's, the same on all ranks
-    FREE      this command's: where it runs, what it writes
+    built     the same while the graph's store is missing and built anew
+    alike     this command's, the same on all ranks
+    free      this command's: where it runs, what it writes
 
 as run/flags.py declares each of them.
 
@@ -39,21 +39,7 @@ from pathlib import Path
 import torch
 
 from disk.files import StoreError, reading, write_whole
-from run.command_line import make_parser, parsed
-from run.flags import (
-    ALIKE,
-    BUILT,
-    FIXED,
-    FLAGS,
-    KEPT,
-    OF_DATA,
-    SAVED,
-    TASKS,
-    Flags,
-    flags_that,
-    spelled,
-    text_of,
-)
+from run.flags import FLAGS, SAVED, TASKS, Flags, declared, make_parser, parsed, spelled, text_of
 from run.own_model import is_own, load
 
 # widths that early checkpoints lack, and what they stand for
@@ -219,10 +205,10 @@ def parsed_flags(saved):
 
 
 def adopted(flags, state, path):
-    """Return flags with the checkpoint's values of those that were not typed; other values of FIXED ones are refused."""
+    """Return flags with the checkpoint's values of those that were not typed; other values of `fixed` ones are refused."""
     saved = state["flags"]
     values = {name: value for name, value in saved.items() if name not in flags.typed}
-    fixed = flags_that(FIXED, OF_DATA) if flags.trains else flags_that(FIXED)
+    fixed = declared("fixed", "of_data") if flags.trains else declared("fixed")
     for name in fixed:
         here = getattr(flags, name)
         was = saved[name]
@@ -235,7 +221,7 @@ def adopted(flags, state, path):
         store_is_here = os.path.isfile(os.path.join(state["graph"]["path"], "meta.json"))
     if "dataset" not in flags.typed and store_is_here:
         values["dataset"] = state["graph"]["path"]  # found there whatever --root is
-        built = (name for name in flags_that(BUILT) if name not in flags.typed)
+        built = (name for name in declared("built") if name not in flags.typed)
         values |= {name: FLAGS[name].default for name in built}
     if not flags.trains:
         values["early_stop"] = None
@@ -259,7 +245,7 @@ def common_state(ranks, flags):
             data = Path(path).read_bytes() if ranks.rank == source else None
             state = read_checkpoint(path, ranks.broadcast(data, source))
         flags = adopted(flags, state, path)
-    names = sorted(flags_that(FIXED, OF_DATA, KEPT, ALIKE))
+    names = sorted(declared("fixed", "of_data", "kept", "alike"))
     common = {spelled(name): text_of(getattr(flags, name)) for name in names}
     # files may lie in another folder; what is in them is compared with the data
     del common["--dataset"]
@@ -398,7 +384,7 @@ def restore(run, state, path, optimizer, best):
         ranks.say(f"model   {plan.model} has changed since the checkpoint was written")
     if plan.trains:
         saved = state["flags"]
-        typed = [name for name in flags_that(KEPT, BUILT) if name in plan.typed]
+        typed = [name for name in declared("kept", "built") if name in plan.typed]
         values = [(name, saved[name], getattr(plan, name)) for name in typed]
         changes = [
             f"{spelled(name)[2:]} {was} -> {here}" for name, was, here in values if here != was

@@ -1,20 +1,17 @@
-"""train.py's command line, made from the declarations in run/flags.py: parser, defaults, refused combinations.
+"""train.py's command line, from the declarations in run/flags.py: defaults that depend on other flags, refused combinations.
 
 `parse_args` exits with code 2 and one sentence on bad input, before anything is loaded.
 """
 
-import argparse
 import os
 import re
-import secrets
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from disk.files import check_name, plural
-from disk.terminal import Parser
-from run.flags import FLAGS, TASKS, Flags, spelled, text_of
+from run.flags import FLAGS, TASKS, Flags, make_parser, parsed, spelled, text_of
 from run.own_model import conv_of
 
 
@@ -28,28 +25,6 @@ def parse_args(argv, complete) -> Flags:
     check_values(parser, flags)
     check_files(parser, flags)
     return flags
-
-
-def parsed(parser, words) -> Flags:
-    """Parse words, without checks that involve several flags."""
-    given = vars(parser.parse_args(words))
-    return Flags(**given, typed=tuple(given), run=secrets.token_hex(4))
-
-
-def make_parser():
-    """Build the parser of all flags; its results have those that are typed."""
-    about = "Train a graph neural network by neighbour sampling."
-    parser = Parser(usage="python train.py [flags]", description=about)
-    for name, flag in FLAGS.items():
-        if flag.group:
-            group = parser.add_argument_group(flag.group)
-        help = flag.help
-        if flag.default and "default" not in help:
-            help += f" (default: {flag.default})"
-        names = [spelled(name), flag.also] if flag.also else [spelled(name)]
-        absent = argparse.SUPPRESS
-        group.add_argument(*names, dest=name, default=absent, help=help, **flag.kind)
-    return parser
 
 
 def filled_in(flags):

@@ -5,9 +5,12 @@ and machine are known. Both are frozen. To add a flag, add a field to `Flags`: t
 the refusal of flags without effect follow from it.
 """
 
+import argparse
 import importlib.util
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 
 from ddp import under_torchrun
 from disk.files import RANK_BYTES, free_host_bytes
+from disk.terminal import Parser
 from features import MODES
 from model import CONVS, NORMS, layers_where
 from run.kinds import (
@@ -42,15 +46,6 @@ from tasks.node import NodeTask
 
 TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
 METRICS = tuple(dict.fromkeys(metric for task in TASKS.values() for metric in task.metrics))
-
-# what a resumed run does with a flag
-FIXED = "fixed"  # takes the checkpoint's value, refuses another one
-OF_DATA = "of data"  # the same, but --predict of another graph may have its own
-KEPT = "kept"  # takes the checkpoint's value unless it is typed again
-BUILT = "built"  # the same, while the store is not built
-ALIKE = "alike"  # takes this command's value, the same on all ranks
-FREE = "free"  # takes this command's value
-
 
 # ---- what a flag needs to have an effect: functions of all flags that return what speaks against it, or None
 
@@ -198,9 +193,9 @@ class Flag:
     """The declaration of a flag.
 
     Attributes:
+        resume: what a resumed run does with it: the name of the function that declares it, `fixed` and others below.
         kind: options of argparse, see run/kinds.py.
         default: None: it follows from other flags, the data or the machine, unless there is none.
-        resume: what a resumed run does with it: FIXED, OF_DATA, KEPT, BUILT, ALIKE or FREE.
         help: unless it says what the default is, --help adds it.
         group: heading in --help that begins here. also: another spelling.
         needs: functions, see above; of a value that was typed each has to return None.
@@ -209,9 +204,9 @@ class Flag:
         older: function(flags of a checkpoint) -> value of checkpoints that lack it; None: they stand for the default.
     """
 
+    resume: str
     kind: dict
     default: Any
-    resume: str
     help: str
     group: str | None = None
     also: str | None = None
@@ -221,381 +216,317 @@ class Flag:
     older: Callable | None = None
 
 
-def flag(kind, default, resume, help, **options):
+def flag(resume, kind, default, help, **options):
     """Declare a field of `Flags`; arguments: see `Flag`."""
-    declared = Flag(kind, default, resume, help, **options)
-    return field(default=default, metadata={"flag": declared})
+    record = Flag(resume, kind, default, help, **options)
+    return field(default=default, metadata={"flag": record})
+
+
+# A flag is declared by the word for what a resumed run does with it
+fixed = partial(flag, "fixed")  # takes the checkpoint's value, refuses another one
+of_data = partial(flag, "of_data")  # the same, but --predict of another graph may have its own
+kept = partial(flag, "kept")  # takes the checkpoint's value unless it is typed again
+built = partial(flag, "built")  # the same, while the store is not built
+alike = partial(flag, "alike")  # takes this command's value, the same on all ranks
+free = partial(flag, "free")  # takes this command's value
 
 
 @dataclass(frozen=True)
 class Flags:
     """The flags of a command."""
 
-    task: str = flag(
+    task: str = fixed(
         one_of(*TASKS),
         "node",
-        FIXED,
         "classify nodes, predict edges, or predict targets of small graphs",
         group="data",
     )
-    dataset: str = flag(
+    dataset: str = kept(
         text("NAME"),
         "synthetic",
-        KEPT,
         "synthetic, synthetic:nodes=..., synthetic-mag, a store, an .npz or .pt file, cora, citeseer, pubmed, ogbn-arxiv, -products, -papers100M, -mag (default: synthetic)",
     )
-    root: str = flag(text("DIR"), "data", FREE, "folder for downloads and built stores")
-    backend: str = flag(
-        one_of("mmap", "lmdb"), "mmap", FREE, "feature storage of a newly built store"
-    )
-    feature_dtype: str | None = flag(
+    root: str = free(text("DIR"), "data", "folder for downloads and built stores")
+    backend: str = free(one_of("mmap", "lmdb"), "mmap", "feature storage of a newly built store")
+    feature_dtype: str | None = built(
         one_of("bfloat16", "float16"),
         None,
-        BUILT,
         "round float features of a newly built store to half the bytes",
     )
-    split: int | None = flag(
+    split: int | None = of_data(
         COUNT_OR_0,
         None,
-        OF_DATA,
         "which split of several, from 0 (default: the first; --runs: each in turn)",
     )
-    symmetrize: bool = flag(SWITCH, False, BUILT, "add the reverse of every edge of an .npz file")
-    drop_duplicates: bool = flag(
-        SWITCH, False, BUILT, "keep one of several equal edges of an .npz file"
-    )
+    symmetrize: bool = built(SWITCH, False, "add the reverse of every edge of an .npz file")
+    drop_duplicates: bool = built(SWITCH, False, "keep one of several equal edges of an .npz file")
 
-    fanout: list | None = flag(
+    fanout: list | None = fixed(
         FANOUT,
         None,
-        FIXED,
         "neighbours per node, hop by hop from the seeds (DGL: 5,10,15); -1: all; with edge types per type, or by name: writes=10:cites=5,writes=5 (default: 10 a layer)",
         group="sampling",
     )
-    sampler: str = flag(
+    sampler: str = fixed(
         one_of("uniform", "labor", "weighted", "latest"),
         "uniform",
-        FIXED,
         "labor: seeds share neighbours (arXiv 2210.13339); weighted: by edge weight; latest: the last edges that the seed sees",
     )
-    layer_dependency: bool = flag(
+    layer_dependency: bool = fixed(
         SWITCH,
         False,
-        FIXED,
         "labor: same random draws in all hops, for fewer input rows per batch",
         needs=[labor_sampling],
     )
-    batch_dependency: int = flag(
+    batch_dependency: int = fixed(
         COUNT,
         1,
-        FIXED,
         "labor: same random draws for N steps in a row, so that rows are reused",
         needs=[labor_sampling],
     )
-    temporal: str = flag(
+    temporal: str = fixed(
         one_of("auto", "at", "before", "off"),
         "auto",
-        FIXED,
         "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
     )
-    window: int | None = flag(
+    window: int | None = fixed(
         TIME,
         None,
-        FIXED,
         "a seed sees only edges later than its time minus N (default: all)",
         needs=[edge_times],
     )
-    batch_size: int = flag(COUNT, 1024, KEPT, "seeds per process and pass")
-    accumulate: int = flag(COUNT, 1, KEPT, "forward and backward passes per optimizer step")
+    batch_size: int = kept(COUNT, 1024, "seeds per process and pass")
+    accumulate: int = kept(COUNT, 1, "forward and backward passes per optimizer step")
 
-    model: str = flag(
-        MODEL, [*CONVS][0], FIXED, f"{', '.join(CONVS)} or FILE.py:NAME", group="model"
-    )
-    model_args: list | None = flag(
+    model: str = fixed(MODEL, [*CONVS][0], f"{', '.join(CONVS)} or FILE.py:NAME", group="model")
+    model_args: list | None = fixed(
         MODEL_ARGS,
         None,
-        FIXED,
         "your model is made by NAME(features, classes, A=1, B='x') (default: none)",
         needs=[own_network],
     )
-    hidden: int = flag(
-        COUNT, 128, FIXED, "width of the hidden layers, all heads together", needs=[used_width]
+    hidden: int = fixed(
+        COUNT, 128, "width of the hidden layers, all heads together", needs=[used_width]
     )
-    num_layers: int | None = flag(
-        COUNT, None, FIXED, "number of layers (default: one per fanout, else 3)"
+    num_layers: int | None = fixed(
+        COUNT, None, "number of layers (default: one per fanout, else 3)"
     )
-    heads: int = flag(
+    heads: int = fixed(
         COUNT,
         4,
-        FIXED,
         f"attention heads of {', '.join(layers_taking('heads'))}",
         needs=[layer_with("heads")],
         default_is_off=False,
     )
-    bases: int = flag(
+    bases: int = fixed(
         COUNT_OR_0,
         0,
-        FIXED,
         f"{', '.join(layers_taking('bases'))}: mix the matrix of each type from N bases (default: 0, off)",
         needs=[layer_with("bases")],
     )
-    norm: str | None = flag(
+    norm: str | None = fixed(
         one_of(*NORMS),
         None,
-        FIXED,
         f"after hidden layers (default: layer for {', '.join(layers_where(norm='layer'))}, else none)",
         needs=[built_in_model],
     )
-    residual: bool | None = flag(
+    residual: bool | None = fixed(
         ON_OFF,
         None,
-        FIXED,
         f"add each layer's input to its output (default: {', '.join(layers_where(residual='yes'))}; {', '.join(layers_where(residual='if classes disagree'))} if neighbours' classes hardly agree)",
         needs=[built_in_model],
     )
-    dropout: float = flag(
+    dropout: float = fixed(
         PROBABILITY,
         0.5,
-        FIXED,
         f"probability after hidden layers and on {', '.join(layers_taking('heads'))}'s attention, in 256ths",
         needs=[built_in_model],
     )
-    input_dropout: float = flag(
-        PROBABILITY,
-        0.0,
-        FIXED,
-        "probability on the input features (default: 0)",
-        needs=[built_in_model],
+    input_dropout: float = fixed(
+        PROBABILITY, 0.0, "probability on the input features (default: 0)", needs=[built_in_model]
     )
 
-    edge_split: str = flag(
+    edge_split: str = of_data(
         EDGE_SPLIT,
         "85/5/10",
-        OF_DATA,
         "percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]",
         group="links",
     )
-    edge_type: str | None = flag(
-        text("TYPE"), None, OF_DATA, "predict edges of a type, as user,buys,item (default: all)"
+    edge_type: str | None = of_data(
+        text("TYPE"), None, "predict edges of a type, as user,buys,item (default: all)"
     )
-    scorer: str = flag(
-        one_of("dot", "distmult", "mlp"), "dot", FIXED, "how two embeddings are scored"
+    scorer: str = fixed(one_of("dot", "distmult", "mlp"), "dot", "how two embeddings are scored")
+    negatives: int = fixed(COUNT, 1, "negatives per training edge, none of them an edge")
+    negatives_by: str = fixed(
+        one_of("uniform", "degree"), "uniform", "degree: in proportion to degree^0.75"
     )
-    negatives: int = flag(COUNT, 1, FIXED, "negatives per training edge, none of them an edge")
-    negatives_by: str = flag(
-        one_of("uniform", "degree"), "uniform", FIXED, "degree: in proportion to degree^0.75"
+    unchecked_negatives: bool = fixed(SWITCH, False, "negatives may be edges")
+    link_loss: str = fixed(
+        one_of("bce", "softmax"), "bce", "bce: each pair alone; softmax: edge against its negatives"
     )
-    unchecked_negatives: bool = flag(SWITCH, False, FIXED, "negatives may be edges")
-    link_loss: str = flag(
-        one_of("bce", "softmax"),
-        "bce",
-        FIXED,
-        "bce: each pair alone; softmax: edge against its negatives",
-    )
-    pairs: str | None = flag(
-        text("FILE.npy"),
-        None,
-        FREE,
-        "node ids [n, 2] whose scores --predict writes",
-        needs=[prediction],
+    pairs: str | None = free(
+        text("FILE.npy"), None, "node ids [n, 2] whose scores --predict writes", needs=[prediction]
     )
 
-    lr: float = flag(RATE, 0.003, KEPT, "Adam's learning rate", group="optimisation")
-    lr_schedule: str = flag(
-        one_of("constant", "cosine"), "constant", KEPT, "cosine: falls to 0 over --epochs"
+    lr: float = kept(RATE, 0.003, "Adam's learning rate", group="optimisation")
+    lr_schedule: str = kept(
+        one_of("constant", "cosine"), "constant", "cosine: falls to 0 over --epochs"
     )
-    weight_decay: float | None = flag(
-        NUMBER, None, KEPT, "Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)"
+    weight_decay: float | None = kept(
+        NUMBER, None, "Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)"
     )
-    epochs: int | None = flag(
-        COUNT, None, KEPT, "default: at least 10, and at least 200 optimizer steps"
-    )
-    metric: str | None = flag(
+    epochs: int | None = kept(COUNT, None, "default: at least 10, and at least 200 optimizer steps")
+    metric: str | None = fixed(
         one_of(*METRICS),
         None,
-        FIXED,
         "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); labels of graphs: roc_auc, accuracy, f1 (default: roc_auc, or accuracy for more than two classes)",
     )
-    early_stop: int | None = flag(
-        COUNT,
-        None,
-        KEPT,
-        "after N epochs without a better --metric keep the best weights (default: off)",
+    early_stop: int | None = kept(
+        COUNT, None, "after N epochs without a better --metric keep the best weights (default: off)"
     )
-    weights: str | None = flag(
+    weights: str | None = kept(
         one_of("best", "last"),
         None,
-        KEPT,
         "final weights: of the epoch with the best validation --metric, or the last (default: best; last for links and graphs, and without validation nodes)",
         needs=[no_early_stop],
         older=lambda saved: "best" if saved["early_stop"] else "last",
     )
-    seed: int = flag(
-        SEED,
-        0,
-        FIXED,
-        "for initial weights, drawn splits, order, sampling and dropout (default: 0)",
+    seed: int = fixed(
+        SEED, 0, "for initial weights, drawn splits, order, sampling and dropout (default: 0)"
     )
-    runs: int = flag(COUNT, 1, ALIKE, "N seeds: mean and standard deviation")
-    precision: str | None = flag(
+    runs: int = alike(COUNT, 1, "N seeds: mean and standard deviation")
+    precision: str | None = kept(
         one_of("fp32", "tf32", "bf16", "fp64"),
         None,
-        KEPT,
         "of matrix products; fp64 compares runs (default: tf32 on a GPU with it, else fp32)",
         needs=[gpu_for("precision", "tf32")],
     )
-    checkpoint_activations: bool = flag(
+    checkpoint_activations: bool = kept(
         SWITCH,
         False,
-        KEPT,
         "recompute hidden layers in the backward pass: less memory, more time",
         needs=[built_in_model],
     )
 
-    gpus: int | None = flag(
+    gpus: int | None = free(
         COUNT_OR_0,
         None,
-        FREE,
         "GPUs, one process each; 0 trains on CPU (default: 1 if there is one)",
         group="processes and placement",
         needs=[gpus_here],
     )
-    procs: int = flag(
-        COUNT,
-        1,
-        FREE,
-        "CPU processes, with --gpus 0; they share the cores",
-        needs=[room_for_processes],
+    procs: int = free(
+        COUNT, 1, "CPU processes, with --gpus 0; they share the cores", needs=[room_for_processes]
     )
-    mode: str = flag(
+    mode: str = alike(
         one_of("auto", *MODES),
         "auto",
-        ALIKE,
         "where graph and features live - where training runs",
         needs=[gpu_for("mode", *MODES[:3]), cpu_for_its_mode],
     )
-    cache: int = flag(
+    cache: int = free(
         SIZE,
         0,
-        FREE,
         "feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)",
         needs=[features_off_gpu],
     )
-    lookahead: int | None = flag(
+    lookahead: int | None = free(
         COUNT_OR_0,
         None,
-        FREE,
         "CPU: keep the pages used soonest in the next N batches (default: two uses of each)",
     )
-    prefetch: int | None = flag(
-        COUNT_OR_0, None, FREE, "batches prepared ahead; 0: none (default: --sample-threads + 1)"
+    prefetch: int | None = free(
+        COUNT_OR_0, None, "batches prepared ahead; 0: none (default: --sample-threads + 1)"
     )
-    sample_threads: int | None = flag(
-        COUNT, None, FREE, "batches sampled at once (default: 1; cpu-cuda: 1 for 4 cores, up to 4)"
+    sample_threads: int | None = free(
+        COUNT, None, "batches sampled at once (default: 1; cpu-cuda: 1 for 4 cores, up to 4)"
     )
-    cuda_graph: str = flag(
+    cuda_graph: str = alike(
         one_of("auto", "on", "off"),
         "auto",
-        ALIKE,
         "run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible",
         needs=[gpu_for("cuda_graph", "on")],
     )
-    allocator: str = flag(
+    allocator: str = free(
         one_of("tuned", "system"),
         "tuned",
-        FREE,
         "tuned: keep freed memory (CPU), grow segments (CUDA); system: as is",
     )
 
-    dry_run: bool = flag(
+    dry_run: bool = free(
         SWITCH,
         False,
-        FREE,
         "print memory of each mode and the plan, build a missing store, then stop",
         needs=[one_process],
     )
-    free_gpu: int | None = flag(
+    free_gpu: int | None = free(
         SIZE,
         None,
-        FREE,
         "--dry-run: plan for GPUs with so much free memory (default: this machine's)",
         needs=[dry],
     )
 
-    checkpoint: str | None = flag(
+    checkpoint: str | None = free(
         text("FILE"),
         None,
-        FREE,
         "write the state each epoch, on Ctrl-C (--runs: FILE-seed0)",
         group="files",
         endings=("",),
     )
-    checkpoint_every: int | None = flag(
-        COUNT,
-        None,
-        ALIKE,
-        "also write it every N optimizer steps (default: off)",
-        needs=[checkpoint_file],
+    checkpoint_every: int | None = alike(
+        COUNT, None, "also write it every N optimizer steps (default: off)", needs=[checkpoint_file]
     )
-    resume: str | None = flag(
+    resume: str | None = free(
         text("FILE"),
         None,
-        FREE,
         "continue from a checkpoint, with its data, sampling, model and optimisation flags; auto: from the file of --checkpoint, if it exists",
         needs=[one_run],
     )
-    predict: str | None = flag(
+    predict: str | None = free(
         text("FILE"),
         None,
-        FREE,
         "exact predictions for every node: .npy, or .csv, .parquet with names; with --resume FILE it trains only with --epochs or --checkpoint",
         needs=[one_run, table_library],
         endings=(".npy", ".csv", ".parquet"),
     )
-    predict_what: str = flag(
+    predict_what: str = alike(
         one_of("classes", "scores", "logits", "embeddings"),
         "classes",
-        ALIKE,
         "classes [V] (several labels: 0/1 [V, classes]); scores (probabilities), logits [V, classes]; embeddings: the last layer's input, [V, hidden]",
         needs=[prediction, logits_before_the_last_layer],
         default_is_off=False,
     )
-    verbose: bool = flag(SWITCH, False, FREE, "also print memory plan, settings and stage times")
-    log: str | None = flag(
+    verbose: bool = free(SWITCH, False, "also print memory plan, settings and stage times")
+    log: str | None = free(
         text("FILE"),
         None,
-        FREE,
         "append JSON lines: flags, epochs (torchrun: --log-file)",
         also="--log-file",
         endings=("",),
     )
-    tensorboard: str | None = flag(
+    tensorboard: str | None = free(
         text("DIR"),
         None,
-        FREE,
         "write each epoch's metrics for TensorBoard",
         needs=[library("tensorboard")],
     )
-    curve: str | None = flag(
+    curve: str | None = free(
         text("FILE.png"),
         None,
-        FREE,
         "draw loss, validation score and learning rate",
         needs=[one_run, training, library("matplotlib")],
         endings=(".png",),
     )
-    timeline: str | None = flag(
+    timeline: str | None = free(
         text("FILE.png"),
         None,
-        FREE,
         "draw the stages of the second epoch's first steps",
         needs=[one_run, training, library("matplotlib")],
         endings=(".png",),
     )
-    profile: str | None = flag(
+    profile: str | None = free(
         text("FILE"),
         None,
-        FREE,
         "torch.profiler trace of epoch 2: FILE.rank0.json",
         needs=[one_run, training],
         endings=("",),
@@ -613,6 +544,10 @@ class Flags:
         on = {"epochs", "checkpoint"}.isdisjoint(self.typed)
         return not (self.predict and from_file and on)
 
+    def settled(self, **values):
+        """Return the Plan of a run, with values of what was open."""
+        return Plan(**vars(self) | values)
+
     def values(self):
         """Return {name: value}, without what is not on the command line."""
         others = ("typed", "run", "turn")
@@ -622,12 +557,12 @@ class Flags:
 FLAGS = {f.name: f.metadata["flag"] for f in fields(Flags) if f.metadata}
 
 
-def flags_that(*are):
-    """Return the names of the flags with which a resumed run does one of these, such as FIXED."""
-    return [name for name, flag in FLAGS.items() if flag.resume in are]
+def declared(*words):
+    """Return the names of the flags that are declared by these words."""
+    return [name for name, flag in FLAGS.items() if flag.resume in words]
 
 
-SAVED = flags_that(FIXED, OF_DATA, KEPT, BUILT)
+SAVED = declared("fixed", "of_data", "kept", "built")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -640,6 +575,28 @@ class Plan(Flags):
 
 
 # ---- flags as words
+
+
+def parsed(parser, words) -> Flags:
+    """Parse words, without checks that involve several flags."""
+    given = vars(parser.parse_args(words))
+    return Flags(**given, typed=tuple(given), run=secrets.token_hex(4))
+
+
+def make_parser():
+    """Build the parser of all flags; its results have those that are typed."""
+    about = "Train a graph neural network by neighbour sampling."
+    parser = Parser(usage="python train.py [flags]", description=about)
+    for name, flag in FLAGS.items():
+        if flag.group:
+            group = parser.add_argument_group(flag.group)
+        help = flag.help
+        if flag.default and "default" not in help:
+            help += f" (default: {flag.default})"
+        names = [spelled(name), flag.also] if flag.also else [spelled(name)]
+        absent = argparse.SUPPRESS
+        group.add_argument(*names, dest=name, default=absent, help=help, **flag.kind)
+    return parser
 
 
 def of_seed(path, seed):

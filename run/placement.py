@@ -18,7 +18,6 @@ from run import cuda_graphs
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
-from run.flags import Plan
 from run.own_model import conv_of, is_own
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from sampler import DamagedGraph, NeighborSampler
@@ -28,7 +27,7 @@ AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual conne
 LEAST_STEPS = 200  # optimizer steps of the default --epochs, at least: small graphs need many
 
 
-def settle(ranks, flags, task) -> tuple[Plan, EdgeData]:
+def settle(ranks, flags, task):
     """Settle flags whose defaults depend on the data, the machine or other flags -> (Plan, EdgeData of the columns in
     use)."""
     store = task.store
@@ -72,7 +71,7 @@ def settle(ranks, flags, task) -> tuple[Plan, EdgeData]:
     threads, prefetch = batches_ahead(mode, cores, flags.sample_threads, flags.prefetch)
     values |= {"mode": mode, "sample_threads": threads, "prefetch": prefetch}
     ranks.say("\n".join(lines) if flags.verbose or not flags.turn else "")
-    return Plan(**vars(flags) | values), used
+    return flags.settled(**values), used
 
 
 def kept_weights(flags, task):

@@ -24,7 +24,7 @@ from bench import gpu as bench_gpu
 from bench.tools import exit_code
 from disk.files import StoreError
 from disk.graphs import block_diagonal
-from run import command_line
+from run import flags
 from tests.common import DATA, HERE, OWN_MODELS, TINY, _dgl, _end, _fork, _readme_blocks, _train
 from tests.stores import _events, _save_npz
 
@@ -326,7 +326,7 @@ def test_readme_commands_run_word_for_word(tmp_path):
     absent += [] if DATA.is_dir() else ["esol.npz"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment, ran = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}, 0
-    known = command_line.make_parser()._option_string_actions
+    known = flags.make_parser()._option_string_actions
     for command in "\n".join(_readme_blocks("bash")).split("\n"):
         command = command.split("  #")[0].strip()
         if not command.startswith("python ") or any(word in command for word in away):

@@ -22,7 +22,7 @@ import train
 from disk import terminal
 from inference import inference
 from model import SAGE
-from run import allocator, command_line, flags, kinds, placement
+from run import allocator, flags, kinds, placement
 from store import GraphStore, build_store
 from tests.common import (
     HERE,
@@ -324,7 +324,7 @@ def test_train_runs_give_mean_and_standard_deviation(task, tiny, tmp_path, capsy
 
 def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
-    parser = command_line.make_parser()
+    parser = flags.make_parser()
     lines = parser.format_help().splitlines()
     assert len(lines) <= 123 and max(map(len, lines)) <= 110
     groups = [line[:-1] for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
