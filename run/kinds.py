@@ -23,7 +23,8 @@ def fanout(text):
     """Parse '15,10,5' -> [15, 10, 5]; a hop with numbers by edge type, 'writes=10:cites=5', stays text."""
     number = "(-1|0*[1-9][0-9]{0,8})"
     wrong = rf"any=|[^,]*=(?!{number}:)[-.\d]+:"  # a name may hold : and =, as a URI does
-    hop, rest = f"({number}|(?!{wrong})[^,]+={number})", f"(,{number})*"
+    hop = f"({number}|(?!{wrong})[^,]+={number})"
+    rest = f"(,{number})*"
     hops = re.sub(r"\s*,\s*", ",", text.strip())
     if re.fullmatch(f"{hop}(,{hop})*|any={number}{rest}", hops):
         return [part if "=" in part else int(part) for part in hops.split(",")]

@@ -32,7 +32,8 @@ class Clock:
 
     def __init__(self, cuda):
         self.cuda = cuda
-        self.laps, self.events = [], []
+        self.laps = []
+        self.events = []
         self.zero = time.perf_counter()
         self.traced = torch.autograd.profiler._is_profiler_enabled
         self.first = self.mark() if cuda else None
@@ -66,7 +67,8 @@ class Clock:
             torch.cuda.synchronize()
         at = lambda event: self.first.elapsed_time(event) / 1e3  # noqa: E731
         self.laps += [(stage, at(start), at(end), "GPU") for stage, start, end in self.events]
-        self.events, sums = [], dict.fromkeys(STAGES, 0)
+        self.events = []
+        sums = dict.fromkeys(STAGES, 0)
         for stage, start, end, _ in self.laps:
             sums[stage] += end - start
         return {stage: seconds for stage, seconds in sums.items() if seconds}
@@ -79,7 +81,8 @@ def draw_timeline(laps, path, steps=8):
     ends = sorted(end for stage, _, end, _ in laps if stage in ("optimizer", "step"))[:steps]
     if not ends:
         return  # an epoch that was resumed at its end has no steps
-    rows, laps = {}, [lap for lap in laps if lap[1] < ends[-1]]
+    rows = {}
+    laps = [lap for lap in laps if lap[1] < ends[-1]]
     for stage, start, end, thread in sorted(laps, key=lambda lap: (STAGES.index(lap[0]), lap[3])):
         rows.setdefault((stage, thread), []).append((1e3 * start, 1e3 * (end - start)))
     figure = Figure(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
@@ -432,13 +435,13 @@ def epoch_line(plan, figures, examples="seeds"):
 
 def stages_line(figures):
     """Format the seconds of an epoch's stages: sampling, fetching and copies overlap with the training thread's."""
-    in_turn = "stall", "forward", "backward", "optimizer", "step"
-    beside = "sample", "fetch", "transfer", "exchange"
-    in_turn, beside = (
-        "  ".join(f"{stage} {figures[stage]:.2f}" for stage in stages if stage in figures)
-        for stages in (in_turn, beside)
-    )
-    return f"{'':8}seconds: {in_turn}" + (f"; meanwhile {beside}" if beside else "")
+
+    def seconds(*stages):
+        return "  ".join(f"{stage} {figures[stage]:.2f}" for stage in stages if stage in figures)
+
+    line = f"{'':8}seconds: {seconds('stall', 'forward', 'backward', 'optimizer', 'step')}"
+    beside = seconds("sample", "fetch", "transfer", "exchange")
+    return f"{line}; meanwhile {beside}" if beside else line
 
 
 def best_line(plan, epoch, score):
@@ -459,7 +462,8 @@ def advice(ranks, figures):
     """Return a line of advice if one process would be as fast, judging by an epoch, else "": processes
     without GPUs share the cores of their machine, and all wait for the gradient all-reduce."""
     units = ranks.world if ranks.gpus else ranks.world // ranks.local_world
-    seconds, exchange = figures["seconds"], figures.get("exchange", 0)
+    seconds = figures["seconds"]
+    exchange = figures.get("exchange", 0)
     alone = units * (seconds - exchange)
     if alone >= seconds:
         return ""

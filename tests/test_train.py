@@ -2,6 +2,7 @@
 
 import ast
 import ctypes
+import dataclasses
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import ddp
 import model
 import store
 import train
@@ -24,7 +26,9 @@ from inference import inference
 from model import SAGE
 from run import allocator, flags, kinds, placement
 from store import GraphStore, build_store
+from tasks.node import NodeTask
 from tests.common import (
+    COMMON,
     HERE,
     TINY,
     _code,
@@ -334,6 +338,32 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
         hidden = flag.default in (None, False)
         said = next(a.help for a in parser._actions if a.dest == name)
         assert said and (hidden or "default" in said), name
+
+
+def test_a_flag_is_one_record_that_says_what_resuming_does_with_it(tiny, tmp_path, monkeypatch):
+    with pytest.raises(TypeError):
+        flags.flag(kinds.COUNT, 1, "a flag without a word about resuming")
+    words = {flag.resume for flag in flags.FLAGS.values()}
+    assert words == {"fixed", "of_data", "kept", "built", "alike", "free"}
+    typed = train.parse_args(["--dataset", tiny, "--gpus", "0", "--fanout", "3,3"])
+    plan = placement.settle(ddp.Ranks(), typed, NodeTask(typed, tiny))[0]
+    assert type(typed) is flags.Flags and type(plan) is flags.Plan
+    for record in (typed, plan):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            record.epochs = 3
+    assert [*plan.values()] == [*flags.FLAGS, "total_batch", "steps"]
+
+
+def test_checkpoints_from_before_a_flag_stand_for_its_default(tiny, tmp_path):
+    _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 1 --weight-decay 0.5")
+    state = torch.load(tmp_path / "here.pt", weights_only=True)
+    assert {*state["flags"]} == {*flags.SAVED}
+    for name in ("bases", "window", "edge_type", "drop_duplicates", "feature_dtype", "lr_schedule"):
+        del state["flags"][name]
+    torch.save(state, tmp_path / "old.pt")
+    args = train.parse_args(["--resume", str(tmp_path / "old.pt")])
+    assert (args.bases, args.window, args.lr_schedule) == (0, None, "constant")
+    assert args.weight_decay == 0.5
 
 
 def test_sizes_are_bytes_in_the_units_that_people_write():
