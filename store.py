@@ -227,7 +227,7 @@ class GraphStore:
         indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
         labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one.
         class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
-        split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`. If the
+        split: dict of int64 node ids for "train", "valid" and "test"; `take_split` sets it. If the
             graph was built without a split: drawn by seed 0, or empty, see `build_store`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype, [ids] and .gather(ids, out=None).
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
@@ -270,7 +270,7 @@ class GraphStore:
         self._splits = files.map_split(path, records)
         train = self._splits["train"]
         self.num_splits = len(train) if train.dim() == 2 else 1
-        self.take_split(0)
+        self.take_split(self.numbered_split(0))
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
             raise StoreError(f"{path}: indptr.npy is not from 0 to {self.num_edges}; rebuild it")
         self.sampled_indices, self.sampling_threads, free = self.indices, None, free_host_bytes()
@@ -362,9 +362,9 @@ class GraphStore:
         order = torch.tensor([self.feature_names.index(name) for name in names])
         self.features, self.feature_names = ReorderedFeatures(self.features, order), names
 
-    def take_split(self, number):
-        """Set `split` to one of the store's splits, counted from 0; StoreError if there is no such split."""
-        self.split = self.numbered_split(number)
+    def take_split(self, split):
+        """Set `split` to {part: ids}: one of the store's, see `numbered_split`, or another."""
+        self.split = split
 
     def numbered_split(self, number):
         """Return {part: ids} of one of the store's splits, counted from 0; StoreError if there is no such split."""
@@ -484,16 +484,19 @@ def info(path) -> str:
     """Return the sizes, degrees, options and source of a store, one per line."""
     graph = GraphStore.open(path)
     degrees = np.diff(graph.indptr.numpy())
-    dtype, backend = graph.meta["feature_dtype"], graph.meta["backend"]
-    several = " labels, several a node" * (graph.labels.dim() == 2)
+    width = graph.feature_dim if graph.has_features else 0
+    features = f"{width} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}"
+    classes = str(graph.num_classes) if graph.labelled else "no labels"
+    if graph.labelled and graph.labels.dim() == 2:
+        classes += " labels, several a node"
     lines = {
         "nodes": f"{graph.num_nodes:,}",
         "types": columns.described_types(graph.node_types) or "one",
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
-        "features": f"{graph.feature_dim if graph.has_features else 0} x {dtype}, backend {backend}",
+        "features": features,
         "columns": columns.described(graph),
-        "classes": f"{graph.num_classes}{several}" if graph.labelled else "no labels",
+        "classes": classes,
         "options": ", ".join(graph.options) or "none",
     }
     return files.info_lines(lines, graph)

@@ -25,7 +25,8 @@ def found(arrays, count, choice=None):
     rows = {part: _rows(arrays, name, count) for part, name in names.items()}
     counts = sorted({len(splits) for splits in rows.values()} - {1}) or [1]
     if len(counts) > 1:
-        numbers, names = " and ".join(map(str, counts)), ", ".join(names.values())
+        numbers = " and ".join(map(str, counts))
+        names = ", ".join(names.values())
         raise arrays.error(f"it has {numbers} splits in {names}: the same number is needed")
     if choice is not None and not 0 <= choice < counts[0] != 1:
         has = f"it has {plural(counts[0] * bool(names), 'split')}"
@@ -62,7 +63,8 @@ def _rows(arrays, name, count):
 
 def of_graphs(arrays, count, choice, seed) -> dict:
     """Find the split of small graphs; a missing valid part and, without a split, a test part are drawn, a tenth each."""
-    split, random = found(arrays, count, choice), np.random.default_rng(seed)
+    split = found(arrays, count, choice)
+    random = np.random.default_rng(seed)
     if isinstance(split, list):
         arrays.say(f"it has {len(split)} splits: split=0, the first, is taken; split=1 is the next")
         split = split[0]
@@ -92,7 +94,7 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
         count = "no" if drawn else "one"
         raise StoreError(f"--split {number} has no effect: {graph.path} has {count} split")
     taken = turn % graph.num_splits if number is None else number
-    graph.split = split_of(graph, taken, seed)
+    graph.take_split(split_of(graph, taken, seed))
     if drawn:
         say(f"split   {DRAWN}, by seed {seed}")
     elif graph.num_splits > 1:
