@@ -348,7 +348,7 @@ def _run(worker, ranks, store, args):
     for stream in (sys.stdout, sys.stderr):
         try:
             print(end="", file=stream, flush=True)  # stream is None if it was closed
-        except OSError:  # nobody reads it, or a disk is full
+        except OSError:  # a closed pipe or a full disk
             code = code or 120  # as the interpreter ends then
     os._exit(code)
 

@@ -142,8 +142,8 @@ class LmdbFile:
         return self._env
 
     def _opened(self, lmdb, size):
-        """Open the environment, once per process: whoever closes the lock file a second time drops the process's POSIX
-        lock on it, without which writers take its readers for dead."""
+        """Open the environment, once per process: closing the lock file a second time would drop the process's POSIX lock
+        on it, without which writers take its readers for dead."""
         writable = all(os.access(place, os.W_OK) for place in (self.path, self.path.parent))
         lock = writable and self.sync
         if lock:  # a hole in this memory-mapped file would kill the process on a full disk

@@ -60,7 +60,8 @@ class KeptPages:
         lists = torch.empty(2, self.code.pages_room(self.state), dtype=torch.int64, device="cpu")
         counts = lists.new_empty(2)
         self.code.pages_plan(self.state, *lists, counts)
-        return tuple(pages[:n].sort().values for pages, n in zip(lists, counts.tolist()))
+        missing, evicted = (pages[:n].sort().values for pages, n in zip(lists, counts.tolist()))
+        return missing, evicted
 
     def advise(self, pages, wanted):
         """Tell the kernel to read pages ahead (wanted) or drop them; asynchronous unless the device queue is full."""

@@ -88,10 +88,11 @@ def print_problems(path, meta, problems) -> int:
     names = {"meta.json", *meta["files"]} if meta and "meta.json" not in bad else set()
     for name in sorted(names | bad.keys()):
         print(f"BAD {bad[name]}" if name in bad else f"OK  {name}")
-    for entry in sorted(Path(path).iterdir()) if names else ():
-        # LMDB's lock file exists while processes use it
-        if entry.name not in names and not entry.name.endswith("-lock"):
-            print(f"--  {entry.name}: not part of the store, not looked at")
+    if names:
+        for entry in sorted(Path(path).iterdir()):
+            # LMDB's lock file exists while processes use it
+            if entry.name not in names and not entry.name.endswith("-lock"):
+                print(f"--  {entry.name}: not part of the store, not looked at")
     return 1 if problems else 0
 
 

@@ -45,8 +45,8 @@ def read_tables(file, tables, columns, folder, ignore=()) -> dict:
         else:
             keep[name] = source.split(",") if name == "edge_features" else [source]
     arrays["edge_index"], kept = edges(file, folder, nodes, keep, ignore)
-    for name in (name for name, tables in ignore.items() if not tables):
-        raise StoreError(f"ignore: none of the tables has a column {name!r}")
+    if unused := [name for name, tables in ignore.items() if not tables]:
+        raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
     names = {"node_names": nodes.names, "feature_names": nodes.feature_names}
     names["class_names"] = nodes.class_names
     return {**arrays, **kept, **names}
@@ -103,7 +103,7 @@ def features(file, folder, ignore=()) -> tuple[np.ndarray, Nodes]:
             both = " and ".join(map(table.column, ids[:2]))
             one = f"if the first holds none, drop it{table.flag(ids[0])}"
             raise StoreError(f"{file}: {both} look like ids of the nodes: {one}")
-        node = (*ids, *text, None)[0]
+        node = next(iter([*ids, *text]), None)
         kept = [j for j in range(table.width) if j != node]
         for j in table.named("leak"):
             cure = f"drop {table.column(j)}{table.flag(j)}"
@@ -218,7 +218,7 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
             with which labels may be for some nodes only. Other names: a column of ids of distinct nodes -> int64 [n].
     """
     with opened(file, ignore) as table:
-        node = (*table.named("id"), None)[0]
+        node = next(iter(table.named("id")), None)
         is_labels = name == "labels"
         if not (is_labels or name == "node_time"):
             node = 0 if table.width == 1 else None
@@ -331,8 +331,8 @@ def _spooled(table, folder, fields, nodes=None):
             for j in texts:
                 coded = columns[j].dictionary_encode()
                 names = coded.dictionary.to_pylist()
-                for name in filter(MISSING.__contains__, names):
-                    row = first + columns[j].index(name).as_py()
+                if missing := [name for name in names if name in MISSING]:
+                    row = first + columns[j].index(missing[0]).as_py()
                     raise table.error(row, f"{table.column(j)} is empty or nan")
                 codes = np.array([numbers.setdefault(name, len(numbers)) for name in names])
                 columns[j] = codes[coded.indices.to_numpy()]

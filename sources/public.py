@@ -175,7 +175,8 @@ def planetoid(name, root) -> dict:
         shaped(f"ind.{name}.{part}", parts[part], rows, "F")
     # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.
     nodes = np.append(np.arange(num_allx), test)
-    x, y = (np.concatenate([parts[f"all{kind}"], parts[f"t{kind}"]]) for kind in "xy")
+    x = np.concatenate([parts["allx"], parts["tx"]])
+    y = np.concatenate([parts["ally"], parts["ty"]])
     if not np.isin(y, (0, 1)).all():
         raise StoreError(f"ind.{name}.ally or ty holds values other than 0 and 1")
     features = np.zeros((num_nodes, x.shape[1]), np.float32)

@@ -28,8 +28,8 @@ def found(arrays, count, choice=None):
         numbers = " and ".join(map(str, counts))
         names = ", ".join(names.values())
         raise arrays.error(f"it has {numbers} splits in {names}: the same number is needed")
-    if choice is not None and not 0 <= choice < counts[0] != 1:
-        has = f"it has {plural(counts[0] * bool(names), 'split')}"
+    if choice is not None and (counts[0] == 1 or not 0 <= choice < counts[0]):
+        has = f"it has {plural(counts[0] if names else 0, 'split')}"
         raise arrays.error(f"no split={choice}: {has}, and only several are numbered, from 0")
 
     def ids_of(splits, number):
@@ -53,7 +53,8 @@ def _rows(arrays, name, count):
         if values.ndim == 0 or values.size != max(shape):
             raise arrays.error(f"{name} is {shape}: ids are [n], of K splits [K, n]")
         return values.reshape(1, -1)
-    if count not in shape or len(shape) > 2 or shape == [count, count] != [1, 1]:
+    ambiguous = shape == [count, count] and count > 1
+    if count not in shape or len(shape) > 2 or ambiguous:
         raise arrays.error(f"{name} is {shape}: a mask is [{count}], of K splits [K, {count}]")
     if not ((values == 0) | (values == 1)).all():
         raise arrays.error(f"{name} holds values other than 0 and 1; ids are called ..._idx")
