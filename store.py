@@ -486,9 +486,7 @@ def info(path) -> str:
     degrees = np.diff(graph.indptr.numpy())
     width = graph.feature_dim if graph.has_features else 0
     features = f"{width} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}"
-    classes = str(graph.num_classes) if graph.labelled else "no labels"
-    if graph.labelled and graph.labels.dim() == 2:
-        classes += " labels, several a node"
+    several = " labels, several a node" if graph.labels.dim() == 2 else ""
     lines = {
         "nodes": f"{graph.num_nodes:,}",
         "types": columns.described_types(graph.node_types) or "one",
@@ -496,7 +494,7 @@ def info(path) -> str:
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": features,
         "columns": columns.described(graph),
-        "classes": classes,
+        "classes": f"{graph.num_classes}{several}" if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",
     }
     return files.info_lines(lines, graph)

@@ -60,8 +60,7 @@ class KeptPages:
         lists = torch.empty(2, self.code.pages_room(self.state), dtype=torch.int64, device="cpu")
         counts = lists.new_empty(2)
         self.code.pages_plan(self.state, *lists, counts)
-        missing, evicted = (pages[:n].sort().values for pages, n in zip(lists, counts.tolist()))
-        return missing, evicted
+        return tuple(pages[:n].sort().values for pages, n in zip(lists, counts.tolist()))
 
     def advise(self, pages, wanted):
         """Tell the kernel to read pages ahead (wanted) or drop them; asynchronous unless the device queue is full."""
@@ -198,13 +197,11 @@ class LookaheadCache(CachedFeatures):
         if self.batches is not None and self.batches * world * touched < table:
             self.room = 0
         plans = self.room and world == 1
-        if self.lookahead is None and plans:
+        if self.lookahead is None:
             tensors = [tensor for block in batch.blocks for tensor in block if tensor is not None]
             size = sum(tensor.nbytes for tensor in tensors) + 20 * rows
             fitting = (self.budget / 4 + self.room / 32) / size
-            self.lookahead = int(min(TOUCHES * table / touched, fitting)) + 1
-        elif self.lookahead is None:
-            self.lookahead = 0
+            self.lookahead = int(min(TOUCHES * table / touched, fitting)) + 1 if plans else 0
         if not self.room:
             return
         places = -(-self.room // mmap.PAGESIZE)  # as many as fit, from the start of the file

@@ -47,9 +47,13 @@ def read_tables(file, tables, columns, folder, ignore=()) -> dict:
     arrays["edge_index"], kept = edges(file, folder, nodes, keep, ignore)
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
-    names = {"node_names": nodes.names, "feature_names": nodes.feature_names}
-    names["class_names"] = nodes.class_names
-    return {**arrays, **kept, **names}
+    return {
+        **arrays,
+        **kept,
+        "node_names": nodes.names,
+        "feature_names": nodes.feature_names,
+        "class_names": nodes.class_names,
+    }
 
 
 class Nodes:
@@ -140,7 +144,8 @@ def _names_of(table, kept) -> list[str]:
     """Name the numbers of some columns: by the column, and for a column of lists `name[0]`, `name[1]`, ..."""
     names = []
     for j in kept:
-        name, width = table.names[j], table.widths[j]
+        name = table.names[j]
+        width = table.widths[j]
         names += [name] if width == 1 else [f"{name}[{i}]" for i in range(width)]
     return names
 

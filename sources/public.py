@@ -259,10 +259,9 @@ def download(url, target, progress=False):
             length = response.headers.get("Content-Length", "")
             total = response.headers.get("Content-Range", length).rpartition("/")[2]
             total = int(total) if total.isdigit() else None
-            start = dict(total=total, initial=have, desc=part.stem, unit="B")
             with (
                 open(part, "r+b" if have else "wb") as file,
-                progress_bar(progress, **start) as bar,
+                progress_bar(progress, total=total, initial=have, desc=part.stem, unit="B") as bar,
             ):
                 file.seek(have)
                 while data := response.read(1 << 20):
