@@ -117,7 +117,7 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     assert {name: _tuples(view.pairs[name]) for name in given} == given
     assert _holds_out(view, graph)
     # no negative is to be a pair of the file
-    assert view.known.has(*torch.tensor([no_edge]).t()).all()
+    assert view.known_edges.has(*torch.tensor([no_edge]).t()).all()
     for message, arrays in (
         (r"valid is \[3\] int64: integers or names \[n, 2\] are needed", {"valid": [1, 2, 3]}),
         (r"test has node 300: node ids lie in \[0, 300\)", {"test": [[0, 1], [0, 300]]}),
@@ -280,7 +280,7 @@ def test_edges_that_repeat_take_no_memory_in_a_ranking():
     graph = types.SimpleNamespace(indices=torch.zeros(5001, dtype=torch.int32), num_nodes=4)
     graph.indptr = torch.tensor([0, 5000, 5001, 5001, 5001])
     evaluation = link.Evaluation(link.split_edges(graph, "none"))
-    assert evaluation._known(torch.tensor([0, 0]))[1].tolist() == [0, 1, 0, 1, 0, 0]
+    assert evaluation._left_out(torch.tensor([0, 0]))[1].tolist() == [0, 1, 0, 1, 0, 0]
 
 
 def _some_of(graph, step, count):
@@ -371,7 +371,9 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
         relation = scorer.relation if kind == "distmult" else 1
         return (scorer.mlp(product) if kind == "mlp" else (product * relation).sum()).item()
 
-    pairs, (_, random, others) = _tuples(graph.pairs["test"]), evaluation.examples["test"]
+    pairs = _tuples(graph.pairs["test"])
+    examples = evaluation.examples["test"]
+    random, others = examples.random, examples.others
     free = [[w for w in range(80) if w not in (u, v) and (u, w) not in known] for u, v in pairs]
     against = free if small else others.tolist()
     assert all(set(some) <= set(all_free) for some, all_free in zip(against, free))
@@ -379,7 +381,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     assert expected == {name: pytest.approx(found[name]) for name in expected}
     assert len(random) == len(pairs) and not known & set(_tuples(random))
     again = link.Evaluation(link.split_edges(whole, "70/10/20"))
-    assert torch.equal(again.examples["test"][1], random)
+    assert torch.equal(again.examples["test"].random, random)
     rows = []
     for rank in range(3):
         part = ddp.Ranks(rank, 3).part
@@ -393,7 +395,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     assert small or ties == pytest.approx([1 / 51] * 9, rel=0.05)
     assert link.Evaluation(link.split_edges(whole, "none"))(scorer, h, "test") is None
     # NaN is above no other score: a network that has lost its numbers would rank every pair first
-    unseen = set(range(80)) - set(torch.cat(evaluation.examples["test"][:2]).flatten().tolist())
+    unseen = set(range(80)) - set(torch.cat([examples.pairs, random]).flatten().tolist())
     bad = [torch.full_like(h, 1e300)]  # finite, and its product with itself is not
     # the second only ranked against
     for node in (int(graph.pairs["test"][0, 0]), *list(unseen)[:1]):
@@ -449,7 +451,9 @@ def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, mo
     """A node's embedding is a function of node and time here; scores are compared with slow ones."""
     graph = link.split_edges(_timed_links(tmp_path, nodes=60), "60/20/20", timed=True)
     evaluation, scorer = link.Evaluation(graph), link.Scorer("dot", 2).double()
-    whole, (nodes, times) = set(_pairs_of(graph)), evaluation.seen["test"]
+    whole = set(_pairs_of(graph))
+    examples = evaluation.examples["test"]
+    nodes, times = examples.nodes, examples.times
     assert len(torch.stack([nodes, times]).unique(dim=1).T) == len(nodes)
 
     def row(v, t):
@@ -457,7 +461,7 @@ def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, mo
 
     h = torch.stack([row(*pair) for pair in zip(nodes.tolist(), times.tolist())])
     found = evaluation(scorer, h, "test")
-    _, random, others = (nodes[place] for place in evaluation.examples["test"])
+    random, others = (nodes[place] for place in (examples.random, examples.others))
     pairs, when = _tuples(graph.pairs["test"]), graph.pair_times["test"].tolist()
     assert not whole & {(u, w) for (u, _), row in zip(pairs, others.tolist()) for w in row}
     logit = lambda i, u, v: float(row(u, when[i]) @ row(v, when[i]))  # noqa: E731
@@ -465,9 +469,9 @@ def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, mo
     assert expected == {name: pytest.approx(found[name], abs=1e-9) for name in expected}
     monkeypatch.setattr(link, "MOST_TIMED", 7)
     few, spread = link.Evaluation(graph), torch.arange(7) * len(pairs) // 7  # of all times
-    (seen, at), place = few.seen["test"], few.examples["test"][0]
-    assert torch.equal(seen[place], graph.pairs["test"][spread])
-    assert torch.equal(at[place][:, 0], graph.pair_times["test"][spread])
+    few = few.examples["test"]
+    assert torch.equal(few.nodes[few.pairs], graph.pairs["test"][spread])
+    assert torch.equal(few.times[few.pairs][:, 0], graph.pair_times["test"][spread])
 
 
 LINK = "--task link --gpus 0 --fanout 4,4 --hidden 16 --lr 0.01 --edge-split 80/10/10"
@@ -581,10 +585,11 @@ def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_pa
         pairs = _tuples(graph.pairs[part])
         free = [[w for w in range(20, 26) if (u, w) not in known] for u, _ in pairs]
         left = [bought[u] < 6 for u, _ in pairs]
-        assert evaluation.ranked[part].tolist() == left == [bool(some) for some in free]
-        nodes = evaluation.seen[part][0] if timed else torch.arange(26)
+        examples = evaluation.examples[part]
+        assert examples.ranked.tolist() == left == [bool(some) for some in free]
+        nodes = examples.nodes if timed else torch.arange(26)
         h = torch.randn(len(nodes), 6).double()
-        places, random, others = evaluation.examples[part]
+        places, random, others = examples.pairs, examples.random, examples.others
         against = others.tolist() if others is not None else free
         against = [some if kept else [] for some, kept in zip(against, left)]
         named = others if others is None else nodes[others]
@@ -595,7 +600,7 @@ def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_pa
         )
         found = evaluation(link.Scorer("dot", 6), h, part)
         if not any(left):
-            assert [found[name] for name in metrics.RANKINGS] == [None] * 3
+            assert [found[name] for name in metrics.metrics_with("of_ranks")] == [None] * 3
             assert 0 <= found["roc_auc"] <= 1
             continue
         logit = lambda _, u, v: (h[u] @ h[v]).item()  # noqa: E731
