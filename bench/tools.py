@@ -339,7 +339,7 @@ def epochs_of(args, dataset, *flags):
     words = ["--dataset", dataset, "--root", args.root, "--hidden", args.hidden]
     words += ["--batch-size", args.batch_size, "--fanout", ",".join(map(str, args.fanout)), *flags]
     no_scores = lambda task, run, report: dict.fromkeys(task.store.split)  # noqa: E731
-    with mock.patch.object(NodeTask, "finish", no_scores):
+    with mock.patch.object(NodeTask, "evaluate", no_scores):
         entries, printed = training_log(words)
     if "on" in words and (why := re.search("no CUDA graphs: (.*)", printed)):
         raise RuntimeError(f"asked for CUDA graphs: {why[1]}")

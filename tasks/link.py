@@ -437,8 +437,9 @@ class LinkTask(Task):
         if NAMES in store.meta["files"] and (file or args.pairs):
             say(f"names   files of pairs hold names of nodes, those of {NAMES}")
         timed = args.temporal != "off"
-        options = {"timed": timed, "edge_type": edge_type, "say": say}
-        graph = split_edges(store, args.edge_split, args.seed, **options)
+        graph = split_edges(
+            store, args.edge_split, args.seed, timed=timed, edge_type=edge_type, say=say
+        )
         meta = store.meta
         if file:  # part of what identifies the data of a checkpoint
             of_file = {file: {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}

@@ -35,9 +35,9 @@ def score(metric, logits, y):
     for one that is missing and left out. None without labels, and for the ROC-AUC of one class alone; NotFinite for a
     logit that is NaN or infinite. metric: name of one of METRICS with `of_logits`.
     """
-    if metric not in metrics_with("of_logits"):
-        choices = ", ".join(metrics_with("of_logits"))
-        raise ValueError(f"metric {metric!r} is unknown: choose one of {choices}")
+    choices = metrics_with("of_logits")
+    if metric not in choices:
+        raise ValueError(f"metric {metric!r} is unknown: choose one of {', '.join(choices)}")
     if not (y >= 0).any():
         return None
     check_scores(logits)
@@ -54,22 +54,18 @@ def accuracy(logits, y):
     return (predictions(logits, y) == y)[y >= 0].double().mean().item()
 
 
-def f1_of_logits(logits, y):
-    """Compute macro F1 over classes, or micro F1 over all entries if multi-label."""
-    pred = predictions(logits, y)
+def f1(logits, y):
+    """Compute F1 = 2 TP / (2 TP + FP + FN): macro over the classes that are predicted or in y; multi-label micro over all
+    entries, and 0 if neither has a 1."""
     present = y >= 0
+    pred = predictions(logits, y)
     if y.dim() == 2:
-        return f1(pred & present, y * present)
-    return f1(pred[present], y[present])
-
-
-def f1(pred, y):
-    """Compute F1 = 2 TP / (2 TP + FP + FN): for classes [n] macro, over those in `pred` or y; for 0 and 1 [n, C] micro,
-    and 0 if neither has a 1."""
-    if y.dim() == 2:
-        hit = (pred.bool() & y.bool()).sum()
-        ones = pred.bool().sum() + y.bool().sum()
-        return (2 * hit.double() / ones.clamp(min=1)).item()
+        pred &= present
+        actual = y > 0
+        hit = (pred & actual).sum()
+        return (2 * hit.double() / (pred.sum() + actual.sum()).clamp(min=1)).item()
+    pred = pred[present]
+    y = y[present]
     size = int(max(pred.max(), y.max())) + 1
     columns = y[pred == y], pred, y
     hits, predicted, actual = (torch.bincount(ids, minlength=size).double() for ids in columns)
@@ -180,7 +176,7 @@ class Metric(NamedTuple):
 METRICS = (
     Metric("accuracy", "accuracy", of_logits=accuracy),
     Metric("roc_auc", "ROC-AUC", of_logits=mean_roc_auc, of_pairs=roc_auc),
-    Metric("f1", "F1", of_logits=f1_of_logits),
+    Metric("f1", "F1", of_logits=f1),
     Metric("mrr", "MRR", of_ranks=mean_reciprocal),
     Metric("hits@1", "Hits@1", of_ranks=partial(hits_at, 1)),
     Metric("hits@10", "Hits@10", of_ranks=partial(hits_at, 10)),
