@@ -268,7 +268,9 @@ def test_a_cuda_step_graph_has_room_for_more_seeds_than_there_are(
     nodes, labels, net = torch.randperm(300)[:10], torch.randint(5, (300,)), _net(conv, (20, 8, 5))
     draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20), degree)
     graphs = _step_graphs(draws, ring, net, _adam(net), nodes, size=600)
-    batches = loader.NodeLoader(None, nodes, [4, 3, 3], batch_size=600, depth=1, load_batch=graphs.load_batch)
+    batches = loader.NodeLoader(
+        None, nodes, [4, 3, 3], batch_size=600, depth=1, load_batch=graphs.load_batch
+    )
     rows = [batch.x.shape[0] for batch in batches]
     assert graphs.captured and rows == [graphs.slots[0].x.shape[0]]
 
@@ -319,7 +321,9 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
         optimizer = _adam(net, copy.deepcopy(state))
         graphs = _step_graphs(draws, ring, net, optimizer, nodes, word)
         kept = dict(batch_size=12, seed=5, depth=1)
-        return graphs, loader.NodeLoader(None, nodes, [4, 3, 3], load_batch=graphs.load_batch, **kept)
+        return graphs, loader.NodeLoader(
+            None, nodes, [4, 3, 3], load_batch=graphs.load_batch, **kept
+        )
 
     ends, losses, taken = [], [], []
     for word, stop in (("on", None), ("off", None), ("on", 4), ("off", 4)):
@@ -476,7 +480,11 @@ def test_a_task_s_loss_is_that_of_every_stepper(emulated_graphs, word, tmp_path,
     steppers, sums = (graphs, train.Eager(run, eager_net, _adam(eager_net))), []
     for stepper in steppers:
         loss_sum, options = stepper.begin(), dict(batch_size=12, seed=5, depth=1)
-        options |= {"load_batch": graphs.load_batch} if stepper is graphs else {"sampler": draws, "ring": ring}
+        options |= (
+            {"load_batch": graphs.load_batch}
+            if stepper is graphs
+            else {"sampler": draws, "ring": ring}
+        )
         for batch in loader.NodeLoader(None, nodes, [4, 3, 3], **options):
             stepper.step(batch, Clock(False))
         sums.append(loss_sum.total.item())
@@ -589,7 +597,9 @@ def _one_rank_fails(ranks, folder):
             assert why in said, (name, which, said)
             if graphs:  # rank 0 replays what rank 1 launches
                 assert graphs.captured == (ranks.rank == 0) and not graphs.begin().total
-                options = dict(batch_size=12, seed=5, rank=ranks.rank, world=2, load_batch=graphs.load_batch)
+                options = dict(
+                    batch_size=12, seed=5, rank=ranks.rank, world=2, load_batch=graphs.load_batch
+                )
                 for batch in loader.NodeLoader(
                     None, torch.arange(40), [4, 3, 3], depth=1, **options
                 ):
