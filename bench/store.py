@@ -26,14 +26,16 @@ ROUNDS = 20
 
 
 class Way(NamedTuple):
-    """A way to train from features on disk."""
+    """A way to train from features on disk.
 
-    how: str  # "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a look-ahead
-    # cache, "past" so too and past the page cache
-    cached: bool | None = (
-        True  # whether there is a cache of --cache-gb; None: one of train.py's default size
-    )
-    drawn: str = "uniform"  # key of LABORS
+    how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a look-ahead cache,
+    "past" so too and past the page cache. cached: whether there is a cache of --cache-gb; None: one of train.py's
+    default size. drawn: key of LABORS.
+    """
+
+    how: str
+    cached: bool | None = True
+    drawn: str = "uniform"
 
 
 WAYS = {

@@ -106,8 +106,9 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
     of_type = edges if edge_type is None else edges_of(store, edge_type)
     if how.endswith(".npz"):
         pairs = pairs_of_file(store, how, edge_type)
+        found = {part: of_type.has(*pairs[part].unbind(1)) for part in HELD_OUT}
         of = "the graph" if edge_type is None else "the type to predict"
-        say(f"edges   of {how}: {edges_among(pairs, of_type)} pairs are edges of {of}")
+        say(f"edges   of {how}: {counts_of(found)} pairs are edges of {of}")
     elif how == "none":
         pairs = dict.fromkeys(HELD_OUT, torch.zeros(0, 2, dtype=torch.int64))
     else:
@@ -135,7 +136,7 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
 
 def view_of(store, **attributes):
     """Return a shallow copy of a store with other or further attributes."""
-    view = object.__new__(type(store))  # copy.copy would open a GraphStore again
+    view = type(store).__new__(type(store))  # copy.copy would open a GraphStore again
     vars(view).update(vars(store) | attributes)
     return view
 
@@ -259,12 +260,9 @@ def pairs_of_file(store, file, edge_type):
     return pairs
 
 
-def edges_among(pairs, edges):
-    """Count which of the held-out pairs {part: [n, 2]} are among `Edges` -> text, for messages."""
-    counts = []
-    for part in HELD_OUT:
-        count = int(edges.has(*pairs[part].unbind(1)).sum())
-        counts.append(f"{count:,} of {len(pairs[part]):,} {part}")
+def counts_of(masks):
+    """Count what is true in masks {part: bool [n]} -> text, for messages."""
+    counts = [f"{int(mask.sum()):,} of {len(mask):,} {part}" for part, mask in masks.items()]
     return " and ".join(counts)
 
 

@@ -30,7 +30,7 @@ from disk.files import SPLITS, StoreError, plural, reading, sha256_of
 from loader import from_edge_index
 from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
-from tasks.edge_split import HELD_OUT, Edges, checked_pairs, split_edges, view_of
+from tasks.edge_split import HELD_OUT, Edges, checked_pairs, counts_of, split_edges, view_of
 from tasks.metrics import METRICS, metrics_with, ranking
 from tasks.task import Task, described, gnn, in_chunks, numbered_columns, open_graph, rows_of_nodes
 
@@ -331,8 +331,10 @@ class Evaluation:
         positive, negative, place = results.unbind(1)
         scores = torch.cat([positive, negative])
         y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
-        of_pairs = {name: METRICS[name].of_pairs(scores, y) for name in metrics_with("of_pairs")}
-        return ranking(place[place != 0]) | of_pairs
+        figures = ranking(place[place != 0])
+        for name in metrics_with("of_pairs"):
+            figures[name] = METRICS[name].of_pairs(scores, y)
+        return figures
 
     def _ranks(self, scorer, h, pairs, others):
         """Rank each pair [n, 2] against `others` [n, K], or all nodes if None -> ranks [n], from 1."""
@@ -387,8 +389,11 @@ def destinations_of(edges, num_nodes):
 @torch.no_grad()
 def score_pairs(scorer, h, pairs):
     """Score pairs int64 [n, 2] of embeddings h [V, D] -> logits [n]; all in host memory."""
-    logits = [scorer(*(h[ends] for ends in part.unbind(1))) for part in pairs.split(1 << 16)]
-    return torch.cat(logits) if logits else h.new_zeros(0)
+    logits = [h.new_zeros(0)]
+    for part in pairs.split(1 << 16):
+        source, destination = part.unbind(1)
+        logits.append(scorer(h[source], h[destination]))
+    return torch.cat(logits)
 
 
 # ---- the task
@@ -459,14 +464,10 @@ class LinkTask(Task):
             self._read_pairs(args.pairs, edge_type)
 
     def _say_what_is_not_ranked(self, say):
-        counts = []
-        for part, examples in self.evaluation.examples.items():
-            left_out = int((~examples.ranked).sum())
-            counts.append((left_out, f"{left_out:,} of {len(examples.ranked):,} {part}"))
-        if any(left_out for left_out, _ in counts):
-            words = " and ".join(text for _, text in counts)
+        left_out = {part: ~some.ranked for part, some in self.evaluation.examples.items()}
+        if any(mask.any() for mask in left_out.values()):
             every = "every node of the type" if self.store.node_types else "every node"
-            has = f"the source of {words} pairs has an edge to {every}"
+            has = f"the source of {counts_of(left_out)} pairs has an edge to {every}"
             say(f"ranks   {has}: MRR and Hits leave these pairs out")
 
     def _read_pairs(self, file, edge_type):
