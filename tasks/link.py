@@ -483,7 +483,7 @@ class LinkTask(Task):
         if hasattr(network, "scorer"):
             needed = "--task link gives the network one of that name"
             raise StoreError(f"--model {args.model} has a `scorer`: {needed}, rename yours")
-        network.scorer = Scorer(args.scorer, args.hidden)
+        network.add_module("scorer", Scorer(args.scorer, args.hidden))
         if custom is not None and args.scorer != "dot":  # which has no parameters
             network.register_forward_hook(joined_to_scorer)
         return network
