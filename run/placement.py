@@ -129,7 +129,10 @@ def residual_helps(store, known):
 def sizes(args, task, used, cores=1):
     """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
     process, if --sample-threads and --prefetch are not settled."""
-    sized = {"fanout": draws(args, used), "batch_size": args.batch_size * task.seeds_per_example(args)}
+    sized = {
+        "fanout": draws(args, used),
+        "batch_size": args.batch_size * task.seeds_per_example(args),
+    }
     conv = conv_of(args.model)
     sized["types"] = (args.bases or used.num_types) if conv and conv.uses_types else 0
     sized["graphs"] = cuda_graphs.hops_held(args, task.store, used) if args.trains else 0
