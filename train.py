@@ -85,13 +85,13 @@ HINTS = {
 
 class Eager:
     """Eager training steps, in the shapes of each batch; `StepGraphs` of run/cuda_graphs.py has the same methods.
-    parallel: the model, wrapped in DistributedDataParallel if there are several ranks. load: as for `NodeLoader`."""
+    parallel: the model, wrapped in DistributedDataParallel if there are several ranks. load_batch: as for `NodeLoader`."""
 
     def __init__(self, run, parallel, optimizer):
         self.run = run
         self.parallel = parallel
         self.optimizer = optimizer
-        self.load = run.task.load
+        self.load_batch = run.task.load_batch
 
     def begin(self):
         """Reset the loss before an epoch -> LossSum."""
@@ -157,9 +157,8 @@ class Training:
                 break
             rate = plan.lr
             if plan.lr_schedule == "cosine":
-                rate *= (
-                    1 + math.cos(math.pi * epoch / plan.epochs)
-                ) / 2  # 1 to 0 over all of --epochs
+                # 1 to 0 over all of --epochs
+                rate *= (1 + math.cos(math.pi * epoch / plan.epochs)) / 2
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             profiled = epoch == min(start + 1, plan.epochs - 1)
@@ -192,7 +191,8 @@ class Training:
         position = {"desc": f"epoch {epoch + 1}", "total": plan.steps, "initial": first}
         bar = progress_bar(run.ranks.leads, unit="step", leave=False, **position)
         # the loader's threads run ahead: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
-        loader = run.loader(run.store.split["train"], timed=clock.timed, load=self.stepper.load)
+        of_stepper = {"timed": clock.timed, "load_batch": self.stepper.load_batch}
+        loader = run.loader(run.store.split["train"], **of_stepper)
         loader.epoch, loader.step = epoch, first
         waiting = time.perf_counter()
         for batch in loader:
@@ -327,7 +327,7 @@ def train(ranks, flags, path):
         model.load_state_dict(best["model"])
         ranks.say(best_line(plan, best["epoch"], run.task.score_text(best["score"])))
     try:
-        exact = run.task.finish(run, report)
+        exact = run.task.evaluate(run, report)
     finally:  # scores that were computed, where --predict cannot be written
         report.print_result()
     ranks.barrier()

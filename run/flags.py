@@ -45,7 +45,7 @@ from tasks.link import LinkTask
 from tasks.node import NodeTask
 
 TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
-METRICS = tuple(dict.fromkeys(metric for task in TASKS.values() for metric in task.metrics))
+METRICS_OF_TASKS = dict.fromkeys(m for task in TASKS.values() for m in task.metrics)
 
 # ---- what a flag needs to have an effect: functions of all flags that return what speaks against it, or None
 
@@ -377,7 +377,7 @@ class Flags:
     )
     epochs: int | None = kept(COUNT, None, "default: at least 10, and at least 200 optimizer steps")
     metric: str | None = fixed(
-        one_of(*METRICS),
+        one_of(*METRICS_OF_TASKS),
         None,
         "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); labels of graphs: roc_auc, accuracy, f1 (default: roc_auc, or accuracy for more than two classes)",
     )

@@ -45,11 +45,10 @@ def settle(ranks, flags, task):
     if flags.weight_decay is None:
         values["weight_decay"] = task.prior / examples
     if flags.turn and flags.split is None and getattr(store, "num_splits", 1) > 1:
-        values["split"] = (
-            flags.turn % store.num_splits
-        )  # that of a checkpoint of one seed of --runs
+        # that of a checkpoint of one seed of --runs
+        values["split"] = flags.turn % store.num_splits
     if flags.residual is None:
-        values["residual"], line = residual_helps(store, task.known())
+        values["residual"], line = residual_helps(store, task.visible_labels())
         lines.append(f"model   {line}")
     if flags.precision is None:
         values["precision"] = "tf32" if has_tf32(ranks, flags) else "fp32"
@@ -76,7 +75,7 @@ def settle(ranks, flags, task):
 
 def kept_weights(flags, task):
     """Return whose weights a run keeps, "best" or "last"; StoreError if no validation example tells the best."""
-    judged = task.judged()
+    judged = task.num_scored()
     weights = flags.weights or (task.weights if judged else "last")
     if flags.early_stop:
         weights = "best"
@@ -157,7 +156,7 @@ def check_memory(ranks, plan, task):
         raise StoreError(f"--hidden {plan.hidden}: {error}") from error
     if plan.trains and plan.num_layers > 1:
         seeds = len(task.store.split["train"]) // (plan.accumulate * ranks.world)
-        rows = min(plan.batch_size, seeds) * task.sampled_for(plan)
+        rows = min(plan.batch_size, seeds) * task.seeds_per_example(plan)
         batch = (2 if plan.precision == "bf16" else itemsize) * rows * plan.hidden
     if weights + batch <= free:
         return
@@ -203,7 +202,7 @@ def sizes(flags, task, used, cores=1):
     conv = conv_of(flags.model)
     return {
         "fanout": draws(flags, used),
-        "batch_size": flags.batch_size * task.sampled_for(flags),
+        "batch_size": flags.batch_size * task.seeds_per_example(flags),
         "hidden": flags.hidden,
         "types": (flags.bases or used.num_types) if conv and conv.uses_types else 0,
         "graphs": cuda_graphs.hops_held(flags, task.store, used) if flags.trains else 0,
@@ -316,7 +315,7 @@ def cached(ranks, plan, task, used, features):
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
     if not budget or plan.mode == "cuda-cuda":
         return features
-    batch_size = plan.batch_size * task.sampled_for(plan)
+    batch_size = plan.batch_size * task.seeds_per_example(plan)
     with reading_all_edges():
         visits = expected_visits(
             store.indptr, store.indices, task.seeds(), draws(plan, used), batch_size
@@ -328,8 +327,14 @@ def cached(ranks, plan, task, used, features):
     if not looks_ahead:
         return CachedFeatures(features, visits, budget, ranks.device)
     batches = plan.epochs * plan.steps * plan.accumulate
-    part = ranks.local_rank, ranks.local_world
-    cache = lookahead.LookaheadCache(store.features, budget, plan.lookahead, visits, batches, part)
+    cache = lookahead.LookaheadCache(
+        store.features,
+        budget,
+        plan.lookahead,
+        hot=visits,
+        batches=batches,
+        share=(ranks.local_rank, ranks.local_world),
+    )
     if cache.room and plan.verbose:
         ranks.say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
     return cache

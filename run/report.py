@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from disk.files import StoreError, plural, readable_size, write_whole
-from tasks.metrics import metric_name, scores_line
+from tasks.metrics import METRICS, scores_line
 
 # step: forward, backward and optimizer as CUDA graphs
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "step", "stall")
@@ -413,7 +413,7 @@ def epoch_line(plan, figures, examples="seeds"):
     valid = "n/a"
     sampled = figures.get("valid_sampled")
     if sampled is not None:
-        valid = f"{metric_name(plan.metric)} {percent(sampled)} (sampled)"
+        valid = f"{METRICS[plan.metric].title} {percent(sampled)} (sampled)"
     elif figures.get("valid"):
         left_out = "rmse_of_the_mean", "hits@1", "hits@10"
         scores = figures["valid"].items()

@@ -61,7 +61,7 @@ def build_model(plan, task, used):
 def place_model(ranks, model, plan, task, used):
     """Set what a network takes from the data, and move it to this rank's device."""
     store = task.store
-    task.prepare(model)
+    task.set_buffers(model)
     dtype = torch.float64 if plan.precision == "fp64" else torch.float32
     model.to(ranks.device, dtype)
     if not any(getattr(module, "uses_degree", False) for module in model.modules()):
@@ -108,7 +108,7 @@ class Run:
             "sampler": self.sampler,
             "ring": self.ring,
             "draw": self.task.draw,
-            "load": self.task.load,
+            "load_batch": self.task.load_batch,
         }
         return NodeLoader(self.store, seeds, plan.fanout, **settings | options)
 
