@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk import files
+from disk import convert, files
 from disk.checks import DRAWN_GRAPHS, check_split, check_stored, classes_among, drawn_graphs
 from disk.columns import write_arrays
-from disk.files import StoreError, integers, reading, shaped
+from disk.convert import integers, shaped
+from disk.files import StoreError, reading
 from disk.lmdb_rows import LmdbFile, check_lmdb, key, verify_directory
 
 FORMAT = "ringblock-graphs"
@@ -62,7 +63,7 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     num_nodes = integers("num_nodes", num_nodes, "G")
     num_edges = integers("num_edges", num_edges, "G")
     src, dst = integers("edge_index", edge_index, 2, "E")
-    x, e, y = (files.as_rows(name, rows) for name, rows in (("x", x), ("e", e), ("y", y)))
+    x, e, y = (convert.as_rows(name, rows) for name, rows in (("x", x), ("e", e), ("y", y)))
     first = np.cumsum(num_nodes) - num_nodes
     _must_fit(
         nodes_of_each=num_nodes,
@@ -112,7 +113,7 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
     meta = {"format": FORMAT, "format_version": files.VERSION}
     meta["source"] = json.loads(json.dumps(source))
     for name, rows in zip(PARTS, first[3:]):
-        dtype = files.row_dtype(f"{name} rows", rows)
+        dtype = convert.row_dtype(f"{name} rows", rows)
         shaped(f"{name} rows", rows, "n", "width")
         meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
     meta["labels"] = not first.y.is_floating_point() if labels is None else bool(labels)
@@ -124,7 +125,7 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
                 graphs.append(batch)
                 if meta["labels"]:
                     values.update(batch.y[~batch.y.isnan()].tolist())
-                largest = max(largest, files.largest_of(batch.x), files.largest_of(batch.e))
+                largest = max(largest, convert.largest_of(batch.x), convert.largest_of(batch.e))
                 bar.update(len(batch.y))
             count = len(graphs)
         if meta["labels"] and meta["target_dim"] > 1 and 0 not in values:
@@ -237,12 +238,12 @@ class GraphDataset:
                 actual = f"{list(rows.shape)} {rows.dtype}"
                 raise StoreError(f"{name} rows are {actual}, not {width} {dtype}")
             if name != "target":
-                files.check_finite(f"{name} rows", rows)
-        files.check_answers("target rows", batch.y, self.labels)
+                convert.check_finite(f"{name} rows", rows)
+        convert.check_answers("target rows", batch.y, self.labels)
         if self.classes:
             classes = torch.tensor([-1, *self.classes])
             unknown = ~(batch.y.isnan() | torch.isin(batch.y.double(), classes.double()))
-            files.refuse(
+            convert.refuse(
                 unknown, "target rows", batch.y, f"the data set has {self.kind_of_labels()}"
             )
         indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
@@ -264,7 +265,7 @@ class GraphDataset:
         counts = np.zeros(len(indptr) - 1 + len(nodes), np.int32)
         counts[np.arange(len(graph_ids)) + graph_ids + 1] = indptr[1:] - indptr[first][graph_ids]
         views, cuts = [], []
-        arrays = counts, local.astype(np.int32), *map(files.as_numpy, batch[3:])
+        arrays = counts, local.astype(np.int32), *map(convert.as_numpy, batch[3:])
         for array, rows in zip(arrays, (nodes + 1, edges, nodes, edges, np.ones_like(nodes))):
             views.append(memoryview(array.tobytes()))
             cuts.append([0, *np.cumsum(rows * (array.nbytes // max(len(array), 1))).tolist()])

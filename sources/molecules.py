@@ -11,7 +11,7 @@ G graphs have N nodes and B bonds in all; F columns of node features, D of bond 
 import numpy as np
 import torch
 
-from disk.files import check_answers, check_finite, refuse, shaped
+from disk.convert import check_answers, check_finite, refuse, shaped
 from features import prefetch
 
 MOST_CANDIDATES = 1 << 14  # most atoms and periodic images to search for neighbours in a crystal

@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from disk import files
+from disk import convert, files
 from disk.checks import DRAWN, check_labels, check_split, counted_from_one, drawn_per_class
+from disk.columns import COLUMNS, EDGE_FEATURES, EDGE_TIME, EDGE_TYPE, NODE_TIME
 from disk.files import StoreError, reading
 from disk.graphs import block_diagonal, build_graphs
 from sources.arrays import FEATURES, Arrays, equal_sums, of_object, open_npz
@@ -42,13 +43,6 @@ NPZ = dict(
     target=str,  # the node type whose labels are learned, if several types have labels
     ignore=lambda names: names.split("+"),  # arrays to leave out
 )
-TABLE_COLUMNS = {  # argument of `build` for tables: column of a store
-    "weights": "edge_weight",
-    "times": "edge_time",
-    "types": "edge_type",
-    "edge_features": "edge_features",
-    "node_times": "node_time",
-}
 RULES = 1  # changes with what a build makes of the same files: stores of before are built anew
 MIRRORED = 0.95  # share of typed edges that have a reverse from which on none is added
 GENERATORS = {"synthetic": (SYNTHETIC, synthetic), "synthetic-mag": (MAG, synthetic_mag)}
@@ -204,17 +198,19 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
             (several, with commas between them, for features), or the file of a table with a row for each edge.
         node_times: for tables, the file of a table with a time for each node. options: of `build_store`.
     """
-    path, is_file = Path(path), isinstance(source, (str, os.PathLike))
+    path = Path(path)
+    is_file = isinstance(source, (str, os.PathLike))
     kind = str(source) if is_file else type(source).__name__
     files.refuse_existing(path)
     params = {"ignore": list(ignore)} if ignore else {}
     extra = dict(features=features, labels=labels)
     if isinstance(split, dict):
-        extra |= {f"{part}_idx": ids for part, ids in files.by_part("split", split).items()}
+        extra |= {f"{part}_idx": ids for part, ids in convert.by_part("split", split).items()}
     elif split is not None:
         params["split"] = int(split)
-    columns = {column: options.pop(name, None) for name, column in TABLE_COLUMNS.items()}
-    extra, columns = ({n: v for n, v in d.items() if v is not None} for d in (extra, columns))
+    extra = {name: values for name, values in extra.items() if values is not None}
+    columns = {name: options.pop(column.flag, None) for name, column in COLUMNS.items()}
+    columns = {name: where for name, where in columns.items() if where is not None}
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
     several_types = len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1
@@ -341,12 +337,12 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
             split, by = drawn_per_class(labels, random), f"seed {source['seed']}"
         where = "".join(f" from nodes of type {kind}" for kind in graph["labels"] if kind)
         arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
-    if "node_time" in graph:
+    if NODE_TIME.name in graph:
         _say_whose_times(arrays, graph)
     if not arrays.of_types:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
     else:
-        tables = graph.get("edge_features", {}).values()
+        tables = graph.get(EDGE_FEATURES.name, {}).values()
         widths = sorted({table.shape[1] if table.ndim > 1 else 1 for table in tables})
         if len(widths) > 1:
             wide = " or ".join(map(str, widths))
@@ -379,11 +375,11 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
 
 def _say_whose_times(arrays, graph):
     """Print which edges get the times of their sources, and which nodes have no time."""
-    kinds = graph["edge_index"].keys() - graph.get("edge_time", {}).keys()
+    kinds = graph["edge_index"].keys() - graph.get(EDGE_TIME.name, {}).keys()
     if kinds:
         of = f" of {'; '.join(sorted(map(','.join, kinds)))}" * arrays.of_types
         arrays.say(f"edges{of} have no times: each gets that of its source (node_time)")
-    if timeless := sorted(graph["node_types"].keys() - graph["node_time"].keys()):
+    if timeless := sorted(graph["node_types"].keys() - graph[NODE_TIME.name].keys()):
         see = "they see all edges, and those that would get their time are always seen"
         arrays.say(f"nodes of {', '.join(timeless)} have no times: {see}")
 
@@ -407,9 +403,9 @@ def _labels_as_features(arrays, labels, split, num_classes, random):
 def _symmetrized(graph, asked):
     """Decide whether the edges of a graph without features get their reverses -> (bool, words that say so): unless
     `asked` for, not if they have types, and reverses, which may be of types of their own."""
-    if "edge_type" not in graph:
+    if EDGE_TYPE.name not in graph:
         return True, "edges are made symmetric"
-    src, dst = files.integers("edge_index", graph["edge_index"], 2, "M")
+    src, dst = convert.integers("edge_index", graph["edge_index"], 2, "M")
     num_nodes, num_edges = len(graph["labels"]), len(src)
     mirrored = int(np.isin(dst * num_nodes + src, src * num_nodes + dst).sum())
     if asked or mirrored < MIRRORED * num_edges:

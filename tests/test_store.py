@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import store
+from disk import convert, graphs, sort
 from disk import files as disk
-from disk import graphs, sort
-from disk.files import Rows, StoreError
+from disk.convert import Rows
+from disk.files import StoreError
 from disk.graphs import GraphDataset, build_graphs
 from store import GraphStore, build_store, verify
 from tests.common import _graph, _store
@@ -126,7 +127,7 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     monkeypatch.setattr(sort, "EDGE_CHUNK", int(rng.integers(1, 200)))
     monkeypatch.setattr(sort, "SORT_EDGES", int(rng.integers(8, 2000)))
     monkeypatch.setattr(sort, "FEW_EDGES", int(rng.integers(1, 100)))
-    monkeypatch.setattr(disk, "ROW_BYTES", int(rng.integers(8, 4000)))
+    monkeypatch.setattr(convert, "ROW_BYTES", int(rng.integers(8, 4000)))
     V, M = int(rng.integers(1, 30)), int(rng.integers(0, 300))
     V, M = {16: (V, 0), 17: (V, 0), 18: (1, M)}.get(seed, (V, M))  # no edges; loops alone
     edge_index = rng.integers(0, V, (2, M))
@@ -348,7 +349,7 @@ def test_store_takes_arrays_in_the_forms_that_people_have_them_in(tmp_path, monk
     for i in range(max(map(len, forms.values()))):
         some = {name: values[i % len(values)] for name, values in forms.items()}
         assert _contents(build_store(tmp_path / f"{i}", **{**given, **some})) == stored, i
-    monkeypatch.setattr(disk, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(convert, "free_host_bytes", lambda: 1000)
     said = "features is sparse: dense it takes 4,000 bytes, and 1,000 are free"
     sparse = forms["features"][-4]
     _refuses(said, build_store, tmp_path / "large", **{**given, "features": sparse})
