@@ -12,7 +12,7 @@ width of the edges' features. This file needs disk/files.py, disk/convert.py, nu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from disk.files import Kind, StoreError
 NAMES = "nodes.txt"
 MOST_TYPES = 1 << 15
 ALWAYS = -(1 << 63)  # the time of an edge that is seen at all times
-IN_TABLES = "tables: an edge column (name, or number from 1), or a file with a row per edge"
 
 
 # ---- checks: (name for messages, values) -> (numpy array, its entries for meta.json); StoreError for invalid values
@@ -100,27 +99,28 @@ def types_dtype(count) -> np.dtype:
 # ---- the columns
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Column:
     """A column of a store. Adding one takes a record in COLUMNS and whatever uses it."""
 
     name: str  # argument of build_store, attribute of GraphStore, NAME.npy
+    _: KW_ONLY
     of: str  # "edge" or "node": it has a row for each
     check: Callable  # see above
-    dtype: (
-        str | Callable
-    )  # of the file; of the checked array if it follows from meta.json: dtype(meta)
-    width: str = ""  # entry of meta.json with the width of its rows; "": [M] or [V]
-    aliases: tuple  # names of its array in .npz files, PyG and, after "edata.", DGL; those of an earlier column are that one's
-    flag: str  # of `store.py build` for tables, with underscores as an argument of sources.prepare.build
-    metavar: str  # of that flag
-    help: str  # of that flag
-    cells: type  # of tables: float64 and float32 measure, int64 identifies and may be text
+    # of the file; where it follows from meta.json, dtype(meta), that of the checked array
+    dtype: str | Callable
+    # names of its array in .npz files, PyG and, after "edata.", DGL; those of an earlier column are that one's
+    aliases: tuple
+    # of `store.py build` for tables, with underscores as an argument of sources.prepare.build
+    flag: str
     describe: Callable  # of an open graph -> words for the log
+    metavar: str = "COLUMN"  # of the flag, as `help`
+    help: str = "tables: an edge column (name, or number from 1), or a file with a row per edge"
+    cells: type = np.float64  # of tables; those of int64 identify, and may be text to be numbered
+    width: str = ""  # entry of meta.json with the width of its rows; "": [M] or [V]
     by_type: bool = True  # whether a graph by type may have it: {type: values}
-    elsewhere: Callable | None = (
-        None  # of nodes, by type: its values [n] -> that of nodes of types without it
-    )
+    # of nodes by type: its values [n] -> that of nodes of types without it
+    elsewhere: Callable | None = None
 
     def kind(self, meta) -> Kind:
         """Return what meta.json implies for its file."""
@@ -141,60 +141,49 @@ class Column:
 
 
 EDGE_WEIGHT = Column(  # how likely an edge is drawn, relative to the others in its list
-    name="edge_weight",
+    "edge_weight",
     of="edge",
     check=check_weights,
     dtype="float32",
     aliases=("edge_weight", "edata.weight", "edata.edge_weight", "edata.w"),
     flag="weights",
-    metavar="COLUMN",
-    help=IN_TABLES,
-    cells=np.float64,
     describe=lambda graph: "weight",
 )
 EDGE_TYPE = Column(  # its relation, numbered from 0; each neighbour list is sorted by it
-    name="edge_type",
+    "edge_type",
     of="edge",
     check=check_types,
     dtype=lambda meta: types_dtype(meta.get("num_edge_types", 0)),
     aliases=("edge_type", "edata.edge_type", "edata.etype", "edata._TYPE"),
     flag="types",
-    metavar="COLUMN",
-    help=IN_TABLES,
     cells=np.int64,
     describe=described_edge_types,
     by_type=False,
 )
 EDGE_TIME = Column(  # when an edge appeared; each list, or each type's part of it, is sorted by it
-    name="edge_time",  # with node_time and without edge_time it is that of the edge's source
+    "edge_time",  # with node_time and without edge_time it is that of the edge's source
     of="edge",
     check=check_times,
     dtype="int64",
     aliases=("edge_time", "time", "edata.time", "edata.edge_time", "edata.timestamp"),
     flag="times",
-    metavar="COLUMN",
-    help=IN_TABLES,
-    cells=np.float64,
     describe=lambda graph: described_times("time", graph.edge_time),
 )
 EDGE_FEATURES = Column(  # for layers that see edges
-    name="edge_features",
+    "edge_features",
     of="edge",
     check=check_features,
     dtype=lambda meta: files.storage_dtype(meta.get("edge_dtype", "float32")),
     width="edge_dim",
-    aliases=(
-        *("edge_features", "edge_attr"),
-        *("edata.feat", "edata.edge_features", "edata.edge_attr"),
-    ),
+    aliases=("edge_features", "edge_attr", "edata.feat", "edata.edge_features", "edata.edge_attr"),
     flag="edge_features",
     metavar="COLUMNS",
-    help=f"{IN_TABLES}; several columns as a,b,c",
+    help=f"{Column.help}; several columns as a,b,c",
     cells=np.float32,
     describe=lambda graph: f"features {graph.edge_dim} x {graph.meta['edge_dtype']}",
 )
 NODE_TIME = Column(  # the time at which a node is classified
-    name="node_time",
+    "node_time",
     of="node",
     check=check_times,
     dtype="int64",
