@@ -377,7 +377,8 @@ class GraphStore:
 
     def __reduce__(self):
         """Pickle as the path and what was changed since it was opened; StoreError if the store was rebuilt since."""
-        now, changed = GraphStore.open(self.path), {}
+        now = GraphStore.open(self.path)
+        changed = {}
         records, others = ({**g.meta["files"], BACKENDS["lmdb"]: None} for g in (self, now))
         if records != others:
             raise StoreError(f"{self.path} was rebuilt after it was opened: open it again")
@@ -455,7 +456,8 @@ class GraphStore:
         checks.check_stored(self.path, split, self.labels.numpy())
         end = self.num_classes if self.labels.dim() == 1 else 2
         for name, ids in split.items():
-            labels, why = self.labels[ids], f"labels lie in [0, {end}); rebuild the store"
+            labels = self.labels[ids]
+            why = f"labels lie in [0, {end}); rebuild the store"
             refuse(labels >= end, f"{self.path}: of split {name!r} labels", labels, why)
 
     def _map(self, name, kind, **options) -> Tensor:
@@ -489,7 +491,8 @@ class MmapFeatures(convert.RowsByIndex):
         """Return a reader of these rows from disk; None without a file, Linux or a C compiler."""
         if self._path is None or library() is None:
             return None
-        file, row_bytes = self._path / BACKENDS["mmap"], self.shape[1] * self.dtype.itemsize
+        file = self._path / BACKENDS["mmap"]
+        row_bytes = self.shape[1] * self.dtype.itemsize
         return RowReader(file, self._head, row_bytes, self.shape[0], direct=not self.stays())
 
     def reserve(self, count):

@@ -168,7 +168,7 @@ def make_good(case):
     ends = random.integers(0, nodes.repeat(nodes), (2, nodes.sum()))
     x, e = random.integers(0, 9, (nodes.sum(), 3), np.uint8), random.random((nodes.sum(), 2))
     y = nodes[:, None].astype(np.float32)
-    made = block_diagonal(nodes, nodes, ends, x, e.astype(np.float32), y)
+    made = block_diagonal(nodes, nodes, ends, x=x, e=e.astype(np.float32), y=y)
     split = {"train": range(24), "valid": range(24, 32), "test": range(32, 40)}
     build_graphs(base / "graphs", [made], split=split)
     many = GraphDataset.open(base / "graphs")

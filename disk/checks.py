@@ -21,7 +21,8 @@ MAX_CLASSES = 1 << 24  # the logits of 1,024 seeds then take 64 GiB
 MAX_SPLITS = 1 << 16
 EDGE_CHUNK = 1 << 22  # edges read at a time
 # with up to EXACT edges the reverse of each is looked up, with more those of SAMPLE random edges
-EXACT, SAMPLE = 1 << 20, 1 << 16
+EXACT = 1 << 20
+SAMPLE = 1 << 16
 COUNTED = ("duplicates", "self_loops", "isolated", "one_way", "one_way_of")
 # in the meta.json of a store that was built without a split
 DRAWN = "20 nodes of each class for training, 30 for validation, the rest for testing"
@@ -122,7 +123,8 @@ def check_graph(edge_index, indptr, indices, num_nodes) -> GivenEdges:
 def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:
     """Yield chunks of feature rows as they are stored, in `dtype`, each checked for NaN and infinity; its largest
     absolute value is appended to the list `largest`."""
-    width, announced = features.shape[1], convert.row_dtype("features", features)
+    width = features.shape[1]
+    announced = convert.row_dtype("features", features)
     for first, chunk in convert.chunked("features", features, progress=progress):
         chunk = convert.as_rows("features", chunk)
         if chunk.dtype != getattr(torch, announced) or chunk.shape[1:] != (width,):
@@ -162,7 +164,8 @@ def check_split(split, labels, item="node") -> dict[str, np.ndarray]:
     split = {n: convert.part_ids(f"split {n!r}", v, len(labels)) for n, v in parts.items()}
     owner = np.full(len(labels), -1, np.int8)
     for part, (name, ids) in enumerate(split.items()):
-        inside, again = (ids >= 0) & (ids < len(labels)), np.ones(len(ids), bool)
+        inside = (ids >= 0) & (ids < len(labels))
+        again = np.ones(len(ids), bool)
         again[np.unique(ids, return_index=True)[1]] = False
         unlabelled = labels[ids * inside] < 0
         unlabelled = unlabelled if labels.ndim == 1 else unlabelled.all(1)
@@ -221,23 +224,25 @@ def count_edges(indptr, indices, types=None) -> dict[str, int]:
         `duplicates`: edges that repeat another of their type; `self_loops`; `isolated`: nodes without any edge;
         `one_way`: edges without a reverse, among the `one_way_of` edges that were looked up.
     """
-    num_nodes, num_edges = len(indptr) - 1, len(indices)
+    num_nodes = len(indptr) - 1
+    num_edges = len(indices)
     looked_up = np.arange(num_edges)
     if num_edges > EXACT:
         looked_up = np.sort(np.random.default_rng(0).integers(0, num_edges, SAMPLE))
-    src, dst = indices[looked_up], np.searchsorted(indptr, looked_up, "right") - 1
-    reverses, counts = np.unique(_keys(src, dst, num_nodes), return_counts=True)
+    dst = np.searchsorted(indptr, looked_up, "right") - 1
+    reverses, counts = np.unique(_keys(indices[looked_up], dst, num_nodes), return_counts=True)
     exists = np.zeros(len(reverses), bool)
     touched = indptr[1:] > indptr[:-1]
     first = duplicates = self_loops = 0
     while first < num_nodes:  # neighbour lists of up to EDGE_CHUNK edges in all, or one longer list
         last = int(np.searchsorted(indptr, indptr[first] + EDGE_CHUNK, "right")) - 1
         last = max(last, first + 1)
-        src, sizes = indices[indptr[first] : indptr[last]], np.diff(indptr[first : last + 1])
-        dst = np.repeat(np.arange(first, last), sizes)
+        src = indices[indptr[first] : indptr[last]]
+        dst = np.repeat(np.arange(first, last), np.diff(indptr[first : last + 1]))
         self_loops += int((src == dst).sum())
         touched[src] = True
-        keys, same = _keys(dst, src, num_nodes), True
+        keys = _keys(dst, src, num_nodes)
+        same = True
         if types is not None:
             kinds = types[indptr[first] : indptr[last]]
             kinds = kinds[np.lexsort([kinds, keys])]
@@ -248,8 +253,13 @@ def count_edges(indptr, indices, types=None) -> dict[str, int]:
         wanted = reverses[low:high]
         exists[low:high] |= np.searchsorted(keys, wanted, "right") > np.searchsorted(keys, wanted)
         first = last
-    one_way, isolated = int(counts[~exists].sum()), int((~touched).sum())
-    return dict(zip(COUNTED, (duplicates, self_loops, isolated, one_way, len(looked_up))))
+    return {
+        "duplicates": duplicates,
+        "self_loops": self_loops,
+        "isolated": int((~touched).sum()),
+        "one_way": int(counts[~exists].sum()),
+        "one_way_of": len(looked_up),
+    }
 
 
 def counted_from_one(meta, indptr, indices) -> list[str]:
@@ -259,7 +269,8 @@ def counted_from_one(meta, indptr, indices) -> list[str]:
     types = types or [("", meta["num_nodes"])]
     if meta["edges"]["isolated"] > len(types) + meta["num_nodes"] // 10:
         return []
-    lone, first = {}, 0
+    lone = {}
+    first = 0
     for name, count in types:
         if count and indptr[first] == indptr[first + 1]:
             lone[first] = name

@@ -133,7 +133,8 @@ def is_sparse(values) -> bool:
 
 
 def _dense(name, matrix):
-    size, free = math.prod(matrix.shape) * matrix.dtype.itemsize, free_host_bytes()
+    size = math.prod(matrix.shape) * matrix.dtype.itemsize
+    free = free_host_bytes()
     if size > free:
         raise StoreError(f"{name} is sparse: dense it takes {size:,} bytes, and {free:,} are free")
     return matrix.toarray() if hasattr(matrix, "toarray") else matrix.detach().cpu().to_dense()
@@ -150,10 +151,12 @@ def adjacency(name, matrix):
         elif isinstance(matrix, Tensor):
             matrix = matrix.detach().cpu().to_sparse_coo().coalesce()
             rows, columns = matrix.indices()
-            values, count = matrix.values(), matrix.shape[0]
+            values = matrix.values()
+            count = matrix.shape[0]
         elif hasattr(matrix, "csr"):
             indptr, columns, values = matrix.csr()
-            rows, count = torch.repeat_interleave(indptr.diff()), len(indptr) - 1
+            rows = torch.repeat_interleave(indptr.diff())
+            count = len(indptr) - 1
         else:
             kind = type(matrix).__name__
             raise StoreError(f"{name} is a {kind}: a sparse matrix of scipy or torch is needed")

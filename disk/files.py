@@ -208,7 +208,8 @@ def write_npy(path, dtype, shape, chunks, head=HEAD) -> dict:
     """Write chunks of rows as one .npy file with a header of `head` bytes -> its record for meta.json. The header
     gets the number of rows that came, whatever shape[0] says."""
     header = _npy_header(dtype, shape, head)
-    digest, rows = hashlib.sha256(header), 0
+    digest = hashlib.sha256(header)
+    rows = 0
     with open(path, "wb") as file:
         file.write(header)
         for chunk in chunks:
@@ -226,12 +227,18 @@ def write_npy(path, dtype, shape, chunks, head=HEAD) -> dict:
 def file_record(path, dtype, shape, digest=None) -> dict:
     """Return meta.json's record of a file: dtype ("str": text of shape[0] lines; nodes.txt, always text, has that of the
     names), shape, bytes, SHA-256."""
-    size, sha256 = path.stat().st_size, (digest or sha256_of(path)).hexdigest()
-    return {"dtype": np.dtype(dtype).name, "shape": shape, "bytes": size, "sha256": sha256}
+    digest = digest or sha256_of(path)
+    return {
+        "dtype": np.dtype(dtype).name,
+        "shape": shape,
+        "bytes": path.stat().st_size,
+        "sha256": digest.hexdigest(),
+    }
 
 
 def _npy_header(dtype, shape, head):
-    shape, descr = tuple(int(n) for n in shape), np.dtype(dtype).newbyteorder("<").str
+    descr = np.dtype(dtype).newbyteorder("<").str
+    shape = tuple(map(int, shape))
     text = repr({"descr": descr, "fortran_order": False, "shape": shape}).encode()
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", head - 10) + text.ljust(head - 11) + b"\n"
 
@@ -339,7 +346,8 @@ def check_size(path, name, record) -> Path:
     """Check that a file exists and has its recorded size (LMDB's may have grown) -> its path."""
     file = Path(path) / name
     with reading(file, "; rebuild the store"):
-        size, wanted = regular(file).st_size, record["bytes"]
+        size = regular(file).st_size
+        wanted = record["bytes"]
         if size < wanted or size > wanted and file.suffix != ".lmdb":
             fault = "truncated" if size < wanted else "too long"
             raise ValueError(f"it is {fault}: it has {size} bytes and should have {wanted}")

@@ -68,7 +68,8 @@ def saved_graph(file):
 
 
 def _read(archive, member):
-    size, free = archive.getinfo(member).file_size, free_host_bytes()
+    size = archive.getinfo(member).file_size
+    free = free_host_bytes()
     if size > free:
         raise ValueError(f"{size:,} bytes unpacked, and {free:,} are free")
     with archive.open(member) as stream:
@@ -306,7 +307,8 @@ class Arrays:
             raise StoreError(f"{self.called(name)} holds {both}")
         if all(form_of(name) == "d" for name in names.tolist()):
             order = sorted(range(len(names)), key=lambda i: (int(names[i]), names[i]))
-            index, names = np.argsort(order)[index], names[order]
+            index = np.argsort(order)[index]
+            names = names[order]
         y = np.full(cells.shape, np.nan)
         y[labelled] = index
         self.classes = names.tolist()
@@ -325,7 +327,8 @@ class Arrays:
 
     def _csr_rows(self, row_normalize):
         """Make dense rows of feat_indptr, feat_indices, feat_data (or ones) and feat_shape; repeated entries add up."""
-        indptr, indices = self.integers("feat_indptr"), self.integers("feat_indices")
+        indptr = self.integers("feat_indptr")
+        indices = self.integers("feat_indices")
         data = self.find("feat_data")
         values = self[data] if data else np.ones(indices.shape, np.int8)
         shape = [len(indptr) - 1, int(indices.max(initial=0)) + 1]
@@ -341,7 +344,8 @@ class Arrays:
         with reading(self.called("the CSR matrix of features")):
             if shape[0] != len(indptr) - 1 or indptr[0]:
                 raise ValueError(f"{shape[0]} rows need {shape[0] + 1} offsets from 0")
-            size, free = math.prod(shape) * values.itemsize, free_host_bytes()
+            size = math.prod(shape) * values.itemsize
+            free = free_host_bytes()
             if size > free:
                 raise ValueError(f"it takes {size:,} bytes when dense, and {free:,} are free")
             ends = np.stack([np.repeat(np.arange(len(indptr) - 1), np.diff(indptr)), indices])
@@ -355,7 +359,8 @@ class Arrays:
         """Name the unused arrays; StoreError for one that seems to be of edges, a split, features or labels."""
         rest = [name for name in self._values if name not in self._taken]
         for name in rest:
-            shape, value = (), self._values[name]
+            shape = ()
+            value = self._values[name]
             with contextlib.suppress(ValueError):  # unreadable, but not needed either
                 shape = self.read(name, "").shape if callable(value) else np.shape(value)
             of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)

@@ -2,7 +2,7 @@
 
     batches, count, more = molecules(open_npz("esol.npz"))
     batches, count, more = crystals(open_npz("mlearn.npz"), radius=5.0)
-    graphs = (block_diagonal(*batch) for batch in batches)
+    graphs = (block_diagonal(*sizes, x=x, e=e, y=y) for *sizes, x, e, y in batches)
     build_graphs("esol", graphs, labels=False, split=split, source=more)
 
 G graphs have N nodes and B bonds in all; F columns of node features, D of bond features, T targets.

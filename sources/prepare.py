@@ -70,7 +70,8 @@ def prepare(
             synthetic graph has its own seed parameter.
         symmetrize, drop_duplicates: for .npz files of one graph. backend, feature_dtype, progress: see `build_store`.
     """
-    name, root = str(dataset), Path(root)
+    name = str(dataset)
+    root = Path(root)
     options = {"symmetrize": bool(symmetrize), "drop_duplicates": bool(drop_duplicates)}
     features = {"backend": backend, "feature_dtype": feature_dtype}
     asked = {option: value for option, value in features.items() if value not in (None, "mmap")}
@@ -254,7 +255,8 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
         params: dict, parameters of `NPZ`. seed: for what is drawn; None: 0, and the split of one graph is drawn when
             its store is opened. options: of `build_store`.
     """
-    drawn, offsets = _draws(arrays, seed is not None), arrays.find("node_offsets", "atom_offsets")
+    drawn = _draws(arrays, seed is not None)
+    offsets = arrays.find("node_offsets", "atom_offsets")
     if seed is not None and not drawn:
         raise arrays.error(f"seed {seed} has no effect: it has a split, and nothing else is drawn")
     understood = {None: "row_normalize", "atom_offsets": "radius"}.get(offsets)
@@ -272,7 +274,8 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
             batches, count, entries = molecules(arrays)
         else:
             batches, count, entries = crystals(arrays, params.get("radius", 4.0))
-        graphs, source = (block_diagonal(*batch) for batch in batches), source | entries
+        graphs = (block_diagonal(*sizes, x=x, e=e, y=y) for *sizes, x, e, y in batches)
+        source |= entries
         split = of_graphs(arrays, count, params.get("split"), seed or 0)
         arrays.close()
         options = {"split": split, "progress": progress, "source": source}
@@ -285,11 +288,14 @@ def _read_graph(arrays, params, source):
     """Read the `Arrays` of one graph, as of the type "" if it has no types -> ({argument of `build_store`: {type: its
     value}}; the split, empty if there is none). Names of classes go to `source`."""
     graph = {name: {} for name in ("node_types", "features", "labels", "edge_index")}
-    target, labelled, split = params.get("target"), [], None
+    target = params.get("target")
+    labelled = []
+    split = None
     for kind, of in arrays.by_type().items():
         num_nodes = num_edges = None
         if "," not in kind:
-            labels, features = of.labels(), of.features(params.get("row_normalize"))
+            labels = of.labels()
+            features = of.features(params.get("row_normalize"))
             rows = labels if features is None else features
             if rows is None and not kind:
                 of.find(*FEATURES, needed=True)
@@ -334,7 +340,8 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
     elif not split:
         by = "by --seed of train.py"  # each run draws its own
         if "seed" in source:
-            split, by = drawn_per_class(labels, random), f"seed {source['seed']}"
+            split = drawn_per_class(labels, random)
+            by = f"seed {source['seed']}"
         where = "".join(f" from nodes of type {kind}" for kind in graph["labels"] if kind)
         arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
     if NODE_TIME.name in graph:
@@ -406,7 +413,8 @@ def _symmetrized(graph, asked):
     if EDGE_TYPE.name not in graph:
         return True, "edges are made symmetric"
     src, dst = convert.integers("edge_index", graph["edge_index"], 2, "M")
-    num_nodes, num_edges = len(graph["labels"]), len(src)
+    num_nodes = len(graph["labels"])
+    num_edges = len(src)
     mirrored = int(np.isin(dst * num_nodes + src, src * num_nodes + dst).sum())
     if asked or mirrored < MIRRORED * num_edges:
         return True, "every edge gets a reverse of its type"
