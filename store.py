@@ -220,12 +220,9 @@ def _times_of_sources(graph):
 def _write_store(path, graph, progress):
     """Write every file of a store, meta.json last."""
     records = _write_graph(path, graph, progress)
-    indices = np.load(path / "indices.npy", mmap_mode="r")
-    indptr = np.load(path / "indptr.npy", mmap_mode="r")
-    types = None
-    if (file := path / f"{columns.EDGE_TYPE.name}.npy").name in records:
-        types = np.load(file, mmap_mode="r")
-    counts = {"num_edges": len(indices), "edges": checks.count_edges(indptr, indices, types)}
+    names = ["indptr", "indices", *graph.arrays.keys() & {columns.EDGE_TYPE.name}]
+    arrays = [np.load(path / f"{name}.npy", mmap_mode="r") for name in names]
+    counts = {"num_edges": len(arrays[1]), "edges": checks.count_edges(*arrays)}
     if graph.node_names is not None:
         records[columns.NAMES] = columns.write_names(path, graph.node_names)
     records |= _write_features(path, graph, progress)
