@@ -221,6 +221,7 @@ class Conv(nn.Module):
     edge_features = "no"  # it has no use for them ("no"), it "can" use them (edge_dim is their width or 0), it "must" have them
     uses_types = False  # it needs types of edges
     uses_degree = False  # it needs degrees in the whole graph
+    whole_graph = False  # degrees at a time will not do: seeds cannot have times
     norm = "none"  # norm after hidden layers that it trains well with
     residual = (
         "no"  # residual connections by default: "no", "yes", "if classes disagree" (of neighbours)
@@ -383,6 +384,7 @@ class GCNConv(Conv, name="gcn"):
     """
 
     uses_degree = True
+    whole_graph = True
     # it mixes a node's row with its neighbours'
     residual = "if classes disagree"
     padded = True

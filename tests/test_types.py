@@ -418,7 +418,10 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("has no name: printable text", {"node_types": {**COUNTS, "a\x1b": 3}}),
     ("the type 0 has no name", {"node_types": {**COUNTS, 0: 3}}),
     ("the type 'a,b' has no name", {"edge_index": {("author", "a,b", "paper"): [[0], [0]]}}),
-    ("node_time of paper has dtype float64", {"node_time": {"paper": np.full(50, np.nan)}}),
+    (
+        r"node_time of paper\[0\] is nan: whole numbers",
+        {"node_time": {"paper": np.full(50, np.nan)}},
+    ),
     (r"edge_time of \w+,\w+,\w+\[0\] is 2049: .*float16, .*rounds it", {"edge_time": ROUNDED}),
     (r"edge_time of \w+,\w+,\w+\[0\] is 9007199254740993: .*float64", {"edge_time": WIDE}),
     (r"features of author\[0, 0\] is 2049: .*rounds it: give them", {"features": COARSE}),
