@@ -20,6 +20,7 @@ from features import FeatureRing
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from native import layers
+from relational import NodeInputs, RGCNConv
 from run.adam import Adam
 from sampler import NeighborSampler, import_dgl
 from tasks.edge_split import Edges, split_edges
@@ -188,8 +189,8 @@ def relations(args, learn):
         seeds = graphbolt.seeds_of(args, nodes, args.rounds + 2).split(args.batch_size)
         return lambda i: tools.counted(sampler.sample(seeds[i], i))
     options = {"num_types": types, "num_layers": len(args.fanout), "dropout": graphbolt.DROPOUT}
-    options["node_types"] = [*store.node_types.values()]
-    net = model.GNN(0, args.hidden, store.num_classes, conv="rgcn", **options)
+    options["inputs"] = NodeInputs(store.node_types.values(), args.hidden)
+    net = model.GNN(0, args.hidden, store.num_classes, conv=RGCNConv, **options)
     return training(args, store, sampler, net, nodes)
 
 

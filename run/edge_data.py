@@ -14,7 +14,7 @@ from torch import Tensor
 from disk.columns import types_called
 from disk.files import StoreError
 from model import layers_where
-from run.own_model import conv_of, is_own, takes_edges
+from run.own_model import conv_of, takes_edges
 from sampler import seen_at
 
 
@@ -45,12 +45,12 @@ class EdgeData(NamedTuple):
 def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     """Choose the edge columns that a run uses -> (EdgeData, a line to print for each column). task: a `Task` or its
     class. Raises StoreError for flags that need a column the store lacks, or a model that cannot use one."""
-    used, lines, custom = EdgeData(), [], is_own(args.model)
+    conv = conv_of(args.model)
+    used, lines, custom = EdgeData(), [], conv is None
     if custom:
         can, must = takes_edges(args.model)
     else:
-        takes = conv_of(args.model).edge_features
-        can, must = takes != "no", takes == "must"
+        can, must = conv.edge_features != "no", conv.edge_features == "must"
     if can and store.edge_features is not None:
         used = used._replace(features=store.edge_features)
         seen = f"{store.edge_dim} x {store.meta['edge_dtype']}"

@@ -9,6 +9,7 @@ from disk.checks import edge_line
 from disk.columns import NAMES, described_types, read_names
 from disk.files import StoreError, plural
 from model import CONVS, GNN, is_gnn
+from relational import NodeInputs
 from store import GraphStore
 
 CHUNK = 1 << 22  # numbers of a table of predictions converted at a time
@@ -119,7 +120,7 @@ def open_graph(args, path, say):
 
 def described(args, store):
     """Describe features, network and fanout of a run -> three strings."""
-    layers, custom = plural(args.num_layers, "layer"), ":" in args.model
+    layers, custom = plural(args.num_layers, "layer"), args.model not in CONVS
     norm = "" if args.norm == "none" else f", norm {args.norm}"
     layers += f", hidden {args.hidden}{norm}{', residual' * bool(args.residual)}"
     return (
@@ -167,7 +168,9 @@ def gnn(args, widths, out_dim):
     options["edge_dim"] = widths["edge_dim"] if CONVS[args.model].edge_features != "no" else 0
     if CONVS[args.model].uses_types:
         options |= {"num_types": widths["num_edge_types"], "bases": args.bases}
-    options["node_types"] = [(count, width) for _, count, width in widths.get("node_types") or ()]
+    if widths.get("node_types"):
+        node_types = [(count, width) for _, count, width in widths["node_types"]]
+        options["inputs"] = NodeInputs(node_types, args.hidden)
     return GNN(widths["feature_dim"], out_dim=out_dim, **options)
 
 
