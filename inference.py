@@ -10,6 +10,7 @@ import inspect
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -90,230 +91,212 @@ def inference(
         IndexError: if the graph is damaged: an offset or a node id is out of range.
         OSError: if there is no room for the tables.
     """
-    check_network(model, len(indptr) - 1)
+    V = len(indptr) - 1
+    if not layerwise(model):
+        needs = "finish(i, h, h_dst), `layers` of Conv without hooks, and no forward, embed or step overridden alone"
+        needs += "; pass the network in a wrapper, not the wrapper"
+        batches = (
+            f"NodeLoader(graph, torch.arange({V}), [-1, -1], shuffle=False), a -1 for each layer"
+        )
+        needs += f"; any other network runs in batches of {batches}"
+        raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
     if any(p.dtype != torch.float32 for p in model.parameters()):
         model = copy.deepcopy(model).float()
-    h = checked_features(model, x, len(indptr) - 1)
-    graph = checked_graph(model, indptr, indices, edges=edges, types=types)
-    # cut the nodes into ranks' parts with equal numbers of edges
-    shares = [int(graph.indptr[-1]) * r // world for r in range(1, world)]
-    ends = [int(torch.searchsorted(graph.indptr, share)) for share in shares]
-    bounds = [0, *ends, len(graph.indptr) - 1]
-    part = Part(bounds[rank], bounds[rank + 1], chunk, chunk_edges)
-    tables = Tables(bounds[-1], memory, rank, total)
+    inputs = getattr(model, "inputs", None)
+    h = checked_features(x, V, inputs)
+    indptr = on_host(indptr)
+    indices = on_host(indices)
+    edges, types = checked_columns(model, len(indices), edges, types)
+    # ranks' parts have equal numbers of edges
+    shares = [int(indptr[-1]) * r // world for r in range(1, world)]
+    bounds = [0, *(int(torch.searchsorted(indptr, share)) for share in shares), V]
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        run = Layerwise(model, graph, part, tables)
-        if getattr(model, "inputs", None) is not None:
-            h = run.embedded(h)
+        on_gpu = next(model.parameters()).device.type != "cpu"
+        counted = any(layer.uses_degree for layer in model.layers)
+        run = Layerwise(
+            model,
+            copy.deepcopy(model).cpu() if on_gpu else model,
+            indptr,
+            indices,
+            # model.degrees may be of another graph, or a function of blocks
+            graph_degrees(indptr, indices) if counted else None,
+            edges,
+            types,
+            Part(bounds[rank], bounds[rank + 1], chunk, chunk_edges),
+            Tables(V, memory, rank, total),
+        )
+        if inputs is not None:
+            h = run.embed(inputs, h)
         for i in range(len(model.layers[:layers])):
-            h = run.layer(i, h)
+            h = run.apply(i, h)
     finally:  # also after an error
         for module, training in modes:
             module.train(training)
     return h
 
 
-def check_network(model, num_nodes):
-    """Raise ValueError unless a network is `layerwise`."""
-    if not layerwise(model):
-        needs = "finish(i, h, h_dst), `layers` of Conv without hooks, and no forward, embed or step overridden alone"
-        needs += "; pass the network in a wrapper, not the wrapper"
-        nodes = f"torch.arange({num_nodes})"
-        batches = f"NodeLoader(graph, {nodes}, [-1, -1], shuffle=False), a -1 for each layer"
-        needs += f"; any other network runs in batches of {batches}"
-        raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
+def on_host(values):
+    """Return a tensor in host memory, whatever the default device is."""
+    return torch.as_tensor(values, device="cpu")
 
 
-def checked_features(model, x, num_nodes):
-    """Return features as a tensor in host memory, or the object with gather; ValueError unless they fit the network."""
+def checked_features(x, V, inputs):
+    """Return x as a tensor, or an object with gather; ValueError unless it has the rows that a network with `inputs` takes."""
     dense = getattr(x, "layout", torch.strided) == torch.strided
     if not dense or not (hasattr(x, "gather") or hasattr(x, "__array_interface__")):
         kind = f"{type(x).__name__}, sparse" if not dense else type(x).__name__
         raise ValueError(f"x is a {kind}: a dense tensor or array [V, F] is needed")
     rows = x.shape[0]
-    inputs = getattr(model, "inputs", None)
-    if rows != num_nodes and (inputs is None or len(inputs.linears) and rows < inputs.first):
-        sizes = f"x has {rows} rows, indptr is of {num_nodes} nodes"
+    if rows != V and (inputs is None or len(inputs.linears) and rows < inputs.first):
+        sizes = f"x has {rows} rows, indptr is of {V} nodes"
         raise ValueError(f"{sizes}: a row for each node is needed")
-    return x if hasattr(x, "gather") else _on_host(x)
+    return x if hasattr(x, "gather") else on_host(x)
 
 
-class Graph(NamedTuple):
-    """A graph in host memory, and what layers use of it."""
-
-    indptr: Tensor  # int64 [V+1]
-    indices: Tensor  # [M]
-    degrees: Tensor | None  # [V, 2], if a layer uses them
-    edges: (
-        object  # [M, D] features of edges, a tensor or an object with gather; None: there are none
-    )
-    types: Tensor | None  # [M]
-
-
-def checked_graph(model, indptr, indices, *, edges, types):
-    """Return the `Graph`; ValueError unless edges and types have a row for each edge, if layers use them."""
-    indptr = _on_host(indptr)
-    indices = _on_host(indices)
-    if edges is not None and not hasattr(edges, "gather"):
-        edges = _on_host(edges)
+def checked_columns(model, M, edges, types):
+    """Return edges and types in host memory; ValueError unless they have a row for each of M edges, where layers use them."""
+    edges = edges if edges is None or hasattr(edges, "gather") else on_host(edges)
     for layer in model.layers:
         if layer.edge_dim:
-            check_edges(edges, len(indices), layer.edge_dim)
-    if types is not None:
-        types = _on_host(types)
-        if types.shape[0] != len(indices):
-            raise ValueError(f"types has {types.shape[0]} rows, the graph has {len(indices)} edges")
-    degrees = None
-    if any(layer.uses_degree for layer in model.layers):
-        # model.degrees may be of another graph, or a function of blocks
-        degrees = graph_degrees(indptr, indices)
-    return Graph(indptr, indices, degrees, edges, types)
+            check_edges(edges, M, layer.edge_dim)
+    types = types if types is None else on_host(types)
+    if types is not None and types.shape[0] != M:
+        raise ValueError(f"types has {types.shape[0]} rows, the graph has {M} edges")
+    return edges, types
 
 
 class Part(NamedTuple):
-    """The nodes that this process computes, first .. last - 1, and how many at a time."""
+    """The nodes first .. last - 1 that this process computes, and how many nodes and edges at a time."""
 
     first: int
     last: int
     chunk: int
     chunk_edges: int
 
-    def chunks(self):
-        """Yield the nodes a .. b - 1 of each chunk."""
-        for a in range(self.first, self.last, self.chunk):
-            yield a, min(a + self.chunk, self.last)
 
-    def chunks_of_edges(self, indptr):
-        """Yield the nodes a .. b - 1 of chunks with at most `chunk_edges` edges, or one node."""
-        a = self.first
-        while a < self.last:
-            most = int(indptr[a]) + self.chunk_edges
-            fits = int(torch.searchsorted(indptr, most, right=True)) - 1
-            b = min(a + self.chunk, max(fits, a + 1), self.last)
-            yield a, b
-            a = b
+class Layerwise(NamedTuple):
+    """A network in eval mode on a graph in host memory."""
 
+    model: nn.Module
+    on_cpu: nn.Module  # the same, or a copy
+    indptr: Tensor  # int64 [V+1]
+    indices: Tensor  # [M]
+    degrees: Tensor | None  # [V, 2], if a layer uses them
+    edges: Tensor | None  # [M, D] features of edges, or an object with gather
+    types: Tensor | None  # [M]
+    part: Part
+    tables: "Tables"
 
-class Layerwise:
-    """A network in eval mode on a graph, of which this process computes a part."""
-
-    def __init__(self, model, graph, part, tables):
-        self.model = model
-        self.graph = graph
-        self.part = part
-        self.tables = tables
-        self.device = next(model.parameters()).device
-        self.on_cpu = model if self.device.type == "cpu" else copy.deepcopy(model).cpu()
-
-    def embedded(self, x):
-        """Compute the first layer's input [V, D] from features x of the first nodes."""
-        inputs = self.model.inputs
-        out = self.tables.make(inputs.out_dim, self.tables.fit(inputs.out_dim))
-        for a, b in self.part.chunks():
-            nodes = torch.arange(a, b, device=self.device)
-            end = inputs.first  # of the nodes with features
-            out[a:b] = inputs(nodes, _rows(x, min(a, end), min(b, end), self.device))
-        self.tables.barrier()
+    def fill(self, out, compute):
+        """Fill a table, a chunk at a time, with compute(a, b) of nodes a .. b - 1; wait for the other processes' rows."""
+        for a in range(self.part.first, self.part.last, self.part.chunk):
+            b = min(a + self.part.chunk, self.part.last)
+            out[a:b] = compute(a, b)
+        self.tables.wait()
         return out
 
-    def layer(self, i, h):
-        """Compute layer i and what follows it, of all nodes' rows h [V, F] -> [V, D]."""
-        width = self.model.layers[i].out_dim
-        message, in_memory = self.messages(i, h)
-        out = self.tables.make(width, in_memory)
-        on = self.device
+    def embed(self, inputs, x):
+        """Compute the first layer's input [V, D] from features x of the first nodes."""
+        device = next(self.model.parameters()).device
+        end = inputs.first  # of the nodes with features
+
+        def rows(a, b):
+            nodes = torch.arange(a, b, device=device)
+            return inputs(nodes, _rows(x, min(a, end), min(b, end), device))
+
+        return self.fill(self.tables.make(inputs.out_dim, self.tables.fit(inputs.out_dim)), rows)
+
+    def apply(self, i, h):
+        """Apply layer i and what follows it to all nodes' rows h [V, F] -> [V, D]."""
+        layer = self.model.layers[i]
+        on = next(self.model.parameters()).device
+        none = _rows(h, 0, 0, on)
+        sent = layer.message(none, self.degree(layer, 0, 0, on))
+        in_memory = self.tables.fit(h.shape[1] + sent.shape[1] + layer.out_dim)
+        message = h
+        if sent is not none or not isinstance(h, Tensor) or h.dtype != torch.float32:
+            make = lambda a, b: layer.message(_rows(h, a, b, on), self.degree(layer, a, b, on))  # noqa: E731
+            message = self.fill(self.tables.make(sent.shape[1], in_memory), make)
+        out = self.tables.make(layer.out_dim, in_memory)
+        network = self.model
         if message.device != on and on.type == "cuda":
             torch.cuda.empty_cache()  # or what torch keeps counts as used
-            fits = message.nbytes < 0.8 * torch.cuda.mem_get_info(on)[0]
-            on = on if fits else torch.device("cpu")
+            if message.nbytes >= 0.8 * torch.cuda.mem_get_info(on)[0]:
+                network = self.on_cpu
+                on = torch.device("cpu")
         message = message.to(on)
-        network = self.model if on == self.device else self.on_cpu
         layer = network.layers[i]
-        for a, b in self.part.chunks_of_edges(self.graph.indptr):
+        for a, b in self.chunks_of_edges():
             near = self.near(layer, a, b, message, _rows(h, a, b, on))
             out[a:b] = network.finish(i, layer.combine(near), near.own)
-        self.tables.barrier()
+        self.tables.wait()
         return out
-
-    def messages(self, i, h):
-        """Compute the messages [V, width] of layer i -> (messages, whether this layer's tables are in memory)."""
-        layer = self.model.layers[i]
-        none = _rows(h, 0, 0, self.device)
-        sent = layer.message(none, self.degree(layer, 0, 0, self.device))
-        in_memory = self.tables.fit(h.shape[1] + sent.shape[1] + layer.out_dim)
-        if sent is none and isinstance(h, torch.Tensor) and h.dtype == torch.float32:
-            return h, in_memory
-        message = self.tables.make(sent.shape[1], in_memory)
-        for a, b in self.part.chunks():
-            degree = self.degree(layer, a, b, self.device)
-            message[a:b] = layer.message(_rows(h, a, b, self.device), degree)
-        self.tables.barrier()
-        return message, in_memory
 
     def near(self, layer, a, b, message, own):
         """Return what a layer combines for nodes a .. b - 1, whose rows are `own`, on the messages' device."""
         on = message.device
-        indptr, indices = _lists(self.graph, a, b, on)
-        ends = int(self.graph.indptr[a]), int(self.graph.indptr[b])
-        types = None
-        if layer.uses_types and self.graph.types is not None:
-            types = self.graph.types[slice(*ends)].to(on)
+        indptr, indices = self.lists(a, b)
+        ends = int(self.indptr[a]), int(self.indptr[b])
+        types = self.types if layer.uses_types else None
         return Near(
-            indptr,
-            indices,
-            sent=message,
-            own=own,
+            indptr.to(on),
+            indices.to(on),
+            message,
+            own,
             self_rows=torch.arange(a, b, dtype=indices.dtype, device=on),
             degree=self.degree(layer, a, b, on),
-            edges=_rows(self.graph.edges, *ends, on) if layer.edge_dim else None,
-            types=types,
+            edges=_rows(self.edges, *ends, on) if layer.edge_dim else None,
+            types=None if types is None else types[slice(*ends)].to(on),
         )
 
-    def degree(self, layer, a, b, on):
+    def degree(self, layer, a, b, device):
         """Return the degrees [b - a, 2] of nodes a .. b - 1 for a layer that uses them, else None."""
-        return self.graph.degrees[a:b].to(on) if layer.uses_degree else None
+        return self.degrees[a:b].to(device) if layer.uses_degree else None
 
+    def lists(self, a, b):
+        """Read and check the neighbour lists of nodes a .. b - 1 -> (offsets [b - a + 1], sources), in indices' dtype."""
+        sources = self.indices[int(self.indptr[a]) : int(self.indptr[b])]
+        offsets = self.indptr[a : b + 1] - self.indptr[a]
+        check_nodes(sources, len(self.indptr) - 1)
+        if int(offsets[-1]) != len(sources) or bool((offsets.diff() < 0).any()):
+            where = f"an offset in indptr of nodes {a} to {b - 1} is out of range or decreases"
+            raise IndexError(f"the graph is damaged: {where}")
+        return offsets.to(sources.dtype), sources
 
-def _on_host(values):
-    return torch.as_tensor(values, device="cpu")  # whatever the default device is
-
-
-def _lists(graph, a, b, device):
-    """Read and check the neighbour lists of nodes a .. b - 1 -> (offsets [b - a + 1], sources), in indices' dtype."""
-    sources = graph.indices[int(graph.indptr[a]) : int(graph.indptr[b])]
-    offsets = graph.indptr[a : b + 1] - graph.indptr[a]
-    check_nodes(sources, graph.indptr.numel() - 1)
-    if int(offsets[-1]) != sources.numel() or bool((offsets.diff() < 0).any()):
-        where = f"an offset in indptr of nodes {a} to {b - 1} is out of range or decreases"
-        raise IndexError(f"the graph is damaged: {where}")
-    sources = sources.to(device)
-    return offsets.to(sources), sources
+    def chunks_of_edges(self):
+        """Yield the nodes a .. b - 1 of chunks with at most `chunk_edges` edges, or one node."""
+        a = self.part.first
+        while a < self.part.last:
+            most = int(self.indptr[a]) + self.part.chunk_edges
+            fits = int(torch.searchsorted(self.indptr, most, right=True)) - 1
+            b = min(a + self.part.chunk, max(fits, a + 1), self.part.last)
+            yield a, b
+            a = b
 
 
 def _rows(table, a, b, device):
     """Return rows a .. b - 1 of a tensor or features object, as float32 on a device."""
-    is_tensor = isinstance(table, torch.Tensor)
+    is_tensor = isinstance(table, Tensor)
     rows = table[a:b] if is_tensor else table.gather(torch.arange(a, b, device="cpu"))
     return rows.to(device, torch.float32)
 
 
-class Tables:
+class Tables(NamedTuple):
     """Makes tables float32 [num_rows, width], in memory or in temporary files. With `total` processes share them: they
     open the memory or file of rank 0, which has no name and disappears with the last process that maps it."""
 
-    def __init__(self, num_rows, memory, rank, total):
-        self.num_rows = num_rows
-        self.memory = memory
-        self.rank = rank
-        self.total = total
+    num_rows: int
+    memory: int  # bytes
+    rank: int
+    total: Callable | None  # all-reduce of numbers over the processes; None: there is one
 
     def fit(self, columns):
         """Return whether so many columns may be in memory."""
         return 4 * self.num_rows * columns <= self.memory
 
-    def barrier(self):
+    def wait(self):
         """Wait for the other processes, for example until their rows are written."""
         if self.total is not None:
             self.total(0)
@@ -332,7 +315,7 @@ class Tables:
             leader, number = (int(n) for n in self.total(process, handle))
             handle = handle if self.rank == 0 else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
         mapped = mmap.mmap(handle, size)
-        self.barrier()  # every process has opened the handle of rank 0
+        self.wait()  # every process has opened the handle of rank 0
         os.close(handle)
         return torch.frombuffer(mapped, dtype=torch.float32).view(self.num_rows, width)
 

@@ -70,7 +70,7 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
 
 
 @native_first
-def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
+def own_plus_mean(indptr, indices, h, alpha, beta, *, self_rows=None, gamma=None):
     """Compute alpha * own row + beta * mean of the neighbours' rows for each destination.
 
     Args:
@@ -235,6 +235,11 @@ class Near(NamedTuple):
         block = self.indptr, self.indices, self.sent
         return own_plus_mean(*block, alpha, beta, self_rows=self.self_rows)
 
+    def edge_mean(self, dtype):
+        """Average the features of each destination's edges -> [S, edge_dim] of a dtype; zero without edges."""
+        ids = torch.arange(len(self.edges), device=self.edges.device, dtype=self.indptr.dtype)
+        return mean_neighbours(self.indptr, ids, self.edges.to(dtype))
+
     def edge_sum(self, of_edge):
         """Sum relu(message + of_edge(features of the edge)) over the neighbours -> [S, width]. of_edge: a `Linear`."""
         edges = self.edges.to(of_edge.weight.dtype)
@@ -267,9 +272,7 @@ class Near(NamedTuple):
         drawn = self.nodes, seed, drop
         edges = by = None
         if of_edge is not None:
-            edges = self.edges.to(attn.dtype)
-            ids = torch.arange(len(edges), device=edges.device, dtype=self.indptr.dtype)
-            edges = torch.cat([edges, mean_neighbours(self.indptr, ids, edges)])
+            edges = torch.cat([self.edges.to(attn.dtype), self.edge_mean(attn.dtype)])
             by = of_edge.weight.t()
         if fused and (of_edge is None or unchanged(of_edge)):
             block = self.indptr, self.indices, self.sent
@@ -832,24 +835,23 @@ class GNN(nn.Module):
         edges = edges or [None] * len(blocks)
         for i, (block, rows) in enumerate(zip(blocks, edges, strict=True)):
             step = self.step if i else first
-            seed = layer_seed(key, i) if self.training else 0
             if self.recompute and self.training:
-                x = checkpoint(step, i, block, x, seed, rows, use_reentrant=False)
-            else:
-                x = step(i, block, x, seed, rows)
+                step = partial(checkpoint, step, use_reentrant=False)
+            seed = layer_seed(key, i) if self.training else 0
+            x = step(i, block, x, seed=seed, edges=rows)
         return x
 
     def embed(self, nodes, x):
         """Return the first layer's input for nodes [N] with features x: x, or what `inputs` makes of it."""
         return x if self.inputs is None else self.inputs(nodes, x)
 
-    def step(self, i, block, x, seed=None, edges=None):
+    def step(self, i, block, x, *, seed=None, edges=None):
         """Apply layer i and all that precedes the next one; seed: of the dropout after it."""
         layer = self.layers[i]
         h = layer(block, x, self._degree(layer, block, x.device), seed, edges)
         return self.finish(i, h, x[: block.indptr.numel() - 1], block.src_nodes, seed)
 
-    def _step_of_pair(self, i, block, pair, seed=None, edges=None):
+    def _step_of_pair(self, i, block, pair, *, seed=None, edges=None):
         """`step` of own rows and means [S, 2F] of the block."""
         h_dst = None
         if self.residuals:  # contiguous: a product rounds as it does for rows that were gathered
@@ -895,7 +897,8 @@ class GNN(nn.Module):
             return h
         nodes = None if nodes is None else nodes[: len(h)]
         h = self.norms[i](h)
-        kinds = {type(self.layers[i]), *NORMS.values(), MLP, nn.ReLU}
+        ours = (conv for name, conv in CONVS.items() if conv.name == name)
+        kinds = {*ours, *NORMS.values(), MLP, nn.ReLU}
         if not unchanged(*self.layers[i].modules(), self.norms[i], kinds=kinds):
             h = h.clone()  # a hook, method or network may have kept it, and ReLU is in place
         return relu_dropout(h, self.dropout, self.training, nodes, seed)

@@ -292,14 +292,14 @@ class NodeInputs(nn.Module):
         parts = self, *self.linears, layer, *layer.children()
         return unchanged(*parts, kinds={RGCNConv, NodeInputs}) and layer.num_types <= LOOPED
 
-    def step(self, net, i, block, x, seed=None, edges=None):
+    def step(self, net, i, block, x, *, seed=None, edges=None):
         """`GNN.embed` and `GNN.step` of the first layer in one, if it can be `RGCNConv.after_inputs`."""
         h = net.layers[i].after_inputs(block, self, x)
         if h is not None:
             return net.finish(i, h, None, block.src_nodes, seed)
         x = net.embed(block.src_nodes, x)
         check_rows(block, x)
-        return net.step(i, block, x, seed, edges)
+        return net.step(i, block, x, seed=seed, edges=edges)
 
     def pad(self, padded=True):
         """Let x be [N, F], see `aligned`, as in a CUDA graph, or no longer."""

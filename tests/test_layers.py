@@ -96,7 +96,7 @@ def _row_operations(indptr, indices, h, own, pair, best, alpha, beta, gamma):
         *_with_grads(lambda x, a: model.own_plus_mean(*block, x, a, beta), best, h, alpha),
         *_with_grads(lambda x: model.own_plus_mean(*block, x, alpha, beta, gamma=gamma), best, h),
         *(model.self_and_mean(*block, h, own, out) for out in tables),
-        model.own_plus_mean(*block, h, alpha, beta, own),
+        model.own_plus_mean(*block, h, alpha, beta, self_rows=own),
         model.gather_rows(h, own),
     ]
 
@@ -294,12 +294,12 @@ def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypa
     own, degree = torch.arange(9).flip(0), torch.rand(12, 2)
     for function, *inputs in (
         (lambda rows: model.gather_rows(rows, indices[:9]), h),
-        (lambda b, g: model.own_plus_mean(*block[:2], h, beta, b, None, g), beta, gamma),
+        (lambda b, g: model.own_plus_mean(*block[:2], h, beta, b, gamma=g), beta, gamma),
         (lambda x: model.self_and_mean(*block[:2], x, own)[:, 2:6], h),
-        (lambda x, a: model.own_plus_mean(*block[:2], x, a, beta, own), h, beta),
+        (lambda x, a: model.own_plus_mean(*block[:2], x, a, beta, self_rows=own), h, beta),
         (lambda x: attention.combine(Near(*block[:2], x, h[:9], own, edges=edges)), h),
         (lambda x: gin(block, x, degree.double()), h),
-        (lambda x: model.own_plus_mean(*block[:2], x, beta, beta, None, degree[:, 1]), h),
+        (lambda x: model.own_plus_mean(*block[:2], x, beta, beta, gamma=degree[:, 1]), h),
         (lambda e: attention(block, h, edges=e), edges),
         (lambda e: gine(block, h, edges=e), edges),
         (lambda pair: net([block], pair, aggregated=True), torch.rand(9, 8)),
