@@ -204,7 +204,8 @@ def plain_layers():
 class Near(NamedTuple):
     """What a layer combines: S destinations' own rows and the messages of their neighbours, over E edges.
 
-    Its methods skip edges with index -1, which pad a block in a CUDA graph.
+    Its methods skip edges with index -1, which pad a block in a CUDA graph; those that read features of edges do not, but
+    a graph with these has no CUDA graphs.
     """
 
     indptr: Tensor  # [S+1]: destination s has the edges indptr[s] to indptr[s + 1] - 1
@@ -251,8 +252,7 @@ class Near(NamedTuple):
         if total is None:
             count = self.indptr.diff()
             dst = torch.repeat_interleave(count, output_size=self.indices.numel())
-            rows = summable(self.sent).index_select(0, self.indices)
-            rows = F.relu(rows + of_edge(edges))
+            rows = F.relu(summable(self.sent).index_select(0, self.indices) + of_edge(edges))
             total = rows.new_zeros(len(self.own), rows.shape[1]).index_add(0, dst, rows)
         return total
 
@@ -288,8 +288,7 @@ class Near(NamedTuple):
         K, D = attn.shape
         num_edges = self.indices.numel()
         self_loops = torch.arange(S, device=self.indices.device)
-        count = self.indptr.diff().long()
-        dst = self_loops.repeat_interleave(count, output_size=num_edges)
+        dst = self_loops.repeat_interleave(self.indptr.diff().long(), output_size=num_edges)
         dst = torch.cat([dst, self_loops])
         rows = self_loops.to(self.indices.dtype) if self.self_rows is None else self.self_rows
         rows = torch.cat([self.indices, rows])
@@ -325,8 +324,9 @@ class Conv(nn.Module):
     inference without near.nodes and near.seed. degree is float [n, 2]: out- and in-degree of these nodes in the whole
     graph; None: in the block.
 
-    A subclass that is given a `name`, as in `class GINConv(Conv, name="gin")`, is a layer of `GNN` and of --model; one
-    without is a layer of GNN(conv=Layer) and of --model FILE.py:Layer. What it states about itself, here with the defaults:
+    A subclass that is given a `name`, as in `class GINConv(Conv, name="gin")`, is a layer of `GNN` and of --model, and its
+    combine returns a tensor of its own, since ReLU is applied in place. One without is a layer of GNN(conv=Layer) and of
+    --model FILE.py:Layer. What it states about itself, here with the defaults:
     """
 
     # it has no use for features of edges ("no"), it "can" use them (edge_dim is their width or 0), it "must" have them

@@ -81,6 +81,9 @@ class Run:
         self.sampler, self.ring, self.model = sampler, ring, model
         # for links, exact inference is as of the end of time: it sees all edges
         self.used = used._replace(time=None) if task.timed_pairs else used
+        self.custom = (
+            own_model.conv_of(args.model) is None
+        )  # a user's network, with torch's dropout
         self.by_layers = layerwise(model) and self.used.time is None
 
     def loader(self, seeds, **options):
@@ -97,8 +100,7 @@ class Run:
         or targets of its graphs; float32, or float64 with fp64. key: seed of dropout. network: the
         model wrapped in DistributedDataParallel; None: the bare one."""
         device = self.ranks.device
-        # in a CUDA graph the key is a tuple: the step number is on the GPU
-        if isinstance(key, int) and own_model.is_own(self.args.model):
+        if key is not None and self.custom:
             # a different mask on each rank and in each pass
             seed = key ^ int(batch.seeds[:1].sum())
             # torch.manual_seed spends 0.1 ms on querying devices of all kinds
