@@ -11,6 +11,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -63,17 +64,16 @@ def inference(
 ):
     """Compute exact predictions for all nodes from all their neighbours, layer by layer.
 
-    Memory beside the graph and the features: at most three float32 tables [V, width] at a time, a
-    layer's input, messages and output, and what one chunk of destinations needs. A layer runs on the
-    model's device if its messages fit there, else on the CPU.
+    Memory beside the graph and the features: at most three float32 tables [V, width] at a time, a layer's input, messages
+    and output, and what one chunk of destinations needs. A layer runs on the model's device if its messages fit there,
+    else on the CPU.
 
     Args:
         model: a network of which `layerwise` is true; computed in float32, but for torch.autocast.
         indptr: int64 [V+1], indices: [M]: the graph, in host memory.
         x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids); for a network
             with `inputs` only of the first nodes, those with features.
-        chunk, chunk_edges: destinations and edges per chunk; a node with more edges is a chunk of its
-            own.
+        chunk, chunk_edges: destinations and edges per chunk; a node with more edges is a chunk of its own.
         memory: bytes of host memory for a layer's tables; beyond it they are temporary files (TMPDIR).
         rank, world: with several processes on this machine, each calls this with its rank and computes
             its part of every layer's destinations. Linux only.
@@ -92,14 +92,7 @@ def inference(
         OSError: if there is no room for the tables.
     """
     V = len(indptr) - 1
-    if not layerwise(model):
-        needs = "finish(i, h, h_dst), `layers` of Conv without hooks, and no forward, embed or step overridden alone"
-        needs += "; pass the network in a wrapper, not the wrapper"
-        batches = (
-            f"NodeLoader(graph, torch.arange({V}), [-1, -1], shuffle=False), a -1 for each layer"
-        )
-        needs += f"; any other network runs in batches of {batches}"
-        raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
+    check_layerwise(model, V)
     if any(p.dtype != torch.float32 for p in model.parameters()):
         model = copy.deepcopy(model).float()
     inputs = getattr(model, "inputs", None)
@@ -110,9 +103,7 @@ def inference(
     # ranks' parts have equal numbers of edges
     shares = [int(indptr[-1]) * r // world for r in range(1, world)]
     bounds = [0, *(int(torch.searchsorted(indptr, share)) for share in shares), V]
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with evaluating(model):
         on_gpu = next(model.parameters()).device.type != "cpu"
         counted = any(layer.uses_degree for layer in model.layers)
         run = Layerwise(
@@ -124,17 +115,41 @@ def inference(
             graph_degrees(indptr, indices) if counted else None,
             edges,
             types,
-            Part(bounds[rank], bounds[rank + 1], chunk, chunk_edges),
+            bounds[rank],
+            bounds[rank + 1],
+            chunk,
+            chunk_edges,
             Tables(V, memory, rank, total),
         )
         if inputs is not None:
             h = run.embed(inputs, h)
         for i in range(len(model.layers[:layers])):
             h = run.apply(i, h)
-    finally:  # also after an error
+    return h
+
+
+def check_layerwise(model, V):
+    """Raise ValueError unless `inference` can run a network layer by layer on a graph of V nodes."""
+    if not layerwise(model):
+        needs = "finish(i, h, h_dst), `layers` of Conv without hooks, and no forward, embed or step overridden alone"
+        needs += "; pass the network in a wrapper, not the wrapper"
+        batches = (
+            f"NodeLoader(graph, torch.arange({V}), [-1, -1], shuffle=False), a -1 for each layer"
+        )
+        needs += f"; any other network runs in batches of {batches}"
+        raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
+
+
+@contextmanager
+def evaluating(model):
+    """Put a network into eval mode for a while; then, also after an error, each module is in its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
         for module, training in modes:
             module.train(training)
-    return h
 
 
 def on_host(values):
@@ -167,15 +182,6 @@ def checked_columns(model, M, edges, types):
     return edges, types
 
 
-class Part(NamedTuple):
-    """The nodes first .. last - 1 that this process computes, and how many nodes and edges at a time."""
-
-    first: int
-    last: int
-    chunk: int
-    chunk_edges: int
-
-
 class Layerwise(NamedTuple):
     """A network in eval mode on a graph in host memory."""
 
@@ -186,13 +192,16 @@ class Layerwise(NamedTuple):
     degrees: Tensor | None  # [V, 2], if a layer uses them
     edges: Tensor | None  # [M, D] features of edges, or an object with gather
     types: Tensor | None  # [M]
-    part: Part
+    first: int  # of the nodes that this process computes
+    last: int  # beyond them
+    chunk: int  # nodes at a time
+    chunk_edges: int
     tables: "Tables"
 
     def fill(self, out, compute):
         """Fill a table, a chunk at a time, with compute(a, b) of nodes a .. b - 1; wait for the other processes' rows."""
-        for a in range(self.part.first, self.part.last, self.part.chunk):
-            b = min(a + self.part.chunk, self.part.last)
+        for a in range(self.first, self.last, self.chunk):
+            b = min(a + self.chunk, self.last)
             out[a:b] = compute(a, b)
         self.tables.wait()
         return out
@@ -267,11 +276,11 @@ class Layerwise(NamedTuple):
 
     def chunks_of_edges(self):
         """Yield the nodes a .. b - 1 of chunks with at most `chunk_edges` edges, or one node."""
-        a = self.part.first
-        while a < self.part.last:
-            most = int(self.indptr[a]) + self.part.chunk_edges
+        a = self.first
+        while a < self.last:
+            most = int(self.indptr[a]) + self.chunk_edges
             fits = int(torch.searchsorted(self.indptr, most, right=True)) - 1
-            b = min(a + self.part.chunk, max(fits, a + 1), self.part.last)
+            b = min(a + self.chunk, max(fits, a + 1), self.last)
             yield a, b
             a = b
 
