@@ -107,19 +107,19 @@ def inference(
         on_gpu = next(model.parameters()).device.type != "cpu"
         counted = any(layer.uses_degree for layer in model.layers)
         run = Layerwise(
-            model,
-            copy.deepcopy(model).cpu() if on_gpu else model,
-            indptr,
-            indices,
+            model=model,
+            on_cpu=copy.deepcopy(model).cpu() if on_gpu else model,
+            indptr=indptr,
+            indices=indices,
             # model.degrees may be of another graph, or a function of blocks
-            graph_degrees(indptr, indices) if counted else None,
-            edges,
-            types,
-            bounds[rank],
-            bounds[rank + 1],
-            chunk,
-            chunk_edges,
-            Tables(V, memory, rank, total),
+            degrees=graph_degrees(indptr, indices) if counted else None,
+            edges=edges,
+            types=types,
+            first=bounds[rank],
+            last=bounds[rank + 1],
+            chunk=chunk,
+            chunk_edges=chunk_edges,
+            tables=Tables(V, memory, rank, total),
         )
         if inputs is not None:
             h = run.embed(inputs, h)
