@@ -20,7 +20,7 @@ from disk.files import RANK_BYTES, check_name, free_host_bytes, plural
 from disk.terminal import Parser
 from features import MODES
 from model import CONVS, NORMS, layers_where
-from run.own_model import conv_of, is_own, words_of
+from run.own_model import conv_of, words_of
 from tasks.edge_split import split_type
 from tasks.graph import GraphTask
 from tasks.link import LinkTask
@@ -190,7 +190,8 @@ def filled_in(args):
 def check_values(parser, args):
     """Reject a network that cannot work, and flags that were typed but have no effect, or not the one they name."""
     task = TASKS[args.task]
-    conv, custom = conv_of(args.model), is_own(args.model)
+    conv = conv_of(args.model)
+    custom = conv is None  # a network of a file, not a layer
     on_gpu = args.gpus > 0
     gpus, embeddings = on_gpu and torch.cuda.device_count(), args.predict_what == "embeddings"
     if (hops := len(args.fanout)) != args.num_layers:

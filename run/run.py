@@ -35,7 +35,7 @@ def open_run(ranks, args, path, fits=lambda args, task: None):
     precise = "high" if args.precision == "tf32" and ranks.gpus else "highest"
     torch.set_float32_matmul_precision(precise)
     used = used._replace(numbers=fits(args, task))
-    if not own_model.is_own(args.model):
+    if own_model.conv_of(args.model):
         check_memory(ranks, args, task)
     sampler, ring = place_data(ranks, args, task, used)
     return Run(ranks, args, task, used, sampler, ring, build_model(ranks, args, task, used))
@@ -46,12 +46,14 @@ def build_model(ranks, args, task, used):
     store, custom, digest = task.store, None, None
     torch.manual_seed(args.seed)
     if own_model.is_own(args.model):
+        digest = own_model.load(args.model)[1]
+    if not own_model.conv_of(args.model):
         if store.features.shape[0] < store.num_nodes:
             some = "nodes without features, for which built-in models learn rows"
             raise StoreError(f"--model {args.model}: {store.path} has types of {some}")
         edge_dim = store.edge_dim if used.features is not None else 0
         sizes = store.feature_dim, store.num_classes, edge_dim
-        custom, digest = own_model.build(args.model, args.model_args or [], *sizes)
+        custom = own_model.build(args.model, args.model_args or [], *sizes)
     model = task.build(args, custom)
     model.digest = digest  # SHA-256 of the file of a user's network
     task.set_buffers(model)
@@ -79,6 +81,9 @@ class Run:
         self.sampler, self.ring, self.model = sampler, ring, model
         # for links, exact inference is as of the end of time: it sees all edges
         self.used = used._replace(time=None) if task.timed_pairs else used
+        self.custom = (
+            own_model.conv_of(args.model) is None
+        )  # a user's network, with torch's dropout
         self.by_layers = layerwise(model) and self.used.time is None
 
     def loader(self, seeds, **options):
@@ -95,7 +100,7 @@ class Run:
         or targets of its graphs; float32, or float64 with fp64. key: seed of dropout. network: the
         model wrapped in DistributedDataParallel; None: the bare one."""
         device = self.ranks.device
-        if key is not None and own_model.is_own(self.args.model):
+        if key is not None and self.custom:
             # a different mask on each rank and in each pass
             seed = key ^ int(batch.seeds[:1].sum())
             # torch.manual_seed spends 0.1 ms on querying devices of all kinds
