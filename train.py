@@ -50,7 +50,7 @@ from run.allocator import announce, trim_memory
 from run.checkpoint import check_graph, claimed, common_state, restore, save_checkpoint
 from run.finite import LossSum, all_finite
 from run.flags import TASKS, of_seed
-from run.own_model import is_own
+from run.own_model import conv_of, is_own
 from run.placement import check_memory, memory_lines, settle
 from run.report import (
     Clock,
@@ -393,7 +393,7 @@ def dry_run(flags, path):
         ranks.say("\n".join(memory_lines(ranks, flags, task)))
     plan, used = settle(ranks, flags, task)
     where = "cpu"
-    if not is_own(plan.model):
+    if conv_of(plan.model):
         check_memory(ranks, plan, task)
         where = "meta"
     with torch.device(where):

@@ -170,7 +170,7 @@ def make_good(case):
     x = random.integers(0, 9, (nodes.sum(), 3), np.uint8)
     e = random.random((nodes.sum(), 2)).astype(np.float32)
     y = nodes[:, None].astype(np.float32)
-    made = block_diagonal(nodes, nodes, ends, x, e, y)
+    made = block_diagonal(nodes, nodes, ends, x=x, e=e, y=y)
     split = {"train": range(24), "valid": range(24, 32), "test": range(32, 40)}
     build_graphs(base / "graphs", [made], split=split)
     many = GraphDataset.open(base / "graphs")

@@ -31,8 +31,9 @@ import torch
 import torch.distributed as dist
 
 from features import Fetched
-from model import LOOPED, layers_where
+from model import layers_where
 from native import layers, sampler_gpu
+from relational import LOOPED
 from run.finite import LossSum
 from sampler import Block
 
@@ -124,7 +125,7 @@ def build(run, optimizer):
         torch.cuda.set_stream(stream)
         why = reason(error)
         if run.model.inputs:
-            run.model.inputs.padded = False
+            run.model.inputs.pad(False)
     # StepGraphs() has no collectives: a rank that fails in it leaves none waiting
     missing, uncaptured = ranks.sum(graphs is None, graphs is not None and not graphs.captured)
     if missing:
@@ -266,7 +267,7 @@ class StepGraphs:
         self.sampler, self.ring = run.sampler, run.ring
         ranks, args, model = run.ranks, run.plan, run.model
         if model.inputs:
-            model.inputs.padded = True
+            model.inputs.pad(True)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self.weight, self.rate = torch.zeros(2, device=ranks.device)

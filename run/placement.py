@@ -18,7 +18,7 @@ from run import cuda_graphs
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
-from run.own_model import conv_of, is_own
+from run.own_model import conv_of
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from sampler import DamagedGraph, NeighborSampler
 from store import BACKENDS, MmapFeatures, ReorderedFeatures
@@ -224,7 +224,7 @@ def place_data(ranks, plan, task, used):
     row beside neighbour mean, instead of raw rows: about a third of the bytes at usual fanouts."""
     store = task.store
     # a user's network gets float32 under autocast
-    bf16 = torch.float32 if is_own(plan.model) else torch.bfloat16
+    bf16 = torch.bfloat16 if conv_of(plan.model) else torch.float32
     dtype = {"bf16": bf16, "fp64": torch.float64}.get(plan.precision, torch.float32)
     check_features(ranks, store, dtype)
     if not task.placed:

@@ -35,7 +35,7 @@ def open_run(ranks, flags, path, fits=lambda plan, task: None):
     precise = "high" if plan.precision == "tf32" and ranks.gpus else "highest"
     torch.set_float32_matmul_precision(precise)
     used = used._replace(numbers=fits(plan, task))
-    if not own_model.is_own(plan.model):
+    if own_model.conv_of(plan.model):
         check_memory(ranks, plan, task)
     sampler, ring = place_data(ranks, plan, task, used)
     torch.manual_seed(plan.seed)  # of initial weights, the same on every rank
@@ -47,14 +47,15 @@ def open_run(ranks, flags, path, fits=lambda plan, task: None):
 def build_model(plan, task, used):
     """Build the network, with random weights -> (network, SHA-256 of its file or None)."""
     store = task.store
-    if not own_model.is_own(plan.model):
-        return task.build(plan), None
+    digest = own_model.load(plan.model)[1] if own_model.is_own(plan.model) else None
+    if own_model.conv_of(plan.model):
+        return task.build(plan), digest
     if store.features.shape[0] < store.num_nodes:
         some = "nodes without features, for which built-in models learn rows"
         raise StoreError(f"--model {plan.model}: {store.path} has types of {some}")
     edge_dim = store.edge_dim if used.features is not None else 0
     sizes = store.feature_dim, store.num_classes, edge_dim
-    network, digest = own_model.build(plan.model, plan.model_args or [], *sizes)
+    network = own_model.build(plan.model, plan.model_args or [], *sizes)
     return task.build(plan, network), digest
 
 
@@ -92,6 +93,8 @@ class Run:
         self.digest = digest
         # for links, exact inference is as of the end of time: it sees all edges
         self.used = used._replace(time=None) if task.timed_pairs else used
+        # a user's network, with torch's dropout
+        self.custom = own_model.conv_of(plan.model) is None
         self.by_layers = layerwise(model) and self.used.time is None
 
     def loader(self, seeds, **options):
@@ -117,7 +120,7 @@ class Run:
         or targets of its graphs; float32, or float64 with fp64. key: seed of dropout. network: the
         model wrapped in DistributedDataParallel; None: the bare one."""
         device = self.ranks.device
-        if key is not None and own_model.is_own(self.plan.model):
+        if key is not None and self.custom:
             # a different mask on each rank and in each pass
             seed = key ^ int(batch.seeds[:1].sum())
             # torch.manual_seed spends 0.1 ms on querying devices of all kinds

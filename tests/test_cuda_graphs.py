@@ -29,6 +29,7 @@ import train
 from features import CachedFeatures, FeatureRing
 from loader import Batch, Graph, NodeLoader
 from native import build, sampler_gpu
+from relational import NodeInputs
 from run import adam, cuda_graphs
 from run.edge_data import EdgeData
 from run.report import Clock
@@ -185,7 +186,8 @@ def test_a_step_of_a_typed_graph_is_a_cuda_graph(
     indptr, indices, kinds, _ = _typed_graph(np.random.default_rng(1), V, M, 3)
     labels, nodes = torch.randint(5, (V,)), torch.randperm(V)[:seeds]
     x = torch.randn(2 * V // 3, 7)
-    typed = dict(num_types=3, bases=bases, node_types=[(len(x), 7), (V // 3, 0)])
+    inputs = NodeInputs([(len(x), 7), (V // 3, 0)], 16)
+    typed = dict(num_types=3, bases=bases, inputs=inputs)
     net = model.GNN(7, 16, 5, conv="rgcn", num_layers=3, dropout=0.5, **typed)
     plain = copy.deepcopy(net)
     s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", edge_type=kinds)
