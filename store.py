@@ -426,6 +426,10 @@ class GraphStore:
         order = torch.tensor([self.feature_names.index(name) for name in names])
         self.features, self.feature_names = ReorderedFeatures(self.features, order), names
 
+    def renumber(self, **of_network):
+        """Take num_classes, num_edge_types or class_names of a network, which may have more of them than the graph."""
+        vars(self).update(of_network)
+
     def take_split(self, split):
         """Set `split` to {part: ids}: one of the store's, see `numbered_split`, or another."""
         self.split = split

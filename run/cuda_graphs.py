@@ -91,8 +91,8 @@ def obstacle(run):
     no_kernels = not isinstance(run.sampler.engine, sampler_gpu.Backend)
     reasons = {
         "there is no GPU": not run.ranks.gpus,
-        **hindrances(run.args, run.store, run.used),
-        f"--mode {run.args.mode} fetches features on the host": not run.ring.on_device,
+        **hindrances(run.plan, run.store, run.used),
+        f"--mode {run.plan.mode} fetches features on the host": not run.ring.on_device,
         "the features are not a tensor, or are behind a cache": no_tensor,
         "the sampler's kernels are not there": no_kernels,
         "ranks average the embeddings of nodes": run.ranks.world > 1 and bool(run.store.node_types),
@@ -113,7 +113,7 @@ def build(run, optimizer):
         (StepGraphs, a line about them), or (None, why not; "" unless asked for or failed), alike on all ranks: a
         collective call. Ranks on which only the capture failed launch the same kernels one by one.
     """
-    ranks, args = run.ranks, run.args
+    ranks, args = run.ranks, run.plan
     graphs = None
     why = obstacle(run)
     if ranks.sum(bool(why))[0]:
@@ -265,7 +265,7 @@ class StepGraphs:
     def __init__(self, run, optimizer):
         self.run, self.optimizer, self.repeated = run, optimizer, 0
         self.sampler, self.ring = run.sampler, run.ring
-        ranks, args, model = run.ranks, run.args, run.model
+        ranks, args, model = run.ranks, run.plan, run.model
         if model.inputs:
             model.inputs.pad(True)
         self.parameters = [p for p in model.parameters() if p.requires_grad]

@@ -30,12 +30,14 @@ class Task:
         classes_agree: the default of --residual may depend on how often neighbours share a class.
         placed: --mode places graph and features. embeds: outputs, of any network, are embeddings of width --hidden.
         timed_pairs: each example has its own time; else examples are nodes, with the times `node_time`.
+        several: whether a node has several labels; None where that is no question.
         store: the open data, with split {part: ids of its examples}. draw, load_batch: see `NodeLoader`.
     """
 
     title = "scores"
     metrics = ()
     metric = None
+    several = None
     unused = {}
     temporal = "auto"
     weights = "last"
@@ -84,6 +86,10 @@ class Task:
     def visible_labels(self):
         """Return the ids of the nodes whose labels the architecture may depend on if `classes_agree`: those of training
         and validation nodes of one split, whatever split a seed takes, so that all --runs train the same network."""
+
+    def predict_as(self, several):
+        """Predict several labels a node, or one, as the network of a checkpoint does."""
+        self.several = several
 
     def attach(self, ranks, args, used, indptr, indices):
         """Take the graph where --mode has placed it; used: its `EdgeData`."""

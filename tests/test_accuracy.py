@@ -1,5 +1,6 @@
 """Tests: accuracy, flags that cannot be meant, losses that are not finite, custom networks."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -18,7 +19,6 @@ from inference import layerwise
 from run import placement
 from run import run as running
 from run.checkpoint import read_checkpoint
-from run.flags import changed
 from store import GraphStore, build_store, verify
 from tasks import metrics
 from tasks.node import NodeTask
@@ -503,7 +503,7 @@ def test_residual_connections_are_the_same_for_every_seed_and_split(tmp_path, ca
     ids = np.load(path / "train.npy", mmap_mode="r+")
     ids[0, 7] = 400
     assert _code(f"--dataset {path} --model gcn --gpus 0 --fanout 3,3 --split 1") == 0
-    args = changed(train.parse_args(["--dataset", str(path)]), turn=1)
+    args = dataclasses.replace(train.parse_args(["--dataset", str(path)]), turn=1)
     task = NodeTask(args, path)
     _refuses("node 400", task.visible_labels)
 

@@ -146,7 +146,8 @@ def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make
     args = argparse.Namespace(**sizes, cuda_graph=word, precision="fp32", model="sage")
     task = object.__new__(NodeTask)  # without a data set
     task.store = types.SimpleNamespace(split={"train": nodes})
-    run = Run(ranks or ddp.Ranks(), args, task, EdgeData(), draws, ring, net)
+    given = {"used": EdgeData(), "sampler": draws, "ring": ring, "model": net}
+    run = Run(ranks or ddp.Ranks(), args, task, **given)
     return (make or cuda_graphs.StepGraphs)(run, optimizer)
 
 
@@ -663,7 +664,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
         has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData(), **ring, **changed}
         data = types.SimpleNamespace(**has)
-        run = dict(args=args, sampler=s, ring=data, store=data, used=data.used)
+        run = dict(plan=args, sampler=s, ring=data, store=data, used=data.used)
         said = cuda_graphs.obstacle(types.SimpleNamespace(**run, ranks=ddp.Ranks(gpus=1)))
         assert why in said, said
         of_place = "on_device" in changed or "cache" in why or "kernels" in why

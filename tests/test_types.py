@@ -19,7 +19,7 @@ from model import GNN
 from relational import NodeInputs, RGCNConv
 from run.adam import Adam
 from run.edge_data import EdgeData, hops
-from run.flags import fanout
+from run.kinds import fanout
 from run.run import open_run
 from sampler import Block, NeighborSampler
 from sources import prepare
