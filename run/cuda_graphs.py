@@ -208,7 +208,7 @@ class Slot:
         (rows, places), labels, self.ring = room, ring.labels, ring
         self.frame, self.edge_type = sampler.engine.frame(rows, places), sampler.edge_type
         self.x = ring.features.new_zeros(rows[-1], ring.width, dtype=ring.dtype)
-        blocks = [Block(*fields) for fields in reversed(self.frame.blocks)]
+        blocks = self.frame.blocks[::-1]
         if self.edge_type is not None:
             new = self.edge_type.new_empty
             blocks = [block._replace(edge_type=new(block.num_edges)) for block in blocks]
@@ -223,7 +223,7 @@ class Slot:
         self.y = labels.new_full((rows[0],), -1)
         self.places = torch.arange(rows[0], device=labels.device)
         self.batch = Fetched(blocks, self.x, self.y)
-        self.step = self.frame.input[:1]
+        self.step = self.frame.step
         self.sampling = self.training = None  # CUDA graphs
         self.trained = torch.cuda.Event()
 
@@ -235,11 +235,11 @@ class Slot:
             self.seeds.clamp_(min=0)  # padding of the batch before, if that had fewer nodes
         self.frame.start()
         torch.index_select(ring.labels, 0, self.seeds, out=self.y)
-        self.y.masked_fill_(self.places >= self.frame.sizes[1], -1)
+        self.y.masked_fill_(self.places >= self.frame.num_dst[0], -1)
         for block in self.batch.blocks if self.edge_type is not None else ():
             torch.index_select(self.edge_type, 0, block.edge_ids, out=block.edge_type)
         if learned:  # zeros for these
-            used = self.frame.sizes[1 + 2 * len(self.batch.blocks)]
+            used = self.frame.num_dst[len(self.batch.blocks)]
             nodes.masked_fill_(torch.arange(len(nodes), device=nodes.device) >= used, -1)
             nodes = nodes.masked_fill(nodes >= len(ring.features), -1)
         if not ring.first_hop and ring.features.dtype == ring.dtype:

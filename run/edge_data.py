@@ -165,7 +165,7 @@ def degrees_at(indptr, used):
         nodes = block.src_nodes.cpu().long()
         first = indptr[nodes]
         lists = first, indptr[nodes + 1] - first, block.src_times.cpu()
-        seen = seen_at(used.time, *lists, used.strict, used.window)[1]
+        seen = seen_at(used.time, *lists, strict=used.strict, window=used.window)[1]
         return seen.unsqueeze(1).expand(-1, 2)
 
     return degrees

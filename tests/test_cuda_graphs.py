@@ -878,7 +878,8 @@ class _Order(TorchDispatchMode):
             structs = {"batch_t": sampler_gpu.Batch, "part_t": sampler_gpu.Part}
             if struct := structs.get(word.split()[0]):
                 value, source = struct.from_address(address), kernels.source
-                for field, c_type in struct._fields_:
+                nested = [kind for _, kind in struct._fields_ if hasattr(kind, "_fields_")]
+                for field, c_type in [pair for one in (struct, *nested) for pair in one._fields_]:
                     if c_type is ctypes.c_void_p:
                         constant = re.search(rf"const \w+ \*{field};", source)
                         (read if constant else written).append(getattr(value, field))
