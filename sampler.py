@@ -863,4 +863,5 @@ LABOR = Rule(
 )
 WEIGHTED = Rule("weighted", 4, "by edge weight", keep=_keep_heaviest, argument="weights")
 RULES = {rule.name: rule for rule in (UNIFORM, LABOR, WEIGHTED, LATEST, REPLACE)}
+SAMPLERS = {name: rule for name, rule in RULES.items() if rule is not REPLACE}  # of --sampler
 METHODS = [name for name, rule in RULES.items() if rule.argument == "method"]

@@ -30,11 +30,11 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
-from features import Fetched
+from features import Batch
 from model import LOOPED, layers_where
 from native import layers, sampler_gpu
 from run.finite import LossSum
-from sampler import Block
+from sampler import SAMPLERS, Block
 
 MEASURED = 16  # batches whose sizes decide the static shapes
 ELSEWHERE = "another rank cannot have them"
@@ -66,7 +66,7 @@ def hindrances(args, store, used):
         "one layer is too little to be worth it": len(args.fanout) < 2,
         f"--fanout {fanout}: numbers from 1 on are needed": not re.fullmatch("[0-9,]+", fanout),
         f"--fanout {fanout}: the last number is {limit} at most": too_many,
-        "neighbours are not drawn uniformly": args.sampler != "uniform",
+        "neighbours are not drawn uniformly": not SAMPLERS[args.sampler].counted,
         "seeds see edges by their times (--temporal off shows them all)": used.time is not None,
         "nodes have several labels": store.labels.dim() > 1,
         "edges have features": used.features is not None,
@@ -200,7 +200,7 @@ class Slot:
 
     Attributes:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
-            outermost hop. y: int64 [S], padded with -1. batch: `Fetched` of these and the frame's blocks. step: int64 [1],
+            outermost hop. y: int64 [S], padded with -1. batch: `Batch` of these and the frame's blocks. step: int64 [1],
             counted over all epochs. trained: event after training, for which refilling waits.
     """
 
@@ -222,7 +222,7 @@ class Slot:
                 raise RuntimeError("the kernel of the outermost hop cannot be compiled")
         self.y = labels.new_full((rows[0],), -1)
         self.places = torch.arange(rows[0], device=labels.device)
-        self.batch = Fetched(blocks, self.x, self.y)
+        self.batch = Batch(blocks, self.x, self.y)
         self.step = self.frame.step
         self.sampling = self.training = None  # CUDA graphs
         self.trained = torch.cuda.Event()
@@ -415,15 +415,16 @@ class StepGraphs:
         return LossSum(self.loss_sum.zero_())
 
     def load(self, batch, number):
-        """Sample and fetch a batch into a slot, or in its own shapes if it does not fit -> `Fetched`."""
+        """Sample and fetch a batch into a slot, or in its own shapes if it does not fit -> the Batch completed."""
         slot, drawn = self.slots[number], (batch.seeds, batch.global_step)
         with self.ring.stream(number):
             # also for a damaged graph or invalid seeds: `sample` raises
             if self._sample(slot, *drawn):
                 self.repeated += 1
                 blocks = self.sampler.sample(*drawn, relabel_outer=not self.ring.first_hop)
-                return self.ring.fetch(number, blocks)
-            return slot.batch._replace(y=slot.y[: len(batch.seeds)])
+                return self.ring.fetch(number, blocks, batch=batch)
+            y = slot.y[: len(batch.seeds)]
+            return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=y)
 
     def step(self, batch, clock):
         """Train on a batch of the loader: forward, loss, backward, optimizer."""

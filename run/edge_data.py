@@ -15,7 +15,7 @@ from disk.columns import types_called
 from disk.files import StoreError
 from model import layers_where
 from run.own_model import conv_of, is_own, takes_edges
-from sampler import seen_at
+from sampler import LATEST, WEIGHTED, seen_at
 
 
 class EdgeData(NamedTuple):
@@ -100,18 +100,20 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     draws = args.trains  # exact inference takes all neighbours
     if draws and args.window and used.time is None:
         raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")
-    if args.sampler == "latest" and used.time is not None:
+    if args.sampler == LATEST.name and used.time is not None:
         lines.append("neighbours are the latest; exact inference counts all that a node may see")
-    elif draws and args.sampler == "latest":
-        needs = "--sampler latest needs times of edges and nodes"
+    elif draws and args.sampler == LATEST.name:
+        needs = f"--sampler {LATEST.name} needs times of edges and nodes"
         raise StoreError(f"{needs}, and --temporal at or before, here {args.temporal}")
-    if args.sampler == "weighted" and store.edge_weight is not None:
+    if args.sampler == WEIGHTED.name and store.edge_weight is not None:
         used = used._replace(weight=store.edge_weight)
         lines.append("neighbours are drawn by weight; exact inference counts all edges alike")
     elif store.edge_weight is not None:
-        lines.append("weights of edges are not used: --sampler weighted draws neighbours by them")
-    elif draws and args.sampler == "weighted":
-        raise StoreError(f"--sampler weighted draws by weights of edges, {store.path} has none")
+        flag = f"--sampler {WEIGHTED.name}"
+        lines.append(f"weights of edges are not used: {flag} draws neighbours by them")
+    elif draws and args.sampler == WEIGHTED.name:
+        flag = f"--sampler {WEIGHTED.name}"
+        raise StoreError(f"{flag} draws by weights of edges, {store.path} has none")
     return used, lines
 
 

@@ -21,6 +21,7 @@ from disk.terminal import Parser
 from features import MODES
 from model import CONVS, NORMS, layers_where
 from run.own_model import conv_of, is_own, words_of
+from sampler import SAMPLERS
 from tasks.edge_split import split_type
 from tasks.graph import GraphTask
 from tasks.link import LinkTask
@@ -41,7 +42,7 @@ data
 --drop-duplicates | | keep one of several equal edges of an .npz file
 sampling
 --fanout | 15,10,5 | neighbours per node, hop by hop from the seeds (DGL: 5,10,15); -1: all; with edge types per type, or by name: writes=10:cites=5,writes=5 (default: 10 a layer)
---sampler | uniform labor weighted latest | labor: seeds share neighbours (arXiv 2210.13339); weighted: by edge weight; latest: the last edges that the seed sees
+--sampler | {" ".join(SAMPLERS)} | {"; ".join(f"{name}: {rule.help}" for name, rule in SAMPLERS.items() if rule.help)}
 --layer-dependency | | labor: same random draws in all hops, for fewer input rows per batch
 --batch-dependency | N = 1 | labor: same random draws for N steps in a row, so that rows are reused
 --temporal | auto at before off | edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)
@@ -231,8 +232,10 @@ def check_values(parser, args):
         unused = conv is None or option not in conv.takes
         refuse(unused, option, f"is for --model {models}, --model is {{model}}")
     refuse(args.temporal == "off", "window", "is of times, --temporal is off")
-    why = "is for --sampler labor, --sampler is {sampler}"
-    refuse(args.sampler != "labor", "layer_dependency batch_dependency", why)
+    samplers = " or ".join(name for name, rule in SAMPLERS.items() if rule.by_source)
+    why = f"is for --sampler {samplers}, --sampler is {{sampler}}"
+    unused = not SAMPLERS[args.sampler].by_source
+    refuse(unused, "layer_dependency batch_dependency", why)
     why = "is for one run, --runs is {runs}"
     refuse(args.runs > 1, "resume predict curve timeline profile", why)
     refuse(not args.trains, "curve timeline profile", "shows training; this command only predicts")

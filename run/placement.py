@@ -21,7 +21,7 @@ from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
 from run.own_model import conv_of, is_own
 from run.plan import batches_ahead, choose_mode, placements, weight_bytes
-from sampler import DamagedGraph, NeighborSampler
+from sampler import METHODS, SAMPLERS, DamagedGraph, NeighborSampler
 from store import MmapFeatures, ReorderedFeatures
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
@@ -168,7 +168,7 @@ def place_data(ranks, args, task, used):
             needs = placements(store, **sizes(args, task, used))[args.mode]
             spare = torch.cuda.mem_get_info()[0] - needs.gpu - needs.gpu_step - args.cache
             arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum_here)
-        placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
+        placed = place(*arrays[:4], args.mode, device=ranks.device, more=arrays[4:], spare=spare)
         indptr, indices, labels, features, *placed = placed
     except (OSError, RuntimeError) as error:
         if not pinned:
@@ -176,7 +176,7 @@ def place_data(ranks, args, task, used):
         raise StoreError(f"--mode pinned-cuda: {error}") from error
     used = used._replace(**dict(zip(columns, placed)))
     features = cached(ranks, args, task, used, features)
-    sampler = make_sampler(args, indptr, indices, args.fanout, used, store.sampling_threads)
+    sampler = make_sampler(args, indptr, indices, args.fanout, used, threads=store.sampling_threads)
     in_place = cuda_graphs.averages_in_place(args, store, features.dtype, dtype)
     options = {"slots": args.prefetch + 1, "streams": args.sample_threads, "dtype": dtype}
     options |= {"device": ranks.device, "gather": gather_rows}
@@ -185,22 +185,22 @@ def place_data(ranks, args, task, used):
     return sampler, FeatureRing(features, labels, edge_features=used.features, **options)
 
 
-def make_sampler(args, indptr, indices, fanout, used, threads=None):
+def make_sampler(args, indptr, indices, fanout, used, *, threads=None):
     """Build the NeighborSampler of the flags; used: EdgeData, the columns it draws by."""
     options = {"threads": threads, "weights": used.weight, "edge_ids": used.features is not None}
-    if args.sampler == "latest" and used.time is not None or args.sampler == "labor":
-        options["method"] = args.sampler
-    if args.sampler == "labor":
-        options["layer_dependency"] = args.layer_dependency
-        options["batch_dependency"] = args.batch_dependency
     if used.time is not None:
         options |= {"edge_times": used.time, "strict": used.strict, "window": used.window}
+    rule = SAMPLERS[args.sampler]
+    if rule.name in METHODS and (rule.needs is None or rule.needs in options):
+        options["method"] = rule.name
+    if rule.by_source:
+        options["layer_dependency"] = args.layer_dependency
+        options["batch_dependency"] = args.batch_dependency
     if used.type is not None:
         fanout = hops(fanout, used)
         options |= {"edge_type": used.type, "by_type": isinstance(fanout[0], list)}
-    sampler = NeighborSampler(indptr, indices, fanout, seed=args.seed, check=False, **options)
-    sampler.type_numbers = used.numbers
-    return sampler
+        options["type_numbers"] = used.numbers
+    return NeighborSampler(indptr, indices, fanout, seed=args.seed, check=False, **options)
 
 
 def cached(ranks, args, task, used, features):
