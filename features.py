@@ -216,9 +216,9 @@ class FeatureRing:
             finally:  # also if something fails after a copy has started
                 ready = self.copies and self.copies.event()
                 self.copied[slot] = ready
-        began = self.began[slot]
-        fetched = {"blocks": moved, "x": x, "y": y, "began": began, "ready": ready, "edges": edges}
-        return (batch or Batch())._replace(**fetched)
+        return (batch or Batch())._replace(
+            blocks=moved, x=x, y=y, began=self.began[slot], ready=ready, edges=edges
+        )
 
     def _move(self, slot, blocks, y):
         """Move blocks and labels to the device -> (blocks, y). Host tensors go through one pinned buffer, in one copy.

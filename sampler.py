@@ -98,18 +98,71 @@ class Rule(NamedTuple):
     number: int  # in native/rule.h, which has the rule for C and CUDA
     help: str = ""  # of --sampler
     draw: Callable | None = None  # (bits [k, R], degree [R]) -> positions in the lists [k, R]
-    keep: Callable | None = None  # (spec, candidates) -> mask of the edges kept [E]
-    argument: str = "method"  # of NeighborSampler, which selects the rule
+    keep: Callable | None = None  # (spec, lists, edges, row, place) -> mask of the edges kept [E]
     needs: str | None = None  # argument of NeighborSampler without which it cannot be used
     bounded: bool = True  # no more than k edges of a list
     repeats: bool = False  # k edges even of a shorter list, some of them repeatedly
-    by_source: bool = (
-        False  # draws are the source's: the batch's hops, or several steps, can share them
-    )
-    in_dgl: bool = True
+    # draws are the source's: the hops of a batch, or several steps, can share them
+    by_source: bool = False
+    in_dgl: bool = False  # whether native/dgl.py can draw by it
 
-    # whether the degree of a node determines how many edges it gets
-    counted = property(lambda self: self.draw is not None)
+    counted = property(lambda self: self.draw is not None, doc="Degrees tell the edges of a node.")
+
+
+# ---- The sampling rules, also in native/rule.h.
+
+
+def _floyd(bits, degree):
+    """Floyd's algorithm (CACM 30(9), 1987): k distinct positions below degree for every row, from bits [k, R]."""
+    j = torch.arange(bits.shape[0], device=bits.device).unsqueeze(1)
+    last = degree - bits.shape[0] + j  # [k, R]
+    pick = (bits * (last + 1)) >> 32
+    for j in range(1, pick.shape[0]):
+        pick[j] = torch.where((pick[:j] == pick[j]).any(0), last[j], pick[j])
+    return pick
+
+
+def _anywhere(bits, degree):
+    """Draw k positions below degree for every row, from bits [k, R]."""
+    return (bits * degree) >> 32
+
+
+def _keep_shared(spec, lists, edges, row, place):
+    """LABOR-0: one draw for each source decides for all destinations. edges: [E], row: [E] list of an edge -> mask [E]."""
+    source = spec.indices[edges].long()
+    draw = lists.bits(row, source, 0)
+    return (draw * lists.degree[row] <= lists.k << 32) | (lists.k < 0)
+
+
+def _keep_heaviest(spec, lists, edges, row, place):
+    """Efraimidis-Spirakis: mask [E] of the k largest log(uniform) / weight of each list. place: [E] of an edge in it."""
+    weight = spec.weights[edges].double()
+    if lists.k < 0:
+        return weight > 0
+    uniform = (lists.bits(row, lists.v[row], place).double() + 0.5) * 2.0**-32
+    order = torch.argsort(uniform.log_().div_(weight), descending=True, stable=True)
+    # sort by row again, each row's largest key first
+    order = order[torch.argsort(row[order], stable=True)]
+    rank = torch.empty_like(place).scatter_(0, order, place)
+    return (rank < lists.k) & (weight > 0)
+
+
+UNIFORM = Rule("uniform", 0, draw=_floyd, in_dgl=True)
+REPLACE = Rule("with replacement", 1, draw=_anywhere, repeats=True, in_dgl=True)
+LATEST = Rule("latest", 2, "the last edges that the seed sees", needs="edge_times")
+LABOR = Rule(
+    "labor",
+    3,
+    "seeds share neighbours (arXiv 2210.13339)",
+    keep=_keep_shared,
+    bounded=False,
+    by_source=True,
+    in_dgl=True,
+)
+WEIGHTED = Rule("weighted", 4, "by edge weight", keep=_keep_heaviest, in_dgl=True)
+RULES = {rule.name: rule for rule in (UNIFORM, LABOR, WEIGHTED, LATEST, REPLACE)}
+SAMPLERS = {name: rule for name, rule in RULES.items() if rule is not REPLACE}  # of --sampler
+METHODS = [name for name, rule in SAMPLERS.items() if rule is not WEIGHTED]  # of NeighborSampler
 
 
 class SamplingSpec(NamedTuple):
@@ -140,7 +193,6 @@ class SamplingSpec(NamedTuple):
             "types": self.edge_type,
             "fanouts": self.fanout_of,
             "edge_times": self.edge_times,
-            "num_types": 0 if self.fanout_of is None else self.fanout_of.shape[1],
             "rule": self.rule.number,
             "strict": self.strict,
             "window": self.window,
@@ -201,7 +253,7 @@ class NeighborSampler:
         fanouts,
         *,
         replace=False,
-        method="uniform",
+        method=UNIFORM.name,
         layer_dependency=False,
         batch_dependency=1,
         weights=None,
@@ -407,13 +459,14 @@ def _rule(replace, method, weights):
     """Return the Rule that these arguments of NeighborSampler select; ValueError if they exclude each other."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is unknown; use one of {', '.join(METHODS)}")
-    rule = RULES[method]
-    given = {"replace": replace, f"method {method!r}": rule is not UNIFORM}
-    given["weights"] = weights is not None
+    given = dict(replace=replace, method=method != UNIFORM.name, weights=weights is not None)
     chosen = [argument for argument, is_given in given.items() if is_given]
     if len(chosen) > 1:
-        raise ValueError(f"{' and '.join(chosen)} exclude each other; choose one")
-    return next((other for other in RULES.values() if other.argument in chosen), rule)
+        words = " and ".join(chosen).replace("method", f"method {method!r}")
+        raise ValueError(f"{words} exclude each other; choose one")
+    if replace:
+        return REPLACE
+    return RULES[method] if weights is None else WEIGHTED
 
 
 def _check_options(
@@ -600,7 +653,6 @@ class TorchBackend:
 
     def __init__(self, spec):
         self.spec = spec
-        self.num_nodes = spec.num_nodes
         # {stream: idle tables [V] from node to local id in the batch, V: none}; a batch resets its table on its stream
         # before another batch of that stream takes it
         self.tables = {}
@@ -609,7 +661,7 @@ class TorchBackend:
         """Sample each `Hop` -> a Block for each, from the seeds outward; None if a seed is repeated.
         seeds: [S], dtype of indices. exclude: int64 [X] edge ids, ascending and distinct, or None. times: int64 [S] or
         None; with times, src holds node + V * (index of its time among the batch's distinct times)."""
-        V = self.num_nodes
+        V = self.spec.num_nodes
         dtype = seeds.dtype
         src = seeds
         table = None
@@ -656,7 +708,8 @@ class TorchBackend:
         try:
             table = idle.pop()  # atomic, as append is
         except IndexError:
-            table = self.spec.indices.new_full((self.num_nodes,), self.num_nodes)
+            V = self.spec.num_nodes
+            table = self.spec.indices.new_full((V,), V)
         numbers = torch.arange(seeds.numel(), dtype=seeds.dtype, device=seeds.device)
         table.scatter_(0, seeds.long(), numbers)
         if not torch.equal(table.index_select(0, seeds), numbers):
@@ -687,7 +740,8 @@ class TorchBackend:
         if not v.is_cuda and bool((ks == NO_TYPE).any()):
             raise IndexError("a type that does not exist")
         keys = mix(_signed(hop.key) ^ (1 << 32) + kind)
-        picked, edges = [], []
+        picked = []
+        edges = []
         for k in ks.unique().tolist():
             at = (ks == k).nonzero().squeeze(1)
             by = None if times is None else times[row[at]]
@@ -749,7 +803,9 @@ class TorchBackend:
         """Assign local ids to new nodes in ids int64 [E], by first appearance -> src_nodes [N], positions in it [E]."""
         like = dict(dtype=src.dtype, device=src.device)
         local = table.index_select(0, ids)
-        new = (local == self.num_nodes).nonzero().squeeze(1)  # edges to nodes without a local id
+        new = (
+            (local == self.spec.num_nodes).nonzero().squeeze(1)
+        )  # edges to nodes without a local id
         ids = ids[new]
         claim = torch.arange(-ids.numel(), 0, **like)  # negative: below every local id
         # the first edge wins, whatever the order of writes
@@ -810,58 +866,3 @@ def _past_excluded(edges, exclude, gap):
     exclude[i] - i kept edges precede excluded edge i: a binary search in these gives how many excluded ones to skip."""
     kept_before = exclude - torch.arange(exclude.numel(), device=exclude.device)
     return edges + torch.searchsorted(kept_before, edges - gap, right=True) - gap
-
-
-# ---- The sampling rules, also in native/rule.h.
-
-
-def _floyd(bits, degree):
-    """Floyd's algorithm (CACM 30(9), 1987): k distinct positions below degree for every row, from bits [k, R]."""
-    j = torch.arange(bits.shape[0], device=bits.device).unsqueeze(1)
-    last = degree - bits.shape[0] + j  # [k, R]
-    pick = (bits * (last + 1)) >> 32
-    for j in range(1, pick.shape[0]):
-        pick[j] = torch.where((pick[:j] == pick[j]).any(0), last[j], pick[j])
-    return pick
-
-
-def _anywhere(bits, degree):
-    """Draw k positions below degree for every row, from bits [k, R]."""
-    return (bits * degree) >> 32
-
-
-def _keep_shared(spec, lists, edges, row, place):
-    """LABOR-0: one draw for each source decides for all destinations. edges: [E], row: [E] list of an edge -> mask [E]."""
-    source = spec.indices[edges].long()
-    draw = lists.bits(row, source, 0)
-    return (draw * lists.degree[row] <= lists.k << 32) | (lists.k < 0)
-
-
-def _keep_heaviest(spec, lists, edges, row, place):
-    """Efraimidis-Spirakis: mask [E] of the k largest log(uniform) / weight of each list. place: [E] of an edge in it."""
-    weight = spec.weights[edges].double()
-    if lists.k < 0:
-        return weight > 0
-    uniform = (lists.bits(row, lists.v[row], place).double() + 0.5) * 2.0**-32
-    order = torch.argsort(uniform.log_().div_(weight), descending=True, stable=True)
-    # sort by row again, each row's largest key first
-    order = order[torch.argsort(row[order], stable=True)]
-    rank = torch.empty_like(place).scatter_(0, order, place)
-    return (rank < lists.k) & (weight > 0)
-
-
-UNIFORM = Rule("uniform", 0, draw=_floyd)
-REPLACE = Rule("replace", 1, draw=_anywhere, argument="replace", repeats=True)
-LATEST = Rule("latest", 2, "the last edges that the seed sees", needs="edge_times", in_dgl=False)
-LABOR = Rule(
-    "labor",
-    3,
-    "seeds share neighbours (arXiv 2210.13339)",
-    keep=_keep_shared,
-    bounded=False,
-    by_source=True,
-)
-WEIGHTED = Rule("weighted", 4, "by edge weight", keep=_keep_heaviest, argument="weights")
-RULES = {rule.name: rule for rule in (UNIFORM, LABOR, WEIGHTED, LATEST, REPLACE)}
-SAMPLERS = {name: rule for name, rule in RULES.items() if rule is not REPLACE}  # of --sampler
-METHODS = [name for name, rule in RULES.items() if rule.argument == "method"]

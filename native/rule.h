@@ -16,9 +16,8 @@ typedef struct {
   const ID *indices;
   const WEIGHT *weights;
   const void *types;      // TYPE [M] ascending in each list; null: edges have none
-  const i64 *fanouts;     // [L, num_types] k of each hop and type, NO_TYPE: no such type
+  const i64 *fanouts;     // [L, NUM_TYPES] k of each hop and type, NO_TYPE: no such type
   const i64 *edge_times;  // [M] ascending in each list or, with types, within a type; null: none
-  i64 num_types;          // all values of a TYPE
   i64 rule, strict, window;  // for the last two see `cut_by_time`
   i64 V, M;                  // bounds of the ids and offsets read from the graph
 } law_t;
@@ -180,6 +179,8 @@ FN void pick_list(const law_t *law, const hop_t *hop, u64 v, const row_t *row, i
 #else
 // ---- lists by type: the edges of each type are a list of their own
 
+#define NUM_TYPES (1 << 8 * sizeof(TYPE))
+
 // Split the edges of the first type off `rest`, whose degree includes excluded edges and whose gaps
 // are all of these -> the row to draw from; `one` is set to the hop as it is for this type.
 FN row_t next_type(const law_t *law, const hop_t *hop, row_t *rest, hop_t *one) {
@@ -194,7 +195,7 @@ FN row_t next_type(const law_t *law, const hop_t *hop, row_t *rest, hop_t *one) 
   if (law->edge_times) cut_by_time(&row, law, rest->time);
   if (rest->num_gaps) exclude(&row, rest->gaps, rest->num_gaps);
   one->index = hop->index;
-  one->k = law->fanouts[hop->index * law->num_types + types[0]];
+  one->k = law->fanouts[hop->index * NUM_TYPES + types[0]];
   one->key = mix(hop->key ^ ((1ULL << 32) + types[0]));
   rest->start += n;
   rest->degree -= n;

@@ -83,11 +83,6 @@ def lanes(out, vec):
     return -(-loads // 2)
 
 
-def _words(struct):
-    """Return the size of a struct of 64-bit fields in int64."""
-    return ctypes.sizeof(struct) // 8
-
-
 def load(spec, fanouts, seed):
     """Make a Backend for a graph that a GPU can read; None, after one warning, if kernels cannot be compiled."""
     compiled = functools.partial(build.load_cuda, device=spec.indices.device)
@@ -163,7 +158,8 @@ class Backend:
 
     def shapes(self, S):
         """Plan room for a batch of S seeds -> (source nodes by hop [L + 1], the seeds first; edges by hop [L])."""
-        rows, places = [S], []
+        rows = [S]
+        places = []
         for k, most in zip(self.fanouts, self.most):
             again = rows[-1] if self.timed else 1  # at another time a node has its edges again
             room = rows[-1] * k if self.spec.rule.repeats else self.num_edges * again
@@ -210,8 +206,7 @@ class Frame:
         given: int64, pinned: an input_t, the seeds and, where edges have times, those of the seeds. input: its copy on
             the GPU. step: int64 [1] of this.
         results: int64 on the GPU, an outcome_t and the state_t of each hop, and one more. num_dst: int64 [L + 1] of this,
-            destinations of each hop, then the sources of the outermost one. read: pinned copy of results, as structs
-            outcome and states.
+            destinations of each hop, then the sources of the outermost one. read: pinned copy of results, as a struct: told.
         memory: the memory of the batch's blocks.
     """
 
@@ -227,12 +222,12 @@ class Frame:
         slots = 0 if backend.timed else backend.num_nodes
         self.table = self.ids.new_empty(slots, dtype=torch.int32)
         self.pairs = self.ids.new_empty(0, dtype=torch.int64)
-        head, size = _words(Outcome), _words(State)
-        self.results = self._integers(head + size * (L + 1))
+        states = ("states", State * (L + 1))
+        kind = type("results", (ctypes.Structure,), {"_fields_": [*Outcome._fields_, states]})
+        self.results = self._integers(ctypes.sizeof(kind) // 8)
         self.read = self._integers(len(self.results), pinned=True)
-        self.outcome = Outcome.from_address(self.read.data_ptr())
-        self.states = (State * (L + 1)).from_address(self.read[head:].data_ptr())
-        states = self.results[head:].view(L + 1, size)
+        self.told = kind.from_address(self.read.data_ptr())
+        states = self.results[kind.states.offset // 8 :].view(L + 1, -1)
         self.num_dst = states[:, State.num_dst.offset // 8]
         for part, state in zip(self.parts, states):
             part.state = state.data_ptr()
@@ -257,7 +252,8 @@ class Frame:
         if self.shape == (rows, places, relabel_outer, excludes):
             return
         self.shape = Shape(rows, places, relabel_outer, excludes)
-        S, hops = rows[0], len(places)
+        S = rows[0]
+        hops = len(places)
         spec, b = self.backend.spec, self.batch
         whole_lists = not excludes and spec.edge_times is None and spec.edge_type is None
         self.counted = spec.rule.counted and whole_lists
@@ -291,7 +287,7 @@ class Frame:
                 self.table = self.table.new_empty(b.slots)
                 self.base = 0
                 build.fill(b, pairs=self.pairs, table=self.table)
-        self.head = _words(Input)
+        self.head = ctypes.sizeof(Input) // 8
         size = self.head + (3 * S if self.backend.timed else S)
         self.given = self._integers(size, pinned=True)
         self.input = self._integers(size)
@@ -357,8 +353,8 @@ class Frame:
 
     def cut(self):
         """Return the blocks of a finished batch, from the seeds outward."""
-        rows = [state.num_dst for state in self.states]
-        return self._blocks(rows, [state.num_edges for state in self.states])
+        rows = [state.num_dst for state in self.told.states]
+        return self._blocks(rows, [state.num_edges for state in self.told.states])
 
     @property
     def blocks(self):
@@ -423,12 +419,12 @@ class Frame:
     @property
     def trouble(self):
         """What is wrong with a finished batch: the bits REPEATED, UNKNOWN, FULL, DAMAGED, or 0."""
-        return self.outcome.trouble | (DAMAGED if self.outcome.damaged else 0)
+        return self.told.trouble | (DAMAGED if self.told.damaged else 0)
 
     @property
     def wanted(self):
         """Number of edges that each hop would have with enough room."""
-        return [state.wanted for state in self.states[:-1]]
+        return [state.wanted for state in self.told.states[:-1]]
 
     def aggregate(self, features, out):
         """Make `start` also sample and aggregate the next hop, in one kernel: 1 to AGGREGATED uniform draws, with or

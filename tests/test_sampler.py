@@ -551,7 +551,7 @@ def test_a_damaged_graph_is_an_error_and_no_crash(method, way, tmp_path):
             for relabel_outer in (True, False):
                 with pytest.raises(IndexError, match="the graph is damaged"):
                     s.sample(seeds, 0, relabel_outer=relabel_outer)
-        if way == "cuda" and sampler.RULES[method].counted:
+        if way == "cuda" and s.spec.rule.counted:
             frame = _frame(_unchecked(way, tmp_path, graph, [1, 20], **options), 50, 1)
             assert frame.aggregate(torch.zeros(50, 4), torch.zeros(frame.shape[0][1], 8))
             frame.fill(seeds, 0)
