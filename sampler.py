@@ -104,9 +104,9 @@ class Rule(NamedTuple):
     repeats: bool = False  # k edges even of a shorter list, some of them repeatedly
     # draws are the source's: the hops of a batch, or several steps, can share them
     by_source: bool = False
-    in_dgl: bool = False  # whether native/dgl.py can draw by it
-
-    counted = property(lambda self: self.draw is not None, doc="Degrees tell the edges of a node.")
+    # the degree tells how many edges of a list are taken, and `choose` of native/batch.h can draw them
+    counted: bool = False
+    in_dgl: bool = False  # native/dgl.py can draw by it
 
 
 # ---- The sampling rules, also in native/rule.h.
@@ -147,8 +147,8 @@ def _keep_heaviest(spec, lists, edges, row, place):
     return (rank < lists.k) & (weight > 0)
 
 
-UNIFORM = Rule("uniform", 0, draw=_floyd, in_dgl=True)
-REPLACE = Rule("with replacement", 1, draw=_anywhere, repeats=True, in_dgl=True)
+UNIFORM = Rule("uniform", 0, draw=_floyd, counted=True, in_dgl=True)
+REPLACE = Rule("with replacement", 1, draw=_anywhere, repeats=True, counted=True, in_dgl=True)
 LATEST = Rule("latest", 2, "the last edges that the seed sees", needs="edge_times")
 LABOR = Rule(
     "labor",
