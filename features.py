@@ -2,7 +2,7 @@
 
 This file works alone: copy it into your own code.
 
-    indptr, indices, labels, features = place(indptr, indices, labels, features, "cpu-cuda", "cuda")
+    indptr, indices, labels, features = place(indptr, indices, labels, features, "cpu-cuda")
     ring = FeatureRing(features, labels, slots=depth + 1, device="cuda")
     def load(item, slot):
         step, seeds = item
@@ -43,17 +43,35 @@ PIECE_BYTES = 1 << 30  # host memory registered per call: a single call cannot r
 # ---- the ring
 
 
-class Fetched(NamedTuple):
-    """A batch on the training device. On CPU x is overwritten when the next batch is asked for, unless reuse=False.
-    The tensors of CUDA graphs always are overwritten."""
+class Batch(NamedTuple):
+    """Mini-batch of one forward and backward pass, on the training device: this process's share of the pass's seeds.
 
-    blocks: list  # L blocks, outermost hop first
+    On CPU x is overwritten when the next batch is asked for, unless reuse=False. The tensors of CUDA graphs always are
+    overwritten.
+    """
+
+    blocks: list = ()  # L blocks, outermost hop first
     # [N, F] features of blocks[0].src_nodes; [blocks[0].num_dst, 2F] if the ring aggregates the outermost hop
-    x: torch.Tensor
-    y: torch.Tensor  # [S] labels of the seeds
-    ready: Any = None  # CUDA event: all tensors are on the GPU; None on CPU
+    x: torch.Tensor | None = None
+    y: torch.Tensor | None = None  # [S] labels of the seeds
+    # the fields from here to step_seeds are those of a batch of `NodeLoader`
+    seeds: torch.Tensor | None = None  # [S] node ids, in host memory
+    step: int = 0  # of the optimizer, within the epoch
+    # step counted over all epochs, which keys all random draws; -1 without shuffling
+    global_step: int = 0
+    total: int = 0  # seeds of the whole step: all processes, all passes
+    last: bool = True  # the step's last pass: the optimizer steps after it
+    step_seeds: Any = None  # the seeds of the whole step, int [total]
     began: Any = None  # CUDA event: the copy of x to the GPU began; None if nothing is copied
+    ready: Any = None  # CUDA event: all tensors are on the GPU; None on CPU
     edges: tuple = ()  # edge features [E, D] of each block, if the ring has edge_features
+
+    def __repr__(self):
+        parts = [f"blocks={self.blocks}"]
+        for name in ("x", "y", "seeds"):
+            value = getattr(self, name)
+            parts.append(f"{name}={value if value is None else [*value.shape]}")
+        return f"Batch({', '.join(parts)})"
 
     def wait(self):
         """Make the GPU's current stream wait for the copies; `record_stream` marks the tensors as used on it."""
@@ -146,15 +164,20 @@ class FeatureRing:
         reuse=True,
         edge_features=None,
     ):
-        self.features, self.labels, self.edge_features = features, labels, edge_features
-        self.device, self.reuse = torch.device(device), reuse
+        self.features = features
+        self.labels = labels
+        self.edge_features = edge_features
+        self.device = torch.device(device)
+        self.reuse = reuse
         self.copies = CudaCopies(self.device, streams) if self.device.type == "cuda" else None
         self.on_device = self._has(features)
-        self.gather, self.aggregate = gather or take, aggregate
+        self.gather = gather or take
+        self.aggregate = aggregate
         floats = isinstance(features, torch.Tensor) and features.is_floating_point()
         self.first_hop = aggregate is not None and floats
         self.width = features.shape[1] * (2 if self.first_hop else 1)
-        self.convert, self.dtype = dtype, dtype or features.dtype
+        self.convert = dtype
+        self.dtype = dtype or features.dtype
         self.buffers = {name: [None] * slots for name in ("rows", "edges", "rest")}
         self.copied = [None] * slots  # event: copies out of the slot are done
         self.began = [None] * slots  # event: the copy of x began
@@ -163,12 +186,13 @@ class FeatureRing:
         """Context with the slot's stream as current CUDA stream: sample on the GPU in it, to overlap with training."""
         return self.copies.stream(slot, blocks) if self.copies else nullcontext()
 
-    def fetch(self, slot, blocks, y=None):
-        """Fetch the features of blocks[0].src_nodes and the labels of the seeds -> `Fetched`, on the ring's device.
+    def fetch(self, slot, blocks, y=None, *, batch=None):
+        """Fetch the features of blocks[0].src_nodes and the labels of the seeds -> `Batch`, on the ring's device.
 
         Args:
             slot: index of the buffers to fill. No batch in use may hold it; `prefetch` takes care of that.
             blocks: the sampled blocks, outermost hop first. y: what to bring in place of the labels.
+            batch: the Batch to complete; its other fields are kept.
 
         Raises:
             ValueError: for a slot the ring does not have, or, with edge_features, blocks without edge_ids.
@@ -192,7 +216,9 @@ class FeatureRing:
             finally:  # also if something fails after a copy has started
                 ready = self.copies and self.copies.event()
                 self.copied[slot] = ready
-        return Fetched(moved, x, y, ready, self.began[slot], edges)
+        return (batch or Batch())._replace(
+            blocks=moved, x=x, y=y, began=self.began[slot], ready=ready, edges=edges
+        )
 
     def _move(self, slot, blocks, y):
         """Move blocks and labels to the device -> (blocks, y). Host tensors go through one pinned buffer, in one copy.
@@ -295,7 +321,8 @@ def prefetch(make, items, *, depth=2, threads=1):
     if depth == 0:
         yield from (make(*job) for job in jobs)
         return
-    pending, pool = deque(), ThreadPoolExecutor(threads, thread_name_prefix="prefetch")
+    pending = deque()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="prefetch")
     try:
         pending.extend(pool.submit(make, *job) for job in islice(jobs, depth))
         while pending:
@@ -309,7 +336,7 @@ def prefetch(make, items, *, depth=2, threads=1):
 # ---- placement
 
 
-def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=0):
+def place(indptr, indices, labels, features, mode, *, device="cpu", more=(), spare=0):
     """Place a graph and its features as a mode says -> (indptr, indices, labels, features, *more).
 
     Args:
@@ -338,7 +365,8 @@ def place(indptr, indices, labels, features, mode, device="cpu", more=(), spare=
 
 def _copy_rows(source, target, ids=None):
     """Copy all rows of source, or rows ids, into target, a chunk at a time -> target."""
-    step, plain = _rows_of_a_chunk(source), ids is None and isinstance(source, torch.Tensor)
+    step = _rows_of_a_chunk(source)
+    plain = ids is None and isinstance(source, torch.Tensor)
     for a in range(0, len(target), step):
         b = min(a + step, len(target))
         if plain:
@@ -370,9 +398,11 @@ def share(arrays, *, leads=True, total=None):
     Raises:
         OSError: if the memory cannot be mapped, or the leading process belongs to another user.
     """
-    views, total = [], total or (lambda *numbers: numbers)
+    total = total or (lambda *numbers: numbers)
+    views = []
     for array in (getattr(a, "tensor", a) for a in arrays):
-        size, mine = math.prod(array.shape) * array.dtype.itemsize, (0, 0)
+        size = math.prod(array.shape) * array.dtype.itemsize
+        mine = 0, 0
         if leads:  # anonymous: leaves nothing behind, and a container's small /dev/shm is no limit
             mine = os.getpid(), os.memfd_create("ringblock")
             os.ftruncate(mine[1], max(size, 1))
@@ -462,12 +492,15 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
     Raises:
         IndexError: for offsets or node ids out of range.
     """
-    num_nodes, num_edges, device = indptr.numel() - 1, indices.numel(), indptr.device
+    num_nodes = indptr.numel() - 1
+    num_edges = indices.numel()
+    device = indptr.device
     degree = indptr.diff()
     if bool((degree < 0).any()) or int(indptr[0]) != 0 or int(indptr[-1]) != num_edges:
         raise IndexError("the graph is damaged: an offset in indptr is out of range or decreases")
     # five values per node from here on: V may be large
-    degree, train_nodes = degree.float(), train_nodes.to(device)
+    degree = degree.float()
+    train_nodes = train_nodes.to(device)
     seed = min(1.0, batch_size / max(1, train_nodes.numel()))
     # probabilities that a node is in the batch, and that it has drawn a given neighbour
     held, picked = torch.zeros(2, num_nodes, device=device)
@@ -508,7 +541,8 @@ class CachedFeatures:
 
     def __init__(self, features, visits, budget, device="cpu"):
         self.features = features = getattr(features, "tensor", features)
-        self.shape, self.dtype = tuple(features.shape), features.dtype
+        self.shape = tuple(features.shape)
+        self.dtype = features.dtype
         self.device = getattr(features, "device", torch.device("cpu"))
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
@@ -519,8 +553,11 @@ class CachedFeatures:
         self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
         self.position[hot] = torch.arange(rows, dtype=torch.int32, device=self.device)
         cache = torch.empty(rows, width, dtype=self.dtype, device=device)
-        self.cache, self.kept_on = _copy_rows(features, cache, hot), cache.device.type
-        self.hits, self.lookups, self.lock = 0, 0, threading.Lock()
+        self.cache = _copy_rows(features, cache, hot)
+        self.kept_on = cache.device.type
+        self.hits = 0
+        self.lookups = 0
+        self.lock = threading.Lock()
 
     @property
     def hit_rate(self):
@@ -536,7 +573,8 @@ class CachedFeatures:
             ids: int32 or int64 [n] node ids, repeats allowed. out: [n, F] on the cache's device, or None.
             missing: function of ids [m] -> their rows [m, F] on the cache's device; reads the features when None.
         """
-        ids, on = ids.to(self.device), self.cache.device
+        ids = ids.to(self.device)
+        on = self.cache.device
         position = self.position.index_select(0, ids)
         misses = (position < 0).nonzero().squeeze(1)
         with self.lock:

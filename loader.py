@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from disk.convert import as_tensor, edge_pairs, integers, is_sparse, kind_of, shown
 
 try:
-    from features import FeatureRing, prefetch
+    from features import Batch, FeatureRing, prefetch
     from sampler import NeighborSampler, fanout_list, mix, outside
 except ImportError as error:
     if not (error.path and error.name in ("features", "sampler")):
@@ -76,7 +75,8 @@ def _tables(graph, seeds, edges):
         ours = "GraphStore.open(path), after build(data, path) of sources.prepare for one of PyG or DGL"
         in_memory = "Graph(*from_edge_index(data.edge_index, len(data.x)), data.x, data.y)"
         raise ValueError(f"graph is {kind_of(graph)}: give {ours}, or {in_memory}")
-    V, M = len(graph.indptr) - 1, len(graph.indices)
+    V = len(graph.indptr) - 1
+    M = len(graph.indices)
     tables = {
         "features": getattr(graph.features, "tensor", graph.features),
         "labels": graph.labels,
@@ -89,7 +89,8 @@ def _tables(graph, seeds, edges):
     sizes += [("seeds, a mask,", seeds, V)] if seeds.dtype == torch.bool else []
     sizes += [("edge_features", tables["edge_features"], M)] if edges else []
     for name, values, count in sizes:
-        shape, table = [*getattr(values, "shape", (None,))], "features" in name
+        shape = [*getattr(values, "shape", (None,))]
+        table = "features" in name
         if shape[:1] != [count] or table and len(shape) < 2:
             actual = type(values).__name__ if shape == [None] else shape
             needed = f"[{count}, F]" if table else f"[{count}]"
@@ -114,28 +115,6 @@ def repeated(ids):
     ids = np.sort(ids)
     again = ids[1:][ids[1:] == ids[:-1]]
     return again[0] if len(again) else None
-
-
-class Batch(NamedTuple):
-    """Mini-batch of one forward and backward pass, on the training device: this process's share of the pass's seeds."""
-
-    blocks: list  # one per layer, outermost hop first
-    # [N, F] features of blocks[0].src_nodes; [blocks[0].num_dst, 2F] if the ring aggregates the outermost hop
-    x: Tensor
-    y: Tensor  # [S] labels of the seeds
-    seeds: Tensor  # [S] node ids, in host memory
-    step: int = 0  # of the optimizer, within the epoch
-    # step counted over all epochs, which keys all random draws; -1 without shuffling
-    global_step: int = 0
-    total: int = 0  # seeds of the whole step: all processes, all passes
-    last: bool = True  # the step's last pass: the optimizer steps after it
-    step_seeds: Any = None  # the seeds of the whole step, int [total]
-    began: Any = None  # CUDA events around the copy of x to the GPU; None if nothing is copied
-    ready: Any = None
-    edges: tuple = ()  # edge features [E, D] of each block, with NodeLoader(edges=True)
-
-    def __repr__(self):
-        return shown("Batch", {name: getattr(self, name) for name in ("blocks", "x", "y", "seeds")})
 
 
 def seeds_at(times, nodes=None):
@@ -182,7 +161,7 @@ class NodeLoader:
         draw: function (Batch with only its seeds) -> (nodes to sample for, keyword arguments of `sampler.sample`, y).
             Seeds may then index any kind of example; with y None, y is the labels of the nodes. For seeds that repeat
             `nodes, y = batch.seeds.unique(return_inverse=True)` gives distinct nodes, and row y[i] is that of seed i.
-        load_batch: function (Batch with its seeds, slot) -> `Fetched`, which replaces sampler and ring.
+        load_batch: function (Batch with its seeds, slot) -> the Batch completed; it replaces sampler and ring.
         timed: function of a stage, "sample" or "fetch", that returns a context to run it in.
 
     Attributes:
@@ -223,10 +202,14 @@ class NodeLoader:
         seeds = _seeds(seeds)
         if not load_batch and (sampler is None or ring is None):
             tables = _tables(graph, seeds, edges)
-        self.draw, self.load_batch = draw, load_batch
+        self.draw = draw
+        self.load_batch = load_batch
         self.seeds = seeds
-        self.shuffle, self.seed, self.accumulate = shuffle, index(seed), accumulate
-        self.rank, self.world = rank, world
+        self.shuffle = shuffle
+        self.seed = index(seed)
+        self.accumulate = accumulate
+        self.rank = rank
+        self.world = world
         self.total_batch = batch_size * accumulate * world
         if sampler is None and not load_batch:
             indptr = _tensor("indptr", graph.indptr).long()
@@ -234,7 +217,8 @@ class NodeLoader:
             disk_threads = getattr(graph, "sampling_threads", None)  # if the graph stays on disk
             # checking such a graph would read all of it
             options = dict(seed=seed, edge_ids=edges, threads=disk_threads, check=not disk_threads)
-            kinds, fanouts = getattr(graph, "edge_type", None), fanout_list(fanouts)
+            kinds = getattr(graph, "edge_type", None)
+            fanouts = fanout_list(fanouts)
             if types and kinds is None or not types and any(isinstance(k, list) for k in fanouts):
                 needed = "types=True and a graph with edge_type are needed to draw by type"
                 raise ValueError(f"types is {types}, fanouts {fanouts}: {needed}")
@@ -247,8 +231,12 @@ class NodeLoader:
             options["edge_features"] = tables["edge_features"]
             device = device or getattr(rows, "device", "cpu")
             ring = FeatureRing(rows, tables["labels"], device=device, **options)
-        self.node_sampler, self.ring, self.timed = sampler, ring, timed
-        self.options, self.epoch, self.step = {"depth": depth, "threads": threads}, 0, 0
+        self.node_sampler = sampler
+        self.ring = ring
+        self.timed = timed
+        self.options = {"depth": depth, "threads": threads}
+        self.epoch = 0
+        self.step = 0
 
     reached = None  # (epoch, step) that the last loop got to
     looping = False
@@ -290,19 +278,21 @@ class NodeLoader:
         with ExitStack() as stack:
             self.looping = True
             stack.callback(setattr, self, "looping", False)
-            parts, options = self._parts(epoch, first), self.options
+            parts = self._parts(epoch, first)
+            options = self.options
             if looking_ahead:
                 # blocks wait in memory for their rows: 120 MB for a thousand batches with 10,000 input nodes each
                 sampled = prefetch(self._sample, parts, **options)
                 parts = stack.enter_context(looking_ahead(stack.enter_context(closing(sampled))))
                 options = {**options, "threads": 1}  # its plans are executed in order
             stream = stack.enter_context(closing(prefetch(self._make, parts, **options)))
-            for batch, fetched in stream:
-                fetched.wait()
+            for batch in stream:
+                batch.wait()
                 done = epoch * self.steps + batch.step + batch.last
                 self.epoch, self.step = self.reached = divmod(done, self.steps)
                 yield batch
-        self.epoch, self.step = epoch + 1, 0
+        self.epoch = epoch + 1
+        self.step = 0
 
     def _parts(self, epoch, first):
         """Cut an epoch's seeds by step, from `first` on, pass and process -> iterator of batches without blocks."""
@@ -317,9 +307,6 @@ class NodeLoader:
                 first_seed = part.numel() * self.rank // self.world
                 end = part.numel() * (self.rank + 1) // self.world
                 yield Batch(
-                    blocks=[],
-                    x=None,
-                    y=None,
                     seeds=part[first_seed:end],
                     step=step,
                     global_step=global_step,
@@ -336,16 +323,14 @@ class NodeLoader:
         return part._replace(blocks=blocks, y=y)
 
     def _make(self, part, slot):
-        """Sample and fetch a batch, on a prefetch thread -> (Batch, Fetched)."""
+        """Sample and fetch a batch, on a prefetch thread."""
         if self.load_batch:
             with self.timed("fetch"):
-                fetched = self.load_batch(part, slot)
-        else:
-            with self.ring.stream(slot):
-                part = part if part.blocks else self._sample(part)
-                with self.timed("fetch"):
-                    fetched = self.ring.fetch(slot, part.blocks, part.y)
-        return part._replace(**fetched._asdict()), fetched
+                return self.load_batch(part, slot)
+        with self.ring.stream(slot):
+            part = part if part.blocks else self._sample(part)
+            with self.timed("fetch"):
+                return self.ring.fetch(slot, part.blocks, part.y, batch=part)
 
     def state_dict(self):
         """The loader's position as a dict of ints; a step counts as done once all its batches were handed out."""
@@ -357,4 +342,6 @@ class NodeLoader:
         for name, value in self.state_dict().items():
             if name not in ("epoch", "step") and state[name] != value:
                 raise ValueError(f"the state has {name} {state[name]}, this loader has {value}")
-        self.epoch, self.step, self.reached = state["epoch"], state["step"], None
+        self.epoch = state["epoch"]
+        self.step = state["step"]
+        self.reached = None

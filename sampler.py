@@ -21,6 +21,7 @@ far the largest, can skip relabelling (`relabel_outer=False`). native/sampler_cp
 """
 
 import warnings
+from collections.abc import Callable
 from operator import index
 from typing import NamedTuple
 
@@ -33,8 +34,6 @@ try:
 except ImportError:
     sampler_cpu = None
 
-RULES = ("uniform", "replace", "latest", "labor", "weighted")  # numbered as in native/rule.h
-METHODS = ("uniform", "labor", "latest")
 BACKENDS = ("auto", "native", "torch", "dgl")
 MOST_EDGES = (1 << 31) - 1  # of a node, as in native/: a draw has 32 bits
 DAMAGED = "the graph is damaged: an offset in indptr or a node id in indices is out of range"
@@ -89,6 +88,83 @@ class DamagedGraph(IndexError):
     """An offset in `indptr` or a node id in `indices`, read while sampling, is out of range."""
 
 
+class Rule(NamedTuple):
+    """A sampling rule: how edges of a list are taken with torch operations, and what else depends on the rule.
+
+    A rule draws positions, or looks at every edge and keeps some; one with neither takes the end of the list.
+    """
+
+    name: str
+    number: int  # in native/rule.h, which has the rule for C and CUDA
+    help: str = ""  # of --sampler
+    draw: Callable | None = None  # (bits [k, R], degree [R]) -> positions in the lists [k, R]
+    keep: Callable | None = None  # (spec, lists, edges, row, place) -> mask of the edges kept [E]
+    needs: str | None = None  # argument of NeighborSampler without which it cannot be used
+    bounded: bool = True  # no more than k edges of a list
+    repeats: bool = False  # k edges even of a shorter list, some of them repeatedly
+    # draws are the source's: the hops of a batch, or several steps, can share them
+    by_source: bool = False
+    # the degree tells how many edges of a list are taken, and `choose` of native/batch.h can draw them
+    counted: bool = False
+    in_dgl: bool = False  # native/dgl.py can draw by it
+
+
+# ---- The sampling rules, also in native/rule.h.
+
+
+def _floyd(bits, degree):
+    """Floyd's algorithm (CACM 30(9), 1987): k distinct positions below degree for every row, from bits [k, R]."""
+    j = torch.arange(bits.shape[0], device=bits.device).unsqueeze(1)
+    last = degree - bits.shape[0] + j  # [k, R]
+    pick = (bits * (last + 1)) >> 32
+    for j in range(1, pick.shape[0]):
+        pick[j] = torch.where((pick[:j] == pick[j]).any(0), last[j], pick[j])
+    return pick
+
+
+def _anywhere(bits, degree):
+    """Draw k positions below degree for every row, from bits [k, R]."""
+    return (bits * degree) >> 32
+
+
+def _keep_shared(spec, lists, edges, row, place):
+    """LABOR-0: one draw for each source decides for all destinations. edges: [E], row: [E] list of an edge -> mask [E]."""
+    source = spec.indices[edges].long()
+    draw = lists.bits(row, source, 0)
+    return (draw * lists.degree[row] <= lists.k << 32) | (lists.k < 0)
+
+
+def _keep_heaviest(spec, lists, edges, row, place):
+    """Efraimidis-Spirakis: mask [E] of the k largest log(uniform) / weight of each list. place: [E] of an edge in it."""
+    weight = spec.weights[edges].double()
+    if lists.k < 0:
+        return weight > 0
+    uniform = (lists.bits(row, lists.v[row], place).double() + 0.5) * 2.0**-32
+    order = torch.argsort(uniform.log_().div_(weight), descending=True, stable=True)
+    # sort by row again, each row's largest key first
+    order = order[torch.argsort(row[order], stable=True)]
+    rank = torch.empty_like(place).scatter_(0, order, place)
+    return (rank < lists.k) & (weight > 0)
+
+
+UNIFORM = Rule("uniform", 0, draw=_floyd, counted=True, in_dgl=True)
+REPLACE = Rule("with replacement", 1, draw=_anywhere, repeats=True, counted=True, in_dgl=True)
+LATEST = Rule("latest", 2, "the last edges that the seed sees", needs="edge_times")
+LABOR = Rule(
+    "labor",
+    3,
+    "seeds share neighbours (arXiv 2210.13339)",
+    keep=_keep_shared,
+    bounded=False,
+    by_source=True,
+    in_dgl=True,
+)
+WEIGHTED = Rule("weighted", 4, "by edge weight", keep=_keep_heaviest, in_dgl=True)
+RULES = {rule.name: rule for rule in (UNIFORM, LABOR, WEIGHTED, LATEST, REPLACE)}
+SAMPLERS = {name: rule for name, rule in RULES.items() if rule is not REPLACE}  # of --sampler
+METHODS = [name for name, rule in SAMPLERS.items() if rule is not WEIGHTED]  # of NeighborSampler
+
+
 class SamplingSpec(NamedTuple):
     """What a backend is made from: the graph, contiguous and on one device, and the sampling options."""
 
@@ -101,20 +177,37 @@ class SamplingSpec(NamedTuple):
     edge_type: Tensor | None  # uint8 or int16 [M], ascending in each list, to sample by type
     fanout_of: Tensor | None  # int64 [L, 256 or 65536] k per hop and type, NO_TYPE: no such type
     one_draw: bool  # all hops use the key of hop 0
-    rule: str  # one of RULES
+    rule: Rule
     edge_ids: bool  # whether blocks have edge_ids
     threads: int | None  # of a call in C; None: torch.get_num_threads(), at most 4
 
-    rule_number = property(lambda self: RULES.index(self.rule), doc="As in rule.h.")
+    block = Block  # what backends return, one for each hop
+    num_nodes = property(lambda self: self.indptr.numel() - 1, doc="V, the number of nodes.")
+
+    def law(self):
+        """Return the fields of law_t of native/rule.h; the struct that they are filled into must not outlive this."""
+        return {
+            "indptr": self.indptr,
+            "indices": self.indices,
+            "weights": self.weights,
+            "types": self.edge_type,
+            "fanouts": self.fanout_of,
+            "edge_times": self.edge_times,
+            "rule": self.rule.number,
+            "strict": self.strict,
+            "window": self.window,
+            "V": self.num_nodes,
+            "M": self.indices.numel(),
+        }
 
 
 class Hop(NamedTuple):
     """Fanout and random key of one hop of a batch."""
 
-    k: int  # fanout, -1: all
+    index: int  # counted from the seeds
+    k: int  # fanout, -1: all; with fanouts by type `SamplingSpec.fanout_of` has them
     key: int  # from hop_key()
     relabel: bool  # False: indices keep global ids, src_nodes has only the destinations
-    fanout_of: Tensor | None  # [256 or 65536] k per type, in place of k
 
 
 class NeighborSampler:
@@ -137,7 +230,8 @@ class NeighborSampler:
             window: int above 0: only edges later than that time minus this; None: all.
         edge_type: uint8 or uint16 [M] below 2^15, ascending in each neighbour list (and edge_times within each type).
             Each type's edges are sampled as if they were the whole list, with their own random draws. by_type:
-            False samples as if the edges had no types; not with edge_times.
+            False samples as if the edges had no types; not with edge_times. type_numbers: int64 [T], what blocks have in
+            place of each type.
         seed: any int; the same seed and step give the same blocks.
         edge_ids: also return the position of each edge in `indices`.
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl" (DGL's operators
@@ -159,7 +253,7 @@ class NeighborSampler:
         fanouts,
         *,
         replace=False,
-        method="uniform",
+        method=UNIFORM.name,
         layer_dependency=False,
         batch_dependency=1,
         weights=None,
@@ -168,23 +262,40 @@ class NeighborSampler:
         window=None,
         edge_type=None,
         by_type=True,
+        type_numbers=None,
         seed=0,
         edge_ids=False,
         backend="auto",
         check=True,
         threads=None,
     ):
-        self.fanouts, self.seed = fanout_list(fanouts), index(seed)
-        columns = weights, (edge_times, strict, window), (edge_type, by_type)
-        dependent = layer_dependency, batch_dependency
-        _check_options(self.fanouts, replace, method, *columns, backend, *dependent)
-        _check_graph(indptr, indices, weights, edge_times, edge_type, by_type, check)
-        self.batch_dependency, self.timed = index(batch_dependency), edge_times is not None
-        self.indptr, self.indices = indptr.contiguous(), indices.contiguous()
+        self.fanouts = fanout_list(fanouts)
+        self.seed = index(seed)
+        rule = _rule(replace, method, weights)
+        _check_options(
+            self.fanouts,
+            rule,
+            edge_times=edge_times,
+            strict=strict,
+            window=window,
+            edge_type=edge_type,
+            by_type=by_type,
+            backend=backend,
+            layer_dependency=layer_dependency,
+            batch_dependency=batch_dependency,
+        )
+        columns = {"weights": weights, "edge_times": edge_times, "edge_type": edge_type}
+        _check_arrays(indptr, indices, columns)
+        if check:
+            _check_graph(indptr, indices, columns, by_type)
+        self.batch_dependency = index(batch_dependency)
+        self.timed = edge_times is not None
+        self.indptr = indptr.contiguous()
+        self.indices = indices.contiguous()
         self.num_nodes = indptr.numel() - 1
-        weights, edge_times = (t if t is None else t.contiguous() for t in (weights, edge_times))
         self.edge_ids = edge_ids
         self.edge_type = None if edge_type is None else _as_signed(edge_type).contiguous()
+        self.type_numbers = type_numbers
         by_type = by_type and edge_type is not None
         fanout_of = None
         if by_type:
@@ -192,20 +303,18 @@ class NeighborSampler:
         self.spec = SamplingSpec(
             indptr=self.indptr,
             indices=self.indices,
-            weights=weights,
-            edge_times=edge_times,
+            weights=None if weights is None else weights.contiguous(),
+            edge_times=None if edge_times is None else edge_times.contiguous(),
             strict=bool(strict),
             window=int(window or 0),
             edge_type=self.edge_type if by_type else None,
             fanout_of=fanout_of,
             one_draw=bool(layer_dependency),
-            rule="replace" if replace else method if weights is None else "weighted",
+            rule=rule,
             edge_ids=edge_ids or edge_type is not None,
             threads=threads,
         )
         self.backend, self.engine = _load(backend, self.spec, self.fanouts, self.seed)
-
-    type_numbers = None  # int64 [T], what blocks have in the place of each edge type; may be set
 
     def __getstate__(self):  # without the engine: another process loads the compiled code itself
         return {**vars(self), "engine": None}
@@ -251,11 +360,11 @@ class NeighborSampler:
             work = (seeds, step, relabel_outer, exclude, times)
         else:
             _check_range("seeds", seeds, self.num_nodes, "node")
-            device, hops = self.indices.device, []
+            device = self.indices.device
+            hops = []
             for i, k in enumerate(self.fanouts):
                 key = hop_key(self.seed, step, 0 if self.spec.one_draw else i)
-                of_types = None if self.spec.fanout_of is None else self.spec.fanout_of[i]
-                hops.append(Hop(k, key, relabel_outer or i + 1 < len(self.fanouts), of_types))
+                hops.append(Hop(i, k, key, relabel_outer or i + 1 < len(self.fanouts)))
             times = times if times is None else times.to(device).contiguous()
             work = (seeds.to(device, self.indices.dtype).contiguous(), hops, exclude, times)
         try:
@@ -268,21 +377,22 @@ class NeighborSampler:
             values, counts = torch.stack(columns).unique(dim=1, return_counts=True)
             which = " at time ".join(map(str, values[:, counts > 1][:, 0].tolist()))
             raise ValueError(f"seeds contains node {which} more than once; they must be distinct")
-        blocks = [Block(*fields) for fields in reversed(blocks)]
+        blocks = blocks[::-1]
         return blocks if self.edge_type is None else list(map(self._with_types, blocks))
 
     def _with_types(self, block):
-        types, ids = block.edge_type, block.edge_ids
+        types = block.edge_type
         if types is None:  # the C code returns them with the block
-            types = self.edge_type.index_select(0, ids)
+            types = self.edge_type.index_select(0, block.edge_ids)
         types = _as_signed(types)
         if self.type_numbers is not None:
             types = self.type_numbers.to(types.device)[types.long()]
-        return block._replace(edge_type=types, edge_ids=ids if self.edge_ids else None)
+        return block._replace(edge_type=types, edge_ids=block.edge_ids if self.edge_ids else None)
 
     def _edge_set(self, exclude):
         """Convert edge ids or a mask to distinct ascending ids -> int64 [X] on the graph's device; None if empty."""
-        M, device = self.indices.numel(), self.indices.device
+        M = self.indices.numel()
+        device = self.indices.device
         if isinstance(exclude, Tensor) and exclude.dtype == torch.bool and exclude.shape == (M,):
             edges = exclude.nonzero().squeeze(1).to(device)
         else:
@@ -328,7 +438,8 @@ def fanout_list(fanouts):
 
 def _fanout_of(fanouts, edge_type, check):
     """Fanouts by type -> (k per type, int64 [L, 256 or 65536]; list of edges at most per destination, -1: no limit)."""
-    num_types, all_lists = 1, all(isinstance(k, list) for k in fanouts)
+    num_types = 1
+    all_lists = all(isinstance(k, list) for k in fanouts)
     if edge_type.numel() and (check or not all_lists):
         low, high = map(int, edge_type.aminmax())
         num_types = high + 1
@@ -344,11 +455,34 @@ def _fanout_of(fanouts, edge_type, check):
     return table.to(edge_type.device), [-1 if -1 in numbers else sum(numbers) for numbers in lists]
 
 
-def _check_options(fanouts, replace, method, weights, by_time, by_kind, backend, layer, steps):
-    """Raise ValueError for an invalid option, or options that exclude each other."""
-    (times, strict, window), (edge_type, by_type) = by_time, by_kind
+def _rule(replace, method, weights):
+    """Return the Rule that these arguments of NeighborSampler select; ValueError if they exclude each other."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is unknown; use one of {', '.join(METHODS)}")
+    given = dict(replace=replace, method=method != UNIFORM.name, weights=weights is not None)
+    chosen = [argument for argument, is_given in given.items() if is_given]
+    if len(chosen) > 1:
+        words = " and ".join(chosen).replace("method", f"method {method!r}")
+        raise ValueError(f"{words} exclude each other; choose one")
+    if replace:
+        return REPLACE
+    return RULES[method] if weights is None else WEIGHTED
+
+
+def _check_options(
+    fanouts,
+    rule,
+    *,
+    edge_times,
+    strict,
+    window,
+    edge_type,
+    by_type,
+    backend,
+    layer_dependency,
+    batch_dependency,
+):
+    """Raise ValueError for an invalid option, or options that exclude each other."""
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; use {', '.join(BACKENDS)}")
     numbers = []
@@ -357,73 +491,86 @@ def _check_options(fanouts, replace, method, weights, by_time, by_kind, backend,
     if min(numbers, default=NO_TYPE) < -1 or max(numbers) >= 1 << 31:
         needed = "give one number for each hop, positive or -1 (all), below 2^31"
         raise ValueError(f"fanouts {fanouts}: {needed}")
-    if replace and -1 in numbers:
+    if rule.repeats and -1 in numbers:
         raise ValueError(f"fanouts {fanouts}: -1 (all) is not for replace=True")
-    rules = {"replace": replace, f"method {method!r}": method != "uniform"}
-    rules = [name for name, on in {**rules, "weights": weights is not None}.items() if on]
-    if len(rules) > 1:
-        raise ValueError(f"{' and '.join(rules)} exclude each other; choose one")
-    of_times = {"strict": strict, "window": window is not None, "latest": method == "latest"}
-    if times is None and any(of_times.values()):
+    of_times = {"strict": strict, "window": window is not None}
+    of_times[rule.name] = rule.needs == "edge_times"
+    if edge_times is None and any(of_times.values()):
         raise ValueError(f"{next(filter(of_times.get, of_times))} needs edge_times")
     if window is not None and (window % 1 != 0 or not 0 < window < 1 << 63):
         raise ValueError(f"window is {window}: give an int above 0")
-    if steps < 1:
-        raise ValueError(f"batch_dependency is {steps}: give 1 step or more")
-    dependent = "layer_dependency" if layer else "batch_dependency" if steps > 1 else None
-    if dependent and method != "labor":
-        raise ValueError(f"{dependent} is for method 'labor', not {method!r}")
+    if batch_dependency < 1:
+        raise ValueError(f"batch_dependency is {batch_dependency}: give 1 step or more")
+    dependent = "batch_dependency" if batch_dependency > 1 else None
+    if layer_dependency:
+        dependent = "layer_dependency"
+    if dependent and not rule.by_source:
+        these = " or ".join(repr(r.name) for r in RULES.values() if r.by_source)
+        raise ValueError(f"{dependent} is for method {these}, not {rule.name!r}")
     lists = any(isinstance(k, list) for k in fanouts)
     if edge_type is None and (lists or not by_type):
         needed = "fanouts by type need edge_type"
         raise ValueError(f"fanouts {fanouts}, by_type={by_type}: {needed}")
-    if not by_type and (lists or times is not None):
+    if not by_type and (lists or edge_times is not None):
         why = "lists are in type order"
         raise ValueError(f"by_type=False is not for fanouts by type, nor for edge_times: {why}")
-    columns = {"edge_times": times, "edge_type": edge_type}
-    lacking = [name for name, column in columns.items() if column is not None]
-    if backend == "dgl" and (dependent or lacking):
-        which = dependent or lacking[0]
-        raise ValueError(f"backend 'dgl' has no {which}; use 'native' or 'torch'")
+    beyond_dgl = {"edge_times": edge_times is not None, "edge_type": edge_type is not None}
+    beyond_dgl[rule.name] = not rule.in_dgl
+    lacking = dependent or next(filter(beyond_dgl.get, beyond_dgl), None)
+    if backend == "dgl" and lacking:
+        raise ValueError(f"backend 'dgl' has no {lacking}; use 'native' or 'torch'")
 
 
-def _check_graph(indptr, indices, weights, edge_times, edge_type, by_type, check):
-    """Raise unless indptr, indices, weights, edge_times and edge_type form a CSC graph; without check by shapes alone."""
+def _check_arrays(indptr, indices, columns):
+    """Raise TypeError unless arrays and columns of edges have the dtypes, shapes and device of one graph."""
     M = len(indices) if isinstance(indices, Tensor) and indices.dim() else 0
-    arrays = [("indptr", indptr, "int64 [V+1]"), ("indices", indices, "int32 or int64 [M]")]
-    columns = [("weights", weights, f"float16, bfloat16, float32 or float64 [M={M}]")]
-    columns += [("edge_times", edge_times, f"int64 [M={M}]")]
-    columns += [("edge_type", edge_type, f"uint8 or uint16 [M={M}]")]
-    for name, array, form in arrays + [column for column in columns if column[1] is not None]:
+    forms = {
+        "indptr": "int64 [V+1]",
+        "indices": "int32 or int64 [M]",
+        "weights": f"float16, bfloat16, float32 or float64 [M={M}]",
+        "edge_times": f"int64 [M={M}]",
+        "edge_type": f"uint8 or uint16 [M={M}]",
+    }
+    arrays = {"indptr": indptr, "indices": indices}
+    arrays |= {name: column for name, column in columns.items() if column is not None}
+    for name, array in arrays.items():
         if not isinstance(array, Tensor):
             kind = type(array).__name__
             raise TypeError(f"{name} is a {kind}, a tensor is needed: torch.as_tensor({name})")
         if array.device != indptr.device:
             raise TypeError(f"{name} is on {array.device}, and indptr on {indptr.device}")
         length = max(array.numel(), 1) if name == "indptr" else M
-        accepted = form.replace(",", "").split()
+        accepted = forms[name].replace(",", "").split()
         if str(array.dtype)[6:] not in accepted or array.shape != (length,):
-            raise TypeError(f"{name} must be {form}, not {_kind(array)}")
-    if not check:
-        return
-    ends, V = indptr[[0, -1]].tolist(), indptr.numel() - 1
+            raise TypeError(f"{name} must be {forms[name]}, not {_kind(array)}")
+
+
+def _check_graph(indptr, indices, columns, by_type):
+    """Raise ValueError unless arrays and columns of edges, as `_check_arrays` accepts them, form a CSC graph."""
+    V = indptr.numel() - 1
+    M = indices.numel()
+    ends = indptr[[0, -1]].tolist()
     if ends != [0, M] or bool((indptr[1:] < indptr[:-1]).any()):
         raise ValueError(f"indptr runs from {ends[0]} to {ends[1]}; it must rise from 0 to {M}")
     if M > MOST_EDGES and (most := int(indptr.diff().max())) > MOST_EDGES:
         raise ValueError(f"indptr has a node with {most:,} edges; the limit is {MOST_EDGES:,}")
     if (bad := outside(indices, V)) is not None:
         raise ValueError(f"indices contains {bad}; the {V} nodes of indptr are counted from 0")
+    weights = columns["weights"]
     if weights is not None and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError("weights contains a negative, infinite or NaN value")
     same = torch.ones(max(M - 1, 0), dtype=torch.bool, device=indptr.device)
     same[indptr[(indptr > 0) & (indptr < M)] - 1] = False  # across the border of two lists
-    types = edge_type.to(torch.int32) if edge_type is not None and by_type else None
-    for name, values in (("edge_type", types), ("edge_times", edge_times)):
+    how = "time"
+    sorted_by = {"edge_times": columns["edge_times"]}
+    if columns["edge_type"] is not None and by_type:
+        how = "type, then time"
+        sorted_by = {"edge_type": columns["edge_type"].to(torch.int32), **sorted_by}
+    for name, values in sorted_by.items():
         if values is None:
             continue
         if (drops := (same & (values[1:] < values[:-1])).nonzero()).numel():
             v = int(torch.searchsorted(indptr, drops[0] + 1, right=True)) - 1
-            how = "time" if types is None else "type, then time"
             raise ValueError(f"{name} decreases in the list of node {v}; sort each list by {how}")
         same &= values[1:] == values[:-1]  # times ascend within a type
 
@@ -481,7 +628,23 @@ def random_bits(key, v, j, bits=32):
     return z >> (64 - bits) & (1 << bits) - 1
 
 
-# ---- The sampling rule as array programs, on any device.
+# ---- Sampling as array programs, on any device.
+
+
+class Lists(NamedTuple):
+    """R lists of edges to draw from: neighbour lists or, of these, the edges of one type."""
+
+    v: Tensor  # int64 [R] destinations
+    start: Tensor  # int64 [R] position of a list's first edge in the graph's indices
+    degree: Tensor  # int64 [R] number of edges
+    k: int  # fanout, -1: all
+    key: int | Tensor  # of the hop, or int64 [R]
+    times: Tensor | None  # int64 [R] of the destinations, where edges have times
+
+    def bits(self, rows, v, j):
+        """Draw j of nodes v with the keys of lists `rows`, see `random_bits`."""
+        key = self.key[rows] if isinstance(self.key, Tensor) else self.key
+        return random_bits(key, v, j)
 
 
 class TorchBackend:
@@ -489,29 +652,35 @@ class TorchBackend:
     except that of native/sampler_gpu.py, which takes (seeds, step, relabel_outer, exclude, times)."""
 
     def __init__(self, spec):
-        self.spec, self.num_nodes = spec, spec.indptr.numel() - 1
+        self.spec = spec
         # {stream: idle tables [V] from node to local id in the batch, V: none}; a batch resets its table on its stream
         # before another batch of that stream takes it
         self.tables = {}
 
     def sample(self, seeds, hops, exclude=None, times=None):
-        """Sample each `Hop` -> the fields of a Block for each, from the seeds outward; None if a seed is repeated.
+        """Sample each `Hop` -> a Block for each, from the seeds outward; None if a seed is repeated.
         seeds: [S], dtype of indices. exclude: int64 [X] edge ids, ascending and distinct, or None. times: int64 [S] or
         None; with times, src holds node + V * (index of its time among the batch's distinct times)."""
-        V, dtype = self.num_nodes, seeds.dtype
-        src, at, values, table = seeds, None, None, None
+        V = self.spec.num_nodes
+        dtype = seeds.dtype
+        src = seeds
+        table = None
         if times is None:
             idle, table = self._number(seeds)
+            repeated = table is None
         else:
             values, number = times.unique(return_inverse=True)  # [T], [S]
             src = seeds + V * number
-        if table is None and (times is None or src.unique().numel() < src.numel()):
+            repeated = src.unique().numel() < src.numel()
+        if repeated:
             return None
         blocks = []
         for hop in hops:
-            v, at = (src.long(), None) if times is None else (src % V, src // V)
-            by = at if at is None else values[at]
-            indptr, edges = self._pick(v, hop, exclude, by)
+            if times is None:
+                indptr, edges = self._pick(src.long(), hop, exclude, None)
+            else:
+                at = src // V
+                indptr, edges = self._pick(src % V, hop, exclude, values[at])
             local = self.spec.indices.index_select(0, edges)
             if not local.is_cuda and outside(local, V) is not None:
                 raise IndexError("a node in indices")
@@ -520,9 +689,14 @@ class TorchBackend:
             elif hop.relabel:
                 at = at.repeat_interleave(indptr.diff(), output_size=edges.numel())
                 src, local = _number_by_appearance(src, local + V * at)
-            nodes, src_times = (src, None) if times is None else (src % V, values[src // V])
-            edges = edges if self.spec.edge_ids else None
-            blocks.append((indptr.to(dtype), local.to(dtype), nodes.to(dtype), edges, src_times))
+            block = Block(
+                indptr=indptr.to(dtype),
+                indices=local.to(dtype),
+                src_nodes=(src if times is None else src % V).to(dtype),
+                edge_ids=edges if self.spec.edge_ids else None,
+                src_times=None if times is None else values[src // V],
+            )
+            blocks.append(block)
         if times is None:
             idle.append(table.index_fill_(0, src.long(), V))
         return blocks
@@ -534,7 +708,8 @@ class TorchBackend:
         try:
             table = idle.pop()  # atomic, as append is
         except IndexError:
-            table = self.spec.indices.new_full((self.num_nodes,), self.num_nodes)
+            V = self.spec.num_nodes
+            table = self.spec.indices.new_full((V,), V)
         numbers = torch.arange(seeds.numel(), dtype=seeds.dtype, device=seeds.device)
         table.scatter_(0, seeds.long(), numbers)
         if not torch.equal(table.index_select(0, seeds), numbers):
@@ -544,29 +719,34 @@ class TorchBackend:
     def _pick(self, v, hop, exclude, times):
         """Choose edges of nodes v int64 [S] -> block indptr [S+1], positions in the graph's indices int64 [E]."""
         spec = self.spec
-        start, end = spec.indptr.index_select(0, v), spec.indptr.index_select(0, v + 1)
+        start = spec.indptr.index_select(0, v)
+        end = spec.indptr.index_select(0, v + 1)
         degree = end - start
         damaged = (start < 0) | (end < start) | (end > spec.indices.numel()) | (degree > MOST_EDGES)
         # on a GPU the check would synchronize, and a read out of range is an assertion there anyway
         if not v.is_cuda and bool(damaged.any()):
             raise IndexError("a list in indptr")
-        if hop.fanout_of is None:
-            return self._pick_lists(v, start, degree, hop.k, hop.key, exclude, times)
+        if spec.fanout_of is None:
+            return self._pick_lists(Lists(v, start, degree, hop.k, hop.key, times), exclude)
         # the edges of a type are a list of their own: G lists, each with its own k and key
         places = expand(start, degree)
         row = torch.repeat_interleave(degree)
         group = (spec.edge_type.index_select(0, places).long() & 0xFFFF) + (row << 16)
         group, counts = group.unique_consecutive(return_counts=True)
-        row, kind, first = group >> 16, group & 0xFFFF, places[counts.cumsum(0) - counts]
-        ks, picked, edges = hop.fanout_of[kind], [], []
+        row = group >> 16
+        kind = group & 0xFFFF
+        first = places[counts.cumsum(0) - counts]
+        ks = spec.fanout_of[hop.index, kind]
         if not v.is_cuda and bool((ks == NO_TYPE).any()):
             raise IndexError("a type that does not exist")
         keys = mix(_signed(hop.key) ^ (1 << 32) + kind)
+        picked = []
+        edges = []
         for k in ks.unique().tolist():
             at = (ks == k).nonzero().squeeze(1)
-            lists = v[row[at]], first[at], counts[at]
             by = None if times is None else times[row[at]]
-            indptr, taken = self._pick_lists(*lists, k, keys[at], exclude, by)
+            lists = Lists(v[row[at]], first[at], counts[at], k, keys[at], by)
+            indptr, taken = self._pick_lists(lists, exclude)
             picked.append(at.repeat_interleave(indptr.diff(), output_size=taken.numel()))
             edges.append(taken)
         none = group.new_empty(0)
@@ -574,62 +754,58 @@ class TorchBackend:
         counts = torch.bincount(row[picked], minlength=v.numel())
         return _prefix_sum(counts), torch.cat([*edges, none])[order]
 
-    def _pick_lists(self, v, start, degree, k, key, exclude, times):
-        """`_pick` from lists with `degree` edges each, [S], that begin at `start` [S]; key: an int, or int64 [S]."""
-        spec, rule = self.spec, self.spec.rule
-        keys = lambda rows: key[rows] if isinstance(key, Tensor) else key  # noqa: E731
-        if times is not None:
-            lists = spec.edge_times, start, degree
-            start, degree = seen_at(*lists, times, spec.strict, spec.window)
-        gap = None  # [S] index in exclude of a list's first excluded edge
+    def _pick_lists(self, lists, exclude):
+        """Choose edges of `Lists` by the rule -> offsets [R+1] into them, positions in the graph's indices int64 [E]."""
+        spec = self.spec
+        if lists.times is not None:
+            every = spec.edge_times, lists.start, lists.degree
+            start, degree = seen_at(*every, lists.times, strict=spec.strict, window=spec.window)
+            lists = lists._replace(start=start, degree=degree)
+        gap = None  # [R] index in exclude of a list's first excluded edge
         if exclude is not None:
-            gap = torch.searchsorted(exclude, start)
-            degree = degree - (torch.searchsorted(exclude, start + degree) - gap)
-        if rule in ("labor", "weighted"):  # look at every edge of every list
-            indptr, places = _prefix_sum(degree), expand(start, degree)
-            row = torch.repeat_interleave(degree, output_size=places.numel())
-            edges = places if gap is None else _past_excluded(places, exclude, gap[row])
-            if rule == "labor":
-                source = spec.indices[edges].long()  # one draw per source, for all destinations
-                kept = (random_bits(keys(row), source, 0) * degree[row] <= k << 32) | (k < 0)
-            else:
-                kept = self._keep_heaviest(edges, row, places - start[row], v[row], k, keys(row))
-            return _prefix_sum(kept)[indptr], edges[kept]
-        if rule == "replace":
-            counts, draws = torch.where(degree > 0, k, 0), degree > 0
+            gap = torch.searchsorted(exclude, lists.start)
+            num_gaps = torch.searchsorted(exclude, lists.start + lists.degree) - gap
+            lists = lists._replace(degree=lists.degree - num_gaps)
+        if spec.rule.keep:
+            return self._keep(lists, exclude, gap)
+        start, degree = lists.start, lists.degree
+        if spec.rule.repeats:
+            draws = degree > 0
+            counts = torch.where(draws, lists.k, 0)
         else:
-            counts = degree if k < 0 else degree.clamp(max=k)
+            counts = degree if lists.k < 0 else degree.clamp(max=lists.k)
             draws = degree > counts
-        if rule == "latest":
-            start, draws = start + degree - counts, torch.zeros_like(draws)
-        indptr, edges = _prefix_sum(counts), expand(start, counts)
-        rows = draws.nonzero().squeeze(1)  # [R] that draw; the others take their whole list
+        if not spec.rule.draw:
+            start = start + degree - counts
+            draws = torch.zeros_like(draws)
+        indptr = _prefix_sum(counts)
+        edges = expand(start, counts)
+        rows = draws.nonzero().squeeze(1)  # [D] that draw; the others take their whole list
         if rows.numel():
-            j = torch.arange(k, device=v.device).unsqueeze(1)  # [k, 1]
-            bits, d = random_bits(keys(rows), v[rows], j), degree[rows]  # [k, R], [R]
-            pick = (bits * d) >> 32 if rule == "replace" else _floyd(bits, d)
+            j = torch.arange(lists.k, device=rows.device).unsqueeze(1)  # [k, 1]
+            pick = spec.rule.draw(lists.bits(rows, lists.v[rows], j), degree[rows])  # [k, D]
             edges.index_put_((indptr[rows] + j,), start[rows] + pick)
         if gap is not None:
             gap = gap.repeat_interleave(counts, output_size=edges.numel())
             edges = _past_excluded(edges, exclude, gap)
         return indptr, edges
 
-    def _keep_heaviest(self, edges, row, position, v, k, key):
-        """Efraimidis-Spirakis: mask [E] of the k largest log(uniform) / weight of each row."""
-        weight = self.spec.weights[edges].double()
-        if k < 0:
-            return weight > 0
-        uniform = (random_bits(key, v, position).double() + 0.5) * 2.0**-32
-        order = torch.argsort(uniform.log_().div_(weight), descending=True, stable=True)
-        # sort by row again, each row's largest key first
-        order = order[torch.argsort(row[order], stable=True)]
-        rank = torch.empty_like(position).scatter_(0, order, position)
-        return (rank < k) & (weight > 0)
+    def _keep(self, lists, exclude, gap):
+        """`_pick_lists` by a rule that looks at every edge of every list; gap: [R] or None."""
+        indptr = _prefix_sum(lists.degree)
+        places = expand(lists.start, lists.degree)
+        row = torch.repeat_interleave(lists.degree, output_size=places.numel())
+        edges = places if gap is None else _past_excluded(places, exclude, gap[row])
+        kept = self.spec.rule.keep(self.spec, lists, edges, row, places - lists.start[row])
+        return _prefix_sum(kept)[indptr], edges[kept]
 
     def _relabel(self, table, src, ids):
         """Assign local ids to new nodes in ids int64 [E], by first appearance -> src_nodes [N], positions in it [E]."""
-        like, local = dict(dtype=src.dtype, device=src.device), table.index_select(0, ids)
-        new = (local == self.num_nodes).nonzero().squeeze(1)  # edges to nodes without a local id
+        like = dict(dtype=src.dtype, device=src.device)
+        local = table.index_select(0, ids)
+        new = (
+            (local == self.spec.num_nodes).nonzero().squeeze(1)
+        )  # edges to nodes without a local id
         ids = ids[new]
         claim = torch.arange(-ids.numel(), 0, **like)  # negative: below every local id
         # the first edge wins, whatever the order of writes
@@ -646,13 +822,15 @@ def _prefix_sum(counts):  # [S] -> [S+1], starting at 0
 
 def expand(start, counts):
     """Concatenate start, start+1, ..., start+count-1 of all rows -> [E]."""
-    shift, E = start - counts.cumsum(0) + counts, int(counts.sum())
+    E = int(counts.sum())
+    shift = start - counts.cumsum(0) + counts
     return shift.repeat_interleave(counts, output_size=E) + torch.arange(E, device=start.device)
 
 
 def number_before(edge_times, start, degree, times, strict):
     """Count each list's edges no later than its time (earlier if strict), by vectorized binary search -> int64 [S]."""
-    count, before = torch.zeros_like(degree), start - 1
+    count = torch.zeros_like(degree)
+    before = start - 1
     for bit in reversed(range(int(degree.max()).bit_length() if degree.numel() else 0)):
         more = count + (1 << bit)  # count them all if the last of them is early enough
         last = edge_times.index_select(0, (before + more).clamp_(max=edge_times.numel() - 1))
@@ -661,7 +839,7 @@ def number_before(edge_times, start, degree, times, strict):
     return count
 
 
-def seen_at(edge_times, start, degree, times, strict, window):
+def seen_at(edge_times, start, degree, times, *, strict, window):
     """Cut each list [S] to the edges that a destination at time [S] may take, see `NeighborSampler` -> start, degree.
     window: 0 or None for none."""
     degree = number_before(edge_times, start, degree, times, strict)
@@ -688,13 +866,3 @@ def _past_excluded(edges, exclude, gap):
     exclude[i] - i kept edges precede excluded edge i: a binary search in these gives how many excluded ones to skip."""
     kept_before = exclude - torch.arange(exclude.numel(), device=exclude.device)
     return edges + torch.searchsorted(kept_before, edges - gap, right=True) - gap
-
-
-def _floyd(bits, degree):
-    """Floyd's algorithm (CACM 30(9), 1987): k distinct positions below degree for every row, from bits [k, R]."""
-    j = torch.arange(bits.shape[0], device=bits.device).unsqueeze(1)
-    last = degree - bits.shape[0] + j  # [k, R]
-    pick = (bits * (last + 1)) >> 32
-    for j in range(1, pick.shape[0]):
-        pick[j] = torch.where((pick[:j] == pick[j]).any(0), last[j], pick[j])
-    return pick

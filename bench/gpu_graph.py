@@ -116,10 +116,10 @@ def store_of(graph, folder):
     return store
 
 
-def place_again(indptr, indices, labels, features, mode, device="cpu", *more):
+def place_again(indptr, indices, labels, features, mode, *, device="cpu", **more):
     """`place` of features.py, without a second copy of what is in GPU memory."""
     if mode != "cuda-cuda":
-        return place(indptr, indices, labels, features, mode, device, *more)
+        return place(indptr, indices, labels, features, mode, device=device, **more)
     return indptr.to(device), indices.to(device), labels.to(device), features.tensor.to(device)
 
 

@@ -11,22 +11,22 @@ typedef struct ALIGN(VEC * sizeof(OUT)) {
   OUT x[VEC];
 } out_t;
 
-KERNEL pick_aggregate(batch_t b, part_t h, const in_t *features, i64 width, out_t *out) {
-  THREAD(h.rows * LANES);
+KERNEL pick_aggregate(batch_t b, part_t part, const in_t *features, i64 width, out_t *out) {
+  THREAD(part.rows * LANES);
   i64 row = i / LANES, v = 0, start = 0;
   int n = 0;
   unsigned place[K];
   ID node[K];
-  if (row < b.sizes[1 + 2 * h.hop]) {
+  if (row < part.state->num_dst) {
     v = b.src[row];
-    start = b.indptr[v];
+    start = b.law.indptr[v];
     i64 degree = degree_of(&b, v);
-    n = (int)(b.rule == REPLACE ? degree ? K : 0 : degree < K ? degree : K);
-    choose(K, b.keys[h.hop], (ID)v, (unsigned)degree, K, n, b.rule == REPLACE, place);
+    n = (int)(b.law.rule == REPLACE ? degree ? K : 0 : degree < K ? degree : K);
+    choose(K, part.state->key, (ID)v, (unsigned)degree, K, n, b.law.rule == REPLACE, place);
   }
   read_nodes(K, &b, start, place, n, node);
   float scale = n ? 1.0f / (float)n : 0.0f;
-  int padding = row >= b.sizes[1 + 2 * h.hop];
+  int padding = row >= part.state->num_dst;
   for (i64 c = i % LANES; c < width; c += LANES) {
     in_t own = features[v * width + c], rows[ROWS];
     float sum[VEC];

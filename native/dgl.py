@@ -22,7 +22,7 @@ class Backend:
         small = spec.indices.dtype == torch.int32 and spec.indices.numel() < 2**31
         arrays = spec.indptr, spec.indices, spec.indices.new_empty(0)
         csc = tuple(t.to(torch.int32 if small else torch.int64) for t in arrays)
-        self.graph = self.dgl.graph(("csc", csc), num_nodes=spec.indptr.numel() - 1)
+        self.graph = self.dgl.graph(("csc", csc), num_nodes=spec.num_nodes)
         if spec.weights is not None:
             self.graph.edata["weight"] = spec.weights
 
@@ -33,38 +33,45 @@ class Backend:
             return None
         with self.lock:
             self.dgl.seed(hops[0].key >> 33)
-            src, blocks = seeds.to(self.graph.idtype), []
+            src = seeds.to(self.graph.idtype)
+            blocks = []
             for hop in hops:
-                src, fields = self._hop(src, hop)
-                blocks.append(fields)
+                src, block = self._hop(src, hop)
+                blocks.append(block)
         return blocks
 
     def _hop(self, dst, hop):
+        """Sample a hop for dst [S], of DGL's dtype -> (its sources, Block)."""
         dgl, spec = self.dgl, self.spec
-        options = {"prob": None if spec.weights is None else "weight"}
-        if spec.rule == "labor":
-            picked = dgl.sampling.sample_labors(self.graph, dst, hop.k, **options)[0]
+        given = self.graph, dst, hop.k
+        prob = None if spec.weights is None else "weight"
+        if spec.rule.by_source:
+            picked = dgl.sampling.sample_labors(*given, prob=prob)[0]
         else:
-            options["replace"] = spec.rule == "replace"
-            picked = dgl.sampling.sample_neighbors(self.graph, dst, hop.k, **options)
-        block, edge_ids = dgl.to_block(picked, dst), None
-        indptr, indices, order = block.adj_tensors("csc")
+            repeats = spec.rule.repeats
+            picked = dgl.sampling.sample_neighbors(*given, prob=prob, replace=repeats)
+        theirs = dgl.to_block(picked, dst)
+        indptr, indices, order = theirs.adj_tensors("csc")
+        edge_ids = None
         if spec.edge_ids:
-            edge_ids = picked.edata[dgl.EID][block.edata[dgl.EID][order].long()].long()
-        src, dtype = block.srcdata[dgl.NID], spec.indices.dtype
+            edge_ids = picked.edata[dgl.EID][theirs.edata[dgl.EID][order].long()].long()
+        src = theirs.srcdata[dgl.NID]
         if not hop.relabel:
-            src, indices = dst, src.index_select(0, indices)
-        return src, (indptr.to(dtype), indices.to(dtype), src.to(dtype), edge_ids, None)
+            indices = src.index_select(0, indices)
+            src = dst
+        dtype = spec.indices.dtype
+        return src, spec.block(indptr.to(dtype), indices.to(dtype), src.to(dtype), edge_ids)
 
 
 def to_dgl(block):
     """Convert a `Block` to DGL's, see `Block.to_dgl`."""
-    dgl, dst = import_dgl(), block.src_nodes[: block.num_dst]
+    dgl = import_dgl()
     # edge ids: without them DGL's gradients of edge values (GATv2Conv) fail
     ids = torch.arange(block.num_edges, dtype=block.indices.dtype, device=block.indices.device)
-    csc, sizes = (block.indptr, block.indices, ids), (block.num_src, block.num_dst)
-    theirs = dgl.create_block(("csc", csc), *sizes)
-    theirs.srcdata[dgl.NID], theirs.dstdata[dgl.NID] = block.src_nodes, dst
+    csc = block.indptr, block.indices, ids
+    theirs = dgl.create_block(("csc", csc), block.num_src, block.num_dst)
+    theirs.srcdata[dgl.NID] = block.src_nodes
+    theirs.dstdata[dgl.NID] = block.src_nodes[: block.num_dst]
     if block.edge_ids is not None:
         theirs.edata[dgl.EID] = block.edge_ids
     if block.edge_type is not None:
@@ -104,7 +111,8 @@ class DGLAdapter:
     """
 
     def __init__(self, sampler):
-        self.sampler, self._calls = sampler, itertools.count()
+        self.sampler = sampler
+        self._calls = itertools.count()
 
     def sample(self, graph, seeds, exclude_eids=None):
         """Sample a batch for seeds int [S]; called by DGL's DataLoader -> (input_nodes, output_nodes, blocks)."""

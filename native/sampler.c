@@ -28,11 +28,12 @@ typedef struct {
 #define AT(whens, i) 0
 #endif
 
-// A hop of a batch.
+// The work on a hop of a batch.
 typedef struct {
-  law_t hop;            // the graph, and what to draw
+  law_t law;
+  hop_t hop;
   const ID *dst;        // [S] destinations
-  i64 *start, *degree;  // [S] start of a neighbour list in hop.indices, its length without gaps
+  i64 *start, *degree;  // [S] start of a neighbour list in law.indices, its length without gaps
   i64 *gap, *num_gaps;  // [S] its first index in excluded, and how many; if num_excluded > 0
   ID *offsets;          // [S+1] the block's indptr
   ID *local;            // [E] the block's indices: global ids until they are relabelled
@@ -47,7 +48,6 @@ typedef struct {
   const i64 *seeds_before;     // [num_times + 1] how many seeds have an earlier time, with PAIRS
   slot_t *table;               // [2^bits] local ids of nodes; null: no relabelling
   i64 S, N, bits, threads;     // N: nodes that have a local id so far
-  i64 V, M;                    // of the graph: bounds of the ids and offsets read from it
   const i64 *excluded;         // [num_excluded] edges, ascending
   const i64 *excluded_before;  // [1 + (M >> shift) + 1] number of excluded edges < i << shift
   i64 num_excluded, shift;
@@ -56,7 +56,7 @@ typedef struct {
 enum { NO_MEMORY = -1, DAMAGED = -2 };  // why a hop failed
 
 typedef struct {         // of one thread, for `room` edges of a chunk
-  i64 room, *positions;  // position of each edge in hop.indices
+  i64 room, *positions;  // position of each edge in law.indices
   double *best;          // for pick_list
 } scratch_t;
 
@@ -122,9 +122,9 @@ static inline row_t row_of(const job_t *job, i64 row) {
   if (job->num_excluded) {
     list.gaps = job->excluded + job->gap[row];
     list.num_gaps = job->num_gaps[row];
-    if (job->hop.types) list.degree += list.num_gaps;
+    if (job->law.types) list.degree += list.num_gaps;
   }
-  if (job->hop.types && job->times) list.time = time_of(job, row);
+  if (job->law.types && job->times) list.time = time_of(job, row);
   return list;
 }
 
@@ -135,13 +135,13 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
   // The edges of a list before `at` are early enough; the next `left` are undecided.
   i64 at[ROWS], left[ROWS];
   i64 latest[ROWS];       // the last time at which an edge is taken
-  const i64 *times = job->hop.edge_times;
+  const i64 *times = job->law.edge_times;
   int open[ROWS], n = 0;  // rows, counted from `first`, that are still searched
   for (i64 row = first; row < end; row++) {
     int i = (int)(row - first);
     i64 time = time_of(job, row), degree = job->degree[row];
-    if (job->hop.strict && time == INT64_MIN) degree = 0;  // nothing comes before it
-    latest[i] = (i64)((u64)time - (u64)job->hop.strict);
+    if (job->law.strict && time == INT64_MIN) degree = 0;  // nothing comes before it
+    latest[i] = (i64)((u64)time - (u64)job->law.strict);
     int whole = !degree || times[job->start[row] + degree - 1] <= latest[i];
     at[i] = job->start[row] + (whole ? degree : 0);
     left[i] = whole ? 0 : degree - 1;  // the last edge is known to be too late
@@ -166,7 +166,7 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
   }
   for (i64 row = first; row < end; row++) {
     row_t list = {job->start[row], at[row - first] - job->start[row], 0, 0, 0};
-    cut_by_window(&list, &job->hop, time_of(job, row));
+    cut_by_window(&list, &job->law, time_of(job, row));
     job->start[row] = list.start;
     job->degree[row] = list.degree;
   }
@@ -188,30 +188,30 @@ static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
 
 // Prefetch the start of a list that will be read to the end. (GCC drops calls of a function that
 // only prefetches, unless it is always inlined.)
-static inline __attribute__((always_inline)) void fetch_list(const law_t *hop, i64 start) {
-  if (hop->rule == LABOR) __builtin_prefetch(&hop->indices[start]);
-  if (hop->rule == WEIGHTED) __builtin_prefetch(&hop->weights[start]);
+static inline __attribute__((always_inline)) void fetch_list(const law_t *law, i64 start) {
+  if (law->rule == LABOR) __builtin_prefetch(&law->indices[start]);
+  if (law->rule == WEIGHTED) __builtin_prefetch(&law->weights[start]);
 }
 
 static int count_chunk(job_t *job, i64 chunk, scratch_t *unused) {
   i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), signs = 0;
-  const i64 *starts = job->hop.indptr;
+  const i64 *starts = job->law.indptr;
   for (i64 row = first; row < end; row++) {
     __builtin_prefetch(&starts[job->dst[MIN(row + 32, end - 1)]]);
     i64 start = starts[job->dst[row]], next = starts[job->dst[row] + 1];
     job->start[row] = start;
     job->degree[row] = next - start;
-    if (job->hop.edge_times) __builtin_prefetch(&job->hop.edge_times[next - 1]);
-    signs |= start | next | (next - start) | (job->M - next) | (INT32_MAX - (next - start));
+    if (job->law.edge_times) __builtin_prefetch(&job->law.edge_times[next - 1]);
+    signs |= start | next | (next - start) | (job->law.M - next) | (INT32_MAX - (next - start));
   }
   // A list begins before 0, ends before it begins or after the last edge, or has 2^31 edges.
   if (signs < 0) return DAMAGED;
-  if (job->hop.edge_times && !job->hop.types) cut_chunk_by_time(job, first, end);
+  if (job->law.edge_times && !job->law.types) cut_chunk_by_time(job, first, end);
   if (job->num_excluded) exclude_from_chunk(job, first, end);
   for (i64 row = first; row < end; row++) {
-    fetch_list(&job->hop, job->start[MIN(row + 8, end - 1)]);
+    fetch_list(&job->law, job->start[MIN(row + 8, end - 1)]);
     row_t list = row_of(job, row);
-    i64 count = count_row(&job->hop, &list);
+    i64 count = count_row(&job->law, &job->hop, &list);
     // with fanouts by type it may not fit; then the sum does not either, and the hop is refused
     job->offsets[row + 1] = (ID)MIN(count, MOST_EDGES);
     signs |= count;
@@ -314,11 +314,11 @@ static void draw_wide(wide_t *wide, i64 *positions) {
   wide->n = 0;
 }
 // Do pick_list() now, or add the list to `wide`, to be drawn with others.
-static inline void pick_soon(wide_t *wide, const law_t *hop, u64 v, const row_t *list, i64 n, i64 at,
-                             scratch_t *scratch) {
-  int fits = hop->rule == UNIFORM && n < list->degree && hop->k <= VECTOR_K && !list->num_gaps;
+static inline void pick_soon(wide_t *wide, const law_t *law, const hop_t *hop, u64 v,
+                             const row_t *list, i64 n, i64 at, scratch_t *scratch) {
+  int fits = law->rule == UNIFORM && n < list->degree && hop->k <= VECTOR_K && !list->num_gaps;
   if (!fits || (wide->n && hop->k != wide->k)) {
-    if (n) pick_list(hop, v, list, n, scratch->positions + at, scratch->best + at);
+    if (n) pick_list(law, hop, v, list, n, scratch->positions + at, scratch->best + at);
     return;
   }
   wide->k = hop->k;
@@ -359,32 +359,32 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   wide_t wide;
   wide.n = 0;
   for (i64 row = first; row < end; row++) {
-    fetch_list(&job->hop, job->start[MIN(row + 8, end - 1)]);
+    fetch_list(&job->law, job->start[MIN(row + 8, end - 1)]);
     u64 v = (u64)job->dst[row];
     i64 at = job->offsets[row] - base, count = job->offsets[row + 1] - job->offsets[row];
     row_t list = row_of(job, row);
 #ifdef TYPE
-    law_t one;
+    hop_t one;
     row_t rest = list;
     for (i64 last = at + count, n; at < last; at += n) {
-      list = next_type(&job->hop, &rest, &one);
-      n = count_list(&one, &list);
-      pick_soon(&wide, &one, v, &list, n, at, scratch);
+      list = next_type(&job->law, &job->hop, &rest, &one);
+      n = count_list(&job->law, &one, &list);
+      pick_soon(&wide, &job->law, &one, v, &list, n, at, scratch);
     }
 #else
-    pick_soon(&wide, &job->hop, v, &list, count, at, scratch);
+    pick_soon(&wide, &job->law, &job->hop, v, &list, count, at, scratch);
 #endif
   }
   draw_wide(&wide, positions);
 
   for (i64 e = 0; e < E; e++) {  // gather
-    __builtin_prefetch(&job->hop.indices[positions[MIN(e + AHEAD, E - 1)]]);
-    job->local[base + e] = job->hop.indices[positions[e]];
+    __builtin_prefetch(&job->law.indices[positions[MIN(e + AHEAD, E - 1)]]);
+    job->local[base + e] = job->law.indices[positions[e]];
   }
-  if (!within(job->local + base, E, job->V)) return DAMAGED;
+  if (!within(job->local + base, E, job->law.V)) return DAMAGED;
 #ifdef TYPE
   for (i64 e = 0; e < E; e++)
-    ((TYPE *)job->edge_type)[base + e] = ((const TYPE *)job->hop.types)[positions[e]];
+    ((TYPE *)job->edge_type)[base + e] = ((const TYPE *)job->law.types)[positions[e]];
 #endif
 #ifdef PAIRS
   for (i64 row = first; row < end; row++)

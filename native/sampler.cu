@@ -2,7 +2,7 @@
 // runs. They need nothing beyond atomics.
 #include "batch.h"
 
-FN void report(const batch_t *b, u64 trouble) { atomicOr((u64 *)b->sizes, trouble); }
+FN void report(const batch_t *b, u64 trouble) { atomicOr(&b->outcome->trouble, trouble); }
 
 // Set count i of n, and add it to the sum of its 64 counts, whose upper bits say how many have come. The
 // last of the 64 adds their sum to that of 4,096 counts: thousands of atomics on one address would wait
@@ -26,38 +26,39 @@ FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
 
 // Count the edges of a row if its degree is enough for that: rules UNIFORM and REPLACE, without
 // excluded edges.
-FN void count_by_degree(const batch_t *b, const part_t *h, i64 i, ID v) {
-  i64 degree = degree_of(b, v), least = b->rule == REPLACE ? (degree ? h->k : 0) : degree;
-  tally(b->count, h->row_sums, h->rows, i, h->k < 0 || least < h->k ? least : h->k);
+FN void count_by_degree(const batch_t *b, const part_t *part, i64 i, ID v) {
+  i64 degree = degree_of(b, v), least = b->law.rule == REPLACE ? (degree ? part->k : 0) : degree;
+  tally(b->count, part->row_sums, part->rows, i, part->k < 0 || least < part->k ? least : part->k);
 }
 // Write where the edges of row i begin, or, for i = N, where the last row's end -> that place.
-FN i64 open_row(const batch_t *b, const part_t *h, i64 i, i64 N) {
-  i64 wanted = before(b->count, h->row_sums, h->rows, i < N ? i : N);
-  i64 at = wanted < h->places ? wanted : h->places;
-  h->offsets[i] = (ID)at;
+FN i64 open_row(const batch_t *b, const part_t *part, i64 i, i64 N) {
+  i64 wanted = before(b->count, part->row_sums, part->rows, i < N ? i : N);
+  i64 at = wanted < part->places ? wanted : part->places;
+  part->offsets[i] = (ID)at;
   if (i == N) {
-    b->sizes[2 + 2 * h->hop] = at;
-    b->wanted[2 * h->hop] = wanted;
-    b->first[h->hop] = h->first;
+    part->state->num_edges = at;
+    part->state->wanted = wanted;
+    part->state->first = part->first;
     if (at < wanted) report(b, FULL);
-  } else if (i < N && h->hop == 0) {  // all seeds have bid for their nodes
-    i64 seed = b->input[3 + i];
-    if (seed < 0 || seed >= b->V) report(b, UNKNOWN);
-    else if (b->table[b->edge_times ? b->local[i] : seed] != b->input[2] + i) report(b, REPEATED);
+  } else if (i < N && part->index == 0) {  // all seeds have bid for their nodes
+    i64 seed = b->seeds[i];
+    if (seed < 0 || seed >= b->law.V) report(b, UNKNOWN);
+    else if (b->table[b->law.edge_times ? b->local[i] : seed] != b->input->offset + i)
+      report(b, REPEATED);
   }
   return at;
 }
-FN i64 edges_of(const batch_t *b, const part_t *h, i64 i, i64 at) {
-  return b->count[i] < h->places - at ? b->count[i] : h->places - at;
+FN i64 edges_of(const batch_t *b, const part_t *part, i64 i, i64 at) {
+  return b->count[i] < part->places - at ? b->count[i] : part->places - at;
 }
-FN void put_edge(const batch_t *b, const part_t *h, i64 place, ID node) {
-  i64 position = h->first + place;
+FN void put_edge(const batch_t *b, const part_t *part, i64 place, ID node) {
+  i64 position = part->first + place;
   b->local[position] = node;
-  if (h->relabel) atomicMin(&b->table[node], (int)(b->input[2] + position));
+  if (part->relabel) atomicMin(&b->table[node], (int)(b->input->offset + position));
 }
 // The slot of a pair in the hash table: the one it has, or the first free one from its hash on.
 FN i64 slot_of(const batch_t *b, ID node, i64 group) {
-  u64 pair = (u64)node + (u64)b->V * (u64)group;
+  u64 pair = (u64)node + (u64)b->law.V * (u64)group;
   for (u64 at = mix(pair);; at++) {
     u64 slot = at & (u64)(b->slots - 1), there = atomicCAS(&b->pairs[slot], NO_PAIR, pair);
     if (there == NO_PAIR || there == pair) return (i64)slot;
@@ -67,69 +68,70 @@ FN i64 slot_of(const batch_t *b, ID node, i64 group) {
 FN void put_pair(const batch_t *b, i64 position, ID node, i64 group) {
   i64 slot = slot_of(b, node, group);
   b->local[position] = (ID)slot;
-  atomicMin(&b->table[slot], (int)(b->input[2] + position));
+  atomicMin(&b->table[slot], (int)(b->input->offset + position));
 }
 FN void know_time(const batch_t *b, i64 i, i64 group) {
   b->group[i] = (int)group;
-  b->src_times[i] = b->input[3 + 2 * b->input[1] + group];
+  b->src_times[i] = b->times[group];
 }
 
 // Make the hops' keys and put the seeds at the first positions. counts: also count their edges.
-KERNEL begin(batch_t b, part_t h, i64 hops, i64 counts) {
-  THREAD(h.rows < hops ? hops : h.rows);
-  if (i < hops) b.keys[i] = mix(mix(mix(b.seed) ^ (u64)b.input[0]) ^ (u64)(b.one_draw ? 0 : i));
+KERNEL begin(batch_t b, part_t part, i64 hops, i64 counts) {
+  THREAD(part.rows < hops ? hops : part.rows);
+  u64 hop = (u64)(b.one_draw ? 0 : i);
+  if (i < hops) b.states[i].key = mix(mix(mix(b.seed) ^ (u64)b.input->step) ^ hop);
   if (i == 0) {
-    b.sizes[0] = 0;
-    b.sizes[1] = b.input[1];
+    b.outcome->trouble = 0;
+    b.states[0].num_dst = b.input->num_seeds;
   }
-  if (i >= b.input[1]) return;
-  i64 node = b.input[3 + i];
-  int known = node >= 0 && node < b.V;
+  if (i >= b.input->num_seeds) return;
+  i64 node = b.seeds[i];
+  int known = node >= 0 && node < b.law.V;
   b.src[i] = known ? (ID)node : 0;
   b.number[i] = (int)i;
-  if (b.edge_times) {
-    know_time(&b, i, b.input[3 + b.input[1] + i]);
+  if (b.law.edge_times) {
+    know_time(&b, i, b.groups[i]);
     if (known) put_pair(&b, i, (ID)node, b.group[i]);
-  } else if (known) atomicMin(&b.table[node], (int)(b.input[2] + i));
-  if (counts) count_by_degree(&b, &h, i, b.src[i]);
+  } else if (known) atomicMin(&b.table[node], (int)(b.input->offset + i));
+  if (counts) count_by_degree(&b, &part, i, b.src[i]);
 }
-KERNEL count(batch_t b, part_t h) {
-  THREAD(b.sizes[1 + 2 * h.hop]);
-  law_t hop = law_of(&b, &h);
-  row_t row = row_of(&b, &hop, i);
-  i64 count = count_row(&hop, &row);
-  if (count == NO_TYPE) *b.damaged = 1;
-  tally(b.count, h.row_sums, h.rows, i, count == NO_TYPE ? 0 : count);
+KERNEL count(batch_t b, part_t part) {
+  THREAD(part.state->num_dst);
+  hop_t hop = hop_of(&part);
+  row_t row = row_of(&b, i);
+  i64 count = count_row(&b.law, &hop, &row);
+  if (count == NO_TYPE) b.outcome->damaged = 1;
+  tally(b.count, part.row_sums, part.rows, i, count == NO_TYPE ? 0 : count);
 }
 // Pick edges by any rule and fanout; needs the memory of `edges` and, if weighted, `best`.
-KERNEL pick(batch_t b, part_t h) {
-  THREAD(h.rows + 1);
-  i64 N = b.sizes[1 + 2 * h.hop], at = open_row(&b, &h, i, N);
+KERNEL pick(batch_t b, part_t part) {
+  THREAD(part.rows + 1);
+  i64 N = part.state->num_dst, at = open_row(&b, &part, i, N);
   if (i >= N) return;
-  law_t hop = law_of(&b, &h);
-  row_t row = row_of(&b, &hop, i);
-  i64 n = edges_of(&b, &h, i, at), first = h.first + at, *edges = b.edges + first;
-  if (b.edge_times)
+  hop_t hop = hop_of(&part);
+  row_t row = row_of(&b, i);
+  i64 n = edges_of(&b, &part, i, at), first = part.first + at, *edges = b.edges + first;
+  if (b.law.edge_times)
     for (i64 j = 0; j < n; j++) b.number[first + j] = b.group[i];  // for `claim`
-  if (n == b.count[i]) pick_row(&hop, (u64)b.src[i], &row, n, edges, b.best + first);
+  if (n == b.count[i]) pick_row(&b.law, &hop, (u64)b.src[i], &row, n, edges, b.best + first);
   else
     for (i64 j = 0; j < n; j++) edges[j] = row.start;  // no room: the batch will be sampled again
 }
 // Read the nodes of the picked edges and bid for them.
-KERNEL claim(batch_t b, part_t h) {
-  THREAD(b.sizes[2 + 2 * h.hop]);
-  ID node = b.indices[b.edges[h.first + i]];
-  if (outside(&b, node)) *b.damaged = 1;
+KERNEL claim(batch_t b, part_t part) {
+  THREAD(part.state->num_edges);
+  ID node = b.law.indices[b.edges[part.first + i]];
+  if (outside(&b, node)) b.outcome->damaged = 1;
   node = outside(&b, node) ? 0 : node;
-  if (b.edge_times && h.relabel) put_pair(&b, h.first + i, node, b.number[h.first + i]);
-  else put_edge(&b, &h, i, node);
+  if (b.law.edge_times && part.relabel) put_pair(&b, part.first + i, node, b.number[part.first + i]);
+  else put_edge(&b, &part, i, node);
 }
 // Find out which of 32 edges won their nodes.
-KERNEL mark(batch_t b, part_t h) {
-  THREAD(h.words);
-  i64 E = b.sizes[2 + 2 * h.hop], place = 32 * i;
-  const ID *local = b.local + h.first;
-  int bid = (int)(b.input[2] + h.first + place);
+KERNEL mark(batch_t b, part_t part) {
+  THREAD(part.words);
+  i64 E = part.state->num_edges, place = 32 * i;
+  const ID *local = b.local + part.first;
+  int bid = (int)(b.input->offset + part.first + place);
   unsigned won = 0;
   for (int a = 0; a < 32; a += 8) {
     int smallest[8];
@@ -138,32 +140,32 @@ KERNEL mark(batch_t b, part_t h) {
     UNROLL for (int q = 0; q < 8; q++) won |= (unsigned)(smallest[q] == bid + a + q) << (a + q);
   }
   b.won[i] = won;
-  tally(b.wins, h.word_sums, h.words, i, __popc(won));
+  tally(b.wins, part.word_sums, part.words, i, __popc(won));
 }
 // Number the nodes of the edges that won. counts: also count the edges of hop `next`, whose
 // destinations are those of this hop and the nodes numbered here.
-KERNEL number(batch_t b, part_t h, part_t next, i64 counts) {
-  THREAD(32 * h.words < h.rows ? h.rows : 32 * h.words);
-  i64 N = b.sizes[1 + 2 * h.hop], last = 32 * h.words - 1;
+KERNEL number(batch_t b, part_t part, part_t next, i64 counts) {
+  THREAD(32 * part.words < part.rows ? part.rows : 32 * part.words);
+  i64 N = part.state->num_dst, last = 32 * part.words - 1;
   unsigned won = i <= last ? b.won[i / 32] : 0, mine = won >> i % 32 & 1;
   if (mine || i == last) {
-    i64 at = N + before(b.wins, h.word_sums, h.words, i / 32) + __popc(won & ((1u << i % 32) - 1));
-    if (mine && at < h.next_rows) {
-      ID node = b.local[h.first + i];
-      if (b.edge_times) {
+    i64 earlier = before(b.wins, part.word_sums, part.words, i / 32);
+    i64 at = N + earlier + __popc(won & ((1u << i % 32) - 1));
+    if (mine && at < part.next_rows) {
+      ID node = b.local[part.first + i];
+      if (b.law.edge_times) {
         u64 pair = b.pairs[node];
-        know_time(&b, at, (i64)(pair / (u64)b.V));
-        node = (ID)(pair % (u64)b.V);
+        know_time(&b, at, (i64)(pair / (u64)b.law.V));
+        node = (ID)(pair % (u64)b.law.V);
       }
-      b.number[h.first + i] = (int)at;
+      b.number[part.first + i] = (int)at;
       b.src[at] = node;
       if (counts) count_by_degree(&b, &next, at, node);
     }
     if (i == last) {
       i64 wanted = at + mine;
-      b.sizes[3 + 2 * h.hop] = wanted < h.next_rows ? wanted : h.next_rows;
-      b.wanted[1 + 2 * h.hop] = wanted;
-      if (wanted > h.next_rows) report(&b, FULL);
+      part.state[1].num_dst = wanted < part.next_rows ? wanted : part.next_rows;
+      if (wanted > part.next_rows) report(&b, FULL);
     }
   }
   if (counts && i < N) count_by_degree(&b, &next, i, b.src[i]);
@@ -176,29 +178,30 @@ KERNEL finish(batch_t b, i64 hops, i64 start, i64 end, u64 *sums, i64 num_sums) 
   if (i < start || i >= end) return;
   int edge = 0;
   for (i64 hop = 0; hop < hops; hop++) {
-    i64 place = i - b.first[hop];
-    edge |= 0 <= place && place < b.sizes[2 + 2 * hop];
+    i64 place = i - b.states[hop].first;
+    edge |= 0 <= place && place < b.states[hop].num_edges;
   }
-  b.local[i] = edge ? b.number[b.table[b.local[i]] - b.input[2]] : -1;
+  b.local[i] = edge ? b.number[b.table[b.local[i]] - b.input->offset] : -1;
 }
 
-FN void pick_up_to(const int most, const batch_t *b, const part_t *h) {
-  THREAD(h->rows + 1);
-  i64 N = b->sizes[1 + 2 * h->hop], at = open_row(b, h, i, N);
+FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
+  THREAD(part->rows + 1);
+  i64 N = part->state->num_dst, at = open_row(b, part, i, N);
   if (i >= N) return;
   ID v = b->src[i], node[MOST];
-  i64 start = b->indptr[v];
-  int n = (int)edges_of(b, h, i, at);
+  i64 start = b->law.indptr[v];
+  int n = (int)edges_of(b, part, i, at);
   unsigned place[MOST];
-  choose(most, b->keys[h->hop], v, (unsigned)(b->indptr[v + 1] - start), (unsigned)h->k, n,
-         b->rule == REPLACE, place);
+  choose(most, part->state->key, v, (unsigned)(b->law.indptr[v + 1] - start), (unsigned)part->k, n,
+         b->law.rule == REPLACE, place);
   if (b->edges) {
-    UNROLL for (int j = 0; j < most; j++) if (j < n) b->edges[h->first + at + j] = start + place[j];
+    UNROLL for (int j = 0; j < most; j++) if (j < n)
+      b->edges[part->first + at + j] = start + place[j];
   }
   read_nodes(most, b, start, place, n, node);
-  UNROLL for (int j = 0; j < most; j++) if (j < n) put_edge(b, h, at + j, node[j]);
+  UNROLL for (int j = 0; j < most; j++) if (j < n) put_edge(b, part, at + j, node[j]);
 }
-KERNEL pick_8(batch_t b, part_t h) { pick_up_to(8, &b, &h); }
-KERNEL pick_16(batch_t b, part_t h) { pick_up_to(16, &b, &h); }
-KERNEL pick_32(batch_t b, part_t h) { pick_up_to(32, &b, &h); }
-KERNEL pick_64(batch_t b, part_t h) { pick_up_to(64, &b, &h); }
+KERNEL pick_8(batch_t b, part_t part) { pick_up_to(8, &b, &part); }
+KERNEL pick_16(batch_t b, part_t part) { pick_up_to(16, &b, &part); }
+KERNEL pick_32(batch_t b, part_t part) { pick_up_to(32, &b, &part); }
+KERNEL pick_64(batch_t b, part_t part) { pick_up_to(64, &b, &part); }

@@ -32,9 +32,14 @@ from . import build
 
 MOST_THREADS = 4  # on 16 cores, starting 15 threads for each hop took 2 to 4 ms, and a batch was no faster than on 2
 FLAGS = ["-O3", "-march=native", "-fno-fast-math", "-fPIC", "-shared", "-pthread"]
-TYPES = {torch.int32: "int32_t", torch.int64: "int64_t"}
-TYPES |= {torch.float32: "float", torch.float64: "double"}
-TYPES |= {torch.uint8: "uint8_t", torch.int16: "uint16_t"}
+TYPES = {
+    torch.int32: "int32_t",
+    torch.int64: "int64_t",
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.uint8: "uint8_t",
+    torch.int16: "uint16_t",
+}
 # as sampler.c declares it
 Job = build.struct_type(build.read_source("sampler.c"), "job_t")
 
@@ -45,20 +50,17 @@ def load(spec):
     if weights is not None and weights.dtype not in TYPES:  # float16, bfloat16
         weights = weights.float()
     spec = spec._replace(weights=weights)
-    kind = spec.indices.dtype, torch.float32 if weights is None else weights.dtype
-    kind += (None if spec.edge_type is None else spec.edge_type.dtype,)
-    library = _library(*kind, False)
-    of_pairs = None if spec.edge_times is None else _library(*kind, True)
-    if library is None or spec.edge_times is not None and of_pairs is None:
-        return None
-    return Backend(spec, library, of_pairs)
+    defines = {"ID": TYPES[spec.indices.dtype], "HOME": "u" + TYPES[spec.indices.dtype]}
+    defines["WEIGHT"] = TYPES[torch.float32 if weights is None else weights.dtype]
+    if spec.edge_type is not None:
+        defines["TYPE"] = TYPES[spec.edge_type.dtype]
+    library = _library(**defines)
+    of_pairs = library if spec.edge_times is None else _library(**defines, PAIRS=1)
+    return Backend(spec, library, of_pairs) if library and of_pairs else None
 
 
 @functools.cache
-def _library(ids, weights, edge_types, pairs):
-    defines = {"ID": TYPES[ids], "HOME": "u" + TYPES[ids], "WEIGHT": TYPES[weights]}
-    defines |= {"PAIRS": 1} if pairs else {}
-    defines |= {"TYPE": TYPES[edge_types]} if edge_types else {}
+def _library(**defines):
     return build.load_c("sampler", build.read_source("sampler.c", **defines), FLAGS)
 
 
@@ -66,14 +68,20 @@ class Backend:
     """Calls the C code, for which ctypes releases the GIL. Working memory grows with the batch, not with the graph."""
 
     def __init__(self, spec, library, of_pairs):
-        self.spec, self.library = spec, library
+        self.spec = spec
+        self.library = library
         self.of_pairs = of_pairs  # the library for batches with several times
+        self.job = build.fill(Job(), **spec.law())
         self.idle = []  # working memory that no batch uses
         self.slots = 0  # of the table after the last batch: the next one needs about as many
 
     def sample(self, seeds, hops, exclude=None, times=None):
         """Sample all hops of a batch, see `sampler.TorchBackend`."""
-        excluded = {} if exclude is None else self._index(exclude)
+        job = Job.from_buffer_copy(self.job)
+        job.threads = self.spec.threads or min(torch.get_num_threads(), MOST_THREADS)
+        if exclude is not None:
+            excluded = self._index(exclude)
+            build.fill(job, **excluded)
         try:
             work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
         except IndexError:
@@ -82,20 +90,25 @@ class Backend:
         if times is not None:
             work.times, when, counts = times.unique(return_inverse=True, return_counts=True)
             work.seeds_before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            build.fill(job, times=work.times, num_times=work.times.numel())
         several = times is not None and work.times.numel() > 1
-        work.library = self.of_pairs if several else self.library
+        work.library = self.library
+        if several:
+            work.library = self.of_pairs
+            build.fill(job, seeds_before=work.seeds_before)
         when = when.to(seeds.dtype) if several else None
         if not work.number(seeds, when, max(self.slots, 2 * seeds.numel())):
             return None
-        src, src_times, blocks = seeds, None, []
+        src = seeds
+        blocks = []
         for hop in hops:
-            *fields, kinds, when = self._hop(work, src, when, hop, excluded)
-            src = fields[2]
+            block, when = self._hop(work, job, src, when, hop)
+            src = block.src_nodes
             if several:
-                src_times = work.times.index_select(0, when)
+                block = block._replace(src_times=work.times.index_select(0, when))
             elif times is not None:
-                src_times = work.times.expand(src.numel())
-            blocks.append((*fields, src_times, kinds))
+                block = block._replace(src_times=work.times.expand(src.numel()))
+            blocks.append(block)
         self.slots = work.slots
         self.idle.append(work)
         return blocks
@@ -107,46 +120,50 @@ class Backend:
         shift = max(0, M.bit_length() - (8 * exclude.numel()).bit_length())
         counts = torch.bincount(exclude >> shift, minlength=(M >> shift) + 1)
         before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        index = {"excluded": exclude, "excluded_before": before}
-        return {**index, "num_excluded": exclude.numel(), "shift": shift}
+        return {
+            "excluded": exclude,
+            "excluded_before": before,
+            "num_excluded": exclude.numel(),
+            "shift": shift,
+        }
 
-    def _hop(self, work, dst, when, hop, excluded):
-        """Sample a hop for dst [S], which the table holds -> the fields of a Block; the table then holds its sources.
+    def _hop(self, work, job, dst, when, hop):
+        """Sample a hop for dst [S], which the table holds -> (Block, `when` of its sources); the table then holds these.
 
-        when: [S] index in work.times of each destination's time, or None; the last field returned is the sources'.
+        job: job_t of the batch. when: [S] index in work.times of each destination's time, or None.
         """
-        spec, S, V = self.spec, dst.numel(), self.spec.indptr.numel() - 1
-        offsets, (start, degree, gap, num_gaps) = dst.new_empty(S + 1), work.rows(S)
-        job = Job()
-        threads = spec.threads or min(torch.get_num_threads(), MOST_THREADS)
-        fill, pointer = functools.partial(build.fill, job), ctypes.byref(job)
-        fill(indptr=spec.indptr, indices=spec.indices, weights=spec.weights, V=V, threads=threads)
-        fill(rule=spec.rule_number, k=hop.k, key=hop.key, types=spec.edge_type, S=S, dst=dst)
-        fill(fanout=hop.fanout_of, M=spec.indices.numel(), **excluded, gap=gap, num_gaps=num_gaps)
-        fill(start=start, degree=degree, offsets=offsets)
-        if work.times is not None:
-            before = None if when is None else work.seeds_before
-            fill(times=work.times, num_times=work.times.numel(), dst_when=when, seeds_before=before)
-            fill(edge_times=spec.edge_times, strict=spec.strict, window=spec.window)
+        spec = self.spec
+        S = dst.numel()
+        offsets = dst.new_empty(S + 1)
+        start, degree, gap, num_gaps = work.rows(S)
+        fill = functools.partial(build.fill, job)
+        pointer = ctypes.byref(job)
+        fill(index=hop.index, k=hop.k, key=hop.key, S=S, dst=dst, dst_when=when, offsets=offsets)
+        fill(start=start, degree=degree, gap=gap, num_gaps=num_gaps)
         E = self._checked(work.library.rb_count(pointer), S)
         if E >= torch.iinfo(dst.dtype).max:
             raise ValueError(f"{E} edges a hop are too many for {dst.dtype}: use smaller batches")
 
-        local, src, src_when = dst.new_empty(E), dst, when
+        local = dst.new_empty(E)
         edges = spec.indptr.new_empty(E) if spec.edge_ids else None
         edge_when = None if when is None else dst.new_empty(E)
-        kinds = None if spec.edge_type is None else spec.edge_type.new_empty(E)
-        fill(local=local, edges=edges, edge_type=kinds, edge_when=edge_when)
+        types = None if spec.edge_type is None else spec.edge_type.new_empty(E)
+        fill(local=local, edges=edges, edge_type=types, edge_when=edge_when)
+        src, src_when = dst, when
         if hop.relabel:
-            most = min(S + E, V if when is None else V * len(work.times))
+            most = min(S + E, spec.num_nodes * (1 if when is None else len(work.times)))
             slots = (2 if when is None else 4) * most  # at most half full: searches are short
             if work.slots < slots:
                 work.number(dst, when, slots)
-            src, homes = dst.new_empty(S + E + 1), dst.new_empty(E)
+            src = dst.new_empty(S + E + 1)
             src_when = None if when is None else dst.new_empty(S + E + 1)
+            homes = dst.new_empty(E)
             fill(src=src, src_when=src_when, table=work.table, bits=work.bits, edge_home=homes)
+        else:
+            fill(src_when=None, table=None)
         N = self._checked(work.library.rb_pick(pointer), S)
-        return offsets, local, src[:N], edges, kinds, None if when is None else src_when[:N]
+        block = spec.block(offsets, local, src[:N], edges, edge_type=types)
+        return block, None if when is None else src_when[:N]
 
     @staticmethod
     def _checked(result, S):
@@ -166,7 +183,8 @@ class WorkingMemory:
     """
 
     def __init__(self, dtype):
-        self.bits, self.slot_bytes = 0, 2 * dtype.itemsize
+        self.bits = 0
+        self.slot_bytes = 2 * dtype.itemsize
         self.table = torch.empty(0, dtype=torch.uint8, device="cpu")  # slot_t [slots]
         self.of_rows = self.table.new_empty(4, 0, dtype=torch.int64)
 

@@ -35,12 +35,12 @@ Sizes and the step are read from GPU memory. So the same launches make every bat
 import ctypes
 import functools
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from . import build
 
-COUNTED = ("uniform", "replace")  # rules for which the degree determines a row's number of edges
 ROOM = 1 << 24  # edges of a hop up to which the worst case is allocated
 NONE = 2**31 - 64  # empty entry of the table: above any position, and + 32 still fits an int
 REPEATED, UNKNOWN, FULL, DAMAGED = 1, 2, 4, 8  # bits of Frame.trouble
@@ -49,16 +49,27 @@ AGGREGATED = 48  # largest fanout of the outermost hop in one kernel, which also
 IDS = {torch.int32: "int", torch.int64: "i64"}
 ROWS = {torch.float32: "float", torch.bfloat16: "bf16"}
 TYPES = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}  # of edges
-Batch = build.struct_type(build.read_source("batch.h"), "batch_t")
-Part = build.struct_type(build.read_source("batch.h"), "part_t")
+# as batch.h declares them
+STRUCTS = ("batch_t", "part_t", "input_t", "outcome_t", "state_t")
+Batch, Part, Input, Outcome, State = (
+    build.struct_type(build.read_source("batch.h"), name) for name in STRUCTS
+)
 
 
 def aggregate_source(ids, k, features, out):
     """Make pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (CUDA source, columns per load)."""
     aligned = not (features.data_ptr() | out.data_ptr()) % 16
     vec = 4 if features.shape[1] % 4 == 0 and aligned else 1
-    types = {"ID": IDS[ids], "WEIGHT": "double", "IN": ROWS[features.dtype], "OUT": ROWS[out.dtype]}
-    return build.read_source("aggregate.cu", **types, VEC=vec, LANES=lanes(out, vec), K=k), vec
+    defines = {
+        "ID": IDS[ids],
+        "WEIGHT": "double",
+        "IN": ROWS[features.dtype],
+        "OUT": ROWS[out.dtype],
+        "VEC": vec,
+        "LANES": lanes(out, vec),
+        "K": k,
+    }
+    return build.read_source("aggregate.cu", **defines), vec
 
 
 def lanes(out, vec):
@@ -89,21 +100,25 @@ class Backend:
     """
 
     def __init__(self, spec, fanouts, seed, compiled):
-        self.spec, self.fanouts, self.seed, self.compiled = spec, fanouts, seed, compiled
-        types = {"ID": IDS[spec.indices.dtype], "WEIGHT": "double"}
+        weights = None if spec.weights is None else spec.weights.double()
+        self.spec = spec._replace(weights=weights)
+        self.fanouts = fanouts
+        self.seed = seed
+        self.compiled = compiled
+        defines = {"ID": IDS[spec.indices.dtype], "WEIGHT": "double"}
         if spec.edge_type is not None:
-            types["TYPE"] = TYPES[spec.edge_type.dtype]
-        self.kernels = compiled("sampler", build.read_source("sampler.cu", **types))
-        self.num_nodes, self.num_edges = spec.indptr.numel() - 1, spec.indices.numel()
+            defines["TYPE"] = TYPES[spec.edge_type.dtype]
+        self.kernels = compiled("sampler", build.read_source("sampler.cu", **defines))
+        self.num_nodes = spec.num_nodes
+        self.num_edges = spec.indices.numel()
         self.timed = spec.edge_times is not None
-        self.weights = None if spec.weights is None else spec.weights.double()
         # edges to allocate for each hop that once lacked room: what it wanted, and a quarter more
         self.most = [0] * len(fanouts)
         self.resting = []  # idle frames; pop and append are atomic
 
     def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
-        """Sample a batch -> the fields of a Block for each hop, from the seeds outward, in memory of the current stream
-        that the blocks share; None if a seed is not a node or is repeated.
+        """Sample a batch -> a Block for each hop, from the seeds outward, in memory of the current stream that the
+        blocks share; None if a seed is not a node or is repeated.
 
         Args:
             seeds: int32 or int64 [S], on the GPU or the CPU, pinned or not. relabel_outer: False leaves global ids in
@@ -143,11 +158,12 @@ class Backend:
 
     def shapes(self, S):
         """Plan room for a batch of S seeds -> (source nodes by hop [L + 1], the seeds first; edges by hop [L])."""
-        rows, places = [S], []
+        rows = [S]
+        places = []
         for k, most in zip(self.fanouts, self.most):
             again = rows[-1] if self.timed else 1  # at another time a node has its edges again
-            room = rows[-1] * k if self.spec.rule == "replace" else self.num_edges * again
-            bounded = k > 0 and self.spec.rule != "labor"
+            room = rows[-1] * k if self.spec.rule.repeats else self.num_edges * again
+            bounded = k > 0 and self.spec.rule.bounded
             if bounded:
                 room = min(room, rows[-1] * k)
             if not bounded or room > ROOM:
@@ -174,36 +190,49 @@ class Backend:
         return frame
 
 
+class Shape(NamedTuple):
+    """What the launches of a Frame depend on, beside the graph."""
+
+    rows: list  # room for source nodes by hop [hops + 1], the seeds first
+    places: list  # room for edges by hop [hops]
+    relabel_outer: bool
+    excludes: bool
+
+
 class Frame:
     """The memory and the launches that sample a batch, for one batch at a time.
 
     Attributes:
-        given: int64 [3 + S] pinned: step, S, offset of positions, seeds. input: its copy on the GPU.
-        sizes: int64 [3 + 5 L] on the GPU: trouble, S, then E and N of each hop; for the rest see batch_t.
+        given: int64, pinned: an input_t, the seeds and, where edges have times, those of the seeds. input: its copy on
+            the GPU. step: int64 [1] of this.
+        results: int64 on the GPU, an outcome_t and the state_t of each hop, and one more. num_dst: int64 [L + 1] of this,
+            destinations of each hop, then the sources of the outermost one. read: pinned copy of results, as a struct: told.
         memory: the memory of the batch's blocks.
     """
 
     def __init__(self, backend):
         spec, L = backend.spec, len(backend.fanouts)
-        self.backend, self.ids, self.kernels = backend, spec.indices, backend.kernels
-        self.shape, self.kept, self.base = None, {}, 0
-        self.batch = Batch()
+        self.backend = backend
+        self.ids = spec.indices
+        self.kernels = backend.kernels
+        self.shape = None
+        self.kept = {}
+        self.base = 0
         self.parts = [Part(hop, k) for hop, k in enumerate(backend.fanouts)]
         slots = 0 if backend.timed else backend.num_nodes
         self.table = self.ids.new_empty(slots, dtype=torch.int32)
         self.pairs = self.ids.new_empty(0, dtype=torch.int64)
-        self.sizes, self.keys = self._integers(3 + 5 * L), self._integers(L)
-        self.read = self._integers(3 + 5 * L, pinned=True)
-        self.told = (ctypes.c_int64 * (3 + 5 * L)).from_address(self.read.data_ptr())
-        types = 0 if spec.fanout_of is None else spec.fanout_of.shape[1]
-        fill = functools.partial(build.fill, self.batch)
-        fill(indptr=spec.indptr, indices=spec.indices, weights=backend.weights, strict=spec.strict)
-        fill(V=backend.num_nodes, M=backend.num_edges, edge_times=spec.edge_times)
-        fill(rule=spec.rule_number, one_draw=spec.one_draw, window=spec.window, num_types=types)
-        fill(types=spec.edge_type, fanouts=spec.fanout_of, seed=backend.seed & (2**64 - 1))
-        parts = dict(sizes=0, wanted=2 + 2 * L, first=2 + 4 * L, damaged=2 + 5 * L)
-        fill(**{name: self.sizes.data_ptr() + 8 * at for name, at in parts.items()})
-        fill(table=self.table, keys=self.keys)
+        states = ("states", State * (L + 1))
+        kind = type("results", (ctypes.Structure,), {"_fields_": [*Outcome._fields_, states]})
+        self.results = self._integers(ctypes.sizeof(kind) // 8)
+        self.read = self._integers(len(self.results), pinned=True)
+        self.told = kind.from_address(self.read.data_ptr())
+        states = self.results[kind.states.offset // 8 :].view(L + 1, -1)
+        self.num_dst = states[:, State.num_dst.offset // 8]
+        for part, state in zip(self.parts, states):
+            part.state = state.data_ptr()
+        self.batch = Batch(one_draw=spec.one_draw, seed=backend.seed & (2**64 - 1))
+        build.fill(self.batch, outcome=self.results, states=states, table=self.table, **spec.law())
 
     def _integers(self, n, pinned=False):
         """Allocate n int64 zeros, on the GPU or in pinned memory."""
@@ -222,38 +251,53 @@ class Frame:
         """Allocate working memory for rows source nodes and places edges, see `Backend.shapes`; prepare launches."""
         if self.shape == (rows, places, relabel_outer, excludes):
             return
-        self.shape = rows, places, relabel_outer, excludes
-        S, hops = rows[0], len(places)
+        self.shape = Shape(rows, places, relabel_outer, excludes)
+        S = rows[0]
+        hops = len(places)
         spec, b = self.backend.spec, self.batch
         whole_lists = not excludes and spec.edge_times is None and spec.edge_type is None
-        self.counted = spec.rule in COUNTED and whole_lists
+        self.counted = spec.rule.counted and whole_lists
         words = [-(-n // 32) for n in places]
         first = list(accumulate(places, initial=S))
         self.positions = first[-1]
-        b.number, b.count = self._room("number", self.positions), self._room("count", max(rows))
-        b.won, b.wins = self._room("won", max(words)), self._room("wins", max(words))
-        if spec.rule == "weighted":
+        b.number = self._room("number", self.positions)
+        b.count = self._room("count", max(rows))
+        b.won = self._room("won", max(words))
+        b.wins = self._room("wins", max(words))
+        if spec.weights is not None:
             b.best = self._room("best", self.positions, torch.float64)
         lengths = [n // 64 + n // 4096 + 2 for pair in zip(rows, words) for n in pair]
         *sums, num_sums = accumulate(lengths, initial=0)
         pointer = self._room("sums", num_sums, torch.int64)
         for hop, part in enumerate(self.parts[:hops]):
             part.relabel = relabel_outer or hop + 1 < len(self.parts)
-            part.places, part.words, part.first = places[hop], words[hop], first[hop]
-            part.row_sums, part.word_sums = (pointer + 8 * at for at in sums[2 * hop : 2 * hop + 2])
+            part.places = places[hop]
+            part.words = words[hop]
+            part.first = first[hop]
+            part.row_sums = pointer + 8 * sums[2 * hop]
+            part.word_sums = pointer + 8 * sums[2 * hop + 1]
         for part, n, sources in zip(self.parts, rows, [*rows[1:], 0]):
-            part.rows, part.next_rows = n, sources
+            part.rows = n
+            part.next_rows = sources
         if self.backend.timed:
             b.group = self._room("group", max(rows))
             b.slots = 1 << (2 * self.positions).bit_length()
             if self.pairs.numel() < b.slots:
-                self.pairs, self.base = self.pairs.new_empty(b.slots), 0
+                self.pairs = self.pairs.new_empty(b.slots)
                 self.table = self.table.new_empty(b.slots)
+                self.base = 0
                 build.fill(b, pairs=self.pairs, table=self.table)
-        self.sent = 3 + (3 * S if self.backend.timed else S)
-        self.given, self.input = self._integers(self.sent, pinned=True), self._integers(self.sent)
-        self.header = (ctypes.c_int64 * 3).from_address(self.given.data_ptr())
-        b.input = self.input.data_ptr()
+        self.head = ctypes.sizeof(Input) // 8
+        size = self.head + (3 * S if self.backend.timed else S)
+        self.given = self._integers(size, pinned=True)
+        self.input = self._integers(size)
+        at = Input.step.offset // 8
+        self.step = self.input[at : at + 1]
+        self.header = Input.from_address(self.given.data_ptr())
+        seeds = self.input[self.head :]
+        build.fill(b, input=self.input, seeds=seeds)
+        if self.backend.timed:
+            build.fill(b, groups=seeds[S:], times=seeds[2 * S :])
         self.steps = list(self._steps(hops, pointer, num_sums))
 
     def _steps(self, hops, sums, num_sums):
@@ -284,15 +328,20 @@ class Frame:
 
     def make_blocks(self):
         """Allocate memory for the blocks of a batch."""
-        (rows, places, *_), b, spec = self.shape, self.batch, self.backend.spec
+        rows, places, *_ = self.shape
+        b, spec = self.batch, self.backend.spec
         parts = self.parts[: len(places)]
         # `memory` has src, then local, then the offsets of each hop
         self.local = max(rows[0], rows[sum(part.relabel for part in parts)])
         sizes = (n + 1 for n in rows[: len(places)])
         self.offsets = list(accumulate(sizes, initial=self.local + self.positions))
-        self.memory, self.edges, self.times = self.ids.new_empty(self.offsets.pop()), None, None
-        pointer, size = self.memory.data_ptr(), self.memory.element_size()
-        b.src, b.local, b.edges = pointer, pointer + size * self.local, None
+        self.memory = self.ids.new_empty(self.offsets.pop())
+        self.edges = None
+        self.times = None
+        size = self.memory.element_size()
+        b.src = self.memory.data_ptr()
+        b.local = b.src + size * self.local
+        b.edges = None
         if spec.edge_ids or not all(self._in_registers(part.k) for part in parts):
             self.edges = self.ids.new_empty(self.positions, dtype=torch.int64)
             b.edges = self.edges.data_ptr()
@@ -300,30 +349,36 @@ class Frame:
             self.times = self.ids.new_empty(self.local, dtype=torch.int64)
             b.src_times = self.times.data_ptr()
         for part, at in zip(parts, self.offsets):
-            part.offsets = pointer + size * at
+            part.offsets = b.src + size * at
 
-    def cut(self, sizes=None):
-        """Return the blocks of a finished batch, with its sizes or the given ones (S, then E and N of each hop)."""
-        sizes = sizes or self.told[1 : 2 + 2 * len(self.parts)]
-        memory, N, blocks = self.memory, sizes[0], []
-        for part, at, E, num_src in zip(self.parts, self.offsets, sizes[1::2], sizes[2::2]):
-            indptr = memory.narrow(0, at, N + 1)
-            indices = memory.narrow(0, self.local + part.first, E)
-            N = num_src if part.relabel else N
-            edge_ids = self.edges.narrow(0, part.first, E) if self.backend.spec.edge_ids else None
-            src_times = self.times.narrow(0, 0, N) if self.backend.timed else None
-            blocks.append((indptr, indices, memory.narrow(0, 0, N), edge_ids, src_times))
-        return blocks
+    def cut(self):
+        """Return the blocks of a finished batch, from the seeds outward."""
+        rows = [state.num_dst for state in self.told.states]
+        return self._blocks(rows, [state.num_edges for state in self.told.states])
 
     @property
     def blocks(self):
-        """The blocks with their padding, from the seeds outward.
+        """The blocks with their padding: indptr [rows + 1], indices [places], src_nodes [rows of the next hop].
 
-        [(indptr [rows + 1], indices [places], src_nodes [rows of the next hop], edge_ids or None, src_times or None)].
         Rows beyond the destinations have no edges; in the padding, indices is -1 and src_nodes some valid node id.
         """
-        rows, places, *_ = self.shape
-        return self.cut([rows[0], *(n for pair in zip(places, rows[1:]) for n in pair)])
+        return self._blocks(self.shape.rows, self.shape.places)
+
+    def _blocks(self, rows, places):
+        """Make blocks with these numbers of destinations, the last of them sources, and of edges."""
+        memory, spec = self.memory, self.backend.spec
+        blocks = []
+        for part, at, S, N, E in zip(self.parts, self.offsets, rows, rows[1:], places):
+            N = N if part.relabel else S
+            block = spec.block(
+                indptr=memory.narrow(0, at, S + 1),
+                indices=memory.narrow(0, self.local + part.first, E),
+                src_nodes=memory.narrow(0, 0, N),
+                edge_ids=self.edges.narrow(0, part.first, E) if spec.edge_ids else None,
+                src_times=self.times.narrow(0, 0, N) if self.backend.timed else None,
+            )
+            blocks.append(block)
+        return blocks
 
     def fill(self, seeds, step, exclude=None, times=None):
         """Set seeds, step, excluded edges and times of the next batch; the last one, and its copies, must be done."""
@@ -335,15 +390,21 @@ class Frame:
             self.base = NONE
         self.base -= self.positions
         S = seeds.numel()
-        self.header[0], self.header[1], self.header[2] = step, S, self.base
+        build.fill(self.header, step=step, num_seeds=S, offset=self.base)
+        self.sent = len(self.given)
         if times is not None:
             values, group = times.cpu().unique(return_inverse=True)
-            end = 3 + 2 * S + len(values)
-            self.given[3:end].copy_(torch.cat([seeds.cpu().long(), group, values]))
-            self.sent = end
+            given = self.given[self.head :]
+            room = self.shape.rows[0]
+            given[:S].copy_(seeds)
+            given[room:][:S].copy_(group)
+            given[2 * room :][: len(values)].copy_(values)
+            self.sent = self.head + 2 * room + len(values)
+        elif seeds.is_cuda:
+            self.sent = self.head
+            self.input[self.head :][:S].copy_(seeds)
         else:
-            (self.input if seeds.is_cuda else self.given)[3 : 3 + S].copy_(seeds)
-            self.sent = 3 if seeds.is_cuda else len(self.given)
+            self.given[self.head :][:S].copy_(seeds)
 
     def start(self):
         """Start sampling on the current stream; a CUDA graph can capture this, if seeds come from the CPU."""
@@ -353,18 +414,17 @@ class Frame:
         stream = self.kernels.stream()
         for launch, threads in self.steps:
             launch(threads, stream)
-        self.read.copy_(self.sizes, non_blocking=True)
+        self.read.copy_(self.results, non_blocking=True)
 
     @property
     def trouble(self):
         """What is wrong with a finished batch: the bits REPEATED, UNKNOWN, FULL, DAMAGED, or 0."""
-        return self.told[0] | (DAMAGED if self.told[-1] else 0)
+        return self.told.trouble | (DAMAGED if self.told.damaged else 0)
 
     @property
     def wanted(self):
         """Number of edges that each hop would have with enough room."""
-        L = len(self.parts)
-        return self.told[2 + 2 * L : 2 + 4 * L : 2]
+        return [state.wanted for state in self.told.states[:-1]]
 
     def aggregate(self, features, out):
         """Make `start` also sample and aggregate the next hop, in one kernel: 1 to AGGREGATED uniform draws, with or

@@ -30,12 +30,12 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
-from features import Fetched
+from features import Batch
 from model import layers_where
 from native import layers, sampler_gpu
 from relational import LOOPED
 from run.finite import LossSum
-from sampler import Block
+from sampler import SAMPLERS, Block
 
 MEASURED = 16  # batches whose sizes decide the static shapes
 ELSEWHERE = "another rank cannot have them"
@@ -67,7 +67,7 @@ def hindrances(args, store, used):
         "one layer is too little to be worth it": len(args.fanout) < 2,
         f"--fanout {fanout}: numbers from 1 on are needed": not re.fullmatch("[0-9,]+", fanout),
         f"--fanout {fanout}: the last number is {limit} at most": too_many,
-        "neighbours are not drawn uniformly": args.sampler != "uniform",
+        "neighbours are not drawn uniformly": not SAMPLERS[args.sampler].counted,
         "seeds see edges by their times (--temporal off shows them all)": used.time is not None,
         "nodes have several labels": store.labels.dim() > 1,
         "edges have features": used.features is not None,
@@ -201,7 +201,7 @@ class Slot:
 
     Attributes:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
-            outermost hop. y: int64 [S], padded with -1. batch: `Fetched` of these and the frame's blocks. step: int64 [1],
+            outermost hop. y: int64 [S], padded with -1. batch: `Batch` of these and the frame's blocks. step: int64 [1],
             counted over all epochs. trained: event after training, for which refilling waits.
     """
 
@@ -209,7 +209,7 @@ class Slot:
         (rows, places), labels, self.ring = room, ring.labels, ring
         self.frame, self.edge_type = sampler.engine.frame(rows, places), sampler.edge_type
         self.x = ring.features.new_zeros(rows[-1], ring.width, dtype=ring.dtype)
-        blocks = [Block(*fields) for fields in reversed(self.frame.blocks)]
+        blocks = self.frame.blocks[::-1]
         if self.edge_type is not None:
             new = self.edge_type.new_empty
             blocks = [block._replace(edge_type=new(block.num_edges)) for block in blocks]
@@ -223,8 +223,8 @@ class Slot:
                 raise RuntimeError("the kernel of the outermost hop cannot be compiled")
         self.y = labels.new_full((rows[0],), -1)
         self.places = torch.arange(rows[0], device=labels.device)
-        self.batch = Fetched(blocks, self.x, self.y)
-        self.step = self.frame.input[:1]
+        self.batch = Batch(blocks, self.x, self.y)
+        self.step = self.frame.step
         self.sampling = self.training = None  # CUDA graphs
         self.trained = torch.cuda.Event()
 
@@ -236,11 +236,11 @@ class Slot:
             self.seeds.clamp_(min=0)  # padding of the batch before, if that had fewer nodes
         self.frame.start()
         torch.index_select(ring.labels, 0, self.seeds, out=self.y)
-        self.y.masked_fill_(self.places >= self.frame.sizes[1], -1)
+        self.y.masked_fill_(self.places >= self.frame.num_dst[0], -1)
         for block in self.batch.blocks if self.edge_type is not None else ():
             torch.index_select(self.edge_type, 0, block.edge_ids, out=block.edge_type)
         if learned:  # zeros for these
-            used = self.frame.sizes[1 + 2 * len(self.batch.blocks)]
+            used = self.frame.num_dst[len(self.batch.blocks)]
             nodes.masked_fill_(torch.arange(len(nodes), device=nodes.device) >= used, -1)
             nodes = nodes.masked_fill(nodes >= len(ring.features), -1)
         if not ring.first_hop and ring.features.dtype == ring.dtype:
@@ -416,15 +416,16 @@ class StepGraphs:
         return LossSum(self.loss_sum.zero_())
 
     def load_batch(self, batch, number):
-        """Sample and fetch a batch into a slot, or in its own shapes if it does not fit -> `Fetched`."""
+        """Sample and fetch a batch into a slot, or in its own shapes if it does not fit -> the Batch completed."""
         slot, drawn = self.slots[number], (batch.seeds, batch.global_step)
         with self.ring.stream(number):
             # also for a damaged graph or invalid seeds: `sample` raises
             if self._sample(slot, *drawn):
                 self.repeated += 1
                 blocks = self.sampler.sample(*drawn, relabel_outer=not self.ring.first_hop)
-                return self.ring.fetch(number, blocks)
-            return slot.batch._replace(y=slot.y[: len(batch.seeds)])
+                return self.ring.fetch(number, blocks, batch=batch)
+            y = slot.y[: len(batch.seeds)]
+            return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=y)
 
     def step(self, batch, clock):
         """Train on a batch of the loader: forward, loss, backward, optimizer."""

@@ -15,7 +15,7 @@ from disk.columns import types_called
 from disk.files import StoreError
 from model import layers_where, plain_layers
 from run.own_model import conv_of, takes_edges
-from sampler import seen_at
+from sampler import LATEST, WEIGHTED, seen_at
 
 
 class EdgeData(NamedTuple):
@@ -144,7 +144,7 @@ def times_used(args, task, store, by_type):
     if args.window:
         when += f", of the last {args.window}"
     lines = [f"{who} see edges {when}, in every hop; --temporal off shows them all"]
-    if args.sampler == "latest":
+    if args.sampler == LATEST.name:
         lines.append("neighbours are the latest; exact inference counts all that a node may see")
     return times, lines
 
@@ -154,7 +154,7 @@ def unused_times(args, store, timed) -> list[str]:
     draws = args.trains  # exact inference takes all neighbours
     if draws and args.window:
         raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")
-    if draws and args.sampler == "latest":
+    if draws and args.sampler == LATEST.name:
         needs = "--sampler latest needs times of edges and nodes"
         raise StoreError(f"{needs}, and --temporal at or before, here {args.temporal}")
     if only_nodes_timed(store):
@@ -177,7 +177,7 @@ def anew(store) -> str:
 
 def weights_used(args, store):
     """Neighbours are drawn by the weights of their edges on request."""
-    if args.sampler == "weighted":
+    if args.sampler == WEIGHTED.name:
         if store.edge_weight is not None:
             said = "neighbours are drawn by weight; exact inference counts all edges alike"
             return {"weight": store.edge_weight}, [said]
@@ -219,7 +219,7 @@ def degrees_at(indptr, used):
         nodes = block.src_nodes.cpu().long()
         first = indptr[nodes]
         lists = first, indptr[nodes + 1] - first, block.src_times.cpu()
-        seen = seen_at(used.time, *lists, used.strict, used.window)[1]
+        seen = seen_at(used.time, *lists, strict=used.strict, window=used.window)[1]
         return seen.unsqueeze(1).expand(-1, 2)
 
     return degrees

@@ -40,6 +40,7 @@ from run.kinds import (
     text,
 )
 from run.own_model import conv_of
+from sampler import SAMPLERS
 from tasks.graph import GraphTask
 from tasks.link import LinkTask
 from tasks.node import NodeTask
@@ -85,9 +86,10 @@ def edge_times(flags):
         return "is of times, --temporal is off"
 
 
-def labor_sampling(flags):
-    if flags.sampler != "labor":
-        return f"is for --sampler labor, --sampler is {flags.sampler}"
+def shared_draws(flags):
+    if not SAMPLERS[flags.sampler].by_source:
+        able = " or ".join(name for name, rule in SAMPLERS.items() if rule.by_source)
+        return f"is for --sampler {able}, --sampler is {flags.sampler}"
 
 
 def no_early_stop(flags):
@@ -268,21 +270,21 @@ class Flags:
         group="sampling",
     )
     sampler: str = fixed(
-        one_of("uniform", "labor", "weighted", "latest"),
-        "uniform",
-        "labor: seeds share neighbours (arXiv 2210.13339); weighted: by edge weight; latest: the last edges that the seed sees",
+        one_of(*SAMPLERS),
+        [*SAMPLERS][0],
+        "; ".join(f"{name}: {rule.help}" for name, rule in SAMPLERS.items() if rule.help),
     )
     layer_dependency: bool = fixed(
         SWITCH,
         False,
         "labor: same random draws in all hops, for fewer input rows per batch",
-        needs=[labor_sampling],
+        needs=[shared_draws],
     )
     batch_dependency: int = fixed(
         COUNT,
         1,
         "labor: same random draws for N steps in a row, so that rows are reused",
-        needs=[labor_sampling],
+        needs=[shared_draws],
     )
     temporal: str = fixed(
         one_of("auto", "at", "before", "off"),

@@ -20,7 +20,7 @@ from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
 from run.own_model import conv_of
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
-from sampler import DamagedGraph, NeighborSampler
+from sampler import METHODS, SAMPLERS, DamagedGraph, NeighborSampler
 from store import BACKENDS, MmapFeatures, ReorderedFeatures
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
@@ -269,7 +269,7 @@ def placed_arrays(ranks, plan, task, used):
             needs = placements(store, **sizes(plan, task, used))[plan.mode]
             spare = torch.cuda.mem_get_info()[0] - needs.gpu - needs.gpu_step - plan.cache
             arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum_here)
-        placed = place(*arrays[:4], plan.mode, ranks.device, arrays[4:], spare)
+        placed = place(*arrays[:4], plan.mode, device=ranks.device, more=arrays[4:], spare=spare)
     except (OSError, RuntimeError) as error:
         if not pinned:
             raise
@@ -280,19 +280,19 @@ def placed_arrays(ranks, plan, task, used):
 def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):
     """Build the NeighborSampler of the flags; used: EdgeData, the columns it draws by."""
     options = {"threads": threads, "weights": used.weight, "edge_ids": used.features is not None}
-    if plan.sampler == "latest" and used.time is not None or plan.sampler == "labor":
-        options["method"] = plan.sampler
-    if plan.sampler == "labor":
-        options["layer_dependency"] = plan.layer_dependency
-        options["batch_dependency"] = plan.batch_dependency
     if used.time is not None:
         options |= {"edge_times": used.time, "strict": used.strict, "window": used.window}
+    rule = SAMPLERS[plan.sampler]
+    if rule.name in METHODS and (rule.needs is None or rule.needs in options):
+        options["method"] = rule.name
+    if rule.by_source:
+        options["layer_dependency"] = plan.layer_dependency
+        options["batch_dependency"] = plan.batch_dependency
     if used.type is not None:
         fanout = hops(fanout, used)
         options |= {"edge_type": used.type, "by_type": isinstance(fanout[0], list)}
-    sampler = NeighborSampler(indptr, indices, fanout, seed=plan.seed, check=False, **options)
-    sampler.type_numbers = used.numbers
-    return sampler
+        options["type_numbers"] = used.numbers
+    return NeighborSampler(indptr, indices, fanout, seed=plan.seed, check=False, **options)
 
 
 def cached(ranks, plan, task, used, features):

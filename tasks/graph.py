@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from disk.files import StoreError, plural
 from disk.graphs import GraphBatch, GraphDataset
-from features import CudaCopies, Fetched
+from features import CudaCopies
 from model import drawn_seed, drop_byte, dropout, layer_seed, summable
 from sources.splits import say_empty_parts
 from tasks.metrics import (
@@ -213,16 +213,17 @@ class GraphTask(Task):
             network.std.copy_(self.std)
 
     def load_batch(self, batch, slot):
-        """Read the graphs with ids batch.seeds to the training device -> Fetched; there is no sampling."""
+        """Read the graphs with ids batch.seeds to the training device -> the Batch completed; there is no sampling."""
         ids = batch.seeds
         graph = self.store.batch(ids)
         graph = graph._replace(y=self.numbered(graph.y))
         if not self.copies:
-            return Fetched([graph, ids], graph.x, graph.y)
+            return batch._replace(blocks=[graph, ids], x=graph.x, y=graph.y)
         with self.copies.stream(slot):
             *graph, ids = (self.copies.copy(tensor.pin_memory()) for tensor in (*graph, ids))
             graph = GraphBatch(*graph)
-            return Fetched([graph, ids], graph.x, graph.y, self.copies.event())
+            ready = self.copies.event()
+            return batch._replace(blocks=[graph, ids], x=graph.x, y=graph.y, ready=ready)
 
     def output(self, run, network, batch, key):
         """Compute targets [G, T], or logits [G, T or classes], of a batch's graphs."""

@@ -356,7 +356,7 @@ def _on_kernels(s, folder, **options):
         blocks = backend.sample(seeds, step // s.batch_dependency, relabel_outer, exclude, times)
         if blocks is None:
             raise ValueError("kernels found a seed that is no node or comes twice")
-        blocks = [sampler.Block(*fields) for fields in reversed(blocks)]
+        blocks = blocks[::-1]
         return blocks if s.edge_type is None else list(map(s._with_types, blocks))
 
     return sample, backend

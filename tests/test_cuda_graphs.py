@@ -891,7 +891,8 @@ class _Order(TorchDispatchMode):
             structs = {"batch_t": sampler_gpu.Batch, "part_t": sampler_gpu.Part}
             if struct := structs.get(word.split()[0]):
                 value, source = struct.from_address(address), kernels.source
-                for field, c_type in struct._fields_:
+                nested = [kind for _, kind in struct._fields_ if hasattr(kind, "_fields_")]
+                for field, c_type in [pair for one in (struct, *nested) for pair in one._fields_]:
                     if c_type is ctypes.c_void_p:
                         constant = re.search(rf"const \w+ \*{field};", source)
                         (read if constant else written).append(getattr(value, field))
@@ -1015,11 +1016,11 @@ def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, word, tmp_path, 
     before = None
     for step, seeds in enumerate(nodes.split(12)):
         batch = Batch([], None, None, seeds, step, step, len(seeds))
-        fetched = graphs.load_batch(batch, step % 2)
+        batch = graphs.load_batch(batch, step % 2)
         if before:
-            before[0].wait()
-            graphs.step(before[1], Clock(False))
-        before = fetched, batch._replace(blocks=fetched.blocks, x=fetched.x, y=fetched.y)
+            before.wait()
+            graphs.step(before, Clock(False))
+        before = batch
     assert graphs.captured == (word == "on") and 0 < graphs.repeated < 7
     order._go()
     assert order.faults == []

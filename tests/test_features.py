@@ -124,11 +124,11 @@ def _arrays(dtype=torch.float32):
 def test_features_place_keeps_or_copies(monkeypatch):
     arrays = _arrays()
     for mode in ("cpu-cpu", "cpu-cuda"):
-        assert all(a is b for a, b in zip(place(*arrays, mode, "cpu"), arrays))
+        assert all(a is b for a, b in zip(place(*arrays, mode), arrays))
     monkeypatch.setattr(features, "CHUNK_BYTES", 40)  # two rows at a time
     for source in (arrays[3], _Rows(arrays[3])):
         # any device will do to see that it copies
-        placed = place(*arrays[:3], source, "cuda-cuda", "cpu")
+        placed = place(*arrays[:3], source, "cuda-cuda")
         for a, b in zip(placed, arrays):
             assert torch.equal(a, b) and a.dtype == b.dtype and a.data_ptr() != b.data_ptr()
     with pytest.raises(ValueError, match="mode 'gpu' is unknown: choose one of cuda-cuda, pinned-"):
@@ -175,7 +175,7 @@ def test_features_pinned_graphs_move_to_the_gpu_that_has_room(spare, moved, monk
     arrays = {**graph, "labels": torch.arange(10), "features": torch.ones(10, 3)}
     viewed = []
     monkeypatch.setattr(features, "gpu_view", lambda array, device: viewed.append(array) or array)
-    placed = place(*arrays.values(), "pinned-cuda", "cpu", spare=spare)
+    placed = place(*arrays.values(), "pinned-cuda", spare=spare)
     assert all(map(torch.equal, placed, arrays.values()))
     stay = [name for name, x in arrays.items() if not any(x is view for view in viewed)]
     assert stay == ["indptr", "indices"][:moved]

@@ -27,7 +27,7 @@ import torch
 import sampler
 from native import build, sampler_gpu
 from native import layers as fused
-from sampler import Block, NeighborSampler
+from sampler import NeighborSampler
 from tests.common import (
     HERE,
     _as_lists,
@@ -341,7 +341,7 @@ def test_cuda_tables_are_used_up_and_batches_that_never_fit_are_an_error(tmp_pat
     backend, seeds, bases = _emulated(s, tmp_path), torch.arange(20), []
     for step in range(5):
         backend.kernels.launched.clear()
-        blocks = [Block(*fields) for fields in reversed(backend.sample(seeds, step))]
+        blocks = backend.sample(seeds, step)[::-1]
         assert len(backend.kernels.launched) == 11 or step == 3
         assert _as_lists(blocks) == _as_lists(s.sample(seeds, step))
         (frame,) = backend.resting
@@ -551,7 +551,7 @@ def test_a_damaged_graph_is_an_error_and_no_crash(method, way, tmp_path):
             for relabel_outer in (True, False):
                 with pytest.raises(IndexError, match="the graph is damaged"):
                     s.sample(seeds, 0, relabel_outer=relabel_outer)
-        if way == "cuda" and method in sampler_gpu.COUNTED:
+        if way == "cuda" and s.spec.rule.counted:
             frame = _frame(_unchecked(way, tmp_path, graph, [1, 20], **options), 50, 1)
             assert frame.aggregate(torch.zeros(50, 4), torch.zeros(frame.shape[0][1], 8))
             frame.fill(seeds, 0)
