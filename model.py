@@ -65,7 +65,7 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
 
 
 @native_first
-def own_plus_mean(indptr, indices, h, alpha, beta, self_rows=None, gamma=None):
+def own_plus_mean(indptr, indices, h, alpha, beta, *, self_rows=None, gamma=None):
     """Compute alpha * own row + beta * mean of the neighbours' rows for each destination.
 
     Args:
@@ -420,7 +420,8 @@ class GCNConv(Conv, name="gcn"):
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
         scale = (degree[:, 1] + 1).rsqrt()
-        total = own_plus_mean(indptr, indices, message, scale, scale * degree[:, 1], rows)
+        beta = scale * degree[:, 1]
+        total = own_plus_mean(indptr, indices, message, scale, beta, self_rows=rows)
         if unchanged(self.linear) and not self.project_first:
             return (fused or F).linear(total, *self.product())
         total = total if self.project_first else self.linear(total)
@@ -458,7 +459,8 @@ class GINConv(Conv, name="gin"):
 
     def combine(self, indptr, indices, message, rows, h_dst, degree, nodes=None, seed=None):
         alpha = (1 + self.eps).expand(len(degree))
-        return self.mlp(own_plus_mean(indptr, indices, message, alpha, degree[:, 1], rows))
+        beta = degree[:, 1]
+        return self.mlp(own_plus_mean(indptr, indices, message, alpha, beta, self_rows=rows))
 
 
 class GINEConv(GINConv, name="gine"):
@@ -541,9 +543,10 @@ class GATv2Conv(Conv, name="gat"):
             edges, by = edges.to(self.attn.dtype), self.edge_linear.weight.t()
             ids = torch.arange(len(edges), device=edges.device, dtype=indptr.dtype)
             edges = torch.cat([edges, mean_neighbours(indptr, ids, edges)])
-        args = indptr, indices, message, target, self.attn, rows, drawn, edges, by
-        plain = fused and (by is None or unchanged(self.edge_linear))
-        out = fused.attend(*args) if plain else None
+        out = None
+        if fused and (by is None or unchanged(self.edge_linear)):
+            given = {"self_rows": rows, "drawn": drawn, "edges": edges, "by": by}
+            out = fused.attend(indptr, indices, message, target, self.attn, **given)
         if out is None:
             out = self._attend(indptr, indices, message, target, rows, drawn, edges)
         return out.view(S, K, D).mean(1) if self.mean else out
@@ -1031,7 +1034,8 @@ class GNN(nn.Module):
         of = list(zip(self.layers, blocks, strict=True))
         scales = [layer.factors(b, self._degree(layer, b, x.device)) for layer, b in of]
         weights = [w for layer in self.layers for w in layer.product()]
-        return fused.stack(blocks, x, aggregated, weights, scales, drops)
+        given = {"aggregated": aggregated, "scales": scales, "drops": drops}
+        return fused.stack(blocks, x, weights, **given)
 
     def _after_inputs(self, block, x, key):
         """Apply the first layer together with `NodeInputs`, if it is an R-GCN and no part is customised; else None."""

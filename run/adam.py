@@ -55,7 +55,8 @@ class Adam(torch.optim.Adam):
         rate = group["lr"] / (1 - first ** count.double())
         root = (1 - second ** count.double()).sqrt()
         rates = torch.stack([rate, root]).float()
-        if layers.adam_rows(rows, values, mean, square, p, first, second, group["eps"], rates):
+        numbers = {"first": first, "second": second, "eps": group["eps"], "rates": rates}
+        if layers.adam_rows(rows, values, mean, square, p, **numbers):
             return
         m, v = mean[rows].lerp_(values, 1 - first), square[rows].lerp_(values.square(), 1 - second)
         mean[rows], square[rows] = m, v

@@ -89,10 +89,11 @@ class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
 
 def _frozen(launch):
     """Copy a launch with its current arguments, as a CUDA graph keeps it."""
-    structs = {i: type(value).from_buffer_copy(value) for i, value in launch._structs.items()}
-    values = [structs.get(i) for i in range(len(launch._pointers))]
-    twin = build.Launch(launch._kernels, launch._name, values)
+    twin = build.Launch(launch._kernels, launch._name)
     ctypes.memmove(twin._memory, launch._memory, ctypes.sizeof(launch._memory))
+    for i, value in launch._structs.items():
+        twin._structs[i] = type(value).from_buffer_copy(value)
+        twin._pointers[i] = ctypes.addressof(twin._structs[i])
     return twin
 
 

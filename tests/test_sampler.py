@@ -470,8 +470,8 @@ def test_cuda_launches_are_on_the_current_stream_in_blocks_that_fit(tmp_path, mo
     bound = int(re.search(r"__launch_bounds__\((\d+)\)", source)[1])
     for stream, n in ((7, 1), (8, 1000), (0, 10**6)):
         monkeypatch.setattr(build, "_raw_stream", lambda index: stream)
-        kernels.run("nothing", n, 1)
-        kernels.prepare("nothing", 1)(n, kernels.stream())
+        kernels.run("nothing", n, n=1)
+        kernels.prepare("nothing", n=1)(n, kernels.stream())
         for call in driver.cuLaunchKernel.call_args_list[-2:]:
             _, blocks, one, _, threads, _, _, shared, on, *_ = call.args
             assert (one, shared, on) == (1, 0, stream) and threads <= bound
