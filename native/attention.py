@@ -148,7 +148,7 @@ class _Attend(torch.autograd.Function):
         E = len(dst)
         K, D = attn.shape
         whole = aligned(D, source, target, attn, by, grad)
-        to_scores = torch.empty_like(weights)
+        to_scores = _to_scores(ctx, grad, whole)
         to_source = torch.empty_like(source)
         to_target = torch.empty_like(target)
         to_by = None
@@ -156,31 +156,6 @@ class _Attend(torch.autograd.Function):
         of_source = code.runs(source)
         # first the part of target, then that of source
         to_attn = attn.new_empty(of_target["runs"] + of_source["runs"], K * D)
-        code.run(
-            "attention_weight_grad",
-            (E + S) * K,
-            **near.edges,
-            dst=dst,
-            S=S,
-            E=E,
-            K=K,
-            D=D,
-            whole=whole,
-            source=source,
-            grad=grad,
-            to_weights=to_scores,
-        )
-        code.run(
-            "attention_softmax_grad",
-            S * K,
-            **near.edges,
-            S=S,
-            K=K,
-            weights=weights,
-            dropped=dropped,
-            scale=ctx.scale,
-            grad=to_scores,
-        )
         through = {"K": K, "width": D, "whole": whole, "slopes": slopes, "to_scores": to_scores}
         code.run(
             "attention_target_grad",
@@ -219,6 +194,31 @@ class _Attend(torch.autograd.Function):
             to_attn = to_attn + (to_by * by).sum(0)
             to_by = to_by * attn.flatten()
         return to_source, to_target, to_attn.view(K, D), to_by, None
+
+
+def _to_scores(ctx, grad, whole):
+    """Return the gradient of attention's scores [E + S, K]."""
+    source, target, attn, _, _, dst, weights, dropped, _ = ctx.saved_tensors
+    S = len(target)
+    E = len(dst)
+    K, D = attn.shape
+    out = torch.empty_like(weights)
+    size = {**ctx.near.edges, "S": S, "K": K}
+    ctx.code.run(
+        "attention_weight_grad",
+        (E + S) * K,
+        **size,
+        dst=dst,
+        E=E,
+        D=D,
+        whole=whole,
+        source=source,
+        grad=grad,
+        to_weights=out,
+    )
+    kept = {"weights": weights, "dropped": dropped, "scale": ctx.scale}
+    ctx.code.run("attention_softmax_grad", S * K, **size, **kept, grad=out)
+    return out
 
 
 def _fits(edges, by, count, *rows):
