@@ -1,7 +1,5 @@
 // Adjacent columns of a row as one vector, of the C compiler's type or, for NVRTC, of a struct with the
 // same operators: rows of type IN are read, results of type OUT (float or bf16) written, sums are float.
-#ifndef VECTORS_H
-#define VECTORS_H
 #include "base.h"
 
 // A thread has COLUMNS adjacent columns of a row as one vector, of the C compiler's type or, for
@@ -149,4 +147,3 @@ FN ints_t where_kept(unsigned char bits) {
   EACH where[q] = -(bits >> q & 1);
   return where;
 }
-#endif
