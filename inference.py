@@ -6,17 +6,19 @@ Copy this file and model.py into your own code: they need only torch.
 """
 
 import copy
-import functools
 import inspect
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 try:
-    from model import GNN, Conv, check_edges, check_nodes, graph_degrees, hooked, is_gnn
+    from model import GNN, Conv, Near, check_edges, check_nodes, graph_degrees, hooked, is_gnn
 except ImportError as error:
     if not (error.path and error.name == "model"):
         raise
@@ -29,17 +31,18 @@ def layerwise(model):
     neither it nor a layer has hooks; no layer overrides forward without message or combine; a `GNN` has its own forward,
     embed and step."""
     layers = getattr(model, "layers", None)
-    ours = isinstance(layers, nn.ModuleList) and all(isinstance(layer, Conv) for layer in layers)
-    ours = ours and not hooked(model, *layers)
-    for layer in layers if ours else ():
+    if not isinstance(layers, nn.ModuleList) or not all(isinstance(of, Conv) for of in layers):
+        return False
+    for layer in layers:
         defined = (vars(kind).keys() for kind in type(layer).__mro__)
         first = next(names for names in defined if {"forward", "message", "combine"} & names)
-        ours = ours and bool({"message", "combine"} & first)
+        if not {"message", "combine"} & first:
+            return False
     try:
         inspect.signature(model.finish).bind(0, None, None)
     except (AttributeError, TypeError):  # there is none, or another one
         return False
-    return ours and (is_gnn(model) or not isinstance(model, GNN))
+    return not hooked(model, *layers) and (is_gnn(model) or not isinstance(model, GNN))
 
 
 @torch.no_grad()
@@ -61,17 +64,16 @@ def inference(
 ):
     """Compute exact predictions for all nodes from all their neighbours, layer by layer.
 
-    Memory beside the graph and the features: at most three float32 tables [V, width] at a time, a
-    layer's input, messages and output, and what one chunk of destinations needs. A layer runs on the
-    model's device if its messages fit there, else on the CPU.
+    Memory beside the graph and the features: at most three float32 tables [V, width] at a time, a layer's input, messages
+    and output, and what one chunk of destinations needs. A layer runs on the model's device if its messages fit there,
+    else on the CPU.
 
     Args:
         model: a network of which `layerwise` is true; computed in float32, but for torch.autocast.
         indptr: int64 [V+1], indices: [M]: the graph, in host memory.
         x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids); for a network
-            with node_types only of the first nodes, those with features.
-        chunk, chunk_edges: destinations and edges per chunk; a node with more edges is a chunk of its
-            own.
+            with `inputs` only of the first nodes, those with features.
+        chunk, chunk_edges: destinations and edges per chunk; a node with more edges is a chunk of its own.
         memory: bytes of host memory for a layer's tables; beyond it they are temporary files (TMPDIR).
         rank, world: with several processes on this machine, each calls this with its rank and computes
             its part of every layer's destinations. Linux only.
@@ -89,134 +91,242 @@ def inference(
         IndexError: if the graph is damaged: an offset or a node id is out of range.
         OSError: if there is no room for the tables.
     """
+    V = len(indptr) - 1
+    check_layerwise(model, V)
+    if any(p.dtype != torch.float32 for p in model.parameters()):
+        model = copy.deepcopy(model).float()
+    inputs = getattr(model, "inputs", None)
+    h = checked_features(x, V, inputs)
+    indptr = on_host(indptr)
+    indices = on_host(indices)
+    edges, types = checked_columns(model, len(indices), edges, types)
+    # ranks' parts have equal numbers of edges
+    shares = [int(indptr[-1]) * r // world for r in range(1, world)]
+    bounds = [0, *(int(torch.searchsorted(indptr, share)) for share in shares), V]
+    with evaluating(model):
+        on_gpu = next(model.parameters()).device.type != "cpu"
+        counted = any(layer.uses_degree for layer in model.layers)
+        run = Layerwise(
+            model=model,
+            on_cpu=copy.deepcopy(model).cpu() if on_gpu else model,
+            indptr=indptr,
+            indices=indices,
+            # model.degrees may be of another graph, or a function of blocks
+            degrees=graph_degrees(indptr, indices) if counted else None,
+            edges=edges,
+            types=types,
+            first=bounds[rank],
+            last=bounds[rank + 1],
+            chunk=chunk,
+            chunk_edges=chunk_edges,
+            tables=Tables(V, memory, rank, total),
+        )
+        if inputs is not None:
+            h = run.embed(inputs, h)
+        for i in range(len(model.layers[:layers])):
+            h = run.apply(i, h)
+    return h
+
+
+def check_layerwise(model, V):
+    """Raise ValueError unless `inference` can run a network layer by layer on a graph of V nodes."""
     if not layerwise(model):
         needs = "finish(i, h, h_dst), `layers` of Conv without hooks, and no forward, embed or step overridden alone"
         needs += "; pass the network in a wrapper, not the wrapper"
-        nodes = f"torch.arange({len(indptr) - 1})"
-        batches = f"NodeLoader(graph, {nodes}, [-1, -1], shuffle=False), a -1 for each layer"
+        batches = (
+            f"NodeLoader(graph, torch.arange({V}), [-1, -1], shuffle=False), a -1 for each layer"
+        )
         needs += f"; any other network runs in batches of {batches}"
         raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
+
+
+@contextmanager
+def evaluating(model):
+    """Put a network into eval mode for a while; then, also after an error, each module is in its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.train(training)
+
+
+def on_host(values):
+    """Return a tensor in host memory, whatever the default device is."""
+    return torch.as_tensor(values, device="cpu")
+
+
+def checked_features(x, V, inputs):
+    """Return x as a tensor, or an object with gather; ValueError unless it has the rows that a network with `inputs` takes."""
     dense = getattr(x, "layout", torch.strided) == torch.strided
     if not dense or not (hasattr(x, "gather") or hasattr(x, "__array_interface__")):
         kind = f"{type(x).__name__}, sparse" if not dense else type(x).__name__
         raise ValueError(f"x is a {kind}: a dense tensor or array [V, F] is needed")
-    on_host = functools.partial(torch.as_tensor, device="cpu")  # whatever the default device is
-    indptr, indices = on_host(indptr), on_host(indices)
-    if any(p.dtype != torch.float32 for p in model.parameters()):
-        model = copy.deepcopy(model).float()
-    device, V, M = next(model.parameters()).device, indptr.numel() - 1, int(indptr[-1])
-    inputs = getattr(model, "inputs", None)
-    if x.shape[0] != V and (inputs is None or len(inputs.linears) and x.shape[0] < inputs.first):
-        sizes = f"x has {x.shape[0]} rows, indptr is of {V} nodes"
+    rows = x.shape[0]
+    if rows != V and (inputs is None or len(inputs.linears) and rows < inputs.first):
+        sizes = f"x has {rows} rows, indptr is of {V} nodes"
         raise ValueError(f"{sizes}: a row for each node is needed")
+    return x if hasattr(x, "gather") else on_host(x)
+
+
+def checked_columns(model, M, edges, types):
+    """Return edges and types in host memory; ValueError unless they have a row for each of M edges, where layers use them."""
     edges = edges if edges is None or hasattr(edges, "gather") else on_host(edges)
-    types = types if types is None else on_host(types)
     for layer in model.layers:
         if layer.edge_dim:
-            check_edges(edges, len(indices), layer.edge_dim)
-    if types is not None and types.shape[0] != len(indices):
-        raise ValueError(f"types has {types.shape[0]} rows, the graph has {len(indices)} edges")
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        on_cpu = model if device.type == "cpu" else copy.deepcopy(model).cpu()
-        if any(layer.uses_degree for layer in model.layers):
-            # model.degrees may be of another graph, or a function of blocks
-            degrees = graph_degrees(indptr, indices)
-        # cut the nodes into ranks' parts with equal numbers of edges
-        ends = [int(torch.searchsorted(indptr, M * r // world)) for r in range(1, world)]
-        first, last = ([0, *ends, V][i] for i in (rank, rank + 1))
-        alone, total = total is None, total or (lambda *numbers: numbers)
-        table = functools.partial(_table, V, rank, alone, total)
-        h = x if hasattr(x, "gather") else on_host(x)
-        if inputs is not None:
-            out = table(inputs.out_dim, 4 * V * inputs.out_dim <= memory)
-            for a in range(first, last, chunk):
-                b, end = min(a + chunk, last), inputs.first  # end of the nodes with features
-                nodes = torch.arange(a, b, device=device)
-                out[a:b] = inputs(nodes, _rows(h, min(a, end), min(b, end), device))
-            total(0)  # barrier: the rows of all processes are written
-            h = out
-        for i, layer in enumerate(model.layers[:layers]):
-            degree = lambda a, b, on: degrees[a:b].to(on) if layer.uses_degree else None  # noqa: E731
-            message, none = h, _rows(h, 0, 0, device)
-            sent = layer.message(none, degree(0, 0, device))
-            columns = h.shape[1] + sent.shape[1] + layer.out_dim
-            in_memory = 4 * V * columns <= memory
-            if sent is not none or not isinstance(h, torch.Tensor) or h.dtype != torch.float32:
-                message = table(sent.shape[1], in_memory)
-                for a in range(first, last, chunk):
-                    b = min(a + chunk, last)
-                    message[a:b] = layer.message(_rows(h, a, b, device), degree(a, b, device))
-                total(0)  # barrier: the messages of all processes are written
-            out, on = table(layer.out_dim, in_memory), device
-            if message.device != device and device.type == "cuda":
-                torch.cuda.empty_cache()  # or what torch keeps counts as used
-                fits = message.nbytes < 0.8 * torch.cuda.mem_get_info(device)[0]
-                on = device if fits else torch.device("cpu")
-            message, network = message.to(on), model if on == device else on_cpu
-            for a, b in _cut(indptr, first, last, chunk, chunk_edges):
-                offsets, sources = _lists(indptr, indices, a, b, on)
-                self_rows = torch.arange(a, b, dtype=sources.dtype, device=on)
-                h_dst, extra = _rows(h, a, b, on), {}
-                ends = int(indptr[a]), int(indptr[b])
-                if layer.edge_dim:
-                    extra["edges"] = _rows(edges, *ends, on)
-                if layer.uses_types:
-                    extra["types"] = None if types is None else types[slice(*ends)].to(on)
-                lists = offsets, sources, message, self_rows, h_dst, degree(a, b, on)
-                combined = network.layers[i].combine(*lists, **extra)
-                out[a:b] = network.finish(i, combined, h_dst)
-            total(0)  # barrier: the rows of all processes are written
-            h = out
-    finally:  # restore training mode, also after an error
-        for module, training in modes:
-            module.training = training
-    return h
+            check_edges(edges, M, layer.edge_dim)
+    types = types if types is None else on_host(types)
+    if types is not None and types.shape[0] != M:
+        raise ValueError(f"types has {types.shape[0]} rows, the graph has {M} edges")
+    return edges, types
 
 
-def _lists(indptr, indices, a, b, device):
-    """Read and check the neighbour lists of nodes a .. b - 1 -> (offsets [b - a + 1], sources), in indices' dtype."""
-    sources, offsets = indices[int(indptr[a]) : int(indptr[b])], indptr[a : b + 1] - indptr[a]
-    check_nodes(sources, indptr.numel() - 1)
-    if int(offsets[-1]) != sources.numel() or bool((offsets.diff() < 0).any()):
-        where = f"an offset in indptr of nodes {a} to {b - 1} is out of range or decreases"
-        raise IndexError(f"the graph is damaged: {where}")
-    sources = sources.to(device)
-    return offsets.to(sources), sources
+class Layerwise(NamedTuple):
+    """A network in eval mode on a graph in host memory."""
+
+    model: nn.Module
+    on_cpu: nn.Module  # the same, or a copy
+    indptr: Tensor  # int64 [V+1]
+    indices: Tensor  # [M]
+    degrees: Tensor | None  # [V, 2], if a layer uses them
+    edges: Tensor | None  # [M, D] features of edges, or an object with gather
+    types: Tensor | None  # [M]
+    first: int  # of the nodes that this process computes
+    last: int  # beyond them
+    chunk: int  # nodes at a time
+    chunk_edges: int
+    tables: "Tables"
+
+    def fill(self, out, compute):
+        """Fill a table, a chunk at a time, with compute(a, b) of nodes a .. b - 1; wait for the other processes' rows."""
+        for a in range(self.first, self.last, self.chunk):
+            b = min(a + self.chunk, self.last)
+            out[a:b] = compute(a, b)
+        self.tables.wait()
+        return out
+
+    def embed(self, inputs, x):
+        """Compute the first layer's input [V, D] from features x of the first nodes."""
+        device = next(self.model.parameters()).device
+        end = inputs.first  # of the nodes with features
+
+        def rows(a, b):
+            nodes = torch.arange(a, b, device=device)
+            return inputs(nodes, _rows(x, min(a, end), min(b, end), device))
+
+        return self.fill(self.tables.make(inputs.out_dim, self.tables.fit(inputs.out_dim)), rows)
+
+    def apply(self, i, h):
+        """Apply layer i and what follows it to all nodes' rows h [V, F] -> [V, D]."""
+        layer = self.model.layers[i]
+        on = next(self.model.parameters()).device
+        none = _rows(h, 0, 0, on)
+        sent = layer.message(none, self.degree(layer, 0, 0, on))
+        in_memory = self.tables.fit(h.shape[1] + sent.shape[1] + layer.out_dim)
+        message = h
+        if sent is not none or not isinstance(h, Tensor) or h.dtype != torch.float32:
+            make = lambda a, b: layer.message(_rows(h, a, b, on), self.degree(layer, a, b, on))  # noqa: E731
+            message = self.fill(self.tables.make(sent.shape[1], in_memory), make)
+        out = self.tables.make(layer.out_dim, in_memory)
+        network = self.model
+        if message.device != on and on.type == "cuda":
+            torch.cuda.empty_cache()  # or what torch keeps counts as used
+            if message.nbytes >= 0.8 * torch.cuda.mem_get_info(on)[0]:
+                network = self.on_cpu
+                on = torch.device("cpu")
+        message = message.to(on)
+        layer = network.layers[i]
+        for a, b in self.chunks_of_edges():
+            near = self.near(layer, a, b, message, _rows(h, a, b, on))
+            out[a:b] = network.finish(i, layer.combine(near), near.own)
+        self.tables.wait()
+        return out
+
+    def near(self, layer, a, b, message, own):
+        """Return what a layer combines for nodes a .. b - 1, whose rows are `own`, on the messages' device."""
+        on = message.device
+        indptr, indices = self.lists(a, b)
+        ends = int(self.indptr[a]), int(self.indptr[b])
+        types = self.types if layer.uses_types else None
+        return Near(
+            indptr.to(on),
+            indices.to(on),
+            message,
+            own,
+            self_rows=torch.arange(a, b, dtype=indices.dtype, device=on),
+            degree=self.degree(layer, a, b, on),
+            edges=_rows(self.edges, *ends, on) if layer.edge_dim else None,
+            types=None if types is None else types[slice(*ends)].to(on),
+        )
+
+    def degree(self, layer, a, b, device):
+        """Return the degrees [b - a, 2] of nodes a .. b - 1 for a layer that uses them, else None."""
+        return self.degrees[a:b].to(device) if layer.uses_degree else None
+
+    def lists(self, a, b):
+        """Read and check the neighbour lists of nodes a .. b - 1 -> (offsets [b - a + 1], sources), in indices' dtype."""
+        sources = self.indices[int(self.indptr[a]) : int(self.indptr[b])]
+        offsets = self.indptr[a : b + 1] - self.indptr[a]
+        check_nodes(sources, len(self.indptr) - 1)
+        if int(offsets[-1]) != len(sources) or bool((offsets.diff() < 0).any()):
+            where = f"an offset in indptr of nodes {a} to {b - 1} is out of range or decreases"
+            raise IndexError(f"the graph is damaged: {where}")
+        return offsets.to(sources.dtype), sources
+
+    def chunks_of_edges(self):
+        """Yield the nodes a .. b - 1 of chunks with at most `chunk_edges` edges, or one node."""
+        a = self.first
+        while a < self.last:
+            most = int(self.indptr[a]) + self.chunk_edges
+            fits = int(torch.searchsorted(self.indptr, most, right=True)) - 1
+            b = min(a + self.chunk, max(fits, a + 1), self.last)
+            yield a, b
+            a = b
 
 
 def _rows(table, a, b, device):
     """Return rows a .. b - 1 of a tensor or features object, as float32 on a device."""
-    is_tensor = isinstance(table, torch.Tensor)
+    is_tensor = isinstance(table, Tensor)
     rows = table[a:b] if is_tensor else table.gather(torch.arange(a, b, device="cpu"))
     return rows.to(device, torch.float32)
 
 
-def _cut(indptr, first, last, chunk, chunk_edges):
-    """Cut nodes first .. last - 1 into chunks (a, b) of at most `chunk` nodes and `chunk_edges` edges, or one node."""
-    while first < last:
-        fits = int(torch.searchsorted(indptr, int(indptr[first]) + chunk_edges, right=True)) - 1
-        end = min(first + chunk, max(fits, first + 1), last)
-        yield first, end
-        first = end
+class Tables(NamedTuple):
+    """Makes tables float32 [num_rows, width], in memory or in temporary files. With `total` processes share them: they
+    open the memory or file of rank 0, which has no name and disappears with the last process that maps it."""
 
+    num_rows: int
+    memory: int  # bytes
+    rank: int
+    total: Callable | None  # all-reduce of numbers over the processes; None: there is one
 
-def _table(rows, rank, alone, total, width, in_memory):
-    """Make a float32 table [rows, width], in memory or in a temporary file. Unless alone, processes share it: they open
-    the memory or file of rank 0, which has no name and disappears with the last process that maps it."""
-    if in_memory and alone or not rows * width:
-        return torch.empty(rows, width, dtype=torch.float32, device="cpu")
-    size, mine = 4 * rows * width, (0, 0)
-    if rank == 0:
-        mine = os.getpid(), os.memfd_create("ringblock") if in_memory else _nameless_file(size)
-        os.ftruncate(mine[1], size)
-    leader, handle = (int(n) for n in total(*mine))
-    handle = handle if rank == 0 else os.open(f"/proc/{leader}/fd/{handle}", os.O_RDWR)
-    mapped = mmap.mmap(handle, size)
-    total(0)  # barrier: every process has opened the handle of rank 0
-    os.close(handle)
-    return torch.frombuffer(mapped, dtype=torch.float32).view(rows, width)
+    def fit(self, columns):
+        """Return whether so many columns may be in memory."""
+        return 4 * self.num_rows * columns <= self.memory
+
+    def wait(self):
+        """Wait for the other processes, for example until their rows are written."""
+        if self.total is not None:
+            self.total(0)
+
+    def make(self, width, in_memory):
+        """Make a table of this width."""
+        size = 4 * self.num_rows * width
+        if in_memory and self.total is None or not size:
+            return torch.empty(self.num_rows, width, dtype=torch.float32, device="cpu")
+        process = handle = 0
+        if self.rank == 0:
+            process = os.getpid()
+            handle = os.memfd_create("ringblock") if in_memory else _nameless_file(size)
+            os.ftruncate(handle, size)
+        if self.total is not None:
+            leader, number = (int(n) for n in self.total(process, handle))
+            handle = handle if self.rank == 0 else os.open(f"/proc/{leader}/fd/{number}", os.O_RDWR)
+        mapped = mmap.mmap(handle, size)
+        self.wait()  # every process has opened the handle of rank 0
+        os.close(handle)
+        return torch.frombuffer(mapped, dtype=torch.float32).view(self.num_rows, width)
 
 
 def _nameless_file(size):

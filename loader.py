@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.files import as_tensor, edge_pairs, integers, is_sparse, kind_of, shown
+from disk.convert import as_tensor, edge_pairs, integers, is_sparse, kind_of, shown
 
 try:
     from features import FeatureRing, prefetch

@@ -27,6 +27,8 @@ import math
 import runpy
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # before the slow imports; does not return
     runpy.run_module("sources.cli", run_name="__main__")
@@ -35,8 +37,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk import checks, columns, files, lmdb_rows, sort, typed
-from disk.files import StoreError, free_host_bytes, reading, refuse
+from disk import checks, columns, convert, files, lmdb_rows, sort, typed
+from disk.columns import refuse_unknown
+from disk.convert import refuse
+from disk.files import StoreError, free_host_bytes, reading
 from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, library
 
@@ -56,11 +60,6 @@ def build_store(
     features,
     labels=None,
     split=None,
-    edge_weight=None,
-    edge_type=None,
-    edge_time=None,
-    edge_features=None,
-    node_time=None,
     node_names=None,
     node_types=None,
     edge_types=None,
@@ -74,6 +73,7 @@ def build_store(
     block_rows=None,
     source="",
     progress=False,
+    **columns,
 ) -> Path:
     """Write a graph to disk as a store, atomically: it is complete or not there.
 
@@ -92,9 +92,10 @@ def build_store(
             and "test" (each may be missing); disjoint. Or a list of K such splits of the same graph. None: 20 nodes of
             each class are drawn for train, 30 for valid, the rest for test, by seed 0, or in train.py by --seed; with
             several labels per node, or without labels, there is no split.
-        edge_weight, edge_type, edge_time, edge_features, node_time, node_names: see disk/columns.py; edge arrays in the
-            order of the given edges; an added reverse copies those of its edge. With node_time and no edge_time an edge,
-            also an added reverse, has the time of its source. edge_types: names of the edge types.
+        columns: those of disk/columns.py, edge_weight, edge_type, edge_time, edge_features and node_time; edge arrays in
+            the order of the given edges; an added reverse copies those of its edge. With node_time and no edge_time an
+            edge, also an added reverse, has the time of its source.
+        node_names: V distinct names of one line each. edge_types: names of the edge types.
         feature_names: F different names of the columns of features; with them predictions go by name, not by position.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
             are dicts by type, see `flatten` of disk/typed.py.
@@ -110,114 +111,166 @@ def build_store(
 
     Returns the path; raises StoreError for invalid input, a target that exists, a full disk.
     """
-    arguments = locals()
+    refuse_unknown(columns.keys())
+    given = SimpleNamespace(**locals())
     # scipy has sparse matrices that are dicts
-    if isinstance(edge_index, dict) and not files.is_sparse(edge_index):
-        for name in ("indptr", "indices", "edge_type", "edge_types", "node_names", "feature_names"):
-            if arguments[name] is not None:
-                raise StoreError(f"{name} is not for a graph that is given by type")
-        return build_store(**{**arguments, "symmetrize": False, **typed.flatten(arguments)})
-    if node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
+    if isinstance(edge_index, dict) and not convert.is_sparse(edge_index):
+        vars(given).update(typed.flatten(given))
+    elif node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
         form = "edge_index as {(source type, name, destination type): [2, M]}"
         raise StoreError(f"node_types is for a graph that is given by type: give {form}")
-    path = Path(path)
-    if backend not in BACKENDS:
-        raise StoreError(f"backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
-    features = files.array_like("features", features)
-    rows, width, dtype = checks.check_features(features, feature_dtype)
-    num_nodes = rows if node_types is None else sum(nodes for nodes, _ in node_types.values())
-    labelled = labels is not None
-    labels, num_classes = checks.check_labels(labels, num_nodes, num_classes)
-    split = {} if split is None else split
+    graph = _checked(given)
+    with files.complete_or_not_there(Path(path), _bytes_needed(graph)) as building:
+        _write_store(building, graph, progress)
+        GraphStore.open(building)
+    return Path(path)
+
+
+class _Checked(NamedTuple):
+    """A graph that can be written as a store."""
+
+    edges: checks.GivenEdges
+    features: Any  # as `convert.array_like` returns them
+    arrays: dict  # labels, the parts of the split and the columns, by name
+    node_names: Any  # V names, or None
+    meta: dict  # entries of meta.json that are known before the edges are sorted
+
+
+def _checked(given) -> _Checked:
+    """Check the arguments of `build_store` for one graph; features and edges, in chunks, only as they are written."""
+    if given.backend not in BACKENDS:
+        options = ", ".join(BACKENDS)
+        raise StoreError(f"backend {given.backend!r} is unknown: choose one of {options}")
+    features = convert.array_like("features", given.features)
+    rows, width, dtype = checks.check_features(features, given.feature_dtype)
+    num_nodes = rows
+    if given.node_types is not None:
+        num_nodes = sum(nodes for nodes, _ in given.node_types.values())
+    labels, num_classes = checks.check_labels(given.labels, num_nodes, given.num_classes)
+    labelled = given.labels is not None
+    split = {} if given.split is None else given.split
     drawn = isinstance(split, dict) and not split and labelled and labels.ndim == 1
     if drawn:
         split = checks.drawn_per_class(labels, np.random.default_rng(0))
     split = checks.check_splits(split, labels)
-    graph, num_edges = checks.check_graph(edge_index, indptr, indices, num_nodes)
-    values = {name: arguments[name] for name in columns.COLUMNS}
-    carried, widths = columns.check_columns(num_edges, num_nodes, node_names, values, edge_types)
-    if feature_names is not None:
-        widths["feature_names"] = checks.check_names(feature_names, width)
-    if node_types is not None:
-        widths["node_types"] = [[name, *of] for name, of in node_types.items()]
-    options = {name: bool(arguments[name]) for name in OPTIONS}
-    row_bytes = width * files.storage_dtype(dtype).itemsize
-    block_rows = max(1, ((1 << 14) - 64) // row_bytes) if block_rows is None else int(block_rows)
-    if not 1 <= block_rows * row_bytes < 1 << 31:
-        raise StoreError(f"block_rows is {block_rows}: 1 or more, of less than 2 GiB, are needed")
+    edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
+    carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
+    if given.node_names is not None:
+        columns.check_names(given.node_names, num_nodes)
+    if given.feature_names is not None:
+        entries["feature_names"] = checks.check_names(given.feature_names, width)
+    if given.node_types is not None:
+        entries["node_types"] = [[name, *of] for name, of in given.node_types.items()]
+    if drawn:
+        entries["split"] = checks.DRAWN
     meta = {
         "format": FORMAT,
         "format_version": files.VERSION,
         "num_nodes": num_nodes,
-        "num_edges": num_edges,
+        "num_edges": edges.num_edges,
         "num_classes": num_classes,
         "feature_dim": width,
         "feature_dtype": dtype,
-        "backend": backend,
-        "block_rows": block_rows,
-        "options": options,
-        "source": json.loads(json.dumps(source)),
+        "backend": given.backend,
+        "block_rows": _block_rows(given.block_rows, width * files.storage_dtype(dtype).itemsize),
+        "options": {name: bool(getattr(given, name)) for name in OPTIONS},
+        "source": json.loads(json.dumps(given.source)),
         "labelled": labelled,
-        **widths,
+        **entries,
     }
-    if drawn:
-        meta["split"] = checks.DRAWN
-    most_edges, of_edges = num_edges << options["symmetrize"], carried.keys() & columns.OF_EDGES
-    edge_bytes = 4 + sum(carried[name].nbytes for name in of_edges) // max(num_edges, 1)
-    edge_bytes += 8 * ("node_time" in carried and "edge_time" not in carried)
-    least = 0 if drop_self_loops or drop_duplicates else most_edges * edge_bytes
-    need = num_nodes * 16 + rows * row_bytes + least
     arrays = {"labels": labels, **split, **carried}
-    with files.complete_or_not_there(path, need) as building:
-        _write_store(building, meta, graph, arrays, features, progress)
-        GraphStore.open(building)
-    return path
+    return _Checked(edges, features, arrays, given.node_names, meta)
 
 
-def _write_store(path, meta, graph, arrays, features, progress):
-    """Write every file of a store, meta.json last. arrays: labels, the split and the columns, by name."""
-    (edge_index, indptr, indices), order = graph, None
-    num_nodes, options = meta["num_nodes"], meta["options"]
-    by = arrays.get("edge_type"), arrays.get("edge_time")
-    # an edge without a time of its own has that of its source
-    of_sources = arrays.get("node_time") if by[1] is None else None
-    in_order = edge_index is None and of_sources is None
-    in_order = in_order and columns.out_of_order(indptr, *by) is None
-    if in_order and not any(options.values()):
-        chunks = sort.checked_indices(indices, num_nodes, progress)
-    elif isinstance(indices, files.Rows):
+def _block_rows(asked, row_bytes) -> int:
+    """Return how many rows of features an LMDB value holds: as `asked`, or with None as many as four pages hold."""
+    rows = max(1, ((1 << 14) - 64) // row_bytes) if asked is None else int(asked)
+    if not 1 <= rows * row_bytes < 1 << 31:
+        raise StoreError(f"block_rows is {rows}: 1 or more, of less than 2 GiB, are needed")
+    return rows
+
+
+def _bytes_needed(graph) -> int:
+    """Estimate the size of a store before it is written; without its edges if some may be dropped."""
+    meta = graph.meta
+    row_bytes = meta["feature_dim"] * files.storage_dtype(meta["feature_dtype"]).itemsize
+    need = meta["num_nodes"] * 16 + graph.features.shape[0] * row_bytes
+    options = meta["options"]
+    if options["drop_self_loops"] or options["drop_duplicates"]:
+        return need
+    of_edges = graph.arrays.keys() & columns.OF_EDGES
+    edge_bytes = 4 + sum(graph.arrays[n].nbytes for n in of_edges) // max(meta["num_edges"], 1)
+    if _times_of_sources(graph) is not None:
+        edge_bytes += 8
+    return need + (meta["num_edges"] << options["symmetrize"]) * edge_bytes
+
+
+def _times_of_sources(graph):
+    """Return the times of the nodes if edges have those of their sources: they have none of their own; else None."""
+    own = columns.EDGE_TIME.name in graph.arrays
+    return None if own else graph.arrays.get(columns.NODE_TIME.name)
+
+
+def _write_store(path, graph, progress):
+    """Write every file of a store, meta.json last."""
+    records = _write_graph(path, graph, progress)
+    names = ["indptr", "indices", *graph.arrays.keys() & {columns.EDGE_TYPE.name}]
+    arrays = [np.load(path / f"{name}.npy", mmap_mode="r") for name in names]
+    counts = {"num_edges": len(arrays[1]), "edges": checks.count_edges(*arrays)}
+    if graph.node_names is not None:
+        records[columns.NAMES] = columns.write_names(path, graph.node_names)
+    records |= _write_features(path, graph, progress)
+    files.write_meta(path, graph.meta | counts, records)
+
+
+def _write_graph(path, graph, progress) -> dict:
+    """Write all but the features and the names of nodes, edges and their columns in the order of neighbour lists."""
+    edges, options = graph.edges, graph.meta["options"]
+    indptr = edges.indptr
+    types = graph.arrays.get(columns.EDGE_TYPE.name)
+    times = graph.arrays.get(columns.EDGE_TIME.name)
+    of_sources = _times_of_sources(graph)
+    as_given = edges.edge_index is None and of_sources is None and not any(options.values())
+    by = None
+    if as_given and columns.out_of_order(indptr, types, times) is None:
+        chunks = sort.checked_indices(edges.indices, edges.num_nodes, progress)
+    elif isinstance(edges.indices, convert.Rows):
         why = "there are no graph options, and its lists must rise in edge_type and edge_time"
         why += ", which node_time needs" * (of_sources is not None)
         raise StoreError(f"indices given as Rows is stored as it is: {why}")
     else:
-        if arrays.keys() & columns.OF_EDGES or of_sources is not None:
-            order = tempfile.TemporaryFile(dir=path)
-        indptr = np.zeros(num_nodes + 1, np.int64)
-        chunks = sort.sorted_sources(graph, options, indptr, path, order, by, of_sources, progress)
-    most = [meta["num_edges"] << options["symmetrize"]]
-    dtype = "int32" if num_nodes < 1 << 31 else "int64"
+        if graph.arrays.keys() & columns.OF_EDGES or of_sources is not None:
+            by = sort.SortBy(tempfile.TemporaryFile(dir=path), types, times, of_sources)
+        indptr = np.zeros(edges.num_nodes + 1, np.int64)
+        chunks = sort.sorted_sources(edges, indptr, options, path, by=by, progress=progress)
+    dtype = "int32" if edges.num_nodes < 1 << 31 else "int64"
+    most = [edges.num_edges << options["symmetrize"]]
     records = {"indices.npy": files.write_npy(path / "indices.npy", dtype, most, chunks)}
     written = np.load(path / "indices.npy", mmap_mode="r")
-    meta["num_edges"], rows = len(written), None
-    if order:
-        order.flush()
-        rows = np.memmap(order, np.int64, "r") if len(written) else np.empty(0, np.int64)
-    records |= columns.write_arrays(path, {"indptr": indptr, **arrays}, rows)
+    order = None
+    if by:
+        by.order.flush()
+        order = np.memmap(by.order, np.int64, "r") if len(written) else np.empty(0, np.int64)
+    records |= columns.write_arrays(path, {"indptr": indptr, **graph.arrays}, order)
     if of_sources is not None:
-        records |= columns.write_arrays(path, {"edge_time": of_sources}, written)
-    types = path / "edge_type.npy"
-    types = np.load(types, mmap_mode="r") if types.name in records else None
-    meta["edges"] = checks.count_edges(indptr, written, types)
-    file, largest = path / BACKENDS[meta["backend"]], []
-    shape = [features.shape[0], meta["feature_dim"]]
+        records |= columns.write_arrays(path, {columns.EDGE_TIME.name: of_sources}, written)
+    return records
+
+
+def _write_features(path, graph, progress) -> dict:
+    """Write the features -> {name of the file: its record}."""
+    meta = graph.meta
+    file = path / BACKENDS[meta["backend"]]
+    shape = [graph.features.shape[0], meta["feature_dim"]]
     dtype = files.storage_dtype(meta["feature_dtype"])
-    rows = checks.feature_rows(features, meta["feature_dtype"], progress, largest)
+    largest = []
+    rows = checks.feature_rows(graph.features, meta["feature_dtype"], progress, largest)
     if meta["backend"] == "mmap":
         # the first row starts at a disk block
         record = files.write_npy(file, dtype, shape, rows, head=4096)
     else:
         record = lmdb_rows.write_blocks(file, dtype, shape, rows, meta["block_rows"])
-    files.write_meta(path, meta, {**records, file.name: {**record, "largest": max(largest)}})
+    return {file.name: {**record, "largest": max(largest)}}
 
 
 class GraphStore:
@@ -244,7 +297,8 @@ class GraphStore:
 
     def __init__(self, path, meta):
         self.path = Path(path).absolute()
-        self.meta, records = meta, meta["files"]
+        self.meta = meta
+        records = meta["files"]
         for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
             setattr(self, name, meta[name])
         if type(self.num_classes) is not int or not 1 <= self.num_classes <= checks.MAX_CLASSES:
@@ -256,12 +310,14 @@ class GraphStore:
         # of a synthetic graph their number
         self.class_names = [*map(str, classes)] if isinstance(classes, list) else None
         self.options = [name for name, on in meta["options"].items() if on]
-        kinds = columns.arrays_of(meta)
+        kinds = columns.array_kinds(meta)
         for name, kind in kinds.items():
             stored = name not in columns.COLUMNS or f"{name}.npy" in records
             mode = "c" if name == "labels" else "r"
-            setattr(self, name, self._map(f"{name}.npy", *kind, mode=mode) if stored else None)
-        self.edge_dim, self.num_edge_types = 0, meta.get("num_edge_types", 0)
+            setattr(self, name, self._map(f"{name}.npy", kind, mode=mode) if stored else None)
+        self.num_edge_types = meta.get("num_edge_types", 0)
+        self.edge_types = meta.get("edge_types")
+        self.edge_dim = 0
         if self.edge_features is not None:
             self.edge_dim = self.edge_features.shape[1]
             self.edge_features = self.edge_features.view(getattr(torch, meta["edge_dtype"]))
@@ -273,27 +329,34 @@ class GraphStore:
         self.take_split(self.numbered_split(0))
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
             raise StoreError(f"{path}: indptr.npy is not from 0 to {self.num_edges}; rebuild it")
-        self.sampled_indices, self.sampling_threads, free = self.indices, None, free_host_bytes()
+        self.sampled_indices = self.indices
+        self.sampling_threads = None
+        free = free_host_bytes()
         if self.indices.nbytes > free // 2:
-            self.sampled_indices = self._map("indices.npy", *kinds["indices"], ahead=False)
+            self.sampled_indices = self._map("indices.npy", kinds["indices"], ahead=False)
             self.sampling_threads = SAMPLERS
-        types, self.edge_types = meta.get("node_types", []), meta.get("edge_types")
+        types = meta.get("node_types", [])
         self.node_types = {str(name): (int(count), int(width)) for name, count, width in types}
         rows = sum(count for count, width in self.node_types.values() if width)
         self.has_features = rows > 0 or not self.node_types
         rows = max(rows, 1) if self.node_types else self.num_nodes
-        shape, dtype = (rows, self.feature_dim), getattr(torch, meta["feature_dtype"])
-        large, file = math.prod(shape) * dtype.itemsize > free, BACKENDS[meta["backend"]]
-        if meta["backend"] == "mmap":
-            stored = files.storage_dtype(meta["feature_dtype"])
-            table = self._map(file, stored, list(shape), ahead=not large)
-            head = records[file]["bytes"] - table.nbytes
-            graph = self.indptr.nbytes + self.indices.nbytes
-            self.features = MmapFeatures(table.view(dtype), large, self.path, head, graph)
-        else:
-            lmdb_rows.check_lmdb(self.path, file, records[file])
-            self.features = LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
+        self.features = self._open_features((rows, self.feature_dim), free)
         self._opened = {**vars(self), "split": self._splits}
+
+    def _open_features(self, shape, free):
+        """Open the features [rows, F]; they are large if they exceed `free` bytes of memory."""
+        meta = self.meta
+        dtype = getattr(torch, meta["feature_dtype"])
+        large = math.prod(shape) * dtype.itemsize > free
+        file = BACKENDS[meta["backend"]]
+        if meta["backend"] == "lmdb":
+            lmdb_rows.check_lmdb(self.path, file, meta["files"][file])
+            return LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
+        kind = files.Kind(files.storage_dtype(meta["feature_dtype"]), [*shape])
+        table = self._map(file, kind, ahead=not large)
+        head = meta["files"][file]["bytes"] - table.nbytes
+        graph = self.indptr.nbytes + self.indices.nbytes
+        return MmapFeatures(table.view(dtype), large, self.path, head, graph)
 
     @classmethod
     def open(cls, path) -> "GraphStore":
@@ -305,7 +368,8 @@ class GraphStore:
 
     def __reduce__(self):
         """Pickle as the path and what was changed since it was opened; StoreError if the store was rebuilt since."""
-        now, changed = GraphStore.open(self.path), {}
+        now = GraphStore.open(self.path)
+        changed = {}
         records, others = ({**g.meta["files"], BACKENDS["lmdb"]: None} for g in (self, now))
         if records != others:
             raise StoreError(f"{self.path} was rebuilt after it was opened: open it again")
@@ -327,7 +391,7 @@ class GraphStore:
             fields["node_types"] = self.node_types
         stored = {name: getattr(self, name) for name in columns.COLUMNS}
         fields |= {name: values for name, values in stored.items() if values is not None}
-        return files.shown("GraphStore", fields)
+        return convert.shown("GraphStore", fields)
 
     def node_names(self) -> list[str] | None:
         """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""
@@ -362,6 +426,10 @@ class GraphStore:
         order = torch.tensor([self.feature_names.index(name) for name in names])
         self.features, self.feature_names = ReorderedFeatures(self.features, order), names
 
+    def renumber(self, **of_network):
+        """Take num_classes, num_edge_types or class_names of a network, which may have more of them than the graph."""
+        vars(self).update(of_network)
+
     def take_split(self, split):
         """Set `split` to {part: ids}: one of the store's, see `numbered_split`, or another."""
         self.split = split
@@ -383,14 +451,15 @@ class GraphStore:
         checks.check_stored(self.path, split, self.labels.numpy())
         end = self.num_classes if self.labels.dim() == 1 else 2
         for name, ids in split.items():
-            labels, why = self.labels[ids], f"labels lie in [0, {end}); rebuild the store"
+            labels = self.labels[ids]
+            why = f"labels lie in [0, {end}); rebuild the store"
             refuse(labels >= end, f"{self.path}: of split {name!r} labels", labels, why)
 
-    def _map(self, name, *kind, **options) -> Tensor:
-        return files.map_npy(self.path, name, self.meta["files"][name], *kind, **options)
+    def _map(self, name, kind, **options) -> Tensor:
+        return files.map_npy(self.path, name, self.meta["files"][name], kind, **options)
 
 
-class MmapFeatures(files.RowsByIndex):
+class MmapFeatures(convert.RowsByIndex):
     """Feature rows in a memory-mapped array.
 
     A table larger than the free memory is not read through the map but, with a C compiler, by many requests at a time
@@ -417,7 +486,8 @@ class MmapFeatures(files.RowsByIndex):
         """Return a reader of these rows from disk; None without a file, Linux or a C compiler."""
         if self._path is None or library() is None:
             return None
-        file, row_bytes = self._path / BACKENDS["mmap"], self.shape[1] * self.dtype.itemsize
+        file = self._path / BACKENDS["mmap"]
+        row_bytes = self.shape[1] * self.dtype.itemsize
         return RowReader(file, self._head, row_bytes, self.shape[0], direct=not self.stays())
 
     def reserve(self, count):
@@ -445,7 +515,7 @@ class MmapFeatures(files.RowsByIndex):
             ids: int32 or int64 [n] node ids, in any order, repeats allowed; IndexError if one is out of range.
             out: [n, F] of this dtype to write into and return; None: a new tensor.
         """
-        out = files.gather_target(self, ids, out)
+        out = convert.gather_target(self, ids, out)
         if self._reader and out.is_contiguous():
             return self._reader.read(ids, out)
         return torch.index_select(self._table, 0, ids, out=out)
@@ -455,7 +525,7 @@ class MmapFeatures(files.RowsByIndex):
         raise StoreError("put_rows needs a store with backend lmdb: rows of mmap stay as built")
 
 
-class ReorderedFeatures(files.RowsByIndex):
+class ReorderedFeatures(convert.RowsByIndex):
     """Feature rows whose columns are read in another order. features: `MmapFeatures` or `LmdbFeatures`; order: int64 [F],
     the column of `features` that each column is."""
 
@@ -465,7 +535,7 @@ class ReorderedFeatures(files.RowsByIndex):
 
     def gather(self, ids, out=None) -> Tensor:
         """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
-        out = files.gather_target(self, ids, out)
+        out = convert.gather_target(self, ids, out)
         return torch.index_select(self._features.gather(ids), 1, self._order, out=out)
 
 

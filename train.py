@@ -9,11 +9,12 @@
     python train.py --dataset cora --model gat --heads 8 --runs 10   # mean and standard deviation over ten seeds
     python train.py --resume run.pt --predict classes.npy            # classes of all nodes from a checkpoint
     python train.py --resume run.pt --predict theirs.npy --dataset other.npz    # another graph, same features
+    python train.py --dry-run --gpus 4 --free-gpu 80GB               # memory of each mode and the plan, no training
     torchrun --nproc-per-node 4 train.py --gpus 4 --dataset ogbn-products
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4
 
-One step is sample -> fetch -> forward -> backward -> optimizer: `train_epoch` is the loop, and loader.py runs the first
-two ahead of it in threads. On a GPU that can read the features, `StepGraphs` of run/cuda_graphs.py takes the place of
+One step is sample -> fetch -> forward -> backward -> optimizer: `Training.epoch` is the loop, and loader.py runs the
+first two ahead of it in threads. On a GPU that can read the features, `StepGraphs` of run/cuda_graphs.py takes the place of
 `Eager`. docs/design.md follows one seed node through the files.
 """
 
@@ -34,19 +35,23 @@ import os
 import statistics
 import time
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import ddp
 from disk.files import SPLITS, StoreError, progress_bar, unread
-from run import cuda_graphs, flags
+from run import command_line, cuda_graphs
 from run.adam import Adam
 from run.allocator import announce, trim_memory
 from run.checkpoint import check_graph, claimed, common_state, restore, save_checkpoint
 from run.finite import LossSum, all_finite
-from run.own_model import is_own
+from run.flags import TASKS, of_seed
+from run.own_model import conv_of, is_own
+from run.placement import check_memory, memory_lines, settle
 from run.report import (
     Clock,
     Report,
@@ -57,15 +62,18 @@ from run.report import (
     epoch_line,
     kept_line,
     peak_memory,
+    plan_lines,
     stages_line,
 )
-from run.run import open_run
+from run.run import Run, build_model, open_run
 from sampler import DamagedGraph
 from sources import prepare as datasets
 from tasks.metrics import NotFinite
 
 # flags that are not given come from the checkpoint to resume, if any
-parse_args = partial(flags.parse_args, complete=lambda args: common_state(ddp.Ranks(), args)[2])
+parse_args = partial(
+    command_line.parse_args, complete=lambda flags: common_state(ddp.Ranks(), flags)[2]
+)
 # run backward on the calling thread: the hand-over to autograd's own thread takes 50 us
 torch.autograd.set_multithreading_enabled(False)
 HINTS = {
@@ -80,7 +88,9 @@ class Eager:
     parallel: the model, wrapped in DistributedDataParallel if there are several ranks. load_batch: as for `NodeLoader`."""
 
     def __init__(self, run, parallel, optimizer):
-        self.run, self.parallel, self.optimizer = run, parallel, optimizer
+        self.run = run
+        self.parallel = parallel
+        self.optimizer = optimizer
         self.load_batch = run.task.load_batch
 
     def begin(self):
@@ -90,7 +100,8 @@ class Eager:
 
     def step(self, batch, clock):
         """Forward, loss, backward; after the last of a step's --accumulate passes, the optimizer."""
-        run, world = self.run, self.run.ranks.world
+        run = self.run
+        world = run.ranks.world
         # around the forward pass too, where DDP decides whether to exchange gradients
         with nullcontext() if batch.last or world == 1 else self.parallel.no_sync():
             with clock.timed("forward", on_gpu=True):
@@ -108,175 +119,240 @@ class Eager:
                 self.optimizer.zero_grad(set_to_none=True)
 
 
-def train_epoch(run, stepper, stop, save, epoch, first):
-    """Run one epoch from step `first` -> (next step, stopped early, figures, laps of the `Clock`)."""
-    ranks, args, count, done = run.ranks, run.args, 0, first
-    run.model.train()
-    clock, losses = Clock(ranks.gpus), stepper.begin()
-    position = {"desc": f"epoch {epoch + 1}", "total": args.steps, "initial": first}
-    bar = progress_bar(ranks.leads, unit="step", leave=False, **position)
-    # the loader's threads run ahead: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
-    loader = run.loader(run.store.split["train"], timed=clock.timed, load_batch=stepper.load_batch)
-    loader.epoch, loader.step = epoch, first
-    waiting = time.perf_counter()
-    for batch in loader:
-        clock.add("stall", waiting, time.perf_counter())
-        if batch.began is not None:
-            clock.events.append(("transfer", batch.began, batch.ready))
-        stepper.step(batch, clock)
-        count += len(batch.y)
-        if batch.last:
-            done, finite = batch.step + 1, losses.finite(batch.step + 1)
-            bar.update()
-            if args.checkpoint_every and (batch.global_step + 1) % args.checkpoint_every == 0:
-                finite = save(epoch, done, losses.total.item())
-            if not finite:
-                stop.request()
-            if stop.agreed():
+class Epoch(NamedTuple):
+    """What `Training.epoch` returns."""
+
+    step: int  # the next one
+    stopped: bool  # before its end, by a signal
+    figures: dict
+    laps: list  # of the `Clock`
+
+
+@dataclass(kw_only=True)
+class Training:
+    """The epochs of a run. stepper: `Eager` or `StepGraphs`. best: the best epoch so far, as checkpoints keep it.
+    written: whether a checkpoint was."""
+
+    run: Run
+    stepper: object
+    optimizer: Adam
+    best: dict
+    report: Report
+    stop: ddp.StopSignal
+    written: bool = False
+
+    def train(self, start, first):
+        """Train from step `first` of epoch `start`, validating and saving after each epoch -> exit code: that of the
+        signal if training was stopped, else 0."""
+        ranks = self.run.ranks
+        plan = self.run.plan
+        level = 0  # of resident memory
+        resumed = plan.trains and plan.resume not in (None, "auto")
+        if resumed and not os.path.exists(plan.checkpoint or ""):
+            self.save(start, first)  # there may be nothing left to train
+        for epoch in range(start, plan.epochs if plan.trains else start):
+            if plan.early_stop and epoch - self.best["epoch"] >= plan.early_stop:
+                since = f"no better score since epoch {self.best['epoch']}"
+                ranks.say(f"early   stopped after epoch {epoch}: {since}")
                 break
+            rate = plan.lr
+            if plan.lr_schedule == "cosine":
+                # 1 to 0 over all of --epochs
+                rate *= (1 + math.cos(math.pi * epoch / plan.epochs)) / 2
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            profiled = epoch == min(start + 1, plan.epochs - 1)
+            with self.report.profile() if plan.profile and profiled else nullcontext():
+                trained = self.epoch(epoch, first)
+            first = 0
+            self.check(trained, epoch, draw=profiled)
+            if trained.stopped:
+                self.save(epoch, trained.step)
+                self.report.stopped(epoch + 1, trained.step)
+                ranks.barrier()
+                return self.stop.exit_code
+            figures = self.validate({"epoch": epoch + 1, **trained.figures, "lr": rate})
+            ranks.say(advice(ranks, figures) if epoch == start else "")
+            self.save(epoch + 1, 0)
+            if plan.allocator == "tuned" and not ranks.gpus:
+                level = trim_memory(level)
+        ranks.say(self.written and kept_line(plan, self.run.task))
+        return 0
+
+    def epoch(self, epoch, first):
+        """Run one epoch from step `first` -> Epoch."""
+        run = self.run
+        plan = run.plan
+        run.model.train()
+        clock = Clock(run.ranks.gpus)
+        losses = self.stepper.begin()
+        count = 0
+        done = first
+        position = {"desc": f"epoch {epoch + 1}", "total": plan.steps, "initial": first}
+        bar = progress_bar(run.ranks.leads, unit="step", leave=False, **position)
+        # the loader's threads run ahead: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
+        of_stepper = {"timed": clock.timed, "load_batch": self.stepper.load_batch}
+        loader = run.loader(run.store.split["train"], **of_stepper)
+        loader.epoch, loader.step = epoch, first
         waiting = time.perf_counter()
-    bar.close()
-    stages, seconds = clock.totals(), time.perf_counter() - clock.zero
-    loss, count = ranks.sum(losses.total.item(), count)
-    figures = {"first_step": first, "loss": loss / count if count else None, "seconds": seconds}
-    figures |= {"seeds_per_s": count / seconds, **stages}
-    if ranks.world > 1 and stepper.parallel:
-        figures["exchange"] = ranks.exchange(stepper.parallel) * (done - first)
-    return done, stop.answer, figures, clock.laps
+        for batch in loader:
+            clock.add("stall", waiting, time.perf_counter())
+            if batch.began is not None:
+                clock.events.append(("transfer", batch.began, batch.ready))
+            self.stepper.step(batch, clock)
+            count += len(batch.y)
+            if batch.last:
+                done = batch.step + 1
+                finite = losses.finite(done)
+                bar.update()
+                if plan.checkpoint_every and (batch.global_step + 1) % plan.checkpoint_every == 0:
+                    finite = self.save(epoch, done, losses.total.item())
+                if not finite:
+                    self.stop.request()
+                if self.stop.agreed():
+                    break
+            waiting = time.perf_counter()
+        bar.close()
+        stages = clock.totals()
+        seconds = time.perf_counter() - clock.zero
+        loss, count = run.ranks.sum(losses.total.item(), count)
+        figures = {
+            "first_step": first,
+            "loss": loss / count if count else None,
+            "seconds": seconds,
+            "seeds_per_s": count / seconds,
+            **stages,
+        }
+        if run.ranks.world > 1 and self.stepper.parallel:
+            figures["exchange"] = run.ranks.exchange(self.stepper.parallel) * (done - first)
+        return Epoch(done, self.stop.answer, figures, clock.laps)
 
+    def check(self, trained, epoch, draw):
+        """Raise StoreError for parameters that are not trained, NotFinite if loss or weights are not finite; if `draw`,
+        draw --timeline."""
+        run = self.run
+        plan = run.plan
+        if {*run.model.parameters()} - {*self.optimizer.param_groups[0]["params"]}:
+            made = "makes parameters in forward, which are not trained: make them in __init__"
+            raise StoreError(f"--model {plan.model} {made}")
+        if plan.timeline and draw and run.ranks.leads:
+            with self.report.attempt("timeline"):
+                draw_timeline(trained.laps, plan.timeline)
+        loss = trained.figures["loss"] or 0.0
+        if self.finite(loss):
+            return
+        problem = f"the loss is {loss}"
+        if math.isfinite(loss):
+            problem = "a weight or batch-norm statistic is not finite"
+        raise NotFinite(f"{problem} in epoch {epoch + 1}, step {trained.step} of {plan.steps}")
 
-def train_epochs(run, stepper, optimizer, best, report, stop, start, first):
-    """Train from step `first` of epoch `start`, validating and saving after each epoch -> exit code: that of the
-    signal if training was stopped, else 0."""
-    ranks, args, model, level = run.ranks, run.args, run.model, 0
-    written = False
+    def validate(self, figures):
+        """Validate, report an epoch and keep its weights if they are the best -> its figures and the new ones."""
+        run = self.run
+        if run.ranks.world > 1:
+            for buffer in run.model.buffers():  # batch-norm statistics
+                torch.distributed.broadcast(buffer, 0)
+        valid, watched = run.task.validate(run)
+        figures = {**figures, **valid, "peak_bytes": peak_memory(run.ranks)}
+        self.report.tell(epoch_line(run.plan, figures, run.task.examples), figures)
+        run.ranks.say(run.plan.verbose and stages_line(figures))
+        if run.plan.weights == "best" and watched > self.best["score"]:
+            weights = {name: value.clone() for name, value in run.model.state_dict().items()}
+            self.best.update(score=watched, epoch=figures["epoch"], model=weights)
+        return figures
 
-    def save(epoch, step, loss=None):
-        """Write the checkpoint, with a loss only if loss, weights and moments are finite on all ranks -> whether they
+    def save(self, epoch, step, loss=None):
+        """Write the checkpoint, with a loss only if it, weights and moments are finite on all ranks -> whether they
         are."""
-        nonlocal written
-        finite = loss is None or all_finite(ranks, loss, model, optimizer)
-        if finite and args.checkpoint and ranks.leads:
-            save_checkpoint(args.checkpoint, args, run.store, model, optimizer, best, epoch, step)
-            written = True
+        finite = loss is None or self.finite(loss)
+        if finite and self.run.plan.checkpoint and self.run.ranks.leads:
+            save_checkpoint(self.run, self.optimizer, self.best, epoch, step)
+            self.written = True
         return finite
 
-    resumed = args.trains and args.resume not in (None, "auto")
-    if resumed and not os.path.exists(args.checkpoint or ""):
-        save(start, first)  # there may be nothing left to train
-    for epoch in range(start, args.epochs if args.trains else start):
-        if args.early_stop and epoch - best["epoch"] >= args.early_stop:
-            since = f"no better score since epoch {best['epoch']}"
-            ranks.say(f"early   stopped after epoch {epoch}: {since}")
-            break
-        rate = args.lr
-        if args.lr_schedule == "cosine":
-            rate *= (1 + math.cos(math.pi * epoch / args.epochs)) / 2  # 1 to 0 over all of --epochs
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        profiled = epoch == min(start + 1, args.epochs - 1)
-        with report.profile() if args.profile and profiled else nullcontext():
-            step, stopped, figures, laps = train_epoch(run, stepper, stop, save, epoch, first)
-        first = 0
-        if {*model.parameters()} - {*optimizer.param_groups[0]["params"]}:
-            made = "makes parameters in forward, which are not trained: make them in __init__"
-            raise StoreError(f"--model {args.model} {made}")
-        if args.timeline and profiled and ranks.leads:
-            with report.attempt("timeline"):
-                draw_timeline(laps, args.timeline)
-        if not all_finite(ranks, loss := figures["loss"] or 0.0, model, optimizer):
-            problem = f"the loss is {loss}"
-            if math.isfinite(loss):
-                problem = "a weight or batch-norm statistic is not finite"
-            raise NotFinite(f"{problem} in epoch {epoch + 1}, step {step} of {args.steps}")
-        if stopped:
-            save(epoch, step)
-            report.stopped(epoch + 1, step)
-            ranks.barrier()
-            return stop.exit_code
-        for buffer in model.buffers() if ranks.world > 1 else ():  # batch-norm statistics
-            torch.distributed.broadcast(buffer, 0)
-        valid, watched = run.task.validate(run)
-        figures = {"epoch": epoch + 1, **figures, "lr": rate, **valid}
-        figures["peak_bytes"] = peak_memory(ranks)
-        report.tell(epoch_line(args, figures, run.task.examples), figures)
-        ranks.say(args.verbose and stages_line(figures))
-        ranks.say(advice(ranks, figures) if epoch == start else "")
-        if args.weights == "best" and watched > best["score"]:
-            weights = {name: value.clone() for name, value in model.state_dict().items()}
-            best.update(score=watched, epoch=epoch + 1, model=weights)
-        save(epoch + 1, 0)
-        if args.allocator == "tuned" and not ranks.gpus:
-            level = trim_memory(level)
-    ranks.say(written and kept_line(args, run.task))
-    return 0
+    def finite(self, loss):
+        return all_finite(self.run.ranks, loss, self.run.model, self.optimizer)
 
 
-def prepare(args):
+def prepare(flags):
     """Build the store of --dataset on first use -> its directory."""
     names = "seed", "backend", "symmetrize", "drop_duplicates", "feature_dtype"
-    return datasets.prepare(args.dataset, args.root, **{k: getattr(args, k) for k in names})
+    options = {name: getattr(flags, name) for name in names}
+    return datasets.prepare(flags.dataset, flags.root, **options)
 
 
-def train(ranks, args, path):
-    """Open, train, evaluate -> (exit code, {name: exact score}, title of the scores); the last two None if stopped.
-    path: of the store; None: find or build it here."""
-    if args.runs > 1:
-        ranks.say(f"seed    {args.seed}, run {args.turn + 1} of {args.runs}")
-    announce(ranks, args)
-    state, file, args = common_state(ranks, args)
+class Finished(NamedTuple):
+    """How a run ended."""
+
+    code: int  # of the process
+    scores: dict | None = None  # {name: exact score}; None: it was stopped
+    title: str = ""  # of the scores
+
+
+def train(ranks, flags, path):
+    """Open, train, evaluate -> Finished. path: of the store; None: find or build it here."""
+    if flags.runs > 1:
+        ranks.say(f"seed    {flags.seed}, run {flags.turn + 1} of {flags.runs}")
+    announce(ranks, flags)
+    state, file, flags = common_state(ranks, flags)
     if not path:  # local rank 0 builds the store while the other ranks of its machine wait
         with ranks.patience():
-            path = prepare(args) if ranks.local_rank == 0 else None
-    run = open_run(ranks, args, path or prepare(args), partial(check_graph, ranks, state, file))
-    args, model = run.args, run.model
-    optimizer = Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
+            path = prepare(flags) if ranks.local_rank == 0 else None
+    run = open_run(ranks, flags, path or prepare(flags), partial(check_graph, ranks, state, file))
+    plan = run.plan
+    model = run.model
+    optimizer = Adam(model.parameters(), lr=plan.lr, weight_decay=plan.weight_decay, fused=True)
     best = {"score": -math.inf, "epoch": 0, "model": None}  # for --weights best
-    start, first = restore(state, file, ranks, args, model, optimizer, best) if state else (0, 0)
+    start, first = restore(run, state, file, optimizer, best) if state else (0, 0)
     del state
-    if args.weights == "last":  # resuming with --weights best later starts without an old best
+    if plan.weights == "last":  # resuming with --weights best later starts without an old best
         best.update(score=-math.inf, model=None)
-    static = run.task.placed and args.trains and start < args.epochs
+    static = run.task.placed and plan.trains and start < plan.epochs
     graphs, message = cuda_graphs.build(run, optimizer) if static else (None, "")
-    stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(args.model)), optimizer)
+    stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(plan.model)), optimizer)
     describe(run, file, start, first)
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
-    report = Report(ranks, args)
+    report = Report(ranks, plan)
     with ddp.StopSignal(ranks) as stop:
+        parts = {"stepper": stepper, "optimizer": optimizer, "best": best}
+        training = Training(run=run, report=report, stop=stop, **parts)
         try:
-            code = train_epochs(run, stepper, optimizer, best, report, stop, start, first)
+            code = training.train(start, first)
         finally:  # also of a run that diverged
             report.curve(run.task, best)
     if code:
-        return code, None, None
+        return Finished(code)
     ranks.check_equal(model)
     if best["model"]:
         model.load_state_dict(best["model"])
-        ranks.say(best_line(args, best["epoch"], run.task.score_text(best["score"])))
+        ranks.say(best_line(plan, best["epoch"], run.task.score_text(best["score"])))
     try:
         exact = run.task.evaluate(run, report)
     finally:  # scores that were computed, where --predict cannot be written
         report.print_result()
     ranks.barrier()
-    return 2 if report.failed & {"profile", "timeline", "curve"} else 0, exact, run.task.title
+    code = 2 if report.failed & {"profile", "timeline", "curve"} else 0
+    return Finished(code, exact, run.task.title)
 
 
-def train_many(ranks, args, path):
+def train_many(ranks, flags, path):
     """Train --runs times with consecutive seeds -> exit code. Each has its own split if the data set has none or
     several."""
     columns = {}  # name of a score -> its values; some runs may lack one
-    for turn in range(args.runs):
-        seed = args.seed + turn
-        one = flags.changed(args, seed=seed, turn=turn, run=f"{args.run}-seed{seed}")
-        one.tensorboard = args.tensorboard and str(Path(args.tensorboard, f"seed{seed}"))
-        one.checkpoint = args.checkpoint and flags.of_seed(args.checkpoint, seed)
+    for turn in range(flags.runs):
+        seed = flags.seed + turn
+        of_turn = {"seed": seed, "turn": turn, "run": f"{flags.run}-seed{seed}"}
+        if flags.tensorboard:
+            of_turn["tensorboard"] = str(Path(flags.tensorboard, f"seed{seed}"))
+        if flags.checkpoint:
+            of_turn["checkpoint"] = of_seed(flags.checkpoint, seed)
         try:
-            code, scores, title = train(ranks, one, path)
+            finished = train(ranks, replace(flags, **of_turn), path)
         except NotFinite as error:
             raise NotFinite(f"seed {seed}: {error}") from error
-        if code:
-            return code
-        for name, score in scores.items():
+        if finished.code:
+            return finished.code
+        for name, score in finished.scores.items():
             if score is not None:
                 columns.setdefault(name, []).append(score)
         path = None  # the next seed's split may make it another store
@@ -286,30 +362,61 @@ def train_many(ranks, args, path):
     std = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in columns.items()}
     line = ""
     if columns:
-        line = f"\nresult  {title} over {args.runs} seeds (mean +- standard deviation)"
+        over = f"over {flags.runs} seeds (mean +- standard deviation)"
+        line = f"\nresult  {finished.title} {over}"
     # as each run prints them; the names of scores of links and graphs begin with a part
     parts = SPLITS[::-1]
     for name in sorted(columns, key=lambda name: parts.index(name.partition(" ")[0])):
         values = columns[name]
         spread = "" if std[name] is None else f" +- {100 * std[name]:.2f}"
-        of = f" of {len(values)}" if len(values) < args.runs else ""
+        of = f" of {len(values)}" if len(values) < flags.runs else ""
         line += f"  {name} {100 * mean[name]:.2f}{spread}%{of}"
-    report = Report(ranks, flags.changed(args, tensorboard=None))
-    report.tell(line, {"runs": args.runs, "mean": mean, "std": std})
+    report = Report(ranks, replace(flags, tensorboard=None))
+    report.tell(line, {"runs": flags.runs, "mean": mean, "std": std})
     return 0
 
 
-def worker(ranks, args, path):
+class Planned(ddp.Ranks):
+    """One process that stands for all ranks of a run."""
+
+    def gather(self, value):
+        return [value] * self.world
+
+
+def dry_run(flags, path):
+    """Print what the data need in memory in each mode, and the plan, as training would settle it."""
+    world = max(flags.gpus, flags.procs)
+    ranks = Planned(world=world, local_world=world, gpus=flags.gpus)
+    torch.set_num_threads(max(1, torch.get_num_threads() // world))
+    task = TASKS[flags.task](flags, path, ranks.say)
+    if task.placed:
+        ranks.say("\n".join(memory_lines(ranks, flags, task)))
+    plan, used = settle(ranks, flags, task)
+    where = "cpu"
+    if conv_of(plan.model):
+        check_memory(ranks, plan, task)
+        where = "meta"
+    with torch.device(where):
+        model, _ = build_model(plan, task, used)
+    settled = f"mode {plan.mode}, precision {plan.precision}, weights of the {plan.weights} epoch"
+    ahead = f"{plan.prefetch} batches ahead, {plan.sample_threads} sampled at once"
+    lines = plan_lines(ranks, plan, task, model, plan.trains)
+    ranks.say("\n".join([*lines, f"plan    {settled}, {ahead}"]))
+
+
+def worker(ranks, flags, path):
     """Run one rank -> exit code; bad input ends in a one-line message instead of a traceback."""
-    files = [args.checkpoint] if ranks.leads and args.checkpoint else []
-    if args.runs > 1:
-        seeds = range(args.seed, args.seed + args.runs)
-        files = [flags.of_seed(file, seed) for file in files for seed in seeds]
+    files = [flags.checkpoint] if ranks.leads and flags.checkpoint else []
+    if flags.runs > 1:
+        seeds = range(flags.seed, flags.seed + flags.runs)
+        files = [of_seed(file, seed) for file in files for seed in seeds]
     try:
         with ExitStack() as claims:
             for file in files:
                 claims.enter_context(claimed(file))
-            return train(ranks, args, path)[0] if args.runs == 1 else train_many(ranks, args, path)
+            if flags.runs > 1:
+                return train_many(ranks, flags, path)
+            return train(ranks, flags, path).code
     except (StoreError, RuntimeError, *HINTS) as error:
         full = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError))
         full = full or "DefaultCPUAllocator" in str(error)  # torch has no type for it
@@ -328,11 +435,14 @@ def worker(ranks, args, path):
 def main(argv=None):
     """Run the command line -> exit code; if a rank fails, `ddp.launch` exits with its code."""
     try:
-        args = parse_args(sys.argv[1:] if argv is None else argv)
-        if argv is None and not args.gpus:  # or torch's optimizers would make a CUDA context
+        flags = parse_args(sys.argv[1:] if argv is None else argv)
+        if argv is None and not flags.gpus:  # or torch's optimizers would make a CUDA context
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        path = None if ddp.under_torchrun() else prepare(args)
-        ddp.launch(worker, max(args.gpus, args.procs), args, path, gpus=args.gpus)
+        path = None if ddp.under_torchrun() else prepare(flags)
+        if flags.dry_run:
+            dry_run(flags, path)
+        else:
+            ddp.launch(worker, max(flags.gpus, flags.procs), flags, path, gpus=flags.gpus)
     except StoreError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2

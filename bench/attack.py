@@ -43,7 +43,6 @@ from bench.tools import exit_code, print_table
 from disk import graphs
 from disk.files import StoreError
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
-from run import estimate
 from sources import arrays, cli
 from sources.prepare import build
 from store import GraphStore
@@ -105,7 +104,7 @@ def inside(case):
         os.dup2(printed.fileno(), number)
     sys.stdout = sys.stderr = printed
     torch.set_num_threads(1)
-    for module in (arrays, estimate, store):
+    for module in (arrays, store):
         module.free_host_bytes = lambda: MEMORY
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ADDRESSES,) * 2)
@@ -171,7 +170,7 @@ def make_good(case):
     x = random.integers(0, 9, (nodes.sum(), 3), np.uint8)
     e = random.random((nodes.sum(), 2)).astype(np.float32)
     y = nodes[:, None].astype(np.float32)
-    made = block_diagonal(nodes, nodes, ends, x, e, y)
+    made = block_diagonal(nodes, nodes, ends, x=x, e=e, y=y)
     split = {"train": range(24), "valid": range(24, 32), "test": range(32, 40)}
     build_graphs(base / "graphs", [made], split=split)
     many = GraphDataset.open(base / "graphs")

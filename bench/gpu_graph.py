@@ -144,19 +144,26 @@ class Trained:
         ):
             args = train.parse_args([str(word) for word in ("--gpus", 1, *words)])
             run = open_run(self.ranks, args, "made")
-        options = {"lr": run.args.lr, "weight_decay": run.args.weight_decay}
+        options = {"lr": run.plan.lr, "weight_decay": run.plan.weight_decay}
         optimizer = Adam(run.model.parameters(), fused=True, **options)
         graphs, self.message = cuda_graphs.build(run, optimizer)
         self.stepper = graphs or train.Eager(run, run.model, optimizer)
-        self.run, self.steps, self.done = run, run.args.steps, 0
+        self.run, self.steps, self.done = run, run.plan.steps, 0
 
     def epochs(self, count):
         """Train for some epochs -> list of their figures."""
         figures = []
         with ddp.StopSignal(self.ranks) as stop:
             for _ in range(count):
-                of_epoch = train.train_epoch(self.run, self.stepper, stop, None, self.done, 0)[2]
-                figures.append(of_epoch)
+                training = train.Training(
+                    run=self.run,
+                    stepper=self.stepper,
+                    optimizer=self.stepper.optimizer,
+                    best={},
+                    report=None,
+                    stop=stop,
+                )
+                figures.append(training.epoch(self.done, 0).figures)
                 self.done += 1
         return figures
 

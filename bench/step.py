@@ -20,6 +20,7 @@ from features import FeatureRing
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from native import layers
+from relational import NodeInputs, RGCNConv
 from run.adam import Adam
 from sampler import NeighborSampler, import_dgl
 from tasks.edge_split import Edges, split_edges
@@ -195,11 +196,11 @@ def relations(args, learn):
         0,
         args.hidden,
         store.num_classes,
-        conv="rgcn",
+        conv=RGCNConv,
         num_types=types,
         num_layers=len(args.fanout),
         dropout=graphbolt.DROPOUT,
-        node_types=[*store.node_types.values()],
+        inputs=NodeInputs(store.node_types.values(), args.hidden),
     )
     return training(args, store, sampler, net, nodes)
 

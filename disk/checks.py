@@ -7,18 +7,22 @@ Invalid values raise StoreError.
 """
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from disk import files
-from disk.files import StoreError, integers, plural, refuse, shaped
+from disk import convert, files
+from disk.convert import integers, refuse, shaped
+from disk.files import StoreError, plural
 
 MAX_CLASSES = 1 << 24  # the logits of 1,024 seeds then take 64 GiB
+MAX_SPLITS = 1 << 16
 EDGE_CHUNK = 1 << 22  # edges read at a time
 # with up to EXACT edges the reverse of each is looked up, with more those of SAMPLE random edges
-EXACT, SAMPLE = 1 << 20, 1 << 16
+EXACT = 1 << 20
+SAMPLE = 1 << 16
 COUNTED = ("duplicates", "self_loops", "isolated", "one_way", "one_way_of")
 # in the meta.json of a store that was built without a split
 DRAWN = "20 nodes of each class for training, 30 for validation, the rest for testing"
@@ -30,9 +34,9 @@ def check_features(features, kept_as=None) -> tuple[int, int, str]:
     shape = tuple(getattr(features, "shape", ()))
     if len(shape) != 2 or 0 in shape:
         raise StoreError(f"features has shape {list(shape)}: [V, F] is needed, neither of them 0")
-    dtype = files.row_dtype("features", features)
-    if kept_as and (kept_as not in files.HALVES or "float" not in dtype):
-        kinds = f"features of floats can be kept as {' or '.join(files.HALVES)}"
+    dtype = convert.row_dtype("features", features)
+    if kept_as and (kept_as not in convert.HALVES or "float" not in dtype):
+        kinds = f"features of floats can be kept as {' or '.join(convert.HALVES)}"
         raise StoreError(f"feature_dtype {kept_as} with features of {dtype}: {kinds}")
     return int(shape[0]), int(shape[1]), kept_as or dtype
 
@@ -88,53 +92,65 @@ def classes_among(values) -> list[int]:
     return values if len(values) > 1 else [0, 1]
 
 
-def check_graph(edge_index, indptr, indices, num_nodes):
-    """Check the shapes and the indptr of a graph in one of two forms -> ((edge_index, indptr, indices), M)."""
+class GivenEdges(NamedTuple):
+    """The edges of a graph in one of two forms: edge_index, or indptr and indices in CSC form."""
+
+    num_nodes: int
+    num_edges: int
+    edge_index: Any = None  # integers [2, M], row 0 the sources
+    indptr: np.ndarray | None = None  # int64 [V + 1]
+    indices: Any = None  # integers [M], perhaps `Rows`
+
+
+def check_graph(edge_index, indptr, indices, num_nodes) -> GivenEdges:
+    """Check the shapes and the indptr of a graph in one of two forms."""
     if (edge_index is None) == (indptr is None) or (indptr is None) != (indices is None):
         raise StoreError("give the graph either as edge_index or as indptr and indices")
     if not 1 <= num_nodes <= 1 << 32:
         raise StoreError(f"there are {num_nodes} nodes: a store holds 1 to 2^32")
     if edge_index is not None:
-        edge_index = files.edge_pairs("edge_index", edge_index, num_nodes, num_nodes)
-        return (edge_index, None, None), int(edge_index.shape[1])
+        edge_index = convert.edge_pairs("edge_index", edge_index, num_nodes, num_nodes)
+        return GivenEdges(num_nodes, int(edge_index.shape[1]), edge_index)
     indptr = integers("indptr", indptr, num_nodes + 1)
-    indices = shaped("indices", files.array_like("indices", indices), "M")
+    indices = shaped("indices", convert.array_like("indices", indices), "M")
     refuse(indptr[1:] < indptr[:-1], "indptr", indptr, "the next is smaller, it must not fall")
-    if indptr[0] != 0 or indptr[-1] != (count := indices.shape[0]):
+    count = int(indices.shape[0])
+    if indptr[0] != 0 or indptr[-1] != count:
         raise StoreError(f"indptr runs from {indptr[0]} to {indptr[-1]}: not from 0 to {count}")
-    return (None, indptr, indices), int(count)
+    return GivenEdges(num_nodes, count, indptr=indptr, indices=indices)
 
 
 def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:
     """Yield chunks of feature rows as they are stored, in `dtype`, each checked for NaN and infinity; its largest
     absolute value is appended to the list `largest`."""
-    width, announced = features.shape[1], files.row_dtype("features", features)
-    for first, chunk in files.chunked("features", features, progress=progress):
-        chunk = files.as_rows("features", chunk)
+    width = features.shape[1]
+    announced = convert.row_dtype("features", features)
+    for first, chunk in convert.chunked("features", features, progress=progress):
+        chunk = convert.as_rows("features", chunk)
         if chunk.dtype != getattr(torch, announced) or chunk.shape[1:] != (width,):
             actual = f"features has rows of {list(chunk.shape[1:])} {chunk.dtype}"
             raise StoreError(f"{actual}, [{width}] {announced} was announced")
-        files.check_finite("features", chunk, first)
+        convert.check_finite("features", chunk, first)
         kept = chunk.detach().to("cpu", getattr(torch, dtype))
         if dtype != announced:
             refuse(kept.isinf(), "features", chunk, f"beyond the range of {dtype}", first)
-        largest.append(files.largest_of(kept))
-        yield files.as_numpy(kept)
+        largest.append(convert.largest_of(kept))
+        yield convert.as_numpy(kept)
 
 
 def check_splits(splits, labels) -> dict[str, np.ndarray]:
     """Check one split of nodes, or a list of K -> {part: int64 ids [n], or [K, n] with rows padded by -1}."""
     if not isinstance(splits, list | tuple):
         return check_split(splits, labels)
-    if not 1 <= len(splits) <= files.MAX_SPLITS:
-        raise StoreError(f"split is a list of {len(splits)}: 1 to {files.MAX_SPLITS} are possible")
+    if not 1 <= len(splits) <= MAX_SPLITS:
+        raise StoreError(f"split is a list of {len(splits)}: 1 to {MAX_SPLITS} are possible")
     checked = []
     for number, split in enumerate(splits):
         try:
             checked.append(check_split(split, labels))
         except StoreError as error:
             raise StoreError(f"split {number} of {len(splits)}: {error}") from error
-    rows = {name: [files.as_rows(name, s[name]) for s in checked] for name in files.SPLITS}
+    rows = {name: [convert.as_rows(name, s[name]) for s in checked] for name in files.SPLITS}
     return {n: pad_sequence(ids, True, padding_value=-1).numpy() for n, ids in rows.items()}
 
 
@@ -143,12 +159,13 @@ def check_split(split, labels, item="node") -> dict[str, np.ndarray]:
     if not isinstance(split, dict):
         form = '{"train": ids or mask, "valid": ..., "test": ...}, or a list of such, is needed'
         raise StoreError(f"split is a {type(split).__name__}: {form}")
-    given = files.by_part("split", split)
+    given = convert.by_part("split", split)
     parts = {name: given.get(name, ()) for name in files.SPLITS}
-    split = {n: files.part_ids(f"split {n!r}", v, len(labels)) for n, v in parts.items()}
+    split = {n: convert.part_ids(f"split {n!r}", v, len(labels)) for n, v in parts.items()}
     owner = np.full(len(labels), -1, np.int8)
     for part, (name, ids) in enumerate(split.items()):
-        inside, again = (ids >= 0) & (ids < len(labels)), np.ones(len(ids), bool)
+        inside = (ids >= 0) & (ids < len(labels))
+        again = np.ones(len(ids), bool)
         again[np.unique(ids, return_index=True)[1]] = False
         unlabelled = labels[ids * inside] < 0
         unlabelled = unlabelled if labels.ndim == 1 else unlabelled.all(1)
@@ -207,23 +224,25 @@ def count_edges(indptr, indices, types=None) -> dict[str, int]:
         `duplicates`: edges that repeat another of their type; `self_loops`; `isolated`: nodes without any edge;
         `one_way`: edges without a reverse, among the `one_way_of` edges that were looked up.
     """
-    num_nodes, num_edges = len(indptr) - 1, len(indices)
+    num_nodes = len(indptr) - 1
+    num_edges = len(indices)
     looked_up = np.arange(num_edges)
     if num_edges > EXACT:
         looked_up = np.sort(np.random.default_rng(0).integers(0, num_edges, SAMPLE))
-    src, dst = indices[looked_up], np.searchsorted(indptr, looked_up, "right") - 1
-    reverses, counts = np.unique(_keys(src, dst, num_nodes), return_counts=True)
+    dst = np.searchsorted(indptr, looked_up, "right") - 1
+    reverses, counts = np.unique(_keys(indices[looked_up], dst, num_nodes), return_counts=True)
     exists = np.zeros(len(reverses), bool)
     touched = indptr[1:] > indptr[:-1]
     first = duplicates = self_loops = 0
     while first < num_nodes:  # neighbour lists of up to EDGE_CHUNK edges in all, or one longer list
         last = int(np.searchsorted(indptr, indptr[first] + EDGE_CHUNK, "right")) - 1
         last = max(last, first + 1)
-        src, sizes = indices[indptr[first] : indptr[last]], np.diff(indptr[first : last + 1])
-        dst = np.repeat(np.arange(first, last), sizes)
+        src = indices[indptr[first] : indptr[last]]
+        dst = np.repeat(np.arange(first, last), np.diff(indptr[first : last + 1]))
         self_loops += int((src == dst).sum())
         touched[src] = True
-        keys, same = _keys(dst, src, num_nodes), True
+        keys = _keys(dst, src, num_nodes)
+        same = True
         if types is not None:
             kinds = types[indptr[first] : indptr[last]]
             kinds = kinds[np.lexsort([kinds, keys])]
@@ -234,8 +253,13 @@ def count_edges(indptr, indices, types=None) -> dict[str, int]:
         wanted = reverses[low:high]
         exists[low:high] |= np.searchsorted(keys, wanted, "right") > np.searchsorted(keys, wanted)
         first = last
-    one_way, isolated = int(counts[~exists].sum()), int((~touched).sum())
-    return dict(zip(COUNTED, (duplicates, self_loops, isolated, one_way, len(looked_up))))
+    return {
+        "duplicates": duplicates,
+        "self_loops": self_loops,
+        "isolated": int((~touched).sum()),
+        "one_way": int(counts[~exists].sum()),
+        "one_way_of": len(looked_up),
+    }
 
 
 def counted_from_one(meta, indptr, indices) -> list[str]:
@@ -245,7 +269,8 @@ def counted_from_one(meta, indptr, indices) -> list[str]:
     types = types or [("", meta["num_nodes"])]
     if meta["edges"]["isolated"] > len(types) + meta["num_nodes"] // 10:
         return []
-    lone, first = {}, 0
+    lone = {}
+    first = 0
     for name, count in types:
         if count and indptr[first] == indptr[first + 1]:
             lone[first] = name

@@ -1,112 +1,256 @@
-"""The arrays of a store, and the optional columns of its edges and nodes.
+"""The optional columns of a store's edges and nodes, each declared once in COLUMNS, and the names of its nodes.
 
-    edge_weight    float32 [M]    not negative: how likely an edge is drawn, relative to the others in its list
-    edge_type      uint8 or uint16 [M]  its relation, numbered from 0; each neighbour list is sorted by it
-    edge_time      int64 [M]      when an edge appeared; each list, or each type's part of it, is sorted by it. With
-                                  node_time and no edge_time it is that of the edge's source
-    edge_features  [M, D]         of a dtype in DTYPES, for layers that see edges
-    node_time      int64 [V]      the time at which a node is classified
-    node_names     nodes.txt      the original names of the nodes: node i in line i + 1
+    arrays, meta = check_columns({"edge_weight": w}, edges)      # before they are written
+    records = write_arrays(folder, arrays)                                          # edge_weight.npy
 
-V nodes and M edges of the graph, D width of the edges' features. This file needs disk/files.py, numpy and torch.
+A column is an argument of `build_store`, an attribute of `GraphStore`, NAME.npy in a store, an array of .npz files, of PyG
+and DGL graphs under any of its aliases, and a flag of `store.py build` for tables. Sorting, mirroring and dropping edges
+takes all columns of edges along. What a run does with a column is decided in run/edge_data.py.
+
+The names of the nodes are lines of nodes.txt: node i is called what line i + 1 says. V nodes and M edges of the graph, D
+width of the edges' features. This file needs disk/files.py, disk/convert.py, numpy and torch.
 """
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
 
-from disk import files
-from disk.files import StoreError, integers, refuse
+from disk import convert, files
+from disk.convert import integers, refuse
+from disk.files import Kind, StoreError
 
-OF_EDGES = ("edge_weight", "edge_type", "edge_time", "edge_features")
-COLUMNS = (*OF_EDGES, "node_time")
 NAMES = "nodes.txt"
 MOST_TYPES = 1 << 15
+ALWAYS = -(1 << 63)  # the time of an edge that is seen at all times
 
 
-def arrays_of(meta) -> dict:
-    """Return {name: (dtype, shape)} that meta.json implies for the arrays a store may have, the split aside."""
-    V, M, dtype = meta["num_nodes"], meta["num_edges"], meta.get("edge_dtype", "float32")
-    types = meta.get("num_edge_types", 0)
-    multi_label = meta["files"]["labels.npy"]["dtype"] == "int8"
-    return {
-        "indptr": ("int64", [V + 1]),
-        "indices": ("int32" if V < 1 << 31 else "int64", [M]),
-        "labels": ("int8", [V, meta["num_classes"]]) if multi_label else ("int64", [V]),
-        "edge_weight": ("float32", [M]),
-        "edge_type": (np.min_scalar_type(max(types - 1, 0)), [M]),
-        "edge_time": ("int64", [M]),
-        "edge_features": (files.storage_dtype(dtype), [M, meta.get("edge_dim")]),
-        "node_time": ("int64", [V]),
-    }
+# ---- checks: (name for messages, values) -> (numpy array, its entries for meta.json); StoreError for invalid values
 
 
-def check_columns(num_edges, num_nodes, node_names, columns, edge_types=None) -> tuple[dict, dict]:
-    """Check every value of `columns` {name of COLUMNS: array or None} in chunks; StoreError for a wrong shape or dtype,
-    NaN, infinity, a negative weight or a repeated node name. Times may be whole floats, edge_features may be [M].
-
-    Returns ({name: numpy array} of those that are not None, bfloat16 as int16, node_names unchanged; their entries for
-    meta.json: edge_dim and edge_dtype of edge_features, num_edge_types and edge_types).
-    """
-    checked, meta = {}, {}
-    if edge_types is not None and columns.get("edge_type") is None:
-        raise StoreError("edge_types names types, and there is no edge_type")
-    for name, values in columns.items():
-        if values is None:
-            continue
-        values, item = files.array_like(name, values), name.partition("_")[0]
-        shape, count = tuple(values.shape), num_nodes if item == "node" else num_edges
-        max_dims, width = (2, ", D") if name == "edge_features" else (1, "")
-        fits = shape[:1] == (count,) and len(shape) <= max_dims and 0 not in shape[1:]
-        if not fits or isinstance(values, files.Rows):
-            needed = f"an array [{count}{width}] is needed, a row for each {item}"
-            raise StoreError(f"{name} is a {type(values).__name__} {list(shape)}: {needed}")
-        if name in ("edge_time", "node_time"):
-            checked[name] = files.whole_times(name, values)
-        elif name == "edge_type":
-            values = integers(name, values)
-            why = f"types are numbered from 0, and there are up to {MOST_TYPES:,}"
-            refuse((values < 0) | (values >= MOST_TYPES), name, values, why)
-            types = int(values.max(initial=0)) + 1
-            if edge_types is not None:
-                meta["edge_types"] = names = [*map(str, edge_types)]
-                distinct = types <= len({*names}) == len(names)
-                if not (distinct and all(map(str.isprintable, names))):
-                    needed = f"{types} different names of printable text are needed"
-                    raise StoreError(f"edge_types {names}: {needed}")
-                types = len(names)
-            meta["num_edge_types"] = types
-            checked[name] = values.astype(np.min_scalar_type(max(types - 1, 0)))
-        else:
-            if name == "edge_features":
-                values = values.reshape(-1, 1) if len(shape) == 1 else values
-                meta |= {"edge_dim": values.shape[1], "edge_dtype": files.row_dtype(name, values)}
-            _check_values(name, values)
-            tensor = isinstance(values, torch.Tensor)
-            if tensor and name == "edge_weight":
-                values = values.float()  # numpy has no bfloat16
-            checked[name] = files.as_numpy(values.detach().cpu()) if tensor else np.asarray(values)
-    if node_names is not None:
-        _check_names(node_names, num_nodes)
-        checked["node_names"] = node_names
-    return checked, meta
-
-
-def _check_values(name, values):
-    """Check every edge weight, or every edge feature, in chunks."""
-    for first, chunk in files.chunked(name, values):
-        chunk = files.as_rows(name, chunk)
-        if name == "edge_features":
-            files.check_finite(name, chunk, first)
-            continue
+def check_weights(name, weights):
+    """Refuse weights that float32 cannot hold, which they are stored as, or that are negative."""
+    for first, chunk in convert.chunked(name, weights):
+        chunk = convert.as_rows(name, chunk)
         if chunk.is_complex():
             raise StoreError(f"{name} has dtype {chunk.dtype}: real numbers are needed")
-        exact, kept = chunk.double(), chunk.float()  # torch compares no uint16, uint32 and uint64
+        exact = chunk.double()  # torch compares no uint16, uint32 and uint64
+        kept = chunk.float()
         bad = ~(torch.isfinite(kept) & (exact >= 0)) | (kept == 0) & (exact > 0)
         why = "a weight says how likely an edge is drawn: float32 must hold it, finite and positive or 0"
         refuse(bad, name, chunk, why, first)
+    if isinstance(weights, torch.Tensor):
+        weights = weights.float()  # numpy has no bfloat16
+    return np.asarray(weights), {}
 
 
-def _check_names(names, num_nodes):
+def check_types(name, types):
+    """Refuse what is no number of a type; num_edge_types is the largest one + 1."""
+    types = integers(name, types)
+    why = f"types are numbered from 0, and there are up to {MOST_TYPES:,}"
+    refuse((types < 0) | (types >= MOST_TYPES), name, types, why)
+    count = int(types.max(initial=0)) + 1
+    return types.astype(types_dtype(count)), {"num_edge_types": count}
+
+
+def check_times(name, times):
+    """Refuse times that are no whole numbers; they may be written as floats."""
+    return convert.whole_times(name, times), {}
+
+
+def check_features(name, rows):
+    """Refuse NaN, infinity and dtypes that are not in DTYPES; [M] is taken as [M, 1]. bfloat16 becomes int16."""
+    rows = rows.reshape(-1, 1) if len(rows.shape) == 1 else rows
+    meta = {"edge_dim": rows.shape[1], "edge_dtype": convert.row_dtype(name, rows)}
+    for first, chunk in convert.chunked(name, rows):
+        convert.check_finite(name, convert.as_rows(name, chunk), first)
+    tensor = isinstance(rows, torch.Tensor)
+    return convert.as_numpy(rows) if tensor else np.asarray(rows), meta
+
+
+def latest(times) -> int:
+    """Return the latest of some times, 0 of none."""
+    return int(times.max()) if times.size else 0
+
+
+# ---- what `GraphStore` and the log say about a column of an open graph
+
+
+def described_times(name, times) -> str:
+    """Describe the span of some times, as "time 0 to 99"."""
+    if not len(times):
+        return f"{name} 0 to 0"
+    first, last = map(int, torch.aminmax(times))
+    return f"{name} {'-inf' if first == ALWAYS else first} to {last}"
+
+
+def described_edge_types(graph) -> str:
+    """Describe the types of edges, as "2 types (cites; writes)"."""
+    names = f" ({'; '.join(graph.edge_types)})" if graph.edge_types else ""
+    return f"{graph.num_edge_types} types{names}"
+
+
+def types_dtype(count) -> np.dtype:
+    """Return the dtype of the numbers of `count` types."""
+    return np.min_scalar_type(max(count - 1, 0))
+
+
+# ---- the columns
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a store. Adding one takes a record in COLUMNS and whatever uses it."""
+
+    name: str  # argument of build_store, attribute of GraphStore, NAME.npy
+    _: KW_ONLY
+    of: str  # "edge" or "node": it has a row for each
+    check: Callable  # see above
+    # of the file; where it follows from meta.json, dtype(meta), that of the checked array
+    dtype: str | Callable
+    # names of its array in .npz files, PyG and, after "edata.", DGL; those of an earlier column are that one's
+    aliases: tuple
+    # of `store.py build` for tables, with underscores as an argument of sources.prepare.build
+    flag: str
+    describe: Callable  # of an open graph -> words for the log
+    metavar: str = "COLUMN"  # of the flag, as `help`
+    help: str = "tables: an edge column (name, or number from 1), or a file with a row per edge"
+    cells: type = np.float64  # of tables; those of int64 identify, and may be text to be numbered
+    width: str = ""  # entry of meta.json with the width of its rows; "": [M] or [V]
+    by_type: bool = True  # whether a graph by type may have it: {type: values}
+    # of nodes by type: its values [n] -> that of nodes of types without it
+    elsewhere: Callable | None = None
+
+    def kind(self, meta) -> Kind:
+        """Return what meta.json implies for its file."""
+        rows = meta[f"num_{self.of}s"]
+        dtype = self.dtype if isinstance(self.dtype, str) else self.dtype(meta)
+        return Kind(dtype, [rows, meta.get(self.width)] if self.width else [rows])
+
+    def checked(self, values, rows):
+        """Check what a person gives for `rows` edges or nodes -> see `check`."""
+        values = convert.array_like(self.name, values)
+        shape = tuple(values.shape)
+        fits = shape[:1] == (rows,) and len(shape) <= 1 + bool(self.width) and 0 not in shape[1:]
+        if not fits or isinstance(values, convert.Rows):
+            width = ", D" if self.width else ""
+            needed = f"an array [{rows}{width}] is needed, a row for each {self.of}"
+            raise StoreError(f"{self.name} is a {type(values).__name__} {[*shape]}: {needed}")
+        return self.check(self.name, values)
+
+
+EDGE_WEIGHT = Column(  # how likely an edge is drawn, relative to the others in its list
+    "edge_weight",
+    of="edge",
+    check=check_weights,
+    dtype="float32",
+    aliases=("edge_weight", "edata.weight", "edata.edge_weight", "edata.w"),
+    flag="weights",
+    describe=lambda graph: "weight",
+)
+EDGE_TYPE = Column(  # its relation, numbered from 0; each neighbour list is sorted by it
+    "edge_type",
+    of="edge",
+    check=check_types,
+    dtype=lambda meta: types_dtype(meta.get("num_edge_types", 0)),
+    aliases=("edge_type", "edata.edge_type", "edata.etype", "edata._TYPE"),
+    flag="types",
+    cells=np.int64,
+    describe=described_edge_types,
+    by_type=False,
+)
+EDGE_TIME = Column(  # when an edge appeared; each list, or each type's part of it, is sorted by it
+    "edge_time",  # with node_time and without edge_time it is that of the edge's source
+    of="edge",
+    check=check_times,
+    dtype="int64",
+    aliases=("edge_time", "time", "edata.time", "edata.edge_time", "edata.timestamp"),
+    flag="times",
+    describe=lambda graph: described_times("time", graph.edge_time),
+)
+EDGE_FEATURES = Column(  # for layers that see edges
+    "edge_features",
+    of="edge",
+    check=check_features,
+    dtype=lambda meta: files.storage_dtype(meta.get("edge_dtype", "float32")),
+    width="edge_dim",
+    aliases=("edge_features", "edge_attr", "edata.feat", "edata.edge_features", "edata.edge_attr"),
+    flag="edge_features",
+    metavar="COLUMNS",
+    help=f"{Column.help}; several columns as a,b,c",
+    cells=np.float32,
+    describe=lambda graph: f"features {graph.edge_dim} x {graph.meta['edge_dtype']}",
+)
+NODE_TIME = Column(  # the time at which a node is classified
+    "node_time",
+    of="node",
+    check=check_times,
+    dtype="int64",
+    aliases=("node_time", "time"),
+    flag="node_times",
+    metavar="FILE",
+    help="tables: a time per node",
+    cells=np.int64,
+    describe=lambda graph: described_times("nodes' time", graph.node_time),
+    elsewhere=latest,  # they see everything
+)
+COLUMNS = {
+    column.name: column for column in (EDGE_WEIGHT, EDGE_TYPE, EDGE_TIME, EDGE_FEATURES, NODE_TIME)
+}
+OF_EDGES = [column.name for column in COLUMNS.values() if column.of == "edge"]
+
+
+def array_kinds(meta) -> dict[str, Kind]:
+    """Return what meta.json implies for the arrays that a store may have, the split and the features aside."""
+    nodes = meta["num_nodes"]
+    labels = Kind("int64", [nodes])
+    if meta["files"]["labels.npy"]["dtype"] == "int8":
+        labels = Kind("int8", [nodes, meta["num_classes"]])
+    return {
+        "indptr": Kind("int64", [nodes + 1]),
+        "indices": Kind("int32" if nodes < 1 << 31 else "int64", [meta["num_edges"]]),
+        "labels": labels,
+        **{name: column.kind(meta) for name, column in COLUMNS.items()},
+    }
+
+
+def refuse_unknown(names):
+    """Raise TypeError for a name that is no column."""
+    for name in names - COLUMNS.keys():
+        raise TypeError(f"build_store has no argument {name}: columns are {', '.join(COLUMNS)}")
+
+
+def check_columns(values, edges, edge_types=None) -> tuple[dict, dict]:
+    """Check `values` {name of a column: what a person gives, or None} of a graph with these `GivenEdges`, and the names of
+    the edge types.
+
+    Returns ({name: numpy array} of those that are not None; their entries for meta.json).
+    """
+    rows = {"edge": edges.num_edges, "node": edges.num_nodes}
+    checked = {}
+    meta = {}
+    for name, column in COLUMNS.items():
+        if values.get(name) is not None:
+            checked[name], entries = column.checked(values[name], rows[column.of])
+            meta |= entries
+    if edge_types is not None:
+        if EDGE_TYPE.name not in checked:
+            raise StoreError("edge_types names types, and there is no edge_type")
+        meta["edge_types"] = names = [*map(str, edge_types)]
+        types = meta["num_edge_types"]
+        distinct = types <= len({*names}) == len(names)
+        if not (distinct and all(map(str.isprintable, names))):
+            needed = f"{types} different names of printable text are needed"
+            raise StoreError(f"edge_types {names}: {needed}")
+        meta["num_edge_types"] = len(names)
+        checked[EDGE_TYPE.name] = checked[EDGE_TYPE.name].astype(
+            types_dtype(len(names)), copy=False
+        )
+    return checked, meta
+
+
+def check_names(names, num_nodes):
     """Raise StoreError unless there are V distinct names of one line each."""
     if len(names) != num_nodes:
         raise StoreError(f"node_names has {len(names)} names: {num_nodes} are needed, one a node")
@@ -122,7 +266,8 @@ def _check_names(names, num_nodes):
 def read_names(path, record):
     """Yield the names of the nodes of the store at `path`, in order; StoreError if the file is damaged. record: its entry
     in meta.json."""
-    file, count = files.check_size(path, NAMES, record), 0
+    file = files.check_size(path, NAMES, record)
+    count = 0
     lacks = f"it does not have {record['shape'][0]:,} whole lines"
     with files.reading(file, "; rebuild the store"):
         with open(file, encoding="utf-8", newline="\n") as lines:
@@ -138,7 +283,7 @@ def read_names(path, record):
 def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
     """Look up the nodes that `values` stand for; see `GraphStore.node_ids`. name: of the values, for messages. names:
     of the nodes, in order, which are read once; None: values are row numbers."""
-    values = np.asarray(files.array_like(name, values))
+    values = np.asarray(convert.array_like(name, values))
     if names is None:
         if values.dtype.kind in "US":
             why = "the nodes have no names: row numbers, integers, are needed"
@@ -155,7 +300,8 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
         needed = "names of nodes, text or integers, are needed"
         raise StoreError(f"{name} has dtype {values.dtype}: {needed}")
     distinct, which = np.unique(values, return_inverse=True)
-    rows, first = dict.fromkeys(map(str, distinct.tolist()), -1), []
+    rows = dict.fromkeys(map(str, distinct.tolist()), -1)
+    first = []
     for row, node in enumerate(names):
         if node in rows:
             rows[node] = row
@@ -169,24 +315,31 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
     return torch.from_numpy(np.asarray(ids))
 
 
-def write_arrays(path, arrays, rows=None) -> dict:
-    """Write {name: numpy array} and node_names to files in chunks -> their records for meta.json. rows: int64 [M'], the
-    input edge that each stored edge comes from; None where edges are stored in the order of the input."""
+def write_names(path, names) -> dict:
+    """Write the names of the nodes, one a line -> the record of the file for meta.json."""
+    (path / NAMES).write_bytes("".join(f"{name}\n" for name in names).encode())
+    whole = all(type(name) in (int, np.int64) for name in names)
+    dtype = "int64" if whole and np.asarray(names).dtype.kind == "i" else "str"
+    return files.file_record(path / NAMES, dtype, [len(names)])
+
+
+def write_arrays(path, arrays, order=None) -> dict:
+    """Write {name: numpy array} to files in chunks -> their records for meta.json. order: int64 [M'], the input edge that
+    each stored edge comes from; None where edges are stored in the order of the input."""
     records = {}
     for name, array in arrays.items():
-        if name == "node_names":
-            (path / NAMES).write_bytes("".join(f"{line}\n" for line in array).encode())
-            whole = all(type(name) in (int, np.int64) for name in array)
-            dtype = "int64" if whole and np.asarray(array).dtype.kind == "i" else "str"
-            records[NAMES] = files.file_record(path / NAMES, dtype, [len(array)])
-            continue
-        dtype = {"edge_weight": "float32"}.get(name, array.dtype)
+        column = COLUMNS.get(name)
+        dtype = array.dtype
+        if column and isinstance(column.dtype, str):
+            dtype = np.dtype(column.dtype)
         dtype = files.storage_dtype("uint8" if dtype == np.bool_ else dtype)
-        at = rows if name in OF_EDGES else None
-        count, step = len(array if at is None else at), files.chunk_rows(array)
+        rows = order if column and column.of == "edge" else None
+        count = len(array if rows is None else rows)
+        step = convert.chunk_rows(array)
         cuts = [slice(a, a + step) for a in range(0, count, step)]
-        chunks = (array[cut] if at is None else array.take(at[cut], 0) for cut in cuts)
-        file, shape = f"{name}.npy", [count, *array.shape[1:]]
+        chunks = (array[cut] if rows is None else array.take(rows[cut], 0) for cut in cuts)
+        file = f"{name}.npy"
+        shape = [count, *array.shape[1:]]
         records[file] = files.write_npy(path / file, dtype, shape, chunks)
     return records
 
@@ -195,7 +348,7 @@ def out_of_order(indptr, types, times) -> int | None:
     """Return the first edge that breaks the order by type, then time, within its neighbour list, or None. indptr: int64
     [V+1]; types, times: [M] numpy arrays or None."""
     first, *second = [keys for keys in (types, times) if keys is not None] or [np.empty(0)]
-    step = files.chunk_rows(first)
+    step = convert.chunk_rows(first)
     for a in range(0, max(len(first) - 1, 0), step):
         chunk, *then = (keys[a : a + step + 1] for keys in (first, *second))
         wrong = chunk[1:] < chunk[:-1]
@@ -221,16 +374,7 @@ def types_called(name, names) -> list[int]:
 
 
 def described(graph) -> str:
-    """Describe what edges and nodes carry for a log line."""
-    words = ["weight"] if graph.edge_weight is not None else []
-    if graph.edge_type is not None:
-        names = f" ({'; '.join(graph.edge_types)})" if graph.edge_types else ""
-        words.append(f"{graph.num_edge_types} types{names}")
-    if graph.edge_features is not None:
-        words.append(f"features {graph.edge_dim} x {graph.meta['edge_dtype']}")
-    for name, times in (("time", graph.edge_time), ("nodes' time", graph.node_time)):
-        if times is not None:
-            first, last = map(int, torch.aminmax(times)) if len(times) else (0, 0)
-            first = "-inf" if first == files.ALWAYS else first
-            words.append(f"{name} {first} to {last}")
-    return ", ".join(words) or "none"
+    """Describe what edges and nodes carry for a log line, times last."""
+    columns = sorted(COLUMNS.values(), key=lambda column: column.check is check_times)
+    carried = [c for c in columns if getattr(graph, c.name) is not None]
+    return ", ".join(column.describe(graph) for column in carried) or "none"

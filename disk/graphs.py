@@ -1,6 +1,6 @@
 """Many small graphs on disk: molecules and crystals, read in batches.
 
-    build_graphs("molecules", [block_diagonal(num_nodes, num_edges, edge_index, x, e, y)], split={"train": ...})
+    build_graphs("molecules", [block_diagonal(num_nodes, num_edges, edge_index, x=x, e=e, y=y)], split={"train": ...})
     graphs = GraphDataset.open("molecules")
     batch = graphs.batch(ids)                 # one block-diagonal graph
 
@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk import files
+from disk import convert, files
 from disk.checks import DRAWN_GRAPHS, check_split, check_stored, classes_among, drawn_graphs
 from disk.columns import write_arrays
-from disk.files import StoreError, integers, reading, shaped
+from disk.convert import integers, shaped
+from disk.files import StoreError, reading
 from disk.lmdb_rows import LmdbFile, check_lmdb, key, verify_directory
 
 FORMAT = "ringblock-graphs"
@@ -50,7 +51,7 @@ class GraphBatch(NamedTuple):
             tensor.record_stream(stream)
 
 
-def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
+def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y) -> GraphBatch:
     """Batch graphs that are given as edge lists, the edges sorted by destination, then source; StoreError for shapes
     that do not fit or an edge that leaves its graph.
 
@@ -62,11 +63,14 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     num_nodes = integers("num_nodes", num_nodes, "G")
     num_edges = integers("num_edges", num_edges, "G")
     src, dst = integers("edge_index", edge_index, 2, "E")
-    x, e, y = (files.as_rows(name, rows) for name, rows in (("x", x), ("e", e), ("y", y)))
+    x = convert.as_rows("x", x)
+    e = convert.as_rows("e", e)
+    y = convert.as_rows("y", y)
+    total = int(num_nodes.sum())
     first = np.cumsum(num_nodes) - num_nodes
     _must_fit(
         nodes_of_each=num_nodes,
-        nodes=(int(num_nodes.sum()), len(x)),
+        nodes=(total, len(x)),
         edges=(int(num_edges.sum()), len(src), len(e)),
         graphs=(len(num_nodes), len(num_edges), len(y)),
     )
@@ -75,12 +79,13 @@ def block_diagonal(num_nodes, num_edges, edge_index, x, e, y) -> GraphBatch:
     if len(bad):
         ends = f"from node {src[bad[0]]} to node {dst[bad[0]]}"
         raise StoreError(f"edge {bad[0]} goes {ends}: its graph has {limit[bad[0]]} nodes")
-    shift, total = np.repeat(first, num_edges), int(num_nodes.sum())
+    shift = np.repeat(first, num_edges)
     order = np.argsort((dst + shift) * total + src, kind="stable")
     indptr = np.zeros(total + 1, np.int32)
     np.cumsum(np.bincount(dst + shift, minlength=total), out=indptr[1:])
-    indices, graph_ids = (src + shift)[order], np.repeat(np.arange(len(num_nodes)), num_nodes)
-    arrays = map(torch.from_numpy, (indptr, indices.astype(np.int32), graph_ids))
+    indices = (src + shift)[order].astype(np.int32)
+    graph_ids = np.repeat(np.arange(len(num_nodes)), num_nodes)
+    arrays = map(torch.from_numpy, (indptr, indices, graph_ids))
     return GraphBatch(*arrays, x, e[torch.from_numpy(order)], y)
 
 
@@ -105,18 +110,20 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
             the graphs is drawn for test and a tenth for valid, by seed 0; the rest is for train.
         source, progress: as for `build_store`.
     """
-    path, batches = Path(path), iter(batches)
+    path = Path(path)
+    batches = iter(batches)
     first = next(batches, None)
     if first is None:
         raise StoreError("batches is empty: at least one batch of graphs is needed")
     meta = {"format": FORMAT, "format_version": files.VERSION}
     meta["source"] = json.loads(json.dumps(source))
     for name, rows in zip(PARTS, first[3:]):
-        dtype = files.row_dtype(f"{name} rows", rows)
+        dtype = convert.row_dtype(f"{name} rows", rows)
         shaped(f"{name} rows", rows, "n", "width")
         meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
     meta["labels"] = not first.y.is_floating_point() if labels is None else bool(labels)
-    largest, values = 0.0, set()
+    largest = 0.0
+    values = set()  # labels
     with files.complete_or_not_there(path, first.x.numel() * first.x.itemsize) as building:
         graphs = GraphDataset(building, dict(meta, files={}), sync=False)
         with files.progress_bar(progress, desc="graphs", unit="graph") as bar:
@@ -124,7 +131,7 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
                 graphs.append(batch)
                 if meta["labels"]:
                     values.update(batch.y[~batch.y.isnan()].tolist())
-                largest = max(largest, files.largest_of(batch.x), files.largest_of(batch.e))
+                largest = max(largest, convert.largest_of(batch.x), convert.largest_of(batch.e))
                 bar.update(len(batch.y))
             count = len(graphs)
         if meta["labels"] and meta["target_dim"] > 1 and 0 not in values:
@@ -156,7 +163,8 @@ class GraphDataset:
     """
 
     def __init__(self, path, meta, sync=True):
-        self.labels, names = meta.get("labels"), meta.get("classes")
+        self.labels = meta.get("labels")
+        names = meta.get("classes")
         self.classes = None if names is None else list(map(int, names))
         several = self.classes is not None and len(self.classes) > 2
         self.path = Path(path).absolute()
@@ -214,7 +222,8 @@ class GraphDataset:
         def read(txn):
             values = [txn.get(key(i)) if i >= 0 else None for i in ids]
             if None in values:
-                missing, count = ids[values.index(None)], self.file.count(txn)
+                missing = ids[values.index(None)]
+                count = self.file.count(txn)
                 if 0 <= missing < count:
                     raise StoreError(f"{self.file.path}: graph {missing} is missing; rebuild it")
                 raise IndexError(f"graph {missing} is out of range: there are {count}")
@@ -237,12 +246,12 @@ class GraphDataset:
                 actual = f"{list(rows.shape)} {rows.dtype}"
                 raise StoreError(f"{name} rows are {actual}, not {width} {dtype}")
             if name != "target":
-                files.check_finite(f"{name} rows", rows)
-        files.check_answers("target rows", batch.y, self.labels)
+                convert.check_finite(f"{name} rows", rows)
+        convert.check_answers("target rows", batch.y, self.labels)
         if self.classes:
             classes = torch.tensor([-1, *self.classes])
             unknown = ~(batch.y.isnan() | torch.isin(batch.y.double(), classes.double()))
-            files.refuse(
+            convert.refuse(
                 unknown, "target rows", batch.y, f"the data set has {self.kind_of_labels()}"
             )
         indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
@@ -263,9 +272,10 @@ class GraphDataset:
         # each graph's own indptr, which starts at 0, one after the other
         counts = np.zeros(len(indptr) - 1 + len(nodes), np.int32)
         counts[np.arange(len(graph_ids)) + graph_ids + 1] = indptr[1:] - indptr[first][graph_ids]
-        views, cuts = [], []
-        arrays = counts, local.astype(np.int32), *map(files.as_numpy, batch[3:])
-        for array, rows in zip(arrays, (nodes + 1, edges, nodes, edges, np.ones_like(nodes))):
+        views = []
+        cuts = []
+        arrays = counts, local.astype(np.int32), *map(convert.as_numpy, batch[3:])
+        for array, rows in zip(arrays, _field_rows(nodes, edges)):
             views.append(memoryview(array.tobytes()))
             cuts.append([0, *np.cumsum(rows * (array.nbytes // max(len(array), 1))).tolist()])
         values = []
@@ -279,8 +289,9 @@ class GraphDataset:
         size = GRAPH_HEADER.itemsize
         heads = b"".join([value[:size] for value in values]).ljust(size * len(values))
         heads = np.frombuffer(heads, GRAPH_HEADER)
-        nodes, edges = heads["nodes"].astype(np.int64), heads["edges"].astype(np.int64)
-        counts = [nodes + 1, edges, nodes, edges, np.ones_like(nodes)]
+        nodes = heads["nodes"].astype(np.int64)
+        edges = heads["edges"].astype(np.int64)
+        counts = _field_rows(nodes, edges)
         widths = [4, 4, *(width * dtype.itemsize for width, dtype in self._kinds)]
         ends = size + np.cumsum([count * width for count, width in zip(counts, widths)], 0)
         intact = (ends[-1] == [len(value) for value in values]) & (heads["magic"] == b"RBG1")
@@ -312,6 +323,11 @@ class GraphDataset:
         arrays = indptr.astype(np.int32), indices.astype(np.int32), graph_ids
         arrays = map(torch.from_numpy, arrays)
         return GraphBatch(*arrays, *map(rows_of, rows, self._kinds, counts[2:]))
+
+
+def _field_rows(nodes, edges) -> list[np.ndarray]:
+    """Return the rows of each field of the values of graphs, after the header: indptr, indices, x, e and y."""
+    return [nodes + 1, edges, nodes, edges, np.ones_like(nodes)]
 
 
 def verify(path) -> list[str]:

@@ -4,7 +4,7 @@
     value = file.read(lambda txn: bytes(txn.get(key(3))))     # a consistent snapshot, whatever others write
     file.append([b"...", b"..."])                             # all of them or none, even after a crash
 
-`LmdbFeatures` keeps feature rows in such a file. This file needs disk/files.py, torch, numpy and lmdb.
+`LmdbFeatures` keeps feature rows in such a file. This file needs disk/convert.py, disk/files.py, torch, numpy and lmdb.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk import files
+from disk import convert, files
 from disk.files import StoreError, reading
 
 READ_THREADS = 32  # they mostly wait for the disk, whatever the number of cores
@@ -257,7 +257,7 @@ def _regroup(chunks, rows) -> Iterator[np.ndarray]:
         yield held
 
 
-class LmdbFeatures(files.RowsByIndex):
+class LmdbFeatures(convert.RowsByIndex):
     """Feature rows in an LMDB file, `block_rows` consecutive rows per value; many threads and processes may use it.
 
     Attributes:
@@ -277,8 +277,8 @@ class LmdbFeatures(files.RowsByIndex):
 
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows of one snapshot, looking up each block once; see `MmapFeatures.gather`."""
-        out = files.gather_target(self, ids, out)
-        target = files.as_numpy(out)
+        out = convert.gather_target(self, ids, out)
+        target = convert.as_numpy(out)
         if self.large:  # many threads wait for the disk first: get() reads a page of each value
             blocks = np.unique(ids.numpy() // self.block_rows)
 
@@ -306,8 +306,8 @@ class LmdbFeatures(files.RowsByIndex):
         """
         ids = torch.as_tensor(ids)
         rows = torch.as_tensor(rows)
-        source = files.as_numpy(files.gather_target(self, ids, rows, "rows"))
-        files.check_finite("rows", rows)
+        source = convert.as_numpy(convert.gather_target(self, ids, rows, "rows"))
+        convert.check_finite("rows", rows)
         with self.file.transaction(write=True) as txn:
             _forget_sha256(self.file.path)
             for number, where, at in self._blocks(ids):

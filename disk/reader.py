@@ -7,7 +7,7 @@ A memory map requests one page per thread at a time and waits. Here rows that ar
 DEPTH threads of C code wait for the disk at once (native/rows.c). Through the page cache, repeated rows need no disk
 access while their pages stay; O_DIRECT, where the file system supports it, leaves the page cache to others.
 
-To copy this file, also take native/ and disk/files.py. It needs Linux and a C compiler.
+To copy this file, also take native/, disk/convert.py and disk/files.py. It needs Linux and a C compiler.
 """
 
 import functools
@@ -18,7 +18,8 @@ import threading
 
 import torch
 
-from disk.files import StoreError, check_ids, reading
+from disk.convert import check_ids
+from disk.files import StoreError, reading
 from native import build
 
 DEPTH = 64  # requests in flight

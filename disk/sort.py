@@ -2,95 +2,124 @@
 for the edges into one node, which are sorted together: with columns they take about 140 bytes each.
 
     indptr = np.zeros(num_nodes + 1, np.int64)
-    for sources in sorted_sources((edge_index, None, None), options, indptr, folder):
+    for sources in sorted_sources(edges, indptr, options, folder):       # `GivenEdges` of disk/checks.py
         ...                                   # the next part of `indices`; indptr is complete after the last one
 
-V nodes, M edges. This file needs disk/files.py and numpy.
+V nodes, M edges. This file needs disk/convert.py, disk/files.py and numpy.
 """
 
 import functools
 import os
 import tempfile
 from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from disk.files import StoreError, chunked, integers, progress_bar, refuse
+from disk.convert import chunked, integers, refuse
+from disk.files import StoreError, progress_bar
 
 EDGE_CHUNK = 1 << 22  # edges handled at a time
 FEW_EDGES = 1 << 14  # edges sorted at a time with their numbers and times, to stay in the CPU cache
 SORT_EDGES = 1 << 27  # most edges to sort in memory, 1 GiB of keys; more go through the disk
 
 
-def edge_chunks(edge_index, indptr, indices, num_nodes, options, numbered) -> Iterator[tuple]:
-    """Yield (sources, destinations) of EDGE_CHUNK edges at a time, checked, with self-loops dropped and reverses added
-    as `options` say; numbered: also the number of each edge in the input, for a reverse plus M."""
-    num_edges = edge_index.shape[1] if indptr is None else indices.shape[0]
-    for a in range(0, num_edges, EDGE_CHUNK):
-        b = min(a + EDGE_CHUNK, num_edges)
-        if indptr is None:
-            pairs = np.asarray(edge_index[:, a:b])
-            # int32 is kept: half the bytes to read
-            src, dst = pairs if pairs.dtype == np.int32 else integers("edge_index", pairs)
-        else:
-            src = integers("indices", indices[a:b])
-            first, last = np.searchsorted(indptr, a, "right") - 1, np.searchsorted(indptr, b)
-            counts = np.diff(np.clip(indptr[first : last + 1], a, b))
-            dst = np.repeat(np.arange(first, last), counts)
-        if min(src.min(), dst.min()) < 0 or max(src.max(), dst.max()) >= num_nodes:
-            bad = np.flatnonzero((src < 0) | (src >= num_nodes) | (dst < 0) | (dst >= num_nodes))[0]
-            ends = f"from node {src[bad]} to node {dst[bad]}"
-            hint = "; do they count from 1?" if max(src.max(), dst.max()) == num_nodes else ""
-            why = f"node ids lie in [0, {num_nodes}){hint}"
-            raise StoreError(f"edge {a + bad} goes {ends}: {why}")
-        numbers = [np.arange(a, b)] if numbered else []
+class EdgeChunk(NamedTuple):
+    """Some edges, in the order of the input."""
+
+    sources: np.ndarray  # integers [n]
+    destinations: np.ndarray  # integers [n]
+    numbers: (
+        np.ndarray | None
+    )  # [n] in the input, for a reverse plus M; None unless they are asked for
+
+
+class SortBy(NamedTuple):
+    """What edges are sorted by before their sources, and where their order goes."""
+
+    order: BinaryIO  # file for int64 [M'], the number in the input of each sorted edge
+    types: np.ndarray | None = None  # integers [M]
+    times: np.ndarray | None = None  # integers [M]
+    node_time: np.ndarray | None = (
+        None  # int64 [V]: an edge, also a reverse, has the time of its source
+    )
+
+
+def edge_chunks(edges, options, numbered) -> Iterator[EdgeChunk]:
+    """Yield EDGE_CHUNK of `GivenEdges` at a time, checked, with self-loops dropped and reverses added as `options` say."""
+    for a in range(0, edges.num_edges, EDGE_CHUNK):
+        b = min(a + EDGE_CHUNK, edges.num_edges)
+        src, dst = _ends(edges, a, b)
+        _check_ends(src, dst, a, edges.num_nodes)
+        numbers = np.arange(a, b) if numbered else None
         if options["drop_self_loops"]:
             keep = np.flatnonzero(src != dst)
-            src, dst, *numbers = (array[keep] for array in (src, dst, *numbers))
-        yield src, dst, *numbers
+            src = src[keep]
+            dst = dst[keep]
+            numbers = numbers[keep] if numbered else None
+        yield EdgeChunk(src, dst, numbers)
         if options["symmetrize"]:
-            yield dst, src, *(array + num_edges for array in numbers)
+            yield EdgeChunk(dst, src, numbers + edges.num_edges if numbered else None)
 
 
-def sorted_sources(
-    graph, options, indptr, folder, order=None, by=(), node_time=None, progress=False
-):
+def _ends(edges, a, b) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sources and destinations of edges a to b."""
+    if edges.indptr is None:
+        pairs = np.asarray(edges.edge_index[:, a:b])
+        # int32 is kept: half the bytes to read
+        src, dst = pairs if pairs.dtype == np.int32 else integers("edge_index", pairs)
+        return src, dst
+    first = np.searchsorted(edges.indptr, a, "right") - 1
+    last = np.searchsorted(edges.indptr, b)
+    counts = np.diff(np.clip(edges.indptr[first : last + 1], a, b))
+    return integers("indices", edges.indices[a:b]), np.repeat(np.arange(first, last), counts)
+
+
+def _check_ends(src, dst, first, num_nodes):
+    """Raise StoreError for the first edge with an end that is no node; src[0] is that of edge `first`."""
+    largest = max(src.max(), dst.max())
+    if min(src.min(), dst.min()) >= 0 and largest < num_nodes:
+        return
+    bad = np.flatnonzero((src < 0) | (src >= num_nodes) | (dst < 0) | (dst >= num_nodes))[0]
+    ends = f"from node {src[bad]} to node {dst[bad]}"
+    hint = "; do they count from 1?" if largest == num_nodes else ""
+    raise StoreError(f"edge {first + bad} goes {ends}: node ids lie in [0, {num_nodes}){hint}")
+
+
+def sorted_sources(edges, indptr, options, folder, *, by=None, progress=False):
     """Sort edges by destination, then type and time, then source -> yields chunks of the sorted sources.
 
     (destination, source) of an edge are packed into one 64-bit key: numpy sorts those with SIMD instructions. With
-    `order` edges carry their numbers in the input and are sorted a quarter as many at a time; equal ones stay in input
+    `by` edges carry their numbers in the input and are sorted a quarter as many at a time; equal ones stay in input
     order, reverses after the edges that were given. Of equal edges of one type `drop_duplicates` keeps the earliest by
     time, without times the first.
 
     Args:
-        graph: edge_index [2, M], or None and the indptr and indices of CSC. options: those of `build_store`.
-        indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
-        folder: for a temporary file of 8 bytes per edge, 16 with `order`, if there is more than one range.
-        order: binary file to write int64 [M'] to, the number in the input of each sorted edge; or None.
-        by: (types, times) of the edges of the input, integers [M] or None each; empty without `order`.
-        node_time: int64 [V]: an edge, also a reverse, has the time of its source; None: that of `by`, if any.
+        edges: `GivenEdges`. indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
+        options: those of `build_store`.
+        folder: for a temporary file of 8 bytes per edge, 16 with `by`, if there is more than one range.
+        by: `SortBy`, if edges have columns; None: they have none.
     """
-    bits, numbered = max(len(indptr) - 2, 1).bit_length(), order is not None
-    max_edges = max(1, SORT_EDGES >> 2) if numbered else SORT_EDGES
-    num_nodes = len(indptr) - 1
-    num_edges = (graph[2] if graph[0] is None else graph[0]).shape[-1]
-    edges = functools.partial(edge_chunks, *graph, num_nodes, options, numbered)
-    for keys, numbers in _ranges(edges, num_nodes, bits, max_edges, numbered, folder, progress):
-        unique = options["drop_duplicates"]
-        if numbered:
-            columns = num_edges, by, node_time
-            parts = _sorted_with_numbers(keys, numbers, *columns, unique, bits)
+    bits = _source_bits(edges.num_nodes)
+    for keys, numbers in _ranges(edges, options, by is not None, folder, progress):
+        if by is None:
+            parts = _sorted_keys(keys, options["drop_duplicates"])
         else:
-            parts = _sorted_keys(keys, unique)
+            parts = _sorted_with_numbers(keys, numbers, edges, by, options["drop_duplicates"])
         for chunk, number in parts:
             dst = (chunk >> np.uint64(bits)).view(np.int64)
             if len(dst):
                 indptr[dst[0] + 1 : dst[-1] + 2] += np.bincount(dst - dst[0])
-            if numbered:
-                order.write(np.ascontiguousarray(number).data)
+            if by is not None:
+                by.order.write(np.ascontiguousarray(number).data)
             yield chunk & np.uint64((1 << bits) - 1)
         keys = numbers = parts = chunk = None  # free this range before the next
     np.cumsum(indptr, out=indptr)
+
+
+def _source_bits(num_nodes) -> int:
+    """Return how many bits of a key hold the source; the destination is above them."""
+    return max(num_nodes - 1, 1).bit_length()
 
 
 def _sorted_keys(keys, drop_duplicates) -> Iterator[tuple]:
@@ -102,21 +131,27 @@ def _sorted_keys(keys, drop_duplicates) -> Iterator[tuple]:
         yield chunk, None
 
 
-def _sorted_with_numbers(
-    keys, numbers, num_edges, by, node_time, drop_duplicates, bits
-) -> Iterator[tuple]:
+def _sorted_with_numbers(keys, numbers, edges, by, drop_duplicates) -> Iterator[tuple]:
+    bits = _source_bits(edges.num_nodes)
     for part in _few_destinations(keys, bits):
-        few, number = keys[part], numbers[part]
-        kind, time = ([] if a is None else [np.asarray(a[number % num_edges])] for a in by)
-        if node_time is not None:
-            time = [node_time[few & np.uint64((1 << bits) - 1)]]
-        order = np.lexsort((number, few, *time, *kind, few >> np.uint64(bits)))
+        few = keys[part]
+        number = numbers[part]
+        given = number % edges.num_edges  # of a reverse that of its edge
+        ranks = [number, few]  # in rising order of precedence
+        if by.node_time is not None:
+            ranks.append(by.node_time[few & np.uint64((1 << bits) - 1)])
+        elif by.times is not None:
+            ranks.append(np.asarray(by.times[given]))
+        same = few
+        if by.types is not None:
+            types = np.asarray(by.types[given])
+            ranks.append(types)
+            if drop_duplicates:  # the rank among few edges and a 16-bit type fit into 64 bits
+                same = np.unique(few, return_inverse=True)[1] << 16 | types
+        order = np.lexsort((*ranks, few >> np.uint64(bits)))
         if drop_duplicates:  # the first of each stays
-            same = few
-            for values in kind:  # the rank among few edges and a 16-bit type fit into 64 bits
-                same = np.unique(few, return_inverse=True)[1] << 16 | values
             order = order[np.sort(np.unique(same[order], return_index=True)[1])]
-        yield few[order], number[order] % num_edges
+        yield few[order], given[order]
 
 
 def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
@@ -135,35 +170,45 @@ def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
             yield order[a:b]
 
 
-def _ranges(edges, num_nodes, bits, max_edges, numbered, folder, progress) -> Iterator[tuple]:
-    """Partition edges by ranges of destinations, of up to `max_edges` edges -> yields for each range the unsorted keys
+def _ranges(edges, options, numbered, folder, progress) -> Iterator[tuple]:
+    """Partition edges by ranges of destinations, of up to SORT_EDGES edges -> yields for each range the unsorted keys
     uint64 [n] of (destination, source) and the numbers of the edges, int64 [n] or None. One pass counts the edges, a
     second writes each to its range, in a temporary file if there are several."""
-    cuts, counts = _cut(edges, num_nodes, max_edges)
-    ends, folder = np.cumsum(counts), folder if len(counts) > 1 else None
-    filled, total = ends - counts, int(ends[-1])
+    chunks = functools.partial(edge_chunks, edges, options, numbered)
+    bits = _source_bits(edges.num_nodes)
+    most = max(1, SORT_EDGES >> 2) if numbered else SORT_EDGES
+    cuts, counts = _cut(chunks, edges.num_nodes, most)
+    several = len(counts) > 1
+    room = functools.partial(_on_disk, folder) if several else np.empty
+    ends = np.cumsum(counts)
+    total = int(ends[-1])
+    filled = ends - counts
     with progress_bar(progress, total=2 * total, desc="edges", unit="edge") as bar:
-        room = functools.partial(_on_disk, folder) if folder else np.empty
-        spools = [room(total, dtype) for dtype in (np.uint64, np.int64)[: 1 + numbered]]
-        for src, dst, *number in edges():
-            packed = dst.astype(np.int64)
+        spools = [room(total, np.uint64)]
+        if numbered:
+            spools.append(room(total, np.int64))
+        for chunk in chunks():
+            packed = chunk.destinations.astype(np.int64)
             packed <<= bits
-            packed |= src
-            arrays = [packed.view(np.uint64), *number]
-            if folder and numbered:
+            packed |= chunk.sources
+            arrays = [packed.view(np.uint64)]
+            if numbered:
+                arrays.append(chunk.numbers)
+            if several and numbered:
                 order = np.argsort(arrays[0])
                 arrays = [array[order] for array in arrays]
-            elif folder:  # SIMD: faster than selecting the edges of each range
+            elif several:  # SIMD: faster than selecting the edges of each range
                 arrays[0].sort()
             inner = np.searchsorted(arrays[0], np.array(cuts[1:-1], np.uint64) << np.uint64(bits))
-            for i, (a, b) in enumerate(zip([0, *inner], [*inner, len(src)])):
+            for i, (a, b) in enumerate(zip([0, *inner], [*inner, len(packed)])):
                 for spool, array in zip(spools, arrays):
                     spool[filled[i] : filled[i] + b - a] = array[a:b]
                 filled[i] += b - a
-            bar.update(len(src))
+            bar.update(len(packed))
+        in_memory = np.array if several else np.asarray
         for a, b in zip(ends - counts, ends):
-            parts = (np.array(spool[a:b]) if folder else spool[a:b] for spool in spools)
-            yield *parts, *[None] * (not numbered)
+            # without a name for them here: the next range is made after these are freed
+            yield in_memory(spools[0][a:b]), in_memory(spools[1][a:b]) if numbered else None
             bar.update(int(b - a))
 
 
@@ -175,13 +220,13 @@ def _on_disk(folder, count, dtype) -> np.ndarray:
         return np.memmap(file, dtype, "r+", shape=count)
 
 
-def _cut(edges, num_nodes, cap) -> tuple[list[int], np.ndarray]:
+def _cut(chunks, num_nodes, cap) -> tuple[list[int], np.ndarray]:
     """Cut the destinations into ranges of adjacent buckets, in one pass over the edges -> (boundaries, edges of each
     range): one range if there are up to `cap` edges, else several of up to an eighth of that, or one bucket."""
     shift = max(0, max(num_nodes - 1, 1).bit_length() - 16)
     ends = np.zeros(((num_nodes - 1) >> shift) + 2, np.int64)
-    for _, dst, *_ in edges():
-        ends[1:] += np.bincount(dst >> shift, minlength=len(ends) - 1)
+    for chunk in chunks():
+        ends[1:] += np.bincount(chunk.destinations >> shift, minlength=len(ends) - 1)
     np.cumsum(ends, out=ends)
     if ends[-1] > cap:
         # the edges are partitioned anyway, and smaller ranges sort faster

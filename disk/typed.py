@@ -19,86 +19,129 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from disk import files
-from disk.files import Rows, StoreError, array_like, integers, part_ids, reading, refuse, shaped
+from disk.columns import ALWAYS, COLUMNS, EDGE_TIME, EDGE_TYPE, NODE_TIME, OF_EDGES
+from disk.convert import (
+    Rows,
+    array_like,
+    as_rows,
+    chunked,
+    edge_pairs,
+    integers,
+    part_ids,
+    refuse,
+    row_dtype,
+    shaped,
+    whole_times,
+)
+from disk.files import StoreError, reading
 
-BY_TYPE = ("features", "labels", "node_time", "edge_weight", "edge_time", "edge_features")
+ONE_GRAPH = ("indptr", "indices", "edge_types", "node_names", "feature_names")
 
 
-def flatten(args):
-    """Turn a graph given by type into keyword arguments of `build_store` for one graph, where node_types is {name:
-    (nodes, feature width or 0)}, in the order of their ids, and edge_types a list of names.
+def flatten(given) -> dict:
+    """Turn a graph given by type into arguments of `build_store` for one graph, where node_types is {name: (nodes, feature
+    width or 0)}, in the order of their ids, and edge_types a list of names.
 
-    args: the arguments of `build_store`. features {type: [V_t, F_t]} may be None or missing for a type, narrower ones
+    given: the arguments of `build_store`. features {type: [V_t, F_t]} may be None or missing for a type, narrower ones
     are padded with zeros; labels are those of one type, and `split` holds ids of that type, or masks; edge columns are
     {type: [M_r, ...]}, narrower edge_features are padded too. With symmetrize the reverse of an edge has the edge's type if
     both ends are of one type, else the type `rev_NAME`. With node_time {type: [V_t]}, edges of a type without edge_time
     have the time of their source. Nodes of a type without node_time see everything, and are always seen: they have the
     latest time, their edges ALWAYS.
     """
-    node_types, edge_index = args["node_types"] or {}, args["edge_index"]
-    split = args["split"]
-    columns = {name: args[name] for name in BY_TYPE if args[name] is not None}
-    for name, values in columns.items():
-        if not isinstance(values, dict):
-            raise StoreError(f"{name}: {{type: values}} is needed, as edge_index is given by type")
-    features, labels, times = (columns.pop(name, {}) for name in BY_TYPE[:3])
+    by_type = _given_by_type(given)
+    features = by_type.pop("features", {})
+    labels = by_type.pop("labels", {})
+    of_nodes = {name: by_type.pop(name) for name in by_type.keys() - {*OF_EDGES}}
+    of_edges = {name: dict(values) for name, values in by_type.items()}
+    node_types = given.node_types or {}
     counts = integers("node_types", [*node_types.values()])
     refuse(counts < 0, "node_types", counts, "a number of nodes is 0 or more")
     node_types = dict(zip(node_types, counts.tolist()))
-    _check_names(node_types, edge_index)
+    _check_names(node_types, given.edge_index)
     names = sorted(node_types, key=lambda name: features.get(name) is None)
     first = dict(zip(names, itertools.accumulate((node_types[n] for n in names), initial=0)))
-    for name, values in {"features": features, "labels": labels, "node_time": times}.items():
+    for name, values in {"features": features, "labels": labels, **of_nodes}.items():
         if unknown := values.keys() - node_types.keys():
             raise StoreError(f"{name} of {min(unknown)}: types of nodes are {', '.join(names)}")
     if len(labels) > 1:
         raise StoreError(f"{' and '.join(labels)} have labels: keep those of one type")
-    edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in edge_index.items()}
-    for name, values in columns.items():
+    edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in given.edge_index.items()}
+    for name, values in of_edges.items():
         different = values.keys() ^ edges.keys()
-        if name == "edge_time" and times:
+        if name == EDGE_TIME.name and NODE_TIME.name in of_nodes:
             different = values.keys() - edges.keys()
         if different:
             raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
-    columns = {name: dict(values) for name, values in columns.items()}
-    if args["symmetrize"]:
-        _add_reverses(edges, columns)
-    graph = dict.fromkeys([*BY_TYPE, "split"])
-    if times:
-        graph["node_time"] = _spread("node_time", times, first, node_types)
-        own = columns.setdefault("edge_time", {})
+    if given.symmetrize:
+        _add_reverses(edges, of_edges)
+    columns = {}
+    for name, values in of_nodes.items():
+        columns[name] = _node_column(COLUMNS[name], values, first, node_types)
+    if NODE_TIME.name in of_nodes:
+        times = of_edges.setdefault(EDGE_TIME.name, {})
         for kind, (sources, _) in edges.items():
-            if kind in own:
-                own[kind] = files.whole_times(f"edge_time of {','.join(kind)}", own[kind])
-            elif kind[0] in times:
-                own[kind] = graph["node_time"][first[kind[0]] + sources]
+            if kind in times:
+                name = f"{EDGE_TIME.name} of {','.join(kind)}"
+                times[kind] = whole_times(name, times[kind])
+            elif kind[0] in of_nodes[NODE_TIME.name]:
+                times[kind] = columns[NODE_TIME.name][first[kind[0]] + sources]
             else:
-                own[kind] = np.full(len(sources), files.ALWAYS)
-    for name, values in columns.items():
-        graph[name] = _column(name, values, edges)
+                times[kind] = np.full(len(sources), ALWAYS)
+    for name, values in of_edges.items():
+        columns[name] = _edge_column(COLUMNS[name], values, edges)
+    pairs_of = edges.values()
+    columns[EDGE_TYPE.name] = np.repeat(np.arange(len(edges)), [p.shape[1] for p in pairs_of])
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
-    graph["edge_index"] = np.concatenate(moved, 1)
-    graph["edge_type"] = np.repeat(np.arange(len(moved)), [pairs.shape[1] for pairs in moved])
-    graph["edge_types"] = [",".join(kind) for kind in edges]
     tables = {}
     for name in filter(lambda name: features.get(name) is not None, names):
         title = f"features of {name}"
         tables[name] = shaped(title, array_like(title, features[name]), node_types[name], "F")
-    graph["features"] = _joined(tables)
     widths = {name: table.shape[1] for name, table in tables.items()}
-    graph["node_types"] = {name: (node_types[name], widths.get(name, 0)) for name in names}
-    if labels:
-        graph["labels"] = _spread("labels", labels, first, node_types, rest=-1)
-    if labels and split is not None:
-        start = first[next(iter(labels))]
-        ids = functools.partial(part_ids, count=len(*labels.values()))
-        splits = split if isinstance(split, list) else [split]
-        moved = [{p: start + ids(f"split {p!r}", v) for p, v in s.items()} for s in splits]
-        graph["split"] = moved if splits is split else moved[0]
-    elif split:
-        raise StoreError("split is of nodes with labels, and no type of nodes has any")
-    return graph
+    return {
+        "node_types": {name: (node_types[name], widths.get(name, 0)) for name in names},
+        "edge_types": [",".join(kind) for kind in edges],
+        "edge_index": np.concatenate(moved, 1),
+        "columns": columns,
+        "features": _joined(tables),
+        "symmetrize": False,
+        **_labels(labels, given.split, first, node_types),
+    }
+
+
+def _given_by_type(given) -> dict:
+    """Return the arguments that are given by type, {name: {type: values}}; StoreError for those of one graph."""
+    columns = {name: values for name, values in given.columns.items() if values is not None}
+    of_one = [name for name in columns if not COLUMNS[name].by_type]
+    of_one += [name for name in ONE_GRAPH if getattr(given, name) is not None]
+    if of_one:
+        raise StoreError(f"{of_one[0]} is not for a graph that is given by type")
+    by_type = {"features": given.features, "labels": given.labels, **columns}
+    by_type = {name: values for name, values in by_type.items() if values is not None}
+    for name, values in by_type.items():
+        if not isinstance(values, dict):
+            raise StoreError(f"{name}: {{type: values}} is needed, as edge_index is given by type")
+    return by_type
+
+
+def _labels(labels, split, first, node_types) -> dict:
+    """Return the labels {type: labels of its nodes} of one type and the split as those of one graph."""
+    if not labels:
+        if split:
+            raise StoreError("split is of nodes with labels, and no type of nodes has any")
+        return {"labels": None, "split": None}
+    ((kind, values),) = labels.items()
+    values = integers(f"labels of {kind}", values)
+    joined = _spread("labels", {kind: values}, first, node_types, -1)
+    if split is None:
+        return {"labels": joined, "split": None}
+    splits = split if isinstance(split, list) else [split]
+    count = len(values)
+    moved = [
+        {part: first[kind] + part_ids(f"split {part!r}", ids, count) for part, ids in one.items()}
+        for one in splits
+    ]
+    return {"labels": joined, "split": moved if splits is split else moved[0]}
 
 
 def _check_names(node_types, edge_index):
@@ -120,7 +163,7 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
         sizes = f"sizes are given of {', '.join(node_types)} alone"
         raise StoreError(f"edges {','.join(kind)} join {min(unknown)}: {sizes}")
     name = f"edges {','.join(kind)}"
-    pairs = files.edge_pairs(name, pairs, node_types[source], node_types[destination])
+    pairs = edge_pairs(name, pairs, node_types[source], node_types[destination])
     pairs = integers(name, pairs)
     for row, end in zip(pairs, (source, destination)):
         why = f"ids of {end} lie in [0, {node_types[end]})"
@@ -138,14 +181,14 @@ def _add_reverses(edges, columns):
             raise StoreError(f"symmetrize adds edges {','.join(reverse)}, which are there already")
         edges[reverse] = np.concatenate(parts, 1)
         for values in (values for values in columns.values() if kind in values):
-            values[reverse] = torch.cat([files.as_rows("edges", values[kind])] * len(parts))
+            values[reverse] = torch.cat([as_rows("edges", values[kind])] * len(parts))
 
 
-def _column(name, values, edges) -> torch.Tensor:
+def _edge_column(column, values, edges) -> torch.Tensor:
     """Join a column {type: values} in the order of the edges {type: pairs}."""
-    with reading(name):
-        rows = {f"{name} of {','.join(k)}": files.as_rows(name, values[k]) for k in edges}
-        if name == "edge_features":
+    with reading(column.name):
+        rows = {f"{column.name} of {','.join(k)}": as_rows(column.name, values[k]) for k in edges}
+        if column.width:
             rows = {n: part[:, None] if part.dim() == 1 else part for n, part in rows.items()}
             width = max(part.shape[1] for part in rows.values())
             rows = {n: pad(part, (0, width - part.shape[1])) for n, part in rows.items()}
@@ -155,21 +198,31 @@ def _column(name, values, edges) -> torch.Tensor:
         return torch.cat([_converted(*item, dtype) for item in rows.items()])
 
 
+def _node_column(column, values, first, node_types) -> np.ndarray:
+    """Join a column {type: values} over all nodes."""
+    parts = {}
+    for kind, part in values.items():
+        name = f"{column.name} of {kind}"
+        parts[kind], _ = column.check(name, array_like(name, part))
+    rest = column.elsewhere(np.concatenate([*parts.values()]))
+    return _spread(column.name, parts, first, node_types, rest)
+
+
 def _joined(tables):
     """Join feature tables {type: [V_t, F_t]} to one, padded to the widest; [[0]] if there are none."""
     if empty := [name for name, table in tables.items() if not table.shape[1]]:
         raise StoreError(f"features of {empty[0]} have no columns: leave them out")
     if len(tables) < 2:
         return next(iter(tables.values()), np.zeros((1, 1), np.float32))
-    dtypes = [getattr(torch, files.row_dtype(f"features of {n}", t)) for n, t in tables.items()]
+    dtypes = [getattr(torch, row_dtype(f"features of {n}", t)) for n, t in tables.items()]
     dtype = functools.reduce(torch.promote_types, dtypes)
     width = max(t.shape[1] for t in tables.values())
 
     def chunks():
         for name, table in tables.items():
             title = f"features of {name}"
-            for first, rows in files.chunked(title, table):
-                rows = _converted(title, files.as_rows(title, rows), dtype, first)
+            for first, rows in chunked(title, table):
+                rows = _converted(title, as_rows(title, rows), dtype, first)
                 yield pad(rows, (0, width - rows.shape[1]))
 
     return Rows((sum(t.shape[0] for t in tables.values()), width), dtype, chunks())
@@ -184,14 +237,11 @@ def _converted(name, rows, dtype, first=0):
     return kept
 
 
-def _spread(name, values, first, node_types, rest=None) -> np.ndarray:
-    """Join {type: integers [V_t] or [V_t, C]} to an array over all nodes, `rest` (None: the largest) for other types."""
-    values = {kind: integers(f"{name} of {kind}", v) for kind, v in values.items()}
-    if rest is None:
-        rest = max((int(part.max()) for part in values.values() if part.size), default=0)
-    shape = next(iter(values.values())).shape[1:]
-    joined = np.full((sum(node_types.values()), *shape), rest)
-    for kind, part in values.items():
-        shaped(f"{name} of {kind}", part, node_types[kind], *shape)
+def _spread(name, parts, first, node_types, rest) -> np.ndarray:
+    """Join {type: array [V_t] or [V_t, C]} to an array over all nodes, `rest` for those of other types."""
+    some = next(iter(parts.values()))
+    joined = np.full((sum(node_types.values()), *some.shape[1:]), rest, some.dtype)
+    for kind, part in parts.items():
+        shaped(f"{name} of {kind}", part, node_types[kind], *some.shape[1:])
         joined[first[kind] : first[kind] + len(part)] = part
     return joined

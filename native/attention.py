@@ -10,8 +10,8 @@ import torch
 from .kernels import (
     Code,
     Dropout,
+    InEdges,
     Lists,
-    Near,
     aligned,
     destinations,
     learned,
@@ -44,7 +44,7 @@ def attend(
     Returns:
         [S, K D], of source's type.
     """
-    near = Near(indptr, indices, self_rows)
+    near = InEdges(indptr, indices, self_rows)
     dropout = Dropout.of(*drawn)
     code = of_block(near, source, target, nodes=dropout.nodes)
     S = len(target)
@@ -67,7 +67,7 @@ def attend(
 
 
 class _Attention(NamedTuple):
-    near: Near
+    near: InEdges
     edges: torch.Tensor
     dropout: Dropout
     code: Code
@@ -237,7 +237,7 @@ def edge_sums(indptr, indices, h, edges, by):
     Returns:
         [S, F].
     """
-    near = Near(indptr, indices)
+    near = InEdges(indptr, indices)
     code = of_block(near, h, h[: near.S], own=False)
     if code is None or not _fits(edges, by, indices.numel(), h):
         return None

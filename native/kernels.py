@@ -1,6 +1,6 @@
 """The kernels of layers.cu for tensors of given dtypes, on a GPU and, as loops of torch's OpenMP threads, on the CPU.
 
-    near = Near(indptr, indices)                     # a block's edges by destination
+    near = InEdges(indptr, indices)                     # a block's edges by destination
     code = of_block(near, h, out)                    # None: torch operations have to be used
     code.self_and_mean(near, h, out)
     lists = Lists.of(code, near, len(h))             # its edges by source, for the backward pass
@@ -33,7 +33,7 @@ RUN = 16  # at most this many rows of a gradient are summed by one GPU thread fo
 ENOUGH = 1 << 21  # elements of the gradient per such row: leaves half a million threads
 
 
-class Near(NamedTuple):
+class InEdges(NamedTuple):
     """The edges of a block by destination, and which of the source rows are the destinations' own."""
 
     indptr: torch.Tensor  # [S+1]
@@ -384,4 +384,4 @@ def static(block):
 def fill_lists(block):
     """Fill the lists of a static block, if a step has asked for them, for the batch that it has by now."""
     if lists := getattr(block.indices, "lists", None):
-        lists.fill(Near(block.indptr, block.indices))
+        lists.fill(InEdges(block.indptr, block.indices))

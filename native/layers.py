@@ -26,8 +26,8 @@ from .kernels import (
     UNSCALED,
     Code,
     Dropout,
+    InEdges,
     Lists,
-    Near,
     Scales,
     aligned,
     followed,
@@ -53,7 +53,7 @@ SLICED = 1024  # rows of each slice, at least
 
 def self_and_mean(indptr, indices, h, self_rows=None, out=None):
     """See model.py; None if torch operations have to be used."""
-    near = Near(indptr, indices, self_rows)
+    near = InEdges(indptr, indices, self_rows)
     target = h.new_empty(near.S, 2 * h.shape[1]) if out is None else out
     code = of_block(near, h, target)
     if code is None or target.shape != (near.S, 2 * h.shape[1]):
@@ -68,7 +68,7 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None):
 
 def own_plus_mean(indptr, indices, h, alpha, beta, *, self_rows=None, gamma=None):
     """See model.py; None if torch operations have to be used."""
-    near = Near(indptr, indices, self_rows)
+    near = InEdges(indptr, indices, self_rows)
     code = of_block(near, h, h[: near.S])
     scales = Scales(*(t if t is None else t.contiguous() for t in (alpha, beta, gamma)))
     wanted = torch.float32, h.device
@@ -83,7 +83,7 @@ def own_plus_mean(indptr, indices, h, alpha, beta, *, self_rows=None, gamma=None
 
 def mean_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
-    near = Near(indptr, indices)
+    near = InEdges(indptr, indices)
     code = of_block(near, h, h[: near.S], own=False)
     if code is None:
         return None
@@ -229,7 +229,7 @@ def dropout(x, nodes, seed, drop):
 
 def max_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
-    near = Near(indptr, indices)
+    near = InEdges(indptr, indices)
     code = of_block(near, h, h[: near.S], own=False)
     return None if code is None else _MaxNeighbours.apply(h, near, code)
 
@@ -380,7 +380,7 @@ def stack(blocks, x, weights, *, aggregated, scales, drops):
     # the input may have another dtype than the layers' results
     of_input = functions(integers, x, rows)
     code = functions(integers, rows, rows)
-    nears = [Near(block.indptr, block.indices) for block in blocks]
+    nears = [InEdges(block.indptr, block.indices) for block in blocks]
     if of_input is None or code is None:
         return None
     for near, block in zip(nears[aggregated:], blocks[aggregated:]):
@@ -395,7 +395,7 @@ def stack(blocks, x, weights, *, aggregated, scales, drops):
 class _Layers(NamedTuple):
     """What the layers of a stack do; active: `Dropout` of each layer's input, after ReLU; None: no ReLU."""
 
-    nears: list[Near]
+    nears: list[InEdges]
     aggregated: bool
     scales: list[Scales]
     active: list[Dropout | None]

@@ -5,13 +5,17 @@
 
 There is no generator or scheduler state: draws depend only on --seed and the step. On resume, flags are
 
-    FIXED       the checkpoint's; another value is refused. --model FILE.py:NAME must be typed again, since a checkpoint
-                never names code; a changed file is reported. --split, --edge-split and --edge-type may differ if
-                --predict only predicts
-    KEPT        the checkpoint's unless typed again, which takes effect from the next epoch on (the cosine spans all of
-                --epochs). --batch-size x --accumulate x processes must stay the same. --dataset: any path to the same
-                graph, or any graph of the same widths if --predict only predicts
-    all others  this command's: where it runs, what it writes
+    fixed     the checkpoint's; another value is refused. --model FILE.py:NAME must be typed again, since a checkpoint
+              never names code; a changed file is reported
+    of_data   the same, but they may differ if --predict only predicts
+    kept      the checkpoint's unless typed again, which takes effect from the next epoch on (the cosine spans all of
+              --epochs). --batch-size x --accumulate x processes must stay the same. --dataset: any path to the same
+              graph, or any graph of the same widths if --predict only predicts
+    built     the same while the graph's store is missing and built anew
+    alike     this command's, the same on all ranks
+    free      this command's: where it runs, what it writes
+
+as run/flags.py declares each of them.
 
 A graph is recognised by the SHA-256 of its files in meta.json, not by its path; so is a file of --edge-split. An LMDB file
 may change by design: once it has, it is no longer compared.
@@ -29,26 +33,16 @@ import re
 import socket
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 from disk.files import StoreError, reading, write_whole
-from run.flags import TASKS, changed, make_parser, spelled, text_of
+from run.flags import FLAGS, SAVED, TASKS, Flags, declared, make_parser, parsed, spelled, text_of
 from run.own_model import is_own, load
 
-FIXED = """task fanout model model_args hidden num_layers heads norm residual dropout
-input_dropout sampler layer_dependency batch_dependency temporal window seed split metric edge_split scorer bases
-edge_type negatives negatives_by unchecked_negatives link_loss""".split()
-BUILT = {"symmetrize": False, "drop_duplicates": False, "feature_dtype": None}  # into a store; off
-KEPT = f"""dataset {" ".join(BUILT)} batch_size accumulate lr lr_schedule weight_decay epochs early_stop
-weights precision checkpoint_activations""".split()
-# what all ranks need to have in common, beside the data
-SAME = {*FIXED, *KEPT, *"mode cuda_graph runs checkpoint_every predict_what".split()}
-SAME = sorted(SAME - {"dataset", *BUILT})
-# flags and widths that early checkpoints lack, and what they stand for
-LATER = dict(drop_duplicates=False, feature_dtype=None, window=None, bases=0, edge_type=None)
+# widths that early checkpoints lack, and what they stand for
 LATER_WIDTHS = dict(
     num_edge_types=0,
     node_types=0,
@@ -63,23 +57,25 @@ LATER_WIDTHS = dict(
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
 
 
-def save_checkpoint(path, args, store, model, optimizer, best, epoch, step):
-    """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0."""
-    graph = {name: store.meta.get(name, 0) for name in TASKS[args.task].widths}
+def save_checkpoint(run, optimizer, best, epoch, step):
+    """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0, to --checkpoint."""
+    plan = run.plan
+    store = run.store
+    graph = {name: store.meta.get(name, 0) for name in TASKS[plan.task].widths}
     graph |= names_of(store) | {"path": str(store.path), "files": digests(store)}
     graph["feature_names"] = getattr(store, "feature_names", None)
     state = {
-        "flags": {name: getattr(args, name) for name in (*FIXED, *KEPT)},
-        "total_batch": args.total_batch,
-        "graph": {**graph, "several": getattr(store, "several", None)},
-        "model": model.state_dict(),
+        "flags": {name: getattr(plan, name) for name in SAVED},
+        "total_batch": plan.total_batch,
+        "graph": {**graph, "several": run.task.several},
+        "model": run.model.state_dict(),
         "optimizer": optimizer.state_dict()["state"],
         "best": best,
         "epoch": epoch,
         "step": step,
-        "code": getattr(model, "digest", None),
+        "code": run.digest,
     }
-    write_whole(path, lambda file: torch.save(state, file))
+    write_whole(plan.checkpoint, lambda file: torch.save(state, file))
 
 
 def claimed(path):
@@ -127,8 +123,8 @@ def load_model(path, model=None):
 
 def described_network(state):
     """Build the network that a checkpoint's flags and widths describe, with initial weights."""
-    flags = state["flags"]
-    return TASKS[flags["task"]].network(SimpleNamespace(**flags), state["graph"])
+    flags = Flags(**state["flags"])
+    return TASKS[flags.task].network(flags, state["graph"])
 
 
 # ---- reading
@@ -189,67 +185,75 @@ def check_state(state, size):
 
 def parsed_flags(saved):
     """Return what the command-line parser makes of a checkpoint's flags, with those that early ones lack."""
-    saved, words = {**LATER, "weights": "best" if saved["early_stop"] else "last", **saved}, []
-    for name in (*FIXED, *KEPT):
-        if saved[name] is not None and (saved[name] is not False or name == "residual"):
-            words.append(spelled(name, saved[name], "="))
+    words = []
+    for name in SAVED:
+        flag = FLAGS[name]
+        value = saved.get(name, flag.older(saved) if flag.older else flag.default)
+        if value is not None and (value is not False or name == "residual"):
+            words.append(spelled(name, value, "="))
 
     def refuse(message):
         raise ValueError(f"among its flags, {message}")
 
     parser = make_parser()
     parser.error = refuse
-    args = parser.parse_args(words)
-    return {name: getattr(args, name) for name in (*FIXED, *KEPT)}
+    flags = parsed(parser, words)
+    return {name: getattr(flags, name) for name in SAVED}
 
 
 # ---- resuming
 
 
-def adopted(args, state, path):
-    """Return args with the checkpoint's values of flags that were not typed; other values of FIXED ones are refused."""
-    flags = {name: value for name, value in state["flags"].items() if name not in args.typed}
-    for name in (name for name in FIXED if name in args.typed):
-        typed, value = getattr(args, name), state["flags"][name]
-        of_data = name in ("edge_split", "edge_type", "split") and not args.trains
-        if typed != value and not (is_own(typed) and is_own(value) or of_data):
-            was = f"checkpoint {path} was made with {spelled(name)} {text_of(value)}"
-            raise StoreError(f"{was}, this run has {text_of(typed)}")
-    if is_own(custom := flags.get("model")):
+def adopted(flags, state, path):
+    """Return flags with the checkpoint's values of those that were not typed; other values of `fixed` ones are refused."""
+    saved = state["flags"]
+    values = {name: value for name, value in saved.items() if name not in flags.typed}
+    fixed = declared("fixed", "of_data") if flags.trains else declared("fixed")
+    for name in fixed:
+        here = getattr(flags, name)
+        was = saved[name]
+        if name in flags.typed and here != was and not (is_own(here) and is_own(was)):
+            made = f"checkpoint {path} was made with {spelled(name)} {text_of(was)}"
+            raise StoreError(f"{made}, this run has {text_of(here)}")
+    if is_own(custom := values.get("model")):
         raise StoreError(f"checkpoint {path} holds weights of {custom}: give --model FILE.py:NAME")
     with reading(f"checkpoint {path}"):
         store_is_here = os.path.isfile(os.path.join(state["graph"]["path"], "meta.json"))
-    if "dataset" not in args.typed and store_is_here:
-        flags["dataset"] = state["graph"]["path"]  # found there whatever --root is
-        # that store was built with these flags
-        flags |= {name: off for name, off in BUILT.items() if name not in args.typed}
-    if not args.trains:
-        flags["early_stop"] = None
-    return changed(args, **flags)
+    if "dataset" not in flags.typed and store_is_here:
+        values["dataset"] = state["graph"]["path"]  # found there whatever --root is
+        built = (name for name in declared("built") if name not in flags.typed)
+        values |= {name: FLAGS[name].default for name in built}
+    if not flags.trains:
+        values["early_stop"] = None
+    return replace(flags, **values)
 
 
-def common_state(ranks, args):
+def common_state(ranks, flags):
     """Read the state to resume; the rank whose file is furthest ahead broadcasts it, as machines need not share a disk
-    -> (state, its path, args with the flags of the state), or (None, None, args). --resume auto and a restart by
+    -> (state, its path, flags with those of the state), or (None, None, flags). --resume auto and a restart by
     torchrun read the file of --checkpoint. StoreError if ranks differ in flags that they need to have in common."""
-    local = args.checkpoint if args.checkpoint and os.path.isfile(args.checkpoint) else None
+    kept = flags.checkpoint
+    local = kept if kept and os.path.isfile(kept) else None
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    path = local if args.resume == "auto" or local and restarted else args.resume
+    path = local if flags.resume == "auto" or local and restarted else flags.resume
     state = read_checkpoint(path) if path else None
     progress = ranks.gather((state["epoch"] << 28) + state["step"] if state else -1)
     if max(progress) >= 0:
-        path, source = path or args.checkpoint or args.resume, progress.index(max(progress))
+        path = path or kept or flags.resume
+        source = progress.index(max(progress))
         if ranks.world > 1:
             data = Path(path).read_bytes() if ranks.rank == source else None
             state = read_checkpoint(path, ranks.broadcast(data, source))
-        args = adopted(args, state, path)
-    flags = {spelled(name): text_of(getattr(args, name)) for name in SAME}
-    # a file may lie in another folder; that of --edge-split is compared with the data
-    flags["--model"] = args.model.rpartition(":")[2]
-    flags["--edge-split"] = ".npz" if args.edge_split.endswith(".npz") else args.edge_split
-    flags |= {f"--{name}": bool(getattr(args, name)) for name in ("predict", "pairs", "gpus")}
-    check_same(ranks, flags | {"training": args.trains})
-    return state, path, args
+        flags = adopted(flags, state, path)
+    names = sorted(declared("fixed", "of_data", "kept", "alike"))
+    common = {spelled(name): text_of(getattr(flags, name)) for name in names}
+    # files may lie in another folder; what is in them is compared with the data
+    del common["--dataset"]
+    common["--model"] = flags.model.rpartition(":")[2]
+    common["--edge-split"] = ".npz" if flags.edge_split.endswith(".npz") else flags.edge_split
+    common |= {f"--{name}": bool(getattr(flags, name)) for name in ("predict", "pairs", "gpus")}
+    check_same(ranks, common | {"training": flags.trains})
+    return state, path, flags
 
 
 def check_same(ranks, values):
@@ -262,98 +266,131 @@ def check_same(ranks, values):
                 raise StoreError(f"{differ}: all machines need the same flags and data")
 
 
-def check_graph(ranks, state, path, args, task):
+def check_graph(ranks, state, path, plan, task):
     """Raise StoreError unless all ranks have the same data, with the graph of the checkpoint, if state is not None, and
     as many seeds a step as there. To predict, only the widths must match, and the graph may have fewer classes and edge
     types than the checkpoint, these in another order: returns the numbers [T] of the graph's edge types there, or None
     if they are the same."""
-    code = {"--model's file": load(args.model)[1]} if is_own(args.model) else {}
+    code = {"--model's file": load(plan.model)[1]} if is_own(plan.model) else {}
+    store = task.store
     # the file of --edge-split may lie in another folder
-    check_same(ranks, code | {os.path.basename(k): v for k, v in digests(task.store).items()})
+    check_same(ranks, code | {os.path.basename(k): v for k, v in digests(store).items()})
     if not state:
         return None
-    numbers = None
-    store, graph, compared = task.store, state["graph"], task.compared(args)
-    trained = f"checkpoint {path} was trained on a graph"
+    graph = state["graph"]
     with reading(f"checkpoint {path}"):
-        for name in compared:
-            here, was = store.meta.get(name, 0), graph[name]
-            lenient = name in ("num_classes", "num_edge_types")  # another graph may have fewer
-            differs = was is not None and here != was
-            if differs and (args.trains or not lenient or here > was):
-                raise StoreError(f"{trained} with {name} {was}, {store.path} has {here}")
-            if lenient:
-                setattr(store, name, int(was))
-        if (was := graph["several"]) is not None:
-            if store.labelled and store.several != was:
-                labels = "several labels" if was else "one label"
-                raise StoreError(f"{trained} of {labels} a node, {store.path} has others")
-            store.several = bool(was)
-        for name, here in names_of(store).items():
-            was, noun = graph[name], name.replace("_", " ")
-            numbered = f"num_{name}" in compared or name == "edge_types" and is_own(args.model)
-            if numbered and not (here and was) and (here or was) and store.labelled:
-                lacks = f"{store.path} has" if was else "the checkpoint has"
-                ranks.say(f"data    {noun} go by number: {lacks} no names of them")
-            if not (here and was and numbered) or was[: len(here)] == here:
-                continue
-            if args.trains or name != "edge_types" or {*here} - {*was}:
-                were = "; ".join(was)[:300]
-                has = f"{'; '.join(here)[:300]}"
-                if {*here} == {*was}:
-                    has = "them in another order"
-                raise StoreError(f"{trained} whose {noun} are {were}; {store.path} has {has}")
-            numbers = torch.tensor([was.index(kind) for kind in here])
-            ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
-        name_features(ranks, store, graph["feature_names"], trained)
-        files, was = digests(store), graph["files"]
-        if graph["classes"] or files.get("labels.npy") != was.get("labels.npy"):
+        check_widths(task, plan, graph, path)
+        numbers = numbers_of_types(ranks, task, plan, graph, path)
+        name_features(ranks, store, graph["feature_names"], path)
+        files = digests(store)
+        was = graph["files"]
+        if hasattr(store, "class_names") and (
+            graph["classes"] or files.get("labels.npy") != was.get("labels.npy")
+        ):
             # predictions are of the checkpoint's classes
-            store.class_names = graph["classes"] and [*map(str, graph["classes"])]
+            store.renumber(class_names=graph["classes"] and [*map(str, graph["classes"])])
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
-    if not args.trains:
-        if other and "dataset" not in args.typed:
+    if not plan.trains:
+        if other and "dataset" not in plan.typed:
             changed_files = f"{', '.join(other)} of {store.path}"
             ranks.say(f"data    {changed_files} changed since this checkpoint was trained")
         return numbers
     if other:
         start = f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same"
         raise StoreError(f"{start}; give its graph, or another --checkpoint to start anew")
-    if (was := state["total_batch"]) != args.total_batch:
+    if (was := state["total_batch"]) != plan.total_batch:
         start = f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}"
-        raise StoreError(f"{start}, this run has {args.total_batch}")
+        raise StoreError(f"{start}, this run has {plan.total_batch}")
     return None
 
 
-def name_features(ranks, store, was, trained):
-    """Put the feature columns of a store into the order of a checkpoint's names `was`; StoreError for other names. If one
-    of them has no names, columns go by position, and a line says so. trained: beginning of messages."""
+def check_widths(task, plan, graph, path):
+    """Raise StoreError unless a task's data have the widths of the graph of the checkpoint at `path`, and give its store
+    the numbers of classes and edge types there."""
+    store = task.store
+    trained = f"checkpoint {path} was trained on a graph"
+    for name in task.compared(plan):
+        here = store.meta.get(name, 0)
+        was = graph[name]
+        lenient = name in ("num_classes", "num_edge_types")  # another graph may have fewer
+        differs = was is not None and here != was
+        if differs and (plan.trains or not lenient or here > was):
+            raise StoreError(f"{trained} with {name} {was}, {store.path} has {here}")
+        if lenient:
+            store.renumber(**{name: int(was)})
+    if (was := graph["several"]) is not None:
+        if store.labelled and task.several != was:
+            labels = "several labels" if was else "one label"
+            raise StoreError(f"{trained} of {labels} a node, {store.path} has others")
+        task.predict_as(several=bool(was))
+
+
+def numbers_of_types(ranks, task, plan, graph, path):
+    """Match names of edge types and classes with those of the graph of the checkpoint at `path` -> numbers [T] of the
+    edge types there, or None if they are the same. StoreError for other names, or to train with another order."""
+    store = task.store
+    compared = task.compared(plan)
+    numbers = None
+    for name, here in names_of(store).items():
+        was = graph[name]
+        noun = name.replace("_", " ")
+        if not (f"num_{name}" in compared or name == "edge_types" and is_own(plan.model)):
+            continue
+        if not (here and was):
+            if (here or was) and store.labelled:
+                lacks = f"{store.path} has" if was else "the checkpoint has"
+                ranks.say(f"data    {noun} go by number: {lacks} no names of them")
+            continue
+        if was[: len(here)] == here:
+            continue
+        if plan.trains or name != "edge_types" or {*here} - {*was}:
+            were = "; ".join(was)[:300]
+            has = "; ".join(here)[:300]
+            if {*here} == {*was}:
+                has = "them in another order"
+            trained = f"checkpoint {path} was trained on a graph"
+            raise StoreError(f"{trained} whose {noun} are {were}; {store.path} has {has}")
+        ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
+        numbers = torch.tensor([was.index(kind) for kind in here])
+    return numbers
+
+
+def name_features(ranks, store, was, path):
+    """Put the feature columns of a store into the order of names `was` of the checkpoint at `path`; StoreError for other
+    names. If one of them has no names, columns go by position, and a line says so."""
     here = getattr(store, "feature_names", None)
     if not (here and was):
         lacks = f"{store.path} has" if was else "the checkpoint has"
         ranks.say((here or was) and f"data    features go by position: {lacks} no names of columns")
     elif sorted(here) != sorted(was):
-        lost, other = (min({*a} - {*b}, key=a.index) for a, b in ((was, here), (here, was)))
+        lost = min({*was} - {*here}, key=was.index)
+        other = min({*here} - {*was}, key=here.index)
         differ = f"{store.path} lacks it and has {other!r} instead: name the columns alike"
-        raise StoreError(f"{trained} with the feature {lost!r}; {differ}")
+        trained = f"checkpoint {path} was trained on a graph with the feature {lost!r}"
+        raise StoreError(f"{trained}; {differ}")
     elif here != was:
         store.take_columns(was)
         ranks.say("data    feature columns are put into the checkpoint's order by name")
 
 
-def restore(state, path, ranks, args, model, optimizer, best):
-    """Load a checkpoint, whose graph was checked, into model, optimizer and best -> (epoch, steps done in it)."""
+def restore(run, state, path, optimizer, best):
+    """Load a checkpoint, whose graph was checked, into a run's model, optimizer and best -> (epoch, steps done in it)."""
+    ranks = run.ranks
+    plan = run.plan
     with reading(f"checkpoint {path}"):
         for weights in (state["best"]["model"] or state["model"], state["model"]):
-            model.load_state_dict(weights)
-    if is_own(args.model) and str(state.get("code")) != model.digest:
-        ranks.say(f"model   {args.model} has changed since the checkpoint was written")
-    if args.trains:
+            run.model.load_state_dict(weights)
+    if is_own(plan.model) and str(state.get("code")) != run.digest:
+        ranks.say(f"model   {plan.model} has changed since the checkpoint was written")
+    if plan.trains:
         saved = state["flags"]
-        new = {name: getattr(args, name) for name in KEPT if name in args.typed}
-        changes = [f"{spelled(k)[2:]} {saved[k]} -> {v}" for k, v in new.items() if v != saved[k]]
+        typed = [name for name in declared("kept", "built") if name in plan.typed]
+        values = [(name, saved[name], getattr(plan, name)) for name in typed]
+        changes = [
+            f"{spelled(name)[2:]} {was} -> {here}" for name, was, here in values if here != was
+        ]
         ranks.say(changes and f"changed  {', '.join(changes)}")
-        parameters = list(model.parameters())
+        parameters = list(run.model.parameters())
         with reading(f"checkpoint {path}"):
             for index, moments in state["optimizer"].items():
                 shapes = {name: value.shape for name, value in moments.items()}

@@ -31,8 +31,9 @@ import torch
 import torch.distributed as dist
 
 from features import Fetched
-from model import LOOPED, SAGEConv, layers_where
+from model import SAGEConv, layers_where
 from native import kernels, sampler_gpu
+from relational import LOOPED
 from run.finite import LossSum
 from run.own_model import conv_of
 from sampler import Block
@@ -94,10 +95,10 @@ def obstacle(run):
     """Return why a step of this run cannot be a CUDA graph, or None if it can."""
     if not run.ranks.gpus:
         return "there is no GPU"
-    if reasons := hindrances(run.args, run.store, run.used):
+    if reasons := hindrances(run.plan, run.store, run.used):
         return reasons[0]
     if not run.ring.on_device:
-        return f"--mode {run.args.mode} fetches features on the host"
+        return f"--mode {run.plan.mode} fetches features on the host"
     if not isinstance(run.ring.features, torch.Tensor):
         return "the features are not a tensor, or are behind a cache"
     if not isinstance(run.sampler.engine, sampler_gpu.Backend):
@@ -120,7 +121,7 @@ def build(run, optimizer):
         collective call. Ranks on which only the capture failed launch the same kernels one by one.
     """
     ranks = run.ranks
-    args = run.args
+    args = run.plan
     graphs = None
     why = obstacle(run)
     if ranks.sum(bool(why))[0]:
@@ -132,7 +133,7 @@ def build(run, optimizer):
         torch.cuda.set_stream(stream)
         why = reason(error)
         if run.model.inputs:
-            run.model.inputs.padded = False
+            run.model.inputs.pad(False)
     # StepGraphs() has no collectives: a rank that fails in it leaves none waiting
     missing, uncaptured = ranks.sum(graphs is None, graphs is not None and not graphs.captured)
     if missing:
@@ -287,10 +288,10 @@ class StepGraphs:
         self.ring = run.ring
         self.repeated = 0
         ranks = run.ranks
-        args = run.args
+        args = run.plan
         model = run.model
         if model.inputs:
-            model.inputs.padded = True
+            model.inputs.pad(True)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self.weight, self.rate = torch.zeros(2, device=ranks.device)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from disk.columns import types_called
 from disk.files import StoreError
-from model import layers_where
-from run.own_model import conv_of, is_own, takes_edges
+from model import layers_where, plain_layers
+from run.own_model import conv_of, takes_edges
 from sampler import seen_at
 
 
@@ -30,9 +30,7 @@ class EdgeData(NamedTuple):
     type: Tensor | None = None  # uint8 or uint16 [M]: neighbours are drawn by type
     num_types: int = 1
     type_names: list | None = None  # None: types are named by number
-    numbers: Tensor | None = (
-        None  # int64 [num_types]: the network's numbers of the types; None: the same
-    )
+    numbers: Tensor | None = None  # int64 [num_types]: the network's numbers of the types, or None
 
     def seen_types(self):
         """Return the types [M] as the network numbers them, or None without types."""
@@ -43,97 +41,152 @@ class EdgeData(NamedTuple):
 
 
 def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
-    """Choose the edge columns that a run uses -> (EdgeData, a line to print for each column). task: a `Task` or its
-    class. Raises StoreError for flags that need a column the store lacks, or a model that cannot use one."""
-    used, lines, custom = EdgeData(), [], is_own(args.model)
-    if custom:
-        can, must = takes_edges(args.model)
+    """Choose the edge columns that a run uses -> (EdgeData, lines to print). task: a `Task` or its class.
+
+    There is one function for each decision -> (entries of EdgeData, lines). Raises StoreError for flags that need a
+    column the store lacks, or a model that cannot use one.
+    """
+    features, lines = features_used(args, store)
+    types, of_types = types_used(args, store)
+    times, of_times = times_used(args, task, store, by_type=bool(types))
+    weights, of_weights = weights_used(args, store)
+    used = EdgeData(**features, **types, **times, **weights)
+    return used, [*lines, *of_types, *of_times, *of_weights]
+
+
+def features_used(args, store):
+    """Edge features are inputs of layers and networks that take them."""
+    conv = conv_of(args.model)
+    if conv is None:
+        takes, must = takes_edges(args.model)
+        why = "it does not ask for them"
+        instead = "give that argument a default"
     else:
-        takes = conv_of(args.model).edge_features
-        can, must = takes != "no", takes == "must"
-    if can and store.edge_features is not None:
-        used = used._replace(features=store.edge_features)
-        seen = f"{store.edge_dim} x {store.meta['edge_dtype']}"
-        lines.append(f"the model sees the features of edges, {seen}")
-    elif store.edge_features is not None:
-        why = (
-            "it does not ask for them"
-            if custom
-            else f"{' and '.join(layers_where(edge_features='can') + layers_where(edge_features='must'))} take them"
-        )
-        lines.append(f"features of edges are not used by --model {args.model}: {why}")
-    elif must:
-        instead = "give that argument a default" if custom else "gin is gine without them"
-        needs = f"--model {args.model} takes features of edges, and {store.path} has none"
-        raise StoreError(f"{needs}; {instead}")
-    used, of_types = typed_edges(args, store, used, custom)
-    lines += of_types
+        takes = conv.edge_features != "no"
+        must = conv.edge_features == "must"
+        able = layers_where(edge_features="can") + layers_where(edge_features="must")
+        why = f"{' and '.join(able)} take them"
+        instead = f"{', '.join(plain_layers())} do without"
+    if store.edge_features is None:
+        if must:
+            needs = f"--model {args.model} takes features of edges, and {store.path} has none"
+            raise StoreError(f"{needs}; {instead}")
+        return {}, []
+    if not takes:
+        return {}, [f"features of edges are not used by --model {args.model}: {why}"]
+    seen = f"{store.edge_dim} x {store.meta['edge_dtype']}"
+    return {"features": store.edge_features}, [f"the model sees the features of edges, {seen}"]
+
+
+def types_used(args, store):
+    """Neighbours are drawn by type, or from all types, for layers that need types and for any network of a file."""
+    conv = conv_of(args.model)
+    typed = layers_where(uses_types=True)
+    if store.edge_type is not None and (conv is None or conv.uses_types):
+        types = {
+            "type": store.edge_type,
+            "num_types": store.num_edge_types,
+            "type_names": store.edge_types,
+        }
+        fanouts = hops(args.fanout, EdgeData(**types))
+        of = "all together"
+        if isinstance(fanouts[0], list):
+            of = "each of them"
+            if 0 in sum(fanouts, []):
+                of = "those it names, exact inference for all"
+        seen = f"--fanout is for {of}, and the model sees them"
+        return types, [f"edges have {store.num_edge_types} types; {seen}"]
+    if not all(isinstance(hop, int) for hop in args.fanout):
+        why = f"it is for {', '.join(typed)}, or a model of your own, and a graph with types"
+        fanout = ",".join(map(str, args.fanout))
+        raise StoreError(f"--fanout {fanout} names types: {why}, here {store.path}")
+    if conv is not None and conv.uses_types:
+        raise StoreError(f"--model {args.model} takes types of edges, and {store.path} has none")
+    if store.edge_type is None:
+        return {}, []
+    take = f"{' and '.join(typed)} take them"
+    return {}, [f"types of edges are not used by --model {args.model}: {take}"]
+
+
+def times_used(args, task, store, by_type):
+    """Edges later than a seed are hidden from it, if both have times and --temporal does not say otherwise. by_type:
+    whether the model sees types of edges."""
     timed = store.edge_time is not None and (task.timed_pairs or store.node_time is not None)
-    old = store.edge_time is None and store.node_time is not None
-    anew = f"build {store.path} anew: an edge then has the time of its source"
-    temporal = ("at" if timed else "off") if args.temporal == "auto" else args.temporal
-    if temporal != "off":
-        if not timed:
-            lacks = "edges (edge_time)" if store.edge_time is None else "nodes (node_time)"
-            lacks += f"; {anew}" * old
-            raise StoreError(f"--temporal {args.temporal}: {store.path} has no times of {lacks}")
-        if args.model == "gcn":
-            why = "divides by the degrees of the whole graph"
-            raise StoreError(f"--model gcn {why}: take sage, gat or gin, or --temporal off")
-        times = {"time": store.edge_time, "window": args.window, "strict": temporal == "before"}
-        used = used._replace(**times, seed_time=None if task.timed_pairs else store.node_time)
-        if store.edge_type is not None and used.type is None:
-            sees = f"lists are by type, then time, and --model {args.model} sees no types"
-            raise StoreError(f"{store.path}: {sees}: take rgcn or rgat, or --temporal off")
-        if str(args.fanout[0]).startswith("any="):
-            why = "lists are sorted by type, then time: give numbers by type, or --temporal off"
-            raise StoreError(f"--fanout any= draws from all types together, and {why}")
-        when = "at their own time or before it" if temporal == "at" else "before their own time"
-        when += f", of the last {args.window}" if args.window else ""
-        who = "the ends of a pair and its negatives" if task.timed_pairs else "seeds"
-        lines.append(f"{who} see edges {when}, in every hop; --temporal off shows them all")
-    elif store.edge_time is not None:
-        why = "--temporal off" if timed else "nodes have none (node_time)"
-        lines.append(f"times of edges are not used: {why}; seeds see edges of any time")
-    elif old:
-        lines.append(f"times of nodes are not used: edges have none (edge_time); {anew}")
-    draws = args.trains  # exact inference takes all neighbours
-    if draws and args.window and used.time is None:
-        raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")
-    if args.sampler == "latest" and used.time is not None:
+    temporal = args.temporal
+    if temporal == "auto":
+        temporal = "at" if timed else "off"
+    if temporal == "off":
+        return {}, unused_times(args, store, timed)
+    if not timed:
+        lacks = "edges (edge_time)" if store.edge_time is None else "nodes (node_time)"
+        if only_nodes_timed(store):
+            lacks += f"; {anew(store)}"
+        raise StoreError(f"--temporal {args.temporal}: {store.path} has no times of {lacks}")
+    conv = conv_of(args.model)
+    if conv is not None and conv.whole_graph:
+        why = "divides by the degrees of the whole graph"
+        *able, last = [n for n in plain_layers() if n in layers_where(whole_graph=False)]
+        instead = f"take {', '.join(able)} or {last}, or --temporal off"
+        raise StoreError(f"--model {args.model} {why}: {instead}")
+    if store.edge_type is not None and not by_type:
+        sees = f"lists are by type, then time, and --model {args.model} sees no types"
+        instead = f"take {' or '.join(layers_where(uses_types=True))}, or --temporal off"
+        raise StoreError(f"{store.path}: {sees}: {instead}")
+    if str(args.fanout[0]).startswith("any="):
+        why = "lists are sorted by type, then time: give numbers by type, or --temporal off"
+        raise StoreError(f"--fanout any= draws from all types together, and {why}")
+    times = {"time": store.edge_time, "window": args.window, "strict": temporal == "before"}
+    who = "the ends of a pair and its negatives"
+    if not task.timed_pairs:
+        times["seed_time"] = store.node_time
+        who = "seeds"
+    when = "at their own time or before it" if temporal == "at" else "before their own time"
+    if args.window:
+        when += f", of the last {args.window}"
+    lines = [f"{who} see edges {when}, in every hop; --temporal off shows them all"]
+    if args.sampler == "latest":
         lines.append("neighbours are the latest; exact inference counts all that a node may see")
-    elif draws and args.sampler == "latest":
+    return times, lines
+
+
+def unused_times(args, store, timed) -> list[str]:
+    """Return the lines of a run whose seeds see edges of any time; StoreError for flags that need times to draw by."""
+    draws = args.trains  # exact inference takes all neighbours
+    if draws and args.window:
+        raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")
+    if draws and args.sampler == "latest":
         needs = "--sampler latest needs times of edges and nodes"
         raise StoreError(f"{needs}, and --temporal at or before, here {args.temporal}")
-    if args.sampler == "weighted" and store.edge_weight is not None:
-        used = used._replace(weight=store.edge_weight)
-        lines.append("neighbours are drawn by weight; exact inference counts all edges alike")
-    elif store.edge_weight is not None:
-        lines.append("weights of edges are not used: --sampler weighted draws neighbours by them")
-    elif draws and args.sampler == "weighted":
-        raise StoreError(f"--sampler weighted draws by weights of edges, {store.path} has none")
-    return used, lines
+    if only_nodes_timed(store):
+        return [f"times of nodes are not used: edges have none (edge_time); {anew(store)}"]
+    if store.edge_time is None:
+        return []
+    why = "--temporal off" if timed else "nodes have none (node_time)"
+    return [f"times of edges are not used: {why}; seeds see edges of any time"]
 
 
-def typed_edges(args, store, used, custom) -> tuple[EdgeData, list[str]]:
-    """Add edge types to `used` if the model takes them -> (EdgeData, [line to print] or []). custom: a user's model."""
-    conv = conv_of(args.model)
-    needed = conv is not None and conv.uses_types
-    if store.edge_type is not None and (custom or needed):
-        count, names = store.num_edge_types, store.edge_types
-        used = used._replace(type=store.edge_type, num_types=count, type_names=names)
-        fanouts = hops(args.fanout, used)
-        of = "each of them" if isinstance(fanouts[0], list) else "all together"
-        if of == "each of them" and 0 in sum(fanouts, []):
-            of = "those it names, exact inference for all"
-        return used, [f"edges have {count} types; --fanout is for {of}, and the model sees them"]
-    if not all(isinstance(hop, int) for hop in args.fanout):
-        why = f"it is for rgcn, rgat, or a model of your own, and a graph with types, here {store.path}"
-        raise StoreError(f"--fanout {','.join(map(str, args.fanout))} names types: {why}")
-    if needed:
-        raise StoreError(f"--model {args.model} takes types of edges, and {store.path} has none")
-    unused = f"types of edges are not used by --model {args.model}: rgcn and rgat take them"
-    return used, [unused] if store.edge_type is not None else []
+def only_nodes_timed(store) -> bool:
+    """Whether nodes have times and edges do not, as in stores that were built before edges took those of their sources."""
+    return store.edge_time is None and store.node_time is not None
+
+
+def anew(store) -> str:
+    """Say what to do with a store in which only nodes have times."""
+    return f"build {store.path} anew: an edge then has the time of its source"
+
+
+def weights_used(args, store):
+    """Neighbours are drawn by the weights of their edges on request."""
+    if args.sampler == "weighted":
+        if store.edge_weight is not None:
+            said = "neighbours are drawn by weight; exact inference counts all edges alike"
+            return {"weight": store.edge_weight}, [said]
+        if args.trains:
+            lacks = f"{store.path} has none"
+            raise StoreError(f"--sampler weighted draws by weights of edges, {lacks}")
+    if store.edge_weight is None:
+        return {}, []
+    return {}, ["weights of edges are not used: --sampler weighted draws neighbours by them"]
 
 
 def hops(fanout, used):
@@ -142,7 +195,8 @@ def hops(fanout, used):
         return fanout
     if str(fanout[0]).startswith("any="):
         return [int(str(hop).removeprefix("any=")) for hop in fanout]
-    names, fanouts = used.type_names or [*map(str, range(used.num_types))], []
+    names = used.type_names or [*map(str, range(used.num_types))]
+    fanouts = []
     for hop in fanout:
         fanouts.append([hop if isinstance(hop, int) else 0] * len(names))
         for name, k in re.findall(r"(.+?)=(-1|0*[1-9][0-9]{0,8})(?::|$)", str(hop)):

@@ -1,6 +1,7 @@
 """A model from the user's file: train.py --model mymodel.py:Net --model-args hidden=64,num_layers=2
 
-Net is a class or function: Net(in_dim, num_classes, hidden=64, num_layers=2) -> torch.nn.Module, called as
+If Net is a subclass of `Conv` of model.py, it is a layer: the network is a `GNN` of it, as for the built-in models, and
+takes their flags. Else Net is a class or function: Net(in_dim, num_classes, hidden=64, num_layers=2) -> torch.nn.Module, called as
 net(blocks, x) with one block for each hop of --fanout, outermost first, and x [N, F], the features of
 blocks[0].src_nodes -> logits [S, C]. Inside, use layers of model.py, DGL's (`block.to_dgl()`) or PyG's
 (`block.to_pyg()`).
@@ -27,7 +28,7 @@ import torch
 from torch import nn
 
 from disk.files import StoreError, reading
-from model import CONVS
+from model import CONVS, Conv
 
 
 def is_own(model):
@@ -36,8 +37,14 @@ def is_own(model):
 
 
 def conv_of(model):
-    """Return the layer that a value of --model names, a subclass of `Conv`, or None for a network of a file."""
-    return CONVS.get(model)
+    """Return the layer that a value of --model names, a subclass of `Conv`, or None for a network of a file. A layer of a
+    file is entered into CONVS under that value; the file is run, so do not call this for a checkpoint's."""
+    if is_own(model):
+        made, _ = load(model)
+        if not (isinstance(made, type) and issubclass(made, Conv)):
+            return None
+        CONVS[model] = made
+    return CONVS[model]
 
 
 def words_of(text):
@@ -56,8 +63,10 @@ def words_of(text):
 def run_file(file, text):
     """Execute the source `text` of a file as a module -> the module."""
     spec = importlib.util.spec_from_file_location("own_model_file", file)
-    module = sys.modules["own_model_file"] = importlib.util.module_from_spec(spec)
-    if (folder := str(Path(file).absolute().parent)) not in sys.path:
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["own_model_file"] = module
+    folder = str(Path(file).absolute().parent)
+    if folder not in sys.path:
         sys.path.append(folder)  # for modules beside it
     try:
         exec(compile(text, file, "exec"), vars(module))
@@ -86,17 +95,20 @@ def load(model):
 def takes_edges(model):
     """Return whether the network of --model accepts edge features, and whether it requires them."""
     make, _ = load(model)
-    function, name = (make.forward, "edges") if hasattr(make, "forward") else (make, "edge_dim")
-    argument = inspect.signature(function).parameters.get(name)
+    if hasattr(make, "forward"):
+        argument = inspect.signature(make.forward).parameters.get("edges")
+    else:
+        argument = inspect.signature(make).parameters.get("edge_dim")
     return argument is not None, argument is not None and argument.default is argument.empty
 
 
 def build(model, words, in_dim, num_classes, edge_dim=0):
-    """Build the network of --model with the `words` of --model-args for feature width in_dim and
-    edge feature width edge_dim -> (nn.Module, SHA-256 of the file). Raises StoreError as `load`
-    does, for arguments that do not fit, and if the result is not a usable nn.Module."""
-    make, digest = load(model)
-    name, values = model.rpartition(":")[2], {}
+    """Build the network of --model with the `words` of --model-args for feature width in_dim and edge feature width
+    edge_dim -> nn.Module. Raises StoreError as `load` does, for arguments that do not fit, and if the result is not a
+    usable nn.Module."""
+    make, _ = load(model)
+    name = model.rpartition(":")[2]
+    values = {}
     for word in words:  # ['hidden=64', 'norm=layer'] -> {'hidden': 64, 'norm': 'layer'}
         key, _, text = word.partition("=")
         values[key.strip()] = text
@@ -110,7 +122,8 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
         options = "".join(f", {k}={v!r}" for k, v in values.items())
         call = f"{name}(in_dim, num_classes{options})"
         raise StoreError(f"--model {model} is called as {call}: {error}") from error
-    net, start = make(in_dim, num_classes, **values), f"--model {model}: {name}"
+    net = make(in_dim, num_classes, **values)
+    start = f"--model {model}: {name}"
     if not isinstance(net, nn.Module):
         raise StoreError(f"{start} returned a {type(net).__name__}, a torch.nn.Module is needed")
     if any(map(nn.parameter.is_lazy, [*net.parameters(), *net.buffers()])):
@@ -124,4 +137,4 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
     taken = inspect.signature(net.forward).parameters.values()
     if edge_dim and not any(p.name == "edges" or p.kind == p.VAR_KEYWORD for p in taken):
         raise StoreError(f"{start} takes edge_dim, but the forward of its result takes no `edges`")
-    return net, digest
+    return net

@@ -1,12 +1,11 @@
 """From an open task to batches: settle what the flags leave open, place the data as --mode says.
 
-    args, used = settle(ranks, args, task)
-    sampler, ring = place_data(ranks, args, task, used)
+    plan, used = settle(ranks, flags, task)
+    sampler, ring = place_data(ranks, plan, task, used)
 
 Every automatic choice is printed.
 """
 
-import argparse
 from contextlib import contextmanager
 
 import torch
@@ -19,90 +18,161 @@ from run import cuda_graphs
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
-from run.own_model import conv_of, is_own
-from run.plan import batches_ahead, choose_mode, placements, weight_bytes
+from run.own_model import conv_of
+from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from sampler import DamagedGraph, NeighborSampler
-from store import MmapFeatures, ReorderedFeatures
+from store import BACKENDS, MmapFeatures, ReorderedFeatures
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
 LEAST_STEPS = 200  # optimizer steps of the default --epochs, at least: small graphs need many
 
 
-def settle(ranks, args, task):
-    """Settle flags whose defaults depend on the data, the machine or other flags -> (a copy of args with mode, metric,
-    weights, residual, precision, epochs, weight_decay, total_batch and steps set, EdgeData of the columns in use)."""
-    store, lines, values = task.store, [], {"metric": task.metric}
-    valid = task.num_scored()
+def settle(ranks, flags, task):
+    """Settle flags whose defaults depend on the data, the machine or other flags -> (Plan, EdgeData of the columns in
+    use)."""
+    store = task.store
+    lines = []
     examples = max(len(store.split["train"]), 1)  # 0 without labels, when nothing is trained
-    values["total_batch"] = args.batch_size * args.accumulate * ranks.world
-    values["steps"] = steps = -(-examples // values["total_batch"])
-    values["epochs"] = args.epochs or max(10, -(-LEAST_STEPS // steps))
-    if args.weight_decay is None:
+    total_batch = flags.batch_size * flags.accumulate * ranks.world
+    steps = -(-examples // total_batch)
+    values = {
+        "metric": task.metric,
+        "total_batch": total_batch,
+        "steps": steps,
+        "epochs": flags.epochs or max(10, -(-LEAST_STEPS // steps)),
+        "weights": kept_weights(flags, task),
+    }
+    if flags.weight_decay is None:
         values["weight_decay"] = task.prior / examples
-    weights = args.weights or (task.weights if valid else "last")
-    values["weights"] = "best" if args.early_stop else weights
-    if values["weights"] == "best" and args.trains and not valid:
-        flag = f"--early-stop {args.early_stop}" if args.early_stop else "--weights best"
-        lacks = f"{store.path} has no validation {task.examples} to compute it from"
-        raise StoreError(f"{flag} goes by validation {task.metric}, and {lacks}")
-    if args.turn and args.split is None and getattr(store, "num_splits", 1) > 1:
-        values["split"] = args.turn % store.num_splits  # that of a checkpoint of one seed of --runs
-    if args.residual is None:
+    if flags.turn and flags.split is None and getattr(store, "num_splits", 1) > 1:
+        # that of a checkpoint of one seed of --runs
+        values["split"] = flags.turn % store.num_splits
+    if flags.residual is None:
         values["residual"], line = residual_helps(store, task.visible_labels())
         lines.append(f"model   {line}")
-    if args.precision is None:
-        has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
-        values["precision"] = "tf32" if has_tf32 else "fp32"
+    if flags.precision is None:
+        values["precision"] = "tf32" if has_tf32(ranks, flags) else "fp32"
     no_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX2"
-    if args.precision == "bf16" and not ranks.gpus and no_avx512:
+    if flags.precision == "bf16" and not ranks.gpus and no_avx512:
         lines.append("precision  bf16 is slower than fp32 on this processor, which has no AVX-512")
-    used, cores = EdgeData(), 1
-    values["mode"] = "store"
+    used = EdgeData()
+    cores = 1
+    mode = "store"
     if task.placed:
-        used, edge_lines = edge_data(args, task, store)
-        # the least of all ranks: they have to choose the same mode
-        free_gpu = torch.cuda.mem_get_info()[0] if ranks.gpus else 0
-        least = ranks.gather((free_gpu, free_host_bytes(), torch.get_num_threads()))
-        free_gpu, free_host, cores = map(min, zip(*least))
-        options = {"procs": ranks.local_world, "free_gpu": free_gpu, "free_host": free_host}
-        options |= sizes(args, task, used, cores)
-        values["mode"], line, warning = choose_mode(store, args.gpus, args.mode, **options)
-        ranks.say(args.verbose and f"memory  {line}")
+        used, edge_lines = edge_data(flags, task, store)
+        options = memory_options(ranks, flags, task, used)
+        mode, line, warning = choose_mode(store, flags.gpus, flags.mode, **options)
+        cores = options["cores"]
+        ranks.say(flags.verbose and f"memory  {line}")
         lines += [f"edges   {line}" for line in edge_lines]
-        lines += [f"memory  {warning}"] if warning else []
-    asked = args.sample_threads, args.prefetch
-    ahead = batches_ahead(values["mode"], cores, *asked)
-    values["sample_threads"], values["prefetch"] = ahead
-    ranks.say("\n".join(lines) if args.verbose or not args.turn else "")
-    return argparse.Namespace(**{**vars(args), **values}), used
+        if warning:
+            lines.append(f"memory  {warning}")
+    threads, prefetch = batches_ahead(mode, cores, flags.sample_threads, flags.prefetch)
+    values |= {"mode": mode, "sample_threads": threads, "prefetch": prefetch}
+    ranks.say("\n".join(lines) if flags.verbose or not flags.turn else "")
+    return flags.settled(**values), used
 
 
-def check_memory(ranks, args, task):
+def kept_weights(flags, task):
+    """Return whose weights a run keeps, "best" or "last"; StoreError if no validation example tells the best."""
+    judged = task.num_scored()
+    weights = flags.weights or (task.weights if judged else "last")
+    if flags.early_stop:
+        weights = "best"
+    if weights == "best" and flags.trains and not judged:
+        flag = f"--early-stop {flags.early_stop}" if flags.early_stop else "--weights best"
+        lacks = f"{task.store.path} has no validation {task.examples} to compute it from"
+        raise StoreError(f"{flag} goes by validation {task.metric}, and {lacks}")
+    return weights
+
+
+def has_tf32(ranks, flags):
+    """Return whether the GPUs of a run have TF32 products, as those of another machine are taken to have."""
+    if not ranks.gpus:
+        return False
+    return bool(flags.free_gpu) or torch.cuda.get_device_capability(ranks.device) >= (8, 0)
+
+
+def memory_options(ranks, flags, task, used):
+    """Return the keyword arguments of `estimate` in run/plan.py. What is free, and the cores, are the least of all
+    ranks: they have to choose the same mode."""
+    free_gpu = flags.free_gpu
+    if free_gpu is None:
+        free_gpu = torch.cuda.mem_get_info()[0] if ranks.gpus else 0
+    of_ranks = ranks.gather((free_gpu, free_host_bytes(), torch.get_num_threads()))
+    free_gpu, free_host, cores = map(min, zip(*of_ranks))
+    free = {"procs": ranks.local_world, "free_gpu": free_gpu or None, "free_host": free_host}
+    return free | sizes(flags, task, used, cores)
+
+
+def memory_lines(ranks, flags, task):
+    """List the lines of --dry-run about memory: sizes on disk, what each mode needs, the mode to choose."""
+    store = task.store
+    used = edge_data(flags, task, store)[0]
+    options = memory_options(ranks, flags, task, used)
+    modes, best = estimate(store, flags.gpus, **options)
+    disk = {name: record["bytes"] for name, record in store.meta["files"].items()}
+    features = disk.pop(BACKENDS[store.meta["backend"]])
+    lines = {
+        "on disk": f"graph {readable_size(sum(disk.values()))}, features {readable_size(features)}"
+    }
+    for mode, fit in modes.items():
+        lines[mode] = fit.line
+        if fit.largest_batch:
+            lines[mode] += f"; batches of up to {fit.largest_batch:,} seeds fit"
+    lines["mode"] = best or "none fits (--free-gpu 80GB asks about another machine's GPUs)"
+    lines["steps"] = "of the shapes of their batches"
+    if options["graphs"]:
+        lines["steps"] = "of static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"
+    arrays = modes["pinned-cuda"].placement.shared
+    free_host = options["free_host"]
+    where = "the mapped file stays in it"
+    if arrays > free_host:
+        where = "rows are read from the mapped file's disk, behind --cache"
+    if store.indices.nbytes > free_host // 2:
+        lists = readable_size(store.indices.nbytes)
+        where += f", and neighbour lists as they are sampled ({lists})"
+    take = f"graph and features take {readable_size(arrays)}"
+    free = f"{take} and {readable_size(free_host)} of host memory are free"
+    lines["features"] = (
+        f"mmap: {free}: {where}; lmdb is for rows that change while others read them"
+    )
+    return [f"{name:<14} {value}" for name, value in lines.items()]
+
+
+def check_memory(ranks, plan, task):
     """Raise StoreError if what training a built-in network holds for certain exceeds free memory, before any of it is
     allocated: weights, gradients, moments, and the hidden rows of a batch's seeds."""
-    free = torch.cuda.mem_get_info()[0] if ranks.gpus else free_host_bytes() // ranks.local_world
-    itemsize, batch = 8 if args.precision == "fp64" else 4, 0
+    if ranks.gpus:
+        free = plan.free_gpu or torch.cuda.mem_get_info()[0]
+    else:
+        free = free_host_bytes() // ranks.local_world
+    itemsize = 8 if plan.precision == "fp64" else 4
+    batch = 0
     try:
         with torch.device("meta"):
-            weights = weight_bytes(task.build(args), args.trains, itemsize)
+            weights = weight_bytes(task.build(plan), plan.trains, itemsize)
     except RuntimeError as error:  # bytes above 2^63
-        raise StoreError(f"--hidden {args.hidden}: {error}") from error
-    if args.trains and args.num_layers > 1:
-        seeds = len(task.store.split["train"]) // (args.accumulate * ranks.world)
-        rows = min(args.batch_size, seeds) * task.seeds_per_example(args)
-        batch = (2 if args.precision == "bf16" else itemsize) * rows * args.hidden
+        raise StoreError(f"--hidden {plan.hidden}: {error}") from error
+    if plan.trains and plan.num_layers > 1:
+        seeds = len(task.store.split["train"]) // (plan.accumulate * ranks.world)
+        rows = min(plan.batch_size, seeds) * task.seeds_per_example(plan)
+        batch = (2 if plan.precision == "bf16" else itemsize) * rows * plan.hidden
     if weights + batch <= free:
         return
-    parts = f"weights{', gradients and moments' * args.trains} {readable_size(weights)}"
-    parts += f", a batch at least {readable_size(batch)}" if batch else ""
-    smaller = f"--hidden {args.hidden} or "
-    smaller += (
-        f"--num-layers {args.num_layers}" if weights > free else f"--batch-size {args.batch_size}"
-    )
-    smaller += f" or --negatives {args.negatives}" if batch > free and task.embeds else ""
+    parts = f"weights{', gradients and moments' * plan.trains} {readable_size(weights)}"
+    if batch:
+        parts += f", a batch at least {readable_size(batch)}"
+    smaller = [f"--hidden {plan.hidden}"]
+    if weights > free:
+        smaller.append(f"--num-layers {plan.num_layers}")
+    else:
+        smaller.append(f"--batch-size {plan.batch_size}")
+    if batch > free and task.embeds:
+        smaller.append(f"--negatives {plan.negatives}")
     kind = "GPU memory" if ranks.gpus else "memory"
     room = f"{readable_size(free)} of {kind} are free for each process"
-    raise StoreError(f"this run cannot fit: {parts}, and {room}; lower {smaller}")
+    raise StoreError(f"this run cannot fit: {parts}, and {room}; lower {' or '.join(smaller)}")
 
 
 def residual_helps(store, known):
@@ -126,128 +196,147 @@ def residual_helps(store, known):
     return helps, f"{'' if helps else 'no '}residual connections: {why}"
 
 
-def sizes(args, task, used, cores=1):
+def sizes(flags, task, used, cores=1):
     """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
     process, if --sample-threads and --prefetch are not settled."""
-    sized = {
-        "fanout": draws(args, used),
-        "batch_size": args.batch_size * task.seeds_per_example(args),
+    conv = conv_of(flags.model)
+    return {
+        "fanout": draws(flags, used),
+        "batch_size": flags.batch_size * task.seeds_per_example(flags),
+        "hidden": flags.hidden,
+        "types": (flags.bases or used.num_types) if conv and conv.uses_types else 0,
+        "graphs": cuda_graphs.hops_held(flags, task.store, used) if flags.trains else 0,
+        "sample_threads": flags.sample_threads,
+        "prefetch": flags.prefetch,
+        "cores": cores,
     }
-    conv = conv_of(args.model)
-    sized["types"] = (args.bases or used.num_types) if conv and conv.uses_types else 0
-    sized["graphs"] = cuda_graphs.hops_held(args, task.store, used) if args.trains else 0
-    sized |= {name: getattr(args, name) for name in ("hidden", "sample_threads", "prefetch")}
-    return {**sized, "cores": cores}
 
 
-def draws(args, used):
+def draws(flags, used):
     """Return the most neighbours drawn for a node in each hop, over all edge types; -1: all of them."""
-    by_type = [k if isinstance(k, list) else [k] for k in hops(args.fanout, used)]
+    by_type = [k if isinstance(k, list) else [k] for k in hops(flags.fanout, used)]
     return [-1 if min(ks) < 0 else sum(ks) for ks in by_type]
 
 
-def place_data(ranks, args, task, used):
+def place_data(ranks, plan, task, used):
     """Place graph and features as --mode says and hand them to the task -> (sampler, ring), or (None, None) for a task
     that reads its own batches. If features are a tensor, the ring returns the input of GraphSAGE's first layer, own
     row beside neighbour mean, instead of raw rows: about a third of the bytes at usual fanouts."""
-    store, pinned = task.store, args.mode == "pinned-cuda"
+    store = task.store
     # a user's network gets float32 under autocast
-    bf16 = torch.float32 if is_own(args.model) else torch.bfloat16
-    dtype = {"bf16": bf16, "fp64": torch.float64}.get(args.precision, torch.float32)
+    bf16 = torch.bfloat16 if conv_of(plan.model) else torch.float32
+    dtype = {"bf16": bf16, "fp64": torch.float64}.get(plan.precision, torch.float32)
     check_features(ranks, store, dtype)
     if not task.placed:
-        task.attach(ranks, args)
+        task.attach(ranks, plan)
         return None, None
-    if store.sampling_threads and args.mode in ("cpu-cpu", "cpu-cuda"):
-        ranks.say(
-            args.verbose
-            and f"memory  {store.sampling_threads} threads read neighbour lists from the disk"
-        )
+    if store.sampling_threads and plan.mode in ("cpu-cpu", "cpu-cuda") and plan.verbose:
+        threads = f"{store.sampling_threads} threads"
+        ranks.say(f"memory  {threads} read neighbour lists from the disk")
+    graph, used = placed_arrays(ranks, plan, task, used)
+    indptr, indices, labels, features = graph
+    features = cached(ranks, plan, task, used, features)
+    sampler = make_sampler(
+        plan, indptr, indices, fanout=plan.fanout, used=used, threads=store.sampling_threads
+    )
+    in_place = cuda_graphs.averages_in_place(plan, store, features.dtype, dtype)
+    task.attach(ranks, plan, used, indptr, indices)  # before the ring, whose streams wait for it
+    ring = FeatureRing(
+        features,
+        labels,
+        edge_features=used.features,
+        slots=plan.prefetch + 1,
+        streams=plan.sample_threads,
+        dtype=dtype,
+        device=ranks.device,
+        gather=gather_rows,
+        aggregate=self_and_mean if in_place else None,
+    )
+    return sampler, ring
+
+
+def placed_arrays(ranks, plan, task, used):
+    """Place the graph's arrays and the columns in use as --mode says -> ([indptr, indices, labels, features], used)."""
+    store = task.store
+    pinned = plan.mode == "pinned-cuda"
     columns = {name: getattr(used, name) for name in ("weight", "time", "type", "features")}
-    columns, spare = {name: c for name, c in columns.items() if c is not None}, 0
-    arrays = [store.indptr, store.sampled_indices, store.labels, store.features, *columns.values()]
+    columns = {name: column for name, column in columns.items() if column is not None}
+    graph = [store.indptr, store.sampled_indices, store.labels, store.features]
+    arrays = [*graph, *columns.values()]
+    spare = 0
     try:
         if pinned:
-            needs = placements(store, **sizes(args, task, used))[args.mode]
-            spare = torch.cuda.mem_get_info()[0] - needs.gpu - needs.gpu_step - args.cache
+            needs = placements(store, **sizes(plan, task, used))[plan.mode]
+            spare = torch.cuda.mem_get_info()[0] - needs.gpu - needs.gpu_step - plan.cache
             arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum_here)
-        placed = place(*arrays[:4], args.mode, ranks.device, arrays[4:], spare)
-        indptr, indices, labels, features, *placed = placed
+        placed = place(*arrays[:4], plan.mode, ranks.device, arrays[4:], spare)
     except (OSError, RuntimeError) as error:
         if not pinned:
             raise
         raise StoreError(f"--mode pinned-cuda: {error}") from error
-    used = used._replace(**dict(zip(columns, placed)))
-    features = cached(ranks, args, task, used, features)
-    sampler = make_sampler(args, indptr, indices, args.fanout, used, store.sampling_threads)
-    in_place = cuda_graphs.averages_in_place(args, store, features.dtype, dtype)
-    options = {"slots": args.prefetch + 1, "streams": args.sample_threads, "dtype": dtype}
-    options |= {"device": ranks.device, "gather": gather_rows}
-    options["aggregate"] = self_and_mean if in_place else None
-    task.attach(ranks, args, used, indptr, indices)  # before the ring, whose streams wait for it
-    return sampler, FeatureRing(features, labels, edge_features=used.features, **options)
+    return placed[:4], used._replace(**dict(zip(columns, placed[4:])))
 
 
-def make_sampler(args, indptr, indices, fanout, used, threads=None):
+def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):
     """Build the NeighborSampler of the flags; used: EdgeData, the columns it draws by."""
     options = {"threads": threads, "weights": used.weight, "edge_ids": used.features is not None}
-    if args.sampler == "latest" and used.time is not None or args.sampler == "labor":
-        options["method"] = args.sampler
-    if args.sampler == "labor":
-        options["layer_dependency"] = args.layer_dependency
-        options["batch_dependency"] = args.batch_dependency
+    if plan.sampler == "latest" and used.time is not None or plan.sampler == "labor":
+        options["method"] = plan.sampler
+    if plan.sampler == "labor":
+        options["layer_dependency"] = plan.layer_dependency
+        options["batch_dependency"] = plan.batch_dependency
     if used.time is not None:
         options |= {"edge_times": used.time, "strict": used.strict, "window": used.window}
     if used.type is not None:
         fanout = hops(fanout, used)
         options |= {"edge_type": used.type, "by_type": isinstance(fanout[0], list)}
-    sampler = NeighborSampler(indptr, indices, fanout, seed=args.seed, check=False, **options)
+    sampler = NeighborSampler(indptr, indices, fanout, seed=plan.seed, check=False, **options)
     sampler.type_numbers = used.numbers
     return sampler
 
 
-def cached(ranks, args, task, used, features):
+def cached(ranks, plan, task, used, features):
     """Put --cache in front of the features -> the cache, one per process, of the rows that batches use most often; or
     the features as they are. Over memory-mapped features on CPU the cache looks ahead and plans the page cache too."""
-    store, budget = task.store, args.cache
-    mapped = args.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
+    store = task.store
+    budget = plan.cache
+    mapped = plan.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
     looks_ahead = mapped and lookahead.library() is not None
     if looks_ahead and store.features.large and not budget:
         budget = store.features.default_cache() // ranks.local_world
         size = readable_size(budget)
         ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
-    if args.lookahead is not None and not (looks_ahead and budget):
+    if plan.lookahead is not None and not (looks_ahead and budget):
         needs = "needs a --cache in front of memory-mapped features, in mode cpu-cpu"
         if isinstance(store.features, ReorderedFeatures):
             needs += ", with columns in the checkpoint's order"
-        raise StoreError(f"--lookahead {args.lookahead} {needs}")
-    if budget and args.mode == "cuda-cuda":
+        raise StoreError(f"--lookahead {plan.lookahead} {needs}")
+    if budget and plan.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
-    if not budget or args.mode == "cuda-cuda":
+    if not budget or plan.mode == "cuda-cuda":
         return features
+    batch_size = plan.batch_size * task.seeds_per_example(plan)
     with reading_all_edges():
-        options = task.seeds(), draws(args, used), args.batch_size * task.seeds_per_example(args)
-        visits = expected_visits(store.indptr, store.indices, *options)
-        visits = visits[: features.shape[0]]  # the other nodes have no features
+        visits = expected_visits(
+            store.indptr, store.indices, task.seeds(), draws(plan, used), batch_size
+        )
+    visits = visits[: features.shape[0]]  # the other nodes have no features
     trim_memory(1)  # return freed heap pages before allocating the cache
     if mapped:
         store.features.reserve(budget * ranks.local_world)
     if not looks_ahead:
         return CachedFeatures(features, visits, budget, ranks.device)
-    batches = args.epochs * args.steps * args.accumulate
+    batches = plan.epochs * plan.steps * plan.accumulate
     cache = lookahead.LookaheadCache(
         store.features,
         budget,
-        args.lookahead,
+        plan.lookahead,
         hot=visits,
         batches=batches,
         share=(ranks.local_rank, ranks.local_world),
     )
-    if cache.room:
-        ranks.say(
-            args.verbose
-            and f"memory  the page cache keeps up to {readable_size(cache.room)} of the features"
-        )
+    if cache.room and plan.verbose:
+        ranks.say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
     return cache
 
 

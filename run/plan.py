@@ -2,7 +2,7 @@
 
 mode, line, warning = choose_mode(store, gpus=4, free_gpu=..., free_host=..., fanout=[15, 10, 5])
 
-run/estimate.py prints all modes.
+`python train.py --dry-run` prints all modes.
 """
 
 import bisect
@@ -84,8 +84,10 @@ def placements(
     """
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)
-    id_bytes, row_bytes = store.indices.element_size(), F * store.features.dtype.itemsize
-    nodes, edges = [min(batch_size, V)], []
+    id_bytes = store.indices.element_size()
+    row_bytes = F * store.features.dtype.itemsize
+    nodes = [min(batch_size, V)]
+    edges = []
     for k in fanout:
         edges.append(M if k < 0 else min(nodes[-1] * k, M))
         nodes.append(V if k < 0 else min(nodes[-1] * (k + 1), V))
@@ -107,13 +109,14 @@ def placements(
     arrays += row_bytes * store.features.shape[0]
     step = {mode: count * batch + compute for mode, count in held.items()}
 
-    def tables(
-        mode,
-    ):  # of a GPU sampler: one for eager steps, one for each batch of steps of static shapes
+    def tables(mode):
+        """Of a GPU sampler: one for eager steps, one for each batch of steps of static shapes."""
         return id_bytes * V + 4 * V * held[mode] * bool(graphs)
 
-    def gpu_step(mode, hops):  # for batches, with this many hops in steps of static shapes
-        places, rows = sum(edges[:hops]) + nodes[0], sum(nodes[: hops + 1])
+    def gpu_step(mode, hops):
+        """For batches, with this many hops in steps of static shapes."""
+        places = sum(edges[:hops]) + nodes[0]
+        rows = sum(nodes[: hops + 1])
         slot = 4 * F * nodes[hops] * (2 if hops < len(fanout) else 1)
         # 12: winners, numbers, counts
         slot += id_bytes * (2 * rows + places) + (12 + typed) * places
@@ -142,9 +145,12 @@ def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
         free_gpu: free bytes of the fullest GPU; None: there is none. free_host: free bytes of host memory.
         sizes: see `placements`.
     """
-    ranks, choices = gpus or procs, MODES[:3] if gpus else MODES[3:]
+    ranks = gpus or procs
+    choices = MODES[:3] if gpus else MODES[3:]
     room = ranks, free_gpu, free_host
-    seeds, modes, size = range(1, len(store.split["train"]) + 1), {}, readable_size
+    seeds = range(1, len(store.split["train"]) + 1)
+    modes = {}
+    size = readable_size
     on_gpu = "(no GPU here)" if free_gpu is None else f"of {size(free_gpu)} free"
     for mode, p in placements(store, **sizes).items():
         sized = lambda n: placements(store, **{**sizes, "batch_size": n})[mode]  # noqa: E731
@@ -181,9 +187,5 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str, str]:
         raise StoreError(f"{line}: this cannot work here{f'; mode {best} can' if best else ''}")
     if fit.fits:
         return chosen, line, ""
-    sure = f"{fit.largest_batch:,} seeds fit for certain"
-    return (
-        chosen,
-        line,
-        f"a batch may be too large for the free memory: {sure} (--batch-size, --fanout, --hidden)",
-    )
+    sure = f"{fit.largest_batch:,} seeds fit for certain (--batch-size, --fanout, --hidden)"
+    return chosen, line, f"a batch may be too large for the free memory: {sure}"

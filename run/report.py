@@ -32,7 +32,8 @@ class Clock:
 
     def __init__(self, cuda):
         self.cuda = cuda
-        self.laps, self.events = [], []
+        self.laps = []
+        self.events = []
         self.zero = time.perf_counter()
         self.traced = torch.autograd.profiler._is_profiler_enabled
         self.first = self.mark() if cuda else None
@@ -66,7 +67,8 @@ class Clock:
             torch.cuda.synchronize()
         at = lambda event: self.first.elapsed_time(event) / 1e3  # noqa: E731
         self.laps += [(stage, at(start), at(end), "GPU") for stage, start, end in self.events]
-        self.events, sums = [], dict.fromkeys(STAGES, 0)
+        self.events = []
+        sums = dict.fromkeys(STAGES, 0)
         for stage, start, end, _ in self.laps:
             sums[stage] += end - start
         return {stage: seconds for stage, seconds in sums.items() if seconds}
@@ -79,7 +81,8 @@ def draw_timeline(laps, path, steps=8):
     ends = sorted(end for stage, _, end, _ in laps if stage in ("optimizer", "step"))[:steps]
     if not ends:
         return  # an epoch that was resumed at its end has no steps
-    rows, laps = {}, [lap for lap in laps if lap[1] < ends[-1]]
+    rows = {}
+    laps = [lap for lap in laps if lap[1] < ends[-1]]
     for stage, start, end, thread in sorted(laps, key=lambda lap: (STAGES.index(lap[0]), lap[3])):
         rows.setdefault((stage, thread), []).append((1e3 * start, 1e3 * (end - start)))
     figure = Figure(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
@@ -158,24 +161,32 @@ class Report:
     cannot be written is reported once, and training continues; failed: the flags of such files. epochs: the figures of
     each epoch so far. result: the last line of a run, see `print_result`."""
 
-    def __init__(self, ranks, args):
-        self.args, self.rank, self.leads = args, ranks.rank, ranks.leads
-        self.failed, self.board = set(), None
-        self.epochs, self.result = [], ""
-        if self.leads and args.log:
-            versions = {"python": platform.python_version(), "torch": torch.__version__}
-            cpu, gpu = platform.processor(), torch.cuda.get_device_name() if ranks.gpus else None
-            with suppress(OSError, TypeError):  # no such file, or no such line as on ARM
-                cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-            machine = {"host": platform.node(), "cpu": cpu, "cores": os.cpu_count(), "gpu": gpu}
-            start = {"flags": flags_of(args), "versions": {**versions, "numpy": np.__version__}}
-            start["hardware"] = {**machine, "processes": ranks.world}
-            self._append({**start, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
-        if self.leads and args.tensorboard:
+    def __init__(self, ranks, flags):
+        self.flags = flags
+        self.rank = ranks.rank
+        self.leads = ranks.leads
+        self.failed = set()
+        self.board = None
+        self.epochs = []
+        self.result = ""
+        if self.leads and flags.log:
+            self._append(
+                {
+                    "flags": flags.values(),
+                    "versions": {
+                        "python": platform.python_version(),
+                        "torch": torch.__version__,
+                        "numpy": np.__version__,
+                    },
+                    "hardware": hardware(ranks),
+                    "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                }
+            )
+        if self.leads and flags.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             with self.attempt("tensorboard"):
-                self.board = SummaryWriter(args.tensorboard)
+                self.board = SummaryWriter(flags.tensorboard)
 
     def tell(self, line, figures):
         """Print a line unless it is empty, append the figures to --log and, for an epoch, to TensorBoard."""
@@ -183,7 +194,7 @@ class Report:
             tqdm.write(line)
         if "epoch" in figures:
             self.epochs.append(figures)
-        if self.leads and self.args.log:
+        if self.leads and self.flags.log:
             self._append(figures)
         if self.board and "epoch" in figures:
             with self.attempt("tensorboard"):
@@ -210,50 +221,51 @@ class Report:
         parts = [f"{part} {percent(figure)}" for part, figure in self.known(figures)]
         if parts:
             self.result = f"result  {metric}: {'  '.join(parts[::-1])}  ({how})"
-        self.tell("", {"exact": figures, "seed": self.args.seed})
+        self.tell("", {"exact": figures, "seed": self.flags.seed})
         self.results(figures)
 
     def print_result(self):
         """Print the final scores: the last line of a run, after an empty one unless others of --runs follow."""
         if self.leads and self.result:
-            several = self.args.runs > 1
+            several = self.flags.runs > 1
             line = self.result.replace("result", "exact ") if several else f"\n{self.result}"
             tqdm.write(line)
 
     def known(self, figures):
         """Return the (part, score) pairs to print; a run that only predicts leaves out parts without examples."""
-        return [item for item in figures.items() if item[1] is not None or self.args.trains]
+        return [item for item in figures.items() if item[1] is not None or self.flags.trains]
 
     def stopped(self, epoch, step):
         """Report that a signal ended training, and how to resume."""
         again = "go on with the same command and --resume auto"
-        if self.args.runs > 1:
-            file = self.args.checkpoint
+        if self.flags.runs > 1:
+            file = self.flags.checkpoint
             again = f"go on with this seed by --resume {file} --checkpoint {file}"
-        kept = again if self.args.checkpoint else "nothing kept: no --checkpoint"
+        kept = again if self.flags.checkpoint else "nothing kept: no --checkpoint"
         self.tell(f"stopped in epoch {epoch} after step {step}; {kept}", {"stopped": [epoch, step]})
 
     def curve(self, task, best):
         """Draw --curve, of the epochs of this run. best: what train.py keeps of the best epoch."""
-        args = self.args
-        if not (self.leads and args.curve):
+        flags = self.flags
+        if not (self.leads and flags.curve):
             return
         if not self.epochs:
-            print(f"curve   no epoch was completed: {args.curve} is not drawn")
+            print(f"curve   no epoch was completed: {flags.curve} is not drawn")
             return
         kept = best["epoch"] if best["model"] else self.epochs[-1]["epoch"]
-        name = Path(args.dataset).name
-        name = name if len(name) <= 70 else f"{name[:67]}..."
-        title = f"{args.model} on {name}, seed {args.seed}"
+        name = Path(flags.dataset).name
+        if len(name) > 70:
+            name = f"{name[:67]}..."
+        title = f"{flags.model} on {name}, seed {flags.seed}"
         with self.attempt("curve"):
-            draw_curve(self.epochs, args.curve, title, task.metric, kept)
+            draw_curve(self.epochs, flags.curve, title, task.metric, kept)
 
     def write(self, array, chunks):
         """Write the file of --predict and print what is in it. array: function that returns the tensor of an .npy file;
         chunks: of the rows of a table, see `write_table`."""
         if not self.leads:
             return
-        path = self.args.predict
+        path = self.flags.predict
         if path.endswith(".npy"):
             values = array().numpy()
             write_whole(path, lambda file: np.save(file, values))
@@ -272,7 +284,7 @@ class Report:
             every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         with torch.profiler.profile(experimental_config=every_thread) as trace:
             yield
-        path = Path(self.args.profile)
+        path = Path(self.flags.profile)
         path = path.with_name(f"{path.stem}.rank{self.rank}.json")
         with self.attempt("profile"), tempfile.TemporaryDirectory() as folder:
             exported = Path(folder, "trace.json")
@@ -281,7 +293,7 @@ class Report:
             if not data.rstrip().endswith(b"}"):
                 raise StoreError(f"{folder} has no room for the trace")
             write_whole(path, lambda file: file.write(data))
-            if self.leads and self.args.gpus and b'"cat": "kernel"' not in data:
+            if self.leads and self.flags.gpus and b'"cat": "kernel"' not in data:
                 print(
                     "profile the trace lacks the GPU: CUPTI, which records kernels, did not start"
                 )
@@ -291,10 +303,10 @@ class Report:
         if not self.board:
             return
         scores = {f"exact/{k.replace(' ', '_')}": v for k, v in figures.items() if v is not None}
-        flags = flags_of(self.args).items()
+        flags = self.flags.values().items()
         flags = {k: v if isinstance(v, int | float) else str(v) for k, v in flags}
         with self.attempt("tensorboard"):
-            self.board.add_hparams(flags, scores, run_name=".", global_step=self.args.epochs)
+            self.board.add_hparams(flags, scores, run_name=".", global_step=self.flags.epochs)
             self.board.close()
 
     @contextmanager
@@ -304,58 +316,74 @@ class Report:
             yield
         except (OSError, StoreError) as error:
             if flag not in self.failed:
-                failure = f"--{flag} {getattr(self.args, flag)}: {error}"
+                failure = f"--{flag} {getattr(self.flags, flag)}: {error}"
                 print(f"train.py: {failure}; training goes on without it", file=sys.stderr)
             self.failed.add(flag)
 
     def _append(self, figures):
         """Append a JSON line to --log: the whole line, or nothing if the disk is full."""
-        line = json.dumps({"run": self.args.run, **figures}).encode() + b"\n"
-        with self.attempt("log"), open(self.args.log, "ab", buffering=0) as file:
+        line = json.dumps({"run": self.flags.run, **figures}).encode() + b"\n"
+        with self.attempt("log"), open(self.flags.log, "ab", buffering=0) as file:
             before = os.fstat(file.fileno()).st_size
             if file.write(line) < len(line):
                 file.truncate(before)
                 raise OSError("no space left on its disk")
 
 
-def flags_of(args):
-    """Return {name: value} of the flags, without what parse_args adds."""
-    added = ("typed", "trains", "run", "turn")
-    return {name: value for name, value in vars(args).items() if name not in added}
+def hardware(ranks):
+    """Describe the machine of a run, as a dict for --log."""
+    cpu = platform.processor()
+    with suppress(OSError, TypeError):  # no such file, or no such line as on ARM
+        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    return {
+        "host": platform.node(),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if ranks.gpus else None,
+        "processes": ranks.world,
+    }
 
 
 def describe(run, file, epoch, step):
     """Print every derived quantity before training starts, and where the checkpoint in `file` resumes."""
-    ranks, args, task = run.ranks, run.args, run.task
-    trained = args.trains and epoch < args.epochs
-    parameters = f"{sum(p.numel() for p in run.model.parameters()):,} parameters"
-    split = " / ".join(f"{name} {ids.numel():,}" for name, ids in run.store.split.items())
-    lines = [*task.lines(args, split, parameters)]
-    if trained:
-        batch = f"{args.batch_size:,}"
-        if args.total_batch > args.batch_size:
-            parts = [f"{args.accumulate} passes"] * (args.accumulate > 1)
-            parts += [f"{ranks.world} processes"] * (ranks.world > 1)
-            batch += f" x {' x '.join(parts)} = {args.total_batch:,}"
-        epochs = f"{plural(args.epochs, 'epoch')} of {plural(args.steps, 'step')}"
-        rates = f"learning rate {args.lr:g}, weight decay {args.weight_decay:.2g}"
-        lines.append(f"train   {epochs}, each of {batch} {task.examples}; {rates}")
-    mode = f", mode {args.mode}" * task.placed
-    if args.sample_threads > 1 and args.prefetch:
-        mode += f", {args.sample_threads} of {args.prefetch} batches ahead sampled at once"
-    lines.append(f"run     {where(ranks)}, {precision(ranks, args)}{mode}")
-    lines = lines if args.verbose or not args.turn else []
+    ranks = run.ranks
+    plan = run.plan
+    trained = plan.trains and epoch < plan.epochs
+    lines = []
+    if plan.verbose or not plan.turn:
+        lines = plan_lines(ranks, plan, run.task, run.model, trained)
+        mode = f", mode {plan.mode}" * run.task.placed
+        if plan.sample_threads > 1 and plan.prefetch:
+            mode += f", {plan.sample_threads} of {plan.prefetch} batches ahead sampled at once"
+        lines.append(f"run     {where(ranks)}, {precision(ranks, plan)}{mode}")
     if file and trained:
         lines.append(f"resume  from epoch {epoch + 1}, step {step + 1}")
     elif file:
         lines.append(f"resume  after epoch {epoch}: nothing is trained")
-    if args.trains and args.checkpoint not in (None, file) and os.path.isfile(args.checkpoint):
-        held = f"{args.checkpoint} of an earlier run"
-        resume = "auto" if args.runs == 1 else args.checkpoint
+    if plan.trains and plan.checkpoint not in (None, file) and os.path.isfile(plan.checkpoint):
+        held = f"{plan.checkpoint} of an earlier run"
+        resume = "auto" if plan.runs == 1 else plan.checkpoint
         lines.append(f"replace {held}; --resume {resume} would go on with it")
-    if trained and not args.checkpoint and not args.turn:
+    if trained and not plan.checkpoint and not plan.turn:
         lines.append("keep    no --checkpoint FILE is given: the trained model is lost at the end")
     ranks.say("\n".join(lines))
+
+
+def plan_lines(ranks, plan, task, model, trained=True):
+    """List the lines about data and network and, if it is `trained`, about steps and rates."""
+    parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters"
+    split = " / ".join(f"{name} {ids.numel():,}" for name, ids in task.store.split.items())
+    lines = [*task.lines(plan, split, parameters)]
+    if not trained:
+        return lines
+    batch = f"{plan.batch_size:,}"
+    if plan.total_batch > plan.batch_size:
+        parts = [f"{plan.accumulate} passes"] * (plan.accumulate > 1)
+        parts += [f"{ranks.world} processes"] * (ranks.world > 1)
+        batch += f" x {' x '.join(parts)} = {plan.total_batch:,}"
+    epochs = f"{plural(plan.epochs, 'epoch')} of {plural(plan.steps, 'step')}"
+    rates = f"learning rate {plan.lr:g}, weight decay {plan.weight_decay:.2g}"
+    return [*lines, f"train   {epochs}, each of {batch} {task.examples}; {rates}"]
 
 
 def where(ranks):
@@ -372,27 +400,28 @@ def where(ranks):
     return threads
 
 
-def precision(ranks, args):
+def precision(ranks, plan):
     """Describe the precision of matrix products."""
-    if args.precision != "tf32":
-        return args.precision
+    if plan.precision != "tf32":
+        return plan.precision
     on_gpu = "tf32 products (--precision fp32 for full ones)"
     return on_gpu if ranks.gpus else "fp32, as tf32 needs a GPU"
 
 
-def epoch_line(args, figures, examples="seeds"):
+def epoch_line(plan, figures, examples="seeds"):
     """Format the line of an epoch, at most 120 columns: what does not fit is in --log. examples: what is trained on."""
-    valid, sampled = "n/a", figures.get("valid_sampled")
+    valid = "n/a"
+    sampled = figures.get("valid_sampled")
     if sampled is not None:
-        valid = f"{METRICS[args.metric].title} {percent(sampled)} (sampled)"
+        valid = f"{METRICS[plan.metric].title} {percent(sampled)} (sampled)"
     elif figures.get("valid"):
         left_out = "rmse_of_the_mean", "hits@1", "hits@10"
         scores = figures["valid"].items()
-        valid = scores_line({k: v for k, v in scores if k not in left_out or k == args.metric})
+        valid = scores_line({k: v for k, v in scores if k not in left_out or k == plan.metric})
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     # an epoch that was resumed after its last step has no loss
     loss = "n/a" if figures["loss"] is None else f"{figures['loss']:.4f}"
-    line = f"epoch {figures['epoch']:>3}/{args.epochs}{from_step}  loss {loss}  valid {valid}"
+    line = f"epoch {figures['epoch']:>3}/{plan.epochs}{from_step}  loss {loss}  valid {valid}"
     line += f"  {figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} {examples}/s"
     parts = [f"memory {figures['peak_bytes'] / 2**30:.2f} GiB"]
     if "bytes_read" in figures:
@@ -406,34 +435,35 @@ def epoch_line(args, figures, examples="seeds"):
 
 def stages_line(figures):
     """Format the seconds of an epoch's stages: sampling, fetching and copies overlap with the training thread's."""
-    in_turn = "stall", "forward", "backward", "optimizer", "step"
-    beside = "sample", "fetch", "transfer", "exchange"
-    in_turn, beside = (
-        "  ".join(f"{stage} {figures[stage]:.2f}" for stage in stages if stage in figures)
-        for stages in (in_turn, beside)
-    )
-    return f"{'':8}seconds: {in_turn}" + (f"; meanwhile {beside}" if beside else "")
+
+    def seconds(*stages):
+        return "  ".join(f"{stage} {figures[stage]:.2f}" for stage in stages if stage in figures)
+
+    line = f"{'':8}seconds: {seconds('stall', 'forward', 'backward', 'optimizer', 'step')}"
+    beside = seconds("sample", "fetch", "transfer", "exchange")
+    return f"{line}; meanwhile {beside}" if beside else line
 
 
-def best_line(args, epoch, score):
+def best_line(plan, epoch, score):
     """Format the line of the epoch whose weights are kept; training that found them in its last tenth may have ended
     too early."""
-    last = args.trains and 10 * epoch > 9 * args.epochs
+    last = plan.trains and 10 * epoch > 9 * plan.epochs
     more = "; it is among the last, more --epochs may help" * last
-    return f"best    weights of epoch {epoch} of {args.epochs}: valid {score}{more}"
+    return f"best    weights of epoch {epoch} of {plan.epochs}: valid {score}{more}"
 
 
-def kept_line(args, task):
+def kept_line(plan, task):
     """Format the line that says how to use the checkpoint that a run has written."""
     use = "--predict FILE.npy uses it" if task.placed else "--epochs N trains it further"
-    return f"wrote {args.checkpoint}; --resume {args.checkpoint} {use}"
+    return f"wrote {plan.checkpoint}; --resume {plan.checkpoint} {use}"
 
 
 def advice(ranks, figures):
     """Return a line of advice if one process would be as fast, judging by an epoch, else "": processes
     without GPUs share the cores of their machine, and all wait for the gradient all-reduce."""
     units = ranks.world if ranks.gpus else ranks.world // ranks.local_world
-    seconds, exchange = figures["seconds"], figures.get("exchange", 0)
+    seconds = figures["seconds"]
+    exchange = figures.get("exchange", 0)
     alone = units * (seconds - exchange)
     if alone >= seconds:
         return ""

@@ -1,6 +1,6 @@
 """A run: data, sampler, ring and network built from the flags; outputs of batches, in training too, and of all nodes.
 
-run = open_run(ranks, args, path)
+run = open_run(ranks, flags, path)
 logits = run.forward(batch)          # of a batch of run.loader(seeds)
 logits = run.sampled(nodes)          # from neighbours drawn as in training
 logits = run.exact()                 # of all nodes from all their neighbours
@@ -27,82 +27,107 @@ from tasks.metrics import check_scores
 WHOLE_GRAPH_EDGES = 1 << 22
 
 
-def open_run(ranks, args, path, fits=lambda args, task: None):
-    """Open the store at a path, place it and build the network -> Run. fits: function(args, task), called with the
-    settled flags, that raises if the data do not match the checkpoint to resume, and returns `EdgeData.numbers`."""
-    task = TASKS[args.task](args, path, ranks.say)
-    args, used = settle(ranks, args, task)
-    precise = "high" if args.precision == "tf32" and ranks.gpus else "highest"
+def open_run(ranks, flags, path, fits=lambda plan, task: None):
+    """Open the store at a path, place it and build the network -> Run. fits: function(plan, task) that raises if the data
+    do not match the checkpoint to resume, and returns `EdgeData.numbers`."""
+    task = TASKS[flags.task](flags, path, ranks.say)
+    plan, used = settle(ranks, flags, task)
+    precise = "high" if plan.precision == "tf32" and ranks.gpus else "highest"
     torch.set_float32_matmul_precision(precise)
-    used = used._replace(numbers=fits(args, task))
-    if not own_model.is_own(args.model):
-        check_memory(ranks, args, task)
-    sampler, ring = place_data(ranks, args, task, used)
-    return Run(ranks, args, task, used, sampler, ring, build_model(ranks, args, task, used))
+    used = used._replace(numbers=fits(plan, task))
+    if own_model.conv_of(plan.model):
+        check_memory(ranks, plan, task)
+    sampler, ring = place_data(ranks, plan, task, used)
+    torch.manual_seed(plan.seed)  # of initial weights, the same on every rank
+    model, digest = build_model(plan, task, used)
+    place_model(ranks, model, plan, task, used)
+    return Run(ranks, plan, task, used=used, sampler=sampler, ring=ring, model=model, digest=digest)
 
 
-def build_model(ranks, args, task, used):
-    """Build the network, with initial weights of --seed, the same on every rank."""
-    store, custom, digest = task.store, None, None
-    torch.manual_seed(args.seed)
-    if own_model.is_own(args.model):
-        if store.features.shape[0] < store.num_nodes:
-            some = "nodes without features, for which built-in models learn rows"
-            raise StoreError(f"--model {args.model}: {store.path} has types of {some}")
-        edge_dim = store.edge_dim if used.features is not None else 0
-        sizes = store.feature_dim, store.num_classes, edge_dim
-        custom, digest = own_model.build(args.model, args.model_args or [], *sizes)
-    model = task.build(args, custom)
-    model.digest = digest  # SHA-256 of the file of a user's network
+def build_model(plan, task, used):
+    """Build the network, with random weights -> (network, SHA-256 of its file or None)."""
+    store = task.store
+    digest = own_model.load(plan.model)[1] if own_model.is_own(plan.model) else None
+    if own_model.conv_of(plan.model):
+        return task.build(plan), digest
+    if store.features.shape[0] < store.num_nodes:
+        some = "nodes without features, for which built-in models learn rows"
+        raise StoreError(f"--model {plan.model}: {store.path} has types of {some}")
+    edge_dim = store.edge_dim if used.features is not None else 0
+    sizes = store.feature_dim, store.num_classes, edge_dim
+    network = own_model.build(plan.model, plan.model_args or [], *sizes)
+    return task.build(plan, network), digest
+
+
+def place_model(ranks, model, plan, task, used):
+    """Set what a network takes from the data, and move it to this rank's device."""
+    store = task.store
     task.set_buffers(model)
-    dtype = torch.float64 if args.precision == "fp64" else torch.float32
+    dtype = torch.float64 if plan.precision == "fp64" else torch.float32
     model.to(ranks.device, dtype)
     if not any(getattr(module, "uses_degree", False) for module in model.modules()):
-        return model
+        return
     if used.time is not None and used.type is not None:
         conflict = "a layer counts degrees by time, and lists are sorted by type first"
-        raise StoreError(f"--model {args.model}: {conflict}; --temporal off shows all edges")
+        raise StoreError(f"--model {plan.model}: {conflict}; --temporal off shows all edges")
     if used.time is not None:
         model.degrees = degrees_at(store.indptr, used)
     else:
         with reading_all_edges():
             model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
-    return model
 
 
 class Run:
-    """Flags, data and network of a run. by_layers: exact inference goes layer by layer, which it
-    cannot with times: a node's row in each layer then depends on the time at which it is seen."""
+    """Plan, data and network of a run. digest: SHA-256 of the file of a user's network, else None. by_layers: exact
+    inference goes layer by layer, which it cannot with times: a node's row in each layer then depends on the time at
+    which it is seen."""
 
-    def __init__(self, ranks, args, task, used, sampler, ring, model):
-        self.ranks, self.args, self.task, self.store = ranks, args, task, task.store
-        self.sampler, self.ring, self.model = sampler, ring, model
+    def __init__(self, ranks, plan, task, *, used, sampler, ring, model, digest=None):
+        self.ranks = ranks
+        self.plan = plan
+        self.task = task
+        self.store = task.store
+        self.sampler = sampler
+        self.ring = ring
+        self.model = model
+        self.digest = digest
         # for links, exact inference is as of the end of time: it sees all edges
         self.used = used._replace(time=None) if task.timed_pairs else used
+        # a user's network, with torch's dropout
+        self.custom = own_model.conv_of(plan.model) is None
         self.by_layers = layerwise(model) and self.used.time is None
 
     def loader(self, seeds, **options):
-        """Build the NodeLoader of this rank's part of every step, from the flags; `options` override them."""
-        args, ranks, task = self.args, self.ranks, self.task
-        settings = {name: getattr(args, name) for name in ("batch_size", "accumulate", "seed")}
-        settings |= {"rank": ranks.rank, "world": ranks.world, "depth": args.prefetch}
-        settings |= {"threads": args.sample_threads, "sampler": self.sampler, "ring": self.ring}
-        settings |= {"draw": task.draw, "load_batch": task.load_batch, **options}
-        return NodeLoader(self.store, seeds, args.fanout, **settings)
+        """Build the NodeLoader of this rank's part of every step, from the plan; `options` override it."""
+        plan = self.plan
+        settings = {
+            "batch_size": plan.batch_size,
+            "accumulate": plan.accumulate,
+            "seed": plan.seed,
+            "rank": self.ranks.rank,
+            "world": self.ranks.world,
+            "depth": plan.prefetch,
+            "threads": plan.sample_threads,
+            "sampler": self.sampler,
+            "ring": self.ring,
+            "draw": self.task.draw,
+            "load_batch": self.task.load_batch,
+        }
+        return NodeLoader(self.store, seeds, plan.fanout, **settings | options)
 
     def forward(self, batch, key=None, network=None):
         """Run the network on a batch, in --precision -> logits or embeddings [S, C] of its seeds,
         or targets of its graphs; float32, or float64 with fp64. key: seed of dropout. network: the
         model wrapped in DistributedDataParallel; None: the bare one."""
         device = self.ranks.device
-        if key is not None and own_model.is_own(self.args.model):
+        if key is not None and self.custom:
             # a different mask on each rank and in each pass
             seed = key ^ int(batch.seeds[:1].sum())
             # torch.manual_seed spends 0.1 ms on querying devices of all kinds
             torch.default_generator.manual_seed(seed)
             if device.type == "cuda":
                 torch.cuda.default_generators[device.index].manual_seed(seed)
-        bf16 = self.args.precision == "bf16"
+        bf16 = self.plan.precision == "bf16"
         with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
             output = self.task.output(self, self.model if network is None else network, batch, key)
         return output.to(torch.promote_types(output.dtype, torch.float32))
@@ -110,7 +135,7 @@ class Run:
     def loss(self, batch, step, network=None):
         """Compute the loss of a training batch, as `Task.loss`. step: counted over all epochs, which keys dropout; in a
         CUDA graph an int64 tensor [1] on the GPU. network: as for `forward`."""
-        key = mix(self.args.seed)
+        key = mix(self.plan.seed)
         # a GPU computes the same, see `layer_seed` of model.py, from the key as a signed int64
         on_gpu = isinstance(step, torch.Tensor)
         key = (key - (key >> 63 << 64), step) if on_gpu else mix(key ^ step)
@@ -140,8 +165,9 @@ class Run:
         """Compute logits float32 [V, C] of all nodes from all their neighbours: layer by layer, on Linux split over
         the ranks of each machine; in batches, split over all ranks, for other networks.
         With `layers`, return the output of that many first layers, [V, hidden]."""
-        ranks, store = self.ranks, self.store
-        model = copy.deepcopy(self.model).float() if self.args.precision == "fp64" else self.model
+        ranks = self.ranks
+        store = self.store
+        model = copy.deepcopy(self.model).float() if self.plan.precision == "fp64" else self.model
         if not self.by_layers:
             logits = self.exact_in_batches(model, layers)
         else:
@@ -166,15 +192,23 @@ class Run:
         """Compute logits float32 [V, C] of all nodes from batches with all neighbours, or all that a node may
         see at its time, as many hops deep as --fanout is long. A small graph without times is one batch,
         split over the ranks; else batches are of --batch-size, and each computes most of the graph again."""
-        args, ranks, store, used = self.args, self.ranks, self.store, self.used
-        small = store.num_edges <= WHOLE_GRAPH_EDGES and used.time is None
-        fanout, drawn = [-1] * (layers or len(args.fanout)), used._replace(weight=None)
-        sampler = make_sampler(args, store.indptr, store.indices, fanout, drawn)
-        options = {"sampler": sampler, "ring": None, "device": ranks.device, "reuse": True}
-        options |= {"edges": used.features is not None, "shuffle": False, "accumulate": 1}
-        options["draw"] = None if used.time is None else seeds_at(used.seed_time)
-        if small:
-            options |= {"batch_size": -(-store.num_nodes // ranks.world), "depth": 0}
+        plan = self.plan
+        store = self.store
+        times = self.used.seed_time if self.used.time is not None else None
+        fanout = [-1] * (layers or len(plan.fanout))
+        drawn = self.used._replace(weight=None)
+        options = {
+            "sampler": make_sampler(plan, store.indptr, store.indices, fanout=fanout, used=drawn),
+            "ring": None,
+            "device": self.ranks.device,
+            "reuse": True,
+            "edges": drawn.features is not None,
+            "shuffle": False,
+            "accumulate": 1,
+            "draw": None if times is None else seeds_at(times),
+        }
+        if store.num_edges <= WHOLE_GRAPH_EDGES and times is None:
+            options |= {"batch_size": -(-store.num_nodes // self.ranks.world), "depth": 0}
         loader = self.loader(torch.arange(store.num_nodes), **options)
 
         def output(batch):

@@ -18,31 +18,15 @@ import zipfile
 import numpy as np
 import torch
 
-from disk.files import (
-    StoreError,
-    adjacency,
-    array_like,
-    free_host_bytes,
-    integers,
-    is_sparse,
-    reading,
-    refuse,
-    shaped,
-)
+from disk.columns import COLUMNS, EDGE_WEIGHT
+from disk.convert import adjacency, array_like, integers, is_sparse, refuse, shaped
+from disk.files import StoreError, free_host_bytes, reading
 from sources.splits import PARTS
 from sources.tables import LIKE_NUMBERS, MISSING, form_of, short
 
 EDGES = ("edge_index", "edges")
 FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")
 LABELS = ("labels", "y", "label", "node_labels")
-OF_EDGES = {  # column of a store: names that its array may have, with "edata." before those of DGL
-    "edge_weight": ("edge_weight", "edata.weight", "edata.edge_weight", "edata.w"),
-    "edge_type": ("edge_type", "edata.edge_type", "edata.etype", "edata._TYPE"),
-    "edge_time": ("edge_time", "time", "edata.time", "edata.edge_time", "edata.timestamp"),
-    "edge_features": "edge_features edge_attr edata.feat edata.edge_features edata.edge_attr".split(),
-}
-OF_NODES = {"node_time": ("node_time", "time")}  # for nodes of a type; else "time" is that of edges
-OF_GRAPH = OF_EDGES | {"node_time": ("node_time",)}
 # what a saved Data or HeteroData may hold besides tensors, in torch_geometric.data
 PYG = """data.Data data.DataEdgeAttr data.DataTensorAttr hetero_data.HeteroData feature_store.TensorAttr graph_store.EdgeAttr
 graph_store.EdgeLayout storage.BaseStorage storage.NodeStorage storage.EdgeStorage storage.GlobalStorage"""
@@ -84,7 +68,8 @@ def saved_graph(file):
 
 
 def _read(archive, member):
-    size, free = archive.getinfo(member).file_size, free_host_bytes()
+    size = archive.getinfo(member).file_size
+    free = free_host_bytes()
     if size > free:
         raise ValueError(f"{size:,} bytes unpacked, and {free:,} are free")
     with archive.open(member) as stream:
@@ -99,14 +84,17 @@ def of_object(graph, extra, ignore=(), file=None) -> "Arrays":
     file: that it was read from."""
     kind = file or type(graph).__name__
     if hasattr(graph, "ndata"):
-        arrays, single = {}, len(graph.ntypes) == len(graph.canonical_etypes) == 1
+        arrays = {}
+        single = len(graph.ntypes) == len(graph.canonical_etypes) == 1
         # a graph may be restricted to some formats
         graph = graph.formats(["coo", "csr", "csc"])
         for name in graph.ntypes:
             suffix = "" if single else f":{name}"
             arrays[f"num_nodes{suffix}"] = graph.num_nodes(name)
-            for column, value in graph.nodes[name].data.items():
-                arrays[("node_time" if column == "time" else column) + suffix] = value
+            for key, value in graph.nodes[name].data.items():
+                # `time` alone would be that of edges
+                meant = [c.name for c in COLUMNS.values() if c.of == "node" and key in c.aliases]
+                arrays[(meant or [key])[0] + suffix] = value
         for ends in graph.canonical_etypes:
             suffix = "" if single else f":{','.join(ends)}"
             arrays[f"edge_index{suffix}"] = torch.stack(graph.edges(etype=ends))
@@ -155,13 +143,13 @@ def _with_edge_index(arrays) -> dict:
     if arrays.get(name) is None or name == "edge_index" and not is_sparse(arrays[name]):
         return arrays
     edges, values, count = adjacency(name, arrays.pop(name))
-    weights = arrays.get("edge_weight")
+    weight = arrays.get(EDGE_WEIGHT.name)
     if values is None:
-        values = weights
-    elif weights is not None:
+        values = weight
+    elif weight is not None:
         raise StoreError(f"{name} has values other than 1, beside edge_weight: keep one of them")
     edges = edges.flip(0) if name == "adj_t" else edges
-    return arrays | {"edge_index": edges, "edge_weight": values, "num_nodes": count}
+    return arrays | {"edge_index": edges, EDGE_WEIGHT.name: values, "num_nodes": count}
 
 
 class Arrays:
@@ -254,17 +242,27 @@ class Arrays:
         return edges if name == "edge_index" else edges.T
 
     def columns(self):
-        """Return {column of a store: array} of edge columns and `node_time`; for one type, of those that fit it."""
-        meanings = OF_EDGES if "," in self.suffix else OF_NODES if self.suffix else OF_GRAPH
-        names = {column: name for column in meanings if (name := self.find(*meanings[column]))}
-        if names:
-            called = (c if c == n else f"{c} (called {n})" for c, n in names.items())
-            self.say(f"it has {', '.join(called)}")
-        columns = {column: self[name] for column, name in names.items()}
-        for column, values in columns.items():
-            if column != "edge_features" and values.shape[1:] == (1,):
-                columns[column] = values.reshape(-1)
-        return columns
+        """Return {column of a store: array}; for one type, of the columns that fit it."""
+        of = "edge" if "," in self.suffix else "node" if self.suffix else None
+        arrays = {}
+        words = []
+        taken = set()  # by columns declared earlier: of one graph `time` is that of edges
+        for column in COLUMNS.values():
+            if of not in (None, column.of):
+                continue
+            name = self.find(*(alias for alias in column.aliases if alias not in taken))
+            taken |= {*column.aliases}
+            if name is None:
+                continue
+            values = self[name]
+            if not column.width and values.shape[1:] == (1,):
+                values = values.reshape(-1)
+            arrays[column.name] = values
+            called = f" (called {name})" if name != column.name else ""
+            words.append(column.name + called)
+        if words:
+            self.say(f"it has {', '.join(words)}")
+        return arrays
 
     def labels(self):
         """Return classes int64 [V], or multi-labels [V, C] of 0 and 1; None without such an array. -1 or NaN
@@ -309,7 +307,8 @@ class Arrays:
             raise StoreError(f"{self.called(name)} holds {both}")
         if all(form_of(name) == "d" for name in names.tolist()):
             order = sorted(range(len(names)), key=lambda i: (int(names[i]), names[i]))
-            index, names = np.argsort(order)[index], names[order]
+            index = np.argsort(order)[index]
+            names = names[order]
         y = np.full(cells.shape, np.nan)
         y[labelled] = index
         self.classes = names.tolist()
@@ -328,7 +327,8 @@ class Arrays:
 
     def _csr_rows(self, row_normalize):
         """Make dense rows of feat_indptr, feat_indices, feat_data (or ones) and feat_shape; repeated entries add up."""
-        indptr, indices = self.integers("feat_indptr"), self.integers("feat_indices")
+        indptr = self.integers("feat_indptr")
+        indices = self.integers("feat_indices")
         data = self.find("feat_data")
         values = self[data] if data else np.ones(indices.shape, np.int8)
         shape = [len(indptr) - 1, int(indices.max(initial=0)) + 1]
@@ -344,7 +344,8 @@ class Arrays:
         with reading(self.called("the CSR matrix of features")):
             if shape[0] != len(indptr) - 1 or indptr[0]:
                 raise ValueError(f"{shape[0]} rows need {shape[0] + 1} offsets from 0")
-            size, free = math.prod(shape) * values.itemsize, free_host_bytes()
+            size = math.prod(shape) * values.itemsize
+            free = free_host_bytes()
             if size > free:
                 raise ValueError(f"it takes {size:,} bytes when dense, and {free:,} are free")
             ends = np.stack([np.repeat(np.arange(len(indptr) - 1), np.diff(indptr)), indices])
@@ -358,7 +359,8 @@ class Arrays:
         """Name the unused arrays; StoreError for one that seems to be of edges, a split, features or labels."""
         rest = [name for name in self._values if name not in self._taken]
         for name in rest:
-            shape, value = (), self._values[name]
+            shape = ()
+            value = self._values[name]
             with contextlib.suppress(ValueError):  # unreadable, but not needed either
                 shape = self.read(name, "").shape if callable(value) else np.shape(value)
             of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)

@@ -19,19 +19,16 @@ if __name__ == "__main__":
 
 import store
 from disk import files, graphs
+from disk.columns import COLUMNS
+from disk.convert import HALVES
 from disk.files import SPLITS, StoreError
 from sources.prepare import build
 
-OF_EDGES = "tables: an edge column (name, or number from 1), or a file with a row per edge"
 TABLES = {  # flag of build: what it takes, help
     "--features": ("FILE", "tables: a row of numbers per node"),
     "--labels": ("FILE", "tables: a label per node, -1 if unlabelled"),
     **{f"--{part}": ("FILE", f"tables: ids of the {part} nodes") for part in SPLITS},
-    "--weights": ("COLUMN", OF_EDGES),
-    "--times": ("COLUMN", OF_EDGES),
-    "--types": ("COLUMN", OF_EDGES),
-    "--edge-features": ("COLUMNS", f"{OF_EDGES}; several columns as a,b,c"),
-    "--node-times": ("FILE", "tables: a time per node"),
+    **{f"--{c.flag.replace('_', '-')}": (c.metavar, c.help) for c in COLUMNS.values()},
 }
 
 
@@ -53,7 +50,7 @@ def make_parser():
     )
     backends = list(store.BACKENDS)
     add("--backend", default="mmap", choices=backends, help="feature storage (default mmap)")
-    add("--feature-dtype", choices=files.HALVES, help="round float features to this type")
+    add("--feature-dtype", choices=HALVES, help="round float features to this type")
     add("--symmetrize", action="store_true", help="add the reverse of every edge")
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
     add("--drop-duplicates", action="store_true", help="keep one of several equal edges")

@@ -12,6 +12,7 @@ import os
 
 import numpy as np
 
+from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
 from disk.files import StoreError, plural
 from sources.tables import ID, MISSING, NUMBER, opened, short, spool, stacked
 
@@ -38,12 +39,12 @@ def read_tables(file, tables, columns, folder, ignore=()) -> dict:
     keep = {}
     arrays["features"], nodes = features(tables.pop("features"), folder, ignore)
     for name, source in {**tables, **columns}.items():
-        if not name.startswith("edge_"):
+        if name not in OF_EDGES:
             arrays[name] = of_nodes(source, nodes, name, ignore)
         elif os.path.isfile(source):
             arrays |= edge_rows(source, folder, name, ignore)
         else:
-            keep[name] = source.split(",") if name == "edge_features" else [source]
+            keep[name] = source.split(",") if COLUMNS[name].width else [source]
     arrays["edge_index"], kept = edges(file, folder, nodes, keep, ignore)
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
@@ -219,27 +220,29 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
 
     Args:
         name: "labels": a column of numbers or text, or multi-label columns of 0 and 1 -> float64 [V] or [V, C], NaN:
-            no label, or text [V]; "node_time": a column of times -> int64 [V]; both may have a column of ids as well,
-            with which labels may be for some nodes only. Other names: a column of ids of distinct nodes -> int64 [n].
+            no label, or text [V]; a column of nodes of a store: its values [V]; both may have a column of ids as well, with
+            which labels may be for some nodes only. Other names: a column of ids of distinct nodes -> int64 [n].
     """
     with opened(file, ignore) as table:
         node = next(iter(table.named("id")), None)
         is_labels = name == "labels"
-        if not (is_labels or name == "node_time"):
+        column = COLUMNS.get(name)
+        if not (is_labels or column):
             node = 0 if table.width == 1 else None
         elif node is None and table.width == 2:
             named = table.named("label")
             node = 1 - named[0] if is_labels and len(named) == 1 else 0
         columns = [j for j in range(table.width) if j != node]
         several = is_labels and all(table.kinds[j] in ("whole", "real", "empty") for j in columns)
-        if len(columns) != (is_labels or name == "node_time") and not (columns and several):
+        if len(columns) != (is_labels or name in COLUMNS) and not (columns and several):
             actual = short(", ".join(map(table.column, range(table.width))))
             cure = "; --ignore leaves columns out" if table.names else ""
             raise StoreError(f"{file} has the columns {actual}, which are no {name}{cure}")
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
-        kinds = dict.fromkeys(columns, float if is_labels else int)
+        whole = column and column.cells is np.int64
+        kinds = dict.fromkeys(columns, int if whole else float)
         if is_labels:
             kinds |= {j: str for j in columns if table.may_be_text(j)}
         rows, cells = _rows_of_nodes(table, nodes, node, kinds, is_labels)
@@ -255,7 +258,8 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
     if is_labels and cells.dtype.kind != "U":
         cells = cells.astype(np.float64)
     if not is_labels and len(missing := np.setdiff1d(np.arange(nodes.count), rows)):
-        raise StoreError(f"{file} has no time for node {missing[0]}: every node needs one")
+        what = name.removeprefix("node_")
+        raise StoreError(f"{file} has no {what} for node {missing[0]}: every node needs one")
     empty = {"U": "", "f": np.nan}.get(cells.dtype.kind, 0)
     y = np.full((nodes.count, len(columns)), empty, cells.dtype)
     y[rows] = cells
@@ -303,7 +307,7 @@ def edge_rows(file, folder, name, ignore=()) -> dict[str, np.ndarray]:
     """Spool a separate table with one row per edge -> {name: mapped edge_features float32 [M, D], edge_weight float64 [M],
     edge_type int64 [M] or edge_time int64 [M], float64 [M] if the first rows are no integers}; see `_spooled`."""
     with opened(file, ignore) as table:
-        if name != "edge_features" and table.width != 1:
+        if not COLUMNS[name].width and table.width != 1:
             raise StoreError(f"{file} has {table.width} columns: one is needed, of {name}")
         arrays = _spooled(table, folder, {name: list(range(table.width))})
         table.say(f"taken as {name}")
@@ -313,20 +317,21 @@ def edge_rows(file, folder, name, ignore=()) -> dict[str, np.ndarray]:
 def _spooled(table, folder, fields, nodes=None):
     """Spool `fields` {name: columns} of a table of edges as records in one file -> {name: view of its field}. Types that
     are text are numbered in the order of their first rows; "edge_types" then holds their names."""
-    dtypes = dict(ends=np.int64, edge_time=np.float64, edge_weight=np.float64, edge_type=np.int64)
-    if "edge_time" in fields and table.kinds[fields["edge_time"][0]] == "whole":
-        dtypes["edge_time"] = np.int64
+    ends = fields.get("ends", ())
     record = []
     kinds = {}
     for name, which in fields.items():
-        dtype = dtypes.get(name, np.float32)
+        column = COLUMNS.get(name)
+        dtype = column.cells if column else np.int64
+        if column and column.dtype == "int64" and table.kinds[which[0]] == "whole":
+            dtype = np.int64
         record.append((name, dtype, (sum(table.widths[j] for j in which),)))
-        kinds |= dict.fromkeys(which, int if dtype == np.int64 else float)
+        kinds |= dict.fromkeys(which, int if dtype is np.int64 else float)
+        if column and column.width:
+            kinds |= table.measures(which)
     record = np.dtype(record, align=True)
-    ends = fields.get("ends", ())
-    kinds |= table.measures(fields.get("edge_features", ()))
     kinds |= {j: nodes.kind for j in ends}
-    texts = [j for j in fields.get("edge_type", ()) if table.may_be_text(j)]
+    texts = [j for j in fields.get(EDGE_TYPE.name, ()) if table.may_be_text(j)]
     kinds |= dict.fromkeys(texts, str)
     numbers = {}
 
@@ -349,15 +354,17 @@ def _spooled(table, folder, fields, nodes=None):
     rows = spool(folder, chunks(), record)
     import pyarrow
 
-    matrices = ("ends", "edge_features")
-    arrays = {name: rows[name] if name in matrices else rows[name][:, 0] for name in fields}
+    arrays = {name: rows[name] for name in fields}
+    for name in arrays.keys() & COLUMNS.keys():
+        if not COLUMNS[name].width:
+            arrays[name] = rows[name][:, 0]
     for j in texts:
         names = table.identified(j, [pyarrow.array([*numbers])])
         if isinstance(names, list):
             arrays["edge_types"] = names
         elif not np.array_equal(names, np.arange(len(names))):
-            codes = np.array_split(arrays["edge_type"], len(rows) // SLICE + 1)
-            arrays["edge_type"] = spool(folder, (names[part] for part in codes), np.int64)
+            codes = np.array_split(arrays[EDGE_TYPE.name], len(rows) // SLICE + 1)
+            arrays[EDGE_TYPE.name] = spool(folder, (names[part] for part in codes), np.int64)
     return arrays
 
 

@@ -10,7 +10,7 @@ G graphs have N nodes and B bonds in all; F columns of node features, D of bond 
 import numpy as np
 import torch
 
-from disk.files import check_answers, check_finite, refuse, shaped
+from disk.convert import check_answers, check_finite, refuse, shaped
 from disk.graphs import block_diagonal
 from features import prefetch
 

@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from disk import files
+from disk import convert, files
 from disk.checks import DRAWN, check_labels, check_split, counted_from_one, drawn_per_class
+from disk.columns import COLUMNS, EDGE_FEATURES, EDGE_TIME, EDGE_TYPE, NODE_TIME
 from disk.files import StoreError, reading
 from disk.graphs import build_graphs
 from sources.arrays import FEATURES, Arrays, equal_sums, of_object, open_npz
@@ -42,13 +43,6 @@ NPZ = dict(
     target=str,  # the node type whose labels are learned, if several types have labels
     ignore=lambda names: names.split("+"),  # arrays to leave out
 )
-TABLE_COLUMNS = {  # argument of `build` for tables: column of a store
-    "weights": "edge_weight",
-    "times": "edge_time",
-    "types": "edge_type",
-    "edge_features": "edge_features",
-    "node_times": "node_time",
-}
 RULES = 1  # changes with what a build makes of the same files: stores of before are built anew
 MIRRORED = 0.95  # share of typed edges that have a reverse from which on none is added
 GENERATORS = {"synthetic": (SYNTHETIC, synthetic), "synthetic-mag": (MAG, synthetic_mag)}
@@ -76,7 +70,8 @@ def prepare(
             synthetic graph has its own seed parameter.
         symmetrize, drop_duplicates: for .npz files of one graph. backend, feature_dtype, progress: see `build_store`.
     """
-    name, root = str(dataset), Path(root)
+    name = str(dataset)
+    root = Path(root)
     options = {"symmetrize": bool(symmetrize), "drop_duplicates": bool(drop_duplicates)}
     features = {"backend": backend, "feature_dtype": feature_dtype}
     asked = {option: value for option, value in features.items() if value not in (None, "mmap")}
@@ -204,17 +199,19 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
             (several, with commas between them, for features), or the file of a table with a row for each edge.
         node_times: for tables, the file of a table with a time for each node. options: of `build_store`.
     """
-    path, is_file = Path(path), isinstance(source, (str, os.PathLike))
+    path = Path(path)
+    is_file = isinstance(source, (str, os.PathLike))
     kind = str(source) if is_file else type(source).__name__
     files.refuse_existing(path)
     params = {"ignore": list(ignore)} if ignore else {}
     extra = dict(features=features, labels=labels)
     if isinstance(split, dict):
-        extra |= {f"{part}_idx": ids for part, ids in files.by_part("split", split).items()}
+        extra |= {f"{part}_idx": ids for part, ids in convert.by_part("split", split).items()}
     elif split is not None:
         params["split"] = int(split)
-    columns = {column: options.pop(name, None) for name, column in TABLE_COLUMNS.items()}
-    extra, columns = ({n: v for n, v in d.items() if v is not None} for d in (extra, columns))
+    extra = {name: values for name, values in extra.items() if values is not None}
+    columns = {name: options.pop(column.flag, None) for name, column in COLUMNS.items()}
+    columns = {name: where for name, where in columns.items() if where is not None}
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
     several_types = len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1
@@ -258,7 +255,8 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
         params: dict, parameters of `NPZ`. seed: for what is drawn; None: 0, and the split of one graph is drawn when
             its store is opened. options: of `build_store`.
     """
-    drawn, offsets = _draws(arrays, seed is not None), arrays.find("node_offsets", "atom_offsets")
+    drawn = _draws(arrays, seed is not None)
+    offsets = arrays.find("node_offsets", "atom_offsets")
     if seed is not None and not drawn:
         raise arrays.error(f"seed {seed} has no effect: it has a split, and nothing else is drawn")
     understood = {None: "row_normalize", "atom_offsets": "radius"}.get(offsets)
@@ -289,11 +287,14 @@ def _read_graph(arrays, params, source):
     """Read the `Arrays` of one graph, as of the type "" if it has no types -> ({argument of `build_store`: {type: its
     value}}; the split, empty if there is none). Names of classes go to `source`."""
     graph = {name: {} for name in ("node_types", "features", "labels", "edge_index")}
-    target, labelled, split = params.get("target"), [], None
+    target = params.get("target")
+    labelled = []
+    split = None
     for kind, of in arrays.by_type().items():
         num_nodes = num_edges = None
         if "," not in kind:
-            labels, features = of.labels(), of.features(params.get("row_normalize"))
+            labels = of.labels()
+            features = of.features(params.get("row_normalize"))
             rows = labels if features is None else features
             if rows is None and not kind:
                 of.find(*FEATURES, needed=True)
@@ -338,15 +339,16 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
     elif not split:
         by = "by --seed of train.py"  # each run draws its own
         if "seed" in source:
-            split, by = drawn_per_class(labels, random), f"seed {source['seed']}"
+            split = drawn_per_class(labels, random)
+            by = f"seed {source['seed']}"
         where = "".join(f" from nodes of type {kind}" for kind in graph["labels"] if kind)
         arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
-    if "node_time" in graph:
+    if NODE_TIME.name in graph:
         _say_whose_times(arrays, graph)
     if not arrays.of_types:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
     else:
-        tables = graph.get("edge_features", {}).values()
+        tables = graph.get(EDGE_FEATURES.name, {}).values()
         widths = sorted({table.shape[1] if table.ndim > 1 else 1 for table in tables})
         if len(widths) > 1:
             wide = " or ".join(map(str, widths))
@@ -379,11 +381,11 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
 
 def _say_whose_times(arrays, graph):
     """Print which edges get the times of their sources, and which nodes have no time."""
-    kinds = graph["edge_index"].keys() - graph.get("edge_time", {}).keys()
+    kinds = graph["edge_index"].keys() - graph.get(EDGE_TIME.name, {}).keys()
     if kinds:
         of = f" of {'; '.join(sorted(map(','.join, kinds)))}" * arrays.of_types
         arrays.say(f"edges{of} have no times: each gets that of its source (node_time)")
-    if timeless := sorted(graph["node_types"].keys() - graph["node_time"].keys()):
+    if timeless := sorted(graph["node_types"].keys() - graph[NODE_TIME.name].keys()):
         see = "they see all edges, and those that would get their time are always seen"
         arrays.say(f"nodes of {', '.join(timeless)} have no times: {see}")
 
@@ -407,10 +409,11 @@ def _labels_as_features(arrays, labels, split, num_classes, random):
 def _symmetrized(graph, asked):
     """Decide whether the edges of a graph without features get their reverses -> (bool, words that say so): unless
     `asked` for, not if they have types, and reverses, which may be of types of their own."""
-    if "edge_type" not in graph:
+    if EDGE_TYPE.name not in graph:
         return True, "edges are made symmetric"
-    src, dst = files.integers("edge_index", graph["edge_index"], 2, "M")
-    num_nodes, num_edges = len(graph["labels"]), len(src)
+    src, dst = convert.integers("edge_index", graph["edge_index"], 2, "M")
+    num_nodes = len(graph["labels"])
+    num_edges = len(src)
     mirrored = int(np.isin(dst * num_nodes + src, src * num_nodes + dst).sum())
     if asked or mirrored < MIRRORED * num_edges:
         return True, "every edge gets a reverse of its type"

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from disk.files import SPLITS, Rows, StoreError, progress_bar, reading, shaped, sync
+from disk.convert import Rows, shaped
+from disk.files import SPLITS, StoreError, progress_bar, reading, sync
 from sources.tables import Table, spool
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"

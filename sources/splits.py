@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from disk.checks import DRAWN, drawn_graphs, drawn_per_class
-from disk.files import SPLITS, VALID, StoreError, plural
+from disk.convert import VALID
+from disk.files import SPLITS, StoreError, plural
 
 PARTS = {
     part: [f"{word}_{kind}" for word in words for kind in ("idx", "mask", "masks")]

@@ -9,7 +9,8 @@ import types
 
 import numpy as np
 
-from disk.files import SPLITS, Rows, StoreError
+from disk.convert import Rows
+from disk.files import SPLITS, StoreError
 from features import prefetch
 
 SYNTHETIC = dict(

@@ -294,8 +294,8 @@ class Table:
             message, hint = str(error).replace("CSV parse error: Row #", "line "), ""
             if at := re.match(CONVERSION, message):
                 j = self.places.index(int(at[1]))
-                kind, rest = WORDS.get(at[3]), message[at.end() :]
-                message = f"line {at[2]}: {self.column(j)} is no {kind}{rest}"
+                kind = WORDS.get(at[3])
+                message = f"line {at[2]}: {self.column(j)} is no {kind}{message[at.end() :]}"
                 hint = f"; correct it or drop the column{self.flag(j)}"
             if re.search(f"invalid value '{COMMA.pattern}'", message):
                 hint = ": a decimal comma; write 1.5, as by to_csv of pandas"
@@ -379,8 +379,9 @@ class Table:
 def is_header(rows) -> bool:
     """Whether the first row is a header: it has no numbers and a column below is numeric, or its names are known;
     ValueError if it may number the columns, as pandas does for columns without names."""
-    first, rest = rows[0], rows[1:]
-    width, counted = len(first), [str(j) for j in range(len(first))]
+    first, *rest = rows
+    width = len(first)
+    counted = [str(j) for j in range(width)]
     counts = width > 2 or width == 2 and all(kind_of(row) == "real" for row in rest)
     index = width > 1 and first[1:] == counted[:-1] and meanings(first[0], 0)
     if rest and (index or counts and first == counted):
@@ -465,10 +466,12 @@ def whole_number(cell, form) -> int | None:
     if not form or form_of(cell) != form:
         return None
     if form.endswith("e"):
-        number, most = int(float(cell)), 1 << 53
+        number = int(float(cell))
+        most = 1 << 53
         printed = format(number, form)
     else:
-        number, most = int(cell.partition(".")[0]), 1 << 63
+        number = int(cell.partition(".")[0])
+        most = 1 << 63
         printed = f"{number}{form.removeprefix('d')}"
     return number if abs(number) < most and printed == cell else None
 

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from disk.columns import OF_EDGES, node_ids
-from disk.files import ALWAYS, SPLITS, StoreError, by_part, reading
+from disk.columns import ALWAYS, OF_EDGES, node_ids
+from disk.convert import by_part
+from disk.files import SPLITS, StoreError, reading
 from sampler import DAMAGED, DamagedGraph, expand, mix, number_before, outside, random_bits
 
 HELD_OUT = SPLITS[1:]  # parts whose pairs carry no messages

@@ -535,7 +535,7 @@ class LinkTask(Task):
 
     def evaluate(self, run, report):
         """Report scores and write embeddings, or the logits of --pairs -> {"part name": score}."""
-        args = run.args
+        args = run.plan
         h = None if self.evaluation.timed and not args.predict else run.exact()
         exact = report.scores({part: self.scores(run, part, h) for part in HELD_OUT})
         if args.predict and args.pairs:

@@ -37,9 +37,9 @@ class NodeTask(Task):
         self.number = None if idle else args.split
         choose_split(store, self.number, seed=args.seed, turn=args.turn, say=say)
         store.check_split()
-        # multi-label; for a graph without labels set from the checkpoint
-        store.several = store.labels.dim() == 2
-        self.metric = args.metric or ("f1" if store.several else "accuracy")
+        # multi-label; for a graph without labels see `predict_as`
+        self.several = store.labels.dim() == 2
+        self.metric = args.metric or ("f1" if self.several else "accuracy")
         self.title = METRICS[self.metric].title
         valid = store.labels[store.split["valid"]]
         if self.metric == "roc_auc" and args.trains and len(valid):
@@ -83,7 +83,7 @@ class NodeTask(Task):
         return figures, result
 
     def evaluate(self, run, report):
-        args = run.args
+        args = run.plan
         store = self.store
         # true if it is on any rank: each compared with the memory free at its own start
         if run.ranks.sum(store.features.large)[0] and not args.predict:
@@ -111,9 +111,9 @@ class NodeTask(Task):
         """Turn outputs into what --predict-what names: logits or embeddings as they are, scores [n, C], classes [n] or,
         of several labels, int8 [n, C]."""
         if what == "classes":
-            return (outputs > 0).to(torch.int8) if self.store.several else outputs.argmax(1)
+            return (outputs > 0).to(torch.int8) if self.several else outputs.argmax(1)
         if what == "scores":
-            return outputs.sigmoid() if self.store.several else outputs.softmax(1)
+            return outputs.sigmoid() if self.several else outputs.softmax(1)
         return outputs
 
     def columns(self, what, outputs):

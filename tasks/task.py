@@ -9,6 +9,7 @@ from disk.checks import edge_line
 from disk.columns import NAMES, described_types, read_names
 from disk.files import StoreError, plural
 from model import CONVS, GNN, is_gnn
+from relational import NodeInputs
 from store import GraphStore
 
 CHUNK = 1 << 22  # numbers of a table of predictions converted at a time
@@ -29,12 +30,14 @@ class Task:
         classes_agree: the default of --residual may depend on how often neighbours share a class.
         placed: --mode places graph and features. embeds: outputs, of any network, are embeddings of width --hidden.
         timed_pairs: each example has its own time; else examples are nodes, with the times `node_time`.
+        several: whether a node has several labels; None where that is no question.
         store: the open data, with split {part: ids of its examples}. draw, load_batch: see `NodeLoader`.
     """
 
     title = "scores"
     metrics = ()
     metric = None
+    several = None
     unused = {}
     temporal = "auto"
     weights = "last"
@@ -84,6 +87,10 @@ class Task:
         """Return the ids of the nodes whose labels the architecture may depend on if `classes_agree`: those of training
         and validation nodes of one split, whatever split a seed takes, so that all --runs train the same network."""
 
+    def predict_as(self, several):
+        """Predict several labels a node, or one, as the network of a checkpoint does."""
+        self.several = several
+
     def attach(self, ranks, args, used, indptr, indices):
         """Take the graph where --mode has placed it; used: its `EdgeData`."""
 
@@ -131,7 +138,7 @@ def open_graph(args, path, say):
 def described(args, store):
     """Describe features, network and fanout of a run -> three strings."""
     features = f"{store.feature_dim:,} features" if store.has_features else "no features"
-    if ":" in args.model:
+    if args.model not in CONVS:
         shape = plural(args.num_layers, "hop")
     else:
         shape = f"{plural(args.num_layers, 'layer')}, hidden {args.hidden}"
@@ -185,13 +192,17 @@ def gnn(args, widths, out_dim):
     if conv.uses_types:
         options["num_types"] = widths["num_edge_types"]
         options["bases"] = args.bases
+    inputs = None
+    if widths.get("node_types"):
+        node_types = [(count, width) for _, count, width in widths["node_types"]]
+        inputs = NodeInputs(node_types, args.hidden)
     return GNN(
         widths["feature_dim"],
         out_dim=out_dim,
-        conv=args.model,
+        conv=conv,
         recompute=args.checkpoint_activations,
         edge_dim=0 if conv.edge_features == "no" else widths["edge_dim"],
-        node_types=[(count, width) for _, count, width in widths.get("node_types") or ()],
+        inputs=inputs,
         **options,
     )
 

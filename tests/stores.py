@@ -97,7 +97,7 @@ def _graphs(count, first=0, seed=0):
     x = random.integers(0, 9, (nodes.sum(), 2), np.uint8)
     e = random.standard_normal((edges.sum(), 3), np.float32)
     y = np.stack([np.arange(first, first + count), nodes], 1).astype(np.float32)
-    return block_diagonal(nodes, edges, edge_index, x, e, y)
+    return block_diagonal(nodes, edges, edge_index, x=x, e=e, y=y)
 
 
 def _molecules(file, count=40, **extra):

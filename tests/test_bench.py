@@ -446,7 +446,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
                 "e": np.zeros((400, 2), np.uint8),
                 "y": np.zeros((400, 1), np.float32),
             }
-            given = {**names, **many, "another_batch": block_diagonal(*many.values())}
+            given = {**names, **many, "another_batch": block_diagonal(**many)}
         exec(compile(block, "README.md", "exec"), given)
         if "train_nodes" in block:  # the loop from tensors to a trained model
             assert (given["classes"].numpy()[200:] == y[200:]).mean() > 0.95

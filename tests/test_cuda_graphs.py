@@ -29,6 +29,7 @@ import train
 from features import CachedFeatures, FeatureRing
 from loader import Batch, Graph, NodeLoader
 from native import build, sampler_gpu
+from relational import NodeInputs
 from run import adam, cuda_graphs
 from run.edge_data import EdgeData
 from run.report import Clock
@@ -146,7 +147,8 @@ def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make
     args = argparse.Namespace(**sizes, cuda_graph=word, precision="fp32", model="sage")
     task = object.__new__(NodeTask)  # without a data set
     task.store = types.SimpleNamespace(split={"train": nodes})
-    run = Run(ranks or ddp.Ranks(), args, task, EdgeData(), draws, ring, net)
+    given = {"used": EdgeData(), "sampler": draws, "ring": ring, "model": net}
+    run = Run(ranks or ddp.Ranks(), args, task, **given)
     return (make or cuda_graphs.StepGraphs)(run, optimizer)
 
 
@@ -185,7 +187,8 @@ def test_a_step_of_a_typed_graph_is_a_cuda_graph(
     indptr, indices, kinds, _ = _typed_graph(np.random.default_rng(1), V, M, 3)
     labels, nodes = torch.randint(5, (V,)), torch.randperm(V)[:seeds]
     x = torch.randn(2 * V // 3, 7)
-    typed = dict(num_types=3, bases=bases, node_types=[(len(x), 7), (V // 3, 0)])
+    inputs = NodeInputs([(len(x), 7), (V // 3, 0)], 16)
+    typed = dict(num_types=3, bases=bases, inputs=inputs)
     net = model.GNN(7, 16, 5, conv="rgcn", num_layers=3, dropout=0.5, **typed)
     plain = copy.deepcopy(net)
     s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", edge_type=kinds)
@@ -662,7 +665,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
         has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData(), **ring, **changed}
         data = types.SimpleNamespace(**has)
-        run = dict(args=args, sampler=s, ring=data, store=data, used=data.used)
+        run = dict(plan=args, sampler=s, ring=data, store=data, used=data.used)
         said = cuda_graphs.obstacle(types.SimpleNamespace(**run, ranks=ddp.Ranks(gpus=1)))
         assert why in said, said
         of_place = "on_device" in changed or "cache" in why or "kernels" in why

@@ -256,7 +256,8 @@ def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
         _refuses(words, graphs.append, good._replace(**changes))
     assert _sums(path)["graphs.lmdb"] == before
     _refuses("exists already", build_graphs, path, [good])
-    empty = block_diagonal([], [], np.empty((2, 0), int), *[np.empty((0, 2), np.float32)] * 3)
+    none = np.empty((0, 2), np.float32)
+    empty = block_diagonal([], [], np.empty((2, 0), int), x=none, e=none, y=none)
     for words, batches, split in (
         ("batches is empty", [], {}),
         ("a batch has no graphs", [empty], {}),
@@ -273,9 +274,9 @@ def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
         ("edge_index has dtype float64", [2], [1], [[0.0], [1.5]], two, two, two),
         ("x has dtype <U1: numbers are", [2], [1], [[0], [1]], np.array([["a"]] * 2), one, one),
     ):
-        _refuses(words, block_diagonal, nodes, edges, edge_index, x, e, y)
-    rows = np.ones((2, 1), ">f4"), np.ones((1, 1), ">f8"), np.ones((1, 1), ">i4")
-    batch = block_diagonal([2], [1], [[0], [1]], *rows)
+        _refuses(words, block_diagonal, nodes, edges, edge_index, x=x, e=e, y=y)
+    rows = {name: np.ones((1, 1), dtype) for name, dtype in (("e", ">f8"), ("y", ">i4"))}
+    batch = block_diagonal([2], [1], [[0], [1]], x=np.ones((2, 1), ">f4"), **rows)
     kinds = [rows.dtype for rows in (batch.x, batch.e, batch.y)]
     assert kinds == [torch.float32, torch.float64, torch.int32]
     assert [p.name for p in tmp_path.iterdir()] == ["many"]

@@ -372,6 +372,16 @@ from model import SAGE
 indptr, indices = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
 assert inference(SAGE(3, 4, 2, num_layers=2), indptr, indices, torch.ones(2, 3)).shape == (2, 2)
 """,
+    "relational model": """
+import torch
+from collections import namedtuple
+from model import GNN
+from relational import NodeInputs, RGCNConv
+values = map(torch.tensor, ([0, 1], [1], [2, 0], [1]))
+block = namedtuple("Block", "indptr indices src_nodes edge_type")(*values)
+net = GNN(3, 4, 2, conv=RGCNConv, num_types=2, num_layers=1, inputs=NodeInputs([(2, 3), (1, 0)], 4))
+assert net([block], torch.ones(1, 3)).shape == (1, 2)
+""",
     "store disk native": """
 import numpy as np, torch
 from store import GraphStore, build_store, verify

@@ -18,7 +18,7 @@ import torch
 import model
 import sampler
 from inference import inference
-from model import GNN
+from model import GNN, Near
 from native import attention, build, sampler_gpu
 from native import kernels as on_tensors
 from native import layers as fused
@@ -331,7 +331,7 @@ def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypa
         (lambda b, g: model.own_plus_mean(*block[:2], h, beta, b, gamma=g), beta, gamma),
         (lambda x: model.self_and_mean(*block[:2], x, own)[:, 2:6], h),
         (lambda x, a: model.own_plus_mean(*block[:2], x, a, beta, self_rows=own), h, beta),
-        (lambda x: attention.combine(*block[:2], x, own, h[:9], edges=edges), h),
+        (lambda x: attention.combine(Near(*block[:2], x, h[:9], own, edges=edges)), h),
         (lambda x: gin(block, x, degree.double()), h),
         (lambda x: model.own_plus_mean(*block[:2], x, beta, beta, gamma=degree[:, 1]), h),
         (lambda e: attention(block, h, edges=e), edges),
@@ -438,7 +438,7 @@ def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, 
 
     def attend(indptr, indices, nodes, weight, source, target):
         def combine(source, target, attn):
-            return layer.combine(indptr, indices, source, None, target, nodes=nodes, seed=99)
+            return layer.combine(Near(indptr, indices, source, target, nodes=nodes, seed=99))
 
         return _with_grads(combine, weight, source, target, layer.attn)
 
@@ -449,7 +449,8 @@ def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, 
         out = attend(indptr, indices, nodes, weight, source, target)
         out += attend(*cut, source.roll(-10, 0), target[10:20])[:1]
         with torch.no_grad():
-            results.append([*out, layer.eval().combine(indptr, indices, source, rows, target)])
+            near = Near(indptr, indices, source, target, rows)
+            results.append([*out, layer.eval().combine(near)])
         layer.train()
     torch.testing.assert_close(results[0], results[1], rtol=rtol, atol=atol)
     assert all(map(torch.equal, results[0], results[2]))
@@ -463,9 +464,10 @@ def test_attention_and_the_rows_after_it_are_dropped_independently(kernels, monk
     """The weights of 512 self-loops, against each column of the row that the layer's output becomes."""
     S, layer = 512, model.GATv2Conv(1, 1, dropout=0.5)
     none = torch.zeros(S + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    near = Near(*none, torch.ones(S, 1), torch.ones(S, 1), seed=99)
     for functions in (kernels, None):
         monkeypatch.setattr(model, "fused", functions)
-        kept = layer.combine(*none, torch.ones(S, 1), None, torch.ones(S, 1), seed=99) > 0
+        kept = layer.combine(near) > 0
         same = (model.relu_dropout(torch.ones(S, 16), 0.5, seed=99) > 0) == kept
         assert (same.sum(0) - S / 2).abs().max() < 80  # 7 standard deviations
 

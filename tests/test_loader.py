@@ -18,7 +18,7 @@ import ddp
 import loader
 import model
 import train
-from disk import files as disk
+from disk import convert
 from features import FeatureRing, prefetch
 from inference import inference
 from model import SAGE
@@ -411,7 +411,7 @@ DTYPES_OF_FEATURES = "float32 float16 bfloat16 float64 uint8 int8 int16 int32 in
 @pytest.mark.parametrize("dtype", DTYPES_OF_FEATURES)
 def test_features_of_every_dtype_train_in_every_model_at_every_precision(dtype, tmp_path):
     """One step by train.py's own functions gives what float32 features give, without warnings."""
-    assert disk.DTYPES == tuple(DTYPES_OF_FEATURES)
+    assert convert.DTYPES == tuple(DTYPES_OF_FEATURES)
     table = torch.randint(0, 5, (60, 5)).to(getattr(torch, dtype))
     graph, paths = _graph(num_nodes=60, num_edges=400), [tmp_path / "plain", tmp_path / "typed"]
     for path, rows in zip(paths, (table.float(), table)):

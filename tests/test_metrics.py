@@ -71,8 +71,8 @@ def test_regressor_equals_a_reference_edge_by_edge():
     x = torch.ones(3, 2, dtype=torch.uint8)
     e = torch.ones(2, 3)
     y = torch.zeros(2, 2)
-    joined = block_diagonal([2, 1], [2, 0], [[0, 1], [1, 0]], x, e, y)
-    alone = block_diagonal([1], [0], [[], []], x[:1], e[:0], y[:1])
+    joined = block_diagonal([2, 1], [2, 0], [[0, 1], [1, 0]], x=x, e=e, y=y)
+    alone = block_diagonal([1], [0], [[], []], x=x[:1], e=e[:0], y=y[:1])
     assert torch.allclose(ours(joined)[1], ours(alone)[0])
 
 
@@ -83,7 +83,7 @@ def test_regressor_in_bf16_loses_no_terms():
     x = torch.ones(n, 2).byte()
     e = torch.ones(2 * n, 2).byte()
     y = torch.ones(1, 2)
-    graph = block_diagonal([n], [2 * n], torch.cat([edges, edges.flip(0)], 1), x, e, y)
+    graph = block_diagonal([n], [2 * n], torch.cat([edges, edges.flip(0)], 1), x=x, e=e, y=y)
     torch.manual_seed(0)
     kinds = {"node_dtype": torch.uint8, "edge_dtype": torch.uint8}
     net = Regressor(2, 2, 8, 2, **kinds, num_layers=3, dropout=0.0)
@@ -108,7 +108,8 @@ def test_dropout_of_the_regressor_goes_by_key_and_graph():
     for key, torch_seed in ((5, 0), (5, 1), (6, 1)):
         torch.manual_seed(torch_seed)
         net(graph, ids, key)
-    net(block_diagonal([1], [0], [[], []], graph.x[:1], graph.e[:0], graph.y[:1]), ids[3:4], 5)
+    alone = block_diagonal([1], [0], [[], []], x=graph.x[:1], e=graph.e[:0], y=graph.y[:1])
+    net(alone, ids[3:4], 5)
     kept = [rows != 0 for rows in seen]
     assert torch.equal(seen[0], seen[1]) and not torch.equal(kept[0], kept[2])
     assert torch.equal(kept[0][3:4], kept[3]) and 0.3 < kept[0].double().mean() < 0.7

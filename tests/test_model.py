@@ -19,6 +19,7 @@ import model
 from inference import inference
 from loader import from_edge_index
 from model import GNN
+from relational import RGATConv, RGCNConv
 from sampler import Block, NeighborSampler
 from tests.common import _end, _fork, _random_graph
 from tests.stores import _refuses
@@ -35,11 +36,11 @@ LAYERS = {
     "gine": functools.partial(model.GINEConv, edge_dim=11),
     "gat with edges": functools.partial(model.GATv2Conv, heads=2, edge_dim=11),
     "gat, mean, with edges": functools.partial(model.GATv2Conv, heads=2, mean=True, edge_dim=11),
-    "rgcn": functools.partial(model.RGCNConv, num_types=3),
-    "rgcn of many types": functools.partial(model.RGCNConv, num_types=16),
-    "rgcn with bases": functools.partial(model.RGCNConv, num_types=3, bases=2),
-    "rgat": functools.partial(model.RGATConv, num_types=3),
-    "rgat with bases": functools.partial(model.RGATConv, num_types=3, bases=2),
+    "rgcn": functools.partial(RGCNConv, num_types=3),
+    "rgcn of many types": functools.partial(RGCNConv, num_types=16),
+    "rgcn with bases": functools.partial(RGCNConv, num_types=3, bases=2),
+    "rgat": functools.partial(RGATConv, num_types=3),
+    "rgat with bases": functools.partial(RGATConv, num_types=3, bases=2),
 }
 
 
@@ -70,12 +71,12 @@ def _by_hand(layer, block, h, e=None):
         elif isinstance(layer, model.GINConv):
             near = near if e is None else (near + layer.edge_linear(e[a:b])).relu()
             rows.append(layer.mlp(((1 + layer.eps) * h[v] + near.sum(0))[None])[0])
-        elif isinstance(layer, model.RGCNConv):
+        elif isinstance(layer, RGCNConv):
             row, kinds = layer.self_linear(h[v]), block.edge_type[a:b]
             for r in kinds.unique():
                 of_type = near[kinds == r]
                 score = torch.zeros(len(of_type))
-                if isinstance(layer, model.RGATConv):
+                if isinstance(layer, RGATConv):
                     score = of_type @ layer.key[r] + h[v] @ layer.query[r]
                 attention = torch.nn.functional.leaky_relu(score, 0.2).softmax(0)
                 row = row + attention @ of_type @ layer.matrices()[r]
@@ -440,8 +441,8 @@ def test_model_names_what_it_does_not_know():
 
 
 class _Twice(model.GCNConv):
-    def combine(self, *args, **options):
-        return 2 * super().combine(*args, **options)
+    def combine(self, near):
+        return 2 * super().combine(near)
 
 
 class _Own(model.Conv):
@@ -451,8 +452,8 @@ class _Own(model.Conv):
         super().__init__()
         self.out_dim = width
 
-    def combine(self, indptr, indices, message, rows, h_dst, *args, **options):
-        return h_dst
+    def combine(self, near):
+        return near.own
 
 
 class _Bounded(model.GINConv):
@@ -484,7 +485,6 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         ("gin", "layers.0", _Bounded(6, 6)),
         ("sage", "layers.0.combine", _Own(6).combine),
         ("gcn", "layers.0.combine", _Own(6).combine),
-        ("sage", "layers.0.apply_linear", torch.nn.Linear(12, 6).forward),
         ("sage", "norms.0", torch.nn.Tanh()),
         ("gin", "layers.0.mlp.0", torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())),
         ("gin", "layers.0.mlp", torch.nn.Sequential(model.Linear(6, 6), torch.nn.ReLU())),

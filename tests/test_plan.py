@@ -1,7 +1,8 @@
-"""Tests: run/plan.py and run/estimate.py: the mode that fits into free memory."""
+"""Tests: run/plan.py and --dry-run: the mode that fits into free memory."""
 
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,9 +16,7 @@ from disk.files import StoreError
 from disk.graphs import build_graphs
 from features import MODES
 from model import GNN
-from run import estimate as printed
 from run import placement
-from run.estimate import estimate_lines
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from run.run import open_run
 from sampler import NeighborSampler
@@ -38,7 +37,13 @@ SMALL = {"fanout": [3, 2], "batch_size": 10, "hidden": 8}
 ROOM = {"free_gpu": 4 * GIB, "free_host": 8 * GIB}
 
 
-def test_store_estimate_adds_up(tmp_path):
+def _dry(words, capsys, code=0):
+    """Run `python train.py --dry-run` -> what it prints."""
+    assert _code(words, "--dry-run") == code
+    return capsys.readouterr().out
+
+
+def test_estimate_adds_up(tmp_path):
     graph = _plain_store(tmp_path / "g")
     modes, best = estimate(graph, 2, **SMALL, prefetch=1, **ROOM)
     nodes, edges = [10, 40, 120], [30, 80]
@@ -82,10 +87,10 @@ def test_a_run_on_cpu_asks_no_gpu(tmp_path, monkeypatch):
     """That would take memory on it."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: 1 / 0)
     args = train.parse_args("--gpus 0 --fanout 3,2 --hidden 8".split())
-    assert open_run(ddp.Ranks(), args, _plain_store(tmp_path / "g").path).args.mode == "cpu-cpu"
+    assert open_run(ddp.Ranks(), args, _plain_store(tmp_path / "g").path).plan.mode == "cpu-cpu"
 
 
-def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path, monkeypatch):
+def test_estimate_counts_the_static_memory_of_step_graphs(tmp_path, monkeypatch, capsys):
     """If the GPU reads features: at least the frames and input pairs of all slots, and a step once more."""
     graph = _plain_store(tmp_path / "g")
     options = dict(fanout=[3, 2, 2], batch_size=10, hidden=8, prefetch=1)
@@ -108,10 +113,11 @@ def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path, monkey
             assert tables == 2 * frame.table.nbytes
             assert 2 * slot + compute <= static < 1.5 * (2 * slot + compute)
     assert of(2)["pinned-cuda"] == of(3)["pinned-cuda"]  # which reads rows, not pairs
-    monkeypatch.setattr(printed, "free_host_bytes", lambda: 8 * GIB)
-    lines = estimate_lines(graph.path, 4 * GIB, gpus=1, **options)
+    monkeypatch.setattr(placement, "free_host_bytes", lambda: 8 * GIB)
+    words = f"--dataset {graph.path} --gpus 1 --free-gpu 4GiB --fanout 3,2,2 --batch-size 10"
+    lines = _dry(f"{words} --hidden 8 --prefetch 1", capsys)
     assert of(2)["cuda-cuda"].line in lines and "of static shapes" in lines
-    wide = estimate_lines(graph.path, 4 * GIB, gpus=1, **{**options, "fanout": [3, 49]})
+    wide = _dry(f"{words} --fanout 3,2,49", capsys)
     assert "of the shapes of their batches" in wide
 
 
@@ -121,7 +127,8 @@ def test_store_estimate_counts_the_static_memory_of_step_graphs(tmp_path, monkey
 def test_a_run_estimates_with_the_hops_of_its_step_graphs(words, graphs, tmp_path, monkeypatch):
     sizes = "--fanout 3,2,2 --batch-size 10 --hidden 8 --prefetch 1"
     args = train.parse_args([*sizes.split(), *words.split()])
-    args.gpus, args.precision, asked = 1, "tf32", []
+    args = replace(args, gpus=1, precision="tf32")
+    asked = []
     choose = lambda *_, **sizes: (asked.append(sizes["graphs"]), 1 / 0)  # noqa: E731
     monkeypatch.setattr(placement, "choose_mode", choose)
     with pytest.raises(ZeroDivisionError):
@@ -133,8 +140,9 @@ def test_ranks_have_one_mode_and_share_memory_with_those_of_their_machine(tmp_pa
     """Where another rank, on another machine, has little memory left."""
     graph, ranks, shared = _plain_store(tmp_path / "g"), ddp.Ranks(1, 2, 0, 1, gpus=1), []
     words = "--gpus 0 --precision bf16 --fanout 3,2 --hidden 8 --batch-size 10 --prefetch 0"
-    args, (modes, _) = train.parse_args(words.split()), estimate(graph, 1, **SMALL, **ROOM)
-    args.gpus, least = 1, (modes["cuda-cuda"].placement.gpu, 8 * GIB, 2)  # none for batches
+    args = replace(train.parse_args(words.split()), gpus=1)
+    modes, _ = estimate(graph, 1, **SMALL, **ROOM)
+    least = (modes["cuda-cuda"].placement.gpu, 8 * GIB, 2)  # none for batches
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4 * GIB, 8 * GIB))
     monkeypatch.setattr(ddp.Ranks, "gather", lambda self, value: [least, value])
     share = lambda arrays, leads, total: (shared.append(total(5, 6)), 1 / 0)  # noqa: E731
@@ -160,7 +168,7 @@ def test_batches_sampled_at_once_follow_cores_and_mode_unless_given(tmp_path):
     assert few == many
 
 
-def test_store_estimate_largest_batch_is_the_last_that_fits(tmp_path):
+def test_estimate_largest_batch_is_the_last_that_fits(tmp_path):
     graph = _plain_store(tmp_path / "g")
     options = {"fanout": [3, 2], "hidden": 8, "free_gpu": None, "free_host": GIB // 2 + 100_000}
     fit = lambda **more: estimate(graph, **{**options, **more})[0]["cpu-cpu"]  # noqa: E731
@@ -171,7 +179,7 @@ def test_store_estimate_largest_batch_is_the_last_that_fits(tmp_path):
     assert fit(procs=2, batch_size=1, free_host=GIB + 200_000).largest_batch == largest
 
 
-def test_store_estimate_chooses_by_what_is_free(tmp_path, monkeypatch):
+def test_estimate_chooses_by_what_is_free(tmp_path, monkeypatch, capsys):
     graph = _plain_store(tmp_path / "g")
     options = {**SMALL, "prefetch": 1}
     modes, _ = estimate(graph, 2, **ROOM, **options)
@@ -213,8 +221,8 @@ def test_store_estimate_chooses_by_what_is_free(tmp_path, monkeypatch):
         (ARRAYS - 1, "behind --cache"),
         (graph.indices.nbytes, "neighbour lists as they are sampled"),
     ):
-        monkeypatch.setattr(printed, "free_host_bytes", lambda: free_host)
-        lines = estimate_lines(graph.path, fanout=[2])
+        monkeypatch.setattr(placement, "free_host_bytes", lambda: free_host)
+        lines = _dry(f"--dataset {graph.path} --gpus 0 --fanout 2", capsys, code=2)
         assert " 0 seeds fit" not in lines
         assert said in lines and "mode           none fits" in lines
 
@@ -246,7 +254,7 @@ def test_weights_of_a_network_are_counted_with_what_training_adds():
     assert weight_bytes(network, itemsize=8) == 8 * (4 * count - table)
 
 
-def test_store_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
+def test_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
     def write(file, text):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text)
@@ -275,3 +283,25 @@ def test_store_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
     assert store.free_host_bytes(tmp_path) == 1070
     write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "8000\n")
     assert store.free_host_bytes(tmp_path) == 0
+
+
+def test_a_dry_run_prints_memory_and_plan_and_writes_nothing(tmp_path, capsys):
+    path = _plain_store(tmp_path / "g").path
+    words = f"--dataset {path} --fanout 3,2 --hidden 8 --batch-size 10"
+    files = f"--checkpoint {tmp_path}/run.pt --log {tmp_path}/log --predict {tmp_path}/p.npy"
+    before = sorted(tmp_path.rglob("*"))
+    text = _dry(f"{words} --gpus 0 {files}", capsys)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert all(f"\n{mode} " in text for mode in MODES) and "features 68.1 KB" in text
+    assert text.count("no GPU here") == 3
+    assert "\nmode           cpu-cpu\n" in text
+    assert "\nfeatures       mmap: graph and features take 100 KB" in text
+    assert "\nplan    mode cpu-cpu, precision fp32, weights of the best epoch, 2 batches" in text
+    assert re.search("train   [0-9]+ epochs of 10 steps", text) and "\nepoch " not in text
+    text = _dry(f"{words} --gpus 2 --free-gpu 80GB", capsys)
+    assert "of 80 GB free, host 2 x (537 MB + " in text and "\nmode           cuda-cuda\n" in text
+    assert "10 x 2 processes = 20 nodes" in text and "precision tf32" in text
+    graphs = build_graphs(tmp_path / "graphs", [_graphs(20)], split={"train": range(20)})
+    assert "mode store" in _dry(f"--task graph --gpus 0 --dataset {graphs}", capsys)
+    assert _code(f"{words} --gpus 0 --free-gpu 80GB") == 2
+    assert "--free-gpu 80000000000 is for --dry-run" in capsys.readouterr().err

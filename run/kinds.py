@@ -1,0 +1,87 @@
+"""Kinds of values of flags, as options of argparse: how each is parsed, and what stands for it in --help."""
+
+import argparse
+import math
+import re
+from contextlib import suppress
+
+from model import CONVS
+from run.own_model import words_of
+from tasks.edge_split import split_type
+
+
+def model_name(text):
+    """Check that text is a layer's name or FILE.py:NAME -> the text."""
+    file, _, name = text.rpartition(":")
+    if text in CONVS or file.endswith(".py") and name.isidentifier():
+        return text
+    names = ", ".join(CONVS)
+    raise argparse.ArgumentTypeError(f"{text!r}: choose one of {names}, or FILE.py:NAME")
+
+
+def fanout(text):
+    """Parse '15,10,5' -> [15, 10, 5]; a hop with numbers by edge type, 'writes=10:cites=5', stays text."""
+    number = "(-1|0*[1-9][0-9]{0,8})"
+    wrong = rf"any=|[^,]*=(?!{number}:)[-.\d]+:"  # a name may hold : and =, as a URI does
+    hop = f"({number}|(?!{wrong})[^,]+={number})"
+    rest = f"(,{number})*"
+    hops = re.sub(r"\s*,\s*", ",", text.strip())
+    if re.fullmatch(f"{hop}(,{hop})*|any={number}{rest}", hops):
+        return [part if "=" in part else int(part) for part in hops.split(",")]
+    how = "write numbers above 0 and below 10^9, or -1 for all: 15,10,5; by types writes=10:cites=5 or any=15,10"
+    if " " in text:
+        how = f"put commas between the hops: {','.join(re.split('[ ,]+', text.strip()))}"
+    raise argparse.ArgumentTypeError(f"{text!r}: {how}")
+
+
+def size(text):
+    """Parse '4GiB', '4G' (the same), '512MiB' or a number of bytes -> bytes, an int."""
+    units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9}
+    units |= {f"{unit}ib": units[unit] for unit in "kmg"}
+    number, unit = re.fullmatch(r"([0-9.]*)\s*(.*)", text.strip().lower(), re.DOTALL).groups()
+    with suppress(KeyError, ValueError):
+        return int(float(number) * units[unit])
+    raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 4GiB, 512MiB or bytes")
+
+
+def positive(kind, zero=False, below=None):
+    """Make an argparse type: a finite number above 0 (zero: at least 0), and below 2^31 if whole, or `below`."""
+    below = below or (2**31 if kind is int else math.inf)
+    needed = f"{'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
+
+    def parse(text):
+        with suppress(ValueError):
+            if 0 < (value := kind(text)) < below or zero and value == 0:
+                return value
+        limit = f" and below {below}" if below < math.inf else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {needed}{limit}")
+
+    return parse
+
+
+def one_of(*choices):
+    return {"choices": choices}
+
+
+def text(stands_for):
+    return {"metavar": stands_for}
+
+
+def parsed_by(function, stands_for):
+    return {"type": function, "metavar": stands_for}
+
+
+SWITCH = {"action": "store_true"}
+ON_OFF = {"action": argparse.BooleanOptionalAction}  # --flag and --no-flag
+COUNT = parsed_by(positive(int), "N")
+COUNT_OR_0 = parsed_by(positive(int, zero=True), "N")
+SEED = parsed_by(positive(int, zero=True, below=2**63), "N")
+TIME = parsed_by(positive(int, below=2**63), "N")
+RATE = parsed_by(positive(float), "RATE")
+NUMBER = parsed_by(positive(float, zero=True), "X")
+PROBABILITY = parsed_by(positive(float, zero=True, below=1), "P")
+MODEL = parsed_by(model_name, "NAME")
+MODEL_ARGS = parsed_by(words_of, "A=1,B=x")
+EDGE_SPLIT = parsed_by(split_type, "A/B/C")
+FANOUT = parsed_by(fanout, "15,10,5")
+SIZE = parsed_by(size, "4GiB")
