@@ -276,7 +276,8 @@ class Near(NamedTuple):
             by = of_edge.weight.t()
         if fused and (of_edge is None or unchanged(of_edge)):
             block = self.indptr, self.indices, self.sent
-            out = fused.attend(*block, target, attn, self.self_rows, drawn, edges, by)
+            given = {"self_rows": self.self_rows, "drawn": drawn, "edges": edges, "by": by}
+            out = fused.attend(*block, target, attn, **given)
             if out is not None:
                 return out
         of_edges = None if of_edge is None else of_edge(edges)
@@ -884,7 +885,8 @@ class GNN(nn.Module):
         of = list(zip(self.layers, blocks, strict=True))
         scales = [layer.factors(b, self._degree(layer, b, x.device)) for layer, b in of]
         weights = [w for layer in self.layers for w in layer.product()]
-        return fused.stack(blocks, x, aggregated, weights, scales, drops)
+        given = {"aggregated": aggregated, "scales": scales, "drops": drops}
+        return fused.stack(blocks, x, weights, **given)
 
     def finish(self, i, h, h_dst, nodes=None, seed=None):
         """Apply residual, norm, ReLU and dropout after layer i -> [S, D].

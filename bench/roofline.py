@@ -21,7 +21,7 @@ from bench.step import network
 from bench.tools import opened, print_table, read_json
 from features import FeatureRing
 from model import gather_rows, self_and_mean
-from native import build, layers, sampler_gpu
+from native import kernels, layers, sampler_gpu
 from run import cuda_graphs
 from run.adam import Adam
 from sampler import NeighborSampler
@@ -100,15 +100,14 @@ def size(tensors):
 class Noted:
     """build.Kernels whose launches only record what they would cost."""
 
-    def __init__(self, costs, source):
+    def __init__(self, costs):
         self.costs = costs
-        self.signatures = build.signatures(source)
 
-    def prepare(self, kernel, *values):
-        return lambda threads, stream: self.run(kernel, threads, *values)
+    def prepare(self, kernel, **given):
+        return lambda threads, stream: self.run(kernel, threads, **given)
 
-    def run(self, kernel, threads, *values):
-        given, costs = dict(zip((name for _, name in self.signatures[kernel]), values)), self.costs
+    def run(self, kernel, threads, **given):
+        costs = self.costs
         if "b" in given and kernel != "pick_aggregate":
             of_row, of_edge, asked = DRAWS.get(kernel, DRAWS["pick"])
             hop = given.get("h")
@@ -142,7 +141,7 @@ def step_costs(args, store, dtype):
     settings = types.SimpleNamespace(**vars(args), input_dropout=0, mode="cuda-cuda")
     bf16 = dtype == torch.bfloat16
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, check=False)
-    compiled = lambda name, source: Noted(costs, source)  # noqa: E731
+    compiled = lambda name, source: Noted(costs)  # noqa: E731
     backend = sampler_gpu.Backend(sampler.engine.spec, args.fanout, 0, compiled)
     sampler = types.SimpleNamespace(sample=sampler.sample, engine=backend, edge_type=None)
     in_place = self_and_mean if cuda_graphs.averages_in_place(settings, store, dtype) else None
@@ -158,11 +157,12 @@ def step_costs(args, store, dtype):
 
     @functools.cache
     def load(ids, source, target, device):
-        kinds = {"ID": layers.IDS[ids], "IN": layers.TYPES[source], "OUT": layers.TYPES[target]}
-        return layers.Code(Noted(costs, build.read_source("layers.cu", **kinds)))
+        return kernels.Code(Noted(costs))
 
     with (
+        patch.object(kernels, "load", load),
         patch.object(layers, "load", load),
+        patch.object(kernels, "is_gpu", lambda device: True),
         patch.object(layers, "is_gpu", lambda device: True),
         patch.object(torch, "get_float32_matmul_precision", lambda: "high"),
         patch.object(torch.cuda, "Event", lambda: None),

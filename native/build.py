@@ -3,12 +3,13 @@
     library = load_c("rows", read_source("rows.c"), ["-O2", "-fPIC", "-shared", "-pthread"])
     text = read_source("layers.cu", ID="int", IN="float", OUT="float")
     kernels = load_cuda("layers", text, torch.device("cuda:0"))  # all of them None, after one warning, on failure
-    kernels.run("destinations", S, indptr, S, dst)               # S threads of a kernel on torch's current stream
-    load_host("layers", text, flags).run("destinations", S, indptr, S, dst)    # the same on the CPU
-    launch = kernels.prepare("destinations", indptr, S, dst)     # its own argument memory, for one host thread
+    kernels.run("destinations", S, indptr=indptr, S=S, dst=dst)  # S threads of a kernel on torch's current stream
+    load_host("layers", text, flags).run("destinations", S, indptr=indptr, S=S, dst=dst)       # the same on the CPU
+    launch = kernels.prepare("destinations", indptr=indptr, S=S, dst=dst)      # its own argument memory, for one host thread
     launch(S, kernels.stream())                                  # about 1 us; also inside a CUDA graph capture
 
-NVRTC comes with torch's CUDA build. base.h explains how kernels are written; argument types are read from the source.
+NVRTC comes with torch's CUDA build. base.h explains how kernels are written. The names and types of a kernel's arguments are
+read from the source, and every call names all of them.
 An argument that is neither a pointer nor a number is a struct passed by value: a ctypes.Structure (`struct_type`), whose
 fields may change between launches. Tensors must outlive the launches that use them.
 
@@ -38,9 +39,16 @@ import torch
 
 BLOCK = 256  # threads of a block
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_NUMBERS = {"int": ctypes.c_int, "unsigned": ctypes.c_uint, "i64": ctypes.c_longlong}
-_NUMBERS |= {"u64": ctypes.c_ulonglong, "float": ctypes.c_float, "double": ctypes.c_double}
-_warned, _lock = set(), threading.Lock()
+_NUMBERS = {
+    "int": ctypes.c_int,
+    "unsigned": ctypes.c_uint,
+    "i64": ctypes.c_longlong,
+    "u64": ctypes.c_ulonglong,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
+_warned = set()
+_lock = threading.Lock()
 
 
 def _kind(c_type):
@@ -56,11 +64,31 @@ def read_source(file, **defines):
     return macros + included.sub(lambda match: read_source(match[1]), text)
 
 
+def signatures(source, result="KERNEL"):
+    """Parse `RESULT name(...)` at the starts of a source's lines -> {function: {argument name: C type}}."""
+    functions = {}
+    for name, text in re.findall(rf"^{result} ?(\w+)\(([^)]*)\)", source, re.MULTILINE):
+        functions[name] = {}
+        for argument in [] if text == "void" else text.split(","):
+            c_type, of = re.fullmatch(r"(.*?)(\w+)", " ".join(argument.split())).groups()
+            functions[name][of] = c_type.replace("const ", "").strip()
+    return functions
+
+
+def _in_order(kernel, signature, values):
+    """Return the arguments of a kernel, given by name, in the order of its signature; KeyError for one that is missing."""
+    if len(values) != len(signature):
+        takes = f"it takes {', '.join(signature)}"
+        raise TypeError(f"kernel {kernel} is called with {', '.join(values)}: {takes}")
+    return map(values.__getitem__, signature)
+
+
 def struct_type(source, name):
     """Make a ctypes.Structure of a source's C struct, `typedef struct {...} name;`, with pointers, numbers and structs
     of the same source, whose fields are accessed directly."""
     body = re.search(rf"typedef struct \{{([^}}]*)\}} {name};", source)[1]
-    fields, nested = [], []
+    fields = []
+    nested = []
     for c_type, names in re.findall(r"(?:const )?(\w+)\s+([^;]+);", re.sub("//.*", "", body)):
         for field in names.split(","):
             kind = _kind(field if "*" in field else c_type)
@@ -145,9 +173,16 @@ def load_c(name, source, flags):
             line can be called, with tensors as pointers.
         flags: for the compiler, which is the environment variable CC, words as for a shell, or `cc`.
     """
-    compiler, cpu = os.environ.get("CC") or "cc", Path("/proc/cpuinfo")
-    options = {"capture_output": True, "text": True, "errors": "replace", "check": True}
-    options |= {"stdin": subprocess.DEVNULL, "timeout": 120}  # it may hang
+    compiler = os.environ.get("CC") or "cc"
+    cpu = Path("/proc/cpuinfo")
+    options = {
+        "capture_output": True,
+        "text": True,
+        "errors": "replace",
+        "check": True,
+        "stdin": subprocess.DEVNULL,
+        "timeout": 120,  # it may hang
+    }
 
     def make(path):
         path.with_suffix(".c").write_text(source)
@@ -165,7 +200,8 @@ def load_c(name, source, flags):
         for c_type, result in {**_NUMBERS, "void": None, r"void \*": ctypes.c_void_p}.items():
             for symbol, arguments in signatures(source, c_type).items():
                 function = getattr(library, symbol)
-                function.restype, function.argtypes = result, [_kind(kind) for kind, _ in arguments]
+                function.restype = result
+                function.argtypes = [*map(_kind, arguments.values())]
                 setattr(library, symbol, functools.partial(_call, function))
     # AttributeError: a library lacks a function, as from a C++ compiler
     except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
@@ -182,10 +218,11 @@ def load_host(name, source, flags):
     numbered = re.sub(r"^(\w*KERNEL \w+\()", r"\1i64 row_, int part_, ", source, flags=re.MULTILINE)
     text = ["#define HOST", numbered]
     text.append("void (*parallel)(void (*)(void *), void *, unsigned, unsigned);")
-    for kernel, arguments in signatures(source, r"\w*KERNEL").items():
-        declared = [f"{c_type} {argument}" for c_type, argument in arguments]
-        passed, read = (", ".join(at + argument for _, argument in arguments) for at in ("", "t."))
-        parts = "(t.width - 1) / COLUMNS + 1" if "t.width" in read.split(", ") else "1"
+    kernels = signatures(source, r"\w*KERNEL")
+    for kernel, arguments in kernels.items():
+        declared = [f"{c_type} {name}" for name, c_type in arguments.items()]
+        read = ", ".join(f"t.{name}" for name in arguments)
+        parts = "(t.width - 1) / COLUMNS + 1" if "width" in arguments else "1"
         text.append(f"""typedef struct {{ i64 *next_, threads_; {"; ".join(declared)}; }} {kernel}_t;
 static void share_{kernel}(void *task) {{
   const {kernel}_t t = *({kernel}_t *)task;  // a copy, which no store can alias
@@ -197,7 +234,7 @@ static void share_{kernel}(void *task) {{
 }}
 void run_{kernel}(int team_, i64 threads_, {", ".join(declared)}) {{
   i64 next_ = 0;
-  {kernel}_t task_ = {{&next_, threads_, {passed}}};
+  {kernel}_t task_ = {{&next_, threads_, {", ".join(arguments)}}};
   if (parallel) parallel(share_{kernel}, &task_, team_, 0);
   else share_{kernel}(&task_);
 }}""")
@@ -207,7 +244,12 @@ void run_{kernel}(int team_, i64 threads_, {", ".join(declared)}) {{
         parallel = ctypes.c_void_p.in_dll(library, "parallel")
         parallel.value = ctypes.cast(gomp, ctypes.c_void_p).value
         team = torch.get_num_threads  # which OpenMP does not know on a new thread
-        library.run = lambda kernel, *values: getattr(library, f"run_{kernel}")(team(), *values)
+
+        def run(kernel, threads, **values):
+            values = _in_order(kernel, kernels[kernel], values)
+            getattr(library, f"run_{kernel}")(team(), threads, *values)
+
+        library.run = run
     return library
 
 
@@ -227,13 +269,15 @@ def load_cuda(name, source, device):
 
 
 class Kernels:
-    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: {kernel: [(C type, argument name)]}.
+    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: of `signatures`.
 
     options: for NVRTC, such as ("--use_fast_math",).
     """
 
     def __init__(self, name, source, device, options=()):
-        self.device, self.index, self.signatures = device, device.index, signatures(source)
+        self.device = device
+        self.index = device.index
+        self.signatures = signatures(source)
         self._threads = threading.local()  # each host thread has its own Launch of each kernel
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
         make = lambda path: path.write_bytes(compile_cuda(source, arch, options)[0])  # noqa: E731
@@ -277,12 +321,14 @@ class Kernels:
         """Context in which this GPU is torch's current one."""
         return torch.cuda.device(self.index)
 
-    def prepare(self, kernel, *values):
+    def prepare(self, kernel, **values):
         """Make a `Launch` of a kernel with these arguments: numbers, tensors or pointers as ints, None, structs."""
-        return Launch(self, kernel, values)
+        launch = Launch(self, kernel)
+        launch.pack(values)
+        return launch
 
-    def run(self, kernel, threads, *values):
-        """Run `threads` threads of a kernel without structs on torch's current stream."""
+    def run(self, kernel, threads, **values):
+        """Run `threads` threads of a kernel on torch's current stream."""
         launches = self._threads.__dict__
         launch = launches.get(kernel) or launches.setdefault(kernel, Launch(self, kernel))
         launch.pack(values)
@@ -296,27 +342,32 @@ class Kernels:
 class Launch:
     """A kernel and its argument memory: launch(threads, stream), by one host thread at a time, with its GPU current."""
 
-    def __init__(self, kernels, kernel, values=()):
-        self._kernels, self._name, self._function = kernels, kernel, kernels._functions[kernel]
+    def __init__(self, kernels, kernel):
+        self._kernels = kernels
+        self._name = kernel
+        self._function = kernels._functions[kernel]
+        self._go = kernels._driver.cuLaunchKernel
+        self._signature = kernels.signatures[kernel]
         # structs stay in the caller's memory, all else is packed into _memory
-        codes = [getattr(_kind(c_type), "_type_", "") for c_type, _ in kernels.signatures[kernel]]
+        codes = [getattr(_kind(c_type), "_type_", "") for c_type in self._signature.values()]
+        self._structs = {i: None for i, code in enumerate(codes) if not code}
         packed = struct.Struct("".join(codes))
         self._memory = ctypes.create_string_buffer(packed.size)
         self._pack = functools.partial(packed.pack_into, self._memory, 0)
-        ends = [struct.calcsize("".join(codes[: i + 1])) for i in range(len(codes))]
-        starts = [end - struct.calcsize(code) for end, code in zip(ends, codes)]
         memory = ctypes.addressof(self._memory)
-        self._pointers = (ctypes.c_void_p * len(codes))(*(memory + start for start in starts))
-        self._structs = {i: None for i, code in enumerate(codes) if not code}
-        self._go = kernels._driver.cuLaunchKernel
-        if not values:  # `pack` will set them
-            return
-        for i in self._structs:
-            self._structs[i], self._pointers[i] = values[i], ctypes.addressof(values[i])
-        self.pack([value for i, value in enumerate(values) if i not in self._structs])
+        self._pointers = (ctypes.c_void_p * len(codes))()
+        for i, code in enumerate(codes):
+            end = struct.calcsize("".join(codes[: i + 1]))
+            self._pointers[i] = memory + end - struct.calcsize(code)
 
     def pack(self, values):
-        """Set all arguments except structs."""
+        """Set all arguments, given by name."""
+        values = _in_order(self._name, self._signature, values)
+        if self._structs:
+            values = [*values]
+            for i in reversed(self._structs):
+                self._structs[i] = values.pop(i)
+                self._pointers[i] = ctypes.addressof(self._structs[i])
         self._pack(*[v.data_ptr() if isinstance(v, torch.Tensor) else v or 0 for v in values])
 
     def __call__(self, threads, stream):
@@ -329,16 +380,6 @@ class Launch:
             code = self._go(self._function, *grid, 0, stream, self._pointers, None)
         if code:
             self._kernels.check(code, f"kernel {self._name} of {threads} threads")
-
-
-def signatures(source, result="KERNEL"):
-    """Parse `RESULT name(...)` at the starts of a source's lines -> {function: [(C type, argument name)]}."""
-    functions = {}
-    for name, text in re.findall(rf"^{result} ?(\w+)\(([^)]*)\)", source, re.MULTILINE):
-        arguments = [] if text == "void" else text.split(",")
-        pairs = [re.fullmatch(r"(.*?)(\w+)", " ".join(word.split())) for word in arguments]
-        functions[name] = [(pair[1].replace("const ", "").strip(), pair[2]) for pair in pairs]
-    return functions
 
 
 # what torch.compile uses: twenty times as fast as torch.cuda.current_stream; None if torch has no CUDA
@@ -357,7 +398,8 @@ def compile_cuda(source, arch, options=()):
     """
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
-    size, count = ctypes.c_size_t(), ctypes.c_int()
+    size = ctypes.c_size_t()
+    count = ctypes.c_int()
 
     def call(function, *arguments):
         code = getattr(nvrtc, "nvrtc" + function)(*arguments)
@@ -394,7 +436,8 @@ def compile_cuda(source, arch, options=()):
 
 def _nvrtc():
     """Load the libnvrtc of torch's CUDA build, or the system's."""
-    major, folder = str(torch.version.cuda or "").split(".")[0], Path(torch.__file__).parent
+    major = str(torch.version.cuda or "").split(".")[0]
+    folder = Path(torch.__file__).parent
     wheels = [f"{folder.parent}/nvidia/{part}/lib" for part in (f"cu{major}", "cuda_nvrtc")]
     paths = [p for at in (*wheels, f"{folder}/lib") for p in sorted(glob(f"{at}/libnvrtc*.so*"))]
     paths = [path for path in paths if "builtins" not in path and ".alt." not in path]
@@ -411,7 +454,8 @@ def _nvrtc():
 def _driver():
     """Load libcuda, part of the NVIDIA driver."""
     library = ctypes.CDLL("libcuda.so.1")
-    number, pointer = ctypes.c_uint, ctypes.c_void_p
+    number = ctypes.c_uint
+    pointer = ctypes.c_void_p
     library.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
     library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
     return library

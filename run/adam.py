@@ -41,24 +41,32 @@ class Adam(torch.optim.Adam):
         tables = params, *lists[1:4]  # and gradients, first and second moments
         pieces = [[part for t in table for part in t.view(-1).split(PIECE)] for table in tables]
         counts = [n for n, p in zip(counts, params) for _ in range(-(-p.numel() // PIECE))]
-        (first, second), kept = group["betas"], ("lr", "weight_decay", "eps", "amsgrad", "maximize")
+        first, second = group["betas"]
+        kept = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
         options = {name: group[name] for name in kept}
         torch._fused_adam_(*pieces, [], counts, beta1=first, beta2=second, **options)
 
     def _step_rows(self, p, group, rows, values):
         """rows: [n] distinct, negative ones are skipped by native/layers.py. values: [n, D] their gradient."""
-        state, (first, second) = self.state[p], group["betas"]
+        state = self.state[p]
+        first, second = group["betas"]
         if not state:
             state["step"] = torch.zeros((), device=p.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-        count, mean, square = state["step"].add_(1), state["exp_avg"], state["exp_avg_sq"]
+            state["exp_avg"] = torch.zeros_like(p)
+            state["exp_avg_sq"] = torch.zeros_like(p)
+        count = state["step"].add_(1)
+        mean = state["exp_avg"]
+        square = state["exp_avg_sq"]
         rate = group["lr"] / (1 - first ** count.double())
         root = (1 - second ** count.double()).sqrt()
         rates = torch.stack([rate, root]).float()
-        if layers.adam_rows(rows, values, mean, square, p, first, second, group["eps"], rates):
+        numbers = {"first": first, "second": second, "eps": group["eps"], "rates": rates}
+        if layers.adam_rows(rows, values, mean, square, p, **numbers):
             return
-        m, v = mean[rows].lerp_(values, 1 - first), square[rows].lerp_(values.square(), 1 - second)
-        mean[rows], square[rows] = m, v
+        m = mean[rows].lerp_(values, 1 - first)
+        v = square[rows].lerp_(values.square(), 1 - second)
+        mean[rows] = m
+        square[rows] = v
         p.index_add_(0, rows, m / (v.sqrt() / root + group["eps"]) * -rate)
 
 

@@ -31,10 +31,11 @@ import torch
 import torch.distributed as dist
 
 from features import Batch
-from model import layers_where
-from native import layers, sampler_gpu
+from model import SAGEConv, layers_where
+from native import kernels, sampler_gpu
 from relational import LOOPED
 from run.finite import LossSum
+from run.own_model import conv_of
 from sampler import SAMPLERS, Block
 
 MEASURED = 16  # batches whose sizes decide the static shapes
@@ -48,59 +49,65 @@ def averages_in_place(args, store, *dtypes):
     """Return whether the first layer gets neighbour means computed straight from features of these dtypes, not rows.
     That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less."""
     floats = {*dtypes} <= {torch.float32, torch.bfloat16}
-    plain = args.model == "sage" and not args.input_dropout and not store.node_types
+    plain = conv_of(args.model) is SAGEConv and not args.input_dropout and not store.node_types
     return plain and floats and args.mode != "pinned-cuda"
 
 
 def hindrances(args, store, used):
-    """Return {reason against CUDA graphs: whether flags and data give it}. used: `EdgeData` of the store."""
-    limit, fanout = sampler_gpu.AGGREGATED, ",".join(map(str, args.fanout))
-    padded = layers_where(padded=True)
+    """Return the reasons against CUDA graphs that flags and data give. used: `EdgeData` of the store."""
+    conv = conv_of(args.model)
+    padded = ", ".join(layers_where(padded=True))
+    fanout = ",".join(map(str, args.fanout))
+    limit = sampler_gpu.AGGREGATED
     too_many = averages_in_place(args, store) and args.fanout[-1] > limit
-    return {
-        f"they are for --task node, this is {args.task}": args.task != "node",
-        f"they are for --model {', '.join(padded)}, this is {args.model}": args.model not in padded,
-        "--norm batch would count the padding": args.norm == "batch",
-        "--checkpoint-activations computes layers twice": args.checkpoint_activations,
-        "--precision fp64 has no kernels": args.precision == "fp64",
-        f"--accumulate {args.accumulate} makes a step of several batches": args.accumulate > 1,
-        "one layer is too little to be worth it": len(args.fanout) < 2,
-        f"--fanout {fanout}: numbers from 1 on are needed": not re.fullmatch("[0-9,]+", fanout),
-        f"--fanout {fanout}: the last number is {limit} at most": too_many,
-        "neighbours are not drawn uniformly": not SAMPLERS[args.sampler].counted,
-        "seeds see edges by their times (--temporal off shows them all)": used.time is not None,
-        "nodes have several labels": store.labels.dim() > 1,
-        "edges have features": used.features is not None,
-        f"edges have more than {LOOPED} types": used.num_types > LOOPED,
-        f"nodes have types, and --model {args.model} counts degrees": (
-            bool(store.node_types) and args.model in ("gcn", "gin")
+    table = [
+        (args.task == "node", f"they are for --task node, this is {args.task}"),
+        (conv and conv.padded, f"they are for --model {padded}, this is {args.model}"),
+        (args.norm != "batch", "--norm batch would count the padding"),
+        (not args.checkpoint_activations, "--checkpoint-activations computes layers twice"),
+        (args.precision != "fp64", "--precision fp64 has no kernels"),
+        (args.accumulate == 1, f"--accumulate {args.accumulate} makes a step of several batches"),
+        (len(args.fanout) > 1, "one layer is too little to be worth it"),
+        (re.fullmatch("[0-9,]+", fanout), f"--fanout {fanout}: numbers from 1 on are needed"),
+        (not too_many, f"--fanout {fanout}: the last number is {limit} at most"),
+        (SAMPLERS[args.sampler].counted, "neighbours are not drawn uniformly"),
+        (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
+        (store.labels.dim() == 1, "nodes have several labels"),
+        (used.features is None, "edges have features"),
+        (used.num_types <= LOOPED, f"edges have more than {LOOPED} types"),
+        (
+            not (store.node_types and conv and conv.uses_degree),
+            f"nodes have types, and --model {args.model} counts degrees",
         ),
-    }
+    ]
+    return [reason for fine, reason in table if not fine]
 
 
 def hops_held(args, store, used):
     """Return how many hops of a batch the CUDA graphs would hold in GPU memory in cuda-cuda, 0 if there can be none.
     used: `EdgeData` of the store."""
-    hops = len(args.fanout) - averages_in_place(args, store, store.features.dtype)
-    return 0 if any(hindrances(args, store, used).values()) else hops
+    if hindrances(args, store, used):
+        return 0
+    return len(args.fanout) - averages_in_place(args, store, store.features.dtype)
 
 
 def obstacle(run):
     """Return why a step of this run cannot be a CUDA graph, or None if it can."""
-    no_tensor = not isinstance(run.ring.features, torch.Tensor)
-    no_kernels = not isinstance(run.sampler.engine, sampler_gpu.Backend)
-    reasons = {
-        "there is no GPU": not run.ranks.gpus,
-        **hindrances(run.plan, run.store, run.used),
-        f"--mode {run.plan.mode} fetches features on the host": not run.ring.on_device,
-        "the features are not a tensor, or are behind a cache": no_tensor,
-        "the sampler's kernels are not there": no_kernels,
-        "ranks average the embeddings of nodes": run.ranks.world > 1 and bool(run.store.node_types),
-    }
-    if why := next((why for why, holds in reasons.items() if holds), None):
-        return why
-    # checked last: the first call compiles them
-    return None if layers.has_kernels(run.sampler.indices) else "the layers' kernels are not there"
+    if not run.ranks.gpus:
+        return "there is no GPU"
+    if reasons := hindrances(run.plan, run.store, run.used):
+        return reasons[0]
+    if not run.ring.on_device:
+        return f"--mode {run.plan.mode} fetches features on the host"
+    if not isinstance(run.ring.features, torch.Tensor):
+        return "the features are not a tensor, or are behind a cache"
+    if not isinstance(run.sampler.engine, sampler_gpu.Backend):
+        return "the sampler's kernels are not there"
+    if run.ranks.world > 1 and run.store.node_types:
+        return "ranks average the embeddings of nodes"
+    if not kernels.has_kernels(run.sampler.indices):  # last: the first call compiles them
+        return "the layers' kernels are not there"
+    return None
 
 
 def build(run, optimizer):
@@ -113,7 +120,8 @@ def build(run, optimizer):
         (StepGraphs, a line about them), or (None, why not; "" unless asked for or failed), alike on all ranks: a
         collective call. Ranks on which only the capture failed launch the same kernels one by one.
     """
-    ranks, args = run.ranks, run.plan
+    ranks = run.ranks
+    args = run.plan
     graphs = None
     why = obstacle(run)
     if ranks.sum(bool(why))[0]:
@@ -134,8 +142,10 @@ def build(run, optimizer):
     rows, places = graphs.room
     how = f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs"
     if uncaptured:
-        off, failed = args.cuda_graph == "off", f"no CUDA graphs: {graphs.failure or ELSEWHERE}"
-        how = f"{'CUDA graphs are off' if off else failed}; their kernels are launched one by one,"
+        why = f"no CUDA graphs: {graphs.failure or ELSEWHERE}"
+        if args.cuda_graph == "off":
+            why = "CUDA graphs are off"
+        how = f"{why}; their kernels are launched one by one,"
     how += f" with room for {rows[-1]:,} nodes and {sum(places):,} edges inside"
     return graphs, f"{how}; larger batches are taken without"
 
@@ -150,8 +160,10 @@ def static_room(sampler, nodes, args, first_hop):
     like its first ones); with `first_hop`, as the ring's, without the outermost hop."""
     generator = torch.Generator().manual_seed(args.seed)
     order = nodes[torch.randperm(nodes.numel(), generator=generator)]
-    batches, hops = order.split(args.batch_size), len(args.fanout) - first_hop
-    full, sizes = max(1, nodes.numel() // args.batch_size), []  # without a smaller last batch
+    batches = order.split(args.batch_size)
+    hops = len(args.fanout) - first_hop
+    full = max(1, nodes.numel() // args.batch_size)  # without a smaller last batch
+    sizes = []
     for step in range(MEASURED):
         blocks = sampler.sample(batches[step % full], step, relabel_outer=not first_hop)
         sizes.append([(block.num_src, block.num_edges) for block in blocks[::-1][:hops]])
@@ -174,7 +186,8 @@ def captured(graph, pool=None, stream=None):
     Nothing is collected meanwhile: a finalizer might synchronize, as that of `gpu_view`, which ends a capture.
     """
     pool = pool or torch.cuda.graph_pool_handle()
-    collects, first = gc.isenabled(), None
+    collects = gc.isenabled()
+    first = None
     gc.disable()
     try:
         # other threads, NCCL's among them, may call CUDA during a capture
@@ -206,16 +219,20 @@ class Slot:
     """
 
     def __init__(self, sampler, ring, room):
-        (rows, places), labels, self.ring = room, ring.labels, ring
-        self.frame, self.edge_type = sampler.engine.frame(rows, places), sampler.edge_type
+        rows, places = room
+        labels = ring.labels
+        self.ring = ring
+        self.frame = sampler.engine.frame(rows, places)
+        self.edge_type = sampler.edge_type
         self.x = ring.features.new_zeros(rows[-1], ring.width, dtype=ring.dtype)
         blocks = self.frame.blocks[::-1]
         if self.edge_type is not None:
             new = self.edge_type.new_empty
             blocks = [block._replace(edge_type=new(block.num_edges)) for block in blocks]
         for block in blocks:
-            layers.static(block)
-        self.seeds, self.nodes = blocks[-1].src_nodes[: rows[0]], blocks[0].src_nodes
+            kernels.static(block)
+        self.seeds = blocks[-1].src_nodes[: rows[0]]
+        self.nodes = blocks[0].src_nodes
         if ring.first_hop:  # the outermost block has no edges: they are averaged when drawn
             none = self.nodes[:0]
             blocks.insert(0, Block(none, none, self.nodes))
@@ -230,15 +247,17 @@ class Slot:
 
     def sample(self):
         """Launch what the first graph captures: sample, fetch features, look up labels and types of edges, list edges."""
-        ring, nodes = self.ring, self.nodes
+        ring = self.ring
+        nodes = self.nodes
         learned = len(ring.features) < ring.labels.shape[0]  # some types of nodes have no features
         if learned:
             self.seeds.clamp_(min=0)  # padding of the batch before, if that had fewer nodes
         self.frame.start()
         torch.index_select(ring.labels, 0, self.seeds, out=self.y)
         self.y.masked_fill_(self.places >= self.frame.num_dst[0], -1)
-        for block in self.batch.blocks if self.edge_type is not None else ():
-            torch.index_select(self.edge_type, 0, block.edge_ids, out=block.edge_type)
+        if self.edge_type is not None:
+            for block in self.batch.blocks:
+                torch.index_select(self.edge_type, 0, block.edge_ids, out=block.edge_type)
         if learned:  # zeros for these
             used = self.frame.num_dst[len(self.batch.blocks)]
             nodes.masked_fill_(torch.arange(len(nodes), device=nodes.device) >= used, -1)
@@ -248,7 +267,7 @@ class Slot:
         elif not ring.first_hop:
             self.x.copy_(ring.gather(ring.features, nodes))
         for block in self.batch.blocks:
-            layers.fill_lists(block)
+            kernels.fill_lists(block)
 
 
 class StepGraphs:
@@ -263,9 +282,14 @@ class StepGraphs:
     parallel = None  # no DistributedDataParallel: ranks average one vector
 
     def __init__(self, run, optimizer):
-        self.run, self.optimizer, self.repeated = run, optimizer, 0
-        self.sampler, self.ring = run.sampler, run.ring
-        ranks, args, model = run.ranks, run.plan, run.model
+        self.run = run
+        self.optimizer = optimizer
+        self.sampler = run.sampler
+        self.ring = run.ring
+        self.repeated = 0
+        ranks = run.ranks
+        args = run.plan
+        model = run.model
         if model.inputs:
             model.inputs.pad(True)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -286,7 +310,8 @@ class StepGraphs:
             self.failure = self._prepare(seeds, kept, args.cuda_graph != "off")
         finally:
             self._restore(kept)
-        self.room, self.captured = room, self.slots[0].training is not None
+        self.room = room
+        self.captured = self.slots[0].training is not None
 
     def _state(self):
         """Return the parameters, then the tensors of the optimizer's state."""
@@ -313,7 +338,9 @@ class StepGraphs:
         self._restore(kept)
         failure = self._capture(seeds) if capture else None
         self._restore(kept)
-        losses, errors, norm = [], [], batch.x.float().norm().clamp(min=1e-30)
+        norm = batch.x.float().norm().clamp(min=1e-30)
+        losses = []
+        errors = []
         for slot in slots:
             if trouble := self._sample(slot, seeds, 0):
                 raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
@@ -336,7 +363,8 @@ class StepGraphs:
 
     def _capture(self, seeds):
         """Capture the graphs of all slots -> None, or why that failed."""
-        stream, pool = torch.cuda.current_stream(), None
+        stream = torch.cuda.current_stream()
+        pool = None
         try:
             for slot in self.slots:
                 torch.cuda.synchronize()  # the slot's stream does not wait for what this one restores
@@ -349,13 +377,15 @@ class StepGraphs:
                     torch.cuda.synchronize()
                 # what a reference cycle keeps of steps so far: autograd would wait for their streams, and end the capture
                 gc.collect()
-                sampling, training = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+                sampling = torch.cuda.CUDAGraph()
+                training = torch.cuda.CUDAGraph()
                 # kernels of a graph have the priority of the stream that captured them
                 with captured(sampling, stream=side):
                     slot.sample()
                 with captured(training, pool):
                     self._compute(slot.batch, slot.step)
-                slot.sampling, slot.training = sampling, training
+                slot.sampling = sampling
+                slot.training = training
                 pool = training.pool()  # shared: they run one after the other
             if self.flat is not None:
                 self.update = torch.cuda.CUDAGraph()
@@ -385,13 +415,18 @@ class StepGraphs:
 
     def _train(self, slot):
         """Take the step of a slot's batch; with several ranks, up to the flat gradient."""
-        slot.training.replay() if slot.training else self._compute(slot.batch, slot.step)
+        if slot.training:
+            slot.training.replay()
+        else:
+            self._compute(slot.batch, slot.step)
         slot.trained.record()
 
     def _finish(self):
         """With several ranks, take the rest of the step, from the flat gradient on."""
-        if self.flat is not None:
-            self.update.replay() if self.update else self._update()
+        if self.update:
+            self.update.replay()
+        elif self.flat is not None:
+            self._update()
 
     def _update(self):
         """Run the optimizer on the flat gradient."""
@@ -404,7 +439,10 @@ class StepGraphs:
         no batch (`trouble` of native/sampler_gpu.py)."""
         torch.cuda.current_stream().wait_event(slot.trained)
         slot.frame.fill(seeds, step)
-        slot.sampling.replay() if slot.sampling else slot.sample()
+        if slot.sampling:
+            slot.sampling.replay()
+        else:
+            slot.sample()
         self.sampler.engine.kernels.wait()
         return slot.frame.trouble
 
@@ -417,7 +455,8 @@ class StepGraphs:
 
     def load_batch(self, batch, number):
         """Sample and fetch a batch into a slot, or in its own shapes if it does not fit -> the Batch completed."""
-        slot, drawn = self.slots[number], (batch.seeds, batch.global_step)
+        slot = self.slots[number]
+        drawn = batch.seeds, batch.global_step
         with self.ring.stream(number):
             # also for a damaged graph or invalid seeds: `sample` raises
             if self._sample(slot, *drawn):
@@ -431,7 +470,8 @@ class StepGraphs:
         """Train on a batch of the loader: forward, loss, backward, optimizer."""
         with clock.timed("step", on_gpu=True):
             # seeds weigh 1 / total, see train.py
-            if (weight := self.run.ranks.world / batch.total) != self.weighs:
+            weight = self.run.ranks.world / batch.total
+            if weight != self.weighs:
                 self.weight.fill_(weight)
                 self.weighs = weight
             slot = next((slot for slot in self.slots if slot.x is batch.x), None)

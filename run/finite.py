@@ -37,7 +37,8 @@ def all_finite(ranks, loss, model, optimizer):
 
 def check_features(ranks, store, dtype):
     """Raise StoreError for features beyond the range of the training dtype; print a line for unusually large ones."""
-    records, end = store.meta["files"].values(), torch.finfo(dtype).max
+    records = store.meta["files"].values()
+    end = torch.finfo(dtype).max
     # of rows that may change it is not known
     feature = max((record.get("largest", 0.0) for record in records), default=0.0)
     largest = f"the largest feature is {feature:.3g}"

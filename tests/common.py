@@ -275,7 +275,8 @@ class _EmulatedKernels:
         self.bound = int(re.search(r"__launch_bounds__\((\d+)\)", source)[1])
         code = _EMULATOR + source
         for name, arguments in self.signatures.items():
-            passed = ", ".join(f"*({c_type}*)a[{i}]" for i, (c_type, _) in enumerate(arguments))
+            passed = enumerate(arguments.values())
+            passed = ", ".join(f"*({c_type}*)a[{i}]" for i, c_type in passed)
             check = "jmp_buf stop; begin_launch(__builtin_frame_address(0), &stop); if (setjmp(stop)) return;"
             code += f"""void run_{name}(const long *order, long n, void **a) {{
                 {check if checked else ""}
@@ -303,11 +304,13 @@ class _EmulatedKernels:
         assert not failed, f"kernel {self.launched[-1]}: {failed.decode()}"
         return 0
 
-    def prepare(self, kernel, *values):
-        return build.Launch(self, kernel, values)
+    def prepare(self, kernel, **values):
+        launch = build.Launch(self, kernel)
+        launch.pack(values)
+        return launch
 
-    def run(self, kernel, threads, *values):
-        self.prepare(kernel, *values)(threads, self.stream())
+    def run(self, kernel, threads, **values):
+        self.prepare(kernel, **values)(threads, self.stream())
 
     def seen(self, name, arguments, stream):
         """Called at each launch."""

@@ -90,10 +90,11 @@ class _Graph(torch.utils._python_dispatch.TorchDispatchMode):
 
 def _frozen(launch):
     """Copy a launch with its current arguments, as a CUDA graph keeps it."""
-    structs = {i: type(value).from_buffer_copy(value) for i, value in launch._structs.items()}
-    values = [structs.get(i) for i in range(len(launch._pointers))]
-    twin = build.Launch(launch._kernels, launch._name, values)
+    twin = build.Launch(launch._kernels, launch._name)
     ctypes.memmove(twin._memory, launch._memory, ctypes.sizeof(launch._memory))
+    for i, value in launch._structs.items():
+        twin._structs[i] = type(value).from_buffer_copy(value)
+        twin._pointers[i] = ctypes.addressof(twin._structs[i])
     return twin
 
 
@@ -668,7 +669,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         said = cuda_graphs.obstacle(types.SimpleNamespace(**run, ranks=ddp.Ranks(gpus=1)))
         assert why in said, said
         of_place = "on_device" in changed or "cache" in why or "kernels" in why
-        assert any(cuda_graphs.hindrances(args, data, data.used).values()) != of_place
+        assert bool(cuda_graphs.hindrances(args, data, data.used)) != of_place
     run = types.SimpleNamespace(**run, ranks=ddp.Ranks())
     assert cuda_graphs.obstacle(run) == "there is no GPU"
     sage = types.SimpleNamespace(model="sage", input_dropout=0.0, mode="cuda-cuda")

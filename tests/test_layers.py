@@ -5,9 +5,11 @@ import importlib.util
 import itertools
 import os
 import shutil
+import sys
 import threading
 import types
 from contextlib import nullcontext
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,17 +19,28 @@ import model
 import sampler
 from inference import inference
 from model import GNN, Near
-from native import build, sampler_gpu
+from native import attention, build, sampler_gpu
+from native import kernels as on_tensors
 from native import layers as fused
 from sampler import NeighborSampler
 from tasks import metrics
 from tests.common import _cuda_resources, _EmulatedKernels, _end, _fork, _mix, _random_graph
 
+
+def _second(module):
+    """Load a module of native/ once more."""
+    spec = importlib.util.spec_from_file_location(f"{module.__name__}_on_gpu", module.__file__)
+    second = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(second)
+    return second
+
+
 # a second native/layers.py, which takes CPU tensors for those of a GPU
-_spec = importlib.util.spec_from_file_location("native.layers_on_gpu", fused.__file__)
-layers_gpu = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(layers_gpu)
-layers_gpu.is_gpu = lambda device: True
+kernels_gpu = _second(on_tensors)
+kernels_gpu.is_gpu = lambda device: True
+with mock.patch.dict(sys.modules, {on_tensors.__name__: kernels_gpu}):
+    with mock.patch.dict(sys.modules, {attention.__name__: _second(attention)}):
+        layers_gpu = _second(fused)
 
 
 def _emulate_layers(folder, monkeypatch):
@@ -38,9 +51,9 @@ def _emulate_layers(folder, monkeypatch):
         kernels.launched = launched
         return kernels
 
-    layers_gpu.load.cache_clear()
+    kernels_gpu.load.cache_clear()
     compiler = types.SimpleNamespace(**vars(build) | {"load_cuda": load_cuda})
-    monkeypatch.setattr(layers_gpu, "build", compiler)
+    monkeypatch.setattr(kernels_gpu, "build", compiler)
     return launched
 
 
@@ -225,21 +238,42 @@ def test_cuda_layers_address_rows_in_64_bits(cuda_layers, dtype, monkeypatch):
                 model.self_and_mean(indptr, ids, table, rows, torch.empty(S, 2 * width)),
                 model.max_neighbours(indptr, ids, table),
                 model.gather_rows(_behind(8 * more, h), own + 8 * more),  # in words of 16 bytes
-                layers_gpu.attend(indptr, ids, table, target, attn, rows, (None, 0, 0)),
+                layers_gpu.attend(indptr, ids, table, target, attn, self_rows=rows),
             ]
         )
     assert all(map(torch.equal, *results))
-    code = layers_gpu.load(torch.int32, dtype, dtype, h.device)
+    code = kernels_gpu.load(torch.int32, dtype, dtype, h.device)
     # an edge of each source, and its destination
-    lists = torch.arange(N).int(), torch.ones(N).int(), torch.arange(far, far + N).int()
-    share, out = torch.ones(N), torch.empty(N, width // 2, dtype=dtype)
-    pair, sizes = _behind(far, h), (0, N, width // 2, 1)
-    given = *lists, share, pair, None, None, *sizes, None, 1.0, N, 1, None
-    code.run("self_and_mean_grad", N * width // 8, *given, out)
+    lists = {
+        "start": torch.arange(N).int(),
+        "size": torch.ones(N).int(),
+        "destination": torch.arange(far, far + N).int(),
+        "N": N,
+        "whole": 1,
+    }
+    out = torch.empty(N, width // 2, dtype=dtype)
+    code.run(
+        "self_and_mean_grad",
+        N,
+        **lists,
+        share=torch.ones(N),
+        grad=_behind(far, h),
+        alpha=None,
+        gamma=None,
+        S=0,
+        width=width // 2,
+        kept=None,
+        scale=1.0,
+        runs=N,
+        run=1,
+        sums=None,
+        out=out,
+    )
     assert torch.equal(out, h[:, width // 2 :])
     winner = torch.arange(N).int()[:, None].expand(N, width).contiguous()
     out, winners = torch.empty_like(h), _behind(far, winner)
-    code.run("max_neighbours_grad", N * width // 4, *lists, pair, winners, N, width, 1, out)
+    given = {"grad": _behind(far, h), "winner": winners, "width": width, "out": out}
+    code.run("max_neighbours_grad", N, **lists, **given)
     assert torch.equal(out, h)
 
 
@@ -380,7 +414,7 @@ def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cu
         table, ids = torch.randn(50, 4), torch.randint(50, (30,), dtype=dtype)
         assert torch.equal(layers_gpu.gather_rows(table, ids), table[ids.long()])
     assert cuda_layers == ["gather_rows"] * 2
-    assert layers_gpu.load.cache_info().currsize == 1
+    assert kernels_gpu.load.cache_info().currsize == 1
     elsewhere = torch.empty(30, 4, device="meta")
     assert layers_gpu.gather_rows(table, ids, elsewhere) is None
     odd = torch.randint(256, (50, 5)).byte()  # index_select does not skip padding
@@ -490,7 +524,8 @@ def _trained(net, blocks, x, key=2**63 + 99, **options):
 )
 def test_models_on_kernels_equal_torch_operations(kernels, cuda_layers, name, options, monkeypatch):
     """Forward and gradients with dropout, also recomputed; bitwise equal with threads in another order."""
-    monkeypatch.setattr(kernels, "ENOUGH", 64)  # a thread adds up more than a row for the bias
+    for module in (on_tensors, kernels_gpu):  # a thread adds up more than a row for the bias
+        monkeypatch.setattr(module, "ENOUGH", 64)
     blocks, x, edges = _three_blocks()
     given = {"edges": edges} if "edge_dim" in MODELS[name] else {}
     results = []
@@ -601,13 +636,13 @@ def test_cuda_graphsage_in_bfloat16(cuda_layers, monkeypatch):
 
 
 def test_cuda_layers_give_way_to_torch_operations(monkeypatch):
-    layers_gpu.load.cache_clear()
+    kernels_gpu.load.cache_clear()
     monkeypatch.setattr(build, "load_cuda", lambda *a: None)  # which has warned
     block, h = (torch.tensor([0, 1, 3]), torch.tensor([4, 0, 2])), torch.randn(5, 4)
-    monkeypatch.setattr(layers_gpu, "build", build)
+    monkeypatch.setattr(kernels_gpu, "build", build)
     assert layers_gpu.self_and_mean(*block, h) is layers_gpu.max_neighbours(*block, h) is None
     assert layers_gpu.relu_dropout(h, None, 5, 8) is layers_gpu.gather_rows(h, block[1]) is None
-    layers_gpu.load.cache_clear()
+    kernels_gpu.load.cache_clear()
 
 
 def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, tmp_path):
@@ -616,7 +651,7 @@ def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, tmp_path):
     sparse = (torch.from_file(file, shared=True, size=1 << 32) for file in files)
     (table, *moments), rates = (t.view(-1, 32) for t in sparse), torch.tensor([0.1, 1.0])
     given = torch.tensor([1, -1]), torch.ones(2, 32), *moments, table
-    assert kernels.adam_rows(*given, 0.0, 0.0, 0.0, rates)
+    assert kernels.adam_rows(*given, first=0.0, second=0.0, eps=0.0, rates=rates)
     assert table[[0, 1, -1], 0].tolist() == [0, pytest.approx(-0.1), 0]
     block, one, edge = (torch.tensor([0, 1]), torch.tensor([1])), torch.ones(1), torch.ones(1, 0)
     for made in (
@@ -624,7 +659,7 @@ def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, tmp_path):
         kernels.mean_neighbours(*block, table),
         kernels.max_neighbours(*block, table),
         kernels.attend(
-            *block, table, table[:1], torch.ones(1, 32), torch.zeros(1).long(), (None, 0, 0)
+            *block, table, table[:1], torch.ones(1, 32), self_rows=torch.zeros(1).long()
         ),
         kernels.edge_sums(*block, table, edge, torch.ones(0, 32)),
     ):
@@ -634,7 +669,7 @@ def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, tmp_path):
 def test_blocks_and_rows_that_do_not_fit_are_left_to_torch():
     """C code read or wrote past the end of tensors."""
     offsets, h, one = torch.tensor([0, 1, 2]), torch.randn(4, 8), torch.ones(2)
-    loops, ids = ((None, 0, 0), torch.ones(2, 0), torch.ones(0, 8)), torch.tensor([0, 1])
+    ids = torch.tensor([0, 1])
     for indptr, indices in (
         (offsets, ids + 3),
         (offsets, ids - 1),
@@ -646,8 +681,8 @@ def test_blocks_and_rows_that_do_not_fit_are_left_to_torch():
         block, edges = (indptr, indices), torch.ones(len(indices), 0)
         assert fused.self_and_mean(*block, h) is fused.max_neighbours(*block, h) is None
         assert fused.own_plus_mean(*block, h, one, one) is fused.mean_neighbours(*block, h) is None
-        assert fused.attend(*block, h, h[:2], torch.ones(2, 4), None, loops[0]) is None
-        assert fused.edge_sums(*block, h, edges, loops[2]) is None
+        assert fused.attend(*block, h, h[:2], torch.ones(2, 4)) is None
+        assert fused.edge_sums(*block, h, edges, torch.ones(0, 8)) is None
     block = offsets, ids
     meta = [t.to("meta") for t in (*block, h)]
     assert fused.self_and_mean(*block, h[:1]) is fused.self_and_mean(*block, h, ids + 3) is None
@@ -656,9 +691,10 @@ def test_blocks_and_rows_that_do_not_fit_are_left_to_torch():
     assert fused.own_plus_mean(*block, h, one, one, gamma=torch.ones(4, 0)) is None
     assert fused.relu_dropout(h, torch.ones(4, 0).long(), 1, 8) is None
     for target, nodes in ((h[:3], None), (h[:1], None), (h[:2], ids[:1])):
-        given = h, target, torch.ones(2, 4), None, (nodes, 0, 0)
-        assert fused.attend(*block, *given) is None
-    weight, moment, rates = torch.ones(4, 8), torch.zeros(4, 8), torch.ones(2)
+        given = h, target, torch.ones(2, 4)
+        assert fused.attend(*block, *given, drawn=(nodes, 0, 0)) is None
+    weight, moment = torch.ones(4, 8), torch.zeros(4, 8)
+    numbers = {"first": 0.0, "second": 0.0, "eps": 0.0, "rates": torch.ones(2)}
     for rows, grad, mean in (
         (ids + 3, h[:2], moment),
         (ids, h[:1], moment),
@@ -667,8 +703,8 @@ def test_blocks_and_rows_that_do_not_fit_are_left_to_torch():
         (ids, h[:2], moment[:1]),
         (ids, h[:2], moment.double()),
     ):
-        assert not fused.adam_rows(rows, grad, mean, moment, weight, 0.0, 0.0, 0.0, rates)
-        assert not fused.adam_rows(rows, grad, moment, mean[:3], weight, 0.0, 0.0, 0.0, rates)
+        assert not fused.adam_rows(rows, grad, mean, moment, weight, **numbers)
+        assert not fused.adam_rows(rows, grad, moment, mean[:3], weight, **numbers)
 
 
 # clang's __BIGGEST_ALIGNMENT__ is below that of vectors and its OpenMP runtime another package; icx has fast math
@@ -687,11 +723,11 @@ def _start_threads(number, compiler, cache):
 
     def work():
         before = os.listdir("/proc/self/task")
-        code.relu_dropout(h, fused.activation(None, 3, 0), out)
+        code.relu_dropout(h, fused.Dropout.of(None, 3, 0), out)
         started = len(os.listdir("/proc/self/task")) - len(before)
         print(code.columns, started, out.isnan().all().item())
         ctypes.c_void_p.in_dll(code.compiled, "parallel").value = None  # a torch without OpenMP
-        code.relu_dropout(h, fused.activation(None, 3, 0), out.zero_())
+        code.relu_dropout(h, fused.Dropout.of(None, 3, 0), out.zero_())
         print(out.isnan().all().item())
 
     thread = threading.Thread(target=work)  # which OpenMP counts for itself

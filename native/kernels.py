@@ -1,0 +1,387 @@
+"""The kernels of layers.cu for tensors of given dtypes, on a GPU and, as loops of torch's OpenMP threads, on the CPU.
+
+    near = InEdges(indptr, indices)                     # a block's edges by destination
+    code = of_block(near, h, out)                    # None: torch operations have to be used
+    code.self_and_mean(near, h, out)
+    lists = Lists.of(code, near, len(h))             # its edges by source, for the backward pass
+    code.run("max_neighbours_grad", N, **lists.of_source, grad=grad, winner=winner, N=N, ...)
+
+layers.py puts them together. On a GPU nothing here synchronizes, and all of it can be captured in a CUDA graph.
+"""
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+
+from . import build
+
+IDS = {torch.int32: "int", torch.int64: "i64"}
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
+# NaN has to stay NaN, also with a compiler whose default is fast math
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-fno-fast-math",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+]
+RUN = 16  # at most this many rows of a gradient are summed by one GPU thread for the bias
+ENOUGH = 1 << 21  # elements of the gradient per such row: leaves half a million threads
+
+
+class InEdges(NamedTuple):
+    """The edges of a block by destination, and which of the source rows are the destinations' own."""
+
+    indptr: torch.Tensor  # [S+1]
+    indices: torch.Tensor  # [E]
+    self_rows: torch.Tensor | None = None  # [S], -1: none; None: the first S
+
+    @property
+    def S(self):
+        return self.indptr.numel() - 1
+
+    @property
+    def edges(self):
+        """The arguments of kernels that do not read own rows."""
+        return {"indptr": self.indptr, "indices": self.indices}
+
+
+class Scales(NamedTuple):
+    """out = alpha * own row + beta * mean of gamma * row; all None: own row and mean, side by side."""
+
+    alpha: torch.Tensor | None = None  # [S]
+    beta: torch.Tensor | None = None  # [S]
+    gamma: torch.Tensor | None = None  # [N]
+
+
+UNSCALED = Scales()
+
+
+class Dropout(NamedTuple):
+    """Dropout with probability drop / 256, keyed by seed and nodes: arguments of kernels."""
+
+    nodes: torch.Tensor | None = None  # [N]; None: 0, 1, ...
+    drop: int = 0
+    scale: float = 1.0
+    seed: int = 0
+    step: torch.Tensor | None = (
+        None  # int64 [1] on the GPU: seed, step and layer make the seed there
+    )
+    layer: int = 0
+
+    @classmethod
+    def of(cls, nodes, seed, drop):
+        """seed: int, or the tuple of model.py's `layer_seed` in a CUDA graph."""
+        on_device = seed if isinstance(seed, tuple) else (seed,)
+        return cls(nodes, drop, 256 / (256 - drop), *on_device)
+
+
+def followed():
+    """Return whether torch follows operations, and cannot follow kernels: in its tracer, in torch.func."""
+    return torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
+
+
+def functions(integers, source, target):
+    """Return the compiled `Code` for these tensors' dtypes, or None if torch operations have to be used.
+
+    Args:
+        integers: tensors of ids, of one dtype; None entries are ignored. source, target: input and output rows.
+    """
+    if followed():
+        return None
+    integers = [t for t in integers if t is not None]
+    ids = integers[0].dtype if integers else torch.int32
+    if ids not in IDS or source.dtype not in TYPES or target.dtype not in TYPES:
+        return None
+    for t in (*integers, source, target):
+        if t.device != source.device or not t.is_contiguous() or t.numel() and not t.data_ptr():
+            return None  # the last: meta tensors have no memory
+    # kernels count threads in 32 bits, elements of a block and columns in 31
+    fit = all(t.dtype == ids and t.numel() < 1 << 31 for t in integers)
+    fit = fit and source.dim() == target.dim() == 2 and source.shape[1] < 1 << 31
+    if not fit or target.numel() >= 1 << 32:
+        return None
+    return load(ids, source.dtype, target.dtype, source.device)
+
+
+def of_block(near, source, target, *, own=True, nodes=None):
+    """Return `functions` for a block; None if it does not fit the source rows. own: destinations have a row there."""
+    code = functions([*near, nodes], source, target)
+    S = near.S
+    rows = len(source[:S]) if near.self_rows is None else near.self_rows.numel()
+    fits = code and (rows == S or not own) and code.takes(near, len(source))
+    return code if fits else None
+
+
+def learned(*tensors):
+    """Return whether a tensor needs a gradient or has a forward-mode tangent, for functions that support neither."""
+    on = torch.is_grad_enabled()
+    tangent = torch.autograd.forward_ad.unpack_dual
+    of = (t for t in tensors if t is not None)
+    return any(on and t.requires_grad or tangent(t).tangent is not None for t in of)
+
+
+def once_differentiable(backward):
+    """Decorate a backward pass to refuse create_graph=True: with torch's decorator of this name, torch.autograd.grad leaves
+    the terms of second derivatives that pass through it out, in silence."""
+
+    @functools.wraps(backward)
+    def once(ctx, grad):
+        if torch.is_grad_enabled():
+            instead = "with model.fused = None, torch operations, gat and gine have them"
+            raise RuntimeError(f"create_graph=True: kernels have no second derivatives; {instead}")
+        return backward(ctx, grad)
+
+    return once
+
+
+@functools.cache
+def load(ids, source, target, device):
+    """Compile `Code` for ids, rows and results of these dtypes; None, after one warning, if that fails."""
+    text = build.read_source("layers.cu", ID=IDS[ids], IN=TYPES[source], OUT=TYPES[target])
+    if is_gpu(device):
+        compiled = build.load_cuda("layers", text, device)
+    else:
+        compiled = build.load_host("layers", text, FLAGS)
+    return compiled and Code(compiled)
+
+
+def is_gpu(device):
+    """Return whether tensors on this device use the CUDA kernels."""
+    return device.type == "cuda"
+
+
+def has_kernels(indices):
+    """Return whether there are CUDA kernels for blocks of this integer dtype on this GPU."""
+    row = torch.float32
+    return bool(indices.is_cuda and load(indices.dtype, row, row, indices.device))
+
+
+class Code:
+    """The kernels of layers.cu; compiled: build.Kernels of a GPU, or the library of `load_host`."""
+
+    def __init__(self, compiled):
+        self.compiled = compiled
+        self.on_cpu = isinstance(compiled, ctypes.CDLL)
+        self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
+
+    def run(self, kernel, count, /, **values):
+        """Run a kernel on `count` rows, whose columns several threads share if it has a `width`, or else in so many threads."""
+        if "width" in values:
+            count *= self.threads(values["width"])
+        self.compiled.run(kernel, count, **values)
+
+    def takes(self, near, N):
+        """Return whether offsets and indices of a block fit N sources; a GPU is not waited for."""
+        if not self.on_cpu:
+            return True
+        return self.compiled.fits_block(*near, near.S, near.indices.numel(), N)
+
+    def threads(self, width):
+        """Return the number of threads per row."""
+        return -(-width // self.columns)
+
+    def runs(self, out):
+        """Return the number of runs, and of rows in each, into which to cut out [n, F], for sums over each run's rows."""
+        run = min(max(out.numel() // ENOUGH, 1), RUN)
+        return {"runs": -(-len(out) // run), "run": run}
+
+    def kept(self, h):
+        """Return what the backward pass needs of h [N, F] after an activation: on a GPU, where rows are activated when
+        they are read, memory for one bit per value; on the CPU h itself, activated in place."""
+        if self.on_cpu:
+            return h
+        return h.new_empty(len(h), self.threads(h.shape[1]), dtype=torch.uint8)
+
+    def self_and_mean(self, near, h, out, *, scales=UNSCALED, active=None, kept=None):
+        """Compute out [S, 2F], or out [S, F] with scales, from h [N, F] or, on a GPU, from dropout(relu(h)): `active` is its
+        `Dropout`. kept: see `Code.kept`."""
+        width = h.shape[1]
+        self.run(
+            "self_and_mean",
+            len(out),
+            **near._asdict(),
+            **scales._asdict(),
+            relu=int(active is not None),
+            **(active or Dropout())._asdict(),
+            h=h,
+            S=len(out),
+            width=width,
+            whole=aligned(width, h, out),
+            kept=kept,
+            out=out,
+        )
+
+    def self_and_mean_grad(
+        self, near, grad, num_src, *, scales=UNSCALED, own=True, kept=None, scale=1.0, sums=False
+    ):
+        """Backward of `self_and_mean`: grad [S, 2F], or [S, F] with scales -> gradient [N, F] of h or, with kept, of h
+        before its activation, and a tensor with the same column sums: the gradient again or, with sums, partial sums,
+        float32 [fewer, F]."""
+        S, width = grad.shape
+        if scales.alpha is None:
+            width //= 2
+        lists = Lists.of(self, near, num_src, shares=True, beta=scales.beta)
+        out = grad.new_empty(num_src, width)
+        runs = self.runs(out) if sums else {"runs": num_src, "run": 1}
+        parts = None
+        if runs["run"] > 1:
+            parts = grad.new_empty(runs["runs"], width, dtype=torch.float32)
+        self.run(
+            "self_and_mean_grad",
+            runs["runs"],
+            **lists.of_source,
+            share=lists.share,
+            grad=grad,
+            alpha=scales.alpha,
+            gamma=scales.gamma,
+            S=S if own else 0,
+            N=num_src,
+            width=width,
+            whole=aligned(width, grad),
+            kept=kept,
+            scale=scale,
+            **runs,
+            sums=parts,
+            out=out,
+        )
+        return out, out if parts is None else parts
+
+    def relu_dropout(self, h, active, out=None, *, kept=None, relu=1):
+        """Apply ReLU, unless relu is 0, and `Dropout` to h [S, D], in place or into `out`; kept: see `Code.kept`."""
+        S, width = h.shape
+        out = h if out is None else out
+        self.run(
+            "relu_dropout",
+            S,
+            **active._asdict(),
+            h=h,
+            S=S,
+            width=width,
+            whole=aligned(width, h, out),
+            relu=relu,
+            kept=kept,
+            out=out,
+        )
+
+    def edge_matrix_grad(self, near, dst, by, **values):
+        """Compute the gradient [d, K width] of the matrix `by` that multiplies edge features; for `values` see the kernel.
+        dst: `destinations`."""
+        runs = 1024
+        to_by = by.new_empty(runs, *by.shape)
+        self.run(
+            "edge_matrix_grad",
+            runs * values["K"],
+            **near.edges,
+            dst=dst,
+            E=len(dst),
+            wide=len(by),
+            by=by,
+            runs=runs,
+            to_by=to_by,
+            **values,
+        )
+        return to_by.sum(0)
+
+
+def aligned(width, *rows):
+    """Return 1 if all rows start on a 16-byte boundary, so that kernels may read 16 bytes at once; ignored on CPU."""
+    return int(width % 4 == 0 and all(t.data_ptr() % 16 == 0 for t in rows))
+
+
+def destinations(code, near, out=None):
+    """Compute the destination of each edge -> int32 [E]; a static block's are at hand once it has `Lists`."""
+    indptr, indices, _ = near
+    if out is None and (lists := getattr(indices, "lists", None)):
+        return lists.dst
+    if out is None:
+        out = torch.empty(indices.numel(), dtype=torch.int32, device=indices.device)
+    code.run("destinations", near.S, indptr=indptr, S=near.S, dst=out)
+    return out
+
+
+class Lists:
+    """The edges of a block by source, each source's in their order.
+
+    A block at a fixed address (`static`) keeps its lists in an attribute of its indices. They follow from the block alone, but
+    for shares with beta, so whoever samples into the block also fills its lists (`fill_lists`), not each step on it.
+
+    Attributes:
+        of_source: int32 start [N + 1], size [N], and destination [E] of each edge.
+        edge, share: int32 [E] and float32 [E] (beta [S] or 1, over the destination's edges), or None.
+        dst: int32 [E] the destination of each edge of the block.
+    """
+
+    @classmethod
+    def of(cls, code, near, num_src, dst=None, *, edges=False, shares=False, beta=None):
+        """Return the lists of a block, its own if it is static. dst: its `destinations`, if they are at hand."""
+        indices = near.indices
+        if not hasattr(indices, "lists"):
+            return cls(code, near, num_src, dst, edges=edges, shares=shares, beta=beta)
+        if indices.lists is None:
+            indices.lists = cls(code, near, num_src, edges=True, shares=True)
+        if beta is not None:
+            indices.lists.put_in_order(near, beta)
+        return indices.lists
+
+    def __init__(self, code, near, num_src, dst=None, *, edges=False, shares=False, beta=None):
+        self.code = code
+        self.dst = dst
+        indices = near.indices
+        self.sizes = torch.empty(num_src + 1, dtype=torch.int32, device=indices.device)
+        rows = self.sizes.new_empty(5, indices.numel())
+        self.slot, self.unordered, destination, edge, share = rows
+        self.edge = edge if edges else None
+        self.share = share if shares else None
+        start = torch.empty_like(self.sizes)
+        self.of_source = {"start": start, "size": self.sizes[1:], "destination": destination}
+        self.fill(near, dst, beta)
+
+    def fill(self, near, dst=None, beta=None):
+        """List the edges that the block has by now."""
+        start, size, destination = self.of_source.values()
+        indptr, indices, _ = near
+        E = indices.numel()
+        self.dst = destinations(self.code, near, self.dst) if dst is None else dst
+        self.sizes.zero_()
+        if self.code.on_cpu:
+            block = indptr, indices, self.dst, E, len(size)
+            lists = start, size, beta, destination, self.edge, self.share
+            self.code.compiled.list_by_source(*block, *lists)
+            return
+        run = functools.partial(self.code.run, indices=indices, E=E, slot=self.slot)
+        run("list_sizes", E, size=size)
+        torch.cumsum(self.sizes, 0, dtype=torch.int32, out=start)
+        run("list_edges", E, start=start, list=self.unordered)
+        self.put_in_order(near, beta)
+
+    def put_in_order(self, near, beta):
+        """Order each source's edges, and compute their shares."""
+        E = near.indices.numel()
+        self.code.run(
+            "list_in_order",
+            E,
+            **near.edges,
+            dst=self.dst,
+            E=E,
+            list=self.unordered,
+            beta=beta,
+            **self.of_source,
+            edge=self.edge,
+            share=self.share,
+        )
+
+
+def static(block):
+    """Let a block of sampler.py at a fixed address, which is sampled into again and again, keep its `Lists`."""
+    block.indices.lists = None
+
+
+def fill_lists(block):
+    """Fill the lists of a static block, if a step has asked for them, for the batch that it has by now."""
+    if lists := getattr(block.indices, "lists", None):
+        lists.fill(InEdges(block.indptr, block.indices))
