@@ -8,9 +8,11 @@ kernels is counted all the same: small kernels can be faster than this.
 """
 
 import contextlib
+import ctypes
 import functools
 import types
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -49,12 +51,25 @@ DRAWS = {
 }
 
 
+class Launch(NamedTuple):
+    """A launch of one of our kernels, for bench predict."""
+
+    kernel: str
+    threads: int
+    source: str
+    in_order: int  # bytes
+    gathered: int
+    values: dict  # {argument: value; a tensor's shape, a field of a structure as argument.field}
+
+
 class Costs(TorchDispatchMode):
-    """Counts what kernels and operations cost -> `rows` {name: [launches, bytes in order, bytes gathered, FLOP]}."""
+    """Counts what kernels and operations cost -> `rows` {name: [launches, bytes in order, bytes gathered, FLOP]} and
+    `launches` of our kernels."""
 
     def __init__(self):
         super().__init__()
         self.rows = {}
+        self.launches = []
 
     def add(self, name, in_order, gathered=0, products=0):
         row = self.rows.setdefault(name, [0, 0, 0, 0])
@@ -90,19 +105,32 @@ class Noted:
     """build.Kernels whose launches only record what they would cost."""
 
     def __init__(self, costs, source):
-        self.costs, self.signatures = costs, build.signatures(source)
+        self.costs, self.source = costs, source
+        self.signatures = build.signatures(source)
 
     def prepare(self, kernel, *values):
         return lambda threads, stream: self.run(kernel, threads, *values)
 
     def run(self, kernel, threads, *values):
-        given, costs = dict(zip((name for _, name in self.signatures[kernel]), values)), self.costs
+        given = dict(zip((name for _, name in self.signatures[kernel]), values))
+        in_order, gathered = self.moved(kernel, given)
+        self.costs.add(kernel, in_order, gathered)
+        plain = {}
+        for name, value in given.items():
+            if isinstance(value, ctypes.Structure):
+                fields = {field: getattr(value, field) for field, *_ in value._fields_}
+                plain.update({f"{name}.{field}": number for field, number in fields.items()})
+            else:
+                plain[name] = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+        self.costs.launches.append(Launch(kernel, threads, self.source, in_order, gathered, plain))
+
+    def moved(self, kernel, given):
+        """Return the bytes that a launch moves: in order, gathered."""
         if "b" in given and kernel != "pick_aggregate":
             of_row, of_edge, asked = DRAWS.get(kernel, DRAWS["pick"])
             hop, table = given.get("h"), 2 * SECTOR if 4 * given["b"].V > CACHE else 0
             rows, edges = (hop.rows, hop.places) if hop else (0, given["end"])
-            costs.add(kernel, of_row * rows, (of_edge + asked * table) * edges)
-            return
+            return of_row * rows, (of_edge + asked * table) * edges
         edges, in_order, gathered = given.get("indices", given.get("destination")), 0, 0
         rows = given.get("n") if edges is None else edges.numel()
         if "b" in given:  # this kernel draws neighbours and also reads the destinations' rows
@@ -113,7 +141,7 @@ class Noted:
                 from_memory = TABLES.get(kernel) == name and value.nbytes > CACHE
                 gathered += rows * value[:1].nbytes if from_memory else 0
                 in_order += 0 if from_memory else value.nbytes
-        costs.add(kernel, in_order, gathered)
+        return in_order, gathered
 
     def stream(self):
         return 0
@@ -155,6 +183,7 @@ def step_costs(args, store, dtype):
         slot = cuda_graphs.Slot(sampler, ring, room)
         for measured in (contextlib.nullcontext(), costs):  # the first run creates Adam's state
             costs.rows.clear()
+            costs.launches.clear()
             with measured:
                 slot.sample()
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
