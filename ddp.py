@@ -17,6 +17,7 @@ The ranks of a machine share its cores; with GPUs each is bound to the cores nea
 
 import atexit
 import ctypes
+import functools
 import logging
 import os
 import re
@@ -97,8 +98,8 @@ class Ranks(NamedTuple):
     def exchange(self, parallel):
         """Return the mean seconds per step that the all-reduce of gradients was not hidden by the backward pass."""
         times = parallel._get_ddp_logging_data()  # without the last step
-        names = "avg_backward_comm_time", "avg_backward_compute_comm_overlap_time"
-        communication, overlap = (times.get(name, 0) for name in names)
+        communication = times.get("avg_backward_comm_time", 0)
+        overlap = times.get("avg_backward_compute_comm_overlap_time", 0)
         return (communication - overlap) / 1e9
 
     def check_equal(self, model):
@@ -117,7 +118,8 @@ class Ranks(NamedTuple):
     def sum_here(self, *values):
         """Sum numbers over the ranks of this machine -> list; a collective of all ranks of all machines."""
         first = self.rank - self.local_rank
-        return [sum(part) for part in zip(*self.gather(values)[first : first + self.local_world])]
+        here = self.gather(values)[first : first + self.local_world]
+        return [sum(part) for part in zip(*here)]
 
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""
@@ -181,21 +183,7 @@ def launch(worker, nprocs, *args, gpus=0):
         gpus: GPUs on this machine, one per process; 0 for CPU.
     """
     if under_torchrun():
-        env, store = os.environ, None
-        try:
-            rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-            if not 0 <= rank < world:
-                sys.exit(f"RANK is {rank}: with WORLD_SIZE {world} ranks are 0 to {world - 1}")
-            local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world))
-            if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                # the agent's store outlives a restart (torch 2.13): without a prefix a rank could read a dead one's address
-                store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
-                attempt = env.get("TORCHELASTIC_RESTART_COUNT", 0)
-                store = dist.PrefixStore(f"attempt {attempt}", store)
-            return _run(worker, Ranks(rank, world, *local, gpus), store, args)
-        except (ValueError, dist.DistError) as error:
-            by = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-            sys.exit(f"ranks cannot join by {by}: {str(error).splitlines()[0]}")
+        return _join(worker, args, gpus)
     if nprocs == 1:
         if code := worker(Ranks(gpus=gpus), *args):
             sys.exit(code)
@@ -207,11 +195,41 @@ def launch(worker, nprocs, *args, gpus=0):
     # The parent hosts the rendezvous on a free loopback port: torch's own store would listen on every address.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
-    options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
-    options["use_libuv"] = False  # torch 2.6's libuv store refuses an open socket
-    store = dist.TCPStore(LOOPBACK, port, is_master=True, **options)
-    _supervise(nprocs, (worker, nprocs, gpus, port, os.getpid(), args))
+    store = dist.TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=False,  # torch 2.6's libuv store refuses an open socket
+    )
+    rank_main = functools.partial(
+        _spawned, worker=worker, args=args, world=nprocs, gpus=gpus, port=port, parent=os.getpid()
+    )
+    _supervise(rank_main, nprocs)
     del store  # the ranks need it until here
+
+
+def _join(worker, args, gpus):
+    """Run the worker as the rank that torchrun's environment variables name."""
+    env = os.environ
+    store = None
+    try:
+        rank = int(env["RANK"])
+        world = int(env["WORLD_SIZE"])
+        if not 0 <= rank < world:
+            sys.exit(f"RANK is {rank}: with WORLD_SIZE {world} ranks are 0 to {world - 1}")
+        local_rank = int(env.get("LOCAL_RANK", rank))
+        local_world = int(env.get("LOCAL_WORLD_SIZE", world))
+        if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # the agent's store outlives a restart (torch 2.13): without a prefix a rank could read a dead one's address
+            store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False)
+            attempt = env.get("TORCHELASTIC_RESTART_COUNT", 0)
+            store = dist.PrefixStore(f"attempt {attempt}", store)
+        _run(worker, Ranks(rank, world, local_rank, local_world, gpus), store, args)
+    except (ValueError, dist.DistError) as error:
+        by = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        sys.exit(f"ranks cannot join by {by}: {str(error).splitlines()[0]}")
 
 
 @contextmanager
@@ -228,14 +246,19 @@ def _handling(handler):
             signal.signal(number, before)
 
 
-def _supervise(nprocs, arguments):
-    """Spawn ranks, wait for them and pass signals on; if one fails, kill the rest and exit with its code."""
-    received, others = [], set(mp.active_children())
+def _supervise(rank_main, nprocs):
+    """Spawn ranks that run rank_main(rank), wait for them and pass signals on; if one fails, kill the rest and exit with
+    its code."""
+    received = []
+    others = set(mp.active_children())
 
     def forward(number, frame):
         received.append(number)
         for process in set(mp.active_children()) - others:
-            (process.kill if received.count(signal.SIGINT) > 1 else process.terminate)()
+            if received.count(signal.SIGINT) > 1:
+                process.kill()
+            else:
+                process.terminate()
 
     # torch logs a warning for each process it terminates
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
@@ -246,7 +269,7 @@ def _supervise(nprocs, arguments):
                 resource_tracker.ensure_running()  # whose start unblocks SIGINT
                 # ranks inherit the mask: Ctrl-C reaches the whole process group, also while they import torch
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-                context = mp.spawn(_spawned, arguments, nprocs, join=False)
+                context = mp.spawn(rank_main, (), nprocs, join=False)
             except OSError as error:
                 sys.exit(f"{nprocs} processes could not be started: {error}")
             finally:
@@ -268,7 +291,7 @@ def _supervise(nprocs, arguments):
                 process.kill()
 
 
-def _spawned(rank, worker, nprocs, gpus, port, parent, args):
+def _spawned(rank, *, worker, args, world, gpus, port, parent):
     _end_with_the_parent()
     if os.getppid() != parent:  # the parent was killed while this process imported torch
         os._exit(1)
@@ -279,7 +302,7 @@ def _spawned(rank, worker, nprocs, gpus, port, parent, args):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `_supervise`
     store = dist.TCPStore(LOOPBACK, port, is_master=False)
-    _run(worker, Ranks(rank, nprocs, rank, nprocs, gpus), store, args)
+    _run(worker, Ranks(rank, world, rank, world, gpus), store, args)
 
 
 def _end_with_the_parent():
@@ -301,9 +324,12 @@ def _run(worker, ranks, store, args):
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
     backend = "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo"
-    where = {} if store is None else {"store": store, "rank": ranks.rank, "world_size": ranks.world}
-    # given device_id, NCCL connects now and never guesses a device
-    where |= {"device_id": ranks.device} if ranks.gpus else {}
+    where = {}
+    if store is not None:
+        where = {"store": store, "rank": ranks.rank, "world_size": ranks.world}
+    if ranks.gpus:
+        # given device_id, NCCL connects now and never guesses a device
+        where["device_id"] = ranks.device
     dist.init_process_group(backend, timeout=TIMEOUT, **where)
     try:
         ranks.barrier()  # a rank that ends breaks the connections that others still make
@@ -322,7 +348,7 @@ def _run(worker, ranks, store, args):
     for stream in (sys.stdout, sys.stderr):
         try:
             print(end="", file=stream, flush=True)  # stream is None if it was closed
-        except OSError:  # nobody reads it, or a disk is full
+        except OSError:  # a closed pipe or a full disk
             code = code or 120  # as the interpreter ends then
     os._exit(code)
 
@@ -345,7 +371,10 @@ class StopSignal:
     late, from an asynchronous all-reduce on the CPU. A second SIGINT ends the process at once."""
 
     def __init__(self, ranks):
-        self.ranks, self.received, self.work, self.answer = ranks, 0, None, False
+        self.ranks = ranks
+        self.received = 0  # number of the signal
+        self.work = None  # the all-reduce of `flag` in progress
+        self.answer = False
         self.handling = _handling(self._receive)
 
     def __enter__(self):
@@ -375,7 +404,8 @@ class StopSignal:
             if self.work is not None:
                 self.work.wait()
                 self.answer = bool(self.flag.item())
-            self.flag, self.work = torch.tensor([int(self.received)]), None
+            self.flag = torch.tensor([int(self.received)])
+            self.work = None
             if not self.answer:
                 self.work = dist.all_reduce(self.flag, dist.ReduceOp.MAX, async_op=True)
         return self.answer

@@ -7,14 +7,13 @@ blocks of rows (backend "lmdb"). It appears only when it is complete; all proces
     graph = GraphStore.open("graph")
     rows = graph.features[ids]
 
-    python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize      # needs sources/prepare.py
+    python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize
     python store.py info PATH       # sizes, degrees, options, source
     python store.py verify PATH     # every checksum
-    python store.py estimate PATH --gpus 4 --fanout 15,10,5     # memory in each mode; needs run/estimate.py
 
 V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
 v are indices[indptr[v]:indptr[v+1]]; disk/columns.py lists the other arrays. To copy this file, also take disk/ and
-native/; they need torch, numpy and tqdm (lmdb for backend "lmdb").
+native/; they need torch, numpy and tqdm (lmdb for backend "lmdb"). The command line is sources/cli.py.
 
 meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, the
 only check of that file after the first `put_rows`. `open` checks sizes and headers and is safe on any bytes; `verify`
@@ -23,26 +22,21 @@ its file's header. Files of a store in use may be renamed or removed, but not tr
 mapped file kills the process (SIGBUS).
 """
 
-import contextlib
-import importlib
 import json
 import math
-import os
-import sys
+import runpy
 import tempfile
 from pathlib import Path
 
-from disk import terminal
-
-if __name__ == "__main__":
-    terminal.begin()
+if __name__ == "__main__":  # before the slow imports; does not return
+    runpy.run_module("sources.cli", run_name="__main__")
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from disk import checks, columns, files, lmdb_rows, sort, typed
-from disk.files import SPLITS, StoreError, free_host_bytes, reading, refuse
+from disk.files import StoreError, free_host_bytes, reading, refuse
 from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, library
 
@@ -233,7 +227,7 @@ class GraphStore:
         indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
         labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one.
         class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
-        split: dict of int64 node ids for "train", "valid" and "test"; `take_split` selects it among `num_splits`. If the
+        split: dict of int64 node ids for "train", "valid" and "test"; `take_split` sets it. If the
             graph was built without a split: drawn by seed 0, or empty, see `build_store`.
         features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype, [ids] and .gather(ids, out=None).
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
@@ -276,7 +270,7 @@ class GraphStore:
         self._splits = files.map_split(path, records)
         train = self._splits["train"]
         self.num_splits = len(train) if train.dim() == 2 else 1
-        self.take_split(0)
+        self.take_split(self.numbered_split(0))
         if self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
             raise StoreError(f"{path}: indptr.npy is not from 0 to {self.num_edges}; rebuild it")
         self.sampled_indices, self.sampling_threads, free = self.indices, None, free_host_bytes()
@@ -368,9 +362,9 @@ class GraphStore:
         order = torch.tensor([self.feature_names.index(name) for name in names])
         self.features, self.feature_names = ReorderedFeatures(self.features, order), names
 
-    def take_split(self, number):
-        """Set `split` to one of the store's splits, counted from 0; StoreError if there is no such split."""
-        self.split = self.numbered_split(number)
+    def take_split(self, split):
+        """Set `split` to {part: ids}: one of the store's, see `numbered_split`, or another."""
+        self.split = split
 
     def numbered_split(self, number):
         """Return {part: ids} of one of the store's splits, counted from 0; StoreError if there is no such split."""
@@ -490,130 +484,17 @@ def info(path) -> str:
     """Return the sizes, degrees, options and source of a store, one per line."""
     graph = GraphStore.open(path)
     degrees = np.diff(graph.indptr.numpy())
-    dtype, backend = graph.meta["feature_dtype"], graph.meta["backend"]
-    several = " labels, several a node" * (graph.labels.dim() == 2)
+    width = graph.feature_dim if graph.has_features else 0
+    features = f"{width} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}"
+    several = " labels, several a node" if graph.labels.dim() == 2 else ""
     lines = {
         "nodes": f"{graph.num_nodes:,}",
         "types": columns.described_types(graph.node_types) or "one",
         "edges": f"{graph.num_edges:,}",
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
-        "features": f"{graph.feature_dim if graph.has_features else 0} x {dtype}, backend {backend}",
+        "features": features,
         "columns": columns.described(graph),
         "classes": f"{graph.num_classes}{several}" if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",
     }
     return files.info_lines(lines, graph)
-
-
-def _gigabytes(text) -> int:
-    size = float(text) * 1e9
-    if not 0 <= size < 1e18:
-        raise ValueError
-    return int(size)
-
-
-def _parser():
-    """Make the parser: one sub-command per action, with its own flags, so that another one's flags are refused."""
-    parser = terminal.Parser(prog="store.py", description="Build or read a graph store.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("build", help="write a store from files").add_argument
-    add("source", help="an .npz file, PyG data saved as .pt, or a table of edges (csv or parquet)")
-    add("path", help="directory of the store")
-    of_edges = "tables: an edge column (name, or number from 1), or a file with a row per edge"
-    for flag, kind, text in (
-        ("features", "FILE", "tables: a row of numbers per node"),
-        ("labels", "FILE", "tables: a label per node, -1 if unlabelled"),
-        *((name, "FILE", f"tables: ids of the {name} nodes") for name in SPLITS),
-        ("weights", "COLUMN", of_edges),
-        ("times", "COLUMN", of_edges),
-        ("types", "COLUMN", of_edges),
-        ("edge-features", "COLUMNS", f"{of_edges}; several columns as a,b,c"),
-        ("node-times", "FILE", "tables: a time per node"),
-    ):
-        add(f"--{flag}", metavar=kind, help=text)
-    add(
-        "--ignore",
-        type=lambda names: names.split(","),
-        default=(),
-        metavar="A,B",
-        help="leave out columns of tables, or arrays of an .npz file",
-    )
-    add("--backend", default="mmap", choices=list(BACKENDS), help="feature storage (default mmap)")
-    add("--feature-dtype", choices=files.HALVES, help="round float features to this type")
-    add("--symmetrize", action="store_true", help="add the reverse of every edge")
-    add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
-    add("--drop-duplicates", action="store_true", help="keep one of several equal edges")
-    add("--seed", type=int, help="draws the split if there is none (default: that of each run)")
-    for name, text in {
-        "info": "print sizes, degrees, options, source",
-        "verify": "compare every byte with its checksum",
-        "estimate": "print the memory that training needs in each mode",
-    }.items():
-        add = commands.add_parser(name, help=text).add_argument
-        add("path", help="directory of the store")
-    for flag, default, text in (  # flags of train.py, which checks them
-        ("gpus", 0, "GPUs, one process each; 0: CPU"),
-        ("procs", 1, "processes on CPU"),
-        ("fanout", "15,10,5", "neighbours per node, from the seeds outward"),
-        ("batch-size", 1024, "seeds per process"),
-        ("hidden", 256, "width of the hidden layers"),
-    ):
-        add(f"--{flag}", default=default, help=f"{text} (default {default})")
-    add("--free-gpu", type=_gigabytes, metavar="GB", help="free memory of another machine's GPUs")
-    return parser
-
-
-def _run(command, path, **options):
-    """Run a sub-command -> its exit code."""
-    if command == "build":
-        split = {name: file for name in SPLITS if (file := options.pop(name))}
-        build = importlib.import_module("sources.prepare").build
-        build(path=path, split=split or None, progress=True, **options)
-    elif command == "estimate":
-        print(importlib.import_module("run.estimate").estimate_lines(path, **options))
-        return 0
-    meta = {}
-    with contextlib.suppress(StoreError):  # info and verify below report what is wrong
-        meta = files.read_meta(path)
-    small_graphs = meta.get("format", FORMAT) != FORMAT
-    module = importlib.import_module("disk.graphs") if small_graphs else sys.modules[__name__]
-    if command != "verify":
-        print(module.info(path))
-        return 0
-    problems = module.verify(path)
-    bad = {problem.partition(":")[0]: problem for problem in reversed(problems)}
-    # a damaged meta.json does not tell which files belong to the store
-    names = {"meta.json", *meta["files"]} if meta and "meta.json" not in bad else set()
-    for name in sorted(names | bad.keys()):
-        print(f"BAD {bad[name]}" if name in bad else f"OK  {name}")
-    for entry in sorted(Path(path).iterdir()) if names else ():
-        # LMDB's lock file exists while processes use it
-        if entry.name not in names and not entry.name.endswith("-lock"):
-            print(f"--  {entry.name}: not part of the store, not looked at")
-    return 1 if problems else 0
-
-
-def main(argv=None) -> int:
-    """Run the command line -> exit code (0 fine, 1 damaged, 2 no store or bad input, 141 if the output pipe is closed)."""
-    args = vars(_parser().parse_args(argv))
-    try:
-        code = _run(**args)
-        print(end="", flush=True)
-        return code or 0
-    # ModuleNotFoundError: store.py was copied without run/ and sources/
-    except (StoreError, ModuleNotFoundError) as error:
-        print(f"store.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:
-        return files.unread(error)
-
-
-if __name__ == "__main__":
-    terminal.ready()
-    code = main()
-    with contextlib.suppress(OSError):
-        print(end="", flush=True)
-    # at once: threads of pyarrow that still read a refused table abort a slower exit
-    os._exit(code)

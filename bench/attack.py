@@ -44,7 +44,7 @@ from disk import graphs
 from disk.files import StoreError
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from run import estimate
-from sources import arrays
+from sources import arrays, cli
 from sources.prepare import build
 from store import GraphStore
 
@@ -195,7 +195,7 @@ def take(case, source, target, harm=None):
 
 def attack_store(case):
     take(case, case.kind, "store", harm_store)
-    case.note(verified=exit_code(store.main, ["verify", "store"]))
+    case.note(verified=exit_code(cli.main, ["verify", "store"]))
     train_on(case, "store")
 
 
@@ -213,7 +213,7 @@ def attack_input(case):
         for name in list(TABLES)[1:]:
             words += [f"--{name}", f"csv/{name}.csv"]
     take(case, source, source, harm)
-    code = exit_code(store.main, ["build", *words])
+    code = exit_code(cli.main, ["build", *words])
     case.note(code=code, strewn=["built"] if code and Path("built").exists() else [])
     if code == 0:
         case.note(wrong=store.verify("built"))

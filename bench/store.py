@@ -71,7 +71,7 @@ def train_from_disk(args, path, rounds, each, how, cached, drawn):
             return table
         visits = expected_visits(*csc, nodes, args.fanout, args.batch_size)
         if how in ("lookahead", "past"):
-            return LookaheadCache(table, cache, None, visits)
+            return LookaheadCache(table, cache, hot=visits)
         return CachedFeatures(table, visits, cache)
 
     table, made = watch(with_cache)

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,10 +32,21 @@ READ_THREADS = 32  # they mostly wait for the disk, whatever the number of cores
 EMPTY = (1 << 64) - 1  # root page of an empty tree
 # magic, rows, row width, bytes per element, CRC-32 of the rows that follow
 BLOCK_HEADER = struct.Struct("<4sIIII")
-MOST = 256  # transactions of a process at a time
-PATIENCE = 30  # seconds for which a reader overtaken by a writer tries again
+META = struct.Struct("<H46xH34xQQQ")  # of LMDB's meta pages, see `Meta`
+MOST = 256  # concurrent transactions of a process
+PATIENCE = 30  # seconds to retry a read that a writer overtook
 MAP = 1 << 42  # bytes of address space, not memory, for an LMDB file: the most it can grow to
 MAP_ROOM = 1 << 30  # bytes to map beyond the file's end instead if address space is limited
+
+
+class Meta(NamedTuple):
+    """What is checked of one of the two meta pages of an LMDB file."""
+
+    flags: int  # of the file
+    tree_flags: int
+    root: int  # page of the tree, or EMPTY
+    last: int  # page of the file
+    txn: int  # number of the transaction that wrote it
 
 
 class LmdbFile:
@@ -42,7 +54,8 @@ class LmdbFile:
     file share it, until the last is gone, and a child closes those that it inherited. That would end their transactions
     in the parent, too: forks wait until there are none."""
 
-    _lock, _permits = threading.Lock(), threading.Semaphore(MOST)
+    _lock = threading.Lock()
+    _permits = threading.Semaphore(MOST)
     _open = weakref.WeakValueDictionary()
 
     def __init__(self, path, sync=True):
@@ -124,12 +137,13 @@ class LmdbFile:
             stat = os.stat(self.path)
             key = (os.getpid(), stat.st_dev, stat.st_ino)
             self._env = self._open.get(key) or self._opened(lmdb, stat.st_size)
-        self._open[key], self._pid = self._env, os.getpid()
+        self._open[key] = self._env
+        self._pid = os.getpid()
         return self._env
 
     def _opened(self, lmdb, size):
-        """Open the environment, once per process: whoever closes the lock file a second time drops the process's POSIX
-        lock on it, without which writers take its readers for dead."""
+        """Open the environment, once per process: closing the lock file a second time would drop the process's POSIX lock
+        on it, without which writers take its readers for dead."""
         writable = all(os.access(place, os.W_OK) for place in (self.path, self.path.parent))
         lock = writable and self.sync
         if lock:  # a hole in this memory-mapped file would kill the process on a full disk
@@ -137,8 +151,15 @@ class LmdbFile:
             with open(handle, "r+b"):
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(handle, 0, 1 << 16)
-        options = dict(path=os.fsencode(self.path), subdir=False, readonly=not writable, lock=lock)
-        options |= dict(sync=self.sync, readahead=False, max_readers=1000)
+        options = dict(
+            path=os.fsencode(self.path),
+            subdir=False,
+            readonly=not writable,
+            lock=lock,
+            sync=self.sync,
+            readahead=False,
+            max_readers=1000,
+        )
         try:
             return lmdb.open(map_size=MAP, **options)
         except lmdb.MemoryError:  # limited address space, as by ulimit -v
@@ -174,18 +195,23 @@ def check_lmdb(path, name, record):
     file = files.check_size(path, name, record)
     with reading(file, "; rebuild the store"):
         with open(file, "rb") as data:
-            head, size = data.read(1 << 17), os.fstat(data.fileno()).st_size
+            head = data.read(1 << 17)
+            size = os.fstat(data.fileno()).st_size
         page_size = struct.unpack_from("<I", head, 40)[0]
-        # flags of the file and of its tree, the tree's root page, the last page, the transaction number
-        metas = [struct.unpack_from("<H46xH34xQQQ", head, at + 44) for at in (0, page_size)]
-        (*_, old_last, old_txn), (*_, last, txn) = older, newer = sorted(metas, key=lambda m: m[-1])
-        sound = all(m[:2] == (0x4008, 0) and (m[2] == EMPTY or 1 < m[2] <= m[3]) for m in metas)
-        in_turn = txn == old_txn + 1 and metas[txn % 2] is newer
+        metas = [Meta(*META.unpack_from(head, at + 44)) for at in (0, page_size)]
+        older, newer = sorted(metas, key=lambda meta: meta.txn)
+        sound = all(
+            (meta.flags, meta.tree_flags) == (0x4008, 0)
+            and (meta.root == EMPTY or 1 < meta.root <= meta.last)
+            for meta in metas
+        )
+        in_turn = newer.txn == older.txn + 1 and metas[newer.txn % 2] is newer
         # a file starts empty and only grows
-        if not (sound and in_turn and old_last <= last and (old_txn > 0 or older[2] == EMPTY)):
+        grows = older.last <= newer.last and (older.txn > 0 or older.root == EMPTY)
+        if not (sound and in_turn and grows):
             raise ValueError("its header makes no sense")
         # free pages at the end may never have been written
-        if (last + 1) * page_size > size:
+        if (newer.last + 1) * page_size > size:
             check_structure(file)
 
 
@@ -239,8 +265,11 @@ class LmdbFeatures(files.RowsByIndex):
     """
 
     def __init__(self, path, shape, dtype, block_rows, large=False):
-        self.file, self.shape, self.dtype = LmdbFile(path), shape, dtype
-        self.block_rows, self.large = block_rows, large
+        self.file = LmdbFile(path)
+        self.shape = shape
+        self.dtype = dtype
+        self.block_rows = block_rows
+        self.large = large
         self._storage = files.storage_dtype(str(dtype).removeprefix("torch."))
 
     def __reduce__(self):
@@ -275,7 +304,8 @@ class LmdbFeatures(files.RowsByIndex):
 
         Raises IndexError for an id out of range, StoreError for invalid rows or a full disk; then nothing is changed.
         """
-        ids, rows = torch.as_tensor(ids), torch.as_tensor(rows)
+        ids = torch.as_tensor(ids)
+        rows = torch.as_tensor(rows)
         source = files.as_numpy(files.gather_target(self, ids, rows, "rows"))
         files.check_finite("rows", rows)
         with self.file.transaction(write=True) as txn:
@@ -295,13 +325,15 @@ class LmdbFeatures(files.RowsByIndex):
 
     def _block(self, txn, number, check=False) -> np.ndarray:
         """View block `number` as [rows, F], valid inside the transaction; check: compare its checksum as well."""
-        value, rows = txn.get(key(number)), self.block_rows
-        shape = min(rows, self.shape[0] - number * rows), self.shape[1]
-        size = shape[0] * shape[1] * self._storage.itemsize
-        if value is not None and len(value) == BLOCK_HEADER.size + size:
+        value = txn.get(key(number))
+        rows = min(self.block_rows, self.shape[0] - number * self.block_rows)
+        width = self.shape[1]
+        itemsize = self._storage.itemsize
+        if value is not None and len(value) == BLOCK_HEADER.size + rows * width * itemsize:
             *head, crc = BLOCK_HEADER.unpack_from(value)
-            block = np.frombuffer(value, self._storage, offset=BLOCK_HEADER.size).reshape(shape)
-            fits = head == [b"RBK2", *shape, self._storage.itemsize]
+            block = np.frombuffer(value, self._storage, offset=BLOCK_HEADER.size)
+            block = block.reshape(rows, width)
+            fits = head == [b"RBK2", rows, width, itemsize]
             if fits and not (check and zlib.crc32(block) != crc):
                 return block
         raise StoreError(f"{self.file.path}: block {number} is missing or damaged; rebuild it")
@@ -331,7 +363,8 @@ def verify_directory(path, form, check) -> list[str]:
         check: function of the path that opens the directory and raises StoreError for a value in LMDB that differs from
             its own checksum; called if all files are as they were written.
     """
-    path, problems = Path(path), []
+    path = Path(path)
+    problems = []
     try:
         with reading(path / "meta.json"):
             records = dict(files.read_meta(path, form)["files"])
@@ -341,12 +374,14 @@ def verify_directory(path, form, check) -> list[str]:
         return [f"meta.json: {error}"]
     for name, record in records.items():
         try:
-            (check_lmdb if name.endswith(".lmdb") else files.check_size)(path, name, record)
+            check_file = check_lmdb if name.endswith(".lmdb") else files.check_size
+            check_file(path, name, record)
             if "sha256" not in record:
                 check_structure(path / name)
                 continue
             with reading(path / name):
-                digest, wanted = files.sha256_of(path / name).hexdigest(), record["sha256"]
+                digest = files.sha256_of(path / name).hexdigest()
+                wanted = record["sha256"]
                 if digest != wanted:
                     raise StoreError(f"its sha256 is {digest[:12]}, not {wanted[:12]}")
         except StoreError as error:

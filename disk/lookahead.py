@@ -95,19 +95,25 @@ class LookaheadCache(CachedFeatures):
             quarter of the budget plus a 32nd of `room`; 0 where no pages are planned.
         hot: [V] scores, such as `expected_visits`; the rows with the highest are kept in memory.
         batches: expected number of batches (None: unknown); short runs plan no pages.
-        share: (rank, world) among the processes of this machine that read the table. With several, none knows the
+        share: (rank, world) among the processes of this machine that read the table. With several, no process knows the
             others' batches: each reads its part of the table in order, and the kernel decides which pages stay.
 
     Attributes (others: `CachedFeatures`):
         room: bytes of the page cache to fill with pages; 0: it is left to the kernel, or bypassed (O_DIRECT).
     """
 
-    def __init__(self, features, budget, lookahead=None, hot=None, batches=None, share=(0, 1)):
-        shape, dtype = tuple(features.shape), features.dtype
+    def __init__(self, features, budget, lookahead=None, *, hot=None, batches=None, share=(0, 1)):
+        shape = tuple(features.shape)
+        dtype = features.dtype
         reader = features.reader()
         if library("pages") is None or reader is None:
             raise StoreError("a cache that looks ahead needs Linux and a C compiler")
-        self.reader, self.budget, self.lookahead, self.room = reader, budget, lookahead, 0
+        self.reader = reader
+        self.budget = budget
+        self.lookahead = lookahead
+        self.batches = batches
+        self.share = share
+        self.room = 0
         if features.stays() and not reader.direct:
             self.room = min(max(0, int(ROOM * features.room())), shape[0] * reader.row_bytes)
 
@@ -118,11 +124,12 @@ class LookaheadCache(CachedFeatures):
         super().__init__(table, torch.zeros(shape[0]) if hot is None else hot, budget)
         # drop the pages just read: their rows are copied
         os.posix_fadvise(reader.file, 0, 0, os.POSIX_FADV_DONTNEED)
-        self.batches, self.share = batches, share
         self.pages = None  # KeptPages, made when the first batch shows how large a window is
         self.started = False
         self.given_up = deque()  # (number of a batch, pages to drop once that batch is gathered)
-        self.planned = self.gathered = 0  # batches so far
+        # batches so far
+        self.planned = 0
+        self.gathered = 0
 
     def counts(self):
         """Return counts since the start: rows gathered, rows hit in memory, bytes read from disk or page cache."""
@@ -147,7 +154,8 @@ class LookaheadCache(CachedFeatures):
 
     def _planned(self, batches):
         """Yield (batch, pages to read for it), each once the window behind the batch is full."""
-        window, passed_on = deque(), 0
+        window = deque()
+        passed_on = 0
         for batch in batches:
             if not self.started:
                 self._start(batch)
@@ -181,9 +189,10 @@ class LookaheadCache(CachedFeatures):
     def _start(self, batch):
         """Choose the window and start to fill the page cache; all batches are taken to be as large as the first."""
         self.started = True
-        rows, row_bytes = max(1, batch.blocks[0].num_src), self.reader.row_bytes
-        # bytes of the table, and of the pages that a batch touches
-        table, touched = self.shape[0] * row_bytes, rows * max(row_bytes, mmap.PAGESIZE)
+        rows = max(1, batch.blocks[0].num_src)
+        row_bytes = self.reader.row_bytes
+        table = self.shape[0] * row_bytes  # bytes
+        touched = rows * max(row_bytes, mmap.PAGESIZE)  # bytes of the pages that a batch reads
         rank, world = self.share
         if self.batches is not None and self.batches * world * touched < table:
             self.room = 0
@@ -198,16 +207,22 @@ class LookaheadCache(CachedFeatures):
         places = -(-self.room // mmap.PAGESIZE)  # as many as fit, from the start of the file
         if plans:
             self.pages = KeptPages(self.reader, places, self.lookahead)
-        part = self.reader, places * rank // world, places * (rank + 1) // world
-        threading.Thread(target=read_in_order, args=part, name="in order", daemon=True).start()
+        first = places * rank // world
+        end = places * (rank + 1) // world
+        threading.Thread(
+            target=read_in_order, args=(self.reader, first, end), name="in order", daemon=True
+        ).start()
 
     def gather(self, ids, out=None):
         """Copy rows `ids` [n] to `out`, or a new tensor, [n, F]; StoreError if the disk fails."""
-        out, position = gather_target(self, ids, out), self.position[ids]
-        hits, misses = (mask.nonzero().squeeze(1) for mask in (position >= 0, position < 0))
+        out = gather_target(self, ids, out)
+        position = self.position[ids]
+        hits = (position >= 0).nonzero().squeeze(1)
+        misses = (position < 0).nonzero().squeeze(1)
         out.index_copy_(0, hits, self.cache.index_select(0, position[hits]))
         self.reader.read(ids[misses], out, misses)
         with self.lock:
-            self.hits, self.lookups = self.hits + len(hits), self.lookups + len(ids)
+            self.hits += len(hits)
+            self.lookups += len(ids)
             self.gathered += 1
         return out

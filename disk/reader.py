@@ -44,8 +44,12 @@ class RowReader:
     """
 
     def __init__(self, path, offset, row_bytes, rows, direct=True):
-        self.path, self.offset, self.row_bytes, self.rows = str(path), offset, row_bytes, rows
-        self.bytes_read, self.lock = 0, threading.Lock()
+        self.path = str(path)
+        self.offset = offset
+        self.row_bytes = row_bytes
+        self.rows = rows
+        self.bytes_read = 0
+        self.lock = threading.Lock()
         with reading(self.path):
             self.file, self.block, self.direct = self._open(direct)
 
@@ -74,7 +78,7 @@ class RowReader:
             places: int64 [n], the row of `out` for each of ids; None: 0 to n - 1.
         """
         check_ids(ids, self.rows)
-        ids, at = ids.to(torch.int64).contiguous(), torch.empty(1, dtype=torch.int64, device="cpu")
+        ids = ids.to(torch.int64).contiguous()
         if places is not None:
             check_ids(places, len(out))
             places = places.to(torch.int64).contiguous()
@@ -83,11 +87,12 @@ class RowReader:
             needed = f"{len(ids)} rows of {self.row_bytes} bytes, without gaps, are needed"
             raise ValueError(f"out is {list(out.shape)} {out.dtype}: {needed}")
         depth = max(1, min(DEPTH, (1 << 26) // self.row_bytes))
+        failed_at = torch.empty(1, dtype=torch.int64, device="cpu")
         table = self.file, self.offset, self.row_bytes, self.block, depth
-        code = library("rows").rows_read(*table, ids, places, len(ids), out, at)
+        code = library("rows").rows_read(*table, ids, places, len(ids), out, failed_at)
         if code < 0:
             why = "it was cut short after it was opened" if code == -ENDED else os.strerror(-code)
-            raise StoreError(f"{self.path} cannot be read at byte {at.item():,}: {why}")
+            raise StoreError(f"{self.path} cannot be read at byte {failed_at.item():,}: {why}")
         with self.lock:
             self.bytes_read += code
         return out

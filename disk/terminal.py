@@ -92,7 +92,8 @@ def begin():
     while (number := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(number, True)
     os.close(number)
-    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")
+    sys.stdout = sys.stdout or open(1, "w")
+    sys.stderr = sys.stderr or open(2, "w")
     if sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
         os.environ["PYTHONIOENCODING"] = f"{sys.stdout.encoding}:backslashreplace"  # for ranks

@@ -232,8 +232,14 @@ def cached(ranks, args, task, used, features):
     if not looks_ahead:
         return CachedFeatures(features, visits, budget, ranks.device)
     batches = args.epochs * args.steps * args.accumulate
-    part = ranks.local_rank, ranks.local_world
-    cache = lookahead.LookaheadCache(store.features, budget, args.lookahead, visits, batches, part)
+    cache = lookahead.LookaheadCache(
+        store.features,
+        budget,
+        args.lookahead,
+        hot=visits,
+        batches=batches,
+        share=(ranks.local_rank, ranks.local_world),
+    )
     if cache.room:
         ranks.say(
             args.verbose

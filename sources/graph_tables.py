@@ -33,7 +33,9 @@ def read_tables(file, tables, columns, folder, ignore=()) -> dict:
         with opened(file):  # refuses what is no table
             how = "features are needed, a line for each node"
             raise StoreError(f"{file} holds edges alone: {how}, as --features FILE")
-    arrays, keep, ignore = {}, {}, dict.fromkeys(ignore, 0)
+    ignore = dict.fromkeys(ignore, 0)
+    arrays = {}
+    keep = {}
     arrays["features"], nodes = features(tables.pop("features"), folder, ignore)
     for name, source in {**tables, **columns}.items():
         if not name.startswith("edge_"):
@@ -43,11 +45,15 @@ def read_tables(file, tables, columns, folder, ignore=()) -> dict:
         else:
             keep[name] = source.split(",") if name == "edge_features" else [source]
     arrays["edge_index"], kept = edges(file, folder, nodes, keep, ignore)
-    for name in (name for name, tables in ignore.items() if not tables):
-        raise StoreError(f"ignore: none of the tables has a column {name!r}")
-    names = {"node_names": nodes.names, "feature_names": nodes.feature_names}
-    names["class_names"] = nodes.class_names
-    return {**arrays, **kept, **names}
+    if unused := [name for name, tables in ignore.items() if not tables]:
+        raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
+    return {
+        **arrays,
+        **kept,
+        "node_names": nodes.names,
+        "feature_names": nodes.feature_names,
+        "class_names": nodes.class_names,
+    }
 
 
 class Nodes:
@@ -58,7 +64,10 @@ class Nodes:
     feature_names = class_names = None
 
     def __init__(self, count, source, names=None, by_row=True):
-        self.count, self.source, self.names, self.by_row = count, source, names, by_row
+        self.count = count
+        self.source = source
+        self.names = names
+        self.by_row = by_row
         self._numbers = {name: i for i, name in enumerate(names or ())}
         self.kind = str if names and type(names[0]) is str else ID  # of cells that refer to nodes
 
@@ -98,14 +107,15 @@ def features(file, folder, ignore=()) -> tuple[np.ndarray, Nodes]:
             both = " and ".join(map(table.column, ids[:2]))
             one = f"if the first holds none, drop it{table.flag(ids[0])}"
             raise StoreError(f"{file}: {both} look like ids of the nodes: {one}")
-        node = (*ids, *text, None)[0]
+        node = next(iter([*ids, *text]), None)
         kept = [j for j in range(table.width) if j != node]
         for j in table.named("leak"):
             cure = f"drop {table.column(j)}{table.flag(j)}"
             raise StoreError(f"{file}: features must not tell the label: {cure}")
         if not kept:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
-        kinds, firsts = table.measures(kept), []
+        kinds = table.measures(kept)
+        firsts = []  # values of the first column
         if node is not None:
             kinds[node] = str
         first = node or 0
@@ -134,7 +144,8 @@ def _names_of(table, kept) -> list[str]:
     """Name the numbers of some columns: by the column, and for a column of lists `name[0]`, `name[1]`, ..."""
     names = []
     for j in kept:
-        name, width = table.names[j], table.widths[j]
+        name = table.names[j]
+        width = table.widths[j]
         names += [name] if width == 1 else [f"{name}[{i}]" for i in range(width)]
     return names
 
@@ -169,7 +180,9 @@ def _rows_of_nodes(table, nodes, node, kinds, missing=False):
 
     if node is None and not nodes.by_row:
         raise StoreError(f"{table.name} has no column of ids: it needs one, as {nodes.source} has")
-    kinds, parts = kinds if node is None else {**kinds, node: nodes.kind}, []
+    if node is not None:
+        kinds = {**kinds, node: nodes.kind}
+    parts = []
     for _, columns in table.read(kinds, missing):
         if node is None and table.rows > nodes.count:
             hint = "" if table.names else HEADER
@@ -210,7 +223,8 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
             with which labels may be for some nodes only. Other names: a column of ids of distinct nodes -> int64 [n].
     """
     with opened(file, ignore) as table:
-        node, is_labels = (*table.named("id"), None)[0], name == "labels"
+        node = next(iter(table.named("id")), None)
+        is_labels = name == "labels"
         if not (is_labels or name == "node_time"):
             node = 0 if table.width == 1 else None
         elif node is None and table.width == 2:
@@ -313,7 +327,8 @@ def _spooled(table, folder, fields, nodes=None):
     kinds |= table.measures(fields.get("edge_features", ()))
     kinds |= {j: nodes.kind for j in ends}
     texts = [j for j in fields.get("edge_type", ()) if table.may_be_text(j)]
-    kinds, numbers = kinds | dict.fromkeys(texts, str), {}
+    kinds |= dict.fromkeys(texts, str)
+    numbers = {}
 
     def chunks():
         for first, columns in table.read(kinds):
@@ -321,8 +336,8 @@ def _spooled(table, folder, fields, nodes=None):
             for j in texts:
                 coded = columns[j].dictionary_encode()
                 names = coded.dictionary.to_pylist()
-                for name in filter(MISSING.__contains__, names):
-                    row = first + columns[j].index(name).as_py()
+                if missing := [name for name in names if name in MISSING]:
+                    row = first + columns[j].index(missing[0]).as_py()
                     raise table.error(row, f"{table.column(j)} is empty or nan")
                 codes = np.array([numbers.setdefault(name, len(numbers)) for name in names])
                 columns[j] = codes[coded.indices.to_numpy()]
@@ -358,7 +373,8 @@ def _column(table, word) -> int:
 
 def _end_columns(table) -> list[int]:
     """Find the columns of sources and of destinations."""
-    sources, destinations = table.named("source"), table.named("destination")
+    sources = table.named("source")
+    destinations = table.named("destination")
     if table.width < 2:
         raise StoreError(f"{table.name} has one column: two are needed, with a comma between them")
     if len(sources) == len(destinations) == 1:

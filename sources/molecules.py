@@ -1,9 +1,8 @@
-"""Molecules and crystals in arrays -> many small graphs, as `build_graphs` takes them, a batch at a time.
+"""Molecules and crystals in arrays -> batches of small graphs, as `build_graphs` takes them.
 
     batches, count, more = molecules(open_npz("esol.npz"))
     batches, count, more = crystals(open_npz("mlearn.npz"), radius=5.0)
-    graphs = (block_diagonal(*batch) for batch in batches)
-    build_graphs("esol", graphs, labels=False, split=split, source=more)
+    build_graphs("esol", batches, labels=False, split=split, source=more)
 
 G graphs have N nodes and B bonds in all; F columns of node features, D of bond features, T targets.
 """
@@ -12,36 +11,46 @@ import numpy as np
 import torch
 
 from disk.files import check_answers, check_finite, refuse, shaped
+from disk.graphs import block_diagonal
 from features import prefetch
 
+# graphs of a batch
+MOLECULES = 4096
+CRYSTALS = 16
 MOST_CANDIDATES = 1 << 14  # most atoms and periodic images to search for neighbours in a crystal
 
 
 def molecules(arrays):
-    """Read molecules, or any graphs in the same layout -> (iterator of batches, G, entries for `source` of the store).
+    """Read molecules, or any graphs in the same layout -> (iterator of `GraphBatch`, G, entries for `source` of the store).
 
     Args:
         arrays: `Arrays`: `node_offsets` and `bond_offsets` [G+1], `atom_feat` [N, F], `bond_feat` [B, D],
             `bond_index_local` [2, B] (each bond once, atoms numbered from 0 in each graph; the reverse is added),
             `targets` [G] or [G, T], numbers, or `labels`: classes [G], or 0 and 1 [G, T]; see `build_graphs`.
     """
-    x, e = arrays.shaped("atom_feat", "N", "F"), arrays.shaped("bond_feat", "B", "D")
+    x = arrays.shaped("atom_feat", "N", "F")
+    e = arrays.shaped("bond_feat", "B", "D")
     ends = arrays.integers("bond_index_local", 2, len(e))
     nodes = _offsets(arrays, "node_offsets", len(x), 1)
     bonds = _offsets(arrays, "bond_offsets", len(e), 0, len(nodes))
     y = _answers(arrays, arrays.find("targets", "labels", needed=True), len(nodes) - 1)
 
     def batch(first):
-        last = min(first + 4096, len(y))
-        a, b = bonds[first], bonds[last]
-        twice = np.repeat(np.arange(b - a), 2)  # each bond, then its reverse
-        edge_index = ends[:, a:b][:, twice]
+        last = min(first + MOLECULES, len(y))
+        twice = np.repeat(np.arange(bonds[first], bonds[last]), 2)  # each bond, then its reverse
+        edge_index = ends[:, twice]
         edge_index[:, 1::2] = edge_index[::-1, 1::2].copy()
-        sizes, counts = (np.diff(offsets[first : last + 1]) for offsets in (nodes, bonds))
-        atoms = x[nodes[first] : nodes[last]]
-        return sizes, 2 * counts, edge_index, atoms, e[a:b][twice], y[first:last]
+        return block_diagonal(
+            num_nodes=np.diff(nodes[first : last + 1]),
+            num_edges=2 * np.diff(bonds[first : last + 1]),
+            edge_index=edge_index,
+            x=x[nodes[first] : nodes[last]],
+            e=e[twice],
+            y=y[first:last],
+        )
 
-    return map(batch, range(0, len(y), 4096)), len(y), {"edges": "both directions of each bond"}
+    batches = map(batch, range(0, len(y), MOLECULES))
+    return batches, len(y), {"edges": "both directions of each bond"}
 
 
 def crystals(arrays, radius):
@@ -71,15 +80,21 @@ def crystals(arrays, radius):
     y = _answers(arrays, "energy", len(atoms), atoms)
 
     def batch(first, _):
-        cells = range(first, min(first + 16, len(y)))
+        cells = range(first, min(first + CRYSTALS, len(y)))
         parts = [coords[offsets[i] : offsets[i + 1]] for i in cells]
         pairs = [periodic_neighbours(part, lattice[i], radius) for i, part in zip(cells, parts)]
         edge_index, distance = (np.concatenate(part, -1) for part in zip(*pairs))
-        x = numbers[offsets[first] : offsets[cells[-1] + 1], None].astype(np.uint8)
-        counts, e = [len(d) for _, d in pairs], distance[:, None].astype(np.float32)
-        return atoms[cells], counts, edge_index, x, e, y[cells]
+        x = numbers[offsets[first] : offsets[cells[-1] + 1], None]
+        return block_diagonal(
+            num_nodes=atoms[cells],
+            num_edges=[len(distance) for _, distance in pairs],
+            edge_index=edge_index,
+            x=x.astype(np.uint8),
+            e=distance[:, None].astype(np.float32),
+            y=y[cells],
+        )
 
-    batches = prefetch(batch, range(0, len(y), 16), depth=4, threads=4)
+    batches = prefetch(batch, range(0, len(y), CRYSTALS), depth=4, threads=4)
     return batches, len(y), {"radius": radius, "target": "energy per atom"}
 
 
@@ -101,7 +116,8 @@ def periodic_neighbours(coords, lattice, radius):
     image, atom = apart.all(2).nonzero()
     place = coords @ lattice
     sources = place[atom] + images[image] @ lattice
-    pairs, step = [], max(1, (1 << 21) // len(coords))
+    pairs = []
+    step = max(1, (1 << 21) // len(coords))
     for a in range(0, len(sources), step):
         part = sources[a : a + step]
         squared = (part**2).sum(1)[:, None] + (place**2).sum(1) - 2 * part @ place.T

@@ -23,7 +23,7 @@ import torch
 from disk import files
 from disk.checks import DRAWN, check_labels, check_split, counted_from_one, drawn_per_class
 from disk.files import StoreError, reading
-from disk.graphs import block_diagonal, build_graphs
+from disk.graphs import build_graphs
 from sources.arrays import FEATURES, Arrays, equal_sums, of_object, open_npz
 from sources.graph_tables import read_tables
 from sources.molecules import crystals, molecules
@@ -276,11 +276,11 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
             batches, count, entries = molecules(arrays)
         else:
             batches, count, entries = crystals(arrays, params.get("radius", 4.0))
-        graphs, source = (block_diagonal(*batch) for batch in batches), source | entries
+        source |= entries
         split = of_graphs(arrays, count, params.get("split"), seed or 0)
         arrays.close()
         options = {"split": split, "progress": progress, "source": source}
-        return build_graphs(path, graphs, labels=arrays.find("labels") is not None, **options)
+        return build_graphs(path, batches, labels=arrays.find("labels") is not None, **options)
     options |= {"backend": backend, "progress": progress}
     return _build_graph(path, arrays, params, source, **options)
 

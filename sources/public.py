@@ -111,7 +111,8 @@ def _arrays(archive, kind, folder) -> dict:
     if "raw/triplet-type-list.csv.gz" in archive.members:
         return _typed_arrays(archive, kind)
     if "raw/data.npz" in archive.members:
-        edges, features = (archive.array("data", name) for name in ("edge_index", "node_feat"))
+        edges = archive.array("data", "edge_index")
+        features = archive.array("data", "node_feat")
         edge_index = spool(folder, edges.chunks, edges.dtype, edges.shape[1])
         labels = np.concatenate([*archive.array("node-label", "node_label").chunks]).reshape(-1)
     else:
@@ -130,7 +131,8 @@ def _arrays(archive, kind, folder) -> dict:
 def _typed_arrays(archive, kind) -> dict:
     """Read a graph with node and edge types -> the same arguments, as dicts by type."""
     names, counts = archive.words("raw/num-node-dict")
-    counts, edges = dict(zip(names, map(int, counts))), {}
+    counts = dict(zip(names, map(int, counts)))
+    edges = {}
     for ends in map(tuple, archive.words("raw/triplet-type-list")):
         edges[ends] = np.concatenate([*archive.table(f"raw/relations/{'___'.join(ends)}/edge")]).T
 
@@ -173,12 +175,14 @@ def planetoid(name, root) -> dict:
         shaped(f"ind.{name}.{part}", parts[part], rows, "F")
     # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.
     nodes = np.append(np.arange(num_allx), test)
-    x, y = (np.concatenate([parts[f"all{kind}"], parts[f"t{kind}"]]) for kind in "xy")
+    x = np.concatenate([parts["allx"], parts["tx"]])
+    y = np.concatenate([parts["ally"], parts["ty"]])
     if not np.isin(y, (0, 1)).all():
         raise StoreError(f"ind.{name}.ally or ty holds values other than 0 and 1")
     features = np.zeros((num_nodes, x.shape[1]), np.float32)
     onehot = np.zeros((num_nodes, y.shape[1]), np.int64)
-    features[nodes], onehot[nodes] = x, y
+    features[nodes] = x
+    onehot[nodes] = y
     edges = [(u, v) for v, sources in parts["graph"].items() for u in sources]
     valid = np.arange(train, min(train + 500, num_allx))
     return dict(
@@ -255,8 +259,10 @@ def download(url, target, progress=False):
             length = response.headers.get("Content-Length", "")
             total = response.headers.get("Content-Range", length).rpartition("/")[2]
             total = int(total) if total.isdigit() else None
-            bar = dict(total=total, initial=have, desc=part.stem, unit="B")
-            with open(part, "r+b" if have else "wb") as file, progress_bar(progress, **bar) as bar:
+            with (
+                open(part, "r+b" if have else "wb") as file,
+                progress_bar(progress, total=total, initial=have, desc=part.stem, unit="B") as bar,
+            ):
                 file.seek(have)
                 while data := response.read(1 << 20):
                     file.write(data)

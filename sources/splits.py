@@ -25,10 +25,11 @@ def found(arrays, count, choice=None):
     rows = {part: _rows(arrays, name, count) for part, name in names.items()}
     counts = sorted({len(splits) for splits in rows.values()} - {1}) or [1]
     if len(counts) > 1:
-        numbers, names = " and ".join(map(str, counts)), ", ".join(names.values())
+        numbers = " and ".join(map(str, counts))
+        names = ", ".join(names.values())
         raise arrays.error(f"it has {numbers} splits in {names}: the same number is needed")
-    if choice is not None and not 0 <= choice < counts[0] != 1:
-        has = f"it has {plural(counts[0] * bool(names), 'split')}"
+    if choice is not None and (counts[0] == 1 or not 0 <= choice < counts[0]):
+        has = f"it has {plural(counts[0] if names else 0, 'split')}"
         raise arrays.error(f"no split={choice}: {has}, and only several are numbered, from 0")
 
     def ids_of(splits, number):
@@ -52,7 +53,8 @@ def _rows(arrays, name, count):
         if values.ndim == 0 or values.size != max(shape):
             raise arrays.error(f"{name} is {shape}: ids are [n], of K splits [K, n]")
         return values.reshape(1, -1)
-    if count not in shape or len(shape) > 2 or shape == [count, count] != [1, 1]:
+    ambiguous = shape == [count, count] and count > 1
+    if count not in shape or len(shape) > 2 or ambiguous:
         raise arrays.error(f"{name} is {shape}: a mask is [{count}], of K splits [K, {count}]")
     if not ((values == 0) | (values == 1)).all():
         raise arrays.error(f"{name} holds values other than 0 and 1; ids are called ..._idx")
@@ -62,7 +64,8 @@ def _rows(arrays, name, count):
 
 def of_graphs(arrays, count, choice, seed) -> dict:
     """Find the split of small graphs; a missing valid part and, without a split, a test part are drawn, a tenth each."""
-    split, random = found(arrays, count, choice), np.random.default_rng(seed)
+    split = found(arrays, count, choice)
+    random = np.random.default_rng(seed)
     if isinstance(split, list):
         arrays.say(f"it has {len(split)} splits: split=0, the first, is taken; split=1 is the next")
         split = split[0]
@@ -92,7 +95,7 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
         count = "no" if drawn else "one"
         raise StoreError(f"--split {number} has no effect: {graph.path} has {count} split")
     taken = turn % graph.num_splits if number is None else number
-    graph.split = split_of(graph, taken, seed)
+    graph.take_split(split_of(graph, taken, seed))
     if drawn:
         say(f"split   {DRAWN}, by seed {seed}")
     elif graph.num_splits > 1:

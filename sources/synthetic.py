@@ -62,8 +62,8 @@ def synthetic_mag(parameters) -> dict:
     counts = {name: max(p.classes, round(p.scale * count)) for name, count in MAG_NODES.items()}
 
     def edges(source, destination, count):
-        ends = (random.random(count) ** 2 * counts[kind] for kind in (source, destination))
-        src, dst = (end.astype(np.int64) for end in ends)
+        src = (random.random(count) ** 2 * counts[source]).astype(np.int64)
+        dst = (random.random(count) ** 2 * counts[destination]).astype(np.int64)
         near = random.random(count) < p.local
         group = dst[near] * p.classes // counts[destination]
         src[near] = (group + random.random(len(group))) * counts[source] / p.classes
@@ -128,10 +128,13 @@ def synthetic(parameters) -> dict:
     def edges(first, _):
         v = np.arange(first, min(first + nodes_per_chunk, p.nodes)).astype(np.uint64)
         start = v // np.uint64(size) * np.uint64(size)
-        v = np.stack([start, np.minimum(np.uint64(size), np.uint64(p.nodes) - start)])
-        start, span = v.repeat(degrees[first : first + nodes_per_chunk], axis=1)
+        span = np.minimum(np.uint64(size), np.uint64(p.nodes) - start)
+        counts = degrees[first : first + nodes_per_chunk]
+        start = start.repeat(counts)
+        span = span.repeat(counts)
         bits = stream(5, first).integers(0, 1 << 64, len(start), np.uint64)
-        position, choice = bits & np.uint64((1 << 32) - 1), bits >> np.uint64(32)
+        position = bits & np.uint64((1 << 32) - 1)
+        choice = bits >> np.uint64(32)
         near = start + (position * span >> np.uint64(32))
         low = position * position >> np.uint64(32)
         far = (low * position >> np.uint64(32)) * np.uint64(p.nodes) >> np.uint64(32)

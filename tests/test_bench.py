@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-import store
 import train
 from bench import __main__ as bench
 from bench import accuracy as bench_accuracy
@@ -26,6 +25,7 @@ from disk.files import StoreError
 from disk.graphs import block_diagonal
 from native import build
 from run import flags
+from sources import cli
 from tests.common import DATA, HERE, OWN_MODELS, TINY, _dgl, _end, _fork, _readme_blocks, _train
 from tests.stores import _events, _save_npz
 
@@ -423,7 +423,7 @@ def test_the_example_of_an_own_graph_runs_from_top_to_bottom(tmp_path, monkeypat
         subprocess.run(["bash", "-ec", block], env=environment, check=True)
         for command in Path("called").read_text().splitlines():
             script, *words = shlex.split(command)
-            main = {"store.py": store.main, "train.py": train.main}[script]
+            main = {"store.py": cli.main, "train.py": train.main}[script]
             assert main(words) == 0, command
     papers, table, pandas = names["papers"], names["table"], names["pd"]
     assert (table.id == papers.id).all()

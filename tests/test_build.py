@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-import store
 from disk.graphs import GraphDataset
 from disk.graphs import verify as verify_graphs
-from sources import molecules
+from sources import cli, molecules
 from sources import prepare as datasets
 from sources.prepare import prepare
 from store import GraphStore, build_store
@@ -196,7 +195,8 @@ build m.npz:radius=3 h => radius has no effect: it holds many small graphs
 info h --features x => --features is no flag; --help lists them
 build own.npz h --featres x => --featres is no flag: did you mean --features.
 build own.npz h --sym => --sym is no flag: did you mean --symmetrize.
-estimate h --gpu 1 => --gpu is no flag: write --gpus 1
+build own.npz h --undirected => --undirected is no flag: write --symmetrize
+estimate h --gpus 1 => python train.py --dataset PATH --dry-run prints the memory
 build nothing.pt h => nothing.pt cannot be read: No such file
 build e.csv h => e.csv holds edges alone: features are needed, .* as --features FILE
 """
@@ -224,7 +224,7 @@ def test_store_commands_that_cannot_be_meant_are_one_sentence(tmp_path, monkeypa
     for row in rows:
         words, complaint = row.split(" => ")
         words = words.replace("TABLES", "--features x.csv --labels y.csv")
-        code = _code(words, main=store.main)
+        code = _code(words, main=cli.main)
         said = capsys.readouterr().err
         assert code == 2 and re.search(complaint, said), (row, said)
         assert said.count("\n") == 1 or "is no flag" in said
@@ -268,14 +268,14 @@ def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
     _refuses("nodes=0", prepare, "synthetic:nodes=0", Path("deep/root"))
     assert not list(Path("deep/root").glob("*"))
     # a long name is no fault
-    assert store.main(["build", "own.npz", long := "y" * 250]) == 0
+    assert cli.main(["build", "own.npz", long := "y" * 250]) == 0
     shutil.copy("own.npz", long[:200] + ".npz")
     assert len(prepare(long[:200] + ".npz", "data", progress=False).name) < 120
 
 
 def test_store_build_seed_draws_a_split(tmp_path):
     _save_npz(tmp_path / "drawn.npz", y=np.arange(200) % 2)
-    assert store.main(["build", f"{tmp_path}/drawn.npz", f"{tmp_path}/s", "--seed", "3"]) == 0
+    assert cli.main(["build", f"{tmp_path}/drawn.npz", f"{tmp_path}/s", "--seed", "3"]) == 0
     assert GraphStore.open(tmp_path / "s").meta["source"]["seed"] == 3
     data = dict(edge_index=torch.tensor([[0], [1]]), x=torch.ones(3, 1), y=torch.arange(3))
     data = types.SimpleNamespace(**data, train_mask=torch.ones(3).bool())
@@ -321,11 +321,11 @@ def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
         ("plain", "--times 3 --weights w.csv --edge-features e.csv"),
         ("named", "--times t --weights 5 --edge-features a,b"),
     ):
-        assert store.main(["build", f"{table}.csv", f"from-{table}", *words, *flags.split()]) == 0
+        assert cli.main(["build", f"{table}.csv", f"from-{table}", *words, *flags.split()]) == 0
         assert "drop_duplicates, drop_self_loops, symmetrize" in capsys.readouterr().out
         assert _same(f"from-{table}", reference), table
     words = "build plain.csv s9 --features x.csv --times 3 --node-times y.csv"
-    assert store.main(words.split()) == 0 and not GraphStore.open("s9").labelled
+    assert cli.main(words.split()) == 0 and not GraphStore.open("s9").labelled
 
 
 def test_store_ends_at_once_beside_a_thread_that_reads_on(tmp_path):
@@ -349,7 +349,7 @@ def test_store_into_a_closed_pipe_or_a_full_disk(tmp_path, monkeypatch, capsys):
     ):
         with open(output, "w", buffering=1) as out, monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", out)
-            assert store.main(map(str, words)) == code
+            assert cli.main(map(str, words)) == code
         error = capsys.readouterr().err
         assert said in error and bool(said) == bool(error)
     for script, word in (("store.py", "info"), ("train.py", "--dataset")):
@@ -437,7 +437,7 @@ def test_saved_data_of_pyg_is_a_graph_and_no_other_pickle_runs(tmp_path, monkeyp
     graph = data.Data(x=args["features"], edge_index=args["edge_index"], y=args["labels"])
     torch.save(graph, "g.pt")
     expected = _sums(datasets.build(graph, Path("expected")))
-    assert store.main(["build", "g.pt", "built"]) == 0
+    assert cli.main(["build", "g.pt", "built"]) == 0
     found = prepare("g.pt:ignore=y", "data"), prepare("g.pt", "data"), Path("built")
     assert not GraphStore.open(found[0]).labelled
     for path in found[1:]:

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-import store
 from disk import lmdb_rows
 from disk.files import StoreError, reading
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.graphs import verify as verify_graphs
+from sources import cli
 from store import GraphStore, verify
 from tests.common import _end, _fork, _in_child, _store, _threads
 from tests.stores import _graphs, _refuses, _small_disk, _sums
@@ -233,7 +233,7 @@ def test_store_graphs_round_trip(tmp_path):
     pickled = pickle.dumps(graphs)  # as its path and split
     assert len(pickle.loads(pickled)) == 50 and len(pickled) < 1000
     assert pickle.loads(pickled).split["train"].tolist() == [0, 1, 2]
-    assert store.main(["info", str(path)]) == store.main(["verify", str(path)]) == 0
+    assert cli.main(["info", str(path)]) == cli.main(["verify", str(path)]) == 0
     _refuses("many small graphs: open it as GraphDataset", GraphStore.open, path)
 
 
@@ -289,7 +289,7 @@ def test_store_graphs_with_labels(tmp_path, capsys):
     graphs = GraphDataset.open(path)
     assert graphs.labels is True and graphs.classes == [3, 5, 8]
     assert graphs.batch(range(4)).y.tolist() == first.y.tolist()  # as they were given
-    store.main(["info", str(path)])
+    cli.main(["info", str(path)])
     assert "1 x int64, 3 classes: 3, 5, 8" in capsys.readouterr().out
     graphs.append(first)
     _refuses(
@@ -419,7 +419,7 @@ def test_store_opens_regular_files_only(tmp_path):
                 place(file)
                 _refuses(f"{named} cannot be read", use, folder)
                 assert check(folder)[0].startswith(f"{named}: ")
-                assert store.main(["verify", str(folder)]) == 1
+                assert cli.main(["verify", str(folder)]) == 1
                 file.unlink()
                 kept.rename(file)
         assert check(folder) == []

@@ -329,7 +329,7 @@ def test_batches_through_a_lookahead_cache_are_the_same(budget, window, tmp_path
     graph, threads_before, found = _large(tmp_path, monkeypatch), threading.active_count(), []
     hot = torch.rand(600, generator=torch.Generator().manual_seed(0))
     for depth, threads in ((0, 1), (2, 1), (3, 4)):
-        rows = LookaheadCache(graph.features, budget, window, hot)
+        rows = LookaheadCache(graph.features, budget, window, hot=hot)
         batches = _loader(graph, rows, 4, depth, threads=threads)
         for _ in range(2):
             asked = sum(batch.blocks[0].num_src for batch in _right(batches, graph))

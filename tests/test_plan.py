@@ -275,21 +275,3 @@ def test_store_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
     assert store.free_host_bytes(tmp_path) == 1070
     write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "8000\n")
     assert store.free_host_bytes(tmp_path) == 0
-
-
-def test_store_estimate_command_line(tmp_path, capsys):
-    path = _plain_store(tmp_path / "g").path
-    words = ["estimate", str(path), "--fanout", "3,2", "--hidden", "8", "--batch-size", "10"]
-    assert store.main(words) == 0
-    text = capsys.readouterr().out
-    assert all(f"\n{mode} " in text for mode in MODES) and "features 68.1 KB" in text
-    assert text.count("no GPU here") == 3
-    assert "\nmode           cpu-cpu\n" in text
-    assert "\nfeatures       mmap: graph and features take 100 KB" in text
-    assert store.main([*words, "--gpus", "2", "--free-gpu", "80"]) == 0
-    text = capsys.readouterr().out
-    assert "of 80 GB free, host 2 x (537 MB + " in text and "\nmode           cuda-cuda\n" in text
-    assert store.main(["estimate", str(tmp_path / "none")]) == 2
-    for flag in ("--fanout=3,x", "--gpus=-1", "--procs=0", "--batch-size=0", "--hidden=-5"):
-        assert _code("estimate", path, flag, main=store.main) == 2
-        assert flag.partition("=")[0] in capsys.readouterr().err

@@ -19,6 +19,7 @@ import store
 from disk import checks
 from disk import files as disk
 from disk import graphs as disk_graphs
+from sources import cli
 from sources import prepare as datasets
 from sources.prepare import prepare
 from sources.splits import choose_split
@@ -268,7 +269,7 @@ def test_a_graph_without_a_split_gets_the_same_one_however_it_is_built(tmp_path,
     zero, one = trained.values()
     assert zero == zero[:1] * 3 and one == one[:1] * 3 and zero[0] != one[0]
     assert GraphStore.open(arrays).labels[zero[0]].bincount().tolist() == [20] * 4
-    assert store.main(["info", str(arrays)]) == 0
+    assert cli.main(["info", str(arrays)]) == 0
     assert ", drawn by seed 0\n" in capsys.readouterr().out
 
 

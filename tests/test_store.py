@@ -18,6 +18,7 @@ from disk import files as disk
 from disk import graphs, sort
 from disk.files import Rows, StoreError
 from disk.graphs import GraphDataset, build_graphs
+from sources import cli
 from store import GraphStore, build_store, verify
 from tests.common import _graph, _store
 from tests.stores import (
@@ -91,7 +92,7 @@ def test_pickled_store_of_several_splits(tmp_path, backend):
     """A spawned process trains on the split that was taken, and is refused another graph at the same path."""
     args = {**_graph(), "split": [{"train": [0, 1]}, {"train": [2]}], "backend": backend}
     graph = GraphStore.open(build_store(tmp_path / "g", **args))
-    graph.take_split(1)
+    graph.take_split(graph.numbered_split(1))
     if backend == "lmdb":  # other rows are no other store
         graph.features.put_rows(torch.tensor([0]), torch.ones(1, 5))
     assert copy.deepcopy(graph).split["train"].tolist() == [2]
@@ -537,7 +538,7 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
                 if (name, value) == ("options", {}):  # which is sane
                     continue
                 _rewrite_meta(folder, **{**good, name: value})
-                assert store.main(["verify", str(folder)]) == 1
+                assert cli.main(["verify", str(folder)]) == 1
                 if not name.endswith("_dim") or kind is GraphStore:
                     _refuses("cannot be read|is not from|format", kind.open, folder)
     for name, value in (("node_dim", 3), ("node_dtype", "float32"), ("target_dtype", "float64")):
@@ -558,18 +559,18 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
 def test_store_command_line(tmp_path, capsys):
     weights = {"edge_weight": np.ones(3000, np.float32)}
     path = _store(tmp_path / "g", backend="lmdb", source="a test", **weights)
-    assert store.main(["info", str(path)]) == 0
+    assert cli.main(["info", str(path)]) == 0
     info = capsys.readouterr().out
     column = len("edge_weight.npy ")  # the longest name
     assert all(line[column - 1] == " " < line[column] for line in info.splitlines()), info
     assert "3,000" in info and "a test" in info and "valid 30" in info
-    assert store.main(["verify", str(path)]) == 0
+    assert cli.main(["verify", str(path)]) == 0
     good = capsys.readouterr().out
     assert good.count("OK") == 9 and "BAD" not in good
     (path / "notes.txt").write_text("mine")
     (path / "labels.npy").rename(tmp_path / "kept")
     (path / "labels.npy").mkdir()
-    assert store.main(["verify", str(path)]) == 1
+    assert cli.main(["verify", str(path)]) == 1
     bad = capsys.readouterr().out
     assert "BAD labels.npy" in bad and bad.count("OK") == 8
     assert "--  notes.txt: not part of the store" in bad
@@ -581,7 +582,7 @@ def test_store_command_line(tmp_path, capsys):
         _rewrite_meta(path, files=files)
         assert verify(path)[0].startswith("labels.npy: "), digest
     for command in ("info", "verify"):
-        assert store.main([command, str(tmp_path / "nothing")]) == 2
+        assert cli.main([command, str(tmp_path / "nothing")]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "no store" in said
 

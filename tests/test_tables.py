@@ -20,7 +20,7 @@ import torch
 import store
 from bench.harm import other_bytes
 from disk.files import StoreError
-from sources import graph_tables, tables
+from sources import cli, graph_tables, tables
 from sources import prepare as datasets
 from store import GraphStore, verify
 from tests.stores import _edges, _refuses
@@ -406,7 +406,7 @@ def test_tables_leave_out_columns_to_ignore(kind, tmp_path, capsys):
     y = file("y", id=[*"cba"], label=["red", "blue", "red"])
     index = {"csv": "Unnamed: 0", "parquet": "index"}[kind]
     words, ignored = ["build", e, str(tmp_path / "s"), "--features", x, "--labels", y], []
-    while store.main([*words, *(["--ignore", ",".join(ignored)] if ignored else [])]):
+    while cli.main([*words, *(["--ignore", ",".join(ignored)] if ignored else [])]):
         flag = re.search(r"--ignore ('.*?'|[^)]*)[)]", error := capsys.readouterr().err)
         assert flag and len(ignored) < 9, error
         ignored += flag[1].strip("'").split(",")

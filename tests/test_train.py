@@ -24,6 +24,7 @@ from disk import terminal
 from inference import inference
 from model import SAGE
 from run import allocator, flags, placement
+from sources import cli
 from store import GraphStore, build_store
 from tests.common import (
     HERE,
@@ -244,7 +245,7 @@ def test_train_two_processes_evaluate_together_with_batch_norm(tiny, tmp_path):
 
 def _without_streams(*words):
     sys.stdout = sys.stderr = None  # as Python has them where they are closed
-    assert store.main(["info", str(words[-1])]) == 0
+    assert cli.main(["info", str(words[-1])]) == 0
     return train.main(_split(words))
 
 
@@ -372,9 +373,8 @@ def test_without_torch_or_with_an_old_python_one_line_names_the_cure(script, mon
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("torch, numpy, tqdm cannot be imported by this Python: ")
     assert done.stderr.endswith(" -m pip install -r requirements.txt\n")
-    first = [HERE / script, *(HERE / name for name in ("disk/terminal.py", "run/allocator.py"))]
-    for file in first:
-        ast.parse(file.read_text(), feature_version=(3, 8))
+    for name in (script, "sources/cli.py", "disk/terminal.py", "run/allocator.py"):
+        ast.parse((HERE / name).read_text(), feature_version=(3, 8))
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))
     with pytest.raises(SystemExit, match="is too old: Python 3.10 to 3.13 are needed"):
         terminal.begin()

@@ -1,0 +1,124 @@
+"""The command line of store.py: build a store from files, print what is in it, verify it.
+
+    python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize
+    python store.py info PATH       # sizes, degrees, options, source
+    python store.py verify PATH     # every checksum
+
+Exit codes: 0 fine, 1 damaged, 2 no store or bad input, 141 if the output pipe is closed.
+"""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+from disk import terminal
+
+if __name__ == "__main__":
+    terminal.begin()
+
+import store
+from disk import files, graphs
+from disk.files import SPLITS, StoreError
+from sources.prepare import build
+
+OF_EDGES = "tables: an edge column (name, or number from 1), or a file with a row per edge"
+TABLES = {  # flag of build: what it takes, help
+    "--features": ("FILE", "tables: a row of numbers per node"),
+    "--labels": ("FILE", "tables: a label per node, -1 if unlabelled"),
+    **{f"--{part}": ("FILE", f"tables: ids of the {part} nodes") for part in SPLITS},
+    "--weights": ("COLUMN", OF_EDGES),
+    "--times": ("COLUMN", OF_EDGES),
+    "--types": ("COLUMN", OF_EDGES),
+    "--edge-features": ("COLUMNS", f"{OF_EDGES}; several columns as a,b,c"),
+    "--node-times": ("FILE", "tables: a time per node"),
+}
+
+
+def make_parser():
+    """Return the parser: one sub-command per action, with its own flags, so that another one's flags are refused."""
+    parser = terminal.Parser(prog="store.py", description="Build or read a graph store.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("build", help="write a store from files").add_argument
+    add("source", help="an .npz file, PyG data saved as .pt, or a table of edges (csv or parquet)")
+    add("path", help="directory of the store")
+    for flag, (kind, text) in TABLES.items():
+        add(flag, metavar=kind, help=text)
+    add(
+        "--ignore",
+        type=lambda names: names.split(","),
+        default=(),
+        metavar="A,B",
+        help="leave out columns of tables, or arrays of an .npz file",
+    )
+    backends = list(store.BACKENDS)
+    add("--backend", default="mmap", choices=backends, help="feature storage (default mmap)")
+    add("--feature-dtype", choices=files.HALVES, help="round float features to this type")
+    add("--symmetrize", action="store_true", help="add the reverse of every edge")
+    add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
+    add("--drop-duplicates", action="store_true", help="keep one of several equal edges")
+    add("--seed", type=int, help="draws the split if there is none (default: that of each run)")
+    for name, text in (
+        ("info", "print sizes, degrees, options, source"),
+        ("verify", "compare every byte with its checksum"),
+    ):
+        commands.add_parser(name, help=text).add_argument("path", help="directory of the store")
+    return parser
+
+
+def run(command, path, **options) -> int:
+    """Run a sub-command -> its exit code."""
+    if command == "build":
+        split = {part: file for part in SPLITS if (file := options.pop(part))}
+        build(path=path, split=split or None, progress=True, **options)
+    meta = {}
+    with contextlib.suppress(StoreError):  # info and verify below report what is wrong
+        meta = files.read_meta(path)
+    kind = store if meta.get("format", store.FORMAT) == store.FORMAT else graphs
+    if command == "verify":
+        return print_problems(path, meta, kind.verify(path))
+    print(kind.info(path))
+    return 0
+
+
+def print_problems(path, meta, problems) -> int:
+    """Print a line for each file of a store, good or bad, and for others in its directory -> exit code."""
+    bad = {problem.partition(":")[0]: problem for problem in reversed(problems)}
+    # a damaged meta.json does not tell which files belong to the store
+    names = {"meta.json", *meta["files"]} if meta and "meta.json" not in bad else set()
+    for name in sorted(names | bad.keys()):
+        print(f"BAD {bad[name]}" if name in bad else f"OK  {name}")
+    if names:
+        for entry in sorted(Path(path).iterdir()):
+            # LMDB's lock file exists while processes use it
+            if entry.name not in names and not entry.name.endswith("-lock"):
+                print(f"--  {entry.name}: not part of the store, not looked at")
+    return 1 if problems else 0
+
+
+def main(argv=None) -> int:
+    """Run the command line -> exit code."""
+    words = [*map(str, sys.argv[1:] if argv is None else argv)]
+    try:
+        if words[:1] == ["estimate"]:
+            how = "python train.py --dataset PATH --dry-run"
+            raise StoreError(f"{how} prints the memory that training needs in each mode")
+        code = run(**vars(make_parser().parse_args(words)))
+        print(end="", flush=True)
+        return code
+    except StoreError as error:
+        print(f"store.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        return files.unread(error)
+
+
+if __name__ == "__main__":
+    terminal.ready()
+    code = main()
+    with contextlib.suppress(OSError):
+        print(end="", flush=True)
+    # at once: threads of pyarrow that still read a refused table abort a slower exit
+    os._exit(code)
