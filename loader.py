@@ -182,7 +182,7 @@ class NodeLoader:
         draw: function (Batch with only its seeds) -> (nodes to sample for, keyword arguments of `sampler.sample`, y).
             Seeds may then index any kind of example; with y None, y is the labels of the nodes. For seeds that repeat
             `nodes, y = batch.seeds.unique(return_inverse=True)` gives distinct nodes, and row y[i] is that of seed i.
-        load: function (Batch with its seeds, slot) -> `Fetched`, which replaces sampler and ring.
+        load_batch: function (Batch with its seeds, slot) -> `Fetched`, which replaces sampler and ring.
         timed: function of a stage, "sample" or "fetch", that returns a context to run it in.
 
     Attributes:
@@ -212,7 +212,7 @@ class NodeLoader:
         sampler=None,
         ring=None,
         draw=None,
-        load=None,
+        load_batch=None,
         timed=nullcontext,
     ):
         sizes = {"batch_size": (batch_size, 1), "depth": (depth, 0), "threads": (threads, 1)}
@@ -221,14 +221,14 @@ class NodeLoader:
             if value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
         seeds = _seeds(seeds)
-        if not load and (sampler is None or ring is None):
+        if not load_batch and (sampler is None or ring is None):
             tables = _tables(graph, seeds, edges)
-        self.draw, self.load = draw, load
+        self.draw, self.load_batch = draw, load_batch
         self.seeds = seeds
         self.shuffle, self.seed, self.accumulate = shuffle, index(seed), accumulate
         self.rank, self.world = rank, world
         self.total_batch = batch_size * accumulate * world
-        if sampler is None and not load:
+        if sampler is None and not load_batch:
             indptr = _tensor("indptr", graph.indptr).long()
             indices = _tensor("indices", getattr(graph, "sampled_indices", graph.indices))
             disk_threads = getattr(graph, "sampling_threads", None)  # if the graph stays on disk
@@ -240,7 +240,7 @@ class NodeLoader:
                 raise ValueError(f"types is {types}, fanouts {fanouts}: {needed}")
             options["edge_type"] = _tensor("edge_type", kinds) if types else None
             sampler = NeighborSampler(indptr, indices, fanouts, **options)
-        if ring is None and not load:
+        if ring is None and not load_batch:
             rows = tables["features"]
             depth = 0 if getattr(rows, "requires_grad", False) else depth
             options = dict(slots=depth + 1, streams=threads, dtype=dtype, reuse=reuse)
@@ -262,7 +262,7 @@ class NodeLoader:
     def seeds(self, seeds):
         seeds = _seeds(seeds)
         seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds
-        if not (self.draw or self.load) and (again := repeated(seeds.numpy())) is not None:
+        if not (self.draw or self.load_batch) and (again := repeated(seeds.numpy())) is not None:
             way = "a `draw` that samples batch.seeds.unique(return_inverse=True)"
             raise ValueError(f"seeds has node {again} more than once: give it once, or {way}")
         self._seeds = seeds
@@ -337,9 +337,9 @@ class NodeLoader:
 
     def _make(self, part, slot):
         """Sample and fetch a batch, on a prefetch thread -> (Batch, Fetched)."""
-        if self.load:
+        if self.load_batch:
             with self.timed("fetch"):
-                fetched = self.load(part, slot)
+                fetched = self.load_batch(part, slot)
         else:
             with self.ring.stream(slot):
                 part = part if part.blocks else self._sample(part)

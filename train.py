@@ -77,10 +77,11 @@ HINTS = {
 
 class Eager:
     """Eager training steps, in the shapes of each batch; `StepGraphs` of run/cuda_graphs.py has the same methods.
-    parallel: the model, wrapped in DistributedDataParallel if there are several ranks. load: as for `NodeLoader`."""
+    parallel: the model, wrapped in DistributedDataParallel if there are several ranks. load_batch: as for `NodeLoader`."""
 
     def __init__(self, run, parallel, optimizer):
-        self.run, self.parallel, self.optimizer, self.load = run, parallel, optimizer, run.task.load
+        self.run, self.parallel, self.optimizer = run, parallel, optimizer
+        self.load_batch = run.task.load_batch
 
     def begin(self):
         """Reset the loss before an epoch -> LossSum."""
@@ -115,7 +116,7 @@ def train_epoch(run, stepper, stop, save, epoch, first):
     position = {"desc": f"epoch {epoch + 1}", "total": args.steps, "initial": first}
     bar = progress_bar(ranks.leads, unit="step", leave=False, **position)
     # the loader's threads run ahead: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
-    loader = run.loader(run.store.split["train"], timed=clock.timed, load=stepper.load)
+    loader = run.loader(run.store.split["train"], timed=clock.timed, load_batch=stepper.load_batch)
     loader.epoch, loader.step = epoch, first
     waiting = time.perf_counter()
     for batch in loader:
@@ -253,7 +254,7 @@ def train(ranks, args, path):
         model.load_state_dict(best["model"])
         ranks.say(best_line(args, best["epoch"], run.task.score_text(best["score"])))
     try:
-        exact = run.task.finish(run, report)
+        exact = run.task.evaluate(run, report)
     finally:  # scores that were computed, where --predict cannot be written
         report.print_result()
     ranks.barrier()

@@ -48,14 +48,21 @@ from run.allocator import keep_freed_memory
 from run.flags import positive
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
-DATASETS = {"scaling": "synthetic", "accuracy": "all", "labor": "all"}
-DATASETS["mag"] = "synthetic-mag:scale=1,classes=349"
+DATASETS = {
+    "scaling": "synthetic",
+    "accuracy": "all",
+    "labor": "all",
+    "mag": "synthetic-mag:scale=1,classes=349",
+}
 # command: the module with its bench_COMMAND
-MODULES = {name: name for name in "sampler store roofline predict gpu attack picture".split()}
-MODULES |= dict.fromkeys(("step", "link", "mag", "scaling"), "step")
-MODULES |= dict.fromkeys(("inference", "layers"), "inference")
-MODULES |= dict.fromkeys(("accuracy", "labor", "types"), "accuracy")
-whole, size = positive(int), positive(float, zero=True)
+MODULES = {
+    **{name: name for name in "sampler store roofline predict gpu attack picture".split()},
+    **dict.fromkeys(("step", "link", "mag", "scaling"), "step"),
+    **dict.fromkeys(("inference", "layers"), "inference"),
+    **dict.fromkeys(("accuracy", "labor", "types"), "accuracy"),
+}
+whole = positive(int)
+size = positive(float, zero=True)
 
 
 def numbers(text):
@@ -113,7 +120,8 @@ def main(argv=None):
     """Run the command line -> exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    what, gpu = args.what, args.what == "gpu"
+    what = args.what
+    gpu = what == "gpu"
     if args.runs < 2:
         parser.error(f"--runs {args.runs}: a standard deviation needs 2 or more")
     models = [*plain_layers()] if what == "layers" else ["mlp", *plain_layers()]
@@ -123,7 +131,8 @@ def main(argv=None):
         parser.error(f"--batch-size {args.batch_size} must be a multiple of each of --procs")
     args.dataset = args.dataset or DATASETS.get(what, WORKLOAD)
     args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "attack": -1}.get(what, 20)
-    args.minutes = (4 if gpu else 10) if args.minutes is None else args.minutes
+    if args.minutes is None:
+        args.minutes = 4 if gpu else 10
     args.threads = args.threads or (torch.get_num_threads() if gpu else 2)
     settle(args.threads)
     if what not in ("picture", "gpu"):

@@ -28,8 +28,10 @@ WORDS = [
     for p in (0.5, 0.7)
 ]
 LABELS = [("", "--lr 0.01 --dropout 0.3"), ("", "--lr 0.005 --dropout 0.5")]
-FULL, TENS = "--fanout -1,-1 --batch-size", "--fanout 10,10 --batch-size"
-SMALL, ARXIV = "--hidden 64 --epochs", "--hidden 128 --norm layer --lr-schedule cosine --epochs 15"
+FULL = "--fanout -1,-1 --batch-size"
+TENS = "--fanout 10,10 --batch-size"
+SMALL = "--hidden 64 --epochs"
+ARXIV = "--hidden 128 --norm layer --lr-schedule cosine --epochs 15"
 # data set: (flags of every run, flags for all neighbours or None if too large, flags for sampled neighbours, settings)
 REAL = {
     "cora": (f"{SMALL} 200 --early-stop 50", f"{FULL} 140", f"{TENS} 64", WORDS),
@@ -60,7 +62,8 @@ class Rows:
     """Rows of a command's table, read from and written to --json as they come."""
 
     def __init__(self, args):
-        self.args, self.rows = args, tools.read_json(args.json).get(args.what, {})
+        self.args = args
+        self.rows = tools.read_json(args.json).get(args.what, {})
 
     def has(self, key):
         """Return whether a row of --runs seeds is there."""
@@ -106,14 +109,17 @@ def largest_component(data):
 def read_triples(folder):
     """Read AIFB's N-Triples and the persons with their affiliation -> the arrays of an .npz file;
     the reverse of a relation is a relation of its own."""
-    nodes, relations, classes = {}, {}, {}
+    nodes = {}
+    relations = {}
+    classes = {}
     number = lambda ids, name: ids.setdefault(name, len(ids))  # noqa: E731
     with gzip.open(folder / "aifb.nt.gz", "rt") as file:
         lines = (line.strip().removesuffix(".").strip() for line in file)
         lines = [line.split(maxsplit=2) for line in lines if line]
     triples = [(number(nodes, s), number(relations, r), number(nodes, o)) for s, r, o in lines]
     source, relation, target = np.array(triples).T
-    labels, split = np.full(len(nodes), -1), {}
+    labels = np.full(len(nodes), -1)
+    split = {}
     for part in ("train", "test"):
         with open(folder / f"aifb_{part}.tsv", newline="") as file:
             rows = list(csv.DictReader(file, delimiter="\t"))
@@ -155,12 +161,18 @@ def accuracy(args, rows):
     models = args.models.split(",") if args.models else ["mlp", *plain_layers()]
     for name, conv in itertools.product(data_sets(args), models):
         flags, full, sampled, settings = REAL[name]
-        how = "no edges" if conv == "mlp" else "all neighbours" if full else "sampled"
-        ways = {how: full or sampled} | ({"sampled": sampled} if conv in ("sage", "gcn") else {})
+        if conv == "mlp":
+            how = "no edges"
+        else:
+            how = "all neighbours" if full else "sampled"
+        ways = {how: full or sampled}
+        if conv in ("sage", "gcn"):
+            ways["sampled"] = sampled
         keys = {f"{name}, {conv}, {how}": batches for how, batches in ways.items()}
         if all(map(rows.has, keys)):
             continue
-        graph, trials = real(args, name), {}
+        graph = real(args, name)
+        trials = {}
         if conv == "mlp":
             graph["edge_index"] = graph["edge_index"][:, :0]
         flags = f"--model {conv.replace('mlp', 'sage')} {flags} {FOR_MODEL.get(conv, '')}"
@@ -182,17 +194,20 @@ def labor(args, rows):
         flags = f"--model sage {common} {hops} --batch-size {sampled.split()[-1]} {setting}"
         for option, value in options.items():
             flag = option.replace("_", "-").replace("method", "sampler")
-            flags += f" --{flag}" + (f" {value}" if value is not True else "")
+            flags += f" --{flag}"
+            if value is not True:
+                flags += f" {value}"
         rows.add(f"{name}, {drawn}", real(args, name), flags, words)
 
 
 def types(args, rows):
     """Train the R-GCN for nodes without features of docs/types.md on AIFB (arXiv 1703.06103)."""
-    graph, page = read_triples(Path(args.data)), Path(__file__).parents[1] / "docs/types.md"
+    graph = read_triples(Path(args.data))
+    page = (Path(__file__).parents[1] / "docs/types.md").read_text()
+    code = re.search(r"```python\n(# mykg.py\n.*?)```", page, re.DOTALL)[1]
     sizes = f"num_nodes={len(graph['labels'])},num_types={graph['edge_type'].max() + 1}"
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "mykg.py")
-        code = re.search(r"```python\n(# mykg.py\n.*?)```", page.read_text(), re.DOTALL)[1]
         file.write_text(code)
         for name, (fanout, published) in AIFB.items():
             flags = f"{TYPES} --model {file}:Net --model-args {sizes} --fanout {fanout}"

@@ -122,7 +122,8 @@ def judge(case, code, good, usual):
         code: of its exit. good: notes of its kind without damage. usual: peak bytes without damage.
     """
     notes = case.notes()
-    printed, named = notes["printed"], notes.get("verified", 0) != 0
+    printed = notes["printed"]
+    named = notes.get("verified", 0) != 0
     last = printed.rstrip("\n").split("\n")[-1]
     if code == -signal.SIGALRM:
         return "hang", f"more than {SECONDS} s"
@@ -152,7 +153,8 @@ def judge(case, code, good, usual):
 
 def make_good(case):
     """Make the inputs, stores and checkpoints that cases copy; this also compiles the C code."""
-    base, random = case.base, np.random.default_rng(0)
+    base = case.base
+    random = np.random.default_rng(0)
     graph = {
         "edge_index": random.integers(0, NODES, (2, 600)),
         "features": random.standard_normal((NODES, WIDTH)).astype(np.float32),
@@ -166,9 +168,10 @@ def make_good(case):
         np.savetxt(base / "csv" / f"{name}.csv", rows, "%.9g", ",")
     nodes = random.integers(2, 9, 40)
     ends = random.integers(0, nodes.repeat(nodes), (2, nodes.sum()))
-    x, e = random.integers(0, 9, (nodes.sum(), 3), np.uint8), random.random((nodes.sum(), 2))
+    x = random.integers(0, 9, (nodes.sum(), 3), np.uint8)
+    e = random.random((nodes.sum(), 2)).astype(np.float32)
     y = nodes[:, None].astype(np.float32)
-    made = block_diagonal(nodes, nodes, ends, x, e.astype(np.float32), y)
+    made = block_diagonal(nodes, nodes, ends, x, e, y)
     split = {"train": range(24), "valid": range(24, 32), "test": range(32, 40)}
     build_graphs(base / "graphs", [made], split=split)
     many = GraphDataset.open(base / "graphs")
@@ -207,9 +210,11 @@ def attack_input(case):
             return harm_bytes(path / f"{pick(list(TABLES), random)}.csv", random)[0], True
         return (harm_bytes if random.random() < 0.5 else harm_values)(path, random)
 
-    source, words = "npz.npz", ["npz.npz", "built"]
+    source = "npz.npz"
+    words = [source, "built"]
     if case.kind == "csv":
-        source, words = "csv", ["csv/edges.csv", "built"]
+        source = "csv"
+        words[0] = "csv/edges.csv"
         for name in list(TABLES)[1:]:
             words += [f"--{name}", f"csv/{name}.csv"]
     take(case, source, source, harm)
@@ -318,9 +323,11 @@ def bench_attack(args):
 
     if args.only and args.only not in ATTACKS or args.case is not None and not args.only:
         raise StoreError(f"--only {args.only}: one of {', '.join(ATTACKS)}; --case N needs it")
-    end, failed = time.monotonic() + 60 * args.minutes, []
+    end = time.monotonic() + 60 * args.minutes
     kinds = [args.only] if args.only else list(ATTACKS)
-    rows, good = {kind: dict.fromkeys(("tried", *OUTCOMES), 0) for kind in kinds}, {}
+    rows = {kind: dict.fromkeys(("tried", *OUTCOMES), 0) for kind in kinds}
+    good = {}
+    failed = []
     numbers = itertools.count() if args.case is None else [args.case]
     with tempfile.TemporaryDirectory(prefix="attack-") as place:
         base = Path(place, "base")

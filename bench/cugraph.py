@@ -43,18 +43,30 @@ def set_up(device):
     with socket.socket() as free_socket:
         free_socket.bind(("127.0.0.1", 0))
         port = str(free_socket.getsockname()[1])
-    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    one |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_SOCKET_IFNAME": "lo"}
-    os.environ.update(one | {"NCCL_IB_DISABLE": "1", "RAPIDS_NO_INITIALIZE": "1"})
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "RAPIDS_NO_INITIALIZE": "1",
+    }
     load_libraries()
     import cupy
     import rmm
     from rmm.allocators.cupy import rmm_cupy_allocator
 
     total = torch.cuda.get_device_properties(device).total_memory
-    pool = {"initial_pool_size": 256 * (int(total * POOL) // 256)}
-    pool["maximum_pool_size"] = 256 * (int(total * MOST) // 256)
-    rmm.reinitialize(devices=0, pool_allocator=True, managed_memory=False, **pool)
+    rmm.reinitialize(
+        devices=0,
+        pool_allocator=True,
+        managed_memory=False,
+        initial_pool_size=256 * (int(total * POOL) // 256),
+        maximum_pool_size=256 * (int(total * MOST) // 256),
+    )
     cupy.cuda.Device(0).use()
     cupy.cuda.set_allocator(rmm_cupy_allocator)
     torch.distributed.init_process_group("nccl", rank=0, world_size=1, device_id=device)
@@ -95,9 +107,13 @@ class Theirs:
         if type(stores.cudf).__name__ == "MissingModule":
             # put_edge_index asks for cudf.Series, and cudf is no dependency
             stores.cudf = types.SimpleNamespace(Series=type("Series", (), {}))
-        device, V = graph.indptr.device, graph.shape.nodes
-        self.args, self.shape, self.device = args, graph.shape, device
-        self.labels, self.seeds = graph.labels.to(device), graph.seeds.to(device)
+        device = graph.indptr.device
+        V = graph.shape.nodes
+        self.args = args
+        self.shape = graph.shape
+        self.device = device
+        self.labels = graph.labels.to(device)
+        self.seeds = graph.seeds.to(device)
         self.features = FeatureStore(location="cuda", backend="vmm")
         self.features["node", "x", None] = graph.features
         self.edges = GraphStore(location="cuda", backend="vmm")
@@ -115,21 +131,34 @@ class Theirs:
         from cugraph_pyg.sampler import DistributedNeighborSampler
 
         batch = self.args.batch_size
-        options = {"with_replacement": False, "disjoint": False, "num_edge_types": 1}
-        options |= {"compression": "CSR", "compress_per_hop": False, "deduplicate_sources": True}
-        options |= {"retain_original_seeds": True, "prior_sources_behavior": "exclude"}
-        options["local_seeds_per_call"] = in_a_call and in_a_call * batch
-        draw = DistributedNeighborSampler(self.edges._graph, fanout=self.args.fanout, **options)
+        draw = DistributedNeighborSampler(
+            self.edges._graph,
+            fanout=self.args.fanout,
+            with_replacement=False,
+            disjoint=False,
+            num_edge_types=1,
+            compression="CSR",
+            compress_per_hop=False,
+            deduplicate_sources=True,
+            retain_original_seeds=True,
+            prior_sources_behavior="exclude",
+            local_seeds_per_call=in_a_call and in_a_call * batch,
+        )
         calls = draw.sample_from_nodes(self.of(count), batch_size=batch, random_state=1)
         return sum(last - first + 1 for _, first, last in calls)
 
     def batches(self, count):
         from cugraph_pyg.loader import NeighborLoader
 
-        options = {"shuffle": True, "drop_last": False, "replace": False}
-        options |= {"input_nodes": self.of(count), "batch_size": self.args.batch_size}
-        stores = self.features, self.edges
-        return NeighborLoader(stores, num_neighbors=self.args.fanout, **options)
+        return NeighborLoader(
+            (self.features, self.edges),
+            num_neighbors=self.args.fanout,
+            input_nodes=self.of(count),
+            batch_size=self.args.batch_size,
+            shuffle=True,
+            drop_last=False,
+            replace=False,
+        )
 
     def load(self, count):
         """Sample and fetch features."""
@@ -137,8 +166,9 @@ class Theirs:
 
     def training(self):
         """Make a network and its optimizer -> function that trains it."""
-        args, shape = self.args, self.shape
-        widths = [shape.width, *[args.hidden] * (len(args.fanout) - 1), shape.classes]
+        args = self.args
+        hidden = [args.hidden] * (len(args.fanout) - 1)
+        widths = [self.shape.width, *hidden, self.shape.classes]
         net = network(widths).to(self.device).train()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.003)
 
@@ -172,7 +202,8 @@ def bench_cugraph(args, record, graph):
     set_up(graph.indptr.device)
     import cugraph_pyg
 
-    theirs, rows = Theirs(args, graph), {}
+    theirs = Theirs(args, graph)
+    rows = {}
     free()
     most = -(-len(graph.seeds) // args.batch_size)
     works = {

@@ -26,7 +26,9 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -39,8 +41,10 @@ class Record:
     """A part's entry in gpu.json: figures as they come, and failures."""
 
     def __init__(self, args, part):
-        self.args, self.part = args, part
-        self.file, self.figures = Path(args.out, "gpu.json"), {}
+        self.args = args
+        self.part = part
+        self.file = Path(args.out, "gpu.json")
+        self.figures = {}
 
     def keep(self, **figures):
         """Add figures to the entry; the file is written atomically."""
@@ -70,16 +74,22 @@ def bench_gpu(args):
     if not torch.cuda.is_available():
         sees = f"torch {torch.__version__} sees no GPU here"
         raise StoreError(f"gpu needs a CUDA GPU and torch's CUDA build; {sees}")
-    names, rows, args.out = tools.chosen_parts(args, PARTS), {}, "results"
+    names = tools.chosen_parts(args, PARTS)
+    rows = {}
+    args.out = "results"
     if args.quick:
         args.out = str(Path(args.root, "gpu-quick"))
-        args.batch_size, args.hidden, args.fanout, args.rounds = 64, 16, [5, 4, 3], 1
-    file, end = Path(args.out, "gpu.json"), time.time() + 60 * args.minutes
+        args.batch_size = 64
+        args.hidden = 16
+        args.fanout = [5, 4, 3]
+        args.rounds = 1
+    file = Path(args.out, "gpu.json")
+    end = time.time() + 60 * args.minutes
     head = {"machine": tools.hardware(gpu=True), "arguments": vars(args)}
     write_json(file, head | {"parts": read_json(file).get("parts", {})})  # not run again, they stay
     chosen = [name for name in PARTS if name in names]
     # a part that runs alone is a group of its own
-    group_of = lambda name: PARTS[name][2] or name  # noqa: E731
+    group_of = lambda name: PARTS[name].beside or name  # noqa: E731
     for _, group in itertools.groupby(chosen, group_of):
         for name, entry in run_parts(args, group, end).items():
             rows[name] = {"seconds": round(entry["seconds"]), "failed": len(entry["failed"])}
@@ -91,12 +101,13 @@ def bench_gpu(args):
 
 def run_parts(args, names, end):
     """Run parts at the same time, each in its own process, until `end` (time.time()) at most -> {name: entry in gpu.json}."""
-    running, start = {}, time.time()
+    running = {}
+    start = time.time()
     for name in names:
         record = Record(args, name)
         record.keep(failed=[], seconds=0)  # replaces an older run's
         # a rehearsal may run on a slow, emulated GPU
-        seconds = min(PARTS[name][1] * (10 if args.quick else 1), end - start)
+        seconds = min(PARTS[name].seconds * (10 if args.quick else 1), end - start)
         print(f"\n== {name}, at most {max(seconds, 0):.0f} s", flush=True)
         if seconds <= 0:
             record.fail(f"no time left of --minutes {args.minutes:g}")
@@ -134,20 +145,28 @@ def work(record):
     os.setsid()  # to end with the processes that it starts
     tools.settle(record.args.threads)
     with record.attempt(record.part):
-        PARTS[record.part][0](record.args, record)
+        PARTS[record.part].run(record.args, record)
 
 
-PARTS = {  # name: (function, seconds it may take, name of the neighbours beside which it runs)
-    "kernels": (gpu_parts.kernels, 60, ""),
-    "steps": (gpu_parts.steps, 100, ""),
-    "papers": (gpu_parts.papers, 60, ""),
-    "sampling": (gpu_parts.sampling, 40, ""),
-    "law": (gpu_parts.law, 90, "checks"),
-    "commands": (gpu_parts.commands, 120, "checks"),
-    "losses": (gpu_parts.losses, 100, "checks"),
-    "ranks": (gpu_parts.ranks, 90, "checks"),
-    "tests": (gpu_parts.tests, 120, "checks"),
-    "cugraph": (gpu_parts.cugraph, 120, ""),
-    "sanitizer": (gpu_parts.sanitizer, 60, ""),
-    "trace": (gpu_parts.trace, 50, ""),
+class Part(NamedTuple):
+    """A part of the command: run(args, record), the seconds it may take, the name of those beside which it runs."""
+
+    run: Callable
+    seconds: int
+    beside: str = ""
+
+
+PARTS = {
+    "kernels": Part(gpu_parts.kernels, 60),
+    "steps": Part(gpu_parts.steps, 100),
+    "papers": Part(gpu_parts.papers, 60),
+    "sampling": Part(gpu_parts.sampling, 40),
+    "law": Part(gpu_parts.law, 90, "checks"),
+    "commands": Part(gpu_parts.commands, 120, "checks"),
+    "losses": Part(gpu_parts.losses, 100, "checks"),
+    "ranks": Part(gpu_parts.ranks, 90, "checks"),
+    "tests": Part(gpu_parts.tests, 120, "checks"),
+    "cugraph": Part(gpu_parts.cugraph, 120),
+    "sanitizer": Part(gpu_parts.sanitizer, 60),
+    "trace": Part(gpu_parts.trace, 50),
 }

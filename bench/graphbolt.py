@@ -23,7 +23,8 @@ DROPOUT = 0.5
 
 def seeds_of(args, nodes, batches):
     """Return the training nodes of that many batches, epoch after epoch, the same in every process."""
-    random, count = torch.Generator().manual_seed(0), batches * args.batch_size
+    random = torch.Generator().manual_seed(0)
+    count = batches * args.batch_size
     epochs = [torch.randperm(len(nodes), generator=random) for _ in range(-(-count // len(nodes)))]
     return nodes[torch.cat(epochs)[:count]]
 
@@ -90,10 +91,15 @@ class Hetero(nn.Module):
 
     def __init__(self, store, hidden, layers, convs):
         super().__init__()
-        types, widths = store.node_types.items(), [hidden] * layers + [store.num_classes]
-        self.maps = nn.ModuleDict({n: nn.Linear(w, hidden) for n, (_, w) in types if w})
-        rows = {n: nn.Embedding(count, hidden, sparse=True) for n, (count, w) in types if not w}
-        self.rows, pairs = nn.ModuleDict(rows), [*zip(widths, widths[1:])]
+        self.maps = nn.ModuleDict()
+        self.rows = nn.ModuleDict()
+        for name, (count, width) in store.node_types.items():
+            if width:
+                self.maps[name] = nn.Linear(width, hidden)
+            else:
+                self.rows[name] = nn.Embedding(count, hidden, sparse=True)
+        widths = [hidden] * layers + [store.num_classes]
+        pairs = [*zip(widths, widths[1:])]
         self.convs = nn.ModuleList(convs(*pair) for pair in pairs)
         self.own = nn.ModuleList(nn.Linear(*pair) for pair in pairs)
 
@@ -102,7 +108,8 @@ class Hetero(nn.Module):
         rows_of = lambda n, ids: self.maps[n](x[n]) if n in x else self.rows[n](ids)  # noqa: E731
         h = {name: rows_of(name, ids) for name, ids in nodes.items() if len(ids)}
         for conv, own, block in zip(self.convs, self.own, blocks):
-            sent, counts = conv(block, h), {n: block.num_dst_nodes(n) for n in block.dsttypes}
+            sent = conv(block, h)
+            counts = {n: block.num_dst_nodes(n) for n in block.dsttypes}
             present = {n: count for n, count in counts.items() if count and n in h}
             h = {n: own(h[n][:count]) + sent.get(n, 0) for n, count in present.items()}
             if block is not blocks[-1]:
@@ -121,17 +128,22 @@ def relations(args, learn):
     counts = torch.tensor([0, *(count for count, _ in store.node_types.values())])
     kinds = [kind.replace(",", ":") for kind in store.edge_types]
     numbered = lambda names: {name: i for i, name in enumerate(names)}  # noqa: E731
-    types = {"node_type_offset": counts.cumsum(0), "type_per_edge": store.edge_type.clone()}
-    types |= {"node_type_to_id": numbered(store.node_types), "edge_type_to_id": numbered(kinds)}
-    csc = in_memory(store.indptr), in_memory(store.indices)
-    graph = gb.fused_csc_sampling_graph(*csc, **types)
+    graph = gb.fused_csc_sampling_graph(
+        in_memory(store.indptr),
+        in_memory(store.indices),
+        node_type_offset=counts.cumsum(0),
+        type_per_edge=store.edge_type.clone(),
+        node_type_to_id=numbered(store.node_types),
+        edge_type_to_id=numbered(kinds),
+    )
     nodes = seeds_of(args, store.split["train"], args.rounds + 2)
     target = next(iter(store.node_types))
     items = (nodes.to(store.indices.dtype), store.labels[nodes])
     items = gb.ItemSetDict({target: gb.ItemSet(items, names=("seed_nodes", "labels"))})
     pipe = gb.ItemSampler(items, batch_size=args.batch_size)
     fanouts = [torch.full((len(kinds),), k) for k in args.fanout[::-1]]
-    batches, x = iter(pipe.sample_neighbor(graph, fanouts)), store.features.tensor
+    batches = iter(pipe.sample_neighbor(graph, fanouts))
+    x = store.features.tensor
 
     def convs(a, b):
         layer = lambda: dgl.nn.GraphConv(a, b, norm="right", bias=False)  # noqa: E731
@@ -141,7 +153,8 @@ def relations(args, learn):
     net = Hetero(store, args.hidden, len(fanouts), convs)
     learned = set(net.rows.parameters())
     dense = [p for p in net.parameters() if p not in learned]
-    optimizers = torch.optim.Adam(dense, lr=0.003), torch.optim.SparseAdam([*learned], lr=0.003)
+    optimizers = [torch.optim.Adam(dense, lr=0.003)]
+    optimizers.append(torch.optim.SparseAdam([*learned], lr=0.003))
 
     def step(i):
         batch = next(batches)

@@ -42,12 +42,15 @@ def pick(choices, random):
 
 def other_bytes(data, random):
     """Change one thing in bytes -> (bytes, description)."""
-    size, length, width = len(data), int(2 ** random.uniform(0, 12)), pick((2, 4, 8), random)
+    size = len(data)
+    length = int(2 ** random.uniform(0, 12))
+    width = pick((2, 4, 8), random)
     at = int(random.integers(max(size, 1)))
     # in a file header, LMDB's second meta page or an archive's directory
     if random.random() < 0.4:
         at = max(0, min(size - 1, pick((0, 4096, size - 1024), random) + at % 200))
-    page, other = at // 4096 * 4096, 4096 * int(random.integers(size // 4096 + 1))
+    page = at // 4096 * 4096
+    other = 4096 * int(random.integers(size // 4096 + 1))
     number = (pick(NUMBERS, random) % 2 ** (8 * width)).to_bytes(width, "little")
     word = at - len(re.search(rb"[^, \n]*$", data[max(0, at - 99) : at])[0])
     after = at + len(re.match(rb"[^, \n]*", data[at : at + 99])[0])
@@ -71,8 +74,10 @@ def other_bytes(data, random):
 
 def other_array(array, random):
     """Return an array or a tensor with one thing wrong."""
-    good, is_tensor = np.array(array), isinstance(array, torch.Tensor)
-    real, flat = good.dtype.kind == "f", good.reshape(-1)
+    good = np.array(array)
+    is_tensor = isinstance(array, torch.Tensor)
+    real = good.dtype.kind == "f"
+    flat = good.reshape(-1)
     wrong = good.astype("f8" if real else "i8")
     if good.size:
         where = slice(None) if random.random() < 0.2 else int(random.integers(good.size))
@@ -98,7 +103,8 @@ def leaves(tree, path=""):
 def other_value(tree, random):
     """Change or remove one value of nested dicts and lists, in place -> description."""
     container, key, path = pick(leaves(tree), random)
-    value, strange = container[key], pick(STRANGE, random)
+    value = container[key]
+    strange = pick(STRANGE, random)
     if isinstance(value, np.ndarray | torch.Tensor):
         strange = other_array(value, random)
     elif type(value) is int and random.random() < 0.5:
@@ -132,14 +138,19 @@ def harm_values(file, random):
     state = dict(np.load(file)) if is_npz else torch.load(file, weights_only=True)
     what = other_value(state, random)
     if not is_npz and random.random() < 0.1:
-        state, what = pick([Code(), [state], {"model": Code()}, None], random), "something else"
-    np.savez(file, **state) if is_npz else torch.save(state, file)
+        state = pick([Code(), [state], {"model": Code()}, None], random)
+        what = "something else"
+    if is_npz:
+        np.savez(file, **state)
+    else:
+        torch.save(state, file)
     return what, state
 
 
 def harm_store(path, random):
     """Do one damage to a store -> (description, whether its checksums were made valid)."""
-    how, file = random.random(), pick(sorted(path.iterdir()), random)
+    how = random.random()
+    file = pick(sorted(path.iterdir()), random)
     if how < 0.65 or how > 0.75 and file.name == "meta.json":  # a checksum guards all its entries
         return harm_bytes(file, random)
     if how < 0.75:
@@ -160,9 +171,10 @@ def harm_store(path, random):
             crc = struct.pack("<I", zlib.crc32(body)) if random.random() < 0.7 else random.bytes(4)
             txn.put(key, txn.get(key)[: head - 4] + crc + body)
     else:  # keep its header and its size
-        head, body = file.read_bytes()[:128], file.read_bytes()[128:]
+        data = file.read_bytes()
+        body = data[128:]
         new, what = other_bytes(body, random)
-        file.write_bytes(head + new[: len(body)].ljust(len(body), b"\0"))
+        file.write_bytes(data[:128] + new[: len(body)].ljust(len(body), b"\0"))
     if entry.get("sha256"):
         entry["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     (path / "meta.json").write_bytes(dump_meta(meta))

@@ -26,7 +26,8 @@ def dgl_twin(layer):
 
     isolated = {"allow_zero_in_degree": True}
     if isinstance(layer, model.GINConv):
-        plain, mlp = {model.Linear: nn.Linear}, nn.Sequential()
+        plain = {model.Linear: nn.Linear}
+        mlp = nn.Sequential()
         for part in layer.mlp:
             shape = getattr(part, "weight", torch.empty(())).shape
             mlp.append(plain.get(type(part), type(part))(*shape[::-1]))
@@ -59,7 +60,8 @@ def call_dgl(layer, graph, h, last):
 def dgl_inference(net, indptr, indices, x, batch_size):
     """Prepare layer-wise inference as DGL's own example (node_classification.py) writes it,
     batch_size nodes at a time, with the weights of `net` -> function that returns logits [V, C]."""
-    load, layers = import_dgl().dataloading, [dgl_twin(layer) for layer in net.layers]
+    load = import_dgl().dataloading
+    layers = [dgl_twin(layer) for layer in net.layers]
     graph = tools.dgl_graph(indptr, indices.long())
     full = load.MultiLayerFullNeighborSampler(1)
     if isinstance(net.layers[0], model.GATv2Conv):
@@ -86,10 +88,12 @@ def bench_inference(args):
     GCN is timed in ours alone: DGL's loop divides by the out-degrees of a chunk's block and is not exact there.
     """
     store = opened(args.dataset, args.root)
-    graph, x = (in_memory(store.indptr), in_memory(store.indices)), in_memory(store.features.tensor)
+    graph = in_memory(store.indptr), in_memory(store.indices)
+    x = in_memory(store.features.tensor)
     torch.manual_seed(0)
-    widths, logits = (x.shape[1], args.hidden, store.num_classes), {}
+    widths = x.shape[1], args.hidden, store.num_classes
     net = model.GNN(*widths, conv=args.model, num_layers=len(args.fanout), heads=4).eval()
+    logits = {}
 
     def recording(name, make):
         infer = make()
@@ -109,13 +113,16 @@ def bench_inference(args):
 def bench_layers(args):
     """Time a step of every model's layers, dropout 0, on inputs gathered beforehand -> {"layers":
     {model: {contender: figures}}}."""
-    store, seeds = opened(args.dataset, args.root), torch.Generator().manual_seed(0)
+    store = opened(args.dataset, args.root)
+    random = torch.Generator().manual_seed(0)
+    seeds = torch.randperm(store.num_nodes, generator=random)[: args.batch_size]
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, threads=args.threads)
-    blocks = sampler.sample(torch.randperm(store.num_nodes, generator=seeds)[: args.batch_size], 0)
+    blocks = sampler.sample(seeds, 0)
     x = store.features.gather(blocks[0].src_nodes.long())
     y = store.labels[blocks[-1].src_nodes[: args.batch_size].long()]
     widths = [x.shape[1], *[args.hidden] * (len(blocks) - 1), store.num_classes]
-    degrees, figures = model.graph_degrees(store.indptr, store.indices), {}
+    degrees = model.graph_degrees(store.indptr, store.indices)
+    figures = {}
     for conv in args.models.split(",") if args.models else model.plain_layers():
         shape = conv, widths, args.heads if conv == "gat" else 1, blocks
         makers = {"ours": partial(ours, degrees=degrees), "DGL": dgl, "PyG": pyg}

@@ -36,9 +36,12 @@ CUGRAPH = {  # contenders of the part cugraph of gpu: (the chart they belong to,
 
 def times_in(content):
     """Return what can be drawn of a result file -> {title: {label: milliseconds}, the fastest first}."""
-    entries, where, charts = {content.get("arguments", {}).get("what"): content}, "", {}
+    charts = {}
+    where = ""
+    entries = {content.get("arguments", {}).get("what"): content}
     if "parts" in content:
-        entries, where = content["parts"], f", {content['machine'].get('gpu')}"
+        where = f", {content['machine'].get('gpu')}"
+        entries = content["parts"]
     for what, title in CHARTS.items():
         times = {}
         for name, row in entries.get(what, {}).get("contenders", {}).items():
@@ -61,7 +64,8 @@ def bench_picture(args):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    on_gpu, on_cpu = {}, {}
+    on_gpu = {}
+    on_cpu = {}
     for file in DRAWN:
         content = tools.read_json(file)
         row = on_gpu if "parts" in content else on_cpu
@@ -80,7 +84,7 @@ def bench_picture(args):
     for axis, (title, times) in charts:
         colors = ["C0" if name.startswith("ringblock") else "C7" for name in times]
         bars = axis.barh(list(times), [1e3 / ms for ms in times.values()], color=colors)
-        texts = [f" {ms:{',.0f' if ms >= 100 else '.3g'}} ms" for ms in times.values()]
+        texts = [f" {ms:,.0f} ms" if ms >= 100 else f" {ms:.3g} ms" for ms in times.values()]
         axis.bar_label(bars, texts, fontsize=8)
         axis.invert_yaxis()
         axis.margins(x=0.25)

@@ -36,10 +36,18 @@ CACHE, SECTOR = 50 << 20, 32  # bytes: L2, and what a read of 4 bytes moves
 # argument that has the rows
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "linear": 0, "_linear_pointwise": 0}
 # kernel: the table from which it gathers a row for each edge
-TABLES = {"self_and_mean": "h", "max_neighbours": "h", "gather_rows": "table"}
-TABLES |= {f"attention_{of}": "source" for of in ("scores", "sum", "weight_grad")}
-TABLES |= {"self_and_mean_grad": "grad", "max_neighbours_grad": "grad"}
-TABLES |= {"attention_source_grad": "grad", "pick_aggregate": "features"}
+TABLES = {
+    "self_and_mean": "h",
+    "self_and_mean_grad": "grad",
+    "max_neighbours": "h",
+    "max_neighbours_grad": "grad",
+    "gather_rows": "table",
+    "attention_scores": "source",
+    "attention_sum": "source",
+    "attention_weight_grad": "source",
+    "attention_source_grad": "grad",
+    "pick_aggregate": "features",
+}
 # kernel of sampler.cu: bytes for each row, for each edge, look-ups of an edge in the table of nodes
 DRAWS = {
     "begin": (64, 0, 0),
@@ -76,9 +84,11 @@ class Costs(TorchDispatchMode):
         row[:] = [a + b for a, b in zip(row, (1, in_order, gathered, products))]
 
     def __torch_dispatch__(self, func, _, args=(), kwargs=None):
-        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        tensors = lambda tree: [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]  # noqa: E731
-        inputs, outputs = tensors(args), tensors(out)
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        inputs, outputs = (
+            [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)] for tree in (args, out)
+        )
         places = {t.untyped_storage().data_ptr() for t in inputs}
         view = outputs and all(t.untyped_storage().data_ptr() in places for t in outputs)
         if "empty" in name or view and not func._schema.is_mutable:
@@ -86,7 +96,8 @@ class Costs(TorchDispatchMode):
         if name == "index_select":
             self.add(name, size(outputs), size(outputs) + size(inputs[1:]))
         elif name in PRODUCTS:
-            (*slices, m, n), k = outputs[0].shape, args[PRODUCTS[name]].shape[-1]
+            *slices, m, n = outputs[0].shape
+            k = args[PRODUCTS[name]].shape[-1]
             products = 2 * outputs[0].numel() * k
             name = "".join(f"{count} of " for count in slices)
             self.add(f"product {name}{m:,} x {k:,} x {n:,}", size(inputs + outputs), 0, products)
@@ -105,7 +116,8 @@ class Noted:
     """build.Kernels whose launches only record what they would cost."""
 
     def __init__(self, costs, source):
-        self.costs, self.source = costs, source
+        self.costs = costs
+        self.source = source
         self.signatures = build.signatures(source)
 
     def prepare(self, kernel, *values):
@@ -128,14 +140,16 @@ class Noted:
         """Return the bytes that a launch moves: in order, gathered."""
         if "b" in given and kernel != "pick_aggregate":
             of_row, of_edge, asked = DRAWS.get(kernel, DRAWS["pick"])
-            hop, table = given.get("h"), 2 * SECTOR if 4 * given["b"].V > CACHE else 0
+            hop = given.get("h")
+            table = 2 * SECTOR if 4 * given["b"].V > CACHE else 0
             rows, edges = (hop.rows, hop.places) if hop else (0, given["end"])
             return of_row * rows, (of_edge + asked * table) * edges
         edges, in_order, gathered = given.get("indices", given.get("destination")), 0, 0
         rows = given.get("n") if edges is None else edges.numel()
         if "b" in given:  # this kernel draws neighbours and also reads the destinations' rows
             hop = given["h"]
-            gathered, rows = SECTOR * hop.rows * (2 + hop.k), hop.rows * (1 + hop.k)
+            gathered = SECTOR * hop.rows * (2 + hop.k)
+            rows = hop.rows * (1 + hop.k)
         for name, value in given.items():
             if isinstance(value, torch.Tensor):
                 from_memory = TABLES.get(kernel) == name and value.nbytes > CACHE
@@ -166,7 +180,8 @@ def step_costs(args, store, dtype):
     net = network(args, store, None, 0.5)
     optimizer = Adam(net.parameters(), lr=0.003, fused=True)
     optimizer.param_groups[0]["capturable"] = True
-    weight, loss_sum = torch.tensor(1 / args.batch_size), torch.zeros((), dtype=torch.float64)
+    weight = torch.tensor(1 / args.batch_size)
+    loss_sum = torch.zeros((), dtype=torch.float64)
     _, room = cuda_graphs.static_room(sampler, store.split["train"], settings, ring.first_hop)
 
     @functools.cache
@@ -187,8 +202,8 @@ def step_costs(args, store, dtype):
             with measured:
                 slot.sample()
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                    key, aggregated = (0, slot.step), ring.first_hop
-                    logits = net(slot.batch.blocks, slot.x, aggregated=aggregated, key=key)
+                    options = {"aggregated": ring.first_hop, "key": (0, slot.step)}
+                    logits = net(slot.batch.blocks, slot.x, **options)
                 loss = layers.cross_entropy(logits.float(), slot.y)
                 loss.backward(weight)
                 loss_sum.add_(loss.detach())
@@ -202,10 +217,17 @@ def measured(args, store, precision):
     {} if none has been measured with this network and in these shapes."""
     file = read_json(MEASURED)
     degree = round(store.num_edges / store.num_nodes)
-    shape = {"nodes": store.num_nodes, "degree": degree, "features": store.feature_dim}
-    shape |= {"classes": store.num_classes, "fanout": args.fanout, "batch_size": args.batch_size}
+    shape = {
+        "nodes": store.num_nodes,
+        "degree": degree,
+        "features": store.feature_dim,
+        "classes": store.num_classes,
+        "fanout": args.fanout,
+        "batch_size": args.batch_size,
+        "hidden": args.hidden,
+    }
     run = file.get("runs", {}).get(f"{args.model} {precision}")
-    if run is None or file["shape"] != {**shape, "hidden": args.hidden}:
+    if run is None or file["shape"] != shape:
         return {}
     times = {kernel: us for kernel, (_, us) in run["kernels"].items()}
     return {**times, "a step": run["busy_us"]}
@@ -213,9 +235,12 @@ def measured(args, store, precision):
 
 def bench_roofline(args):
     """Print a table of a step's kernels, in fp32 with TF32 products and in bf16 -> the figures."""
-    args.seed, store, figures = 0, opened(args.dataset, args.root), {}
+    args.seed = 0
+    store = opened(args.dataset, args.root)
+    figures = {}
     for number, (name, dtype) in enumerate({"tf32": torch.float32, "bf16": torch.bfloat16}.items()):
-        rows, costs = {}, step_costs(args, store, dtype)
+        costs = step_costs(args, store, dtype)
+        rows = {}
         for kernel, (count, in_order, gathered, products) in costs.rows.items():
             moved = in_order + gathered
             rows[kernel] = row = {"launches": count, "MB": moved / 1e6, "GFLOP": products / 1e9}

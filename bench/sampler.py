@@ -35,7 +35,8 @@ def ours(draw, seeds, **options):
 def restricted(draw, indptr, indices, seeds):
     """Return contenders that draw from part of the graph: without the edges that a batch of links excludes (two for
     each seed), and by time. Times in a neighbour list are even over 0 .. 2^20; seeds have the last one, or one each."""
-    degree, random = indptr.diff(), torch.Generator().manual_seed(2)
+    degree = indptr.diff()
+    random = torch.Generator().manual_seed(2)
     rank = torch.arange(indices.numel()).sub_(indptr[:-1].repeat_interleave(degree))
     when = rank.mul_(1 << 20).div_(degree.repeat_interleave(degree), rounding_mode="floor")
     when = in_memory(when)
@@ -55,7 +56,8 @@ def restricted(draw, indptr, indices, seeds):
 def cache_lines(native, seeds):
     """Prepare the physical limit: gather as many 64-byte cache lines, from random places, as a batch touches, one for
     each row of indptr and for each edge. A batch may take less, with lines in the cache and more misses in flight."""
-    blocks, memory = native.sample(seeds[0], 0), native.indices.view(torch.uint8)
+    blocks = native.sample(seeds[0], 0)
+    memory = native.indices.view(torch.uint8)
     lines = memory[: memory.numel() // 64 * 64].view(torch.int64).view(-1, 8)
     count = sum(block.num_dst + block.num_edges for block in blocks)
     picks = [torch.randint(len(lines), (count,)) for _ in range(5)]
@@ -69,7 +71,8 @@ def cache_lines(native, seeds):
 
 def dgl(indptr, indices, seeds, make_sampler, loading=False):
     """Prepare steps of a sampler for DGL, called directly or, with `loading`, by DGL's DataLoader."""
-    graph, sampler = dgl_graph(in_memory(indptr), in_memory(indices, torch.int64)), make_sampler()
+    graph = dgl_graph(in_memory(indptr), in_memory(indices, torch.int64))
+    sampler = make_sampler()
     if loading:
         load = import_dgl().dataloading.DataLoader
         loader = load(graph, torch.cat(seeds), sampler, batch_size=seeds[0].numel())
@@ -80,7 +83,8 @@ def dgl(indptr, indices, seeds, make_sampler, loading=False):
 
 def bench_sampler(args):
     """Time one batch of every sampler -> the figures."""
-    store, random = opened(args.dataset, args.root), torch.Generator().manual_seed(0)
+    store = opened(args.dataset, args.root)
+    random = torch.Generator().manual_seed(0)
     batches = range(args.rounds + 2)
     seeds = [torch.randperm(store.num_nodes, generator=random)[: args.batch_size] for _ in batches]
     graph = in_memory(store.indptr), in_memory(store.indices)
@@ -89,10 +93,10 @@ def bench_sampler(args):
     native = threaded(backend="native")
     if native.backend != "native":
         raise ImportError("the native sampler, beside which others are timed, needs a C compiler")
-    fanouts, theirs = args.fanout[::-1], partial(dgl, *graph, seeds)
+    theirs = partial(dgl, *graph, seeds)
 
     def neighbours(**options):
-        return import_dgl().dataloading.NeighborSampler(fanouts, **options)
+        return import_dgl().dataloading.NeighborSampler(args.fanout[::-1], **options)
 
     contenders = {
         "native": ours(native, seeds),
@@ -106,17 +110,18 @@ def bench_sampler(args):
         "DGL's DataLoader, adapter": partial(theirs, partial(DGLAdapter, native), True),
     }
     if args.graphbolt:
-        theirs = partial(Elsewhere, graphbolt.sampling, args, python=args.graphbolt)
-        contenders["GraphBolt"] = theirs
+        other = partial(Elsewhere, graphbolt.sampling, args, python=args.graphbolt)
+        contenders["GraphBolt"] = other
     figures = tools.compare("sampler", contenders, args.rounds)
     return {"contenders": figures, "rows": input_rows(threaded, store, args.batch_size)}
 
 
 def input_rows(draw, store, batch_size, batches=17):
     """Count the input rows of a training batch for each way of drawing, and those not in the batch before."""
-    nodes, figures = store.split["train"], {}
-    order = nodes[torch.randperm(nodes.numel(), generator=torch.Generator().manual_seed(3))]
-    steps = order.split(batch_size)[:batches]
+    nodes = store.split["train"]
+    random = torch.Generator().manual_seed(3)
+    steps = nodes[torch.randperm(nodes.numel(), generator=random)].split(batch_size)[:batches]
+    figures = {}
     for name, options in LABORS.items():
         sampler = draw(**options)
         rows = [sampler.sample(seeds, step)[0].src_nodes for step, seeds in enumerate(steps)]

@@ -40,8 +40,10 @@ def network(args, store, links, dropout):
     """Build the network of --model and --heads, with initial weights of seed 0."""
     torch.manual_seed(0)
     options = {"num_layers": len(args.fanout), "dropout": dropout, "conv": args.model}
-    widths = store.feature_dim, args.hidden, args.hidden if links else store.num_classes
-    net = model.GNN(*widths, heads=args.heads if args.model == "gat" else 1, **options)
+    if "heads" in model.CONVS[args.model].takes:
+        options["heads"] = args.heads
+    out_dim = args.hidden if links else store.num_classes
+    net = model.GNN(store.feature_dim, args.hidden, out_dim, **options)
     if net.layers[0].uses_degree:
         net.degrees = model.graph_degrees(store.indptr, store.indices)
     if links:
@@ -115,7 +117,8 @@ def dgl_store(dataset, root):
 
 def dgl(args, link=False, *, dropout=0.5):
     """Prepare the same steps with DGL's DataLoader and layers, as DGL's own examples write them."""
-    load, store = import_dgl().dataloading, opened(args.dataset, args.root)
+    load = import_dgl().dataloading
+    store = opened(args.dataset, args.root)
     graph = dgl_store(args.dataset, args.root)
     prefetch = {"prefetch_node_feats": ["feat"], "prefetch_labels": None if link else ["label"]}
     draw = load.NeighborSampler(args.fanout[::-1], **prefetch)
@@ -152,7 +155,8 @@ def bench_step(args):
     This process keeps freed memory, as train.py does; contenders "as shipped" run in their own
     processes, in which glibc returns freed memory to the system as in any program.
     """
-    contenders = {name: partial(ours, args, without=off) for name, off in WITHOUT.items()} | {
+    contenders = {
+        **{name: partial(ours, args, without=off) for name, off in WITHOUT.items()},
         "without kept malloc memory": partial(Elsewhere, ours, args),
         "none of them, nor kept memory": partial(Elsewhere, ours, args, without=TRICKS),
         "bf16": partial(ours, args, bf16=True),
@@ -179,17 +183,24 @@ def bench_link(args):
 def relations(args, learn):
     """Prepare steps of an R-GCN in a loop like train.py's, or of its sampler alone."""
     store = opened(args.dataset, args.root)
-    graph, types = (in_memory(store.indptr), in_memory(store.indices)), store.num_edge_types
+    types = store.num_edge_types
     fanouts = [[k] * types for k in args.fanout]
     options = {"edge_type": store.edge_type, "threads": args.threads, "check": False}
-    sampler = NeighborSampler(*graph, fanouts, **options)
+    sampler = NeighborSampler(in_memory(store.indptr), in_memory(store.indices), fanouts, **options)
     nodes = store.split["train"]
     if not learn:
         seeds = graphbolt.seeds_of(args, nodes, args.rounds + 2).split(args.batch_size)
         return lambda i: tools.counted(sampler.sample(seeds[i], i))
-    options = {"num_types": types, "num_layers": len(args.fanout), "dropout": graphbolt.DROPOUT}
-    options["node_types"] = [*store.node_types.values()]
-    net = model.GNN(0, args.hidden, store.num_classes, conv="rgcn", **options)
+    net = model.GNN(
+        0,
+        args.hidden,
+        store.num_classes,
+        conv="rgcn",
+        num_types=types,
+        num_layers=len(args.fanout),
+        dropout=graphbolt.DROPOUT,
+        node_types=[*store.node_types.values()],
+    )
     return training(args, store, sampler, net, nodes)
 
 
@@ -198,7 +209,8 @@ def pyg_relations(args):
     from torch_geometric.data import HeteroData
     from torch_geometric.loader import NeighborLoader
 
-    store, graph = opened(args.dataset, args.root), HeteroData()
+    store = opened(args.dataset, args.root)
+    graph = HeteroData()
     counts = {name: count for name, (count, _) in store.node_types.items()}
     first = dict(zip(counts, itertools.accumulate(counts.values(), initial=0)))
     for name, count in counts.items():
@@ -244,10 +256,11 @@ def bench_mag(args):
 def bench_scaling(args):
     """Time epochs of train.py with each number of processes and the same total batch -> the figures."""
     opened(args.dataset, args.root)
-    epochs, figures = collections.defaultdict(list), {}
+    epochs = collections.defaultdict(list)
+    figures = {}
     for procs in args.procs * args.rounds:
-        flags = ["--batch-size", args.batch_size // procs, "--epochs", 4, "--gpus", 0]
-        flags += ["--procs", procs]
+        flags = ["--batch-size", args.batch_size // procs, "--procs", procs]
+        flags += ["--epochs", 4, "--gpus", 0]
         epochs[procs] += tools.elsewhere(tools.epochs_of, args, args.dataset, *flags)[1:]
     for procs, entries in epochs.items():
         seconds = [entry["seconds"] for entry in entries]

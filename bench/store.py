@@ -5,6 +5,7 @@ import mmap
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,63 +22,86 @@ from sampler import NeighborSampler
 from sources import prepare
 from store import GraphStore, MmapFeatures, build_store
 
-WAYS = {  # name: (how features are read, whether they have a cache of --cache-gb, key of LABORS)
-    "mmap": ("map", False, "uniform"),
-    "mmap, RAM cache": ("map", True, "uniform"),
-    "disk, RAM cache": ("disk", True, "uniform"),
-    "disk, cache that looks ahead": ("lookahead", True, "uniform"),
-    "disk, the same past the page cache": ("past", True, "uniform"),
-    "LABOR": ("lookahead", True, "LABOR"),
-    "LABOR, layer, batch 4": ("lookahead", True, "LABOR, layer, batch 4"),
-    "disk, cache of train.py's default": ("lookahead", None, "uniform"),
-}
 ROUNDS = 20
+
+
+class Way(NamedTuple):
+    """A way to train from features on disk.
+
+    how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a look-ahead cache,
+    "past" so too and past the page cache. cached: whether there is a cache of --cache-gb; None: one of train.py's
+    default size. drawn: key of LABORS.
+    """
+
+    how: str
+    cached: bool | None = True
+    drawn: str = "uniform"
+
+
+WAYS = {
+    "mmap": Way("map", cached=False),
+    "mmap, RAM cache": Way("map"),
+    "disk, RAM cache": Way("disk"),
+    "disk, cache that looks ahead": Way("lookahead"),
+    "disk, the same past the page cache": Way("past"),
+    "LABOR": Way("lookahead", drawn="LABOR"),
+    "LABOR, layer, batch 4": Way("lookahead", drawn="LABOR, layer, batch 4"),
+    "disk, cache of train.py's default": Way("lookahead", cached=None),
+}
 
 
 def build_edges(args, folder):
     """Build a store of random edges and their reverses -> figures."""
-    num_edges, random = args.edges, np.random.default_rng(0)
+    num_edges = args.edges
+    random = np.random.default_rng(0)
     num_nodes = max(2, num_edges // 25)
     edges = np.memmap(folder / "edges", np.int32, "w+", shape=(2, num_edges))
     for part in np.array_split(edges, -(-num_edges >> 22), 1):
         part[:] = random.integers(0, num_nodes, part.shape, np.int32)
     edges.flush()
-    features, labels = np.zeros((num_nodes, 1), np.float32), np.zeros(num_nodes, np.int64)
-    nodes = {"features": features, "labels": labels, "split": {"train": [0]}}
-    build = partial(build_store, folder / "built", edge_index=edges, symmetrize=True, **nodes)
+    build = partial(
+        build_store,
+        folder / "built",
+        edge_index=edges,
+        symmetrize=True,
+        features=np.zeros((num_nodes, 1), np.float32),
+        labels=np.zeros(num_nodes, np.int64),
+        split={"train": [0]},
+    )
     figures = watch(build)[1]
     return {"input_edges_per_s": num_edges / figures["seconds"], **figures}
 
 
-def train_from_disk(args, path, rounds, each, how, cached, drawn):
-    """Take rounds of `each` training steps with features that stay on disk -> figures of `take_rounds`.
-
-    how: "map" reads through the memory map, "disk" many rows at a time, "lookahead" so behind a look-ahead cache,
-    "past" so too and past the page cache. cached: whether there is a cache; None: one of train.py's default size.
-    """
+def train_from_disk(args, path, rounds, each, way):
+    """Take rounds of `each` training steps in a `Way`, with features that stay on disk -> figures of `take_rounds`."""
     keep_freed_memory()
     store = GraphStore.open(path)
-    csc, nodes = (store.indptr, store.indices), store.split["train"]
+    csc = store.indptr, store.indices
+    nodes = store.split["train"]
     array = np.load(store.path / "features.npy", mmap_mode="r")  # on disk even if they would fit
     rows = torch.from_numpy(array)
     table = MmapFeatures(rows, True)
-    cache = table.default_cache() if cached is None else int(cached and args.cache_gb * 1e9)
-    if how != "map":
-        beside = math.inf if how == "past" else table.beside + cache
+    if way.cached is None:
+        cache = table.default_cache()
+    else:
+        cache = int(way.cached and args.cache_gb * 1e9)
+    if way.how != "map":
+        beside = math.inf if way.how == "past" else table.beside + cache
         table = MmapFeatures(rows, True, store.path, array.offset, beside)
 
     def with_cache():
         if not cache:
             return table
         visits = expected_visits(*csc, nodes, args.fanout, args.batch_size)
-        if how in ("lookahead", "past"):
+        if way.how in ("lookahead", "past"):
             return LookaheadCache(table, cache, hot=visits)
         return CachedFeatures(table, visits, cache)
 
     table, made = watch(with_cache)
     trim_memory(1)  # return freed heap pages, as train.py does
-    options = {**LABORS[drawn], "check": False, "threads": args.threads}
-    sampler, net = NeighborSampler(*csc, args.fanout, **options), network(args, store, None, 0.5)
+    options = {**LABORS[way.drawn], "check": False, "threads": args.threads}
+    sampler = NeighborSampler(*csc, args.fanout, **options)
+    net = network(args, store, None, 0.5)
     options = {"features": table, "aggregate": self_and_mean, "depth": 2}
     step = training(args, store, sampler, net, nodes, **options)
     array._mmap.madvise(mmap.MADV_DONTNEED)
@@ -94,16 +118,18 @@ def part_build(args, folder):
 def part_train(args, folder):
     """Train --batches batches in each way, one way after another, as pages read by one would serve the others
     -> {name: figures}."""
-    nodes, each = max(1000, int(args.features_gb * 1e9) // 1024), max(1, args.batches // ROUNDS)
+    nodes = max(1000, int(args.features_gb * 1e9) // 1024)
+    each = max(1, args.batches // ROUNDS)
     dataset = f"synthetic:nodes={nodes},degree=8,features=256,classes=47"
-    path, figures = prepare.prepare(dataset, folder), {}
+    path = prepare.prepare(dataset, folder)
     ours = partial(tools.elsewhere, train_from_disk, args, path, ROUNDS, each)
-    runs = {name: partial(ours, *way) for name, way in WAYS.items()}
+    runs = {name: partial(ours, way) for name, way in WAYS.items()}
     if args.graphbolt:
         theirs = partial(tools.elsewhere, graphbolt.train_from_disk, args, path)
         theirs = partial(theirs, python=args.graphbolt)
         runs["GraphBolt, mmap advised"] = partial(theirs, ROUNDS, each, advised=True)
         runs["GraphBolt, three batches"] = partial(theirs, 1, 3, advised=False)
+    figures = {}
     for name, run in runs.items():
         with tools.without_others(name):
             figures[name] = row = run()

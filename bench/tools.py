@@ -99,10 +99,11 @@ def compare(
     Returns:
         {name: {"median_ms", "min_ms", "time / FIRST", means of the figures where steps return a dict}}.
     """
-    steps, taken, rows = {}, {}, {}
+    steps = {}
     for name, prepare_step in contenders.items():
         with attempt(name):
-            steps[name], taken[name] = prepare_step(), []
+            steps[name] = prepare_step()
+    taken = {name: [] for name in steps}
     for i in range(warmup + rounds):
         for name in list(steps):
             with attempt(name):
@@ -111,6 +112,7 @@ def compare(
                 taken[name].append(timed(steps[name], i))
                 continue
             del steps[name]
+    rows = {}
     for name in steps:
         seconds, figures = zip(*taken[name][warmup:])
         median = 1e3 * statistics.median(seconds)
@@ -173,8 +175,8 @@ def in_memory(tensor, dtype=None):
     The memory is mapped anew: what malloc reuses is in small pages, and stays so.
     """
     dtype = dtype or tensor.dtype
-    size, flags = tensor.numel() * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, max(size, 1), flags)
+    size = tensor.numel() * dtype.itemsize
+    memory = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     copy = torch.frombuffer(memory, dtype=dtype, count=tensor.numel())
@@ -215,15 +217,18 @@ class Elsewhere:
 
 def serve(handle):
     """Serve the other end of `Elsewhere`: prepare a contender, then run its steps, as the pipe asks."""
-    pipe, step = Connection(handle), None
+    pipe = Connection(handle)
+    step = None
     while True:
         try:
             words = pipe.recv()
             if step:
                 answer = None, step(*words)
             else:
-                settle(words[0])
-                step, answer = words[1](), (None, None)
+                threads, prepare = words
+                settle(threads)
+                step = prepare()
+                answer = None, None
         except EOFError:
             return
         except Exception as error:
@@ -251,7 +256,8 @@ def memory():
 def watch(work):
     """Call work() -> (its result, {seconds; peak_anonymous: bytes of memory; mapped: bytes of files in memory;
     from_disk: bytes read})."""
-    done, peaks = threading.Event(), [memory()[0]]
+    done = threading.Event()
+    peaks = [memory()[0]]
 
     def sample():
         while not done.wait(0.02):
@@ -259,14 +265,19 @@ def watch(work):
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
-    blocks, start = resource.getrusage(resource.RUSAGE_SELF).ru_inblock, time.perf_counter()
+    blocks = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
+    start = time.perf_counter()
     result = work()
     seconds = time.perf_counter() - start
     done.set()
     thread.join()
     read = 512 * (resource.getrusage(resource.RUSAGE_SELF).ru_inblock - blocks)
-    figures = {"seconds": seconds, "peak_anonymous": max(peaks), "mapped": memory()[1]}
-    return result, figures | {"from_disk": read}
+    return result, {
+        "seconds": seconds,
+        "peak_anonymous": max(peaks),
+        "mapped": memory()[1],
+        "from_disk": read,
+    }
 
 
 def take_rounds(step, path, rounds, each):
@@ -294,8 +305,10 @@ def take_rounds(step, path, rounds, each):
 def forward(layers, blocks, h, dropout=0.0, call=lambda layer, block, h, last: layer(block, h)):
     """Apply a layer to each block, with ReLU and dropout in between -> the last layer's output."""
     for layer, block in zip(layers, blocks):
-        h = call(layer, block, h, layer is layers[-1])
-        h = h if layer is layers[-1] else F.dropout(F.relu(h), dropout)
+        last = layer is layers[-1]
+        h = call(layer, block, h, last)
+        if not last:
+            h = F.dropout(F.relu(h), dropout)
     return h
 
 
@@ -339,7 +352,7 @@ def epochs_of(args, dataset, *flags):
     words = ["--dataset", dataset, "--root", args.root, "--hidden", args.hidden]
     words += ["--batch-size", args.batch_size, "--fanout", ",".join(map(str, args.fanout)), *flags]
     no_scores = lambda task, run, report: dict.fromkeys(task.store.split)  # noqa: E731
-    with mock.patch.object(NodeTask, "finish", no_scores):
+    with mock.patch.object(NodeTask, "evaluate", no_scores):
         entries, printed = training_log(words)
     if "on" in words and (why := re.search("no CUDA graphs: (.*)", printed)):
         raise RuntimeError(f"asked for CUDA graphs: {why[1]}")

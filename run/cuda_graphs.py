@@ -1,7 +1,7 @@
 """A training step as CUDA graphs: the host writes the seeds of a batch and launches twice.
 
     graphs, said = cuda_graphs.build(run, optimizer)     # or None, and why not
-    for batch in NodeLoader(..., load=graphs.load):
+    for batch in NodeLoader(..., load_batch=graphs.load_batch):
         graphs.step(batch, clock)        # forward, loss, backward, optimizer
 
 One graph samples a batch, fetches its features (for GraphSAGE, one kernel samples and averages the outermost hop), looks
@@ -414,7 +414,7 @@ class StepGraphs:
             group["lr"] = self.rate
         return LossSum(self.loss_sum.zero_())
 
-    def load(self, batch, number):
+    def load_batch(self, batch, number):
         """Sample and fetch a batch into a slot, or in its own shapes if it does not fit -> `Fetched`."""
         slot, drawn = self.slots[number], (batch.seeds, batch.global_step)
         with self.ring.stream(number):

@@ -32,7 +32,7 @@ def settle(ranks, args, task):
     """Settle flags whose defaults depend on the data, the machine or other flags -> (a copy of args with mode, metric,
     weights, residual, precision, epochs, weight_decay, total_batch and steps set, EdgeData of the columns in use)."""
     store, lines, values = task.store, [], {"metric": task.metric}
-    valid = task.judged()
+    valid = task.num_scored()
     examples = max(len(store.split["train"]), 1)  # 0 without labels, when nothing is trained
     values["total_batch"] = args.batch_size * args.accumulate * ranks.world
     values["steps"] = steps = -(-examples // values["total_batch"])
@@ -48,7 +48,7 @@ def settle(ranks, args, task):
     if args.turn and args.split is None and getattr(store, "num_splits", 1) > 1:
         values["split"] = args.turn % store.num_splits  # that of a checkpoint of one seed of --runs
     if args.residual is None:
-        values["residual"], line = residual_helps(store, task.known())
+        values["residual"], line = residual_helps(store, task.visible_labels())
         lines.append(f"model   {line}")
     if args.precision is None:
         has_tf32 = ranks.gpus and torch.cuda.get_device_capability(ranks.device) >= (8, 0)
@@ -89,7 +89,7 @@ def check_memory(ranks, args, task):
         raise StoreError(f"--hidden {args.hidden}: {error}") from error
     if args.trains and args.num_layers > 1:
         seeds = len(task.store.split["train"]) // (args.accumulate * ranks.world)
-        rows = min(args.batch_size, seeds) * task.sampled_for(args)
+        rows = min(args.batch_size, seeds) * task.seeds_per_example(args)
         batch = (2 if args.precision == "bf16" else itemsize) * rows * args.hidden
     if weights + batch <= free:
         return
@@ -129,7 +129,10 @@ def residual_helps(store, known):
 def sizes(args, task, used, cores=1):
     """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
     process, if --sample-threads and --prefetch are not settled."""
-    sized = {"fanout": draws(args, used), "batch_size": args.batch_size * task.sampled_for(args)}
+    sized = {
+        "fanout": draws(args, used),
+        "batch_size": args.batch_size * task.seeds_per_example(args),
+    }
     conv = conv_of(args.model)
     sized["types"] = (args.bases or used.num_types) if conv and conv.uses_types else 0
     sized["graphs"] = cuda_graphs.hops_held(args, task.store, used) if args.trains else 0
@@ -223,7 +226,7 @@ def cached(ranks, args, task, used, features):
     if not budget or args.mode == "cuda-cuda":
         return features
     with reading_all_edges():
-        options = task.seeds(), draws(args, used), args.batch_size * task.sampled_for(args)
+        options = task.seeds(), draws(args, used), args.batch_size * task.seeds_per_example(args)
         visits = expected_visits(store.indptr, store.indices, *options)
         visits = visits[: features.shape[0]]  # the other nodes have no features
     trim_memory(1)  # return freed heap pages before allocating the cache

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from disk.files import StoreError, plural, readable_size, write_whole
-from tasks.metrics import metric_name, scores_line
+from tasks.metrics import METRICS, scores_line
 
 # step: forward, backward and optimizer as CUDA graphs
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "step", "stall")
@@ -384,7 +384,7 @@ def epoch_line(args, figures, examples="seeds"):
     """Format the line of an epoch, at most 120 columns: what does not fit is in --log. examples: what is trained on."""
     valid, sampled = "n/a", figures.get("valid_sampled")
     if sampled is not None:
-        valid = f"{metric_name(args.metric)} {percent(sampled)} (sampled)"
+        valid = f"{METRICS[args.metric].title} {percent(sampled)} (sampled)"
     elif figures.get("valid"):
         left_out = "rmse_of_the_mean", "hits@1", "hits@10"
         scores = figures["valid"].items()

@@ -54,7 +54,7 @@ def build_model(ranks, args, task, used):
         custom, digest = own_model.build(args.model, args.model_args or [], *sizes)
     model = task.build(args, custom)
     model.digest = digest  # SHA-256 of the file of a user's network
-    task.prepare(model)
+    task.set_buffers(model)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model.to(ranks.device, dtype)
     if not any(getattr(module, "uses_degree", False) for module in model.modules()):
@@ -87,7 +87,7 @@ class Run:
         settings = {name: getattr(args, name) for name in ("batch_size", "accumulate", "seed")}
         settings |= {"rank": ranks.rank, "world": ranks.world, "depth": args.prefetch}
         settings |= {"threads": args.sample_threads, "sampler": self.sampler, "ring": self.ring}
-        settings |= {"draw": task.draw, "load": task.load, **options}
+        settings |= {"draw": task.draw, "load_batch": task.load_batch, **options}
         return NodeLoader(self.store, seeds, args.fanout, **settings)
 
     def forward(self, batch, key=None, network=None):

@@ -1,7 +1,6 @@
 """Split edges into pairs to train on, to validate and to test: `split_edges`; an edge and its reverse are one pair."""
 
 import argparse
-import copy
 import re
 
 import numpy as np
@@ -12,6 +11,8 @@ from disk.columns import OF_EDGES, node_ids
 from disk.files import ALWAYS, SPLITS, StoreError, by_part, reading
 from sampler import DAMAGED, DamagedGraph, expand, mix, number_before, outside, random_bits
 
+HELD_OUT = SPLITS[1:]  # parts whose pairs carry no messages
+
 
 class Edges:
     """Batched look-up of edges in a CSC graph, by binary search in its neighbour lists.
@@ -21,7 +22,9 @@ class Edges:
     """
 
     def __init__(self, indptr, indices):
-        self.indptr, self.sources, self.order = indptr, indices, None
+        self.indptr = indptr
+        self.sources = indices
+        self.order = None
         falls = (indices[1:] < indices[:-1]).nonzero().squeeze(1) + 1
         if falls.numel() and not torch.isin(falls, indptr).all():
             keys = torch.repeat_interleave(indptr.diff()) * (indptr.numel() - 1) + indices
@@ -37,19 +40,20 @@ class Edges:
 
     def has(self, source, destination):
         """Check which edges source -> destination exist, int64 of the same shape -> bool of that shape."""
-        ends = source.flatten(), destination.flatten()
-        place = self.place(*ends)
-        exists = place < self.indptr[ends[1] + 1]
+        start = source.flatten()
+        end = destination.flatten()
+        place = self.place(start, end)
+        exists = place < self.indptr[end + 1]
         if len(self.sources):  # place 0 stands in where there is no edge
-            exists &= self.sources.index_select(0, place * exists) == ends[0]
+            exists &= self.sources.index_select(0, place * exists) == start
         return exists.view_as(source)
 
     def between(self, pairs):
         """Find all edges between the nodes of each pair [n, 2], in either direction -> (their indices in `indices`; for
         each the row of its pair)."""
-        ends = torch.cat([pairs, pairs.flip(1)]).unbind(1)
-        first = self.place(*ends)
-        counts = self.place(*ends, strict=False) - first
+        source, destination = torch.cat([pairs, pairs.flip(1)]).unbind(1)
+        first = self.place(source, destination)
+        counts = self.place(source, destination, strict=False) - first
         places = expand(first, counts)
         rows = torch.arange(len(pairs), device=places.device).repeat(2).repeat_interleave(counts)
         return places if self.order is None else self.order[places], rows
@@ -66,11 +70,13 @@ def split_type(text):
 def shares(text):
     """Parse '85/5/10' or 'time:85/5/10' -> [85, 5, 10]; None for another form, no train, or another sum than 100."""
     match = re.fullmatch(r"(?:time:)?(\d{1,3})/(\d{1,3})/(\d{1,3})", text, re.ASCII)
-    percent = [int(number) for number in match.groups()] if match else [0]
+    if not match:
+        return None
+    percent = [int(number) for number in match.groups()]
     return percent if sum(percent) == 100 and percent[0] else None
 
 
-def split_edges(store, how, seed=0, timed=False, edge_type=None, say=lambda line: None):
+def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda line: None):
     """Split the edges of a store for link prediction -> a view of it. Takes about 60 bytes of memory per edge;
     DamagedGraph for an indptr that falls or a node id outside the graph.
 
@@ -87,36 +93,29 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None, say=lambda line
     Returns:
         A shallow copy of the store, where indptr, indices, num_edges and the edge columns lack the pairs of valid and
         test and their reverses: messages go along the rest. pairs: {part: int64 [n, 2], source and destination}.
-        pair_times: {part: int64 [n]}, or None. split: {part: ids of its pairs}. known: `Edges` of the whole graph, and
-        of pairs given that are not in it. node_counts: nodes of each type, [] without types.
+        pair_times: {part: int64 [n]}, or None. split: {part: ids of its pairs}. known_edges: `Edges` of the whole graph,
+        and of pairs given that are not in it. node_counts: nodes of each type, [] without types.
     """
-    name, edge_time = getattr(store, "path", "the graph"), getattr(store, "edge_time", None)
-    if edge_time is None and (timed or how.startswith("time:")):
+    name = getattr(store, "path", "the graph")
+    if getattr(store, "edge_time", None) is None and (timed or how.startswith("time:")):
         flag = "--temporal" if timed else f"--edge-split {how}"
         raise StoreError(f"{flag} goes by the times of edges, and {name} has none")
     if (store.indptr.diff() < 0).any() or outside(store.indices, store.num_nodes) is not None:
         raise DamagedGraph(DAMAGED)
-    graph, edges = copy.copy(store), Edges(store.indptr, store.indices)
-    among = edges if edge_type is None else edges_of(store, edge_type)
-    pairs = pairs_of(store, edges, among, how, seed, edge_type, say)
-    held = torch.cat([pairs["valid"], pairs["test"]])
-    keep = torch.ones(store.indices.numel(), dtype=torch.bool)
-    keep[edges.between(held)[0]] = False
-    graph.known = edges
-    # pairs of a file that are no edges of the graph: negatives must avoid them, too
-    if not edges.has(*held.unbind(1)).all():
-        destination = torch.cat([torch.repeat_interleave(store.indptr.diff()), held[:, 1]])
-        sources = torch.cat([edges.sources.long(), held[:, 0]])[destination.argsort()]
-        counts = destination.bincount(minlength=store.num_nodes)
-        graph.known = Edges(F.pad(counts.cumsum(0), (1, 0)), sources)
-    if len(held):
-        graph.indptr, graph.indices = lists_of(store, keep)
-        graph.num_edges = graph.indices.numel()
-        graph.sampled_indices, graph.sampling_threads = graph.indices, None
-        for column in OF_EDGES:
-            if getattr(store, column, None) is not None:
-                setattr(graph, column, getattr(store, column)[keep])
-    rest = edges_of(graph, edge_type)
+    edges = Edges(store.indptr, store.indices)
+    of_type = edges if edge_type is None else edges_of(store, edge_type)
+    if how.endswith(".npz"):
+        pairs = pairs_of_file(store, how, edge_type)
+        found = {part: of_type.has(*pairs[part].unbind(1)) for part in HELD_OUT}
+        of = "the graph" if edge_type is None else "the type to predict"
+        say(f"edges   of {how}: {counts_of(found)} pairs are edges of {of}")
+    elif how == "none":
+        pairs = dict.fromkeys(HELD_OUT, torch.zeros(0, 2, dtype=torch.int64))
+    else:
+        pairs = drawn_pairs(store, edges, of_type, how, seed)
+    held = torch.cat([pairs[part] for part in HELD_OUT])
+    messages = without_edges(store, edges, held)
+    rest = edges_of(messages, edge_type)
     if "train" not in pairs:
         pairs["train"] = positives(rest, seed)
     elif len(bad := pairs["train"][~rest.has(*pairs["train"].unbind(1))]):
@@ -124,12 +123,52 @@ def split_edges(store, how, seed=0, timed=False, edge_type=None, say=lambda line
         raise StoreError(f"--edge-split {how}: {why}")
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
-    graph.pairs, graph.pair_times = {part: pairs[part] for part in SPLITS}, None
-    if timed:
-        graph.pair_times = {p: times_of(store, edges, pairs[p], how) for p in SPLITS}
-    graph.split = {part: torch.arange(len(pairs[part])) for part in SPLITS}
-    graph.node_counts = [count for count, _ in getattr(store, "node_types", {}).values()]
-    return graph
+    pairs = {part: pairs[part] for part in SPLITS}
+    return view_of(
+        messages,
+        pairs=pairs,
+        pair_times={p: times_of(store, edges, pairs[p], how) for p in SPLITS} if timed else None,
+        split={part: torch.arange(len(pairs[part])) for part in SPLITS},
+        known_edges=joined(edges, held),
+        node_counts=[count for count, _ in getattr(store, "node_types", {}).values()],
+    )
+
+
+def view_of(store, **attributes):
+    """Return a shallow copy of a store with other or further attributes."""
+    view = type(store).__new__(type(store))  # copy.copy would open a GraphStore again
+    vars(view).update(vars(store) | attributes)
+    return view
+
+
+def without_edges(store, edges, pairs):
+    """Return a view of a store without the edges between the nodes of pairs [n, 2], in either direction. edges: `Edges`
+    of the store."""
+    if not len(pairs):
+        return store
+    keep = torch.ones(store.indices.numel(), dtype=torch.bool)
+    keep[edges.between(pairs)[0]] = False
+    indptr, indices = lists_of(store, keep)
+    columns = {name: getattr(store, name, None) for name in OF_EDGES}
+    return view_of(
+        store,
+        indptr=indptr,
+        indices=indices,
+        num_edges=indices.numel(),
+        sampled_indices=indices,
+        sampling_threads=None,
+        **{name: column[keep] for name, column in columns.items() if column is not None},
+    )
+
+
+def joined(edges, pairs):
+    """Return `Edges` with those of pairs [n, 2] as well: pairs of a file may be no edges of the graph."""
+    if edges.has(*pairs.unbind(1)).all():
+        return edges
+    destination = torch.cat([torch.repeat_interleave(edges.indptr.diff()), pairs[:, 1]])
+    sources = torch.cat([edges.sources.long(), pairs[:, 0]])[destination.argsort()]
+    counts = destination.bincount(minlength=edges.indptr.numel() - 1)
+    return Edges(F.pad(counts.cumsum(0), (1, 0)), sources)
 
 
 def edges_of(graph, edge_type):
@@ -148,7 +187,8 @@ def lists_of(graph, keep):
 def positives(edges, seed):
     """List every pair of different nodes with an edge once -> int64 [P, 2], source and destination; if its reverse is
     an edge, too, the direction is drawn."""
-    destination, source = torch.repeat_interleave(edges.indptr.diff()), edges.sources.long()
+    destination = torch.repeat_interleave(edges.indptr.diff())
+    source = edges.sources.long()
     both = edges.has(destination, source)
     keep = (source < destination) | ((source > destination) & ~both)
     # keep the first of equal edges
@@ -185,56 +225,64 @@ def bits_of(pairs, key):
     return random_bits(mix(key), torch.minimum(*ends), torch.maximum(*ends), bits=53)
 
 
-def pairs_of(store, edges, among, how, seed, edge_type, say):
-    """Split the pairs of the Edges `among` by `how` (see `split_edges`) -> {part: int64 [n, 2]} in the order drawn; no
-    "train" if `how` is "none" or a file without it."""
-    if how.endswith(".npz"):
-        name, empty = f"--edge-split {how}", np.zeros((0, 2), np.int64)
-        with reading(name), np.load(how, allow_pickle=False) as content:
-            arrays = {"valid": empty, "test": empty, **by_part(name, content)}
-        V = store.num_nodes
-        pairs = {
-            part: checked_pairs(f"{name}: {part}", arrays[part], store, edge_type)
-            for part in arrays
-        }
-        for part, ends in pairs.items():
-            if len(loops := ends[ends[:, 0] == ends[:, 1]]):
-                loop = called(store, loops[0])
-                raise StoreError(f"{name}: leave the self-loop {loop} out of {part}")
-        valid, test = (pairs[part].sort(1)[0] @ torch.tensor([V, 1]) for part in SPLITS[1:])
-        if len(twice := pairs["valid"][torch.isin(valid, test)]):
-            both = called(store, twice[0])
-            raise StoreError(f"{name}: {both} is in valid and in test: keep one")
-        counts = {part: int(among.has(*pairs[part].unbind(1)).sum()) for part in SPLITS[1:]}
-        words = (f"{n:,} of {len(pairs[part]):,} {part}" for part, n in counts.items())
-        of = "the graph" if among is edges else "the type to predict"
-        say(f"edges   of {how}: {' and '.join(words)} pairs are edges of {of}")
-        return pairs
-    if how == "none":
-        return dict.fromkeys(("valid", "test"), torch.zeros(0, 2, dtype=torch.int64))
-    pairs, percent = positives(among, seed), shares(how)
-    by_time = how.startswith("time:")
-    key = times_of(store, edges, pairs, how) if by_time else bits_of(pairs, mix(seed))
-    valid, test = (len(pairs) * share // 100 for share in percent[1:])
+def drawn_pairs(store, edges, of_type, how, seed):
+    """Split the pairs of the `Edges` of_type by percent, in the order drawn by `seed` or of their times (see
+    `split_edges`) -> {part: int64 [n, 2]}. edges: `Edges` of the store."""
+    pairs = positives(of_type, seed)
+    if how.startswith("time:"):
+        key = times_of(store, edges, pairs, how)
+    else:
+        key = bits_of(pairs, mix(seed))
+    valid, test = (len(pairs) * share // 100 for share in shares(how)[1:])
     parts = pairs[key.argsort(stable=True)].split([len(pairs) - valid - test, valid, test])
     return dict(zip(SPLITS, parts))
 
 
+def pairs_of_file(store, file, edge_type):
+    """Read the pairs of an .npz file (see `split_edges`) -> {part: int64 [n, 2]}; StoreError for self-loops, and for a
+    pair in valid and in test. "train" only if the file has it."""
+    name = f"--edge-split {file}"
+    arrays = dict.fromkeys(HELD_OUT, np.zeros((0, 2), np.int64))
+    with reading(name), np.load(file, allow_pickle=False) as content:
+        arrays |= by_part(name, content)
+    pairs = {
+        part: checked_pairs(f"{name}: {part}", arrays[part], store, edge_type) for part in arrays
+    }
+    for part, ends in pairs.items():
+        if len(loops := ends[ends[:, 0] == ends[:, 1]]):
+            loop = called(store, loops[0])
+            raise StoreError(f"{name}: leave the self-loop {loop} out of {part}")
+    base = torch.tensor([store.num_nodes, 1])
+    valid, test = (pairs[part].sort(1)[0] @ base for part in HELD_OUT)
+    if len(twice := pairs["valid"][torch.isin(valid, test)]):
+        both = called(store, twice[0])
+        raise StoreError(f"{name}: {both} is in valid and in test: keep one")
+    return pairs
+
+
+def counts_of(masks):
+    """Count what is true in masks {part: bool [n]} -> text, for messages."""
+    counts = [f"{int(mask.sum()):,} of {len(mask):,} {part}" for part, mask in masks.items()]
+    return " and ".join(counts)
+
+
 def check_types(name, pairs, store, edge_type):
     """Raise StoreError for one of the pairs [n, 2] whose ends edges of a type (None: of any) do not join."""
+    node_types = [*store.node_types]
     counts = [count for count, _ in store.node_types.values()]
-    node_types, ends = [*store.node_types], torch.tensor(counts).cumsum(0)
+    ends = torch.tensor(counts).cumsum(0)
     edge_types = store.edge_types if edge_type is None else [store.edge_types[edge_type]]
-    joined = torch.zeros(len(counts), len(counts), dtype=torch.bool)
+    allowed = torch.zeros(len(counts), len(counts), dtype=torch.bool)
     for source, _, destination in (kind.split(",") for kind in edge_types):
-        joined[node_types.index(source), node_types.index(destination)] = True
+        allowed[node_types.index(source), node_types.index(destination)] = True
     kinds = torch.bucketize(pairs, ends, right=True)
-    for at in (~joined[kinds.unbind(1)]).nonzero().flatten()[:1].tolist():
-        goes = " to ".join(node_types[kind] for kind in kinds[at].tolist())
+    bad = ~allowed[kinds.unbind(1)]
+    if bad.any():
+        goes = " to ".join(node_types[kind] for kind in kinds[bad][0].tolist())
         starts = zip(node_types, [0, *ends.tolist()])
         count = ", ".join(f"{kind} from {start}" for kind, start in starts)
         why = f"edges are {'; '.join(edge_types)}; ids count all nodes, {count}"
-        raise StoreError(f"{name}: {pairs[at].tolist()} goes from {goes}: {why}")
+        raise StoreError(f"{name}: {pairs[bad][0].tolist()} goes from {goes}: {why}")
 
 
 def checked_pairs(name, pairs, store, edge_type=None):

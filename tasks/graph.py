@@ -14,7 +14,14 @@ from disk.graphs import GraphBatch, GraphDataset
 from features import CudaCopies, Fetched
 from model import drawn_seed, drop_byte, dropout, layer_seed, summable
 from sources.splits import say_empty_parts
-from tasks.metrics import binary_cross_entropy, cross_entropy, errors, mean_of_present, score
+from tasks.metrics import (
+    binary_cross_entropy,
+    cross_entropy,
+    errors,
+    mean_of_present,
+    metrics_with,
+    score,
+)
 from tasks.task import OF_LINKS, Task
 
 
@@ -25,8 +32,10 @@ class EdgeGatedConv(nn.Module):
 
     def __init__(self, width, last=False):
         super().__init__()
-        self.nodes, self.edges = nn.Linear(width, 4 * width), nn.Linear(width, width)
-        self.node_norm, self.edge_norm = nn.LayerNorm(width), None if last else nn.LayerNorm(width)
+        self.nodes = nn.Linear(width, 4 * width)
+        self.edges = nn.Linear(width, width)
+        self.node_norm = nn.LayerNorm(width)
+        self.edge_norm = None if last else nn.LayerNorm(width)
 
     def forward(self, src, dst, h, e):
         """Update node features h [N, W] and features e [E, W] of edges src [E] -> dst [E]; the last layer leaves e."""
@@ -37,7 +46,9 @@ class EdgeGatedConv(nn.Module):
         sums = both.new_zeros(h.shape[0], both.shape[1]).index_add_(0, dst, both)
         total, weights = sums.chunk(2, 1)
         h = h + F.silu(self.node_norm(root + total / (weights + 1e-6)))
-        return h, e if self.edge_norm is None else e + F.silu(self.edge_norm(gate))
+        if self.edge_norm is not None:
+            e = e + F.silu(self.edge_norm(gate))
+        return h, e
 
 
 class Categories(nn.Module):
@@ -52,6 +63,13 @@ class Categories(nn.Module):
         return self.table(x + self.first).sum(1)
 
 
+def embedding(dim, dtype, width):
+    """Build the map from features [n, dim] to [n, width]: of categories if the dtype is uint8, else of numbers."""
+    if dtype == torch.uint8:
+        return Categories(dim, width)
+    return nn.Sequential(nn.Linear(dim, width), nn.SiLU(), nn.Linear(width, width))
+
+
 class Regressor(nn.Module):
     """Edge-gated convolutions, mean pooling over the nodes of each graph, and a two-layer head.
 
@@ -64,16 +82,13 @@ class Regressor(nn.Module):
         self, node_dim, edge_dim, hidden, out_dim, *, node_dtype, edge_dtype, num_layers, dropout
     ):
         super().__init__()
-        self.nodes, self.edges = (
-            Categories(dim, hidden)
-            if dtype == torch.uint8
-            else nn.Sequential(nn.Linear(dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
-            for dim, dtype in ((node_dim, node_dtype), (edge_dim, edge_dtype))
-        )
+        self.nodes = embedding(node_dim, node_dtype, hidden)
+        self.edges = embedding(edge_dim, edge_dtype, hidden)
         layers = [EdgeGatedConv(hidden, last=i == num_layers - 1) for i in range(num_layers)]
-        self.layers, inner = nn.ModuleList(layers), (nn.Linear(hidden, hidden), nn.SiLU())
+        self.layers = nn.ModuleList(layers)
         # the third does nothing: it keeps the name of the last one's weights
-        self.head = nn.Sequential(*inner, nn.Identity(), nn.Linear(hidden, out_dim))
+        inner = nn.Linear(hidden, hidden)
+        self.head = nn.Sequential(inner, nn.SiLU(), nn.Identity(), nn.Linear(hidden, out_dim))
         self.drop = drop_byte(dropout)
         self.register_buffer("mean", torch.zeros(out_dim))
         self.register_buffer("std", torch.ones(out_dim))
@@ -85,7 +100,8 @@ class Regressor(nn.Module):
         """
         dst = torch.repeat_interleave(graph.indptr.diff(), output_size=graph.indices.numel())
         x, e = (rows if rows.dtype == torch.uint8 else rows.float() for rows in (graph.x, graph.e))
-        h, e = self.nodes(x), self.edges(e)
+        h = self.nodes(x)
+        e = self.edges(e)
         for layer in self.layers:
             h, e = layer(graph.indices, dst, h, e)
         pooled = h.new_zeros(len(graph.y), h.shape[1]).index_add_(0, graph.graph_ids, h)
@@ -106,10 +122,11 @@ class GraphTask(Task):
     mean, std: float64 [T] of the training targets, which the regression loss is scaled by.
     """
 
-    name, examples, placed = "graph", "graphs", False
-    metrics = "roc_auc", "accuracy", "f1"
-    widths = "node_dim", "edge_dim", "target_dim", "class_dim"
-    widths += "node_dtype", "edge_dtype", "labels"
+    name = "graph"
+    examples = "graphs"
+    placed = False
+    metrics = tuple(dict.fromkeys(("roc_auc", *metrics_with("of_logits"))))
+    widths = "node_dim edge_dim target_dim class_dim node_dtype edge_dtype labels".split()
     unused = {
         "is for --task link, --task is graph": OF_LINKS,
         "has no effect with --task graph: leave it out": "fanout model norm residual input_dropout "
@@ -122,7 +139,8 @@ class GraphTask(Task):
         graphs.check_split()
         if not graphs.split["train"].numel():
             raise StoreError(f"{path} has no training graphs; build it with a split")
-        self.classes, self.labels = None, graphs.labels
+        self.labels = graphs.labels
+        self.classes = None
         if graphs.classes:
             self.classes = torch.tensor(graphs.classes, dtype=torch.float64)
         self.several_classes = bool(graphs.meta["class_dim"])
@@ -138,7 +156,8 @@ class GraphTask(Task):
 
     def _read_answers(self, say):
         """Read all targets or labels of the split; compute mean and std, and leave out graphs without any."""
-        graphs, split = self.store, self.store.split
+        graphs = self.store
+        split = graphs.split
         ids = torch.cat([*split.values()])  # those of training first
         y = torch.cat([graphs.batch(part).y for part in ids.split(1024)])
         if self.labels is None:
@@ -181,20 +200,22 @@ class GraphTask(Task):
     def network(args, widths, custom=None):
         dtypes = {name: getattr(torch, widths[name]) for name in ("node_dtype", "edge_dtype")}
         out_dim = widths["class_dim"] or widths["target_dim"]
-        sizes = widths["node_dim"], widths["edge_dim"], args.hidden, out_dim
-        return Regressor(*sizes, num_layers=args.num_layers, dropout=args.dropout, **dtypes)
+        options = {"num_layers": args.num_layers, "dropout": args.dropout, **dtypes}
+        return Regressor(widths["node_dim"], widths["edge_dim"], args.hidden, out_dim, **options)
 
     def attach(self, ranks, args, *_):
         """On a GPU, prepare to copy batches to it."""
         self.copies = CudaCopies(ranks.device, args.sample_threads) if ranks.gpus else None
 
-    def prepare(self, network):
+    def set_buffers(self, network):
         if not self.labels:
-            network.mean.copy_(self.mean), network.std.copy_(self.std)
+            network.mean.copy_(self.mean)
+            network.std.copy_(self.std)
 
-    def load(self, batch, slot):
+    def load_batch(self, batch, slot):
         """Read the graphs with ids batch.seeds to the training device -> Fetched; there is no sampling."""
-        graph, ids = self.store.batch(batch.seeds), batch.seeds
+        ids = batch.seeds
+        graph = self.store.batch(ids)
         graph = graph._replace(y=self.numbered(graph.y))
         if not self.copies:
             return Fetched([graph, ids], graph.x, graph.y)
@@ -229,7 +250,8 @@ class GraphTask(Task):
         loader = run.loader(ids, shuffle=False, accumulate=1)
         rows = run.rows(run.model, loader, len(self.store), both)
         columns = self.store.target_dim
-        output, y = rows[ids, :-columns], rows[ids, -columns:]
+        output = rows[ids, :-columns]
+        y = rows[ids, -columns:]
         if not self.labels:
             return errors(output, y, self.mean)
         y = y.long().squeeze(1) if self.several_classes else y
@@ -239,7 +261,7 @@ class GraphTask(Task):
     def validate(self, run):
         return {"valid": self.scores(run, "valid")}, None
 
-    def finish(self, run, report):
+    def evaluate(self, run, report):
         return report.scores({part: self.scores(run, part) for part in self.store.split})
 
     def lines(self, args, split, parameters):

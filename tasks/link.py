@@ -18,6 +18,7 @@ P pairs of a batch have K negatives each; D is the width of an embedding.
 """
 
 import copy
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +30,8 @@ from disk.files import SPLITS, StoreError, plural, reading, sha256_of
 from loader import from_edge_index
 from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
-from tasks.edge_split import Edges, checked_pairs, split_edges
-from tasks.metrics import RANKINGS, average_precision, metric_name, ranking, roc_auc
+from tasks.edge_split import HELD_OUT, Edges, checked_pairs, counts_of, split_edges, view_of
+from tasks.metrics import METRICS, metrics_with, ranking
 from tasks.task import Task, described, gnn, in_chunks, numbered_columns, open_graph, rows_of_nodes
 
 RANKED_AGAINST = 100  # fixed negatives per pair in a graph of more than SMALL nodes
@@ -56,10 +57,13 @@ class Negatives:
     """
 
     def __init__(self, edges, num_nodes, degrees=None, counts=None):
-        self.edges, self.num_nodes, self.upto = edges, num_nodes, None
+        self.edges = edges
+        self.num_nodes = num_nodes
         self.ends = torch.tensor([0, *(counts or [num_nodes])]).cumsum(0)
+        self.upto = None
         if degrees is not None:  # integers have the same sum on every device
-            self.upto = F.pad((degrees.double().pow(0.75) * 1024).long().cumsum(0), (1, 0))
+            weights = (degrees.double().pow(0.75) * 1024).long()
+            self.upto = F.pad(weights.cumsum(0), (1, 0))
         if num_nodes < 2 or self.upto is not None and not self.upto[-1]:
             raise StoreError(f"no negatives: the graph has {num_nodes} nodes, or none with an edge")
 
@@ -80,15 +84,17 @@ class Negatives:
         return torch.searchsorted(self.upto[1:], place, right=True)
 
     def _bad(self, source, node):
-        return source == node if not self.edges else (source == node) | self.edges.has(source, node)
+        bad = source == node
+        return bad | self.edges.has(source, node) if self.edges else bad
 
     def draw(self, key, numbers, pairs, count):
         """Draw `count` negative destinations for each pair, to which its source has no edge -> int64 [P, count]. key:
         int of 64 bits. numbers: int64 [P], of the pairs. pairs: int64 [P, 2]. StoreError for a source that has an edge
         to every node."""
         which = torch.arange(count, device=pairs.device).expand(len(pairs), count)
-        columns = numbers, pairs[:, 0], *self.same_type(pairs[:, 1])
-        numbers, source, first, end = (ids.unsqueeze(1).expand_as(which) for ids in columns)
+        numbers = numbers.unsqueeze(1).expand_as(which)
+        source = pairs[:, :1].expand_as(which)
+        first, end = (ids.expand_as(which) for ids in self.same_type(pairs[:, 1:]))
         node = self._node(key, numbers, which, first, end)
         bad = self._bad(source, node)
         for attempt in range(1, TRIES):
@@ -101,7 +107,8 @@ class Negatives:
         # the sources left have edges to most nodes of a type: take one of its others or, if there is none, of all nodes
         left = torch.stack([source[bad], first[bad], end[bad]], 1).unique(dim=0)
         for hub, low, high in left.tolist():
-            nodes, width = torch.arange(low, high, device=pairs.device), 64
+            nodes = torch.arange(low, high, device=pairs.device)
+            width = 64
             while not len(free := nodes[~self._bad(torch.full_like(nodes, hub), nodes)]):
                 if len(nodes) == self.num_nodes:
                     why = f"node {hub} has an edge to every node, so it has no negative: --edge-split none"
@@ -117,9 +124,9 @@ class Negatives:
         no negative of that type -> bool [P]."""
         if not len(pairs):
             return torch.zeros(0, dtype=torch.bool)
-        ends = torch.stack([pairs[:, 0], *self.same_type(pairs[:, 1])], 1)
-        ends, which = ends.unique(dim=0, return_inverse=True)
-        source, first, end = ends.unbind(1)
+        ranges = torch.stack([pairs[:, 0], *self.same_type(pairs[:, 1])], 1)
+        ranges, which = ranges.unique(dim=0, return_inverse=True)
+        source, first, end = ranges.unbind(1)
         degree = self.edges.sources.bincount(minlength=self.num_nodes)[source]
         full = degree >= end - first - 1
         hubs = full.nonzero().squeeze(1)
@@ -195,11 +202,16 @@ class Links:
         softmax=False,
         exclude=True,
     ):
-        self.count, self.softmax, self.exclude = negatives, softmax, exclude
+        self.count = negatives
+        self.softmax = softmax
+        self.exclude = exclude
         # ~2 is no step: the sampler's key of a hop is mix(mix(mix(seed) ^ step) ^ hop)
-        self.key, device = mix(mix(seed) ^ ~2), indices.device
-        self.pairs, self.edges = graph.pairs["train"].to(device), Edges(indptr, indices)
-        self.times = None if graph.pair_times is None else graph.pair_times["train"].to(device)
+        self.key = mix(mix(seed) ^ ~2)
+        self.pairs = graph.pairs["train"].to(indices.device)
+        self.times = None
+        if graph.pair_times is not None:
+            self.times = graph.pair_times["train"].to(indices.device)
+        self.edges = Edges(indptr, indices)
         degrees = indptr.diff() if by_degree else None
         avoided = self.edges if checked else None
         self.negatives = Negatives(avoided, graph.num_nodes, degrees, graph.node_counts)
@@ -208,12 +220,15 @@ class Links:
         """Draw a batch, as `draw` of a `NodeLoader` whose seeds are ids of training pairs -> (nodes: distinct ends of
         the pairs and negatives; options of the sampler, which exclude the edges of the whole step's pairs; y int64
         [P, 2 + K]: positions among the nodes of each pair's source, destination and negatives)."""
-        seeds, step_seeds = (ids.to(self.pairs.device) for ids in (batch.seeds, batch.step_seeds))
-        pairs, key = self.pairs[seeds], mix(self.key ^ (batch.global_step & (1 << 64) - 1))
+        device = self.pairs.device
+        seeds = batch.seeds.to(device)
+        pairs = self.pairs[seeds]
+        key = mix(self.key ^ (batch.global_step & (1 << 64) - 1))
         nodes = torch.cat([pairs, self.negatives.draw(key, seeds, pairs, self.count)], 1)
         options = {}
         if self.exclude:
-            options["exclude"] = self.edges.between(self.pairs[step_seeds])[0]
+            of_step = self.pairs[batch.step_seeds.to(device)]
+            options["exclude"] = self.edges.between(of_step)[0]
         if self.times is None:
             nodes, y = nodes.unique(return_inverse=True)
         else:
@@ -224,15 +239,28 @@ class Links:
     def loss(self, scorer, h, y):
         """Sum over pairs of the softmax cross-entropy, or of half the pair's binary cross-entropy plus half the mean of
         its negatives'. h: [S, D] embeddings. y: int64 [P, 2 + K] rows of h."""
-        source, width = h.index_select(0, y[:, 0]), y.shape[1] - 1
-        others = h.index_select(0, y[:, 1:].flatten()).view(len(y), width, h.shape[1])
-        logits = scorer(source.unsqueeze(1), others)  # [P, 1 + K]
+        source = h.index_select(0, y[:, 0]).unsqueeze(1)  # [P, 1, D]
+        others = h.index_select(0, y[:, 1:].flatten())
+        others = others.view(len(y), y.shape[1] - 1, h.shape[1])  # [P, 1 + K, D]
+        logits = scorer(source, others)  # [P, 1 + K]
         if self.softmax:
             return F.cross_entropy(logits, torch.zeros_like(y[:, 0]), reduction="sum")
         return (F.softplus(-logits[:, 0]) + F.softplus(logits[:, 1:]).mean(1)).sum() / 2
 
 
 # ---- evaluation
+
+
+class Examples(NamedTuple):
+    """What a part is evaluated on. If pairs have times, `nodes` and `times` say whose embeddings are needed and the ends
+    of pairs are indices into these; else they are node ids."""
+
+    pairs: torch.Tensor  # int64 [P, 2], source and destination
+    random: torch.Tensor  # int64 [P, 2], without an edge
+    others: torch.Tensor | None  # int64 [P, K], nodes to rank each pair against; None: all
+    ranked: torch.Tensor  # bool [P], which of the pairs have anything to be ranked against
+    nodes: torch.Tensor | None = None  # int64 [n]
+    times: torch.Tensor | None = None  # int64 [n]
 
 
 class Evaluation:
@@ -249,109 +277,138 @@ class Evaluation:
     against fixed nodes in any graph, and at most MOST_TIMED pairs are evaluated.
 
     Attributes:
-        seen: if pairs have times, {part: (nodes int64 [n], times int64 [n]) whose embeddings are needed}.
-        examples: {part: (pairs [P, 2], random pairs [P, 2], nodes to rank the pairs against [P, K], or None for all)},
-            as node ids or, if pairs have times, indices into `seen`.
-        ranked: {part: bool [P], which of the pairs are ranked}.
+        examples: {part: Examples}. timed: pairs have times.
     """
 
     def __init__(self, graph):
-        self.graph, self.timed = graph, graph.pair_times is not None
-        self.seen, self.ranked, self.lists = {}, {}, None
-        if graph.num_nodes <= SMALL and not self.timed:  # CSR: destinations of each source
-            destinations = torch.repeat_interleave(graph.known.indptr.diff())
-            reverse = torch.stack([destinations, graph.known.sources.long()])
-            first = F.pad((reverse[:, 1:] != reverse[:, :-1]).any(0), (1, 0), value=True)
-            self.lists = from_edge_index(reverse[:, first], graph.num_nodes)
-        self.negatives = Negatives(graph.known, graph.num_nodes, counts=graph.node_counts)
-        self.examples = {part: self._examples(part) for part in ("valid", "test")}
+        self.graph = graph
+        self.timed = graph.pair_times is not None
+        self.negatives = Negatives(graph.known_edges, graph.num_nodes, counts=graph.node_counts)
+        self.lists = None
+        if graph.num_nodes <= SMALL and not self.timed:
+            self.lists = destinations_of(graph.known_edges, graph.num_nodes)
+        self.examples = {part: self._examples(part) for part in HELD_OUT}
 
     def _examples(self, part):
         pairs = self.graph.pairs[part]
         count = min(len(pairs), MOST_TIMED if self.timed else MOST)
         chosen = torch.arange(count) * len(pairs) // max(count, 1)
         pairs = pairs[chosen]
-        key, numbers = mix(EVALUATION ^ SPLITS.index(part)), torch.arange(len(pairs))
-        random, others = self.negatives.pairs(mix(key), pairs), None
-        self.ranked[part] = ranked = ~self.negatives.without(pairs)
-        if not self.lists:
-            others = pairs.new_zeros(len(pairs), RANKED_AGAINST)
-            drawn = self.negatives.draw(key, numbers[ranked], pairs[ranked], RANKED_AGAINST)
-            others[ranked] = drawn
+        key = mix(EVALUATION ^ SPLITS.index(part))
+        random = self.negatives.pairs(mix(key), pairs)
+        ranked = ~self.negatives.without(pairs)
+        if self.lists:
+            return Examples(pairs, random, None, ranked)
+        numbers = torch.arange(len(pairs))[ranked]
+        others = pairs.new_zeros(len(pairs), RANKED_AGAINST)
+        others[ranked] = self.negatives.draw(key, numbers, pairs[ranked], RANKED_AGAINST)
         if not self.timed:
-            return pairs, random, others
-        nodes = torch.cat([pairs, random, others], 1)
-        times = self.graph.pair_times[part][chosen].unsqueeze(1).expand_as(nodes)
-        *self.seen[part], place = at_times(nodes, times, self.graph.num_nodes)
-        return place.tensor_split([2, 4], 1)
+            return Examples(pairs, random, others, ranked)
+        ends = torch.cat([pairs, random, others], 1)
+        times = self.graph.pair_times[part][chosen].unsqueeze(1).expand_as(ends)
+        nodes, times, place = at_times(ends, times, self.graph.num_nodes)
+        return Examples(*place.tensor_split([2, 4], 1), ranked, nodes, times)
 
     @torch.no_grad()
     def __call__(self, scorer, h, part, ranks=None):
         """Evaluate part "valid" or "test" -> {metric: value}, the same on every rank; None without pairs.
-        h: float [V, D] embeddings of all nodes, on the CPU; if pairs have times, [n, D] of those in `seen`."""
-        pairs, random, others = self.examples[part]
-        if not len(pairs):
+        h: float [V, D] embeddings of all nodes, on the CPU; if pairs have times, [n, D] of those of the `Examples`."""
+        examples = self.examples[part]
+        count = len(examples.pairs)
+        if not count:
             return None
         scorer = copy.deepcopy(scorer).to("cpu", h.dtype)
-        mine = ranks.part(len(pairs)) if ranks else slice(None)
-        positive, negative = (score_pairs(scorer, h, some[mine]) for some in (pairs, random))
-        place = self._ranks(scorer, h, pairs[mine], None if others is None else others[mine])
-        place = place * self.ranked[part][mine]  # 0: with nothing to be ranked against
+        mine = ranks.part(count) if ranks else slice(None)
+        pairs = examples.pairs[mine]
+        others = None if examples.others is None else examples.others[mine]
+        positive = score_pairs(scorer, h, pairs)
+        negative = score_pairs(scorer, h, examples.random[mine])
+        # 0: with nothing to be ranked against
+        place = self._ranks(scorer, h, pairs, others) * examples.ranked[mine]
         results = torch.stack([positive, negative, place], 1)
-        results = torch.cat(ranks.gather(results)) if ranks else results
+        if ranks:
+            results = torch.cat(ranks.gather(results))
         positive, negative, place = results.unbind(1)
+        scores = torch.cat([positive, negative])
         y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
-        scored = torch.cat([positive, negative]), y
-        return {
-            **ranking(place[place != 0]),
-            "roc_auc": roc_auc(*scored),
-            "ap": average_precision(*scored),
-        }
+        figures = ranking(place[place != 0])
+        for name in metrics_with("of_pairs"):
+            figures[name] = METRICS[name].of_pairs(scores, y)
+        return figures
 
     def _ranks(self, scorer, h, pairs, others):
         """Rank each pair [n, 2] against `others` [n, K], or all nodes if None -> ranks [n], from 1."""
-        width, places = self.graph.num_nodes if others is None else others.shape[1], []
+        width = self.graph.num_nodes if others is None else others.shape[1]
         if others is not None or scorer.kind == "mlp":
             width *= h.shape[1]
+        places = [h.new_zeros(0)]
         for rows in torch.arange(len(pairs)).split(max(1, CHUNK // width)):
             source, destination = pairs[rows].unbind(1)
+            destination = destination.unsqueeze(1)
             if others is None:
                 scores = scorer.against_all(h[source], h)
                 sums = scores.sum(1)
-                positive = scores.gather(1, destination.unsqueeze(1))
-                scores[self._known(source)] = -torch.inf
+                positive = scores.gather(1, destination)
+                scores[self._left_out(source)] = -torch.inf
                 if len(self.negatives.ends) > 2:  # of several types
-                    first, end = (n.unsqueeze(1) for n in self.negatives.same_type(destination))
+                    first, end = self.negatives.same_type(destination)
                     node = torch.arange(len(h))
                     scores[(node < first) | (node >= end)] = -torch.inf
-                scores.scatter_(1, destination.unsqueeze(1), -torch.inf)
+                scores.scatter_(1, destination, -torch.inf)
             else:  # in one product: another would round the scores of equal embeddings otherwise
-                both = torch.cat([destination.unsqueeze(1), others[rows]], 1)
+                both = torch.cat([destination, others[rows]], 1)
                 scores = scorer(h[source].unsqueeze(1), F.embedding(both, h))
-                positive, scores, sums = scores[:, :1], scores[:, 1:], scores.sum(1)
+                sums = scores.sum(1)
+                positive = scores[:, :1]
+                scores = scores[:, 1:]
             mask = torch.empty_like(scores)  # floats: torch would convert bools to integers to sum
-            above, equal = (f(scores, positive, out=mask).sum(1) for f in (torch.gt, torch.eq))
+            above = torch.gt(scores, positive, out=mask).sum(1)
+            equal = torch.eq(scores, positive, out=mask).sum(1)
             place = 1 + above + equal / 2
             # NaN compares as not above: a pair with such a score would rank first
             places.append(torch.where(sums.isfinite(), place, torch.nan))
-        return torch.cat(places) if places else h.new_zeros(0)
+        return torch.cat(places)
 
-    def _known(self, source):
+    def _left_out(self, source):
         """List what to leave out when ranking for sources [n]: themselves and their destinations -> (rows, nodes)."""
-        (indptr, destinations), rows = self.lists, torch.arange(len(source))
+        indptr, destinations = self.lists
+        rows = torch.arange(len(source))
         counts = indptr.diff()[source]
         neighbours = destinations[expand(indptr[source], counts)].long()
         return torch.cat([rows.repeat_interleave(counts), rows]), torch.cat([neighbours, source])
 
 
+def destinations_of(edges, num_nodes):
+    """List the destinations of each node in `Edges`, each once, in CSR form -> (indptr [V + 1], destinations [n])."""
+    destinations = torch.repeat_interleave(edges.indptr.diff())
+    reverse = torch.stack([destinations, edges.sources.long()])
+    first = F.pad((reverse[:, 1:] != reverse[:, :-1]).any(0), (1, 0), value=True)
+    return from_edge_index(reverse[:, first], num_nodes)
+
+
 @torch.no_grad()
 def score_pairs(scorer, h, pairs):
     """Score pairs int64 [n, 2] of embeddings h [V, D] -> logits [n]; all in host memory."""
-    logits = [scorer(*(h[ends] for ends in part.unbind(1))) for part in pairs.split(1 << 16)]
-    return torch.cat(logits) if logits else h.new_zeros(0)
+    logits = [h.new_zeros(0)]
+    for part in pairs.split(1 << 16):
+        source, destination = part.unbind(1)
+        logits.append(scorer(h[source], h[destination]))
+    return torch.cat(logits)
 
 
 # ---- the task
+
+
+def number_of_type(store, name):
+    """Look up the number of the edge type that --edge-type names; StoreError unless there is exactly one."""
+    if store.edge_type is None:
+        raise StoreError(f"--edge-type {name}: the edges of {store.path} have no types")
+    names = store.edge_types or [*map(str, range(store.num_edge_types))]
+    numbers = types_called(name, names)
+    if len(numbers) != 1:
+        why = f"there is {'more than one' if numbers else 'none'} among {'; '.join(names)}"
+        raise StoreError(f"--edge-type {name}: {why}")
+    return numbers[0]
 
 
 def joined_to_scorer(network, _, output):
@@ -365,9 +422,12 @@ def joined_to_scorer(network, _, output):
 class LinkTask(Task):
     """Link prediction: learn embeddings of nodes from which a scorer tells edges from other pairs."""
 
-    name, examples, temporal = "link", "edges", "off"
-    timed_pairs = embeds = True
-    metrics = "mrr", "hits@1", "hits@10", "roc_auc", "ap"
+    name = "link"
+    examples = "edges"
+    temporal = "off"
+    timed_pairs = True
+    embeds = True
+    metrics = metrics_with("of_ranks") + metrics_with("of_pairs")
     widths = "feature_dim", "edge_dim", "num_edge_types", "node_types"
     unused = {
         "is for --task node: --task link has --edge-split": "split",
@@ -376,43 +436,46 @@ class LinkTask(Task):
     }
 
     def __init__(self, args, path, say=print):
-        store, number = open_graph(args, path, say), None
-        if args.edge_type is not None:
-            if store.edge_type is None:
-                raise StoreError(f"--edge-type {args.edge_type}: the edges of {path} have no types")
-            names = store.edge_types or [*map(str, range(store.num_edge_types))]
-            number, *others = types_called(args.edge_type, names) or [None]
-            if number is None or others:
-                why = f"there is {'more than one' if others else 'none'} among {'; '.join(names)}"
-                raise StoreError(f"--edge-type {args.edge_type}: {why}")
-        timed = args.temporal != "off"
-        file, from_file = args.edge_split, args.edge_split.endswith(".npz")
-        if NAMES in store.meta["files"] and (from_file or args.pairs):
+        store = open_graph(args, path, say)
+        edge_type = None if args.edge_type is None else number_of_type(store, args.edge_type)
+        file = args.edge_split if args.edge_split.endswith(".npz") else None
+        if NAMES in store.meta["files"] and (file or args.pairs):
             say(f"names   files of pairs hold names of nodes, those of {NAMES}")
-        self.store = split_edges(store, file, args.seed, timed, number, say)
-        if from_file:  # part of what identifies the data of a checkpoint
+        timed = args.temporal != "off"
+        graph = split_edges(
+            store, args.edge_split, args.seed, timed=timed, edge_type=edge_type, say=say
+        )
+        meta = store.meta
+        if file:  # part of what identifies the data of a checkpoint
             of_file = {file: {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}
-            self.store.meta = {**store.meta, "files": {**store.meta["files"], **of_file}}
-        self.store.num_classes = args.hidden  # width of the outputs: embeddings
+            meta = {**meta, "files": {**meta["files"], **of_file}}
+        # outputs are embeddings
+        self.store = view_of(graph, meta=meta, num_classes=args.hidden)
         if store.edge_type is not None:
             of = f"of type {args.edge_type}" if args.edge_type else "of all types, see --edge-type"
-            nodes = ", negatives nodes of the destination's type" * bool(store.node_types)
+            nodes = ", negatives nodes of the destination's type" if store.node_types else ""
             say(f"links   pairs are edges {of}{nodes}")
         if args.edge_split != "none":
             say_empty_parts(self.store.split, "edges", say)
-        self.metric = args.metric or "mrr"
+        self.metric = args.metric or self.metrics[0]
         self.evaluation = Evaluation(self.store)
-        lost = {part: int((~ranked).sum()) for part, ranked in self.evaluation.ranked.items()}
-        if any(lost.values()):
-            words = (f"{n:,} of {len(self.evaluation.ranked[p]):,} {p}" for p, n in lost.items())
-            every = f"every node{' of the type' * bool(store.node_types)}"
-            has = f"the source of {' and '.join(words)} pairs has an edge to {every}"
-            say(f"ranks   {has}: MRR and Hits leave these pairs out")
+        self._say_what_is_not_ranked(say)
         if args.pairs:  # refused before anything is trained
-            with reading(name := f"--pairs {args.pairs}"):
-                asked = np.load(args.pairs, allow_pickle=False)
-                self.asked = checked_pairs(name, asked, store, number)
-                self.named = np.char.decode(asked, "utf-8") if asked.dtype.kind == "S" else asked
+            self._read_pairs(args.pairs, edge_type)
+
+    def _say_what_is_not_ranked(self, say):
+        left_out = {part: ~some.ranked for part, some in self.evaluation.examples.items()}
+        if any(mask.any() for mask in left_out.values()):
+            every = "every node of the type" if self.store.node_types else "every node"
+            has = f"the source of {counts_of(left_out)} pairs has an edge to {every}"
+            say(f"ranks   {has}: MRR and Hits leave these pairs out")
+
+    def _read_pairs(self, file, edge_type):
+        """Read the file of --pairs. asked: int64 [n, 2] nodes; named: [n, 2] as in the file."""
+        with reading(name := f"--pairs {file}"):
+            pairs = np.load(file, allow_pickle=False)
+            self.asked = checked_pairs(name, pairs, self.store, edge_type)
+            self.named = np.char.decode(pairs, "utf-8") if pairs.dtype.kind == "S" else pairs
 
     @staticmethod
     def network(args, widths, custom=None):
@@ -420,27 +483,33 @@ class LinkTask(Task):
         if hasattr(network, "scorer"):
             needed = "--task link gives the network one of that name"
             raise StoreError(f"--model {args.model} has a `scorer`: {needed}, rename yours")
-        network.scorer = Scorer(args.scorer, args.hidden)
+        network.add_module("scorer", Scorer(args.scorer, args.hidden))
         if custom is not None and args.scorer != "dot":  # which has no parameters
             network.register_forward_hook(joined_to_scorer)
         return network
 
-    def sampled_for(self, args):
+    def seeds_per_example(self, args):
         return 2 + args.negatives
 
     def seeds(self):
         return torch.arange(self.store.num_nodes)
 
-    def judged(self):
-        if self.metric in RANKINGS:
-            return int(self.evaluation.ranked["valid"].sum())
-        return super().judged()
+    def num_scored(self):
+        if METRICS[self.metric].of_ranks:
+            return int(self.evaluation.examples["valid"].ranked.sum())
+        return super().num_scored()
 
     def attach(self, ranks, args, used, indptr, indices):
-        options = {"negatives": args.negatives, "checked": not args.unchecked_negatives}
-        options |= {"by_degree": args.negatives_by == "degree", "seed": args.seed}
-        options["softmax"] = args.link_loss == "softmax"
-        self.links = Links(self.store, indptr, indices, **options)
+        self.links = Links(
+            self.store,
+            indptr,
+            indices,
+            negatives=args.negatives,
+            seed=args.seed,
+            by_degree=args.negatives_by == "degree",
+            checked=not args.unchecked_negatives,
+            softmax=args.link_loss == "softmax",
+        )
         self.draw = self.links.draw
 
     def loss(self, network, output, y):
@@ -451,25 +520,28 @@ class LinkTask(Task):
         if not len(self.store.split[part]):
             return None
         if self.evaluation.timed:
-            h = run.sampled(*self.evaluation.seen[part])
-        return self.evaluation(run.model.scorer, run.exact() if h is None else h, part, run.ranks)
+            examples = self.evaluation.examples[part]
+            h = run.sampled(examples.nodes, examples.times)
+        elif h is None:
+            h = run.exact()
+        return self.evaluation(run.model.scorer, h, part, run.ranks)
 
     def validate(self, run):
         scores = self.scores(run, "valid")
         return {"valid": scores}, scores and scores[self.metric]
 
     def score_text(self, score):
-        return f"{metric_name(self.metric)} {score:.4f}"
+        return f"{METRICS[self.metric].title} {score:.4f}"
 
-    def finish(self, run, report):
+    def evaluate(self, run, report):
         """Report scores and write embeddings, or the logits of --pairs -> {"part name": score}."""
         args = run.args
         h = None if self.evaluation.timed and not args.predict else run.exact()
-        exact = report.scores({part: self.scores(run, part, h) for part in ("valid", "test")})
+        exact = report.scores({part: self.scores(run, part, h) for part in HELD_OUT})
         if args.predict and args.pairs:
             scorer = copy.deepcopy(run.model.scorer).to("cpu", h.dtype)
-            h = score_pairs(scorer, h, self.asked)
-            report.write(lambda: h, self.rows_of_pairs(h))
+            scores = score_pairs(scorer, h, self.asked)
+            report.write(lambda: scores, self.rows_of_pairs(scores))
         elif args.predict:
             report.write(lambda: h, rows_of_nodes(self.store, h, numbered_columns))
         return exact
@@ -482,15 +554,16 @@ class LinkTask(Task):
 
     def lines(self, args, split, parameters):
         features, network, fanout = described(args, self.store)
-        pairs, messages = (
-            len(self.store.split["train"]),
-            f"{self.store.num_edges:,} edges carry messages",
-        )
-        how = args.negatives_by + ", unchecked" * args.unchecked_negatives
-        negatives = f"{plural(args.negatives, 'negative')} a pair ({how}), loss {args.link_loss}"
-        yield f"data    {features}, {messages}; pairs to predict: {split} (--edge-split {args.edge_split})"
+        messages = f"{self.store.num_edges:,} edges carry messages"
+        predicted = f"pairs to predict: {split} (--edge-split {args.edge_split})"
+        yield f"data    {features}, {messages}; {predicted}"
         network += f", scorer {args.scorer}, {parameters}"
+        how = args.negatives_by
+        if args.unchecked_negatives:
+            how += ", unchecked"
+        negatives = f"{plural(args.negatives, 'negative')} a pair ({how}), loss {args.link_loss}"
         yield f"model   {network}; {fanout}; {negatives}"
+        pairs = len(self.store.split["train"])
         if args.total_batch * 2 > pairs:
             left = f"its own {args.total_batch:,} of {pairs:,} pairs out of the messages"
             few = "so that nodes have few neighbours left"

@@ -4,19 +4,20 @@
     roc_auc(score, y), average_precision(score, y)
     ranking(ranks)                               # {"mrr": ..., "hits@1": ..., "hits@10": ...}
 
-Every metric depends only on the pairs of score and target, not on their order, and agrees with scikit-learn's of the
-same name, ties included. n examples, C classes or labels.
+A metric is an entry of METRICS; the tasks and the choices of --metric are made from these. Every metric depends only on
+the pairs of score and target, not on their order, and agrees with scikit-learn's of the same name, ties included. n
+examples, C classes or labels.
 """
 
 import math
-import re
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 from native import layers
-
-RANKINGS = "mrr", "hits@1", "hits@10"
 
 
 class NotFinite(ValueError):
@@ -32,47 +33,60 @@ def check_scores(scores, noun="scores"):
 def score(metric, logits, y):
     """Compute a metric, from 0 to 1, of logits [n, C] for y: classes int64 [n], or multi-labels [n, C] of 0 and 1, with -1
     for one that is missing and left out. None without labels, and for the ROC-AUC of one class alone; NotFinite for a
-    logit that is NaN or infinite.
-
-    metric: "accuracy": the share of right classes, or of right entries if multi-label. "f1": macro F1 over classes, or
-    micro F1 over all entries if multi-label. "roc_auc": the mean over labels, or over classes one against the rest,
-    without those that are the same wherever y has them.
+    logit that is NaN or infinite. metric: name of one of METRICS with `of_logits`.
     """
-    if metric not in ("accuracy", "f1", "roc_auc"):
-        raise ValueError(f"metric {metric!r} is unknown: choose accuracy, f1 or roc_auc")
-    present = y >= 0
-    if not present.any():
+    choices = metrics_with("of_logits")
+    if metric not in choices:
+        raise ValueError(f"metric {metric!r} is unknown: choose one of {', '.join(choices)}")
+    if not (y >= 0).any():
         return None
     check_scores(logits)
-    if metric == "roc_auc":
-        if y.dim() == 1:
-            logits, y = logits[present], y[present]
-            logits, y = F.softmax(logits.double(), 1), F.one_hot(y, logits.shape[1])
-            if y.shape[1] == 2:
-                logits, y = logits[:, 1:], y[:, 1:]
-        columns = zip(logits.unbind(1), y.unbind(1))
-        values = [roc_auc(column[of >= 0], of[of >= 0]) for column, of in columns]
-        values = [value for value in values if not math.isnan(value)]
-        return sum(values) / len(values) if values else None
-    pred = logits.argmax(1) if y.dim() == 1 else logits > 0
-    if metric == "accuracy":
-        return (pred == y)[present].double().mean().item()
-    if y.dim() == 2:
-        return f1(pred & present, y * present)
-    return f1(pred[present], y[present])
+    return METRICS[metric].of_logits(logits, y)
 
 
-def f1(pred, y):
-    """Compute F1 = 2 TP / (2 TP + FP + FN): for classes [n] macro, over those in `pred` or y; for 0 and 1 [n, C] micro,
-    and 0 if neither has a 1."""
+def predictions(logits, y):
+    """Predict from logits [n, C] what y holds: classes [n], or 0 and 1 [n, C]."""
+    return logits.argmax(1) if y.dim() == 1 else logits > 0
+
+
+def accuracy(logits, y):
+    """Compute the share of right classes, or of right entries if multi-label."""
+    return (predictions(logits, y) == y)[y >= 0].double().mean().item()
+
+
+def f1(logits, y):
+    """Compute F1 = 2 TP / (2 TP + FP + FN): macro over the classes that are predicted or in y; multi-label micro over all
+    entries, and 0 if neither has a 1."""
+    present = y >= 0
+    pred = predictions(logits, y)
     if y.dim() == 2:
-        hit, ones = (pred.bool() & y.bool()).sum(), pred.bool().sum() + y.bool().sum()
-        return (2 * hit.double() / ones.clamp(min=1)).item()
+        pred &= present
+        actual = y > 0
+        hit = (pred & actual).sum()
+        return (2 * hit.double() / (pred.sum() + actual.sum()).clamp(min=1)).item()
+    pred = pred[present]
+    y = y[present]
     size = int(max(pred.max(), y.max())) + 1
     columns = y[pred == y], pred, y
     hits, predicted, actual = (torch.bincount(ids, minlength=size).double() for ids in columns)
     present = predicted + actual > 0
     return (2 * hits / (predicted + actual))[present].mean().item()
+
+
+def mean_roc_auc(logits, y):
+    """Average the ROC-AUC over labels, or over classes one against the rest, without those that are the same wherever y
+    has them; None if all are."""
+    if y.dim() == 1:
+        present = y >= 0
+        logits = F.softmax(logits[present].double(), 1)
+        y = F.one_hot(y[present], logits.shape[1])
+        if y.shape[1] == 2:
+            logits = logits[:, 1:]
+            y = y[:, 1:]
+    columns = zip(logits.unbind(1), y.unbind(1))
+    values = [roc_auc(column[of >= 0], of[of >= 0]) for column, of in columns]
+    values = [value for value in values if not math.isnan(value)]
+    return sum(values) / len(values) if values else None
 
 
 def _counts(score, y):
@@ -106,9 +120,9 @@ def cross_entropy(logits, y):
 def binary_cross_entropy(logits, y):
     """Compute the cross-entropy of logits [n, C] and targets 0 and 1 [n, C], averaged over those of a row that are not -1
     (missing), summed over n."""
-    present, y = y >= 0, y.to(logits.dtype).clamp(min=0)
-    values = F.binary_cross_entropy_with_logits(logits, y, reduction="none")
-    return mean_of_present(values, present).sum()
+    targets = y.to(logits.dtype).clamp(min=0)
+    values = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    return mean_of_present(values, y >= 0).sum()
 
 
 def mean_of_present(values, present):
@@ -118,22 +132,66 @@ def mean_of_present(values, present):
     return values.where(present, 0).mean(1) * share
 
 
+def mean_reciprocal(ranks):
+    """Compute the mean reciprocal rank (MRR) of ranks [n], counted from 1."""
+    return ranks.double().reciprocal().mean().item()
+
+
+def hits_at(k, ranks):
+    """Compute Hits@k: the share of ranks [n], counted from 1, up to k."""
+    return (ranks <= k).double().mean().item()
+
+
 def ranking(ranks):
-    """Compute MRR, Hits@1 and Hits@10 of ranks [n], counted from 1 -> {name: value}; values are None without ranks."""
+    """Compute the metrics of ranks [n], counted from 1 -> {name: value}; values are None without ranks."""
+    names = metrics_with("of_ranks")
     if not len(ranks):
-        return dict.fromkeys(RANKINGS)
+        return dict.fromkeys(names)
     check_scores(ranks)
-    mrr = {"mrr": ranks.double().reciprocal().mean().item()}
-    return mrr | {f"hits@{k}": (ranks <= k).double().mean().item() for k in (1, 10)}
+    return {name: METRICS[name].of_ranks(ranks) for name in names}
 
 
 def errors(output, y, mean):
     """Compute RMSE and MAE of `output` [n, T], and the RMSE of predicting `mean` [T], where y is not NaN -> {name: value}."""
     check_scores(output)
-    y, present = y.double(), ~y.isnan()  # squares of float32 may be infinite
-    error, of_mean = (output - y)[present], (mean - y)[present]
+    y = y.double()  # squares of float32 may be infinite
+    present = ~y.isnan()
+    error = (output - y)[present]
+    of_mean = (mean - y)[present]
     rmse, baseline = (x.square().mean().sqrt().item() for x in (error, of_mean))
     return {"rmse": rmse, "mae": error.abs().mean().item(), "rmse_of_the_mean": baseline}
+
+
+class Metric(NamedTuple):
+    """A metric, declared once. A task offers those that can be computed from what it has; from 0 to 1, larger is better."""
+
+    name: str  # value of --metric, and key in --log
+    title: str  # as papers spell it
+    of_logits: Callable | None = None  # of logits [n, C] and y, as for `score`
+    of_ranks: Callable | None = None  # of ranks [n], counted from 1
+    of_pairs: Callable | None = None  # of scores [n] and targets 0 and 1 [n]
+
+
+# in the order of --help
+METRICS = (
+    Metric("accuracy", "accuracy", of_logits=accuracy),
+    Metric("roc_auc", "ROC-AUC", of_logits=mean_roc_auc, of_pairs=roc_auc),
+    Metric("f1", "F1", of_logits=f1),
+    Metric("mrr", "MRR", of_ranks=mean_reciprocal),
+    Metric("hits@1", "Hits@1", of_ranks=partial(hits_at, 1)),
+    Metric("hits@10", "Hits@10", of_ranks=partial(hits_at, 10)),
+    Metric("ap", "AP", of_pairs=average_precision),
+    # of targets, always reported: see `errors`
+    Metric("rmse", "RMSE"),
+    Metric("mae", "MAE"),
+    Metric("rmse_of_the_mean", "RMSE of predicting the mean"),
+)
+METRICS = {metric.name: metric for metric in METRICS}
+
+
+def metrics_with(source):
+    """Return the names of the metrics that have a function of this source: "of_logits", "of_ranks" or "of_pairs"."""
+    return tuple(name for name, metric in METRICS.items() if getattr(metric, source))
 
 
 def scores_line(scores):
@@ -144,13 +202,6 @@ def scores_line(scores):
     def digits(value):
         if value is None:
             return "n/a"
-        return f"{value:.{'4g' if 0 < value < 1e-3 else '4f'}}"
+        return f"{value:.4g}" if 0 < value < 1e-3 else f"{value:.4f}"
 
-    return "  ".join(f"{metric_name(name)} {digits(v)}" for name, v in scores.items())
-
-
-def metric_name(name):
-    """Spell a metric as papers do: roc_auc -> ROC-AUC."""
-    name = name.replace("hits", "Hits").replace("roc_auc", "ROC-AUC")
-    name = name.replace("of_the_mean", "of predicting the mean").replace("_", " ")
-    return re.sub(r"\b(rmse|mae|mrr|ap|f1)\b", lambda word: word[0].upper(), name)
+    return "  ".join(f"{METRICS[name].title} {digits(value)}" for name, value in scores.items())

@@ -8,15 +8,18 @@ import torch
 from disk.files import StoreError
 from loader import seeds_at
 from sources.splits import choose_split, split_of
-from tasks.metrics import binary_cross_entropy, cross_entropy, metric_name, score
+from tasks.metrics import METRICS, binary_cross_entropy, cross_entropy, metrics_with, score
 from tasks.task import OF_LINKS, Task, described, gnn, numbered_columns, open_graph, rows_of_nodes
 
 
 class NodeTask(Task):
     """Node classification, with one or several labels per node."""
 
-    name, examples, weights, prior = "node", "nodes", "best", 0.07
-    metrics = "accuracy", "roc_auc", "f1"
+    name = "node"
+    examples = "nodes"
+    metrics = metrics_with("of_logits")
+    weights = "best"
+    prior = 0.07
     widths = "feature_dim", "num_classes", "edge_dim", "num_edge_types", "node_types"
     unused = {"is for --task link, --task is node": OF_LINKS}
     classes_agree = True
@@ -36,14 +39,16 @@ class NodeTask(Task):
         store.check_split()
         # multi-label; for a graph without labels set from the checkpoint
         store.several = store.labels.dim() == 2
-        self.metric = args.metric or ("accuracy" if store.labels.dim() == 1 else "f1")
-        self.title = metric_name(self.metric)
+        self.metric = args.metric or ("f1" if store.several else "accuracy")
+        self.title = METRICS[self.metric].title
         valid = store.labels[store.split["valid"]]
-        ranked = self.metric == "roc_auc" and args.trains and len(valid)
-        if ranked and score("roc_auc", torch.zeros(len(valid), store.num_classes), valid) is None:
-            raise StoreError(f"--metric roc_auc: the validation nodes of {path} are of one class")
+        if self.metric == "roc_auc" and args.trains and len(valid):
+            logits = torch.zeros(len(valid), store.num_classes)
+            if score(self.metric, logits, valid) is None:
+                one = f"the validation nodes of {path} are of one class"
+                raise StoreError(f"--metric {self.metric}: {one}")
 
-    def known(self):
+    def visible_labels(self):
         split = split_of(self.store, self.number or 0)
         self.store.check_split(split)
         return torch.cat([split["train"], split["valid"]])
@@ -63,45 +68,52 @@ class NodeTask(Task):
         return cross_entropy(output, y)
 
     def validate(self, run):
-        nodes, result = self.store.split["valid"], None
+        nodes = self.store.split["valid"]
+        result = None
         if nodes.numel():
-            logits = run.sampled(nodes, None if self.times is None else self.times[nodes])
+            times = None if self.times is None else self.times[nodes]
+            logits = run.sampled(nodes, times)
             result = score(self.metric, logits, self.store.labels[nodes])
-        figures, features = {"valid_sampled": result}, run.ring.features
+        figures = {"valid_sampled": result}
+        features = run.ring.features
         if hasattr(features, "hit_rate"):
             figures["cache_hit_rate"] = features.hit_rate
         if hasattr(features, "counts"):
             figures.update(features.counts())
         return figures, result
 
-    def finish(self, run, report):
-        args, store = run.args, self.store
+    def evaluate(self, run, report):
+        args = run.args
+        store = self.store
         # true if it is on any rank: each compared with the memory free at its own start
         if run.ranks.sum(store.features.large)[0] and not args.predict:
             why = "the features do not fit into memory; --predict computes it"
             report.tell(f"result  {self.title} n/a: {why}", {"exact": None})
             return dict.fromkeys(store.split)
-        logits, exact = run.exact(), {}
-        for part, nodes in store.split.items():
-            exact[part] = score(self.metric, logits[nodes], store.labels[nodes])
-        report.exact(
-            self.title, exact, f"exact: all neighbours{', layer by layer' * run.by_layers}"
-        )
+        logits = run.exact()
+        exact = {
+            part: score(self.metric, logits[nodes], store.labels[nodes])
+            for part, nodes in store.split.items()
+        }
+        how = "exact: all neighbours"
+        if run.by_layers:
+            how += ", layer by layer"
+        report.exact(self.title, exact, how)
         if args.predict:
-            if args.predict_what == "embeddings":
+            what = args.predict_what
+            if what == "embeddings":
                 logits = run.exact(layers=args.num_layers - 1)
-            table = rows_of_nodes(store, logits, partial(self.columns, args.predict_what))
-            report.write(lambda: self.predicted(args.predict_what, logits), table)
+            table = rows_of_nodes(store, logits, partial(self.columns, what))
+            report.write(lambda: self.predicted(what, logits), table)
         return exact
 
     def predicted(self, what, outputs):
         """Turn outputs into what --predict-what names: logits or embeddings as they are, scores [n, C], classes [n] or,
         of several labels, int8 [n, C]."""
-        several = self.store.several
         if what == "classes":
-            return (outputs > 0).to(torch.int8) if several else outputs.argmax(1)
+            return (outputs > 0).to(torch.int8) if self.store.several else outputs.argmax(1)
         if what == "scores":
-            return outputs.sigmoid() if several else outputs.softmax(1)
+            return outputs.sigmoid() if self.store.several else outputs.softmax(1)
         return outputs
 
     def columns(self, what, outputs):

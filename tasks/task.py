@@ -29,12 +29,22 @@ class Task:
         classes_agree: the default of --residual may depend on how often neighbours share a class.
         placed: --mode places graph and features. embeds: outputs, of any network, are embeddings of width --hidden.
         timed_pairs: each example has its own time; else examples are nodes, with the times `node_time`.
-        store: the open data, with split {part: ids of its examples}. draw, load: see `NodeLoader`.
+        store: the open data, with split {part: ids of its examples}. draw, load_batch: see `NodeLoader`.
     """
 
-    title, metrics, unused, temporal, weights, prior = "scores", (), {}, "auto", "last", 0.0
-    classes_agree = timed_pairs = embeds = False
-    placed, draw, load, metric = True, None, None, None
+    title = "scores"
+    metrics = ()
+    metric = None
+    unused = {}
+    temporal = "auto"
+    weights = "last"
+    prior = 0.0
+    classes_agree = False
+    placed = True
+    embeds = False
+    timed_pairs = False
+    draw = None
+    load_batch = None
 
     @staticmethod
     def network(args, widths, custom=None):
@@ -44,20 +54,21 @@ class Task:
     def build(self, args, custom=None):
         """Return the `network` for the open data."""
         names = "num_classes", "edge_dim", "num_edge_types"
-        widths = self.store.meta | {name: getattr(self.store, name, 0) for name in names}
-        return self.network(args, widths, custom)
+        of_store = {name: getattr(self.store, name, 0) for name in names}
+        return self.network(args, self.store.meta | of_store, custom)
 
     @classmethod
     def compared(cls, args):
         """List the names of `widths` that must be the same in the data of a checkpoint."""
-        conv, unseen = CONVS.get(args.model), set()
+        conv = CONVS.get(args.model)
+        unseen = set()
         if cls.placed and (conv is None or conv.edge_features == "no"):
             unseen.add("edge_dim")
         if cls.placed and (conv is None or not conv.uses_types):
             unseen.add("num_edge_types")
         return [name for name in cls.widths if name not in unseen]
 
-    def sampled_for(self, args):
+    def seeds_per_example(self, args):
         """Return how many seed nodes an example has, at most."""
         return 1
 
@@ -65,29 +76,29 @@ class Task:
         """Return the ids of all nodes that may be seeds."""
         return self.store.split["train"]
 
-    def judged(self):
+    def num_scored(self):
         """Return how many validation examples the metric is computed from."""
         return len(self.store.split["valid"])
 
-    def known(self):
+    def visible_labels(self):
         """Return the ids of the nodes whose labels the architecture may depend on if `classes_agree`: those of training
         and validation nodes of one split, whatever split a seed takes, so that all --runs train the same network."""
 
     def attach(self, ranks, args, used, indptr, indices):
         """Take the graph where --mode has placed it; used: its `EdgeData`."""
 
-    def prepare(self, network):
+    def set_buffers(self, network):
         """Set buffers of a new network that depend on the data."""
 
     def output(self, run, network, batch, key):
         """Run the network on a batch -> logits [S, C] of the seeds, or embeddings [S, D]."""
         if is_gnn(run.model):
-            first_hop, edges = run.ring.first_hop, batch.edges or None
-            return network(batch.blocks, batch.x, aggregated=first_hop, key=key, edges=edges)
+            options = {"aggregated": run.ring.first_hop, "edges": batch.edges or None}
+            return network(batch.blocks, batch.x, key=key, **options)
         return output_of_own(self.store.num_classes, network, batch)
 
     def loss(self, network, output, y):
-        """Return the loss, summed over the examples of a batch; y: store.labels[seeds], or what `draw` or `load` gave.
+        """Return the loss, summed over the examples of a batch; y: store.labels[seeds], or what `draw` or `load_batch` gave.
         In a CUDA graph labels of -1 fill up the batch: they have no part in it."""
 
     def validate(self, run):
@@ -96,7 +107,7 @@ class Task:
         The epoch line prints `valid_sampled`, from 0 to 1, or `valid`, a dict; None without a validation part.
         """
 
-    def finish(self, run, report):
+    def evaluate(self, run, report):
         """Report exact scores and write predictions -> {part: score}."""
 
     def score_text(self, score):
@@ -119,14 +130,18 @@ def open_graph(args, path, say):
 
 def described(args, store):
     """Describe features, network and fanout of a run -> three strings."""
-    layers, custom = plural(args.num_layers, "layer"), ":" in args.model
-    norm = "" if args.norm == "none" else f", norm {args.norm}"
-    layers += f", hidden {args.hidden}{norm}{', residual' * bool(args.residual)}"
-    return (
-        f"{store.feature_dim:,} features" if store.has_features else "no features",
-        f"{args.model}, {plural(args.num_layers, 'hop') if custom else layers}",
-        f"fanout {','.join(map(str, args.fanout))}: neighbours of a node, from the seeds outward",
-    )
+    features = f"{store.feature_dim:,} features" if store.has_features else "no features"
+    if ":" in args.model:
+        shape = plural(args.num_layers, "hop")
+    else:
+        shape = f"{plural(args.num_layers, 'layer')}, hidden {args.hidden}"
+        if args.norm != "none":
+            shape += f", norm {args.norm}"
+        if args.residual:
+            shape += ", residual"
+    numbers = ",".join(map(str, args.fanout))
+    fanout = f"fanout {numbers}: neighbours of a node, from the seeds outward"
+    return features, f"{args.model}, {shape}", fanout
 
 
 def in_chunks(count, width):
@@ -139,19 +154,22 @@ def in_chunks(count, width):
 def rows_of_nodes(store, outputs, columns):
     """Yield a table of all nodes in chunks, {column: values}: `node`, its name or, without names, its number, within its
     `type` if nodes have types; and what columns(rows of the outputs [V, n]) returns."""
-    record, types = store.meta["files"].get(NAMES), [*store.node_types]
+    record = store.meta["files"].get(NAMES)
     names = read_names(store.path, record) if record else None
+    types = np.array([*store.node_types])
     ends = np.cumsum([count for count, _ in store.node_types.values()])
     for rows in in_chunks(*outputs.shape):
-        node, keys = np.arange(rows.start, rows.stop), {}
-        if types:
+        node = np.arange(rows.start, rows.stop)
+        table = {}
+        if len(types):
             kind = np.searchsorted(ends, node, side="right")
-            keys["type"] = np.array(types)[kind]
+            table["type"] = types[kind]
             node = node - np.array([0, *ends])[kind]
         if names:
             node = [*islice(names, len(node))]
-            node = np.array(node, np.int64) if record["dtype"] == "int64" else node
-        yield {**keys, "node": node, **columns(outputs[rows])}
+            if record["dtype"] == "int64":
+                node = np.array(node, np.int64)
+        yield {**table, "node": node, **columns(outputs[rows])}
 
 
 def numbered_columns(rows):
@@ -161,21 +179,29 @@ def numbered_columns(rows):
 
 def gnn(args, widths, out_dim):
     """Build the GNN that the flags describe."""
+    conv = CONVS[args.model]
     names = "hidden num_layers heads dropout input_dropout norm residual".split()
     options = {name: getattr(args, name) for name in names}
-    options |= {"conv": args.model, "recompute": args.checkpoint_activations}
-    options["edge_dim"] = widths["edge_dim"] if CONVS[args.model].edge_features != "no" else 0
-    if CONVS[args.model].uses_types:
-        options |= {"num_types": widths["num_edge_types"], "bases": args.bases}
-    options["node_types"] = [(count, width) for _, count, width in widths.get("node_types") or ()]
-    return GNN(widths["feature_dim"], out_dim=out_dim, **options)
+    if conv.uses_types:
+        options["num_types"] = widths["num_edge_types"]
+        options["bases"] = args.bases
+    return GNN(
+        widths["feature_dim"],
+        out_dim=out_dim,
+        conv=args.model,
+        recompute=args.checkpoint_activations,
+        edge_dim=0 if conv.edge_features == "no" else widths["edge_dim"],
+        node_types=[(count, width) for _, count, width in widths.get("node_types") or ()],
+        **options,
+    )
 
 
 def output_of_own(width, network, batch):
     """Run a user's network on a batch -> float [S, width]; StoreError for other output."""
     edges = {"edges": batch.edges} if batch.edges else {}
     output = network(batch.blocks, batch.x, **edges)
-    S, actual = batch.blocks[-1].num_dst, type(output).__name__
+    S = batch.blocks[-1].num_dst
+    actual = type(output).__name__
     if isinstance(output, torch.Tensor):
         actual = f"{output.dtype} {list(output.shape)}"
         if output.is_floating_point() and output.shape == (S, width):

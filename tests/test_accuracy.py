@@ -505,7 +505,7 @@ def test_residual_connections_are_the_same_for_every_seed_and_split(tmp_path, ca
     assert _code(f"--dataset {path} --model gcn --gpus 0 --fanout 3,3 --split 1") == 0
     args = changed(train.parse_args(["--dataset", str(path)]), turn=1)
     task = NodeTask(args, path)
-    _refuses("node 400", task.known)
+    _refuses("node 400", task.visible_labels)
 
 
 def test_labels_of_test_nodes_do_not_choose_residual_connections(tmp_path):
@@ -518,7 +518,7 @@ def test_labels_of_test_nodes_do_not_choose_residual_connections(tmp_path):
         made = graph | {"labels": labels, "split": split}
         store = GraphStore.open(build_store(tmp_path / str(test_label), **made))
         task = NodeTask(train.parse_args(["--dataset", str(store.path)]), store.path)
-        reasons.add(placement.residual_helps(store, task.known()))
+        reasons.add(placement.residual_helps(store, task.visible_labels()))
     assert len(reasons) == 1
 
 

@@ -250,8 +250,10 @@ def test_the_picture_and_the_tables_beside_it_show_the_same_figures():
     charts = {}
     for name in ("sampler", "step"):
         charts |= picture.times_in(json.loads((HERE / f"results/{name}-cpu.json").read_text()))
-    sampling, step = charts["sampling a batch"], charts["a training step, dropout 0.5"]
-    readme, results = (HERE / "README.md").read_text(), (HERE / "results/README.md").read_text()
+    sampling = charts["sampling a batch"]
+    step = charts["a training step, dropout 0.5"]
+    readme = (HERE / "README.md").read_text()
+    results = (HERE / "results/README.md").read_text()
     drawn = {"native": "ringblock", "torch ops": "ringblock, torch ops"}
     for name in (*drawn, "DGL fused, int64", "DGL unfused, int64"):
         assert f"\n| {name} | {sampling[drawn.get(name, name)]:.1f} |" in results
@@ -261,7 +263,8 @@ def test_the_picture_and_the_tables_beside_it_show_the_same_figures():
         (sampling, "ringblock", "DGL fused, int64", 1),
         (step, "ringblock, fp32", "DGL, malloc kept", 0),
     ):
-        ours, theirs = times[ours], times[theirs]
+        ours = times[ours]
+        theirs = times[theirs]
         assert f"| {ours:.{digits}f} ms | {theirs:.{digits}f} ms, DGL" in readme
         assert (
             f" DGL | {theirs / ours:.1f} |" in readme
@@ -271,7 +274,8 @@ def test_the_picture_and_the_tables_beside_it_show_the_same_figures():
 
 def test_figures_of_the_gpu_in_readme_are_those_of_the_results():
     parts = json.loads((HERE / "results/gpu-h200.json").read_text())["parts"]
-    readme, results = (HERE / "README.md").read_text(), (HERE / "results/README.md").read_text()
+    readme = (HERE / "README.md").read_text()
+    results = (HERE / "results/README.md").read_text()
     theirs = {name: row["median_ms"] for name, row in parts["cugraph"]["contenders"].items()}
     ours = re.search(
         r"step of sage takes ([\d.]+) ms in tf32, ([\d.]+) in fp32, sampling ([\d.]+)",
@@ -306,8 +310,12 @@ def _part(args, record):
 def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
     """An exception, a crash and a timeout are written into the part's entry, and the other parts run."""
     monkeypatch.setattr(bench_gpu.gpu_parts, "START", "fork")  # to have the parts below
-    parts = {"raises": (_part, 60, ""), "dies": (_part, 60, "both"), "hangs": (_part, 1, "both")}
-    parts["keeps"] = _part, 60, ""
+    parts = {
+        "raises": bench_gpu.Part(_part, 60),
+        "dies": bench_gpu.Part(_part, 60, "both"),
+        "hangs": bench_gpu.Part(_part, 1, "both"),
+        "keeps": bench_gpu.Part(_part, 60),
+    }
     monkeypatch.setattr(bench_gpu, "PARTS", parts)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.chdir(tmp_path)
@@ -413,7 +421,8 @@ def test_the_example_of_an_own_graph_runs_from_top_to_bottom(tmp_path, monkeypat
     called = "#!/bin/bash\nprintf '%q ' \"$@\" >> called; echo >> called\n"
     (tmp_path / "python").write_text(called)
     (tmp_path / "python").chmod(0o755)
-    environment, names = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, {}
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    names = {}
     text = (HERE / "docs/own_graph.md").read_text()
     for language, block in re.findall(r"^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         if language == "python":
@@ -425,7 +434,9 @@ def test_the_example_of_an_own_graph_runs_from_top_to_bottom(tmp_path, monkeypat
             script, *words = shlex.split(command)
             main = {"store.py": cli.main, "train.py": train.main}[script]
             assert main(words) == 0, command
-    papers, table, pandas = names["papers"], names["table"], names["pd"]
+    papers = names["papers"]
+    table = names["table"]
+    pandas = names["pd"]
     assert (table.id == papers.id).all()
     right = table.predicted[300:] == papers.subject[300:]  # without labels
     later = names["predicted"]["class"] == names["later"].subject
@@ -433,7 +444,8 @@ def test_the_example_of_an_own_graph_runs_from_top_to_bottom(tmp_path, monkeypat
     predicted = pandas.read_csv("predicted.csv")
     assert (predicted.node == table.id).all() and (predicted["class"] == table.predicted).all()
     assert np.allclose(predicted.score, table.score, atol=1e-5)
-    vectors, scores = pandas.read_parquet("vectors.parquet"), pandas.read_csv("scores.csv")
+    vectors = pandas.read_parquet("vectors.parquet")
+    scores = pandas.read_csv("scores.csv")
     assert vectors.shape == (600, 33) and list(scores)[1:] == ["biology", "maths", "physics"]
     assert len(names["rows"]) == 8 and len(names["means"]) == 4
     assert sorted(p.name for p in tmp_path.glob("best*")) == [f"best-seed{i}.pt" for i in range(3)]
@@ -444,7 +456,8 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
     """README's Python blocks in order, on a small graph under the names they use; those of DGL and PyG if installed."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
-    y, dst = rng.integers(0, 3, 400), rng.integers(0, 400, 4000)  # edges join nodes of a class
+    y = rng.integers(0, 3, 400)
+    dst = rng.integers(0, 400, 4000)  # edges join nodes of a class
     src = np.array([rng.choice(np.flatnonzero(y == y[node])) for node in dst])
     names = {
         "edge_index": np.stack([src, dst]),

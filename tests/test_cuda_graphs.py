@@ -191,7 +191,7 @@ def test_a_step_of_a_typed_graph_is_a_cuda_graph(
     draws, ring = _sampling_on_gpu(s, tmp_path), _graph_ring(net, x, labels, slots=2)
     make = lambda net: adam.Adam(net.parameters(), lr=0.01, eps=2**-10, fused=True)  # noqa: E731
     graphs = _step_graphs(draws, ring, net, make(net), nodes, size=size)
-    options = dict(batch_size=size, seed=5, depth=1, load=graphs.load)
+    options = dict(batch_size=size, seed=5, depth=1, load_batch=graphs.load_batch)
     batches, optimizer = loader.NodeLoader(None, nodes, [4, 3, 3], **options), make(plain)
     assert graphs.captured
     for _ in range(3):
@@ -268,7 +268,9 @@ def test_a_cuda_step_graph_has_room_for_more_seeds_than_there_are(
     nodes, labels, net = torch.randperm(300)[:10], torch.randint(5, (300,)), _net(conv, (20, 8, 5))
     draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20), degree)
     graphs = _step_graphs(draws, ring, net, _adam(net), nodes, size=600)
-    batches = loader.NodeLoader(None, nodes, [4, 3, 3], batch_size=600, depth=1, load=graphs.load)
+    batches = loader.NodeLoader(
+        None, nodes, [4, 3, 3], batch_size=600, depth=1, load_batch=graphs.load_batch
+    )
     rows = [batch.x.shape[0] for batch in batches]
     assert graphs.captured and rows == [graphs.slots[0].x.shape[0]]
 
@@ -319,7 +321,9 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
         optimizer = _adam(net, copy.deepcopy(state))
         graphs = _step_graphs(draws, ring, net, optimizer, nodes, word)
         kept = dict(batch_size=12, seed=5, depth=1)
-        return graphs, loader.NodeLoader(None, nodes, [4, 3, 3], load=graphs.load, **kept)
+        return graphs, loader.NodeLoader(
+            None, nodes, [4, 3, 3], load_batch=graphs.load_batch, **kept
+        )
 
     ends, losses, taken = [], [], []
     for word, stop in (("on", None), ("off", None), ("on", 4), ("off", 4)):
@@ -476,7 +480,11 @@ def test_a_task_s_loss_is_that_of_every_stepper(emulated_graphs, word, tmp_path,
     steppers, sums = (graphs, train.Eager(run, eager_net, _adam(eager_net))), []
     for stepper in steppers:
         loss_sum, options = stepper.begin(), dict(batch_size=12, seed=5, depth=1)
-        options |= {"load": graphs.load} if stepper is graphs else {"sampler": draws, "ring": ring}
+        options |= (
+            {"load_batch": graphs.load_batch}
+            if stepper is graphs
+            else {"sampler": draws, "ring": ring}
+        )
         for batch in loader.NodeLoader(None, nodes, [4, 3, 3], **options):
             stepper.step(batch, Clock(False))
         sums.append(loss_sum.total.item())
@@ -589,7 +597,9 @@ def _one_rank_fails(ranks, folder):
             assert why in said, (name, which, said)
             if graphs:  # rank 0 replays what rank 1 launches
                 assert graphs.captured == (ranks.rank == 0) and not graphs.begin().total
-                options = dict(batch_size=12, seed=5, rank=ranks.rank, world=2, load=graphs.load)
+                options = dict(
+                    batch_size=12, seed=5, rank=ranks.rank, world=2, load_batch=graphs.load_batch
+                )
                 for batch in loader.NodeLoader(
                     None, torch.arange(40), [4, 3, 3], depth=1, **options
                 ):
@@ -1002,7 +1012,7 @@ def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, word, tmp_path, 
     before = None
     for step, seeds in enumerate(nodes.split(12)):
         batch = Batch([], None, None, seeds, step, step, len(seeds))
-        fetched = graphs.load(batch, step % 2)
+        fetched = graphs.load_batch(batch, step % 2)
         if before:
             before[0].wait()
             graphs.step(before[1], Clock(False))

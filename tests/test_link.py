@@ -36,7 +36,8 @@ def _link_graph(folder, nodes=300, edges=1500, seed=0, symmetrize=True, **change
     rng = np.random.default_rng(seed)
     edge_index = rng.integers(0, nodes, (2, edges))
     edge_index = np.concatenate([edge_index, edge_index[:, :20]], 1)
-    x, y = rng.normal(size=(nodes, 8)).astype(np.float32), rng.integers(0, 3, nodes)
+    x = rng.normal(size=(nodes, 8)).astype(np.float32)
+    y = rng.integers(0, 3, nodes)
     arrays = {"edge_index": edge_index, "features": x, "labels": y, "split": {"train": [0]}}
     path = build_store(folder / f"links{seed}", **arrays, symmetrize=symmetrize, **changes)
     return GraphStore.open(path)
@@ -66,7 +67,8 @@ def test_edges_are_found_wherever_they_stand(ascending):
         lists = [sorted(part, reverse=not ascending) for part in lists]
         all_edges = [(u, v) for v, part in enumerate(lists) for u in part]
         edges = link.Edges(indptr, indices.new_tensor([u for u, _ in all_edges]))
-        source, target = torch.arange(40).repeat_interleave(40), torch.arange(40).repeat(40)
+        source = torch.arange(40).repeat_interleave(40)
+        target = torch.arange(40).repeat(40)
         there = [(u, v) in set(all_edges) for u, v in zip(source.tolist(), target.tolist())]
         assert edges.has(source, target).tolist() == there
         some = torch.from_numpy(rng.integers(0, 40, (2, 30)))
@@ -82,7 +84,8 @@ def test_edges_are_found_wherever_they_stand(ascending):
 @pytest.mark.parametrize("symmetrize", [True, False])
 def test_link_split_holds_edges_out_with_their_reverses(symmetrize, tmp_path):
     graph = _link_graph(tmp_path, symmetrize=symmetrize)
-    view, whole = link.split_edges(graph, "80/10/10", 3), _pairs_of(graph)
+    view = link.split_edges(graph, "80/10/10", 3)
+    whole = _pairs_of(graph)
     proper = {frozenset(edge) for edge in whole if edge[0] != edge[1]}
     pairs = _tuples(torch.cat(list(view.pairs.values())))
     assert set(pairs) <= set(whole) and _holds_out(view, graph)
@@ -91,7 +94,8 @@ def test_link_split_holds_edges_out_with_their_reverses(symmetrize, tmp_path):
     both = sum((v, u) in set(whole) for u, v in pairs)
     upwards = sum(u < v for u, v in pairs) / len(pairs)
     assert 0.4 < upwards < 0.6 and (both == len(pairs)) == symmetrize
-    again, other = link.split_edges(graph, "80/10/10", 3), link.split_edges(graph, "80/10/10", 4)
+    again = link.split_edges(graph, "80/10/10", 3)
+    other = link.split_edges(graph, "80/10/10", 4)
     assert torch.equal(again.pairs["test"], view.pairs["test"])
     assert not torch.equal(other.pairs["test"], view.pairs["test"])
     everywhere = link.split_edges(graph, "none", 3)
@@ -109,7 +113,8 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     graph.edge_time = torch.from_numpy(np.random.default_rng(0).permutation(graph.num_edges))
     view = link.split_edges(graph, "time:80/10/10")
     assert len(view.edge_time) == view.num_edges == len(view.indices)
-    whole, file = _pairs_of(graph), tmp_path / "split.npz"
+    whole = _pairs_of(graph)
+    file = tmp_path / "split.npz"
     no_edge = 0, next(v for v in range(1, 300) if not {(0, v), (v, 0)} & {*whole})
     given = {"valid": [whole[5], whole[9]], "test": [whole[200], no_edge]}
     np.savez(file, **given)
@@ -117,7 +122,7 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     assert {name: _tuples(view.pairs[name]) for name in given} == given
     assert _holds_out(view, graph)
     # no negative is to be a pair of the file
-    assert view.known.has(*torch.tensor([no_edge]).t()).all()
+    assert view.known_edges.has(*torch.tensor([no_edge]).t()).all()
     for message, arrays in (
         (r"valid is \[3\] int64: integers or names \[n, 2\] are needed", {"valid": [1, 2, 3]}),
         (r"test has node 300: node ids lie in \[0, 300\)", {"test": [[0, 1], [0, 300]]}),
@@ -141,15 +146,19 @@ NAMES_OF = {
 @pytest.mark.parametrize("kind", NAMES_OF)
 def test_pairs_are_given_by_the_names_of_nodes(kind, tmp_path, capsys):
     """In a file of --edge-split and in --pairs, on another graph too: results are those of row numbers."""
-    rng, file, asked = np.random.default_rng(0), tmp_path / "split.npz", tmp_path / "pairs.npy"
+    rng = np.random.default_rng(0)
+    file = tmp_path / "split.npz"
+    asked = tmp_path / "pairs.npy"
     names, other = (NAMES_OF[kind](300, rng) for _ in range(2))
     named = {} if kind == "none" else {"node_names": names.tolist()}
     graph = _link_graph(tmp_path, symmetrize=False, **named)
     plain = _link_graph(tmp_path / "plain", symmetrize=False)
     theirs = _link_graph(tmp_path, seed=1, **(named and {"node_names": other.tolist()}))
-    edges, row_of = _pairs_of(graph), {name: row for row, name in enumerate(names.tolist())}
+    edges = _pairs_of(graph)
+    row_of = {name: row for row, name in enumerate(names.tolist())}
     edges = [*dict.fromkeys(edge for edge in edges if edge[0] != edge[1])]
-    known, parts = {*edges}, rng.permutation(len(edges))
+    known = {*edges}
+    parts = rng.permutation(len(edges))
     apart = [
         (u, v) for u, v in rng.integers(0, 300, (99, 2)).tolist() if not {(u, v), (v, u)} & known
     ]
@@ -202,9 +211,10 @@ def test_pairs_are_given_by_the_names_of_nodes(kind, tmp_path, capsys):
         assert re.search(f"--pairs {asked} {complaint}", capsys.readouterr().err)
 
 
-def _negatives_by_the_law(graph, key, numbers, sources, count, upto=None):
+def _negatives_by_the_law(graph, key, numbers, sources, count, *, upto):
     """Draw negatives in plain Python: redraw, `count` draws further on, while it is an edge or the node itself."""
-    edges, found = set(_pairs_of(graph)), []
+    edges = set(_pairs_of(graph))
+    found = []
     for number, source in zip(numbers.tolist(), sources.tolist()):
         for which in range(count):
             node = source
@@ -225,10 +235,13 @@ def test_negatives_follow_the_law_and_are_no_edges(by_degree, tmp_path):
         degrees = graph.indptr.diff()
         upto = list(itertools.accumulate(int(d**0.75 * 1024) for d in degrees.tolist()))
     edges = link.Edges(graph.indptr, graph.indices)
-    numbers, pairs = torch.randint(0, 1 << 40, (200,)), torch.randint(0, 60, (200, 2))
-    negatives, sources = link.Negatives(edges, 60, degrees), pairs[:, 0]
-    drawn, each = negatives.draw(12345, numbers, pairs, 7), sources.unsqueeze(1).expand(200, 7)
-    assert torch.equal(drawn, _negatives_by_the_law(graph, 12345, numbers, sources, 7, upto))
+    numbers = torch.randint(0, 1 << 40, (200,))
+    pairs = torch.randint(0, 60, (200, 2))
+    negatives = link.Negatives(edges, 60, degrees)
+    sources = pairs[:, 0]
+    drawn = negatives.draw(12345, numbers, pairs, 7)
+    each = sources.unsqueeze(1).expand(200, 7)
+    assert torch.equal(drawn, _negatives_by_the_law(graph, 12345, numbers, sources, 7, upto=upto))
     part = negatives.draw(12345, numbers[50:70], pairs[50:70], 7)
     assert torch.equal(part, drawn[50:70]), "a function of the pair's number, not of the batch"
     unchecked = link.Negatives(None, 60, degrees).draw(12345, numbers, pairs, 7)
@@ -238,8 +251,10 @@ def test_negatives_follow_the_law_and_are_no_edges(by_degree, tmp_path):
     counts = [5, 40, 15]  # of the type of the node that they replace
     negatives = link.Negatives(edges, 60, degrees, counts)
     kind = torch.arange(3).repeat_interleave(torch.tensor(counts))
-    numbers, pairs = torch.arange(3000), torch.randint(0, 60, (3000, 2))
-    drawn, sources = negatives.draw(99, numbers, pairs, 4), pairs[:, :1].expand(-1, 4)
+    numbers = torch.arange(3000)
+    pairs = torch.randint(0, 60, (3000, 2))
+    drawn = negatives.draw(99, numbers, pairs, 4)
+    sources = pairs[:, :1].expand(-1, 4)
     assert torch.equal(kind[drawn], kind[pairs[:, 1:]].expand(-1, 4))
     assert not edges.has(sources, drawn).any() and not (drawn == sources).any()
     assert len(drawn.unique()) == 60  # all of each type
@@ -280,7 +295,7 @@ def test_edges_that_repeat_take_no_memory_in_a_ranking():
     graph = types.SimpleNamespace(indices=torch.zeros(5001, dtype=torch.int32), num_nodes=4)
     graph.indptr = torch.tensor([0, 5000, 5001, 5001, 5001])
     evaluation = link.Evaluation(link.split_edges(graph, "none"))
-    assert evaluation._known(torch.tensor([0, 0]))[1].tolist() == [0, 1, 0, 1, 0, 0]
+    assert evaluation._left_out(torch.tensor([0, 0]))[1].tolist() == [0, 1, 0, 1, 0, 0]
 
 
 def _some_of(graph, step, count):
@@ -336,10 +351,8 @@ def test_no_positive_of_a_step_lies_in_its_blocks(kind, tmp_path):
 def _expected(logit, pairs, against, random):
     """Compute the figures of an evaluation in plain Python. logit: function of a pair's number and two nodes. against:
     the nodes each pair is ranked against. random: as many pairs without an edge."""
-    places, scored = (
-        [],
-        [[logit(i, *pair) for i, pair in enumerate(some)] for some in (pairs, random)],
-    )
+    places = []
+    scored = [[logit(i, *pair) for i, pair in enumerate(some)] for some in (pairs, random)]
     for i, (u, others) in enumerate(zip(next(zip(*pairs)), against)):
         if not len(others):
             continue  # nothing to be ranked against
@@ -359,7 +372,8 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     whole = _link_graph(tmp_path, nodes=80, edges=300, symmetrize=False)
     graph = link.split_edges(whole, "70/10/20")
     torch.manual_seed(0)
-    scorer, known = link.Scorer(kind, 6).double(), set(_pairs_of(whole))
+    scorer = link.Scorer(kind, 6).double()
+    known = set(_pairs_of(whole))
     h = torch.randint(-3, 4, (80, 6)).double()  # with ties
     if kind == "distmult":
         torch.nn.init.normal_(scorer.relation)
@@ -371,7 +385,9 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
         relation = scorer.relation if kind == "distmult" else 1
         return (scorer.mlp(product) if kind == "mlp" else (product * relation).sum()).item()
 
-    pairs, (_, random, others) = _tuples(graph.pairs["test"]), evaluation.examples["test"]
+    pairs = _tuples(graph.pairs["test"])
+    examples = evaluation.examples["test"]
+    random, others = examples.random, examples.others
     free = [[w for w in range(80) if w not in (u, v) and (u, w) not in known] for u, v in pairs]
     against = free if small else others.tolist()
     assert all(set(some) <= set(all_free) for some, all_free in zip(against, free))
@@ -379,7 +395,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     assert expected == {name: pytest.approx(found[name]) for name in expected}
     assert len(random) == len(pairs) and not known & set(_tuples(random))
     again = link.Evaluation(link.split_edges(whole, "70/10/20"))
-    assert torch.equal(again.examples["test"][1], random)
+    assert torch.equal(again.examples["test"].random, random)
     rows = []
     for rank in range(3):
         part = ddp.Ranks(rank, 3).part
@@ -393,7 +409,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     assert small or ties == pytest.approx([1 / 51] * 9, rel=0.05)
     assert link.Evaluation(link.split_edges(whole, "none"))(scorer, h, "test") is None
     # NaN is above no other score: a network that has lost its numbers would rank every pair first
-    unseen = set(range(80)) - set(torch.cat(evaluation.examples["test"][:2]).flatten().tolist())
+    unseen = set(range(80)) - set(torch.cat([examples.pairs, random]).flatten().tolist())
     bad = [torch.full_like(h, 1e300)]  # finite, and its product with itself is not
     # the second only ranked against
     for node in (int(graph.pairs["test"][0, 0]), *list(unseen)[:1]):
@@ -448,8 +464,11 @@ def test_a_pair_of_nodes_with_times_is_there_once_both_are(symmetrize, tmp_path)
 def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, monkeypatch):
     """A node's embedding is a function of node and time here; scores are compared with slow ones."""
     graph = link.split_edges(_timed_links(tmp_path, nodes=60), "60/20/20", timed=True)
-    evaluation, scorer = link.Evaluation(graph), link.Scorer("dot", 2).double()
-    whole, (nodes, times) = set(_pairs_of(graph)), evaluation.seen["test"]
+    evaluation = link.Evaluation(graph)
+    scorer = link.Scorer("dot", 2).double()
+    whole = set(_pairs_of(graph))
+    examples = evaluation.examples["test"]
+    nodes, times = examples.nodes, examples.times
     assert len(torch.stack([nodes, times]).unique(dim=1).T) == len(nodes)
 
     def row(v, t):
@@ -457,17 +476,19 @@ def test_link_evaluation_at_times_takes_the_embeddings_of_each_pair(tmp_path, mo
 
     h = torch.stack([row(*pair) for pair in zip(nodes.tolist(), times.tolist())])
     found = evaluation(scorer, h, "test")
-    _, random, others = (nodes[place] for place in evaluation.examples["test"])
-    pairs, when = _tuples(graph.pairs["test"]), graph.pair_times["test"].tolist()
+    random, others = (nodes[place] for place in (examples.random, examples.others))
+    pairs = _tuples(graph.pairs["test"])
+    when = graph.pair_times["test"].tolist()
     assert not whole & {(u, w) for (u, _), row in zip(pairs, others.tolist()) for w in row}
     logit = lambda i, u, v: float(row(u, when[i]) @ row(v, when[i]))  # noqa: E731
     expected = _expected(logit, pairs, others.tolist(), random.tolist())
     assert expected == {name: pytest.approx(found[name], abs=1e-9) for name in expected}
     monkeypatch.setattr(link, "MOST_TIMED", 7)
-    few, spread = link.Evaluation(graph), torch.arange(7) * len(pairs) // 7  # of all times
-    (seen, at), place = few.seen["test"], few.examples["test"][0]
-    assert torch.equal(seen[place], graph.pairs["test"][spread])
-    assert torch.equal(at[place][:, 0], graph.pair_times["test"][spread])
+    few = link.Evaluation(graph)
+    spread = torch.arange(7) * len(pairs) // 7  # of all times
+    few = few.examples["test"]
+    assert torch.equal(few.nodes[few.pairs], graph.pairs["test"][spread])
+    assert torch.equal(few.times[few.pairs][:, 0], graph.pair_times["test"][spread])
 
 
 LINK = "--task link --gpus 0 --fanout 4,4 --hidden 16 --lr 0.01 --edge-split 80/10/10"
@@ -483,14 +504,16 @@ def test_links_are_the_same_for_any_number_of_processes(kind, tmp_path):
         words = "--scorer mlp --dropout 0.5"
     if kind == "own":
         (tmp_path / "net.py").write_text(OWN_LAYERS.replace("dropout=0.3", "dropout=0.0"))
-        words, runs = f"--scorer distmult --model {tmp_path}/net.py:Net", runs[:2]
+        words = f"--scorer distmult --model {tmp_path}/net.py:Net"
+        runs = runs[:2]
     path = make(tmp_path, nodes=120 if timed else 500, edges=400 if timed else 1000).path
     words = f"{LINK} --dataset {path} --negatives 2 {words}"
     _same_for_any_number_of_processes(tmp_path, words, runs)
 
 
 def test_links_at_their_times_are_refused_in_a_sentence(tmp_path, capsys):
-    timed, plain = _timed_links(tmp_path).path, _link_graph(tmp_path, seed=1).path
+    timed = _timed_links(tmp_path).path
+    plain = _link_graph(tmp_path, seed=1).path
     np.savez(tmp_path / "none.npz", test=[[0, 1]])
     gcn = "--model gcn divides by the degrees of the whole graph"
     no_edge = r"none.npz: the pair \[0, 1\] has no time, for it is no edge; --temporal off takes it"
@@ -526,7 +549,8 @@ def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path):
     _train(words, files, "" if own else "--dropout 0")
     log = _log(tmp_path / "log")
     assert log[-2]["loss"] < log[0]["loss"] and log[-1]["scores"]["test"]["roc_auc"] > 0.6, log[-1]
-    h, graph = np.load(tmp_path / "h.npy"), GraphStore.open(path)
+    h = np.load(tmp_path / "h.npy")
+    graph = GraphStore.open(path)
     assert h.shape == (1000, 16) and h.dtype == np.float32
     again = f"--resume {tmp_path}/l.pt --gpus 0 {network if own else ''}"
     pairs = np.random.default_rng(0).integers(0, 1000, (50, 2))
@@ -571,20 +595,23 @@ def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_pa
     """A user who bought everything: as plain Python counts, and for any number of ranks."""
     monkeypatch.setattr(link, "SMALL", 1 << 14 if kind == "small" else 0)
     monkeypatch.setattr(link, "CHUNK", 40)
-    timed, rng = kind == "timed", np.random.default_rng(1)
+    timed = kind == "timed"
+    rng = np.random.default_rng(1)
     times = {"edge_time": rng.integers(0, 50, 120)} if timed else {}
     whole = _bought(tmp_path, 20, 6, 0.4, full, **times)
     graph = link.split_edges(whole, "40/20/40", timed=timed)
-    evaluation, known = link.Evaluation(graph), set(_pairs_of(whole))
+    evaluation = link.Evaluation(graph)
+    known = set(_pairs_of(whole))
     bought = collections.Counter(u for u, _ in known)
     for part in ("valid", "test"):
         pairs = _tuples(graph.pairs[part])
         free = [[w for w in range(20, 26) if (u, w) not in known] for u, _ in pairs]
         left = [bought[u] < 6 for u, _ in pairs]
-        assert evaluation.ranked[part].tolist() == left == [bool(some) for some in free]
-        nodes = evaluation.seen[part][0] if timed else torch.arange(26)
+        examples = evaluation.examples[part]
+        assert examples.ranked.tolist() == left == [bool(some) for some in free]
+        nodes = examples.nodes if timed else torch.arange(26)
         h = torch.randn(len(nodes), 6).double()
-        places, random, others = evaluation.examples[part]
+        places, random, others = examples.pairs, examples.random, examples.others
         against = others.tolist() if others is not None else free
         against = [some if kept else [] for some, kept in zip(against, left)]
         named = others if others is None else nodes[others]
@@ -595,7 +622,7 @@ def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_pa
         )
         found = evaluation(link.Scorer("dot", 6), h, part)
         if not any(left):
-            assert [found[name] for name in metrics.RANKINGS] == [None] * 3
+            assert [found[name] for name in metrics.metrics_with("of_ranks")] == [None] * 3
             assert 0 <= found["roc_auc"] <= 1
             continue
         logit = lambda _, u, v: (h[u] @ h[v]).item()  # noqa: E731
@@ -620,7 +647,8 @@ def test_nothing_is_without_negatives_but_what_has_an_edge_to_every_node(typed, 
         ends = torch.from_numpy(rng.integers(0, nodes, (2, int(rng.integers(0, 4 * nodes)))))
         edges = link.Edges(*link.from_edge_index(ends, nodes))
         pairs = torch.from_numpy(rng.integers(0, nodes, (40, 2)))
-        there, kinds = set(map(tuple, ends.T.tolist())), np.repeat(np.arange(len(counts)), counts)
+        there = set(map(tuple, ends.T.tolist()))
+        kinds = np.repeat(np.arange(len(counts)), counts)
         expected = [
             all(u == w or (u, w) in there for w in range(nodes) if kinds[w] == kinds[v])
             for u, v in pairs.tolist()

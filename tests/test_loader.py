@@ -355,7 +355,7 @@ def test_loader_takes_repeated_seeds_where_a_draw_makes_them_distinct():
     some = torch.randint(0, 9, (50,))
     for batch in loader.NodeLoader(graph, some, [4], batch_size=16, draw=draw):
         assert torch.equal(batch.blocks[-1].src_nodes[batch.y].long(), batch.seeds)
-    loader.NodeLoader(graph, some, [4], load=draw)
+    loader.NodeLoader(graph, some, [4], load_batch=draw)
 
 
 def test_loader_hands_out_labels_of_any_dtype_and_shape():

@@ -30,7 +30,8 @@ class _SlowRegressor:
             src = graph.indices[edges].long() - nodes[0]
             dst = torch.repeat_interleave(graph.indptr.diff()[nodes])
             into = torch.nn.functional.one_hot(dst.long(), len(nodes)).T.float()  # [nodes, edges]
-            h, e = self.enter(m.nodes, graph.x[nodes]), self.enter(m.edges, graph.e[edges])
+            h = self.enter(m.nodes, graph.x[nodes])
+            e = self.enter(m.edges, graph.e[edges])
             for layer in m.layers:
                 own, message, gate_src, gate_dst = layer.nodes(h).chunk(4, 1)
                 gates = layer.edges(e) + gate_src[src] + gate_dst[dst]
@@ -50,11 +51,13 @@ class _SlowRegressor:
 
 
 def test_regressor_equals_a_reference_edge_by_edge():
-    graph, other = _graphs(7), _graphs(4, first=7)
+    graph = _graphs(7)
+    other = _graphs(4, first=7)
     torch.manual_seed(0)
     dtypes = {"node_dtype": torch.uint8, "edge_dtype": torch.float32}
     ours = Regressor(2, 3, 8, 2, **dtypes, num_layers=3, dropout=0.0)
-    ours.mean, ours.std = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.5])
+    ours.mean = torch.tensor([1.0, 2.0])
+    ours.std = torch.tensor([3.0, 0.5])
     torch.testing.assert_close(ours(graph), _SlowRegressor(ours)(graph), rtol=1e-4, atol=1e-5)
     gradients = []
     for run in (ours, _SlowRegressor(ours)):
@@ -65,7 +68,9 @@ def test_regressor_equals_a_reference_edge_by_edge():
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
     assert torch.cat([ours(graph), ours(other)]).shape == (11, 2)
     # graphs of one batch do not see each other
-    x, e, y = torch.ones(3, 2, dtype=torch.uint8), torch.ones(2, 3), torch.zeros(2, 2)
+    x = torch.ones(3, 2, dtype=torch.uint8)
+    e = torch.ones(2, 3)
+    y = torch.zeros(2, 2)
     joined = block_diagonal([2, 1], [2, 0], [[0, 1], [1, 0]], x, e, y)
     alone = block_diagonal([1], [0], [[], []], x[:1], e[:0], y[:1])
     assert torch.allclose(ours(joined)[1], ours(alone)[0])
@@ -75,7 +80,9 @@ def test_regressor_in_bf16_loses_no_terms():
     """Sums over 2,000 nodes and edges; in bfloat16 itself most of their terms were lost."""
     n, gradients = 2000, []
     edges = torch.stack([torch.arange(n), torch.zeros(n).long()])  # to node 0, and back
-    x, e, y = torch.ones(n, 2).byte(), torch.ones(2 * n, 2).byte(), torch.ones(1, 2)
+    x = torch.ones(n, 2).byte()
+    e = torch.ones(2 * n, 2).byte()
+    y = torch.ones(1, 2)
     graph = block_diagonal([n], [2 * n], torch.cat([edges, edges.flip(0)], 1), x, e, y)
     torch.manual_seed(0)
     kinds = {"node_dtype": torch.uint8, "edge_dtype": torch.uint8}
@@ -92,7 +99,8 @@ def test_regressor_in_bf16_loses_no_terms():
 
 def test_dropout_of_the_regressor_goes_by_key_and_graph():
     """So a GPU drops the same, and each of several processes its part: no generator of torch is asked."""
-    graph, ids = _graphs(7), torch.tensor([8, 3, 0, 5, 11, 2, 9])
+    graph = _graphs(7)
+    ids = torch.tensor([8, 3, 0, 5, 11, 2, 9])
     kinds = {"node_dtype": torch.uint8, "edge_dtype": torch.float32}
     net = Regressor(2, 3, 64, 2, **kinds, num_layers=2, dropout=0.5)
     seen = []
@@ -116,7 +124,8 @@ def test_dropout_of_the_regressor_goes_by_key_and_graph():
 def test_float64_targets_keep_their_digits(tmp_path):
     """The rounding of a constant one to float32 is no error; others are scored as they are."""
     y = torch.tensor([[0.1, 1e8 + 1 + i] for i in range(7)], dtype=torch.float64)
-    batch, split = _graphs(7)._replace(y=y), dict(zip(("train", "test"), (range(6), [6])))
+    batch = _graphs(7)._replace(y=y)
+    split = dict(zip(("train", "test"), (range(6), [6])))
     flags = types.SimpleNamespace(metric=None)
     task = GraphTask(flags, build_graphs(tmp_path / "g", [batch], split=split))
     scale = types.SimpleNamespace(std=task.std[:1].float())
@@ -136,13 +145,16 @@ def test_metrics_are_what_their_definitions_say():
     """Plain Python by scikit-learn's definitions, with ties and absent classes."""
     random, near = np.random.default_rng(0), pytest.approx
     for _ in range(30):
-        n, C = int(random.integers(5, 30)), int(random.integers(3, 6))
+        n = int(random.integers(5, 30))
+        C = int(random.integers(3, 6))
         logits = torch.from_numpy(random.integers(-3, 4, (n, C))).double()
         y = torch.from_numpy(random.integers(0, C - 1, n))
         several = torch.from_numpy(random.integers(0, 2, (n, C)))
         several[0, :2], several[1, :2] = 1, 0
-        found, on = [max(range(C), key=row.__getitem__) for row in logits.tolist()], logits > 0
-        plain, right = [], y.tolist()
+        found = [max(range(C), key=row.__getitem__) for row in logits.tolist()]
+        on = logits > 0
+        plain = []
+        right = y.tolist()
         for c in set(found) | set(right):
             hit = sum(a == b == c for a, b in zip(found, right))
             plain.append(2 * hit / (found.count(c) + right.count(c)))
@@ -156,7 +168,9 @@ def test_metrics_are_what_their_definitions_say():
         columns = [(logits[:, c], several[:, c]) for c in range(C) if 0 < several[:, c].sum() < n]
         auc = [_pairs(*column) for column in columns]
         assert metrics.score("roc_auc", logits, several) == near(np.mean(auc))
-        score, target, shares = logits[:, 0], several[:, 0], logits.softmax(1)
+        score = logits[:, 0]
+        target = several[:, 0]
+        shares = logits.softmax(1)
         auc = [_pairs(shares[:, c], y == c) for c in range(C) if 0 < (y == c).sum() < n]
         assert metrics.score("roc_auc", logits, y) == near(np.mean(auc))  # one against the rest
         two = logits[:, :2].softmax(1)[:, 1]
@@ -174,7 +188,8 @@ def test_metrics_are_what_their_definitions_say():
     none = metrics.ranking(torch.zeros(0))
     assert none == dict.fromkeys(expected)
     assert metrics.scores_line(none | {"ap": 0.5}) == "MRR n/a  Hits@1 n/a  Hits@10 n/a  AP 0.5000"
-    output, y_ = torch.tensor([[1.0], [4.0]]), torch.tensor([[2.0], [2.0]])
+    output = torch.tensor([[1.0], [4.0]])
+    y_ = torch.tensor([[2.0], [2.0]])
     of_two = {"rmse": 2.5**0.5, "mae": 1.5, "rmse_of_the_mean": 3.0}
     assert metrics.errors(output, y_, torch.tensor([5.0])) == near(of_two)
     large = torch.tensor([[3e30], [-1e30]])  # whose squares are beyond float32
@@ -194,7 +209,8 @@ def test_missing_labels_and_targets_are_left_out_of_loss_and_score():
     assert metrics.binary_cross_entropy(logits, y) == one_by_one.mean(1).sum()
     missing = torch.from_numpy(random.random((40, 4)) < 0.3)
     missing[5], missing[:, 2] = True, True
-    some, here = y.masked_fill(missing, -1), ~missing
+    some = y.masked_fill(missing, -1)
+    here = ~missing
     rows = [row[kept].mean().item() for row, kept in zip(one_by_one, here) if kept.any()]
     logits.requires_grad_()
     loss = metrics.binary_cross_entropy(logits, some)
@@ -203,11 +219,13 @@ def test_missing_labels_and_targets_are_left_out_of_loss_and_score():
     logits, near = logits.detach(), pytest.approx
     right = ((logits > 0) == y)[here]
     assert metrics.score("accuracy", logits, some) == near(right.double().mean().item())
-    hit, ones = ((logits > 0) & (y > 0))[here].sum(), (logits > 0)[here].sum() + y[here].sum()
+    hit = ((logits > 0) & (y > 0))[here].sum()
+    ones = (logits > 0)[here].sum() + y[here].sum()
     assert metrics.score("f1", logits, some) == near(2 * hit.item() / ones.item())
     auc = [_pairs(logits[here[:, c], c], y[here[:, c], c]) for c in (0, 1, 3)]
     assert metrics.score("roc_auc", logits, some) == near(np.mean(auc))
-    classes, known = y.sum(1).clamp(max=3), here[:, 0]
+    classes = y.sum(1).clamp(max=3)
+    known = here[:, 0]
     for metric in ("accuracy", "f1", "roc_auc"):
         assert metrics.score(metric, logits, some * 0 - 1) is None
         of_known = metrics.score(metric, logits[known], classes[known])
@@ -223,8 +241,10 @@ def test_missing_targets_of_graphs(tmp_path):
     """Mean, deviation and loss are of those present; a target that no training graph has is refused."""
     y = _graphs(7).y.double()
     y[1, 0], y[4], y[6, 1] = torch.nan, torch.nan, torch.nan
-    flags, split = types.SimpleNamespace(metric=None), {"train": range(5), "test": [5, 6]}
-    said, path = [], build_graphs(tmp_path / "g", [_graphs(7)._replace(y=y)], split=split)
+    flags = types.SimpleNamespace(metric=None)
+    split = {"train": range(5), "test": [5, 6]}
+    said = []
+    path = build_graphs(tmp_path / "g", [_graphs(7)._replace(y=y)], split=split)
     task = GraphTask(flags, path, said.append)
     assert "targets 2 a graph; 4 of 14 are missing, 1 of 7 graphs left out" in said[0]
     assert task.store.split["train"].tolist() == [0, 1, 2, 3]
@@ -260,13 +280,17 @@ def test_train_several_labels_a_node(tmp_path):
     graph = GraphStore.open(path)
     assert graph.labels.dtype == torch.int8 and graph.labels.tolist() == y.tolist()
     assert graph.num_classes == 5 and not verify(path)
-    common, one = f"--dataset {path} --fanout 5,5 --hidden 16 --lr 0.01", tmp_path / "0.pt"
-    runs, words = [(1, 60, 1), (2, 30, 1)], f"{common} --early-stop 8"
+    common = f"--dataset {path} --fanout 5,5 --hidden 16 --lr 0.01"
+    one = tmp_path / "0.pt"
+    runs = [(1, 60, 1), (2, 30, 1)]
+    words = f"{common} --early-stop 8"
     _same_for_any_number_of_processes(tmp_path, words, runs, epochs=8)
     log = _log(tmp_path / "log0")
-    exact, test = log[-1]["exact"]["test"], slice(400, 593)
+    exact = log[-1]["exact"]["test"]
+    test = slice(400, 593)
     assert log[-2]["loss"] < log[0]["loss"] < 0.8 and exact > 0.7
-    found, right = torch.from_numpy(np.load(tmp_path / "0.npy")), torch.from_numpy(y[test])
+    found = torch.from_numpy(np.load(tmp_path / "0.npy"))
+    right = torch.from_numpy(y[test])
     here = right >= 0
     f1 = metrics.f1(found[test] * here, right * here)
     assert found.dtype == torch.int8 and f1 == pytest.approx(exact)
@@ -298,7 +322,8 @@ def test_train_by_another_metric(metric, tiny, tmp_path):
     log, _ = _run_here(tmp_path, words)
     valid = [entry["valid_sampled"] for entry in log[:-1]]
     assert np.argmax(valid) == len(valid) - 3 < 37
-    graph, scores = GraphStore.open(tiny), torch.from_numpy(np.load(tmp_path / "s.npy"))
+    graph = GraphStore.open(tiny)
+    scores = torch.from_numpy(np.load(tmp_path / "s.npy"))
     assert torch.allclose(scores.sum(1), torch.ones(3000), atol=1e-5)
     for part, nodes in graph.split.items():
         expected = metrics.score(metric, scores[nodes].log(), graph.labels[nodes])
@@ -309,7 +334,8 @@ def test_a_roc_auc_that_is_not_defined(tmp_path):
     """In validation it is refused before training; in another part it is left out."""
     graph = _graph(num_nodes=60, classes=2)
     one = np.flatnonzero(np.asarray(graph["labels"]) == 1)
-    same, rest = one[-9:], np.setdiff1d(np.arange(60), one[-9:])
+    same = one[-9:]
+    rest = np.setdiff1d(np.arange(60), one[-9:])
     for name, valid, test in (("bad", same, rest[:20]), ("good", rest[:20], same)):
         split = {"train": rest[20:], "valid": valid, "test": test}
         build_store(tmp_path / name, **(graph | {"split": split}))
@@ -321,7 +347,8 @@ def test_a_roc_auc_that_is_not_defined(tmp_path):
 
 
 def test_labels_of_several_a_node_that_cannot_be_meant(tmp_path, capsys):
-    y, number = np.random.default_rng(0).integers(0, 2, (200, 3)), np.arange(600).reshape(200, 3)
+    y = np.random.default_rng(0).integers(0, 2, (200, 3))
+    number = np.arange(600).reshape(200, 3)
     for message, labels in (
         (r"labels\[5, 1\] is 2: several .* are each 0 or 1", np.where(number == 16, 2, y)),
         (

@@ -687,7 +687,7 @@ def test_links_of_one_type(how, mag, tmp_path):
         dot = h @ h[:papers].t()
         ranks = [
             1 + sum(dot[a, n] > dot[a, b] for n in range(papers) if (a, n) not in known)
-            for a, b in scores.examples["test"][0].tolist()
+            for a, b in scores.examples["test"].pairs.tolist()
         ]
         found = scores(Scorer("dot", 4), h, "test")
         assert abs(found["mrr"] - (1 / torch.tensor(ranks).double()).mean()) < 1e-6
