@@ -12,6 +12,7 @@
     python -m bench types --runs 20 --threads 1  # R-GCN on AIFB beside its paper
     python -m bench mag --fanout 25,20 --hidden 128    # R-GCN on ogbn-mag's shape, beside GraphBolt's with --graphbolt PYTHON
     python -m bench roofline                     # lower bounds for a step's kernels on H100 and H200; needs no GPU
+    python -m bench predict                      # what limits our kernels on an H200, and how long they take; needs no GPU
     python -m bench gpu                          # on a CUDA GPU: all what only a GPU can tell, in 4 minutes
     python -m bench attack --minutes 10          # outcomes of damaged stores, odd inputs, forged checkpoints, kill -9
     python -m bench picture                      # plots throughput beside DGL's, from the files of results/
@@ -55,7 +56,7 @@ DATASETS = {
 }
 # command: the module with its bench_COMMAND
 MODULES = {
-    **{name: name for name in "sampler store roofline gpu attack picture".split()},
+    **{name: name for name in "sampler store roofline predict gpu attack picture".split()},
     **dict.fromkeys(("step", "link", "mag", "scaling"), "step"),
     **dict.fromkeys(("inference", "layers"), "inference"),
     **dict.fromkeys(("accuracy", "labor", "types"), "accuracy"),
@@ -89,7 +90,7 @@ def make_parser():
         "--model",
         default="sage",
         choices=[*plain_layers()],
-        help="step, link, store, roofline, inference",
+        help="step, link, store, roofline, predict, inference",
     )
     add("--heads", type=whole, default=1, help="of gat (inference: 4)")
     # store

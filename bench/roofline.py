@@ -8,9 +8,11 @@ kernels is counted all the same: small kernels can be faster than this.
 """
 
 import contextlib
+import ctypes
 import functools
 import types
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -57,12 +59,25 @@ DRAWS = {
 }
 
 
+class Launch(NamedTuple):
+    """A launch of one of our kernels, for bench predict."""
+
+    kernel: str
+    threads: int
+    source: str
+    in_order: int  # bytes
+    gathered: int
+    values: dict  # {argument: value; a tensor's shape, a field of a structure as argument.field}
+
+
 class Costs(TorchDispatchMode):
-    """Counts what kernels and operations cost -> `rows` {name: [launches, bytes in order, bytes gathered, FLOP]}."""
+    """Counts what kernels and operations cost -> `rows` {name: [launches, bytes in order, bytes gathered, FLOP]} and
+    `launches` of our kernels."""
 
     def __init__(self):
         super().__init__()
         self.rows = {}
+        self.launches = []
 
     def add(self, name, in_order, gathered=0, products=0):
         row = self.rows.setdefault(name, [0, 0, 0, 0])
@@ -100,25 +115,37 @@ def size(tensors):
 class Noted:
     """build.Kernels whose launches only record what they would cost."""
 
-    def __init__(self, costs):
+    def __init__(self, costs, source):
         self.costs = costs
+        self.source = source
 
     def prepare(self, kernel, **given):
         return lambda threads, stream: self.run(kernel, threads, **given)
 
     def run(self, kernel, threads, **given):
-        costs = self.costs
+        in_order, gathered = self.moved(kernel, given)
+        self.costs.add(kernel, in_order, gathered)
+        plain = {}
+        for name, value in given.items():
+            if isinstance(value, ctypes.Structure):
+                fields = {field: getattr(value, field) for field, *_ in value._fields_}
+                plain.update({f"{name}.{field}": number for field, number in fields.items()})
+            else:
+                plain[name] = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+        self.costs.launches.append(Launch(kernel, threads, self.source, in_order, gathered, plain))
+
+    def moved(self, kernel, given):
+        """Return the bytes that a launch moves: in order, gathered."""
         if "b" in given and kernel != "pick_aggregate":
             of_row, of_edge, asked = DRAWS.get(kernel, DRAWS["pick"])
-            hop = given.get("h")
+            hop = given.get("part")
             table = 2 * SECTOR if 4 * given["b"].V > CACHE else 0
             rows, edges = (hop.rows, hop.places) if hop else (0, given["end"])
-            costs.add(kernel, of_row * rows, (of_edge + asked * table) * edges)
-            return
+            return of_row * rows, (of_edge + asked * table) * edges
         edges, in_order, gathered = given.get("indices", given.get("destination")), 0, 0
         rows = given.get("n") if edges is None else edges.numel()
         if "b" in given:  # this kernel draws neighbours and also reads the destinations' rows
-            hop = given["h"]
+            hop = given["part"]
             gathered = SECTOR * hop.rows * (2 + hop.k)
             rows = hop.rows * (1 + hop.k)
         for name, value in given.items():
@@ -126,7 +153,7 @@ class Noted:
                 from_memory = TABLES.get(kernel) == name and value.nbytes > CACHE
                 gathered += rows * value[:1].nbytes if from_memory else 0
                 in_order += 0 if from_memory else value.nbytes
-        costs.add(kernel, in_order, gathered)
+        return in_order, gathered
 
     def stream(self):
         return 0
@@ -141,7 +168,7 @@ def step_costs(args, store, dtype):
     settings = types.SimpleNamespace(**vars(args), input_dropout=0, mode="cuda-cuda")
     bf16 = dtype == torch.bfloat16
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, check=False)
-    compiled = lambda name, source: Noted(costs)  # noqa: E731
+    compiled = lambda name, source: Noted(costs, source)  # noqa: E731
     backend = sampler_gpu.Backend(sampler.engine.spec, args.fanout, 0, compiled)
     sampler = types.SimpleNamespace(sample=sampler.sample, engine=backend, edge_type=None)
     in_place = self_and_mean if cuda_graphs.averages_in_place(settings, store, dtype) else None
@@ -157,7 +184,8 @@ def step_costs(args, store, dtype):
 
     @functools.cache
     def load(ids, source, target, device):
-        return kernels.Code(Noted(costs))
+        text = kernels.program(ids, source, target)
+        return kernels.Code(Noted(costs, text))
 
     with (
         patch.object(kernels, "load", load),
@@ -170,6 +198,7 @@ def step_costs(args, store, dtype):
         slot = cuda_graphs.Slot(sampler, ring, room)
         for measured in (contextlib.nullcontext(), costs):  # the first run creates Adam's state
             costs.rows.clear()
+            costs.launches.clear()
             with measured:
                 slot.sample()
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):

@@ -142,12 +142,17 @@ def once_differentiable(backward):
 @functools.cache
 def load(ids, source, target, device):
     """Compile `Code` for ids, rows and results of these dtypes; None, after one warning, if that fails."""
-    text = build.read_source("layers.cu", ID=IDS[ids], IN=TYPES[source], OUT=TYPES[target])
+    text = program(ids, source, target)
     if is_gpu(device):
         compiled = build.load_cuda("layers", text, device)
     else:
         compiled = build.load_host("layers", text, FLAGS)
     return compiled and Code(compiled)
+
+
+def program(ids, source, target):
+    """Return the text of layers.cu for ids, rows and results of these dtypes."""
+    return build.read_source("layers.cu", ID=IDS[ids], IN=TYPES[source], OUT=TYPES[target])
 
 
 def is_gpu(device):

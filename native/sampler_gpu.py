@@ -303,21 +303,21 @@ class Frame:
     def _steps(self, hops, sums, num_sums):
         """Yield (launch, number of threads) in order."""
         prepare, parts, b = self.kernels.prepare, self.parts[:hops], self.batch
-        begin = prepare("begin", b=b, h=parts[0], hops=len(self.parts), counts=int(self.counted))
+        begin = prepare("begin", b=b, part=parts[0], hops=len(self.parts), counts=int(self.counted))
         yield begin, max(parts[0].rows, len(self.parts))
         for part, following in zip(parts, [*parts[1:], None]):
             if not self.counted:
-                yield prepare("count", b=b, h=part), part.rows
+                yield prepare("count", b=b, part=part), part.rows
             if self._in_registers(part.k):
                 kernel = f"pick_{next(k for k in REGISTERS if k >= part.k)}"
-                yield prepare(kernel, b=b, h=part), part.rows + 1
+                yield prepare(kernel, b=b, part=part), part.rows + 1
             else:
-                yield prepare("pick", b=b, h=part), part.rows + 1
-                yield prepare("claim", b=b, h=part), part.places
+                yield prepare("pick", b=b, part=part), part.rows + 1
+                yield prepare("claim", b=b, part=part), part.places
             if part.relabel:
-                yield prepare("mark", b=b, h=part), part.words
+                yield prepare("mark", b=b, part=part), part.words
                 counts = int(self.counted and following is not None)
-                number = prepare("number", b=b, h=part, next=following or part, counts=counts)
+                number = prepare("number", b=b, part=part, next=following or part, counts=counts)
                 yield number, max(32 * part.words, part.rows)
         hops = sum(part.relabel for part in parts)
         end = parts[hops].first if hops < len(parts) else self.positions
@@ -442,7 +442,7 @@ class Frame:
         kernels = self.backend.compiled("outermost-hop", text)
         if kernels:
             rows = {"features": features, "width": features.shape[1] // vec, "out": out}
-            launch = kernels.prepare("pick_aggregate", b=self.batch, h=part, **rows)
+            launch = kernels.prepare("pick_aggregate", b=self.batch, part=part, **rows)
             self.steps.append((launch, lanes(out, vec) * part.rows))
             self.aggregated = features, out  # their memory is read and written at every start
         return kernels is not None

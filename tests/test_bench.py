@@ -18,11 +18,12 @@ import torch
 import train
 from bench import __main__ as bench
 from bench import accuracy as bench_accuracy
-from bench import attack, harm, picture, roofline, tools
+from bench import attack, harm, picture, predict, roofline, tools
 from bench import gpu as bench_gpu
 from bench.tools import exit_code
 from disk.files import StoreError
 from disk.graphs import block_diagonal
+from native import build
 from run import flags
 from sources import cli
 from tests.common import DATA, HERE, OWN_MODELS, TINY, _dgl, _end, _fork, _readme_blocks, _train
@@ -124,6 +125,54 @@ def test_bench_roofline_prints_what_a_gpu_took_beside_the_bounds(tmp_path, monke
             rows = tables["tf32"]
             taken = {kernel: row[column] for kernel, row in rows.items() if column in row}
             assert taken == {"pick_aggregate": 70, "self_and_mean": 20, "others": 10, "a step": 100}
+
+
+SASS = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/               @P0 EXIT ;
+        /*0020*/                   LDG.E R2, [R4.64] ;
+        /*0030*/              @!P1 BRA 0x60 ;
+        /*0040*/                   FADD R3, R3, R2 ;
+        /*0050*/                   FADD R3, R3, R2 ;
+        /*0060*/               @P2 BRA 0x20 ;
+        /*0070*/                   EXIT ;
+        /*0080*/                   BRA 0x80 ;
+"""
+
+
+def test_bench_predict_weights_instructions_by_the_trips_of_loops():
+    """Three instructions outside the loop; of the five in it two are skipped by half of the trips."""
+    code = predict.parse(SASS)
+    assert len(code) == 8  # up to the last EXIT
+    assert predict.executed("k", code, predict.Work((6,), 0, guarded=0.5)) == 3 + 6 * (3 + 2 * 0.5)
+    with pytest.raises(ValueError, match="k has 1 loops, its entry of WORK 0"):
+        predict.executed("k", code, predict.Work((), 0))
+
+
+@pytest.mark.parametrize("model", ["sage", "gat", "sage-pool"])
+def test_bench_predict_knows_every_kernel_of_a_step(model, tmp_path, monkeypatch):
+    """Without a compiler: each thread executes 100 instructions with 32 registers."""
+    monkeypatch.setattr(predict, "compiled", lambda source, kernel: ([], 32))
+    monkeypatch.setattr(predict, "executed", lambda kernel, code, work: 100)
+    words = f"predict --dataset {TINY} --fanout 4,3 --batch-size 32 --model {model}"
+    for rows in _bench(words, tmp_path / "r.json")["kernels"].values():
+        for row in rows.values():
+            largest = max(row[limit] for limit in ("bytes", "issue", "warps", "longest", "L1"))
+            assert row["expected, us"] >= largest + predict.START * row["launches"] * 0.99
+
+
+def test_bench_predict_compiles_what_a_launch_runs():
+    """A kernel alone, without the branches that its null pointers and flags rule out."""
+    try:
+        predict.disassembler()
+    except OSError as error:
+        pytest.skip(str(error))
+    source = build.read_source("layers.cu", ID="int", IN="float", OUT="float")
+    values = {"whole": 1, "relu": 1, "drop": 0, "nodes": None, "kept": None, "step": None}
+    plain = predict.specialised(source, "relu_dropout", values)
+    dropping = predict.specialised(source, "relu_dropout", {**values, "drop": 128})
+    lengths = [len(predict.compiled(text, "relu_dropout")[0]) for text in (plain, dropping)]
+    assert lengths[0] < lengths[1] / 2
 
 
 BAD_WORDS = """

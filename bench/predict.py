@@ -1,0 +1,335 @@
+"""python -m bench predict: what limits each of our kernels in a training step on an H200, and how long it takes.
+
+No GPU is needed, but NVRTC and a disassembler: cuobjdump of a CUDA toolkit or of triton. The limits of a launch:
+
+    bytes     as bench roofline counts them
+    issue     the instructions of all warps: the SASS of the kernel with the launch's flags and null pointers as
+              constants, weighted by the trips of its loops (`WORK`)
+    warps     waves of warps, as many as the registers allow at a time, times what a thread does one after another:
+              instructions (STALL) and reads that wait for reads (LATENCY)
+    longest   the reads of the thread with the longest lists, which runs alone in the end
+    L1        cache lines that a warp's loads touch where its threads read different rows
+
+The expected time is START and the root of their squares' sum. results/README.md compares it with an H200.
+"""
+
+import collections
+import functools
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bench.roofline import GATHERED, GPUS, IN_ORDER, measured, step_costs
+from bench.tools import opened, print_table
+from native import build
+from sampler import NeighborSampler
+
+BANDWIDTH = GPUS["H200"][0]
+SMS, MHZ = 132, 1830
+ISSUED = 4  # warp instructions a cycle of an SM
+WARPS, REGISTERS = 64, 65536  # of an SM, at most
+BLOCK = 8  # warps
+# fitted to one H200's times of 26 launches, but START, what the smallest kernels take
+STALL = 5.1  # cycles between two instructions of a warp that wait for no memory
+LATENCY = 550  # cycles of a read
+LINES = 0.57  # of L1, a cycle
+START = 2.0  # us
+GROUP = 8  # rows that a thread loads at a time, as in layers.cu
+
+
+class Counts(NamedTuple):
+    """What a launch does."""
+
+    warps: int
+    resident: int  # warps of an SM
+    registers: int
+    bytes: float  # over the share of the bandwidth that they reach
+    instructions: float  # of a thread, on average
+    reads: float  # of a thread, one after another, on average
+    longest: float
+    lines: float  # of L1, of a warp
+
+
+class Work(NamedTuple):
+    """What a thread does, on average."""
+
+    loops: tuple  # trips of each loop of the kernel, in the order of the source; of an inner loop per outer trip
+    reads: float  # that wait for one another
+    longest: float = 0  # the same of the thread with most of them
+    lines: float = 0  # L1 lines of a warp, if loads are not coalesced
+    guarded: float = 1  # share of a loop's conditional code that is run
+
+
+def in_groups(edges):
+    """Trips for lists of edges that are read in groups, and the share of slots that are in use."""
+    trips = -(-edges // GROUP)
+    return trips, edges / (trips * GROUP)
+
+
+def of_rows(a, row, edge):
+    """Reads of threads with a.run sources each -> mean, most."""
+    rows = row + edge * a.sizes.double()
+    rows = torch.nn.functional.pad(rows, (0, -len(rows) % a.run)).view(-1, a.run).sum(1)
+    return rows.mean().item(), rows.max().item()
+
+
+def self_and_mean(a):
+    trips, used = in_groups(a.degree)
+    return Work((trips,), 3 + 2 * trips, guarded=used)
+
+
+def self_and_mean_grad(a):
+    groups = (a.sizes // GROUP).double()
+    alone = (a.sizes % GROUP).double()
+    a.sizes = groups + alone  # each is two reads
+    return Work((a.run, groups.mean().item(), alone.mean().item()), *of_rows(a, 1, 2))
+
+
+def max_neighbours_grad(a):
+    return Work((a.sizes.double().mean().item(),), *of_rows(a, 1, 2))
+
+
+def attention_source_grad(a):
+    return Work((a.run, a.sizes.double().mean().item()), *of_rows(a, 2, 2))
+
+
+def attention_target_grad(a):
+    # padded lists are walked once more, to count them
+    return Work((a.run, 0, a.degree + 1), a.run * (2 + a.degree + 1))
+
+
+def of_edges(a, tables):
+    """attention_scores and attention_weight_grad: a thread reads a head's rows by itself; four columns a time."""
+    trips = -(-a.D // 4)
+    rows = 32 / a.K  # of a warp
+    lines = rows * a.K * (1 + 1 / (a.degree + 1))
+    return Work((trips,), 2 + trips / 2, lines=trips * (lines + tables * a.K))
+
+
+def softmax(a, passes):
+    places = a.degree + 1
+    # neighbouring threads read lists that begin 4 K (degree + 1) bytes apart
+    return Work((0, *[places] * passes), 2 + passes, lines=passes * places * 32 / a.K)
+
+
+def attention_sum(a):
+    trips, used = in_groups(a.degree)
+    return Work((trips,), 2 + 2 * trips, guarded=used)
+
+
+def list_in_order(a):
+    mean = (a.sizes.double() ** 2).sum().item() / a.sizes.sum().item()  # the list of an edge
+    return Work((mean, 0), 4 + mean / 16, 4 + a.sizes.max().item() / 16)
+
+
+def before(n):
+    """Trips of the loops of `before` in sampler.cu over n counts."""
+    return 0, min(32, n / 128), min(32, n / 2)
+
+
+WORK = {
+    "self_and_mean": self_and_mean,
+    "self_and_mean_grad": self_and_mean_grad,
+    "relu_dropout": lambda a: Work((), 2),
+    "relu_dropout_grad": lambda a: Work((), 1),
+    "max_neighbours": lambda a: Work((a.degree,), 1 + 2 * a.degree),
+    "max_neighbours_grad": max_neighbours_grad,
+    "attention_scores": lambda a: of_edges(a, 1),
+    "attention_weight_grad": lambda a: of_edges(a, 0),
+    "attention_softmax": lambda a: softmax(a, 3),
+    "attention_softmax_grad": lambda a: softmax(a, 2),
+    "attention_sum": attention_sum,
+    "attention_target_grad": attention_target_grad,
+    "attention_source_grad": attention_source_grad,
+    "gather_rows": lambda a: Work((), 2),
+    "destinations": lambda a: Work((a.degree,), 2),
+    "list_sizes": lambda a: Work((), 2),
+    "list_edges": lambda a: Work((), 3),
+    "list_in_order": list_in_order,
+    "cross_entropy": lambda a: Work((a.C, a.C, a.C / a.lanes), 5),
+    "begin": lambda a: Work((), 5),
+    "mark": lambda a: Work((4,), 9),
+    "number": lambda a: Work(before(a.words), 10),
+    "finish": lambda a: Work((a.hops,), 5),
+    "pick": lambda a: Work(before(a.rows), 12),
+    "pick_aggregate": lambda a: Work(
+        (a.width / a.LANES,), 4 + a.width / a.LANES * in_groups(a.k)[0]
+    ),
+}
+FLAGS = {"whole", "relu", "drop", "wide", "word_bytes", "id_bytes", "b.rule"}
+
+
+def known(values):
+    """Return C statements that tell the compiler a launch's flags and which of its pointers are null."""
+    lines = []
+    for name, value in values.items():
+        if name in FLAGS and value is not None:
+            lines.append(f"{name} = {value};")
+        elif value is None and name != "b.types":  # of type TYPE, which a graph without types lacks
+            lines.append(f"{name} = 0;")
+        elif isinstance(value, tuple):
+            lines.append(f"__builtin_assume({name} != 0);")
+    return "".join(lines)
+
+
+def alone(source, kernel):
+    """Return a source without its other kernels, which take time to compile."""
+    others = rf"^KERNEL (?!{kernel}\()\w+\((?:[^\n]*\}}|.*?^\}})\n"
+    return re.sub(others, "", source, flags=re.MULTILINE | re.DOTALL)
+
+
+def specialised(source, kernel, values):
+    """Return the source of a kernel as it runs in a launch, with loops that are not unrolled by the compiler alone."""
+    source = alone(source, kernel)
+    body = source.index("{", source.index(f"KERNEL {kernel}(")) + 1
+    source = source[:body] + known(values) + source[body:]
+    kept = r"(?<!UNROLL )(?<!ONE_BY_ONE )\bfor \((?!int half|int q = 0; q < half)"
+    return re.sub(kept, "ONE_BY_ONE for (", source)
+
+
+def disassembler():
+    """Return the path of cuobjdump; OSError without."""
+    triton = Path(sysconfig.get_paths()["purelib"]) / "triton/backends/nvidia/bin/cuobjdump"
+    tool = shutil.which("cuobjdump", path=f"{triton.parent}:/usr/local/cuda/bin") or shutil.which(
+        "cuobjdump"
+    )
+    if tool is None:
+        raise OSError("bench predict needs cuobjdump, of a CUDA toolkit or of triton")
+    return tool
+
+
+@functools.cache
+def compiled(source, kernel):
+    """Compile a kernel -> ([(address, instruction)], registers)."""
+    module, log = build.compile_cuda(source, "sm_90", ["--ptxas-options=-v"])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(module)
+        file.flush()
+        command = [disassembler(), "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return parse(text), int(re.search(r"Used (\d+) registers", log)[1])
+
+
+def parse(text):
+    """Read a disassembly -> [(address, instruction)] up to the last EXIT: slow paths of divisions follow it."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
+    code = [(int(address, 16), line) for address, line in found]
+    last = max(place for place, (_, line) in enumerate(code) if "EXIT" in line)
+    return code[: last + 1]
+
+
+def executed(kernel, code, work):
+    """Count the instructions that a thread executes on average."""
+    branches = []
+    for address, line in code:
+        if found := re.search(r"\bBRA\b.*0x([0-9a-f]+)", line):
+            branches.append((address, int(found[1], 16), line.startswith("@")))
+    loops = collections.defaultdict(int)  # {first instruction: last}
+    for address, target, _ in branches:
+        if target < address:
+            loops[target] = max(loops[target], address)
+    if len(loops) != len(work.loops):
+        raise ValueError(f"{kernel} has {len(loops)} loops, its entry of WORK {len(work.loops)}")
+    trips = {(first, loops[first]): n for first, n in zip(sorted(loops), work.loops)}
+    total = 0.0
+    for address, _ in code:
+        around = [loop for loop in trips if loop[0] <= address <= loop[1]]
+        weight = 1.0
+        for loop in around:
+            weight *= trips[loop]
+        if around:
+            first, last = max(around)
+            inside = [b for b in branches if b[2] and first <= b[0] < address < b[1] <= last]
+            weight *= work.guarded if inside else 1
+        total += weight
+    return total
+
+
+def counts(launch, sizes):
+    """Count what a launch does -> Counts. sizes: edges of each source of the launch's block."""
+    values = {name.removeprefix("h."): value for name, value in launch.values.items()}
+    a = types.SimpleNamespace(**{"run": 1, "sizes": sizes, **values})
+    if edges := values.get("indices", values.get("dst")):
+        a.degree = edges[0] / values.get("S", 1)
+    if lanes := re.search(r"#define LANES (\d+)", launch.source):
+        a.LANES = int(lanes[1])
+    work = WORK[re.sub(r"^pick_\d+$", "pick", launch.kernel)](a)
+    code, _ = compiled(specialised(launch.source, launch.kernel, launch.values), launch.kernel)
+    _, used = compiled(alone(launch.source, launch.kernel), launch.kernel)
+    blocks = REGISTERS // (-(-used // 8) * 256) // BLOCK
+    return Counts(
+        warps=-(-launch.threads // 32),
+        resident=min(WARPS, blocks * BLOCK),
+        registers=used,
+        bytes=launch.in_order / IN_ORDER + launch.gathered / GATHERED,
+        instructions=executed(launch.kernel, code, work),
+        reads=work.reads,
+        longest=work.longest,
+        lines=work.lines,
+    )
+
+
+def limits(c):
+    """Return how long each limit alone would make a launch with these Counts take -> {limit: us}."""
+    waves = max(1, c.warps / (SMS * c.resident))
+    path = c.instructions * STALL + c.reads * LATENCY
+    return {
+        "bytes": 1e6 * c.bytes / BANDWIDTH,
+        "issue": c.warps * c.instructions / (SMS * ISSUED) / MHZ,
+        "warps": waves * path / MHZ,
+        "longest": c.longest * LATENCY / MHZ,
+        "L1": c.warps * c.lines / (SMS * LINES) / MHZ,
+    }
+
+
+def expected(times):
+    """Return the time in us of a launch with these `limits`: of two that are alike neither hides the other."""
+    return START + sum(us**2 for us in times.values()) ** 0.5
+
+
+def edges_of_sources(args, store):
+    """Sample a batch -> for each block the number of edges of every source."""
+    sampler = NeighborSampler(store.indptr, store.indices, args.fanout, seed=0, check=False)
+    shuffled = torch.randperm(len(store.split["train"]), generator=torch.Generator().manual_seed(0))
+    seeds = torch.as_tensor(store.split["train"])[shuffled[: args.batch_size]]
+    blocks = sampler.sample(seeds, 0)
+    return [torch.bincount(block.indices.long(), minlength=block.num_src) for block in blocks]
+
+
+def edges(launch):
+    """Return for how many edges a launch has room, 0 if it reads none."""
+    shape = launch.values.get("indices", launch.values.get("destination"))
+    return shape[0] if isinstance(shape, tuple) else 0
+
+
+def bench_predict(args):
+    """Print a table of our kernels in a step, in fp32 with TF32 products and in bf16 -> the figures."""
+    args.seed = 0
+    figures = {}
+    store = opened(args.dataset, args.root)
+    of_sources = edges_of_sources(args, store)
+    for precision, dtype in {"tf32": torch.float32, "bf16": torch.bfloat16}.items():
+        table = {}
+        for launch in step_costs(args, store, dtype).launches:
+            sizes = min(of_sources, key=lambda sizes: abs(sizes.sum().item() - edges(launch)))
+            counted = counts(launch, sizes)
+            times = limits(counted)
+            row = table.setdefault(launch.kernel, collections.Counter())
+            row.update({"launches": 1, **times, "expected, us": expected(times)})
+            row["registers"] = counted.registers
+        table = dict(sorted(table.items(), key=lambda item: -item[1]["expected, us"]))
+        for kernel, us in measured(args, store, precision).items():
+            if kernel in table:
+                table[kernel]["H200 measured, us"] = us
+        print(f"{args.model}, {precision}: us by what limits a kernel, of all its launches")
+        figures[precision] = print_table(
+            "kernel", {kernel: dict(row) for kernel, row in table.items()}
+        )
+    return {"kernels": figures}
