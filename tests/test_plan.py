@@ -16,6 +16,7 @@ from disk.files import StoreError
 from disk.graphs import build_graphs
 from features import MODES
 from model import GNN
+from relational import NodeInputs
 from run import placement
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from run.run import open_run
@@ -247,7 +248,7 @@ def test_a_run_whose_weights_cannot_fit_is_refused_before_anything_is_allocated(
 
 def test_weights_of_a_network_are_counted_with_what_training_adds():
     """All but the gradient of a table of embeddings, which is sparse."""
-    made = {"out_dim": 2, "num_layers": 1, "conv": "sage", "node_types": [(9, 5), (7, 0)]}
+    made = {"out_dim": 2, "num_layers": 1, "inputs": NodeInputs([(9, 5), (7, 0)], 4)}
     network = GNN(5, 4, **made)
     count, table = sum(p.numel() for p in network.parameters()), 7 * 4
     assert weight_bytes(network, trained=False) == 4 * count
