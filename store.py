@@ -25,12 +25,18 @@ mapped file kills the process (SIGBUS).
 import json
 import math
 import runpy
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # before the slow imports; does not return
+    folder = Path(__file__).absolute().parent
+    needed = ("disk", "features.py", "native", "sources")
+    if lacking := [name for name in needed if not (folder / name).exists()]:
+        print(f"store.py: copy {', '.join(lacking)} to {folder}, too", file=sys.stderr)
+        sys.exit(2)
     runpy.run_module("sources.cli", run_name="__main__")
 
 import numpy as np
@@ -244,9 +250,10 @@ def _write_graph(path, graph, progress) -> dict:
         indptr = np.zeros(edges.num_nodes + 1, np.int64)
         chunks = sort.sorted_sources(edges, indptr, options, path, by=by, progress=progress)
     dtype = "int32" if edges.num_nodes < 1 << 31 else "int64"
-    most = [edges.num_edges << options["symmetrize"]]
-    records = {"indices.npy": files.write_npy(path / "indices.npy", dtype, most, chunks)}
-    written = np.load(path / "indices.npy", mmap_mode="r")
+    file = path / "indices.npy"
+    most = edges.num_edges << options["symmetrize"]
+    records = {file.name: files.write_npy(file, dtype, [most], chunks)}
+    written = np.load(file, mmap_mode="r")
     order = None
     if by:
         by.order.flush()
@@ -309,7 +316,6 @@ class GraphStore:
         classes = source.get("classes") if isinstance(source, dict) else None
         # of a synthetic graph their number
         self.class_names = [*map(str, classes)] if isinstance(classes, list) else None
-        self.options = [name for name, on in meta["options"].items() if on]
         kinds = columns.array_kinds(meta)
         for name, kind in kinds.items():
             stored = name not in columns.COLUMNS or f"{name}.npy" in records
@@ -565,6 +571,6 @@ def info(path) -> str:
         "features": features,
         "columns": columns.described(graph),
         "classes": f"{graph.num_classes}{several}" if graph.labelled else "no labels",
-        "options": ", ".join(graph.options) or "none",
+        "options": ", ".join(name for name, on in graph.meta["options"].items() if on) or "none",
     }
     return files.info_lines(lines, graph)

@@ -29,7 +29,7 @@ DRAWN = "20 nodes of each class for training, 30 for validation, the rest for te
 DRAWN_GRAPHS = "a tenth of the graphs for testing, a tenth for validation, the rest for training"
 
 
-def check_features(features, kept_as=None) -> tuple[int, int, str]:
+def check_features(features, kept_as):
     """Return (V, F, dtype name) of the features as stored: in their own dtype, or `kept_as`, one of HALVES."""
     shape = tuple(getattr(features, "shape", ()))
     if len(shape) != 2 or 0 in shape:
@@ -50,7 +50,7 @@ def check_names(names, width) -> list[str]:
     return names
 
 
-def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
+def check_labels(labels, num_nodes, num_classes):
     """Check labels -> (int64 [V], or int8 [V, C] of 0 and 1 if multi-label; C, counted if None). -1: no label."""
     if labels is None:
         return np.full(num_nodes, -1), num_classes or 1
@@ -265,13 +265,12 @@ def count_edges(indptr, indices, types=None) -> dict[str, int]:
 def counted_from_one(meta, indptr, indices) -> list[str]:
     """Return the node types, "" for a store without types, whose node 0 has no edge although nine of ten nodes have one:
     their ids may start at 1. meta: of the store; indptr, indices: its arrays."""
-    types = [(name, count) for name, count, _ in meta.get("node_types", [])]
-    types = types or [("", meta["num_nodes"])]
+    types = meta.get("node_types", [["", meta["num_nodes"], 0]])
     if meta["edges"]["isolated"] > len(types) + meta["num_nodes"] // 10:
         return []
     lone = {}
     first = 0
-    for name, count in types:
+    for name, count, _ in types:
         if count and indptr[first] == indptr[first + 1]:
             lone[first] = name
         first += count
@@ -283,10 +282,7 @@ def counted_from_one(meta, indptr, indices) -> list[str]:
 
 def _keys(rows, columns, count) -> np.ndarray:
     """Pack pairs (row, column < count) into uint64 keys that sort as the pairs do."""
-    keys = np.asarray(rows).astype(np.uint64)
-    keys *= np.uint64(count)
-    keys += np.asarray(columns).astype(np.uint64)
-    return keys
+    return np.asarray(rows).astype(np.uint64) * count + np.asarray(columns).astype(np.uint64)
 
 
 def edge_line(store) -> str:

@@ -118,7 +118,6 @@ class Column:
     help: str = "tables: an edge column (name, or number from 1), or a file with a row per edge"
     cells: type = np.float64  # of tables; those of int64 identify, and may be text to be numbered
     width: str = ""  # entry of meta.json with the width of its rows; "": [M] or [V]
-    by_type: bool = True  # whether a graph by type may have it: {type: values}
     # of nodes by type: its values [n] -> that of nodes of types without it
     elsewhere: Callable | None = None
 
@@ -158,7 +157,6 @@ EDGE_TYPE = Column(  # its relation, numbered from 0; each neighbour list is sor
     flag="types",
     cells=np.int64,
     describe=described_edge_types,
-    by_type=False,
 )
 EDGE_TIME = Column(  # when an edge appeared; each list, or each type's part of it, is sorted by it
     "edge_time",  # with node_time and without edge_time it is that of the edge's source
@@ -221,7 +219,7 @@ def refuse_unknown(names):
         raise TypeError(f"build_store has no argument {name}: columns are {', '.join(COLUMNS)}")
 
 
-def check_columns(values, edges, edge_types=None) -> tuple[dict, dict]:
+def check_columns(values, edges, edge_types) -> tuple[dict, dict]:
     """Check `values` {name of a column: what a person gives, or None} of a graph with these `GivenEdges`, and the names of
     the edge types.
 
@@ -347,13 +345,13 @@ def write_arrays(path, arrays, order=None) -> dict:
 def out_of_order(indptr, types, times) -> int | None:
     """Return the first edge that breaks the order by type, then time, within its neighbour list, or None. indptr: int64
     [V+1]; types, times: [M] numpy arrays or None."""
-    first, *second = [keys for keys in (types, times) if keys is not None] or [np.empty(0)]
-    step = convert.chunk_rows(first)
-    for a in range(0, max(len(first) - 1, 0), step):
-        chunk, *then = (keys[a : a + step + 1] for keys in (first, *second))
-        wrong = chunk[1:] < chunk[:-1]
-        for keys in then:
-            wrong |= (chunk[1:] == chunk[:-1]) & (keys[1:] < keys[:-1])
+    ranks = [keys for keys in (times, types) if keys is not None]  # in rising order of precedence
+    step = convert.chunk_rows(indptr)
+    for a in range(0, len(ranks[0]) - 1 if ranks else 0, step):
+        wrong = False
+        for keys in ranks:
+            chunk = keys[a : a + step + 1]
+            wrong = (chunk[1:] < chunk[:-1]) | (chunk[1:] == chunk[:-1]) & wrong
         falls = np.flatnonzero(wrong) + a + 1
         # except where a new list begins
         falls = falls[indptr[np.searchsorted(indptr, falls)] != falls]

@@ -156,7 +156,7 @@ class GraphDataset:
 
     Attributes:
         split: dict of int64 graph ids for "train", "valid" and "test".
-        node_dim, edge_dim, target_dim: F, D, T. node_dtype, edge_dtype, target_dtype: torch dtypes.
+        node_dim, edge_dim, target_dim: F, D, T.
         labels: whether y holds labels; False: targets; None in a store that does not say.
         classes: the different labels of graphs with one each, ints in ascending order; else None.
         path: the directory. meta: the contents of meta.json, and `class_dim`: how many classes, if more than two, else 0.
@@ -166,13 +166,12 @@ class GraphDataset:
         self.labels = meta.get("labels")
         names = meta.get("classes")
         self.classes = None if names is None else list(map(int, names))
-        several = self.classes is not None and len(self.classes) > 2
+        count = len(names or ())
         self.path = Path(path).absolute()
-        self.meta = meta | {"class_dim": len(self.classes) if several else 0}
+        self.meta = meta | {"class_dim": count if count > 2 else 0}
         self.file = LmdbFile(self.path / "graphs.lmdb", sync)
         self._kinds = [(meta[f"{n}_dim"], getattr(torch, meta[f"{n}_dtype"])) for n in PARTS]
-        (self.node_dim, self.node_dtype), (self.edge_dim, self.edge_dtype), _ = self._kinds
-        self.target_dim, self.target_dtype = self._kinds[2]
+        self.node_dim, self.edge_dim, self.target_dim = (width for width, _ in self._kinds)
         self.split = files.map_split(path, meta["files"]) if meta["files"] else {}
 
     @classmethod
@@ -272,15 +271,15 @@ class GraphDataset:
         # each graph's own indptr, which starts at 0, one after the other
         counts = np.zeros(len(indptr) - 1 + len(nodes), np.int32)
         counts[np.arange(len(graph_ids)) + graph_ids + 1] = indptr[1:] - indptr[first][graph_ids]
-        views = []
-        cuts = []
+        fields = []  # of each, the bytes of every graph
         arrays = counts, local.astype(np.int32), *map(convert.as_numpy, batch[3:])
         for array, rows in zip(arrays, _field_rows(nodes, edges)):
-            views.append(memoryview(array.tobytes()))
-            cuts.append([0, *np.cumsum(rows * (array.nbytes // max(len(array), 1))).tolist()])
+            view = memoryview(array.tobytes())
+            ends = np.cumsum(rows * (array.nbytes // max(len(array), 1))).tolist()
+            fields.append([view[a:b] for a, b in zip([0, *ends], ends)])
         values = []
-        for i, (n, m) in enumerate(zip(nodes.tolist(), edges.tolist())):
-            data = b"".join([view[cut[i] : cut[i + 1]] for view, cut in zip(views, cuts)])
+        for n, m, *parts in zip(nodes.tolist(), edges.tolist(), *fields):
+            data = b"".join(parts)
             values.append(struct.pack("<4sIII", b"RBG1", n, m, zlib.crc32(data)) + data)
         return values
 

@@ -107,12 +107,12 @@ def sorted_sources(edges, indptr, options, folder, *, by=None, progress=False):
         else:
             parts = _sorted_with_numbers(keys, numbers, edges, by, options["drop_duplicates"])
         for chunk, number in parts:
-            dst = (chunk >> np.uint64(bits)).view(np.int64)
+            dst = (chunk >> bits).view(np.int64)
             if len(dst):
                 indptr[dst[0] + 1 : dst[-1] + 2] += np.bincount(dst - dst[0])
             if by is not None:
                 by.order.write(np.ascontiguousarray(number).data)
-            yield chunk & np.uint64((1 << bits) - 1)
+            yield chunk & (1 << bits) - 1
         keys = numbers = parts = chunk = None  # free this range before the next
     np.cumsum(indptr, out=indptr)
 
@@ -139,7 +139,7 @@ def _sorted_with_numbers(keys, numbers, edges, by, drop_duplicates) -> Iterator[
         given = number % edges.num_edges  # of a reverse that of its edge
         ranks = [number, few]  # in rising order of precedence
         if by.node_time is not None:
-            ranks.append(by.node_time[few & np.uint64((1 << bits) - 1)])
+            ranks.append(by.node_time[few & (1 << bits) - 1])
         elif by.times is not None:
             ranks.append(np.asarray(by.times[given]))
         same = few
@@ -148,7 +148,7 @@ def _sorted_with_numbers(keys, numbers, edges, by, drop_duplicates) -> Iterator[
             ranks.append(types)
             if drop_duplicates:  # the rank among few edges and a 16-bit type fit into 64 bits
                 same = np.unique(few, return_inverse=True)[1] << 16 | types
-        order = np.lexsort((*ranks, few >> np.uint64(bits)))
+        order = np.lexsort((*ranks, few >> bits))
         if drop_duplicates:  # the first of each stays
             order = order[np.sort(np.unique(same[order], return_index=True)[1])]
         yield few[order], given[order]
@@ -159,10 +159,10 @@ def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
     in the CPU cache. The parts have 16-bit numbers, which numpy sorts by radix: in linear time."""
     if not len(keys):
         return
-    low, high = (int(key >> np.uint64(bits)) for key in (keys.min(), keys.max()))
+    low, high = (int(key) >> bits for key in (keys.min(), keys.max()))
     parts = min(max(1, len(keys) // FEW_EDGES), 1 << 14)
     shift = max(0, (high - low).bit_length() - parts.bit_length())
-    part = ((keys >> np.uint64(bits + shift)) - np.uint64(low >> shift)).astype(np.uint16)
+    part = ((keys >> bits + shift) - (low >> shift)).astype(np.uint16)
     ends = np.cumsum(np.bincount(part))
     order = np.argsort(part, kind="stable")
     for a, b in zip([0, *ends[:-1]], ends):
@@ -199,7 +199,7 @@ def _ranges(edges, options, numbered, folder, progress) -> Iterator[tuple]:
                 arrays = [array[order] for array in arrays]
             elif several:  # SIMD: faster than selecting the edges of each range
                 arrays[0].sort()
-            inner = np.searchsorted(arrays[0], np.array(cuts[1:-1], np.uint64) << np.uint64(bits))
+            inner = np.searchsorted(arrays[0], np.array(cuts[1:-1], np.uint64) << bits)
             for i, (a, b) in enumerate(zip([0, *inner], [*inner, len(packed)])):
                 for spool, array in zip(spools, arrays):
                     spool[filled[i] : filled[i] + b - a] = array[a:b]

@@ -210,8 +210,10 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     elif split is not None:
         params["split"] = int(split)
     extra = {name: values for name, values in extra.items() if values is not None}
-    columns = {name: options.pop(column.flag, None) for name, column in COLUMNS.items()}
-    columns = {name: where for name, where in columns.items() if where is not None}
+    columns = {}
+    for name, column in COLUMNS.items():
+        if (where := options.pop(column.flag, None)) is not None:
+            columns[name] = where
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
     several_types = len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1
@@ -227,8 +229,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
             names = "node_names", "edge_types", "feature_names"
             options = {name: arrays.pop(name, None) for name in names} | options
             class_names = arrays.pop("class_names")
-            arrays = Arrays(kind, arrays, files=extra)
-            arrays.classes = class_names
+            arrays = Arrays(kind, arrays, files=extra, classes=class_names)
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))

@@ -127,19 +127,19 @@ def synthetic(parameters) -> dict:
     centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
 
     def edges(first, _):
-        v = np.arange(first, min(first + nodes_per_chunk, p.nodes)).astype(np.uint64)
-        start = v // np.uint64(size) * np.uint64(size)
-        span = np.minimum(np.uint64(size), np.uint64(p.nodes) - start)
+        v = np.arange(first, min(first + nodes_per_chunk, p.nodes), dtype=np.uint64)
+        start = v // size * size
+        span = np.minimum(size, p.nodes - start)
         counts = degrees[first : first + nodes_per_chunk]
         start = start.repeat(counts)
         span = span.repeat(counts)
         bits = stream(5, first).integers(0, 1 << 64, len(start), np.uint64)
-        position = bits & np.uint64((1 << 32) - 1)
-        choice = bits >> np.uint64(32)
-        near = start + (position * span >> np.uint64(32))
-        low = position * position >> np.uint64(32)
-        far = (low * position >> np.uint64(32)) * np.uint64(p.nodes) >> np.uint64(32)
-        return np.where(choice < np.uint64(p.local * (1 << 32)), near, far).astype(np.int64)
+        position = bits & (1 << 32) - 1
+        choice = bits >> 32
+        near = start + (position * span >> 32)
+        low = position * position >> 32
+        far = (low * position >> 32) * p.nodes >> 32
+        return np.where(choice < int(p.local * (1 << 32)), near, far).astype(np.int64)
 
     def features(first, _):
         rows = centroids[labels[first : first + rows_per_chunk]]
