@@ -225,12 +225,12 @@ def check_columns(values, edges, edge_types) -> tuple[dict, dict]:
 
     Returns ({name: numpy array} of those that are not None; their entries for meta.json).
     """
-    rows = {"edge": edges.num_edges, "node": edges.num_nodes}
     checked = {}
     meta = {}
     for name, column in COLUMNS.items():
         if values.get(name) is not None:
-            checked[name], entries = column.checked(values[name], rows[column.of])
+            rows = getattr(edges, f"num_{column.of}s")
+            checked[name], entries = column.checked(values[name], rows)
             meta |= entries
     if edge_types is not None:
         if EDGE_TYPE.name not in checked:

@@ -24,29 +24,19 @@ FEW_EDGES = 1 << 14  # edges sorted at a time with their numbers and times, to s
 SORT_EDGES = 1 << 27  # most edges to sort in memory, 1 GiB of keys; more go through the disk
 
 
-class EdgeChunk(NamedTuple):
-    """Some edges, in the order of the input."""
-
-    sources: np.ndarray  # integers [n]
-    destinations: np.ndarray  # integers [n]
-    numbers: (
-        np.ndarray | None
-    )  # [n] in the input, for a reverse plus M; None unless they are asked for
-
-
 class SortBy(NamedTuple):
     """What edges are sorted by before their sources, and where their order goes."""
 
     order: BinaryIO  # file for int64 [M'], the number in the input of each sorted edge
     types: np.ndarray | None = None  # integers [M]
     times: np.ndarray | None = None  # integers [M]
-    node_time: np.ndarray | None = (
-        None  # int64 [V]: an edge, also a reverse, has the time of its source
-    )
+    # int64 [V]: an edge, also a reverse, has the time of its source
+    node_time: np.ndarray | None = None
 
 
-def edge_chunks(edges, options, numbered) -> Iterator[EdgeChunk]:
-    """Yield EDGE_CHUNK of `GivenEdges` at a time, checked, with self-loops dropped and reverses added as `options` say."""
+def edge_chunks(edges, options, numbered):
+    """Yield EDGE_CHUNK of `GivenEdges` at a time, checked, with self-loops dropped and reverses added as `options` say:
+    (sources [n], destinations [n], their numbers [n] in the input, for a reverse plus M; None unless `numbered`)."""
     for a in range(0, edges.num_edges, EDGE_CHUNK):
         b = min(a + EDGE_CHUNK, edges.num_edges)
         src, dst = _ends(edges, a, b)
@@ -57,9 +47,9 @@ def edge_chunks(edges, options, numbered) -> Iterator[EdgeChunk]:
             src = src[keep]
             dst = dst[keep]
             numbers = numbers[keep] if numbered else None
-        yield EdgeChunk(src, dst, numbers)
+        yield src, dst, numbers
         if options["symmetrize"]:
-            yield EdgeChunk(dst, src, numbers + edges.num_edges if numbered else None)
+            yield dst, src, numbers + edges.num_edges if numbered else None
 
 
 def _ends(edges, a, b) -> tuple[np.ndarray, np.ndarray]:
@@ -101,11 +91,11 @@ def sorted_sources(edges, indptr, options, folder, *, by=None, progress=False):
         by: `SortBy`, if edges have columns; None: they have none.
     """
     bits = _source_bits(edges.num_nodes)
-    for keys, numbers in _ranges(edges, options, by is not None, folder, progress):
+    for keys, *numbers in _ranges(edges, options, by is not None, folder, progress):
         if by is None:
             parts = _sorted_keys(keys, options["drop_duplicates"])
         else:
-            parts = _sorted_with_numbers(keys, numbers, edges, by, options["drop_duplicates"])
+            parts = _sorted_with_numbers(keys, *numbers, edges, by, options["drop_duplicates"])
         for chunk, number in parts:
             dst = (chunk >> bits).view(np.int64)
             if len(dst):
@@ -172,7 +162,7 @@ def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
 
 def _ranges(edges, options, numbered, folder, progress) -> Iterator[tuple]:
     """Partition edges by ranges of destinations, of up to SORT_EDGES edges -> yields for each range the unsorted keys
-    uint64 [n] of (destination, source) and the numbers of the edges, int64 [n] or None. One pass counts the edges, a
+    uint64 [n] of (destination, source) and, if `numbered`, the numbers of the edges, int64 [n]. One pass counts the edges, a
     second writes each to its range, in a temporary file if there are several."""
     chunks = functools.partial(edge_chunks, edges, options, numbered)
     bits = _source_bits(edges.num_nodes)
@@ -187,13 +177,13 @@ def _ranges(edges, options, numbered, folder, progress) -> Iterator[tuple]:
         spools = [room(total, np.uint64)]
         if numbered:
             spools.append(room(total, np.int64))
-        for chunk in chunks():
-            packed = chunk.destinations.astype(np.int64)
+        for sources, destinations, numbers in chunks():
+            packed = destinations.astype(np.int64)
             packed <<= bits
-            packed |= chunk.sources
+            packed |= sources
             arrays = [packed.view(np.uint64)]
             if numbered:
-                arrays.append(chunk.numbers)
+                arrays.append(numbers)
             if several and numbered:
                 order = np.argsort(arrays[0])
                 arrays = [array[order] for array in arrays]
@@ -208,7 +198,7 @@ def _ranges(edges, options, numbered, folder, progress) -> Iterator[tuple]:
         in_memory = np.array if several else np.asarray
         for a, b in zip(ends - counts, ends):
             # without a name for them here: the next range is made after these are freed
-            yield in_memory(spools[0][a:b]), in_memory(spools[1][a:b]) if numbered else None
+            yield [in_memory(spool[a:b]) for spool in spools]
             bar.update(int(b - a))
 
 
@@ -225,8 +215,8 @@ def _cut(chunks, num_nodes, cap) -> tuple[list[int], np.ndarray]:
     range): one range if there are up to `cap` edges, else several of up to an eighth of that, or one bucket."""
     shift = max(0, max(num_nodes - 1, 1).bit_length() - 16)
     ends = np.zeros(((num_nodes - 1) >> shift) + 2, np.int64)
-    for chunk in chunks():
-        ends[1:] += np.bincount(chunk.destinations >> shift, minlength=len(ends) - 1)
+    for _, destinations, _ in chunks():
+        ends[1:] += np.bincount(destinations >> shift, minlength=len(ends) - 1)
     np.cumsum(ends, out=ends)
     if ends[-1] > cap:
         # the edges are partitioned anyway, and smaller ranges sort faster

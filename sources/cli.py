@@ -71,7 +71,7 @@ def run(command, path, **options) -> int:
     meta = {}
     with contextlib.suppress(StoreError):  # info and verify below report what is wrong
         meta = files.read_meta(path)
-    kind = store if meta.get("format", store.FORMAT) == store.FORMAT else graphs
+    kind = graphs if meta.get("format") == graphs.FORMAT else store
     if command == "verify":
         return print_problems(path, meta, kind.verify(path))
     print(kind.info(path))

@@ -138,10 +138,12 @@ def _recipe(name, root, seed, options):
         if word in OGB:
             with ogb(word, root, options["progress"]) as graph:
                 return build_store(path, **graph, **options)
-        graph = planetoid(word, root) if word in PLANETOID else draw(key)
         if word in PLANETOID:
+            graph = planetoid(word, root)
             how = equal_sums(torch.from_numpy(graph["features"]))
             print(f"{word}: features come with {how}")
+        else:
+            graph = draw(key)
         return build_store(path, **graph, **options)
 
     return word, key, make

@@ -72,8 +72,7 @@ def synthetic_mag(parameters) -> dict:
 
     papers = counts["paper"]
     labels = np.arange(papers) * p.classes // papers
-    centroids = random.standard_normal((p.classes, p.features), np.float32)
-    x = (centroids / np.linalg.norm(centroids, axis=1, keepdims=True))[labels]
+    x = centroids_of_classes(random, p)[labels]
     x += p.noise * random.standard_normal(x.shape, np.float32)
     parts = np.split(random.permutation(papers), [papers * 8 // 10, papers * 9 // 10])
     return dict(
@@ -95,6 +94,12 @@ def checked(name, parameters):
         if not low <= value <= high:
             raise StoreError(f"{name}: {key}={value} is out of range: {low} to {high}")
     return types.SimpleNamespace(**parameters)
+
+
+def centroids_of_classes(random, p):
+    """Draw a random direction for each class -> float32 [C, F], of length 1."""
+    centroids = random.standard_normal((p.classes, p.features), np.float32)
+    return centroids / np.linalg.norm(centroids, axis=1, keepdims=True)
 
 
 def synthetic(parameters) -> dict:
@@ -123,8 +128,7 @@ def synthetic(parameters) -> dict:
     degrees = p.sigma * stream(3).standard_normal(p.nodes, np.float32) - p.sigma**2 / 2
     degrees = np.maximum(1, np.rint(p.degree * np.exp(degrees))).astype(np.int64)
     indptr = np.concatenate([[0], np.cumsum(degrees)])
-    centroids = stream(4).standard_normal((p.classes, p.features), np.float32)
-    centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
+    centroids = centroids_of_classes(stream(4), p)
 
     def edges(first, _):
         v = np.arange(first, min(first + nodes_per_chunk, p.nodes), dtype=np.uint64)
