@@ -19,10 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk import convert, files
+from disk import files
 from disk.checks import DRAWN_GRAPHS, check_split, check_stored, classes_among, drawn_graphs
 from disk.columns import write_arrays
-from disk.convert import integers, shaped
+from disk.convert import (
+    as_numpy,
+    as_rows,
+    check_answers,
+    check_finite,
+    integers,
+    largest_of,
+    refuse,
+    row_dtype,
+    shaped,
+)
 from disk.files import StoreError, reading
 from disk.lmdb_rows import LmdbFile, check_lmdb, key, verify_directory
 
@@ -63,9 +73,9 @@ def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y) -> GraphBatch:
     num_nodes = integers("num_nodes", num_nodes, "G")
     num_edges = integers("num_edges", num_edges, "G")
     src, dst = integers("edge_index", edge_index, 2, "E")
-    x = convert.as_rows("x", x)
-    e = convert.as_rows("e", e)
-    y = convert.as_rows("y", y)
+    x = as_rows("x", x)
+    e = as_rows("e", e)
+    y = as_rows("y", y)
     total = int(num_nodes.sum())
     first = np.cumsum(num_nodes) - num_nodes
     _must_fit(
@@ -118,7 +128,7 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
     meta = {"format": FORMAT, "format_version": files.VERSION}
     meta["source"] = json.loads(json.dumps(source))
     for name, rows in zip(PARTS, first[3:]):
-        dtype = convert.row_dtype(f"{name} rows", rows)
+        dtype = row_dtype(f"{name} rows", rows)
         shaped(f"{name} rows", rows, "n", "width")
         meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
     meta["labels"] = not first.y.is_floating_point() if labels is None else bool(labels)
@@ -131,7 +141,7 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
                 graphs.append(batch)
                 if meta["labels"]:
                     values.update(batch.y[~batch.y.isnan()].tolist())
-                largest = max(largest, convert.largest_of(batch.x), convert.largest_of(batch.e))
+                largest = max(largest, largest_of(batch.x), largest_of(batch.e))
                 bar.update(len(batch.y))
             count = len(graphs)
         if meta["labels"] and meta["target_dim"] > 1 and 0 not in values:
@@ -236,8 +246,8 @@ class GraphDataset:
         for first in range(0, count, 1024):
             self.batch(range(first, min(first + 1024, count)))
 
-    def _values(self, batch) -> list[bytes]:
-        """Serialise each graph of a batch as an LMDB value: header, then its own indptr, indices, x, e and y."""
+    def _values(self, batch):
+        """Serialise each graph of a batch as bytes, an LMDB value: header, then its own indptr, indices, x, e and y."""
         if not len(batch.y):
             raise StoreError("a batch has no graphs (y is empty): at least one is needed")
         for name, rows, (width, dtype) in zip(PARTS, batch[3:], self._kinds):
@@ -245,14 +255,12 @@ class GraphDataset:
                 actual = f"{list(rows.shape)} {rows.dtype}"
                 raise StoreError(f"{name} rows are {actual}, not {width} {dtype}")
             if name != "target":
-                convert.check_finite(f"{name} rows", rows)
-        convert.check_answers("target rows", batch.y, self.labels)
+                check_finite(f"{name} rows", rows)
+        check_answers("target rows", batch.y, self.labels)
         if self.classes:
             classes = torch.tensor([-1, *self.classes])
             unknown = ~(batch.y.isnan() | torch.isin(batch.y.double(), classes.double()))
-            convert.refuse(
-                unknown, "target rows", batch.y, f"the data set has {self.kind_of_labels()}"
-            )
+            refuse(unknown, "target rows", batch.y, f"the data set has {self.kind_of_labels()}")
         indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
         nodes = np.bincount(graph_ids, minlength=len(batch.y))
         _must_fit(
@@ -272,7 +280,7 @@ class GraphDataset:
         counts = np.zeros(len(indptr) - 1 + len(nodes), np.int32)
         counts[np.arange(len(graph_ids)) + graph_ids + 1] = indptr[1:] - indptr[first][graph_ids]
         fields = []  # of each, the bytes of every graph
-        arrays = counts, local.astype(np.int32), *map(convert.as_numpy, batch[3:])
+        arrays = counts, local.astype(np.int32), *map(as_numpy, batch[3:])
         for array, rows in zip(arrays, _field_rows(nodes, edges)):
             view = memoryview(array.tobytes())
             ends = np.cumsum(rows * (array.nbytes // max(len(array), 1))).tolist()
@@ -324,7 +332,7 @@ class GraphDataset:
         return GraphBatch(*arrays, *map(rows_of, rows, self._kinds, counts[2:]))
 
 
-def _field_rows(nodes, edges) -> list[np.ndarray]:
+def _field_rows(nodes, edges):
     """Return the rows of each field of the values of graphs, after the header: indptr, indices, x, e and y."""
     return [nodes + 1, edges, nodes, edges, np.ones_like(nodes)]
 

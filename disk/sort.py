@@ -11,7 +11,6 @@ V nodes, M edges. This file needs disk/convert.py, disk/files.py and numpy.
 import functools
 import os
 import tempfile
-from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -52,7 +51,7 @@ def edge_chunks(edges, options, numbered):
             yield dst, src, numbers + edges.num_edges if numbered else None
 
 
-def _ends(edges, a, b) -> tuple[np.ndarray, np.ndarray]:
+def _ends(edges, a, b):
     """Return the sources and destinations of edges a to b."""
     if edges.indptr is None:
         pairs = np.asarray(edges.edge_index[:, a:b])
@@ -112,7 +111,8 @@ def _source_bits(num_nodes) -> int:
     return max(num_nodes - 1, 1).bit_length()
 
 
-def _sorted_keys(keys, drop_duplicates) -> Iterator[tuple]:
+def _sorted_keys(keys, drop_duplicates):
+    """Yield (sorted keys [n], None), a chunk at a time."""
     keys.sort()
     for a in range(0, len(keys), EDGE_CHUNK):
         chunk = keys[a : a + EDGE_CHUNK]
@@ -121,7 +121,8 @@ def _sorted_keys(keys, drop_duplicates) -> Iterator[tuple]:
         yield chunk, None
 
 
-def _sorted_with_numbers(keys, numbers, edges, by, drop_duplicates) -> Iterator[tuple]:
+def _sorted_with_numbers(keys, numbers, edges, by, drop_duplicates):
+    """Yield (sorted keys [n], the numbers of the edges that were given [n]), few destinations at a time."""
     bits = _source_bits(edges.num_nodes)
     for part in _few_destinations(keys, bits):
         few = keys[part]
@@ -144,7 +145,7 @@ def _sorted_with_numbers(keys, numbers, edges, by, drop_duplicates) -> Iterator[
         yield few[order], given[order]
 
 
-def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
+def _few_destinations(keys, bits):
     """Partition edges, given by their keys [n], by destination -> yields the positions of few enough edges to be sorted
     in the CPU cache. The parts have 16-bit numbers, which numpy sorts by radix: in linear time."""
     if not len(keys):
@@ -160,7 +161,7 @@ def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
             yield order[a:b]
 
 
-def _ranges(edges, options, numbered, folder, progress) -> Iterator[tuple]:
+def _ranges(edges, options, numbered, folder, progress):
     """Partition edges by ranges of destinations, of up to SORT_EDGES edges -> yields for each range the unsorted keys
     uint64 [n] of (destination, source) and, if `numbered`, the numbers of the edges, int64 [n]. One pass counts the edges, a
     second writes each to its range, in a temporary file if there are several."""
@@ -210,7 +211,7 @@ def _on_disk(folder, count, dtype) -> np.ndarray:
         return np.memmap(file, dtype, "r+", shape=count)
 
 
-def _cut(chunks, num_nodes, cap) -> tuple[list[int], np.ndarray]:
+def _cut(chunks, num_nodes, cap):
     """Cut the destinations into ranges of adjacent buckets, in one pass over the edges -> (boundaries, edges of each
     range): one range if there are up to `cap` edges, else several of up to an eighth of that, or one bucket."""
     shift = max(0, max(num_nodes - 1, 1).bit_length() - 16)
@@ -228,7 +229,7 @@ def _cut(chunks, num_nodes, cap) -> tuple[list[int], np.ndarray]:
     return [min(bucket << shift, num_nodes) for bucket in buckets], np.diff(ends[buckets])
 
 
-def checked_indices(indices, num_nodes, progress=False) -> Iterator[np.ndarray]:
+def checked_indices(indices, num_nodes, progress=False):
     """Yield chunks of `indices` as int64, in the order given, their node ids checked."""
     for first, chunk in chunked("indices", indices, EDGE_CHUNK, progress):
         chunk = integers("indices", chunk)

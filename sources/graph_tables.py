@@ -94,7 +94,7 @@ class Nodes:
         return nodes
 
 
-def features(file, folder, ignore=()) -> tuple[np.ndarray, Nodes]:
+def features(file, folder, ignore=()):
     """Spool a table with one row per node to a file in `folder` -> (memmap float32 [V, F], its `Nodes`).
 
     A column of ids is not a feature. It is recognised by its name (id, node, index, ..., or for the first column
@@ -151,7 +151,7 @@ def _names_of(table, kept) -> list[str]:
     return names
 
 
-def _name(table, folder, x, ids, node) -> tuple[np.ndarray, Nodes]:
+def _name(table, folder, x, ids, node):
     """Take the ids of the rows as names of the nodes; if they are 0 to V-1, sort the rows by them -> (x, `Nodes`)."""
     column = table.column(node)
     if not isinstance(ids, list) and ids.dtype.kind == "f":
@@ -280,7 +280,7 @@ def _check_text_labels(table, j, cells, count):
         raise table.error(row, f"{table.column(j)} is {short(cell)!r}: {why}")
 
 
-def edges(file, folder, nodes, keep=(), ignore=()) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def edges(file, folder, nodes, keep=(), ignore=()):
     """Spool a table with one row per edge to a file in `folder` -> (edge_index int64 [2, M], mapped; {name in `keep`:
     values as in `edge_rows`}).
 
@@ -303,7 +303,7 @@ def edges(file, folder, nodes, keep=(), ignore=()) -> tuple[np.ndarray, dict[str
     return arrays.pop("ends").T, arrays
 
 
-def edge_rows(file, folder, name, ignore=()) -> dict[str, np.ndarray]:
+def edge_rows(file, folder, name, ignore=()):
     """Spool a separate table with one row per edge -> {name: mapped edge_features float32 [M, D], edge_weight float64 [M],
     edge_type int64 [M] or edge_time int64 [M], float64 [M] if the first rows are no integers}; see `_spooled`."""
     with opened(file, ignore) as table:

@@ -326,7 +326,7 @@ class Table:
                             0, f"{self.column(j)} is empty: a list of numbers is needed"
                         )
 
-    def _guess_text(self) -> list[list[str]]:
+    def _guess_text(self):
         """Skip comments and guess separator, width and header -> cells of the first rows."""
         head, above = self._stream.read(BLOCK), ""
         if len(head) == BLOCK and not (head := head[: head.rfind(b"\n") + 1]):
