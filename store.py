@@ -316,6 +316,7 @@ class GraphStore:
         classes = source.get("classes") if isinstance(source, dict) else None
         # of a synthetic graph their number
         self.class_names = [*map(str, classes)] if isinstance(classes, list) else None
+        self.options = [name for name, on in meta["options"].items() if on]
         kinds = columns.array_kinds(meta)
         for name, kind in kinds.items():
             stored = name not in columns.COLUMNS or f"{name}.npy" in records
@@ -571,6 +572,6 @@ def info(path) -> str:
         "features": features,
         "columns": columns.described(graph),
         "classes": f"{graph.num_classes}{several}" if graph.labelled else "no labels",
-        "options": ", ".join(name for name, on in graph.meta["options"].items() if on) or "none",
+        "options": ", ".join(graph.options) or "none",
     }
     return files.info_lines(lines, graph)

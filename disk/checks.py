@@ -173,8 +173,7 @@ def check_split(split, labels, item="node"):
         form = '{"train": ids or mask, "valid": ..., "test": ...}, or a list of such, is needed'
         raise StoreError(f"split is a {type(split).__name__}: {form}")
     given = by_part("split", split)
-    parts = {name: given.get(name, ()) for name in SPLITS}
-    split = {n: part_ids(f"split {n!r}", v, len(labels)) for n, v in parts.items()}
+    split = {n: part_ids(f"split {n!r}", given.get(n, ()), len(labels)) for n in SPLITS}
     owner = np.full(len(labels), -1, np.int8)
     for part, (name, ids) in enumerate(split.items()):
         inside = (ids >= 0) & (ids < len(labels))

@@ -1,6 +1,6 @@
 """The optional columns of a store's edges and nodes, each declared once in COLUMNS, and the names of its nodes.
 
-    arrays, meta = check_columns({"edge_weight": w}, edges)      # before they are written
+    arrays, meta = check_columns({"edge_weight": w}, edges, None)      # before they are written
     records = write_arrays(folder, arrays)                                          # edge_weight.npy
 
 A column is an argument of `build_store`, an attribute of `GraphStore`, NAME.npy in a store, an array of .npz files, of PyG

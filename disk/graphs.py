@@ -93,10 +93,14 @@ def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y) -> GraphBatch:
     order = np.argsort((dst + shift) * total + src, kind="stable")
     indptr = np.zeros(total + 1, np.int32)
     np.cumsum(np.bincount(dst + shift, minlength=total), out=indptr[1:])
-    indices = (src + shift)[order].astype(np.int32)
-    graph_ids = np.repeat(np.arange(len(num_nodes)), num_nodes)
-    arrays = map(torch.from_numpy, (indptr, indices, graph_ids))
-    return GraphBatch(*arrays, x, e[torch.from_numpy(order)], y)
+    return _of_arrays(num_nodes, indptr, (src + shift)[order], x, e[torch.from_numpy(order)], y)
+
+
+def _of_arrays(nodes, indptr, indices, *rows) -> GraphBatch:
+    """Make a batch of numpy arrays and of the rows x, e and y. nodes: int64 [G], of each graph."""
+    graph_ids = np.repeat(np.arange(len(nodes)), nodes)
+    arrays = indptr.astype(np.int32), indices.astype(np.int32), graph_ids
+    return GraphBatch(*map(torch.from_numpy, arrays), *rows)
 
 
 def _must_fit(nodes_of_each, **sizes):
@@ -125,8 +129,8 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
     first = next(batches, None)
     if first is None:
         raise StoreError("batches is empty: at least one batch of graphs is needed")
-    meta = {"format": FORMAT, "format_version": files.VERSION}
-    meta["source"] = json.loads(json.dumps(source))
+    source = json.loads(json.dumps(source))
+    meta = {"format": FORMAT, "format_version": files.VERSION, "source": source}
     for name, rows in zip(PARTS, first[3:]):
         dtype = row_dtype(f"{name} rows", rows)
         shaped(f"{name} rows", rows, "n", "width")
@@ -326,10 +330,7 @@ class GraphDataset:
             flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
             return flat.view(int(count.sum()), width)
 
-        graph_ids = np.repeat(np.arange(len(nodes)), nodes)
-        arrays = indptr.astype(np.int32), indices.astype(np.int32), graph_ids
-        arrays = map(torch.from_numpy, arrays)
-        return GraphBatch(*arrays, *map(rows_of, rows, self._kinds, counts[2:]))
+        return _of_arrays(nodes, indptr, indices, *map(rows_of, rows, self._kinds, counts[2:]))
 
 
 def _field_rows(nodes, edges):

@@ -264,7 +264,7 @@ class LmdbFeatures(RowsByIndex):
         shape, dtype: (V, F), torch dtype. large: whether all rows together exceed the free memory.
     """
 
-    def __init__(self, path, shape, dtype, block_rows, large=False):
+    def __init__(self, path, shape, dtype, block_rows, large):
         self.file = LmdbFile(path)
         self.shape = shape
         self.dtype = dtype

@@ -2,7 +2,7 @@
 for the edges into one node, which are sorted together: with columns they take about 140 bytes each.
 
     indptr = np.zeros(num_nodes + 1, np.int64)
-    for sources in sorted_sources(edges, indptr, options, folder):       # `GivenEdges` of disk/checks.py
+    for sources in sorted_sources(edges, indptr, options, folder, by=None, progress=False):
         ...                                   # the next part of `indices`; indptr is complete after the last one
 
 V nodes, M edges. This file needs disk/convert.py, disk/files.py and numpy.
@@ -75,7 +75,7 @@ def _check_ends(src, dst, first, num_nodes):
     raise StoreError(f"edge {first + bad} goes {ends}: node ids lie in [0, {num_nodes}){hint}")
 
 
-def sorted_sources(edges, indptr, options, folder, *, by=None, progress=False):
+def sorted_sources(edges, indptr, options, folder, *, by, progress):
     """Sort edges by destination, then type and time, then source -> yields chunks of the sorted sources.
 
     (destination, source) of an edge are packed into one 64-bit key: numpy sorts those with SIMD instructions. With
@@ -84,7 +84,7 @@ def sorted_sources(edges, indptr, options, folder, *, by=None, progress=False):
     time, without times the first.
 
     Args:
-        edges: `GivenEdges`. indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
+        edges: `GivenEdges` of disk/checks.py. indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
         options: those of `build_store`.
         folder: for a temporary file of 8 bytes per edge, 16 with `by`, if there is more than one range.
         by: `SortBy`, if edges have columns; None: they have none.
@@ -214,7 +214,7 @@ def _on_disk(folder, count, dtype) -> np.ndarray:
 def _cut(chunks, num_nodes, cap):
     """Cut the destinations into ranges of adjacent buckets, in one pass over the edges -> (boundaries, edges of each
     range): one range if there are up to `cap` edges, else several of up to an eighth of that, or one bucket."""
-    shift = max(0, max(num_nodes - 1, 1).bit_length() - 16)
+    shift = max(0, _source_bits(num_nodes) - 16)
     ends = np.zeros(((num_nodes - 1) >> shift) + 2, np.int64)
     for _, destinations, _ in chunks():
         ends[1:] += np.bincount(destinations >> shift, minlength=len(ends) - 1)
@@ -229,7 +229,7 @@ def _cut(chunks, num_nodes, cap):
     return [min(bucket << shift, num_nodes) for bucket in buckets], np.diff(ends[buckets])
 
 
-def checked_indices(indices, num_nodes, progress=False):
+def checked_indices(indices, num_nodes, progress):
     """Yield chunks of `indices` as int64, in the order given, their node ids checked."""
     for first, chunk in chunked("indices", indices, EDGE_CHUNK, progress):
         chunk = integers("indices", chunk)

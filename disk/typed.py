@@ -90,8 +90,8 @@ def flatten(given) -> dict:
                 times[kind] = np.full(len(sources), ALWAYS)
     for name, values in of_edges.items():
         columns[name] = _edge_column(COLUMNS[name], values, edges)
-    pairs_of = edges.values()
-    columns[EDGE_TYPE.name] = np.repeat(np.arange(len(edges)), [p.shape[1] for p in pairs_of])
+    counts = [pairs.shape[1] for pairs in edges.values()]
+    columns[EDGE_TYPE.name] = np.repeat(np.arange(len(edges)), counts)
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
     tables = {}
     for name in filter(lambda name: features.get(name) is not None, names):

@@ -114,10 +114,10 @@ def of_object(graph, extra, ignore=(), file=None) -> "Arrays":
         arrays = _with_edge_index(dict(arrays))
     else:
         raise StoreError(f"no graph is read from a {kind}: give a file, a DGLGraph or a PyG Data")
-    replaced = [*(FEATURES if "features" in extra else ())]
-    replaced += LABELS if "labels" in extra else ()
-    if any(name.endswith("_idx") for name in extra):
-        replaced += sum(PARTS.values(), [])
+    replaced = []
+    for names in (FEATURES, LABELS, sum(PARTS.values(), [])):
+        if extra.keys() & {*names}:
+            replaced += names
     kept = {name: v for name, v in arrays.items() if name.partition(":")[0] not in replaced}
     # of the only type of nodes, whose edges may have several
     suffix = next((n.removeprefix("num_nodes") for n in arrays if n.startswith("num_nodes:")), "")

@@ -95,9 +95,9 @@ def print_problems(path, meta, problems) -> int:
 
 def main(argv=None) -> int:
     """Run the command line -> exit code."""
-    words = [*map(str, sys.argv[1:] if argv is None else argv)]
+    words = sys.argv[1:] if argv is None else argv
     try:
-        if words[:1] == ["estimate"]:
+        if "estimate" in words[:1]:
             how = "python train.py --dataset PATH --dry-run"
             raise StoreError(f"{how} prints the memory that training needs in each mode")
         code = run(**vars(make_parser().parse_args(words)))

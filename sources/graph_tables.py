@@ -20,9 +20,9 @@ SLICE = 1 << 20  # edges renumbered at a time
 HEADER = "; a header is known by names such as id, source, destination and label"
 
 
-def read_tables(file, tables, columns, folder, ignore=()) -> dict:
-    """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`, `feature_names`
-    and `class_names`.
+def read_tables(file, tables, columns, folder, ignore):
+    """Read the arrays of a graph from tables -> ({name as in an .npz file: array}, with the names in `edge_types` if types
+    are text; its `Nodes`).
 
     Args:
         file: the table of edges. tables: {name of an array: file of a table}; "features" is required.
@@ -48,13 +48,7 @@ def read_tables(file, tables, columns, folder, ignore=()) -> dict:
     arrays["edge_index"], kept = edges(file, folder, nodes, keep, ignore)
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
-    return {
-        **arrays,
-        **kept,
-        "node_names": nodes.names,
-        "feature_names": nodes.feature_names,
-        "class_names": nodes.class_names,
-    }
+    return arrays | kept, nodes
 
 
 class Nodes:
@@ -174,7 +168,7 @@ def _name(table, folder, x, ids, node):
     return x, Nodes(len(x), table.name, by_row=in_order)
 
 
-def _rows_of_nodes(table, nodes, node, kinds, missing=False):
+def _rows_of_nodes(table, nodes, node, kinds, missing):
     """Read a table with one row per node or, if column `node` holds ids, for some nodes -> (int64 [n], distinct nodes;
     {column: values [n], or those that `Table.identified` returns for text})."""
     import pyarrow
@@ -303,7 +297,7 @@ def edges(file, folder, nodes, keep=(), ignore=()):
     return arrays.pop("ends").T, arrays
 
 
-def edge_rows(file, folder, name, ignore=()):
+def edge_rows(file, folder, name, ignore):
     """Spool a separate table with one row per edge -> {name: mapped edge_features float32 [M, D], edge_weight float64 [M],
     edge_type int64 [M] or edge_time int64 [M], float64 [M] if the first rows are no integers}; see `_spooled`."""
     with opened(file, ignore) as table:

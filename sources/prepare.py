@@ -90,15 +90,15 @@ def prepare(
         # one process builds, the others wait for the lock
         with reading(f"--root {root}"):
             root.mkdir(parents=True, exist_ok=True)
-        with reading(f"--root {root}"), files.locked(root):
-            if not built():
-                try:
-                    with reading(dataset):
-                        make(target, progress=progress, **features)
-                except StoreError:
-                    # without locks, as on some network file systems, another may have built it
-                    if not built():
-                        raise
+            with files.locked(root):
+                if not built():
+                    try:
+                        with reading(dataset):
+                            make(target, progress=progress, **features)
+                    except StoreError:
+                        # without locks, as on some network file systems, another may have built it
+                        if not built():
+                            raise
     return target
 
 
@@ -227,11 +227,14 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     # large tables pass through files on the disk of the store
     with reading(f"cannot build {path}: {kind}"):
         if tables:
-            arrays = read_tables(kind, extra, columns, path.absolute().parent, ignore)
-            names = "node_names", "edge_types", "feature_names"
-            options = {name: arrays.pop(name, None) for name in names} | options
-            class_names = arrays.pop("class_names")
-            arrays = Arrays(kind, arrays, files=extra, classes=class_names)
+            arrays, nodes = read_tables(kind, extra, columns, path.absolute().parent, ignore)
+            options = {
+                "node_names": nodes.names,
+                "feature_names": nodes.feature_names,
+                "edge_types": arrays.pop("edge_types", None),
+                **options,
+            }
+            arrays = Arrays(kind, arrays, files=extra, classes=nodes.class_names)
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))
