@@ -170,7 +170,7 @@ class GraphDataset:
 
     Attributes:
         split: dict of int64 graph ids for "train", "valid" and "test".
-        node_dim, edge_dim, target_dim: F, D, T.
+        node_dim, edge_dim, target_dim: F, D, T. node_dtype, edge_dtype, target_dtype: torch dtypes.
         labels: whether y holds labels; False: targets; None in a store that does not say.
         classes: the different labels of graphs with one each, ints in ascending order; else None.
         path: the directory. meta: the contents of meta.json, and `class_dim`: how many classes, if more than two, else 0.
@@ -185,7 +185,8 @@ class GraphDataset:
         self.meta = meta | {"class_dim": count if count > 2 else 0}
         self.file = LmdbFile(self.path / "graphs.lmdb", sync)
         self._kinds = [(meta[f"{n}_dim"], getattr(torch, meta[f"{n}_dtype"])) for n in PARTS]
-        self.node_dim, self.edge_dim, self.target_dim = (width for width, _ in self._kinds)
+        for name, (width, dtype) in zip(PARTS, self._kinds):
+            vars(self).update({f"{name}_dim": width, f"{name}_dtype": dtype})
         self.split = files.map_split(path, meta["files"]) if meta["files"] else {}
 
     @classmethod
