@@ -95,7 +95,7 @@ def print_problems(path, meta, problems) -> int:
 
 def main(argv=None) -> int:
     """Run the command line -> exit code."""
-    words = sys.argv[1:] if argv is None else argv
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
         if "estimate" in words[:1]:
             how = "python train.py --dataset PATH --dry-run"
