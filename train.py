@@ -233,8 +233,10 @@ class Training:
         run = self.run
         plan = run.plan
         if {*run.model.parameters()} - {*self.optimizer.param_groups[0]["params"]}:
-            made = "makes parameters in forward, which are not trained: make them in __init__"
-            raise StoreError(f"--model {plan.model} {made}")
+            raise StoreError(
+                f"--model {plan.model} "
+                "makes parameters in forward, which are not trained: make them in __init__"
+            )
         if plan.timeline and draw and run.ranks.leads:
             with self.report.attempt("timeline"):
                 draw_timeline(trained.laps, plan.timeline)

@@ -89,8 +89,9 @@ def claimed(path):
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             claim.close()
-            why = "another run writes it: give each its own --checkpoint"
-            raise StoreError(f"--checkpoint {path}: {why}") from error
+            raise StoreError(
+                f"--checkpoint {path}: another run writes it: give each its own --checkpoint"
+            ) from error
     return claim
 
 
@@ -213,8 +214,9 @@ def adopted(flags, state, path):
         here = getattr(flags, name)
         was = saved[name]
         if name in flags.typed and here != was and not (is_own(here) and is_own(was)):
-            made = f"checkpoint {path} was made with {spelled(name)} {text_of(was)}"
-            raise StoreError(f"{made}, this run has {text_of(here)}")
+            raise StoreError(
+                f"checkpoint {path} was made with {spelled(name)} {text_of(was)}, this run has {text_of(here)}"
+            )
     if is_own(custom := values.get("model")):
         raise StoreError(f"checkpoint {path} holds weights of {custom}: give --model FILE.py:NAME")
     with reading(f"checkpoint {path}"):
@@ -262,8 +264,10 @@ def check_same(ranks, values):
     for rank, theirs in enumerate(others, 1):
         for name in {**first, **theirs}:
             if (value := first.get(name)) != (other := theirs.get(name)):
-                differ = f"{name} is {value} on rank 0, {other} on rank {rank}"
-                raise StoreError(f"{differ}: all machines need the same flags and data")
+                raise StoreError(
+                    f"{name} is {value} on rank 0, {other} on rank {rank}"
+                    ": all machines need the same flags and data"
+                )
 
 
 def check_graph(ranks, state, path, plan, task):
@@ -348,8 +352,9 @@ def numbers_of_types(ranks, task, plan, graph, path):
             has = "; ".join(here)[:300]
             if {*here} == {*was}:
                 has = "them in another order"
-            trained = f"checkpoint {path} was trained on a graph"
-            raise StoreError(f"{trained} whose {noun} are {were}; {store.path} has {has}")
+            raise StoreError(
+                f"checkpoint {path} was trained on a graph whose {noun} are {were}; {store.path} has {has}"
+            )
         ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
         numbers = torch.tensor([was.index(kind) for kind in here])
     return numbers
@@ -365,9 +370,10 @@ def name_features(ranks, store, was, path):
     elif sorted(here) != sorted(was):
         lost = min({*was} - {*here}, key=was.index)
         other = min({*here} - {*was}, key=here.index)
-        differ = f"{store.path} lacks it and has {other!r} instead: name the columns alike"
         trained = f"checkpoint {path} was trained on a graph with the feature {lost!r}"
-        raise StoreError(f"{trained}; {differ}")
+        raise StoreError(
+            f"{trained}; {store.path} lacks it and has {other!r} instead: name the columns alike"
+        )
     elif here != was:
         store.take_columns(was)
         ranks.say("data    feature columns are put into the checkpoint's order by name")

@@ -69,8 +69,9 @@ def features_used(args, store):
         instead = f"{', '.join(plain_layers())} do without"
     if store.edge_features is None:
         if must:
-            needs = f"--model {args.model} takes features of edges, and {store.path} has none"
-            raise StoreError(f"{needs}; {instead}")
+            raise StoreError(
+                f"--model {args.model} takes features of edges, and {store.path} has none; {instead}"
+            )
         return {}, []
     if not takes:
         return {}, [f"features of edges are not used by --model {args.model}: {why}"]
@@ -97,9 +98,12 @@ def types_used(args, store):
         seen = f"--fanout is for {of}, and the model sees them"
         return types, [f"edges have {store.num_edge_types} types; {seen}"]
     if not all(isinstance(hop, int) for hop in args.fanout):
-        why = f"it is for {', '.join(typed)}, or a model of your own, and a graph with types"
         fanout = ",".join(map(str, args.fanout))
-        raise StoreError(f"--fanout {fanout} names types: {why}, here {store.path}")
+        raise StoreError(
+            f"--fanout {fanout} names types: "
+            f"it is for {', '.join(typed)}, or a model of your own, and a graph with types"
+            f", here {store.path}"
+        )
     if conv is not None and conv.uses_types:
         raise StoreError(f"--model {args.model} takes types of edges, and {store.path} has none")
     if store.edge_type is None:
@@ -129,9 +133,10 @@ def times_used(args, task, store, by_type):
         instead = f"take {', '.join(able)} or {last}, or --temporal off"
         raise StoreError(f"--model {args.model} {why}: {instead}")
     if store.edge_type is not None and not by_type:
-        sees = f"lists are by type, then time, and --model {args.model} sees no types"
         instead = f"take {' or '.join(layers_where(uses_types=True))}, or --temporal off"
-        raise StoreError(f"{store.path}: {sees}: {instead}")
+        raise StoreError(
+            f"{store.path}: lists are by type, then time, and --model {args.model} sees no types: {instead}"
+        )
     if str(args.fanout[0]).startswith("any="):
         why = "lists are sorted by type, then time: give numbers by type, or --temporal off"
         raise StoreError(f"--fanout any= draws from all types together, and {why}")
@@ -155,8 +160,10 @@ def unused_times(args, store, timed) -> list[str]:
     if draws and args.window:
         raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")
     if draws and args.sampler == LATEST.name:
-        needs = "--sampler latest needs times of edges and nodes"
-        raise StoreError(f"{needs}, and --temporal at or before, here {args.temporal}")
+        raise StoreError(
+            "--sampler latest needs times of edges and nodes"
+            f", and --temporal at or before, here {args.temporal}"
+        )
     if only_nodes_timed(store):
         return [f"times of nodes are not used: edges have none (edge_time); {anew(store)}"]
     if store.edge_time is None:
@@ -182,8 +189,7 @@ def weights_used(args, store):
             said = "neighbours are drawn by weight; exact inference counts all edges alike"
             return {"weight": store.edge_weight}, [said]
         if args.trains:
-            lacks = f"{store.path} has none"
-            raise StoreError(f"--sampler weighted draws by weights of edges, {lacks}")
+            raise StoreError(f"--sampler weighted draws by weights of edges, {store.path} has none")
     if store.edge_weight is None:
         return {}, []
     return {}, ["weights of edges are not used: --sampler weighted draws neighbours by them"]

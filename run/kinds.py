@@ -47,14 +47,16 @@ def size(text):
 def positive(kind, zero=False, below=None):
     """Make an argparse type: a finite number above 0 (zero: at least 0), and below 2^31 if whole, or `below`."""
     below = below or (2**31 if kind is int else math.inf)
-    needed = f"{'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
 
     def parse(text):
         with suppress(ValueError):
             if 0 < (value := kind(text)) < below or zero and value == 0:
                 return value
         limit = f" and below {below}" if below < math.inf else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {needed}{limit}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a {'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
+            f"{limit}"
+        )
 
     return parse
 

@@ -81,8 +81,10 @@ def kept_weights(flags, task):
         weights = "best"
     if weights == "best" and flags.trains and not judged:
         flag = f"--early-stop {flags.early_stop}" if flags.early_stop else "--weights best"
-        lacks = f"{task.store.path} has no validation {task.examples} to compute it from"
-        raise StoreError(f"{flag} goes by validation {task.metric}, and {lacks}")
+        raise StoreError(
+            f"{flag} goes by validation {task.metric}, and "
+            f"{task.store.path} has no validation {task.examples} to compute it from"
+        )
     return weights
 
 
@@ -171,8 +173,10 @@ def check_memory(ranks, plan, task):
     if batch > free and task.embeds:
         smaller.append(f"--negatives {plan.negatives}")
     kind = "GPU memory" if ranks.gpus else "memory"
-    room = f"{readable_size(free)} of {kind} are free for each process"
-    raise StoreError(f"this run cannot fit: {parts}, and {room}; lower {' or '.join(smaller)}")
+    raise StoreError(
+        f"this run cannot fit: {parts}, and {readable_size(free)} of {kind} are free for each process"
+        f"; lower {' or '.join(smaller)}"
+    )
 
 
 def residual_helps(store, known):

@@ -51,8 +51,10 @@ def build_model(plan, task, used):
     if own_model.conv_of(plan.model):
         return task.build(plan), digest
     if store.features.shape[0] < store.num_nodes:
-        some = "nodes without features, for which built-in models learn rows"
-        raise StoreError(f"--model {plan.model}: {store.path} has types of {some}")
+        raise StoreError(
+            f"--model {plan.model}: {store.path} has types of "
+            "nodes without features, for which built-in models learn rows"
+        )
     edge_dim = store.edge_dim if used.features is not None else 0
     sizes = store.feature_dim, store.num_classes, edge_dim
     network = own_model.build(plan.model, plan.model_args or [], *sizes)
@@ -68,8 +70,10 @@ def place_model(ranks, model, plan, task, used):
     if not any(getattr(module, "uses_degree", False) for module in model.modules()):
         return
     if used.time is not None and used.type is not None:
-        conflict = "a layer counts degrees by time, and lists are sorted by type first"
-        raise StoreError(f"--model {plan.model}: {conflict}; --temporal off shows all edges")
+        raise StoreError(
+            f"--model {plan.model}: a layer counts degrees by time, and lists are sorted by type first"
+            "; --temporal off shows all edges"
+        )
     if used.time is not None:
         model.degrees = degrees_at(store.indptr, used)
     else:

@@ -63,8 +63,10 @@ class Edges:
 def split_type(text):
     """Check the value of --edge-split, as an argparse type -> the text."""
     if text != "none" and not text.endswith(".npz") and not shares(text):
-        forms = "train/valid/test, as in 85/5/10, or time:85/5/10, an .npz file, or none"
-        raise argparse.ArgumentTypeError(f"{text!r}: write the percent of {forms}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write the percent of "
+            "train/valid/test, as in 85/5/10, or time:85/5/10, an .npz file, or none"
+        )
     return text
 
 
@@ -120,8 +122,9 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
     if "train" not in pairs:
         pairs["train"] = positives(rest, seed)
     elif len(bad := pairs["train"][~rest.has(*pairs["train"].unbind(1))]):
-        why = f"{called(store, bad[0])} in train is no edge, or is held out"
-        raise StoreError(f"--edge-split {how}: {why}")
+        raise StoreError(
+            f"--edge-split {how}: {called(store, bad[0])} in train is no edge, or is held out"
+        )
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
     pairs = {part: pairs[part] for part in SPLITS}
@@ -207,8 +210,10 @@ def times_of(store, edges, pairs, how):
     reduction = "amax" if times_are_of_sources(store) else "amin"
     times.scatter_reduce_(0, which, store.edge_time[places], reduction, include_self=False)
     if len(lost := pairs[which.bincount(minlength=len(pairs)) == 0]):
-        why = f"the pair {called(store, lost[0])} has no time, for it is no edge"
-        raise StoreError(f"--edge-split {how}: {why}; --temporal off takes it")
+        raise StoreError(
+            f"--edge-split {how}: the pair {called(store, lost[0])} has no time, for it is no edge"
+            "; --temporal off takes it"
+        )
     return times
 
 
@@ -282,8 +287,10 @@ def check_types(name, pairs, store, edge_type):
         goes = " to ".join(node_types[kind] for kind in kinds[bad][0].tolist())
         starts = zip(node_types, [0, *ends.tolist()])
         count = ", ".join(f"{kind} from {start}" for kind, start in starts)
-        why = f"edges are {'; '.join(edge_types)}; ids count all nodes, {count}"
-        raise StoreError(f"{name}: {pairs[bad][0].tolist()} goes from {goes}: {why}")
+        raise StoreError(
+            f"{name}: {pairs[bad][0].tolist()} goes from {goes}: "
+            f"edges are {'; '.join(edge_types)}; ids count all nodes, {count}"
+        )
 
 
 def checked_pairs(name, pairs, store, edge_type=None):
@@ -291,9 +298,8 @@ def checked_pairs(name, pairs, store, edge_type=None):
     and for ends that edges of the type do not join."""
     pairs = np.asarray(pairs)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iuUS":
-        actual = f"{list(pairs.shape)} {pairs.dtype}"
         needed = "integers or names [n, 2] are needed, source and destination"
-        raise StoreError(f"{name} is {actual}: {needed}")
+        raise StoreError(f"{name} is {list(pairs.shape)} {pairs.dtype}: {needed}")
     if hasattr(store, "node_ids"):
         pairs = store.node_ids(pairs, name)
     else:

@@ -111,8 +111,10 @@ class Negatives:
             width = 64
             while not len(free := nodes[~self._bad(torch.full_like(nodes, hub), nodes)]):
                 if len(nodes) == self.num_nodes:
-                    why = f"node {hub} has an edge to every node, so it has no negative: --edge-split none"
-                    raise StoreError(f"{why} --unchecked-negatives trains without evaluation")
+                    raise StoreError(
+                        f"node {hub} has an edge to every node, so it has no negative: --edge-split none"
+                        " --unchecked-negatives trains without evaluation"
+                    )
                 width = min(8 * width, self.num_nodes)
                 nodes = (hub + torch.arange(width, device=pairs.device)) % self.num_nodes
             places = bad & (source == hub) & (first == low)
@@ -406,8 +408,10 @@ def number_of_type(store, name):
     names = store.edge_types or [*map(str, range(store.num_edge_types))]
     numbers = types_called(name, names)
     if len(numbers) != 1:
-        why = f"there is {'more than one' if numbers else 'none'} among {'; '.join(names)}"
-        raise StoreError(f"--edge-type {name}: {why}")
+        raise StoreError(
+            f"--edge-type {name}: "
+            f"there is {'more than one' if numbers else 'none'} among {'; '.join(names)}"
+        )
     return numbers[0]
 
 
@@ -481,8 +485,10 @@ class LinkTask(Task):
     def network(args, widths, custom=None):
         network = gnn(args, widths, args.hidden) if custom is None else custom
         if hasattr(network, "scorer"):
-            needed = "--task link gives the network one of that name"
-            raise StoreError(f"--model {args.model} has a `scorer`: {needed}, rename yours")
+            raise StoreError(
+                f"--model {args.model} has a `scorer`: --task link gives the network one of that name"
+                ", rename yours"
+            )
         network.add_module("scorer", Scorer(args.scorer, args.hidden))
         if custom is not None and args.scorer != "dot":  # which has no parameters
             network.register_forward_hook(joined_to_scorer)

@@ -27,11 +27,15 @@ class NodeTask(Task):
     def __init__(self, args, path, say=print):
         self.store = store = open_graph(args, path, say)
         if not store.labelled and args.trains:
-            instead = "--resume FILE --predict FILE.npy predicts them, --task link needs none"
-            raise StoreError(f"{path} has no labels to learn from: {instead}")
+            raise StoreError(
+                f"{path} has no labels to learn from: "
+                "--resume FILE --predict FILE.npy predicts them, --task link needs none"
+            )
         if args.trains and not len(store.split["train"]):
-            why = "none is drawn for several labels a node: build it with one, or use --task link"
-            raise StoreError(f"{path} has no split, and {why}")
+            raise StoreError(
+                f"{path} has no split, and "
+                "none is drawn for several labels a node: build it with one, or use --task link"
+            )
         # a checkpoint's --split is of the graph it was trained on, perhaps another
         idle = not args.trains and store.num_splits == 1 and "split" not in args.typed
         self.number = None if idle else args.split
@@ -45,8 +49,9 @@ class NodeTask(Task):
         if self.metric == "roc_auc" and args.trains and len(valid):
             logits = torch.zeros(len(valid), store.num_classes)
             if score(self.metric, logits, valid) is None:
-                one = f"the validation nodes of {path} are of one class"
-                raise StoreError(f"--metric {self.metric}: {one}")
+                raise StoreError(
+                    f"--metric {self.metric}: the validation nodes of {path} are of one class"
+                )
 
     def visible_labels(self):
         split = split_of(self.store, self.number or 0)

@@ -217,5 +217,6 @@ def output_of_own(width, network, batch):
         actual = f"{output.dtype} {list(output.shape)}"
         if output.is_floating_point() and output.shape == (S, width):
             return output
-    wanted = f"a row of {width} logits for each is needed"
-    raise StoreError(f"the model returned {actual} for {S} seeds: {wanted}")
+    raise StoreError(
+        f"the model returned {actual} for {S} seeds: a row of {width} logits for each is needed"
+    )
