@@ -61,13 +61,18 @@ def save_checkpoint(run, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0, to --checkpoint."""
     plan = run.plan
     store = run.store
-    graph = {name: store.meta.get(name, 0) for name in TASKS[plan.task].widths}
-    graph |= names_of(store) | {"path": str(store.path), "files": digests(store)}
-    graph["feature_names"] = getattr(store, "feature_names", None)
+    graph = {
+        **{name: store.meta.get(name, 0) for name in run.task.widths},
+        **names_of(store),
+        "path": str(store.path),
+        "files": digests(store),
+        "feature_names": getattr(store, "feature_names", None),
+        "several": run.task.several,
+    }
     state = {
         "flags": {name: getattr(plan, name) for name in SAVED},
         "total_batch": plan.total_batch,
-        "graph": {**graph, "several": run.task.several},
+        "graph": graph,
         "model": run.model.state_dict(),
         "optimizer": optimizer.state_dict()["state"],
         "best": best,
@@ -97,14 +102,18 @@ def claimed(path):
 
 def names_of(store):
     """Return {"edge_types": names, "classes": names} of a store, in the order of their numbers; None without names."""
-    classes = getattr(store, "class_names", store.meta.get("classes"))
-    return {"edge_types": store.meta.get("edge_types"), "classes": classes}
+    return {
+        "edge_types": store.meta.get("edge_types"),
+        "classes": getattr(store, "class_names", store.meta.get("classes")),
+    }
 
 
 def digests(store):
     """Return {file: SHA-256 or None} of the files of a store, and of the file of --edge-split."""
-    records = store.meta["files"].items()
-    return {name: record.get("sha256", record.get("built")) for name, record in records}
+    return {
+        name: record.get("sha256", record.get("built"))
+        for name, record in store.meta["files"].items()
+    }
 
 
 def load_model(path, model=None):
@@ -157,10 +166,9 @@ def checked_archive(data):
         for entry in archive.infolist():
             content = archive.read(entry)
             if entry.filename.endswith(".pkl"):
-                codes = pickletools.genops(content)
-                named = [symbol for code, symbol, _ in codes if code.name == "GLOBAL"]
-                if not all(re.fullmatch(HARMLESS, symbol) for symbol in named):
-                    raise ValueError("it holds more than tensors and dicts")
+                for code, symbol, _ in pickletools.genops(content):
+                    if code.name == "GLOBAL" and not re.fullmatch(HARMLESS, symbol):
+                        raise ValueError("it holds more than tensors and dicts")
             checked.writestr(entry.filename, content)
     copy.seek(0)
     return copy
@@ -180,8 +188,7 @@ def check_state(state, size):
         raise ValueError("a tensor in it is larger than the file")
     if not is_own(state["flags"]["model"]):
         with torch.device("meta"):
-            network = described_network(state)
-        network.load_state_dict(dict(state["model"]), assign=True)
+            described_network(state).load_state_dict(dict(state["model"]), assign=True)
 
 
 def parsed_flags(saved):
@@ -223,8 +230,8 @@ def adopted(flags, state, path):
         store_is_here = os.path.isfile(os.path.join(state["graph"]["path"], "meta.json"))
     if "dataset" not in flags.typed and store_is_here:
         values["dataset"] = state["graph"]["path"]  # found there whatever --root is
-        built = (name for name in declared("built") if name not in flags.typed)
-        values |= {name: FLAGS[name].default for name in built}
+        for name in {*declared("built")} - {*flags.typed}:
+            values[name] = FLAGS[name].default
     if not flags.trains:
         values["early_stop"] = None
     return replace(flags, **values)
@@ -296,15 +303,20 @@ def check_graph(ranks, state, path, plan, task):
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not plan.trains:
         if other and "dataset" not in plan.typed:
-            changed_files = f"{', '.join(other)} of {store.path}"
-            ranks.say(f"data    {changed_files} changed since this checkpoint was trained")
+            ranks.say(
+                f"data    {', '.join(other)} of {store.path} changed since this checkpoint was trained"
+            )
         return numbers
     if other:
-        start = f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same"
-        raise StoreError(f"{start}; give its graph, or another --checkpoint to start anew")
+        raise StoreError(
+            f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same; "
+            "give its graph, or another --checkpoint to start anew"
+        )
     if (was := state["total_batch"]) != plan.total_batch:
-        start = f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}"
-        raise StoreError(f"{start}, this run has {plan.total_batch}")
+        raise StoreError(
+            f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}, "
+            f"this run has {plan.total_batch}"
+        )
     return None
 
 
@@ -370,9 +382,9 @@ def name_features(ranks, store, was, path):
     elif sorted(here) != sorted(was):
         lost = min({*was} - {*here}, key=was.index)
         other = min({*here} - {*was}, key=here.index)
-        trained = f"checkpoint {path} was trained on a graph with the feature {lost!r}"
         raise StoreError(
-            f"{trained}; {store.path} lacks it and has {other!r} instead: name the columns alike"
+            f"checkpoint {path} was trained on a graph with the feature {lost!r}; {store.path}"
+            f" lacks it and has {other!r} instead: name the columns alike"
         )
     elif here != was:
         store.take_columns(was)
@@ -389,12 +401,12 @@ def restore(run, state, path, optimizer, best):
     if is_own(plan.model) and str(state.get("code")) != run.digest:
         ranks.say(f"model   {plan.model} has changed since the checkpoint was written")
     if plan.trains:
-        saved = state["flags"]
-        typed = [name for name in declared("kept", "built") if name in plan.typed]
-        values = [(name, saved[name], getattr(plan, name)) for name in typed]
-        changes = [
-            f"{spelled(name)[2:]} {was} -> {here}" for name, was, here in values if here != was
-        ]
+        changes = []
+        for name in declared("kept", "built"):
+            was = state["flags"][name]
+            here = getattr(plan, name)
+            if name in plan.typed and here != was:
+                changes.append(f"{spelled(name)[2:]} {was} -> {here}")
         ranks.say(changes and f"changed  {', '.join(changes)}")
         parameters = list(run.model.parameters())
         with reading(f"checkpoint {path}"):

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from disk.files import check_name, plural
-from run.flags import FLAGS, TASKS, Flags, make_parser, parsed, spelled, text_of
+from run.flags import FLAGS, TASKS, make_parser, parsed, spelled, text_of
 from run.own_model import conv_of
 
 
-def parse_args(argv, complete) -> Flags:
-    """Parse the words after "train.py". complete: function(flags) that fills in those of the checkpoint to resume."""
+def parse_args(argv, complete):
+    """Parse the words after "train.py" -> Flags. complete: function(flags) that fills in those of the checkpoint to resume."""
     parser = make_parser()
     flags = parsed(parser, argv)
     if flags.resume == "auto" and not flags.checkpoint:
@@ -52,8 +52,10 @@ def check_values(parser, flags):
     conv = conv_of(flags.model)
     hops = len(flags.fanout)
     if hops != flags.num_layers:
-        fanouts = f"--fanout {text_of(flags.fanout)} has {plural(hops, 'hop')}"
-        parser.error(f"{fanouts}, --num-layers is {flags.num_layers}: one fanout a layer is needed")
+        parser.error(
+            f"--fanout {text_of(flags.fanout)} has {plural(hops, 'hop')}, "
+            f"--num-layers is {flags.num_layers}: one fanout a layer is needed"
+        )
     if conv and "heads" in conv.takes and flags.hidden % flags.heads:
         parser.error(f"--hidden {flags.hidden} is no multiple of --heads {flags.heads}: give one")
     if flags.norm == "batch" and flags.checkpoint_activations:
@@ -66,8 +68,7 @@ def check_values(parser, flags):
     unused = {name: why for why, names in task.unused.items() for name in names.split()}
     for name, flag in FLAGS.items():
         value = getattr(flags, name)
-        off = value == flag.default and flag.default_is_off
-        if name not in flags.typed or off:
+        if name not in flags.typed or value == flag.default and flag.default_is_off:
             continue
         for why in [unused.get(name), *(need(flags) for need in flag.needs)]:
             if why:
@@ -86,8 +87,9 @@ def check_files(parser, flags):
             continue
         other = taken.setdefault(os.path.realpath(name), flag)
         if other != flag and [other, flag] != ["resume", "checkpoint"]:
-            of_other = f"that is the file of {spelled(other)}, give another name"
-            parser.error(f"--{flag} {name}: {of_other}")
+            parser.error(
+                f"--{flag} {name}: that is the file of {spelled(other)}, give another name"
+            )
     for flag, declared in FLAGS.items():
         name = getattr(flags, flag)
         if not declared.endings or name is None:

@@ -40,7 +40,7 @@ class EdgeData(NamedTuple):
         return torch.from_numpy(numbers[self.type.numpy()])
 
 
-def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
+def edge_data(args, task, store):
     """Choose the edge columns that a run uses -> (EdgeData, lines to print). task: a `Task` or its class.
 
     There is one function for each decision -> (entries of EdgeData, lines). Raises StoreError for flags that need a
@@ -50,8 +50,8 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     types, of_types = types_used(args, store)
     times, of_times = times_used(args, task, store, by_type=bool(types))
     weights, of_weights = weights_used(args, store)
-    used = EdgeData(**features, **types, **times, **weights)
-    return used, [*lines, *of_types, *of_times, *of_weights]
+    lines += of_types + of_times + of_weights
+    return EdgeData(**features, **types, **times, **weights), lines
 
 
 def features_used(args, store):
@@ -75,8 +75,8 @@ def features_used(args, store):
         return {}, []
     if not takes:
         return {}, [f"features of edges are not used by --model {args.model}: {why}"]
-    seen = f"{store.edge_dim} x {store.meta['edge_dtype']}"
-    return {"features": store.edge_features}, [f"the model sees the features of edges, {seen}"]
+    seen = f"the model sees the features of edges, {store.edge_dim} x {store.meta['edge_dtype']}"
+    return {"features": store.edge_features}, [seen]
 
 
 def types_used(args, store):
@@ -117,9 +117,7 @@ def times_used(args, task, store, by_type):
     whether the model sees types of edges."""
     timed = store.edge_time is not None and (task.timed_pairs or store.node_time is not None)
     temporal = args.temporal
-    if temporal == "auto":
-        temporal = "at" if timed else "off"
-    if temporal == "off":
+    if temporal == "off" or temporal == "auto" and not timed:
         return {}, unused_times(args, store, timed)
     if not timed:
         lacks = "edges (edge_time)" if store.edge_time is None else "nodes (node_time)"
@@ -140,12 +138,13 @@ def times_used(args, task, store, by_type):
     if str(args.fanout[0]).startswith("any="):
         why = "lists are sorted by type, then time: give numbers by type, or --temporal off"
         raise StoreError(f"--fanout any= draws from all types together, and {why}")
-    times = {"time": store.edge_time, "window": args.window, "strict": temporal == "before"}
+    strict = temporal == "before"
+    times = {"time": store.edge_time, "window": args.window, "strict": strict}
     who = "the ends of a pair and its negatives"
     if not task.timed_pairs:
         times["seed_time"] = store.node_time
         who = "seeds"
-    when = "at their own time or before it" if temporal == "at" else "before their own time"
+    when = "before their own time" if strict else "at their own time or before it"
     if args.window:
         when += f", of the last {args.window}"
     lines = [f"{who} see edges {when}, in every hop; --temporal off shows them all"]
@@ -154,12 +153,12 @@ def times_used(args, task, store, by_type):
     return times, lines
 
 
-def unused_times(args, store, timed) -> list[str]:
+def unused_times(args, store, timed):
     """Return the lines of a run whose seeds see edges of any time; StoreError for flags that need times to draw by."""
-    draws = args.trains  # exact inference takes all neighbours
-    if draws and args.window:
+    # exact inference takes all neighbours
+    if args.trains and args.window:
         raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")
-    if draws and args.sampler == LATEST.name:
+    if args.trains and args.sampler == LATEST.name:
         raise StoreError(
             "--sampler latest needs times of edges and nodes"
             f", and --temporal at or before, here {args.temporal}"
@@ -172,12 +171,12 @@ def unused_times(args, store, timed) -> list[str]:
     return [f"times of edges are not used: {why}; seeds see edges of any time"]
 
 
-def only_nodes_timed(store) -> bool:
+def only_nodes_timed(store):
     """Whether nodes have times and edges do not, as in stores that were built before edges took those of their sources."""
     return store.edge_time is None and store.node_time is not None
 
 
-def anew(store) -> str:
+def anew(store):
     """Say what to do with a store in which only nodes have times."""
     return f"build {store.path} anew: an edge then has the time of its source"
 
@@ -221,11 +220,12 @@ def degrees_at(indptr, used):
     """Return a function degrees(block) -> [N, 2]: out- and in-degree of each source node at its time, both the number
     of edges in its neighbour list that it may see. indptr: int64 [V+1]; used: EdgeData with times, in host memory."""
 
-    def degrees(block):
+    def at_times(block):
         nodes = block.src_nodes.cpu().long()
         first = indptr[nodes]
-        lists = first, indptr[nodes + 1] - first, block.src_times.cpu()
-        seen = seen_at(used.time, *lists, strict=used.strict, window=used.window)[1]
+        degrees = indptr[nodes + 1] - first
+        times = block.src_times.cpu()
+        _, seen = seen_at(used.time, first, degrees, times, strict=used.strict, window=used.window)
         return seen.unsqueeze(1).expand(-1, 2)
 
-    return degrees
+    return at_times

@@ -211,7 +211,7 @@ class Flag:
     default: Any
     help: str
     group: str | None = None
-    also: str | None = None
+    also: tuple = ()
     needs: tuple = ()
     endings: tuple = ()
     default_is_off: bool = True
@@ -220,8 +220,7 @@ class Flag:
 
 def flag(resume, kind, default, help, **options):
     """Declare a field of `Flags`; arguments: see `Flag`."""
-    record = Flag(resume, kind, default, help, **options)
-    return field(default=default, metadata={"flag": record})
+    return field(default=default, metadata={"flag": Flag(resume, kind, default, help, **options)})
 
 
 # A flag is declared by the word for what a resumed run does with it
@@ -503,7 +502,7 @@ class Flags:
         text("FILE"),
         None,
         "append JSON lines: flags, epochs (torchrun: --log-file)",
-        also="--log-file",
+        also=["--log-file"],
         endings=("",),
     )
     tensorboard: str | None = free(
@@ -579,25 +578,26 @@ class Plan(Flags):
 # ---- flags as words
 
 
-def parsed(parser, words) -> Flags:
-    """Parse words, without checks that involve several flags."""
+def parsed(parser, words):
+    """Parse words -> Flags, without checks that involve several flags."""
     given = vars(parser.parse_args(words))
     return Flags(**given, typed=tuple(given), run=secrets.token_hex(4))
 
 
 def make_parser():
     """Build the parser of all flags; its results have those that are typed."""
-    about = "Train a graph neural network by neighbour sampling."
-    parser = Parser(usage="python train.py [flags]", description=about)
+    parser = Parser(
+        usage="python train.py [flags]",
+        description="Train a graph neural network by neighbour sampling.",
+    )
     for name, flag in FLAGS.items():
         if flag.group:
             group = parser.add_argument_group(flag.group)
         help = flag.help
         if flag.default and "default" not in help:
             help += f" (default: {flag.default})"
-        names = [spelled(name), flag.also] if flag.also else [spelled(name)]
-        absent = argparse.SUPPRESS
-        group.add_argument(*names, dest=name, default=absent, help=help, **flag.kind)
+        names = [spelled(name), *flag.also]
+        group.add_argument(*names, dest=name, default=argparse.SUPPRESS, help=help, **flag.kind)
     return parser
 
 
