@@ -217,9 +217,8 @@ class Report:
     def scores(self, scores):
         """Report the final scores of links or graphs, {part: {metric: value} or None} -> {"part metric": value}."""
         lines = [f"{part:<5}  {scores_line(values)}" for part, values in self.known(scores)]
-        starts = ["result", *[""] * len(lines)]
-        lines = [f"{start:8}{line}" for start, line in zip(starts, lines[::-1])]
-        self.result = "\n".join(lines[::-1])
+        others = [f"{'':8}{line}" for line in lines[:-1]]
+        self.result = "\n".join([*others, *(f"result  {line}" for line in lines[-1:])])
         self.tell("", {"scores": scores})
         exact = {}
         for part, values in scores.items():

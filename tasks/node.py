@@ -68,9 +68,7 @@ class NodeTask(Task):
 
     def loss(self, network, output, y):
         """Sum over the seeds of the cross-entropy: of classes [S], or of 0 and 1 [S, C] averaged over C."""
-        if y.dim() > 1:
-            return binary_cross_entropy(output, y)
-        return cross_entropy(output, y)
+        return binary_cross_entropy(output, y) if y.dim() > 1 else cross_entropy(output, y)
 
     def validate(self, run):
         nodes = self.store.split["valid"]
@@ -127,15 +125,15 @@ class NodeTask(Task):
         rows = self.predicted(what, outputs)
         if what == "embeddings":
             return numbered_columns(rows)
-        names = (self.store.class_names or [])[: outputs.shape[1]]
+        count = outputs.shape[1]
+        names = (self.store.class_names or [])[:count]
+        names += map(str, range(len(names), count))
         if rows.dim() == 1:
             score = outputs.softmax(1).gather(1, rows.unsqueeze(1)).squeeze(1)
             classes = rows.numpy()
-            if names:
-                names += map(str, range(len(names), outputs.shape[1]))
+            if self.store.class_names:
                 classes = np.array(names)[classes]
             return {"class": classes, "score": score.numpy()}
-        names += map(str, range(len(names), rows.shape[1]))
         # beside the column of nodes
         names = [f"class {name}" if name in ("node", "type") else name for name in names]
         return {name: rows[:, j].numpy() for j, name in enumerate(names)}
