@@ -180,9 +180,9 @@ def check_state(state, size):
     best = state["best"]
     state["flags"] = parsed_flags(state["flags"])
     state["graph"] = {**LATER_WIDTHS, **state["graph"]}
-    counts = state["epoch"], state["step"], state["total_batch"], best["epoch"]
-    if not all(type(count) is int and 0 <= count < 1 << 32 for count in counts):
-        raise ValueError("a count in it is no whole number from 0 to 2^32 - 1")
+    for count in (state["epoch"], state["step"], state["total_batch"], best["epoch"]):
+        if type(count) is not int or not 0 <= count < 1 << 32:
+            raise ValueError("a count in it is no whole number from 0 to 2^32 - 1")
     best["score"] = float(best["score"])
     if any(tensor.nbytes > size for tensor in state["model"].values()):
         raise ValueError("a tensor in it is larger than the file")
@@ -254,8 +254,10 @@ def common_state(ranks, flags):
             data = Path(path).read_bytes() if ranks.rank == source else None
             state = read_checkpoint(path, ranks.broadcast(data, source))
         flags = adopted(flags, state, path)
-    names = sorted(declared("fixed", "of_data", "kept", "alike"))
-    common = {spelled(name): text_of(getattr(flags, name)) for name in names}
+    common = {
+        spelled(name): text_of(getattr(flags, name))
+        for name in sorted(declared("fixed", "of_data", "kept", "alike"))
+    }
     # files may lie in another folder; what is in them is compared with the data
     del common["--dataset"]
     common["--model"] = flags.model.rpartition(":")[2]
@@ -282,10 +284,12 @@ def check_graph(ranks, state, path, plan, task):
     as many seeds a step as there. To predict, only the widths must match, and the graph may have fewer classes and edge
     types than the checkpoint, these in another order: returns the numbers [T] of the graph's edge types there, or None
     if they are the same."""
-    code = {"--model's file": load(plan.model)[1]} if is_own(plan.model) else {}
     store = task.store
     # the file of --edge-split may lie in another folder
-    check_same(ranks, code | {os.path.basename(k): v for k, v in digests(store).items()})
+    common = {os.path.basename(name): digest for name, digest in digests(store).items()}
+    if is_own(plan.model):
+        common["--model's file"] = load(plan.model)[1]
+    check_same(ranks, common)
     if not state:
         return None
     graph = state["graph"]
@@ -415,8 +419,8 @@ def restore(run, state, path, optimizer, best):
                 shape = parameters[index].shape
                 if shapes != {"step": (), "exp_avg": shape, "exp_avg_sq": shape}:
                     raise ValueError(f"parameter {index} has no moments of Adam")
-            groups = optimizer.state_dict()["param_groups"]  # of this run's flags
-            optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+            # groups are of this run's flags
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizer"]})
     best.update(state["best"])
     if not best["model"]:
         best["epoch"] = state["epoch"]  # --early-stop counts from here

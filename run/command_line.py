@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from disk.files import check_name, plural
+from model import Conv
 from run.flags import FLAGS, TASKS, make_parser, parsed, spelled, text_of
 from run.own_model import conv_of
 
@@ -30,14 +31,16 @@ def parse_args(argv, complete):
 def filled_in(flags):
     """Return the flags with the defaults that depend on other flags filled in."""
     task = TASKS[flags.task]
-    conv = conv_of(flags.model)
+    conv = conv_of(flags.model) or Conv
     fanout = flags.fanout or [10] * (flags.num_layers or 3)
-    values = {"fanout": fanout, "num_layers": flags.num_layers or len(fanout)}
-    values["norm"] = flags.norm or (conv.norm if conv else "none")
-    residual = conv.residual if conv else "no"
-    # else `settle` decides, by the graph
-    if flags.residual is None and not (task.classes_agree and residual == "if classes disagree"):
-        values["residual"] = residual == "yes"
+    values = {
+        "fanout": fanout,
+        "num_layers": flags.num_layers or len(fanout),
+        "norm": flags.norm or conv.norm,
+    }
+    by_graph = task.classes_agree and conv.residual == "if classes disagree"  # `settle` decides
+    if flags.residual is None and not by_graph:
+        values["residual"] = conv.residual == "yes"
     if flags.temporal == "auto":
         values["temporal"] = task.temporal
     if flags.gpus is None:
@@ -49,20 +52,21 @@ def filled_in(flags):
 def check_values(parser, flags):
     """Reject a network that cannot work, and flags that were typed but have no effect, or not the one they name."""
     task = TASKS[flags.task]
-    conv = conv_of(flags.model)
+    conv = conv_of(flags.model) or Conv
     hops = len(flags.fanout)
     if hops != flags.num_layers:
         parser.error(
             f"--fanout {text_of(flags.fanout)} has {plural(hops, 'hop')}, "
             f"--num-layers is {flags.num_layers}: one fanout a layer is needed"
         )
-    if conv and "heads" in conv.takes and flags.hidden % flags.heads:
+    if "heads" in conv.takes and flags.hidden % flags.heads:
         parser.error(f"--hidden {flags.hidden} is no multiple of --heads {flags.heads}: give one")
     if flags.norm == "batch" and flags.checkpoint_activations:
         parser.error("--norm batch counts twice with --checkpoint-activations: use --norm layer")
     if flags.metric and flags.metric not in task.metrics:
-        metrics = ", ".join(task.metrics) or "none"
-        parser.error(f"--metric {flags.metric}: --task {flags.task} has {metrics}")
+        parser.error(
+            f"--metric {flags.metric}: --task {flags.task} has {', '.join(task.metrics) or 'none'}"
+        )
     if flags.task == "graph" and flags.precision == "fp64":
         parser.error("--precision fp64 is not for --task graph: take fp32")
     unused = {name: why for why, names in task.unused.items() for name in names.split()}

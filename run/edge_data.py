@@ -13,7 +13,7 @@ from torch import Tensor
 
 from disk.columns import types_called
 from disk.files import StoreError
-from model import layers_where, plain_layers
+from model import Conv, layers_where, plain_layers
 from run.own_model import conv_of, takes_edges
 from sampler import LATEST, WEIGHTED, seen_at
 
@@ -98,9 +98,8 @@ def types_used(args, store):
         seen = f"--fanout is for {of}, and the model sees them"
         return types, [f"edges have {store.num_edge_types} types; {seen}"]
     if not all(isinstance(hop, int) for hop in args.fanout):
-        fanout = ",".join(map(str, args.fanout))
         raise StoreError(
-            f"--fanout {fanout} names types: "
+            f"--fanout {','.join(map(str, args.fanout))} names types: "
             f"it is for {', '.join(typed)}, or a model of your own, and a graph with types"
             f", here {store.path}"
         )
@@ -124,8 +123,7 @@ def times_used(args, task, store, by_type):
         if only_nodes_timed(store):
             lacks += f"; {anew(store)}"
         raise StoreError(f"--temporal {args.temporal}: {store.path} has no times of {lacks}")
-    conv = conv_of(args.model)
-    if conv is not None and conv.whole_graph:
+    if (conv_of(args.model) or Conv).whole_graph:
         why = "divides by the degrees of the whole graph"
         *able, last = [n for n in plain_layers() if n in layers_where(whole_graph=False)]
         instead = f"take {', '.join(able)} or {last}, or --temporal off"
@@ -207,8 +205,9 @@ def hops(fanout, used):
         for name, k in re.findall(r"(.+?)=(-1|0*[1-9][0-9]{0,8})(?::|$)", str(hop)):
             matching = types_called(name, names)
             if not matching:
-                they = "; ".join(names)
-                raise StoreError(f"--fanout {name}={k}: no such type of edges; they are {they}")
+                raise StoreError(
+                    f"--fanout {name}={k}: no such type of edges; they are {'; '.join(names)}"
+                )
             for i in matching:
                 if fanouts[-1][i]:
                     raise StoreError(f"--fanout {hop}: {names[i]} is there twice")

@@ -20,7 +20,7 @@ from ddp import under_torchrun
 from disk.files import RANK_BYTES, free_host_bytes
 from disk.terminal import Parser
 from features import MODES
-from model import CONVS, NORMS, layers_where
+from model import CONVS, NORMS, Conv, layers_where
 from run.kinds import (
     COUNT,
     COUNT_OR_0,
@@ -74,8 +74,7 @@ def layers_taking(option):
 
 def layer_with(option):
     def needs(flags):
-        conv = conv_of(flags.model)
-        if conv is None or option not in conv.takes:
+        if option not in (conv_of(flags.model) or Conv).takes:
             return f"is for --model {' or '.join(layers_taking(option))}, --model is {flags.model}"
 
     return needs

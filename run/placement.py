@@ -13,7 +13,7 @@ import torch
 from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
 from features import MODES, CachedFeatures, FeatureRing, expected_visits, place, share
-from model import gather_rows, self_and_mean
+from model import Conv, gather_rows, self_and_mean
 from run import cuda_graphs
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
@@ -203,12 +203,12 @@ def residual_helps(store, known):
 def sizes(flags, task, used, cores=1):
     """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
     process, if --sample-threads and --prefetch are not settled."""
-    conv = conv_of(flags.model)
+    conv = conv_of(flags.model) or Conv
     return {
         "fanout": draws(flags, used),
         "batch_size": flags.batch_size * task.seeds_per_example(flags),
         "hidden": flags.hidden,
-        "types": (flags.bases or used.num_types) if conv and conv.uses_types else 0,
+        "types": (flags.bases or used.num_types) if conv.uses_types else 0,
         "graphs": cuda_graphs.hops_held(flags, task.store, used) if flags.trains else 0,
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,
