@@ -95,8 +95,9 @@ def types_used(args, store):
             of = "each of them"
             if 0 in sum(fanouts, []):
                 of = "those it names, exact inference for all"
-        seen = f"--fanout is for {of}, and the model sees them"
-        return types, [f"edges have {store.num_edge_types} types; {seen}"]
+        return types, [
+            f"edges have {store.num_edge_types} types; --fanout is for {of}, and the model sees them"
+        ]
     if not all(isinstance(hop, int) for hop in args.fanout):
         raise StoreError(
             f"--fanout {','.join(map(str, args.fanout))} names types: "
@@ -107,8 +108,9 @@ def types_used(args, store):
         raise StoreError(f"--model {args.model} takes types of edges, and {store.path} has none")
     if store.edge_type is None:
         return {}, []
-    take = f"{' and '.join(typed)} take them"
-    return {}, [f"types of edges are not used by --model {args.model}: {take}"]
+    return {}, [
+        f"types of edges are not used by --model {args.model}: {' and '.join(typed)} take them"
+    ]
 
 
 def times_used(args, task, store, by_type):

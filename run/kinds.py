@@ -24,9 +24,8 @@ def fanout(text):
     number = "(-1|0*[1-9][0-9]{0,8})"
     wrong = rf"any=|[^,]*=(?!{number}:)[-.\d]+:"  # a name may hold : and =, as a URI does
     hop = f"({number}|(?!{wrong})[^,]+={number})"
-    rest = f"(,{number})*"
     hops = re.sub(r"\s*,\s*", ",", text.strip())
-    if re.fullmatch(f"{hop}(,{hop})*|any={number}{rest}", hops):
+    if re.fullmatch(f"{hop}(,{hop})*|any={number}(,{number})*", hops):
         return [part if "=" in part else int(part) for part in hops.split(",")]
     how = "write numbers above 0 and below 10^9, or -1 for all: 15,10,5; by types writes=10:cites=5 or any=15,10"
     if " " in text:

@@ -104,8 +104,10 @@ def draw_timeline(laps, path, steps=8):
     axis.set_yticks(range(len(rows)), [f"{stage} ({thread})" for stage, thread in rows])
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds since the epoch began")
-    first = f"First {plural(len(ends), 'training step')} of an epoch"
-    axis.set_title(f"{first}: stages, with the threads they run on", loc="left")
+    axis.set_title(
+        f"First {plural(len(ends), 'training step')} of an epoch: stages, with the threads they run on",
+        loc="left",
+    )
     write_picture(path, figure)
 
 
@@ -375,8 +377,9 @@ def describe(run, file, epoch, step):
         lines.append(f"resume  after epoch {epoch}: nothing is trained")
     if plan.trains and plan.checkpoint not in (None, file) and os.path.isfile(plan.checkpoint):
         resume = "auto" if plan.runs == 1 else plan.checkpoint
-        held = f"{plan.checkpoint} of an earlier run"
-        lines.append(f"replace {held}; --resume {resume} would go on with it")
+        lines.append(
+            f"replace {plan.checkpoint} of an earlier run; --resume {resume} would go on with it"
+        )
     if trained and not plan.checkpoint and not plan.turn:
         lines.append("keep    no --checkpoint FILE is given: the trained model is lost at the end")
     ranks.say("\n".join(lines))
@@ -394,9 +397,11 @@ def plan_lines(ranks, plan, task, model, trained):
         parts = [f"{plan.accumulate} passes"] * (plan.accumulate > 1)
         parts += [f"{ranks.world} processes"] * (ranks.world > 1)
         batch += f" x {' x '.join(parts)} = {plan.total_batch:,}"
-    epochs = f"{plural(plan.epochs, 'epoch')} of {plural(plan.steps, 'step')}"
     rates = f"learning rate {plan.lr:g}, weight decay {plan.weight_decay:.2g}"
-    lines.append(f"train   {epochs}, each of {batch} {task.examples}; {rates}")
+    lines.append(
+        f"train   {plural(plan.epochs, 'epoch')} of {plural(plan.steps, 'step')}"
+        f", each of {batch} {task.examples}; {rates}"
+    )
     return lines
 
 

@@ -90,8 +90,10 @@ class NodeTask(Task):
         store = self.store
         # true if it is on any rank: each compared with the memory free at its own start
         if run.ranks.sum(store.features.large)[0] and not args.predict:
-            why = "the features do not fit into memory; --predict computes it"
-            report.tell(f"result  {self.title} n/a: {why}", {"exact": None})
+            report.tell(
+                f"result  {self.title} n/a: the features do not fit into memory; --predict computes it",
+                {"exact": None},
+            )
             return dict.fromkeys(store.split)
         logits = run.exact()
         exact = {
