@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from disk.files import check_name, plural
-from model import Conv
 from run.flags import FLAGS, TASKS, make_parser, parsed, spelled, text_of
-from run.own_model import conv_of
+from run.own_model import layer_of
 
 
 def parse_args(argv, complete):
@@ -31,7 +30,7 @@ def parse_args(argv, complete):
 def filled_in(flags):
     """Return the flags with the defaults that depend on other flags filled in."""
     task = TASKS[flags.task]
-    conv = conv_of(flags.model) or Conv
+    conv = layer_of(flags.model)
     fanout = flags.fanout or [10] * (flags.num_layers or 3)
     values = {
         "fanout": fanout,
@@ -52,7 +51,7 @@ def filled_in(flags):
 def check_values(parser, flags):
     """Reject a network that cannot work, and flags that were typed but have no effect, or not the one they name."""
     task = TASKS[flags.task]
-    conv = conv_of(flags.model) or Conv
+    conv = layer_of(flags.model)
     hops = len(flags.fanout)
     if hops != flags.num_layers:
         parser.error(

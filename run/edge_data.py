@@ -13,8 +13,8 @@ from torch import Tensor
 
 from disk.columns import types_called
 from disk.files import StoreError
-from model import Conv, layers_where, plain_layers
-from run.own_model import conv_of, takes_edges
+from model import layers_where, plain_layers
+from run.own_model import conv_of, layer_of, takes_edges
 from sampler import LATEST, WEIGHTED, seen_at
 
 
@@ -125,7 +125,7 @@ def times_used(args, task, store, by_type):
         if only_nodes_timed(store):
             lacks += f"; {anew(store)}"
         raise StoreError(f"--temporal {args.temporal}: {store.path} has no times of {lacks}")
-    if (conv_of(args.model) or Conv).whole_graph:
+    if layer_of(args.model).whole_graph:
         why = "divides by the degrees of the whole graph"
         *able, last = [n for n in plain_layers() if n in layers_where(whole_graph=False)]
         instead = f"take {', '.join(able)} or {last}, or --temporal off"

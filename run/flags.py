@@ -20,7 +20,7 @@ from ddp import under_torchrun
 from disk.files import RANK_BYTES, free_host_bytes
 from disk.terminal import Parser
 from features import MODES
-from model import CONVS, NORMS, Conv, layers_where
+from model import CONVS, NORMS, layers_where
 from run.kinds import (
     COUNT,
     COUNT_OR_0,
@@ -39,14 +39,13 @@ from run.kinds import (
     one_of,
     text,
 )
-from run.own_model import conv_of
+from run.own_model import conv_of, layer_of
 from sampler import SAMPLERS
 from tasks.graph import GraphTask
 from tasks.link import LinkTask
 from tasks.node import NodeTask
 
 TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
-METRICS_OF_TASKS = dict.fromkeys(m for task in TASKS.values() for m in task.metrics)
 
 # ---- what a flag needs to have an effect: functions of all flags that return what speaks against it, or None
 
@@ -74,7 +73,7 @@ def layers_taking(option):
 
 def layer_with(option):
     def needs(flags):
-        if option not in (conv_of(flags.model) or Conv).takes:
+        if option not in layer_of(flags.model).takes:
             return f"is for --model {' or '.join(layers_taking(option))}, --model is {flags.model}"
 
     return needs
@@ -377,7 +376,7 @@ class Flags:
     )
     epochs: int | None = kept(COUNT, None, "default: at least 10, and at least 200 optimizer steps")
     metric: str | None = fixed(
-        one_of(*METRICS_OF_TASKS),
+        one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
         None,
         "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); labels of graphs: roc_auc, accuracy, f1 (default: roc_auc, or accuracy for more than two classes)",
     )

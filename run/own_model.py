@@ -47,6 +47,11 @@ def conv_of(model):
     return CONVS[model]
 
 
+def layer_of(model):
+    """Return the layer that a value of --model names, or `Conv`, which takes nothing, for a network of a file."""
+    return conv_of(model) or Conv
+
+
 def words_of(text):
     """Parse --model-args, as an argparse type: 'hidden=64,norm=layer' -> ['hidden=64', 'norm=layer']."""
     words = [word.strip() for word in re.split(r",(?![^\[(]*[\])])", text)]  # not inside [1,2]

@@ -13,12 +13,12 @@ import torch
 from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
 from features import MODES, CachedFeatures, FeatureRing, expected_visits, place, share
-from model import Conv, gather_rows, self_and_mean
+from model import gather_rows, self_and_mean
 from run import cuda_graphs
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
-from run.own_model import conv_of
+from run.own_model import conv_of, layer_of
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from sampler import METHODS, SAMPLERS, UNIFORM, DamagedGraph, NeighborSampler
 from store import BACKENDS, MmapFeatures, ReorderedFeatures
@@ -203,7 +203,7 @@ def residual_helps(store, known):
 def sizes(flags, task, used, cores=1):
     """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
     process, if --sample-threads and --prefetch are not settled."""
-    conv = conv_of(flags.model) or Conv
+    conv = layer_of(flags.model)
     return {
         "fanout": draws(flags, used),
         "batch_size": flags.batch_size * task.seeds_per_example(flags),

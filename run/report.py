@@ -203,11 +203,12 @@ class Report:
         """Print a line unless it is empty, append the figures to --log and, for an epoch, to TensorBoard."""
         if self.leads and line:
             tqdm.write(line)
-        if "epoch" in figures:
-            self.epochs.append(figures)
         if self.leads and self.flags.log:
             self._append(figures)
-        if self.board and "epoch" in figures:
+        if "epoch" not in figures:
+            return
+        self.epochs.append(figures)
+        if self.board:
             with self.attempt("tensorboard"):
                 valid = figures.get("valid") or {}  # a dict for links and graphs
                 flat = figures | {f"valid/{name}": value for name, value in valid.items()}

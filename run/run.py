@@ -209,7 +209,7 @@ class Run:
         split over the ranks; else batches are of --batch-size, and each computes most of the graph again."""
         plan = self.plan
         store = self.store
-        times = self.used.seed_time if self.used.time is not None else None
+        times = self.used.seed_time
         fanout = [-1] * (layers or len(plan.fanout))
         drawn = self.used._replace(weight=None)
         options = {
