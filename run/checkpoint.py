@@ -364,12 +364,12 @@ def numbers_of_types(ranks, task, plan, graph, path):
         if was[: len(here)] == here:
             continue
         if plan.trains or name != "edge_types" or {*here} - {*was}:
-            were = "; ".join(was)[:300]
             has = "; ".join(here)[:300]
             if {*here} == {*was}:
                 has = "them in another order"
             raise StoreError(
-                f"checkpoint {path} was trained on a graph whose {noun} are {were}; {store.path} has {has}"
+                f"checkpoint {path} was trained on a graph whose {noun} are {'; '.join(was)[:300]}; "
+                f"{store.path} has {has}"
             )
         ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
         numbers = torch.tensor([was.index(kind) for kind in here])

@@ -197,7 +197,7 @@ class Flag:
         kind: options of argparse, see run/kinds.py.
         default: None: it follows from other flags, the data or the machine, unless there is none.
         help: unless it says what the default is, --help adds it.
-        group: heading in --help that begins here. also: another spelling.
+        group: heading in --help that begins here. also: other spellings.
         needs: functions, see above; of a value that was typed each has to return None.
         default_is_off: its default asks for nothing, so that it needs nothing.
         endings: of the file that it names, for flags that write one.
