@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 try:
+    from native import attention
     from native import layers as fused
 except ImportError:
     fused = None
@@ -245,10 +246,8 @@ class Near(NamedTuple):
         """Sum relu(message + of_edge(features of the edge)) over the neighbours -> [S, width]. of_edge: a `Linear`."""
         edges = self.edges.to(of_edge.weight.dtype)
         total = None
-        if fused and unchanged(of_edge) and of_edge.bias is not None:
-            wider = F.pad(edges, (0, 1), value=1)  # the bias is the weight of a constant feature 1
-            by = torch.cat([of_edge.weight, of_edge.bias.unsqueeze(1)], 1).t()
-            total = fused.edge_sums(self.indptr, self.indices, self.sent, wider, by)
+        if factors := _as_product(edges, of_edge):
+            total = attention.edge_sums(self.indptr, self.indices, self.sent, *factors)
         if total is None:
             count = self.indptr.diff()
             dst = torch.repeat_interleave(count, output_size=self.indices.numel())
@@ -270,14 +269,14 @@ class Near(NamedTuple):
         """
         seed = drawn_seed() if drop and self.seed is None else self.seed or 0
         drawn = self.nodes, seed, drop
-        edges = by = None
+        factors = fused and (None, None)
         if of_edge is not None:
             edges = torch.cat([self.edges.to(attn.dtype), self.edge_mean(attn.dtype)])
-            by = of_edge.weight.t()
-        if fused and (of_edge is None or unchanged(of_edge)):
+            factors = _as_product(edges, of_edge)
+        if factors:
             block = self.indptr, self.indices, self.sent
-            given = {"self_rows": self.self_rows, "drawn": drawn, "edges": edges, "by": by}
-            out = fused.attend(*block, target, attn, **given)
+            given = {"self_rows": self.self_rows, "drawn": drawn, "factors": factors}
+            out = attention.attend(*block, target, attn, **given)
             if out is not None:
                 return out
         of_edges = None if of_edge is None else of_edge(edges)
@@ -311,6 +310,18 @@ class Near(NamedTuple):
         sent = message.view(-1, K, D) * weights.to(message.dtype).unsqueeze(2)
         total = sent.new_zeros(target.shape).index_add(0, dst, sent.view(-1, K * D))
         return total.to(target.dtype)
+
+
+def _as_product(edges, of_edge):
+    """Return features [n, d] and a matrix [d, D] whose product is of_edge(edges), for native/attention.py; None without it,
+    or if the linear map is customised."""
+    if not fused or not unchanged(of_edge):
+        return None
+    if of_edge.bias is None:
+        return edges, of_edge.weight.t()
+    # the bias is the weight of a constant feature 1
+    by = torch.cat([of_edge.weight, of_edge.bias.unsqueeze(1)], 1).t()
+    return F.pad(edges, (0, 1), value=1), by
 
 
 class Conv(nn.Module):

@@ -29,8 +29,7 @@ def attend(
     *,
     self_rows=None,
     drawn=(None, 0, 0),
-    edges=None,
-    by=None,
+    factors=(None, None),
 ):
     """Compute the attention-weighted sum of a GATv2 layer, before heads are averaged.
 
@@ -38,12 +37,13 @@ def attend(
         source: [N, K D] and target: [S, K D], float32 or bfloat16. attn: float32 [K, D].
         self_rows: [S] rows of source that are the destinations'; None: the first S.
         drawn: (nodes, seed, drop) for the dropout of attention weights; see model.py.
-        edges: float32 [E + S, d], features of the edges, then of the self-loops.
-        by: float32 [d, K D], the matrix that multiplies them.
+        factors: float32 [E + S, d], features of the edges, then of the self-loops, and the matrix [d, K D] that
+            multiplies them; or None twice.
 
     Returns:
         [S, K D], of source's type.
     """
+    edges, by = factors
     near = InEdges(indptr, indices, self_rows)
     dropout = Dropout.of(*drawn)
     code = of_block(near, source, target, nodes=dropout.nodes)
@@ -92,7 +92,7 @@ class _Attend(torch.autograd.Function):
         code.run(
             "attention_scores",
             (E + S) * K,
-            **near._asdict(),
+            near,
             dst=dst,
             S=S,
             E=E,
@@ -111,8 +111,8 @@ class _Attend(torch.autograd.Function):
         code.run(
             "attention_softmax",
             S * K,
+            dropout,
             **near.edges,
-            **dropout._asdict(),
             S=S,
             K=K,
             weights=weights,
@@ -121,7 +121,7 @@ class _Attend(torch.autograd.Function):
         code.run(
             "attention_sum",
             S * K,
-            **near._asdict(),
+            near,
             S=S,
             K=K,
             width=D,

@@ -174,11 +174,14 @@ class Code:
         self.on_cpu = isinstance(compiled, ctypes.CDLL)
         self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
 
-    def run(self, kernel, count, /, **values):
-        """Run a kernel on `count` rows, whose columns several threads share if it has a `width`, or else in so many threads."""
+    def run(self, kernel, count, /, *records, **values):
+        """Run a kernel on `count` rows, whose columns several threads share if it has a `width`, or else in so many threads.
+        records: NamedTuples, whose fields are arguments too."""
+        for record in records:
+            values.update(zip(record._fields, record))
         if "width" in values:
             count *= self.threads(values["width"])
-        self.compiled.run(kernel, count, **values)
+        self.compiled.run(kernel, count, values)
 
     def takes(self, near, N):
         """Return whether offsets and indices of a block fit N sources; a GPU is not waited for."""
@@ -209,10 +212,10 @@ class Code:
         self.run(
             "self_and_mean",
             len(out),
-            **near._asdict(),
-            **scales._asdict(),
+            near,
+            scales,
+            active or Dropout(),
             relu=int(active is not None),
-            **(active or Dropout())._asdict(),
             h=h,
             S=len(out),
             width=width,
@@ -263,7 +266,7 @@ class Code:
         self.run(
             "relu_dropout",
             S,
-            **active._asdict(),
+            active,
             h=h,
             S=S,
             width=width,

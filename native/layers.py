@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .attention import attend, edge_sums  # noqa: F401, for model.py
 from .kernels import (
     IDS,
     UNSCALED,
