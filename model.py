@@ -100,6 +100,11 @@ def max_neighbours(indptr, indices, h):
     return bag.to(h.dtype)
 
 
+def edge_dst(indptr, indices):
+    """Return the destination of each edge -> int64 [E]."""
+    return torch.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
+
+
 def summable(h):
     """Return rows of 16-bit floats in float32: torch adds these up, also the gradients of a row, with a rounding per
     term, so that a sum of a few hundred equal terms stops growing."""
@@ -249,8 +254,7 @@ class Near(NamedTuple):
         if factors := _as_product(edges, of_edge):
             total = attention.edge_sums(self.indptr, self.indices, self.sent, *factors)
         if total is None:
-            count = self.indptr.diff()
-            dst = torch.repeat_interleave(count, output_size=self.indices.numel())
+            dst = edge_dst(self.indptr, self.indices)
             rows = F.relu(summable(self.sent).index_select(0, self.indices) + of_edge(edges))
             total = rows.new_zeros(len(self.own), rows.shape[1]).index_add(0, dst, rows)
         return total
@@ -288,8 +292,7 @@ class Near(NamedTuple):
         K, D = attn.shape
         num_edges = self.indices.numel()
         self_loops = torch.arange(S, device=self.indices.device)
-        dst = self_loops.repeat_interleave(self.indptr.diff().long(), output_size=num_edges)
-        dst = torch.cat([dst, self_loops])
+        dst = torch.cat([edge_dst(self.indptr, self.indices), self_loops])
         rows = self_loops.to(self.indices.dtype) if self.self_rows is None else self.self_rows
         rows = torch.cat([self.indices, rows])
         message = summable(self.sent).index_select(0, rows)
@@ -794,8 +797,13 @@ class GNN(nn.Module):
             can = " and ".join([*layers_where(edge_features="can"), must])
             needs = f"{can} take features of edges, and {must} needs them"
             raise ValueError(f"conv {make.name!r} with edge_dim {edge_dim}: {needs}")
-        given = {"heads": heads, "dropout": dropout, "norm": norm}
-        given |= {"num_types": num_types, "bases": bases}
+        given = {
+            "heads": heads,
+            "dropout": dropout,
+            "norm": norm,
+            "num_types": num_types,
+            "bases": bases,
+        }
         options = {name: given[name] for name in make.takes}
         if edge_dim:
             options["edge_dim"] = edge_dim

@@ -130,9 +130,7 @@ class _Attend(torch.autograd.Function):
             source=source,
             out=out,
         )
-        ctx.near = near
-        ctx.scale = dropout.scale
-        ctx.code = code
+        ctx.given = given
         ctx.save_for_backward(source, target, attn, by, edges, dst, weights, dropped, slopes)
         return out
 
@@ -140,8 +138,7 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):  # [S, K D]
         source, target, attn, by, edges, dst, weights, dropped, slopes = ctx.saved_tensors
-        near = ctx.near
-        code = ctx.code
+        near, _, _, code = ctx.given
         grad = grad.contiguous()
         S = len(target)
         N = len(source)
@@ -199,12 +196,13 @@ class _Attend(torch.autograd.Function):
 def _to_scores(ctx, grad, whole):
     """Return the gradient of attention's scores [E + S, K]."""
     source, target, attn, _, _, dst, weights, dropped, _ = ctx.saved_tensors
+    near, _, dropout, code = ctx.given
     S = len(target)
     E = len(dst)
     K, D = attn.shape
     out = torch.empty_like(weights)
-    size = {**ctx.near.edges, "S": S, "K": K}
-    ctx.code.run(
+    size = {**near.edges, "S": S, "K": K}
+    code.run(
         "attention_weight_grad",
         (E + S) * K,
         **size,
@@ -216,8 +214,8 @@ def _to_scores(ctx, grad, whole):
         grad=grad,
         to_weights=out,
     )
-    kept = {"weights": weights, "dropped": dropped, "scale": ctx.scale}
-    ctx.code.run("attention_softmax_grad", S * K, **size, **kept, grad=out)
+    kept = {"weights": weights, "dropped": dropped, "scale": dropout.scale}
+    code.run("attention_softmax_grad", S * K, **size, **kept, grad=out)
     return out
 
 
