@@ -137,7 +137,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # [S, K D]
-        source, target, attn, by, edges, dst, weights, dropped, slopes = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: with recomputed activations torch refuses a second time
+        source, target, attn, by, edges, dst, weights, dropped, slopes = saved
         near, _, _, code = ctx.given
         grad = grad.contiguous()
         S = len(target)
@@ -145,7 +146,7 @@ class _Attend(torch.autograd.Function):
         E = len(dst)
         K, D = attn.shape
         whole = aligned(D, source, target, attn, by, grad)
-        to_scores = _to_scores(ctx, grad, whole)
+        to_scores = _to_scores(ctx.given, saved, grad, whole)
         to_source = torch.empty_like(source)
         to_target = torch.empty_like(target)
         to_by = None
@@ -193,10 +194,10 @@ class _Attend(torch.autograd.Function):
         return to_source, to_target, to_attn.view(K, D), to_by, None
 
 
-def _to_scores(ctx, grad, whole):
+def _to_scores(given, saved, grad, whole):
     """Return the gradient of attention's scores [E + S, K]."""
-    source, target, attn, _, _, dst, weights, dropped, _ = ctx.saved_tensors
-    near, _, dropout, code = ctx.given
+    source, target, attn, _, _, dst, weights, dropped, _ = saved
+    near, _, dropout, code = given
     S = len(target)
     E = len(dst)
     K, D = attn.shape
