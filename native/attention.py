@@ -29,8 +29,7 @@ def attend(
     *,
     self_rows=None,
     drawn=(None, 0, 0),
-    edges=None,
-    by=None,
+    factors=(None, None),
 ):
     """Compute the attention-weighted sum of a GATv2 layer, before heads are averaged.
 
@@ -38,12 +37,13 @@ def attend(
         source: [N, K D] and target: [S, K D], float32 or bfloat16. attn: float32 [K, D].
         self_rows: [S] rows of source that are the destinations'; None: the first S.
         drawn: (nodes, seed, drop) for the dropout of attention weights; see model.py.
-        edges: float32 [E + S, d], features of the edges, then of the self-loops.
-        by: float32 [d, K D], the matrix that multiplies them.
+        factors: float32 [E + S, d], features of the edges, then of the self-loops, and the matrix [d, K D] that
+            multiplies them; or None twice.
 
     Returns:
         [S, K D], of source's type.
     """
+    edges, by = factors
     near = InEdges(indptr, indices, self_rows)
     dropout = Dropout.of(*drawn)
     code = of_block(near, source, target, nodes=dropout.nodes)
@@ -92,7 +92,7 @@ class _Attend(torch.autograd.Function):
         code.run(
             "attention_scores",
             (E + S) * K,
-            **near._asdict(),
+            near,
             dst=dst,
             S=S,
             E=E,
@@ -111,8 +111,8 @@ class _Attend(torch.autograd.Function):
         code.run(
             "attention_softmax",
             S * K,
+            dropout,
             **near.edges,
-            **dropout._asdict(),
             S=S,
             K=K,
             weights=weights,
@@ -121,7 +121,7 @@ class _Attend(torch.autograd.Function):
         code.run(
             "attention_sum",
             S * K,
-            **near._asdict(),
+            near,
             S=S,
             K=K,
             width=D,
@@ -130,25 +130,23 @@ class _Attend(torch.autograd.Function):
             source=source,
             out=out,
         )
-        ctx.near = near
-        ctx.scale = dropout.scale
-        ctx.code = code
+        ctx.given = given
         ctx.save_for_backward(source, target, attn, by, edges, dst, weights, dropped, slopes)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # [S, K D]
-        source, target, attn, by, edges, dst, weights, dropped, slopes = ctx.saved_tensors
-        near = ctx.near
-        code = ctx.code
+        saved = ctx.saved_tensors  # once: with recomputed activations torch refuses a second time
+        source, target, attn, by, edges, dst, weights, dropped, slopes = saved
+        near, _, _, code = ctx.given
         grad = grad.contiguous()
         S = len(target)
         N = len(source)
         E = len(dst)
         K, D = attn.shape
         whole = aligned(D, source, target, attn, by, grad)
-        to_scores = _to_scores(ctx, grad, whole)
+        to_scores = _to_scores(ctx.given, saved, grad, whole)
         to_source = torch.empty_like(source)
         to_target = torch.empty_like(target)
         to_by = None
@@ -196,15 +194,16 @@ class _Attend(torch.autograd.Function):
         return to_source, to_target, to_attn.view(K, D), to_by, None
 
 
-def _to_scores(ctx, grad, whole):
+def _to_scores(given, saved, grad, whole):
     """Return the gradient of attention's scores [E + S, K]."""
-    source, target, attn, _, _, dst, weights, dropped, _ = ctx.saved_tensors
+    source, target, attn, _, _, dst, weights, dropped, _ = saved
+    near, _, dropout, code = given
     S = len(target)
     E = len(dst)
     K, D = attn.shape
     out = torch.empty_like(weights)
-    size = {**ctx.near.edges, "S": S, "K": K}
-    ctx.code.run(
+    size = {**near.edges, "S": S, "K": K}
+    code.run(
         "attention_weight_grad",
         (E + S) * K,
         **size,
@@ -216,8 +215,8 @@ def _to_scores(ctx, grad, whole):
         grad=grad,
         to_weights=out,
     )
-    kept = {"weights": weights, "dropped": dropped, "scale": ctx.scale}
-    ctx.code.run("attention_softmax_grad", S * K, **size, **kept, grad=out)
+    kept = {"weights": weights, "dropped": dropped, "scale": dropout.scale}
+    code.run("attention_softmax_grad", S * K, **size, **kept, grad=out)
     return out
 
 

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .attention import attend, edge_sums  # noqa: F401, for model.py
 from .kernels import (
     IDS,
     UNSCALED,
@@ -449,7 +448,7 @@ class _Stack(torch.autograd.Function):
             if not i and not ctx.needs_input_grad[0]:
                 return None, None, *grads
             num_src = len(kept) if i else ctx.num_input
-            options = {"kept": kept, "scale": plan.active[i].scale, "sums": True} if i else {}
+            options = {"kept": kept, "scale": plan.active[i].scale} if i else {}
             grad = product(grad, weight.t())
             grad, rows = plan.code.self_and_mean_grad(
                 plan.nears[i], grad, num_src, scales=plan.scales[i], **options
