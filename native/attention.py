@@ -130,23 +130,26 @@ class _Attend(torch.autograd.Function):
             source=source,
             out=out,
         )
-        ctx.given = given
-        ctx.save_for_backward(source, target, attn, by, edges, dst, weights, dropped, slopes)
+        ctx.code = code
+        ctx.scale = dropout.scale
+        rows = source, target, attn, by, edges, dst, weights, dropped, slopes
+        ctx.save_for_backward(*rows, *near)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # [S, K D]
         saved = ctx.saved_tensors  # once: with recomputed activations torch refuses a second time
-        source, target, attn, by, edges, dst, weights, dropped, slopes = saved
-        near, _, _, code = ctx.given
+        source, target, attn, by, edges, dst, weights, dropped, slopes, *near = saved
+        near = InEdges(*near)
+        code = ctx.code
         grad = grad.contiguous()
         S = len(target)
         N = len(source)
         E = len(dst)
         K, D = attn.shape
         whole = aligned(D, source, target, attn, by, grad)
-        to_scores = _to_scores(ctx.given, saved, grad, whole)
+        to_scores = _to_scores(ctx, saved, grad, whole)
         to_source = torch.empty_like(source)
         to_target = torch.empty_like(target)
         to_by = None
@@ -194,10 +197,11 @@ class _Attend(torch.autograd.Function):
         return to_source, to_target, to_attn.view(K, D), to_by, None
 
 
-def _to_scores(given, saved, grad, whole):
+def _to_scores(ctx, saved, grad, whole):
     """Return the gradient of attention's scores [E + S, K]."""
-    source, target, attn, _, _, dst, weights, dropped, _ = saved
-    near, _, dropout, code = given
+    source, target, attn, _, _, dst, weights, dropped, _, *near = saved
+    near = InEdges(*near)
+    code = ctx.code
     S = len(target)
     E = len(dst)
     K, D = attn.shape
@@ -215,7 +219,7 @@ def _to_scores(given, saved, grad, whole):
         grad=grad,
         to_weights=out,
     )
-    kept = {"weights": weights, "dropped": dropped, "scale": dropout.scale}
+    kept = {"weights": weights, "dropped": dropped, "scale": ctx.scale}
     code.run("attention_softmax_grad", S * K, **size, **kept, grad=out)
     return out
 
@@ -261,16 +265,15 @@ class _EdgeSums(torch.autograd.Function):
             whole=aligned(width, h, by),
             out=out,
         )
-        ctx.save_for_backward(h, by, edges)
-        ctx.near = near
+        ctx.save_for_backward(h, by, edges, *near)
         ctx.code = code
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # [S, F]
-        h, by, edges = ctx.saved_tensors
-        near = ctx.near
+        h, by, edges, *near = ctx.saved_tensors
+        near = InEdges(*near)
         code = ctx.code
         grad = grad.contiguous()
         N, width = h.shape
