@@ -40,14 +40,14 @@ from typing import NamedTuple
 import torch
 
 from . import build
+from .kernels import IDS
+from .kernels import TYPES as ROWS
 
 ROOM = 1 << 24  # edges of a hop up to which the worst case is allocated
 NONE = 2**31 - 64  # empty entry of the table: above any position, and + 32 still fits an int
 REPEATED, UNKNOWN, FULL, DAMAGED = 1, 2, 4, 8  # bits of Frame.trouble
 REGISTERS = (8, 16, 32, 64)  # each has a kernel for fanouts up to it, with the picks in registers
 AGGREGATED = 48  # largest fanout of the outermost hop in one kernel, which also holds nodes and rows in registers
-IDS = {torch.int32: "int", torch.int64: "i64"}
-ROWS = {torch.float32: "float", torch.bfloat16: "bf16"}
 TYPES = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}  # of edges
 # as batch.h declares them
 STRUCTS = ("batch_t", "part_t", "input_t", "outcome_t", "state_t")
@@ -148,8 +148,10 @@ class Backend:
                     if wanted > part.places:
                         self.most[hop] = max(self.most[hop], wanted + wanted // 4)
             else:
-                again = f"{seeds.numel()} seeds ask for ever more room, at last {frame.wanted} edges a hop"
-                raise RuntimeError(f"{again}: use NeighborSampler(backend='torch')")
+                raise RuntimeError(
+                    f"{seeds.numel()} seeds ask for ever more room, at last {frame.wanted} edges a "
+                    "hop: use NeighborSampler(backend='torch')"
+                )
             blocks = None if trouble else frame.cut()
             frame.memory = frame.edges = frame.times = None  # now the blocks' memory
             # the GPU is done with the frame, so the next batch may be on any stream
@@ -173,8 +175,9 @@ class Backend:
             sources = rows[-1] + places[-1]
             rows.append(sources if self.timed else min(sources, self.num_nodes))
         if S + sum(places) >= (NONE // 4 if self.timed else NONE):  # slots have to fit an int, too
-            edges = sum(places)
-            raise ValueError(f"a batch of up to {edges} edges is too large; use smaller batches")
+            raise ValueError(
+                f"a batch of up to {sum(places)} edges is too large; use smaller batches"
+            )
         return rows, places
 
     def frame(self, rows, places):
@@ -249,9 +252,10 @@ class Frame:
 
     def fit(self, rows, places, relabel_outer, excludes=False):
         """Allocate working memory for rows source nodes and places edges, see `Backend.shapes`; prepare launches."""
-        if self.shape == (rows, places, relabel_outer, excludes):
+        shape = Shape(rows, places, relabel_outer, excludes)
+        if self.shape == shape:
             return
-        self.shape = Shape(rows, places, relabel_outer, excludes)
+        self.shape = shape
         S = rows[0]
         hops = len(places)
         spec, b = self.backend.spec, self.batch
@@ -270,12 +274,15 @@ class Frame:
         *sums, num_sums = accumulate(lengths, initial=0)
         pointer = self._room("sums", num_sums, torch.int64)
         for hop, part in enumerate(self.parts[:hops]):
-            part.relabel = relabel_outer or hop + 1 < len(self.parts)
-            part.places = places[hop]
-            part.words = words[hop]
-            part.first = first[hop]
-            part.row_sums = pointer + 8 * sums[2 * hop]
-            part.word_sums = pointer + 8 * sums[2 * hop + 1]
+            build.fill(
+                part,
+                relabel=relabel_outer or hop + 1 < len(self.parts),
+                places=places[hop],
+                words=words[hop],
+                first=first[hop],
+                row_sums=pointer + 8 * sums[2 * hop],
+                word_sums=pointer + 8 * sums[2 * hop + 1],
+            )
         for part, n, sources in zip(self.parts, rows, [*rows[1:], 0]):
             part.rows = n
             part.next_rows = sources
@@ -384,8 +391,9 @@ class Frame:
     def fill(self, seeds, step, exclude=None, times=None):
         """Set seeds, step, excluded edges and times of the next batch; the last one, and its copies, must be done."""
         self.excluded = exclude  # kept until the next batch
-        self.batch.excluded = None if exclude is None else exclude.data_ptr()
-        self.batch.num_excluded = 0 if exclude is None else exclude.numel()
+        build.fill(
+            self.batch, excluded=exclude, num_excluded=0 if exclude is None else len(exclude)
+        )
         if self.base < self.positions:  # the table is used up, or new
             self.table.fill_(NONE)
             self.base = NONE
@@ -393,19 +401,16 @@ class Frame:
         S = seeds.numel()
         build.fill(self.header, step=step, num_seeds=S, offset=self.base)
         self.sent = len(self.given)
+        given = self.given[self.head :]
         if times is not None:
             values, group = times.cpu().unique(return_inverse=True)
-            given = self.given[self.head :]
             room = self.shape.rows[0]
-            given[:S].copy_(seeds)
             given[room:][:S].copy_(group)
             given[2 * room :][: len(values)].copy_(values)
-            self.sent = self.head + 2 * room + len(values)
         elif seeds.is_cuda:
             self.sent = self.head
-            self.input[self.head :][:S].copy_(seeds)
-        else:
-            self.given[self.head :][:S].copy_(seeds)
+            given = self.input[self.head :]
+        given[:S].copy_(seeds)
 
     def start(self):
         """Start sampling on the current stream; a CUDA graph can capture this, if seeds come from the CPU."""
