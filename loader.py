@@ -283,9 +283,15 @@ class NodeLoader:
         return self.steps * self.accumulate
 
     def __repr__(self):
-        fields = {"seeds": self.seeds, "fanouts": getattr(self.node_sampler, "fanouts", None)}
-        names = "total_batch", "steps", "epoch", "step"
-        return shown("NodeLoader", fields | {name: getattr(self, name) for name in names})
+        fields = {
+            "seeds": self.seeds,
+            "fanouts": getattr(self.node_sampler, "fanouts", None),
+            "total_batch": self.total_batch,
+            "steps": self.steps,
+            "epoch": self.epoch,
+            "step": self.step,
+        }
+        return shown("NodeLoader", fields)
 
     def __iter__(self):
         if self.looping:
@@ -344,8 +350,9 @@ class NodeLoader:
     def _sample(self, part, slot=0):
         with self.timed("sample"):
             nodes, options, y = self.draw(part) if self.draw else (part.seeds, {}, None)
-            options = {**options, "relabel_outer": not self.ring.first_hop}
-            blocks = self.node_sampler.sample(nodes, part.global_step, **options)
+            blocks = self.node_sampler.sample(
+                nodes, part.global_step, relabel_outer=not self.ring.first_hop, **options
+            )
         return part._replace(blocks=blocks, y=y)
 
     def _make(self, part, slot):
@@ -360,8 +367,13 @@ class NodeLoader:
 
     def state_dict(self):
         """The loader's position as a dict of ints; a step counts as done once all its batches were handed out."""
-        position = {"epoch": self.epoch, "step": self.step, "seed": self.seed}
-        return position | {"seeds": self.seeds.numel(), "total_batch": self.total_batch}
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "seed": self.seed,
+            "seeds": self.seeds.numel(),
+            "total_batch": self.total_batch,
+        }
 
     def load_state_dict(self, state):
         """Resume at another loader's position; ValueError unless seed, number of seed nodes and total batch match."""

@@ -291,7 +291,6 @@ class NeighborSampler:
         self.timed = edge_times is not None
         self.indptr = indptr.contiguous()
         self.indices = indices.contiguous()
-        self.num_nodes = indptr.numel() - 1
         self.edge_ids = edge_ids
         self.edge_type = None if edge_type is None else _as_signed(edge_type).contiguous()
         self.type_numbers = type_numbers
@@ -313,14 +312,39 @@ class NeighborSampler:
             edge_ids=edge_ids or edge_type is not None,
             threads=threads,
         )
-        self.backend, self.engine = _load(backend, self.spec, self.fanouts, self.seed)
+        self.backend = backend
+        self._load()
 
     def __getstate__(self):  # without the engine: another process loads the compiled code itself
         return {**vars(self), "engine": None}
 
     def __setstate__(self, state):
         vars(self).update(state)
-        self.backend, self.engine = _load(self.backend, self.spec, self.fanouts, self.seed)
+        self._load()
+
+    def _load(self):
+        """Make the engine of the backend; where native is unavailable that becomes torch, after a warning."""
+        engine = None
+        if self.backend == "dgl":
+            from native.dgl import Backend
+
+            engine = Backend(self.spec)
+        elif self.backend != "torch":
+            self.backend = "native"
+            if sampler_cpu is None:
+                warnings.warn(
+                    "slower torch operations are used: copy the folder native/ beside sampler.py "
+                    "(in a package: from .native)",
+                    stacklevel=3,
+                )
+            elif self.indices.is_cuda:
+                engine = sampler_gpu.load(self.spec, self.fanouts, self.seed)
+            else:
+                engine = sampler_cpu.load(self.spec)
+        if engine is None:
+            self.backend = "torch"
+            engine = TorchBackend(self.spec)
+        self.engine = engine
 
     @torch.inference_mode(False)  # blocks may be trained on, and memory serves later batches
     def sample(self, seeds, step, times=None, exclude=None, *, relabel_outer=True):
@@ -360,7 +384,7 @@ class NeighborSampler:
             # ids are checked and keys computed on the GPU
             work = (seeds, step, relabel_outer, exclude, times)
         else:
-            _check_range("seeds", seeds, self.num_nodes, "node")
+            _check_range("seeds", seeds, self.spec.num_nodes, "node")
             device = self.indices.device
             hops = []
             for i, k in enumerate(self.fanouts):
@@ -373,7 +397,7 @@ class NeighborSampler:
         except IndexError as error:  # seeds were checked: the bad index came from the graph
             raise DamagedGraph(DAMAGED) from error
         if blocks is None:
-            _check_range("seeds", seeds, self.num_nodes, "node")
+            _check_range("seeds", seeds, self.spec.num_nodes, "node")
             columns = [ids.cpu().long() for ids in (seeds, times) if ids is not None]
             values, counts = torch.stack(columns).unique(dim=1, return_counts=True)
             which = " at time ".join(map(str, values[:, counts > 1][:, 0].tolist()))
@@ -401,25 +425,6 @@ class NeighborSampler:
             edges = exclude.to(device, torch.int64).unique()
             _check_range("exclude", edges, M, "edge")
         return edges if edges.numel() else None
-
-
-def _load(backend, spec, fanouts, seed):
-    """Make the backend -> (its name, its object); where native is unavailable that is torch, after a warning."""
-    engine = None
-    if backend == "dgl":
-        from native.dgl import Backend
-
-        return "dgl", Backend(spec)
-    if backend != "torch" and sampler_cpu is None:
-        warnings.warn(
-            "slower torch operations are used: copy the folder native/ beside sampler.py "
-            "(in a package: from .native)",
-            stacklevel=3,
-        )
-    elif backend != "torch":
-        on_gpu = spec.indices.is_cuda
-        engine = sampler_gpu.load(spec, fanouts, seed) if on_gpu else sampler_cpu.load(spec)
-    return ("native", engine) if engine else ("torch", TorchBackend(spec))
 
 
 # ---- Argument checks.
@@ -667,7 +672,7 @@ class TorchBackend:
         # before another batch of that stream takes it
         self.tables = {}
 
-    def sample(self, seeds, hops, exclude=None, times=None):
+    def sample(self, seeds, hops, exclude, times):
         """Sample each `Hop` -> a Block for each, from the seeds outward; None if a seed is repeated.
         seeds: [S], dtype of indices. exclude: int64 [X] edge ids, ascending and distinct, or None. times: int64 [S] or
         None; with times, src holds node + V * (index of its time among the batch's distinct times)."""

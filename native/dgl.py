@@ -26,7 +26,7 @@ class Backend:
         if spec.weights is not None:
             self.graph.edata["weight"] = spec.weights
 
-    def sample(self, seeds, hops, exclude=None, times=None):
+    def sample(self, seeds, hops, exclude, times):
         if exclude is not None:
             raise ValueError("backend 'dgl' cannot exclude edges: use 'native' or 'torch'")
         if seeds.unique().numel() < seeds.numel():

@@ -75,7 +75,7 @@ class Backend:
         self.idle = []  # working memory that no batch uses
         self.slots = 0  # of the table after the last batch: the next one needs about as many
 
-    def sample(self, seeds, hops, exclude=None, times=None):
+    def sample(self, seeds, hops, exclude, times):
         """Sample all hops of a batch, see `sampler.TorchBackend`."""
         job = Job.from_buffer_copy(self.job)
         job.threads = self.spec.threads or min(torch.get_num_threads(), MOST_THREADS)
@@ -137,8 +137,19 @@ class Backend:
         start, degree, gap, num_gaps = work.rows(S)
         fill = functools.partial(build.fill, job)
         pointer = ctypes.byref(job)
-        fill(index=hop.index, k=hop.k, key=hop.key, S=S, dst=dst, dst_when=when, offsets=offsets)
-        fill(start=start, degree=degree, gap=gap, num_gaps=num_gaps)
+        fill(
+            index=hop.index,
+            k=hop.k,
+            key=hop.key,
+            S=S,
+            dst=dst,
+            dst_when=when,
+            offsets=offsets,
+            start=start,
+            degree=degree,
+            gap=gap,
+            num_gaps=num_gaps,
+        )
         E = self._checked(work.library.rb_count(pointer), S)
         if E >= torch.iinfo(dst.dtype).max:
             raise ValueError(f"{E} edges a hop are too many for {dst.dtype}: use smaller batches")

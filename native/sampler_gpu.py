@@ -110,13 +110,12 @@ class Backend:
             defines["TYPE"] = TYPES[spec.edge_type.dtype]
         self.kernels = compiled("sampler", build.read_source("sampler.cu", **defines))
         self.num_nodes = spec.num_nodes
-        self.num_edges = spec.indices.numel()
         self.timed = spec.edge_times is not None
         # edges to allocate for each hop that once lacked room: what it wanted, and a quarter more
         self.most = [0] * len(fanouts)
         self.resting = []  # idle frames; pop and append are atomic
 
-    def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
+    def sample(self, seeds, step, relabel_outer, exclude, times):
         """Sample a batch -> a Block for each hop, from the seeds outward, in memory of the current stream that the
         blocks share; None if a seed is not a node or is repeated.
 
@@ -160,16 +159,17 @@ class Backend:
 
     def shapes(self, S):
         """Plan room for a batch of S seeds -> (source nodes by hop [L + 1], the seeds first; edges by hop [L])."""
+        num_edges = self.spec.indices.numel()
         rows = [S]
         places = []
         for k, most in zip(self.fanouts, self.most):
             again = rows[-1] if self.timed else 1  # at another time a node has its edges again
-            room = rows[-1] * k if self.spec.rule.repeats else self.num_edges * again
+            room = rows[-1] * k if self.spec.rule.repeats else num_edges * again
             bounded = k > 0 and self.spec.rule.bounded
             if bounded:
                 room = min(room, rows[-1] * k)
             if not bounded or room > ROOM:
-                usual = k if k > 0 else self.num_edges / max(self.num_nodes, 1)
+                usual = k if k > 0 else num_edges / max(self.num_nodes, 1)
                 room = min(room, most or min(int(1.25 * usual * rows[-1]) + 4096, ROOM))
             places.append(max(room, 1))
             sources = rows[-1] + places[-1]
@@ -259,7 +259,7 @@ class Frame:
         S = rows[0]
         hops = len(places)
         spec, b = self.backend.spec, self.batch
-        whole_lists = not excludes and spec.edge_times is None and spec.edge_type is None
+        whole_lists = not (excludes or self.backend.timed) and spec.edge_type is None
         self.counted = spec.rule.counted and whole_lists
         words = [-(-n // 32) for n in places]
         first = list(accumulate(places, initial=S))
@@ -323,13 +323,20 @@ class Frame:
                 yield prepare("claim", b=b, part=part), part.places
             if part.relabel:
                 yield prepare("mark", b=b, part=part), part.words
-                counts = int(self.counted and following is not None)
-                number = prepare("number", b=b, part=part, next=following or part, counts=counts)
+                number = prepare(
+                    "number",
+                    b=b,
+                    part=part,
+                    next=following or part,
+                    counts=int(self.counted and following is not None),
+                )
                 yield number, max(32 * part.words, part.rows)
         hops = sum(part.relabel for part in parts)
         end = parts[hops].first if hops < len(parts) else self.positions
-        span = {"start": parts[0].first, "end": end, "sums": sums, "num_sums": num_sums}
-        yield prepare("finish", b=b, hops=hops, **span), max(end, num_sums)
+        finish = prepare(
+            "finish", b=b, hops=hops, start=parts[0].first, end=end, sums=sums, num_sums=num_sums
+        )
+        yield finish, max(end, num_sums)
 
     def _in_registers(self, k):
         return self.counted and 0 < k <= REGISTERS[-1]
@@ -337,7 +344,7 @@ class Frame:
     def make_blocks(self):
         """Allocate memory for the blocks of a batch."""
         rows, places, *_ = self.shape
-        b, spec = self.batch, self.backend.spec
+        spec = self.backend.spec
         parts = self.parts[: len(places)]
         # `memory` has src, then local, then the offsets of each hop
         self.local = max(rows[0], rows[sum(part.relabel for part in parts)])
@@ -346,18 +353,19 @@ class Frame:
         self.memory = self.ids.new_empty(self.offsets.pop())
         self.edges = None
         self.times = None
-        size = self.memory.element_size()
-        b.src = self.memory.data_ptr()
-        b.local = b.src + size * self.local
-        b.edges = None
         if spec.edge_ids or not all(self._in_registers(part.k) for part in parts):
             self.edges = self.ids.new_empty(self.positions, dtype=torch.int64)
-            b.edges = self.edges.data_ptr()
         if self.backend.timed:
             self.times = self.ids.new_empty(self.local, dtype=torch.int64)
-            b.src_times = self.times.data_ptr()
+        build.fill(
+            self.batch,
+            src=self.memory,
+            local=self.memory[self.local :],
+            edges=self.edges,
+            src_times=self.times,
+        )
         for part, at in zip(parts, self.offsets):
-            part.offsets = b.src + size * at
+            build.fill(part, offsets=self.memory[at:])
 
     def cut(self):
         """Return the blocks of a finished batch, from the seeds outward."""
@@ -446,8 +454,14 @@ class Frame:
         text, vec = aggregate_source(spec.indices.dtype, part.k, features, out)
         kernels = self.backend.compiled("outermost-hop", text)
         if kernels:
-            rows = {"features": features, "width": features.shape[1] // vec, "out": out}
-            launch = kernels.prepare("pick_aggregate", b=self.batch, part=part, **rows)
+            launch = kernels.prepare(
+                "pick_aggregate",
+                b=self.batch,
+                part=part,
+                features=features,
+                width=features.shape[1] // vec,
+                out=out,
+            )
             self.steps.append((launch, lanes(out, vec) * part.rows))
             self.aggregated = features, out  # their memory is read and written at every start
         return kernels is not None
