@@ -115,7 +115,7 @@ class Backend:
         self.most = [0] * len(fanouts)
         self.resting = []  # idle frames; pop and append are atomic
 
-    def sample(self, seeds, step, relabel_outer, exclude, times):
+    def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
         """Sample a batch -> a Block for each hop, from the seeds outward, in memory of the current stream that the
         blocks share; None if a seed is not a node or is repeated.
 

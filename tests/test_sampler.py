@@ -341,7 +341,7 @@ def test_cuda_tables_are_used_up_and_batches_that_never_fit_are_an_error(tmp_pat
     backend, seeds, bases = _emulated(s, tmp_path), torch.arange(20), []
     for step in range(5):
         backend.kernels.launched.clear()
-        blocks = backend.sample(seeds, step, True, None, None)[::-1]
+        blocks = backend.sample(seeds, step)[::-1]
         assert len(backend.kernels.launched) == 11 or step == 3
         assert _as_lists(blocks) == _as_lists(s.sample(seeds, step))
         (frame,) = backend.resting
@@ -351,7 +351,7 @@ def test_cuda_tables_are_used_up_and_batches_that_never_fit_are_an_error(tmp_pat
     fresh, used = sampler_gpu.NONE - frame.positions, frame.positions
     assert bases == [fresh, used + 1, 1, fresh, fresh - used]
     backend.kernels.launched.clear()
-    backend.sample(seeds, 5, False, None, None)
+    backend.sample(seeds, 5, relabel_outer=False)
     assert len(backend.kernels.launched) == 9
     backend, (rows, _) = _emulated(s, tmp_path), backend.shapes(20)
     monkeypatch.setattr(sampler_gpu, "ROOM", 0)
