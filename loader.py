@@ -134,6 +134,30 @@ def seeds_at(times, nodes=None):
     return draw
 
 
+def _sampler(graph, fanouts, *, seed, edges, types):
+    """Make the sampler of a loader, see `NodeLoader`; ValueError for draws by type without types."""
+    indptr = _tensor("indptr", graph.indptr).long()
+    indices = _tensor("indices", getattr(graph, "sampled_indices", graph.indices))
+    disk_threads = getattr(graph, "sampling_threads", None)  # if the graph stays on disk
+    kinds = getattr(graph, EDGE_TYPE.name, None)
+    fanouts = fanout_list(fanouts)
+    if types and kinds is None or not types and any(isinstance(k, list) for k in fanouts):
+        raise ValueError(
+            f"types is {types}, fanouts {fanouts}: types=True and a graph with edge_type "
+            "are needed to draw by type"
+        )
+    return NeighborSampler(
+        indptr,
+        indices,
+        fanouts,
+        edge_type=_tensor(EDGE_TYPE.name, kinds) if types else None,
+        seed=seed,
+        edge_ids=edges,
+        check=not disk_threads,  # it would read all of such a graph
+        threads=disk_threads,
+    )
+
+
 class NodeLoader:
     """Iterate over the batches of an epoch; each `for` is another epoch, in another order. After a break the next `for`
     resumes after the last step whose batches were all handed out, and so does a loader that was given another one's
@@ -220,26 +244,7 @@ class NodeLoader:
         self.world = world
         self.total_batch = batch_size * accumulate * world
         if sampler is None and not load_batch:
-            indptr = _tensor("indptr", graph.indptr).long()
-            indices = _tensor("indices", getattr(graph, "sampled_indices", graph.indices))
-            disk_threads = getattr(graph, "sampling_threads", None)  # if the graph stays on disk
-            kinds = getattr(graph, EDGE_TYPE.name, None)
-            fanouts = fanout_list(fanouts)
-            if types and kinds is None or not types and any(isinstance(k, list) for k in fanouts):
-                raise ValueError(
-                    f"types is {types}, fanouts {fanouts}: types=True and a graph with edge_type "
-                    "are needed to draw by type"
-                )
-            sampler = NeighborSampler(
-                indptr,
-                indices,
-                fanouts,
-                edge_type=_tensor(EDGE_TYPE.name, kinds) if types else None,
-                seed=seed,
-                edge_ids=edges,
-                check=not disk_threads,  # it would read all of such a graph
-                threads=disk_threads,
-            )
+            sampler = _sampler(graph, fanouts, seed=seed, edges=edges, types=types)
         if ring is None and not load_batch:
             rows = tables["features"]
             depth = 0 if getattr(rows, "requires_grad", False) else depth
