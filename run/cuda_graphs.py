@@ -24,7 +24,6 @@ With several ranks the gradients are averaged between two graphs, as one vector,
 import gc
 import re
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -302,8 +301,7 @@ class StepGraphs:
         self.flat = self.update = None
         if ranks.world > 1:
             self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=ranks.device)
-        slot = partial(Slot, self.sampler, self.ring, room)
-        self.slots = [slot() for _ in range(args.prefetch + 1)]
+        self.slots = [Slot(self.sampler, self.ring, room) for _ in range(args.prefetch + 1)]
         kept = [t.clone() for t in self._state()]
         self.begin()
         try:
@@ -350,8 +348,10 @@ class StepGraphs:
             losses.append(self._loss(self._train, slot))
         same = (abs(a - b) <= GRAPH_RTOL * abs(a) for a, b in zip(expected, losses))
         if not all(same) or not all(error <= GRAPH_RTOL for error in errors):
-            differ = f"their losses are {losses}, and {expected} without graphs"
-            raise RuntimeError(f"their input is {max(errors):.1%} off, {differ}")
+            raise RuntimeError(
+                f"their input is {max(errors):.1%} off, "
+                f"their losses are {losses}, and {expected} without graphs"
+            )
         return failure
 
     def _loss(self, run, *args):
@@ -462,7 +462,7 @@ class StepGraphs:
             if self._sample(slot, *drawn):
                 self.repeated += 1
                 blocks = self.sampler.sample(*drawn, relabel_outer=not self.ring.first_hop)
-                return self.ring.fetch(number, blocks, batch=batch)
+                return self.ring.fetch(number, blocks, batch)
             y = slot.y[: len(batch.seeds)]
             return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=y)
 
