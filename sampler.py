@@ -91,7 +91,8 @@ class DamagedGraph(IndexError):
 class Rule(NamedTuple):
     """A sampling rule: how edges of a list are taken with torch operations, and what else depends on the rule.
 
-    A rule draws positions, or looks at every edge and keeps some; one with neither takes the end of the list.
+    A rule draws positions, or looks at every edge and keeps some; one with neither takes the last k of the list. A
+    rule for fixed positions has a `draw` that ignores its bits.
     """
 
     name: str

@@ -40,7 +40,7 @@ from tasks.node import NodeTask
 from tests import common
 from tests.common import TINY, _end, _fork, _on_kernels, _random_graph, _run_here
 from tests.test_ddp import _launch_within
-from tests.test_layers import _emulate_layers, _net, cuda_layers, layers_gpu  # noqa: F401
+from tests.test_layers import _emulate_layers, _net, _use, cuda_layers, layers_gpu  # noqa: F401
 from tests.test_types import _typed_graph
 
 
@@ -123,7 +123,7 @@ def _emulate_graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", nothing)
     monkeypatch.setattr(torch.cuda, "set_stream", nothing)
     monkeypatch.setattr(cuda_graphs, "captured", lambda graph, pool=None, stream=None: graph)
-    monkeypatch.setattr(model, "fused", layers_gpu)
+    _use(layers_gpu, monkeypatch)
     monkeypatch.setattr(adam, "layers", layers_gpu)
     monkeypatch.setattr(metrics, "layers", layers_gpu)
 

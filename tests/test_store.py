@@ -626,7 +626,7 @@ def _target(name, values):
     return np.asarray(values, np.float32), {}
 
 
-def _column(**options):
+def _column(elsewhere=lambda values: np.nan):
     """Declare a further column of nodes."""
     return Column(
         "node_target",
@@ -636,13 +636,13 @@ def _column(**options):
         aliases=("node_target", "target"),
         flag="node_targets",
         describe=lambda graph: "targets",
-        **options,
+        elsewhere=elsewhere,
     )
 
 
 def test_a_record_is_all_that_a_column_takes(tmp_path, monkeypatch, capsys):
     """A further column of nodes goes through every door: arrays, .npz by another name, tables, by type, and info."""
-    record = _column(elsewhere=lambda values: np.nan)
+    record = _column()
     monkeypatch.setitem(COLUMNS, record.name, record)
     args = _graph()
     target = np.random.default_rng(0).random(200)
@@ -674,14 +674,14 @@ def test_a_record_is_all_that_a_column_takes(tmp_path, monkeypatch, capsys):
 
 
 def test_a_column_of_nodes_says_what_types_without_it_have_and_takes_a_file():
-    with pytest.raises(TypeError, match="node_target: by type, it needs `elsewhere`"):
-        _column()
-    record = _column(by_type=False)
+    with pytest.raises(TypeError, match="node_target: a column of nodes needs `elsewhere`"):
+        _column(None)
+    record = _column()
     assert record.usage() == ("FILE", "tables: a row per node")
 
 
 def test_a_column_without_a_use_is_named_and_not_lost_on_resuming(tmp_path, monkeypatch, capsys):
-    record = _column(by_type=False)
+    record = _column()
     monkeypatch.setitem(COLUMNS, record.name, record)
     targets = {record.name: np.zeros(200)}
     weights = {"edge_weight": np.ones(_graph()["edge_index"].shape[1])}
