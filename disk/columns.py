@@ -110,6 +110,15 @@ def types_dtype(count) -> np.dtype:
 # ---- the columns
 
 
+USAGE = {  # what the flag of a column takes, and its help, by what the column is of
+    "edge": (
+        "COLUMN",
+        "tables: an edge column (name, or number from 1), or a file with a row per edge",
+    ),
+    "node": ("FILE", "tables: a row per node"),
+}
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of a store. Adding one takes a record in COLUMNS and whatever uses it."""
@@ -125,12 +134,21 @@ class Column:
     # of `store.py build` for tables, with underscores as an argument of sources.prepare.build
     flag: str
     describe: Callable  # of an open graph -> words for the log
-    metavar: str = "COLUMN"  # of the flag, as `help`
-    help: str = "tables: an edge column (name, or number from 1), or a file with a row per edge"
+    metavar: str | None = None  # of the flag, as `help`; None: as in USAGE
+    help: str | None = None
     cells: type = np.float64  # of tables; those of int64 identify, and may be text to be numbered
     width: str = ""  # entry of meta.json with the width of its rows; "": [M] or [V]
-    # of nodes by type: its values [n] -> that of nodes of types without it
+    # of nodes, which need it: its values [n] of some types -> that of nodes of types without it
     elsewhere: Callable | None = None
+
+    def __post_init__(self):
+        if self.of == "node" and self.elsewhere is None:
+            raise TypeError(f"{self.name}: a column of nodes needs `elsewhere`")
+
+    def usage(self):
+        """Return the metavar and the help of its flag."""
+        metavar, help = USAGE[self.of]
+        return self.metavar or metavar, self.help or help
 
     def kind(self, meta) -> Kind:
         """Return what meta.json implies for its file."""
@@ -187,7 +205,7 @@ EDGE_FEATURES = Column(  # for layers that see edges
     aliases=("edge_features", "edge_attr", "edata.feat", "edata.edge_features", "edata.edge_attr"),
     flag="edge_features",
     metavar="COLUMNS",
-    help=f"{Column.help}; several columns as a,b,c",
+    help=f"{USAGE['edge'][1]}; several columns as a,b,c",
     cells=np.float32,
     describe=lambda graph: f"features {graph.edge_dim} x {graph.meta['edge_dtype']}",
 )
@@ -198,7 +216,6 @@ NODE_TIME = Column(  # the time at which a node is classified
     dtype="int64",
     aliases=("node_time", "time"),
     flag="node_times",
-    metavar="FILE",
     help="tables: a time per node",
     cells=np.int64,
     describe=lambda graph: described_times("nodes' time", graph.node_time),

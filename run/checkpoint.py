@@ -38,6 +38,7 @@ from pathlib import Path
 
 import torch
 
+from disk.columns import COLUMNS
 from disk.files import StoreError, reading, write_whole
 from run.flags import FLAGS, SAVED, TASKS, Flags, declared, make_parser, parsed, spelled, text_of
 from run.own_model import is_own, load
@@ -297,7 +298,7 @@ def check_graph(ranks, state, path, plan, task):
         check_widths(task, plan, graph, path)
         numbers = numbers_of_types(ranks, task, plan, graph, path)
         name_features(ranks, store, graph["feature_names"], path)
-        files = digests(store)
+        files = {f"{name}.npy": "none" for name in COLUMNS} | digests(store)
         was = graph["files"]
         if hasattr(store, "class_names") and (
             graph["classes"] or files.get("labels.npy") != was.get("labels.npy")

@@ -52,8 +52,9 @@ def averages_in_place(args, store, *dtypes):
     return plain and floats and args.mode != "pinned-cuda"
 
 
-def hindrances(args, store, used):
-    """Return the reasons against CUDA graphs that flags and data give. used: `EdgeData` of the store."""
+def hindrances(args, task, used):
+    """Return the reasons against CUDA graphs that flags, task and data give. used: `EdgeData` of the task's store."""
+    store = task.store
     conv = conv_of(args.model)
     padded = ", ".join(layers_where(padded=True))
     fanout = ",".join(map(str, args.fanout))
@@ -71,6 +72,7 @@ def hindrances(args, store, used):
         (not too_many, f"--fanout {fanout}: the last number is {limit} at most"),
         (SAMPLERS[args.sampler].counted, "neighbours are not drawn uniformly"),
         (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
+        (task.draw is None, "the task draws its own batches"),
         (store.labels.dim() == 1, "nodes have several labels"),
         (used.features is None, "edges have features"),
         (used.num_types <= LOOPED, f"edges have more than {LOOPED} types"),
@@ -82,11 +84,12 @@ def hindrances(args, store, used):
     return [reason for fine, reason in table if not fine]
 
 
-def hops_held(args, store, used):
+def hops_held(args, task, used):
     """Return how many hops of a batch the CUDA graphs would hold in GPU memory in cuda-cuda, 0 if there can be none.
-    used: `EdgeData` of the store."""
-    if hindrances(args, store, used):
+    used: `EdgeData` of the task's store."""
+    if hindrances(args, task, used):
         return 0
+    store = task.store
     return len(args.fanout) - averages_in_place(args, store, store.features.dtype)
 
 
@@ -94,7 +97,7 @@ def obstacle(run):
     """Return why a step of this run cannot be a CUDA graph, or None if it can."""
     if not run.ranks.gpus:
         return "there is no GPU"
-    if reasons := hindrances(run.plan, run.store, run.used):
+    if reasons := hindrances(run.plan, run.task, run.used):
         return reasons[0]
     if not run.ring.on_device:
         return f"--mode {run.plan.mode} fetches features on the host"

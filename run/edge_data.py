@@ -1,4 +1,4 @@
-"""Which edge weights, times, types and features a run uses, and the lines printed about them.
+"""Which columns of edges and nodes a run uses, and the lines printed about them.
 
 used, lines = edge_data(args, task, store)    # columns that --model, --sampler and --temporal take
 model.degrees = degrees_at(store.indptr, used)    # for layers that divide by degrees, where seeds have times
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.columns import types_called
+from disk.columns import COLUMNS, types_called
 from disk.files import StoreError
 from model import layers_where, plain_layers
 from run.own_model import conv_of, layer_of, takes_edges
@@ -19,7 +19,8 @@ from sampler import LATEST, WEIGHTED, seen_at
 
 
 class EdgeData(NamedTuple):
-    """The columns that a run uses; None where there is none or it is unused."""
+    """The columns that a run uses; None where there is none or it is unused. The field of a column edge_x is x, that of node_x
+    is seed_x."""
 
     weight: Tensor | None = None  # float32 [M]: neighbours are drawn by it
     time: Tensor | None = None  # int64 [M]: no seed sees an edge later than its own time
@@ -41,7 +42,7 @@ class EdgeData(NamedTuple):
 
 
 def edge_data(args, task, store):
-    """Choose the edge columns that a run uses -> (EdgeData, lines to print). task: a `Task` or its class.
+    """Choose the columns that a run uses -> (EdgeData, lines to print). task: a `Task` or its class.
 
     There is one function for each decision -> (entries of EdgeData, lines). Raises StoreError for flags that need a
     column the store lacks, or a model that cannot use one.
@@ -51,7 +52,18 @@ def edge_data(args, task, store):
     times, of_times = times_used(args, task, store, by_type=bool(types))
     weights, of_weights = weights_used(args, store)
     lines += of_types + of_times + of_weights
+    lines = [f"edges   {line}" for line in lines] + without_use(store)
     return EdgeData(**features, **types, **times, **weights), lines
+
+
+def without_use(store):
+    """Return a line for each column of the store that `EdgeData` has no field for."""
+    lines = []
+    for name, column in COLUMNS.items():
+        field = name.removeprefix("edge_").replace("node_", "seed_")
+        if getattr(store, name) is not None and field not in EdgeData._fields:
+            lines.append(f"{column.of}s   values of {name} are not used by this run")
+    return lines
 
 
 def features_used(args, store):

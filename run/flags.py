@@ -592,7 +592,8 @@ def make_parser():
         if flag.group:
             group = parser.add_argument_group(flag.group)
         help = flag.help
-        if flag.default and "default" not in help:
+        is_said = flag.default is None or flag.default is False or "default" in help
+        if not is_said:
             help += f" (default: {flag.default})"
         names = [spelled(name), *flag.also]
         group.add_argument(*names, dest=name, default=argparse.SUPPRESS, help=help, **flag.kind)

@@ -59,12 +59,12 @@ def settle(ranks, flags, task):
     cores = 1
     mode = "store"
     if task.placed:
-        used, edge_lines = edge_data(flags, task, store)
+        used, of_columns = edge_data(flags, task, store)
         options = memory_options(ranks, flags, task, used)
         mode, line, warning = choose_mode(store, flags.gpus, flags.mode, **options)
         cores = options["cores"]
         ranks.say(flags.verbose and f"memory  {line}")
-        lines += [f"edges   {line}" for line in edge_lines]
+        lines += of_columns
         if warning:
             lines.append(f"memory  {warning}")
     threads, prefetch = batches_ahead(mode, cores, flags.sample_threads, flags.prefetch)
@@ -209,7 +209,7 @@ def sizes(flags, task, used, cores=1):
         "batch_size": flags.batch_size * task.seeds_per_example(flags),
         "hidden": flags.hidden,
         "types": (flags.bases or used.num_types) if conv.uses_types else 0,
-        "graphs": cuda_graphs.hops_held(flags, task.store, used) if flags.trains else 0,
+        "graphs": cuda_graphs.hops_held(flags, task, used) if flags.trains else 0,
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,
         "cores": cores,

@@ -28,7 +28,7 @@ TABLES = {  # flag of build: what it takes, help
     "--features": ("FILE", "tables: a row of numbers per node"),
     "--labels": ("FILE", "tables: a label per node, -1 if unlabelled"),
     **{f"--{part}": ("FILE", f"tables: ids of the {part} nodes") for part in SPLITS},
-    **{f"--{c.flag.replace('_', '-')}": (c.metavar, c.help) for c in COLUMNS.values()},
+    **{f"--{c.flag.replace('_', '-')}": c.usage() for c in COLUMNS.values()},
 }
 
 

@@ -652,7 +652,8 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
             dict(used=EdgeData(type=1, num_types=17)),
             "edges have more than 16 types",
         ),
-        ("", dict(used=EdgeData(time=1)), "by their times"),
+        ("", dict(used=EdgeData(time=1), draw=print), "by their times"),
+        ("", dict(draw=print), "the task draws its own batches"),
         ("", dict(labels=torch.zeros(3, 2)), "several labels"),
         ("--model gin", dict(node_types={"a": (3, 1)}), "nodes have types, and --model gin counts"),
         ("--model rgcn", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
@@ -663,9 +664,10 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
     ):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
         s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
-        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData(), **ring, **changed}
-        data = types.SimpleNamespace(**has)
-        run = dict(plan=args, sampler=s, ring=data, store=data, used=data.used)
+        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData(), "draw": None}
+        data = types.SimpleNamespace(**{**has, **ring, **changed})
+        data.store = data
+        run = dict(plan=args, sampler=s, ring=data, store=data, task=data, used=data.used)
         said = cuda_graphs.obstacle(types.SimpleNamespace(**run, ranks=ddp.Ranks(gpus=1)))
         assert why in said, said
         of_place = "on_device" in changed or "cache" in why or "kernels" in why
