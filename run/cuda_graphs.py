@@ -73,7 +73,6 @@ def hindrances(args, task, used):
         (SAMPLERS[args.sampler].counted, "neighbours are not drawn uniformly"),
         (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
         (task.draw is None, "the task draws its own batches"),
-        (store.labels.dim() == 1, "nodes have several labels"),
         (used.features is None, "edges have features"),
         (used.num_types <= LOOPED, f"edges have more than {LOOPED} types"),
         (
@@ -216,8 +215,8 @@ class Slot:
 
     Attributes:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
-            outermost hop. y: int64 [S], padded with -1. batch: `Batch` of these and the frame's blocks. step: int64 [1],
-            counted over all epochs. trained: event after training, for which refilling waits.
+            outermost hop. y: labels [S] or [S, C], padded with -1. batch: `Batch` of these and the frame's blocks.
+            step: int64 [1], counted over all epochs. trained: event after training, for which refilling waits.
     """
 
     def __init__(self, sampler, ring, room):
@@ -240,7 +239,7 @@ class Slot:
             blocks.insert(0, Block(none, none, self.nodes))
             if not self.frame.aggregate(ring.features, self.x):
                 raise RuntimeError("the kernel of the outermost hop cannot be compiled")
-        self.y = labels.new_full((rows[0],), -1)
+        self.y = labels.new_full((rows[0], *labels.shape[1:]), -1)
         self.places = torch.arange(rows[0], device=labels.device)
         self.batch = Batch(blocks, self.x, self.y)
         self.step = self.frame.step
@@ -256,7 +255,7 @@ class Slot:
             self.seeds.clamp_(min=0)  # padding of the batch before, if that had fewer nodes
         self.frame.start()
         torch.index_select(ring.labels, 0, self.seeds, out=self.y)
-        self.y.masked_fill_(self.places >= self.frame.num_dst[0], -1)
+        self.y.t().masked_fill_(self.places >= self.frame.num_dst[0], -1)  # of all labels of a node
         if self.edge_type is not None:
             for block in self.batch.blocks:
                 torch.index_select(self.edge_type, 0, block.edge_ids, out=block.edge_type)
