@@ -163,7 +163,7 @@ WORK = {
         (a.width / a.LANES,), 4 + a.width / a.LANES * in_groups(a.k)[0]
     ),
 }
-FLAGS = {"whole", "relu", "drop", "wide", "word_bytes", "id_bytes", "b.rule"}
+FLAGS = {"whole", "relu", "drop", "wide", "word_bytes", "id_bytes", "b.law.rule"}
 
 
 def known(values):
@@ -172,7 +172,7 @@ def known(values):
     for name, value in values.items():
         if name in FLAGS and value is not None:
             lines.append(f"{name} = {value};")
-        elif value is None and name != "b.types":  # of type TYPE, which a graph without types lacks
+        elif value is None and name != "b.law.types":  # a graph without types lacks their TYPE
             lines.append(f"{name} = 0;")
         elif isinstance(value, tuple):
             lines.append(f"__builtin_assume({name} != 0);")
@@ -254,7 +254,7 @@ def executed(kernel, code, work):
 
 def counts(launch, sizes):
     """Count what a launch does -> Counts. sizes: edges of each source of the launch's block."""
-    values = {name.removeprefix("h."): value for name, value in launch.values.items()}
+    values = {name.removeprefix("part."): value for name, value in launch.values.items()}
     a = types.SimpleNamespace(**{"run": 1, "sizes": sizes, **values})
     if edges := values.get("indices", values.get("dst")):
         a.degree = edges[0] / values.get("S", 1)
