@@ -86,18 +86,26 @@ def self_and_mean(a):
 
 
 def self_and_mean_grad(a):
-    groups = (a.sizes // GROUP).double()
-    alone = (a.sizes % GROUP).double()
+    trips, reads = of_lists(a, GROUP, 1)
+    return Work((a.run, *trips), *reads)
+
+
+def of_lists(a, group, row):
+    """A thread that reads its sources' lists in groups, then what is left -> trips by list, reads."""
+    groups = (a.sizes // group).double()
+    alone = (a.sizes % group).double()
     a.sizes = groups + alone  # each is two reads
-    return Work((a.run, groups.mean().item(), alone.mean().item()), *of_rows(a, 1, 2))
+    return (groups.mean().item(), alone.mean().item()), of_rows(a, row, 2)
 
 
 def max_neighbours_grad(a):
-    return Work((a.sizes.double().mean().item(),), *of_rows(a, 1, 2))
+    trips, reads = of_lists(a, a.MAX_GROUP, 1)
+    return Work(trips, *reads)
 
 
 def attention_source_grad(a):
-    return Work((a.run, a.sizes.double().mean().item()), *of_rows(a, 2, 2))
+    trips, reads = of_lists(a, a.ATTENTION_GROUP, 2)
+    return Work((a.run, *trips), *reads)
 
 
 def attention_target_grad(a):
@@ -258,8 +266,9 @@ def counts(launch, sizes):
     a = types.SimpleNamespace(**{"run": 1, "sizes": sizes, **values})
     if edges := values.get("indices", values.get("dst")):
         a.degree = edges[0] / values.get("S", 1)
-    if lanes := re.search(r"#define LANES (\d+)", launch.source):
-        a.LANES = int(lanes[1])
+    constants = re.findall(r"#define (LANES|MAX_GROUP|ATTENTION_GROUP) (\d+)", launch.source)
+    for constant, value in reversed(constants):  # the first definition counts
+        setattr(a, constant, int(value))
     work = WORK[re.sub(r"^pick_\d+$", "pick", launch.kernel)](a)
     code, _ = compiled(specialised(launch.source, launch.kernel, launch.values), launch.kernel)
     _, used = compiled(alone(launch.source, launch.kernel), launch.kernel)
