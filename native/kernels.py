@@ -208,20 +208,13 @@ class Code:
         """Compute out [S, 2F], or out [S, F] with scales, from h [N, F] or, on a GPU, from dropout(relu(h)): `active` is its
         `Dropout`. kept: see `Code.kept`."""
         width = h.shape[1]
-        self.run(
-            "self_and_mean",
-            len(out),
-            **near._asdict(),
-            **scales._asdict(),
-            relu=int(active is not None),
-            **(active or Dropout())._asdict(),
-            h=h,
-            S=len(out),
-            width=width,
-            whole=aligned(width, h, out),
-            kept=kept,
-            out=out,
-        )
+        values = {**near._asdict(), **scales._asdict(), "h": h, "S": len(out), "width": width}
+        values |= {"whole": aligned(width, h, out), "out": out}
+        if active is None:
+            self.run("plain_self_and_mean", len(out), **values)
+        else:
+            values |= {**active._asdict(), "kept": kept}
+            self.run("self_and_mean", len(out), **values)
 
     def self_and_mean_grad(
         self, near, grad, num_src, *, scales=UNSCALED, own=True, kept=None, scale=1.0, sums=False
