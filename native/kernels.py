@@ -29,6 +29,7 @@ FLAGS = [
     "-fPIC",
     "-shared",
 ]
+VARIANTS = {}  # {constant of vectors.h: value}, for bench gpu
 RUN = 16  # at most this many rows of a gradient are summed by one GPU thread for the bias
 ENOUGH = 1 << 21  # elements of the gradient per such row: leaves half a million threads
 
@@ -152,7 +153,8 @@ def load(ids, source, target, device):
 
 def program(ids, source, target):
     """Return the text of layers.cu for ids, rows and results of these dtypes."""
-    return build.read_source("layers.cu", ID=IDS[ids], IN=TYPES[source], OUT=TYPES[target])
+    types = {"ID": IDS[ids], "IN": TYPES[source], "OUT": TYPES[target]}
+    return build.read_source("layers.cu", **types, **VARIANTS)
 
 
 def is_gpu(device):

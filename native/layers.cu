@@ -252,13 +252,27 @@ KERNEL max_neighbours_grad(const int *start, const int *size, const int *destina
   const int u = (int)row, first = start[u], last = first + size[u];
   FETCH_DESTINATIONS(u, grad + column, width);
   FETCH_DESTINATIONS(u, winner + column, width);
-  for (int q = first; q < last; q++) {
-    // a duplicate edge wins once
-    if (q > first && destination[q] == destination[q - 1]) continue;
-    const i64 at = (i64)destination[q] * width + column;
-    const ints_t from = load_ints(winner + at, whole, left);
-    const floats_t g = load(grad + at, whole, left);
-    sum = sum + choose(from == u, g, all_of(0));
+  int q = first, before = -1;  // a duplicate edge, whose destination is that of the edge before, wins once
+  for (; MAX_GROUP > 1 && q + MAX_GROUP <= last; q += MAX_GROUP) {
+    int s[MAX_GROUP];
+    ints_t from[MAX_GROUP];
+    floats_t g[MAX_GROUP];
+    UNROLL for (int j = 0; j < MAX_GROUP; j++) {
+      s[j] = destination[q + j];
+      from[j] = load_ints(winner + (i64)s[j] * width + column, whole, left);
+      g[j] = load(grad + (i64)s[j] * width + column, whole, left);
+    }
+    UNROLL for (int j = 0; j < MAX_GROUP; j++) {
+      sum = sum + choose(from[j] == (s[j] == before ? -1 : u), g[j], all_of(0));
+      before = s[j];
+    }
+  }
+  ONE_BY_ONE for (; q < last; q++) {
+    const int s = destination[q];
+    const ints_t from = load_ints(winner + (i64)s * width + column, whole, left);
+    const floats_t g = load(grad + (i64)s * width + column, whole, left);
+    sum = sum + choose(from == (s == before ? -1 : u), g, all_of(0));
+    before = s;
   }
   store(out + row * width + column, whole, left, sum);
 }
@@ -430,11 +444,31 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
   floats_t added = all_of(0);
   for (i64 u = part * run; u < N && u < (part + 1) * run; u++) {
     FETCH_DESTINATIONS(u + run - 1, grad + head * width + column, (i64)K * width);
-    const int first = start[u], count = size[u];
+    const int first = start[u], last = first + size[u];
     floats_t sums = all_of(0), sum = all_of(0);
-    for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: the self-loop
-      const i64 s = q < 0 ? u : destination[first + q];
-      const i64 at = (s + (q < 0 ? (i64)indptr[u] : edge[first + q] + 1)) * K + head;
+    if (u < S) {  // the self-loop
+      const i64 at = (u + indptr[u]) * K + head;
+      sums = sums + slopes_of(slopes, at, width, column) * to_scores[at];
+      sum = sum + load(grad + (u * K + head) * width + column, whole, left) * ROUND(weights[at]);
+    }
+    int q = first;
+    for (; ATTENTION_GROUP > 1 && q + ATTENTION_GROUP <= last; q += ATTENTION_GROUP) {
+      floats_t slope[ATTENTION_GROUP], g[ATTENTION_GROUP];
+      float to_score[ATTENTION_GROUP], weight[ATTENTION_GROUP];
+      UNROLL for (int j = 0; j < ATTENTION_GROUP; j++) {
+        const i64 s = destination[q + j], at = (s + edge[q + j] + 1) * K + head;
+        slope[j] = slopes_of(slopes, at, width, column);
+        to_score[j] = to_scores[at];
+        weight[j] = ROUND(weights[at]);
+        g[j] = load(grad + (s * K + head) * width + column, whole, left);
+      }
+      UNROLL for (int j = 0; j < ATTENTION_GROUP; j++) {
+        sums = sums + slope[j] * to_score[j];
+        sum = sum + g[j] * weight[j];
+      }
+    }
+    ONE_BY_ONE for (; q < last; q++) {
+      const i64 s = destination[q], at = (s + edge[q] + 1) * K + head;
       sums = sums + slopes_of(slopes, at, width, column) * to_scores[at];
       sum = sum + load(grad + (s * K + head) * width + column, whole, left) * ROUND(weights[at]);
     }

@@ -17,6 +17,8 @@
 #define WIDE(bytes) aligned(1), may_alias
 #define AT_ONCE (left >= COLUMNS)
 #define GROUP 1
+#define MAX_GROUP GROUP
+#define ATTENTION_GROUP GROUP
 #define kept_t IN  // the result of ReLU and dropout
 #define KEEP_BITS(row, v) (void)0
 #define WHERE_KEPT(row) (load(kept + (i64)(row) * width + column, whole, left) > 0.0f)
@@ -29,6 +31,14 @@
 #define WIDE(bytes) aligned(bytes)
 #define AT_ONCE whole
 #define GROUP 8  // rows that a thread loads at a time
+// The same in max_neighbours_grad and attention_source_grad, where a thread waits for reads along a
+// hub's list. More rows take more registers, so fewer warps: `bench gpu --parts kernels` times both.
+#ifndef MAX_GROUP
+#define MAX_GROUP 1  // or 4
+#endif
+#ifndef ATTENTION_GROUP
+#define ATTENTION_GROUP 4  // or 1
+#endif
 typedef unsigned char kept_t;  // a bit for each of COLUMNS columns: whether it is above 0
 #define KEPT(row) kept[(i64)(row) * parts + column / COLUMNS]
 #define KEEP_BITS(row, v) \
