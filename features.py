@@ -186,23 +186,27 @@ class FeatureRing:
         """Context with the slot's stream as current CUDA stream: sample on the GPU in it, to overlap with training."""
         return self.copies.stream(slot, blocks) if self.copies else nullcontext()
 
-    def fetch(self, slot, blocks, y=None, *, batch=None):
+    def fetch(self, slot, blocks, batch=None):
         """Fetch the features of blocks[0].src_nodes and the labels of the seeds -> `Batch`, on the ring's device.
 
         Args:
             slot: index of the buffers to fill. No batch in use may hold it; `prefetch` takes care of that.
-            blocks: the sampled blocks, outermost hop first. y: what to bring in place of the labels.
-            batch: the Batch to complete; its other fields are kept.
+            blocks: the sampled blocks, outermost hop first.
+            batch: the Batch to complete: its y, if it has one, is brought in place of the labels; its other fields are kept.
 
         Raises:
             ValueError: for a slot the ring does not have, or, with edge_features, blocks without edge_ids.
         """
         if slot >= len(self.copied):
-            got = f"slot {slot} of a ring with slots={len(self.copied)}"
-            raise ValueError(f"{got}: prefetch(depth=d) needs slots=d + 1, here {slot + 1} or more")
+            raise ValueError(
+                f"slot {slot} of a ring with slots={len(self.copied)}: "
+                f"prefetch(depth=d) needs slots=d + 1, here {slot + 1} or more"
+            )
+        batch = batch or Batch()
         with self.stream(slot, blocks):
             try:
                 edges = self._edges(slot, blocks)
+                y = batch.y
                 if y is None:
                     seeds = blocks[-1].src_nodes[: blocks[-1].num_dst]
                     y = self.labels.index_select(0, seeds.to(self.labels.device))
@@ -216,7 +220,7 @@ class FeatureRing:
             finally:  # also if something fails after a copy has started
                 ready = self.copies and self.copies.event()
                 self.copied[slot] = ready
-        return (batch or Batch())._replace(
+        return batch._replace(
             blocks=moved, x=x, y=y, began=self.began[slot], ready=ready, edges=edges
         )
 
@@ -273,9 +277,11 @@ class FeatureRing:
         shape = ids.numel(), self.width if block else table.shape[1]
         buffer = self._buffer(slot, name, shape, self.dtype if block else table.dtype)
         rows = self._read(table, ids.cpu(), block and block.to("cpu"), buffer)
-        if self.copies and name == "rows":
+        if not self.copies:
+            return rows
+        if name == "rows":
             self.began[slot] = self.copies.event()
-        return self.copies.copy(rows) if self.copies else rows
+        return self.copies.copy(rows)
 
     def _buffer(self, slot, name, shape, dtype):
         """Return the slot's buffer `name` as a tensor of this shape and dtype, free to be overwritten."""
@@ -287,8 +293,9 @@ class FeatureRing:
         if kept[slot] is None or kept[slot].numel() < size:
             kept[slot] = None  # free its memory before more is allocated
             total = 1 << (size - 1).bit_length() if size else 0
-            pinned = self.device.type == "cuda"
-            kept[slot] = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            kept[slot] = torch.empty(
+                total, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda"
+            )
         return kept[slot][:size].view(dtype).view(shape)
 
     def _read(self, table, ids, block, out=None):
@@ -452,8 +459,10 @@ def gpu_view(host, device):
                 size = min(PIECE_BYTES, end - start)
                 if code := int(cudart.cudaHostRegister(start, size, 2)):  # 2: mapped for the GPU
                     why = cudart.cudaGetErrorString(cudart.cudaError(code))
-                    failure = f"cudaHostRegister of {size:,} bytes at {start:#x} failed"
-                    raise RuntimeError(f"{failure}: CUDA error {code} ({why}); use --mode cpu-cuda")
+                    raise RuntimeError(
+                        f"cudaHostRegister of {size:,} bytes at {start:#x} failed: "
+                        f"CUDA error {code} ({why}); use --mode cpu-cuda"
+                    )
                 registered.append(start)
             view = torch.as_tensor(array, device=device).view(host.dtype)
         if view.data_ptr() != first:

@@ -7,7 +7,7 @@
 
 The seeds of a batch and their sampled neighbours depend only on the random seed, the epoch and the step, not on the
 number of threads or the prefetch depth; a step's seeds, over all processes, are the same for any number of processes.
-To copy this file, also take sampler.py, features.py and disk/files.py.
+To copy this file, also take sampler.py, features.py and the folder disk/.
 """
 
 import gc
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from disk.columns import EDGE_FEATURES, EDGE_TYPE
 from disk.convert import as_tensor, edge_pairs, integers, is_sparse, kind_of, shown
 
 try:
@@ -26,8 +27,9 @@ try:
 except ImportError as error:
     if not (error.path and error.name in ("features", "sampler")):
         raise
-    hides = f"it hides the {error.name}.py that loader.py needs; rename it"
-    raise ImportError(f"{error}: {hides}") from None
+    raise ImportError(
+        f"{error}: it hides the {error.name}.py that loader.py needs; rename it"
+    ) from None
 
 
 class Graph(NamedTuple):
@@ -72,23 +74,24 @@ def _tables(graph, seeds, edges):
     """Return features, labels and, if used, edge_features as tensors; ValueError unless these and a mask of seeds have a
     row for each node, or edge, and for what is no graph."""
     if not all(hasattr(graph, name) for name in Graph._fields):
-        ours = "GraphStore.open(path), after build(data, path) of sources.prepare for one of PyG or DGL"
-        in_memory = "Graph(*from_edge_index(data.edge_index, len(data.x)), data.x, data.y)"
-        raise ValueError(f"graph is {kind_of(graph)}: give {ours}, or {in_memory}")
+        raise ValueError(
+            f"graph is {kind_of(graph)}: give GraphStore.open(path), after build(data, path) of "
+            "sources.prepare for one of PyG or DGL, or "
+            "Graph(*from_edge_index(data.edge_index, len(data.x)), data.x, data.y)"
+        )
     V = len(graph.indptr) - 1
     M = len(graph.indices)
-    tables = {
-        "features": getattr(graph.features, "tensor", graph.features),
-        "labels": graph.labels,
-        "edge_features": getattr(graph, "edge_features", None) if edges else None,
-    }
-    tables = {name: v if v is None else _tensor(name, v) for name, v in tables.items()}
-    # with node types only the first nodes have features
-    sizes = [] if getattr(graph, "node_types", None) else [("features", tables["features"], V)]
-    sizes += [("labels", tables["labels"], V)]
-    sizes += [("seeds, a mask,", seeds, V)] if seeds.dtype == torch.bool else []
-    sizes += [("edge_features", tables["edge_features"], M)] if edges else []
-    for name, values, count in sizes:
+    features = getattr(graph.features, "tensor", graph.features)
+    tables = {"features": (features, V), "labels": (graph.labels, V)}
+    if seeds.dtype == torch.bool:
+        tables["seeds, a mask,"] = seeds, V
+    if edges:
+        tables[EDGE_FEATURES.name] = getattr(graph, EDGE_FEATURES.name, None), M
+    for name, (values, count) in tables.items():
+        values = values if values is None else _tensor(name, values)
+        tables[name] = values
+        if name == "features" and getattr(graph, "node_types", None):
+            continue  # only the first nodes have features
         shape = [*getattr(values, "shape", (None,))]
         table = "features" in name
         if shape[:1] != [count] or table and len(shape) < 2:
@@ -129,6 +132,30 @@ def seeds_at(times, nodes=None):
         return seeds if nodes is None else nodes[seeds], {"times": times[seeds]}, None
 
     return draw
+
+
+def _sampler(graph, fanouts, *, seed, edges, types):
+    """Make the sampler of a loader, see `NodeLoader`; ValueError for draws by type without types."""
+    indptr = _tensor("indptr", graph.indptr).long()
+    indices = _tensor("indices", getattr(graph, "sampled_indices", graph.indices))
+    disk_threads = getattr(graph, "sampling_threads", None)  # if the graph stays on disk
+    kinds = getattr(graph, EDGE_TYPE.name, None)
+    fanouts = fanout_list(fanouts)
+    if types and kinds is None or not types and any(isinstance(k, list) for k in fanouts):
+        raise ValueError(
+            f"types is {types}, fanouts {fanouts}: types=True and a graph with edge_type "
+            "are needed to draw by type"
+        )
+    return NeighborSampler(
+        indptr,
+        indices,
+        fanouts,
+        edge_type=_tensor(EDGE_TYPE.name, kinds) if types else None,
+        seed=seed,
+        edge_ids=edges,
+        check=not disk_threads,  # it would read all of such a graph
+        threads=disk_threads,
+    )
 
 
 class NodeLoader:
@@ -194,14 +221,19 @@ class NodeLoader:
         load_batch=None,
         timed=nullcontext,
     ):
-        sizes = {"batch_size": (batch_size, 1), "depth": (depth, 0), "threads": (threads, 1)}
-        sizes |= {"accumulate": (accumulate, 1), "rank": (rank, 0), "world": (world, rank + 1)}
+        sizes = {
+            "batch_size": (batch_size, 1),
+            "depth": (depth, 0),
+            "threads": (threads, 1),
+            "accumulate": (accumulate, 1),
+            "rank": (rank, 0),
+            "world": (world, rank + 1),
+        }
         for name, (value, least) in sizes.items():
             if value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
-        seeds = _seeds(seeds)
         if not load_batch and (sampler is None or ring is None):
-            tables = _tables(graph, seeds, edges)
+            tables = _tables(graph, _seeds(seeds), edges)
         self.draw = draw
         self.load_batch = load_batch
         self.seeds = seeds
@@ -212,25 +244,20 @@ class NodeLoader:
         self.world = world
         self.total_batch = batch_size * accumulate * world
         if sampler is None and not load_batch:
-            indptr = _tensor("indptr", graph.indptr).long()
-            indices = _tensor("indices", getattr(graph, "sampled_indices", graph.indices))
-            disk_threads = getattr(graph, "sampling_threads", None)  # if the graph stays on disk
-            # checking such a graph would read all of it
-            options = dict(seed=seed, edge_ids=edges, threads=disk_threads, check=not disk_threads)
-            kinds = getattr(graph, "edge_type", None)
-            fanouts = fanout_list(fanouts)
-            if types and kinds is None or not types and any(isinstance(k, list) for k in fanouts):
-                needed = "types=True and a graph with edge_type are needed to draw by type"
-                raise ValueError(f"types is {types}, fanouts {fanouts}: {needed}")
-            options["edge_type"] = _tensor("edge_type", kinds) if types else None
-            sampler = NeighborSampler(indptr, indices, fanouts, **options)
+            sampler = _sampler(graph, fanouts, seed=seed, edges=edges, types=types)
         if ring is None and not load_batch:
             rows = tables["features"]
             depth = 0 if getattr(rows, "requires_grad", False) else depth
-            options = dict(slots=depth + 1, streams=threads, dtype=dtype, reuse=reuse)
-            options["edge_features"] = tables["edge_features"]
-            device = device or getattr(rows, "device", "cpu")
-            ring = FeatureRing(rows, tables["labels"], device=device, **options)
+            ring = FeatureRing(
+                rows,
+                tables["labels"],
+                slots=depth + 1,
+                device=device or getattr(rows, "device", "cpu"),
+                streams=threads,
+                dtype=dtype,
+                reuse=reuse,
+                edge_features=tables.get(EDGE_FEATURES.name),
+            )
         self.node_sampler = sampler
         self.ring = ring
         self.timed = timed
@@ -251,24 +278,34 @@ class NodeLoader:
         seeds = _seeds(seeds)
         seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds
         if not (self.draw or self.load_batch) and (again := repeated(seeds.numpy())) is not None:
-            way = "a `draw` that samples batch.seeds.unique(return_inverse=True)"
-            raise ValueError(f"seeds has node {again} more than once: give it once, or {way}")
+            raise ValueError(
+                f"seeds has node {again} more than once: give it once, or a `draw` that samples "
+                "batch.seeds.unique(return_inverse=True)"
+            )
         self._seeds = seeds
 
     def __len__(self):
         return self.steps * self.accumulate
 
     def __repr__(self):
-        fields = {"seeds": self.seeds, "fanouts": getattr(self.node_sampler, "fanouts", None)}
-        names = "total_batch", "steps", "epoch", "step"
-        return shown("NodeLoader", fields | {name: getattr(self, name) for name in names})
+        fields = {
+            "seeds": self.seeds,
+            "fanouts": getattr(self.node_sampler, "fanouts", None),
+            "total_batch": self.total_batch,
+            "steps": self.steps,
+            "epoch": self.epoch,
+            "step": self.step,
+        }
+        return shown("NodeLoader", fields)
 
     def __iter__(self):
         if self.looping:
             gc.collect()  # which ends a loop whose iterator is in a reference cycle
         if self.looping:
-            instead = "make another NodeLoader, or close() the iterator of a loop that was left"
-            raise RuntimeError(f"another loop over this NodeLoader has not ended: {instead}")
+            raise RuntimeError(
+                "another loop over this NodeLoader has not ended: make another NodeLoader, "
+                "or close() the iterator of a loop that was left"
+            )
         epoch, first = self.epoch, self.step
         if not self.shuffle and (epoch, first) == self.reached:
             first = 0  # the loop was left, not resumed by another loader
@@ -318,8 +355,9 @@ class NodeLoader:
     def _sample(self, part, slot=0):
         with self.timed("sample"):
             nodes, options, y = self.draw(part) if self.draw else (part.seeds, {}, None)
-            options = {**options, "relabel_outer": not self.ring.first_hop}
-            blocks = self.node_sampler.sample(nodes, part.global_step, **options)
+            blocks = self.node_sampler.sample(
+                nodes, part.global_step, relabel_outer=not self.ring.first_hop, **options
+            )
         return part._replace(blocks=blocks, y=y)
 
     def _make(self, part, slot):
@@ -330,12 +368,17 @@ class NodeLoader:
         with self.ring.stream(slot):
             part = part if part.blocks else self._sample(part)
             with self.timed("fetch"):
-                return self.ring.fetch(slot, part.blocks, part.y, batch=part)
+                return self.ring.fetch(slot, part.blocks, part)
 
     def state_dict(self):
         """The loader's position as a dict of ints; a step counts as done once all its batches were handed out."""
-        position = {"epoch": self.epoch, "step": self.step, "seed": self.seed}
-        return position | {"seeds": self.seeds.numel(), "total_batch": self.total_batch}
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "seed": self.seed,
+            "seeds": self.seeds.numel(),
+            "total_batch": self.total_batch,
+        }
 
     def load_state_dict(self, state):
         """Resume at another loader's position; ValueError unless seed, number of seed nodes and total batch match."""

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 try:
+    from native import attention
     from native import layers as fused
 except ImportError:
     fused = None
@@ -97,6 +98,11 @@ def max_neighbours(indptr, indices, h):
     """Column-wise maximum of rows of h [N, D] over each destination's edges -> [S, D]; zero without edges."""
     bag = F.embedding_bag(indices, summable(h), indptr, mode="max", include_last_offset=True)
     return bag.to(h.dtype)
+
+
+def edge_dst(indptr, indices):
+    """Return the destination of each edge -> int64 [E]."""
+    return torch.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
 
 
 def summable(h):
@@ -245,13 +251,10 @@ class Near(NamedTuple):
         """Sum relu(message + of_edge(features of the edge)) over the neighbours -> [S, width]. of_edge: a `Linear`."""
         edges = self.edges.to(of_edge.weight.dtype)
         total = None
-        if fused and unchanged(of_edge) and of_edge.bias is not None:
-            wider = F.pad(edges, (0, 1), value=1)  # the bias is the weight of a constant feature 1
-            by = torch.cat([of_edge.weight, of_edge.bias.unsqueeze(1)], 1).t()
-            total = fused.edge_sums(self.indptr, self.indices, self.sent, wider, by)
+        if factors := _as_product(edges, of_edge):
+            total = attention.edge_sums(self.indptr, self.indices, self.sent, *factors)
         if total is None:
-            count = self.indptr.diff()
-            dst = torch.repeat_interleave(count, output_size=self.indices.numel())
+            dst = edge_dst(self.indptr, self.indices)
             rows = F.relu(summable(self.sent).index_select(0, self.indices) + of_edge(edges))
             total = rows.new_zeros(len(self.own), rows.shape[1]).index_add(0, dst, rows)
         return total
@@ -270,14 +273,14 @@ class Near(NamedTuple):
         """
         seed = drawn_seed() if drop and self.seed is None else self.seed or 0
         drawn = self.nodes, seed, drop
-        edges = by = None
+        factors = fused and (None, None)
         if of_edge is not None:
             edges = torch.cat([self.edges.to(attn.dtype), self.edge_mean(attn.dtype)])
-            by = of_edge.weight.t()
-        if fused and (of_edge is None or unchanged(of_edge)):
+            factors = _as_product(edges, of_edge)
+        if factors:
             block = self.indptr, self.indices, self.sent
-            given = {"self_rows": self.self_rows, "drawn": drawn, "edges": edges, "by": by}
-            out = fused.attend(*block, target, attn, **given)
+            given = {"self_rows": self.self_rows, "drawn": drawn, "factors": factors}
+            out = attention.attend(*block, target, attn, **given)
             if out is not None:
                 return out
         of_edges = None if of_edge is None else of_edge(edges)
@@ -289,8 +292,7 @@ class Near(NamedTuple):
         K, D = attn.shape
         num_edges = self.indices.numel()
         self_loops = torch.arange(S, device=self.indices.device)
-        dst = self_loops.repeat_interleave(self.indptr.diff().long(), output_size=num_edges)
-        dst = torch.cat([dst, self_loops])
+        dst = torch.cat([edge_dst(self.indptr, self.indices), self_loops])
         rows = self_loops.to(self.indices.dtype) if self.self_rows is None else self.self_rows
         rows = torch.cat([self.indices, rows])
         message = summable(self.sent).index_select(0, rows)
@@ -311,6 +313,18 @@ class Near(NamedTuple):
         sent = message.view(-1, K, D) * weights.to(message.dtype).unsqueeze(2)
         total = sent.new_zeros(target.shape).index_add(0, dst, sent.view(-1, K * D))
         return total.to(target.dtype)
+
+
+def _as_product(edges, of_edge):
+    """Return features [n, d] and a matrix [d, D] whose product is of_edge(edges), for native/attention.py; None without it,
+    or if the linear map is customised."""
+    if not fused or not unchanged(of_edge):
+        return None
+    if of_edge.bias is None:
+        return edges, of_edge.weight.t()
+    # the bias is the weight of a constant feature 1
+    by = torch.cat([of_edge.weight, of_edge.bias.unsqueeze(1)], 1).t()
+    return F.pad(edges, (0, 1), value=1), by
 
 
 class Conv(nn.Module):
@@ -783,8 +797,13 @@ class GNN(nn.Module):
             can = " and ".join([*layers_where(edge_features="can"), must])
             needs = f"{can} take features of edges, and {must} needs them"
             raise ValueError(f"conv {make.name!r} with edge_dim {edge_dim}: {needs}")
-        given = {"heads": heads, "dropout": dropout, "norm": norm}
-        given |= {"num_types": num_types, "bases": bases}
+        given = {
+            "heads": heads,
+            "dropout": dropout,
+            "norm": norm,
+            "num_types": num_types,
+            "bases": bases,
+        }
         options = {name: given[name] for name in make.takes}
         if edge_dim:
             options["edge_dim"] = edge_dim

@@ -24,6 +24,7 @@ from model import (
     Conv,
     Linear,
     check_rows,
+    edge_dst,
     edge_softmax,
     is_gnn,
     linear,
@@ -156,8 +157,7 @@ class RGCNConv(Conv, name="rgcn"):
         if bool(((types < 0) | (types >= R)).any()):
             has = f"a block has types {int(types.min())} to {int(types.max())}"
             raise IndexError(f"{has}, the layer knows 0 to {R - 1}, as num_types is {R}")
-        dst = torch.repeat_interleave(indptr.diff().long(), output_size=indices.numel())
-        group = (dst * R + types) * K + kinds
+        group = (edge_dst(indptr, indices) * R + types) * K + kinds
         if bool((group[1:] < group[:-1]).any()):  # not sampled by type: sort each list by type
             group, place = group.sort(stable=True)
             indices = indices[place]

@@ -91,7 +91,8 @@ class DamagedGraph(IndexError):
 class Rule(NamedTuple):
     """A sampling rule: how edges of a list are taken with torch operations, and what else depends on the rule.
 
-    A rule draws positions, or looks at every edge and keeps some; one with neither takes the end of the list.
+    A rule draws positions, or looks at every edge and keeps some; one with neither takes the last k of the list. A
+    rule for fixed positions has a `draw` that ignores its bits.
     """
 
     name: str
@@ -160,8 +161,7 @@ LABOR = Rule(
     in_dgl=True,
 )
 WEIGHTED = Rule("weighted", 4, "by edge weight", keep=_keep_heaviest, in_dgl=True)
-RULES = {rule.name: rule for rule in (UNIFORM, LABOR, WEIGHTED, LATEST, REPLACE)}
-SAMPLERS = {name: rule for name, rule in RULES.items() if rule is not REPLACE}  # of --sampler
+SAMPLERS = {rule.name: rule for rule in (UNIFORM, LABOR, WEIGHTED, LATEST)}  # of --sampler
 METHODS = [name for name, rule in SAMPLERS.items() if rule is not WEIGHTED]  # of NeighborSampler
 
 
@@ -284,15 +284,14 @@ class NeighborSampler:
             layer_dependency=layer_dependency,
             batch_dependency=batch_dependency,
         )
-        columns = {"weights": weights, "edge_times": edge_times, "edge_type": edge_type}
+        columns = dict(weights=weights, edge_times=edge_times, edge_type=edge_type)
         _check_arrays(indptr, indices, columns)
         if check:
-            _check_graph(indptr, indices, columns, by_type)
+            _check_graph(indptr, indices, by_type=by_type, **columns)
         self.batch_dependency = index(batch_dependency)
         self.timed = edge_times is not None
         self.indptr = indptr.contiguous()
         self.indices = indices.contiguous()
-        self.num_nodes = indptr.numel() - 1
         self.edge_ids = edge_ids
         self.edge_type = None if edge_type is None else _as_signed(edge_type).contiguous()
         self.type_numbers = type_numbers
@@ -314,14 +313,39 @@ class NeighborSampler:
             edge_ids=edge_ids or edge_type is not None,
             threads=threads,
         )
-        self.backend, self.engine = _load(backend, self.spec, self.fanouts, self.seed)
+        self.backend = backend
+        self._load()
 
     def __getstate__(self):  # without the engine: another process loads the compiled code itself
         return {**vars(self), "engine": None}
 
     def __setstate__(self, state):
         vars(self).update(state)
-        self.backend, self.engine = _load(self.backend, self.spec, self.fanouts, self.seed)
+        self._load()
+
+    def _load(self):
+        """Make the engine of the backend; where native is unavailable that becomes torch, after a warning."""
+        engine = None
+        if self.backend == "dgl":
+            from native.dgl import Backend
+
+            engine = Backend(self.spec)
+        elif self.backend != "torch":
+            self.backend = "native"
+            if sampler_cpu is None:
+                warnings.warn(
+                    "slower torch operations are used: copy the folder native/ beside sampler.py "
+                    "(in a package: from .native)",
+                    stacklevel=3,
+                )
+            elif self.indices.is_cuda:
+                engine = sampler_gpu.load(self.spec, self.fanouts, self.seed)
+            else:
+                engine = sampler_cpu.load(self.spec)
+        if engine is None:
+            self.backend = "torch"
+            engine = TorchBackend(self.spec)
+        self.engine = engine
 
     @torch.inference_mode(False)  # blocks may be trained on, and memory serves later batches
     def sample(self, seeds, step, times=None, exclude=None, *, relabel_outer=True):
@@ -351,15 +375,17 @@ class NeighborSampler:
         if times is not None and not self.timed:
             raise ValueError("times are given but the edges have none; give the sampler edge_times")
         if self.timed and _kind(times) != f"torch.int64 {list(seeds.shape)}":
-            wanted = f"int64 [S={seeds.numel()}], one for each seed, as edges have times"
-            raise TypeError(f"times must be {wanted}, not {_kind(times)}")
+            raise TypeError(
+                f"times must be int64 [S={seeds.numel()}], one for each seed, as edges have times, "
+                f"not {_kind(times)}"
+            )
         exclude = None if exclude is None else self._edge_set(exclude)
         step = index(step) // self.batch_dependency
         if self.backend == "native" and self.indices.is_cuda:
             # ids are checked and keys computed on the GPU
             work = (seeds, step, relabel_outer, exclude, times)
         else:
-            _check_range("seeds", seeds, self.num_nodes, "node")
+            _check_range("seeds", seeds, self.spec.num_nodes, "node")
             device = self.indices.device
             hops = []
             for i, k in enumerate(self.fanouts):
@@ -372,7 +398,7 @@ class NeighborSampler:
         except IndexError as error:  # seeds were checked: the bad index came from the graph
             raise DamagedGraph(DAMAGED) from error
         if blocks is None:
-            _check_range("seeds", seeds, self.num_nodes, "node")
+            _check_range("seeds", seeds, self.spec.num_nodes, "node")
             columns = [ids.cpu().long() for ids in (seeds, times) if ids is not None]
             values, counts = torch.stack(columns).unique(dim=1, return_counts=True)
             which = " at time ".join(map(str, values[:, counts > 1][:, 0].tolist()))
@@ -402,22 +428,6 @@ class NeighborSampler:
         return edges if edges.numel() else None
 
 
-def _load(backend, spec, fanouts, seed):
-    """Make the backend -> (its name, its object); where native is unavailable that is torch, after a warning."""
-    engine = None
-    if backend == "dgl":
-        from native.dgl import Backend
-
-        return "dgl", Backend(spec)
-    if backend != "torch" and sampler_cpu is None:
-        how = "copy the folder native/ beside sampler.py (in a package: from .native)"
-        warnings.warn(f"slower torch operations are used: {how}", stacklevel=3)
-    elif backend != "torch":
-        on_gpu = spec.indices.is_cuda
-        engine = sampler_gpu.load(spec, fanouts, seed) if on_gpu else sampler_cpu.load(spec)
-    return ("native", engine) if engine else ("torch", TorchBackend(spec))
-
-
 # ---- Argument checks.
 
 
@@ -432,8 +442,9 @@ def fanout_list(fanouts):
     try:
         return [[*map(index, k)] if isinstance(k, list | tuple) else index(k) for k in fanouts]
     except TypeError as error:
-        needed = "a list of whole numbers, one for each hop, is needed"
-        raise TypeError(f"fanouts is {fanouts!r}: {needed}") from error
+        raise TypeError(
+            f"fanouts is {fanouts!r}: a list of whole numbers, one for each hop, is needed"
+        ) from error
 
 
 def _fanout_of(fanouts, edge_type, check):
@@ -448,8 +459,9 @@ def _fanout_of(fanouts, edge_type, check):
     lists = [k if isinstance(k, list) else [k] * num_types for k in fanouts]
     table = torch.full((len(lists), 256 if edge_type.dtype == torch.uint8 else 1 << 16), NO_TYPE)
     if not all(num_types <= len(numbers) <= table.shape[1] for numbers in lists):
-        needed = f"edge_type has {num_types} types, one number for each is needed"
-        raise ValueError(f"fanouts {fanouts}: {needed}")
+        raise ValueError(
+            f"fanouts {fanouts}: edge_type has {num_types} types, one number for each is needed"
+        )
     for row, numbers in zip(table, lists):
         row[: len(numbers)] = torch.tensor(numbers)
     return table.to(edge_type.device), [-1 if -1 in numbers else sum(numbers) for numbers in lists]
@@ -459,14 +471,17 @@ def _rule(replace, method, weights):
     """Return the Rule that these arguments of NeighborSampler select; ValueError if they exclude each other."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is unknown; use one of {', '.join(METHODS)}")
-    given = dict(replace=replace, method=method != UNIFORM.name, weights=weights is not None)
+    given = {
+        "replace": replace,
+        f"method {method!r}": method != UNIFORM.name,
+        "weights": weights is not None,
+    }
     chosen = [argument for argument, is_given in given.items() if is_given]
     if len(chosen) > 1:
-        words = " and ".join(chosen).replace("method", f"method {method!r}")
-        raise ValueError(f"{words} exclude each other; choose one")
+        raise ValueError(f"{' and '.join(chosen)} exclude each other; choose one")
     if replace:
         return REPLACE
-    return RULES[method] if weights is None else WEIGHTED
+    return SAMPLERS[method] if weights is None else WEIGHTED
 
 
 def _check_options(
@@ -489,8 +504,9 @@ def _check_options(
     for k in fanouts:  # 0 is for one type among several
         numbers += [k or NO_TYPE] if isinstance(k, int) else k or [NO_TYPE]
     if min(numbers, default=NO_TYPE) < -1 or max(numbers) >= 1 << 31:
-        needed = "give one number for each hop, positive or -1 (all), below 2^31"
-        raise ValueError(f"fanouts {fanouts}: {needed}")
+        raise ValueError(
+            f"fanouts {fanouts}: give one number for each hop, positive or -1 (all), below 2^31"
+        )
     if rule.repeats and -1 in numbers:
         raise ValueError(f"fanouts {fanouts}: -1 (all) is not for replace=True")
     of_times = {"strict": strict, "window": window is not None}
@@ -505,16 +521,16 @@ def _check_options(
     if layer_dependency:
         dependent = "layer_dependency"
     if dependent and not rule.by_source:
-        these = " or ".join(repr(r.name) for r in RULES.values() if r.by_source)
+        these = " or ".join(repr(r.name) for r in SAMPLERS.values() if r.by_source)
         raise ValueError(f"{dependent} is for method {these}, not {rule.name!r}")
     lists = any(isinstance(k, list) for k in fanouts)
     if edge_type is None and (lists or not by_type):
-        needed = "fanouts by type need edge_type"
-        raise ValueError(f"fanouts {fanouts}, by_type={by_type}: {needed}")
+        raise ValueError(f"fanouts {fanouts}, by_type={by_type}: fanouts by type need edge_type")
     if not by_type and (lists or edge_times is not None):
-        why = "lists are in type order"
-        raise ValueError(f"by_type=False is not for fanouts by type, nor for edge_times: {why}")
-    beyond_dgl = {"edge_times": edge_times is not None, "edge_type": edge_type is not None}
+        raise ValueError(
+            "by_type=False is not for fanouts by type, nor for edge_times: lists are in type order"
+        )
+    beyond_dgl = dict(edge_times=edge_times is not None, edge_type=edge_type is not None)
     beyond_dgl[rule.name] = not rule.in_dgl
     lacking = dependent or next(filter(beyond_dgl.get, beyond_dgl), None)
     if backend == "dgl" and lacking:
@@ -524,16 +540,17 @@ def _check_options(
 def _check_arrays(indptr, indices, columns):
     """Raise TypeError unless arrays and columns of edges have the dtypes, shapes and device of one graph."""
     M = len(indices) if isinstance(indices, Tensor) and indices.dim() else 0
-    forms = {
-        "indptr": "int64 [V+1]",
-        "indices": "int32 or int64 [M]",
-        "weights": f"float16, bfloat16, float32 or float64 [M={M}]",
-        "edge_times": f"int64 [M={M}]",
-        "edge_type": f"uint8 or uint16 [M={M}]",
-    }
-    arrays = {"indptr": indptr, "indices": indices}
-    arrays |= {name: column for name, column in columns.items() if column is not None}
+    forms = dict(
+        indptr="int64 [V+1]",
+        indices="int32 or int64 [M]",
+        weights=f"float16, bfloat16, float32 or float64 [M={M}]",
+        edge_times=f"int64 [M={M}]",
+        edge_type=f"uint8 or uint16 [M={M}]",
+    )
+    arrays = {"indptr": indptr, "indices": indices, **columns}
     for name, array in arrays.items():
+        if array is None and name in columns:
+            continue
         if not isinstance(array, Tensor):
             kind = type(array).__name__
             raise TypeError(f"{name} is a {kind}, a tensor is needed: torch.as_tensor({name})")
@@ -545,7 +562,7 @@ def _check_arrays(indptr, indices, columns):
             raise TypeError(f"{name} must be {forms[name]}, not {_kind(array)}")
 
 
-def _check_graph(indptr, indices, columns, by_type):
+def _check_graph(indptr, indices, *, weights, edge_times, edge_type, by_type):
     """Raise ValueError unless arrays and columns of edges, as `_check_arrays` accepts them, form a CSC graph."""
     V = indptr.numel() - 1
     M = indices.numel()
@@ -556,16 +573,15 @@ def _check_graph(indptr, indices, columns, by_type):
         raise ValueError(f"indptr has a node with {most:,} edges; the limit is {MOST_EDGES:,}")
     if (bad := outside(indices, V)) is not None:
         raise ValueError(f"indices contains {bad}; the {V} nodes of indptr are counted from 0")
-    weights = columns["weights"]
     if weights is not None and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError("weights contains a negative, infinite or NaN value")
     same = torch.ones(max(M - 1, 0), dtype=torch.bool, device=indptr.device)
     same[indptr[(indptr > 0) & (indptr < M)] - 1] = False  # across the border of two lists
     how = "time"
-    sorted_by = {"edge_times": columns["edge_times"]}
-    if columns["edge_type"] is not None and by_type:
+    sorted_by = dict(edge_times=edge_times)
+    if edge_type is not None and by_type:
         how = "type, then time"
-        sorted_by = {"edge_type": columns["edge_type"].to(torch.int32), **sorted_by}
+        sorted_by = dict(edge_type=edge_type.to(torch.int32), **sorted_by)
     for name, values in sorted_by.items():
         if values is None:
             continue
@@ -657,23 +673,20 @@ class TorchBackend:
         # before another batch of that stream takes it
         self.tables = {}
 
-    def sample(self, seeds, hops, exclude=None, times=None):
+    def sample(self, seeds, hops, exclude, times):
         """Sample each `Hop` -> a Block for each, from the seeds outward; None if a seed is repeated.
         seeds: [S], dtype of indices. exclude: int64 [X] edge ids, ascending and distinct, or None. times: int64 [S] or
         None; with times, src holds node + V * (index of its time among the batch's distinct times)."""
         V = self.spec.num_nodes
         dtype = seeds.dtype
         src = seeds
-        table = None
-        if times is None:
-            idle, table = self._number(seeds)
-            repeated = table is None
-        else:
+        if times is not None:
             values, number = times.unique(return_inverse=True)  # [T], [S]
             src = seeds + V * number
-            repeated = src.unique().numel() < src.numel()
-        if repeated:
+        if src.unique().numel() < src.numel():
             return None
+        if times is None:
+            idle, table = self._number(seeds)
         blocks = []
         for hop in hops:
             if times is None:
@@ -702,7 +715,7 @@ class TorchBackend:
         return blocks
 
     def _number(self, seeds):
-        """Number the seeds in a table -> (idle tables of this stream, the table or, if a seed is repeated, None)."""
+        """Number the seeds in a table -> (idle tables of this stream, the table)."""
         stream = torch.cuda.current_stream(seeds.device) if seeds.is_cuda else None
         idle = self.tables.setdefault(stream, [])
         try:
@@ -711,10 +724,7 @@ class TorchBackend:
             V = self.spec.num_nodes
             table = self.spec.indices.new_full((V,), V)
         numbers = torch.arange(seeds.numel(), dtype=seeds.dtype, device=seeds.device)
-        table.scatter_(0, seeds.long(), numbers)
-        if not torch.equal(table.index_select(0, seeds), numbers):
-            return idle, None  # this table is not reset, so it is not used again
-        return idle, table
+        return idle, table.scatter_(0, seeds.long(), numbers)
 
     def _pick(self, v, hop, exclude, times):
         """Choose edges of nodes v int64 [S] -> block indptr [S+1], positions in the graph's indices int64 [E]."""
@@ -758,8 +768,14 @@ class TorchBackend:
         """Choose edges of `Lists` by the rule -> offsets [R+1] into them, positions in the graph's indices int64 [E]."""
         spec = self.spec
         if lists.times is not None:
-            every = spec.edge_times, lists.start, lists.degree
-            start, degree = seen_at(*every, lists.times, strict=spec.strict, window=spec.window)
+            start, degree = seen_at(
+                spec.edge_times,
+                lists.start,
+                lists.degree,
+                lists.times,
+                strict=spec.strict,
+                window=spec.window,
+            )
             lists = lists._replace(start=start, degree=degree)
         gap = None  # [R] index in exclude of a list's first excluded edge
         if exclude is not None:
@@ -803,9 +819,8 @@ class TorchBackend:
         """Assign local ids to new nodes in ids int64 [E], by first appearance -> src_nodes [N], positions in it [E]."""
         like = dict(dtype=src.dtype, device=src.device)
         local = table.index_select(0, ids)
-        new = (
-            (local == self.spec.num_nodes).nonzero().squeeze(1)
-        )  # edges to nodes without a local id
+        # edges to nodes without a local id
+        new = (local == self.spec.num_nodes).nonzero().squeeze(1)
         ids = ids[new]
         claim = torch.arange(-ids.numel(), 0, **like)  # negative: below every local id
         # the first edge wins, whatever the order of writes

@@ -13,7 +13,8 @@ blocks of rows (backend "lmdb"). It appears only when it is complete; all proces
 
 V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
 v are indices[indptr[v]:indptr[v+1]]; disk/columns.py lists the other arrays. To copy this file, also take disk/ and
-native/; they need torch, numpy and tqdm (lmdb for backend "lmdb"). The command line is sources/cli.py.
+native/; they need torch, numpy and tqdm (lmdb for backend "lmdb"). The command line is
+sources/cli.py: for it copy sources/ and features.py, too.
 
 meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, the
 only check of that file after the first `put_rows`. `open` checks sizes and headers and is safe on any bytes; `verify`
@@ -25,12 +26,19 @@ mapped file kills the process (SIGBUS).
 import json
 import math
 import runpy
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # before the slow imports; does not return
+    folder = Path(__file__).absolute().parent
+    needed = ("disk", "native", "sources", "features.py")
+    if lacking := [name for name in needed if not (folder / name).exists()]:
+        text = f"the command line needs {' and '.join(lacking)}, too: copy them to {folder}"
+        print(f"store.py: {text}", file=sys.stderr)
+        sys.exit(2)
     runpy.run_module("sources.cli", run_name="__main__")
 
 import numpy as np
@@ -244,9 +252,10 @@ def _write_graph(path, graph, progress) -> dict:
         indptr = np.zeros(edges.num_nodes + 1, np.int64)
         chunks = sort.sorted_sources(edges, indptr, options, path, by=by, progress=progress)
     dtype = "int32" if edges.num_nodes < 1 << 31 else "int64"
-    most = [edges.num_edges << options["symmetrize"]]
-    records = {"indices.npy": files.write_npy(path / "indices.npy", dtype, most, chunks)}
-    written = np.load(path / "indices.npy", mmap_mode="r")
+    file = path / "indices.npy"
+    most = edges.num_edges << options["symmetrize"]
+    records = {file.name: files.write_npy(file, dtype, [most], chunks)}
+    written = np.load(file, mmap_mode="r")
     order = None
     if by:
         by.order.flush()

@@ -152,8 +152,9 @@ class Training:
             self.save(start, first)  # there may be nothing left to train
         for epoch in range(start, plan.epochs if plan.trains else start):
             if plan.early_stop and epoch - self.best["epoch"] >= plan.early_stop:
-                since = f"no better score since epoch {self.best['epoch']}"
-                ranks.say(f"early   stopped after epoch {epoch}: {since}")
+                ranks.say(
+                    f"early   stopped after epoch {epoch}: no better score since epoch {self.best['epoch']}"
+                )
                 break
             rate = plan.lr
             if plan.lr_schedule == "cosine":
@@ -188,11 +189,18 @@ class Training:
         losses = self.stepper.begin()
         count = 0
         done = first
-        position = {"desc": f"epoch {epoch + 1}", "total": plan.steps, "initial": first}
-        bar = progress_bar(run.ranks.leads, unit="step", leave=False, **position)
+        bar = progress_bar(
+            run.ranks.leads,
+            desc=f"epoch {epoch + 1}",
+            total=plan.steps,
+            initial=first,
+            unit="step",
+            leave=False,
+        )
         # the loader's threads run ahead: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
-        of_stepper = {"timed": clock.timed, "load_batch": self.stepper.load_batch}
-        loader = run.loader(run.store.split["train"], **of_stepper)
+        loader = run.loader(
+            run.store.split["train"], timed=clock.timed, load_batch=self.stepper.load_batch
+        )
         loader.epoch, loader.step = epoch, first
         waiting = time.perf_counter()
         for batch in loader:
@@ -233,8 +241,10 @@ class Training:
         run = self.run
         plan = run.plan
         if {*run.model.parameters()} - {*self.optimizer.param_groups[0]["params"]}:
-            made = "makes parameters in forward, which are not trained: make them in __init__"
-            raise StoreError(f"--model {plan.model} {made}")
+            raise StoreError(
+                f"--model {plan.model} "
+                "makes parameters in forward, which are not trained: make them in __init__"
+            )
         if plan.timeline and draw and run.ranks.leads:
             with self.report.attempt("timeline"):
                 draw_timeline(trained.laps, plan.timeline)
@@ -276,9 +286,15 @@ class Training:
 
 def prepare(flags):
     """Build the store of --dataset on first use -> its directory."""
-    names = "seed", "backend", "symmetrize", "drop_duplicates", "feature_dtype"
-    options = {name: getattr(flags, name) for name in names}
-    return datasets.prepare(flags.dataset, flags.root, **options)
+    return datasets.prepare(
+        flags.dataset,
+        flags.root,
+        seed=flags.seed,
+        backend=flags.backend,
+        symmetrize=flags.symmetrize,
+        drop_duplicates=flags.drop_duplicates,
+        feature_dtype=flags.feature_dtype,
+    )
 
 
 class Finished(NamedTuple):
@@ -314,8 +330,9 @@ def train(ranks, flags, path):
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
     report = Report(ranks, plan)
     with ddp.StopSignal(ranks) as stop:
-        parts = {"stepper": stepper, "optimizer": optimizer, "best": best}
-        training = Training(run=run, report=report, stop=stop, **parts)
+        training = Training(
+            run=run, stepper=stepper, optimizer=optimizer, best=best, report=report, stop=stop
+        )
         try:
             code = training.train(start, first)
         finally:  # also of a run that diverged
@@ -362,8 +379,7 @@ def train_many(ranks, flags, path):
     std = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in columns.items()}
     line = ""
     if columns:
-        over = f"over {flags.runs} seeds (mean +- standard deviation)"
-        line = f"\nresult  {finished.title} {over}"
+        line = f"\nresult  {finished.title} over {flags.runs} seeds (mean +- standard deviation)"
     # as each run prints them; the names of scores of links and graphs begin with a part
     parts = SPLITS[::-1]
     for name in sorted(columns, key=lambda name: parts.index(name.partition(" ")[0])):
@@ -398,10 +414,11 @@ def dry_run(flags, path):
         where = "meta"
     with torch.device(where):
         model, _ = build_model(plan, task, used)
-    settled = f"mode {plan.mode}, precision {plan.precision}, weights of the {plan.weights} epoch"
-    ahead = f"{plan.prefetch} batches ahead, {plan.sample_threads} sampled at once"
-    lines = plan_lines(ranks, plan, task, model, plan.trains)
-    ranks.say("\n".join([*lines, f"plan    {settled}, {ahead}"]))
+    ranks.say("\n".join(plan_lines(ranks, plan, task, model, plan.trains)))
+    ranks.say(
+        f"plan    mode {plan.mode}, precision {plan.precision}, weights of the {plan.weights} epoch, "
+        f"{plan.prefetch} batches ahead, {plan.sample_threads} sampled at once"
+    )
 
 
 def worker(ranks, flags, path):

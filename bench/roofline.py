@@ -133,9 +133,9 @@ class Noted:
         self.source = source
 
     def prepare(self, kernel, **given):
-        return lambda threads, stream: self.run(kernel, threads, **given)
+        return lambda threads, stream: self.run(kernel, threads, given)
 
-    def run(self, kernel, threads, **given):
+    def run(self, kernel, threads, given):
         in_order, gathered = self.moved(kernel, given)
         self.costs.add(kernel, in_order, gathered)
         plain = flat(given)

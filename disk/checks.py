@@ -6,16 +6,29 @@
 Invalid values raise StoreError.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from disk import convert, files
-from disk.convert import integers, refuse, shaped
-from disk.files import StoreError, plural
+from disk.convert import (
+    HALVES,
+    array_like,
+    as_numpy,
+    as_rows,
+    by_part,
+    check_finite,
+    chunked,
+    edge_pairs,
+    integers,
+    largest_of,
+    part_ids,
+    refuse,
+    row_dtype,
+    shaped,
+)
+from disk.files import SPLITS, StoreError, plural
 
 MAX_CLASSES = 1 << 24  # the logits of 1,024 seeds then take 64 GiB
 MAX_SPLITS = 1 << 16
@@ -29,14 +42,14 @@ DRAWN = "20 nodes of each class for training, 30 for validation, the rest for te
 DRAWN_GRAPHS = "a tenth of the graphs for testing, a tenth for validation, the rest for training"
 
 
-def check_features(features, kept_as=None) -> tuple[int, int, str]:
+def check_features(features, kept_as):
     """Return (V, F, dtype name) of the features as stored: in their own dtype, or `kept_as`, one of HALVES."""
     shape = tuple(getattr(features, "shape", ()))
     if len(shape) != 2 or 0 in shape:
         raise StoreError(f"features has shape {list(shape)}: [V, F] is needed, neither of them 0")
-    dtype = convert.row_dtype("features", features)
-    if kept_as and (kept_as not in convert.HALVES or "float" not in dtype):
-        kinds = f"features of floats can be kept as {' or '.join(convert.HALVES)}"
+    dtype = row_dtype("features", features)
+    if kept_as and (kept_as not in HALVES or "float" not in dtype):
+        kinds = f"features of floats can be kept as {' or '.join(HALVES)}"
         raise StoreError(f"feature_dtype {kept_as} with features of {dtype}: {kinds}")
     return int(shape[0]), int(shape[1]), kept_as or dtype
 
@@ -50,7 +63,7 @@ def check_names(names, width) -> list[str]:
     return names
 
 
-def check_labels(labels, num_nodes, num_classes=None) -> tuple[np.ndarray, int]:
+def check_labels(labels, num_nodes, num_classes):
     """Check labels -> (int64 [V], or int8 [V, C] of 0 and 1 if multi-label; C, counted if None). -1: no label."""
     if labels is None:
         return np.full(num_nodes, -1), num_classes or 1
@@ -109,10 +122,10 @@ def check_graph(edge_index, indptr, indices, num_nodes) -> GivenEdges:
     if not 1 <= num_nodes <= 1 << 32:
         raise StoreError(f"there are {num_nodes} nodes: a store holds 1 to 2^32")
     if edge_index is not None:
-        edge_index = convert.edge_pairs("edge_index", edge_index, num_nodes, num_nodes)
+        edge_index = edge_pairs("edge_index", edge_index, num_nodes, num_nodes)
         return GivenEdges(num_nodes, int(edge_index.shape[1]), edge_index)
     indptr = integers("indptr", indptr, num_nodes + 1)
-    indices = shaped("indices", convert.array_like("indices", indices), "M")
+    indices = shaped("indices", array_like("indices", indices), "M")
     refuse(indptr[1:] < indptr[:-1], "indptr", indptr, "the next is smaller, it must not fall")
     count = int(indices.shape[0])
     if indptr[0] != 0 or indptr[-1] != count:
@@ -120,25 +133,25 @@ def check_graph(edge_index, indptr, indices, num_nodes) -> GivenEdges:
     return GivenEdges(num_nodes, count, indptr=indptr, indices=indices)
 
 
-def feature_rows(features, dtype, progress, largest) -> Iterator[np.ndarray]:
+def feature_rows(features, dtype, progress, largest):
     """Yield chunks of feature rows as they are stored, in `dtype`, each checked for NaN and infinity; its largest
     absolute value is appended to the list `largest`."""
     width = features.shape[1]
-    announced = convert.row_dtype("features", features)
-    for first, chunk in convert.chunked("features", features, progress=progress):
-        chunk = convert.as_rows("features", chunk)
+    announced = row_dtype("features", features)
+    for first, chunk in chunked("features", features, progress=progress):
+        chunk = as_rows("features", chunk)
         if chunk.dtype != getattr(torch, announced) or chunk.shape[1:] != (width,):
             actual = f"features has rows of {list(chunk.shape[1:])} {chunk.dtype}"
             raise StoreError(f"{actual}, [{width}] {announced} was announced")
-        convert.check_finite("features", chunk, first)
+        check_finite("features", chunk, first)
         kept = chunk.detach().to("cpu", getattr(torch, dtype))
         if dtype != announced:
             refuse(kept.isinf(), "features", chunk, f"beyond the range of {dtype}", first)
-        largest.append(convert.largest_of(kept))
-        yield convert.as_numpy(kept)
+        largest.append(largest_of(kept))
+        yield as_numpy(kept)
 
 
-def check_splits(splits, labels) -> dict[str, np.ndarray]:
+def check_splits(splits, labels):
     """Check one split of nodes, or a list of K -> {part: int64 ids [n], or [K, n] with rows padded by -1}."""
     if not isinstance(splits, list | tuple):
         return check_split(splits, labels)
@@ -150,18 +163,17 @@ def check_splits(splits, labels) -> dict[str, np.ndarray]:
             checked.append(check_split(split, labels))
         except StoreError as error:
             raise StoreError(f"split {number} of {len(splits)}: {error}") from error
-    rows = {name: [convert.as_rows(name, s[name]) for s in checked] for name in files.SPLITS}
+    rows = {name: [as_rows(name, s[name]) for s in checked] for name in SPLITS}
     return {n: pad_sequence(ids, True, padding_value=-1).numpy() for n, ids in rows.items()}
 
 
-def check_split(split, labels, item="node") -> dict[str, np.ndarray]:
+def check_split(split, labels, item="node"):
     """Check {part: ids or mask} -> {part: int64 ids}: in range, disjoint, labelled; of nodes, train is not empty."""
     if not isinstance(split, dict):
         form = '{"train": ids or mask, "valid": ..., "test": ...}, or a list of such, is needed'
         raise StoreError(f"split is a {type(split).__name__}: {form}")
-    given = convert.by_part("split", split)
-    parts = {name: given.get(name, ()) for name in files.SPLITS}
-    split = {n: convert.part_ids(f"split {n!r}", v, len(labels)) for n, v in parts.items()}
+    given = by_part("split", split)
+    split = {n: part_ids(f"split {n!r}", given.get(n, ()), len(labels)) for n in SPLITS}
     owner = np.full(len(labels), -1, np.int8)
     for part, (name, ids) in enumerate(split.items()):
         inside = (ids >= 0) & (ids < len(labels))
@@ -177,7 +189,7 @@ def check_split(split, labels, item="node") -> dict[str, np.ndarray]:
             if bad.any():
                 raise StoreError(f"split {name!r} holds {item} {ids[bad][0]}{why}")
         for taken in ids[owner[ids] >= 0]:
-            other = files.SPLITS[owner[taken]]
+            other = SPLITS[owner[taken]]
             raise StoreError(f"{item} {taken} is in split {other!r} and in {name!r}")
         owner[ids] = part
     if item == "node" and given and not len(split["train"]) and (labels >= 0).any():
@@ -185,8 +197,8 @@ def check_split(split, labels, item="node") -> dict[str, np.ndarray]:
     return split
 
 
-def drawn_per_class(labels, random) -> dict[str, np.ndarray]:
-    """Draw 20 nodes per class for train and 30 for valid; the other nodes with a label are for test."""
+def drawn_per_class(labels, random):
+    """Draw 20 nodes per class for train and 30 for valid; the other nodes with a label are for test -> {part: int64 ids}."""
     if labels.ndim == 2:
         raise StoreError("nodes with several labels each need a split of their own: train_idx, ...")
     order = np.argsort(labels, kind="stable")
@@ -197,8 +209,8 @@ def drawn_per_class(labels, random) -> dict[str, np.ndarray]:
     return dict(train=train, valid=valid, test=np.sort(test))
 
 
-def drawn_graphs(count, random) -> dict[str, np.ndarray]:
-    """Draw a tenth of `count` graphs for test and a tenth for valid; the others are for train."""
+def drawn_graphs(count, random):
+    """Draw a tenth of `count` graphs for test and a tenth for valid; the others are for train -> {part: ids}."""
     test, rest = np.split(random.permutation(count), [count // 10])
     valid, train = np.split(random.permutation(rest), [count // 10])
     return dict(train=np.sort(train), valid=np.sort(valid), test=np.sort(test))
@@ -214,7 +226,7 @@ def check_stored(path, split, labels, item="node"):
         raise StoreError(f"{path}: {error}: it is damaged; rebuild the store") from error
 
 
-def count_edges(indptr, indices, types=None) -> dict[str, int]:
+def count_edges(indptr, indices, types=None):
     """Count unusual edges in one pass, EDGE_CHUNK or one neighbour list at a time; lists may be in any order.
 
     Args:
@@ -265,13 +277,12 @@ def count_edges(indptr, indices, types=None) -> dict[str, int]:
 def counted_from_one(meta, indptr, indices) -> list[str]:
     """Return the node types, "" for a store without types, whose node 0 has no edge although nine of ten nodes have one:
     their ids may start at 1. meta: of the store; indptr, indices: its arrays."""
-    types = [(name, count) for name, count, _ in meta.get("node_types", [])]
-    types = types or [("", meta["num_nodes"])]
+    types = meta.get("node_types", [["", meta["num_nodes"], 0]])
     if meta["edges"]["isolated"] > len(types) + meta["num_nodes"] // 10:
         return []
     lone = {}
     first = 0
-    for name, count in types:
+    for name, count, _ in types:
         if count and indptr[first] == indptr[first + 1]:
             lone[first] = name
         first += count
@@ -283,10 +294,7 @@ def counted_from_one(meta, indptr, indices) -> list[str]:
 
 def _keys(rows, columns, count) -> np.ndarray:
     """Pack pairs (row, column < count) into uint64 keys that sort as the pairs do."""
-    keys = np.asarray(rows).astype(np.uint64)
-    keys *= np.uint64(count)
-    keys += np.asarray(columns).astype(np.uint64)
-    return keys
+    return np.asarray(rows).astype(np.uint64) * count + np.asarray(columns).astype(np.uint64)
 
 
 def edge_line(store) -> str:

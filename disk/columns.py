@@ -1,6 +1,6 @@
 """The optional columns of a store's edges and nodes, each declared once in COLUMNS, and the names of its nodes.
 
-    arrays, meta = check_columns({"edge_weight": w}, edges)      # before they are written
+    arrays, meta = check_columns({"edge_weight": w}, edges, None)      # before they are written
     records = write_arrays(folder, arrays)                                          # edge_weight.npy
 
 A column is an argument of `build_store`, an attribute of `GraphStore`, NAME.npy in a store, an array of .npz files, of PyG
@@ -17,9 +17,20 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 import torch
 
-from disk import convert, files
-from disk.convert import integers, refuse
-from disk.files import Kind, StoreError
+from disk.convert import (
+    Rows,
+    array_like,
+    as_numpy,
+    as_rows,
+    check_finite,
+    chunk_rows,
+    chunked,
+    integers,
+    refuse,
+    row_dtype,
+    whole_times,
+)
+from disk.files import Kind, StoreError, check_size, file_record, reading, storage_dtype, write_npy
 
 NAMES = "nodes.txt"
 MOST_TYPES = 1 << 15
@@ -31,8 +42,8 @@ ALWAYS = -(1 << 63)  # the time of an edge that is seen at all times
 
 def check_weights(name, weights):
     """Refuse weights that float32 cannot hold, which they are stored as, or that are negative."""
-    for first, chunk in convert.chunked(name, weights):
-        chunk = convert.as_rows(name, chunk)
+    for first, chunk in chunked(name, weights):
+        chunk = as_rows(name, chunk)
         if chunk.is_complex():
             raise StoreError(f"{name} has dtype {chunk.dtype}: real numbers are needed")
         exact = chunk.double()  # torch compares no uint16, uint32 and uint64
@@ -56,17 +67,17 @@ def check_types(name, types):
 
 def check_times(name, times):
     """Refuse times that are no whole numbers; they may be written as floats."""
-    return convert.whole_times(name, times), {}
+    return whole_times(name, times), {}
 
 
 def check_features(name, rows):
     """Refuse NaN, infinity and dtypes that are not in DTYPES; [M] is taken as [M, 1]. bfloat16 becomes int16."""
     rows = rows.reshape(-1, 1) if len(rows.shape) == 1 else rows
-    meta = {"edge_dim": rows.shape[1], "edge_dtype": convert.row_dtype(name, rows)}
-    for first, chunk in convert.chunked(name, rows):
-        convert.check_finite(name, convert.as_rows(name, chunk), first)
+    meta = {"edge_dim": rows.shape[1], "edge_dtype": row_dtype(name, rows)}
+    for first, chunk in chunked(name, rows):
+        check_finite(name, as_rows(name, chunk), first)
     tensor = isinstance(rows, torch.Tensor)
-    return convert.as_numpy(rows) if tensor else np.asarray(rows), meta
+    return as_numpy(rows) if tensor else np.asarray(rows), meta
 
 
 def latest(times) -> int:
@@ -99,6 +110,15 @@ def types_dtype(count) -> np.dtype:
 # ---- the columns
 
 
+USAGE = {  # what the flag of a column takes, and its help, by what the column is of
+    "edge": (
+        "COLUMN",
+        "tables: an edge column (name, or number from 1), or a file with a row per edge",
+    ),
+    "node": ("FILE", "tables: a row per node"),
+}
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of a store. Adding one takes a record in COLUMNS and whatever uses it."""
@@ -114,13 +134,21 @@ class Column:
     # of `store.py build` for tables, with underscores as an argument of sources.prepare.build
     flag: str
     describe: Callable  # of an open graph -> words for the log
-    metavar: str = "COLUMN"  # of the flag, as `help`
-    help: str = "tables: an edge column (name, or number from 1), or a file with a row per edge"
+    metavar: str | None = None  # of the flag, as `help`; None: as in USAGE
+    help: str | None = None
     cells: type = np.float64  # of tables; those of int64 identify, and may be text to be numbered
     width: str = ""  # entry of meta.json with the width of its rows; "": [M] or [V]
-    by_type: bool = True  # whether a graph by type may have it: {type: values}
-    # of nodes by type: its values [n] -> that of nodes of types without it
+    # of nodes, which need it: its values [n] of some types -> that of nodes of types without it
     elsewhere: Callable | None = None
+
+    def __post_init__(self):
+        if self.of == "node" and self.elsewhere is None:
+            raise TypeError(f"{self.name}: a column of nodes needs `elsewhere`")
+
+    def usage(self):
+        """Return the metavar and the help of its flag."""
+        metavar, help = USAGE[self.of]
+        return self.metavar or metavar, self.help or help
 
     def kind(self, meta) -> Kind:
         """Return what meta.json implies for its file."""
@@ -130,10 +158,10 @@ class Column:
 
     def checked(self, values, rows):
         """Check what a person gives for `rows` edges or nodes -> see `check`."""
-        values = convert.array_like(self.name, values)
+        values = array_like(self.name, values)
         shape = tuple(values.shape)
         fits = shape[:1] == (rows,) and len(shape) <= 1 + bool(self.width) and 0 not in shape[1:]
-        if not fits or isinstance(values, convert.Rows):
+        if not fits or isinstance(values, Rows):
             width = ", D" if self.width else ""
             needed = f"an array [{rows}{width}] is needed, a row for each {self.of}"
             raise StoreError(f"{self.name} is a {type(values).__name__} {[*shape]}: {needed}")
@@ -158,7 +186,6 @@ EDGE_TYPE = Column(  # its relation, numbered from 0; each neighbour list is sor
     flag="types",
     cells=np.int64,
     describe=described_edge_types,
-    by_type=False,
 )
 EDGE_TIME = Column(  # when an edge appeared; each list, or each type's part of it, is sorted by it
     "edge_time",  # with node_time and without edge_time it is that of the edge's source
@@ -173,12 +200,12 @@ EDGE_FEATURES = Column(  # for layers that see edges
     "edge_features",
     of="edge",
     check=check_features,
-    dtype=lambda meta: files.storage_dtype(meta.get("edge_dtype", "float32")),
+    dtype=lambda meta: storage_dtype(meta.get("edge_dtype", "float32")),
     width="edge_dim",
     aliases=("edge_features", "edge_attr", "edata.feat", "edata.edge_features", "edata.edge_attr"),
     flag="edge_features",
     metavar="COLUMNS",
-    help=f"{Column.help}; several columns as a,b,c",
+    help=f"{USAGE['edge'][1]}; several columns as a,b,c",
     cells=np.float32,
     describe=lambda graph: f"features {graph.edge_dim} x {graph.meta['edge_dtype']}",
 )
@@ -189,7 +216,6 @@ NODE_TIME = Column(  # the time at which a node is classified
     dtype="int64",
     aliases=("node_time", "time"),
     flag="node_times",
-    metavar="FILE",
     help="tables: a time per node",
     cells=np.int64,
     describe=lambda graph: described_times("nodes' time", graph.node_time),
@@ -201,8 +227,8 @@ COLUMNS = {
 OF_EDGES = [column.name for column in COLUMNS.values() if column.of == "edge"]
 
 
-def array_kinds(meta) -> dict[str, Kind]:
-    """Return what meta.json implies for the arrays that a store may have, the split and the features aside."""
+def array_kinds(meta):
+    """Return what meta.json implies for the arrays that a store may have, the split and the features aside -> {name: `Kind`}."""
     nodes = meta["num_nodes"]
     labels = Kind("int64", [nodes])
     if meta["files"]["labels.npy"]["dtype"] == "int8":
@@ -221,18 +247,18 @@ def refuse_unknown(names):
         raise TypeError(f"build_store has no argument {name}: columns are {', '.join(COLUMNS)}")
 
 
-def check_columns(values, edges, edge_types=None) -> tuple[dict, dict]:
+def check_columns(values, edges, edge_types):
     """Check `values` {name of a column: what a person gives, or None} of a graph with these `GivenEdges`, and the names of
     the edge types.
 
     Returns ({name: numpy array} of those that are not None; their entries for meta.json).
     """
-    rows = {"edge": edges.num_edges, "node": edges.num_nodes}
     checked = {}
     meta = {}
     for name, column in COLUMNS.items():
         if values.get(name) is not None:
-            checked[name], entries = column.checked(values[name], rows[column.of])
+            rows = getattr(edges, f"num_{column.of}s")
+            checked[name], entries = column.checked(values[name], rows)
             meta |= entries
     if edge_types is not None:
         if EDGE_TYPE.name not in checked:
@@ -266,10 +292,10 @@ def check_names(names, num_nodes):
 def read_names(path, record):
     """Yield the names of the nodes of the store at `path`, in order; StoreError if the file is damaged. record: its entry
     in meta.json."""
-    file = files.check_size(path, NAMES, record)
+    file = check_size(path, NAMES, record)
     count = 0
     lacks = f"it does not have {record['shape'][0]:,} whole lines"
-    with files.reading(file, "; rebuild the store"):
+    with reading(file, "; rebuild the store"):
         with open(file, encoding="utf-8", newline="\n") as lines:
             for line in lines:
                 if not line.endswith("\n"):
@@ -283,7 +309,7 @@ def read_names(path, record):
 def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
     """Look up the nodes that `values` stand for; see `GraphStore.node_ids`. name: of the values, for messages. names:
     of the nodes, in order, which are read once; None: values are row numbers."""
-    values = np.asarray(convert.array_like(name, values))
+    values = np.asarray(array_like(name, values))
     if names is None:
         if values.dtype.kind in "US":
             why = "the nodes have no names: row numbers, integers, are needed"
@@ -294,7 +320,7 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
             raise StoreError(f"{name} has node {bad[0]}: node ids lie in [0, {num_nodes})")
         return torch.from_numpy(ids)
     if values.dtype.kind == "S":
-        with files.reading(name):
+        with reading(name):
             values = np.char.decode(values, "utf-8")
     if values.size and values.dtype.kind not in "iuU":
         needed = "names of nodes, text or integers, are needed"
@@ -320,7 +346,7 @@ def write_names(path, names) -> dict:
     (path / NAMES).write_bytes("".join(f"{name}\n" for name in names).encode())
     whole = all(type(name) in (int, np.int64) for name in names)
     dtype = "int64" if whole and np.asarray(names).dtype.kind == "i" else "str"
-    return files.file_record(path / NAMES, dtype, [len(names)])
+    return file_record(path / NAMES, dtype, [len(names)])
 
 
 def write_arrays(path, arrays, order=None) -> dict:
@@ -332,28 +358,28 @@ def write_arrays(path, arrays, order=None) -> dict:
         dtype = array.dtype
         if column and isinstance(column.dtype, str):
             dtype = np.dtype(column.dtype)
-        dtype = files.storage_dtype("uint8" if dtype == np.bool_ else dtype)
+        dtype = storage_dtype("uint8" if dtype == np.bool_ else dtype)
         rows = order if column and column.of == "edge" else None
         count = len(array if rows is None else rows)
-        step = convert.chunk_rows(array)
+        step = chunk_rows(array)
         cuts = [slice(a, a + step) for a in range(0, count, step)]
         chunks = (array[cut] if rows is None else array.take(rows[cut], 0) for cut in cuts)
         file = f"{name}.npy"
         shape = [count, *array.shape[1:]]
-        records[file] = files.write_npy(path / file, dtype, shape, chunks)
+        records[file] = write_npy(path / file, dtype, shape, chunks)
     return records
 
 
 def out_of_order(indptr, types, times) -> int | None:
     """Return the first edge that breaks the order by type, then time, within its neighbour list, or None. indptr: int64
     [V+1]; types, times: [M] numpy arrays or None."""
-    first, *second = [keys for keys in (types, times) if keys is not None] or [np.empty(0)]
-    step = convert.chunk_rows(first)
-    for a in range(0, max(len(first) - 1, 0), step):
-        chunk, *then = (keys[a : a + step + 1] for keys in (first, *second))
-        wrong = chunk[1:] < chunk[:-1]
-        for keys in then:
-            wrong |= (chunk[1:] == chunk[:-1]) & (keys[1:] < keys[:-1])
+    ranks = [keys for keys in (times, types) if keys is not None]  # in rising order of precedence
+    step = chunk_rows(indptr)
+    for a in range(0, len(ranks[0]) - 1 if ranks else 0, step):
+        wrong = False
+        for keys in ranks:
+            chunk = keys[a : a + step + 1]
+            wrong = (chunk[1:] < chunk[:-1]) | (chunk[1:] == chunk[:-1]) & wrong
         falls = np.flatnonzero(wrong) + a + 1
         # except where a new list begins
         falls = falls[indptr[np.searchsorted(indptr, falls)] != falls]

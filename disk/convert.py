@@ -9,7 +9,7 @@ This file needs disk/files.py, numpy and torch.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +37,7 @@ def chunk_rows(array) -> int:
     return max(1, ROW_BYTES // (8 * max(1, math.prod(array.shape[1:]))))
 
 
-def chunked(name, array, rows=None, progress=False) -> Iterator:
+def chunked(name, array, rows=None, progress=False):
     """Yield (index of the first row, rows): slices of an array, or the chunks of `Rows`, which must add up."""
     count = array.shape[0]
     first = 0

@@ -333,7 +333,7 @@ def map_npy(path, name, record, kind, *, ahead=True, mode="r") -> Tensor:
         return torch.from_numpy(array)
 
 
-def map_split(path, files) -> dict[str, Tensor]:
+def map_split(path, files):
     """Map the files of a split -> {part: int64 ids [n], or [K, n] for K splits}."""
     names = {name: f"{name}.npy" for name in SPLITS}
     split = {n: map_npy(path, file, files[file], Kind("int64")) for n, file in names.items()}

@@ -19,10 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk import convert, files
+from disk import files
 from disk.checks import DRAWN_GRAPHS, check_split, check_stored, classes_among, drawn_graphs
 from disk.columns import write_arrays
-from disk.convert import integers, shaped
+from disk.convert import (
+    as_numpy,
+    as_rows,
+    check_answers,
+    check_finite,
+    integers,
+    largest_of,
+    refuse,
+    row_dtype,
+    shaped,
+)
 from disk.files import StoreError, reading
 from disk.lmdb_rows import LmdbFile, check_lmdb, key, verify_directory
 
@@ -63,9 +73,9 @@ def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y) -> GraphBatch:
     num_nodes = integers("num_nodes", num_nodes, "G")
     num_edges = integers("num_edges", num_edges, "G")
     src, dst = integers("edge_index", edge_index, 2, "E")
-    x = convert.as_rows("x", x)
-    e = convert.as_rows("e", e)
-    y = convert.as_rows("y", y)
+    x = as_rows("x", x)
+    e = as_rows("e", e)
+    y = as_rows("y", y)
     total = int(num_nodes.sum())
     first = np.cumsum(num_nodes) - num_nodes
     _must_fit(
@@ -83,10 +93,14 @@ def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y) -> GraphBatch:
     order = np.argsort((dst + shift) * total + src, kind="stable")
     indptr = np.zeros(total + 1, np.int32)
     np.cumsum(np.bincount(dst + shift, minlength=total), out=indptr[1:])
-    indices = (src + shift)[order].astype(np.int32)
-    graph_ids = np.repeat(np.arange(len(num_nodes)), num_nodes)
-    arrays = map(torch.from_numpy, (indptr, indices, graph_ids))
-    return GraphBatch(*arrays, x, e[torch.from_numpy(order)], y)
+    return _of_arrays(num_nodes, indptr, (src + shift)[order], x, e[torch.from_numpy(order)], y)
+
+
+def _of_arrays(nodes, indptr, indices, *rows) -> GraphBatch:
+    """Make a batch of numpy arrays and of the rows x, e and y. nodes: int64 [G], of each graph."""
+    graph_ids = np.repeat(np.arange(len(nodes)), nodes)
+    arrays = indptr.astype(np.int32), indices.astype(np.int32), graph_ids
+    return GraphBatch(*map(torch.from_numpy, arrays), *rows)
 
 
 def _must_fit(nodes_of_each, **sizes):
@@ -115,10 +129,10 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
     first = next(batches, None)
     if first is None:
         raise StoreError("batches is empty: at least one batch of graphs is needed")
-    meta = {"format": FORMAT, "format_version": files.VERSION}
-    meta["source"] = json.loads(json.dumps(source))
+    source = json.loads(json.dumps(source))
+    meta = {"format": FORMAT, "format_version": files.VERSION, "source": source}
     for name, rows in zip(PARTS, first[3:]):
-        dtype = convert.row_dtype(f"{name} rows", rows)
+        dtype = row_dtype(f"{name} rows", rows)
         shaped(f"{name} rows", rows, "n", "width")
         meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
     meta["labels"] = not first.y.is_floating_point() if labels is None else bool(labels)
@@ -131,7 +145,7 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
                 graphs.append(batch)
                 if meta["labels"]:
                     values.update(batch.y[~batch.y.isnan()].tolist())
-                largest = max(largest, convert.largest_of(batch.x), convert.largest_of(batch.e))
+                largest = max(largest, largest_of(batch.x), largest_of(batch.e))
                 bar.update(len(batch.y))
             count = len(graphs)
         if meta["labels"] and meta["target_dim"] > 1 and 0 not in values:
@@ -166,13 +180,13 @@ class GraphDataset:
         self.labels = meta.get("labels")
         names = meta.get("classes")
         self.classes = None if names is None else list(map(int, names))
-        several = self.classes is not None and len(self.classes) > 2
+        count = len(names or ())
         self.path = Path(path).absolute()
-        self.meta = meta | {"class_dim": len(self.classes) if several else 0}
+        self.meta = meta | {"class_dim": count if count > 2 else 0}
         self.file = LmdbFile(self.path / "graphs.lmdb", sync)
         self._kinds = [(meta[f"{n}_dim"], getattr(torch, meta[f"{n}_dtype"])) for n in PARTS]
-        (self.node_dim, self.node_dtype), (self.edge_dim, self.edge_dtype), _ = self._kinds
-        self.target_dim, self.target_dtype = self._kinds[2]
+        for name, (width, dtype) in zip(PARTS, self._kinds):
+            vars(self).update({f"{name}_dim": width, f"{name}_dtype": dtype})
         self.split = files.map_split(path, meta["files"]) if meta["files"] else {}
 
     @classmethod
@@ -237,8 +251,8 @@ class GraphDataset:
         for first in range(0, count, 1024):
             self.batch(range(first, min(first + 1024, count)))
 
-    def _values(self, batch) -> list[bytes]:
-        """Serialise each graph of a batch as an LMDB value: header, then its own indptr, indices, x, e and y."""
+    def _values(self, batch):
+        """Serialise each graph of a batch as bytes, an LMDB value: header, then its own indptr, indices, x, e and y."""
         if not len(batch.y):
             raise StoreError("a batch has no graphs (y is empty): at least one is needed")
         for name, rows, (width, dtype) in zip(PARTS, batch[3:], self._kinds):
@@ -246,14 +260,12 @@ class GraphDataset:
                 actual = f"{list(rows.shape)} {rows.dtype}"
                 raise StoreError(f"{name} rows are {actual}, not {width} {dtype}")
             if name != "target":
-                convert.check_finite(f"{name} rows", rows)
-        convert.check_answers("target rows", batch.y, self.labels)
+                check_finite(f"{name} rows", rows)
+        check_answers("target rows", batch.y, self.labels)
         if self.classes:
             classes = torch.tensor([-1, *self.classes])
             unknown = ~(batch.y.isnan() | torch.isin(batch.y.double(), classes.double()))
-            convert.refuse(
-                unknown, "target rows", batch.y, f"the data set has {self.kind_of_labels()}"
-            )
+            refuse(unknown, "target rows", batch.y, f"the data set has {self.kind_of_labels()}")
         indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
         nodes = np.bincount(graph_ids, minlength=len(batch.y))
         _must_fit(
@@ -272,15 +284,15 @@ class GraphDataset:
         # each graph's own indptr, which starts at 0, one after the other
         counts = np.zeros(len(indptr) - 1 + len(nodes), np.int32)
         counts[np.arange(len(graph_ids)) + graph_ids + 1] = indptr[1:] - indptr[first][graph_ids]
-        views = []
-        cuts = []
-        arrays = counts, local.astype(np.int32), *map(convert.as_numpy, batch[3:])
+        fields = []  # of each, the bytes of every graph
+        arrays = counts, local.astype(np.int32), *map(as_numpy, batch[3:])
         for array, rows in zip(arrays, _field_rows(nodes, edges)):
-            views.append(memoryview(array.tobytes()))
-            cuts.append([0, *np.cumsum(rows * (array.nbytes // max(len(array), 1))).tolist()])
+            view = memoryview(array.tobytes())
+            ends = np.cumsum(rows * (array.nbytes // max(len(array), 1))).tolist()
+            fields.append([view[a:b] for a, b in zip([0, *ends], ends)])
         values = []
-        for i, (n, m) in enumerate(zip(nodes.tolist(), edges.tolist())):
-            data = b"".join([view[cut[i] : cut[i + 1]] for view, cut in zip(views, cuts)])
+        for n, m, *parts in zip(nodes.tolist(), edges.tolist(), *fields):
+            data = b"".join(parts)
             values.append(struct.pack("<4sIII", b"RBG1", n, m, zlib.crc32(data)) + data)
         return values
 
@@ -319,13 +331,10 @@ class GraphDataset:
             flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
             return flat.view(int(count.sum()), width)
 
-        graph_ids = np.repeat(np.arange(len(nodes)), nodes)
-        arrays = indptr.astype(np.int32), indices.astype(np.int32), graph_ids
-        arrays = map(torch.from_numpy, arrays)
-        return GraphBatch(*arrays, *map(rows_of, rows, self._kinds, counts[2:]))
+        return _of_arrays(nodes, indptr, indices, *map(rows_of, rows, self._kinds, counts[2:]))
 
 
-def _field_rows(nodes, edges) -> list[np.ndarray]:
+def _field_rows(nodes, edges):
     """Return the rows of each field of the values of graphs, after the header: indptr, indices, x, e and y."""
     return [nodes + 1, edges, nodes, edges, np.ones_like(nodes)]
 

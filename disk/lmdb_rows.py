@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk import convert, files
+from disk import files
+from disk.convert import RowsByIndex, as_numpy, check_finite, gather_target
 from disk.files import StoreError, reading
 
 READ_THREADS = 32  # they mostly wait for the disk, whatever the number of cores
@@ -245,7 +245,7 @@ def _block_value(rows) -> bytes:
     return BLOCK_HEADER.pack(b"RBK2", *rows.shape, rows.itemsize, zlib.crc32(data)) + data
 
 
-def _regroup(chunks, rows) -> Iterator[np.ndarray]:
+def _regroup(chunks, rows):
     """Yield the rows of all chunks, `rows` at a time, fewer at the end."""
     held = None
     for chunk in chunks:
@@ -257,14 +257,14 @@ def _regroup(chunks, rows) -> Iterator[np.ndarray]:
         yield held
 
 
-class LmdbFeatures(convert.RowsByIndex):
+class LmdbFeatures(RowsByIndex):
     """Feature rows in an LMDB file, `block_rows` consecutive rows per value; many threads and processes may use it.
 
     Attributes:
         shape, dtype: (V, F), torch dtype. large: whether all rows together exceed the free memory.
     """
 
-    def __init__(self, path, shape, dtype, block_rows, large=False):
+    def __init__(self, path, shape, dtype, block_rows, large):
         self.file = LmdbFile(path)
         self.shape = shape
         self.dtype = dtype
@@ -277,8 +277,8 @@ class LmdbFeatures(convert.RowsByIndex):
 
     def gather(self, ids, out=None) -> Tensor:
         """Copy rows of one snapshot, looking up each block once; see `MmapFeatures.gather`."""
-        out = convert.gather_target(self, ids, out)
-        target = convert.as_numpy(out)
+        out = gather_target(self, ids, out)
+        target = as_numpy(out)
         if self.large:  # many threads wait for the disk first: get() reads a page of each value
             blocks = np.unique(ids.numpy() // self.block_rows)
 
@@ -306,8 +306,8 @@ class LmdbFeatures(convert.RowsByIndex):
         """
         ids = torch.as_tensor(ids)
         rows = torch.as_tensor(rows)
-        source = convert.as_numpy(convert.gather_target(self, ids, rows, "rows"))
-        convert.check_finite("rows", rows)
+        source = as_numpy(gather_target(self, ids, rows, "rows"))
+        check_finite("rows", rows)
         with self.file.transaction(write=True) as txn:
             _forget_sha256(self.file.path)
             for number, where, at in self._blocks(ids):
@@ -315,7 +315,7 @@ class LmdbFeatures(convert.RowsByIndex):
                 block[at] = source[where]
                 txn.put(key(number), _block_value(block))
 
-    def _blocks(self, ids) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    def _blocks(self, ids):
         """Yield (block, positions in ids, rows inside the block) for every block that ids touch, in order."""
         order = np.argsort(ids.numpy(), kind="stable")
         blocks, rows = np.divmod(ids.numpy()[order], self.block_rows)

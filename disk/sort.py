@@ -2,7 +2,7 @@
 for the edges into one node, which are sorted together: with columns they take about 140 bytes each.
 
     indptr = np.zeros(num_nodes + 1, np.int64)
-    for sources in sorted_sources(edges, indptr, options, folder):       # `GivenEdges` of disk/checks.py
+    for sources in sorted_sources(edges, indptr, options, folder, by=None, progress=False):
         ...                                   # the next part of `indices`; indptr is complete after the last one
 
 V nodes, M edges. This file needs disk/convert.py, disk/files.py and numpy.
@@ -11,7 +11,6 @@ V nodes, M edges. This file needs disk/convert.py, disk/files.py and numpy.
 import functools
 import os
 import tempfile
-from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -24,29 +23,19 @@ FEW_EDGES = 1 << 14  # edges sorted at a time with their numbers and times, to s
 SORT_EDGES = 1 << 27  # most edges to sort in memory, 1 GiB of keys; more go through the disk
 
 
-class EdgeChunk(NamedTuple):
-    """Some edges, in the order of the input."""
-
-    sources: np.ndarray  # integers [n]
-    destinations: np.ndarray  # integers [n]
-    numbers: (
-        np.ndarray | None
-    )  # [n] in the input, for a reverse plus M; None unless they are asked for
-
-
 class SortBy(NamedTuple):
     """What edges are sorted by before their sources, and where their order goes."""
 
     order: BinaryIO  # file for int64 [M'], the number in the input of each sorted edge
     types: np.ndarray | None = None  # integers [M]
     times: np.ndarray | None = None  # integers [M]
-    node_time: np.ndarray | None = (
-        None  # int64 [V]: an edge, also a reverse, has the time of its source
-    )
+    # int64 [V]: an edge, also a reverse, has the time of its source
+    node_time: np.ndarray | None = None
 
 
-def edge_chunks(edges, options, numbered) -> Iterator[EdgeChunk]:
-    """Yield EDGE_CHUNK of `GivenEdges` at a time, checked, with self-loops dropped and reverses added as `options` say."""
+def edge_chunks(edges, options, numbered):
+    """Yield EDGE_CHUNK of `GivenEdges` at a time, checked, with self-loops dropped and reverses added as `options` say:
+    (sources [n], destinations [n], their numbers [n] in the input, for a reverse plus M; None unless `numbered`)."""
     for a in range(0, edges.num_edges, EDGE_CHUNK):
         b = min(a + EDGE_CHUNK, edges.num_edges)
         src, dst = _ends(edges, a, b)
@@ -57,12 +46,12 @@ def edge_chunks(edges, options, numbered) -> Iterator[EdgeChunk]:
             src = src[keep]
             dst = dst[keep]
             numbers = numbers[keep] if numbered else None
-        yield EdgeChunk(src, dst, numbers)
+        yield src, dst, numbers
         if options["symmetrize"]:
-            yield EdgeChunk(dst, src, numbers + edges.num_edges if numbered else None)
+            yield dst, src, numbers + edges.num_edges if numbered else None
 
 
-def _ends(edges, a, b) -> tuple[np.ndarray, np.ndarray]:
+def _ends(edges, a, b):
     """Return the sources and destinations of edges a to b."""
     if edges.indptr is None:
         pairs = np.asarray(edges.edge_index[:, a:b])
@@ -86,7 +75,7 @@ def _check_ends(src, dst, first, num_nodes):
     raise StoreError(f"edge {first + bad} goes {ends}: node ids lie in [0, {num_nodes}){hint}")
 
 
-def sorted_sources(edges, indptr, options, folder, *, by=None, progress=False):
+def sorted_sources(edges, indptr, options, folder, *, by, progress):
     """Sort edges by destination, then type and time, then source -> yields chunks of the sorted sources.
 
     (destination, source) of an edge are packed into one 64-bit key: numpy sorts those with SIMD instructions. With
@@ -95,24 +84,24 @@ def sorted_sources(edges, indptr, options, folder, *, by=None, progress=False):
     time, without times the first.
 
     Args:
-        edges: `GivenEdges`. indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
+        edges: `GivenEdges` of disk/checks.py. indptr: int64 [V + 1] of zeros; complete when the iterator is used up.
         options: those of `build_store`.
         folder: for a temporary file of 8 bytes per edge, 16 with `by`, if there is more than one range.
         by: `SortBy`, if edges have columns; None: they have none.
     """
     bits = _source_bits(edges.num_nodes)
-    for keys, numbers in _ranges(edges, options, by is not None, folder, progress):
+    for keys, *numbers in _ranges(edges, options, by is not None, folder, progress):
         if by is None:
             parts = _sorted_keys(keys, options["drop_duplicates"])
         else:
-            parts = _sorted_with_numbers(keys, numbers, edges, by, options["drop_duplicates"])
+            parts = _sorted_with_numbers(keys, *numbers, edges, by, options["drop_duplicates"])
         for chunk, number in parts:
-            dst = (chunk >> np.uint64(bits)).view(np.int64)
+            dst = (chunk >> bits).view(np.int64)
             if len(dst):
                 indptr[dst[0] + 1 : dst[-1] + 2] += np.bincount(dst - dst[0])
             if by is not None:
                 by.order.write(np.ascontiguousarray(number).data)
-            yield chunk & np.uint64((1 << bits) - 1)
+            yield chunk & (1 << bits) - 1
         keys = numbers = parts = chunk = None  # free this range before the next
     np.cumsum(indptr, out=indptr)
 
@@ -122,7 +111,8 @@ def _source_bits(num_nodes) -> int:
     return max(num_nodes - 1, 1).bit_length()
 
 
-def _sorted_keys(keys, drop_duplicates) -> Iterator[tuple]:
+def _sorted_keys(keys, drop_duplicates):
+    """Yield (sorted keys [n], None), a chunk at a time."""
     keys.sort()
     for a in range(0, len(keys), EDGE_CHUNK):
         chunk = keys[a : a + EDGE_CHUNK]
@@ -131,7 +121,8 @@ def _sorted_keys(keys, drop_duplicates) -> Iterator[tuple]:
         yield chunk, None
 
 
-def _sorted_with_numbers(keys, numbers, edges, by, drop_duplicates) -> Iterator[tuple]:
+def _sorted_with_numbers(keys, numbers, edges, by, drop_duplicates):
+    """Yield (sorted keys [n], the numbers of the edges that were given [n]), few destinations at a time."""
     bits = _source_bits(edges.num_nodes)
     for part in _few_destinations(keys, bits):
         few = keys[part]
@@ -139,7 +130,7 @@ def _sorted_with_numbers(keys, numbers, edges, by, drop_duplicates) -> Iterator[
         given = number % edges.num_edges  # of a reverse that of its edge
         ranks = [number, few]  # in rising order of precedence
         if by.node_time is not None:
-            ranks.append(by.node_time[few & np.uint64((1 << bits) - 1)])
+            ranks.append(by.node_time[few & (1 << bits) - 1])
         elif by.times is not None:
             ranks.append(np.asarray(by.times[given]))
         same = few
@@ -148,21 +139,21 @@ def _sorted_with_numbers(keys, numbers, edges, by, drop_duplicates) -> Iterator[
             ranks.append(types)
             if drop_duplicates:  # the rank among few edges and a 16-bit type fit into 64 bits
                 same = np.unique(few, return_inverse=True)[1] << 16 | types
-        order = np.lexsort((*ranks, few >> np.uint64(bits)))
+        order = np.lexsort((*ranks, few >> bits))
         if drop_duplicates:  # the first of each stays
             order = order[np.sort(np.unique(same[order], return_index=True)[1])]
         yield few[order], given[order]
 
 
-def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
+def _few_destinations(keys, bits):
     """Partition edges, given by their keys [n], by destination -> yields the positions of few enough edges to be sorted
     in the CPU cache. The parts have 16-bit numbers, which numpy sorts by radix: in linear time."""
     if not len(keys):
         return
-    low, high = (int(key >> np.uint64(bits)) for key in (keys.min(), keys.max()))
+    low, high = (int(key) >> bits for key in (keys.min(), keys.max()))
     parts = min(max(1, len(keys) // FEW_EDGES), 1 << 14)
     shift = max(0, (high - low).bit_length() - parts.bit_length())
-    part = ((keys >> np.uint64(bits + shift)) - np.uint64(low >> shift)).astype(np.uint16)
+    part = ((keys >> bits + shift) - (low >> shift)).astype(np.uint16)
     ends = np.cumsum(np.bincount(part))
     order = np.argsort(part, kind="stable")
     for a, b in zip([0, *ends[:-1]], ends):
@@ -170,9 +161,9 @@ def _few_destinations(keys, bits) -> Iterator[np.ndarray]:
             yield order[a:b]
 
 
-def _ranges(edges, options, numbered, folder, progress) -> Iterator[tuple]:
+def _ranges(edges, options, numbered, folder, progress):
     """Partition edges by ranges of destinations, of up to SORT_EDGES edges -> yields for each range the unsorted keys
-    uint64 [n] of (destination, source) and the numbers of the edges, int64 [n] or None. One pass counts the edges, a
+    uint64 [n] of (destination, source) and, if `numbered`, the numbers of the edges, int64 [n]. One pass counts the edges, a
     second writes each to its range, in a temporary file if there are several."""
     chunks = functools.partial(edge_chunks, edges, options, numbered)
     bits = _source_bits(edges.num_nodes)
@@ -187,19 +178,19 @@ def _ranges(edges, options, numbered, folder, progress) -> Iterator[tuple]:
         spools = [room(total, np.uint64)]
         if numbered:
             spools.append(room(total, np.int64))
-        for chunk in chunks():
-            packed = chunk.destinations.astype(np.int64)
+        for sources, destinations, numbers in chunks():
+            packed = destinations.astype(np.int64)
             packed <<= bits
-            packed |= chunk.sources
+            packed |= sources
             arrays = [packed.view(np.uint64)]
             if numbered:
-                arrays.append(chunk.numbers)
+                arrays.append(numbers)
             if several and numbered:
                 order = np.argsort(arrays[0])
                 arrays = [array[order] for array in arrays]
             elif several:  # SIMD: faster than selecting the edges of each range
                 arrays[0].sort()
-            inner = np.searchsorted(arrays[0], np.array(cuts[1:-1], np.uint64) << np.uint64(bits))
+            inner = np.searchsorted(arrays[0], np.array(cuts[1:-1], np.uint64) << bits)
             for i, (a, b) in enumerate(zip([0, *inner], [*inner, len(packed)])):
                 for spool, array in zip(spools, arrays):
                     spool[filled[i] : filled[i] + b - a] = array[a:b]
@@ -208,7 +199,7 @@ def _ranges(edges, options, numbered, folder, progress) -> Iterator[tuple]:
         in_memory = np.array if several else np.asarray
         for a, b in zip(ends - counts, ends):
             # without a name for them here: the next range is made after these are freed
-            yield in_memory(spools[0][a:b]), in_memory(spools[1][a:b]) if numbered else None
+            yield [in_memory(spool[a:b]) for spool in spools]
             bar.update(int(b - a))
 
 
@@ -220,13 +211,13 @@ def _on_disk(folder, count, dtype) -> np.ndarray:
         return np.memmap(file, dtype, "r+", shape=count)
 
 
-def _cut(chunks, num_nodes, cap) -> tuple[list[int], np.ndarray]:
+def _cut(chunks, num_nodes, cap):
     """Cut the destinations into ranges of adjacent buckets, in one pass over the edges -> (boundaries, edges of each
     range): one range if there are up to `cap` edges, else several of up to an eighth of that, or one bucket."""
-    shift = max(0, max(num_nodes - 1, 1).bit_length() - 16)
+    shift = max(0, _source_bits(num_nodes) - 16)
     ends = np.zeros(((num_nodes - 1) >> shift) + 2, np.int64)
-    for chunk in chunks():
-        ends[1:] += np.bincount(chunk.destinations >> shift, minlength=len(ends) - 1)
+    for _, destinations, _ in chunks():
+        ends[1:] += np.bincount(destinations >> shift, minlength=len(ends) - 1)
     np.cumsum(ends, out=ends)
     if ends[-1] > cap:
         # the edges are partitioned anyway, and smaller ranges sort faster
@@ -238,7 +229,7 @@ def _cut(chunks, num_nodes, cap) -> tuple[list[int], np.ndarray]:
     return [min(bucket << shift, num_nodes) for bucket in buckets], np.diff(ends[buckets])
 
 
-def checked_indices(indices, num_nodes, progress=False) -> Iterator[np.ndarray]:
+def checked_indices(indices, num_nodes, progress):
     """Yield chunks of `indices` as int64, in the order given, their node ids checked."""
     for first, chunk in chunked("indices", indices, EDGE_CHUNK, progress):
         chunk = integers("indices", chunk)

@@ -38,9 +38,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args, **options):
         super().__init__(*args, allow_abbrev=False, **options)
 
-    def parse_args(self, words=None, namespace=None):
+    def parse_args(self, words=None):
         words = spelled_out(sys.argv[1:] if words is None else map(str, words))
-        args, unknown = self.parse_known_args(words, namespace)
+        args, unknown = self.parse_known_args(words)
         if unknown:
             flag = next((word for word in unknown if word.startswith("-")), unknown[0])
             self.error(f"{flag.partition('=')[0]} is no flag{self._meant(flag, args)}")

@@ -90,8 +90,8 @@ def flatten(given) -> dict:
                 times[kind] = np.full(len(sources), ALWAYS)
     for name, values in of_edges.items():
         columns[name] = _edge_column(COLUMNS[name], values, edges)
-    pairs_of = edges.values()
-    columns[EDGE_TYPE.name] = np.repeat(np.arange(len(edges)), [p.shape[1] for p in pairs_of])
+    counts = [pairs.shape[1] for pairs in edges.values()]
+    columns[EDGE_TYPE.name] = np.repeat(np.arange(len(edges)), counts)
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
     tables = {}
     for name in filter(lambda name: features.get(name) is not None, names):
@@ -112,7 +112,7 @@ def flatten(given) -> dict:
 def _given_by_type(given) -> dict:
     """Return the arguments that are given by type, {name: {type: values}}; StoreError for those of one graph."""
     columns = {name: values for name, values in given.columns.items() if values is not None}
-    of_one = [name for name in columns if not COLUMNS[name].by_type]
+    of_one = [EDGE_TYPE.name] if EDGE_TYPE.name in columns else []
     of_one += [name for name in ONE_GRAPH if getattr(given, name) is not None]
     if of_one:
         raise StoreError(f"{of_one[0]} is not for a graph that is given by type")

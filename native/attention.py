@@ -29,8 +29,7 @@ def attend(
     *,
     self_rows=None,
     drawn=(None, 0, 0),
-    edges=None,
-    by=None,
+    factors=(None, None),
 ):
     """Compute the attention-weighted sum of a GATv2 layer, before heads are averaged.
 
@@ -38,12 +37,13 @@ def attend(
         source: [N, K D] and target: [S, K D], float32 or bfloat16. attn: float32 [K, D].
         self_rows: [S] rows of source that are the destinations'; None: the first S.
         drawn: (nodes, seed, drop) for the dropout of attention weights; see model.py.
-        edges: float32 [E + S, d], features of the edges, then of the self-loops.
-        by: float32 [d, K D], the matrix that multiplies them.
+        factors: float32 [E + S, d], features of the edges, then of the self-loops, and the matrix [d, K D] that
+            multiplies them; or None twice.
 
     Returns:
         [S, K D], of source's type.
     """
+    edges, by = factors
     near = InEdges(indptr, indices, self_rows)
     dropout = Dropout.of(*drawn)
     code = of_block(near, source, target, nodes=dropout.nodes)
@@ -92,7 +92,7 @@ class _Attend(torch.autograd.Function):
         code.run(
             "attention_scores",
             (E + S) * K,
-            **near._asdict(),
+            near,
             dst=dst,
             S=S,
             E=E,
@@ -111,8 +111,8 @@ class _Attend(torch.autograd.Function):
         code.run(
             "attention_softmax",
             S * K,
+            dropout,
             **near.edges,
-            **dropout._asdict(),
             S=S,
             K=K,
             weights=weights,
@@ -121,7 +121,7 @@ class _Attend(torch.autograd.Function):
         code.run(
             "attention_sum",
             S * K,
-            **near._asdict(),
+            near,
             S=S,
             K=K,
             width=D,
@@ -130,17 +130,18 @@ class _Attend(torch.autograd.Function):
             source=source,
             out=out,
         )
-        ctx.near = near
-        ctx.scale = dropout.scale
         ctx.code = code
-        ctx.save_for_backward(source, target, attn, by, edges, dst, weights, dropped, slopes)
+        ctx.scale = dropout.scale
+        rows = source, target, attn, by, edges, dst, weights, dropped, slopes
+        ctx.save_for_backward(*rows, *near)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # [S, K D]
-        source, target, attn, by, edges, dst, weights, dropped, slopes = ctx.saved_tensors
-        near = ctx.near
+        saved = ctx.saved_tensors  # once: with recomputed activations torch refuses a second time
+        source, target, attn, by, edges, dst, weights, dropped, slopes, *near = saved
+        near = InEdges(*near)
         code = ctx.code
         grad = grad.contiguous()
         S = len(target)
@@ -148,7 +149,7 @@ class _Attend(torch.autograd.Function):
         E = len(dst)
         K, D = attn.shape
         whole = aligned(D, source, target, attn, by, grad)
-        to_scores = _to_scores(ctx, grad, whole)
+        to_scores = _to_scores(ctx, saved, grad, whole)
         to_source = torch.empty_like(source)
         to_target = torch.empty_like(target)
         to_by = None
@@ -196,15 +197,17 @@ class _Attend(torch.autograd.Function):
         return to_source, to_target, to_attn.view(K, D), to_by, None
 
 
-def _to_scores(ctx, grad, whole):
+def _to_scores(ctx, saved, grad, whole):
     """Return the gradient of attention's scores [E + S, K]."""
-    source, target, attn, _, _, dst, weights, dropped, _ = ctx.saved_tensors
+    source, target, attn, _, _, dst, weights, dropped, _, *near = saved
+    near = InEdges(*near)
+    code = ctx.code
     S = len(target)
     E = len(dst)
     K, D = attn.shape
     out = torch.empty_like(weights)
-    size = {**ctx.near.edges, "S": S, "K": K}
-    ctx.code.run(
+    size = {**near.edges, "S": S, "K": K}
+    code.run(
         "attention_weight_grad",
         (E + S) * K,
         **size,
@@ -217,7 +220,7 @@ def _to_scores(ctx, grad, whole):
         to_weights=out,
     )
     kept = {"weights": weights, "dropped": dropped, "scale": ctx.scale}
-    ctx.code.run("attention_softmax_grad", S * K, **size, **kept, grad=out)
+    code.run("attention_softmax_grad", S * K, **size, **kept, grad=out)
     return out
 
 
@@ -262,16 +265,15 @@ class _EdgeSums(torch.autograd.Function):
             whole=aligned(width, h, by),
             out=out,
         )
-        ctx.save_for_backward(h, by, edges)
-        ctx.near = near
+        ctx.save_for_backward(h, by, edges, *near)
         ctx.code = code
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # [S, F]
-        h, by, edges = ctx.saved_tensors
-        near = ctx.near
+        h, by, edges, *near = ctx.saved_tensors
+        near = InEdges(*near)
         code = ctx.code
         grad = grad.contiguous()
         N, width = h.shape

@@ -3,9 +3,10 @@
     library = load_c("rows", read_source("rows.c"), ["-O2", "-fPIC", "-shared", "-pthread"])
     text = read_source("layers.cu", ID="int", IN="float", OUT="float")
     kernels = load_cuda("layers", text, torch.device("cuda:0"))  # all of them None, after one warning, on failure
-    kernels.run("destinations", S, indptr=indptr, S=S, dst=dst)  # S threads of a kernel on torch's current stream
-    load_host("layers", text, flags).run("destinations", S, indptr=indptr, S=S, dst=dst)       # the same on the CPU
-    launch = kernels.prepare("destinations", indptr=indptr, S=S, dst=dst)      # its own argument memory, for one host thread
+    values = {"indptr": indptr, "S": S, "dst": dst}
+    kernels.run("destinations", S, values)                       # S threads of a kernel on torch's current stream
+    load_host("layers", text, flags).run("destinations", S, values)                                 # the same on the CPU
+    launch = kernels.prepare("destinations", **values)           # its own argument memory, for one host thread
     launch(S, kernels.stream())                                  # about 1 us; also inside a CUDA graph capture
 
 NVRTC comes with torch's CUDA build. base.h explains how kernels are written. The names and types of a kernel's arguments are
@@ -36,6 +37,7 @@ from glob import glob
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 BLOCK = 256  # threads of a block
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
@@ -76,11 +78,12 @@ def signatures(source, result="KERNEL"):
 
 
 def _in_order(kernel, signature, values):
-    """Return the arguments of a kernel, given by name, in the order of its signature; KeyError for one that is missing."""
+    """Return the arguments of a kernel, {name: value}, in the order of its signature, tensors as pointers to their data;
+    KeyError for one that is missing."""
     if len(values) != len(signature):
         takes = f"it takes {', '.join(signature)}"
         raise TypeError(f"kernel {kernel} is called with {', '.join(values)}: {takes}")
-    return map(values.__getitem__, signature)
+    return [v.data_ptr() if isinstance(v := values[n], Tensor) else v or 0 for n in signature]
 
 
 def struct_type(source, name):
@@ -100,13 +103,13 @@ def struct_type(source, name):
 def _call(function, *values):
     """Call a C function with numbers, pointers, and tensors as pointers to their data. Tensors are converted here and not
     in a from_param, where ctypes would turn Ctrl-C into an ArgumentError."""
-    return function(*[v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values])
+    return function(*[v.data_ptr() if isinstance(v, Tensor) else v for v in values])
 
 
 def fill(struct, **values):
     """Set fields of a ctypes.Structure; tensors become pointers to their data."""
     for name, value in values.items():
-        setattr(struct, name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
+        setattr(struct, name, value.data_ptr() if isinstance(value, Tensor) else value)
     return struct
 
 
@@ -245,9 +248,11 @@ void run_{kernel}(int team_, i64 threads_, {", ".join(declared)}) {{
         parallel.value = ctypes.cast(gomp, ctypes.c_void_p).value
         team = torch.get_num_threads  # which OpenMP does not know on a new thread
 
-        def run(kernel, threads, **values):
-            values = _in_order(kernel, kernels[kernel], values)
-            getattr(library, f"run_{kernel}")(team(), threads, *values)
+        # those of ctypes, without `_call`
+        functions = {kernel: getattr(library, f"run_{kernel}").args[0] for kernel in kernels}
+
+        def run(kernel, threads, values):
+            functions[kernel](team(), threads, *_in_order(kernel, kernels[kernel], values))
 
         library.run = run
     return library
@@ -327,8 +332,8 @@ class Kernels:
         launch.pack(values)
         return launch
 
-    def run(self, kernel, threads, **values):
-        """Run `threads` threads of a kernel on torch's current stream."""
+    def run(self, kernel, threads, values):
+        """Run `threads` threads of a kernel on torch's current stream. values: as of `prepare`."""
         launches = self._threads.__dict__
         launch = launches.get(kernel) or launches.setdefault(kernel, Launch(self, kernel))
         launch.pack(values)
@@ -361,14 +366,12 @@ class Launch:
             self._pointers[i] = memory + end - struct.calcsize(code)
 
     def pack(self, values):
-        """Set all arguments, given by name."""
+        """Set all arguments, {name: value}."""
         values = _in_order(self._name, self._signature, values)
-        if self._structs:
-            values = [*values]
-            for i in reversed(self._structs):
-                self._structs[i] = values.pop(i)
-                self._pointers[i] = ctypes.addressof(self._structs[i])
-        self._pack(*[v.data_ptr() if isinstance(v, torch.Tensor) else v or 0 for v in values])
+        for i in reversed(self._structs):
+            self._structs[i] = values.pop(i)
+            self._pointers[i] = ctypes.addressof(self._structs[i])
+        self._pack(*values)
 
     def __call__(self, threads, stream):
         if threads <= 0:

@@ -26,7 +26,7 @@ class Backend:
         if spec.weights is not None:
             self.graph.edata["weight"] = spec.weights
 
-    def sample(self, seeds, hops, exclude=None, times=None):
+    def sample(self, seeds, hops, exclude, times):
         if exclude is not None:
             raise ValueError("backend 'dgl' cannot exclude edges: use 'native' or 'torch'")
         if seeds.unique().numel() < seeds.numel():
@@ -43,13 +43,16 @@ class Backend:
     def _hop(self, dst, hop):
         """Sample a hop for dst [S], of DGL's dtype -> (its sources, Block)."""
         dgl, spec = self.dgl, self.spec
-        given = self.graph, dst, hop.k
-        prob = None if spec.weights is None else "weight"
         if spec.rule.by_source:
-            picked = dgl.sampling.sample_labors(*given, prob=prob)[0]
+            picked = dgl.sampling.sample_labors(self.graph, dst, hop.k)[0]
         else:
-            repeats = spec.rule.repeats
-            picked = dgl.sampling.sample_neighbors(*given, prob=prob, replace=repeats)
+            picked = dgl.sampling.sample_neighbors(
+                self.graph,
+                dst,
+                hop.k,
+                prob=None if spec.weights is None else "weight",
+                replace=spec.rule.repeats,
+            )
         theirs = dgl.to_block(picked, dst)
         indptr, indices, order = theirs.adj_tensors("csc")
         edge_ids = None

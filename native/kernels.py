@@ -176,11 +176,14 @@ class Code:
         self.on_cpu = isinstance(compiled, ctypes.CDLL)
         self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
 
-    def run(self, kernel, count, /, **values):
-        """Run a kernel on `count` rows, whose columns several threads share if it has a `width`, or else in so many threads."""
+    def run(self, kernel, count, /, *records, **values):
+        """Run a kernel on `count` rows, whose columns several threads share if it has a `width`, or else in so many threads.
+        records: NamedTuples, whose fields are arguments too."""
+        for record in records:
+            values.update(zip(record._fields, record))
         if "width" in values:
             count *= self.threads(values["width"])
-        self.compiled.run(kernel, count, **values)
+        self.compiled.run(kernel, count, values)
 
     def takes(self, near, N):
         """Return whether offsets and indices of a block fit N sources; a GPU is not waited for."""
@@ -208,29 +211,33 @@ class Code:
         """Compute out [S, 2F], or out [S, F] with scales, from h [N, F] or, on a GPU, from dropout(relu(h)): `active` is its
         `Dropout`. kept: see `Code.kept`."""
         width = h.shape[1]
-        values = {**near._asdict(), **scales._asdict(), "h": h, "S": len(out), "width": width}
-        values |= {"whole": aligned(width, h, out), "out": out}
+        values = {
+            "h": h,
+            "S": len(out),
+            "width": width,
+            "whole": aligned(width, h, out),
+            "out": out,
+        }
         if active is None:
-            self.run("plain_self_and_mean", len(out), **values)
+            self.run("plain_self_and_mean", len(out), near, scales, **values)
         else:
-            values |= {**active._asdict(), "kept": kept}
-            self.run("self_and_mean", len(out), **values)
+            self.run("self_and_mean", len(out), near, scales, active, kept=kept, **values)
 
     def self_and_mean_grad(
-        self, near, grad, num_src, *, scales=UNSCALED, own=True, kept=None, scale=1.0, sums=False
+        self, near, grad, num_src, *, scales=UNSCALED, own=True, kept=None, scale=1.0
     ):
-        """Backward of `self_and_mean`: grad [S, 2F], or [S, F] with scales -> gradient [N, F] of h or, with kept, of h
-        before its activation, and a tensor with the same column sums: the gradient again or, with sums, partial sums,
-        float32 [fewer, F]."""
+        """Backward of `self_and_mean`: grad [S, 2F], or [S, F] with scales -> gradient [N, F] of h and a tensor with the same
+        column sums. With kept it is that of h before its activation, and the tensor may be partial sums, float32 [fewer, F].
+        """
         S, width = grad.shape
         if scales.alpha is None:
             width //= 2
         lists = Lists.of(self, near, num_src, shares=True, beta=scales.beta)
         out = grad.new_empty(num_src, width)
-        runs = self.runs(out) if sums else {"runs": num_src, "run": 1}
-        parts = None
+        runs = {"runs": num_src, "run": 1} if kept is None else self.runs(out)
+        sums = None
         if runs["run"] > 1:
-            parts = grad.new_empty(runs["runs"], width, dtype=torch.float32)
+            sums = grad.new_empty(runs["runs"], width, dtype=torch.float32)
         self.run(
             "self_and_mean_grad",
             runs["runs"],
@@ -246,10 +253,10 @@ class Code:
             kept=kept,
             scale=scale,
             **runs,
-            sums=parts,
+            sums=sums,
             out=out,
         )
-        return out, out if parts is None else parts
+        return out, out if sums is None else sums
 
     def relu_dropout(self, h, active, out=None, *, kept=None, relu=1):
         """Apply ReLU, unless relu is 0, and `Dropout` to h [S, D], in place or into `out`; kept: see `Code.kept`."""
@@ -258,7 +265,7 @@ class Code:
         self.run(
             "relu_dropout",
             S,
-            **active._asdict(),
+            active,
             h=h,
             S=S,
             width=width,
@@ -317,11 +324,12 @@ class Lists:
     """
 
     @classmethod
-    def of(cls, code, near, num_src, dst=None, *, edges=False, shares=False, beta=None):
-        """Return the lists of a block, its own if it is static. dst: its `destinations`, if they are at hand."""
+    def of(cls, code, near, num_src, dst=None, *, beta=None, **wanted):
+        """Return the lists of a block, its own if it is static. dst: its `destinations`, if they are at hand. wanted: edges,
+        shares."""
         indices = near.indices
         if not hasattr(indices, "lists"):
-            return cls(code, near, num_src, dst, edges=edges, shares=shares, beta=beta)
+            return cls(code, near, num_src, dst, beta=beta, **wanted)
         if indices.lists is None:
             indices.lists = cls(code, near, num_src, edges=True, shares=True)
         if beta is not None:

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .attention import attend, edge_sums  # noqa: F401, for model.py
 from .kernels import (
     IDS,
     UNSCALED,
@@ -101,24 +100,25 @@ class _SelfAndMean(torch.autograd.Function):
         width = h.shape[1]
         out = h.new_empty(near.S, 2 * width if scales.alpha is None else width)
         code.self_and_mean(near, h, out, scales=scales)
-        ctx.near = near
-        ctx.scales = scales
         ctx.num_src = len(h)
         ctx.code = code
-        ctx.save_for_backward(h[: near.S] if ctx.needs_input_grad[1] else None)
+        # as tensors: torch then refuses a backward pass after a change of them
+        ctx.save_for_backward(*near, *scales, h[: near.S] if ctx.needs_input_grad[1] else None)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F], [S]
-        (h_dst,) = ctx.saved_tensors
+        *saved, h_dst = ctx.saved_tensors
+        near = InEdges(*saved[: len(InEdges._fields)])
+        scales = Scales(*saved[len(near) :])
         grad = grad.contiguous()
         to_alpha = None
         to_h = None
         if ctx.needs_input_grad[0]:
-            own = ctx.near.self_rows is None
-            options = {"scales": ctx.scales, "own": own}
-            to_h, _ = ctx.code.self_and_mean_grad(ctx.near, grad, ctx.num_src, **options)
+            own = near.self_rows is None
+            options = {"scales": scales, "own": own}
+            to_h, _ = ctx.code.self_and_mean_grad(near, grad, ctx.num_src, **options)
         if h_dst is not None:
             to_alpha = (grad * h_dst).float().sum(1)
         return to_h, to_alpha, None, None, None
@@ -251,8 +251,7 @@ class _MaxNeighbours(torch.autograd.Function):
             out=out,
             winner=winner,
         )
-        ctx.save_for_backward(winner)
-        ctx.near = near
+        ctx.save_for_backward(*near, winner)
         ctx.num_src = N
         ctx.code = code
         return out
@@ -260,7 +259,8 @@ class _MaxNeighbours(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (winner,) = ctx.saved_tensors
+        *saved, winner = ctx.saved_tensors
+        near = InEdges(*saved)
         grad = grad.contiguous()
         N = ctx.num_src
         width = grad.shape[1]
@@ -268,7 +268,7 @@ class _MaxNeighbours(torch.autograd.Function):
         ctx.code.run(
             "max_neighbours_grad",
             N,
-            **Lists.of(ctx.code, ctx.near, N).of_source,
+            **Lists.of(ctx.code, near, N).of_source,
             grad=grad,
             winner=winner,
             N=N,
@@ -427,7 +427,7 @@ class _Stack(torch.autograd.Function):
                     code.relu_dropout(h, **options)
                     options = {}
                 code.self_and_mean(near, h, total, scales=scales, **options)
-            saved += [kept, total, weight]
+            saved += [kept, total, weight, *near]
             h = product(total, weight, bias)
         ctx.plan = plan
         ctx.num_input = len(x)
@@ -444,15 +444,16 @@ class _Stack(torch.autograd.Function):
         # as long as the longest sum: layers have no more rows than the outermost one
         ones = grad.new_ones(len(saved[1]), dtype=torch.float32) if is_gpu(grad.device) else None
         for i in reversed(range(len(plan.nears))):
-            kept, total, weight = saved[3 * i : 3 * i + 3]
+            each = len(saved) // len(plan.nears)
+            kept, total, weight, *near = saved[each * i : each * i + each]
             grads = [weight_grad(grad, total), column_sums(rows, ones), *grads]
             if not i and not ctx.needs_input_grad[0]:
                 return None, None, *grads
             num_src = len(kept) if i else ctx.num_input
-            options = {"kept": kept, "scale": plan.active[i].scale, "sums": True} if i else {}
+            options = {"kept": kept, "scale": plan.active[i].scale} if i else {}
             grad = product(grad, weight.t())
             grad, rows = plan.code.self_and_mean_grad(
-                plan.nears[i], grad, num_src, scales=plan.scales[i], **options
+                InEdges(*near), grad, num_src, scales=plan.scales[i], **options
             )
         return grad, None, *grads
 

@@ -75,7 +75,7 @@ class Backend:
         self.idle = []  # working memory that no batch uses
         self.slots = 0  # of the table after the last batch: the next one needs about as many
 
-    def sample(self, seeds, hops, exclude=None, times=None):
+    def sample(self, seeds, hops, exclude, times):
         """Sample all hops of a batch, see `sampler.TorchBackend`."""
         job = Job.from_buffer_copy(self.job)
         job.threads = self.spec.threads or min(torch.get_num_threads(), MOST_THREADS)
@@ -86,17 +86,16 @@ class Backend:
             work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
         except IndexError:
             work = WorkingMemory(seeds.dtype)
+        work.library = self.library
         work.times = when = None
         if times is not None:
-            work.times, when, counts = times.unique(return_inverse=True, return_counts=True)
-            work.seeds_before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-            build.fill(job, times=work.times, num_times=work.times.numel())
-        several = times is not None and work.times.numel() > 1
-        work.library = self.library
-        if several:
-            work.library = self.of_pairs
-            build.fill(job, seeds_before=work.seeds_before)
-        when = when.to(seeds.dtype) if several else None
+            work.times, number, counts = times.unique(return_inverse=True, return_counts=True)
+            build.fill(job, times=work.times, num_times=len(work.times))
+            if len(work.times) > 1:
+                work.library = self.of_pairs
+                work.seeds_before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+                build.fill(job, seeds_before=work.seeds_before)
+                when = number.to(seeds.dtype)
         if not work.number(seeds, when, max(self.slots, 2 * seeds.numel())):
             return None
         src = seeds
@@ -104,7 +103,7 @@ class Backend:
         for hop in hops:
             block, when = self._hop(work, job, src, when, hop)
             src = block.src_nodes
-            if several:
+            if when is not None:
                 block = block._replace(src_times=work.times.index_select(0, when))
             elif times is not None:
                 block = block._replace(src_times=work.times.expand(src.numel()))
@@ -138,8 +137,19 @@ class Backend:
         start, degree, gap, num_gaps = work.rows(S)
         fill = functools.partial(build.fill, job)
         pointer = ctypes.byref(job)
-        fill(index=hop.index, k=hop.k, key=hop.key, S=S, dst=dst, dst_when=when, offsets=offsets)
-        fill(start=start, degree=degree, gap=gap, num_gaps=num_gaps)
+        fill(
+            index=hop.index,
+            k=hop.k,
+            key=hop.key,
+            S=S,
+            dst=dst,
+            dst_when=when,
+            offsets=offsets,
+            start=start,
+            degree=degree,
+            gap=gap,
+            num_gaps=num_gaps,
+        )
         E = self._checked(work.library.rb_count(pointer), S)
         if E >= torch.iinfo(dst.dtype).max:
             raise ValueError(f"{E} edges a hop are too many for {dst.dtype}: use smaller batches")

@@ -40,14 +40,14 @@ from typing import NamedTuple
 import torch
 
 from . import build
+from .kernels import IDS
+from .kernels import TYPES as ROWS
 
 ROOM = 1 << 24  # edges of a hop up to which the worst case is allocated
 NONE = 2**31 - 64  # empty entry of the table: above any position, and + 32 still fits an int
 REPEATED, UNKNOWN, FULL, DAMAGED = 1, 2, 4, 8  # bits of Frame.trouble
 REGISTERS = (8, 16, 32, 64)  # each has a kernel for fanouts up to it, with the picks in registers
 AGGREGATED = 48  # largest fanout of the outermost hop in one kernel, which also holds nodes and rows in registers
-IDS = {torch.int32: "int", torch.int64: "i64"}
-ROWS = {torch.float32: "float", torch.bfloat16: "bf16"}
 TYPES = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}  # of edges
 # as batch.h declares them
 STRUCTS = ("batch_t", "part_t", "input_t", "outcome_t", "state_t")
@@ -110,7 +110,6 @@ class Backend:
             defines["TYPE"] = TYPES[spec.edge_type.dtype]
         self.kernels = compiled("sampler", build.read_source("sampler.cu", **defines))
         self.num_nodes = spec.num_nodes
-        self.num_edges = spec.indices.numel()
         self.timed = spec.edge_times is not None
         # edges to allocate for each hop that once lacked room: what it wanted, and a quarter more
         self.most = [0] * len(fanouts)
@@ -148,8 +147,10 @@ class Backend:
                     if wanted > part.places:
                         self.most[hop] = max(self.most[hop], wanted + wanted // 4)
             else:
-                again = f"{seeds.numel()} seeds ask for ever more room, at last {frame.wanted} edges a hop"
-                raise RuntimeError(f"{again}: use NeighborSampler(backend='torch')")
+                raise RuntimeError(
+                    f"{seeds.numel()} seeds ask for ever more room, at last {frame.wanted} edges a "
+                    "hop: use NeighborSampler(backend='torch')"
+                )
             blocks = None if trouble else frame.cut()
             frame.memory = frame.edges = frame.times = None  # now the blocks' memory
             # the GPU is done with the frame, so the next batch may be on any stream
@@ -158,23 +159,25 @@ class Backend:
 
     def shapes(self, S):
         """Plan room for a batch of S seeds -> (source nodes by hop [L + 1], the seeds first; edges by hop [L])."""
+        num_edges = self.spec.indices.numel()
         rows = [S]
         places = []
         for k, most in zip(self.fanouts, self.most):
             again = rows[-1] if self.timed else 1  # at another time a node has its edges again
-            room = rows[-1] * k if self.spec.rule.repeats else self.num_edges * again
+            room = rows[-1] * k if self.spec.rule.repeats else num_edges * again
             bounded = k > 0 and self.spec.rule.bounded
             if bounded:
                 room = min(room, rows[-1] * k)
             if not bounded or room > ROOM:
-                usual = k if k > 0 else self.num_edges / max(self.num_nodes, 1)
+                usual = k if k > 0 else num_edges / max(self.num_nodes, 1)
                 room = min(room, most or min(int(1.25 * usual * rows[-1]) + 4096, ROOM))
             places.append(max(room, 1))
             sources = rows[-1] + places[-1]
             rows.append(sources if self.timed else min(sources, self.num_nodes))
         if S + sum(places) >= (NONE // 4 if self.timed else NONE):  # slots have to fit an int, too
-            edges = sum(places)
-            raise ValueError(f"a batch of up to {edges} edges is too large; use smaller batches")
+            raise ValueError(
+                f"a batch of up to {sum(places)} edges is too large; use smaller batches"
+            )
         return rows, places
 
     def frame(self, rows, places):
@@ -249,13 +252,14 @@ class Frame:
 
     def fit(self, rows, places, relabel_outer, excludes=False):
         """Allocate working memory for rows source nodes and places edges, see `Backend.shapes`; prepare launches."""
-        if self.shape == (rows, places, relabel_outer, excludes):
+        shape = Shape(rows, places, relabel_outer, excludes)
+        if self.shape == shape:
             return
-        self.shape = Shape(rows, places, relabel_outer, excludes)
+        self.shape = shape
         S = rows[0]
         hops = len(places)
         spec, b = self.backend.spec, self.batch
-        whole_lists = not excludes and spec.edge_times is None and spec.edge_type is None
+        whole_lists = not (excludes or self.backend.timed) and spec.edge_type is None
         self.counted = spec.rule.counted and whole_lists
         words = [-(-n // 32) for n in places]
         first = list(accumulate(places, initial=S))
@@ -270,12 +274,15 @@ class Frame:
         *sums, num_sums = accumulate(lengths, initial=0)
         pointer = self._room("sums", num_sums, torch.int64)
         for hop, part in enumerate(self.parts[:hops]):
-            part.relabel = relabel_outer or hop + 1 < len(self.parts)
-            part.places = places[hop]
-            part.words = words[hop]
-            part.first = first[hop]
-            part.row_sums = pointer + 8 * sums[2 * hop]
-            part.word_sums = pointer + 8 * sums[2 * hop + 1]
+            build.fill(
+                part,
+                relabel=relabel_outer or hop + 1 < len(self.parts),
+                places=places[hop],
+                words=words[hop],
+                first=first[hop],
+                row_sums=pointer + 8 * sums[2 * hop],
+                word_sums=pointer + 8 * sums[2 * hop + 1],
+            )
         for part, n, sources in zip(self.parts, rows, [*rows[1:], 0]):
             part.rows = n
             part.next_rows = sources
@@ -316,13 +323,20 @@ class Frame:
                 yield prepare("claim", b=b, part=part), part.places
             if part.relabel:
                 yield prepare("mark", b=b, part=part), part.words
-                counts = int(self.counted and following is not None)
-                number = prepare("number", b=b, part=part, next=following or part, counts=counts)
+                number = prepare(
+                    "number",
+                    b=b,
+                    part=part,
+                    next=following or part,
+                    counts=int(self.counted and following is not None),
+                )
                 yield number, max(32 * part.words, part.rows)
         hops = sum(part.relabel for part in parts)
         end = parts[hops].first if hops < len(parts) else self.positions
-        span = {"start": parts[0].first, "end": end, "sums": sums, "num_sums": num_sums}
-        yield prepare("finish", b=b, hops=hops, **span), max(end, num_sums)
+        finish = prepare(
+            "finish", b=b, hops=hops, start=parts[0].first, end=end, sums=sums, num_sums=num_sums
+        )
+        yield finish, max(end, num_sums)
 
     def _in_registers(self, k):
         return self.counted and 0 < k <= REGISTERS[-1]
@@ -330,7 +344,7 @@ class Frame:
     def make_blocks(self):
         """Allocate memory for the blocks of a batch."""
         rows, places, *_ = self.shape
-        b, spec = self.batch, self.backend.spec
+        spec = self.backend.spec
         parts = self.parts[: len(places)]
         # `memory` has src, then local, then the offsets of each hop
         self.local = max(rows[0], rows[sum(part.relabel for part in parts)])
@@ -339,18 +353,19 @@ class Frame:
         self.memory = self.ids.new_empty(self.offsets.pop())
         self.edges = None
         self.times = None
-        size = self.memory.element_size()
-        b.src = self.memory.data_ptr()
-        b.local = b.src + size * self.local
-        b.edges = None
         if spec.edge_ids or not all(self._in_registers(part.k) for part in parts):
             self.edges = self.ids.new_empty(self.positions, dtype=torch.int64)
-            b.edges = self.edges.data_ptr()
         if self.backend.timed:
             self.times = self.ids.new_empty(self.local, dtype=torch.int64)
-            b.src_times = self.times.data_ptr()
+        build.fill(
+            self.batch,
+            src=self.memory,
+            local=self.memory[self.local :],
+            edges=self.edges,
+            src_times=self.times,
+        )
         for part, at in zip(parts, self.offsets):
-            part.offsets = b.src + size * at
+            build.fill(part, offsets=self.memory[at:])
 
     def cut(self):
         """Return the blocks of a finished batch, from the seeds outward."""
@@ -384,8 +399,9 @@ class Frame:
     def fill(self, seeds, step, exclude=None, times=None):
         """Set seeds, step, excluded edges and times of the next batch; the last one, and its copies, must be done."""
         self.excluded = exclude  # kept until the next batch
-        self.batch.excluded = None if exclude is None else exclude.data_ptr()
-        self.batch.num_excluded = 0 if exclude is None else exclude.numel()
+        build.fill(
+            self.batch, excluded=exclude, num_excluded=0 if exclude is None else len(exclude)
+        )
         if self.base < self.positions:  # the table is used up, or new
             self.table.fill_(NONE)
             self.base = NONE
@@ -393,19 +409,16 @@ class Frame:
         S = seeds.numel()
         build.fill(self.header, step=step, num_seeds=S, offset=self.base)
         self.sent = len(self.given)
+        given = self.given[self.head :]
         if times is not None:
             values, group = times.cpu().unique(return_inverse=True)
-            given = self.given[self.head :]
             room = self.shape.rows[0]
-            given[:S].copy_(seeds)
             given[room:][:S].copy_(group)
             given[2 * room :][: len(values)].copy_(values)
-            self.sent = self.head + 2 * room + len(values)
         elif seeds.is_cuda:
             self.sent = self.head
-            self.input[self.head :][:S].copy_(seeds)
-        else:
-            self.given[self.head :][:S].copy_(seeds)
+            given = self.input[self.head :]
+        given[:S].copy_(seeds)
 
     def start(self):
         """Start sampling on the current stream; a CUDA graph can capture this, if seeds come from the CPU."""
@@ -441,8 +454,14 @@ class Frame:
         text, vec = aggregate_source(spec.indices.dtype, part.k, features, out)
         kernels = self.backend.compiled("outermost-hop", text)
         if kernels:
-            rows = {"features": features, "width": features.shape[1] // vec, "out": out}
-            launch = kernels.prepare("pick_aggregate", b=self.batch, part=part, **rows)
+            launch = kernels.prepare(
+                "pick_aggregate",
+                b=self.batch,
+                part=part,
+                features=features,
+                width=features.shape[1] // vec,
+                out=out,
+            )
             self.steps.append((launch, lanes(out, vec) * part.rows))
             self.aggregated = features, out  # their memory is read and written at every start
         return kernels is not None

@@ -42,9 +42,18 @@ class Adam(torch.optim.Adam):
         pieces = [[part for t in table for part in t.view(-1).split(PIECE)] for table in tables]
         counts = [n for n, p in zip(counts, params) for _ in range(-(-p.numel() // PIECE))]
         first, second = group["betas"]
-        kept = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
-        options = {name: group[name] for name in kept}
-        torch._fused_adam_(*pieces, [], counts, beta1=first, beta2=second, **options)
+        torch._fused_adam_(
+            *pieces,
+            [],
+            counts,
+            lr=group["lr"],
+            beta1=first,
+            beta2=second,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+        )
 
     def _step_rows(self, p, group, rows, values):
         """rows: [n] distinct, negative ones are skipped by native/layers.py. values: [n, D] their gradient."""
@@ -59,9 +68,17 @@ class Adam(torch.optim.Adam):
         square = state["exp_avg_sq"]
         rate = group["lr"] / (1 - first ** count.double())
         root = (1 - second ** count.double()).sqrt()
-        rates = torch.stack([rate, root]).float()
-        numbers = {"first": first, "second": second, "eps": group["eps"], "rates": rates}
-        if layers.adam_rows(rows, values, mean, square, p, **numbers):
+        if layers.adam_rows(
+            rows,
+            values,
+            mean,
+            square,
+            p,
+            first=first,
+            second=second,
+            eps=group["eps"],
+            rates=torch.stack([rate, root]).float(),
+        ):
             return
         m = mean[rows].lerp_(values, 1 - first)
         v = square[rows].lerp_(values.square(), 1 - second)

@@ -24,11 +24,17 @@ def before_torch():
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
 
 
-def keep_freed_memory(mmap_threshold=1 << 30, trim_threshold=2**31 - 1):
-    """Make glibc reuse freed memory instead of returning it: fresh large tensors cost more in page faults than in work.
-    Thresholds in bytes, see mallopt(3) -> whether it worked."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    return mallopt is not None and bool(mallopt(-3, mmap_threshold) and mallopt(-1, trim_threshold))
+def of_glibc(name):
+    """Return a function of the C library, None where it has none of the name."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+
+
+def keep_freed_memory():
+    """Make glibc reuse freed memory instead of returning it: fresh large tensors cost more in page faults than in work
+    -> whether it worked."""
+    mallopt = of_glibc("mallopt")
+    # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, see mallopt(3)
+    return mallopt is not None and bool(mallopt(-3, 1 << 30) and mallopt(-1, 2**31 - 1))
 
 
 def announce(ranks, args):
@@ -45,7 +51,7 @@ def announce(ranks, args):
 def trim_memory(level):
     """Return freed heap pages to the system once resident memory exceeds `level` bytes (0: first call) by 4 %: batches
     of different sizes fragment the heap more with every epoch -> the level to pass to the next call."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    trim = of_glibc("malloc_trim")
     if trim is None:
         return 0
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -38,6 +38,7 @@ from pathlib import Path
 
 import torch
 
+from disk.columns import COLUMNS
 from disk.files import StoreError, reading, write_whole
 from run.flags import FLAGS, SAVED, TASKS, Flags, declared, make_parser, parsed, spelled, text_of
 from run.own_model import is_own, load
@@ -61,13 +62,18 @@ def save_checkpoint(run, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0, to --checkpoint."""
     plan = run.plan
     store = run.store
-    graph = {name: store.meta.get(name, 0) for name in TASKS[plan.task].widths}
-    graph |= names_of(store) | {"path": str(store.path), "files": digests(store)}
-    graph["feature_names"] = getattr(store, "feature_names", None)
+    graph = {
+        **{name: store.meta.get(name, 0) for name in run.task.widths},
+        **names_of(store),
+        "path": str(store.path),
+        "files": digests(store),
+        "feature_names": getattr(store, "feature_names", None),
+        "several": run.task.several,
+    }
     state = {
         "flags": {name: getattr(plan, name) for name in SAVED},
         "total_batch": plan.total_batch,
-        "graph": {**graph, "several": run.task.several},
+        "graph": graph,
         "model": run.model.state_dict(),
         "optimizer": optimizer.state_dict()["state"],
         "best": best,
@@ -89,21 +95,26 @@ def claimed(path):
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             claim.close()
-            why = "another run writes it: give each its own --checkpoint"
-            raise StoreError(f"--checkpoint {path}: {why}") from error
+            raise StoreError(
+                f"--checkpoint {path}: another run writes it: give each its own --checkpoint"
+            ) from error
     return claim
 
 
 def names_of(store):
     """Return {"edge_types": names, "classes": names} of a store, in the order of their numbers; None without names."""
-    classes = getattr(store, "class_names", store.meta.get("classes"))
-    return {"edge_types": store.meta.get("edge_types"), "classes": classes}
+    return {
+        "edge_types": store.meta.get("edge_types"),
+        "classes": getattr(store, "class_names", store.meta.get("classes")),
+    }
 
 
 def digests(store):
     """Return {file: SHA-256 or None} of the files of a store, and of the file of --edge-split."""
-    records = store.meta["files"].items()
-    return {name: record.get("sha256", record.get("built")) for name, record in records}
+    return {
+        name: record.get("sha256", record.get("built"))
+        for name, record in store.meta["files"].items()
+    }
 
 
 def load_model(path, model=None):
@@ -156,10 +167,9 @@ def checked_archive(data):
         for entry in archive.infolist():
             content = archive.read(entry)
             if entry.filename.endswith(".pkl"):
-                codes = pickletools.genops(content)
-                named = [symbol for code, symbol, _ in codes if code.name == "GLOBAL"]
-                if not all(re.fullmatch(HARMLESS, symbol) for symbol in named):
-                    raise ValueError("it holds more than tensors and dicts")
+                for code, symbol, _ in pickletools.genops(content):
+                    if code.name == "GLOBAL" and not re.fullmatch(HARMLESS, symbol):
+                        raise ValueError("it holds more than tensors and dicts")
             checked.writestr(entry.filename, content)
     copy.seek(0)
     return copy
@@ -171,16 +181,15 @@ def check_state(state, size):
     best = state["best"]
     state["flags"] = parsed_flags(state["flags"])
     state["graph"] = {**LATER_WIDTHS, **state["graph"]}
-    counts = state["epoch"], state["step"], state["total_batch"], best["epoch"]
-    if not all(type(count) is int and 0 <= count < 1 << 32 for count in counts):
-        raise ValueError("a count in it is no whole number from 0 to 2^32 - 1")
+    for count in (state["epoch"], state["step"], state["total_batch"], best["epoch"]):
+        if type(count) is not int or not 0 <= count < 1 << 32:
+            raise ValueError("a count in it is no whole number from 0 to 2^32 - 1")
     best["score"] = float(best["score"])
     if any(tensor.nbytes > size for tensor in state["model"].values()):
         raise ValueError("a tensor in it is larger than the file")
     if not is_own(state["flags"]["model"]):
         with torch.device("meta"):
-            network = described_network(state)
-        network.load_state_dict(dict(state["model"]), assign=True)
+            described_network(state).load_state_dict(dict(state["model"]), assign=True)
 
 
 def parsed_flags(saved):
@@ -213,16 +222,17 @@ def adopted(flags, state, path):
         here = getattr(flags, name)
         was = saved[name]
         if name in flags.typed and here != was and not (is_own(here) and is_own(was)):
-            made = f"checkpoint {path} was made with {spelled(name)} {text_of(was)}"
-            raise StoreError(f"{made}, this run has {text_of(here)}")
+            raise StoreError(
+                f"checkpoint {path} was made with {spelled(name)} {text_of(was)}, this run has {text_of(here)}"
+            )
     if is_own(custom := values.get("model")):
         raise StoreError(f"checkpoint {path} holds weights of {custom}: give --model FILE.py:NAME")
     with reading(f"checkpoint {path}"):
         store_is_here = os.path.isfile(os.path.join(state["graph"]["path"], "meta.json"))
     if "dataset" not in flags.typed and store_is_here:
         values["dataset"] = state["graph"]["path"]  # found there whatever --root is
-        built = (name for name in declared("built") if name not in flags.typed)
-        values |= {name: FLAGS[name].default for name in built}
+        for name in {*declared("built")} - {*flags.typed}:
+            values[name] = FLAGS[name].default
     if not flags.trains:
         values["early_stop"] = None
     return replace(flags, **values)
@@ -245,8 +255,10 @@ def common_state(ranks, flags):
             data = Path(path).read_bytes() if ranks.rank == source else None
             state = read_checkpoint(path, ranks.broadcast(data, source))
         flags = adopted(flags, state, path)
-    names = sorted(declared("fixed", "of_data", "kept", "alike"))
-    common = {spelled(name): text_of(getattr(flags, name)) for name in names}
+    common = {
+        spelled(name): text_of(getattr(flags, name))
+        for name in sorted(declared("fixed", "of_data", "kept", "alike"))
+    }
     # files may lie in another folder; what is in them is compared with the data
     del common["--dataset"]
     common["--model"] = flags.model.rpartition(":")[2]
@@ -262,8 +274,10 @@ def check_same(ranks, values):
     for rank, theirs in enumerate(others, 1):
         for name in {**first, **theirs}:
             if (value := first.get(name)) != (other := theirs.get(name)):
-                differ = f"{name} is {value} on rank 0, {other} on rank {rank}"
-                raise StoreError(f"{differ}: all machines need the same flags and data")
+                raise StoreError(
+                    f"{name} is {value} on rank 0, {other} on rank {rank}"
+                    ": all machines need the same flags and data"
+                )
 
 
 def check_graph(ranks, state, path, plan, task):
@@ -271,10 +285,12 @@ def check_graph(ranks, state, path, plan, task):
     as many seeds a step as there. To predict, only the widths must match, and the graph may have fewer classes and edge
     types than the checkpoint, these in another order: returns the numbers [T] of the graph's edge types there, or None
     if they are the same."""
-    code = {"--model's file": load(plan.model)[1]} if is_own(plan.model) else {}
     store = task.store
     # the file of --edge-split may lie in another folder
-    check_same(ranks, code | {os.path.basename(k): v for k, v in digests(store).items()})
+    common = {os.path.basename(name): digest for name, digest in digests(store).items()}
+    if is_own(plan.model):
+        common["--model's file"] = load(plan.model)[1]
+    check_same(ranks, common)
     if not state:
         return None
     graph = state["graph"]
@@ -282,7 +298,7 @@ def check_graph(ranks, state, path, plan, task):
         check_widths(task, plan, graph, path)
         numbers = numbers_of_types(ranks, task, plan, graph, path)
         name_features(ranks, store, graph["feature_names"], path)
-        files = digests(store)
+        files = {f"{name}.npy": "none" for name in COLUMNS} | digests(store)
         was = graph["files"]
         if hasattr(store, "class_names") and (
             graph["classes"] or files.get("labels.npy") != was.get("labels.npy")
@@ -292,15 +308,20 @@ def check_graph(ranks, state, path, plan, task):
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not plan.trains:
         if other and "dataset" not in plan.typed:
-            changed_files = f"{', '.join(other)} of {store.path}"
-            ranks.say(f"data    {changed_files} changed since this checkpoint was trained")
+            ranks.say(
+                f"data    {', '.join(other)} of {store.path} changed since this checkpoint was trained"
+            )
         return numbers
     if other:
-        start = f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same"
-        raise StoreError(f"{start}; give its graph, or another --checkpoint to start anew")
+        raise StoreError(
+            f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same; "
+            "give its graph, or another --checkpoint to start anew"
+        )
     if (was := state["total_batch"]) != plan.total_batch:
-        start = f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}"
-        raise StoreError(f"{start}, this run has {plan.total_batch}")
+        raise StoreError(
+            f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}, "
+            f"this run has {plan.total_batch}"
+        )
     return None
 
 
@@ -344,12 +365,13 @@ def numbers_of_types(ranks, task, plan, graph, path):
         if was[: len(here)] == here:
             continue
         if plan.trains or name != "edge_types" or {*here} - {*was}:
-            were = "; ".join(was)[:300]
             has = "; ".join(here)[:300]
             if {*here} == {*was}:
                 has = "them in another order"
-            trained = f"checkpoint {path} was trained on a graph"
-            raise StoreError(f"{trained} whose {noun} are {were}; {store.path} has {has}")
+            raise StoreError(
+                f"checkpoint {path} was trained on a graph whose {noun} are {'; '.join(was)[:300]}; "
+                f"{store.path} has {has}"
+            )
         ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
         numbers = torch.tensor([was.index(kind) for kind in here])
     return numbers
@@ -365,9 +387,10 @@ def name_features(ranks, store, was, path):
     elif sorted(here) != sorted(was):
         lost = min({*was} - {*here}, key=was.index)
         other = min({*here} - {*was}, key=here.index)
-        differ = f"{store.path} lacks it and has {other!r} instead: name the columns alike"
-        trained = f"checkpoint {path} was trained on a graph with the feature {lost!r}"
-        raise StoreError(f"{trained}; {differ}")
+        raise StoreError(
+            f"checkpoint {path} was trained on a graph with the feature {lost!r}; {store.path}"
+            f" lacks it and has {other!r} instead: name the columns alike"
+        )
     elif here != was:
         store.take_columns(was)
         ranks.say("data    feature columns are put into the checkpoint's order by name")
@@ -383,12 +406,12 @@ def restore(run, state, path, optimizer, best):
     if is_own(plan.model) and str(state.get("code")) != run.digest:
         ranks.say(f"model   {plan.model} has changed since the checkpoint was written")
     if plan.trains:
-        saved = state["flags"]
-        typed = [name for name in declared("kept", "built") if name in plan.typed]
-        values = [(name, saved[name], getattr(plan, name)) for name in typed]
-        changes = [
-            f"{spelled(name)[2:]} {was} -> {here}" for name, was, here in values if here != was
-        ]
+        changes = []
+        for name in declared("kept", "built"):
+            was = state["flags"][name]
+            here = getattr(plan, name)
+            if name in plan.typed and here != was:
+                changes.append(f"{spelled(name)[2:]} {was} -> {here}")
         ranks.say(changes and f"changed  {', '.join(changes)}")
         parameters = list(run.model.parameters())
         with reading(f"checkpoint {path}"):
@@ -397,8 +420,8 @@ def restore(run, state, path, optimizer, best):
                 shape = parameters[index].shape
                 if shapes != {"step": (), "exp_avg": shape, "exp_avg_sq": shape}:
                     raise ValueError(f"parameter {index} has no moments of Adam")
-            groups = optimizer.state_dict()["param_groups"]  # of this run's flags
-            optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+            # groups are of this run's flags
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizer"]})
     best.update(state["best"])
     if not best["model"]:
         best["epoch"] = state["epoch"]  # --early-stop counts from here

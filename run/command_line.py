@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from disk.files import check_name, plural
-from run.flags import FLAGS, TASKS, Flags, make_parser, parsed, spelled, text_of
-from run.own_model import conv_of
+from run.flags import FLAGS, TASKS, make_parser, parsed, spelled, text_of
+from run.own_model import layer_of
 
 
-def parse_args(argv, complete) -> Flags:
-    """Parse the words after "train.py". complete: function(flags) that fills in those of the checkpoint to resume."""
+def parse_args(argv, complete):
+    """Parse the words after "train.py" -> Flags. complete: function(flags) that fills in those of the checkpoint to resume."""
     parser = make_parser()
     flags = parsed(parser, argv)
     if flags.resume == "auto" and not flags.checkpoint:
@@ -30,14 +30,16 @@ def parse_args(argv, complete) -> Flags:
 def filled_in(flags):
     """Return the flags with the defaults that depend on other flags filled in."""
     task = TASKS[flags.task]
-    conv = conv_of(flags.model)
+    conv = layer_of(flags.model)
     fanout = flags.fanout or [10] * (flags.num_layers or 3)
-    values = {"fanout": fanout, "num_layers": flags.num_layers or len(fanout)}
-    values["norm"] = flags.norm or (conv.norm if conv else "none")
-    residual = conv.residual if conv else "no"
-    # else `settle` decides, by the graph
-    if flags.residual is None and not (task.classes_agree and residual == "if classes disagree"):
-        values["residual"] = residual == "yes"
+    values = {
+        "fanout": fanout,
+        "num_layers": flags.num_layers or len(fanout),
+        "norm": flags.norm or conv.norm,
+    }
+    by_graph = task.classes_agree and conv.residual == "if classes disagree"  # `settle` decides
+    if flags.residual is None and not by_graph:
+        values["residual"] = conv.residual == "yes"
     if flags.temporal == "auto":
         values["temporal"] = task.temporal
     if flags.gpus is None:
@@ -49,25 +51,27 @@ def filled_in(flags):
 def check_values(parser, flags):
     """Reject a network that cannot work, and flags that were typed but have no effect, or not the one they name."""
     task = TASKS[flags.task]
-    conv = conv_of(flags.model)
+    conv = layer_of(flags.model)
     hops = len(flags.fanout)
     if hops != flags.num_layers:
-        fanouts = f"--fanout {text_of(flags.fanout)} has {plural(hops, 'hop')}"
-        parser.error(f"{fanouts}, --num-layers is {flags.num_layers}: one fanout a layer is needed")
-    if conv and "heads" in conv.takes and flags.hidden % flags.heads:
+        parser.error(
+            f"--fanout {text_of(flags.fanout)} has {plural(hops, 'hop')}, "
+            f"--num-layers is {flags.num_layers}: one fanout a layer is needed"
+        )
+    if "heads" in conv.takes and flags.hidden % flags.heads:
         parser.error(f"--hidden {flags.hidden} is no multiple of --heads {flags.heads}: give one")
     if flags.norm == "batch" and flags.checkpoint_activations:
         parser.error("--norm batch counts twice with --checkpoint-activations: use --norm layer")
     if flags.metric and flags.metric not in task.metrics:
-        metrics = ", ".join(task.metrics) or "none"
-        parser.error(f"--metric {flags.metric}: --task {flags.task} has {metrics}")
+        parser.error(
+            f"--metric {flags.metric}: --task {flags.task} has {', '.join(task.metrics) or 'none'}"
+        )
     if flags.task == "graph" and flags.precision == "fp64":
         parser.error("--precision fp64 is not for --task graph: take fp32")
     unused = {name: why for why, names in task.unused.items() for name in names.split()}
     for name, flag in FLAGS.items():
         value = getattr(flags, name)
-        off = value == flag.default and flag.default_is_off
-        if name not in flags.typed or off:
+        if name not in flags.typed or value == flag.default and flag.default_is_off:
             continue
         for why in [unused.get(name), *(need(flags) for need in flag.needs)]:
             if why:
@@ -86,8 +90,9 @@ def check_files(parser, flags):
             continue
         other = taken.setdefault(os.path.realpath(name), flag)
         if other != flag and [other, flag] != ["resume", "checkpoint"]:
-            of_other = f"that is the file of {spelled(other)}, give another name"
-            parser.error(f"--{flag} {name}: {of_other}")
+            parser.error(
+                f"--{flag} {name}: that is the file of {spelled(other)}, give another name"
+            )
     for flag, declared in FLAGS.items():
         name = getattr(flags, flag)
         if not declared.endings or name is None:

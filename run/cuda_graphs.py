@@ -24,7 +24,6 @@ With several ranks the gradients are averaged between two graphs, as one vector,
 import gc
 import re
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -53,8 +52,9 @@ def averages_in_place(args, store, *dtypes):
     return plain and floats and args.mode != "pinned-cuda"
 
 
-def hindrances(args, store, used):
-    """Return the reasons against CUDA graphs that flags and data give. used: `EdgeData` of the store."""
+def hindrances(args, task, used):
+    """Return the reasons against CUDA graphs that flags, task and data give. used: `EdgeData` of the task's store."""
+    store = task.store
     conv = conv_of(args.model)
     padded = ", ".join(layers_where(padded=True))
     fanout = ",".join(map(str, args.fanout))
@@ -72,6 +72,7 @@ def hindrances(args, store, used):
         (not too_many, f"--fanout {fanout}: the last number is {limit} at most"),
         (SAMPLERS[args.sampler].counted, "neighbours are not drawn uniformly"),
         (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
+        (task.draw is None, "the task draws its own batches"),
         (store.labels.dim() == 1, "nodes have several labels"),
         (used.features is None, "edges have features"),
         (used.num_types <= LOOPED, f"edges have more than {LOOPED} types"),
@@ -83,11 +84,12 @@ def hindrances(args, store, used):
     return [reason for fine, reason in table if not fine]
 
 
-def hops_held(args, store, used):
+def hops_held(args, task, used):
     """Return how many hops of a batch the CUDA graphs would hold in GPU memory in cuda-cuda, 0 if there can be none.
-    used: `EdgeData` of the store."""
-    if hindrances(args, store, used):
+    used: `EdgeData` of the task's store."""
+    if hindrances(args, task, used):
         return 0
+    store = task.store
     return len(args.fanout) - averages_in_place(args, store, store.features.dtype)
 
 
@@ -95,7 +97,7 @@ def obstacle(run):
     """Return why a step of this run cannot be a CUDA graph, or None if it can."""
     if not run.ranks.gpus:
         return "there is no GPU"
-    if reasons := hindrances(run.plan, run.store, run.used):
+    if reasons := hindrances(run.plan, run.task, run.used):
         return reasons[0]
     if not run.ring.on_device:
         return f"--mode {run.plan.mode} fetches features on the host"
@@ -302,8 +304,7 @@ class StepGraphs:
         self.flat = self.update = None
         if ranks.world > 1:
             self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=ranks.device)
-        slot = partial(Slot, self.sampler, self.ring, room)
-        self.slots = [slot() for _ in range(args.prefetch + 1)]
+        self.slots = [Slot(self.sampler, self.ring, room) for _ in range(args.prefetch + 1)]
         kept = [t.clone() for t in self._state()]
         self.begin()
         try:
@@ -350,8 +351,10 @@ class StepGraphs:
             losses.append(self._loss(self._train, slot))
         same = (abs(a - b) <= GRAPH_RTOL * abs(a) for a, b in zip(expected, losses))
         if not all(same) or not all(error <= GRAPH_RTOL for error in errors):
-            differ = f"their losses are {losses}, and {expected} without graphs"
-            raise RuntimeError(f"their input is {max(errors):.1%} off, {differ}")
+            raise RuntimeError(
+                f"their input is {max(errors):.1%} off, "
+                f"their losses are {losses}, and {expected} without graphs"
+            )
         return failure
 
     def _loss(self, run, *args):
@@ -462,7 +465,7 @@ class StepGraphs:
             if self._sample(slot, *drawn):
                 self.repeated += 1
                 blocks = self.sampler.sample(*drawn, relabel_outer=not self.ring.first_hop)
-                return self.ring.fetch(number, blocks, batch=batch)
+                return self.ring.fetch(number, blocks, batch)
             y = slot.y[: len(batch.seeds)]
             return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=y)
 

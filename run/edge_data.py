@@ -1,4 +1,4 @@
-"""Which edge weights, times, types and features a run uses, and the lines printed about them.
+"""Which columns of edges and nodes a run uses, and the lines printed about them.
 
 used, lines = edge_data(args, task, store)    # columns that --model, --sampler and --temporal take
 model.degrees = degrees_at(store.indptr, used)    # for layers that divide by degrees, where seeds have times
@@ -11,15 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.columns import types_called
+from disk.columns import COLUMNS, types_called
 from disk.files import StoreError
 from model import layers_where, plain_layers
-from run.own_model import conv_of, takes_edges
+from run.own_model import conv_of, layer_of, takes_edges
 from sampler import LATEST, WEIGHTED, seen_at
 
 
 class EdgeData(NamedTuple):
-    """The columns that a run uses; None where there is none or it is unused."""
+    """The columns that a run uses; None where there is none or it is unused. The field of a column edge_x is x, that of node_x
+    is seed_x."""
 
     weight: Tensor | None = None  # float32 [M]: neighbours are drawn by it
     time: Tensor | None = None  # int64 [M]: no seed sees an edge later than its own time
@@ -40,8 +41,8 @@ class EdgeData(NamedTuple):
         return torch.from_numpy(numbers[self.type.numpy()])
 
 
-def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
-    """Choose the edge columns that a run uses -> (EdgeData, lines to print). task: a `Task` or its class.
+def edge_data(args, task, store):
+    """Choose the columns that a run uses -> (EdgeData, lines to print). task: a `Task` or its class.
 
     There is one function for each decision -> (entries of EdgeData, lines). Raises StoreError for flags that need a
     column the store lacks, or a model that cannot use one.
@@ -50,8 +51,19 @@ def edge_data(args, task, store) -> tuple[EdgeData, list[str]]:
     types, of_types = types_used(args, store)
     times, of_times = times_used(args, task, store, by_type=bool(types))
     weights, of_weights = weights_used(args, store)
-    used = EdgeData(**features, **types, **times, **weights)
-    return used, [*lines, *of_types, *of_times, *of_weights]
+    lines += of_types + of_times + of_weights
+    lines = [f"edges   {line}" for line in lines] + without_use(store)
+    return EdgeData(**features, **types, **times, **weights), lines
+
+
+def without_use(store):
+    """Return a line for each column of the store that `EdgeData` has no field for."""
+    lines = []
+    for name, column in COLUMNS.items():
+        field = name.removeprefix("edge_").replace("node_", "seed_")
+        if getattr(store, name) is not None and field not in EdgeData._fields:
+            lines.append(f"{column.of}s   values of {name} are not used by this run")
+    return lines
 
 
 def features_used(args, store):
@@ -69,13 +81,14 @@ def features_used(args, store):
         instead = f"{', '.join(plain_layers())} do without"
     if store.edge_features is None:
         if must:
-            needs = f"--model {args.model} takes features of edges, and {store.path} has none"
-            raise StoreError(f"{needs}; {instead}")
+            raise StoreError(
+                f"--model {args.model} takes features of edges, and {store.path} has none; {instead}"
+            )
         return {}, []
     if not takes:
         return {}, [f"features of edges are not used by --model {args.model}: {why}"]
-    seen = f"{store.edge_dim} x {store.meta['edge_dtype']}"
-    return {"features": store.edge_features}, [f"the model sees the features of edges, {seen}"]
+    seen = f"the model sees the features of edges, {store.edge_dim} x {store.meta['edge_dtype']}"
+    return {"features": store.edge_features}, [seen]
 
 
 def types_used(args, store):
@@ -94,18 +107,22 @@ def types_used(args, store):
             of = "each of them"
             if 0 in sum(fanouts, []):
                 of = "those it names, exact inference for all"
-        seen = f"--fanout is for {of}, and the model sees them"
-        return types, [f"edges have {store.num_edge_types} types; {seen}"]
+        return types, [
+            f"edges have {store.num_edge_types} types; --fanout is for {of}, and the model sees them"
+        ]
     if not all(isinstance(hop, int) for hop in args.fanout):
-        why = f"it is for {', '.join(typed)}, or a model of your own, and a graph with types"
-        fanout = ",".join(map(str, args.fanout))
-        raise StoreError(f"--fanout {fanout} names types: {why}, here {store.path}")
+        raise StoreError(
+            f"--fanout {','.join(map(str, args.fanout))} names types: "
+            f"it is for {', '.join(typed)}, or a model of your own, and a graph with types"
+            f", here {store.path}"
+        )
     if conv is not None and conv.uses_types:
         raise StoreError(f"--model {args.model} takes types of edges, and {store.path} has none")
     if store.edge_type is None:
         return {}, []
-    take = f"{' and '.join(typed)} take them"
-    return {}, [f"types of edges are not used by --model {args.model}: {take}"]
+    return {}, [
+        f"types of edges are not used by --model {args.model}: {' and '.join(typed)} take them"
+    ]
 
 
 def times_used(args, task, store, by_type):
@@ -113,34 +130,33 @@ def times_used(args, task, store, by_type):
     whether the model sees types of edges."""
     timed = store.edge_time is not None and (task.timed_pairs or store.node_time is not None)
     temporal = args.temporal
-    if temporal == "auto":
-        temporal = "at" if timed else "off"
-    if temporal == "off":
+    if temporal == "off" or temporal == "auto" and not timed:
         return {}, unused_times(args, store, timed)
     if not timed:
         lacks = "edges (edge_time)" if store.edge_time is None else "nodes (node_time)"
         if only_nodes_timed(store):
             lacks += f"; {anew(store)}"
         raise StoreError(f"--temporal {args.temporal}: {store.path} has no times of {lacks}")
-    conv = conv_of(args.model)
-    if conv is not None and conv.whole_graph:
+    if layer_of(args.model).whole_graph:
         why = "divides by the degrees of the whole graph"
         *able, last = [n for n in plain_layers() if n in layers_where(whole_graph=False)]
         instead = f"take {', '.join(able)} or {last}, or --temporal off"
         raise StoreError(f"--model {args.model} {why}: {instead}")
     if store.edge_type is not None and not by_type:
-        sees = f"lists are by type, then time, and --model {args.model} sees no types"
         instead = f"take {' or '.join(layers_where(uses_types=True))}, or --temporal off"
-        raise StoreError(f"{store.path}: {sees}: {instead}")
+        raise StoreError(
+            f"{store.path}: lists are by type, then time, and --model {args.model} sees no types: {instead}"
+        )
     if str(args.fanout[0]).startswith("any="):
         why = "lists are sorted by type, then time: give numbers by type, or --temporal off"
         raise StoreError(f"--fanout any= draws from all types together, and {why}")
-    times = {"time": store.edge_time, "window": args.window, "strict": temporal == "before"}
+    strict = temporal == "before"
+    times = {"time": store.edge_time, "window": args.window, "strict": strict}
     who = "the ends of a pair and its negatives"
     if not task.timed_pairs:
         times["seed_time"] = store.node_time
         who = "seeds"
-    when = "at their own time or before it" if temporal == "at" else "before their own time"
+    when = "before their own time" if strict else "at their own time or before it"
     if args.window:
         when += f", of the last {args.window}"
     lines = [f"{who} see edges {when}, in every hop; --temporal off shows them all"]
@@ -149,14 +165,16 @@ def times_used(args, task, store, by_type):
     return times, lines
 
 
-def unused_times(args, store, timed) -> list[str]:
+def unused_times(args, store, timed):
     """Return the lines of a run whose seeds see edges of any time; StoreError for flags that need times to draw by."""
-    draws = args.trains  # exact inference takes all neighbours
-    if draws and args.window:
+    # exact inference takes all neighbours
+    if args.trains and args.window:
         raise StoreError(f"--window {args.window} is of times, and seeds of {store.path} have none")
-    if draws and args.sampler == LATEST.name:
-        needs = "--sampler latest needs times of edges and nodes"
-        raise StoreError(f"{needs}, and --temporal at or before, here {args.temporal}")
+    if args.trains and args.sampler == LATEST.name:
+        raise StoreError(
+            "--sampler latest needs times of edges and nodes"
+            f", and --temporal at or before, here {args.temporal}"
+        )
     if only_nodes_timed(store):
         return [f"times of nodes are not used: edges have none (edge_time); {anew(store)}"]
     if store.edge_time is None:
@@ -165,12 +183,12 @@ def unused_times(args, store, timed) -> list[str]:
     return [f"times of edges are not used: {why}; seeds see edges of any time"]
 
 
-def only_nodes_timed(store) -> bool:
+def only_nodes_timed(store):
     """Whether nodes have times and edges do not, as in stores that were built before edges took those of their sources."""
     return store.edge_time is None and store.node_time is not None
 
 
-def anew(store) -> str:
+def anew(store):
     """Say what to do with a store in which only nodes have times."""
     return f"build {store.path} anew: an edge then has the time of its source"
 
@@ -182,8 +200,7 @@ def weights_used(args, store):
             said = "neighbours are drawn by weight; exact inference counts all edges alike"
             return {"weight": store.edge_weight}, [said]
         if args.trains:
-            lacks = f"{store.path} has none"
-            raise StoreError(f"--sampler weighted draws by weights of edges, {lacks}")
+            raise StoreError(f"--sampler weighted draws by weights of edges, {store.path} has none")
     if store.edge_weight is None:
         return {}, []
     return {}, ["weights of edges are not used: --sampler weighted draws neighbours by them"]
@@ -202,8 +219,9 @@ def hops(fanout, used):
         for name, k in re.findall(r"(.+?)=(-1|0*[1-9][0-9]{0,8})(?::|$)", str(hop)):
             matching = types_called(name, names)
             if not matching:
-                they = "; ".join(names)
-                raise StoreError(f"--fanout {name}={k}: no such type of edges; they are {they}")
+                raise StoreError(
+                    f"--fanout {name}={k}: no such type of edges; they are {'; '.join(names)}"
+                )
             for i in matching:
                 if fanouts[-1][i]:
                     raise StoreError(f"--fanout {hop}: {names[i]} is there twice")
@@ -215,11 +233,12 @@ def degrees_at(indptr, used):
     """Return a function degrees(block) -> [N, 2]: out- and in-degree of each source node at its time, both the number
     of edges in its neighbour list that it may see. indptr: int64 [V+1]; used: EdgeData with times, in host memory."""
 
-    def degrees(block):
+    def at_times(block):
         nodes = block.src_nodes.cpu().long()
         first = indptr[nodes]
-        lists = first, indptr[nodes + 1] - first, block.src_times.cpu()
-        seen = seen_at(used.time, *lists, strict=used.strict, window=used.window)[1]
+        degrees = indptr[nodes + 1] - first
+        times = block.src_times.cpu()
+        _, seen = seen_at(used.time, first, degrees, times, strict=used.strict, window=used.window)
         return seen.unsqueeze(1).expand(-1, 2)
 
-    return degrees
+    return at_times

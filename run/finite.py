@@ -43,7 +43,9 @@ def check_features(ranks, store, dtype):
     feature = max((record.get("largest", 0.0) for record in records), default=0.0)
     largest = f"the largest feature is {feature:.3g}"
     if feature > end:
-        limit = f"{str(dtype)[6:]}, used for training, ends at {end:.3g}"
-        raise StoreError(f"{store.path}: {largest}, and {limit}: scale the features")
+        raise StoreError(
+            f"{store.path}: {largest}, and {str(dtype)[6:]}, used for training, ends at {end:.3g}"
+            ": scale the features"
+        )
     if feature > UNUSUAL:
         ranks.say(f"data    {largest}: scale each column if the loss does not fall")

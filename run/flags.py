@@ -39,14 +39,13 @@ from run.kinds import (
     one_of,
     text,
 )
-from run.own_model import conv_of
+from run.own_model import conv_of, layer_of
 from sampler import SAMPLERS
 from tasks.graph import GraphTask
 from tasks.link import LinkTask
 from tasks.node import NodeTask
 
 TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
-METRICS_OF_TASKS = dict.fromkeys(m for task in TASKS.values() for m in task.metrics)
 
 # ---- what a flag needs to have an effect: functions of all flags that return what speaks against it, or None
 
@@ -74,8 +73,7 @@ def layers_taking(option):
 
 def layer_with(option):
     def needs(flags):
-        conv = conv_of(flags.model)
-        if conv is None or option not in conv.takes:
+        if option not in layer_of(flags.model).takes:
             return f"is for --model {' or '.join(layers_taking(option))}, --model is {flags.model}"
 
     return needs
@@ -199,7 +197,7 @@ class Flag:
         kind: options of argparse, see run/kinds.py.
         default: None: it follows from other flags, the data or the machine, unless there is none.
         help: unless it says what the default is, --help adds it.
-        group: heading in --help that begins here. also: another spelling.
+        group: heading in --help that begins here. also: other spellings.
         needs: functions, see above; of a value that was typed each has to return None.
         default_is_off: its default asks for nothing, so that it needs nothing.
         endings: of the file that it names, for flags that write one.
@@ -211,7 +209,7 @@ class Flag:
     default: Any
     help: str
     group: str | None = None
-    also: str | None = None
+    also: tuple = ()
     needs: tuple = ()
     endings: tuple = ()
     default_is_off: bool = True
@@ -220,8 +218,7 @@ class Flag:
 
 def flag(resume, kind, default, help, **options):
     """Declare a field of `Flags`; arguments: see `Flag`."""
-    record = Flag(resume, kind, default, help, **options)
-    return field(default=default, metadata={"flag": record})
+    return field(default=default, metadata={"flag": Flag(resume, kind, default, help, **options)})
 
 
 # A flag is declared by the word for what a resumed run does with it
@@ -379,7 +376,7 @@ class Flags:
     )
     epochs: int | None = kept(COUNT, None, "default: at least 10, and at least 200 optimizer steps")
     metric: str | None = fixed(
-        one_of(*METRICS_OF_TASKS),
+        one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
         None,
         "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); labels of graphs: roc_auc, accuracy, f1 (default: roc_auc, or accuracy for more than two classes)",
     )
@@ -503,7 +500,7 @@ class Flags:
         text("FILE"),
         None,
         "append JSON lines: flags, epochs (torchrun: --log-file)",
-        also="--log-file",
+        also=["--log-file"],
         endings=("",),
     )
     tensorboard: str | None = free(
@@ -579,25 +576,27 @@ class Plan(Flags):
 # ---- flags as words
 
 
-def parsed(parser, words) -> Flags:
-    """Parse words, without checks that involve several flags."""
+def parsed(parser, words):
+    """Parse words -> Flags, without checks that involve several flags."""
     given = vars(parser.parse_args(words))
     return Flags(**given, typed=tuple(given), run=secrets.token_hex(4))
 
 
 def make_parser():
     """Build the parser of all flags; its results have those that are typed."""
-    about = "Train a graph neural network by neighbour sampling."
-    parser = Parser(usage="python train.py [flags]", description=about)
+    parser = Parser(
+        usage="python train.py [flags]",
+        description="Train a graph neural network by neighbour sampling.",
+    )
     for name, flag in FLAGS.items():
         if flag.group:
             group = parser.add_argument_group(flag.group)
         help = flag.help
-        if flag.default and "default" not in help:
+        is_said = flag.default is None or flag.default is False or "default" in help
+        if not is_said:
             help += f" (default: {flag.default})"
-        names = [spelled(name), flag.also] if flag.also else [spelled(name)]
-        absent = argparse.SUPPRESS
-        group.add_argument(*names, dest=name, default=absent, help=help, **flag.kind)
+        names = [spelled(name), *flag.also]
+        group.add_argument(*names, dest=name, default=argparse.SUPPRESS, help=help, **flag.kind)
     return parser
 
 

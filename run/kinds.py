@@ -24,9 +24,8 @@ def fanout(text):
     number = "(-1|0*[1-9][0-9]{0,8})"
     wrong = rf"any=|[^,]*=(?!{number}:)[-.\d]+:"  # a name may hold : and =, as a URI does
     hop = f"({number}|(?!{wrong})[^,]+={number})"
-    rest = f"(,{number})*"
     hops = re.sub(r"\s*,\s*", ",", text.strip())
-    if re.fullmatch(f"{hop}(,{hop})*|any={number}{rest}", hops):
+    if re.fullmatch(f"{hop}(,{hop})*|any={number}(,{number})*", hops):
         return [part if "=" in part else int(part) for part in hops.split(",")]
     how = "write numbers above 0 and below 10^9, or -1 for all: 15,10,5; by types writes=10:cites=5 or any=15,10"
     if " " in text:
@@ -47,14 +46,16 @@ def size(text):
 def positive(kind, zero=False, below=None):
     """Make an argparse type: a finite number above 0 (zero: at least 0), and below 2^31 if whole, or `below`."""
     below = below or (2**31 if kind is int else math.inf)
-    needed = f"{'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
 
     def parse(text):
         with suppress(ValueError):
             if 0 < (value := kind(text)) < below or zero and value == 0:
                 return value
         limit = f" and below {below}" if below < math.inf else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {needed}{limit}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a {'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
+            f"{limit}"
+        )
 
     return parse
 

@@ -47,6 +47,11 @@ def conv_of(model):
     return CONVS[model]
 
 
+def layer_of(model):
+    """Return the layer that a value of --model names, or `Conv`, which takes nothing, for a network of a file."""
+    return conv_of(model) or Conv
+
+
 def words_of(text):
     """Parse --model-args, as an argparse type: 'hidden=64,norm=layer' -> ['hidden=64', 'norm=layer']."""
     words = [word.strip() for word in re.split(r",(?![^\[(]*[\])])", text)]  # not inside [1,2]
@@ -73,8 +78,10 @@ def run_file(file, text):
     except Exception as error:
         if "/dgl/__init__.py" not in traceback.format_exc():
             raise
-        how = "write `from sampler import import_dgl; dgl = import_dgl()`"
-        raise StoreError(f"{file}: `import dgl` fails under this torch: {how}") from error
+        raise StoreError(
+            f"{file}: `import dgl` fails under this torch: "
+            "write `from sampler import import_dgl; dgl = import_dgl()`"
+        ) from error
     return module
 
 
@@ -87,8 +94,10 @@ def load(model):
     defined = vars(run_file(file, text))
     if not callable(defined.get(name)) or isinstance(defined[name], nn.Module):
         public = [k for k, v in defined.items() if getattr(v, "__module__", "") == "own_model_file"]
-        lacks = f"{file} defines no class or function {name}"
-        raise StoreError(f"--model {model}: {lacks}; it has {', '.join(public) or 'none'}")
+        raise StoreError(
+            f"--model {model}: {file} defines no class or function {name}"
+            f"; it has {', '.join(public) or 'none'}"
+        )
     return defined[name], hashlib.sha256(text).hexdigest()
 
 
@@ -120,8 +129,9 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
         inspect.signature(make).bind(in_dim, num_classes, **values)
     except TypeError as error:
         options = "".join(f", {k}={v!r}" for k, v in values.items())
-        call = f"{name}(in_dim, num_classes{options})"
-        raise StoreError(f"--model {model} is called as {call}: {error}") from error
+        raise StoreError(
+            f"--model {model} is called as {name}(in_dim, num_classes{options}): {error}"
+        ) from error
     net = make(in_dim, num_classes, **values)
     start = f"--model {model}: {name}"
     if not isinstance(net, nn.Module):
@@ -130,8 +140,10 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
         raise StoreError(f"{start} has lazy modules: give them the sizes of their inputs")
     for key, value in net.state_dict().items():
         if type(value) is not torch.Tensor or value.layout != torch.strided:
-            kept = "in its state_dict, and a checkpoint holds dense tensors"
-            raise StoreError(f"{start} has {key} {kept}: leave it out (persistent=False)")
+            raise StoreError(
+                f"{start} has {key} in its state_dict, and a checkpoint holds dense tensors"
+                ": leave it out (persistent=False)"
+            )
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise StoreError(f"{start} has no parameters that could be trained")
     taken = inspect.signature(net.forward).parameters.values()

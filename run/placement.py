@@ -12,15 +12,15 @@ import torch
 
 from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
-from features import CachedFeatures, FeatureRing, expected_visits, place, share
+from features import MODES, CachedFeatures, FeatureRing, expected_visits, place, share
 from model import gather_rows, self_and_mean
 from run import cuda_graphs
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
-from run.own_model import conv_of
+from run.own_model import conv_of, layer_of
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
-from sampler import METHODS, SAMPLERS, DamagedGraph, NeighborSampler
+from sampler import METHODS, SAMPLERS, UNIFORM, DamagedGraph, NeighborSampler
 from store import BACKENDS, MmapFeatures, ReorderedFeatures
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
@@ -52,19 +52,19 @@ def settle(ranks, flags, task):
         lines.append(f"model   {line}")
     if flags.precision is None:
         values["precision"] = "tf32" if has_tf32(ranks, flags) else "fp32"
-    no_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX2"
-    if flags.precision == "bf16" and not ranks.gpus and no_avx512:
+    avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    if flags.precision == "bf16" and avx2 and not ranks.gpus:
         lines.append("precision  bf16 is slower than fp32 on this processor, which has no AVX-512")
     used = EdgeData()
     cores = 1
     mode = "store"
     if task.placed:
-        used, edge_lines = edge_data(flags, task, store)
+        used, of_columns = edge_data(flags, task, store)
         options = memory_options(ranks, flags, task, used)
         mode, line, warning = choose_mode(store, flags.gpus, flags.mode, **options)
         cores = options["cores"]
         ranks.say(flags.verbose and f"memory  {line}")
-        lines += [f"edges   {line}" for line in edge_lines]
+        lines += of_columns
         if warning:
             lines.append(f"memory  {warning}")
     threads, prefetch = batches_ahead(mode, cores, flags.sample_threads, flags.prefetch)
@@ -81,8 +81,10 @@ def kept_weights(flags, task):
         weights = "best"
     if weights == "best" and flags.trains and not judged:
         flag = f"--early-stop {flags.early_stop}" if flags.early_stop else "--weights best"
-        lacks = f"{task.store.path} has no validation {task.examples} to compute it from"
-        raise StoreError(f"{flag} goes by validation {task.metric}, and {lacks}")
+        raise StoreError(
+            f"{flag} goes by validation {task.metric}, and "
+            f"{task.store.path} has no validation {task.examples} to compute it from"
+        )
     return weights
 
 
@@ -101,21 +103,23 @@ def memory_options(ranks, flags, task, used):
         free_gpu = torch.cuda.mem_get_info()[0] if ranks.gpus else 0
     of_ranks = ranks.gather((free_gpu, free_host_bytes(), torch.get_num_threads()))
     free_gpu, free_host, cores = map(min, zip(*of_ranks))
-    free = {"procs": ranks.local_world, "free_gpu": free_gpu or None, "free_host": free_host}
-    return free | sizes(flags, task, used, cores)
+    return {
+        "procs": ranks.local_world,
+        "free_gpu": free_gpu or None,
+        "free_host": free_host,
+        **sizes(flags, task, used, cores),
+    }
 
 
 def memory_lines(ranks, flags, task):
     """List the lines of --dry-run about memory: sizes on disk, what each mode needs, the mode to choose."""
     store = task.store
-    used = edge_data(flags, task, store)[0]
+    used, _ = edge_data(flags, task, store)
     options = memory_options(ranks, flags, task, used)
     modes, best = estimate(store, flags.gpus, **options)
     disk = {name: record["bytes"] for name, record in store.meta["files"].items()}
-    features = disk.pop(BACKENDS[store.meta["backend"]])
-    lines = {
-        "on disk": f"graph {readable_size(sum(disk.values()))}, features {readable_size(features)}"
-    }
+    features = readable_size(disk.pop(BACKENDS[store.meta["backend"]]))
+    lines = {"on disk": f"graph {readable_size(sum(disk.values()))}, features {features}"}
     for mode, fit in modes.items():
         lines[mode] = fit.line
         if fit.largest_batch:
@@ -132,10 +136,9 @@ def memory_lines(ranks, flags, task):
     if store.indices.nbytes > free_host // 2:
         lists = readable_size(store.indices.nbytes)
         where += f", and neighbour lists as they are sampled ({lists})"
-    take = f"graph and features take {readable_size(arrays)}"
-    free = f"{take} and {readable_size(free_host)} of host memory are free"
     lines["features"] = (
-        f"mmap: {free}: {where}; lmdb is for rows that change while others read them"
+        f"mmap: graph and features take {readable_size(arrays)} and {readable_size(free_host)} of host "
+        f"memory are free: {where}; lmdb is for rows that change while others read them"
     )
     return [f"{name:<14} {value}" for name, value in lines.items()]
 
@@ -163,16 +166,17 @@ def check_memory(ranks, plan, task):
     parts = f"weights{', gradients and moments' * plan.trains} {readable_size(weights)}"
     if batch:
         parts += f", a batch at least {readable_size(batch)}"
-    smaller = [f"--hidden {plan.hidden}"]
-    if weights > free:
-        smaller.append(f"--num-layers {plan.num_layers}")
-    else:
-        smaller.append(f"--batch-size {plan.batch_size}")
+    other = (
+        f"--num-layers {plan.num_layers}" if weights > free else f"--batch-size {plan.batch_size}"
+    )
+    smaller = [f"--hidden {plan.hidden}", other]
     if batch > free and task.embeds:
         smaller.append(f"--negatives {plan.negatives}")
     kind = "GPU memory" if ranks.gpus else "memory"
-    room = f"{readable_size(free)} of {kind} are free for each process"
-    raise StoreError(f"this run cannot fit: {parts}, and {room}; lower {' or '.join(smaller)}")
+    raise StoreError(
+        f"this run cannot fit: {parts}, and {readable_size(free)} of {kind} are free for each process"
+        f"; lower {' or '.join(smaller)}"
+    )
 
 
 def residual_helps(store, known):
@@ -191,21 +195,21 @@ def residual_helps(store, known):
     chance = (pairs.flatten().bincount() / pairs.numel()).square().sum().item()
     same = (pairs[0] == pairs[1]).double().mean().item()
     agreement = (same - chance) / max(1 - chance, 1e-9)
-    why = f"classes of neighbours agree by {agreement:.2f} (0: as by chance, 1: always)"
     helps = agreement < AGREEMENT
+    why = f"classes of neighbours agree by {agreement:.2f} (0: as by chance, 1: always)"
     return helps, f"{'' if helps else 'no '}residual connections: {why}"
 
 
 def sizes(flags, task, used, cores=1):
     """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
     process, if --sample-threads and --prefetch are not settled."""
-    conv = conv_of(flags.model)
+    conv = layer_of(flags.model)
     return {
         "fanout": draws(flags, used),
         "batch_size": flags.batch_size * task.seeds_per_example(flags),
         "hidden": flags.hidden,
-        "types": (flags.bases or used.num_types) if conv and conv.uses_types else 0,
-        "graphs": cuda_graphs.hops_held(flags, task.store, used) if flags.trains else 0,
+        "types": (flags.bases or used.num_types) if conv.uses_types else 0,
+        "graphs": cuda_graphs.hops_held(flags, task, used) if flags.trains else 0,
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,
         "cores": cores,
@@ -215,7 +219,7 @@ def sizes(flags, task, used, cores=1):
 def draws(flags, used):
     """Return the most neighbours drawn for a node in each hop, over all edge types; -1: all of them."""
     by_type = [k if isinstance(k, list) else [k] for k in hops(flags.fanout, used)]
-    return [-1 if min(ks) < 0 else sum(ks) for ks in by_type]
+    return [-1 if -1 in ks else sum(ks) for ks in by_type]
 
 
 def place_data(ranks, plan, task, used):
@@ -223,16 +227,15 @@ def place_data(ranks, plan, task, used):
     that reads its own batches. If features are a tensor, the ring returns the input of GraphSAGE's first layer, own
     row beside neighbour mean, instead of raw rows: about a third of the bytes at usual fanouts."""
     store = task.store
-    # a user's network gets float32 under autocast
-    bf16 = torch.bfloat16 if conv_of(plan.model) else torch.float32
-    dtype = {"bf16": bf16, "fp64": torch.float64}.get(plan.precision, torch.float32)
+    dtype = torch.float64 if plan.precision == "fp64" else torch.float32
+    if plan.precision == "bf16" and conv_of(plan.model):  # a user's network: under autocast
+        dtype = torch.bfloat16
     check_features(ranks, store, dtype)
     if not task.placed:
         task.attach(ranks, plan)
         return None, None
-    if store.sampling_threads and plan.mode in ("cpu-cpu", "cpu-cuda") and plan.verbose:
-        threads = f"{store.sampling_threads} threads"
-        ranks.say(f"memory  {threads} read neighbour lists from the disk")
+    if store.sampling_threads and plan.mode in MODES[2:] and plan.verbose:
+        ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
     graph, used = placed_arrays(ranks, plan, task, used)
     indptr, indices, labels, features = graph
     features = cached(ranks, plan, task, used, features)
@@ -259,10 +262,9 @@ def placed_arrays(ranks, plan, task, used):
     """Place the graph's arrays and the columns in use as --mode says -> ([indptr, indices, labels, features], used)."""
     store = task.store
     pinned = plan.mode == "pinned-cuda"
-    columns = {name: getattr(used, name) for name in ("weight", "time", "type", "features")}
-    columns = {name: column for name, column in columns.items() if column is not None}
-    graph = [store.indptr, store.sampled_indices, store.labels, store.features]
-    arrays = [*graph, *columns.values()]
+    names = [n for n in ("weight", "time", "type", "features") if getattr(used, n) is not None]
+    arrays = [store.indptr, store.sampled_indices, store.labels, store.features]
+    arrays += [getattr(used, name) for name in names]
     spare = 0
     try:
         if pinned:
@@ -274,25 +276,34 @@ def placed_arrays(ranks, plan, task, used):
         if not pinned:
             raise
         raise StoreError(f"--mode pinned-cuda: {error}") from error
-    return placed[:4], used._replace(**dict(zip(columns, placed[4:])))
+    return placed[:4], used._replace(**dict(zip(names, placed[4:])))
 
 
 def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):
     """Build the NeighborSampler of the flags; used: EdgeData, the columns it draws by."""
-    options = {"threads": threads, "weights": used.weight, "edge_ids": used.features is not None}
-    if used.time is not None:
-        options |= {"edge_times": used.time, "strict": used.strict, "window": used.window}
+    fanout = hops(fanout, used)
     rule = SAMPLERS[plan.sampler]
-    if rule.name in METHODS and (rule.needs is None or rule.needs in options):
-        options["method"] = rule.name
-    if rule.by_source:
-        options["layer_dependency"] = plan.layer_dependency
-        options["batch_dependency"] = plan.batch_dependency
-    if used.type is not None:
-        fanout = hops(fanout, used)
-        options |= {"edge_type": used.type, "by_type": isinstance(fanout[0], list)}
-        options["type_numbers"] = used.numbers
-    return NeighborSampler(indptr, indices, fanout, seed=plan.seed, check=False, **options)
+    # what only predicts may do without the weights or times that the rule needs
+    drawn = rule.name in METHODS and (rule.needs is None or used.time is not None)
+    return NeighborSampler(
+        indptr,
+        indices,
+        fanout,
+        method=rule.name if drawn else UNIFORM.name,
+        layer_dependency=plan.layer_dependency,
+        batch_dependency=plan.batch_dependency,
+        weights=used.weight,
+        edge_times=used.time,
+        strict=used.strict,
+        window=used.window,
+        edge_type=used.type,
+        by_type=used.type is None or isinstance(fanout[0], list),
+        type_numbers=used.numbers,
+        seed=plan.seed,
+        edge_ids=used.features is not None,
+        check=False,
+        threads=threads,
+    )
 
 
 def cached(ranks, plan, task, used, features):
@@ -304,8 +315,9 @@ def cached(ranks, plan, task, used, features):
     looks_ahead = mapped and lookahead.library() is not None
     if looks_ahead and store.features.large and not budget:
         budget = store.features.default_cache() // ranks.local_world
-        size = readable_size(budget)
-        ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
+        ranks.say(
+            f"memory  features stay on disk behind a cache of {readable_size(budget)}; --cache sets it"
+        )
     if plan.lookahead is not None and not (looks_ahead and budget):
         needs = "needs a --cache in front of memory-mapped features, in mode cpu-cpu"
         if isinstance(store.features, ReorderedFeatures):
@@ -326,13 +338,12 @@ def cached(ranks, plan, task, used, features):
         store.features.reserve(budget * ranks.local_world)
     if not looks_ahead:
         return CachedFeatures(features, visits, budget, ranks.device)
-    batches = plan.epochs * plan.steps * plan.accumulate
     cache = lookahead.LookaheadCache(
         store.features,
         budget,
         plan.lookahead,
         hot=visits,
-        batches=batches,
+        batches=plan.epochs * plan.steps * plan.accumulate,
         share=(ranks.local_rank, ranks.local_world),
     )
     if cache.room and plan.verbose:
@@ -346,5 +357,5 @@ def reading_all_edges():
     try:
         yield
     except IndexError as error:
-        reason = str(error).removeprefix("the graph is damaged: ")
-        raise DamagedGraph(f"the graph is damaged: {reason}") from error
+        start = "the graph is damaged: "
+        raise DamagedGraph(start + str(error).removeprefix(start)) from error

@@ -17,7 +17,7 @@ MOST_BATCHES = 4  # sampled at once by default: rows then arrive as fast as PCIe
 GPU_BYTES = 1 << 30  # of each GPU, besides tensors: context, libraries, communication
 
 
-def batches_ahead(mode, cores, sample_threads=None, prefetch=None) -> tuple[int, int]:
+def batches_ahead(mode, cores, sample_threads=None, prefetch=None):
     """Settle --sample-threads and --prefetch -> both. Where the CPU samples and a GPU trains, a step waits for the CPU
     unless it works on several batches at once; where both are done by one device, one batch at a time is as fast.
 
@@ -43,7 +43,7 @@ class Placement(NamedTuple):
     rank_step: int  # and for a batch
     shared: int  # host memory, one copy for all processes of the machine
 
-    def fits(self, ranks, free_gpu, free_host, steps=1) -> bool:
+    def fits(self, ranks, free_gpu, free_host, steps=1):
         """Return whether it fits into free memory; with steps=0, without a batch."""
         on_host = ranks * (self.rank + steps * self.rank_step) + self.shared
         return self.gpu + steps * self.gpu_step <= (free_gpu or 0) and on_host <= free_host
@@ -70,7 +70,7 @@ def placements(
     prefetch=None,
     graphs=0,
     types=0,
-) -> dict[str, Placement]:
+):
     """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; types: rows that rgcn
     makes for each destination; cores: of each process; the others are flags of train.py.
 
@@ -103,9 +103,8 @@ def placements(
     # rgcn and rgat: types and ids of the edges
     typed = store.edge_type.itemsize + 8 if types else 0
     batch += sum(edges) * typed
-    columns = [column for name in COLUMNS if (column := getattr(store, name)) is not None]
-    arrays = store.indptr.nbytes + store.indices.nbytes + store.labels.nbytes
-    arrays += sum(c.nbytes for c in columns)
+    columns = [getattr(store, name) for name in ("indptr", "indices", "labels", *COLUMNS)]
+    arrays = sum(column.nbytes for column in columns if column is not None)
     arrays += row_bytes * store.features.shape[0]
     step = {mode: count * batch + compute for mode, count in held.items()}
 
@@ -162,12 +161,12 @@ def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
             gpu = f"{size(p.gpu)} + {size(p.gpu_step)} for batches = {size(p.gpu + p.gpu_step)}"
             line = f"each GPU {gpu} {on_gpu}, {line}"
         modes[mode] = Fit(p, p.fits(*room, steps=0), p.fits(*room), largest, line)
-    fitting = [mode for mode in choices if modes[mode].fits]
-    modest = [mode for mode in reversed(choices) if modes[mode].possible]
-    return modes, next(iter(fitting + modest), None)
+    best = [mode for mode in choices if modes[mode].fits]
+    best += [mode for mode in reversed(choices) if modes[mode].possible]
+    return modes, best[0] if best else None
 
 
-def weight_bytes(network, trained=True, itemsize=4) -> int:
+def weight_bytes(network, trained=True, itemsize=4):
     """Return the bytes of a network's weights and, if they are `trained`, of their gradients and Adam's two moments; a
     table with sparse gradients has none of its own. network: module, also on the meta device."""
     sparse = {module.weight for module in network.modules() if getattr(module, "sparse", False)}
@@ -175,7 +174,7 @@ def weight_bytes(network, trained=True, itemsize=4) -> int:
     return sum(itemsize * p.numel() * copies(p) for p in network.parameters())
 
 
-def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str, str]:
+def choose_mode(store, gpus=0, mode="auto", **options):
     """Choose where graph and features live, or check a choice (mode: "auto" or one of MODES), before anything is
     loaded -> (mode, the arithmetic in one line, a warning or ""). options: see `estimate`. Raises StoreError if a mode's
     arrays exceed memory; of a batch that may not fit, whose size is an upper bound, only the warning speaks."""
@@ -187,5 +186,8 @@ def choose_mode(store, gpus=0, mode="auto", **options) -> tuple[str, str, str]:
         raise StoreError(f"{line}: this cannot work here{f'; mode {best} can' if best else ''}")
     if fit.fits:
         return chosen, line, ""
-    sure = f"{fit.largest_batch:,} seeds fit for certain (--batch-size, --fanout, --hidden)"
-    return chosen, line, f"a batch may be too large for the free memory: {sure}"
+    warning = (
+        f"a batch may be too large for the free memory: {fit.largest_batch:,} seeds fit for certain "
+        "(--batch-size, --fanout, --hidden)"
+    )
+    return chosen, line, warning

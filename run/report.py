@@ -74,6 +74,11 @@ class Clock:
         return {stage: seconds for stage, seconds in sums.items() if seconds}
 
 
+def write_picture(path, figure):
+    """Write a figure of matplotlib to a .png file."""
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
+
+
 def draw_timeline(laps, path, steps=8):
     """Draw a Gantt chart of the first training steps to a .png file, one row per stage and thread; laps: of a Clock."""
     from matplotlib.figure import Figure
@@ -88,16 +93,22 @@ def draw_timeline(laps, path, steps=8):
     figure = Figure(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
     axis = figure.subplots()
     for y, ((stage, _), bars) in enumerate(rows.items()):
-        # white edges would cover bars below 0.5 % of the width
-        edges = [width > 5 * ends[-1] for _, width in bars]
-        color = {"color": f"C{STAGES.index(stage)}", "edgecolor": "white"}
-        axis.broken_barh(bars, (y - 0.4, 0.8), linewidth=edges, **color)
+        axis.broken_barh(
+            bars,
+            (y - 0.4, 0.8),
+            # white edges would cover bars below 0.5 % of the width
+            linewidth=[width > 5 * ends[-1] for _, width in bars],
+            color=f"C{STAGES.index(stage)}",
+            edgecolor="white",
+        )
     axis.set_yticks(range(len(rows)), [f"{stage} ({thread})" for stage, thread in rows])
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds since the epoch began")
-    first = f"First {plural(len(ends), 'training step')} of an epoch"
-    axis.set_title(f"{first}: stages, with the threads they run on", loc="left")
-    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
+    axis.set_title(
+        f"First {plural(len(ends), 'training step')} of an epoch: stages, with the threads they run on",
+        loc="left",
+    )
+    write_picture(path, figure)
 
 
 def draw_curve(epochs, path, title, metric, kept):
@@ -131,7 +142,7 @@ def draw_curve(epochs, path, title, metric, kept):
     axes[-1].set_xlabel("epoch")
     where = "dashed" if kept in numbers else "before this run"
     axes[0].set_title(f"{title}\nweights kept: epoch {kept} ({where})", loc="left")
-    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
+    write_picture(path, figure)
 
 
 def write_table(path, chunks):
@@ -192,11 +203,12 @@ class Report:
         """Print a line unless it is empty, append the figures to --log and, for an epoch, to TensorBoard."""
         if self.leads and line:
             tqdm.write(line)
-        if "epoch" in figures:
-            self.epochs.append(figures)
         if self.leads and self.flags.log:
             self._append(figures)
-        if self.board and "epoch" in figures:
+        if "epoch" not in figures:
+            return
+        self.epochs.append(figures)
+        if self.board:
             with self.attempt("tensorboard"):
                 valid = figures.get("valid") or {}  # a dict for links and graphs
                 flat = figures | {f"valid/{name}": value for name, value in valid.items()}
@@ -211,8 +223,9 @@ class Report:
         others = [f"{'':8}{line}" for line in lines[:-1]]
         self.result = "\n".join([*others, *(f"result  {line}" for line in lines[-1:])])
         self.tell("", {"scores": scores})
-        parts = scores.items()
-        exact = {f"{part} {k}": v for part, values in parts for k, v in (values or {}).items()}
+        exact = {}
+        for part, values in scores.items():
+            exact |= {f"{part} {name}": value for name, value in (values or {}).items()}
         self.results(exact)
         return exact
 
@@ -227,8 +240,9 @@ class Report:
     def print_result(self):
         """Print the final scores: the last line of a run, after an empty one unless others of --runs follow."""
         if self.leads and self.result:
-            several = self.flags.runs > 1
-            line = self.result.replace("result", "exact ") if several else f"\n{self.result}"
+            line = f"\n{self.result}"
+            if self.flags.runs > 1:
+                line = self.result.replace("result", "exact ")
             tqdm.write(line)
 
     def known(self, figures):
@@ -316,8 +330,10 @@ class Report:
             yield
         except (OSError, StoreError) as error:
             if flag not in self.failed:
-                failure = f"--{flag} {getattr(self.flags, flag)}: {error}"
-                print(f"train.py: {failure}; training goes on without it", file=sys.stderr)
+                print(
+                    f"train.py: --{flag} {getattr(self.flags, flag)}: {error}; training goes on without it",
+                    file=sys.stderr,
+                )
             self.failed.add(flag)
 
     def _append(self, figures):
@@ -361,15 +377,16 @@ def describe(run, file, epoch, step):
     elif file:
         lines.append(f"resume  after epoch {epoch}: nothing is trained")
     if plan.trains and plan.checkpoint not in (None, file) and os.path.isfile(plan.checkpoint):
-        held = f"{plan.checkpoint} of an earlier run"
         resume = "auto" if plan.runs == 1 else plan.checkpoint
-        lines.append(f"replace {held}; --resume {resume} would go on with it")
+        lines.append(
+            f"replace {plan.checkpoint} of an earlier run; --resume {resume} would go on with it"
+        )
     if trained and not plan.checkpoint and not plan.turn:
         lines.append("keep    no --checkpoint FILE is given: the trained model is lost at the end")
     ranks.say("\n".join(lines))
 
 
-def plan_lines(ranks, plan, task, model, trained=True):
+def plan_lines(ranks, plan, task, model, trained):
     """List the lines about data and network and, if it is `trained`, about steps and rates."""
     parameters = f"{sum(p.numel() for p in model.parameters()):,} parameters"
     split = " / ".join(f"{name} {ids.numel():,}" for name, ids in task.store.split.items())
@@ -381,18 +398,21 @@ def plan_lines(ranks, plan, task, model, trained=True):
         parts = [f"{plan.accumulate} passes"] * (plan.accumulate > 1)
         parts += [f"{ranks.world} processes"] * (ranks.world > 1)
         batch += f" x {' x '.join(parts)} = {plan.total_batch:,}"
-    epochs = f"{plural(plan.epochs, 'epoch')} of {plural(plan.steps, 'step')}"
     rates = f"learning rate {plan.lr:g}, weight decay {plan.weight_decay:.2g}"
-    return [*lines, f"train   {epochs}, each of {batch} {task.examples}; {rates}"]
+    lines.append(
+        f"train   {plural(plan.epochs, 'epoch')} of {plural(plan.steps, 'step')}"
+        f", each of {batch} {task.examples}; {rates}"
+    )
+    return lines
 
 
 def where(ranks):
     """Describe the devices of a run, its processes and their threads."""
     threads = plural(torch.get_num_threads(), "thread")
+    if not ranks.gpus and ranks.world == 1:
+        return f"CPU, {threads}"
     if not ranks.gpus:
-        return (
-            f"{ranks.world} CPU processes, {threads} each" if ranks.world > 1 else f"CPU, {threads}"
-        )
+        return f"{ranks.world} CPU processes, {threads} each"
     threads = f"{ranks.world} x {torch.cuda.get_device_name()}, {threads} each"
     if ranks.world > 1:
         cores = os.sched_getaffinity(0)
@@ -404,8 +424,9 @@ def precision(ranks, plan):
     """Describe the precision of matrix products."""
     if plan.precision != "tf32":
         return plan.precision
-    on_gpu = "tf32 products (--precision fp32 for full ones)"
-    return on_gpu if ranks.gpus else "fp32, as tf32 needs a GPU"
+    if ranks.gpus:
+        return "tf32 products (--precision fp32 for full ones)"
+    return "fp32, as tf32 needs a GPU"
 
 
 def epoch_line(plan, figures, examples="seeds"):

@@ -32,8 +32,8 @@ def open_run(ranks, flags, path, fits=lambda plan, task: None):
     do not match the checkpoint to resume, and returns `EdgeData.numbers`."""
     task = TASKS[flags.task](flags, path, ranks.say)
     plan, used = settle(ranks, flags, task)
-    precise = "high" if plan.precision == "tf32" and ranks.gpus else "highest"
-    torch.set_float32_matmul_precision(precise)
+    tf32 = plan.precision == "tf32" and ranks.gpus
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     used = used._replace(numbers=fits(plan, task))
     if own_model.conv_of(plan.model):
         check_memory(ranks, plan, task)
@@ -51,11 +51,17 @@ def build_model(plan, task, used):
     if own_model.conv_of(plan.model):
         return task.build(plan), digest
     if store.features.shape[0] < store.num_nodes:
-        some = "nodes without features, for which built-in models learn rows"
-        raise StoreError(f"--model {plan.model}: {store.path} has types of {some}")
-    edge_dim = store.edge_dim if used.features is not None else 0
-    sizes = store.feature_dim, store.num_classes, edge_dim
-    network = own_model.build(plan.model, plan.model_args or [], *sizes)
+        raise StoreError(
+            f"--model {plan.model}: {store.path} has types of "
+            "nodes without features, for which built-in models learn rows"
+        )
+    network = own_model.build(
+        plan.model,
+        plan.model_args or [],
+        store.feature_dim,
+        store.num_classes,
+        store.edge_dim if used.features is not None else 0,
+    )
     return task.build(plan, network), digest
 
 
@@ -68,8 +74,10 @@ def place_model(ranks, model, plan, task, used):
     if not any(getattr(module, "uses_degree", False) for module in model.modules()):
         return
     if used.time is not None and used.type is not None:
-        conflict = "a layer counts degrees by time, and lists are sorted by type first"
-        raise StoreError(f"--model {plan.model}: {conflict}; --temporal off shows all edges")
+        raise StoreError(
+            f"--model {plan.model}: a layer counts degrees by time, and lists are sorted by type first"
+            "; --temporal off shows all edges"
+        )
     if used.time is not None:
         model.degrees = degrees_at(store.indptr, used)
     else:
@@ -146,7 +154,8 @@ class Run:
         """Estimate outputs [n, C] of nodes [n], at times [n], from neighbours drawn as in training,
         for the cost of a few batches; in host memory, the same on all ranks."""
         draw = lambda batch: (nodes[batch.seeds], {}, None)  # noqa: E731
-        draw = draw if times is None else seeds_at(times, nodes)
+        if times is not None:
+            draw = seeds_at(times, nodes)
         loader = self.loader(torch.arange(len(nodes)), shuffle=False, draw=draw)
         return self.rows(self.model, loader, len(nodes), self.forward)
 
@@ -172,17 +181,23 @@ class Run:
             logits = self.exact_in_batches(model, layers)
         else:
             x = getattr(store.features, "tensor", store.features)
-            options = {
-                "edges": self.used.features,
-                "types": self.used.seen_types(),
-                "layers": layers,
-            }
+            options = {}
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
-                options |= {"rank": ranks.local_rank, "world": ranks.local_world}
+                options["rank"] = ranks.local_rank
+                options["world"] = ranks.local_world
                 options["total"] = ranks.sum_here
             try:
                 with reading_all_edges():
-                    logits = inference(model, store.indptr, store.indices, x, **options)
+                    logits = inference(
+                        model,
+                        store.indptr,
+                        store.indices,
+                        x,
+                        edges=self.used.features,
+                        types=self.used.seen_types(),
+                        layers=layers,
+                        **options,
+                    )
             except OSError as error:
                 raise StoreError(f"no exact inference: {error}") from error
         check_scores(logits, "exact outputs")
@@ -194,7 +209,7 @@ class Run:
         split over the ranks; else batches are of --batch-size, and each computes most of the graph again."""
         plan = self.plan
         store = self.store
-        times = self.used.seed_time if self.used.time is not None else None
+        times = self.used.seed_time
         fanout = [-1] * (layers or len(plan.fanout))
         drawn = self.used._replace(weight=None)
         options = {

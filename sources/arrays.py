@@ -42,7 +42,7 @@ def open_npz(file, ignore=()) -> "Arrays":
         archive = zipfile.ZipFile(file)
     names = {member.removesuffix(".npy"): member for member in archive.namelist()}
     read = {name: functools.partial(_read, archive, member) for name, member in names.items()}
-    return Arrays(file, read, ignore)
+    return Arrays(file, read, ignore=ignore)
 
 
 def saved_graph(file):
@@ -114,14 +114,14 @@ def of_object(graph, extra, ignore=(), file=None) -> "Arrays":
         arrays = _with_edge_index(dict(arrays))
     else:
         raise StoreError(f"no graph is read from a {kind}: give a file, a DGLGraph or a PyG Data")
-    replaced = [*(FEATURES if "features" in extra else ())]
-    replaced += LABELS if "labels" in extra else ()
-    if any(name.endswith("_idx") for name in extra):
-        replaced += sum(PARTS.values(), [])
+    replaced = []
+    for names in (FEATURES, LABELS, sum(PARTS.values(), [])):
+        if extra.keys() & {*names}:
+            replaced += names
     kept = {name: v for name, v in arrays.items() if name.partition(":")[0] not in replaced}
     # of the only type of nodes, whose edges may have several
     suffix = next((n.removeprefix("num_nodes") for n in arrays if n.startswith("num_nodes:")), "")
-    arrays = Arrays(kind, kept | {name + suffix: v for name, v in extra.items()}, ignore)
+    arrays = Arrays(kind, kept | {name + suffix: v for name, v in extra.items()}, ignore=ignore)
     if not (arrays.find(*FEATURES) or arrays.of_types):
         raise StoreError(f"the {kind} has no features: give them as features=")
     return arrays
@@ -159,13 +159,13 @@ class Arrays:
         source: name of the file or object in messages. ignore: names of arrays to leave out.
         values: {name: array, tensor, or function that reads an array}; None stands for a missing one.
         suffix: ":TYPE" for the arrays of one type, which were called NAME:TYPE.
-        files: {name: file} of arrays that have a file of their own, for messages.
+        files: {name: file} of arrays that have a file of their own, for messages. classes: names of the classes, or None.
     """
 
-    def __init__(self, source, values, ignore=(), suffix="", files=()):
+    def __init__(self, source, values, *, ignore=(), suffix="", files=(), classes=None):
         self._files = dict(files)
         self.source, self.suffix = str(source), suffix
-        self.classes = None
+        self.classes = classes
         self._taken = set()
         self._values = {name: value for name, value in values.items() if value is not None}
         for name in ignore:
@@ -237,9 +237,9 @@ class Arrays:
     def edge_index(self):
         """Return the edges [2, M], row 0 the sources: `edge_index`, or `edges` [M, 2] transposed."""
         name = self.find(*EDGES, needed=True)
-        shape = (2, "M") if name == "edge_index" else ("M", 2)
-        edges = self.shaped(name, *shape)
-        return edges if name == "edge_index" else edges.T
+        if name == "edge_index":
+            return self.shaped(name, 2, "M")
+        return self.shaped(name, "M", 2).T
 
     def columns(self):
         """Return {column of a store: array}; for one type, of the columns that fit it."""

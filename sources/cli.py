@@ -28,7 +28,7 @@ TABLES = {  # flag of build: what it takes, help
     "--features": ("FILE", "tables: a row of numbers per node"),
     "--labels": ("FILE", "tables: a label per node, -1 if unlabelled"),
     **{f"--{part}": ("FILE", f"tables: ids of the {part} nodes") for part in SPLITS},
-    **{f"--{c.flag.replace('_', '-')}": (c.metavar, c.help) for c in COLUMNS.values()},
+    **{f"--{c.flag.replace('_', '-')}": c.usage() for c in COLUMNS.values()},
 }
 
 
@@ -71,7 +71,7 @@ def run(command, path, **options) -> int:
     meta = {}
     with contextlib.suppress(StoreError):  # info and verify below report what is wrong
         meta = files.read_meta(path)
-    kind = store if meta.get("format", store.FORMAT) == store.FORMAT else graphs
+    kind = graphs if meta.get("format") == graphs.FORMAT else store
     if command == "verify":
         return print_problems(path, meta, kind.verify(path))
     print(kind.info(path))
@@ -95,9 +95,9 @@ def print_problems(path, meta, problems) -> int:
 
 def main(argv=None) -> int:
     """Run the command line -> exit code."""
-    words = [*map(str, sys.argv[1:] if argv is None else argv)]
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words[:1] == ["estimate"]:
+        if "estimate" in words[:1]:
             how = "python train.py --dataset PATH --dry-run"
             raise StoreError(f"{how} prints the memory that training needs in each mode")
         code = run(**vars(make_parser().parse_args(words)))

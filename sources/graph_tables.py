@@ -20,9 +20,9 @@ SLICE = 1 << 20  # edges renumbered at a time
 HEADER = "; a header is known by names such as id, source, destination and label"
 
 
-def read_tables(file, tables, columns, folder, ignore=()) -> dict:
-    """Read the arrays of a graph from tables -> {name as in an .npz file: array}, with `node_names`, `feature_names`
-    and `class_names`.
+def read_tables(file, tables, columns, folder, ignore):
+    """Read the arrays of a graph from tables -> ({name as in an .npz file: array}, with the names in `edge_types` if types
+    are text; its `Nodes`).
 
     Args:
         file: the table of edges. tables: {name of an array: file of a table}; "features" is required.
@@ -48,13 +48,7 @@ def read_tables(file, tables, columns, folder, ignore=()) -> dict:
     arrays["edge_index"], kept = edges(file, folder, nodes, keep, ignore)
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
-    return {
-        **arrays,
-        **kept,
-        "node_names": nodes.names,
-        "feature_names": nodes.feature_names,
-        "class_names": nodes.class_names,
-    }
+    return arrays | kept, nodes
 
 
 class Nodes:
@@ -94,7 +88,7 @@ class Nodes:
         return nodes
 
 
-def features(file, folder, ignore=()) -> tuple[np.ndarray, Nodes]:
+def features(file, folder, ignore=()):
     """Spool a table with one row per node to a file in `folder` -> (memmap float32 [V, F], its `Nodes`).
 
     A column of ids is not a feature. It is recognised by its name (id, node, index, ..., or for the first column
@@ -151,7 +145,7 @@ def _names_of(table, kept) -> list[str]:
     return names
 
 
-def _name(table, folder, x, ids, node) -> tuple[np.ndarray, Nodes]:
+def _name(table, folder, x, ids, node):
     """Take the ids of the rows as names of the nodes; if they are 0 to V-1, sort the rows by them -> (x, `Nodes`)."""
     column = table.column(node)
     if not isinstance(ids, list) and ids.dtype.kind == "f":
@@ -174,7 +168,7 @@ def _name(table, folder, x, ids, node) -> tuple[np.ndarray, Nodes]:
     return x, Nodes(len(x), table.name, by_row=in_order)
 
 
-def _rows_of_nodes(table, nodes, node, kinds, missing=False):
+def _rows_of_nodes(table, nodes, node, kinds, missing):
     """Read a table with one row per node or, if column `node` holds ids, for some nodes -> (int64 [n], distinct nodes;
     {column: values [n], or those that `Table.identified` returns for text})."""
     import pyarrow
@@ -280,7 +274,7 @@ def _check_text_labels(table, j, cells, count):
         raise table.error(row, f"{table.column(j)} is {short(cell)!r}: {why}")
 
 
-def edges(file, folder, nodes, keep=(), ignore=()) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def edges(file, folder, nodes, keep=(), ignore=()):
     """Spool a table with one row per edge to a file in `folder` -> (edge_index int64 [2, M], mapped; {name in `keep`:
     values as in `edge_rows`}).
 
@@ -303,7 +297,7 @@ def edges(file, folder, nodes, keep=(), ignore=()) -> tuple[np.ndarray, dict[str
     return arrays.pop("ends").T, arrays
 
 
-def edge_rows(file, folder, name, ignore=()) -> dict[str, np.ndarray]:
+def edge_rows(file, folder, name, ignore):
     """Spool a separate table with one row per edge -> {name: mapped edge_features float32 [M, D], edge_weight float64 [M],
     edge_type int64 [M] or edge_time int64 [M], float64 [M] if the first rows are no integers}; see `_spooled`."""
     with opened(file, ignore) as table:

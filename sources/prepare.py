@@ -90,15 +90,15 @@ def prepare(
         # one process builds, the others wait for the lock
         with reading(f"--root {root}"):
             root.mkdir(parents=True, exist_ok=True)
-        with reading(f"--root {root}"), files.locked(root):
-            if not built():
-                try:
-                    with reading(dataset):
-                        make(target, progress=progress, **features)
-                except StoreError:
-                    # without locks, as on some network file systems, another may have built it
-                    if not built():
-                        raise
+            with files.locked(root):
+                if not built():
+                    try:
+                        with reading(dataset):
+                            make(target, progress=progress, **features)
+                    except StoreError:
+                        # without locks, as on some network file systems, another may have built it
+                        if not built():
+                            raise
     return target
 
 
@@ -138,10 +138,12 @@ def _recipe(name, root, seed, options):
         if word in OGB:
             with ogb(word, root, options["progress"]) as graph:
                 return build_store(path, **graph, **options)
-        graph = planetoid(word, root) if word in PLANETOID else draw(key)
         if word in PLANETOID:
+            graph = planetoid(word, root)
             how = equal_sums(torch.from_numpy(graph["features"]))
             print(f"{word}: features come with {how}")
+        else:
+            graph = draw(key)
         return build_store(path, **graph, **options)
 
     return word, key, make
@@ -210,8 +212,10 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     elif split is not None:
         params["split"] = int(split)
     extra = {name: values for name, values in extra.items() if values is not None}
-    columns = {name: options.pop(column.flag, None) for name, column in COLUMNS.items()}
-    columns = {name: where for name, where in columns.items() if where is not None}
+    columns = {}
+    for name, column in COLUMNS.items():
+        if (where := options.pop(column.flag, None)) is not None:
+            columns[name] = where
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
     several_types = len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1
@@ -223,12 +227,14 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     # large tables pass through files on the disk of the store
     with reading(f"cannot build {path}: {kind}"):
         if tables:
-            arrays = read_tables(kind, extra, columns, path.absolute().parent, ignore)
-            names = "node_names", "edge_types", "feature_names"
-            options = {name: arrays.pop(name, None) for name in names} | options
-            class_names = arrays.pop("class_names")
-            arrays = Arrays(kind, arrays, files=extra)
-            arrays.classes = class_names
+            arrays, nodes = read_tables(kind, extra, columns, path.absolute().parent, ignore)
+            options = {
+                "node_names": nodes.names,
+                "feature_names": nodes.feature_names,
+                "edge_types": arrays.pop("edge_types", None),
+                **options,
+            }
+            arrays = Arrays(kind, arrays, files=extra, classes=nodes.class_names)
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))

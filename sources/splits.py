@@ -105,7 +105,7 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
     say_empty_parts(graph.split, "nodes", say)
 
 
-def split_of(graph, number=0, seed=0) -> dict:
+def split_of(graph, number, seed=0) -> dict:
     """Return {part: ids} of a GraphStore's split with this number; by default of its first, or, for a graph that came
     without one, of that which seed 0 draws: the one that choices go by which all --runs have in common."""
     if not _is_drawn(graph):

@@ -72,8 +72,7 @@ def synthetic_mag(parameters) -> dict:
 
     papers = counts["paper"]
     labels = np.arange(papers) * p.classes // papers
-    centroids = random.standard_normal((p.classes, p.features), np.float32)
-    x = (centroids / np.linalg.norm(centroids, axis=1, keepdims=True))[labels]
+    x = centroids_of_classes(random, p)[labels]
     x += p.noise * random.standard_normal(x.shape, np.float32)
     parts = np.split(random.permutation(papers), [papers * 8 // 10, papers * 9 // 10])
     return dict(
@@ -95,6 +94,12 @@ def checked(name, parameters):
         if not low <= value <= high:
             raise StoreError(f"{name}: {key}={value} is out of range: {low} to {high}")
     return types.SimpleNamespace(**parameters)
+
+
+def centroids_of_classes(random, p):
+    """Draw a random direction for each class -> float32 [C, F], of length 1."""
+    centroids = random.standard_normal((p.classes, p.features), np.float32)
+    return centroids / np.linalg.norm(centroids, axis=1, keepdims=True)
 
 
 def synthetic(parameters) -> dict:
@@ -123,23 +128,22 @@ def synthetic(parameters) -> dict:
     degrees = p.sigma * stream(3).standard_normal(p.nodes, np.float32) - p.sigma**2 / 2
     degrees = np.maximum(1, np.rint(p.degree * np.exp(degrees))).astype(np.int64)
     indptr = np.concatenate([[0], np.cumsum(degrees)])
-    centroids = stream(4).standard_normal((p.classes, p.features), np.float32)
-    centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
+    centroids = centroids_of_classes(stream(4), p)
 
     def edges(first, _):
-        v = np.arange(first, min(first + nodes_per_chunk, p.nodes)).astype(np.uint64)
-        start = v // np.uint64(size) * np.uint64(size)
-        span = np.minimum(np.uint64(size), np.uint64(p.nodes) - start)
+        v = np.arange(first, min(first + nodes_per_chunk, p.nodes), dtype=np.uint64)
+        start = v // size * size
+        span = np.minimum(size, p.nodes - start)
         counts = degrees[first : first + nodes_per_chunk]
         start = start.repeat(counts)
         span = span.repeat(counts)
         bits = stream(5, first).integers(0, 1 << 64, len(start), np.uint64)
-        position = bits & np.uint64((1 << 32) - 1)
-        choice = bits >> np.uint64(32)
-        near = start + (position * span >> np.uint64(32))
-        low = position * position >> np.uint64(32)
-        far = (low * position >> np.uint64(32)) * np.uint64(p.nodes) >> np.uint64(32)
-        return np.where(choice < np.uint64(p.local * (1 << 32)), near, far).astype(np.int64)
+        position = bits & (1 << 32) - 1
+        choice = bits >> 32
+        near = start + (position * span >> 32)
+        low = position * position >> 32
+        far = (low * position >> 32) * p.nodes >> 32
+        return np.where(choice < int(p.local * (1 << 32)), near, far).astype(np.int64)
 
     def features(first, _):
         rows = centroids[labels[first : first + rows_per_chunk]]

@@ -326,7 +326,7 @@ class Table:
                             0, f"{self.column(j)} is empty: a list of numbers is needed"
                         )
 
-    def _guess_text(self) -> list[list[str]]:
+    def _guess_text(self):
         """Skip comments and guess separator, width and header -> cells of the first rows."""
         head, above = self._stream.read(BLOCK), ""
         if len(head) == BLOCK and not (head := head[: head.rfind(b"\n") + 1]):
@@ -389,7 +389,7 @@ def is_header(rows) -> bool:
     # pandas leaves the name of the index empty
     named = first[1:] if width > 1 and not first[0] else first
     digits = all(cell[:1] in "0123456789.+-" for cell in first)  # numbers, perhaps damaged
-    if digits or any(map(like_number, named)):
+    if digits or any(c in MISSING or c.lower() in LIKE_NUMBERS or numeric(c) for c in named):
         return False
     if any(all(map(numeric, column)) for column in zip(*rest)):
         return True
@@ -543,11 +543,6 @@ def _digits(cells) -> np.ndarray | None:
 def numeric(cell) -> bool:
     """Whether a cell is a number, perhaps with a decimal comma, which `Table.read` refuses."""
     return bool(NUMBER.fullmatch(cell) or COMMA.fullmatch(cell))
-
-
-def like_number(cell) -> bool:
-    """Whether a cell is a number or stands for a missing one."""
-    return cell in MISSING or cell.lower() in LIKE_NUMBERS or numeric(cell)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from disk.columns import ALWAYS, OF_EDGES, node_ids
+from disk.columns import ALWAYS, EDGE_TIME, NODE_TIME, OF_EDGES, node_ids
 from disk.convert import by_part
 from disk.files import SPLITS, StoreError, reading
 from sampler import DAMAGED, DamagedGraph, expand, mix, number_before, outside, random_bits
@@ -63,8 +63,10 @@ class Edges:
 def split_type(text):
     """Check the value of --edge-split, as an argparse type -> the text."""
     if text != "none" and not text.endswith(".npz") and not shares(text):
-        forms = "train/valid/test, as in 85/5/10, or time:85/5/10, an .npz file, or none"
-        raise argparse.ArgumentTypeError(f"{text!r}: write the percent of {forms}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write the percent of "
+            "train/valid/test, as in 85/5/10, or time:85/5/10, an .npz file, or none"
+        )
     return text
 
 
@@ -98,7 +100,7 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
         and of pairs given that are not in it. node_counts: nodes of each type, [] without types.
     """
     name = getattr(store, "path", "the graph")
-    if getattr(store, "edge_time", None) is None and (timed or how.startswith("time:")):
+    if getattr(store, EDGE_TIME.name, None) is None and (timed or how.startswith("time:")):
         flag = "--temporal" if timed else f"--edge-split {how}"
         raise StoreError(f"{flag} goes by the times of edges, and {name} has none")
     if (store.indptr.diff() < 0).any() or outside(store.indices, store.num_nodes) is not None:
@@ -120,8 +122,9 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
     if "train" not in pairs:
         pairs["train"] = positives(rest, seed)
     elif len(bad := pairs["train"][~rest.has(*pairs["train"].unbind(1))]):
-        why = f"{called(store, bad[0])} in train is no edge, or is held out"
-        raise StoreError(f"--edge-split {how}: {why}")
+        raise StoreError(
+            f"--edge-split {how}: {called(store, bad[0])} in train is no edge, or is held out"
+        )
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
     pairs = {part: pairs[part] for part in SPLITS}
@@ -150,7 +153,7 @@ def without_edges(store, edges, pairs):
     keep = torch.ones(store.indices.numel(), dtype=torch.bool)
     keep[edges.between(pairs)[0]] = False
     indptr, indices = lists_of(store, keep)
-    columns = {name: getattr(store, name, None) for name in OF_EDGES}
+    stored = [name for name in OF_EDGES if getattr(store, name, None) is not None]
     return view_of(
         store,
         indptr=indptr,
@@ -158,7 +161,7 @@ def without_edges(store, edges, pairs):
         num_edges=indices.numel(),
         sampled_indices=indices,
         sampling_threads=None,
-        **{name: column[keep] for name, column in columns.items() if column is not None},
+        **{name: getattr(store, name)[keep] for name in stored},
     )
 
 
@@ -181,8 +184,7 @@ def edges_of(graph, edge_type):
 
 def lists_of(graph, keep):
     """Select the edges of a graph where the mask keep [M] is True -> (indptr, indices)."""
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), keep.cumsum(0)])
-    return before[graph.indptr], graph.indices[keep]
+    return F.pad(keep.cumsum(0), (1, 0))[graph.indptr], graph.indices[keep]
 
 
 def positives(edges, seed):
@@ -207,16 +209,19 @@ def times_of(store, edges, pairs, how):
     reduction = "amax" if times_are_of_sources(store) else "amin"
     times.scatter_reduce_(0, which, store.edge_time[places], reduction, include_self=False)
     if len(lost := pairs[which.bincount(minlength=len(pairs)) == 0]):
-        why = f"the pair {called(store, lost[0])} has no time, for it is no edge"
-        raise StoreError(f"--edge-split {how}: {why}; --temporal off takes it")
+        raise StoreError(
+            f"--edge-split {how}: the pair {called(store, lost[0])} has no time, for it is no edge"
+            "; --temporal off takes it"
+        )
     return times
 
 
 def times_are_of_sources(store):
     """Check whether every edge has the time of its source, as those get that have none of their own."""
-    if getattr(store, "node_time", None) is None:
+    times = getattr(store, NODE_TIME.name, None)
+    if times is None:
         return False
-    of_sources = store.node_time[store.indices.long()]
+    of_sources = times[store.indices.long()]
     return bool(((store.edge_time == of_sources) | (store.edge_time == ALWAYS)).all())
 
 
@@ -251,13 +256,11 @@ def pairs_of_file(store, file, edge_type):
     }
     for part, ends in pairs.items():
         if len(loops := ends[ends[:, 0] == ends[:, 1]]):
-            loop = called(store, loops[0])
-            raise StoreError(f"{name}: leave the self-loop {loop} out of {part}")
+            raise StoreError(f"{name}: leave the self-loop {called(store, loops[0])} out of {part}")
     base = torch.tensor([store.num_nodes, 1])
     valid, test = (pairs[part].sort(1)[0] @ base for part in HELD_OUT)
     if len(twice := pairs["valid"][torch.isin(valid, test)]):
-        both = called(store, twice[0])
-        raise StoreError(f"{name}: {both} is in valid and in test: keep one")
+        raise StoreError(f"{name}: {called(store, twice[0])} is in valid and in test: keep one")
     return pairs
 
 
@@ -270,10 +273,9 @@ def counts_of(masks):
 def check_types(name, pairs, store, edge_type):
     """Raise StoreError for one of the pairs [n, 2] whose ends edges of a type (None: of any) do not join."""
     node_types = [*store.node_types]
-    counts = [count for count, _ in store.node_types.values()]
-    ends = torch.tensor(counts).cumsum(0)
+    ends = torch.tensor([count for count, _ in store.node_types.values()]).cumsum(0)
     edge_types = store.edge_types if edge_type is None else [store.edge_types[edge_type]]
-    allowed = torch.zeros(len(counts), len(counts), dtype=torch.bool)
+    allowed = torch.zeros(len(ends), len(ends), dtype=torch.bool)
     for source, _, destination in (kind.split(",") for kind in edge_types):
         allowed[node_types.index(source), node_types.index(destination)] = True
     kinds = torch.bucketize(pairs, ends, right=True)
@@ -282,8 +284,10 @@ def check_types(name, pairs, store, edge_type):
         goes = " to ".join(node_types[kind] for kind in kinds[bad][0].tolist())
         starts = zip(node_types, [0, *ends.tolist()])
         count = ", ".join(f"{kind} from {start}" for kind, start in starts)
-        why = f"edges are {'; '.join(edge_types)}; ids count all nodes, {count}"
-        raise StoreError(f"{name}: {pairs[bad][0].tolist()} goes from {goes}: {why}")
+        raise StoreError(
+            f"{name}: {pairs[bad][0].tolist()} goes from {goes}: "
+            f"edges are {'; '.join(edge_types)}; ids count all nodes, {count}"
+        )
 
 
 def checked_pairs(name, pairs, store, edge_type=None):
@@ -291,9 +295,10 @@ def checked_pairs(name, pairs, store, edge_type=None):
     and for ends that edges of the type do not join."""
     pairs = np.asarray(pairs)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.dtype.kind not in "iuUS":
-        actual = f"{list(pairs.shape)} {pairs.dtype}"
-        needed = "integers or names [n, 2] are needed, source and destination"
-        raise StoreError(f"{name} is {actual}: {needed}")
+        raise StoreError(
+            f"{name} is {list(pairs.shape)} {pairs.dtype}: "
+            "integers or names [n, 2] are needed, source and destination"
+        )
     if hasattr(store, "node_ids"):
         pairs = store.node_ids(pairs, name)
     else:

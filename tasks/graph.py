@@ -30,7 +30,7 @@ class EdgeGatedConv(nn.Module):
     gate is computed from its features and those of its two ends; a node averages its neighbours' messages, each channel
     weighted by the gates. LayerNorm replaces BatchNorm, so that a graph's output does not depend on its batch."""
 
-    def __init__(self, width, last=False):
+    def __init__(self, width, last):
         super().__init__()
         self.nodes = nn.Linear(width, 4 * width)
         self.edges = nn.Linear(width, width)
@@ -84,8 +84,8 @@ class Regressor(nn.Module):
         super().__init__()
         self.nodes = embedding(node_dim, node_dtype, hidden)
         self.edges = embedding(edge_dim, edge_dtype, hidden)
-        layers = [EdgeGatedConv(hidden, last=i == num_layers - 1) for i in range(num_layers)]
-        self.layers = nn.ModuleList(layers)
+        last = num_layers - 1
+        self.layers = nn.ModuleList(EdgeGatedConv(hidden, i == last) for i in range(num_layers))
         # the third does nothing: it keeps the name of the last one's weights
         inner = nn.Linear(hidden, hidden)
         self.head = nn.Sequential(inner, nn.SiLU(), nn.Identity(), nn.Linear(hidden, out_dim))
@@ -198,10 +198,16 @@ class GraphTask(Task):
 
     @staticmethod
     def network(args, widths, custom=None):
-        dtypes = {name: getattr(torch, widths[name]) for name in ("node_dtype", "edge_dtype")}
-        out_dim = widths["class_dim"] or widths["target_dim"]
-        options = {"num_layers": args.num_layers, "dropout": args.dropout, **dtypes}
-        return Regressor(widths["node_dim"], widths["edge_dim"], args.hidden, out_dim, **options)
+        return Regressor(
+            widths["node_dim"],
+            widths["edge_dim"],
+            args.hidden,
+            widths["class_dim"] or widths["target_dim"],
+            node_dtype=getattr(torch, widths["node_dtype"]),
+            edge_dtype=getattr(torch, widths["edge_dtype"]),
+            num_layers=args.num_layers,
+            dropout=args.dropout,
+        )
 
     def attach(self, ranks, args, *_):
         """On a GPU, prepare to copy batches to it."""
@@ -217,13 +223,13 @@ class GraphTask(Task):
         ids = batch.seeds
         graph = self.store.batch(ids)
         graph = graph._replace(y=self.numbered(graph.y))
-        if not self.copies:
-            return batch._replace(blocks=[graph, ids], x=graph.x, y=graph.y)
-        with self.copies.stream(slot):
-            *graph, ids = (self.copies.copy(tensor.pin_memory()) for tensor in (*graph, ids))
-            graph = GraphBatch(*graph)
-            ready = self.copies.event()
-            return batch._replace(blocks=[graph, ids], x=graph.x, y=graph.y, ready=ready)
+        ready = None
+        if self.copies:
+            with self.copies.stream(slot):
+                *graph, ids = (self.copies.copy(tensor.pin_memory()) for tensor in (*graph, ids))
+                graph = GraphBatch(*graph)
+                ready = self.copies.event()
+        return batch._replace(blocks=[graph, ids], x=graph.x, y=graph.y, ready=ready)
 
     def output(self, run, network, batch, key):
         """Compute targets [G, T], or logits [G, T or classes], of a batch's graphs."""

@@ -111,8 +111,10 @@ class Negatives:
             width = 64
             while not len(free := nodes[~self._bad(torch.full_like(nodes, hub), nodes)]):
                 if len(nodes) == self.num_nodes:
-                    why = f"node {hub} has an edge to every node, so it has no negative: --edge-split none"
-                    raise StoreError(f"{why} --unchecked-negatives trains without evaluation")
+                    raise StoreError(
+                        f"node {hub} has an edge to every node, so it has no negative: --edge-split none"
+                        " --unchecked-negatives trains without evaluation"
+                    )
                 width = min(8 * width, self.num_nodes)
                 nodes = (hub + torch.arange(width, device=pairs.device)) % self.num_nodes
             places = bad & (source == hub) & (first == low)
@@ -173,6 +175,10 @@ class Scorer(nn.Module):
             return self.mlp(source * destination).squeeze(-1)
         return (source * self.relation * destination).sum(-1)
 
+    def on_host(self, dtype):
+        """Return a copy in host memory."""
+        return copy.deepcopy(self).to("cpu", dtype)
+
     def against_all(self, source, table):
         """Score source [n, D] with every row of table [V, D] -> logits [n, V]."""
         if self.kind == "mlp":
@@ -212,9 +218,12 @@ class Links:
         if graph.pair_times is not None:
             self.times = graph.pair_times["train"].to(indices.device)
         self.edges = Edges(indptr, indices)
-        degrees = indptr.diff() if by_degree else None
-        avoided = self.edges if checked else None
-        self.negatives = Negatives(avoided, graph.num_nodes, degrees, graph.node_counts)
+        self.negatives = Negatives(
+            self.edges if checked else None,
+            graph.num_nodes,
+            indptr.diff() if by_degree else None,
+            graph.node_counts,
+        )
 
     def draw(self, batch):
         """Draw a batch, as `draw` of a `NodeLoader` whose seeds are ids of training pairs -> (nodes: distinct ends of
@@ -299,7 +308,7 @@ class Evaluation:
         ranked = ~self.negatives.without(pairs)
         if self.lists:
             return Examples(pairs, random, None, ranked)
-        numbers = torch.arange(len(pairs))[ranked]
+        numbers = ranked.nonzero().squeeze(1)
         others = pairs.new_zeros(len(pairs), RANKED_AGAINST)
         others[ranked] = self.negatives.draw(key, numbers, pairs[ranked], RANKED_AGAINST)
         if not self.timed:
@@ -317,24 +326,24 @@ class Evaluation:
         count = len(examples.pairs)
         if not count:
             return None
-        scorer = copy.deepcopy(scorer).to("cpu", h.dtype)
+        scorer = scorer.on_host(h.dtype)
         mine = ranks.part(count) if ranks else slice(None)
         pairs = examples.pairs[mine]
         others = None if examples.others is None else examples.others[mine]
-        positive = score_pairs(scorer, h, pairs)
-        negative = score_pairs(scorer, h, examples.random[mine])
-        # 0: with nothing to be ranked against
-        place = self._ranks(scorer, h, pairs, others) * examples.ranked[mine]
-        results = torch.stack([positive, negative, place], 1)
+        columns = [
+            score_pairs(scorer, h, pairs),
+            score_pairs(scorer, h, examples.random[mine]),
+            # 0: with nothing to be ranked against
+            self._ranks(scorer, h, pairs, others) * examples.ranked[mine],
+        ]
+        results = torch.stack(columns, 1)
         if ranks:
             results = torch.cat(ranks.gather(results))
         positive, negative, place = results.unbind(1)
         scores = torch.cat([positive, negative])
         y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
-        figures = ranking(place[place != 0])
-        for name in metrics_with("of_pairs"):
-            figures[name] = METRICS[name].of_pairs(scores, y)
-        return figures
+        of_pairs = {name: METRICS[name].of_pairs(scores, y) for name in metrics_with("of_pairs")}
+        return ranking(place[place != 0]) | of_pairs
 
     def _ranks(self, scorer, h, pairs, others):
         """Rank each pair [n, 2] against `others` [n, K], or all nodes if None -> ranks [n], from 1."""
@@ -406,8 +415,10 @@ def number_of_type(store, name):
     names = store.edge_types or [*map(str, range(store.num_edge_types))]
     numbers = types_called(name, names)
     if len(numbers) != 1:
-        why = f"there is {'more than one' if numbers else 'none'} among {'; '.join(names)}"
-        raise StoreError(f"--edge-type {name}: {why}")
+        raise StoreError(
+            f"--edge-type {name}: "
+            f"there is {'more than one' if numbers else 'none'} among {'; '.join(names)}"
+        )
     return numbers[0]
 
 
@@ -441,16 +452,19 @@ class LinkTask(Task):
         file = args.edge_split if args.edge_split.endswith(".npz") else None
         if NAMES in store.meta["files"] and (file or args.pairs):
             say(f"names   files of pairs hold names of nodes, those of {NAMES}")
-        timed = args.temporal != "off"
         graph = split_edges(
-            store, args.edge_split, args.seed, timed=timed, edge_type=edge_type, say=say
+            store,
+            args.edge_split,
+            args.seed,
+            timed=args.temporal != "off",
+            edge_type=edge_type,
+            say=say,
         )
-        meta = store.meta
+        files = store.meta["files"]
         if file:  # part of what identifies the data of a checkpoint
-            of_file = {file: {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}
-            meta = {**meta, "files": {**meta["files"], **of_file}}
+            files = {**files, file: {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}
         # outputs are embeddings
-        self.store = view_of(graph, meta=meta, num_classes=args.hidden)
+        self.store = view_of(graph, meta={**store.meta, "files": files}, num_classes=args.hidden)
         if store.edge_type is not None:
             of = f"of type {args.edge_type}" if args.edge_type else "of all types, see --edge-type"
             nodes = ", negatives nodes of the destination's type" if store.node_types else ""
@@ -467,8 +481,10 @@ class LinkTask(Task):
         left_out = {part: ~some.ranked for part, some in self.evaluation.examples.items()}
         if any(mask.any() for mask in left_out.values()):
             every = "every node of the type" if self.store.node_types else "every node"
-            has = f"the source of {counts_of(left_out)} pairs has an edge to {every}"
-            say(f"ranks   {has}: MRR and Hits leave these pairs out")
+            say(
+                f"ranks   the source of {counts_of(left_out)} pairs has an edge to {every}: "
+                "MRR and Hits leave these pairs out"
+            )
 
     def _read_pairs(self, file, edge_type):
         """Read the file of --pairs. asked: int64 [n, 2] nodes; named: [n, 2] as in the file."""
@@ -481,8 +497,10 @@ class LinkTask(Task):
     def network(args, widths, custom=None):
         network = gnn(args, widths, args.hidden) if custom is None else custom
         if hasattr(network, "scorer"):
-            needed = "--task link gives the network one of that name"
-            raise StoreError(f"--model {args.model} has a `scorer`: {needed}, rename yours")
+            raise StoreError(
+                f"--model {args.model} has a `scorer`: --task link gives the network one of that name"
+                ", rename yours"
+            )
         network.add_module("scorer", Scorer(args.scorer, args.hidden))
         if custom is not None and args.scorer != "dot":  # which has no parameters
             network.register_forward_hook(joined_to_scorer)
@@ -517,10 +535,10 @@ class LinkTask(Task):
 
     def scores(self, run, part, h=None):
         """Compute the metrics of a part -> {metric: value}; None without pairs. h: exact embeddings [V, D]."""
-        if not len(self.store.split[part]):
+        examples = self.evaluation.examples[part]
+        if not len(examples.pairs):
             return None
         if self.evaluation.timed:
-            examples = self.evaluation.examples[part]
             h = run.sampled(examples.nodes, examples.times)
         elif h is None:
             h = run.exact()
@@ -539,8 +557,7 @@ class LinkTask(Task):
         h = None if self.evaluation.timed and not args.predict else run.exact()
         exact = report.scores({part: self.scores(run, part, h) for part in HELD_OUT})
         if args.predict and args.pairs:
-            scorer = copy.deepcopy(run.model.scorer).to("cpu", h.dtype)
-            scores = score_pairs(scorer, h, self.asked)
+            scores = score_pairs(run.model.scorer.on_host(h.dtype), h, self.asked)
             report.write(lambda: scores, self.rows_of_pairs(scores))
         elif args.predict:
             report.write(lambda: h, rows_of_nodes(self.store, h, numbered_columns))
@@ -554,17 +571,20 @@ class LinkTask(Task):
 
     def lines(self, args, split, parameters):
         features, network, fanout = described(args, self.store)
-        messages = f"{self.store.num_edges:,} edges carry messages"
-        predicted = f"pairs to predict: {split} (--edge-split {args.edge_split})"
-        yield f"data    {features}, {messages}; {predicted}"
-        network += f", scorer {args.scorer}, {parameters}"
+        yield (
+            f"data    {features}, {self.store.num_edges:,} edges carry messages; "
+            f"pairs to predict: {split} (--edge-split {args.edge_split})"
+        )
         how = args.negatives_by
         if args.unchecked_negatives:
             how += ", unchecked"
-        negatives = f"{plural(args.negatives, 'negative')} a pair ({how}), loss {args.link_loss}"
-        yield f"model   {network}; {fanout}; {negatives}"
+        yield (
+            f"model   {network}, scorer {args.scorer}, {parameters}; {fanout}; "
+            f"{plural(args.negatives, 'negative')} a pair ({how}), loss {args.link_loss}"
+        )
         pairs = len(self.store.split["train"])
         if args.total_batch * 2 > pairs:
-            left = f"its own {args.total_batch:,} of {pairs:,} pairs out of the messages"
-            few = "so that nodes have few neighbours left"
-            yield f"advice  a step leaves {left}, {few}: give a smaller --batch-size"
+            yield (
+                f"advice  a step leaves its own {args.total_batch:,} of {pairs:,} pairs out of the "
+                "messages, so that nodes have few neighbours left: give a smaller --batch-size"
+            )

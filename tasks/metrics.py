@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch.nn import functional as F
 
 from native import layers
@@ -68,7 +67,7 @@ def f1(logits, y):
     y = y[present]
     size = int(max(pred.max(), y.max())) + 1
     columns = y[pred == y], pred, y
-    hits, predicted, actual = (torch.bincount(ids, minlength=size).double() for ids in columns)
+    hits, predicted, actual = (ids.bincount(minlength=size).double() for ids in columns)
     present = predicted + actual > 0
     return (2 * hits / (predicted + actual))[present].mean().item()
 
@@ -83,8 +82,7 @@ def mean_roc_auc(logits, y):
         if y.shape[1] == 2:
             logits = logits[:, 1:]
             y = y[:, 1:]
-    columns = zip(logits.unbind(1), y.unbind(1))
-    values = [roc_auc(column[of >= 0], of[of >= 0]) for column, of in columns]
+    values = [roc_auc(score[of >= 0], of[of >= 0]) for score, of in zip(logits.T, y.T)]
     values = [value for value in values if not math.isnan(value)]
     return sum(values) / len(values) if values else None
 
@@ -158,8 +156,11 @@ def errors(output, y, mean):
     present = ~y.isnan()
     error = (output - y)[present]
     of_mean = (mean - y)[present]
-    rmse, baseline = (x.square().mean().sqrt().item() for x in (error, of_mean))
-    return {"rmse": rmse, "mae": error.abs().mean().item(), "rmse_of_the_mean": baseline}
+    return {
+        "rmse": error.square().mean().sqrt().item(),
+        "mae": error.abs().mean().item(),
+        "rmse_of_the_mean": of_mean.square().mean().sqrt().item(),
+    }
 
 
 class Metric(NamedTuple):

@@ -27,11 +27,15 @@ class NodeTask(Task):
     def __init__(self, args, path, say=print):
         self.store = store = open_graph(args, path, say)
         if not store.labelled and args.trains:
-            instead = "--resume FILE --predict FILE.npy predicts them, --task link needs none"
-            raise StoreError(f"{path} has no labels to learn from: {instead}")
+            raise StoreError(
+                f"{path} has no labels to learn from: "
+                "--resume FILE --predict FILE.npy predicts them, --task link needs none"
+            )
         if args.trains and not len(store.split["train"]):
-            why = "none is drawn for several labels a node: build it with one, or use --task link"
-            raise StoreError(f"{path} has no split, and {why}")
+            raise StoreError(
+                f"{path} has no split, and "
+                "none is drawn for several labels a node: build it with one, or use --task link"
+            )
         # a checkpoint's --split is of the graph it was trained on, perhaps another
         idle = not args.trains and store.num_splits == 1 and "split" not in args.typed
         self.number = None if idle else args.split
@@ -45,8 +49,9 @@ class NodeTask(Task):
         if self.metric == "roc_auc" and args.trains and len(valid):
             logits = torch.zeros(len(valid), store.num_classes)
             if score(self.metric, logits, valid) is None:
-                one = f"the validation nodes of {path} are of one class"
-                raise StoreError(f"--metric {self.metric}: {one}")
+                raise StoreError(
+                    f"--metric {self.metric}: the validation nodes of {path} are of one class"
+                )
 
     def visible_labels(self):
         split = split_of(self.store, self.number or 0)
@@ -63,9 +68,7 @@ class NodeTask(Task):
 
     def loss(self, network, output, y):
         """Sum over the seeds of the cross-entropy: of classes [S], or of 0 and 1 [S, C] averaged over C."""
-        if y.dim() > 1:
-            return binary_cross_entropy(output, y)
-        return cross_entropy(output, y)
+        return binary_cross_entropy(output, y) if y.dim() > 1 else cross_entropy(output, y)
 
     def validate(self, run):
         nodes = self.store.split["valid"]
@@ -87,8 +90,10 @@ class NodeTask(Task):
         store = self.store
         # true if it is on any rank: each compared with the memory free at its own start
         if run.ranks.sum(store.features.large)[0] and not args.predict:
-            why = "the features do not fit into memory; --predict computes it"
-            report.tell(f"result  {self.title} n/a: {why}", {"exact": None})
+            report.tell(
+                f"result  {self.title} n/a: the features do not fit into memory; --predict computes it",
+                {"exact": None},
+            )
             return dict.fromkeys(store.split)
         logits = run.exact()
         exact = {
@@ -122,15 +127,15 @@ class NodeTask(Task):
         rows = self.predicted(what, outputs)
         if what == "embeddings":
             return numbered_columns(rows)
-        names = (self.store.class_names or [])[: outputs.shape[1]]
+        count = outputs.shape[1]
+        names = (self.store.class_names or [])[:count]
+        names += map(str, range(len(names), count))
         if rows.dim() == 1:
             score = outputs.softmax(1).gather(1, rows.unsqueeze(1)).squeeze(1)
             classes = rows.numpy()
-            if names:
-                names += map(str, range(len(names), outputs.shape[1]))
+            if self.store.class_names:
                 classes = np.array(names)[classes]
             return {"class": classes, "score": score.numpy()}
-        names += map(str, range(len(names), rows.shape[1]))
         # beside the column of nodes
         names = [f"class {name}" if name in ("node", "type") else name for name in names]
         return {name: rows[:, j].numpy() for j, name in enumerate(names)}

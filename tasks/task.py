@@ -8,7 +8,7 @@ import torch
 from disk.checks import edge_line
 from disk.columns import NAMES, described_types, read_names
 from disk.files import StoreError, plural
-from model import CONVS, GNN, is_gnn
+from model import CONVS, GNN, Conv, is_gnn
 from relational import NodeInputs
 from store import GraphStore
 
@@ -63,11 +63,13 @@ class Task:
     @classmethod
     def compared(cls, args):
         """List the names of `widths` that must be the same in the data of a checkpoint."""
-        conv = CONVS.get(args.model)
+        if not cls.placed:
+            return cls.widths
+        conv = CONVS.get(args.model, Conv)
         unseen = set()
-        if cls.placed and (conv is None or conv.edge_features == "no"):
+        if conv.edge_features == "no":
             unseen.add("edge_dim")
-        if cls.placed and (conv is None or not conv.uses_types):
+        if not conv.uses_types:
             unseen.add("num_edge_types")
         return [name for name in cls.widths if name not in unseen]
 
@@ -100,8 +102,9 @@ class Task:
     def output(self, run, network, batch, key):
         """Run the network on a batch -> logits [S, C] of the seeds, or embeddings [S, D]."""
         if is_gnn(run.model):
-            options = {"aggregated": run.ring.first_hop, "edges": batch.edges or None}
-            return network(batch.blocks, batch.x, key=key, **options)
+            first = run.ring.first_hop
+            edges = batch.edges or None
+            return network(batch.blocks, batch.x, key=key, aggregated=first, edges=edges)
         return output_of_own(self.store.num_classes, network, batch)
 
     def loss(self, network, output, y):
@@ -146,8 +149,9 @@ def described(args, store):
             shape += f", norm {args.norm}"
         if args.residual:
             shape += ", residual"
-    numbers = ",".join(map(str, args.fanout))
-    fanout = f"fanout {numbers}: neighbours of a node, from the seeds outward"
+    fanout = (
+        f"fanout {','.join(map(str, args.fanout))}: neighbours of a node, from the seeds outward"
+    )
     return features, f"{args.model}, {shape}", fanout
 
 
@@ -194,8 +198,7 @@ def gnn(args, widths, out_dim):
         options["bases"] = args.bases
     inputs = None
     if widths.get("node_types"):
-        node_types = [(count, width) for _, count, width in widths["node_types"]]
-        inputs = NodeInputs(node_types, args.hidden)
+        inputs = NodeInputs([sizes for _, *sizes in widths["node_types"]], args.hidden)
     return GNN(
         widths["feature_dim"],
         out_dim=out_dim,
@@ -217,5 +220,6 @@ def output_of_own(width, network, batch):
         actual = f"{output.dtype} {list(output.shape)}"
         if output.is_floating_point() and output.shape == (S, width):
             return output
-    wanted = f"a row of {width} logits for each is needed"
-    raise StoreError(f"the model returned {actual} for {S} seeds: {wanted}")
+    raise StoreError(
+        f"the model returned {actual} for {S} seeds: a row of {width} logits for each is needed"
+    )

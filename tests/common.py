@@ -309,7 +309,7 @@ class _EmulatedKernels:
         launch.pack(values)
         return launch
 
-    def run(self, kernel, threads, **values):
+    def run(self, kernel, threads, values):
         self.prepare(kernel, **values)(threads, self.stream())
 
     def seen(self, name, arguments, stream):

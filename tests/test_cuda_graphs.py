@@ -40,7 +40,7 @@ from tasks.node import NodeTask
 from tests import common
 from tests.common import TINY, _end, _fork, _on_kernels, _random_graph, _run_here
 from tests.test_ddp import _launch_within
-from tests.test_layers import _emulate_layers, _net, cuda_layers, layers_gpu  # noqa: F401
+from tests.test_layers import _emulate_layers, _net, _use, cuda_layers, layers_gpu  # noqa: F401
 from tests.test_types import _typed_graph
 
 
@@ -123,7 +123,7 @@ def _emulate_graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", nothing)
     monkeypatch.setattr(torch.cuda, "set_stream", nothing)
     monkeypatch.setattr(cuda_graphs, "captured", lambda graph, pool=None, stream=None: graph)
-    monkeypatch.setattr(model, "fused", layers_gpu)
+    _use(layers_gpu, monkeypatch)
     monkeypatch.setattr(adam, "layers", layers_gpu)
     monkeypatch.setattr(metrics, "layers", layers_gpu)
 
@@ -652,7 +652,8 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
             dict(used=EdgeData(type=1, num_types=17)),
             "edges have more than 16 types",
         ),
-        ("", dict(used=EdgeData(time=1)), "by their times"),
+        ("", dict(used=EdgeData(time=1), draw=print), "by their times"),
+        ("", dict(draw=print), "the task draws its own batches"),
         ("", dict(labels=torch.zeros(3, 2)), "several labels"),
         ("--model gin", dict(node_types={"a": (3, 1)}), "nodes have types, and --model gin counts"),
         ("--model rgcn", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
@@ -663,9 +664,10 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
     ):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
         s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
-        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData(), **ring, **changed}
-        data = types.SimpleNamespace(**has)
-        run = dict(plan=args, sampler=s, ring=data, store=data, used=data.used)
+        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData(), "draw": None}
+        data = types.SimpleNamespace(**{**has, **ring, **changed})
+        data.store = data
+        run = dict(plan=args, sampler=s, ring=data, store=data, task=data, used=data.used)
         said = cuda_graphs.obstacle(types.SimpleNamespace(**run, ranks=ddp.Ranks(gpus=1)))
         assert why in said, said
         of_place = "on_device" in changed or "cache" in why or "kernels" in why

@@ -388,6 +388,11 @@ from store import GraphStore, build_store, verify
 split = {"train": [0], "valid": [1], "test": [2]}
 build_store("s", edge_index=[[0, 1], [1, 2]], features=np.eye(3, dtype="float32"), labels=[0, 1, 1], split=split)
 assert GraphStore.open("s").features.gather(torch.tensor([2])).tolist() == [[0, 0, 1]] and verify("s") == []
+import subprocess, sys
+info = subprocess.run([sys.executable, "store.py", "info", "s"], capture_output=True, text=True)
+assert info.returncode == 2 and info.stdout == "", info
+assert info.stderr.startswith("store.py: the command line needs sources and features.py, too: copy them to "), info
+assert info.stderr.count("\\n") == 1, info
 """,
     "ddp": """
 import ddp

@@ -39,8 +39,14 @@ def _second(module):
 kernels_gpu = _second(on_tensors)
 kernels_gpu.is_gpu = lambda device: True
 with mock.patch.dict(sys.modules, {on_tensors.__name__: kernels_gpu}):
-    with mock.patch.dict(sys.modules, {attention.__name__: _second(attention)}):
-        layers_gpu = _second(fused)
+    attention_gpu = _second(attention)
+    layers_gpu = _second(fused)
+
+
+def _use(functions, monkeypatch):
+    """Let model.py use native/layers.py (`fused`), its second one, or None, with the attention of the same kernels."""
+    monkeypatch.setattr(model, "fused", functions)
+    monkeypatch.setattr(model, "attention", attention_gpu if functions is layers_gpu else attention)
 
 
 def _emulate_layers(folder, monkeypatch):
@@ -128,7 +134,7 @@ def test_kernels_equal_torch_operations(kernels, cuda_layers, dtype, ids, monkey
         pair, best = torch.randn(S, 2 * width).to(dtype), torch.randn(S, width).to(dtype)
         given, results = (h, own, pair, best, *torch.rand(2, S), torch.rand(N)), []
         for functions in (kernels, None, kernels):  # twice: threads in another order
-            monkeypatch.setattr(model, "fused", functions)
+            _use(functions, monkeypatch)
             results.append(_row_operations(indptr, indices, *given))
         torch.testing.assert_close(results[0], results[1], **near)
         assert all(map(torch.equal, results[0], results[2]))
@@ -226,7 +232,7 @@ def test_edges_read_in_groups_keep_the_order_of_sums(cuda_layers, monkeypatch):
         monkeypatch.setattr(kernels_gpu, "VARIANTS", variant)
         kernels_gpu.load.cache_clear()
         best = _with_grads(lambda x: layers_gpu.max_neighbours(indptr, indices, x), weight, h)
-        attend = lambda x, y, a: layers_gpu.attend(indptr, indices, x, y, a)  # noqa: E731
+        attend = lambda x, y, a: attention_gpu.attend(indptr, indices, x, y, a)  # noqa: E731
         results.append([*best, *_with_grads(attend, weight, h, target, attn)])
     kernels_gpu.load.cache_clear()
     assert cuda_layers.count("attention_source_grad") == 3
@@ -251,7 +257,7 @@ def test_cuda_layers_address_rows_in_64_bits(cuda_layers, dtype, monkeypatch):
     indptr = torch.arange(S + 1, dtype=torch.int32) * 2
     near, own = torch.randint(N, (2 * S,), dtype=torch.int32), torch.arange(S).int()
     h, target = torch.randn(N, width).to(dtype), torch.randn(S, width).to(dtype)
-    monkeypatch.setattr(model, "fused", layers_gpu)
+    _use(layers_gpu, monkeypatch)
     results = []
     for table, more in ((h, 0), (_behind(far, h), far)):
         ids, rows, attn = near + more, own + more, torch.ones(2, width // 2)
@@ -260,7 +266,7 @@ def test_cuda_layers_address_rows_in_64_bits(cuda_layers, dtype, monkeypatch):
                 model.self_and_mean(indptr, ids, table, rows, torch.empty(S, 2 * width)),
                 model.max_neighbours(indptr, ids, table),
                 model.gather_rows(_behind(8 * more, h), own + 8 * more),  # in words of 16 bytes
-                layers_gpu.attend(indptr, ids, table, target, attn, self_rows=rows),
+                attention_gpu.attend(indptr, ids, table, target, attn, self_rows=rows),
             ]
         )
     assert all(map(torch.equal, *results))
@@ -317,7 +323,7 @@ def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, 
         scale = (torch.tensor(drawn) >= 77).to(dtype) * (256 / (256 - 77))  # 0.3 is 77 / 256
         h, grad = torch.randn(60, width).to(dtype), torch.randn(60, width).to(dtype)
         for functions in (layers_gpu, fused, None):
-            monkeypatch.setattr(model, "fused", functions)
+            _use(functions, monkeypatch)
             for seed in (on_host, on_device)[: 1 + (functions is not fused)]:
                 drop = lambda x: model.relu_dropout(x * 1, 0.3, nodes=nodes, seed=seed)  # noqa: E731
                 y, to_h = _with_grads(drop, grad, h)
@@ -334,10 +340,22 @@ def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, 
             pair = torch.empty(1, 4, dtype=torch.bfloat16)
             one = torch.tensor([0, 1], dtype=ids)
             assert model.self_and_mean(one, one[:1], nan, None, pair).isnan().all()
-    monkeypatch.setattr(model, "fused", layers_gpu)
+    _use(layers_gpu, monkeypatch)
     padded = model.relu_dropout(torch.ones(3, 5), 0.3, nodes=torch.tensor([4, -1, -1]), seed=5)
     assert not padded[1:].any()
     assert cuda_layers.count("relu_dropout") > 5
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_map_of_edge_features_may_have_a_bias(kernels, bias, monkeypatch):
+    block = _layer_block(np.random.default_rng(19), 9, 12, torch.int64)
+    h, edges, attn = torch.randn(12, 8), torch.randn(len(block[1]), 3), torch.randn(2, 4)
+    near, of_edge = Near(*block, h, h[:9], edges=edges), model.Linear(3, 8, bias=bias)
+    results = []
+    for functions in (kernels, None):
+        _use(functions, monkeypatch)
+        results.append([near.attend(attn, h[:9], of_edge=of_edge), near.edge_sum(of_edge)])
+    torch.testing.assert_close(*results)
 
 
 def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypatch):
@@ -362,7 +380,7 @@ def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypa
     ):
         results = []
         for functions in (fused, None):
-            monkeypatch.setattr(model, "fused", functions)
+            _use(functions, monkeypatch)
             results.append(_with_grads(function, weight, *inputs))
         torch.testing.assert_close(*results)
     monkeypatch.setattr(model, "fused", fused)
@@ -467,7 +485,7 @@ def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, 
     cut = indptr[10:21] - indptr[10], indices[indptr[10] : indptr[20]], nodes[10:20], weight[10:20]
     results = []
     for functions in (kernels, None, kernels):
-        monkeypatch.setattr(model, "fused", functions)
+        _use(functions, monkeypatch)
         out = attend(indptr, indices, nodes, weight, source, target)
         out += attend(*cut, source.roll(-10, 0), target[10:20])[:1]
         with torch.no_grad():
@@ -488,7 +506,7 @@ def test_attention_and_the_rows_after_it_are_dropped_independently(kernels, monk
     none = torch.zeros(S + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
     near = Near(*none, torch.ones(S, 1), torch.ones(S, 1), seed=99)
     for functions in (kernels, None):
-        monkeypatch.setattr(model, "fused", functions)
+        _use(functions, monkeypatch)
         kept = layer.combine(near) > 0
         same = (model.relu_dropout(torch.ones(S, 16), 0.5, seed=99) > 0) == kept
         assert (same.sum(0) - S / 2).abs().max() < 80  # 7 standard deviations
@@ -552,7 +570,7 @@ def test_models_on_kernels_equal_torch_operations(kernels, cuda_layers, name, op
     given = {"edges": edges} if "edge_dim" in MODELS[name] else {}
     results = []
     for functions in (None, kernels, kernels):
-        monkeypatch.setattr(model, "fused", functions)
+        _use(functions, monkeypatch)
         results.append(_trained(_net(name, (20, 8, 5), **options), blocks, x, **given))
     net = _net(name, (20, 8, 5), recompute=True, **options)
     results.append(_trained(net, blocks, x, **given))
@@ -582,7 +600,7 @@ def test_a_network_that_was_changed_is_not_taken_for_graphsage(monkeypatch):
     for net in (halved, normed, hooked, patched, watched, gin):
         results = []
         for functions in (fused, None):
-            monkeypatch.setattr(model, "fused", functions)
+            _use(functions, monkeypatch)
             seen = []  # what a hook was given is not overwritten
             results.append([net(blocks, x, key=7), *seen])
         torch.testing.assert_close(*results)
@@ -637,7 +655,7 @@ def test_a_bias_may_be_none_and_a_model_traced(name):
 
 def test_cuda_graphsage_in_bfloat16(cuda_layers, monkeypatch):
     """As under torch.autocast: rows and pairs in either dtype; parameters and their gradients are float32."""
-    monkeypatch.setattr(model, "fused", layers_gpu)
+    _use(layers_gpu, monkeypatch)
     blocks, x, _ = _three_blocks()
     net = _net("sage", (20, 8, 5), dropout=0.5)
     expected = _trained(net, blocks, x)
@@ -676,14 +694,15 @@ def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, tmp_path):
     assert kernels.adam_rows(*given, first=0.0, second=0.0, eps=0.0, rates=rates)
     assert table[[0, 1, -1], 0].tolist() == [0, pytest.approx(-0.1), 0]
     block, one, edge = (torch.tensor([0, 1]), torch.tensor([1])), torch.ones(1), torch.ones(1, 0)
+    with_edges = attention_gpu if kernels is layers_gpu else attention
     for made in (
         kernels.own_plus_mean(*block, table, one, one),
         kernels.mean_neighbours(*block, table),
         kernels.max_neighbours(*block, table),
-        kernels.attend(
+        with_edges.attend(
             *block, table, table[:1], torch.ones(1, 32), self_rows=torch.zeros(1).long()
         ),
-        kernels.edge_sums(*block, table, edge, torch.ones(0, 32)),
+        with_edges.edge_sums(*block, table, edge, torch.ones(0, 32)),
     ):
         assert made is not None and made.shape == (1, 32)
 
@@ -703,8 +722,8 @@ def test_blocks_and_rows_that_do_not_fit_are_left_to_torch():
         block, edges = (indptr, indices), torch.ones(len(indices), 0)
         assert fused.self_and_mean(*block, h) is fused.max_neighbours(*block, h) is None
         assert fused.own_plus_mean(*block, h, one, one) is fused.mean_neighbours(*block, h) is None
-        assert fused.attend(*block, h, h[:2], torch.ones(2, 4)) is None
-        assert fused.edge_sums(*block, h, edges, torch.ones(0, 8)) is None
+        assert attention.attend(*block, h, h[:2], torch.ones(2, 4)) is None
+        assert attention.edge_sums(*block, h, edges, torch.ones(0, 8)) is None
     block = offsets, ids
     meta = [t.to("meta") for t in (*block, h)]
     assert fused.self_and_mean(*block, h[:1]) is fused.self_and_mean(*block, h, ids + 3) is None
@@ -714,7 +733,7 @@ def test_blocks_and_rows_that_do_not_fit_are_left_to_torch():
     assert fused.relu_dropout(h, torch.ones(4, 0).long(), 1, 8) is None
     for target, nodes in ((h[:3], None), (h[:1], None), (h[:2], ids[:1])):
         given = h, target, torch.ones(2, 4)
-        assert fused.attend(*block, *given, drawn=(nodes, 0, 0)) is None
+        assert attention.attend(*block, *given, drawn=(nodes, 0, 0)) is None
     weight, moment = torch.ones(4, 8), torch.zeros(4, 8)
     numbers = {"first": 0.0, "second": 0.0, "eps": 0.0, "rates": torch.ones(2)}
     for rows, grad, mean in (

@@ -470,7 +470,7 @@ def test_cuda_launches_are_on_the_current_stream_in_blocks_that_fit(tmp_path, mo
     bound = int(re.search(r"__launch_bounds__\((\d+)\)", source)[1])
     for stream, n in ((7, 1), (8, 1000), (0, 10**6)):
         monkeypatch.setattr(build, "_raw_stream", lambda index: stream)
-        kernels.run("nothing", n, n=1)
+        kernels.run("nothing", n, {"n": 1})
         kernels.prepare("nothing", n=1)(n, kernels.stream())
         for call in driver.cuLaunchKernel.call_args_list[-2:]:
             _, blocks, one, _, threads, _, _, shared, on, *_ = call.args
@@ -478,7 +478,7 @@ def test_cuda_launches_are_on_the_current_stream_in_blocks_that_fit(tmp_path, mo
             assert (blocks - 1) * threads < n <= blocks * threads
     assert driver.cuLaunchKernel.call_count == 6
     with pytest.raises(TypeError, match="nothing is called with n, m: it takes n"):
-        kernels.run("nothing", 1, n=1, m=1)
+        kernels.run("nothing", 1, {"n": 1, "m": 1})
     with pytest.raises(KeyError, match="n"):
         kernels.prepare("nothing", m=1)
 

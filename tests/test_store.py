@@ -22,7 +22,7 @@ from disk.files import StoreError
 from disk.graphs import GraphDataset, build_graphs
 from sources import cli, prepare
 from store import GraphStore, build_store, verify
-from tests.common import _graph, _store
+from tests.common import _code, _graph, _run_here, _store
 from tests.stores import (
     _edge_forms,
     _edges,
@@ -626,9 +626,9 @@ def _target(name, values):
     return np.asarray(values, np.float32), {}
 
 
-def test_a_record_is_all_that_a_column_takes(tmp_path, monkeypatch, capsys):
-    """A further column of nodes goes through every door: arrays, .npz by another name, tables, by type, and info."""
-    record = Column(
+def _column(elsewhere=lambda values: np.nan):
+    """Declare a further column of nodes."""
+    return Column(
         "node_target",
         of="node",
         check=_target,
@@ -636,8 +636,13 @@ def test_a_record_is_all_that_a_column_takes(tmp_path, monkeypatch, capsys):
         aliases=("node_target", "target"),
         flag="node_targets",
         describe=lambda graph: "targets",
-        elsewhere=lambda values: np.nan,
+        elsewhere=elsewhere,
     )
+
+
+def test_a_record_is_all_that_a_column_takes(tmp_path, monkeypatch, capsys):
+    """A further column of nodes goes through every door: arrays, .npz by another name, tables, by type, and info."""
+    record = _column()
     monkeypatch.setitem(COLUMNS, record.name, record)
     args = _graph()
     target = np.random.default_rng(0).random(200)
@@ -666,6 +671,34 @@ def test_a_record_is_all_that_a_column_takes(tmp_path, monkeypatch, capsys):
         node_target={"b": [1, 2, 3]},
     )
     assert str(GraphStore.open(typed).node_target.tolist()) == "[nan, nan, 1.0, 2.0, 3.0]"
+
+
+def test_a_column_of_nodes_says_what_types_without_it_have_and_takes_a_file():
+    with pytest.raises(TypeError, match="node_target: a column of nodes needs `elsewhere`"):
+        _column(None)
+    record = _column()
+    assert record.usage() == ("FILE", "tables: a row per node")
+
+
+def test_a_column_without_a_use_is_named_and_not_lost_on_resuming(tmp_path, monkeypatch, capsys):
+    record = _column()
+    monkeypatch.setitem(COLUMNS, record.name, record)
+    targets = {record.name: np.zeros(200)}
+    weights = {"edge_weight": np.ones(_graph()["edge_index"].shape[1])}
+    full = build_store(tmp_path / "full", **_graph(), **weights, **targets)
+    words = "--gpus 0 --fanout 3,3 --hidden 8 --epochs"
+    _run_here(tmp_path, f"--dataset {full} {words} 1")
+    said = capsys.readouterr().out
+    assert said.count("are not used by this run") == 1
+    assert "nodes   values of node_target are not used by this run\n" in said
+    assert "edges   weights of edges are not used: --sampler weighted" in said
+    for lost, kept in (("edge_weight", targets), ("node_target", weights)):
+        path = build_store(tmp_path / lost, **_graph(), **kept)
+        again = f"--resume {tmp_path}/here.pt --dataset {path} {words} 2"
+        assert _code(again) == 2
+        assert f"of other data: {lost}.npy in {path} is not the same" in capsys.readouterr().err
+    fuller = build_store(tmp_path / "fuller", **_graph(), **weights, **targets)
+    assert _code(f"--resume {tmp_path}/here.pt --dataset {fuller} {words} 2") == 0
 
 
 def test_an_unknown_column_is_refused(tmp_path):

@@ -336,9 +336,16 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
     expected = "options data sampling model links optimisation processes and placement files"
     assert " ".join(groups) == expected
     for name, flag in flags.FLAGS.items():
-        hidden = flag.default in (None, False)
+        hidden = flag.default is None or flag.default is False
         said = next(a.help for a in parser._actions if a.dest == name)
         assert said and (hidden or "default" in said), name
+
+
+def test_help_says_a_default_of_0(monkeypatch):
+    for default in (0, 0.0):
+        further = flags.Flag("free", kinds.COUNT_OR_0, default, "a further number")
+        monkeypatch.setitem(flags.FLAGS, "further", further)
+        assert f"a further number (default: {default})" in flags.make_parser().format_help()
 
 
 def test_a_flag_is_one_record_that_says_what_resuming_does_with_it(tiny, tmp_path, monkeypatch):
