@@ -91,21 +91,22 @@ def self_and_mean_grad(a):
 
 
 def of_lists(a, group, row):
-    """A thread that reads its sources' lists in groups, then what is left -> trips by list, reads."""
+    """A thread that reads its sources' lists in groups, then what is left -> trips of its loops, reads."""
     groups = (a.sizes // group).double()
     alone = (a.sizes % group).double()
     a.sizes = groups + alone  # each is two reads
-    return (groups.mean().item(), alone.mean().item()), of_rows(a, row, 2)
+    loops = [groups, alone] if group > 1 else [a.sizes.double()]
+    return [trips.mean().item() for trips in loops], of_rows(a, row, 2)
 
 
 def max_neighbours_grad(a):
     trips, reads = of_lists(a, a.MAX_GROUP, 1)
-    return Work(trips, *reads)
+    return Work((*trips,), *reads)
 
 
 def attention_source_grad(a):
     trips, reads = of_lists(a, a.ATTENTION_GROUP, 2)
-    return Work((a.run, *trips), *reads)
+    return Work((a.run, *trips), *reads, guarded=a.S / a.N)  # destinations have self-loops
 
 
 def attention_target_grad(a):
@@ -144,6 +145,7 @@ def before(n):
 
 WORK = {
     "self_and_mean": self_and_mean,
+    "plain_self_and_mean": self_and_mean,
     "self_and_mean_grad": self_and_mean_grad,
     "relu_dropout": lambda a: Work((), 2),
     "relu_dropout_grad": lambda a: Work((), 1),

@@ -38,6 +38,7 @@ PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "linear": 0, "_linear_pointwise": 0}
 # kernel: the table from which it gathers a row for each edge
 TABLES = {
     "self_and_mean": "h",
+    "plain_self_and_mean": "h",
     "self_and_mean_grad": "grad",
     "max_neighbours": "h",
     "max_neighbours_grad": "grad",

@@ -211,20 +211,17 @@ class Code:
         """Compute out [S, 2F], or out [S, F] with scales, from h [N, F] or, on a GPU, from dropout(relu(h)): `active` is its
         `Dropout`. kept: see `Code.kept`."""
         width = h.shape[1]
-        self.run(
-            "self_and_mean",
-            len(out),
-            near,
-            scales,
-            active or Dropout(),
-            relu=int(active is not None),
-            h=h,
-            S=len(out),
-            width=width,
-            whole=aligned(width, h, out),
-            kept=kept,
-            out=out,
-        )
+        values = {
+            "h": h,
+            "S": len(out),
+            "width": width,
+            "whole": aligned(width, h, out),
+            "out": out,
+        }
+        if active is None:
+            self.run("plain_self_and_mean", len(out), near, scales, **values)
+        else:
+            self.run("self_and_mean", len(out), near, scales, active, kept=kept, **values)
 
     def self_and_mean_grad(
         self, near, grad, num_src, *, scales=UNSCALED, own=True, kept=None, scale=1.0

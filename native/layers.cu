@@ -120,24 +120,25 @@ KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, f
 }
 
 // out [S, 2 width]: own row and mean of the neighbours' rows; or, with alpha and beta [S], out
-// [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null. With relu, on a
-// GPU, rows of h are activated as they are read; kept, unless null, gets the bits of the results.
-KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
-                     const float *alpha, const float *beta, const float *gamma, int S, int width,
-                     int whole, int relu, const ID *nodes, int drop, float scale, i64 seed,
-                     const i64 *step, i64 layer, kept_t *kept, OUT *out) {
-  ROW_AND_COLUMN(S);
+// [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null. If `active`, a
+// constant, rows of h are activated as they are read; kept, unless null, gets the bits of the results.
+FN void mean_of_rows(const int active, i64 row, int column, unsigned parts, const ID *indptr,
+                     const ID *indices, const IN *h, const ID *self_rows, const float *alpha,
+                     const float *beta, const float *gamma, int S, int width, int whole,
+                     const ID *nodes, int drop, float scale, i64 seed, const i64 *step, i64 layer,
+                     kept_t *kept, OUT *out) {
+  const int left = width - column;
   const i64 s = row, self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
   ID count = 0;
   FETCH_SOURCES(s, h + column, width);
   if (self_rows && s + 2 < S) FETCH(h + column, width, 1, self_rows, s + 2, s + 3);
   floats_t own = all_of(0), sum = all_of(0);
-  const u64 layer_seed = WHERE_READ ? LAYER_SEED : 0;
+  const u64 layer_seed = active ? LAYER_SEED : 0;
   if (self >= 0) own = load(h + self * width + column, whole, left);
-  if (WHERE_READ && self >= 0)
-    own = activate(own, relu, NODE_OF(self), column, drop, scale, layer_seed);
-  if (self >= 0) KEEP_BITS(self, own);
+  if (active && self >= 0)
+    own = activate(own, 1, NODE_OF(self), column, drop, scale, layer_seed);
+  if (active && self >= 0) KEEP_BITS(self, own);
   for (ID e = first; e < last && count == e - first; e += GROUP) {
     ID u[GROUP];
     i64 node[GROUP];
@@ -146,12 +147,12 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
     UNROLL for (int j = 0; j < GROUP; j++) u[j] = e + j < last ? indices[e + j] : -1;
     UNROLL for (int j = 0; j < GROUP; j++) {
       v[j] = u[j] < 0 ? all_of(0) : load(h + (i64)u[j] * width + column, whole, left);
-      node[j] = WHERE_READ && u[j] >= 0 ? NODE_OF(u[j]) : 0;
+      node[j] = active && u[j] >= 0 ? NODE_OF(u[j]) : 0;
     }
     UNROLL for (int j = 0; j < GROUP; j++) {
-      if (WHERE_READ && u[j] >= 0)
-        v[j] = activate(v[j], relu, node[j], column, drop, scale, layer_seed);
-      if (u[j] >= 0) KEEP_BITS(u[j], v[j]);
+      if (active && u[j] >= 0)
+        v[j] = activate(v[j], 1, node[j], column, drop, scale, layer_seed);
+      if (active && u[j] >= 0) KEEP_BITS(u[j], v[j]);
     }
     UNROLL for (int j = 0; j < GROUP; j++) {
       if (gamma && u[j] >= 0) v[j] = v[j] * gamma[u[j]];
@@ -167,6 +168,22 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   OUT *target = out + 2 * row * width + column;
   store(target, whole, left, own);
   store(target + width, whole, left, mean);
+}
+KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
+                           const float *alpha, const float *beta, const float *gamma, int S,
+                           int width, int whole, OUT *out) {
+  ROW_AND_COLUMN(S);
+  mean_of_rows(0, row, column, PARTS, indptr, indices, h, self_rows, alpha, beta, gamma, S, width,
+               whole, 0, 0, 0, 0, 0, 0, 0, out);
+}
+// The same of rows after ReLU and dropout, in more registers. On the host these are a separate pass.
+KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
+                     const float *alpha, const float *beta, const float *gamma, int S, int width,
+                     int whole, const ID *nodes, int drop, float scale, i64 seed, const i64 *step,
+                     i64 layer, kept_t *kept, OUT *out) {
+  ROW_AND_COLUMN(S);
+  mean_of_rows(1, row, column, PARTS, indptr, indices, h, self_rows, alpha, beta, gamma, S, width,
+               whole, nodes, drop, scale, seed, step, layer, kept, out);
 }
 
 // grad: of the pair [S, 2 width] or, with alpha, of the sum [S, width]. With kept, out [N, width]

@@ -22,7 +22,7 @@
 #define kept_t IN  // the result of ReLU and dropout
 #define KEEP_BITS(row, v) (void)0
 #define WHERE_KEPT(row) (load(kept + (i64)(row) * width + column, whole, left) > 0.0f)
-#define WHERE_READ 0  // ReLU and dropout are a separate pass
+#define PARTS 0
 #define ROW_AND_COLUMN(rows) \
   const i64 row = row_;      \
   const int column = part_ * COLUMNS, left = width - column
@@ -44,7 +44,7 @@ typedef unsigned char kept_t;  // a bit for each of COLUMNS columns: whether it 
 #define KEEP_BITS(row, v) \
   if (kept) store_same(&KEPT(row), bits_above_zero(v))
 #define WHERE_KEPT(row) where_kept(KEPT(row))
-#define WHERE_READ relu
+#define PARTS parts
 #define ROW_AND_COLUMN(rows)                                        \
   const unsigned parts = (unsigned)(width + COLUMNS - 1) / COLUMNS; \
   THREAD((i64)(rows) * parts);                                      \

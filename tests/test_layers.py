@@ -232,7 +232,7 @@ def test_edges_read_in_groups_keep_the_order_of_sums(cuda_layers, monkeypatch):
         monkeypatch.setattr(kernels_gpu, "VARIANTS", variant)
         kernels_gpu.load.cache_clear()
         best = _with_grads(lambda x: layers_gpu.max_neighbours(indptr, indices, x), weight, h)
-        attend = lambda x, y, a: layers_gpu.attend(indptr, indices, x, y, a)  # noqa: E731
+        attend = lambda x, y, a: attention_gpu.attend(indptr, indices, x, y, a)  # noqa: E731
         results.append([*best, *_with_grads(attend, weight, h, target, attn)])
     kernels_gpu.load.cache_clear()
     assert cuda_layers.count("attention_source_grad") == 3
