@@ -37,7 +37,7 @@
 #define MAX_GROUP 1  // or 4
 #endif
 #ifndef ATTENTION_GROUP
-#define ATTENTION_GROUP 4  // or 1
+#define ATTENTION_GROUP 1  // or 4
 #endif
 typedef unsigned char kept_t;  // a bit for each of COLUMNS columns: whether it is above 0
 #define KEPT(row) kept[(i64)(row) * parts + column / COLUMNS]

@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parents[1]
 # in a commit that says what the tokens bought.
 LIMITS = {
     "tokens of product Python": 128_400,
-    "tokens of C and CUDA": 24_400,
+    "tokens of C and CUDA": 24_700,
     "tokens of bench": 32_700,
     "tokens of tests": 158_300,
     "lines of README": 200,
