@@ -210,8 +210,7 @@ def plain_layers():
 class Near(NamedTuple):
     """What a layer combines: S destinations' own rows and the messages of their neighbours, over E edges.
 
-    Its methods skip edges with index -1, which pad a block in a CUDA graph; those that read features of edges do not, but
-    a graph with these has no CUDA graphs.
+    Its methods skip edges with index -1, which end a block in a CUDA graph, and the features of these.
     """
 
     indptr: Tensor  # [S+1]: destination s has the edges indptr[s] to indptr[s + 1] - 1
@@ -634,7 +633,6 @@ class GINEConv(GINConv, name="gine"):
 
     edge_features = "must"
     residual = "no"
-    padded = False
 
     def __init__(self, in_dim, out_dim, norm="none", edge_dim=0):
         super().__init__(in_dim, out_dim, norm)

@@ -497,7 +497,7 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
 }
 
 // GINE: the sum of relu(h + edges by) over a destination's edges, h [N, width], edges [E, wide], by
-// [wide, width] -> out [S, width]. Blocks with features of edges are not padded.
+// [wide, width] -> out [S, width]. Only the end of a block with edge features is padded.
 KERNEL edge_sums(const ID *indptr, const ID *indices, const IN *h, const float *edges, int wide,
                  const float *by, int S, int width, int whole, OUT *out) {
   ROW_AND_COLUMN(S);
@@ -542,6 +542,7 @@ KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, const int *dst, int
     UNROLL for (int j = 0; j < 8; j++) sums[j] = all_of(0);
     for (i64 number = first; number < last; number++) {
       const place_t place = find_place(indptr, indices, 0, dst, E, number);
+      if (place.source < 0) continue;
       const float *edge = edges + number * wide;
       if (slopes) {
         const i64 at = place.at * K + head;

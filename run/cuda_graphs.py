@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from features import Batch
-from model import SAGEConv, layers_where
+from model import CONVS, SAGEConv, layers_where
 from native import kernels, sampler_gpu
 from relational import LOOPED
 from run.finite import LossSum
@@ -73,8 +73,11 @@ def hindrances(args, task, used):
         (SAMPLERS[args.sampler].counted, "neighbours are not drawn uniformly"),
         (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
         (task.draw is None, "the task draws its own batches"),
-        (store.labels.dim() == 1, "nodes have several labels"),
-        (used.features is None, "edges have features"),
+        (
+            used.features is None or args.model in CONVS,
+            "edges have features, which a layer of your own may read in any way",
+        ),
+        (used.features is None or used.features.shape[0], "there are no edges"),
         (used.num_types <= LOOPED, f"edges have more than {LOOPED} types"),
         (
             not (store.node_types and conv and conv.uses_degree),
@@ -216,8 +219,8 @@ class Slot:
 
     Attributes:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
-            outermost hop. y: int64 [S], padded with -1. batch: `Batch` of these and the frame's blocks. step: int64 [1],
-            counted over all epochs. trained: event after training, for which refilling waits.
+            outermost hop. y: labels [S] or [S, C], padded with -1. batch: `Batch` of these and the frame's blocks.
+            step: int64 [1], counted over all epochs. trained: event after training, for which refilling waits.
     """
 
     def __init__(self, sampler, ring, room):
@@ -240,15 +243,22 @@ class Slot:
             blocks.insert(0, Block(none, none, self.nodes))
             if not self.frame.aggregate(ring.features, self.x):
                 raise RuntimeError("the kernel of the outermost hop cannot be compiled")
-        self.y = labels.new_full((rows[0],), -1)
+        self.y = labels.new_full((rows[0], *labels.shape[1:]), -1)
         self.places = torch.arange(rows[0], device=labels.device)
-        self.batch = Batch(blocks, self.x, self.y)
+        self.edges = None  # [E, D] features of the edges of all blocks, from the seeds outward
+        edges = ()
+        if ring.edge_features is not None:
+            width = ring.edge_features.shape[1]
+            self.edges = self.x.new_zeros(sum(places), width)
+            edges = self.edges.split(places)[::-1]
+        self.batch = Batch(blocks, self.x, self.y, edges=edges)
         self.step = self.frame.step
         self.sampling = self.training = None  # CUDA graphs
         self.trained = torch.cuda.Event()
 
     def sample(self):
-        """Launch what the first graph captures: sample, fetch features, look up labels and types of edges, list edges."""
+        """Launch what the first graph captures: sample, fetch features of nodes and edges, look up labels and types of
+        edges, list edges."""
         ring = self.ring
         nodes = self.nodes
         learned = len(ring.features) < ring.labels.shape[0]  # some types of nodes have no features
@@ -256,7 +266,7 @@ class Slot:
             self.seeds.clamp_(min=0)  # padding of the batch before, if that had fewer nodes
         self.frame.start()
         torch.index_select(ring.labels, 0, self.seeds, out=self.y)
-        self.y.masked_fill_(self.places >= self.frame.num_dst[0], -1)
+        self.y.t().masked_fill_(self.places >= self.frame.num_dst[0], -1)  # of all labels of a node
         if self.edge_type is not None:
             for block in self.batch.blocks:
                 torch.index_select(self.edge_type, 0, block.edge_ids, out=block.edge_type)
@@ -264,12 +274,19 @@ class Slot:
             used = self.frame.num_dst[len(self.batch.blocks)]
             nodes.masked_fill_(torch.arange(len(nodes), device=nodes.device) >= used, -1)
             nodes = nodes.masked_fill(nodes >= len(ring.features), -1)
-        if not ring.first_hop and ring.features.dtype == ring.dtype:
-            ring.gather(ring.features, nodes, self.x)
-        elif not ring.first_hop:
-            self.x.copy_(ring.gather(ring.features, nodes))
+        if not ring.first_hop:
+            self._gather(ring.features, nodes, self.x)
+        if self.edges is not None:
+            self._gather(ring.edge_features, self.frame.edges[len(self.y) :], self.edges)
         for block in self.batch.blocks:
             kernels.fill_lists(block)
+
+    def _gather(self, table, ids, out):
+        """Gather rows of a table into `out`, in its type."""
+        if table.dtype == out.dtype:
+            self.ring.gather(table, ids, out)
+        else:
+            out.copy_(self.ring.gather(table, ids))
 
 
 class StepGraphs:

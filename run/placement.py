@@ -209,6 +209,7 @@ def sizes(flags, task, used, cores=1):
         "batch_size": flags.batch_size * task.seeds_per_example(flags),
         "hidden": flags.hidden,
         "types": (flags.bases or used.num_types) if conv.uses_types else 0,
+        "edge_dim": 0 if used.features is None else used.features.shape[1],
         "graphs": cuda_graphs.hops_held(flags, task, used) if flags.trains else 0,
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,

@@ -70,9 +70,11 @@ def placements(
     prefetch=None,
     graphs=0,
     types=0,
+    edge_dim=0,
 ):
     """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; types: rows that rgcn
-    makes for each destination; cores: of each process; the others are flags of train.py.
+    makes for each destination; edge_dim: width of the features of edges that the layers take;
+    cores: of each process; the others are flags of train.py.
 
     The sizes are upper bounds: a hop has k neighbours of every node so far, and no more than V nodes and M edges. Input
     rows, nodes and edges are held for --prefetch batches and one more, see `batches_ahead`. A GraphSAGE layer keeps (in + 3 out) floats for each
@@ -119,6 +121,7 @@ def placements(
         slot = 4 * F * nodes[hops] * (2 if hops < len(fanout) else 1)
         # 12: winners, numbers, counts
         slot += id_bytes * (2 * rows + places) + (12 + typed) * places
+        slot += (4 * edge_dim + 8) * places if edge_dim else 0  # rows and ids
         return step[mode] + (held[mode] * slot + compute) * bool(graphs)
 
     on_gpu, pinned, copied, on_cpu = MODES

@@ -153,13 +153,18 @@ def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make
 
 
 def _small_run(folder, net, labels, x, degree=6, **law):
-    """Make a sampler of a small graph, and the ring of a network -> (sampler, ring)."""
+    """Make a sampler of a small graph, and the ring of a network -> (sampler, ring). Features of edges are in bfloat16."""
     indptr, indices = _random_graph(np.random.default_rng(18), 300, degree)
     net.degrees = model.graph_degrees(indptr, indices)
+    features = {}
+    if net.edge_dim:
+        law["edge_ids"] = True
+        features["edge_features"] = _EDGES[: len(indices), : net.edge_dim].bfloat16()
     s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", **law)
-    return _sampling_on_gpu(s, folder), _graph_ring(net, x, labels, slots=2)
+    return _sampling_on_gpu(s, folder), _graph_ring(net, x, labels, slots=2, **features)
 
 
+_EDGES = torch.randn(9000, 3)
 _STATIC_ROOM = cuda_graphs.static_room
 
 
@@ -254,8 +259,13 @@ def _plain_loop(net, draws, ring, batches, labels):
     for seeds, step, total in batches:
         blocks = draws.sample(seeds, step, relabel_outer=not ring.first_hop)
         plain, key = ring.fetch(0, blocks), sampler.mix(sampler.mix(5) ^ step)
-        logits = net(plain.blocks, plain.x, aggregated=ring.first_hop, key=key)
-        loss = torch.nn.functional.cross_entropy(logits, labels[seeds], reduction="sum")
+        given = {"aggregated": ring.first_hop, "key": key, "edges": plain.edges}
+        logits = net(plain.blocks, plain.x, **given)
+        y = labels[seeds]
+        if y.dim() > 1:
+            loss = 0.2 * F.binary_cross_entropy_with_logits(logits, y.float(), reduction="sum")
+        else:
+            loss = F.cross_entropy(logits, y, reduction="sum")
         (loss / total).backward()
         optimizer.param_groups[0]["lr"] = 2.0 ** -(7 + step // 5)
         optimizer.step()
@@ -303,15 +313,20 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("gcn", True, False, dict(dtype=torch.bfloat16)),
         ("gin", True, False, dict(norm="layer", residual=True)),
         ("gat", True, False, {}),
+        ("sage", True, False, dict(several=True)),
+        ("gin", True, False, dict(several=True, norm="layer", residual=True)),
+        ("gine", True, False, dict(edge_dim=3, norm="layer")),
+        ("gat", True, False, dict(edge_dim=3)),
     ],
 )
 def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     emulated_graphs, conv, tight, refused, options, tmp_path, monkeypatch
 ):
     """Also if capture is refused, with batches that do not fit, and from a checkpoint; compared with a plain loop."""
-    nodes, labels = torch.randperm(300)[:53], torch.randint(5, (300,))
-    options, words = dict(options), ("replace", "dtype")
-    law, dtype = (options.pop(word, default) for word, default in zip(words, (False, torch.float)))
+    nodes, options = torch.randperm(300)[:53], dict(options)
+    law, dtype = options.pop("replace", False), options.pop("dtype", torch.float)
+    several = options.pop("several", False)
+    labels = torch.randint(2, (300, 5)).to(torch.int8) if several else torch.randint(5, (300,))
     x, first = torch.randn(300, 20).to(dtype), _net(conv, (20, 8, 5), dropout=0.5, **options)
     if tight:
         monkeypatch.setattr(cuda_graphs, "static_room", _no_more_than_the_smallest)
@@ -632,9 +647,9 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
     ring = dict(on_device=True, features=torch.zeros(3, 1))
     for words, changed, why in (
         (
-            "--model gine",
+            "--model rgat",
             {},
-            f"for --model {', '.join(model.layers_where(padded=True))}, this is gine",
+            f"for --model {', '.join(model.layers_where(padded=True))}, this is rgat",
         ),
         ("--norm batch", {}, "--norm batch"),
         ("--checkpoint-activations", {}, "--checkpoint-activations"),
@@ -646,7 +661,12 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         ("--sampler labor", {}, "not drawn uniformly"),
         ("--mode cpu-cpu", dict(on_device=False), "--mode cpu-cpu"),
         ("", dict(features=None), "behind a cache"),
-        ("--model gat", dict(used=EdgeData(features=1)), "edges have features"),
+        ("--model gine", dict(used=EdgeData(features=torch.zeros(0, 3))), "there are no edges"),
+        (
+            "--model gat",
+            dict(used=EdgeData(features=torch.zeros(3, 3))),
+            "the sampler's kernels are not there",
+        ),
         (
             "--model rgcn",
             dict(used=EdgeData(type=1, num_types=17)),
@@ -654,7 +674,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         ),
         ("", dict(used=EdgeData(time=1), draw=print), "by their times"),
         ("", dict(draw=print), "the task draws its own batches"),
-        ("", dict(labels=torch.zeros(3, 2)), "several labels"),
+        ("", dict(labels=torch.zeros(3, 2)), "the sampler's kernels are not there"),
         ("--model gin", dict(node_types={"a": (3, 1)}), "nodes have types, and --model gin counts"),
         ("--model rgcn", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
         ("--fanout 4,49", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),

@@ -500,6 +500,31 @@ def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, 
             assert torch.equal(padded[: len(ours)], ours)
 
 
+@pytest.mark.parametrize("conv", ["gine", "gat"])
+def test_features_of_edges_that_pad_a_block_do_not_matter(cuda_layers, conv, monkeypatch):  # noqa: F811
+    """Forward and backward."""
+    _use(layers_gpu, monkeypatch)
+    rng, S, N = np.random.default_rng(16), 30, 50
+    indptr, indices = _layer_block(rng, S, N, torch.int32)
+    layer = model.CONVS[conv](8, 8, edge_dim=3)
+    h, weight, edges = torch.randn(N, 8), torch.randn(S, 8), torch.randn(len(indices), 3)
+
+    def run(indptr, indices, edges, weight):
+        S = len(indptr) - 1
+
+        def combine(h, *parameters):
+            near = Near(indptr, indices, layer.message(h), h[:S], degree=torch.ones(S, 2), seed=9)
+            return layer.combine(near._replace(edges=edges))
+
+        return _with_grads(combine, weight, h, *layer.parameters())
+
+    ours = run(indptr, indices, edges, weight)
+    block = _more_rows(indptr, 1, len(indices)), _more_rows(indices, 700, -1)
+    found = run(*block, _more_rows(edges, 700, torch.nan), _more_rows(weight, 1))
+    assert torch.equal(found[0][:S], ours[0]) and torch.equal(found[1], ours[1])
+    torch.testing.assert_close(found[2:], ours[2:], rtol=1e-4, atol=1e-5)
+
+
 def test_attention_and_the_rows_after_it_are_dropped_independently(kernels, monkeypatch):
     """The weights of 512 self-loops, against each column of the row that the layer's output becomes."""
     S, layer = 512, model.GATv2Conv(1, 1, dropout=0.5)
