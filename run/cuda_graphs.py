@@ -4,7 +4,8 @@
     for batch in NodeLoader(..., load_batch=graphs.load_batch):
         graphs.step(batch, clock)        # forward, loss, backward, optimizer
 
-One graph samples a batch, fetches its features (for GraphSAGE, one kernel samples and averages the outermost hop), looks
+One graph samples a batch, fetches its features (for GraphSAGE, one kernel samples and averages the outermost hop
+where neighbours are drawn uniformly), looks
 up the labels and lists edges by source for the backward pass; another trains on it. Every batch in flight has its own slot of memory, so that the next batch is
 sampled on the slot's stream while this one is trained on. Shapes are static: padded to the numbers of nodes and edges in
 the first batches of the run, plus a margin. Padding has no edges, no label and no gradient. The step number, which keys
@@ -75,7 +76,7 @@ def hindrances(args, task, used):
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
         (re.fullmatch("[0-9,]+", fanout), f"--fanout {fanout}: numbers from 1 on are needed"),
         (not too_many, f"--fanout {fanout}: the last number is {limit} at most"),
-        (SAMPLERS[args.sampler].bounded, "a node's neighbours are not limited in number"),
+        (args.batch_dependency == 1, "--batch-dependency gives several steps the same draws"),
         (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
         (task.draw is None, "the task draws its own batches"),
         (store.labels.dim() == 1, "nodes have several labels"),
@@ -222,7 +223,8 @@ class Slot:
     Attributes:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
             outermost hop. y: int64 [S], padded with -1. batch: `Batch` of these and the frame's blocks. step: int64 [1],
-            counted over all epochs. trained: event after training, for which refilling waits.
+            counted over all epochs. averages: whether the outermost hop, sampled into the frame, is then averaged straight
+            from the feature table. trained: event after training, for which refilling waits.
     """
 
     def __init__(self, sampler, ring, room):

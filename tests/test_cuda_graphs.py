@@ -152,6 +152,9 @@ def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make
     return (make or cuda_graphs.StepGraphs)(run, optimizer)
 
 
+_LAW = ("replace", "weighted", "method", "layer_dependency")
+
+
 def _small_run(folder, net, labels, x, degree=6, weighted=False, **law):
     """Make a sampler of a small graph, and the ring of a network -> (sampler, ring)."""
     indptr, indices = _random_graph(np.random.default_rng(18), 300, degree)
@@ -168,6 +171,8 @@ _STATIC_ROOM = cuda_graphs.static_room
 def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
     """Stands in for static_room, with room only for as many edges as the smallest of a few batches has."""
     _, (rows, _) = _STATIC_ROOM(sampler, nodes, args, first_hop)
+    # blocks on the CPU with as many sources as destinations are searched for global ids, which waits
+    rows = [n + hop for hop, n in enumerate(rows)]
 
     drawn_later = first_hop and sampler.engine.spec.rule.counted
 
@@ -305,6 +310,8 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("sage", True, False, dict(weighted=True)),
         ("sage", False, False, dict(weighted=True, dtype=torch.bfloat16)),
         ("gcn", True, True, dict(weighted=True)),
+        ("sage", True, False, dict(method="labor")),
+        ("gcn", True, False, dict(method="labor", layer_dependency=True)),
         ("sage", True, False, dict(input_dropout=0.3)),
         ("sage-pool", True, False, dict(norm="layer")),
         ("gcn", True, False, dict(dtype=torch.bfloat16)),
@@ -318,7 +325,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     """Also if capture is refused, with batches that do not fit, and from a checkpoint; compared with a plain loop."""
     nodes, labels = torch.randperm(300)[:53], torch.randint(5, (300,))
     dtype = options.get("dtype", torch.float)
-    law = {word: value for word, value in options.items() if word in ("replace", "weighted")}
+    law = {word: value for word, value in options.items() if word in _LAW}
     options = {word: value for word, value in options.items() if word not in ("dtype", *law)}
     x, first = torch.randn(300, 20).to(dtype), _net(conv, (20, 8, 5), dropout=0.5, **options)
     if tight:
@@ -651,7 +658,8 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         ("--fanout 4,49", {}, "--fanout 4,49: the last number is 48 at most"),
         ("--fanout -1,4", {}, "--fanout -1,4"),
         ("--fanout 4", {}, "one layer"),
-        ("--sampler labor", {}, "not limited in number"),
+        ("--sampler labor --batch-dependency 2", {}, "--batch-dependency gives several steps"),
+        ("--sampler labor", {}, "the sampler's kernels are not there"),
         ("--sampler weighted --fanout 4,49", {}, "the sampler's kernels are not there"),
         ("--mode cpu-cpu", dict(on_device=False), "--mode cpu-cpu"),
         ("", dict(features=None), "behind a cache"),
