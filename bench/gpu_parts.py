@@ -25,6 +25,7 @@ from bench.gpu_graph import SHAPES, Trained, free, kernels_of, make_graph
 from bench.tools import print_table, read_json
 from features import MODES, FeatureRing, gpu_view, share
 from model import SAGE, gather_rows, plain_layers
+from native import kernels as code
 from sampler import NeighborSampler
 from sources import prepare
 
@@ -63,15 +64,19 @@ def on_gpu(step, i):
 
 
 def kernels(args, record):
-    """Time each kernel of a step alone (--prefetch 0: sampling does not overlap with training), beside its bound."""
+    """Time each kernel of a step alone (--prefetch 0: sampling does not overlap with training), beside its bound; those
+    that have a variant (vectors.h) both ways."""
     graph, figures = made(args, "products"), {}
     bounds = {precision: {} for precision in ("tf32", "bf16")}
     if not args.quick:
         bounds = read_json(ROOFLINE)["kernels"]
-    runs = [("sage", "tf32"), ("sage", "bf16")]
-    runs += [(model, "tf32") for model in ("gcn", "gin", "gat", "sage-pool")]
-    for model, precision in runs:
-        with record.attempt(f"{model} {precision}"):
+    runs = [("sage", "tf32", {}), ("sage", "bf16", {})]
+    runs += [(model, "tf32", {}) for model in ("gcn", "gin", "gat", "sage-pool")]
+    runs += [("gat", "tf32", {"ATTENTION_GROUP": 4}), ("sage-pool", "tf32", {"MAX_GROUP": 4})]
+    for model, precision, variant in runs:
+        name = " ".join([model, precision, *(f"{key} {value}" for key, value in variant.items())])
+        code.load.cache_clear()
+        with mock.patch.dict(code.VARIANTS, variant), record.attempt(name):
             of_run = graph.rounded(torch.bfloat16) if precision == "bf16" else graph
             words = "--model", model, "--precision", precision, "--mode", "cuda-cuda"
             trained = Trained(of_run, *sizes(args), *words, "--prefetch", 0)
@@ -83,11 +88,12 @@ def kernels(args, record):
                 if model == "sage" and bound:
                     row["bound us"] = bound["H200 us"]
                 rows[kernel[:90]] = row
-            figures[f"{model} {precision}"] = rows
+            figures[name] = rows
             record.keep(kernels=figures)
-            print_table(f"{model} {precision}", dict(itertools.islice(rows.items(), 16)))
+            print_table(name, dict(itertools.islice(rows.items(), 16)))
         trained = None
         free()
+    code.load.cache_clear()
 
 
 def steps(args, record):

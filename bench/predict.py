@@ -86,18 +86,27 @@ def self_and_mean(a):
 
 
 def self_and_mean_grad(a):
-    groups = (a.sizes // GROUP).double()
-    alone = (a.sizes % GROUP).double()
+    trips, reads = of_lists(a, GROUP, 1)
+    return Work((a.run, *trips), *reads)
+
+
+def of_lists(a, group, row):
+    """A thread that reads its sources' lists in groups, then what is left -> trips of its loops, reads."""
+    groups = (a.sizes // group).double()
+    alone = (a.sizes % group).double()
     a.sizes = groups + alone  # each is two reads
-    return Work((a.run, groups.mean().item(), alone.mean().item()), *of_rows(a, 1, 2))
+    loops = [groups, alone] if group > 1 else [a.sizes.double()]
+    return [trips.mean().item() for trips in loops], of_rows(a, row, 2)
 
 
 def max_neighbours_grad(a):
-    return Work((a.sizes.double().mean().item(),), *of_rows(a, 1, 2))
+    trips, reads = of_lists(a, a.MAX_GROUP, 1)
+    return Work((*trips,), *reads)
 
 
 def attention_source_grad(a):
-    return Work((a.run, a.sizes.double().mean().item()), *of_rows(a, 2, 2))
+    trips, reads = of_lists(a, a.ATTENTION_GROUP, 2)
+    return Work((a.run, *trips), *reads, guarded=a.S / a.N)  # destinations have self-loops
 
 
 def attention_target_grad(a):
@@ -136,6 +145,7 @@ def before(n):
 
 WORK = {
     "self_and_mean": self_and_mean,
+    "plain_self_and_mean": self_and_mean,
     "self_and_mean_grad": self_and_mean_grad,
     "relu_dropout": lambda a: Work((), 2),
     "relu_dropout_grad": lambda a: Work((), 1),
@@ -163,7 +173,7 @@ WORK = {
         (a.width / a.LANES,), 4 + a.width / a.LANES * in_groups(a.k)[0]
     ),
 }
-FLAGS = {"whole", "relu", "drop", "wide", "word_bytes", "id_bytes", "b.rule"}
+FLAGS = {"whole", "relu", "drop", "wide", "word_bytes", "id_bytes", "b.law.rule"}
 
 
 def known(values):
@@ -172,7 +182,7 @@ def known(values):
     for name, value in values.items():
         if name in FLAGS and value is not None:
             lines.append(f"{name} = {value};")
-        elif value is None and name != "b.types":  # of type TYPE, which a graph without types lacks
+        elif value is None and name != "b.law.types":  # a graph without types lacks their TYPE
             lines.append(f"{name} = 0;")
         elif isinstance(value, tuple):
             lines.append(f"__builtin_assume({name} != 0);")
@@ -254,12 +264,13 @@ def executed(kernel, code, work):
 
 def counts(launch, sizes):
     """Count what a launch does -> Counts. sizes: edges of each source of the launch's block."""
-    values = {name.removeprefix("h."): value for name, value in launch.values.items()}
+    values = {name.removeprefix("part."): value for name, value in launch.values.items()}
     a = types.SimpleNamespace(**{"run": 1, "sizes": sizes, **values})
     if edges := values.get("indices", values.get("dst")):
         a.degree = edges[0] / values.get("S", 1)
-    if lanes := re.search(r"#define LANES (\d+)", launch.source):
-        a.LANES = int(lanes[1])
+    constants = re.findall(r"#define (LANES|MAX_GROUP|ATTENTION_GROUP) (\d+)", launch.source)
+    for constant, value in reversed(constants):  # the first definition counts
+        setattr(a, constant, int(value))
     work = WORK[re.sub(r"^pick_\d+$", "pick", launch.kernel)](a)
     code, _ = compiled(specialised(launch.source, launch.kernel, launch.values), launch.kernel)
     _, used = compiled(alone(launch.source, launch.kernel), launch.kernel)

@@ -38,6 +38,7 @@ PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "linear": 0, "_linear_pointwise": 0}
 # kernel: the table from which it gathers a row for each edge
 TABLES = {
     "self_and_mean": "h",
+    "plain_self_and_mean": "h",
     "self_and_mean_grad": "grad",
     "max_neighbours": "h",
     "max_neighbours_grad": "grad",
@@ -112,6 +113,18 @@ def size(tensors):
     return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors if t is not None)
 
 
+def flat(values):
+    """Replace tensors by their shapes and structures by their fields, in C's notation -> {name: value}."""
+    plain = {}
+    for name, value in values.items():
+        if isinstance(value, ctypes.Structure):
+            fields = {field: getattr(value, field) for field, *_ in value._fields_}
+            plain |= {f"{name}.{field}": of for field, of in flat(fields).items()}
+        else:
+            plain[name] = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+    return plain
+
+
 class Noted:
     """build.Kernels whose launches only record what they would cost."""
 
@@ -125,13 +138,7 @@ class Noted:
     def run(self, kernel, threads, given):
         in_order, gathered = self.moved(kernel, given)
         self.costs.add(kernel, in_order, gathered)
-        plain = {}
-        for name, value in given.items():
-            if isinstance(value, ctypes.Structure):
-                fields = {field: getattr(value, field) for field, *_ in value._fields_}
-                plain.update({f"{name}.{field}": number for field, number in fields.items()})
-            else:
-                plain[name] = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+        plain = flat(given)
         self.costs.launches.append(Launch(kernel, threads, self.source, in_order, gathered, plain))
 
     def moved(self, kernel, given):
@@ -196,6 +203,7 @@ def step_costs(args, store, dtype):
         patch.object(torch.cuda, "Event", lambda: None),
     ):
         slot = cuda_graphs.Slot(sampler, ring, room)
+        slot.frame.fill(slot.seeds, 0)
         for measured in (contextlib.nullcontext(), costs):  # the first run creates Adam's state
             costs.rows.clear()
             costs.launches.clear()

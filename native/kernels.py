@@ -29,6 +29,7 @@ FLAGS = [
     "-fPIC",
     "-shared",
 ]
+VARIANTS = {}  # {constant of vectors.h: value}, for bench gpu
 RUN = 16  # at most this many rows of a gradient are summed by one GPU thread for the bias
 ENOUGH = 1 << 21  # elements of the gradient per such row: leaves half a million threads
 
@@ -152,7 +153,8 @@ def load(ids, source, target, device):
 
 def program(ids, source, target):
     """Return the text of layers.cu for ids, rows and results of these dtypes."""
-    return build.read_source("layers.cu", ID=IDS[ids], IN=TYPES[source], OUT=TYPES[target])
+    types = {"ID": IDS[ids], "IN": TYPES[source], "OUT": TYPES[target]}
+    return build.read_source("layers.cu", **types, **VARIANTS)
 
 
 def is_gpu(device):
@@ -209,20 +211,17 @@ class Code:
         """Compute out [S, 2F], or out [S, F] with scales, from h [N, F] or, on a GPU, from dropout(relu(h)): `active` is its
         `Dropout`. kept: see `Code.kept`."""
         width = h.shape[1]
-        self.run(
-            "self_and_mean",
-            len(out),
-            near,
-            scales,
-            active or Dropout(),
-            relu=int(active is not None),
-            h=h,
-            S=len(out),
-            width=width,
-            whole=aligned(width, h, out),
-            kept=kept,
-            out=out,
-        )
+        values = {
+            "h": h,
+            "S": len(out),
+            "width": width,
+            "whole": aligned(width, h, out),
+            "out": out,
+        }
+        if active is None:
+            self.run("plain_self_and_mean", len(out), near, scales, **values)
+        else:
+            self.run("self_and_mean", len(out), near, scales, active, kept=kept, **values)
 
     def self_and_mean_grad(
         self, near, grad, num_src, *, scales=UNSCALED, own=True, kept=None, scale=1.0

@@ -120,24 +120,25 @@ KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, f
 }
 
 // out [S, 2 width]: own row and mean of the neighbours' rows; or, with alpha and beta [S], out
-// [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null. With relu, on a
-// GPU, rows of h are activated as they are read; kept, unless null, gets the bits of the results.
-KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
-                     const float *alpha, const float *beta, const float *gamma, int S, int width,
-                     int whole, int relu, const ID *nodes, int drop, float scale, i64 seed,
-                     const i64 *step, i64 layer, kept_t *kept, OUT *out) {
-  ROW_AND_COLUMN(S);
+// [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null. If `active`, a
+// constant, rows of h are activated as they are read; kept, unless null, gets the bits of the results.
+FN void mean_of_rows(const int active, i64 row, int column, unsigned parts, const ID *indptr,
+                     const ID *indices, const IN *h, const ID *self_rows, const float *alpha,
+                     const float *beta, const float *gamma, int S, int width, int whole,
+                     const ID *nodes, int drop, float scale, i64 seed, const i64 *step, i64 layer,
+                     kept_t *kept, OUT *out) {
+  const int left = width - column;
   const i64 s = row, self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
   ID count = 0;
   FETCH_SOURCES(s, h + column, width);
   if (self_rows && s + 2 < S) FETCH(h + column, width, 1, self_rows, s + 2, s + 3);
   floats_t own = all_of(0), sum = all_of(0);
-  const u64 layer_seed = WHERE_READ ? LAYER_SEED : 0;
+  const u64 layer_seed = active ? LAYER_SEED : 0;
   if (self >= 0) own = load(h + self * width + column, whole, left);
-  if (WHERE_READ && self >= 0)
-    own = activate(own, relu, NODE_OF(self), column, drop, scale, layer_seed);
-  if (self >= 0) KEEP_BITS(self, own);
+  if (active && self >= 0)
+    own = activate(own, 1, NODE_OF(self), column, drop, scale, layer_seed);
+  if (active && self >= 0) KEEP_BITS(self, own);
   for (ID e = first; e < last && count == e - first; e += GROUP) {
     ID u[GROUP];
     i64 node[GROUP];
@@ -146,12 +147,12 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
     UNROLL for (int j = 0; j < GROUP; j++) u[j] = e + j < last ? indices[e + j] : -1;
     UNROLL for (int j = 0; j < GROUP; j++) {
       v[j] = u[j] < 0 ? all_of(0) : load(h + (i64)u[j] * width + column, whole, left);
-      node[j] = WHERE_READ && u[j] >= 0 ? NODE_OF(u[j]) : 0;
+      node[j] = active && u[j] >= 0 ? NODE_OF(u[j]) : 0;
     }
     UNROLL for (int j = 0; j < GROUP; j++) {
-      if (WHERE_READ && u[j] >= 0)
-        v[j] = activate(v[j], relu, node[j], column, drop, scale, layer_seed);
-      if (u[j] >= 0) KEEP_BITS(u[j], v[j]);
+      if (active && u[j] >= 0)
+        v[j] = activate(v[j], 1, node[j], column, drop, scale, layer_seed);
+      if (active && u[j] >= 0) KEEP_BITS(u[j], v[j]);
     }
     UNROLL for (int j = 0; j < GROUP; j++) {
       if (gamma && u[j] >= 0) v[j] = v[j] * gamma[u[j]];
@@ -167,6 +168,22 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
   OUT *target = out + 2 * row * width + column;
   store(target, whole, left, own);
   store(target + width, whole, left, mean);
+}
+KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
+                           const float *alpha, const float *beta, const float *gamma, int S,
+                           int width, int whole, OUT *out) {
+  ROW_AND_COLUMN(S);
+  mean_of_rows(0, row, column, PARTS, indptr, indices, h, self_rows, alpha, beta, gamma, S, width,
+               whole, 0, 0, 0, 0, 0, 0, 0, out);
+}
+// The same of rows after ReLU and dropout, in more registers. On the host these are a separate pass.
+KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
+                     const float *alpha, const float *beta, const float *gamma, int S, int width,
+                     int whole, const ID *nodes, int drop, float scale, i64 seed, const i64 *step,
+                     i64 layer, kept_t *kept, OUT *out) {
+  ROW_AND_COLUMN(S);
+  mean_of_rows(1, row, column, PARTS, indptr, indices, h, self_rows, alpha, beta, gamma, S, width,
+               whole, nodes, drop, scale, seed, step, layer, kept, out);
 }
 
 // grad: of the pair [S, 2 width] or, with alpha, of the sum [S, width]. With kept, out [N, width]
@@ -252,13 +269,27 @@ KERNEL max_neighbours_grad(const int *start, const int *size, const int *destina
   const int u = (int)row, first = start[u], last = first + size[u];
   FETCH_DESTINATIONS(u, grad + column, width);
   FETCH_DESTINATIONS(u, winner + column, width);
-  for (int q = first; q < last; q++) {
-    // a duplicate edge wins once
-    if (q > first && destination[q] == destination[q - 1]) continue;
-    const i64 at = (i64)destination[q] * width + column;
-    const ints_t from = load_ints(winner + at, whole, left);
-    const floats_t g = load(grad + at, whole, left);
-    sum = sum + choose(from == u, g, all_of(0));
+  int q = first, before = -1;  // a duplicate edge, whose destination is that of the edge before, wins once
+  for (; MAX_GROUP > 1 && q + MAX_GROUP <= last; q += MAX_GROUP) {
+    int s[MAX_GROUP];
+    ints_t from[MAX_GROUP];
+    floats_t g[MAX_GROUP];
+    UNROLL for (int j = 0; j < MAX_GROUP; j++) {
+      s[j] = destination[q + j];
+      from[j] = load_ints(winner + (i64)s[j] * width + column, whole, left);
+      g[j] = load(grad + (i64)s[j] * width + column, whole, left);
+    }
+    UNROLL for (int j = 0; j < MAX_GROUP; j++) {
+      sum = sum + choose(from[j] == (s[j] == before ? -1 : u), g[j], all_of(0));
+      before = s[j];
+    }
+  }
+  ONE_BY_ONE for (; q < last; q++) {
+    const int s = destination[q];
+    const ints_t from = load_ints(winner + (i64)s * width + column, whole, left);
+    const floats_t g = load(grad + (i64)s * width + column, whole, left);
+    sum = sum + choose(from == (s == before ? -1 : u), g, all_of(0));
+    before = s;
   }
   store(out + row * width + column, whole, left, sum);
 }
@@ -430,11 +461,31 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
   floats_t added = all_of(0);
   for (i64 u = part * run; u < N && u < (part + 1) * run; u++) {
     FETCH_DESTINATIONS(u + run - 1, grad + head * width + column, (i64)K * width);
-    const int first = start[u], count = size[u];
+    const int first = start[u], last = first + size[u];
     floats_t sums = all_of(0), sum = all_of(0);
-    for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: the self-loop
-      const i64 s = q < 0 ? u : destination[first + q];
-      const i64 at = (s + (q < 0 ? (i64)indptr[u] : edge[first + q] + 1)) * K + head;
+    if (u < S) {  // the self-loop
+      const i64 at = (u + indptr[u]) * K + head;
+      sums = sums + slopes_of(slopes, at, width, column) * to_scores[at];
+      sum = sum + load(grad + (u * K + head) * width + column, whole, left) * ROUND(weights[at]);
+    }
+    int q = first;
+    for (; ATTENTION_GROUP > 1 && q + ATTENTION_GROUP <= last; q += ATTENTION_GROUP) {
+      floats_t slope[ATTENTION_GROUP], g[ATTENTION_GROUP];
+      float to_score[ATTENTION_GROUP], weight[ATTENTION_GROUP];
+      UNROLL for (int j = 0; j < ATTENTION_GROUP; j++) {
+        const i64 s = destination[q + j], at = (s + edge[q + j] + 1) * K + head;
+        slope[j] = slopes_of(slopes, at, width, column);
+        to_score[j] = to_scores[at];
+        weight[j] = ROUND(weights[at]);
+        g[j] = load(grad + (s * K + head) * width + column, whole, left);
+      }
+      UNROLL for (int j = 0; j < ATTENTION_GROUP; j++) {
+        sums = sums + slope[j] * to_score[j];
+        sum = sum + g[j] * weight[j];
+      }
+    }
+    ONE_BY_ONE for (; q < last; q++) {
+      const i64 s = destination[q], at = (s + edge[q] + 1) * K + head;
       sums = sums + slopes_of(slopes, at, width, column) * to_scores[at];
       sum = sum + load(grad + (s * K + head) * width + column, whole, left) * ROUND(weights[at]);
     }

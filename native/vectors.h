@@ -17,10 +17,12 @@
 #define WIDE(bytes) aligned(1), may_alias
 #define AT_ONCE (left >= COLUMNS)
 #define GROUP 1
+#define MAX_GROUP GROUP
+#define ATTENTION_GROUP GROUP
 #define kept_t IN  // the result of ReLU and dropout
 #define KEEP_BITS(row, v) (void)0
 #define WHERE_KEPT(row) (load(kept + (i64)(row) * width + column, whole, left) > 0.0f)
-#define WHERE_READ 0  // ReLU and dropout are a separate pass
+#define PARTS 0
 #define ROW_AND_COLUMN(rows) \
   const i64 row = row_;      \
   const int column = part_ * COLUMNS, left = width - column
@@ -29,12 +31,20 @@
 #define WIDE(bytes) aligned(bytes)
 #define AT_ONCE whole
 #define GROUP 8  // rows that a thread loads at a time
+// The same in max_neighbours_grad and attention_source_grad, where a thread waits for reads along a
+// hub's list. More rows take more registers, so fewer warps: `bench gpu --parts kernels` times both.
+#ifndef MAX_GROUP
+#define MAX_GROUP 1  // or 4
+#endif
+#ifndef ATTENTION_GROUP
+#define ATTENTION_GROUP 1  // or 4
+#endif
 typedef unsigned char kept_t;  // a bit for each of COLUMNS columns: whether it is above 0
 #define KEPT(row) kept[(i64)(row) * parts + column / COLUMNS]
 #define KEEP_BITS(row, v) \
   if (kept) store_same(&KEPT(row), bits_above_zero(v))
 #define WHERE_KEPT(row) where_kept(KEPT(row))
-#define WHERE_READ relu
+#define PARTS parts
 #define ROW_AND_COLUMN(rows)                                        \
   const unsigned parts = (unsigned)(width + COLUMNS - 1) / COLUMNS; \
   THREAD((i64)(rows) * parts);                                      \

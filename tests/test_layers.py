@@ -220,6 +220,28 @@ def test_sums_over_many_rows_are_products_on_a_gpu(kernels, monkeypatch):
         torch.testing.assert_close(made, rows.sum(0), rtol=1e-5, atol=1e-5)
 
 
+def test_edges_read_in_groups_keep_the_order_of_sums(cuda_layers, monkeypatch):
+    """Variants of a kernel have the same bits; one source has most edges, several of a destination."""
+    indptr, indices = _layer_block(np.random.default_rng(23), 40, 60, torch.int32, degree=9)
+    indices[1::3] = indices[::3][: len(indices[1::3])]
+    h, target, weight = torch.randn(60, 12), torch.randn(40, 12), torch.randn(40, 12)
+    attn = torch.randn(3, 4)
+    results = []
+    for group in (1, 4, 3):
+        variant = {"MAX_GROUP": group, "ATTENTION_GROUP": group}
+        monkeypatch.setattr(kernels_gpu, "VARIANTS", variant)
+        kernels_gpu.load.cache_clear()
+        best = _with_grads(lambda x: layers_gpu.max_neighbours(indptr, indices, x), weight, h)
+        attend = lambda x, y, a: attention_gpu.attend(indptr, indices, x, y, a)  # noqa: E731
+        results.append([*best, *_with_grads(attend, weight, h, target, attn)])
+    kernels_gpu.load.cache_clear()
+    assert cuda_layers.count("attention_source_grad") == 3
+    assert all(map(torch.equal, results[0], results[1]))
+    assert all(map(torch.equal, results[0], results[2]))
+    on_cpu = _with_grads(lambda x: fused.max_neighbours(indptr, indices, x), weight, h)
+    assert all(map(torch.equal, results[0], on_cpu))
+
+
 def _behind(rows, tensor):
     """Return a tensor that ends in these rows, preceded by unmapped memory that must not be touched."""
     size = tensor.element_size() * tensor.shape[1]
