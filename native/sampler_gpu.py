@@ -180,12 +180,12 @@ class Backend:
             )
         return rows, places
 
-    def frame(self, rows, places):
+    def frame(self, rows, places, relabel_outer=True):
         """Make a Frame with blocks at fixed addresses, for the len(places) hops next to the seeds, with room for source
         nodes rows [hops + 1], the seeds first, and for edges places [hops] of each hop: see `shapes`."""
         with self.kernels.current():
             frame = Frame(self)
-            frame.fit(rows, places, True)
+            frame.fit(rows, places, relabel_outer)
             frame.make_blocks()
             frame.memory.zero_()  # so that ids in the padding are valid node and edge ids
             if frame.edges is not None:

@@ -4,7 +4,8 @@
     for batch in NodeLoader(..., load_batch=graphs.load_batch):
         graphs.step(batch, clock)        # forward, loss, backward, optimizer
 
-One graph samples a batch, fetches its features (for GraphSAGE, one kernel samples and averages the outermost hop), looks
+One graph samples a batch, fetches its features (for GraphSAGE, one kernel samples and averages the outermost hop
+where neighbours are drawn uniformly), looks
 up the labels and lists edges by source for the backward pass; another trains on it. Every batch in flight has its own slot of memory, so that the next batch is
 sampled on the slot's stream while this one is trained on. Shapes are static: padded to the numbers of nodes and edges in
 the first batches of the run, plus a margin. Padding has no edges, no label and no gradient. The step number, which keys
@@ -30,11 +31,11 @@ import torch
 import torch.distributed as dist
 
 from features import Batch
-from model import CONVS, SAGEConv, layers_where
+from model import SAGEConv, layers_where
 from native import kernels, sampler_gpu
 from relational import LOOPED
 from run.finite import LossSum
-from run.own_model import conv_of
+from run.own_model import conv_of, is_own
 from sampler import SAMPLERS, Block
 
 MEASURED = 16  # batches whose sizes decide the static shapes
@@ -52,6 +53,11 @@ def averages_in_place(args, store, *dtypes):
     return plain and floats and args.mode != "pinned-cuda"
 
 
+def in_one_kernel(args, store, *dtypes):
+    """Return whether the graphs would draw and average the outermost hop in one kernel, see `averages_in_place`."""
+    return SAMPLERS[args.sampler].counted and averages_in_place(args, store, *dtypes)
+
+
 def hindrances(args, task, used):
     """Return the reasons against CUDA graphs that flags, task and data give. used: `EdgeData` of the task's store."""
     store = task.store
@@ -59,7 +65,7 @@ def hindrances(args, task, used):
     padded = ", ".join(layers_where(padded=True))
     fanout = ",".join(map(str, args.fanout))
     limit = sampler_gpu.AGGREGATED
-    too_many = averages_in_place(args, store) and args.fanout[-1] > limit
+    too_many = in_one_kernel(args, store) and args.fanout[-1] > limit
     table = [
         (args.task == "node", f"they are for --task node, this is {args.task}"),
         (conv and conv.padded, f"they are for --model {padded}, this is {args.model}"),
@@ -70,11 +76,11 @@ def hindrances(args, task, used):
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
         (re.fullmatch("[0-9,]+", fanout), f"--fanout {fanout}: numbers from 1 on are needed"),
         (not too_many, f"--fanout {fanout}: the last number is {limit} at most"),
-        (SAMPLERS[args.sampler].counted, "neighbours are not drawn uniformly"),
+        (args.batch_dependency == 1, "--batch-dependency gives several steps the same draws"),
         (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
         (task.draw is None, "the task draws its own batches"),
         (
-            used.features is None or args.model in CONVS,
+            used.features is None or not is_own(args.model),
             "edges have features, which a layer of your own may read in any way",
         ),
         (used.features is None or used.features.shape[0], "there are no edges"),
@@ -93,7 +99,7 @@ def hops_held(args, task, used):
     if hindrances(args, task, used):
         return 0
     store = task.store
-    return len(args.fanout) - averages_in_place(args, store, store.features.dtype)
+    return len(args.fanout) - in_one_kernel(args, store, store.features.dtype)
 
 
 def obstacle(run):
@@ -162,11 +168,11 @@ def reason(error):
 
 def static_room(sampler, nodes, args, first_hop):
     """Return (seeds of a run's first batch, (rows, places) of `Backend.frame` with room for batches
-    like its first ones); with `first_hop`, as the ring's, without the outermost hop."""
+    like its first ones); with `first_hop`, as the ring's, without the outermost hop if one kernel draws and averages it."""
     generator = torch.Generator().manual_seed(args.seed)
     order = nodes[torch.randperm(nodes.numel(), generator=generator)]
     batches = order.split(args.batch_size)
-    hops = len(args.fanout) - first_hop
+    hops = len(args.fanout) - (first_hop and sampler.engine.spec.rule.counted)
     full = max(1, nodes.numel() // args.batch_size)  # without a smaller last batch
     sizes = []
     for step in range(MEASURED):
@@ -220,16 +226,18 @@ class Slot:
     Attributes:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
             outermost hop. y: labels [S] or [S, C], padded with -1. batch: `Batch` of these and the frame's blocks.
-            step: int64 [1], counted over all epochs. trained: event after training, for which refilling waits.
+            step: int64 [1], counted over all epochs. averages: whether the outermost hop, sampled into the frame, is then
+            averaged straight from the feature table. trained: event after training, for which refilling waits.
     """
 
     def __init__(self, sampler, ring, room):
         rows, places = room
         labels = ring.labels
         self.ring = ring
-        self.frame = sampler.engine.frame(rows, places)
+        in_one_kernel = ring.first_hop and sampler.engine.spec.rule.counted
+        self.averages = ring.first_hop and not in_one_kernel
+        self.frame = sampler.engine.frame(rows, places, not self.averages)
         self.edge_type = sampler.edge_type
-        self.x = ring.features.new_zeros(rows[-1], ring.width, dtype=ring.dtype)
         blocks = self.frame.blocks[::-1]
         if self.edge_type is not None:
             new = self.edge_type.new_empty
@@ -238,7 +246,8 @@ class Slot:
             kernels.static(block)
         self.seeds = blocks[-1].src_nodes[: rows[0]]
         self.nodes = blocks[0].src_nodes
-        if ring.first_hop:  # the outermost block has no edges: they are averaged when drawn
+        self.x = ring.features.new_zeros(len(self.nodes), ring.width, dtype=ring.dtype)
+        if in_one_kernel:  # the outermost block has no edges: they are averaged when drawn
             none = self.nodes[:0]
             blocks.insert(0, Block(none, none, self.nodes))
             if not self.frame.aggregate(ring.features, self.x):
@@ -257,8 +266,8 @@ class Slot:
         self.trained = torch.cuda.Event()
 
     def sample(self):
-        """Launch what the first graph captures: sample, fetch features of nodes and edges, look up labels and types of
-        edges, list edges."""
+        """Launch what the first graph captures: sample, fetch or average features of nodes, fetch those of edges, look up
+        labels and types of edges, list edges."""
         ring = self.ring
         nodes = self.nodes
         learned = len(ring.features) < ring.labels.shape[0]  # some types of nodes have no features
@@ -274,7 +283,10 @@ class Slot:
             used = self.frame.num_dst[len(self.batch.blocks)]
             nodes.masked_fill_(torch.arange(len(nodes), device=nodes.device) >= used, -1)
             nodes = nodes.masked_fill(nodes >= len(ring.features), -1)
-        if not ring.first_hop:
+        if self.averages:
+            outer = self.batch.blocks[0]
+            ring.aggregate(outer.indptr, outer.indices, ring.features, nodes, self.x)
+        elif not ring.first_hop:
             self._gather(ring.features, nodes, self.x)
         if self.edges is not None:
             self._gather(ring.edge_features, self.frame.edges[len(self.y) :], self.edges)

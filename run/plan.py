@@ -69,12 +69,13 @@ def placements(
     sample_threads=None,
     prefetch=None,
     graphs=0,
+    counted=True,
     types=0,
     edge_dim=0,
 ):
-    """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; types: rows that rgcn
-    makes for each destination; edge_dim: width of the features of edges that the layers take;
-    cores: of each process; the others are flags of train.py.
+    """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; counted: of the sampling
+    rule, see `Rule`; types: rows that rgcn makes for each destination; edge_dim: width of the features of edges that the
+    layers take; cores: of each process; the others are flags of train.py.
 
     The sizes are upper bounds: a hop has k neighbours of every node so far, and no more than V nodes and M edges. Input
     rows, nodes and edges are held for --prefetch batches and one more, see `batches_ahead`. A GraphSAGE layer keeps (in + 3 out) floats for each
@@ -119,8 +120,10 @@ def placements(
         places = sum(edges[:hops]) + nodes[0]
         rows = sum(nodes[: hops + 1])
         slot = 4 * F * nodes[hops] * (2 if hops < len(fanout) else 1)
-        # 12: winners, numbers, counts
-        slot += id_bytes * (2 * rows + places) + (12 + typed) * places
+        if not counted:  # pairs of rows with all hops held
+            slot = max(slot, 8 * F * nodes[hops - 1])
+        # 12: winners, numbers, counts; 16: edges and keys of draws
+        slot += id_bytes * (2 * rows + places) + (12 + typed + 16 * (not counted)) * places
         slot += (4 * edge_dim + 8) * places if edge_dim else 0  # rows and ids
         return step[mode] + (held[mode] * slot + compute) * bool(graphs)
 

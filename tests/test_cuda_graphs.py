@@ -152,9 +152,14 @@ def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make
     return (make or cuda_graphs.StepGraphs)(run, optimizer)
 
 
-def _small_run(folder, net, labels, x, degree=6, **law):
+_LAW = ("replace", "weighted", "method", "layer_dependency")
+
+
+def _small_run(folder, net, labels, x, degree=6, weighted=False, **law):
     """Make a sampler of a small graph, and the ring of a network -> (sampler, ring). Features of edges are in bfloat16."""
     indptr, indices = _random_graph(np.random.default_rng(18), 300, degree)
+    if weighted:  # some nodes have fewer edges to draw than their degree
+        law["weights"] = torch.arange(len(indices)) % 3 / 2
     net.degrees = model.graph_degrees(indptr, indices)
     features = {}
     if net.edge_dim:
@@ -171,9 +176,13 @@ _STATIC_ROOM = cuda_graphs.static_room
 def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
     """Stands in for static_room, with room only for as many edges as the smallest of a few batches has."""
     _, (rows, _) = _STATIC_ROOM(sampler, nodes, args, first_hop)
+    # blocks on the CPU with as many sources as destinations are searched for global ids, which waits
+    rows = [n + hop for hop, n in enumerate(rows)]
+
+    drawn_later = first_hop and sampler.engine.spec.rule.counted
 
     def draw(seeds):
-        blocks = sampler.sample(seeds, 0, relabel_outer=not first_hop)[first_hop:]
+        blocks = sampler.sample(seeds, 0, relabel_outer=not first_hop)[drawn_later:]
         return [block.num_edges for block in blocks[::-1]]
 
     seeds = min(nodes.split(args.batch_size)[:-1], key=lambda seeds: sum(draw(seeds)))
@@ -308,6 +317,11 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("sage", True, True, {}),
         ("sage", False, False, dict(norm="layer", residual=True)),
         ("sage", False, False, dict(replace=True)),
+        ("sage", True, False, dict(weighted=True)),
+        ("sage", False, False, dict(weighted=True, dtype=torch.bfloat16)),
+        ("gcn", True, True, dict(weighted=True)),
+        ("sage", True, False, dict(method="labor")),
+        ("gcn", True, False, dict(method="labor", layer_dependency=True)),
         ("sage", True, False, dict(input_dropout=0.3)),
         ("sage-pool", True, False, dict(norm="layer")),
         ("gcn", True, False, dict(dtype=torch.bfloat16)),
@@ -323,10 +337,13 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     emulated_graphs, conv, tight, refused, options, tmp_path, monkeypatch
 ):
     """Also if capture is refused, with batches that do not fit, and from a checkpoint; compared with a plain loop."""
-    nodes, options = torch.randperm(300)[:53], dict(options)
-    law, dtype = options.pop("replace", False), options.pop("dtype", torch.float)
-    several = options.pop("several", False)
+    nodes = torch.randperm(300)[:53]
+    several = options.get("several", False)
     labels = torch.randint(2, (300, 5)).to(torch.int8) if several else torch.randint(5, (300,))
+    dtype = options.get("dtype", torch.float)
+    law = {word: value for word, value in options.items() if word in _LAW}
+    taken = ("dtype", "several", *law)
+    options = {word: value for word, value in options.items() if word not in taken}
     x, first = torch.randn(300, 20).to(dtype), _net(conv, (20, 8, 5), dropout=0.5, **options)
     if tight:
         monkeypatch.setattr(cuda_graphs, "static_room", _no_more_than_the_smallest)
@@ -336,7 +353,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
 
     def begin(word, net, state=None):
         net = copy.deepcopy(net)
-        draws, ring = _small_run(tmp_path, net, labels, x, replace=law)
+        draws, ring = _small_run(tmp_path, net, labels, x, **law)
         optimizer = _adam(net, copy.deepcopy(state))
         graphs = _step_graphs(draws, ring, net, optimizer, nodes, word)
         kept = dict(batch_size=12, seed=5, depth=1)
@@ -378,7 +395,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     for end in ends[1:]:
         assert len(end) > 20 and all(map(torch.equal, end, ends[0]))
     net = copy.deepcopy(first)
-    by_hand = _plain_loop(net, *_small_run(tmp_path, net, labels, x, replace=law), taken, labels)
+    by_hand = _plain_loop(net, *_small_run(tmp_path, net, labels, x, **law), taken, labels)
     epochs = [sum(by_hand[:5]), sum(by_hand[5:])]
     assert losses[:4] == pytest.approx(epochs * 2, rel=1e-5)
     theirs = [*net.parameters()]
@@ -658,7 +675,9 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         ("--fanout 4,49", {}, "--fanout 4,49: the last number is 48 at most"),
         ("--fanout -1,4", {}, "--fanout -1,4"),
         ("--fanout 4", {}, "one layer"),
-        ("--sampler labor", {}, "not drawn uniformly"),
+        ("--sampler labor --batch-dependency 2", {}, "--batch-dependency gives several steps"),
+        ("--sampler labor", {}, "the sampler's kernels are not there"),
+        ("--sampler weighted --fanout 4,49", {}, "the sampler's kernels are not there"),
         ("--mode cpu-cpu", dict(on_device=False), "--mode cpu-cpu"),
         ("", dict(features=None), "behind a cache"),
         ("--model gine", dict(used=EdgeData(features=torch.zeros(0, 3))), "there are no edges"),

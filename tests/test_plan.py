@@ -114,6 +114,11 @@ def test_estimate_counts_the_static_memory_of_step_graphs(tmp_path, monkeypatch,
             assert tables == 2 * frame.table.nbytes
             assert 2 * slot + compute <= static < 1.5 * (2 * slot + compute)
     assert of(2)["pinned-cuda"] == of(3)["pinned-cuda"]  # which reads rows, not pairs
+    # draws by weight keep edges and keys, here of 30 + 80 + 240 places
+    options["counted"] = False
+    weighted = of(3)["cuda-cuda"].placement.gpu_step
+    options["counted"] = True
+    assert weighted - of(3)["cuda-cuda"].placement.gpu_step >= 2 * 16 * (30 + 80 + 240)
     monkeypatch.setattr(placement, "free_host_bytes", lambda: 8 * GIB)
     words = f"--dataset {graph.path} --gpus 1 --free-gpu 4GiB --fanout 3,2,2 --batch-size 10"
     lines = _dry(f"{words} --hidden 8 --prefetch 1", capsys)
