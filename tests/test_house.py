@@ -19,10 +19,10 @@ HERE = Path(__file__).resolve().parents[1]
 # Size is counted in tokens without docstrings and comments: lines may be as many as reading needs. A number is raised only
 # in a commit that says what the tokens bought.
 LIMITS = {
-    "tokens of product Python": 128_400,
+    "tokens of product Python": 128_800,
     "tokens of C and CUDA": 24_700,
     "tokens of bench": 32_700,
-    "tokens of tests": 158_300,
+    "tokens of tests": 159_100,
     "lines of README": 200,
     "longest file": 954,
     "functions above 80 lines": 0,

@@ -128,7 +128,14 @@ def test_estimate_counts_the_static_memory_of_step_graphs(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    "words, graphs", [("", 2), ("--model gcn", 3), ("--sampler labor", 0), ("--accumulate 2", 0)]
+    "words, graphs",
+    [
+        ("", 2),
+        ("--model gcn", 3),
+        ("--sampler labor", 3),
+        ("--sampler labor --batch-dependency 2", 0),
+        ("--accumulate 2", 0),
+    ],
 )
 def test_a_run_estimates_with_the_hops_of_its_step_graphs(words, graphs, tmp_path, monkeypatch):
     sizes = "--fanout 3,2,2 --batch-size 10 --hidden 8 --prefetch 1"
