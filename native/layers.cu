@@ -461,19 +461,22 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
   floats_t added = all_of(0);
   for (i64 u = part * run; u < N && u < (part + 1) * run; u++) {
     FETCH_DESTINATIONS(u + run - 1, grad + head * width + column, (i64)K * width);
-    const int first = start[u], last = first + size[u];
+    const int first = start[u], count = size[u];
     floats_t sums = all_of(0), sum = all_of(0);
-    if (u < S) {  // the self-loop
+    int q = u < S ? -1 : 0;  // -1: the self-loop
+#if ATTENTION_GROUP > 1
+    if (q < 0) {
       const i64 at = (u + indptr[u]) * K + head;
       sums = sums + slopes_of(slopes, at, width, column) * to_scores[at];
       sum = sum + load(grad + (u * K + head) * width + column, whole, left) * ROUND(weights[at]);
+      q = 0;
     }
-    int q = first;
-    for (; ATTENTION_GROUP > 1 && q + ATTENTION_GROUP <= last; q += ATTENTION_GROUP) {
+    for (; q + ATTENTION_GROUP <= count; q += ATTENTION_GROUP) {
       floats_t slope[ATTENTION_GROUP], g[ATTENTION_GROUP];
       float to_score[ATTENTION_GROUP], weight[ATTENTION_GROUP];
       UNROLL for (int j = 0; j < ATTENTION_GROUP; j++) {
-        const i64 s = destination[q + j], at = (s + edge[q + j] + 1) * K + head;
+        const i64 s = destination[first + q + j];
+        const i64 at = (s + edge[first + q + j] + 1) * K + head;
         slope[j] = slopes_of(slopes, at, width, column);
         to_score[j] = to_scores[at];
         weight[j] = ROUND(weights[at]);
@@ -484,8 +487,10 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
         sum = sum + g[j] * weight[j];
       }
     }
-    ONE_BY_ONE for (; q < last; q++) {
-      const i64 s = destination[q], at = (s + edge[q] + 1) * K + head;
+#endif
+    for (; q < count; q++) {
+      const i64 s = q < 0 ? u : destination[first + q];
+      const i64 at = (s + (q < 0 ? (i64)indptr[u] : edge[first + q] + 1)) * K + head;
       sums = sums + slopes_of(slopes, at, width, column) * to_scores[at];
       sum = sum + load(grad + (s * K + head) * width + column, whole, left) * ROUND(weights[at]);
     }
@@ -542,7 +547,9 @@ KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, const int *dst, int
     UNROLL for (int j = 0; j < 8; j++) sums[j] = all_of(0);
     for (i64 number = first; number < last; number++) {
       const place_t place = find_place(indptr, indices, 0, dst, E, number);
+#ifndef HOST  // where no block is padded
       if (place.source < 0) continue;
+#endif
       const float *edge = edges + number * wide;
       if (slopes) {
         const i64 at = place.at * K + head;
