@@ -78,17 +78,16 @@ class RGCNConv(Conv, name="rgcn"):
         means = self.gathered(near, group, counts, indices)  # [G, F]
         if self.coefficients is None:  # zeros if a destination has no edge of a type
             sums = means.new_zeros(S * R, means.shape[1]).index_copy_(0, group, means)
-            sums = sums.view(S, -1)
         else:
             sums = self.sums_by_basis(means, group, S)
-        return out + sums @ self.weight.flatten(0, 1)
+        weight = self.weight.flatten(0, 1)
+        return out + sums.view(S, len(weight)) @ weight
 
     def sums_by_basis(self, means, group, S):
-        """Add up means [G, F] of groups [G] with the coefficients of their types -> [S, B F]."""
+        """Add up means [G, F] of groups [G] with the coefficients of their types -> [S, B, F]."""
         R = self.num_types
         by_basis = self.coefficients[group % R].to(means.dtype).unsqueeze(2) * means.unsqueeze(1)
-        sums = means.new_zeros(S, *by_basis.shape[1:]).index_add_(0, group // R, by_basis)
-        return sums.flatten(1)
+        return means.new_zeros(S, *by_basis.shape[1:]).index_add_(0, group // R, by_basis)
 
     def matrices(self):
         """Return W_r of all types [R, F, D]."""
@@ -109,20 +108,20 @@ class RGCNConv(Conv, name="rgcn"):
         dst = torch.searchsorted(indptr[1:], edges, right=True)  # S for padding
         group, order = (dst * R + near.types).clamp(max=none).sort(stable=True)
         by_basis = self.coefficients is not None and R > LOOPED
-        if by_basis:  # as many groups as edges, at most
-            first = group != F.pad(group, (1, 0), value=-1)[:-1]
-            groups = group.where(first, none).sort()[0]
-        else:
-            groups = torch.arange(none, device=group.device)
-        offsets = torch.searchsorted(group, F.pad(groups, (0, 1), value=none))
+        # as many groups as edges: that of a list's last edge has the list, the others are empty
+        groups = group if by_basis else torch.arange(none, device=group.device)
+        offsets = torch.searchsorted(group, F.pad(groups, (0, 1), value=none + 1))
         indices = indices[order]
         means = self.means_of_groups(near, group, offsets.to(indices.dtype), indices)
+        matrices = self.matrices()
         if by_basis:
-            return self.sums_by_basis(means, groups, S + 1)[:S] @ self.weight.flatten(0, 1)
-        return means.view(S, -1) @ self.matrices().flatten(0, 1)
+            matrices = self.weight
+            means = self.sums_by_basis(means, groups, S + 1)[:S]
+        weight = matrices.flatten(0, 1)
+        return means.view(S, len(weight)) @ weight
 
     def means_of_groups(self, near, group, offsets, indices):
-        """Average the messages `indices` [E] of each group, those from offsets [G+1] on -> [G, F]. group: [E] of each of them,
+        """Average the messages `indices` [E] of each group, which begins at offsets [G+1] -> [G, F]. group: [E], of each edge:
         destination * R + type, S * R for padding."""
         return mean_neighbours(offsets, indices, near.sent)
 
@@ -209,19 +208,17 @@ class RGATConv(RGCNConv, name="rgat"):
         ids = torch.arange(len(indices) + 1, device=indices.device, dtype=indices.dtype)
         sent = summable(mean_neighbours(ids, indices, near.sent))  # a row for each edge
         rows, keys = sent.split([near.own.shape[1], R], 1)
-        queries = summable(F.linear(near.own, self.query)).flatten()
-        scores = F.pad(queries, (0, 1))[group] + keys.gather(1, (group % R).unsqueeze(1)).squeeze(1)
-        scores = F.leaky_relu(scores.to(self.key.dtype), 0.2)
-        top = scores.new_full((len(queries) + 1,), -torch.inf)
+        queries = F.pad(summable(F.linear(near.own, self.query)).flatten(), (0, 1))
+        scores = queries[group] + keys.gather(1, (group % R).unsqueeze(1)).squeeze(1)
+        scores = F.leaky_relu(scores, 0.2)
+        top = torch.full_like(queries, -torch.inf)
         top = top.scatter_reduce(0, group, scores.detach(), "amax")
-        weights = (scores - top[group]).exp().unsqueeze(1).to(rows.dtype)
-        weighted = torch.cat(
-            [rows * weights, weights.expand(-1, 4)], 1
-        )  # kernels read four columns at once
-        total = mean_neighbours(offsets, ids[:-1].where(indices >= 0, -1), weighted)
-        sums, weights = total.tensor_split([-4], 1)
-        # a group's largest weight is 1
-        return (sums / weights[:, :1].clamp(min=1e-20)).to(near.sent.dtype)
+        weights = (scores - top[group]).exp().unsqueeze(1)
+        # kernels read four columns at once
+        rows = torch.cat([rows * weights, weights.expand(-1, 4)], 1)
+        total = mean_neighbours(offsets, ids[:-1].where(indices >= 0, -1), rows)
+        # the largest weight of a group is 1
+        return (total[:, :-4] / total[:, -1:].clamp(min=1e-20)).to(near.sent.dtype)
 
     def gathered(self, near, group, counts, indices):
         """Average the messages of each group, whose `counts` [G] rows are `indices`, by attention -> [G, F]."""

@@ -36,7 +36,7 @@ from model import SAGEConv
 from native import kernels, sampler_gpu
 from relational import NodeInputs
 from run.finite import LossSum
-from run.own_model import conv_of, is_own, skips_padding
+from run.own_model import conv_of, is_own, load
 from sampler import SAMPLERS, Block
 
 MEASURED = 16  # batches whose sizes decide the static shapes
@@ -62,12 +62,13 @@ def in_one_kernel(args, store, *dtypes):
 def hindrances(args, task, used):
     """Return the reasons against CUDA graphs that flags, task and data give. used: `EdgeData` of the task's store."""
     store = task.store
+    layer = conv_of(args.model) or load(args.model)[0]
     fanout = ",".join(map(str, args.fanout))
     limit = sampler_gpu.AGGREGATED
     too_many = in_one_kernel(args, store) and args.fanout[-1] > limit
     table = [
         (args.task == "node", f"they are for --task node, this is {args.task}"),
-        (skips_padding(args.model), f"--model {args.model} does not state padded = True"),
+        (getattr(layer, "padded", False), f"--model {args.model} does not state padded = True"),
         (args.norm != "batch", "--norm batch would count the padding"),
         (
             not (args.checkpoint_activations and is_own(args.model)),
@@ -358,14 +359,17 @@ class StepGraphs:
     def _prepare(self, seeds, kept, capture):
         """Take a few steps eagerly, capture the static ones if `capture`, and take the same steps
         with them: inputs and losses have to agree -> why capture failed, or None."""
+        model = self.run.model
         with self.ring.stream(0):
             blocks = self.sampler.sample(seeds, 0, relabel_outer=not self.ring.first_hop)
             batch = self.ring.fetch(0, blocks, Batch(seeds=seeds))
         batch.wait()
         self.weight.fill_(1 / len(seeds))
         slots = (self.slots * TRIED)[: max(TRIED, len(self.slots))]
-        with self._comparable():
-            expected = [self._loss(self._compute, batch, 0) for _ in slots]
+        # masks of torch's dropout depend on shapes
+        model.train(not self.run.custom)
+        expected = [self._loss(self._compute, batch, 0) for _ in slots]
+        model.train()
         self._restore(kept)
         failure = self._capture(seeds) if capture else None
         self._restore(kept)
@@ -380,13 +384,13 @@ class StepGraphs:
             errors.append(((x - batch.x).float().norm() / norm).item())
             trained = self._train, slot
             static = self._compute, slot.batch, slot.step
-            with self._comparable():
-                losses.append(self._loss(*static if self.run.custom else trained))
-        if self.run.custom:  # with dropout, too, what is captured and what is not are the same
-            for found, step in (expected, static), (losses, trained):
-                self._restore(kept)
-                self.run.reseed(batch, 0)
-                found.append(self._loss(*step))
+            model.train(not self.run.custom)
+            losses.append(self._loss(*static if self.run.custom else trained))
+        model.train()
+        for found, step in (expected, static), (losses, trained):
+            self._restore(kept)
+            self.run.reseed(batch, 0)
+            found.append(self._loss(*step))
         same = (abs(a - b) <= GRAPH_RTOL * abs(a) for a, b in zip(expected, losses))
         if not all(same) or not all(error <= GRAPH_RTOL for error in errors):
             raise RuntimeError(
@@ -394,14 +398,6 @@ class StepGraphs:
                 f"their losses are {losses}, and {expected} without graphs"
             )
         return failure
-
-    @contextmanager
-    def _comparable(self):
-        """Put a user's network in eval mode: masks of torch's dropout depend on shapes."""
-        model = self.run.model
-        model.train(not self.run.custom)
-        yield
-        model.train()
 
     def _loss(self, run, *args):
         """Take a step on this rank alone -> its loss, a float."""

@@ -52,12 +52,6 @@ def layer_of(model):
     return conv_of(model) or Conv
 
 
-def skips_padding(model):
-    """Return whether the layer or network that a value of --model names states `padded = True`."""
-    made = load(model)[0] if is_own(model) else CONVS[model]
-    return getattr(made, "padded", False)
-
-
 def words_of(text):
     """Parse --model-args, as an argparse type: 'hidden=64,norm=layer' -> ['hidden=64', 'norm=layer']."""
     words = [word.strip() for word in re.split(r",(?![^\[(]*[\])])", text)]  # not inside [1,2]

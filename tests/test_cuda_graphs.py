@@ -750,7 +750,11 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
         ("--checkpoint-activations", {}, "the sampler's kernels are not there"),
         (f"--model {own}:Net", {}, "the sampler's kernels are not there"),
         (f"--model {own}:Bare", {}, f"--model {own}:Bare does not state padded = True"),
-        (f"--model {own}:Mine", dict(used=EdgeData(features=torch.zeros(3, 3))), "kernels are not there"),
+        (
+            f"--model {own}:Mine",
+            dict(used=EdgeData(features=torch.zeros(3, 3))),
+            "kernels are not there",
+        ),
         (f"--model {own}:Mine --checkpoint-activations", {}, "a layer of your own"),
         ("--precision fp64", {}, "--precision fp64"),
         ("--accumulate 2", {}, "--accumulate 2"),
