@@ -23,7 +23,6 @@ With several ranks the gradients are averaged between two graphs, as one vector,
 """
 
 import gc
-import re
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
 
@@ -56,16 +55,13 @@ def averages_in_place(args, store, *dtypes):
 
 def in_one_kernel(args, store, *dtypes):
     """Return whether the graphs would draw and average the outermost hop in one kernel, see `averages_in_place`."""
-    return SAMPLERS[args.sampler].counted and averages_in_place(args, store, *dtypes)
+    counted = SAMPLERS[args.sampler].counted and sampler_gpu.in_registers(args.fanout[-1])
+    return counted and averages_in_place(args, store, *dtypes)
 
 
 def hindrances(args, task, used):
     """Return the reasons against CUDA graphs that flags, task and data give. used: `EdgeData` of the task's store."""
-    store = task.store
     layer = conv_of(args.model) or load(args.model)[0]
-    fanout = ",".join(map(str, args.fanout))
-    limit = sampler_gpu.AGGREGATED
-    too_many = in_one_kernel(args, store) and args.fanout[-1] > limit
     table = [
         (args.task == "node", f"they are for --task node, this is {args.task}"),
         (getattr(layer, "padded", False), f"--model {args.model} does not state padded = True"),
@@ -77,8 +73,6 @@ def hindrances(args, task, used):
         (args.precision != "fp64", "--precision fp64 has no kernels"),
         (args.accumulate == 1, f"--accumulate {args.accumulate} makes a step of several batches"),
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
-        (re.fullmatch("[0-9,]+", fanout), f"--fanout {fanout}: numbers from 1 on are needed"),
-        (not too_many, f"--fanout {fanout}: the last number is {limit} at most"),
         (args.batch_dependency == 1, "--batch-dependency gives several steps the same draws"),
         (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
         (task.draw is None, "the task draws its own batches"),
@@ -174,7 +168,7 @@ def static_room(sampler, nodes, args, first_hop):
     generator = torch.Generator().manual_seed(args.seed)
     order = nodes[torch.randperm(nodes.numel(), generator=generator)]
     batches = order.split(args.batch_size)
-    hops = len(args.fanout) - (first_hop and sampler.engine.spec.rule.counted)
+    hops = len(args.fanout) - (first_hop and sampler.engine.aggregates)
     full = max(1, nodes.numel() // args.batch_size)  # without a smaller last batch
     sizes = []
     for step in range(MEASURED):
@@ -236,7 +230,7 @@ class Slot:
         rows, places = room
         labels = ring.labels
         self.ring = ring
-        in_one_kernel = ring.first_hop and sampler.engine.spec.rule.counted
+        in_one_kernel = ring.first_hop and sampler.engine.aggregates
         self.averages = ring.first_hop and not in_one_kernel
         self.frame = sampler.engine.frame(rows, places, not self.averages)
         self.edge_type = sampler.edge_type

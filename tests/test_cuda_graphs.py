@@ -181,7 +181,7 @@ def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
     # blocks on the CPU with as many sources as destinations are searched for global ids, which waits
     rows = [n + hop for hop, n in enumerate(rows)]
 
-    drawn_later = first_hop and sampler.engine.spec.rule.counted
+    drawn_later = first_hop and sampler.engine.aggregates
 
     def draw(seeds):
         blocks = sampler.sample(seeds, 0, relabel_outer=not first_hop)[drawn_later:]
@@ -758,8 +758,8 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
         (f"--model {own}:Mine --checkpoint-activations", {}, "a layer of your own"),
         ("--precision fp64", {}, "--precision fp64"),
         ("--accumulate 2", {}, "--accumulate 2"),
-        ("--fanout 4,49", {}, "--fanout 4,49: the last number is 48 at most"),
-        ("--fanout -1,4", {}, "--fanout -1,4"),
+        ("--fanout 4,49", {}, "the sampler's kernels are not there"),
+        ("--fanout -1,4", {}, "the sampler's kernels are not there"),
         ("--fanout 4", {}, "one layer"),
         ("--sampler labor --batch-dependency 2", {}, "--batch-dependency gives several steps"),
         ("--sampler labor", {}, "the sampler's kernels are not there"),
