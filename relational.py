@@ -9,7 +9,7 @@ Copy this file and model.py into your own code: they need only torch. Importing 
     model = GNN(in_dim, hidden, num_classes, conv="rgcn", num_types=R, inputs=inputs)
     logits = model(blocks, x)                       # x: features of the nodes whose type has features
 
-On a GPU the sums over types add no rows by atomics if native/ has its kernels, but those of bases of more than LOOPED types.
+With the folder native/, sums over types on a GPU add no rows by atomics, except those for bases of more than LOOPED types.
 """
 
 from typing import NamedTuple

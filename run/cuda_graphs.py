@@ -23,6 +23,7 @@ With several ranks the gradients are averaged between two graphs, as one vector,
 """
 
 import gc
+import re
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
 
@@ -62,6 +63,7 @@ def in_one_kernel(args, store, *dtypes):
 def hindrances(args, task, used):
     """Return the reasons against CUDA graphs that flags, task and data give. used: `EdgeData` of the task's store."""
     layer = conv_of(args.model) or load(args.model)[0]
+    fanout = ",".join(map(str, args.fanout))
     table = [
         (args.task == "node", f"they are for --task node, this is {args.task}"),
         (getattr(layer, "padded", False), f"--model {args.model} does not state padded = True"),
@@ -73,6 +75,7 @@ def hindrances(args, task, used):
         (args.precision != "fp64", "--precision fp64 has no kernels"),
         (args.accumulate == 1, f"--accumulate {args.accumulate} makes a step of several batches"),
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
+        (not re.search("(^|,|=)-1", fanout), f"--fanout {fanout} has no bound"),
         (args.batch_dependency == 1, "--batch-dependency gives several steps the same draws"),
         (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
         (task.draw is None, "the task draws its own batches"),

@@ -759,7 +759,9 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
         ("--precision fp64", {}, "--precision fp64"),
         ("--accumulate 2", {}, "--accumulate 2"),
         ("--fanout 4,49", {}, "the sampler's kernels are not there"),
-        ("--fanout -1,4", {}, "the sampler's kernels are not there"),
+        ("--fanout=-1,4", {}, "--fanout -1,4 has no bound"),
+        ("--fanout a=3:b=-1,2", {}, "has no bound"),
+        ("--fanout any=3,4", {}, "the sampler's kernels are not there"),
         ("--fanout 4", {}, "one layer"),
         ("--sampler labor --batch-dependency 2", {}, "--batch-dependency gives several steps"),
         ("--sampler labor", {}, "the sampler's kernels are not there"),
@@ -783,7 +785,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
         ("--input-dropout 0.1 --fanout 4,49", {}, "the sampler's kernels are not there"),
     ):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
-        s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
+        s = NeighborSampler(indptr, indices, [4, 3], backend="torch")
         has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData(), "draw": None}
         data = types.SimpleNamespace(**{**has, **ring, **changed})
         data.store = data
