@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from disk.columns import NAMES, types_called
 from disk.files import SPLITS, StoreError, plural, reading, sha256_of
 from loader import from_edge_index
+from native import kernels
 from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
 from tasks.edge_split import HELD_OUT, Edges, checked_pairs, counts_of, split_edges, view_of
@@ -91,6 +92,40 @@ class Negatives:
         """Draw `count` negative destinations for each pair, to which its source has no edge -> int64 [P, count]. key:
         int of 64 bits. numbers: int64 [P], of the pairs. pairs: int64 [P, 2]. StoreError for a source that has an edge
         to every node."""
+        node, bad = self.attempts(key, numbers, pairs, count)
+        return self.looked_up(pairs, node, bad) if bad.any() else node
+
+    def attempts(self, key, numbers, pairs, count):
+        """Draw as `draw`, each negative TRIES times at most -> (nodes int64 [P, count]; bool [P, count], those that are no
+        negatives still). Does not wait for a GPU, unless it has no kernels."""
+        edges = self.edges
+        code = kernels.load_links(edges.sources.dtype if edges else torch.int32, pairs.device)
+        if not code:
+            return self._attempts(key, numbers, pairs, count)
+        self.ends = self.ends.to(pairs.device)
+        node = pairs.new_empty(len(pairs), count)
+        bad = torch.empty_like(node, dtype=torch.bool)
+        values = {
+            "pairs": pairs.contiguous(),
+            "numbers": numbers.contiguous(),
+            "n": node.numel(),
+            "count": count,
+            "tries": TRIES,
+            "key": key,
+            "indptr": edges and edges.indptr,
+            "sources": edges and edges.sources,
+            "ends": self.ends,
+            "types": len(self.ends) - 1,
+            "upto": self.upto,
+            "V": self.num_nodes,
+            "nodes": node,
+            "bad": bad,
+        }
+        code.run("negatives", node.numel(), values)
+        return node, bad
+
+    def _attempts(self, key, numbers, pairs, count):
+        """`attempts` as torch operations."""
         which = torch.arange(count, device=pairs.device).expand(len(pairs), count)
         numbers = numbers.unsqueeze(1).expand_as(which)
         source = pairs[:, :1].expand_as(which)
@@ -100,11 +135,17 @@ class Negatives:
         for attempt in range(1, TRIES):
             places = bad.nonzero(as_tuple=True)
             if not len(places[0]):
-                return node
+                break
             draws = which[places] + attempt * count
             node[places] = self._node(key, numbers[places], draws, first[places], end[places])
             bad[places] = self._bad(source[places], node[places])
-        # the sources left have edges to most nodes of a type: take one of its others or, if there is none, of all nodes
+        return node, bad
+
+    def looked_up(self, pairs, node, bad):
+        """Replace the bad of the nodes from `attempts`, whose sources have edges to most nodes of a type: take one of its
+        others or, if there is none, of all nodes."""
+        source = pairs[:, :1].expand_as(node)
+        first, end = (ids.expand_as(node) for ids in self.same_type(pairs[:, 1:]))
         left = torch.stack([source[bad], first[bad], end[bad]], 1).unique(dim=0)
         for hub, low, high in left.tolist():
             nodes = torch.arange(low, high, device=pairs.device)
@@ -151,11 +192,35 @@ class Negatives:
 # ---- training
 
 
-def at_times(nodes, times, num_nodes):
-    """Find the distinct (node, time), int64 of one shape -> (nodes [S], times [S], index of each, of that shape)."""
-    values, rank = times.unique(return_inverse=True)
-    both, place = (nodes + num_nodes * rank).unique(return_inverse=True)
-    return both % num_nodes, values[both // num_nodes], place
+def distinct(x):
+    """List the distinct values of an int64 tensor, ascending -> (values [n], index of each of x in these, their number S).
+    A GPU is not waited for: there n is x.numel(), S is on the GPU, and values beyond the first S are 0."""
+    if not kernels.is_gpu(x.device):
+        values, place = x.unique(return_inverse=True)
+        return values, place, torch.tensor(len(values))
+    ordered, order = x.flatten().sort()
+    rank = F.pad(ordered[1:] != ordered[:-1], (1, 0)).cumsum(0)
+    place = torch.empty_like(rank).scatter_(0, order, rank).view_as(x)
+    return torch.zeros_like(ordered).scatter_(0, rank, ordered), place, rank[-1] + 1
+
+
+class Ends(NamedTuple):
+    """Distinct nodes or, with times, distinct (node, time)."""
+
+    nodes: torch.Tensor  # int64 [n], of which the first S count
+    times: torch.Tensor | None  # int64 [n]
+    place: torch.Tensor  # int64, of the shape of what they were made from: the index of each
+    number: torch.Tensor  # S, see `distinct`
+
+    @classmethod
+    def of(cls, nodes, times, num_nodes):
+        """nodes, times: int64 of one shape; times None: without."""
+        if times is None:
+            nodes, place, number = distinct(nodes)
+            return cls(nodes, None, place, number)
+        values, rank, _ = distinct(times)
+        both, place, number = distinct(nodes + num_nodes * rank)
+        return cls(both % num_nodes, values[both // num_nodes], place, number)
 
 
 class Scorer(nn.Module):
@@ -229,21 +294,39 @@ class Links:
         """Draw a batch, as `draw` of a `NodeLoader` whose seeds are ids of training pairs -> (nodes: distinct ends of
         the pairs and negatives; options of the sampler, which exclude the edges of the whole step's pairs; y int64
         [P, 2 + K]: positions among the nodes of each pair's source, destination and negatives)."""
-        device = self.pairs.device
-        seeds = batch.seeds.to(device)
+        seeds = self._of_pairs(batch.seeds)
         pairs = self.pairs[seeds]
         key = mix(self.key ^ (batch.global_step & (1 << 64) - 1))
-        nodes = torch.cat([pairs, self.negatives.draw(key, seeds, pairs, self.count)], 1)
+        negatives, bad = self.negatives.attempts(key, seeds, pairs, self.count)
+        ends = self._ends(seeds, pairs, negatives)
+        of_step = self._of_pairs(batch.step_seeds) if self.exclude else seeds[:0]
+        first, counts = self.edges.ranges(self.pairs[of_step])
+        # the host waits for the GPU here only
+        left, S, num_edges = torch.stack([bad.sum(), ends.number, counts.sum()]).tolist()
+        if left:
+            negatives = self.negatives.looked_up(pairs, negatives, bad)
+            ends = self._ends(seeds, pairs, negatives)
+            S = int(ends.number)
         options = {}
         if self.exclude:
-            of_step = self.pairs[batch.step_seeds.to(device)]
-            options["exclude"] = self.edges.between(of_step)[0]
-        if self.times is None:
-            nodes, y = nodes.unique(return_inverse=True)
-        else:
+            options["exclude"] = self.edges.listed(first, counts, num_edges)
+        if self.times is not None:
+            options["times"] = ends.times[:S]
+        return ends.nodes[:S], options, ends.place
+
+    def _of_pairs(self, seeds):
+        """Copy numbers of pairs to the device of the pairs."""
+        if self.pairs.is_cuda:
+            seeds = seeds.pin_memory()
+        return seeds.to(self.pairs.device, non_blocking=True)
+
+    def _ends(self, seeds, pairs, negatives):
+        """Find the `Ends` of pairs [P, 2] and their negatives [P, K]."""
+        nodes = torch.cat([pairs, negatives], 1)
+        times = None
+        if self.times is not None:
             times = self.times[seeds].unsqueeze(1).expand_as(nodes)
-            nodes, options["times"], y = at_times(nodes, times, self.negatives.num_nodes)
-        return nodes, options, y
+        return Ends.of(nodes, times, self.negatives.num_nodes)
 
     def loss(self, scorer, h, y):
         """Sum over pairs of the softmax cross-entropy, or of half the pair's binary cross-entropy plus half the mean of
@@ -315,8 +398,8 @@ class Evaluation:
             return Examples(pairs, random, others, ranked)
         ends = torch.cat([pairs, random, others], 1)
         times = self.graph.pair_times[part][chosen].unsqueeze(1).expand_as(ends)
-        nodes, times, place = at_times(ends, times, self.graph.num_nodes)
-        return Examples(*place.tensor_split([2, 4], 1), ranked, nodes, times)
+        ends = Ends.of(ends, times, self.graph.num_nodes)
+        return Examples(*ends.place.tensor_split([2, 4], 1), ranked, ends.nodes, ends.times)
 
     @torch.no_grad()
     def __call__(self, scorer, h, part, ranks=None):
