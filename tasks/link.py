@@ -195,9 +195,9 @@ class Negatives:
 def distinct(x):
     """List the distinct values of an int64 tensor, ascending -> (values [n], index of each of x in these, their number S).
     A GPU is not waited for: there n is x.numel(), S is on the GPU, and values beyond the first S are 0."""
-    if not kernels.is_gpu(x.device):
+    if not x.numel() or not kernels.is_gpu(x.device):
         values, place = x.unique(return_inverse=True)
-        return values, place, torch.tensor(len(values))
+        return values, place, torch.tensor(len(values), device=x.device)
     ordered, order = x.flatten().sort()
     rank = F.pad(ordered[1:] != ordered[:-1], (1, 0)).cumsum(0)
     place = torch.empty_like(rank).scatter_(0, order, rank).view_as(x)
