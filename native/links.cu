@@ -37,7 +37,7 @@ KERNEL between(const i64 *pairs, i64 P, const i64 *indptr, const ID *sources, i6
 // upto: [V + 1] sums of weights; null: all nodes weigh the same.
 KERNEL negatives(const i64 *pairs, const i64 *numbers, i64 n, i64 count, i64 tries, u64 key,
                  const i64 *indptr, const ID *sources, const i64 *ends, i64 types,
-                 const i64 *upto, i64 V, i64 *nodes, unsigned char *bad) {
+                 const i64 *upto, i64 *nodes, unsigned char *bad) {
   THREAD(n);
   i64 pair = i / count, source = pairs[2 * pair], node = source, wrong = 1;
   i64 type = lower_bound(ends + 1, types, pairs[2 * pair + 1] + 1);
@@ -47,7 +47,8 @@ KERNEL negatives(const i64 *pairs, const i64 *numbers, i64 n, i64 count, i64 tri
     u64 bits = mix(hash ^ (u64)(i % count + t * count)) >> 11;
     if (upto) {
       double share = (double)(upto[end] - upto[first]) / 9007199254740992.0;  // of 2^53
-      node = lower_bound(upto + 1, V, upto[first] + (i64)((double)bits * share) + 1);
+      i64 place = upto[first] + (i64)((double)bits * share);
+      node = first + lower_bound(upto + first + 1, end - first, place + 1);
     } else node = first + below(bits >> 21, end - first);
     wrong = node == source || (sources && is_edge(indptr, sources, source, node));
   }

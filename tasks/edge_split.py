@@ -104,7 +104,7 @@ def shares(text):
 
 def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda line: None):
     """Split the edges of a store for link prediction -> a view of it. Takes about 60 bytes of memory per edge;
-    DamagedGraph for an indptr that falls or a node id outside the graph.
+    DamagedGraph for an indptr that falls or an offset or node id outside the graph.
 
     Args:
         store: GraphStore, or anything with indptr, indices, num_nodes and perhaps edge_time.
@@ -126,7 +126,8 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
     if getattr(store, EDGE_TIME.name, None) is None and (timed or how.startswith("time:")):
         flag = "--temporal" if timed else f"--edge-split {how}"
         raise StoreError(f"{flag} goes by the times of edges, and {name} has none")
-    if (store.indptr.diff() < 0).any() or outside(store.indices, store.num_nodes) is not None:
+    ranges = (store.indptr, store.indices.numel() + 1), (store.indices, store.num_nodes)
+    if (store.indptr.diff() < 0).any() or any(outside(*pair) is not None for pair in ranges):
         raise DamagedGraph(DAMAGED)
     edges = Edges(store.indptr, store.indices)
     of_type = edges if edge_type is None else edges_of(store, edge_type)

@@ -117,7 +117,6 @@ class Negatives:
             "ends": self.ends,
             "types": len(self.ends) - 1,
             "upto": self.upto,
-            "V": self.num_nodes,
             "nodes": node,
             "bad": bad,
         }
@@ -193,34 +192,22 @@ class Negatives:
 
 
 def distinct(x):
-    """List the distinct values of an int64 tensor, ascending -> (values [n], index of each of x in these, their number S).
-    A GPU is not waited for: there n is x.numel(), S is on the GPU, and values beyond the first S are 0."""
+    """List the distinct values of an int64 tensor, ascending -> (values, index of each of x in these), as `unique` does. A
+    GPU is not waited for: there values have as many entries as x, with zeros behind the distinct ones."""
     if not x.numel() or not kernels.is_gpu(x.device):
-        values, place = x.unique(return_inverse=True)
-        return values, place, torch.tensor(len(values), device=x.device)
+        return x.unique(return_inverse=True)
     ordered, order = x.flatten().sort()
     rank = F.pad(ordered[1:] != ordered[:-1], (1, 0)).cumsum(0)
-    place = torch.empty_like(rank).scatter_(0, order, rank).view_as(x)
-    return torch.zeros_like(ordered).scatter_(0, rank, ordered), place, rank[-1] + 1
+    place = torch.empty_like(rank).scatter_(0, order, rank)
+    return torch.zeros_like(ordered).scatter_(0, rank, ordered), place.view_as(x)
 
 
-class Ends(NamedTuple):
-    """Distinct nodes or, with times, distinct (node, time)."""
-
-    nodes: torch.Tensor  # int64 [n], of which the first S count
-    times: torch.Tensor | None  # int64 [n]
-    place: torch.Tensor  # int64, of the shape of what they were made from: the index of each
-    number: torch.Tensor  # S, see `distinct`
-
-    @classmethod
-    def of(cls, nodes, times, num_nodes):
-        """nodes, times: int64 of one shape; times None: without."""
-        if times is None:
-            nodes, place, number = distinct(nodes)
-            return cls(nodes, None, place, number)
-        values, rank, _ = distinct(times)
-        both, place, number = distinct(nodes + num_nodes * rank)
-        return cls(both % num_nodes, values[both // num_nodes], place, number)
+def at_times(nodes, times, num_nodes):
+    """Find the distinct (node, time), int64 of one shape -> (nodes [S], times [S], index of each, of that shape); on a GPU
+    more of these follow, see `distinct`."""
+    values, rank = distinct(times)
+    both, place = distinct(nodes + num_nodes * rank)
+    return both % num_nodes, values[both // num_nodes], place
 
 
 class Scorer(nn.Module):
@@ -298,21 +285,22 @@ class Links:
         pairs = self.pairs[seeds]
         key = mix(self.key ^ (batch.global_step & (1 << 64) - 1))
         negatives, bad = self.negatives.attempts(key, seeds, pairs, self.count)
-        ends = self._ends(seeds, pairs, negatives)
+        nodes, times, y = self._ends(seeds, pairs, negatives)
         of_step = self._of_pairs(batch.step_seeds) if self.exclude else seeds[:0]
         first, counts = self.edges.ranges(self.pairs[of_step])
+        last = F.pad(y.flatten(), (1, 0), value=-1).amax()  # a part of a step may be empty
         # the host waits for the GPU here only
-        left, S, num_edges = torch.stack([bad.sum(), ends.number, counts.sum()]).tolist()
+        left, last, num_edges = torch.stack([bad.sum(), last, counts.sum()]).tolist()
         if left:
             negatives = self.negatives.looked_up(pairs, negatives, bad)
-            ends = self._ends(seeds, pairs, negatives)
-            S = int(ends.number)
+            nodes, times, y = self._ends(seeds, pairs, negatives)
+            last = int(y.amax())
         options = {}
         if self.exclude:
             options["exclude"] = self.edges.listed(first, counts, num_edges)
         if self.times is not None:
-            options["times"] = ends.times[:S]
-        return ends.nodes[:S], options, ends.place
+            options["times"] = times[: last + 1]
+        return nodes[: last + 1], options, y
 
     def _of_pairs(self, seeds):
         """Copy numbers of pairs to the device of the pairs."""
@@ -321,12 +309,14 @@ class Links:
         return seeds.to(self.pairs.device, non_blocking=True)
 
     def _ends(self, seeds, pairs, negatives):
-        """Find the `Ends` of pairs [P, 2] and their negatives [P, K]."""
+        """Find the distinct ends of pairs [P, 2] and their negatives [P, K] -> (nodes, times or None, index of each
+        [P, 2 + K]), see `at_times`."""
         nodes = torch.cat([pairs, negatives], 1)
-        times = None
-        if self.times is not None:
-            times = self.times[seeds].unsqueeze(1).expand_as(nodes)
-        return Ends.of(nodes, times, self.negatives.num_nodes)
+        if self.times is None:
+            nodes, y = distinct(nodes)
+            return nodes, None, y
+        times = self.times[seeds].unsqueeze(1).expand_as(nodes)
+        return at_times(nodes, times, self.negatives.num_nodes)
 
     def loss(self, scorer, h, y):
         """Sum over pairs of the softmax cross-entropy, or of half the pair's binary cross-entropy plus half the mean of
@@ -398,8 +388,8 @@ class Evaluation:
             return Examples(pairs, random, others, ranked)
         ends = torch.cat([pairs, random, others], 1)
         times = self.graph.pair_times[part][chosen].unsqueeze(1).expand_as(ends)
-        ends = Ends.of(ends, times, self.graph.num_nodes)
-        return Examples(*ends.place.tensor_split([2, 4], 1), ranked, ends.nodes, ends.times)
+        nodes, times, place = at_times(ends, times, self.graph.num_nodes)
+        return Examples(*place.tensor_split([2, 4], 1), ranked, nodes, times)
 
     @torch.no_grad()
     def __call__(self, scorer, h, part, ranks=None):

@@ -14,11 +14,11 @@ import torch
 import ddp
 from inference import inference
 from loader import Batch
+from native import kernels as on_cpu
 from run import checkpoint
 from sampler import DAMAGED, DamagedGraph, NeighborSampler, hop_key
 from sources import prepare as datasets
 from store import GraphStore, build_store
-from native import kernels as on_cpu
 from tasks import edge_split, link, metrics
 from tests.common import (
     OWN_LAYERS,
@@ -123,6 +123,10 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     damaged = copy.copy(graph)
     damaged.indices = graph.indices.clone()
     damaged.indices[0] = -1
+    _refuses(DAMAGED, link.split_edges, damaged, "80/10/10", error=DamagedGraph)
+    damaged = copy.copy(graph)
+    damaged.indptr = graph.indptr.clone()
+    damaged.indptr[-1] += 1
     _refuses(DAMAGED, link.split_edges, damaged, "80/10/10", error=DamagedGraph)
     graph.edge_time = torch.from_numpy(np.random.default_rng(0).permutation(graph.num_edges))
     view = link.split_edges(graph, "time:80/10/10")
