@@ -76,7 +76,6 @@ def hindrances(args, task, used):
         (args.accumulate == 1, f"--accumulate {args.accumulate} makes a step of several batches"),
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
         (not re.search("(^|,|=)-1", fanout), f"--fanout {fanout} has no bound"),
-        (args.batch_dependency == 1, "--batch-dependency gives several steps the same draws"),
         (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
         (task.draw is None, "the task draws its own batches"),
         (used.features is None or used.features.shape[0], "there are no edges"),
