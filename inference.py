@@ -105,15 +105,11 @@ def inference(
         model = copy.deepcopy(model).float()
     inputs = getattr(model, "inputs", None)
     h = checked_features(x, V, inputs)
-    offsets = as_tensor(indptr)
+    offsets = readable(indptr)
     indptr = on_host(indptr)
-    indices = as_tensor(indices)
+    indices = readable(indices)
     edges, types = checked_columns(model, len(indices), edges, types)
-    # ranks' parts have equal numbers of edges
-    shares = [int(indptr[-1]) * r // world for r in range(1, world)]
-    bounds = [0, *(int(torch.searchsorted(indptr, share)) for share in shares), V]
-    part = bounds[rank : rank + 2]
-    check_lists(indptr, indices, *part)
+    first, last = checked_part(indptr, indices, rank, world)
     with evaluating(model):
         counted = any(layer.uses_degree for layer in model.layers)
         run = Layerwise(
@@ -125,8 +121,8 @@ def inference(
             degrees=graph_degrees(indptr, indices).to(indices.device) if counted else None,
             edges=edges,
             types=types,
-            first=part[0],
-            last=part[1],
+            first=first,
+            last=last,
             chunk=chunk,
             chunk_edges=chunk_edges,
             tables=Tables(V, memory, rank, total),
@@ -167,13 +163,17 @@ def on_host(values):
     return torch.as_tensor(values, device="cpu")
 
 
-def as_tensor(values):
-    """Return a tensor as it is, and an array as a tensor in host memory."""
-    return values if isinstance(values, Tensor) else on_host(values)
+def readable(values):
+    """Return a tensor, None or an object with gather as it is, and an array as a tensor in host memory."""
+    return values if values is None or hasattr(values, "gather") else on_host(values)
 
 
-def check_lists(indptr, indices, first, last):
-    """Raise IndexError unless the neighbour lists of nodes first .. last - 1 are those of an intact graph."""
+def checked_part(indptr, indices, rank, world):
+    """Return the first node that a rank computes and the one after its last; IndexError if their lists are damaged."""
+    # ranks' parts have equal numbers of edges
+    shares = [int(indptr[-1]) * r // world for r in range(1, world)]
+    bounds = [0, *(int(torch.searchsorted(indptr, share)) for share in shares), len(indptr) - 1]
+    first, last = bounds[rank : rank + 2]
     for a in range(first, last, PIECE):
         b = min(a + PIECE, last)
         steps = indptr[a : b + 1].diff()
@@ -183,6 +183,7 @@ def check_lists(indptr, indices, first, last):
             raise IndexError(f"the graph is damaged: {where}")
     for part in indices[int(indptr[first]) : int(indptr[last])].split(PIECE):
         check_nodes(part, len(indptr) - 1)
+    return first, last
 
 
 def free_bytes(device):
@@ -203,16 +204,16 @@ def checked_features(x, V, inputs):
     if rows != V and (inputs is None or len(inputs.linears) and rows < inputs.first):
         sizes = f"x has {rows} rows, indptr is of {V} nodes"
         raise ValueError(f"{sizes}: a row for each node is needed")
-    return x if hasattr(x, "gather") else on_host(x)
+    return readable(x)
 
 
 def checked_columns(model, M, edges, types):
     """Return edges and types as tensors; ValueError unless they have a row for each of M edges, where layers use them."""
-    edges = edges if edges is None or hasattr(edges, "gather") else on_host(edges)
+    edges = readable(edges)
     for layer in model.layers:
         if layer.edge_dim:
             check_edges(edges, M, layer.edge_dim)
-    types = types if types is None else as_tensor(types)
+    types = readable(types)
     if types is not None and types.shape[0] != M:
         raise ValueError(f"types has {types.shape[0]} rows, the graph has {M} edges")
     return edges, types
@@ -298,19 +299,14 @@ class Layerwise(NamedTuple):
             places.insert(0, Place(on, on, grow=max(1, edges // CHUNK_EDGES)))
         return places
 
-    def messages(self, layer, h):
-        """Return the width of a layer's messages, and whether they are its rows h."""
-        none = _rows(h, 0, 0, self.device)
-        sent = layer.message(none, self.degree(layer, 0, 0, self.device))
-        same = sent is none and isinstance(h, Tensor) and h.dtype == torch.float32
-        return sent.shape[1], same
-
     def apply(self, i, h):
         """Apply layer i and what follows it to all nodes' rows h [V, F] -> [V, D], in the first place that has room."""
         layer = self.model.layers[i]
-        width, same = self.messages(layer, h)
-        held = same and h.device == self.device
-        messages = 0 if held else width
+        none = _rows(h, 0, 0, self.device)
+        sent = layer.message(none, self.degree(layer, 0, 0, self.device))
+        width = sent.shape[1]
+        same = sent is none and isinstance(h, Tensor) and h.dtype == torch.float32
+        messages = 0 if same and h.device == self.device else width
         places = self.places(
             tables=messages + layer.out_dim,
             messages=messages,
@@ -321,15 +317,14 @@ class Layerwise(NamedTuple):
                 text = f"exact inference is slower: GPU memory has no room for {place.lacks}"
                 warnings.warn(text, stacklevel=4)
             try:
-                return self.apply_at(place, i, h)
+                return self.apply_at(place, i, h, same, width)
             except torch.cuda.OutOfMemoryError:
                 if place is places[-1]:
                     raise
 
-    def apply_at(self, place, i, h):
-        """`apply` in one place."""
+    def apply_at(self, place, i, h, same, width):
+        """`apply` in one place; messages are the rows h if they are the `same`, else tables of this width."""
         layer = self.model.layers[i]
-        width, same = self.messages(layer, h)
         in_memory = self.tables.fit(h.shape[1] + width + layer.out_dim)
         make = lambda columns: self.tables.make(columns, in_memory, place.tables)  # noqa: E731
         message = h
@@ -352,7 +347,8 @@ class Layerwise(NamedTuple):
     def near(self, layer, a, b, message, own):
         """Return what a layer combines for nodes a .. b - 1, whose rows are `own`, on the messages' device."""
         on = message.device
-        first, last = int(self.indptr[a]), int(self.indptr[b])
+        first = int(self.indptr[a])
+        last = int(self.indptr[b])
         indices = self.indices[first:last].to(on)
         return Near(
             (self.offsets[a : b + 1].to(on) - first).to(indices.dtype),

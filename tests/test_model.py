@@ -303,9 +303,9 @@ def test_model_inference_takes_the_fastest_place_that_gpu_memory_has_room_for(na
     expected = inference(net, *graph, x)
     apply_at, combine = by_layers.Layerwise.apply_at, net.layers[1].combine
 
-    def watched(run, place, i, h):
+    def watched(run, place, *rest):
         made.append((place.lacks.split(",")[0], place.grow > 1))
-        return apply_at(run, place, i, h)
+        return apply_at(run, place, *rest)
 
     monkeypatch.setattr(by_layers.Layerwise, "apply_at", watched)
     full, wide, low = ("", True), ("tables", False), ("messages", False)
