@@ -67,10 +67,10 @@ class Work(NamedTuple):
     guarded: float = 1  # share of a loop's conditional code that is run
 
 
-def in_groups(edges):
+def in_groups(edges, group=GROUP):
     """Trips for lists of edges that are read in groups, and the share of slots that are in use."""
-    trips = -(-edges // GROUP)
-    return trips, edges / (trips * GROUP)
+    trips = -(-edges // group)
+    return trips, edges / (trips * group)
 
 
 def of_rows(a, row, edge):
@@ -80,8 +80,13 @@ def of_rows(a, row, edge):
     return rows.mean().item(), rows.max().item()
 
 
-def self_and_mean(a):
+def plain_self_and_mean(a):
     trips, used = in_groups(a.degree)
+    return Work((trips,), 3 + 2 * trips, guarded=used)
+
+
+def self_and_mean(a):
+    trips, used = in_groups(a.degree, a.PAIR_GROUP)
     return Work((trips,), 3 + 2 * trips, guarded=used)
 
 
@@ -145,7 +150,7 @@ def before(n):
 
 WORK = {
     "self_and_mean": self_and_mean,
-    "plain_self_and_mean": self_and_mean,
+    "plain_self_and_mean": plain_self_and_mean,
     "self_and_mean_grad": self_and_mean_grad,
     "relu_dropout": lambda a: Work((), 2),
     "relu_dropout_grad": lambda a: Work((), 1),
@@ -268,7 +273,7 @@ def counts(launch, sizes):
     a = types.SimpleNamespace(**{"run": 1, "sizes": sizes, **values})
     if edges := values.get("indices", values.get("dst")):
         a.degree = edges[0] / values.get("S", 1)
-    constants = re.findall(r"#define (LANES|MAX_GROUP|ATTENTION_GROUP) (\d+)", launch.source)
+    constants = re.findall(r"#define (LANES|\w+_GROUP) (\d+)", launch.source)
     for constant, value in reversed(constants):  # the first definition counts
         setattr(a, constant, int(value))
     work = WORK[re.sub(r"^pick_\d+$", "pick", launch.kernel)](a)

@@ -30,6 +30,7 @@ FLAGS = [
     "-shared",
 ]
 VARIANTS = {}  # {constant of vectors.h: value}, for bench gpu
+VECTORS = {"self_and_mean": 2}  # of columns, that a GPU's thread has, where they are not one
 RUN = 16  # at most this many rows of a gradient are summed by one GPU thread for the bias
 ENOUGH = 1 << 21  # elements of the gradient per such row: leaves half a million threads
 
@@ -182,7 +183,7 @@ class Code:
         for record in records:
             values.update(zip(record._fields, record))
         if "width" in values:
-            count *= self.threads(values["width"])
+            count *= -(-self.threads(values["width"]) // VECTORS.get(kernel, 1))
         self.compiled.run(kernel, count, values)
 
     def takes(self, near, N):
@@ -192,7 +193,7 @@ class Code:
         return self.compiled.fits_block(*near, near.S, near.indices.numel(), N)
 
     def threads(self, width):
-        """Return the number of threads per row."""
+        """Return the number of threads per row, of kernels whose threads have a vector of columns."""
         return -(-width // self.columns)
 
     def runs(self, out):

@@ -120,40 +120,24 @@ KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, f
 }
 
 // out [S, 2 width]: own row and mean of the neighbours' rows; or, with alpha and beta [S], out
-// [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null. If `active`, a
-// constant, rows of h are activated as they are read; kept, unless null, gets the bits of the results.
-FN void mean_of_rows(const int active, i64 row, int column, unsigned parts, const ID *indptr,
-                     const ID *indices, const IN *h, const ID *self_rows, const float *alpha,
-                     const float *beta, const float *gamma, int S, int width, int whole,
-                     const ID *nodes, int drop, float scale, i64 seed, const i64 *step, i64 layer,
-                     kept_t *kept, OUT *out) {
-  const int left = width - column;
+// [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null.
+KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
+                           const float *alpha, const float *beta, const float *gamma, int S,
+                           int width, int whole, OUT *out) {
+  ROW_AND_COLUMN(S);
   const i64 s = row, self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
   ID count = 0;
   FETCH_SOURCES(s, h + column, width);
   if (self_rows && s + 2 < S) FETCH(h + column, width, 1, self_rows, s + 2, s + 3);
   floats_t own = all_of(0), sum = all_of(0);
-  const u64 layer_seed = active ? LAYER_SEED : 0;
   if (self >= 0) own = load(h + self * width + column, whole, left);
-  if (active && self >= 0)
-    own = activate(own, 1, NODE_OF(self), column, drop, scale, layer_seed);
-  if (active && self >= 0) KEEP_BITS(self, own);
   for (ID e = first; e < last && count == e - first; e += GROUP) {
     ID u[GROUP];
-    i64 node[GROUP];
     floats_t v[GROUP];
-    // all loads before the first store of bits: the compiler may not move a load ahead of a store
     UNROLL for (int j = 0; j < GROUP; j++) u[j] = e + j < last ? indices[e + j] : -1;
-    UNROLL for (int j = 0; j < GROUP; j++) {
+    UNROLL for (int j = 0; j < GROUP; j++)
       v[j] = u[j] < 0 ? all_of(0) : load(h + (i64)u[j] * width + column, whole, left);
-      node[j] = active && u[j] >= 0 ? NODE_OF(u[j]) : 0;
-    }
-    UNROLL for (int j = 0; j < GROUP; j++) {
-      if (active && u[j] >= 0)
-        v[j] = activate(v[j], 1, node[j], column, drop, scale, layer_seed);
-      if (active && u[j] >= 0) KEEP_BITS(u[j], v[j]);
-    }
     UNROLL for (int j = 0; j < GROUP; j++) {
       if (gamma && u[j] >= 0) v[j] = v[j] * gamma[u[j]];
       count += u[j] >= 0;
@@ -169,21 +153,85 @@ FN void mean_of_rows(const int active, i64 row, int column, unsigned parts, cons
   store(target, whole, left, own);
   store(target + width, whole, left, mean);
 }
-KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
-                           const float *alpha, const float *beta, const float *gamma, int S,
-                           int width, int whole, OUT *out) {
-  ROW_AND_COLUMN(S);
-  mean_of_rows(0, row, column, PARTS, indptr, indices, h, self_rows, alpha, beta, gamma, S, width,
-               whole, 0, 0, 0, 0, 0, 0, 0, out);
+
+#ifndef HOST
+// Two vectors of columns, which share a draw of dropout; a row may end after the first.
+typedef struct {
+  floats_t x[2];
+} pair_t;
+FN pair_t load_pair(const IN *p, int whole, int left) {
+  pair_t v = {{all_of(0), all_of(0)}};
+  v.x[0] = load(p, whole, left);
+  if (left > COLUMNS) v.x[1] = load(p + COLUMNS, whole, left - COLUMNS);
+  return v;
 }
-// The same of rows after ReLU and dropout, in more registers. On the host these are a separate pass.
+FN void store_pair(OUT *p, int whole, int left, pair_t v) {
+  store(p, whole, left, v.x[0]);
+  if (left > COLUMNS) store(p + COLUMNS, whole, left - COLUMNS, v.x[1]);
+}
+FN pair_t activate_pair(pair_t v, i64 node, int column, int drop, float scale, u64 layer_seed) {
+  const u64 key = drop ? mix(layer_seed ^ (u64)node) : 0;
+  const u64 bytes = drop ? finalise(key + (u64)(column / 8) * GOLDEN) : 0;
+  UNROLL for (int half = 0; half < 2; half++) EACH {
+    float x = v.x[half][q] < 0.0f ? 0.0f : v.x[half][q];  // NaN stays
+    if (drop) x = drop_one(x, bytes, half * COLUMNS + q, drop, scale);
+    v.x[half][q] = node < 0 ? 0.0f : x;
+  }
+  return v;
+}
+#endif
+
+// The same of rows to which ReLU and dropout are applied as they are read; kept, unless null, gets
+// the bits of the results. Threads have pairs of vectors. On the host these are a separate pass.
 KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
                      const float *alpha, const float *beta, const float *gamma, int S, int width,
                      int whole, const ID *nodes, int drop, float scale, i64 seed, const i64 *step,
                      i64 layer, kept_t *kept, OUT *out) {
-  ROW_AND_COLUMN(S);
-  mean_of_rows(1, row, column, PARTS, indptr, indices, h, self_rows, alpha, beta, gamma, S, width,
-               whole, nodes, drop, scale, seed, step, layer, kept, out);
+#ifndef HOST
+  const unsigned parts = (unsigned)(width + COLUMNS - 1) / COLUMNS, pairs = (parts + 1) / 2;
+  THREAD((i64)S * pairs);
+  const i64 s = (unsigned)i / pairs, self = self_rows ? self_rows[s] : s;
+  const int column = (int)((unsigned)i % pairs) * 2 * COLUMNS, left = width - column;
+  const ID first = indptr[s], last = indptr[s + 1];
+  const u64 layer_seed = LAYER_SEED;
+  ID count = 0;
+  pair_t own = {{all_of(0), all_of(0)}}, sum = own;
+  if (self >= 0) {
+    own = load_pair(h + self * width + column, whole, left);
+    own = activate_pair(own, NODE_OF(self), column, drop, scale, layer_seed);
+    KEEP_PAIR(self, own);
+  }
+  for (ID e = first; e < last && count == e - first; e += PAIR_GROUP) {
+    ID u[PAIR_GROUP];
+    i64 node[PAIR_GROUP];
+    pair_t v[PAIR_GROUP];
+    // all loads before the first store of bits: the compiler may not move a load ahead of a store
+    UNROLL for (int j = 0; j < PAIR_GROUP; j++) u[j] = e + j < last ? indices[e + j] : -1;
+    UNROLL for (int j = 0; j < PAIR_GROUP; j++) {
+      if (u[j] >= 0) v[j] = load_pair(h + (i64)u[j] * width + column, whole, left);
+      node[j] = u[j] >= 0 ? NODE_OF(u[j]) : 0;
+    }
+    UNROLL for (int j = 0; j < PAIR_GROUP; j++) {
+      if (u[j] < 0) continue;
+      v[j] = activate_pair(v[j], node[j], column, drop, scale, layer_seed);
+      KEEP_PAIR(u[j], v[j]);
+      count++;
+      UNROLL for (int half = 0; half < 2; half++)
+        sum.x[half] = sum.x[half] + (gamma ? v[j].x[half] * gamma[u[j]] : v[j].x[half]);
+    }
+  }
+  const float by = count ? (alpha ? beta[s] : 1.0f) / (float)count : 0.0f;
+  UNROLL for (int half = 0; half < 2; half++) {
+    sum.x[half] = sum.x[half] * by;
+    if (alpha) sum.x[half] = own.x[half] * alpha[s] + sum.x[half];
+  }
+  OUT *target = out + (alpha ? 1 : 2) * s * width + column;
+  if (!alpha) {
+    store_pair(target, whole, left, own);
+    target += width;
+  }
+  store_pair(target, whole, left, sum);
+#endif
 }
 
 // grad: of the pair [S, 2 width] or, with alpha, of the sum [S, width]. With kept, out [N, width]

@@ -31,6 +31,7 @@
 #define WIDE(bytes) aligned(bytes)
 #define AT_ONCE whole
 #define GROUP 8  // rows that a thread loads at a time
+#define PAIR_GROUP 4  // the same in self_and_mean, where a thread has twice the columns
 // The same in max_neighbours_grad and attention_source_grad, where a thread waits for reads along a
 // hub's list. More rows take more registers, so fewer warps: `bench gpu --parts kernels` times both.
 #ifndef MAX_GROUP
@@ -43,6 +44,9 @@ typedef unsigned char kept_t;  // a bit for each of COLUMNS columns: whether it 
 #define KEPT(row) kept[(i64)(row) * parts + column / COLUMNS]
 #define KEEP_BITS(row, v) \
   if (kept) store_same(&KEPT(row), bits_above_zero(v))
+#define KEEP_PAIR(row, v)                                               \
+  if (kept) store_same(&KEPT(row), bits_above_zero(v.x[0]));            \
+  if (kept && left > COLUMNS) store_same(&KEPT(row) + 1, bits_above_zero(v.x[1]))
 #define WHERE_KEPT(row) where_kept(KEPT(row))
 #define PARTS parts
 #define ROW_AND_COLUMN(rows)                                        \
