@@ -106,7 +106,7 @@ def of_lists(a, group, row):
 
 def max_neighbours_grad(a):
     trips, reads = of_lists(a, a.MAX_GROUP, 1)
-    return Work((*trips,), *reads)
+    return Work((*trips, 0), *reads)  # the last loop is for destinations of over 255 edges
 
 
 def attention_source_grad(a):
@@ -120,15 +120,15 @@ def attention_target_grad(a):
 
 
 def of_edges(a, tables):
-    """attention_scores and attention_weight_grad: a thread reads a head's rows by itself; four columns a time."""
-    trips = -(-a.D // 4)
-    rows = 32 / a.K  # of a warp
-    lines = rows * a.K * (1 + 1 / (a.degree + 1))
+    """attention_scores and attention_weight_grad: a lane reads its part of a head's rows; four columns a time."""
+    trips = -(-a.D // (4 * a.ATTENTION_LANES))
+    lines = 32 / a.ATTENTION_LANES * (1 + 1 / (a.degree + 1))
     return Work((trips,), 2 + trips / 2, lines=trips * (lines + tables * a.K))
 
 
 def softmax(a, passes):
     places = a.degree + 1
+    passes += a.ATTENTION_LANES > 1
     # neighbouring threads read lists that begin 4 K (degree + 1) bytes apart
     return Work((0, *[places] * passes), 2 + passes, lines=passes * places * 32 / a.K)
 
@@ -273,7 +273,7 @@ def counts(launch, sizes):
     a = types.SimpleNamespace(**{"run": 1, "sizes": sizes, **values})
     if edges := values.get("indices", values.get("dst")):
         a.degree = edges[0] / values.get("S", 1)
-    constants = re.findall(r"#define (LANES|\w+_GROUP) (\d+)", launch.source)
+    constants = re.findall(r"#define (\w*LANES|\w+_GROUP) (\d+)", launch.source)
     for constant, value in reversed(constants):  # the first definition counts
         setattr(a, constant, int(value))
     work = WORK[re.sub(r"^pick_\d+$", "pick", launch.kernel)](a)

@@ -176,6 +176,7 @@ class Code:
         self.compiled = compiled
         self.on_cpu = isinstance(compiled, ctypes.CDLL)
         self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
+        self.lanes = 1 if self.on_cpu else VARIANTS.get("ATTENTION_LANES", 1)
 
     def run(self, kernel, count, /, *records, **values):
         """Run a kernel on `count` rows, whose columns several threads share if it has a `width`, or else in so many threads.
@@ -377,6 +378,7 @@ class Lists:
             **near.edges,
             dst=self.dst,
             E=E,
+            total=self.of_source["start"][-1:],
             list=self.unordered,
             beta=beta,
             **self.of_source,

@@ -51,19 +51,20 @@ KERNEL list_edges(const ID *indices, int E, const int *start, const int *slot, i
   if (indices[i] >= 0) list[start[indices[i]] + slot[i]] = (int)i;
 }
 // Bring each list into the order of the edges: their destinations, and as share of each edge beta
-// [S], or 1, over the number of its destination's edges.
+// [S], or 1, over the number of its destination's edges. A thread has a place in the lists, of which
+// there are `total`: those of a long list are neighbours, which read it together.
 KERNEL list_in_order(const ID *indptr, const ID *indices, const int *dst, int E, const int *start,
-                     const int *size, const int *list, const float *beta, int *destination, int *edge,
-                     float *share) {
+                     const int *size, const int *total, const int *list, const float *beta,
+                     int *destination, int *edge, float *share) {
   THREAD(E);
-  if (indices[i] < 0) return;
-  const int first = start[indices[i]], last = first + size[indices[i]];
+  if (i >= *total) return;
+  const int e = list[i], s = dst[e];
+  const int first = start[indices[e]], last = first + size[indices[e]];
   int at = first;
-  for (int q = first; q < last; q++) at += list[q] < (int)i;
-  destination[at] = dst[i];
-  if (edge) edge[at] = (int)i;
-  if (!share) return;
-  share[at] = (beta ? beta[dst[i]] : 1.0f) / (float)count_edges_of(indptr, indices, dst[i]);
+  for (int q = first; q < last; q++) at += list[q] < e;
+  destination[at] = s;
+  if (edge) edge[at] = e;
+  if (share) share[at] = (beta ? beta[s] : 1.0f) / (float)count_edges_of(indptr, indices, s);
 }
 
 // The seed of a layer's dropout: `seed` itself, or, with `step`, the step number in GPU memory,
@@ -291,53 +292,66 @@ KERNEL relu_dropout_grad(const kept_t *kept, const IN *grad, int S, int width, i
   store(out + at, whole, left, keep(WHERE_KEPT(row), load(grad + at, whole, left), scale));
 }
 
-// Column-wise maximum of the neighbours' rows, and which neighbour it is from, the first of equal
-// ones; zero and -1 without edges.
+// Column-wise maximum of the neighbours' rows; zero without edges. winner [S, width]: the place in
+// the destination's list of the neighbour it is from, the first of equal ones; FAR or more are in
+// far [E / FAR, width], of which a destination with room for so many edges has row indptr / FAR.
+#define FAR 255
 KERNEL max_neighbours(const ID *indptr, const ID *indices, const IN *h, int S, int width, int whole,
-                      OUT *out, int *winner) {
+                      OUT *out, unsigned char *winner, int *far) {
   ROW_AND_COLUMN(S);
   FETCH_SOURCES(row, h + column, width);
+  const ID first = indptr[row], last = indptr[row + 1];
   floats_t best = all_of(0);
   ints_t from = all_of_int(-1);
-  for (ID e = indptr[row]; e < indptr[row + 1] && indices[e] >= 0; e++) {
-    const int u = (int)indices[e];
-    const floats_t v = load(h + (i64)u * width + column, whole, left);
+  for (ID e = first; e < last && indices[e] >= 0; e++) {
+    const floats_t v = load(h + (i64)indices[e] * width + column, whole, left);
     const ints_t wins = (from < 0) | (v > best);
     best = choose(wins, v, best);
-    from = choose(wins, all_of_int(u), from);
+    from = choose(wins, all_of_int((int)(e - first)), from);
   }
   store(out + row * width + column, whole, left, best);
-  store_ints(winner + row * width + column, whole, left, from);
+  if (last - first > FAR) store_ints(far + first / FAR * (i64)width + column, whole, left, from);
+  store_bytes(winner + row * width + column, whole, left, choose(from < FAR, from, all_of_int(FAR)));
 }
-KERNEL max_neighbours_grad(const int *start, const int *size, const int *destination,
-                           const IN *grad, const int *winner, int N, int width, int whole,
+KERNEL max_neighbours_grad(const ID *indptr, const int *start, const int *size,
+                           const int *destination, const int *edge, const IN *grad,
+                           const unsigned char *winner, const int *far, int N, int width, int whole,
                            OUT *out) {
   ROW_AND_COLUMN(N);
   floats_t sum = all_of(0);
   const int u = (int)row, first = start[u], last = first + size[u];
   FETCH_DESTINATIONS(u, grad + column, width);
   FETCH_DESTINATIONS(u, winner + column, width);
-  int q = first, before = -1;  // a duplicate edge, whose destination is that of the edge before, wins once
+  int q = first, most = 0;  // place
   for (; MAX_GROUP > 1 && q + MAX_GROUP <= last; q += MAX_GROUP) {
-    int s[MAX_GROUP];
-    ints_t from[MAX_GROUP];
+    ints_t won[MAX_GROUP];
     floats_t g[MAX_GROUP];
     UNROLL for (int j = 0; j < MAX_GROUP; j++) {
-      s[j] = destination[q + j];
-      from[j] = load_ints(winner + (i64)s[j] * width + column, whole, left);
-      g[j] = load(grad + (i64)s[j] * width + column, whole, left);
+      const int s = destination[q + j], place = (int)(edge[q + j] - indptr[s]);
+      const u64 at = (u64)(unsigned)s * (unsigned)width + (unsigned)column;
+      most = place > most ? place : most;
+      won[j] = load_bytes(winner + at, whole, left) == place;
+      g[j] = load(grad + at, whole, left);
     }
-    UNROLL for (int j = 0; j < MAX_GROUP; j++) {
-      sum = sum + choose(from[j] == (s[j] == before ? -1 : u), g[j], all_of(0));
-      before = s[j];
-    }
+    UNROLL for (int j = 0; j < MAX_GROUP; j++) sum = sum + choose(won[j], g[j], all_of(0));
   }
   ONE_BY_ONE for (; q < last; q++) {
-    const int s = destination[q];
-    const ints_t from = load_ints(winner + (i64)s * width + column, whole, left);
-    const floats_t g = load(grad + (i64)s * width + column, whole, left);
-    sum = sum + choose(from == (s == before ? -1 : u), g, all_of(0));
-    before = s;
+    const int s = destination[q], place = (int)(edge[q] - indptr[s]);
+    const u64 at = (u64)(unsigned)s * (unsigned)width + (unsigned)column;
+    most = place > most ? place : most;
+    const ints_t won = load_bytes(winner + at, whole, left) == place;
+    sum = sum + choose(won, load(grad + at, whole, left), all_of(0));
+  }
+  if (most >= FAR) {  // a loop of its own, which costs the others nothing
+    sum = all_of(0);
+    ONE_BY_ONE for (q = first; q < last; q++) {
+      const i64 s = destination[q], place = edge[q] - indptr[s];
+      const int *places = far + indptr[s] / FAR * (i64)width + column;
+      const ints_t won = place < FAR
+                             ? load_bytes(winner + s * width + column, whole, left) == (int)place
+                             : load_ints(places, whole, left) == (int)place;
+      sum = sum + choose(won, load(grad + s * width + column, whole, left), all_of(0));
+    }
   }
   store(out + row * width + column, whole, left, sum);
 }
@@ -355,10 +369,12 @@ FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, 
   const place_t place = {row, i < E ? (i64)indices[i] : own, row + (i < E ? i + 1 : indptr[row])};
   return place;
 }
-// Set a thread's place and head, and where the message and the destination's row begin: from, to.
+// Set a thread's lane, place and head, and where the message and the destination's row begin: from, to.
 #define PLACE_AND_HEAD(self_rows)                                                   \
-  THREAD((i64)(E + S) * K);                                                         \
-  const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;   \
+  THREAD((i64)(E + S) * K * ATTENTION_LANES);                                       \
+  const unsigned pair = (unsigned)i / ATTENTION_LANES;                              \
+  const int lane = (int)((unsigned)i % ATTENTION_LANES);                            \
+  const i64 head = pair % (unsigned)K, number = pair / (unsigned)K;                 \
   const place_t place = find_place(indptr, indices, self_rows, dst, E, number);     \
   if (place.source < 0) return;                                                     \
   if (!head && number + 16 < E)                                                     \
@@ -374,6 +390,18 @@ FN floats_t of_edge(const float *edge, int wide, const float *by, i64 stride, in
   return v;
 }
 
+// The sums of a head's lanes, of which place `at` has lane's here: with several they lie in front of the
+// weights, in descending order, and are added up before a head's weights are read.
+#if ATTENTION_LANES > 1
+#define LANE_SUM(weights, at) ((weights) - ((at) + 1) * ATTENTION_LANES + lane)
+#define ADD_LANES(weights)                                       \
+  for (i64 at = first * K + head, lane = 0; at < last * K; at += K) \
+    weights[at] = total(load_floats(LANE_SUM(weights, at), 1, COLUMNS));
+#else
+#define LANE_SUM(weights, at) ((weights) + (at))
+#define ADD_LANES(weights)
+#endif
+
 // weights [E + S, K]: in, scores; out, their softmax over each destination's places. dropped: the
 // weights after dropout.
 KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, int S, int K,
@@ -383,6 +411,7 @@ KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, i
   const i64 row = (unsigned)i / (unsigned)K, head = (unsigned)i % (unsigned)K,
             first = indptr[row] + row;
   const i64 last = first + 1 + count_edges_of(indptr, indices, row);
+  ADD_LANES(weights)
   float top = weights[first * K + head], sum = 0;
   for (i64 at = first + 1; at < last; at++) top = fmaxf(top, weights[at * K + head]);
   for (i64 at = first; at < last; at++)
@@ -404,6 +433,7 @@ KERNEL attention_softmax_grad(const ID *indptr, const ID *indices, int S, int K,
   const i64 row = (unsigned)i / (unsigned)K, head = (unsigned)i % (unsigned)K,
             first = indptr[row] + row;
   const i64 last = first + 1 + count_edges_of(indptr, indices, row);
+  ADD_LANES(grad)
   float sum = 0;
   for (i64 at = first; at < last; at++) {
     i64 q = at * K + head;
@@ -423,19 +453,25 @@ KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows
   PLACE_AND_HEAD(self_rows);
   floats_t sum = all_of(0);
   ints_t bits = all_of_int(0);
-  for (int c = 0; c < D; c += COLUMNS) {
+  for (int c = lane * COLUMNS; c < D; c += ATTENTION_LANES * COLUMNS) {
     const floats_t z =
         load(source + from + c, whole, D - c) + load(target + to + c, whole, D - c) +
         of_edge(edges + number * wide, wide, by + head * D + c, (i64)K * D, whole, D - c);
     sum = sum + leaky(z) * load_floats(attn + head * D + c, whole, D - c);
     if (!slopes) continue;
     bits = bits | choose(z > 0.0f, all_of_int(SLOPE_BIT(c)), all_of_int(0));
+#if ATTENTION_LANES > 1
+    if (SLOPE_PLACE(c) < LANE_BITS - 1 && c + ATTENTION_LANES * COLUMNS < D) continue;
+    int *words = slopes + (place.at * K + head) * SLOPE_WORDS(D) + SLOPE_WORD(c);
+    EACH ((unsigned char *)(words + q))[lane] = (unsigned char)(bits[q] >> lane * LANE_BITS);
+#else
     if (SLOPE_BIT(c) > 0 && c + COLUMNS < D) continue;  // not the last of 32
     int *words = slopes + (place.at * K + head) * SLOPE_WORDS(D);
     store_ints(words + SLOPE_WORD(c), 1, COLUMNS, bits);
+#endif
     bits = all_of_int(0);
   }
-  scores[place.at * K + head] = total(sum);
+  *LANE_SUM(scores, place.at * K + head) = total(sum);
 }
 // weights [E + S, K] of the messages source [N, K, D] -> out [S, K, D]
 KERNEL attention_sum(const ID *indptr, const ID *indices, const ID *self_rows, int S, int K,
@@ -465,9 +501,9 @@ KERNEL attention_weight_grad(const ID *indptr, const ID *indices, const int *dst
                              float *to_weights) {
   PLACE_AND_HEAD(0);
   floats_t sum = all_of(0);
-  for (int c = 0; c < D; c += COLUMNS)
+  for (int c = lane * COLUMNS; c < D; c += ATTENTION_LANES * COLUMNS)
     sum = sum + load(source + from + c, whole, D - c) * load(grad + to + c, whole, D - c);
-  to_weights[place.at * K + head] = total(sum);
+  *LANE_SUM(to_weights, place.at * K + head) = total(sum);
 }
 // Slopes of leaky ReLU at a thread's columns of a place's head, from the bits of `attention_scores`.
 FN floats_t slopes_of(const int *slopes, i64 at, int width, int column) {

@@ -19,6 +19,7 @@
 #define GROUP 1
 #define MAX_GROUP GROUP
 #define ATTENTION_GROUP GROUP
+#define ATTENTION_LANES 1
 #define kept_t IN  // the result of ReLU and dropout
 #define KEEP_BITS(row, v) (void)0
 #define WHERE_KEPT(row) (load(kept + (i64)(row) * width + column, whole, left) > 0.0f)
@@ -39,6 +40,11 @@
 #endif
 #ifndef ATTENTION_GROUP
 #define ATTENTION_GROUP 1  // or 4
+#endif
+// Threads of a head in attention_scores and attention_weight_grad. Four read adjacent columns, in a
+// fourth of the cache lines, but write and read a sum each.
+#ifndef ATTENTION_LANES
+#define ATTENTION_LANES 1  // or 4
 #endif
 typedef unsigned char kept_t;  // a bit for each of COLUMNS columns: whether it is above 0
 #define KEPT(row) kept[(i64)(row) * parts + column / COLUMNS]
@@ -99,6 +105,9 @@ typedef struct __attribute__((WIDE(4 * sizeof(IN)))) {
 typedef struct __attribute__((WIDE(4 * sizeof(OUT)))) {
   OUT x[COLUMNS];
 } out_t;
+typedef struct __attribute__((WIDE(4))) {
+  unsigned char x[COLUMNS];
+} bytes_t;
 
 #define VECTOR(all_of, of, number, vector, wide)                  \
   FN vector all_of(number x) {                                    \
@@ -118,6 +127,21 @@ typedef struct __attribute__((WIDE(4 * sizeof(OUT)))) {
   }
 VECTOR(all_of, floats, float, floats_t, wide_t)
 VECTOR(all_of_int, ints, int, ints_t, wide_ints_t)
+FN ints_t load_bytes(const unsigned char *p, int whole, int left) {
+  ints_t v = all_of_int(0);
+  if (AT_ONCE) {
+    bytes_t row = *(const bytes_t *)p;
+    EACH v[q] = row.x[q];
+  } else EACH_LEFT v[q] = p[q];
+  return v;
+}
+FN void store_bytes(unsigned char *p, int whole, int left, ints_t v) {
+  if (AT_ONCE) {
+    bytes_t row;
+    EACH row.x[q] = (unsigned char)v[q];
+    *(bytes_t *)p = row;
+  } else EACH_LEFT p[q] = (unsigned char)v[q];
+}
 FN floats_t load(const IN *p, int whole, int left) {
   if (sizeof(IN) == sizeof(float)) return load_floats((const float *)p, whole, left);
   floats_t v = all_of(0);
@@ -143,10 +167,14 @@ FN float total(floats_t v) {
 }
 FN floats_t leaky(floats_t z) { return choose(z > 0.0f, z, z * 0.2f); }
 FN floats_t slope(floats_t z) { return choose(z > 0.0f, all_of(1.0f), all_of(0.2f)); }
-// Slopes of `width` columns, a bit each: a thread's columns are the same bit of COLUMNS words.
+// Slopes of `width` columns, a bit each: a thread's columns are the same bit of COLUMNS words. With
+// lanes each has bits of its own.
 #define SLOPE_WORDS(width) (((width) + 32 * COLUMNS - 1) / (32 * COLUMNS) * COLUMNS)
 #define SLOPE_WORD(column) ((column) / (32 * COLUMNS) * COLUMNS)
-#define SLOPE_BIT(column) ((int)(1u << (column) / COLUMNS % 32))
+#define LANE_BITS (32 / ATTENTION_LANES)
+#define SLOPE_PLACE(column) ((column) / COLUMNS / ATTENTION_LANES % LANE_BITS)
+#define SLOPE_BIT(column) \
+  ((int)(1u << ((column) / COLUMNS % ATTENTION_LANES * LANE_BITS + SLOPE_PLACE(column))))
 // Backward of ReLU and dropout: g * scale `where` their result was above 0, else 0.
 FN floats_t keep(ints_t where, floats_t g, float scale) {
   return choose(where, g * scale, all_of(0));
