@@ -106,7 +106,7 @@ def of_lists(a, group, row):
 
 def max_neighbours_grad(a):
     trips, reads = of_lists(a, a.MAX_GROUP, 1)
-    return Work((*trips, 0), *reads)  # the last loop is for destinations of over 255 edges
+    return Work((*trips,), *reads)
 
 
 def attention_source_grad(a):

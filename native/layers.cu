@@ -292,66 +292,53 @@ KERNEL relu_dropout_grad(const kept_t *kept, const IN *grad, int S, int width, i
   store(out + at, whole, left, keep(WHERE_KEPT(row), load(grad + at, whole, left), scale));
 }
 
-// Column-wise maximum of the neighbours' rows; zero without edges. winner [S, width]: the place in
-// the destination's list of the neighbour it is from, the first of equal ones; FAR or more are in
-// far [E / FAR, width], of which a destination with room for so many edges has row indptr / FAR.
-#define FAR 255
+// Column-wise maximum of the neighbours' rows, and which neighbour it is from, the first of equal
+// ones; zero and -1 without edges.
 KERNEL max_neighbours(const ID *indptr, const ID *indices, const IN *h, int S, int width, int whole,
-                      OUT *out, unsigned char *winner, int *far) {
+                      OUT *out, int *winner) {
   ROW_AND_COLUMN(S);
   FETCH_SOURCES(row, h + column, width);
-  const ID first = indptr[row], last = indptr[row + 1];
   floats_t best = all_of(0);
   ints_t from = all_of_int(-1);
-  for (ID e = first; e < last && indices[e] >= 0; e++) {
-    const floats_t v = load(h + (i64)indices[e] * width + column, whole, left);
+  for (ID e = indptr[row]; e < indptr[row + 1] && indices[e] >= 0; e++) {
+    const int u = (int)indices[e];
+    const floats_t v = load(h + (i64)u * width + column, whole, left);
     const ints_t wins = (from < 0) | (v > best);
     best = choose(wins, v, best);
-    from = choose(wins, all_of_int((int)(e - first)), from);
+    from = choose(wins, all_of_int(u), from);
   }
   store(out + row * width + column, whole, left, best);
-  if (last - first > FAR) store_ints(far + first / FAR * (i64)width + column, whole, left, from);
-  store_bytes(winner + row * width + column, whole, left, choose(from < FAR, from, all_of_int(FAR)));
+  store_ints(winner + row * width + column, whole, left, from);
 }
-KERNEL max_neighbours_grad(const ID *indptr, const int *start, const int *size,
-                           const int *destination, const int *edge, const IN *grad,
-                           const unsigned char *winner, const int *far, int N, int width, int whole,
+KERNEL max_neighbours_grad(const int *start, const int *size, const int *destination,
+                           const IN *grad, const int *winner, int N, int width, int whole,
                            OUT *out) {
   ROW_AND_COLUMN(N);
   floats_t sum = all_of(0);
   const int u = (int)row, first = start[u], last = first + size[u];
   FETCH_DESTINATIONS(u, grad + column, width);
   FETCH_DESTINATIONS(u, winner + column, width);
-  int q = first, most = 0;  // place
+  int q = first, before = -1;  // a duplicate edge, whose destination is that of the edge before, wins once
   for (; MAX_GROUP > 1 && q + MAX_GROUP <= last; q += MAX_GROUP) {
-    ints_t won[MAX_GROUP];
+    int s[MAX_GROUP];
+    ints_t from[MAX_GROUP];
     floats_t g[MAX_GROUP];
     UNROLL for (int j = 0; j < MAX_GROUP; j++) {
-      const int s = destination[q + j], place = (int)(edge[q + j] - indptr[s]);
-      const u64 at = (u64)(unsigned)s * (unsigned)width + (unsigned)column;
-      most = place > most ? place : most;
-      won[j] = load_bytes(winner + at, whole, left) == place;
-      g[j] = load(grad + at, whole, left);
+      s[j] = destination[q + j];
+      from[j] = load_ints(winner + (i64)s[j] * width + column, whole, left);
+      g[j] = load(grad + (i64)s[j] * width + column, whole, left);
     }
-    UNROLL for (int j = 0; j < MAX_GROUP; j++) sum = sum + choose(won[j], g[j], all_of(0));
+    UNROLL for (int j = 0; j < MAX_GROUP; j++) {
+      sum = sum + choose(from[j] == (s[j] == before ? -1 : u), g[j], all_of(0));
+      before = s[j];
+    }
   }
   ONE_BY_ONE for (; q < last; q++) {
-    const int s = destination[q], place = (int)(edge[q] - indptr[s]);
-    const u64 at = (u64)(unsigned)s * (unsigned)width + (unsigned)column;
-    most = place > most ? place : most;
-    const ints_t won = load_bytes(winner + at, whole, left) == place;
-    sum = sum + choose(won, load(grad + at, whole, left), all_of(0));
-  }
-  if (most >= FAR) {  // a loop of its own, which costs the others nothing
-    sum = all_of(0);
-    ONE_BY_ONE for (q = first; q < last; q++) {
-      const i64 s = destination[q], place = edge[q] - indptr[s];
-      const int *places = far + indptr[s] / FAR * (i64)width + column;
-      const ints_t won = place < FAR
-                             ? load_bytes(winner + s * width + column, whole, left) == (int)place
-                             : load_ints(places, whole, left) == (int)place;
-      sum = sum + choose(won, load(grad + s * width + column, whole, left), all_of(0));
-    }
+    const int s = destination[q];
+    const ints_t from = load_ints(winner + (i64)s * width + column, whole, left);
+    const floats_t g = load(grad + (i64)s * width + column, whole, left);
+    sum = sum + choose(from == (s == before ? -1 : u), g, all_of(0));
+    before = s;
   }
   store(out + row * width + column, whole, left, sum);
 }

@@ -239,9 +239,7 @@ class _MaxNeighbours(torch.autograd.Function):
     def forward(ctx, h, near, code):
         N, width = h.shape
         out = h.new_empty(near.S, width)
-        winner = torch.empty_like(out, dtype=torch.uint8)
-        # of destinations with more edges than a byte can count
-        far = winner.new_empty(near.indices.numel() // 255, width, dtype=torch.int32)
+        winner = torch.empty_like(out, dtype=torch.int32)
         code.run(
             "max_neighbours",
             near.S,
@@ -252,9 +250,8 @@ class _MaxNeighbours(torch.autograd.Function):
             whole=aligned(width, h),
             out=out,
             winner=winner,
-            far=far,
         )
-        ctx.save_for_backward(*near, winner, far)
+        ctx.save_for_backward(*near, winner)
         ctx.num_src = N
         ctx.code = code
         return out
@@ -262,22 +259,18 @@ class _MaxNeighbours(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        *saved, winner, far = ctx.saved_tensors
+        *saved, winner = ctx.saved_tensors
         near = InEdges(*saved)
         grad = grad.contiguous()
         N = ctx.num_src
         width = grad.shape[1]
         out = grad.new_empty(N, width)
-        lists = Lists.of(ctx.code, near, N, edges=True)
         ctx.code.run(
             "max_neighbours_grad",
             N,
-            **lists.of_source,
-            indptr=near.indptr,
-            edge=lists.edge,
+            **Lists.of(ctx.code, near, N).of_source,
             grad=grad,
             winner=winner,
-            far=far,
             N=N,
             width=width,
             whole=aligned(width, grad),

@@ -105,9 +105,6 @@ typedef struct __attribute__((WIDE(4 * sizeof(IN)))) {
 typedef struct __attribute__((WIDE(4 * sizeof(OUT)))) {
   OUT x[COLUMNS];
 } out_t;
-typedef struct __attribute__((WIDE(4))) {
-  unsigned char x[COLUMNS];
-} bytes_t;
 
 #define VECTOR(all_of, of, number, vector, wide)                  \
   FN vector all_of(number x) {                                    \
@@ -127,21 +124,6 @@ typedef struct __attribute__((WIDE(4))) {
   }
 VECTOR(all_of, floats, float, floats_t, wide_t)
 VECTOR(all_of_int, ints, int, ints_t, wide_ints_t)
-FN ints_t load_bytes(const unsigned char *p, int whole, int left) {
-  ints_t v = all_of_int(0);
-  if (AT_ONCE) {
-    bytes_t row = *(const bytes_t *)p;
-    EACH v[q] = row.x[q];
-  } else EACH_LEFT v[q] = p[q];
-  return v;
-}
-FN void store_bytes(unsigned char *p, int whole, int left, ints_t v) {
-  if (AT_ONCE) {
-    bytes_t row;
-    EACH row.x[q] = (unsigned char)v[q];
-    *(bytes_t *)p = row;
-  } else EACH_LEFT p[q] = (unsigned char)v[q];
-}
 FN floats_t load(const IN *p, int whole, int left) {
   if (sizeof(IN) == sizeof(float)) return load_floats((const float *)p, whole, left);
   floats_t v = all_of(0);

@@ -287,29 +287,6 @@ def test_lanes_of_a_head_add_up_to_its_scores(cuda_layers, monkeypatch):
     kernels_gpu.load.cache_clear()
 
 
-def test_a_maximum_may_be_of_more_edges_than_a_byte_can_tell_apart(kernels, monkeypatch):
-    """Bytes tell places in a destination's list; an equal value further on, or a second edge, gets nothing."""
-    counts = [3, 600, 0, 255, 256, 2, 257]
-    indptr = torch.tensor([0, *itertools.accumulate(counts)])
-    indices = torch.randint(0, 900, (sum(counts),))
-    indices[255::255] = indices[:-255:255]
-    h = torch.arange(900.0)[:, None] * torch.tensor([1, -1, 0, 1, 1])
-    h[:, 3:] = torch.randn(900, 2).round()
-    weight = torch.randn(len(counts), 5)
-    results = []
-    for functions in (kernels, None):
-        _use(functions, monkeypatch)
-        best = lambda x: model.max_neighbours(*block, x)  # noqa: B023, E731
-        block = indptr, indices
-        results.append(_with_grads(best, weight, h))
-        if functions is not kernels or kernels is fused:
-            continue
-        block = _padded(indptr, indices, 600, 9)
-        padded, to_h = _with_grads(best, _more_rows(weight, 2), h)
-        assert torch.equal(padded[:7], results[0][0]) and torch.equal(to_h, results[0][1])
-    torch.testing.assert_close(*results)
-
-
 def _behind(rows, tensor):
     """Return a tensor that ends in these rows, preceded by unmapped memory that must not be touched."""
     size = tensor.element_size() * tensor.shape[1]
@@ -366,21 +343,10 @@ def test_cuda_layers_address_rows_in_64_bits(cuda_layers, dtype, monkeypatch):
         out=out,
     )
     assert torch.equal(out, h[:, width // 2 :])
-    out = torch.empty_like(h)
-    rows = torch.zeros(N, 1).int()
-    winner = torch.zeros(N, width, dtype=torch.uint8)
-    code.run(
-        "max_neighbours_grad",
-        N,
-        **lists,
-        indptr=_behind(far, rows),
-        edge=torch.zeros(N).int(),
-        grad=_behind(far, h),
-        winner=_behind(far, winner),
-        far=None,
-        width=width,
-        out=out,
-    )
+    winner = torch.arange(N).int()[:, None].expand(N, width).contiguous()
+    out, winners = torch.empty_like(h), _behind(far, winner)
+    given = {"grad": _behind(far, h), "winner": winners, "width": width, "out": out}
+    code.run("max_neighbours_grad", N, **lists, **given)
     assert torch.equal(out, h)
 
 
