@@ -106,7 +106,8 @@ def kernels(args, record):
         bounds = read_json(ROOFLINE)["kernels"]
     runs = [("sage", "tf32", {}), ("sage", "bf16", {})]
     runs += [(model, "tf32", {}) for model in ("gcn", "gin", "gat", "sage-pool")]
-    runs += [("gat", "tf32", {"ATTENTION_GROUP": 4}), ("sage-pool", "tf32", {"MAX_GROUP": 4})]
+    runs += [("gat", "tf32", {name: 4}) for name in ("ATTENTION_GROUP", "ATTENTION_LANES")]
+    runs += [("sage-pool", "tf32", {"MAX_GROUP": 4})]
     cases = {}
     for model, precision, variant in runs:
         name = " ".join([model, precision, *(f"{key} {value}" for key, value in variant.items())])

@@ -30,6 +30,7 @@ FLAGS = [
     "-shared",
 ]
 VARIANTS = {}  # {constant of vectors.h: value}, for bench gpu
+VECTORS = {"self_and_mean": 2}  # of columns, that a GPU's thread has, where they are not one
 RUN = 16  # at most this many rows of a gradient are summed by one GPU thread for the bias
 ENOUGH = 1 << 21  # elements of the gradient per such row: leaves half a million threads
 
@@ -185,6 +186,7 @@ class Code:
         self.compiled = compiled
         self.on_cpu = isinstance(compiled, ctypes.CDLL)
         self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
+        self.lanes = 1 if self.on_cpu else VARIANTS.get("ATTENTION_LANES", 1)
 
     def run(self, kernel, count, /, *records, **values):
         """Run a kernel on `count` rows, whose columns several threads share if it has a `width`, or else in so many threads.
@@ -192,7 +194,7 @@ class Code:
         for record in records:
             values.update(zip(record._fields, record))
         if "width" in values:
-            count *= self.threads(values["width"])
+            count *= -(-self.threads(values["width"]) // VECTORS.get(kernel, 1))
         self.compiled.run(kernel, count, values)
 
     def takes(self, near, N):
@@ -202,7 +204,7 @@ class Code:
         return self.compiled.fits_block(*near, near.S, near.indices.numel(), N)
 
     def threads(self, width):
-        """Return the number of threads per row."""
+        """Return the number of threads per row, of kernels whose threads have a vector of columns."""
         return -(-width // self.columns)
 
     def runs(self, out):
@@ -386,6 +388,7 @@ class Lists:
             **near.edges,
             dst=self.dst,
             E=E,
+            total=self.of_source["start"][-1:],
             list=self.unordered,
             beta=beta,
             **self.of_source,
