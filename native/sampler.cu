@@ -4,15 +4,19 @@
 
 FN void report(const batch_t *b, u64 trouble) { atomicOr(&b->outcome->trouble, trouble); }
 
-// Set count i of n, and add it to the sum of its 64 counts, whose upper bits say how many have come. The
-// last of the 64 adds their sum to that of 4,096 counts: thousands of atomics on one address would wait
-// for each other. A sum without all of its counts is no part of the larger one, and of no prefix.
+// Add the sum of `come` counts of n, the last of which is count i, to that of their 64, whose upper bits
+// say how many have come. The last of the 64 adds their sum to that of 4,096 counts: thousands of atomics
+// on one address would wait for each other. A sum without all of its counts is no part of the larger one,
+// and of no prefix.
 #define COME (1ULL << 48)
+FN void add_up(u64 *sums, i64 n, i64 i, u64 come, i64 value) {
+  const u64 others = atomicAdd(&sums[i / 64], come * COME + (u64)value);
+  if (others / COME + come == 64)
+    atomicAdd(&sums[n / 64 + 1 + i / 4096], others % COME + (u64)value);
+}
 FN void tally(int *count, u64 *sums, i64 n, i64 i, i64 value) {
   count[i] = (int)value;
-  const u64 others = atomicAdd(&sums[i / 64], COME + (u64)value);
-  if (others / COME == 63)
-    atomicAdd(&sums[n / 64 + 1 + i / 4096], others % COME + (u64)value);
+  add_up(sums, n, i, 1, value);
 }
 // The sum of counts 0 .. i - 1, all of which have come.
 FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
@@ -24,11 +28,27 @@ FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
   return sum;
 }
 
-// Count the edges of a row if its degree is enough for that: rules UNIFORM and REPLACE, without
-// excluded edges.
-FN void count_by_degree(const batch_t *b, const part_t *part, i64 i, ID v) {
-  i64 degree = degree_of(b, v), least = b->law.rule == REPLACE ? (degree ? part->k : 0) : degree;
-  tally(b->count, part->row_sums, part->rows, i, part->k < 0 || least < part->k ? least : part->k);
+// Count the edges of n <= 8 rows from `first` on if their degrees are enough for that: rules UNIFORM and
+// REPLACE, without excluded edges. Atomics are slow, so the counts are added up by threads first.
+FN void count_by_degree(const batch_t *b, const part_t *part, i64 first, i64 n) {
+  i64 start[8], end[8], sum = 0, some = 0;
+  UNROLL for (int q = 0; q < 8; q++) {
+    ID v = q < n ? b->src[first + q] : 0;
+    start[q] = q < n ? b->law.indptr[v] : 0;
+    end[q] = q < n ? b->law.indptr[v + 1] : 0;
+  }
+  UNROLL for (int q = 0; q < 8; q++) if (q < n) {
+    i64 i = first + q, degree = degree_between(b, start[q], end[q]);
+    i64 least = b->law.rule == REPLACE ? (degree ? part->k : 0) : degree;
+    i64 value = part->k < 0 || least < part->k ? least : part->k;
+    b->count[i] = (int)value;
+    sum += value;
+    some++;
+    if (i % 64 == 63 || q == n - 1) {
+      add_up(part->row_sums, part->rows, i, (u64)some, sum);
+      sum = some = 0;
+    }
+  }
 }
 // Write where the edges of row i begin, or, for i = N, where the last row's end -> that place.
 FN i64 open_row(const batch_t *b, const part_t *part, i64 i, i64 N) {
@@ -39,6 +59,7 @@ FN i64 open_row(const batch_t *b, const part_t *part, i64 i, i64 N) {
     part->state->num_edges = at;
     part->state->wanted = wanted;
     part->state->first = part->first;
+    part->state->sources = part->sources;
     if (at < wanted) report(b, FULL);
   } else if (i < N && part->index == 0) {  // all seeds have bid for their nodes
     i64 seed = b->seeds[i];
@@ -55,6 +76,15 @@ FN void put_edge(const batch_t *b, const part_t *part, i64 place, ID node) {
   i64 position = part->first + place;
   b->local[position] = node;
   if (part->relabel) atomicMin(&b->table[node], (int)(b->input->offset + position));
+}
+// The hop of a position, or -1 in the padding.
+FN i64 hop_at(const batch_t *b, i64 hops, i64 position) {
+  i64 of = -1;
+  for (i64 hop = 0; hop < hops; hop++) {
+    i64 place = position - b->states[hop].first;
+    if (0 <= place && place < b->states[hop].num_edges) of = hop;
+  }
+  return of;
 }
 // The slot of a pair in the hash table: the one it has, or the first free one from its hash on.
 FN i64 slot_of(const batch_t *b, ID node, i64 group) {
@@ -75,9 +105,17 @@ FN void know_time(const batch_t *b, i64 i, i64 group) {
   b->src_times[i] = b->times[group];
 }
 
-// Make the hops' keys and put the seeds at the first positions. counts: also count their edges.
-KERNEL begin(batch_t b, part_t part, i64 hops, i64 counts) {
-  THREAD(part.rows < hops ? hops : part.rows);
+// Make the hops' keys, put the seeds at the first positions and look up their labels; empty the lists.
+// counts: also count the edges of the seeds.
+KERNEL begin(batch_t b, part_t part, i64 hops, i64 counts, i64 threads) {
+  THREAD(threads);
+  if (i < b.num_sizes) b.size[i] = 0;
+  if ((u64)i < part.rows * b.label_bytes) {
+    u64 row = (u64)i / b.label_bytes, at = (u64)i % b.label_bytes;
+    u64 seed = (i64)row < b.input->num_seeds ? (u64)b.seeds[row] : ~0ULL;
+    const unsigned char *labels = (const unsigned char *)b.labels;
+    ((unsigned char *)b.y)[i] = seed < (u64)b.law.V ? labels[seed * b.label_bytes + at] : 255;
+  }
   u64 hop = (u64)(b.one_draw ? 0 : i);
   if (i < hops) b.states[i].key = mix(mix(mix(b.seed) ^ (u64)b.input->step) ^ hop);
   if (i == 0) {
@@ -93,7 +131,7 @@ KERNEL begin(batch_t b, part_t part, i64 hops, i64 counts) {
     know_time(&b, i, b.groups[i]);
     if (known) put_pair(&b, i, (ID)node, b.group[i]);
   } else if (known) atomicMin(&b.table[node], (int)(b.input->offset + i));
-  if (counts) count_by_degree(&b, &part, i, b.src[i]);
+  if (counts) count_by_degree(&b, &part, i, 1);
 }
 KERNEL count(batch_t b, part_t part) {
   THREAD(part.state->num_dst);
@@ -113,6 +151,8 @@ KERNEL pick(batch_t b, part_t part) {
   i64 n = edges_of(&b, &part, i, at), first = part.first + at, *edges = b.edges + first;
   if (b.law.edge_times)
     for (i64 j = 0; j < n; j++) b.number[first + j] = b.group[i];  // for `claim`
+  if (part.dst)
+    for (i64 j = 0; j < n; j++) part.dst[at + j] = (int)i;
   if (n == b.count[i]) pick_row(&b.law, &hop, (u64)b.src[i], &row, n, edges, b.best + first);
   else
     for (i64 j = 0; j < n; j++) edges[j] = row.start;  // no room: the batch will be sampled again
@@ -142,46 +182,55 @@ KERNEL mark(batch_t b, part_t part) {
   b.won[i] = won;
   tally(b.wins, part.word_sums, part.words, i, __popc(won));
 }
-// Number the nodes of the edges that won. counts: also count the edges of hop `next`, whose
+// Number the nodes of those of eight edges that won. counts: also count the edges of hop `next`, whose
 // destinations are those of this hop and the nodes numbered here.
 KERNEL number(batch_t b, part_t part, part_t next, i64 counts) {
-  THREAD(32 * part.words < part.rows ? part.rows : 32 * part.words);
-  i64 N = part.state->num_dst, last = 32 * part.words - 1;
-  unsigned won = i <= last ? b.won[i / 32] : 0, mine = won >> i % 32 & 1;
-  if (mine || i == last) {
-    i64 earlier = before(b.wins, part.word_sums, part.words, i / 32);
-    i64 at = N + earlier + __popc(won & ((1u << i % 32) - 1));
-    if (mine && at < part.next_rows) {
-      ID node = b.local[part.first + i];
+  THREAD(4 * part.words < part.rows / 8 + 1 ? part.rows / 8 + 1 : 4 * part.words);
+  i64 N = part.state->num_dst, last = 4 * part.words - 1, shift = i % 4 * 8;
+  unsigned word = i <= last ? b.won[i / 4] : 0, won = word >> shift & 255;
+  if (won || i == last) {
+    i64 at = N + before(b.wins, part.word_sums, part.words, i / 4) + __popc(word & ((1u << shift) - 1));
+    i64 wanted = at + __popc(won), to = wanted < part.next_rows ? wanted : part.next_rows;
+    i64 row = at, position = part.first + 8 * i;
+    ID node[8];
+    UNROLL for (int q = 0; q < 8; q++) node[q] = won >> q & 1 ? b.local[position + q] : 0;
+    UNROLL for (int q = 0; q < 8; q++) if ((won >> q & 1) && row < to) {
       if (b.law.edge_times) {
-        u64 pair = b.pairs[node];
-        know_time(&b, at, (i64)(pair / (u64)b.law.V));
-        node = (ID)(pair % (u64)b.law.V);
+        u64 pair = b.pairs[node[q]];
+        know_time(&b, row, (i64)(pair / (u64)b.law.V));
+        node[q] = (ID)(pair % (u64)b.law.V);
       }
-      b.number[part.first + i] = (int)at;
-      b.src[at] = node;
-      if (counts) count_by_degree(&b, &next, at, node);
+      b.number[position + q] = (int)row;
+      b.src[row++] = node[q];
     }
+    if (counts) count_by_degree(&b, &next, at, to - at);
     if (i == last) {
-      i64 wanted = at + mine;
-      part.state[1].num_dst = wanted < part.next_rows ? wanted : part.next_rows;
-      if (wanted > part.next_rows) report(&b, FULL);
+      part.state[1].num_dst = to;
+      if (wanted > to) report(&b, FULL);
     }
   }
-  if (counts && i < N) count_by_degree(&b, &next, i, b.src[i]);
+  if (counts && 8 * i < N) count_by_degree(&b, &next, 8 * i, N - 8 * i < 8 ? N - 8 * i : 8);
 }
 // Replace the node of each edge of the first `hops` hops (positions start .. end - 1) by its local
-// id, or -1 in the padding; set all sums to zero for the next batch.
+// id, or -1 in the padding, and add it to the list of its source; set all sums to zero for the next
+// batch.
 KERNEL finish(batch_t b, i64 hops, i64 start, i64 end, u64 *sums, i64 num_sums) {
   THREAD(end < num_sums ? num_sums : end);
   if (i < num_sums) sums[i] = 0;
   if (i < start || i >= end) return;
-  int edge = 0;
-  for (i64 hop = 0; hop < hops; hop++) {
-    i64 place = i - b.states[hop].first;
-    edge |= 0 <= place && place < b.states[hop].num_edges;
-  }
-  b.local[i] = edge ? b.number[b.table[b.local[i]] - b.input->offset] : -1;
+  i64 hop = hop_at(&b, hops, i);
+  ID id = hop < 0 ? -1 : b.number[b.table[b.local[i]] - b.input->offset];
+  b.local[i] = id;
+  if (0 <= hop && hop < b.listed) b.slot[i] = atomicAdd(&b.size[b.states[hop].sources + id], 1);
+}
+// Put the edges of the first hops into the lists of their sources: `list` of layers.cu, for all hops.
+// start: the prefix sums of sizes.
+KERNEL list_hops(batch_t b, i64 end, const int *start, int *list) {
+  THREAD(end);
+  i64 hop = hop_at(&b, b.listed, i);
+  if (hop < 0) return;
+  const state_t *state = b.states + hop;
+  list[start[state->sources + b.local[i]] + b.slot[i]] = (int)(i - state->first);
 }
 
 FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
@@ -199,6 +248,8 @@ FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
       b->edges[part->first + at + j] = start + place[j];
   }
   read_nodes(most, b, start, place, n, node);
+  if (part->dst)
+    for (int j = 0; j < n; j++) part->dst[at + j] = (int)i;
   UNROLL for (int j = 0; j < most; j++) if (j < n) put_edge(b, part, at + j, node[j]);
 }
 KERNEL pick_8(batch_t b, part_t part) { pick_up_to(8, &b, &part); }
