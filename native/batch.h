@@ -58,7 +58,7 @@ typedef struct {
   i64 rows, places, words;  // room for its destinations, its edges, and words of 32 edges
   i64 next_rows;            // room for its sources
   i64 first, sources;       // as in state_t
-  int *dst;                 // [places] destination of each edge; null: not asked for
+  int *edge_dst;            // [places] destination of each edge; null: not asked for
   state_t *state;           // its own, then that of the next hop
   ID *offsets;              // [rows + 1] of the block
   u64 *row_sums, *word_sums;

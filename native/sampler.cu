@@ -151,8 +151,8 @@ KERNEL pick(batch_t b, part_t part) {
   i64 n = edges_of(&b, &part, i, at), first = part.first + at, *edges = b.edges + first;
   if (b.law.edge_times)
     for (i64 j = 0; j < n; j++) b.number[first + j] = b.group[i];  // for `claim`
-  if (part.dst)
-    for (i64 j = 0; j < n; j++) part.dst[at + j] = (int)i;
+  if (part.edge_dst)
+    for (i64 j = 0; j < n; j++) part.edge_dst[at + j] = (int)i;
   if (n == b.count[i]) pick_row(&b.law, &hop, (u64)b.src[i], &row, n, edges, b.best + first);
   else
     for (i64 j = 0; j < n; j++) edges[j] = row.start;  // no room: the batch will be sampled again
@@ -248,8 +248,8 @@ FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
       b->edges[part->first + at + j] = start + place[j];
   }
   read_nodes(most, b, start, place, n, node);
-  if (part->dst)
-    for (int j = 0; j < n; j++) part->dst[at + j] = (int)i;
+  if (part->edge_dst)
+    for (int j = 0; j < n; j++) part->edge_dst[at + j] = (int)i;
   UNROLL for (int j = 0; j < most; j++) if (j < n) put_edge(b, part, at + j, node[j]);
 }
 KERNEL pick_8(batch_t b, part_t part) { pick_up_to(8, &b, &part); }

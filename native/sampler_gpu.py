@@ -499,7 +499,7 @@ class Frame:
         first = accumulate(sources, initial=0)
         for part, N, at, of_block in zip(self.parts, sources, first, lists):
             places = slice(part.first, part.first + part.places)
-            build.fill(part, sources=at, dst=dst[places])
+            build.fill(part, sources=at, edge_dst=dst[places])
             if of_block:
                 of_source = slice(at, at + N + 1)
                 of_block.use(dst[places], sizes[of_source], starts[of_source], arrays)
