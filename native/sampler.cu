@@ -248,9 +248,10 @@ FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
       b->edges[part->first + at + j] = start + place[j];
   }
   read_nodes(most, b, start, place, n, node);
-  if (part->edge_dst)
-    for (int j = 0; j < n; j++) part->edge_dst[at + j] = (int)i;
-  UNROLL for (int j = 0; j < most; j++) if (j < n) put_edge(b, part, at + j, node[j]);
+  UNROLL for (int j = 0; j < most; j++) if (j < n) {
+    put_edge(b, part, at + j, node[j]);
+    if (part->edge_dst) part->edge_dst[at + j] = (int)i;
+  }
 }
 KERNEL pick_8(batch_t b, part_t part) { pick_up_to(8, &b, &part); }
 KERNEL pick_16(batch_t b, part_t part) { pick_up_to(16, &b, &part); }
