@@ -2,12 +2,15 @@
 
 A batch of three hops is eleven launches, nine where the outermost hop keeps global ids:
 
-    begin    seeds take the first positions; the edges of the batch take the next ones, hop by hop
+    begin    seeds take the first positions; the edges of the batch take the next ones, hop by hop; labels are looked up
     pick     (one thread per row) draw edges, read their nodes; each edge bids its position for its node, in a table [V]:
              the smallest wins (atomicMin), which is the node's first appearance, whatever the order of threads
     mark     (one thread per 32 edges) mark the edges that won
-    number   nodes whose edge won are the next source nodes, numbered in the order of positions
-    finish   every edge of the batch reads the number of its node
+    number   (one thread per 8 edges) nodes whose edge won are the next source nodes, numbered in the order of positions
+    finish   every edge of the batch reads the number of its node, and counts as one of its source's edges
+
+Where the edges of each source are wanted, a prefix sum over the sources of all hops (torch's) and `list_hops` put them into
+lists; `Lists` of kernels.py orders these.
 
 Where the degree does not determine a row's count (LABOR, weights, excluded edges, times, types), each hop also launches
 `count` before `pick`. There, and for fanouts above 64 or -1, `pick` only chooses edges, and `claim` reads their nodes and
