@@ -166,7 +166,7 @@ WORK = {
     "cross_entropy": lambda a: Work((a.C, a.C, a.C / a.lanes), 5),
     "begin": lambda a: Work((), 5),
     "mark": lambda a: Work((4,), 9),
-    "number": lambda a: Work(before(a.words), 12),
+    "number": lambda a: Work(before(a.words), 10),
     "finish": lambda a: Work((a.hops,), 6),
     "list_hops": lambda a: Work((2,), 5),
     "pick": lambda a: Work(before(a.rows), 12),

@@ -66,13 +66,11 @@ typedef struct {
 
 // Damage on disk must not crash the process: offsets and ids that are out of range are not used to
 // read.
-FN i64 degree_between(const batch_t *b, i64 start, i64 end) {
+FN i64 degree_of(const batch_t *b, i64 v) {
+  i64 start = b->law.indptr[v], end = b->law.indptr[v + 1];
   if (0 <= start && start <= end && end <= b->law.M && end - start < 1LL << 31) return end - start;
   b->outcome->damaged = 1;
   return 0;
-}
-FN i64 degree_of(const batch_t *b, i64 v) {
-  return degree_between(b, b->law.indptr[v], b->law.indptr[v + 1]);
 }
 FN hop_t hop_of(const part_t *part) {
   hop_t hop = {part->index, part->k, part->state->key};

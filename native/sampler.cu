@@ -4,19 +4,15 @@
 
 FN void report(const batch_t *b, u64 trouble) { atomicOr(&b->outcome->trouble, trouble); }
 
-// Add the sum of `come` counts of n, the last of which is count i, to that of their 64, whose upper bits
-// say how many have come. The last of the 64 adds their sum to that of 4,096 counts: thousands of atomics
-// on one address would wait for each other. A sum without all of its counts is no part of the larger one,
-// and of no prefix.
+// Set count i of n, and add it to the sum of its 64 counts, whose upper bits say how many have come. The
+// last of the 64 adds their sum to that of 4,096 counts: thousands of atomics on one address would wait
+// for each other. A sum without all of its counts is no part of the larger one, and of no prefix.
 #define COME (1ULL << 48)
-FN void add_up(u64 *sums, i64 n, i64 i, u64 come, i64 value) {
-  const u64 others = atomicAdd(&sums[i / 64], come * COME + (u64)value);
-  if (others / COME + come == 64)
-    atomicAdd(&sums[n / 64 + 1 + i / 4096], others % COME + (u64)value);
-}
 FN void tally(int *count, u64 *sums, i64 n, i64 i, i64 value) {
   count[i] = (int)value;
-  add_up(sums, n, i, 1, value);
+  const u64 others = atomicAdd(&sums[i / 64], COME + (u64)value);
+  if (others / COME == 63)
+    atomicAdd(&sums[n / 64 + 1 + i / 4096], others % COME + (u64)value);
 }
 // The sum of counts 0 .. i - 1, all of which have come.
 FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
@@ -28,27 +24,11 @@ FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
   return sum;
 }
 
-// Count the edges of n <= 8 rows from `first` on if their degrees are enough for that: rules UNIFORM and
-// REPLACE, without excluded edges. Atomics are slow, so the counts are added up by threads first.
-FN void count_by_degree(const batch_t *b, const part_t *part, i64 first, i64 n) {
-  i64 start[8], end[8], sum = 0, some = 0;
-  UNROLL for (int q = 0; q < 8; q++) {
-    ID v = q < n ? b->src[first + q] : 0;
-    start[q] = q < n ? b->law.indptr[v] : 0;
-    end[q] = q < n ? b->law.indptr[v + 1] : 0;
-  }
-  UNROLL for (int q = 0; q < 8; q++) if (q < n) {
-    i64 i = first + q, degree = degree_between(b, start[q], end[q]);
-    i64 least = b->law.rule == REPLACE ? (degree ? part->k : 0) : degree;
-    i64 value = part->k < 0 || least < part->k ? least : part->k;
-    b->count[i] = (int)value;
-    sum += value;
-    some++;
-    if (i % 64 == 63 || q == n - 1) {
-      add_up(part->row_sums, part->rows, i, (u64)some, sum);
-      sum = some = 0;
-    }
-  }
+// Count the edges of a row if its degree is enough for that: rules UNIFORM and REPLACE, without
+// excluded edges.
+FN void count_by_degree(const batch_t *b, const part_t *part, i64 i, ID v) {
+  i64 degree = degree_of(b, v), least = b->law.rule == REPLACE ? (degree ? part->k : 0) : degree;
+  tally(b->count, part->row_sums, part->rows, i, part->k < 0 || least < part->k ? least : part->k);
 }
 // Write where the edges of row i begin, or, for i = N, where the last row's end -> that place.
 FN i64 open_row(const batch_t *b, const part_t *part, i64 i, i64 N) {
@@ -131,7 +111,7 @@ KERNEL begin(batch_t b, part_t part, i64 hops, i64 counts, i64 threads) {
     know_time(&b, i, b.groups[i]);
     if (known) put_pair(&b, i, (ID)node, b.group[i]);
   } else if (known) atomicMin(&b.table[node], (int)(b.input->offset + i));
-  if (counts) count_by_degree(&b, &part, i, 1);
+  if (counts) count_by_degree(&b, &part, i, b.src[i]);
 }
 KERNEL count(batch_t b, part_t part) {
   THREAD(part.state->num_dst);
@@ -182,34 +162,33 @@ KERNEL mark(batch_t b, part_t part) {
   b.won[i] = won;
   tally(b.wins, part.word_sums, part.words, i, __popc(won));
 }
-// Number the nodes of those of eight edges that won. counts: also count the edges of hop `next`, whose
+// Number the nodes of the edges that won. counts: also count the edges of hop `next`, whose
 // destinations are those of this hop and the nodes numbered here.
 KERNEL number(batch_t b, part_t part, part_t next, i64 counts) {
-  THREAD(4 * part.words < part.rows / 8 + 1 ? part.rows / 8 + 1 : 4 * part.words);
-  i64 N = part.state->num_dst, last = 4 * part.words - 1, shift = i % 4 * 8;
-  unsigned word = i <= last ? b.won[i / 4] : 0, won = word >> shift & 255;
-  if (won || i == last) {
-    i64 at = N + before(b.wins, part.word_sums, part.words, i / 4) + __popc(word & ((1u << shift) - 1));
-    i64 wanted = at + __popc(won), to = wanted < part.next_rows ? wanted : part.next_rows;
-    i64 row = at, position = part.first + 8 * i;
-    ID node[8];
-    UNROLL for (int q = 0; q < 8; q++) node[q] = won >> q & 1 ? b.local[position + q] : 0;
-    UNROLL for (int q = 0; q < 8; q++) if ((won >> q & 1) && row < to) {
+  THREAD(32 * part.words < part.rows ? part.rows : 32 * part.words);
+  i64 N = part.state->num_dst, last = 32 * part.words - 1;
+  unsigned won = i <= last ? b.won[i / 32] : 0, mine = won >> i % 32 & 1;
+  if (mine || i == last) {
+    i64 earlier = before(b.wins, part.word_sums, part.words, i / 32);
+    i64 at = N + earlier + __popc(won & ((1u << i % 32) - 1));
+    if (mine && at < part.next_rows) {
+      ID node = b.local[part.first + i];
       if (b.law.edge_times) {
-        u64 pair = b.pairs[node[q]];
-        know_time(&b, row, (i64)(pair / (u64)b.law.V));
-        node[q] = (ID)(pair % (u64)b.law.V);
+        u64 pair = b.pairs[node];
+        know_time(&b, at, (i64)(pair / (u64)b.law.V));
+        node = (ID)(pair % (u64)b.law.V);
       }
-      b.number[position + q] = (int)row;
-      b.src[row++] = node[q];
+      b.number[part.first + i] = (int)at;
+      b.src[at] = node;
+      if (counts) count_by_degree(&b, &next, at, node);
     }
-    if (counts) count_by_degree(&b, &next, at, to - at);
     if (i == last) {
-      part.state[1].num_dst = to;
-      if (wanted > to) report(&b, FULL);
+      i64 wanted = at + mine;
+      part.state[1].num_dst = wanted < part.next_rows ? wanted : part.next_rows;
+      if (wanted > part.next_rows) report(&b, FULL);
     }
   }
-  if (counts && 8 * i < N) count_by_degree(&b, &next, 8 * i, N - 8 * i < 8 ? N - 8 * i : 8);
+  if (counts && i < N) count_by_degree(&b, &next, i, b.src[i]);
 }
 // Replace the node of each edge of the first `hops` hops (positions start .. end - 1) by its local
 // id, or -1 in the padding, and add it to the list of its source; set all sums to zero for the next
@@ -223,7 +202,7 @@ KERNEL finish(batch_t b, i64 hops, i64 start, i64 end, u64 *sums, i64 num_sums) 
   b.local[i] = id;
   if (0 <= hop && hop < b.listed) b.slot[i] = atomicAdd(&b.size[b.states[hop].sources + id], 1);
 }
-// Put the edges of the first hops into the lists of their sources: `list` of layers.cu, for all hops.
+// Put the edges of the first hops into the lists of their sources, as `list_edges` of layers.cu does.
 // start: the prefix sums of sizes.
 KERNEL list_hops(batch_t b, i64 end, const int *start, int *list) {
   THREAD(end);

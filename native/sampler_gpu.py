@@ -6,7 +6,7 @@ A batch of three hops is eleven launches, nine where the outermost hop keeps glo
     pick     (one thread per row) draw edges, read their nodes; each edge bids its position for its node, in a table [V]:
              the smallest wins (atomicMin), which is the node's first appearance, whatever the order of threads
     mark     (one thread per 32 edges) mark the edges that won
-    number   (one thread per 8 edges) nodes whose edge won are the next source nodes, numbered in the order of positions
+    number   nodes whose edge won are the next source nodes, numbered in the order of positions
     finish   every edge of the batch reads the number of its node, and counts as one of its source's edges
 
 Where the edges of each source are wanted, a prefix sum over the sources of all hops (torch's) and `list_hops` put them into
@@ -335,7 +335,7 @@ class Frame:
                     next=following or part,
                     counts=int(self.counted and following is not None),
                 )
-                yield number, max(4 * part.words, part.rows // 8 + 1)
+                yield number, max(32 * part.words, part.rows)
         hops = sum(part.relabel for part in parts)
         end = parts[hops].first if hops < len(parts) else self.positions
         finish = prepare(
