@@ -97,9 +97,9 @@ KERNEL begin(batch_t b, part_t part, i64 hops, i64 counts, i64 threads) {
     ((unsigned char *)b.y)[i] = seed < (u64)b.law.V ? labels[seed * b.label_bytes + at] : 255;
   }
   u64 hop = (u64)(b.one_draw ? 0 : i);
-  if (i < hops) b.states[i].key = mix(mix(mix(b.seed) ^ (u64)b.input->step) ^ hop);
+  if (i < hops) b.states[i].key = mix(mix(mix(b.seed) ^ (u64)b.input->key_step) ^ hop);
   if (i == 0) {
-    b.outcome->trouble = 0;
+    b.outcome->trouble = b.input->num_excluded > b.excludes ? FULL : 0;
     b.states[0].num_dst = b.input->num_seeds;
   }
   if (i >= b.input->num_seeds) return;
