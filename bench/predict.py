@@ -172,7 +172,8 @@ WORK = {
     "begin": lambda a: Work((), 5),
     "mark": lambda a: Work((4,), 9),
     "number": lambda a: Work(before(a.words), 10),
-    "finish": lambda a: Work((a.hops,), 5),
+    "finish": lambda a: Work((a.hops,), 6),
+    "list_hops": lambda a: Work((2,), 5),
     "pick": lambda a: Work(before(a.rows), 12),
     "pick_aggregate": lambda a: Work(
         (a.width / a.LANES,), 4 + a.width / a.LANES * in_groups(a.k)[0]
