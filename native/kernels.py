@@ -399,7 +399,7 @@ class Lists:
             **near.edges,
             dst=self.dst,
             E=E,
-            total=self.of_source["start"][-1:],
+            end=self.of_source["start"][-1:],
             list=self.unordered,
             beta=beta,
             **self.of_source,

@@ -51,14 +51,14 @@ KERNEL list_edges(const ID *indices, int E, const int *start, const int *slot, i
   if (indices[i] >= 0) list[start[indices[i]] + slot[i]] = (int)i;
 }
 // Bring each list into the order of the edges: their destinations, and as share of each edge beta
-// [S], or 1, over the number of its destination's edges. A thread has a place in the lists, of which
-// there are `total`: those of a long list are neighbours, which read it together.
+// [S], or 1, over the number of its destination's edges. A thread has a place in the lists, which
+// begin at start[0] and stop before `end`: those of a long list are neighbours, which read it together.
 KERNEL list_in_order(const ID *indptr, const ID *indices, const int *dst, int E, const int *start,
-                     const int *size, const int *total, const int *list, const float *beta,
+                     const int *size, const int *end, const int *list, const float *beta,
                      int *destination, int *edge, float *share) {
   THREAD(E);
-  if (i >= *total) return;
-  const int e = list[i], s = dst[e];
+  if (start[0] + i >= *end) return;
+  const int e = list[start[0] + i], s = dst[e];
   const int first = start[indices[e]], last = first + size[indices[e]];
   int at = first;
   for (int q = first; q < last; q++) at += list[q] < e;
