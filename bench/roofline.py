@@ -190,8 +190,8 @@ def step_costs(args, store, dtype):
     _, room = cuda_graphs.static_room(sampler, store.split["train"], settings, ring.first_hop)
 
     @functools.cache
-    def load(ids, source, target, device):
-        text = kernels.program(ids, source, target)
+    def load(ids, source, target, device, width=0):
+        text = kernels.program(ids, source, target, width)
         return kernels.Code(Noted(costs, text))
 
     with (

@@ -45,6 +45,9 @@ LOSS_LANES = 16  # threads a row of logits: all read the whole row
 # static shapes are multiples of 256.
 SLICES = 64
 SLICED = 1024  # rows of each slice, at least
+WARP = 32  # threads of a row in norm.cu
+WIDEST = 1024  # columns that these hold in registers
+RUNS = 3072  # warps of the backward pass: as many as an H200 runs at a time
 
 
 # ---- what model.py calls; its functions of the same names explain the arguments
@@ -214,6 +217,88 @@ class _ReluDropout(torch.autograd.Function):
             out=out,
         )
         return out, None, None
+
+
+def norm_relu_dropout(h, residual, norm, nodes, seed, drop):
+    """Compute dropout(relu(norm(h + residual))) on a GPU for a layer norm, in the dtype of h, with model.py's mask; None if
+    torch operations have to be used. residual, nodes: may be None."""
+    S, width = h.shape
+    weights = norm.weight, norm.bias
+    kind = (width,), torch.float32, h.device
+    fits = (
+        is_gpu(h.device) and 0 < width <= WIDEST and S < 1 << 27
+    )  # threads are counted in 32 bits
+    fits = fits and all(w is not None and (w.shape, w.dtype, w.device) == kind for w in weights)
+    fits = fits and all(t is None or t.shape == h.shape[: t.dim()] for t in (residual, nodes))
+    other = h if residual is None else residual
+    if not fits or other.dtype != h.dtype:
+        return None
+    code = functions([nodes], h, other, width)
+    active = Dropout.of(nodes, seed, drop)
+    return None if code is None else _NormRelu.apply(h, residual, *weights, norm.eps, active, code)
+
+
+class _NormRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, residual, gamma, beta, eps, active, code):
+        S, width = h.shape
+        moments = None
+        kept = None
+        if any(ctx.needs_input_grad):
+            moments = gamma.new_empty(S, 2)
+            kept = code.kept(h)
+        out = torch.empty_like(h)
+        read = [h, gamma, beta] if residual is None else [h, gamma, beta, residual]
+        code.run(
+            "norm_relu",
+            S * WARP,
+            active,
+            x=h,
+            residual=residual,
+            gamma=gamma,
+            beta=beta,
+            S=S,
+            whole=aligned(width, *read),
+            eps=eps,
+            moments=moments,
+            kept=kept,
+            out=out,
+        )
+        ctx.save_for_backward(h, residual, gamma, moments, kept)
+        ctx.scale = active.scale
+        ctx.code = code
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        h, residual, gamma, moments, kept = ctx.saved_tensors
+        S, width = h.shape
+        grad = grad.contiguous()
+        out = torch.empty_like(h)
+        run = max(1, -(-S // RUNS))
+        runs = -(-S // run)
+        sums = gamma.new_empty(runs, 2 * width)
+        read = [h, gamma, grad] if residual is None else [h, gamma, grad, residual]
+        ctx.code.run(
+            "norm_relu_grad",
+            runs * WARP,
+            x=h,
+            residual=residual,
+            grad=grad,
+            gamma=gamma,
+            moments=moments,
+            kept=kept,
+            S=S,
+            whole=aligned(width, *read),
+            scale=ctx.scale,
+            runs=runs,
+            run=run,
+            sums=sums,
+            out=out,
+        )
+        to_norm = column_sums(sums, sums.new_ones(runs)).view(2, width)
+        return out, None if residual is None else out, *to_norm, None, None, None
 
 
 def dropout(x, nodes, seed, drop):
