@@ -131,7 +131,7 @@ def relu_dropout(h, p, training=True, nodes=None, seed=None, *, norm=None, resid
     """
     drop = drop_byte(p) if training else 0
     seed = drawn_seed() if drop and seed is None else seed or 0
-    if fused and norm is not None and unchanged(norm, kinds={LayerNorm}):
+    if fused and type(norm) is LayerNorm and unchanged(norm, kinds={LayerNorm}):
         done = fused.norm_relu_dropout(h, residual, norm, nodes, seed, drop)
         if done is not None:
             return done
@@ -286,8 +286,7 @@ class Near(NamedTuple):
         if factors:
             block = self.indptr, self.indices, self.sent
             given = {"self_rows": self.self_rows, "drawn": drawn, "factors": factors}
-            out = attention.attend(*block, target, attn, **given)
-            if out is not None:
+            if (out := attention.attend(*block, target, attn, **given)) is not None:
                 return out
         of_edges = None if of_edge is None else of_edge(edges)
         return self._attend(attn, target, of_edges, drawn)
@@ -809,13 +808,7 @@ class GNN(nn.Module):
             can = " and ".join([*layers_where(edge_features="can"), must])
             needs = f"{can} take features of edges, and {must} needs them"
             raise ValueError(f"conv {make.name!r} with edge_dim {edge_dim}: {needs}")
-        given = {
-            "heads": heads,
-            "dropout": dropout,
-            "norm": norm,
-            "num_types": num_types,
-            "bases": bases,
-        }
+        given = dict(heads=heads, dropout=dropout, norm=norm, num_types=num_types, bases=bases)
         options = {name: given[name] for name in make.takes}
         if edge_dim:
             options["edge_dim"] = edge_dim

@@ -230,10 +230,9 @@ def norm_relu_dropout(h, residual, norm, nodes, seed, drop):
     )  # threads are counted in 32 bits
     fits = fits and all(w is not None and (w.shape, w.dtype, w.device) == kind for w in weights)
     fits = fits and all(t is None or t.shape == h.shape[: t.dim()] for t in (residual, nodes))
-    other = h if residual is None else residual
-    if not fits or other.dtype != h.dtype:
+    if not fits or residual is not None and residual.dtype != h.dtype:
         return None
-    code = functions([nodes], h, other, width)
+    code = functions([nodes], h, h if residual is None else residual, width)
     active = Dropout.of(nodes, seed, drop)
     return None if code is None else _NormRelu.apply(h, residual, *weights, norm.eps, active, code)
 
@@ -241,30 +240,12 @@ def norm_relu_dropout(h, residual, norm, nodes, seed, drop):
 class _NormRelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, residual, gamma, beta, eps, active, code):
-        S, width = h.shape
-        moments = None
-        kept = None
-        if any(ctx.needs_input_grad):
-            moments = gamma.new_empty(S, 2)
-            kept = code.kept(h)
+        moments = gamma.new_empty(len(h), 2)
+        saved = h, residual, gamma, moments, code.kept(h)
         out = torch.empty_like(h)
-        read = [h, gamma, beta] if residual is None else [h, gamma, beta, residual]
-        code.run(
-            "norm_relu",
-            S * WARP,
-            active,
-            x=h,
-            residual=residual,
-            gamma=gamma,
-            beta=beta,
-            S=S,
-            whole=aligned(width, *read),
-            eps=eps,
-            moments=moments,
-            kept=kept,
-            out=out,
-        )
-        ctx.save_for_backward(h, residual, gamma, moments, kept)
+        given = _of_rows(*saved, beta)
+        code.run("norm_relu", len(h) * WARP, active, **given, beta=beta, eps=eps, out=out)
+        ctx.save_for_backward(*saved)
         ctx.scale = active.scale
         ctx.code = code
         return out
@@ -272,33 +253,31 @@ class _NormRelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        h, residual, gamma, moments, kept = ctx.saved_tensors
-        S, width = h.shape
+        h, residual, *_ = saved = ctx.saved_tensors
         grad = grad.contiguous()
         out = torch.empty_like(h)
-        run = max(1, -(-S // RUNS))
-        runs = -(-S // run)
-        sums = gamma.new_empty(runs, 2 * width)
-        read = [h, gamma, grad] if residual is None else [h, gamma, grad, residual]
-        ctx.code.run(
-            "norm_relu_grad",
-            runs * WARP,
-            x=h,
-            residual=residual,
-            grad=grad,
-            gamma=gamma,
-            moments=moments,
-            kept=kept,
-            S=S,
-            whole=aligned(width, *read),
-            scale=ctx.scale,
-            runs=runs,
-            run=run,
-            sums=sums,
-            out=out,
-        )
-        to_norm = column_sums(sums, sums.new_ones(runs)).view(2, width)
+        run = -(-len(h) // RUNS) or 1
+        runs = -(-len(h) // run)
+        sums = h.new_empty(runs, 2 * h.shape[1], dtype=torch.float32)
+        given = _of_rows(*saved, grad)
+        given |= {"grad": grad, "scale": ctx.scale, "runs": runs, "run": run, "sums": sums}
+        ctx.code.run("norm_relu_grad", runs * WARP, **given, out=out)
+        to_norm = column_sums(sums, sums.new_ones(runs)).chunk(2)
         return out, None if residual is None else out, *to_norm, None, None, None
+
+
+def _of_rows(h, residual, gamma, moments, kept, other):
+    """Return the arguments that both kernels of norm.cu take. other: one more tensor that is read."""
+    read = [t for t in (h, residual, gamma, other) if t is not None]
+    return {
+        "x": h,
+        "residual": residual,
+        "gamma": gamma,
+        "S": len(h),
+        "whole": aligned(h.shape[1], *read),
+        "moments": moments,
+        "kept": kept,
+    }
 
 
 def dropout(x, nodes, seed, drop):
