@@ -552,6 +552,15 @@ KERNEL cross_entropy(const IN *logits, const i64 *y, int S, int C, int lanes, fl
   }
 }
 
+// Sums of the columns of rows [n, width] over each of `runs` runs of rows, in sums [runs, width].
+KERNEL column_sums(const IN *rows, int n, int width, int whole, int runs, int run, float *sums) {
+  ROW_AND_COLUMN(runs);
+  floats_t sum = all_of(0);
+  for (i64 at = row * run; at < n && at < (row + 1) * run; at++)
+    sum = sum + load(rows + at * width + column, whole, left);
+  store_floats(sums + row * width + column, whole, left, sum);
+}
+
 // Gather rows of any type as words of 16, 4, 2 or 1 bytes; ids have 4 or 8 bytes: those of edges are
 // int64 in any graph.
 KERNEL gather_rows(const void *table, const void *ids, int n, int words, int word_bytes,

@@ -45,6 +45,7 @@ LOSS_LANES = 16  # threads a row of logits: all read the whole row
 # static shapes are multiples of 256.
 SLICES = 64
 SLICED = 1024  # rows of each slice, at least
+LONG = SLICES * SLICED  # rows whose sums torch computes at a quarter of the bandwidth
 WARP = 32  # threads of a row in norm.cu
 WIDEST = 1024  # columns that these hold in registers
 RUNS = 3072  # warps of the backward pass: as many as an H200 runs at a time
@@ -526,9 +527,12 @@ class _Stack(torch.autograd.Function):
 
 
 def linear(x, weight, bias=None):
-    """Return x [S, F] @ weight [D, F].T + bias [D], computed by `product` if it is large, with autograd."""
-    if _for_onednn(x, weight) and not torch.is_autocast_enabled("cpu") and not followed():
-        return _Linear.apply(x, weight, bias)
+    """Return x [S, F] @ weight [D, F].T + bias [D] with autograd: by `product` if it is large and, on a GPU, with sums over
+    many rows by `weight_grad` and `bias_grad`."""
+    long = is_gpu(x.device) and x.dim() == 2 and len(x) >= LONG
+    ours = long or _for_onednn(x, weight)
+    if ours and not torch.is_autocast_enabled(x.device.type) and not followed():
+        return (_LongLinear if long else _Linear).apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -548,7 +552,7 @@ def product(x, weight, bias=None):
 def weight_grad(grad, x):
     """Return grad [n, D].T @ x [n, F]; of many rows in TF32 on a GPU, the sum of the products of SLICES slices."""
     n = len(x)
-    long = is_gpu(x.device) and x.dtype == torch.float32 and n >= SLICES * SLICED and not n % SLICES
+    long = is_gpu(x.device) and x.dtype == torch.float32 and n >= LONG and not n % SLICES
     if not long or torch.get_float32_matmul_precision() == "highest":
         return torch.mm(grad.t(), x)
     grad, x = (t.view(SLICES, n // SLICES, -1) for t in (grad, x))
@@ -561,6 +565,19 @@ def column_sums(rows, ones):
     if ones is None or rows.dtype != ones.dtype:
         return rows.sum(0)
     return torch.mv(rows.t(), ones[: len(rows)])
+
+
+def bias_grad(grad):
+    """Return the sums of the columns of many rows grad [n, D] on a GPU, first over runs of them."""
+    n, width = grad.shape
+    code = None if learned(grad) else functions([], grad, grad)
+    if code is None:
+        return grad.sum(0)
+    runs = code.runs(grad)
+    sums = grad.new_empty(runs["runs"], width, dtype=torch.float32)
+    given = {"rows": grad, "n": n, "width": width, "whole": aligned(width, grad), "sums": sums}
+    code.run("column_sums", runs["runs"], **runs, **given)
+    return column_sums(sums, sums.new_ones(len(sums))).to(grad.dtype)
 
 
 def _for_onednn(x, weight):
@@ -584,3 +601,13 @@ class _Linear(torch.autograd.Function):
         to_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
         to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return to_x, (x.t() @ grad).t(), to_bias
+
+
+class _LongLinear(_Linear):
+    @staticmethod
+    def backward(ctx, grad):  # [S, D]; differentiable
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        to_x = grad @ weight if ctx.needs_input_grad[0] else None
+        to_bias = bias_grad(grad) if ctx.needs_input_grad[2] else None
+        return to_x, weight_grad(grad, x), to_bias

@@ -533,6 +533,23 @@ def test_linear_is_torchs_linear(monkeypatch):
     assert torch.equal(torch.vmap(lambda t: model.gather_rows(t, ids))(tables), tables[:, ids])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_long_linear_on_a_gpu(cuda_layers, dtype, monkeypatch):
+    """Sums over runs of rows; with second derivatives, which kernels do not have."""
+    near = dict(rtol=1e-4, atol=1e-4) if dtype == torch.float32 else dict(rtol=3e-2, atol=6e-2)
+    monkeypatch.setattr(layers_gpu, "LONG", 20)
+    monkeypatch.setattr(kernels_gpu, "ENOUGH", 64)
+    for S, width, D in ((50, 6, 12), (23, 3, 7), (19, 3, 7)):
+        given = torch.randn(S, D), torch.randn(S, width), torch.randn(D, width), torch.randn(D)
+        given = [t.to(dtype) for t in given]
+        both = [_with_grads(f, *given) for f in (layers_gpu.linear, torch.nn.functional.linear)]
+        torch.testing.assert_close(*both, **near)
+    assert cuda_layers == ["column_sums"] * 2
+    weight, *inputs = [t.double().requires_grad_() for t in (given[0][:2], *given[1:])]
+    monkeypatch.setattr(layers_gpu, "LONG", 1)
+    torch.autograd.gradgradcheck(layers_gpu.linear, (inputs[0][:2], *inputs[1:]), (weight,))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gather_rows_is_index_select(dtype):
     for width in (1, 3, 100, 700):
