@@ -238,47 +238,45 @@ def norm_relu_dropout(h, residual, norm, nodes, seed, drop):
     return None if code is None else _NormRelu.apply(h, residual, *weights, norm.eps, active, code)
 
 
+class _Normed(NamedTuple):
+    """What both kernels of norm.cu read; moments and kept: written by the first."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    gamma: torch.Tensor
+    moments: torch.Tensor
+    kept: torch.Tensor
+
+
 class _NormRelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, residual, gamma, beta, eps, active, code):
-        moments = gamma.new_empty(len(h), 2)
-        saved = h, residual, gamma, moments, code.kept(h)
+        S, width = h.shape
+        normed = _Normed(h, residual, gamma, gamma.new_empty(S, 2), code.kept(h))
         out = torch.empty_like(h)
-        given = _of_rows(*saved, beta)
-        code.run("norm_relu", len(h) * WARP, active, **given, beta=beta, eps=eps, out=out)
-        ctx.save_for_backward(*saved)
-        ctx.scale = active.scale
-        ctx.code = code
+        whole = aligned(width, h, h if residual is None else residual, gamma, beta)
+        given = {"beta": beta, "S": S, "whole": whole, "eps": eps, "out": out}
+        code.run("norm_relu", S * WARP, normed, active, **given)
+        ctx.save_for_backward(*normed)
+        ctx.given = code, whole, active.scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        h, residual, *_ = saved = ctx.saved_tensors
+        normed = _Normed(*ctx.saved_tensors)
+        code, whole, scale = ctx.given
+        S, width = grad.shape
         grad = grad.contiguous()
-        out = torch.empty_like(h)
-        run = -(-len(h) // RUNS) or 1
-        runs = -(-len(h) // run)
-        sums = h.new_empty(runs, 2 * h.shape[1], dtype=torch.float32)
-        given = _of_rows(*saved, grad)
-        given |= {"grad": grad, "scale": ctx.scale, "runs": runs, "run": run, "sums": sums}
-        ctx.code.run("norm_relu_grad", runs * WARP, **given, out=out)
+        run = -(-S // RUNS) or 1
+        runs = -(-S // run)
+        sums = normed.gamma.new_empty(runs, 2 * width)
+        out = torch.empty_like(grad)
+        given = {"S": S, "whole": whole & aligned(width, grad), "scale": scale, "out": out}
+        given |= {"grad": grad, "runs": runs, "run": run, "sums": sums}
+        code.run("norm_relu_grad", runs * WARP, normed, **given)
         to_norm = column_sums(sums, sums.new_ones(runs)).chunk(2)
-        return out, None if residual is None else out, *to_norm, None, None, None
-
-
-def _of_rows(h, residual, gamma, moments, kept, other):
-    """Return the arguments that both kernels of norm.cu take. other: one more tensor that is read."""
-    read = [t for t in (h, residual, gamma, other) if t is not None]
-    return {
-        "x": h,
-        "residual": residual,
-        "gamma": gamma,
-        "S": len(h),
-        "whole": aligned(h.shape[1], *read),
-        "moments": moments,
-        "kept": kept,
-    }
+        return out, None if normed.residual is None else out, *to_norm, None, None, None
 
 
 def dropout(x, nodes, seed, drop):
