@@ -151,6 +151,7 @@ WORK = {
     "relu_dropout_grad": lambda a: Work((), 1),
     "norm_relu": lambda a: Work((), 2),
     "norm_relu_grad": lambda a: Work((a.run,), a.run + 1),
+    "column_sums": lambda a: Work((a.run,), a.run),
     "max_neighbours": lambda a: Work((a.degree,), 1 + 2 * a.degree),
     "max_neighbours_grad": max_neighbours_grad,
     "attention_scores": lambda a: of_edges(a, 1),
