@@ -76,7 +76,6 @@ def hindrances(args, task, used):
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
         (re.fullmatch("[0-9,]+", fanout), f"--fanout {fanout}: numbers from 1 on are needed"),
         (not too_many, f"--fanout {fanout}: the last number is {limit} at most"),
-        (args.batch_dependency == 1, "--batch-dependency gives several steps the same draws"),
         (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
         (task.draw is None, "the task draws its own batches"),
         (
