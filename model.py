@@ -132,7 +132,7 @@ def relu_dropout(h, p, training=True, nodes=None, seed=None, *, norm=None, resid
     drop = drop_byte(p) if training else 0
     seed = drawn_seed() if drop and seed is None else seed or 0
     if fused and type(norm) is LayerNorm and unchanged(norm, kinds={LayerNorm}):
-        done = fused.norm_relu_dropout(h, residual, norm, nodes, seed, drop)
+        done = fused.norm_relu_dropout(h, norm, nodes, seed, drop, residual=residual)
         if done is not None:
             return done
     h = h if residual is None else h + residual

@@ -220,7 +220,7 @@ class _ReluDropout(torch.autograd.Function):
         return out, None, None
 
 
-def norm_relu_dropout(h, residual, norm, nodes, seed, drop):
+def norm_relu_dropout(h, norm, nodes, seed, drop, *, residual):
     """Compute dropout(relu(norm(h + residual))) on a GPU for a layer norm, in the dtype of h, with model.py's mask; None if
     torch operations have to be used. residual, nodes: may be None."""
     S, width = h.shape

@@ -246,8 +246,10 @@ def test_a_norm_that_is_no_plain_layer_norm_is_left_to_torch(cuda_layers, monkey
         out = model.relu_dropout(rows, 0, norm=norm, residual=rows)
         torch.testing.assert_close(out, torch.relu(norm(rows + rows)), rtol=1e-5, atol=1e-6)
     assert cuda_layers.count("norm_relu") == 1
-    assert layers_gpu.norm_relu_dropout(h, h.bfloat16(), plain, None, 0, 0) is None
-    assert layers_gpu.norm_relu_dropout(torch.randn(2, 1025), None, plain, None, 0, 0) is None
+    assert layers_gpu.norm_relu_dropout(h, plain, None, 0, 0, residual=h.bfloat16()) is None
+    assert (
+        layers_gpu.norm_relu_dropout(torch.randn(2, 1025), plain, None, 0, 0, residual=None) is None
+    )
 
 
 _LOCKSTEP = """
