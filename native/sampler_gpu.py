@@ -57,6 +57,11 @@ Batch, Part, Input, Outcome, State = (
 )
 
 
+def in_registers(k):
+    """Return whether pick_aggregate takes fanout k."""
+    return k in range(1, AGGREGATED + 1)
+
+
 def aggregate_source(ids, k, features, out):
     """Make pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (CUDA source, columns per load)."""
     aligned = not (features.data_ptr() | out.data_ptr()) % 16
@@ -115,6 +120,7 @@ class Backend:
         # edges to allocate for each hop that once lacked room: what it wanted, and a quarter more
         self.most = [0] * len(fanouts)
         self.resting = []  # idle frames; pop and append are atomic
+        self.aggregates = spec.rule.counted and in_registers(fanouts[-1])  # see `Frame.aggregate`
 
     def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
         """Sample a batch -> a Block for each hop, from the seeds outward, in memory of the current stream that the
