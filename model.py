@@ -117,8 +117,8 @@ def gather_rows(features, ids, out=None):
     return torch.index_select(features, 0, ids, out=out)
 
 
-def relu_dropout(h, p, training=True, nodes=None, seed=None):
-    """Compute dropout(relu(h)), in place if native/layers.py does it.
+def relu_dropout(h, p, training=True, nodes=None, seed=None, *, norm=None, residual=None):
+    """Compute dropout(relu(norm(h + residual))), of h alone in place if native/layers.py does it.
 
     The mask is a function of seed, node and column, so a part of a batch has the mask of the whole
     batch, on any device. It takes one random byte per element: p is rounded to 1/256.
@@ -127,9 +127,16 @@ def relu_dropout(h, p, training=True, nodes=None, seed=None):
         h: [S, D]. p: probability below 1. training: False for no dropout.
         nodes: int [S] distinct ids of the rows; None: their positions.
         seed: int; None: drawn from torch's CPU generator.
+        norm: module, after which h may change in place. residual: [S, D].
     """
     drop = drop_byte(p) if training else 0
     seed = drawn_seed() if drop and seed is None else seed or 0
+    if fused and type(norm) is LayerNorm and unchanged(norm, kinds={LayerNorm}):
+        done = fused.norm_relu_dropout(h, norm, nodes, seed, drop, residual=residual)
+        if done is not None:
+            return done
+    h = h if residual is None else h + residual
+    h = h if norm is None else norm(h)
     done = fused and fused.relu_dropout(h, nodes, seed, drop)
     if done is not None:
         return done
@@ -281,8 +288,7 @@ class Near(NamedTuple):
         if factors:
             block = self.indptr, self.indices, self.sent
             given = {"self_rows": self.self_rows, "drawn": drawn, "factors": factors}
-            out = attention.attend(*block, target, attn, **given)
-            if out is not None:
+            if (out := attention.attend(*block, target, attn, **given)) is not None:
                 return out
         of_edges = None if of_edge is None else of_edge(edges)
         return self._attend(attn, target, of_edges, drawn)
@@ -599,6 +605,13 @@ class GCNConv(MeanConv, name="gcn"):
 class MLP(nn.Sequential):
     """That of GIN: linear, norm, ReLU, linear."""
 
+    def forward(self, x):
+        kinds = [Linear, LayerNorm, nn.ReLU, Linear]
+        if [*map(type, self)] != kinds or not unchanged(*self, kinds={*kinds}):
+            return super().forward(x)
+        first, norm, _, last = self
+        return last(relu_dropout(first(x), 0, norm=norm))
+
 
 class GINConv(Conv, name="gin"):
     """Graph isomorphism layer (Xu et al., arXiv 1810.00826): MLP((1 + eps) h_v + sum(h_u)), eps learned.
@@ -796,13 +809,7 @@ class GNN(nn.Module):
             can = " and ".join([*layers_where(edge_features="can"), must])
             needs = f"{can} take features of edges, and {must} needs them"
             raise ValueError(f"conv {make.name!r} with edge_dim {edge_dim}: {needs}")
-        given = {
-            "heads": heads,
-            "dropout": dropout,
-            "norm": norm,
-            "num_types": num_types,
-            "bases": bases,
-        }
+        given = dict(heads=heads, dropout=dropout, norm=norm, num_types=num_types, bases=bases)
         options = {name: given[name] for name in make.takes}
         if edge_dim:
             options["edge_dim"] = edge_dim
@@ -914,17 +921,19 @@ class GNN(nn.Module):
             h: [S, D] the layer's output. h_dst: [S, F] the destinations' rows of its input.
             nodes: [S or more] ids of the destinations, which with the seed determine dropout.
         """
-        if self.residuals is not None:
-            h = h + self.residuals[i](h_dst)
+        residual = None if self.residuals is None else self.residuals[i](h_dst)
         if i == len(self.norms):
-            return h
+            return h if residual is None else h + residual
         nodes = None if nodes is None else nodes[: len(h)]
-        h = self.norms[i](h)
+        norm = self.norms[i]
         ours = (conv for name, conv in CONVS.items() if conv.name == name)
         kinds = {*ours, *NORMS.values(), MLP, nn.ReLU}
-        if not unchanged(*self.layers[i].modules(), self.norms[i], kinds=kinds):
-            h = h.clone()  # a hook, method or network may have kept it, and ReLU is in place
-        return relu_dropout(h, self.dropout, self.training, nodes, seed)
+        if not unchanged(*self.layers[i].modules(), norm, kinds=kinds):
+            # a hook, method or network may keep it, and ReLU is in place
+            h = norm(h if residual is None else h + residual).clone()
+            norm = residual = None
+        given = self.dropout, self.training, nodes, seed
+        return relu_dropout(h, *given, norm=norm, residual=residual)
 
 
 class SAGE(GNN):

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from bench.step import network
 from bench.tools import opened, print_table, read_json
 from features import FeatureRing
-from model import gather_rows, self_and_mean
+from model import CONVS, gather_rows, self_and_mean
 from native import kernels, layers, sampler_gpu
 from run import cuda_graphs
 from run.adam import Adam
@@ -183,7 +183,8 @@ def step_costs(args, store, dtype):
     features = store.features.tensor.to(dtype)
     options = dict(slots=1, gather=gather_rows, aggregate=in_place, dtype=dtype)
     ring = FeatureRing(features, store.labels, **options)
-    net = network(args, store, None, 0.5)
+    conv = CONVS[args.model]
+    net = network(args, store, None, 0.5, norm=conv.norm, residual=conv.residual != "no")
     optimizer = Adam(net.parameters(), lr=0.003, fused=True)
     optimizer.param_groups[0]["capturable"] = True
     weight = torch.tensor(1 / args.batch_size)
@@ -191,8 +192,8 @@ def step_costs(args, store, dtype):
     _, room = cuda_graphs.static_room(sampler, store.split["train"], settings, ring.first_hop)
 
     @functools.cache
-    def load(ids, source, target, device):
-        text = kernels.program(ids, source, target)
+    def load(ids, source, target, device, width=0):
+        text = kernels.program(ids, source, target, width)
         return kernels.Code(Noted(costs, text))
 
     with (

@@ -87,11 +87,12 @@ def followed():
     return torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
 
 
-def functions(integers, source, target):
+def functions(integers, source, target, width=0):
     """Return the compiled `Code` for these tensors' dtypes, or None if torch operations have to be used.
 
     Args:
         integers: tensors of ids, of one dtype; None entries are ignored. source, target: input and output rows.
+        width: see `program`.
     """
     if followed():
         return None
@@ -107,7 +108,7 @@ def functions(integers, source, target):
     fit = fit and source.dim() == target.dim() == 2 and source.shape[1] < 1 << 31
     if not fit or target.numel() >= 1 << 32:
         return None
-    return load(ids, source.dtype, target.dtype, source.device)
+    return load(ids, source.dtype, target.dtype, source.device, width)
 
 
 def of_block(near, source, target, *, own=True, nodes=None):
@@ -142,9 +143,9 @@ def once_differentiable(backward):
 
 
 @functools.cache
-def load(ids, source, target, device):
-    """Compile `Code` for ids, rows and results of these dtypes; None, after one warning, if that fails."""
-    compiled = compile_for(device, "layers", program(ids, source, target))
+def load(ids, source, target, device, width=0):
+    """Compile `Code` for ids, rows and results of these dtypes; None, after one warning, if that fails. width: see `program`."""
+    compiled = compile_for(device, "layers", program(ids, source, target, width))
     return compiled and Code(compiled)
 
 
@@ -162,9 +163,11 @@ def load_links(ids, device):
     return compile_for(device, "links", text)
 
 
-def program(ids, source, target):
-    """Return the text of layers.cu for ids, rows and results of these dtypes."""
+def program(ids, source, target, width=0):
+    """Return the text of layers.cu for ids, rows and results of these dtypes; with a width that of norm.cu, for a GPU."""
     types = {"ID": IDS[ids], "IN": TYPES[source], "OUT": TYPES[target]}
+    if width:
+        return build.read_source("norm.cu", WIDTH=width, **types)
     return build.read_source("layers.cu", **types, **VARIANTS)
 
 

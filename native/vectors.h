@@ -5,7 +5,8 @@
 // A thread has COLUMNS adjacent columns of a row as one vector, of the C compiler's type or, for
 // NVRTC, of a struct with the same operators. It is loaded and stored at once on a GPU if rows are
 // aligned (`whole`), on the host if the row has that many columns `left`; otherwise one by one.
-// Kernels with a `width`, and no others, have consecutive threads for a row: see ROW_AND_COLUMN.
+// Kernels with a `width`, and no others, have consecutive threads for a row: see ROW_AND_COLUMN; those of
+// norm.cu have a warp.
 #ifdef HOST
 #ifdef __AVX512F__  // floats in a vector register
 #define COLUMNS 16
