@@ -115,6 +115,12 @@ class Backend:
         self.most = [0] * len(fanouts)
         self.resting = []  # idle frames; pop and append are atomic
 
+    def counts(self, excludes):
+        """Return whether a node's degree tells how many of its edges are drawn; excludes: some may be left out."""
+        spec = self.spec
+        whole_lists = not (excludes or self.timed) and spec.edge_type is None
+        return spec.rule.counted and whole_lists
+
     def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
         """Sample a batch -> a Block for each hop, from the seeds outward, in memory of the current stream that the
         blocks share; None if a seed is not a node or is repeated.
@@ -122,7 +128,7 @@ class Backend:
         Args:
             seeds: int32 or int64 [S], on the GPU or the CPU, pinned or not. relabel_outer: False leaves global ids in
                 the outermost hop. exclude: int64 [X] edges, ascending, on the GPU, or None.
-            times: int64 [S], if edges have times; the host waits for seeds and times that are on the GPU.
+            times: int64 [S], if edges have times.
         """
         if not self.num_nodes and seeds.numel():
             return None
@@ -188,8 +194,9 @@ class Backend:
             frame.fit(rows, places, relabel_outer)
             frame.make_blocks()
             frame.memory.zero_()  # so that ids in the padding are valid node and edge ids
-            if frame.edges is not None:
-                frame.edges.zero_()
+            for memory in (frame.edges, frame.times):
+                if memory is not None:
+                    memory.zero_()
         return frame
 
 
@@ -259,8 +266,7 @@ class Frame:
         S = rows[0]
         hops = len(places)
         spec, b = self.backend.spec, self.batch
-        whole_lists = not (excludes or self.backend.timed) and spec.edge_type is None
-        self.counted = spec.rule.counted and whole_lists
+        self.counted = self.backend.counts(excludes)
         words = [-(-n // 32) for n in places]
         first = list(accumulate(places, initial=S))
         self.positions = first[-1]
@@ -410,18 +416,20 @@ class Frame:
         build.fill(self.header, step=step, num_seeds=S, offset=self.base)
         self.sent = len(self.given)
         given = self.given[self.head :]
-        if times is not None:
-            values, group = times.cpu().unique(return_inverse=True)
-            room = self.shape.rows[0]
-            given[room:][:S].copy_(group)
-            given[2 * room :][: len(values)].copy_(values)
-        elif seeds.is_cuda:
+        if seeds.is_cuda:
             self.sent = self.head
             given = self.input[self.head :]
+        if times is not None:
+            times = times.to(given.device)
+            values = times.sort()[0]
+            room = self.shape.rows[0]
+            given[room:][:S].copy_(torch.searchsorted(values, times))
+            given[2 * room :][:S].copy_(values)
         given[:S].copy_(seeds)
 
     def start(self):
-        """Start sampling on the current stream; a CUDA graph can capture this, if seeds come from the CPU."""
+        """Start sampling on the current stream. A CUDA graph can capture this, for seeds from the same device as when it
+        was captured."""
         self.input[: self.sent].copy_(self.given[: self.sent], non_blocking=True)
         if self.backend.timed:
             self.pairs.fill_(-1)

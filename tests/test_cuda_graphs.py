@@ -145,6 +145,7 @@ def _graph_ring(net, x, labels, slots, **options):
 def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make=None, size=12):
     sizes = dict(fanout=[4, 3, 3], batch_size=size, seed=5, prefetch=1)
     args = argparse.Namespace(**sizes, cuda_graph=word, precision="fp32", model="sage")
+    args.total_batch = size
     task = object.__new__(NodeTask)  # without a data set
     task.store = types.SimpleNamespace(split={"train": nodes})
     given = {"used": EdgeData(), "sampler": draws, "ring": ring, "model": net}
@@ -173,20 +174,23 @@ _EDGES = torch.randn(9000, 3)
 _STATIC_ROOM = cuda_graphs.static_room
 
 
-def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
+def _no_more_than_the_smallest(sampler, task, args, first_hop):
     """Stands in for static_room, with room only for as many edges as the smallest of a few batches has."""
-    _, (rows, _) = _STATIC_ROOM(sampler, nodes, args, first_hop)
+    nodes = task.store.split["train"]
+    _, room = _STATIC_ROOM(sampler, task, args, first_hop)
     # blocks on the CPU with as many sources as destinations are searched for global ids, which waits
-    rows = [n + hop for hop, n in enumerate(rows)]
-
-    drawn_later = first_hop and sampler.engine.spec.rule.counted
+    rows = [n + hop for hop, n in enumerate(room.rows)]
+    drawn_later = len(args.fanout) - len(room.places)
 
     def draw(seeds):
-        blocks = sampler.sample(seeds, 0, relabel_outer=not first_hop)[drawn_later:]
-        return [block.num_edges for block in blocks[::-1]]
+        batch = Batch(seeds=seeds, step_seeds=seeds)
+        trial = cuda_graphs.drawn(task, batch)
+        blocks = sampler.sample(trial.nodes, 0, relabel_outer=not first_hop, **trial.options)
+        return trial, [block.num_edges for block in blocks[drawn_later:][::-1]]
 
-    seeds = min(nodes.split(args.batch_size)[:-1], key=lambda seeds: sum(draw(seeds)))
-    return seeds, (rows, draw(seeds))
+    batches = map(draw, nodes.split(args.batch_size)[:-1])
+    trial, places = min(batches, key=lambda drawn: sum(drawn[1]))
+    return trial, room._replace(rows=rows, places=places)
 
 
 @pytest.mark.parametrize(
@@ -303,9 +307,11 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
     nodes, block = itertools.cycle([(250, 230), (250, 250)]), types.SimpleNamespace
     draw = lambda *a, **k: [block(num_src=n, num_edges=1) for n in next(nodes)]  # noqa: E731
     engine = block(shapes=lambda S: ([S, 900, 900], [900, 900]))
-    args = argparse.Namespace(seed=5, batch_size=9, fanout=[4, 4])
+    args = argparse.Namespace(seed=5, batch_size=9, total_batch=9, fanout=[4, 4])
     draws = block(sample=draw, engine=engine)
-    rows = cuda_graphs.static_room(draws, torch.arange(90), args, False)[1][0]
+    task = object.__new__(NodeTask)
+    task.store = block(split={"train": torch.arange(90)})
+    rows = cuda_graphs.static_room(draws, task, args, False)[1].rows
     assert rows == [9, 512, 512]
 
 
@@ -585,7 +591,7 @@ def test_the_sampling_graph_lists_edges_for_the_training_graph(
         graphs = _step_graphs(draws, ring, net, _adam(net), torch.arange(40), word)
         for slot in graphs.slots:
             launched.clear()
-            graphs._sample(slot, torch.arange(12), 7)
+            graphs._sample(slot, cuda_graphs.Drawn(torch.arange(12), {}, None, 7))
             for name in ("destinations", "list_sizes", "list_edges", "list_in_order"):
                 assert launched.count(name) == listed
             launched.clear()
@@ -691,8 +697,9 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
             dict(used=EdgeData(type=1, num_types=17)),
             "edges have more than 16 types",
         ),
-        ("", dict(used=EdgeData(time=1), draw=print), "by their times"),
-        ("", dict(draw=print), "the task draws its own batches"),
+        ("--fanout 4,49", dict(used=EdgeData(time=1)), "the sampler's kernels are not there"),
+        ("--fanout 4,49", dict(excludes=True), "the sampler's kernels are not there"),
+        ("", dict(padded=False), "the loss of --task node may count padding"),
         ("", dict(labels=torch.zeros(3, 2)), "the sampler's kernels are not there"),
         ("--model gin", dict(node_types={"a": (3, 1)}), "nodes have types, and --model gin counts"),
         ("--model rgcn", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
@@ -703,7 +710,8 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
     ):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
         s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
-        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData(), "draw": None}
+        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData()}
+        has |= {"padded": True, "excludes": False}
         data = types.SimpleNamespace(**{**has, **ring, **changed})
         data.store = data
         run = dict(plan=args, sampler=s, ring=data, store=data, task=data, used=data.used)
