@@ -82,7 +82,6 @@ def hindrances(args, task, used):
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
         (re.fullmatch("[0-9,]+", fanout), f"--fanout {fanout}: numbers from 1 on are needed"),
         (not too_many, f"--fanout {fanout}: the last number is {limit} at most"),
-        (args.batch_dependency == 1, "--batch-dependency gives several steps the same draws"),
         (
             used.features is None or not is_own(args.model),
             "edges have features, which a layer of your own may read in any way",
@@ -274,7 +273,7 @@ class Slot:
         self.ring = ring
         in_one_kernel = ring.first_hop and sampler.engine.counts(excludes)
         self.averages = ring.first_hop and not in_one_kernel
-        self.frame = sampler.engine.frame(rows, places, not self.averages)
+        self.frame = sampler.engine.frame(rows, places, not self.averages, excludes)
         self.edge_type = sampler.edge_type
         blocks = self.frame.blocks[::-1]
         if self.edge_type is not None:

@@ -153,7 +153,7 @@ def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make
     return (make or cuda_graphs.StepGraphs)(run, optimizer)
 
 
-_LAW = ("replace", "weighted", "method", "layer_dependency")
+_LAW = ("replace", "weighted", "method", "layer_dependency", "batch_dependency")
 
 
 def _small_run(folder, net, labels, x, degree=6, weighted=False, **law):
@@ -326,7 +326,7 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("sage", True, False, dict(weighted=True)),
         ("sage", False, False, dict(weighted=True, dtype=torch.bfloat16)),
         ("gcn", True, True, dict(weighted=True)),
-        ("sage", True, False, dict(method="labor")),
+        ("sage", True, False, dict(method="labor", batch_dependency=3)),
         ("gcn", True, False, dict(method="labor", layer_dependency=True)),
         ("sage", True, False, dict(input_dropout=0.3)),
         ("sage-pool", True, False, dict(norm="layer")),
@@ -406,6 +406,45 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     assert losses[:4] == pytest.approx(epochs * 2, rel=1e-5)
     theirs = [*net.parameters()]
     torch.testing.assert_close(ends[0][: len(theirs)], theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        {},
+        dict(method="labor", batch_dependency=3),
+        dict(weights=True),
+        dict(edge_times=True),
+        dict(edge_type=True),
+    ],
+)
+def test_a_captured_frame_takes_each_batch_s_excluded_edges_and_step(
+    emulated_graphs, law, tmp_path
+):
+    """Samples are the sampler's; edges in any order, some of them twice. More than there is room for are trouble."""
+    indptr, indices, kinds, _ = _typed_graph(np.random.default_rng(2), 120, 900, 3)
+    M = len(indices)
+    columns = dict(weights=torch.arange(M) % 5 / 2, edge_times=torch.arange(M), edge_type=kinds)
+    law = {word: columns.get(word, value) for word, value in law.items()}
+    s = NeighborSampler(indptr, indices, [4, 3], seed=5, backend="torch", edge_ids=True, **law)
+    frame = common._frame(common._emulated(s, tmp_path), 12, 2, excludes=40)
+    frame.fill(torch.arange(12), 0, times=torch.zeros(12).long() if s.timed else None)
+    frame.start()
+    with _Graph() as graph:
+        frame.start()
+    for step in range(-2, 8):
+        seeds = torch.randperm(120)[: 10 - step]
+        times = torch.randint(M, seeds.shape) if s.timed else None
+        edges = s.sample(seeds, step, times)[-1].edge_ids
+        exclude = [None, edges, edges.flip(0).repeat(2), edges[:5]][step % 4]
+        fits = exclude is None or len(exclude) <= 40
+        frame.fill(seeds, step, exclude=exclude, times=times)
+        graph.replay()
+        assert frame.trouble == (0 if fits else sampler_gpu.FULL)
+        want = s.sample(seeds, step, times, exclude=exclude)[::-1]
+        for block, expected in zip(frame.cut(), want) if fits else ():
+            assert all(map(torch.equal, block[:4], expected[:4]))
+            assert exclude is None or not torch.isin(block.edge_ids, exclude).any()
 
 
 class _Mark:
@@ -681,8 +720,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         ("--fanout 4,49", {}, "--fanout 4,49: the last number is 48 at most"),
         ("--fanout -1,4", {}, "--fanout -1,4"),
         ("--fanout 4", {}, "one layer"),
-        ("--sampler labor --batch-dependency 2", {}, "--batch-dependency gives several steps"),
-        ("--sampler labor", {}, "the sampler's kernels are not there"),
+        ("--sampler labor --batch-dependency 2", {}, "the sampler's kernels are not there"),
         ("--sampler weighted --fanout 4,49", {}, "the sampler's kernels are not there"),
         ("--mode cpu-cpu", dict(on_device=False), "--mode cpu-cpu"),
         ("", dict(features=None), "behind a cache"),
