@@ -217,14 +217,15 @@ def static_room(sampler, task, args, first_hop):
     rounded = lambda n, bound: min(bound, -(-max(n, 1) // 256) * 256)  # noqa: E731
     S = rounded(S, size * task.seeds_per_example(args))
     rows, places = sampler.engine.shapes(S)
-    if first_hop and sampler.engine.counts(X > 0):
+    excludes = rounded(X, X + 256) if "exclude" in options else 0
+    if first_hop and sampler.engine.counts(excludes):
         hops = hops[:-1]
     for hop, (N, E) in enumerate(hops):
         # sources include the destinations, whose margin may be the larger one
         rows[hop + 1] = max(rows[hop], rounded(N, rows[hop + 1]))
         places[hop] = rounded(E, places[hop])
     half = batches[0]._replace(seeds=batches[0].seeds[: -(-size // 2)])
-    room = Room(rows[: len(hops) + 1], places[: len(hops)], X and -(-X // 256) * 256, y)
+    room = Room(rows[: len(hops) + 1], places[: len(hops)], excludes, y)
     return drawn(task, half), room
 
 

@@ -35,7 +35,8 @@ from run.edge_data import EdgeData
 from run.report import Clock
 from run.run import Run
 from sampler import Block, NeighborSampler
-from tasks import metrics
+from tasks import link, metrics
+from tasks.link import LinkTask
 from tasks.node import NodeTask
 from tests import common
 from tests.common import TINY, _end, _fork, _on_kernels, _random_graph, _run_here
@@ -142,12 +143,15 @@ def _graph_ring(net, x, labels, slots, **options):
     return FeatureRing(x, labels, slots=slots, dtype=torch.float32, **options)
 
 
-def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make=None, size=12):
-    sizes = dict(fanout=[4, 3, 3], batch_size=size, seed=5, prefetch=1)
+def _step_graphs(
+    draws, ring, net, optimizer, nodes, word="on", ranks=None, make=None, size=12, task=None
+):
+    sizes = dict(fanout=[4, 3, 3], batch_size=size, seed=5, prefetch=1, negatives=2)
     args = argparse.Namespace(**sizes, cuda_graph=word, precision="fp32", model="sage")
     args.total_batch = size
-    task = object.__new__(NodeTask)  # without a data set
-    task.store = types.SimpleNamespace(split={"train": nodes})
+    if task is None:
+        task = object.__new__(NodeTask)  # without a data set
+        task.store = types.SimpleNamespace(split={"train": nodes})
     given = {"used": EdgeData(), "sampler": draws, "ring": ring, "model": net}
     run = Run(ranks or ddp.Ranks(), args, task, **given)
     return (make or cuda_graphs.StepGraphs)(run, optimizer)
@@ -174,8 +178,8 @@ _EDGES = torch.randn(9000, 3)
 _STATIC_ROOM = cuda_graphs.static_room
 
 
-def _no_more_than_the_smallest(sampler, task, args, first_hop):
-    """Stands in for static_room, with room only for as many edges as the smallest of a few batches has."""
+def _no_more_than_the_smallest(sampler, task, args, first_hop, which=0):
+    """Stands in for static_room, with room only for as many edges as the smallest (or a larger one) of a few batches has."""
     nodes = task.store.split["train"]
     _, room = _STATIC_ROOM(sampler, task, args, first_hop)
     # blocks on the CPU with as many sources as destinations are searched for global ids, which waits
@@ -189,7 +193,7 @@ def _no_more_than_the_smallest(sampler, task, args, first_hop):
         return trial, [block.num_edges for block in blocks[drawn_later:][::-1]]
 
     batches = map(draw, nodes.split(args.batch_size)[:-1])
-    trial, places = min(batches, key=lambda drawn: sum(drawn[1]))
+    trial, places = sorted(batches, key=lambda drawn: sum(drawn[1]))[which]
     return trial, room._replace(rows=rows, places=places)
 
 
@@ -572,6 +576,96 @@ def test_a_task_s_loss_is_that_of_every_stepper(emulated_graphs, word, tmp_path,
     assert graphs.captured == (word == "on") and 0 < graphs.repeated < 5
     assert sums[0] == pytest.approx(sums[1], rel=1e-5)
     torch.testing.assert_close([*net.parameters()], [*eager_net.parameters()], rtol=1e-4, atol=1e-6)
+
+
+def _drawing_task(kind, timed):
+    """Make a task whose batches are drawn -> (task, columns of its edges), for pairs or for nodes at their times."""
+    indptr, indices = _random_graph(np.random.default_rng(18), 300, 6)
+    times = torch.randint(20, (300,))
+    row = torch.repeat_interleave(indptr.diff())
+    edge_time = torch.randint(20, (len(indices),))
+    edge_time = edge_time[(row * 20 + edge_time).argsort(stable=True)]
+    graph = types.SimpleNamespace(indptr=indptr, indices=indices, num_nodes=300)
+    if timed:
+        graph.edge_time = edge_time
+    if kind == "node":
+        task = object.__new__(NodeTask)
+        task.store, task.draw = graph, loader.seeds_at(times)
+        graph.split = {"train": torch.randperm(300)[:53]}
+    else:
+        task = object.__new__(LinkTask)
+        task.store = link.split_edges(graph, "3/48/49", timed=timed)
+        csc = task.store.indptr, task.store.indices
+        task.links = link.Links(task.store, *csc, negatives=2, softmax=kind == "softmax")
+        task.draw = task.links.draw
+    return task, {"edge_times": task.store.edge_time, "window": 15} if timed else {}
+
+
+@pytest.mark.parametrize(
+    "kind, conv, timed, tight",
+    [
+        ("link", "sage", False, False),
+        ("softmax", "gcn", True, True),
+        ("node", "sage", True, False),
+        ("node", "gat", True, True),
+    ],
+)
+def test_a_step_of_drawn_batches_is_a_cuda_graph(
+    emulated_graphs, kind, conv, timed, tight, tmp_path, monkeypatch
+):
+    """Pairs with their negatives, without the step's own edges, and seeds with times: the losses of eager steps in the
+    shapes of each batch, and the same bits with CUDA graphs and without."""
+    task, law = _drawing_task(kind, timed)
+    if tight:
+        narrow = functools.partial(_no_more_than_the_smallest, which=-1)
+        monkeypatch.setattr(cuda_graphs, "static_room", narrow)
+    x, labels = torch.randn(300, 20), torch.randint(5, (300,))
+    first = _net(conv, (20, 8, 5), dropout=0.5)
+    first.scorer = link.Scorer("mlp", 5)
+    csc = task.store.indptr, task.store.indices
+    if conv == "gcn":
+        first.degrees = model.graph_degrees(*csc)
+    s = NeighborSampler(*csc, [4, 3, 3], seed=5, backend="torch", **law)
+    ends, sums, batches = [], [], []
+    for word in ("on", "off", "eager"):
+        net = copy.deepcopy(first)
+        draws = _sampling_on_gpu(s, tmp_path)
+        ring = _graph_ring(net, x, labels, slots=2)
+        examples = task.store.split["train"]
+        graphs = _step_graphs(draws, ring, net, _adam(net), examples, word, task=task)
+        stepper, options = graphs, {"load_batch": graphs.load_batch}
+        if word == "eager":
+            stepper = train.Eager(graphs.run, net, _adam(net))
+            options = {"sampler": draws, "ring": ring, "draw": task.draw}
+        options |= dict(batch_size=12, seed=5, depth=1)
+        for _ in range(2):
+            loss_sum = stepper.begin()
+            of_epoch = loader.NodeLoader(None, examples, [4, 3, 3], **options)
+            for batch in of_epoch:
+                assert len(batch.y) == len(batch.seeds)
+                batches.append(batch.y.clone())
+                stepper.step(batch, Clock(False))
+            sums.append(loss_sum.total.item())
+        if word == "on":
+            assert graphs.captured and (graphs.repeated > 0) == tight
+            assert graphs.repeated < 2 * len(of_epoch)
+        ends.append([p.detach() for p in net.parameters()])
+    third = len(batches) // 3
+    assert all(map(torch.equal, batches[:third], batches[-third:]))
+    assert len(examples) % 12 and sums[:2] == sums[2:4]
+    assert all(map(torch.equal, *ends[:2]))
+    assert sums[:2] == pytest.approx(sums[4:], rel=1e-5)
+    torch.testing.assert_close(ends[0], ends[2], rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_counts_padding_is_not_captured(emulated_graphs, tmp_path, monkeypatch):
+    """The batch of the trial has fewer examples than there is room for."""
+    mean = lambda task, net, output, y: output.square().mean() * 12  # noqa: E731
+    monkeypatch.setattr(NodeTask, "loss", mean)
+    net, labels = _net("sage", (20, 8, 5)), torch.randint(5, (300,))
+    run = *_small_run(tmp_path, net, labels, torch.randn(300, 20)), net, _adam(net)
+    with pytest.raises(RuntimeError, match="their losses are"):
+        _step_graphs(*run, torch.arange(40))
 
 
 def test_a_cuda_step_graph_that_differs_is_not_used(emulated_graphs, tmp_path, monkeypatch):
