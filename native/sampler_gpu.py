@@ -449,7 +449,7 @@ class Frame:
             self.sent = self.head
             given = self.input[self.head :]
         if times is not None:
-            times = times.to(given.device)
+            times = times.to(given.device).contiguous()
             values = times.sort()[0]
             room = self.shape.rows[0]
             given[room:][:S].copy_(torch.searchsorted(values, times))
