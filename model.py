@@ -152,7 +152,9 @@ def drop_byte(p):
 
 
 def drawn_seed():
-    """Draw a seed from torch's CPU generator -> int."""
+    """Draw a seed from torch's CPU generator -> int. A CUDA graph would repeat it."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("dropout needs a seed, or to be torch.nn.Dropout")
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
@@ -741,8 +743,7 @@ class GNN(nn.Module):
         heads: of "gat": concatenated in the inner layers, `hidden` wide together; averaged in the last.
         norm: "none", "layer" or "batch", after each inner layer, and inside the layers of "gin" and "gine".
         residual: add each layer's input to its output, through a matrix where the widths differ.
-        recompute: keep only each layer's input for the backward pass and recompute the rest (Chen et
-            al., arXiv 1604.06174): less memory, more time; not in a CUDA graph.
+        recompute: keep layers' inputs and recompute the rest in backward (arXiv 1604.06174): less memory, more time.
         edge_dim: width of the edge features, for layers that use them; 0: none.
         num_types: number of edge types, bases: see `RGCNConv` of relational.py; both for layers that use types only.
         inputs: module that makes the input of the first layer, `NodeInputs` of relational.py; None: it is x.
@@ -856,7 +857,8 @@ class GNN(nn.Module):
         for i, (block, rows) in enumerate(zip(blocks, edges, strict=True)):
             step = self.step if i else first
             if self.recompute and self.training:
-                step = partial(checkpoint, step, use_reentrant=False)
+                state = not isinstance(key, tuple)  # a CUDA graph has none of torch's generators
+                step = partial(checkpoint, step, use_reentrant=False, preserve_rng_state=state)
             seed = layer_seed(key, i) if self.training else 0
             x = step(i, block, x, seed=seed, edges=rows)
         return x
@@ -883,7 +885,7 @@ class GNN(nn.Module):
         of = self.degrees
         if not layer.uses_degree or of is None:
             return None
-        degree = of(block) if callable(of) else of.index_select(0, block.src_nodes)
+        degree = of(block) if callable(of) else gather_rows(of, block.src_nodes)
         return degree.to(device, next(self.parameters()).dtype)
 
     def _is_one_function(self):

@@ -57,6 +57,11 @@ Batch, Part, Input, Outcome, State = (
 )
 
 
+def in_registers(k):
+    """Return whether pick_aggregate takes fanout k."""
+    return k in range(1, AGGREGATED + 1)
+
+
 def aggregate_source(ids, k, features, out):
     """Make pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (CUDA source, columns per load)."""
     aligned = not (features.data_ptr() | out.data_ptr()) % 16
@@ -124,6 +129,10 @@ class Backend:
         spec = self.spec
         whole_lists = not (excludes or self.timed) and spec.edge_type is None
         return spec.rule.counted and whole_lists
+
+    def aggregates(self, excludes):
+        """Return whether one kernel can draw and average the outermost hop, see `Frame.aggregate`."""
+        return self.counts(excludes) and in_registers(self.fanouts[-1])
 
     def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
         """Sample a batch -> a Block for each hop, from the seeds outward, in memory of the current stream that the

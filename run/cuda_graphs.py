@@ -31,13 +31,14 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from features import Batch
-from model import SAGEConv, layers_where
+from model import SAGEConv
 from native import kernels, sampler_gpu
-from relational import LOOPED
+from relational import NodeInputs
 from run.finite import LossSum
-from run.own_model import conv_of, is_own
+from run.own_model import conv_of, is_own, load
 from sampler import SAMPLERS, Block
 
 MEASURED = 16  # batches whose sizes decide the static shapes
@@ -62,37 +63,27 @@ def counted(args, task, used):
 
 def in_one_kernel(args, task, used, *dtypes):
     """Return whether the graphs would draw and average the outermost hop in one kernel, see `averages_in_place`."""
-    return counted(args, task, used) and averages_in_place(args, task.store, *dtypes)
+    fits = counted(args, task, used) and sampler_gpu.in_registers(args.fanout[-1])
+    return fits and averages_in_place(args, task.store, *dtypes)
 
 
 def hindrances(args, task, used):
     """Return the reasons against CUDA graphs that flags, task and data give. used: `EdgeData` of the task's store."""
-    store = task.store
-    conv = conv_of(args.model)
-    padded = ", ".join(layers_where(padded=True))
+    layer = conv_of(args.model) or load(args.model)[0]
     fanout = ",".join(map(str, args.fanout))
-    limit = sampler_gpu.AGGREGATED
-    too_many = in_one_kernel(args, task, used) and args.fanout[-1] > limit
     table = [
         (task.padded, f"the loss of --task {args.task} may count padding"),
-        (conv and conv.padded, f"they are for --model {padded}, this is {args.model}"),
+        (getattr(layer, "padded", False), f"--model {args.model} does not state padded = True"),
         (args.norm != "batch", "--norm batch would count the padding"),
-        (not args.checkpoint_activations, "--checkpoint-activations computes layers twice"),
+        (
+            not (args.checkpoint_activations and is_own(args.model)),
+            "--checkpoint-activations would repeat a layer of your own without its dropout, if it is torch's",
+        ),
         (args.precision != "fp64", "--precision fp64 has no kernels"),
         (args.accumulate == 1, f"--accumulate {args.accumulate} makes a step of several batches"),
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
-        (re.fullmatch("[0-9,]+", fanout), f"--fanout {fanout}: numbers from 1 on are needed"),
-        (not too_many, f"--fanout {fanout}: the last number is {limit} at most"),
-        (
-            used.features is None or not is_own(args.model),
-            "edges have features, which a layer of your own may read in any way",
-        ),
+        (not re.search("(^|,|=)-1", fanout), f"--fanout {fanout} has no bound"),
         (used.features is None or used.features.shape[0], "there are no edges"),
-        (used.num_types <= LOOPED, f"edges have more than {LOOPED} types"),
-        (
-            not (store.node_types and conv and conv.uses_degree),
-            f"nodes have types, and --model {args.model} counts degrees",
-        ),
     ]
     return [reason for fine, reason in table if not fine]
 
@@ -119,6 +110,8 @@ def obstacle(run):
         return "the sampler's kernels are not there"
     if run.ranks.world > 1 and run.store.node_types:
         return "ranks average the embeddings of nodes"
+    if any(isinstance(module, _BatchNorm) for module in run.model.modules()):
+        return "batch norm would count the padding"
     if not kernels.has_kernels(run.sampler.indices):  # last: the first call compiles them
         return "the layers' kernels are not there"
     return None
@@ -146,8 +139,7 @@ def build(run, optimizer):
     except REFUSALS as error:
         torch.cuda.set_stream(stream)
         why = reason(error)
-        if run.model.inputs:
-            run.model.inputs.pad(False)
+        pad_inputs(run.model, False)
     # StepGraphs() has no collectives: a rank that fails in it leaves none waiting
     missing, uncaptured = ranks.sum(graphs is None, graphs is not None and not graphs.captured)
     if missing:
@@ -162,6 +154,13 @@ def build(run, optimizer):
         how = f"{why}; their kernels are launched one by one,"
     how += f" with room for {rows[-1]:,} nodes and {sum(places):,} edges inside"
     return graphs, f"{how}; larger batches are taken without"
+
+
+def pad_inputs(model, padded):
+    """Let a network have a row of x for every node, see `NodeInputs.pad`, or no longer."""
+    for module in model.modules():
+        if isinstance(module, NodeInputs):
+            module.pad(padded)
 
 
 def reason(error):
@@ -219,7 +218,7 @@ def static_room(sampler, task, args, first_hop):
     S = rounded(S, size * task.seeds_per_example(args))
     rows, places = sampler.engine.shapes(S)
     excludes = rounded(X, X + 256) if "exclude" in options else 0
-    if first_hop and sampler.engine.counts(excludes):
+    if first_hop and sampler.engine.aggregates(excludes):
         hops = hops[:-1]
     for hop, (N, E) in enumerate(hops):
         # sources include the destinations, whose margin may be the larger one
@@ -273,7 +272,7 @@ class Slot:
     def __init__(self, sampler, ring, room):
         rows, places, excludes, y = room
         self.ring = ring
-        in_one_kernel = ring.first_hop and sampler.engine.counts(excludes)
+        in_one_kernel = ring.first_hop and sampler.engine.aggregates(excludes)
         self.averages = ring.first_hop and not in_one_kernel
         self.frame = sampler.engine.frame(rows, places, not self.averages, excludes)
         self.edge_type = sampler.edge_type
@@ -377,8 +376,7 @@ class StepGraphs:
         ranks = run.ranks
         args = run.plan
         model = run.model
-        if model.inputs:
-            model.inputs.pad(True)
+        pad_inputs(model, True)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self.weight, self.rate = torch.zeros(2, device=ranks.device)
@@ -414,12 +412,16 @@ class StepGraphs:
     def _prepare(self, trial, kept, capture):
         """Take a few steps on a batch `Drawn` eagerly, capture the static ones if `capture`, and take the same steps
         with them: inputs and losses have to agree -> why capture failed, or None."""
+        model = self.run.model
         with self.ring.stream(0):
-            batch = self._fetch(0, trial, Batch())
+            batch = self._fetch(0, trial, Batch(seeds=trial.nodes))
         batch.wait()
         self.weight.fill_(1 / len(batch.y))
         slots = (self.slots * TRIED)[: max(TRIED, len(self.slots))]
+        # masks of torch's dropout depend on shapes
+        model.train(not self.run.custom)
         expected = [self._loss(self._compute, batch, 0) for _ in slots]
+        model.train()
         self._restore(kept)
         failure = self._capture(trial) if capture else None
         self._restore(kept)
@@ -432,7 +434,15 @@ class StepGraphs:
             nodes = slot.nodes[: batch.blocks[0].num_src]
             x = slot.x[: len(nodes)][(nodes >= 0) & (nodes < len(self.ring.features))]
             errors.append(((x - batch.x).float().norm() / norm).item())
-            losses.append(self._loss(self._train, slot))
+            trained = self._train, slot
+            static = self._compute, slot.batch, slot.step
+            model.train(not self.run.custom)
+            losses.append(self._loss(*static if self.run.custom else trained))
+        model.train()
+        for found, step in (expected, static), (losses, trained):
+            self._restore(kept)
+            self.run.reseed(batch, 0)
+            found.append(self._loss(*step))
         same = (abs(a - b) <= GRAPH_RTOL * abs(a) for a, b in zip(expected, losses))
         if not all(same) or not all(error <= GRAPH_RTOL for error in errors):
             raise RuntimeError(
@@ -572,6 +582,7 @@ class StepGraphs:
             if slot is None:
                 self._compute(batch, batch.global_step)
             else:
+                self.run.reseed(batch, batch.global_step)
                 self._train(slot)
             if self.flat is not None:
                 dist.all_reduce(self.flat)

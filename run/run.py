@@ -128,25 +128,33 @@ class Run:
         or targets of its graphs; float32, or float64 with fp64. key: seed of dropout. network: the
         model wrapped in DistributedDataParallel; None: the bare one."""
         device = self.ranks.device
-        if key is not None and self.custom:
-            # a different mask on each rank and in each pass
-            seed = key ^ int(batch.seeds[:1].sum())
-            # torch.manual_seed spends 0.1 ms on querying devices of all kinds
-            torch.default_generator.manual_seed(seed)
-            if device.type == "cuda":
-                torch.cuda.default_generators[device.index].manual_seed(seed)
         bf16 = self.plan.precision == "bf16"
         with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
             output = self.task.output(self, self.model if network is None else network, batch, key)
         return output.to(torch.promote_types(output.dtype, torch.float32))
 
+    def reseed(self, batch, step):
+        """Seed torch's generators for the dropout of a user's network on a batch."""
+        if not self.custom:
+            return
+        device = self.ranks.device
+        # a different mask on each rank and in each pass
+        seed = mix(mix(self.plan.seed) ^ step) ^ int(batch.seeds[:1].sum())
+        # torch.manual_seed spends 0.1 ms on querying devices of all kinds
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(seed)
+
     def loss(self, batch, step, network=None):
         """Compute the loss of a training batch, as `Task.loss`. step: counted over all epochs, which keys dropout; in a
-        CUDA graph an int64 tensor [1] on the GPU. network: as for `forward`."""
+        CUDA graph an int64 tensor [1] on the GPU: `reseed` before. network: as for `forward`."""
         key = mix(self.plan.seed)
-        # a GPU computes the same, see `layer_seed` of model.py, from the key as a signed int64
-        on_gpu = isinstance(step, torch.Tensor)
-        key = (key - (key >> 63 << 64), step) if on_gpu else mix(key ^ step)
+        if isinstance(step, torch.Tensor):
+            # a GPU computes the same, see `layer_seed` of model.py, from the key as a signed int64
+            key = key - (key >> 63 << 64), step
+        else:
+            key = mix(key ^ step)
+            self.reseed(batch, step)
         output = self.forward(batch, key, network)
         return self.task.loss(self.model, output, batch.y)
 

@@ -30,7 +30,7 @@ from features import CachedFeatures, FeatureRing
 from loader import Batch, Graph, NodeLoader
 from native import build, sampler_gpu
 from relational import NodeInputs
-from run import adam, cuda_graphs
+from run import adam, cuda_graphs, own_model
 from run.edge_data import EdgeData, degrees_at
 from run.report import Clock
 from run.run import Run
@@ -144,14 +144,24 @@ def _graph_ring(net, x, labels, slots, **options):
 
 
 def _step_graphs(
-    draws, ring, net, optimizer, nodes, word="on", ranks=None, make=None, size=12, task=None
+    draws,
+    ring,
+    net,
+    optimizer,
+    nodes,
+    word="on",
+    ranks=None,
+    make=None,
+    size=12,
+    task=None,
+    name="sage",
 ):
     sizes = dict(fanout=[4, 3, 3], batch_size=size, seed=5, prefetch=1, negatives=2)
-    args = argparse.Namespace(**sizes, cuda_graph=word, precision="fp32", model="sage")
+    args = argparse.Namespace(**sizes, cuda_graph=word, precision="fp32", model=name)
     args.total_batch = size
     if task is None:
         task = object.__new__(NodeTask)  # without a data set
-        task.store = types.SimpleNamespace(split={"train": nodes})
+        task.store = types.SimpleNamespace(split={"train": nodes}, num_classes=5)
     given = {"used": EdgeData(), "sampler": draws, "ring": ring, "model": net}
     run = Run(ranks or ddp.Ranks(), args, task, **given)
     return (make or cuda_graphs.StepGraphs)(run, optimizer)
@@ -198,22 +208,30 @@ def _no_more_than_the_smallest(sampler, task, args, first_hop, which=0):
 
 
 @pytest.mark.parametrize(
-    "bases, V, M, size, seeds",
-    [(0, 300, 1800, 12, 53), (2, 300, 1800, 12, 53), (0, 3000, 6000, 100, 101)],
+    "conv, bases, V, M, size, seeds",
+    [
+        ("rgcn", 0, 300, 1800, 12, 53),
+        ("rgcn", 2, 300, 1800, 12, 53),
+        ("rgcn", 0, 3000, 6000, 100, 101),
+        ("rgat", 0, 300, 1800, 12, 53),
+        ("gin", 0, 300, 1800, 12, 53),
+    ],
 )
 def test_a_step_of_a_typed_graph_is_a_cuda_graph(
-    emulated_graphs, bases, V, M, size, seeds, tmp_path
+    emulated_graphs, conv, bases, V, M, size, seeds, tmp_path
 ):
-    """Edge types, and nodes with features or embeddings; compared with eager steps in each batch's shapes. With 101 seeds
-    a slot holds batches of one seed, and fewer nodes in all than there is room for seeds."""
+    """Edge types or degrees, and nodes with features or embeddings; compared with eager steps in each batch's shapes. With
+    101 seeds a slot holds batches of one seed, and fewer nodes in all than there is room for seeds."""
     indptr, indices, kinds, _ = _typed_graph(np.random.default_rng(1), V, M, 3)
     labels, nodes = torch.randint(5, (V,)), torch.randperm(V)[:seeds]
     x = torch.randn(2 * V // 3, 7)
     inputs = NodeInputs([(len(x), 7), (V // 3, 0)], 16)
-    typed = dict(num_types=3, bases=bases, inputs=inputs)
-    net = model.GNN(7, 16, 5, conv="rgcn", num_layers=3, dropout=0.5, **typed)
+    of_edges = dict(edge_type=kinds) if conv[0] == "r" else {}
+    typed = dict(num_types=3, bases=bases) if of_edges else {}
+    net = model.GNN(7, 16, 5, conv=conv, num_layers=3, dropout=0.5, inputs=inputs, **typed)
+    net.degrees = model.graph_degrees(indptr, indices)
     plain = copy.deepcopy(net)
-    s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", edge_type=kinds)
+    s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", **of_edges)
     draws, ring = _sampling_on_gpu(s, tmp_path), _graph_ring(net, x, labels, slots=2)
     make = lambda net: adam.Adam(net.parameters(), lr=0.01, eps=2**-10, fused=True)  # noqa: E731
     graphs = _step_graphs(draws, ring, net, make(net), nodes, size=size)
@@ -337,6 +355,7 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("gcn", True, False, dict(dtype=torch.bfloat16)),
         ("gin", True, False, dict(norm="layer", residual=True)),
         ("gat", True, False, {}),
+        ("gcn", True, False, dict(recompute=True)),
         ("sage", True, False, dict(several=True)),
         ("gin", True, False, dict(several=True, norm="layer", residual=True)),
         ("gine", True, False, dict(edge_dim=3, norm="layer")),
@@ -805,21 +824,98 @@ def test_training_prints_why_there_are_no_cuda_graphs(tiny, monkeypatch, capsys)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""  # a run on the CPU takes no memory of a GPU
 
 
-def test_a_cuda_step_graph_that_cannot_be_says_why():
+_OWN = """
+from torch import nn
+from torch.nn import functional as F
+
+from model import SAGEConv
+
+
+class Bare(nn.Module):
+    def __init__(self, in_dim, num_classes, reads_padding=False):
+        super().__init__()
+        self.conv = SAGEConv(in_dim, num_classes)
+        self.reads_padding = reads_padding
+
+    def forward(self, blocks, x):
+        for block in blocks[:-1]:
+            x = x[: block.num_dst]
+        out = self.conv(blocks[-1], F.dropout(x, 0.5, self.training))
+        last = x[blocks[-1].indices.long()].sum(0) if self.reads_padding else x.new_zeros(20)
+        return out + last[: out.shape[1]]
+
+
+class Net(Bare):
+    padded = True
+
+
+class Mine(SAGEConv):
+    edge_features = "can"
+"""
+
+
+@pytest.mark.parametrize("reads_padding", [False, True])
+def test_a_network_of_the_user_is_captured_if_it_skips_padding(
+    emulated_graphs, reads_padding, tmp_path
+):
+    """Dropout is torch's: its masks, by step and seeds, are the same with graphs and without, and each batch has its own."""
+    file = tmp_path / "own.py"
+    file.write_text(_OWN)
+    labels, nodes = torch.randint(5, (300,)), torch.arange(50)
+    words = [f"reads_padding={reads_padding}"]
+    net = own_model.build(f"{file}:Net", words, 20, 5)
+    net.input_dropout, net.edge_dim, net.layers = 0, 0, [None]  # what `_small_run` asks a GNN
+    draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20))
+    ends = []
+    for word in ("on", "off"):
+        twin = copy.deepcopy(net)
+        make = functools.partial(_step_graphs, draws, ring, twin, _adam(twin), nodes, word)
+        if reads_padding:
+            with pytest.raises(RuntimeError, match="their losses are"):
+                make(name=f"{file}:Net")
+            continue
+        graphs = make(name=f"{file}:Net")
+        losses = [graphs.begin().total.item()]
+        load = {"load_batch": graphs.load_batch}
+        for batch in loader.NodeLoader(None, nodes, [4, 3, 3], batch_size=12, depth=1, **load):
+            graphs.step(batch, Clock(False))
+            losses.append(graphs.loss_sum.item())
+        assert graphs.captured == (word == "on") and graphs.repeated == 0
+        ends.append([torch.tensor(losses), *twin.parameters()])
+    if ends:
+        assert all(map(torch.equal, *ends)) and twin.training
+
+
+def test_a_seed_that_a_cuda_graph_would_repeat_is_refused(monkeypatch):
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    with pytest.raises(RuntimeError, match="dropout needs a seed"):
+        model.relu_dropout(torch.ones(2, 3), 0.5)
+
+
+def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(_OWN)
     indptr, indices = _random_graph(np.random.default_rng(18), 50, 6)
     ring = dict(on_device=True, features=torch.zeros(3, 1))
     for words, changed, why in (
-        (
-            "--model rgat",
-            {},
-            f"for --model {', '.join(model.layers_where(padded=True))}, this is rgat",
-        ),
+        ("--model rgat", {}, "the sampler's kernels are not there"),
         ("--norm batch", {}, "--norm batch"),
-        ("--checkpoint-activations", {}, "--checkpoint-activations"),
+        ("--checkpoint-activations", {}, "the sampler's kernels are not there"),
+        (f"--model {own}:Net", {}, "the sampler's kernels are not there"),
+        (f"--model {own}:Bare", {}, f"--model {own}:Bare does not state padded = True"),
+        (
+            f"--model {own}:Mine",
+            dict(used=EdgeData(features=torch.zeros(3, 3))),
+            "kernels are not there",
+        ),
+        (f"--model {own}:Mine --checkpoint-activations", {}, "a layer of your own"),
         ("--precision fp64", {}, "--precision fp64"),
         ("--accumulate 2", {}, "--accumulate 2"),
-        ("--fanout 4,49", {}, "--fanout 4,49: the last number is 48 at most"),
-        ("--fanout -1,4", {}, "--fanout -1,4"),
+        ("--fanout 4,49", {}, "the sampler's kernels are not there"),
+        ("--fanout=-1,4", {}, "--fanout -1,4 has no bound"),
+        ("--fanout a=3:b=-1,2", {}, "has no bound"),
+        ("--fanout any=3,4", {}, "the sampler's kernels are not there"),
         ("--fanout 4", {}, "one layer"),
         ("--sampler labor --batch-dependency 2", {}, "the sampler's kernels are not there"),
         ("--sampler weighted --fanout 4,49", {}, "the sampler's kernels are not there"),
@@ -831,16 +927,11 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
             dict(used=EdgeData(features=torch.zeros(3, 3))),
             "the sampler's kernels are not there",
         ),
-        (
-            "--model rgcn",
-            dict(used=EdgeData(type=1, num_types=17)),
-            "edges have more than 16 types",
-        ),
         ("--fanout 4,49", dict(used=EdgeData(time=1)), "the sampler's kernels are not there"),
         ("--fanout 4,49", dict(excludes=True), "the sampler's kernels are not there"),
         ("", dict(padded=False), "the loss of --task node may count padding"),
         ("", dict(labels=torch.zeros(3, 2)), "the sampler's kernels are not there"),
-        ("--model gin", dict(node_types={"a": (3, 1)}), "nodes have types, and --model gin counts"),
+        ("--model gin", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
         ("--model rgcn", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
         ("--fanout 4,49", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
         ("", {}, "the sampler's kernels are not there"),
@@ -848,7 +939,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         ("--input-dropout 0.1 --fanout 4,49", {}, "the sampler's kernels are not there"),
     ):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
-        s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
+        s = NeighborSampler(indptr, indices, [4, 3], backend="torch")
         has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData()}
         has |= {"padded": True, "excludes": False}
         data = types.SimpleNamespace(**{**has, **ring, **changed})
