@@ -82,9 +82,8 @@ def placements(
     rows, nodes and edges are held for --prefetch batches and one more, see `batches_ahead`. For each destination a SAGE
     layer keeps (in + 3 out) floats, the mean and the result before and after ReLU and dropout, and their gradients.
 
-    Steps of static shapes (run/cuda_graphs.py) hold, for each of these batches, a table of V numbers, `graphs` hops (all
-    of them in pinned-cuda) with the sampler's scratch memory, and the input: rows, or pairs of rows if the outermost hop
-    is not held. What a step computes is held a second time.
+    Steps of static shapes hold, for each of these batches, a table of V numbers, `graphs` hops (in pinned-cuda all) with
+    the sampler's scratch memory, and rows, or pairs if the outermost hop is not held. What a step computes is held twice.
     """
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)
