@@ -132,7 +132,7 @@ def test_estimate_counts_the_static_memory_of_step_graphs(tmp_path, monkeypatch,
     words = f"--dataset {graph.path} --gpus 1 --free-gpu 4GiB --fanout 3,2,2 --batch-size 10"
     lines = _dry(f"{words} --hidden 8 --prefetch 1", capsys)
     assert of(2)["cuda-cuda"].line in lines and "of static shapes" in lines
-    wide = _dry(f"{words} --fanout 3,2,49", capsys)
+    wide = _dry(f"{words} --fanout 3,2,-1", capsys)
     assert "of the shapes of their batches" in wide
 
 
