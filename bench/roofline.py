@@ -52,11 +52,12 @@ TABLES = {
 # kernel of sampler.cu: bytes for each row, for each edge, look-ups of an edge in the table of nodes
 DRAWS = {
     "begin": (64, 0, 0),
-    "pick": (2 * SECTOR + 20, SECTOR + 4, 2),
+    "pick": (2 * SECTOR + 20, SECTOR + 8, 2),
     "claim": (0, SECTOR + 12, 2),
     "mark": (0, 5, 1),
     "number": (2 * SECTOR + 16, 8, 0),
-    "finish": (0, 8, 2),
+    "finish": (0, 12, 2),
+    "list_hops": (0, 16, 0),
 }
 
 

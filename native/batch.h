@@ -18,6 +18,7 @@ typedef struct {
   i64 num_dst, num_edges;  // sources are the destinations of the next hop
   i64 wanted;              // number of edges as it would be with enough room
   i64 first;               // position of its first edge
+  i64 sources;             // where the lists of its edges by source begin, if they are wanted
 } state_t;
 // A batch of L hops: the graph it is drawn from, its results and its working memory.
 typedef struct {
@@ -45,13 +46,20 @@ typedef struct {
   int *group;           // index of a source's time in times
   u64 *pairs;           // [slots] node + V * group of each slot of table, NO_PAIR if it is free
   i64 slots;            // a power of two
+  const void *labels;  // [V, label_bytes] bytes
+  void *y;             // [S, label_bytes] those of the seeds, all bits 1 in the padding
+  u64 label_bytes;
+  int *size;  // edges of each source, of the hops up to `listed`
+  int *slot;  // by position: index of an edge in the list of its source, in any order
+  i64 listed, num_sizes;
 } batch_t;
 // The part of a batch's memory that a hop has.
 typedef struct {
   i64 index, k, relabel;    // of the hop
   i64 rows, places, words;  // room for its destinations, its edges, and words of 32 edges
   i64 next_rows;            // room for its sources
-  i64 first;                // position of its first edge
+  i64 first, sources;       // as in state_t
+  int *edge_dst;            // [places] destination of each edge; null: not asked for
   state_t *state;           // its own, then that of the next hop
   ID *offsets;              // [rows + 1] of the block
   u64 *row_sums, *word_sums;

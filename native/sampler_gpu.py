@@ -2,12 +2,15 @@
 
 A batch of three hops is eleven launches, nine where the outermost hop keeps global ids:
 
-    begin    seeds take the first positions; the edges of the batch take the next ones, hop by hop
+    begin    seeds take the first positions; the edges of the batch take the next ones, hop by hop; labels are looked up
     pick     (one thread per row) draw edges, read their nodes; each edge bids its position for its node, in a table [V]:
              the smallest wins (atomicMin), which is the node's first appearance, whatever the order of threads
     mark     (one thread per 32 edges) mark the edges that won
     number   nodes whose edge won are the next source nodes, numbered in the order of positions
-    finish   every edge of the batch reads the number of its node
+    finish   every edge of the batch reads the number of its node, and counts as one of its source's edges
+
+Where the edges of each source are wanted, a prefix sum over the sources of all hops (torch's) and `list_hops` put them into
+lists; `Lists` of kernels.py orders these.
 
 Where the degree does not determine a row's count (LABOR, weights, excluded edges, times, types), each hop also launches
 `count` before `pick`. There, and for fanouts above 64 or -1, `pick` only chooses edges, and `claim` reads their nodes and
@@ -255,6 +258,7 @@ class Frame:
         self.kernels = backend.kernels
         self.shape = None
         self.kept = {}
+        self.listing = None
         self.base = 0
         self.parts = [Part(hop, k) for hop, k in enumerate(backend.fanouts)]
         slots = 0 if backend.timed else backend.num_nodes
@@ -341,13 +345,14 @@ class Frame:
         build.fill(b, input=self.input, seeds=seeds)
         if self.backend.timed:
             build.fill(b, groups=seeds[S:], times=seeds[2 * S :])
-        self.steps = list(self._steps(hops, pointer, num_sums))
+        self.sums = pointer, num_sums
+        self.steps = list(self._steps(hops))
 
-    def _steps(self, hops, sums, num_sums):
+    def _steps(self, hops):
         """Yield (launch, number of threads) in order."""
         prepare, parts, b = self.kernels.prepare, self.parts[:hops], self.batch
-        begin = prepare("begin", b=b, part=parts[0], hops=len(self.parts), counts=int(self.counted))
-        yield begin, max(parts[0].rows, len(self.parts))
+        sums, num_sums = self.sums
+        yield self._begin()
         for part, following in zip(parts, [*parts[1:], None]):
             if not self.counted:
                 yield prepare("count", b=b, part=part), part.rows
@@ -373,6 +378,13 @@ class Frame:
             "finish", b=b, hops=hops, start=parts[0].first, end=end, sums=sums, num_sums=num_sums
         )
         yield finish, max(end, num_sums)
+
+    def _begin(self):
+        b, part, hops = self.batch, self.parts[0], len(self.parts)
+        threads = max(part.rows * max(b.label_bytes, 1), hops, b.num_sizes)
+        counts = int(self.counted)
+        given = {"b": b, "part": part, "hops": hops, "counts": counts, "threads": threads}
+        return self.kernels.prepare("begin", **given), threads
 
     def _in_registers(self, k):
         return self.counted and 0 < k <= REGISTERS[-1]
@@ -482,6 +494,10 @@ class Frame:
         stream = self.kernels.stream()
         for launch, threads in self.steps:
             launch(threads, stream)
+        if self.listing:
+            sizes, starts, _, launch, threads = self.listing
+            torch.cumsum(sizes, 0, dtype=torch.int32, out=starts)
+            launch(threads, stream)
         self.read.copy_(self.results, non_blocking=True)
 
     @property
@@ -519,3 +535,32 @@ class Frame:
             self.steps.append((launch, lanes(out, vec) * part.rows))
             self.aggregated = features, out  # their memory is read and written at every start
         return kernels is not None
+
+    def look_up(self, labels, y):
+        """Make `start` also look up y [rows, ...], the integer labels [V, ...] of the seeds, -1 in the padding."""
+        self.labels = labels
+        build.fill(self.batch, labels=labels, y=y, label_bytes=y.stride(0) * y.element_size())
+        self.steps[0] = self._begin()
+
+    def list_edges(self, lists):
+        """Make `start` also list the edges of the first hops by source, but not in order, in the `Lists` of
+        native/kernels.py of their blocks, which get memory of the frame."""
+        b = self.batch
+        n = max(hop for hop, of_block in enumerate(lists) if of_block) + 1
+        outer = self.parts[n - 1]
+        end = outer.first + outer.places
+        sources = self.shape.rows[1 : n + 1]
+        ints = functools.partial(self.ids.new_zeros, dtype=torch.int32)
+        sizes, starts = ints((2, sum(sources) + 1))
+        dst, slot, *arrays = by_position = ints((6, end))
+        first = accumulate(sources, initial=0)
+        for part, N, at, of_block in zip(self.parts, sources, first, lists):
+            places = slice(part.first, part.first + part.places)
+            build.fill(part, sources=at, edge_dst=dst[places])
+            if of_block:
+                of_source = slice(at, at + N + 1)
+                of_block.use(dst[places], sizes[of_source], starts[of_source], arrays)
+        build.fill(b, size=sizes[1:], slot=slot, listed=n, num_sizes=sum(sources))
+        self.steps[0] = self._begin()
+        launch = self.kernels.prepare("list_hops", b=b, end=end, start=starts, list=arrays[0])
+        self.listing = sizes, starts, by_position, launch, end

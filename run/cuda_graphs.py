@@ -278,8 +278,10 @@ class Slot:
         self.edge_type = sampler.edge_type
         blocks = self.frame.blocks[::-1]
         if self.edge_type is not None:
-            new = self.edge_type.new_empty
-            blocks = [block._replace(edge_type=new(block.num_edges)) for block in blocks]
+            self.types = self.edge_type.new_empty(sum(places))
+            of_blocks = self.types.split(places)[::-1]
+            blocks = [b._replace(edge_type=types) for b, types in zip(blocks, of_blocks)]
+        self.listable = [*blocks]
         for block in blocks:
             kernels.static(block)
         self.seeds = blocks[-1].src_nodes[: rows[0]]
@@ -294,7 +296,9 @@ class Slot:
         if self.labelled:
             y = ring.labels.new_empty(rows[0], *ring.labels.shape[1:])
         self.y = torch.full_like(y, -1, device=ring.labels.device)
-        self.places = torch.arange(rows[0], device=ring.labels.device)
+        if self.labelled:
+            self.frame.look_up(ring.labels, self.y)
+        self.listed = None
         self.edges = None  # [E, D] features of the edges of all blocks, from the seeds outward
         edges = ()
         if ring.edge_features is not None:
@@ -318,22 +322,20 @@ class Slot:
         return True
 
     def sample(self):
-        """Launch what the first graph captures: sample, fetch or average features of nodes, fetch those of edges, look up
-        labels and types of edges, list edges."""
+        """Launch what the first graph captures: sample and look up labels, fetch or average features of nodes, fetch those
+        and types of edges, list edges."""
         ring = self.ring
         nodes = self.nodes
         learned = len(ring.features) < ring.labels.shape[0]  # some types of nodes have no features
-        if learned:
-            self.seeds.clamp_(min=0)  # padding of the batch before, if that had fewer nodes
+        # `Lists` from the seeds outward, None for a block for which no step has asked for any
+        lists = [block.indices.lists for block in self.listable[::-1]]
+        if lists != self.listed and any(lists):
+            self.listed = lists
+            self.frame.list_edges(lists)
         self.frame.start()
-        if self.labelled:
-            torch.index_select(ring.labels, 0, self.seeds, out=self.y)
-            self.y.t().masked_fill_(
-                self.places >= self.frame.num_dst[0], -1
-            )  # all labels of a node
         if self.edge_type is not None:
-            for block in self.batch.blocks:
-                torch.index_select(self.edge_type, 0, block.edge_ids, out=block.edge_type)
+            edges = self.frame.edges[len(self.seeds) :]
+            torch.index_select(self.edge_type, 0, edges, out=self.types)
         if learned:  # zeros for these
             used = self.frame.num_dst[len(self.batch.blocks)]
             nodes.masked_fill_(torch.arange(len(nodes), device=nodes.device) >= used, -1)
@@ -345,8 +347,10 @@ class Slot:
             self._gather(ring.features, nodes, self.x)
         if self.edges is not None:
             self._gather(ring.edge_features, self.frame.edges[len(self.seeds) :], self.edges)
-        for block in self.batch.blocks:
-            kernels.fill_lists(block)
+        for block in self.listable:
+            lists = block.indices.lists
+            if lists and not lists.weighted:
+                lists.put_in_order(kernels.InEdges(block.indptr, block.indices))
 
     def _gather(self, table, ids, out):
         """Gather rows of a table into `out`, in its type."""
@@ -471,6 +475,7 @@ class StepGraphs:
                     slot.sample()
                     # warm up in these shapes
                     self._compute(slot.batch, slot.step)
+                    slot.sample()  # with memory for the lists that the step has asked for
                     torch.cuda.synchronize()
                 # what a reference cycle keeps of steps so far: autograd would wait for their streams, and end the capture
                 gc.collect()

@@ -188,24 +188,26 @@ class Run:
         if not self.by_layers:
             logits = self.exact_in_batches(model, layers)
         else:
-            x = getattr(store.features, "tensor", store.features)
-            options = {}
+            graph = store
+            options = {
+                "x": getattr(store.features, "tensor", store.features),
+                "edges": self.used.features,
+                "types": self.used.seen_types(),
+            }
+            if self.sampler.indices.is_cuda:  # what the GPU reads in place is not copied again
+                graph = self.sampler
+                options["edges"] = self.ring.edge_features
+                if options["types"] is not None:
+                    options["types"] = options["types"].to(ranks.device)
+                if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
+                    options["x"] = self.ring.features
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
                 options["rank"] = ranks.local_rank
                 options["world"] = ranks.local_world
                 options["total"] = ranks.sum_here
             try:
                 with reading_all_edges():
-                    logits = inference(
-                        model,
-                        store.indptr,
-                        store.indices,
-                        x,
-                        edges=self.used.features,
-                        types=self.used.seen_types(),
-                        layers=layers,
-                        **options,
-                    )
+                    logits = inference(model, graph.indptr, graph.indices, layers=layers, **options)
             except OSError as error:
                 raise StoreError(f"no exact inference: {error}") from error
         check_scores(logits, "exact outputs")

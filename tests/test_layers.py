@@ -245,6 +245,48 @@ def test_edges_read_in_groups_keep_the_order_of_sums(cuda_layers, monkeypatch):
     assert all(map(torch.equal, results[0], on_cpu))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_activated_as_they_are_read_are_those_of_a_separate_pass(cuda_layers, dtype):
+    """The last thread of a row may have one vector of columns, or a part of one."""
+    indptr, indices = _layer_block(np.random.default_rng(29), 40, 60, torch.int32, degree=12)
+    near = on_tensors.InEdges(*_padded(indptr, indices, 12, 43))
+    for width in (1, 4, 6, 8, 12, 13, 20):
+        h = torch.randn(70, width).to(dtype)
+        nodes = torch.cat([100 + torch.randperm(60), torch.full((10,), -1)]).int()
+        active = on_tensors.Dropout.of(nodes, 7, 128)  # times 2: no rounding in bf16
+        code = kernels_gpu.load(torch.int32, dtype, dtype, h.device)
+        results = []
+        for apart in (False, True):
+            rows, kept = h.clone(), code.kept(h).zero_()
+            out = h.new_empty(43, 2 * width)
+            if apart:
+                code.relu_dropout(rows, active, kept=kept)
+                code.self_and_mean(near, rows, out)
+            else:
+                code.self_and_mean(near, rows, out, active=active, kept=kept)
+            read = torch.cat([indices, torch.arange(43)]).unique()
+            results.append((out, kept[read]))
+        assert all(map(torch.equal, *results)), width
+    assert {"self_and_mean", "plain_self_and_mean"} < {*cuda_layers}
+
+
+def test_lanes_of_a_head_add_up_to_its_scores(cuda_layers, monkeypatch):
+    """Of columns that each has, of those that only some have, and of more than a word of slopes has bits."""
+    indptr, indices = _layer_block(np.random.default_rng(31), 12, 20, torch.int32)
+    block = _padded(indptr, indices, 6, 12)
+    for D in (4, 7, 20, 140):
+        h, target, weight = torch.randn(20, 2 * D), torch.randn(12, 2 * D), torch.randn(12, 2 * D)
+        attn = torch.randn(2, D)
+        results = []
+        for lanes in (1, 4):
+            monkeypatch.setattr(kernels_gpu, "VARIANTS", {"ATTENTION_LANES": lanes})
+            kernels_gpu.load.cache_clear()
+            attend = lambda x, y, a: attention_gpu.attend(*block, x, y, a, drawn=(None, 5, 77))  # noqa: E731
+            results.append(_with_grads(attend, weight, h, target, attn))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    kernels_gpu.load.cache_clear()
+
+
 def _behind(rows, tensor):
     """Return a tensor that ends in these rows, preceded by unmapped memory that must not be touched."""
     size = tensor.element_size() * tensor.shape[1]
