@@ -27,8 +27,8 @@ typedef struct {
   u64 seed;
   const input_t *input;
   const i64 *seeds;   // [S]
-  const i64 *groups;  // [S] index of a seed's time in times; null, as times: edges have none
-  const i64 *times;   // the distinct times of the seeds
+  const i64 *groups;  // [S] first index of a seed's time in times; null, as times: edges have none
+  const i64 *times;   // [S] the times of the seeds, ascending
   outcome_t *outcome;
   state_t *states;  // [L + 1] of the hops; the last has the sources of the outermost hop
   ID *src;          // source nodes of all hops: those of a hop are the first num_dst of the next

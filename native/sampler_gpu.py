@@ -118,12 +118,24 @@ class Backend:
         if spec.edge_type is not None:
             defines["TYPE"] = TYPES[spec.edge_type.dtype]
         self.kernels = compiled("sampler", build.read_source("sampler.cu", **defines))
+        # for kernels that need no frame
+        self.outcome = spec.indices.new_zeros(ctypes.sizeof(Outcome) // 8, dtype=torch.int64)
+        self.graph = build.fill(Batch(), outcome=self.outcome, **self.spec.law())
         self.num_nodes = spec.num_nodes
         self.timed = spec.edge_times is not None
         # edges to allocate for each hop that once lacked room: what it wanted, and a quarter more
         self.most = [0] * len(fanouts)
         self.resting = []  # idle frames; pop and append are atomic
-        self.aggregates = spec.rule.counted and in_registers(fanouts[-1])  # see `Frame.aggregate`
+
+    def counts(self, excludes):
+        """Return whether a node's degree tells how many of its edges are drawn; excludes: some may be left out."""
+        spec = self.spec
+        whole_lists = not (excludes or self.timed) and spec.edge_type is None
+        return spec.rule.counted and whole_lists
+
+    def aggregates(self, excludes):
+        """Return whether one kernel can draw and average the outermost hop, see `Frame.aggregate`."""
+        return self.counts(excludes) and in_registers(self.fanouts[-1])
 
     def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
         """Sample a batch -> a Block for each hop, from the seeds outward, in memory of the current stream that the
@@ -132,7 +144,7 @@ class Backend:
         Args:
             seeds: int32 or int64 [S], on the GPU or the CPU, pinned or not. relabel_outer: False leaves global ids in
                 the outermost hop. exclude: int64 [X] edges, or None.
-            times: int64 [S], if edges have times; the host waits for seeds and times that are on the GPU.
+            times: int64 [S], if edges have times.
         """
         if not self.num_nodes and seeds.numel():
             return None
@@ -168,6 +180,19 @@ class Backend:
             self.resting.append(frame)
         return blocks
 
+    def degrees(self, nodes, times):
+        """Count the edges that nodes [n] see at times int64 [n], without types -> int64 [n]; 0 for a damaged list."""
+        degrees = torch.empty_like(times)
+        values = {
+            "b": self.graph,
+            "n": len(times),
+            "nodes": nodes,
+            "times": times,
+            "degrees": degrees,
+        }
+        self.kernels.run("degrees_at", len(times), values)
+        return degrees
+
     def shapes(self, S):
         """Plan room for a batch of S seeds -> (source nodes by hop [L + 1], the seeds first; edges by hop [L])."""
         num_edges = self.spec.indices.numel()
@@ -200,8 +225,9 @@ class Backend:
             frame.fit(rows, places, relabel_outer, excludes)
             frame.make_blocks()
             frame.memory.zero_()  # so that ids in the padding are valid node and edge ids
-            if frame.edges is not None:
-                frame.edges.zero_()
+            for memory in (frame.edges, frame.times):
+                if memory is not None:
+                    memory.zero_()
         return frame
 
 
@@ -272,8 +298,7 @@ class Frame:
         S = rows[0]
         hops = len(places)
         spec, b = self.backend.spec, self.batch
-        whole_lists = not (excludes or self.backend.timed) and spec.edge_type is None
-        self.counted = spec.rule.counted and whole_lists
+        self.counted = self.backend.counts(excludes)
         words = [-(-n // 32) for n in places]
         first = list(accumulate(places, initial=S))
         self.positions = first[-1]
@@ -441,14 +466,15 @@ class Frame:
         )
         self.sent = len(self.given)
         given = self.given[self.head :]
-        if times is not None:
-            values, group = times.cpu().unique(return_inverse=True)
-            room = self.shape.rows[0]
-            given[room:][:S].copy_(group)
-            given[2 * room :][: len(values)].copy_(values)
-        elif seeds.is_cuda:
+        if seeds.is_cuda:
             self.sent = self.head
             given = self.input[self.head :]
+        if times is not None:
+            times = times.to(given.device).contiguous()
+            values = times.sort()[0]
+            room = self.shape.rows[0]
+            given[room:][:S].copy_(torch.searchsorted(values, times))
+            given[2 * room :][:S].copy_(values)
         given[:S].copy_(seeds)
 
     def _exclude(self, edges):
@@ -460,7 +486,8 @@ class Frame:
         room.copy_(edges.sort()[0][: len(room)])
 
     def start(self):
-        """Start sampling on the current stream; a CUDA graph can capture this, if seeds come from the CPU."""
+        """Start sampling on the current stream. A CUDA graph can capture this, for seeds from the same device as when it
+        was captured."""
         self.input[: self.sent].copy_(self.given[: self.sent], non_blocking=True)
         if self.backend.timed:
             self.pairs.fill_(-1)

@@ -9,7 +9,8 @@ where neighbours are drawn uniformly), looks
 up the labels and lists edges by source for the backward pass; another trains on it. Every batch in flight has its own slot of memory, so that the next batch is
 sampled on the slot's stream while this one is trained on. Shapes are static: padded to the numbers of nodes and edges in
 the first batches of the run, plus a margin. Padding has no edges, no label and no gradient. The step number, which keys
-sampling and dropout, is read from GPU memory.
+sampling and dropout, is read from GPU memory. What a task draws (`Task.draw`) is drawn before, launch by launch, and copied into
+the slot.
 
 A batch that does not fit is sampled again, and trained on, in its own shapes. It is the same batch, since samples depend
 only on the step; which batches do not fit depends only on the flags, so a run repeats to the last bit, interrupted or
@@ -26,6 +27,7 @@ import gc
 import re
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,10 +56,15 @@ def averages_in_place(args, store, *dtypes):
     return plain and floats and args.mode != "pinned-cuda"
 
 
-def in_one_kernel(args, store, *dtypes):
+def counted(args, task, used):
+    """Return whether a node's degree tells how many of its edges a run draws, see `Rule`."""
+    return SAMPLERS[args.sampler].counted and used.time is None and not task.excludes
+
+
+def in_one_kernel(args, task, used, *dtypes):
     """Return whether the graphs would draw and average the outermost hop in one kernel, see `averages_in_place`."""
-    counted = SAMPLERS[args.sampler].counted and sampler_gpu.in_registers(args.fanout[-1])
-    return counted and averages_in_place(args, store, *dtypes)
+    fits = counted(args, task, used) and sampler_gpu.in_registers(args.fanout[-1])
+    return fits and averages_in_place(args, task.store, *dtypes)
 
 
 def hindrances(args, task, used):
@@ -65,7 +72,7 @@ def hindrances(args, task, used):
     layer = conv_of(args.model) or load(args.model)[0]
     fanout = ",".join(map(str, args.fanout))
     table = [
-        (args.task == "node", f"they are for --task node, this is {args.task}"),
+        (task.padded, f"the loss of --task {args.task} may count padding"),
         (getattr(layer, "padded", False), f"--model {args.model} does not state padded = True"),
         (args.norm != "batch", "--norm batch would count the padding"),
         (
@@ -76,8 +83,6 @@ def hindrances(args, task, used):
         (args.accumulate == 1, f"--accumulate {args.accumulate} makes a step of several batches"),
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
         (not re.search("(^|,|=)-1", fanout), f"--fanout {fanout} has no bound"),
-        (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
-        (task.draw is None, "the task draws its own batches"),
         (used.features is None or used.features.shape[0], "there are no edges"),
     ]
     return [reason for fine, reason in table if not fine]
@@ -88,8 +93,7 @@ def hops_held(args, task, used):
     used: `EdgeData` of the task's store."""
     if hindrances(args, task, used):
         return 0
-    store = task.store
-    return len(args.fanout) - in_one_kernel(args, store, store.features.dtype)
+    return len(args.fanout) - in_one_kernel(args, task, used, task.store.features.dtype)
 
 
 def obstacle(run):
@@ -141,7 +145,7 @@ def build(run, optimizer):
     if missing:
         return None, why or ELSEWHERE
     ranks.check_equal(run.model)
-    rows, places = graphs.room
+    rows, places, *_ = graphs.room
     how = f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs"
     if uncaptured:
         why = f"no CUDA graphs: {graphs.failure or ELSEWHERE}"
@@ -164,28 +168,65 @@ def reason(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def static_room(sampler, nodes, args, first_hop):
-    """Return (seeds of a run's first batch, (rows, places) of `Backend.frame` with room for batches
-    like its first ones); with `first_hop`, as the ring's, without the outermost hop if one kernel draws and averages it."""
+class Drawn(NamedTuple):
+    """What a batch is made from."""
+
+    nodes: torch.Tensor  # to sample for
+    options: dict  # of the sampler
+    y: torch.Tensor | None  # None: the labels of the nodes
+    step: int  # counted over all epochs
+
+
+class Room(NamedTuple):
+    """What batches have room for."""
+
+    rows: list  # source nodes by hop, the nodes to sample for first
+    places: list  # edges by hop
+    excludes: int  # edges to leave out
+    y: torch.Tensor | None  # of a full batch, as in `Drawn`
+
+
+def drawn(task, batch):
+    """Draw a batch of the loader, as the task does -> Drawn."""
+    nodes, options, y = task.draw(batch) if task.draw else (batch.seeds, {}, None)
+    return Drawn(nodes, options, y, batch.global_step)
+
+
+def static_room(sampler, task, args, first_hop):
+    """Measure a run's first batches -> (half of the first one, `Drawn`, for a trial; `Room` for batches like these).
+    With `first_hop`, as the ring's, there is no room for the outermost hop if one kernel draws and averages it."""
+    examples = task.store.split["train"]
     generator = torch.Generator().manual_seed(args.seed)
-    order = nodes[torch.randperm(nodes.numel(), generator=generator)]
-    batches = order.split(args.batch_size)
-    hops = len(args.fanout) - (first_hop and sampler.engine.aggregates)
-    full = max(1, nodes.numel() // args.batch_size)  # without a smaller last batch
+    order = examples[torch.randperm(examples.numel(), generator=generator)]
+    size = min(args.batch_size, examples.numel())
+    full = examples.numel() // size  # without a smaller last batch
+    batches = []
     sizes = []
     for step in range(MEASURED):
-        blocks = sampler.sample(batches[step % full], step, relabel_outer=not first_hop)
-        sizes.append([(block.num_src, block.num_edges) for block in blocks[::-1][:hops]])
+        of_step = order[step % full * size :][: args.total_batch]
+        batch = Batch(seeds=of_step[:size], step_seeds=of_step, global_step=step)
+        batches.append(batch)
+        nodes, options, y, _ = drawn(task, batch)
+        blocks = sampler.sample(nodes, step, relabel_outer=not first_hop, **options)
+        hops = [(block.num_src, block.num_edges) for block in blocks[::-1]]
+        sizes.append([(len(nodes), len(options.get("exclude", ()))), *hops])
     least, most = torch.tensor(sizes).aminmax(dim=0)
-    rows, places = sampler.engine.shapes(min(args.batch_size, nodes.numel()))
+    # the largest plus the range (largest - smallest): some five standard deviations above the mean
+    (S, X), *hops = (2 * most - least).tolist()
     # not 0: `number` of sampler.cu counts a hop's sources where its edges end
     rounded = lambda n, bound: min(bound, -(-max(n, 1) // 256) * 256)  # noqa: E731
-    # the largest plus the range (largest - smallest): some five standard deviations above the mean
-    for hop, (N, E) in enumerate((2 * most - least).tolist()):
+    S = rounded(S, size * task.seeds_per_example(args))
+    rows, places = sampler.engine.shapes(S)
+    excludes = rounded(X, X + 256) if "exclude" in options else 0
+    if first_hop and sampler.engine.aggregates(excludes):
+        hops = hops[:-1]
+    for hop, (N, E) in enumerate(hops):
         # sources include the destinations, whose margin may be the larger one
         rows[hop + 1] = max(rows[hop], rounded(N, rows[hop + 1]))
         places[hop] = rounded(E, places[hop])
-    return batches[0], (rows[: hops + 1], places[:hops])
+    half = batches[0]._replace(seeds=batches[0].seeds[: -(-size // 2)])
+    room = Room(rows[: len(hops) + 1], places[: len(hops)], excludes, y)
+    return drawn(task, half), room
 
 
 @contextmanager
@@ -223,18 +264,17 @@ class Slot:
 
     Attributes:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
-            outermost hop. y: labels [S] or [S, C], padded with -1. batch: `Batch` of these and the frame's blocks.
+            outermost hop. y: labels [S] or [S, C], or the task's own, padded with -1. batch: `Batch` of these and the frame's blocks.
             step: int64 [1], counted over all epochs. averages: whether the outermost hop, sampled into the frame, is then
             averaged straight from the feature table. trained: event after training, for which refilling waits.
     """
 
     def __init__(self, sampler, ring, room):
-        rows, places = room
-        labels = ring.labels
+        rows, places, excludes, y = room
         self.ring = ring
-        in_one_kernel = ring.first_hop and sampler.engine.aggregates
+        in_one_kernel = ring.first_hop and sampler.engine.aggregates(excludes)
         self.averages = ring.first_hop and not in_one_kernel
-        self.frame = sampler.engine.frame(rows, places, not self.averages)
+        self.frame = sampler.engine.frame(rows, places, not self.averages, excludes)
         self.edge_type = sampler.edge_type
         blocks = self.frame.blocks[::-1]
         if self.edge_type is not None:
@@ -252,8 +292,12 @@ class Slot:
             blocks.insert(0, Block(none, none, self.nodes))
             if not self.frame.aggregate(ring.features, self.x):
                 raise RuntimeError("the kernel of the outermost hop cannot be compiled")
-        self.y = labels.new_full((rows[0], *labels.shape[1:]), -1)
-        self.frame.look_up(labels, self.y)
+        self.labelled = y is None
+        if self.labelled:
+            y = ring.labels.new_empty(rows[0], *ring.labels.shape[1:])
+        self.y = torch.full_like(y, -1, device=ring.labels.device)
+        if self.labelled:
+            self.frame.look_up(ring.labels, self.y)
         self.listed = None
         self.edges = None  # [E, D] features of the edges of all blocks, from the seeds outward
         edges = ()
@@ -265,6 +309,17 @@ class Slot:
         self.step = self.frame.step
         self.sampling = self.training = None  # CUDA graphs
         self.trained = torch.cuda.Event()
+
+    def fill(self, drawn):
+        """Write what a batch is made from, for `sample` to read -> whether there is room."""
+        y = self.y[:0] if drawn.y is None else drawn.y
+        if len(drawn.nodes) > len(self.seeds) or len(y) > len(self.y):
+            return False
+        self.frame.fill(drawn.nodes, drawn.step, **drawn.options)
+        if not self.labelled:
+            self.y[: len(y)].copy_(y)
+            self.y[len(y) :].fill_(-1)
+        return True
 
     def sample(self):
         """Launch what the first graph captures: sample and look up labels, fetch or average features of nodes, fetch those
@@ -279,7 +334,7 @@ class Slot:
             self.frame.list_edges(lists)
         self.frame.start()
         if self.edge_type is not None:
-            edges = self.frame.edges[len(self.y) :]
+            edges = self.frame.edges[len(self.seeds) :]
             torch.index_select(self.edge_type, 0, edges, out=self.types)
         if learned:  # zeros for these
             used = self.frame.num_dst[len(self.batch.blocks)]
@@ -291,7 +346,7 @@ class Slot:
         elif not ring.first_hop:
             self._gather(ring.features, nodes, self.x)
         if self.edges is not None:
-            self._gather(ring.edge_features, self.frame.edges[len(self.y) :], self.edges)
+            self._gather(ring.edge_features, self.frame.edges[len(self.seeds) :], self.edges)
         for block in self.listable:
             lists = block.indices.lists
             if lists and not lists.weighted:
@@ -330,7 +385,7 @@ class StepGraphs:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self.weight, self.rate = torch.zeros(2, device=ranks.device)
         self.weighs = None  # the value in `weight`
-        seeds, room = static_room(self.sampler, run.store.split["train"], args, self.ring.first_hop)
+        trial, room = static_room(self.sampler, run.task, args, self.ring.first_hop)
         for group in optimizer.param_groups:
             group["capturable"] = True
         self.flat = self.update = None
@@ -340,7 +395,7 @@ class StepGraphs:
         kept = [t.clone() for t in self._state()]
         self.begin()
         try:
-            self.failure = self._prepare(seeds, kept, args.cuda_graph != "off")
+            self.failure = self._prepare(trial, kept, args.cuda_graph != "off")
         finally:
             self._restore(kept)
         self.room = room
@@ -358,30 +413,29 @@ class StepGraphs:
             t.zero_() if value is None else t.copy_(value)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _prepare(self, seeds, kept, capture):
-        """Take a few steps eagerly, capture the static ones if `capture`, and take the same steps
+    def _prepare(self, trial, kept, capture):
+        """Take a few steps on a batch `Drawn` eagerly, capture the static ones if `capture`, and take the same steps
         with them: inputs and losses have to agree -> why capture failed, or None."""
         model = self.run.model
         with self.ring.stream(0):
-            blocks = self.sampler.sample(seeds, 0, relabel_outer=not self.ring.first_hop)
-            batch = self.ring.fetch(0, blocks, Batch(seeds=seeds))
+            batch = self._fetch(0, trial, Batch(seeds=trial.nodes))
         batch.wait()
-        self.weight.fill_(1 / len(seeds))
+        self.weight.fill_(1 / len(batch.y))
         slots = (self.slots * TRIED)[: max(TRIED, len(self.slots))]
         # masks of torch's dropout depend on shapes
         model.train(not self.run.custom)
         expected = [self._loss(self._compute, batch, 0) for _ in slots]
         model.train()
         self._restore(kept)
-        failure = self._capture(seeds) if capture else None
+        failure = self._capture(trial) if capture else None
         self._restore(kept)
         norm = batch.x.float().norm().clamp(min=1e-30)
         losses = []
         errors = []
         for slot in slots:
-            if trouble := self._sample(slot, seeds, 0):
+            if trouble := self._sample(slot, trial):
                 raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
-            nodes = slot.nodes[: blocks[0].num_src]
+            nodes = slot.nodes[: batch.blocks[0].num_src]
             x = slot.x[: len(nodes)][(nodes >= 0) & (nodes < len(self.ring.features))]
             errors.append(((x - batch.x).float().norm() / norm).item())
             trained = self._train, slot
@@ -408,7 +462,7 @@ class StepGraphs:
         self._finish()
         return self.loss_sum.item()
 
-    def _capture(self, seeds):
+    def _capture(self, trial):
         """Capture the graphs of all slots -> None, or why that failed."""
         stream = torch.cuda.current_stream()
         pool = None
@@ -417,7 +471,7 @@ class StepGraphs:
                 torch.cuda.synchronize()  # the slot's stream does not wait for what this one restores
                 with self.ring.stream(0):
                     side = torch.cuda.current_stream()
-                    slot.frame.fill(seeds, 0)
+                    slot.fill(trial)
                     slot.sample()
                     # warm up in these shapes
                     self._compute(slot.batch, slot.step)
@@ -482,11 +536,12 @@ class StepGraphs:
             p.grad = part.view_as(p)
         self.optimizer.step()
 
-    def _sample(self, slot, seeds, step):
+    def _sample(self, slot, drawn):
         """Sample into a slot on the current stream and wait for it -> 0, or a code for why it holds
         no batch (`trouble` of native/sampler_gpu.py)."""
         torch.cuda.current_stream().wait_event(slot.trained)
-        slot.frame.fill(seeds, step)
+        if not slot.fill(drawn):
+            return sampler_gpu.FULL
         if slot.sampling:
             slot.sampling.replay()
         else:
@@ -502,17 +557,23 @@ class StepGraphs:
         return LossSum(self.loss_sum.zero_())
 
     def load_batch(self, batch, number):
-        """Sample and fetch a batch into a slot, or in its own shapes if it does not fit -> the Batch completed."""
+        """Draw a batch, sample and fetch it into a slot, or in its own shapes if it does not fit -> the Batch completed."""
         slot = self.slots[number]
-        drawn = batch.seeds, batch.global_step
         with self.ring.stream(number):
+            of_batch = drawn(self.run.task, batch)
             # also for a damaged graph or invalid seeds: `sample` raises
-            if self._sample(slot, *drawn):
+            if self._sample(slot, of_batch):
                 self.repeated += 1
-                blocks = self.sampler.sample(*drawn, relabel_outer=not self.ring.first_hop)
-                return self.ring.fetch(number, blocks, batch)
+                return self._fetch(number, of_batch, batch)
             y = slot.y[: len(batch.seeds)]
             return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=y)
+
+    def _fetch(self, number, drawn, batch):
+        """Sample and fetch a batch in its own shapes -> the Batch completed."""
+        blocks = self.sampler.sample(
+            drawn.nodes, drawn.step, relabel_outer=not self.ring.first_hop, **drawn.options
+        )
+        return self.ring.fetch(number, blocks, batch._replace(y=drawn.y))
 
     def step(self, batch, clock):
         """Train on a batch of the loader: forward, loss, backward, optimizer."""

@@ -31,11 +31,12 @@ from loader import Batch, Graph, NodeLoader
 from native import build, sampler_gpu
 from relational import NodeInputs
 from run import adam, cuda_graphs, own_model
-from run.edge_data import EdgeData
+from run.edge_data import EdgeData, degrees_at
 from run.report import Clock
 from run.run import Run
 from sampler import Block, NeighborSampler
-from tasks import metrics
+from tasks import link, metrics
+from tasks.link import LinkTask
 from tasks.node import NodeTask
 from tests import common
 from tests.common import TINY, _end, _fork, _on_kernels, _random_graph, _run_here
@@ -143,12 +144,24 @@ def _graph_ring(net, x, labels, slots, **options):
 
 
 def _step_graphs(
-    draws, ring, net, optimizer, nodes, word="on", ranks=None, make=None, size=12, name="sage"
+    draws,
+    ring,
+    net,
+    optimizer,
+    nodes,
+    word="on",
+    ranks=None,
+    make=None,
+    size=12,
+    task=None,
+    name="sage",
 ):
-    sizes = dict(fanout=[4, 3, 3], batch_size=size, seed=5, prefetch=1)
+    sizes = dict(fanout=[4, 3, 3], batch_size=size, seed=5, prefetch=1, negatives=2)
     args = argparse.Namespace(**sizes, cuda_graph=word, precision="fp32", model=name)
-    task = object.__new__(NodeTask)  # without a data set
-    task.store = types.SimpleNamespace(split={"train": nodes}, num_classes=5)
+    args.total_batch = size
+    if task is None:
+        task = object.__new__(NodeTask)  # without a data set
+        task.store = types.SimpleNamespace(split={"train": nodes}, num_classes=5)
     given = {"used": EdgeData(), "sampler": draws, "ring": ring, "model": net}
     run = Run(ranks or ddp.Ranks(), args, task, **given)
     return (make or cuda_graphs.StepGraphs)(run, optimizer)
@@ -175,20 +188,23 @@ _EDGES = torch.randn(9000, 3)
 _STATIC_ROOM = cuda_graphs.static_room
 
 
-def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
-    """Stands in for static_room, with room only for as many edges as the smallest of a few batches has."""
-    _, (rows, _) = _STATIC_ROOM(sampler, nodes, args, first_hop)
+def _no_more_than_the_smallest(sampler, task, args, first_hop, which=0):
+    """Stands in for static_room, with room only for as many edges as the smallest (or a larger one) of a few batches has."""
+    nodes = task.store.split["train"]
+    _, room = _STATIC_ROOM(sampler, task, args, first_hop)
     # blocks on the CPU with as many sources as destinations are searched for global ids, which waits
-    rows = [n + hop for hop, n in enumerate(rows)]
-
-    drawn_later = first_hop and sampler.engine.aggregates
+    rows = [n + hop for hop, n in enumerate(room.rows)]
+    drawn_later = len(args.fanout) - len(room.places)
 
     def draw(seeds):
-        blocks = sampler.sample(seeds, 0, relabel_outer=not first_hop)[drawn_later:]
-        return [block.num_edges for block in blocks[::-1]]
+        batch = Batch(seeds=seeds, step_seeds=seeds)
+        trial = cuda_graphs.drawn(task, batch)
+        blocks = sampler.sample(trial.nodes, 0, relabel_outer=not first_hop, **trial.options)
+        return trial, [block.num_edges for block in blocks[drawn_later:][::-1]]
 
-    seeds = min(nodes.split(args.batch_size)[:-1], key=lambda seeds: sum(draw(seeds)))
-    return seeds, (rows, draw(seeds))
+    batches = map(draw, nodes.split(args.batch_size)[:-1])
+    trial, places = sorted(batches, key=lambda drawn: sum(drawn[1]))[which]
+    return trial, room._replace(rows=rows, places=places)
 
 
 @pytest.mark.parametrize(
@@ -313,9 +329,11 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
     nodes, block = itertools.cycle([(250, 230), (250, 250)]), types.SimpleNamespace
     draw = lambda *a, **k: [block(num_src=n, num_edges=1) for n in next(nodes)]  # noqa: E731
     engine = block(shapes=lambda S: ([S, 900, 900], [900, 900]))
-    args = argparse.Namespace(seed=5, batch_size=9, fanout=[4, 4])
+    args = argparse.Namespace(seed=5, batch_size=9, total_batch=9, fanout=[4, 4])
     draws = block(sample=draw, engine=engine)
-    rows = cuda_graphs.static_room(draws, torch.arange(90), args, False)[1][0]
+    task = object.__new__(NodeTask)
+    task.store = block(split={"train": torch.arange(90)})
+    rows = cuda_graphs.static_room(draws, task, args, False)[1].rows
     assert rows == [9, 512, 512]
 
 
@@ -579,6 +597,103 @@ def test_a_task_s_loss_is_that_of_every_stepper(emulated_graphs, word, tmp_path,
     torch.testing.assert_close([*net.parameters()], [*eager_net.parameters()], rtol=1e-4, atol=1e-6)
 
 
+def _drawing_task(kind, timed):
+    """Make a task whose batches are drawn -> (task, columns of its edges), for pairs or for nodes at their times."""
+    indptr, indices = _random_graph(np.random.default_rng(18), 300, 6)
+    times = torch.randint(20, (300,))
+    row = torch.repeat_interleave(indptr.diff())
+    edge_time = torch.randint(20, (len(indices),))
+    edge_time = edge_time[(row * 20 + edge_time).argsort(stable=True)]
+    graph = types.SimpleNamespace(indptr=indptr, indices=indices, num_nodes=300)
+    if timed:
+        graph.edge_time = edge_time
+    if kind == "node":
+        task = object.__new__(NodeTask)
+        task.store, task.draw = graph, loader.seeds_at(times)
+        graph.split = {"train": torch.randperm(300)[:53]}
+    else:
+        task = object.__new__(LinkTask)
+        task.store = link.split_edges(graph, "3/48/49", timed=timed)
+        csc = task.store.indptr, task.store.indices
+        task.links = link.Links(task.store, *csc, negatives=2, softmax=kind == "softmax")
+        task.draw = task.links.draw
+    return task, {"edge_times": task.store.edge_time, "window": 15} if timed else {}
+
+
+@pytest.mark.parametrize(
+    "kind, conv, timed, tight",
+    [
+        ("link", "sage", False, False),
+        ("softmax", "gcn", True, True),
+        ("node", "sage", True, False),
+        ("node", "gin", True, True),
+    ],
+)
+def test_a_step_of_drawn_batches_is_a_cuda_graph(
+    emulated_graphs, kind, conv, timed, tight, tmp_path, monkeypatch
+):
+    """Pairs with their negatives, without the step's own edges, and seeds with times: the losses of eager steps in the
+    shapes of each batch, and the same bits with CUDA graphs and without."""
+    task, law = _drawing_task(kind, timed)
+    if tight:
+        narrow = functools.partial(_no_more_than_the_smallest, which=-1)
+        monkeypatch.setattr(cuda_graphs, "static_room", narrow)
+    x, labels = torch.randn(300, 20), torch.randint(5, (300,))
+    first = _net(conv, (20, 8, 5), dropout=0.5, norm="layer" if conv == "gin" else "none")
+    first.scorer = link.Scorer("mlp", 5)
+    csc = task.store.indptr, task.store.indices
+    if conv == "gcn":
+        first.degrees = model.graph_degrees(*csc)
+    s = NeighborSampler(*csc, [4, 3, 3], seed=5, backend="torch", **law)
+    ends, sums, batches = [], [], []
+    examples = task.store.split["train"]
+    draws = _sampling_on_gpu(s, tmp_path)
+    graphs = None
+    for word in ("on", "off", "eager"):
+        net = copy.deepcopy(first)
+        ring = _graph_ring(net, x, labels, slots=2)
+        if conv == "gin":  # degrees by the kernel and by torch operations
+            engine = None if word == "eager" else draws.engine
+            net.degrees = degrees_at(types.SimpleNamespace(spec=s.spec, engine=engine))
+        if word == "eager":
+            run = copy.copy(graphs.run)
+            run.model = net
+            stepper = train.Eager(run, net, _adam(net))
+            options = {"sampler": draws, "ring": ring, "draw": task.draw}
+        else:
+            graphs = _step_graphs(draws, ring, net, _adam(net), examples, word, task=task)
+            stepper, options = graphs, {"load_batch": graphs.load_batch}
+        options |= dict(batch_size=12, seed=5, depth=1)
+        for _ in range(2):
+            loss_sum = stepper.begin()
+            of_epoch = loader.NodeLoader(None, examples, [4, 3, 3], **options)
+            for batch in of_epoch:
+                assert len(batch.y) == len(batch.seeds)
+                batches.append(batch.y.clone())
+                stepper.step(batch, Clock(False))
+            sums.append(loss_sum.total.item())
+        if word == "on":
+            assert graphs.captured and (graphs.repeated > 0) == tight
+            assert graphs.repeated < 2 * len(of_epoch)
+        ends.append([p.detach() for p in net.parameters()])
+    third = len(batches) // 3
+    assert all(map(torch.equal, batches[:third], batches[-third:]))
+    assert len(examples) % 12 and sums[:2] == sums[2:4]
+    assert all(map(torch.equal, *ends[:2]))
+    assert sums[:2] == pytest.approx(sums[4:], rel=1e-5)
+    torch.testing.assert_close(ends[0], ends[2], rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_counts_padding_is_not_captured(emulated_graphs, tmp_path, monkeypatch):
+    """The batch of the trial has fewer examples than there is room for."""
+    mean = lambda task, net, output, y: output.square().mean() * 12  # noqa: E731
+    monkeypatch.setattr(NodeTask, "loss", mean)
+    net, labels = _net("sage", (20, 8, 5)), torch.randint(5, (300,))
+    run = *_small_run(tmp_path, net, labels, torch.randn(300, 20)), net, _adam(net)
+    with pytest.raises(RuntimeError, match="their losses are"):
+        _step_graphs(*run, torch.arange(40))
+
+
 def test_a_cuda_step_graph_that_differs_is_not_used(emulated_graphs, tmp_path, monkeypatch):
     """A graph whose loss differs is detected before it trains."""
     nodes, labels, x = torch.arange(40), torch.randint(5, (300,)), torch.randn(300, 20)
@@ -635,7 +750,7 @@ def test_the_sampling_graph_lists_edges_for_the_training_graph(
         graphs = _step_graphs(draws, ring, net, _adam(net), torch.arange(40), word)
         for slot in graphs.slots:
             launched.clear()
-            graphs._sample(slot, torch.arange(12), 7)
+            graphs._sample(slot, cuda_graphs.Drawn(torch.arange(12), {}, None, 7))
             sampling = [*launched]
             launched.clear()
             graphs._train(slot)
@@ -814,8 +929,9 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
             dict(used=EdgeData(features=torch.zeros(3, 3))),
             "the sampler's kernels are not there",
         ),
-        ("", dict(used=EdgeData(time=1), draw=print), "by their times"),
-        ("", dict(draw=print), "the task draws its own batches"),
+        ("--fanout 4,49", dict(used=EdgeData(time=1)), "the sampler's kernels are not there"),
+        ("--fanout 4,49", dict(excludes=True), "the sampler's kernels are not there"),
+        ("", dict(padded=False), "the loss of --task node may count padding"),
         ("", dict(labels=torch.zeros(3, 2)), "the sampler's kernels are not there"),
         ("--model gin", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
         ("--model rgcn", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
@@ -826,7 +942,8 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
     ):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
         s = NeighborSampler(indptr, indices, [4, 3], backend="torch")
-        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData(), "draw": None}
+        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData()}
+        has |= {"padded": True, "excludes": False}
         data = types.SimpleNamespace(**{**has, **ring, **changed})
         data.store = data
         run = dict(plan=args, sampler=s, ring=data, store=data, task=data, used=data.used)

@@ -10,6 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 import ddp
 from inference import inference
@@ -368,6 +369,21 @@ def test_no_positive_of_a_step_lies_in_its_blocks(kind, tmp_path, ways):
     for softmax in (False, True):
         links.softmax = softmax
         assert links.loss(link.Scorer("mlp", 4), torch.randn(5, 4), y[:0]) == 0
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+def test_rows_of_minus_one_are_no_pairs(softmax, tmp_path):
+    """In the loss, and in gradients of embeddings, whose number may then be larger, and of the scorer."""
+    graph = link.split_edges(_link_graph(tmp_path), "80/10/10")
+    links = link.Links(graph, graph.indptr, graph.indices, softmax=softmax)
+    scorer, y, results = link.Scorer("mlp", 4), torch.randint(9, (5, 3)), []
+    for padded in (False, True):
+        h = torch.arange(36.0).view(9, 4).sin().requires_grad_()
+        rows = torch.cat([h, torch.ones(2, 4)]) if padded else h
+        loss = links.loss(scorer, rows, F.pad(y, (0, 0, 0, 2), value=-1) if padded else y)
+        results.append([loss, *torch.autograd.grad(loss, [h, *scorer.parameters()])])
+    assert results[0][0] > 0
+    torch.testing.assert_close(*results)
 
 
 def _expected(logit, pairs, against, random):
