@@ -19,7 +19,8 @@ The same kernels in the same shapes can be launched one by one (`--cuda-graph of
 bits. Steps that cannot be graphs (`obstacle`) use the shapes of each batch; sums that graphs take over padded rows may
 round differently there.
 
-With several ranks the gradients are averaged between two graphs, as one vector, without DistributedDataParallel.
+With several ranks, or batches of a step (--accumulate), the second graph ends with one vector, the sum of the step's
+gradients so far, and a third one updates the weights, after the ranks have summed it, without DistributedDataParallel.
 """
 
 import gc
@@ -72,7 +73,10 @@ def hindrances(args, task, used):
         (args.norm != "batch", "--norm batch would count the padding"),
         (not args.checkpoint_activations, "--checkpoint-activations computes layers twice"),
         (args.precision != "fp64", "--precision fp64 has no kernels"),
-        (args.accumulate == 1, f"--accumulate {args.accumulate} makes a step of several batches"),
+        (
+            args.accumulate == 1 or not store.node_types,
+            f"nodes have types, and --accumulate {args.accumulate} adds up whole tables of gradients",
+        ),
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
         (re.fullmatch("[0-9,]+", fanout), f"--fanout {fanout}: numbers from 1 on are needed"),
         (not too_many, f"--fanout {fanout}: the last number is {limit} at most"),
@@ -151,7 +155,7 @@ def build(run, optimizer):
         return None, why or ELSEWHERE
     ranks.check_equal(run.model)
     rows, places = graphs.room
-    how = f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs"
+    how = f"a step is {'two' if graphs.flat is None else 'three'} CUDA graphs"
     if uncaptured:
         why = f"no CUDA graphs: {graphs.failure or ELSEWHERE}"
         if args.cuda_graph == "off":
@@ -310,7 +314,7 @@ class StepGraphs:
             capture failed, or None.
     """
 
-    parallel = None  # no DistributedDataParallel: ranks average one vector
+    parallel = None  # no DistributedDataParallel: ranks sum one vector
 
     def __init__(self, run, optimizer):
         self.run = run
@@ -331,7 +335,7 @@ class StepGraphs:
         for group in optimizer.param_groups:
             group["capturable"] = True
         self.flat = self.update = None
-        if ranks.world > 1:
+        if ranks.world > 1 or args.accumulate > 1:
             self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=ranks.device)
         self.slots = [Slot(self.sampler, self.ring, room) for _ in range(args.prefetch + 1)]
         kept = [t.clone() for t in self._state()]
@@ -353,6 +357,8 @@ class StepGraphs:
         """Copy back the tensors `kept`, clones of `_state`, in place; optimizer state that was made since is zeroed."""
         for t, value in zip_longest(self._state(), kept):
             t.zero_() if value is None else t.copy_(value)
+        if self.flat is not None:
+            self.flat.zero_()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _prepare(self, seeds, kept, capture):
@@ -434,7 +440,7 @@ class StepGraphs:
         return failure
 
     def _compute(self, batch, step):
-        """Take a step on one batch, padded or not; with several ranks, up to the flat gradient."""
+        """Take a step on one batch, padded or not, up to the flat gradient if there is one."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.run.loss(batch, step)
         loss.backward(self.weight)
@@ -442,11 +448,10 @@ class StepGraphs:
         if self.flat is None:
             self.optimizer.step()
         else:
-            torch.cat([p.grad.flatten() for p in self.parameters], out=self.flat)
-            self.flat /= self.run.ranks.world
+            self.flat += torch.cat([p.grad.flatten() for p in self.parameters])
 
     def _train(self, slot):
-        """Take the step of a slot's batch; with several ranks, up to the flat gradient."""
+        """Take the step of a slot's batch, up to the flat gradient if there is one."""
         if slot.training:
             slot.training.replay()
         else:
@@ -454,17 +459,18 @@ class StepGraphs:
         slot.trained.record()
 
     def _finish(self):
-        """With several ranks, take the rest of the step, from the flat gradient on."""
+        """Take the rest of a step, from the flat gradient on, if there is one."""
         if self.update:
             self.update.replay()
         elif self.flat is not None:
             self._update()
 
     def _update(self):
-        """Run the optimizer on the flat gradient."""
+        """Run the optimizer on the flat gradient, which is zero afterwards."""
         for p, part in zip(self.parameters, self.flat.split([p.numel() for p in self.parameters])):
             p.grad = part.view_as(p)
         self.optimizer.step()
+        self.flat.zero_()
 
     def _sample(self, slot, seeds, step):
         """Sample into a slot on the current stream and wait for it -> 0, or a code for why it holds
@@ -499,10 +505,9 @@ class StepGraphs:
             return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=y)
 
     def step(self, batch, clock):
-        """Train on a batch of the loader: forward, loss, backward, optimizer."""
+        """Train on a batch of the loader: forward, loss, backward, and the optimizer after the last of a step's."""
         with clock.timed("step", on_gpu=True):
-            # seeds weigh 1 / total, see train.py
-            weight = self.run.ranks.world / batch.total
+            weight = 1 / batch.total  # of a seed: gradients are summed over passes and ranks
             if weight != self.weighs:
                 self.weight.fill_(weight)
                 self.weighs = weight
@@ -511,6 +516,8 @@ class StepGraphs:
                 self._compute(batch, batch.global_step)
             else:
                 self._train(slot)
-            if self.flat is not None:
+            if not batch.last:
+                return
+            if self.run.ranks.world > 1:
                 dist.all_reduce(self.flat)
             self._finish()
