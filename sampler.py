@@ -177,6 +177,7 @@ class SamplingSpec(NamedTuple):
     edge_type: Tensor | None  # uint8 or int16 [M], ascending in each list, to sample by type
     fanout_of: Tensor | None  # int64 [L, 256 or 65536] k per hop and type, NO_TYPE: no such type
     one_draw: bool  # all hops use the key of hop 0
+    batch_dependency: int  # consecutive steps with the same keys
     rule: Rule
     edge_ids: bool  # whether blocks have edge_ids
     threads: int | None  # of a call in C; None: torch.get_num_threads(), at most 4
@@ -288,7 +289,6 @@ class NeighborSampler:
         _check_arrays(indptr, indices, columns)
         if check:
             _check_graph(indptr, indices, by_type=by_type, **columns)
-        self.batch_dependency = index(batch_dependency)
         self.timed = edge_times is not None
         self.indptr = indptr.contiguous()
         self.indices = indices.contiguous()
@@ -309,6 +309,7 @@ class NeighborSampler:
             edge_type=self.edge_type if by_type else None,
             fanout_of=fanout_of,
             one_draw=bool(layer_dependency),
+            batch_dependency=index(batch_dependency),
             rule=rule,
             edge_ids=edge_ids or edge_type is not None,
             threads=threads,
@@ -380,7 +381,7 @@ class NeighborSampler:
                 f"not {_kind(times)}"
             )
         exclude = None if exclude is None else self._edge_set(exclude)
-        step = index(step) // self.batch_dependency
+        step = index(step)
         if self.backend == "native" and self.indices.is_cuda:
             # ids are checked and keys computed on the GPU
             work = (seeds, step, relabel_outer, exclude, times)
@@ -388,8 +389,9 @@ class NeighborSampler:
             _check_range("seeds", seeds, self.spec.num_nodes, "node")
             device = self.indices.device
             hops = []
+            dependency = self.spec.batch_dependency
             for i, k in enumerate(self.fanouts):
-                key = hop_key(self.seed, step, 0 if self.spec.one_draw else i)
+                key = hop_key(self.seed, step // dependency, 0 if self.spec.one_draw else i)
                 hops.append(Hop(i, k, key, relabel_outer or i + 1 < len(self.fanouts)))
             times = times if times is None else times.to(device).contiguous()
             work = (seeds.to(device, self.indices.dtype).contiguous(), hops, exclude, times)

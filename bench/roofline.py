@@ -172,7 +172,9 @@ class Noted:
 def step_costs(args, store, dtype):
     """Record the cost of a step with features and activations of this dtype -> Costs."""
     costs = Costs()
-    settings = types.SimpleNamespace(**vars(args), input_dropout=0, mode="cuda-cuda")
+    settings = {**vars(args), "total_batch": args.batch_size}
+    settings = types.SimpleNamespace(**settings, input_dropout=0, mode="cuda-cuda")
+    task = types.SimpleNamespace(store=store, draw=None, seeds_per_example=lambda args: 1)
     bf16 = dtype == torch.bfloat16
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, check=False)
     compiled = lambda name, source: Noted(costs, source)  # noqa: E731
@@ -187,7 +189,7 @@ def step_costs(args, store, dtype):
     optimizer.param_groups[0]["capturable"] = True
     weight = torch.tensor(1 / args.batch_size)
     loss_sum = torch.zeros((), dtype=torch.float64)
-    _, room = cuda_graphs.static_room(sampler, store.split["train"], settings, ring.first_hop)
+    _, room = cuda_graphs.static_room(sampler, task, settings, ring.first_hop)
 
     @functools.cache
     def load(ids, source, target, device):

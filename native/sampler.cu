@@ -79,9 +79,9 @@ FN void know_time(const batch_t *b, i64 i, i64 group) {
 KERNEL begin(batch_t b, part_t part, i64 hops, i64 counts) {
   THREAD(part.rows < hops ? hops : part.rows);
   u64 hop = (u64)(b.one_draw ? 0 : i);
-  if (i < hops) b.states[i].key = mix(mix(mix(b.seed) ^ (u64)b.input->step) ^ hop);
+  if (i < hops) b.states[i].key = mix(mix(mix(b.seed) ^ (u64)b.input->key_step) ^ hop);
   if (i == 0) {
-    b.outcome->trouble = 0;
+    b.outcome->trouble = b.input->num_excluded > b.excludes ? FULL : 0;
     b.states[0].num_dst = b.input->num_seeds;
   }
   if (i >= b.input->num_seeds) return;

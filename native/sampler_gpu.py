@@ -20,7 +20,8 @@ atomicCAS; the slot depends on the order of threads, the winner does not.
 
 All shapes follow from the number of seeds: room for the most edges possible, or, where that is unknown or too much
 (fanout -1, LABOR), for somewhat more than batches needed so far; a batch that does not fit says so and is made again.
-Sizes and the step are read from GPU memory. So the same launches make every batch, and a CUDA graph can hold them:
+Sizes, the step and edges to exclude are read from GPU memory. So the same launches make every batch, and a CUDA graph can
+hold them (with `excludes`, room for excluded edges, `fill` takes edges of every batch):
 
     rows, places = backend.shapes(1024)
     frame = backend.frame(rows[:3], places[:2])      # of two hops: blocks and sizes stay in place
@@ -115,14 +116,20 @@ class Backend:
         self.most = [0] * len(fanouts)
         self.resting = []  # idle frames; pop and append are atomic
 
+    def counts(self, excludes):
+        """Return whether a node's degree tells how many of its edges are drawn; excludes: some may be left out."""
+        spec = self.spec
+        whole_lists = not (excludes or self.timed) and spec.edge_type is None
+        return spec.rule.counted and whole_lists
+
     def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
         """Sample a batch -> a Block for each hop, from the seeds outward, in memory of the current stream that the
         blocks share; None if a seed is not a node or is repeated.
 
         Args:
             seeds: int32 or int64 [S], on the GPU or the CPU, pinned or not. relabel_outer: False leaves global ids in
-                the outermost hop. exclude: int64 [X] edges, ascending, on the GPU, or None.
-            times: int64 [S], if edges have times; the host waits for seeds and times that are on the GPU.
+                the outermost hop. exclude: int64 [X] edges, or None.
+            times: int64 [S], if edges have times.
         """
         if not self.num_nodes and seeds.numel():
             return None
@@ -131,9 +138,10 @@ class Backend:
                 frame = self.resting.pop()
             except IndexError:
                 frame = Frame(self)
+            excludes = 0 if exclude is None else len(exclude)
             # a hop's need of room is known once the hops before it fit
             for _ in range(len(self.fanouts) + 2):
-                frame.fit(*self.shapes(seeds.numel()), relabel_outer, exclude is not None)
+                frame.fit(*self.shapes(seeds.numel()), relabel_outer, excludes)
                 frame.make_blocks()
                 frame.fill(seeds, step, exclude, times)
                 frame.start()
@@ -180,16 +188,18 @@ class Backend:
             )
         return rows, places
 
-    def frame(self, rows, places, relabel_outer=True):
+    def frame(self, rows, places, relabel_outer=True, excludes=0):
         """Make a Frame with blocks at fixed addresses, for the len(places) hops next to the seeds, with room for source
-        nodes rows [hops + 1], the seeds first, and for edges places [hops] of each hop: see `shapes`."""
+        nodes rows [hops + 1], the seeds first, and for edges places [hops] of each hop: see `shapes`. excludes: room for
+        edges to exclude."""
         with self.kernels.current():
             frame = Frame(self)
-            frame.fit(rows, places, relabel_outer)
+            frame.fit(rows, places, relabel_outer, excludes)
             frame.make_blocks()
             frame.memory.zero_()  # so that ids in the padding are valid node and edge ids
-            if frame.edges is not None:
-                frame.edges.zero_()
+            for memory in (frame.edges, frame.times):
+                if memory is not None:
+                    memory.zero_()
         return frame
 
 
@@ -199,7 +209,7 @@ class Shape(NamedTuple):
     rows: list  # room for source nodes by hop [hops + 1], the seeds first
     places: list  # room for edges by hop [hops]
     relabel_outer: bool
-    excludes: bool
+    excludes: int  # room for excluded edges
 
 
 class Frame:
@@ -250,7 +260,7 @@ class Frame:
             self.kept[name] = kept = torch.zeros(n + n // 8, dtype=dtype, device=self.ids.device)
         return kept.data_ptr()
 
-    def fit(self, rows, places, relabel_outer, excludes=False):
+    def fit(self, rows, places, relabel_outer, excludes):
         """Allocate working memory for rows source nodes and places edges, see `Backend.shapes`; prepare launches."""
         shape = Shape(rows, places, relabel_outer, excludes)
         if self.shape == shape:
@@ -259,8 +269,7 @@ class Frame:
         S = rows[0]
         hops = len(places)
         spec, b = self.backend.spec, self.batch
-        whole_lists = not (excludes or self.backend.timed) and spec.edge_type is None
-        self.counted = spec.rule.counted and whole_lists
+        self.counted = self.backend.counts(excludes)
         words = [-(-n // 32) for n in places]
         first = list(accumulate(places, initial=S))
         self.positions = first[-1]
@@ -268,6 +277,8 @@ class Frame:
         b.count = self._room("count", max(rows))
         b.won = self._room("won", max(words))
         b.wins = self._room("wins", max(words))
+        b.excluded = self._room("excluded", excludes, torch.int64)
+        b.excludes = excludes
         if spec.weights is not None:
             b.best = self._room("best", self.positions, torch.float64)
         lengths = [n // 64 + n // 4096 + 2 for pair in zip(rows, words) for n in pair]
@@ -397,31 +408,49 @@ class Frame:
         return blocks
 
     def fill(self, seeds, step, exclude=None, times=None):
-        """Set seeds, step, excluded edges and times of the next batch; the last one, and its copies, must be done."""
-        self.excluded = exclude  # kept until the next batch
-        build.fill(
-            self.batch, excluded=exclude, num_excluded=0 if exclude is None else len(exclude)
-        )
+        """Set seeds, step, excluded edges and times of the next batch; the last one, and its copies, must be done.
+        exclude: int64 [X] edges, in any order; more than there is room for are trouble."""
+        num_excluded = 0
+        if exclude is not None:
+            num_excluded = len(exclude)
+            self._exclude(exclude)
         if self.base < self.positions:  # the table is used up, or new
             self.table.fill_(NONE)
             self.base = NONE
         self.base -= self.positions
         S = seeds.numel()
-        build.fill(self.header, step=step, num_seeds=S, offset=self.base)
+        build.fill(
+            self.header,
+            step=step,
+            num_seeds=S,
+            offset=self.base,
+            num_excluded=num_excluded,
+            key_step=step // self.backend.spec.batch_dependency,
+        )
         self.sent = len(self.given)
         given = self.given[self.head :]
-        if times is not None:
-            values, group = times.cpu().unique(return_inverse=True)
-            room = self.shape.rows[0]
-            given[room:][:S].copy_(group)
-            given[2 * room :][: len(values)].copy_(values)
-        elif seeds.is_cuda:
+        if seeds.is_cuda:
             self.sent = self.head
             given = self.input[self.head :]
+        if times is not None:
+            times = times.to(given.device)
+            values = times.sort()[0]
+            room = self.shape.rows[0]
+            given[room:][:S].copy_(torch.searchsorted(values, times))
+            given[2 * room :][:S].copy_(values)
         given[:S].copy_(seeds)
 
+    def _exclude(self, edges):
+        """Put edges [X], in any order, into the frame's memory as far as there is room, without waiting for the GPU."""
+        edges = edges.sort()[0]
+        # of equal edges all but one become an edge after all others, which is in no row
+        edges[1:].masked_fill_(edges[1:] == edges[:-1], self.ids.numel())
+        room = self.kept["excluded"][: min(len(edges), self.shape.excludes)]
+        room.copy_(edges.sort()[0][: len(room)])
+
     def start(self):
-        """Start sampling on the current stream; a CUDA graph can capture this, if seeds come from the CPU."""
+        """Start sampling on the current stream. A CUDA graph can capture this, for seeds from the same device as when it
+        was captured."""
         self.input[: self.sent].copy_(self.given[: self.sent], non_blocking=True)
         if self.backend.timed:
             self.pairs.fill_(-1)

@@ -27,6 +27,7 @@ import gc
 import re
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,9 +55,14 @@ def averages_in_place(args, store, *dtypes):
     return plain and floats and args.mode != "pinned-cuda"
 
 
-def in_one_kernel(args, store, *dtypes):
+def counted(args, task, used):
+    """Return whether a node's degree tells how many of its edges a run draws, see `Rule`."""
+    return SAMPLERS[args.sampler].counted and used.time is None and not task.excludes
+
+
+def in_one_kernel(args, task, used, *dtypes):
     """Return whether the graphs would draw and average the outermost hop in one kernel, see `averages_in_place`."""
-    return SAMPLERS[args.sampler].counted and averages_in_place(args, store, *dtypes)
+    return counted(args, task, used) and averages_in_place(args, task.store, *dtypes)
 
 
 def hindrances(args, task, used):
@@ -66,9 +72,9 @@ def hindrances(args, task, used):
     padded = ", ".join(layers_where(padded=True))
     fanout = ",".join(map(str, args.fanout))
     limit = sampler_gpu.AGGREGATED
-    too_many = in_one_kernel(args, store) and args.fanout[-1] > limit
+    too_many = in_one_kernel(args, task, used) and args.fanout[-1] > limit
     table = [
-        (args.task == "node", f"they are for --task node, this is {args.task}"),
+        (task.padded, f"the loss of --task {args.task} may count padding"),
         (conv and conv.padded, f"they are for --model {padded}, this is {args.model}"),
         (args.norm != "batch", "--norm batch would count the padding"),
         (not args.checkpoint_activations, "--checkpoint-activations computes layers twice"),
@@ -80,9 +86,6 @@ def hindrances(args, task, used):
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
         (re.fullmatch("[0-9,]+", fanout), f"--fanout {fanout}: numbers from 1 on are needed"),
         (not too_many, f"--fanout {fanout}: the last number is {limit} at most"),
-        (args.batch_dependency == 1, "--batch-dependency gives several steps the same draws"),
-        (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
-        (task.draw is None, "the task draws its own batches"),
         (
             used.features is None or not is_own(args.model),
             "edges have features, which a layer of your own may read in any way",
@@ -102,8 +105,7 @@ def hops_held(args, task, used):
     used: `EdgeData` of the task's store."""
     if hindrances(args, task, used):
         return 0
-    store = task.store
-    return len(args.fanout) - in_one_kernel(args, store, store.features.dtype)
+    return len(args.fanout) - in_one_kernel(args, task, used, task.store.features.dtype)
 
 
 def obstacle(run):
@@ -154,7 +156,7 @@ def build(run, optimizer):
     if missing:
         return None, why or ELSEWHERE
     ranks.check_equal(run.model)
-    rows, places = graphs.room
+    rows, places, *_ = graphs.room
     how = f"a step is {'two' if graphs.flat is None else 'three'} CUDA graphs"
     if uncaptured:
         why = f"no CUDA graphs: {graphs.failure or ELSEWHERE}"
@@ -170,28 +172,65 @@ def reason(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def static_room(sampler, nodes, args, first_hop):
-    """Return (seeds of a run's first batch, (rows, places) of `Backend.frame` with room for batches
-    like its first ones); with `first_hop`, as the ring's, without the outermost hop if one kernel draws and averages it."""
+class Drawn(NamedTuple):
+    """What a batch is made from."""
+
+    nodes: torch.Tensor  # to sample for
+    options: dict  # of the sampler
+    y: torch.Tensor | None  # None: the labels of the nodes
+    step: int  # counted over all epochs
+
+
+class Room(NamedTuple):
+    """What batches have room for."""
+
+    rows: list  # source nodes by hop, the nodes to sample for first
+    places: list  # edges by hop
+    excludes: int  # edges to leave out
+    y: torch.Tensor | None  # of a full batch, as in `Drawn`
+
+
+def drawn(task, batch):
+    """Draw a batch of the loader, as the task does -> Drawn."""
+    nodes, options, y = task.draw(batch) if task.draw else (batch.seeds, {}, None)
+    return Drawn(nodes, options, y, batch.global_step)
+
+
+def static_room(sampler, task, args, first_hop):
+    """Measure a run's first batches -> (half of the first one, `Drawn`, for a trial; `Room` for batches like these).
+    With `first_hop`, as the ring's, there is no room for the outermost hop if one kernel draws and averages it."""
+    examples = task.store.split["train"]
     generator = torch.Generator().manual_seed(args.seed)
-    order = nodes[torch.randperm(nodes.numel(), generator=generator)]
-    batches = order.split(args.batch_size)
-    hops = len(args.fanout) - (first_hop and sampler.engine.spec.rule.counted)
-    full = max(1, nodes.numel() // args.batch_size)  # without a smaller last batch
+    order = examples[torch.randperm(examples.numel(), generator=generator)]
+    size = min(args.batch_size, examples.numel())
+    full = examples.numel() // size  # without a smaller last batch
+    batches = []
     sizes = []
     for step in range(MEASURED):
-        blocks = sampler.sample(batches[step % full], step, relabel_outer=not first_hop)
-        sizes.append([(block.num_src, block.num_edges) for block in blocks[::-1][:hops]])
+        of_step = order[step % full * size :][: args.total_batch]
+        batch = Batch(seeds=of_step[:size], step_seeds=of_step, global_step=step)
+        batches.append(batch)
+        nodes, options, y, _ = drawn(task, batch)
+        blocks = sampler.sample(nodes, step, relabel_outer=not first_hop, **options)
+        hops = [(block.num_src, block.num_edges) for block in blocks[::-1]]
+        sizes.append([(len(nodes), len(options.get("exclude", ()))), *hops])
     least, most = torch.tensor(sizes).aminmax(dim=0)
-    rows, places = sampler.engine.shapes(min(args.batch_size, nodes.numel()))
+    # the largest plus the range (largest - smallest): some five standard deviations above the mean
+    (S, X), *hops = (2 * most - least).tolist()
     # not 0: `number` of sampler.cu counts a hop's sources where its edges end
     rounded = lambda n, bound: min(bound, -(-max(n, 1) // 256) * 256)  # noqa: E731
-    # the largest plus the range (largest - smallest): some five standard deviations above the mean
-    for hop, (N, E) in enumerate((2 * most - least).tolist()):
+    S = rounded(S, size * task.seeds_per_example(args))
+    rows, places = sampler.engine.shapes(S)
+    excludes = rounded(X, X + 256) if "exclude" in options else 0
+    if first_hop and sampler.engine.counts(excludes):
+        hops = hops[:-1]
+    for hop, (N, E) in enumerate(hops):
         # sources include the destinations, whose margin may be the larger one
         rows[hop + 1] = max(rows[hop], rounded(N, rows[hop + 1]))
         places[hop] = rounded(E, places[hop])
-    return batches[0], (rows[: hops + 1], places[:hops])
+    half = batches[0]._replace(seeds=batches[0].seeds[: -(-size // 2)])
+    room = Room(rows[: len(hops) + 1], places[: len(hops)], excludes, y)
+    return drawn(task, half), room
 
 
 @contextmanager
@@ -229,18 +268,17 @@ class Slot:
 
     Attributes:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
-            outermost hop. y: labels [S] or [S, C], padded with -1. batch: `Batch` of these and the frame's blocks.
+            outermost hop. y: labels [S] or [S, C], or the task's own, padded with -1. batch: `Batch` of these and the frame's blocks.
             step: int64 [1], counted over all epochs. averages: whether the outermost hop, sampled into the frame, is then
             averaged straight from the feature table. trained: event after training, for which refilling waits.
     """
 
     def __init__(self, sampler, ring, room):
-        rows, places = room
-        labels = ring.labels
+        rows, places, excludes, y = room
         self.ring = ring
-        in_one_kernel = ring.first_hop and sampler.engine.spec.rule.counted
+        in_one_kernel = ring.first_hop and sampler.engine.counts(excludes)
         self.averages = ring.first_hop and not in_one_kernel
-        self.frame = sampler.engine.frame(rows, places, not self.averages)
+        self.frame = sampler.engine.frame(rows, places, not self.averages, excludes)
         self.edge_type = sampler.edge_type
         blocks = self.frame.blocks[::-1]
         if self.edge_type is not None:
@@ -256,8 +294,11 @@ class Slot:
             blocks.insert(0, Block(none, none, self.nodes))
             if not self.frame.aggregate(ring.features, self.x):
                 raise RuntimeError("the kernel of the outermost hop cannot be compiled")
-        self.y = labels.new_full((rows[0], *labels.shape[1:]), -1)
-        self.places = torch.arange(rows[0], device=labels.device)
+        self.labelled = y is None
+        if self.labelled:
+            y = ring.labels.new_empty(rows[0], *ring.labels.shape[1:])
+        self.y = torch.full_like(y, -1, device=ring.labels.device)
+        self.places = torch.arange(rows[0], device=ring.labels.device)
         self.edges = None  # [E, D] features of the edges of all blocks, from the seeds outward
         edges = ()
         if ring.edge_features is not None:
@@ -269,6 +310,17 @@ class Slot:
         self.sampling = self.training = None  # CUDA graphs
         self.trained = torch.cuda.Event()
 
+    def fill(self, drawn):
+        """Write what a batch is made from, for `sample` to read -> whether there is room."""
+        y = self.y[:0] if drawn.y is None else drawn.y
+        if len(drawn.nodes) > len(self.seeds) or len(y) > len(self.y):
+            return False
+        self.frame.fill(drawn.nodes, drawn.step, **drawn.options)
+        if not self.labelled:
+            self.y[: len(y)].copy_(y)
+            self.y[len(y) :].fill_(-1)
+        return True
+
     def sample(self):
         """Launch what the first graph captures: sample, fetch or average features of nodes, fetch those of edges, look up
         labels and types of edges, list edges."""
@@ -278,8 +330,11 @@ class Slot:
         if learned:
             self.seeds.clamp_(min=0)  # padding of the batch before, if that had fewer nodes
         self.frame.start()
-        torch.index_select(ring.labels, 0, self.seeds, out=self.y)
-        self.y.t().masked_fill_(self.places >= self.frame.num_dst[0], -1)  # of all labels of a node
+        if self.labelled:
+            torch.index_select(ring.labels, 0, self.seeds, out=self.y)
+            self.y.t().masked_fill_(
+                self.places >= self.frame.num_dst[0], -1
+            )  # all labels of a node
         if self.edge_type is not None:
             for block in self.batch.blocks:
                 torch.index_select(self.edge_type, 0, block.edge_ids, out=block.edge_type)
@@ -293,7 +348,7 @@ class Slot:
         elif not ring.first_hop:
             self._gather(ring.features, nodes, self.x)
         if self.edges is not None:
-            self._gather(ring.edge_features, self.frame.edges[len(self.y) :], self.edges)
+            self._gather(ring.edge_features, self.frame.edges[len(self.seeds) :], self.edges)
         for block in self.batch.blocks:
             kernels.fill_lists(block)
 
@@ -331,7 +386,7 @@ class StepGraphs:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self.weight, self.rate = torch.zeros(2, device=ranks.device)
         self.weighs = None  # the value in `weight`
-        seeds, room = static_room(self.sampler, run.store.split["train"], args, self.ring.first_hop)
+        trial, room = static_room(self.sampler, run.task, args, self.ring.first_hop)
         for group in optimizer.param_groups:
             group["capturable"] = True
         self.flat = self.update = None
@@ -341,7 +396,7 @@ class StepGraphs:
         kept = [t.clone() for t in self._state()]
         self.begin()
         try:
-            self.failure = self._prepare(seeds, kept, args.cuda_graph != "off")
+            self.failure = self._prepare(trial, kept, args.cuda_graph != "off")
         finally:
             self._restore(kept)
         self.room = room
@@ -361,26 +416,25 @@ class StepGraphs:
             self.flat.zero_()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _prepare(self, seeds, kept, capture):
-        """Take a few steps eagerly, capture the static ones if `capture`, and take the same steps
+    def _prepare(self, trial, kept, capture):
+        """Take a few steps on a batch `Drawn` eagerly, capture the static ones if `capture`, and take the same steps
         with them: inputs and losses have to agree -> why capture failed, or None."""
         with self.ring.stream(0):
-            blocks = self.sampler.sample(seeds, 0, relabel_outer=not self.ring.first_hop)
-            batch = self.ring.fetch(0, blocks)
+            batch = self._fetch(0, trial, Batch())
         batch.wait()
-        self.weight.fill_(1 / len(seeds))
+        self.weight.fill_(1 / len(batch.y))
         slots = (self.slots * TRIED)[: max(TRIED, len(self.slots))]
         expected = [self._loss(self._compute, batch, 0) for _ in slots]
         self._restore(kept)
-        failure = self._capture(seeds) if capture else None
+        failure = self._capture(trial) if capture else None
         self._restore(kept)
         norm = batch.x.float().norm().clamp(min=1e-30)
         losses = []
         errors = []
         for slot in slots:
-            if trouble := self._sample(slot, seeds, 0):
+            if trouble := self._sample(slot, trial):
                 raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
-            nodes = slot.nodes[: blocks[0].num_src]
+            nodes = slot.nodes[: batch.blocks[0].num_src]
             x = slot.x[: len(nodes)][(nodes >= 0) & (nodes < len(self.ring.features))]
             errors.append(((x - batch.x).float().norm() / norm).item())
             losses.append(self._loss(self._train, slot))
@@ -399,7 +453,7 @@ class StepGraphs:
         self._finish()
         return self.loss_sum.item()
 
-    def _capture(self, seeds):
+    def _capture(self, trial):
         """Capture the graphs of all slots -> None, or why that failed."""
         stream = torch.cuda.current_stream()
         pool = None
@@ -408,7 +462,7 @@ class StepGraphs:
                 torch.cuda.synchronize()  # the slot's stream does not wait for what this one restores
                 with self.ring.stream(0):
                     side = torch.cuda.current_stream()
-                    slot.frame.fill(seeds, 0)
+                    slot.fill(trial)
                     slot.sample()
                     # warm up in these shapes
                     self._compute(slot.batch, slot.step)
@@ -472,11 +526,12 @@ class StepGraphs:
         self.optimizer.step()
         self.flat.zero_()
 
-    def _sample(self, slot, seeds, step):
+    def _sample(self, slot, drawn):
         """Sample into a slot on the current stream and wait for it -> 0, or a code for why it holds
         no batch (`trouble` of native/sampler_gpu.py)."""
         torch.cuda.current_stream().wait_event(slot.trained)
-        slot.frame.fill(seeds, step)
+        if not slot.fill(drawn):
+            return sampler_gpu.FULL
         if slot.sampling:
             slot.sampling.replay()
         else:
@@ -492,17 +547,23 @@ class StepGraphs:
         return LossSum(self.loss_sum.zero_())
 
     def load_batch(self, batch, number):
-        """Sample and fetch a batch into a slot, or in its own shapes if it does not fit -> the Batch completed."""
+        """Draw a batch, sample and fetch it into a slot, or in its own shapes if it does not fit -> the Batch completed."""
         slot = self.slots[number]
-        drawn = batch.seeds, batch.global_step
         with self.ring.stream(number):
+            of_batch = drawn(self.run.task, batch)
             # also for a damaged graph or invalid seeds: `sample` raises
-            if self._sample(slot, *drawn):
+            if self._sample(slot, of_batch):
                 self.repeated += 1
-                blocks = self.sampler.sample(*drawn, relabel_outer=not self.ring.first_hop)
-                return self.ring.fetch(number, blocks, batch)
+                return self._fetch(number, of_batch, batch)
             y = slot.y[: len(batch.seeds)]
             return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=y)
+
+    def _fetch(self, number, drawn, batch):
+        """Sample and fetch a batch in its own shapes -> the Batch completed."""
+        blocks = self.sampler.sample(
+            drawn.nodes, drawn.step, relabel_outer=not self.ring.first_hop, **drawn.options
+        )
+        return self.ring.fetch(number, blocks, batch._replace(y=drawn.y))
 
     def step(self, batch, clock):
         """Train on a batch of the loader: forward, loss, backward, and the optimizer after the last of a step's."""

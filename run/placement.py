@@ -211,7 +211,7 @@ def sizes(flags, task, used, cores=1):
         "types": (flags.bases or used.num_types) if conv.uses_types else 0,
         "edge_dim": 0 if used.features is None else used.features.shape[1],
         "graphs": cuda_graphs.hops_held(flags, task, used) if flags.trains else 0,
-        "counted": SAMPLERS[flags.sampler].counted,
+        "counted": cuda_graphs.counted(flags, task, used),
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,
         "cores": cores,

@@ -247,14 +247,17 @@ class Links:
 
     def loss(self, scorer, h, y):
         """Sum over pairs of the softmax cross-entropy, or of half the pair's binary cross-entropy plus half the mean of
-        its negatives'. h: [S, D] embeddings. y: int64 [P, 2 + K] rows of h."""
-        source = h.index_select(0, y[:, 0]).unsqueeze(1)  # [P, 1, D]
-        others = h.index_select(0, y[:, 1:].flatten())
+        its negatives'. h: [S, D] embeddings. y: int64 [P, 2 + K] rows of h; of -1: no pair."""
+        rows = y.clamp(min=0)
+        source = h.index_select(0, rows[:, 0]).unsqueeze(1)  # [P, 1, D]
+        others = h.index_select(0, rows[:, 1:].flatten())
         others = others.view(len(y), y.shape[1] - 1, h.shape[1])  # [P, 1 + K, D]
         logits = scorer(source, others)  # [P, 1 + K]
         if self.softmax:
-            return F.cross_entropy(logits, torch.zeros_like(y[:, 0]), reduction="sum")
-        return (F.softplus(-logits[:, 0]) + F.softplus(logits[:, 1:]).mean(1)).sum() / 2
+            first = y[:, 0].clamp(max=0)
+            return F.cross_entropy(logits, first, reduction="sum", ignore_index=-1)
+        losses = F.softplus(-logits[:, 0]) + F.softplus(logits[:, 1:]).mean(1)
+        return losses.where(y[:, 0] >= 0, 0).sum() / 2
 
 
 # ---- evaluation
@@ -437,6 +440,8 @@ class LinkTask(Task):
     examples = "edges"
     temporal = "off"
     timed_pairs = True
+    padded = True
+    excludes = True
     embeds = True
     metrics = metrics_with("of_ranks") + metrics_with("of_pairs")
     widths = "feature_dim", "edge_dim", "num_edge_types", "node_types"

@@ -23,6 +23,7 @@ class NodeTask(Task):
     widths = "feature_dim", "num_classes", "edge_dim", "num_edge_types", "node_types"
     unused = {"is for --task link, --task is node": OF_LINKS}
     classes_agree = True
+    padded = True
 
     def __init__(self, args, path, say=print):
         self.store = store = open_graph(args, path, say)

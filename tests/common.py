@@ -356,7 +356,7 @@ def _on_kernels(s, folder, **options):
 
     def sample(seeds, step, times=None, exclude=None, relabel_outer=True):
         exclude = None if exclude is None else s._edge_set(exclude)
-        blocks = backend.sample(seeds, step // s.batch_dependency, relabel_outer, exclude, times)
+        blocks = backend.sample(seeds, step, relabel_outer, exclude, times)
         if blocks is None:
             raise ValueError("kernels found a seed that is no node or comes twice")
         blocks = blocks[::-1]

@@ -35,7 +35,8 @@ from run.edge_data import EdgeData
 from run.report import Clock
 from run.run import Run
 from sampler import Block, NeighborSampler
-from tasks import metrics
+from tasks import link, metrics
+from tasks.link import LinkTask
 from tasks.node import NodeTask
 from tests import common
 from tests.common import TINY, _end, _fork, _on_kernels, _random_graph, _run_here
@@ -142,17 +143,22 @@ def _graph_ring(net, x, labels, slots, **options):
     return FeatureRing(x, labels, slots=slots, dtype=torch.float32, **options)
 
 
-def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make=None, **sizes):
-    sizes = dict(fanout=[4, 3, 3], batch_size=12, accumulate=1, seed=5, prefetch=1) | sizes
+def _step_graphs(
+    draws, ring, net, optimizer, nodes, word="on", ranks=None, *, make=None, task=None, **sizes
+):
+    sizes = dict(batch_size=12, accumulate=1, negatives=2) | sizes
+    sizes |= dict(fanout=[4, 3, 3], seed=5, prefetch=1)
     args = argparse.Namespace(**sizes, cuda_graph=word, precision="fp32", model="sage")
-    task = object.__new__(NodeTask)  # without a data set
-    task.store = types.SimpleNamespace(split={"train": nodes})
+    args.total_batch = args.batch_size * args.accumulate
+    if task is None:
+        task = object.__new__(NodeTask)  # without a data set
+        task.store = types.SimpleNamespace(split={"train": nodes})
     given = {"used": EdgeData(), "sampler": draws, "ring": ring, "model": net}
     run = Run(ranks or ddp.Ranks(), args, task, **given)
     return (make or cuda_graphs.StepGraphs)(run, optimizer)
 
 
-_LAW = ("replace", "weighted", "method", "layer_dependency")
+_LAW = ("replace", "weighted", "method", "layer_dependency", "batch_dependency")
 
 
 def _small_run(folder, net, labels, x, degree=6, weighted=False, **law):
@@ -173,20 +179,23 @@ _EDGES = torch.randn(9000, 3)
 _STATIC_ROOM = cuda_graphs.static_room
 
 
-def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
-    """Stands in for static_room, with room only for as many edges as the smallest of a few batches has."""
-    _, (rows, _) = _STATIC_ROOM(sampler, nodes, args, first_hop)
+def _no_more_than_the_smallest(sampler, task, args, first_hop, which=0):
+    """Stands in for static_room, with room only for as many edges as the smallest (or a larger one) of a few batches has."""
+    nodes = task.store.split["train"]
+    _, room = _STATIC_ROOM(sampler, task, args, first_hop)
     # blocks on the CPU with as many sources as destinations are searched for global ids, which waits
-    rows = [n + hop for hop, n in enumerate(rows)]
-
-    drawn_later = first_hop and sampler.engine.spec.rule.counted
+    rows = [n + hop for hop, n in enumerate(room.rows)]
+    drawn_later = len(args.fanout) - len(room.places)
 
     def draw(seeds):
-        blocks = sampler.sample(seeds, 0, relabel_outer=not first_hop)[drawn_later:]
-        return [block.num_edges for block in blocks[::-1]]
+        batch = Batch(seeds=seeds, step_seeds=seeds)
+        trial = cuda_graphs.drawn(task, batch)
+        blocks = sampler.sample(trial.nodes, 0, relabel_outer=not first_hop, **trial.options)
+        return trial, [block.num_edges for block in blocks[drawn_later:][::-1]]
 
-    seeds = min(nodes.split(args.batch_size)[:-1], key=lambda seeds: sum(draw(seeds)))
-    return seeds, (rows, draw(seeds))
+    batches = map(draw, nodes.split(args.batch_size)[:-1])
+    trial, places = sorted(batches, key=lambda drawn: sum(drawn[1]))[which]
+    return trial, room._replace(rows=rows, places=places)
 
 
 @pytest.mark.parametrize(
@@ -303,9 +312,11 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
     nodes, block = itertools.cycle([(250, 230), (250, 250)]), types.SimpleNamespace
     draw = lambda *a, **k: [block(num_src=n, num_edges=1) for n in next(nodes)]  # noqa: E731
     engine = block(shapes=lambda S: ([S, 900, 900], [900, 900]))
-    args = argparse.Namespace(seed=5, batch_size=9, fanout=[4, 4])
+    args = argparse.Namespace(seed=5, batch_size=9, total_batch=9, fanout=[4, 4])
     draws = block(sample=draw, engine=engine)
-    rows = cuda_graphs.static_room(draws, torch.arange(90), args, False)[1][0]
+    task = object.__new__(NodeTask)
+    task.store = block(split={"train": torch.arange(90)})
+    rows = cuda_graphs.static_room(draws, task, args, False)[1].rows
     assert rows == [9, 512, 512]
 
 
@@ -320,7 +331,7 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("sage", True, False, dict(weighted=True)),
         ("sage", False, False, dict(weighted=True, dtype=torch.bfloat16)),
         ("gcn", True, True, dict(weighted=True)),
-        ("sage", True, False, dict(method="labor")),
+        ("sage", True, False, dict(method="labor", batch_dependency=3)),
         ("gcn", True, False, dict(method="labor", layer_dependency=True)),
         ("sage", True, False, dict(input_dropout=0.3)),
         ("sage-pool", True, False, dict(norm="layer")),
@@ -400,6 +411,45 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     assert losses[:4] == pytest.approx(epochs * 2, rel=1e-5)
     theirs = [*net.parameters()]
     torch.testing.assert_close(ends[0][: len(theirs)], theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        {},
+        dict(method="labor", batch_dependency=3),
+        dict(weights=True),
+        dict(edge_times=True),
+        dict(edge_type=True),
+    ],
+)
+def test_a_captured_frame_takes_each_batch_s_excluded_edges_and_step(
+    emulated_graphs, law, tmp_path
+):
+    """Samples are the sampler's; edges in any order, some of them twice. More than there is room for are trouble."""
+    indptr, indices, kinds, _ = _typed_graph(np.random.default_rng(2), 120, 900, 3)
+    M = len(indices)
+    columns = dict(weights=torch.arange(M) % 5 / 2, edge_times=torch.arange(M), edge_type=kinds)
+    law = {word: columns.get(word, value) for word, value in law.items()}
+    s = NeighborSampler(indptr, indices, [4, 3], seed=5, backend="torch", edge_ids=True, **law)
+    frame = common._frame(common._emulated(s, tmp_path), 12, 2, excludes=40)
+    frame.fill(torch.arange(12), 0, times=torch.zeros(12).long() if s.timed else None)
+    frame.start()
+    with _Graph() as graph:
+        frame.start()
+    for step in range(-2, 8):
+        seeds = torch.randperm(120)[: 10 - step]
+        times = torch.randint(M, seeds.shape) if s.timed else None
+        edges = s.sample(seeds, step, times)[-1].edge_ids
+        exclude = [None, edges, edges.flip(0).repeat(2), edges[:5]][step % 4]
+        fits = exclude is None or len(exclude) <= 40
+        frame.fill(seeds, step, exclude=exclude, times=times)
+        graph.replay()
+        assert frame.trouble == (0 if fits else sampler_gpu.FULL)
+        want = s.sample(seeds, step, times, exclude=exclude)[::-1]
+        for block, expected in zip(frame.cut(), want) if fits else ():
+            assert all(map(torch.equal, block[:4], expected[:4]))
+            assert exclude is None or not torch.isin(block.edge_ids, exclude).any()
 
 
 class _Mark:
@@ -534,6 +584,96 @@ def test_a_task_s_loss_is_that_of_every_stepper(
     torch.testing.assert_close([*net.parameters()], [*eager_net.parameters()], rtol=1e-4, atol=1e-6)
 
 
+def _drawing_task(kind, timed):
+    """Make a task whose batches are drawn -> (task, columns of its edges), for pairs or for nodes at their times."""
+    indptr, indices = _random_graph(np.random.default_rng(18), 300, 6)
+    times = torch.randint(20, (300,))
+    row = torch.repeat_interleave(indptr.diff())
+    edge_time = torch.randint(20, (len(indices),))
+    edge_time = edge_time[(row * 20 + edge_time).argsort(stable=True)]
+    graph = types.SimpleNamespace(indptr=indptr, indices=indices, num_nodes=300)
+    if timed:
+        graph.edge_time = edge_time
+    if kind == "node":
+        task = object.__new__(NodeTask)
+        task.store, task.draw = graph, loader.seeds_at(times)
+        graph.split = {"train": torch.randperm(300)[:53]}
+    else:
+        task = object.__new__(LinkTask)
+        task.store = link.split_edges(graph, "3/48/49", timed=timed)
+        csc = task.store.indptr, task.store.indices
+        task.links = link.Links(task.store, *csc, negatives=2, softmax=kind == "softmax")
+        task.draw = task.links.draw
+    return task, {"edge_times": task.store.edge_time, "window": 15} if timed else {}
+
+
+@pytest.mark.parametrize(
+    "kind, conv, timed, tight",
+    [
+        ("link", "sage", False, False),
+        ("softmax", "gcn", True, True),
+        ("node", "sage", True, False),
+        ("node", "gat", True, True),
+    ],
+)
+def test_a_step_of_drawn_batches_is_a_cuda_graph(
+    emulated_graphs, kind, conv, timed, tight, tmp_path, monkeypatch
+):
+    """Pairs with their negatives, without the step's own edges, and seeds with times: the losses of eager steps in the
+    shapes of each batch, and the same bits with CUDA graphs and without."""
+    task, law = _drawing_task(kind, timed)
+    if tight:
+        narrow = functools.partial(_no_more_than_the_smallest, which=-1)
+        monkeypatch.setattr(cuda_graphs, "static_room", narrow)
+    x, labels = torch.randn(300, 20), torch.randint(5, (300,))
+    first = _net(conv, (20, 8, 5), dropout=0.5)
+    first.scorer = link.Scorer("mlp", 5)
+    csc = task.store.indptr, task.store.indices
+    if conv == "gcn":
+        first.degrees = model.graph_degrees(*csc)
+    s = NeighborSampler(*csc, [4, 3, 3], seed=5, backend="torch", **law)
+    ends, sums, batches = [], [], []
+    for word in ("on", "off", "eager"):
+        net = copy.deepcopy(first)
+        draws = _sampling_on_gpu(s, tmp_path)
+        ring = _graph_ring(net, x, labels, slots=2)
+        examples = task.store.split["train"]
+        graphs = _step_graphs(draws, ring, net, _adam(net), examples, word, task=task)
+        stepper, options = graphs, {"load_batch": graphs.load_batch}
+        if word == "eager":
+            stepper = train.Eager(graphs.run, net, _adam(net))
+            options = {"sampler": draws, "ring": ring, "draw": task.draw}
+        options |= dict(batch_size=12, seed=5, depth=1)
+        for _ in range(2):
+            loss_sum = stepper.begin()
+            of_epoch = loader.NodeLoader(None, examples, [4, 3, 3], **options)
+            for batch in of_epoch:
+                assert len(batch.y) == len(batch.seeds)
+                batches.append(batch.y.clone())
+                stepper.step(batch, Clock(False))
+            sums.append(loss_sum.total.item())
+        if word == "on":
+            assert graphs.captured and (graphs.repeated > 0) == tight
+            assert graphs.repeated < 2 * len(of_epoch)
+        ends.append([p.detach() for p in net.parameters()])
+    third = len(batches) // 3
+    assert all(map(torch.equal, batches[:third], batches[-third:]))
+    assert len(examples) % 12 and sums[:2] == sums[2:4]
+    assert all(map(torch.equal, *ends[:2]))
+    assert sums[:2] == pytest.approx(sums[4:], rel=1e-5)
+    torch.testing.assert_close(ends[0], ends[2], rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_counts_padding_is_not_captured(emulated_graphs, tmp_path, monkeypatch):
+    """The batch of the trial has fewer examples than there is room for."""
+    mean = lambda task, net, output, y: output.square().mean() * 12  # noqa: E731
+    monkeypatch.setattr(NodeTask, "loss", mean)
+    net, labels = _net("sage", (20, 8, 5)), torch.randint(5, (300,))
+    run = *_small_run(tmp_path, net, labels, torch.randn(300, 20)), net, _adam(net)
+    with pytest.raises(RuntimeError, match="their losses are"):
+        _step_graphs(*run, torch.arange(40))
+
+
 def test_a_cuda_step_graph_that_differs_is_not_used(emulated_graphs, tmp_path, monkeypatch):
     """A graph whose loss differs is detected before it trains."""
     nodes, labels, x = torch.arange(40), torch.randint(5, (300,)), torch.randn(300, 20)
@@ -590,7 +730,7 @@ def test_the_sampling_graph_lists_edges_for_the_training_graph(
         graphs = _step_graphs(draws, ring, net, _adam(net), torch.arange(40), word)
         for slot in graphs.slots:
             launched.clear()
-            graphs._sample(slot, torch.arange(12), 7)
+            graphs._sample(slot, cuda_graphs.Drawn(torch.arange(12), {}, None, 7))
             for name in ("destinations", "list_sizes", "list_edges", "list_in_order"):
                 assert launched.count(name) == listed
             launched.clear()
@@ -684,8 +824,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         ("--fanout 4,49", {}, "--fanout 4,49: the last number is 48 at most"),
         ("--fanout -1,4", {}, "--fanout -1,4"),
         ("--fanout 4", {}, "one layer"),
-        ("--sampler labor --batch-dependency 2", {}, "--batch-dependency gives several steps"),
-        ("--sampler labor", {}, "the sampler's kernels are not there"),
+        ("--sampler labor --batch-dependency 2", {}, "the sampler's kernels are not there"),
         ("--sampler weighted --fanout 4,49", {}, "the sampler's kernels are not there"),
         ("--mode cpu-cpu", dict(on_device=False), "--mode cpu-cpu"),
         ("", dict(features=None), "behind a cache"),
@@ -700,8 +839,9 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
             dict(used=EdgeData(type=1, num_types=17)),
             "edges have more than 16 types",
         ),
-        ("", dict(used=EdgeData(time=1), draw=print), "by their times"),
-        ("", dict(draw=print), "the task draws its own batches"),
+        ("--fanout 4,49", dict(used=EdgeData(time=1)), "the sampler's kernels are not there"),
+        ("--fanout 4,49", dict(excludes=True), "the sampler's kernels are not there"),
+        ("", dict(padded=False), "the loss of --task node may count padding"),
         ("", dict(labels=torch.zeros(3, 2)), "the sampler's kernels are not there"),
         ("--model gin", dict(node_types={"a": (3, 1)}), "nodes have types, and --model gin counts"),
         ("--model rgcn", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
@@ -712,7 +852,8 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
     ):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
         s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
-        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData(), "draw": None}
+        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData()}
+        has |= {"padded": True, "excludes": False}
         data = types.SimpleNamespace(**{**has, **ring, **changed})
         data.store = data
         run = dict(plan=args, sampler=s, ring=data, store=data, task=data, used=data.used)
