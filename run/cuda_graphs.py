@@ -13,7 +13,8 @@ sampling and dropout, is read from GPU memory.
 
 A batch that does not fit is sampled again, and trained on, in its own shapes. It is the same batch, since samples depend
 only on the step; which batches do not fit depends only on the flags, so a run repeats to the last bit, interrupted or
-not.
+not. The host asks whether a batch fitted when its turn to be trained on comes, --prefetch batches after it was started:
+so it seldom waits, and no later batch has been trained on.
 
 The same kernels in the same shapes can be launched one by one (`--cuda-graph off`, or if capture fails), with the same
 bits. Steps that cannot be graphs (`obstacle`) use the shapes of each batch; sums that graphs take over padded rows may
@@ -270,7 +271,8 @@ class Slot:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
             outermost hop. y: labels [S] or [S, C], or the task's own, padded with -1. batch: `Batch` of these and the frame's blocks.
             step: int64 [1], counted over all epochs. averages: whether the outermost hop, sampled into the frame, is then
-            averaged straight from the feature table. trained: event after training, for which refilling waits.
+            averaged straight from the feature table. sampled, trained: events after these, for which refilling waits.
+            drawn: `Drawn` of the batch. fits: whether there is room for what was drawn.
     """
 
     def __init__(self, sampler, ring, room):
@@ -308,18 +310,29 @@ class Slot:
         self.batch = Batch(blocks, self.x, self.y, edges=edges)
         self.step = self.frame.step
         self.sampling = self.training = None  # CUDA graphs
+        self.sampled = torch.cuda.Event()
         self.trained = torch.cuda.Event()
+        self.drawn = None
+        self.fits = False
 
     def fill(self, drawn):
-        """Write what a batch is made from, for `sample` to read -> whether there is room."""
+        """Write what a batch is made from, for `sample` to read, if there is room."""
         y = self.y[:0] if drawn.y is None else drawn.y
-        if len(drawn.nodes) > len(self.seeds) or len(y) > len(self.y):
-            return False
+        self.drawn = drawn
+        self.fits = len(drawn.nodes) <= len(self.seeds) and len(y) <= len(self.y)
+        if not self.fits:
+            return
         self.frame.fill(drawn.nodes, drawn.step, **drawn.options)
         if not self.labelled:
             self.y[: len(y)].copy_(y)
             self.y[len(y) :].fill_(-1)
-        return True
+
+    @property
+    def trouble(self):
+        """Wait for the batch to be sampled -> 0, or a code for why the slot does not hold it (`trouble` of
+        native/sampler_gpu.py)."""
+        self.sampled.synchronize()
+        return self.frame.trouble if self.fits else sampler_gpu.FULL
 
     def sample(self):
         """Launch what the first graph captures: sample, fetch or average features of nodes, fetch those of edges, look up
@@ -432,7 +445,8 @@ class StepGraphs:
         losses = []
         errors = []
         for slot in slots:
-            if trouble := self._sample(slot, trial):
+            self._sample(slot, trial)
+            if trouble := slot.trouble:
                 raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
             nodes = slot.nodes[: batch.blocks[0].num_src]
             x = slot.x[: len(nodes)][(nodes >= 0) & (nodes < len(self.ring.features))]
@@ -527,17 +541,15 @@ class StepGraphs:
         self.flat.zero_()
 
     def _sample(self, slot, drawn):
-        """Sample into a slot on the current stream and wait for it -> 0, or a code for why it holds
-        no batch (`trouble` of native/sampler_gpu.py)."""
+        """Start sampling into a slot on the current stream."""
+        slot.sampled.synchronize()  # the host writes what that read; over by now, if the batch was trained on
         torch.cuda.current_stream().wait_event(slot.trained)
-        if not slot.fill(drawn):
-            return sampler_gpu.FULL
-        if slot.sampling:
+        slot.fill(drawn)
+        if slot.fits and slot.sampling:
             slot.sampling.replay()
-        else:
+        elif slot.fits:
             slot.sample()
-        self.sampler.engine.kernels.wait()
-        return slot.frame.trouble
+        slot.sampled.record()
 
     def begin(self):
         """Start an epoch: copy the learning rate from the optimizer's groups, reset the loss -> LossSum."""
@@ -547,16 +559,11 @@ class StepGraphs:
         return LossSum(self.loss_sum.zero_())
 
     def load_batch(self, batch, number):
-        """Draw a batch, sample and fetch it into a slot, or in its own shapes if it does not fit -> the Batch completed."""
+        """Draw a batch and start sampling it into a slot -> the Batch completed, or `step` makes it again."""
         slot = self.slots[number]
         with self.ring.stream(number):
-            of_batch = drawn(self.run.task, batch)
-            # also for a damaged graph or invalid seeds: `sample` raises
-            if self._sample(slot, of_batch):
-                self.repeated += 1
-                return self._fetch(number, of_batch, batch)
-            y = slot.y[: len(batch.seeds)]
-            return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=y)
+            self._sample(slot, drawn(self.run.task, batch))
+        return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=slot.y[: len(batch.seeds)])
 
     def _fetch(self, number, drawn, batch):
         """Sample and fetch a batch in its own shapes -> the Batch completed."""
@@ -567,16 +574,25 @@ class StepGraphs:
 
     def step(self, batch, clock):
         """Train on a batch of the loader: forward, loss, backward, and the optimizer after the last of a step's."""
+        number = next(i for i, slot in enumerate(self.slots) if slot.x is batch.x)
+        slot = self.slots[number]
+        with clock.timed("stall"):
+            fits = not slot.trouble
+        if not fits:
+            self.repeated += 1
+            with self.ring.stream(number):
+                # also for a damaged graph or invalid seeds: `sample` raises
+                batch = self._fetch(number, slot.drawn, batch)
+            batch.wait()
         with clock.timed("step", on_gpu=True):
             weight = 1 / batch.total  # of a seed: gradients are summed over passes and ranks
             if weight != self.weighs:
                 self.weight.fill_(weight)
                 self.weighs = weight
-            slot = next((slot for slot in self.slots if slot.x is batch.x), None)
-            if slot is None:
-                self._compute(batch, batch.global_step)
-            else:
+            if fits:
                 self._train(slot)
+            else:
+                self._compute(batch, batch.global_step)
             if not batch.last:
                 return
             if self.run.ranks.world > 1:
