@@ -143,12 +143,22 @@ def once_differentiable(backward):
 @functools.cache
 def load(ids, source, target, device):
     """Compile `Code` for ids, rows and results of these dtypes; None, after one warning, if that fails."""
-    text = program(ids, source, target)
-    if is_gpu(device):
-        compiled = build.load_cuda("layers", text, device)
-    else:
-        compiled = build.load_host("layers", text, FLAGS)
+    compiled = compile_for(device, "layers", program(ids, source, target))
     return compiled and Code(compiled)
+
+
+def compile_for(device, name, text):
+    """Compile a program whose method `run` runs a kernel, for a GPU or the CPU; None, after one warning, if that fails."""
+    if is_gpu(device):
+        return build.load_cuda(name, text, device)
+    return build.load_host(name, text, FLAGS)
+
+
+@functools.cache
+def load_links(ids, device):
+    """Compile links.cu for node ids of this dtype, as `compile_for`."""
+    text = build.read_source("links.cu", ID=IDS[ids], WEIGHT="double")
+    return compile_for(device, "links", text)
 
 
 def program(ids, source, target):

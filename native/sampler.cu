@@ -201,6 +201,13 @@ FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
   read_nodes(most, b, start, place, n, node);
   UNROLL for (int j = 0; j < most; j++) if (j < n) put_edge(b, part, at + j, node[j]);
 }
+// Count the edges that nodes see at these times.
+KERNEL degrees_at(batch_t b, i64 n, const ID *nodes, const i64 *times, i64 *degrees) {
+  THREAD(n);
+  row_t row = {b.law.indptr[nodes[i]], degree_of(&b, nodes[i]), 0, 0, 0};
+  cut_by_time(&row, &b.law, times[i]);
+  degrees[i] = row.degree;
+}
 KERNEL pick_8(batch_t b, part_t part) { pick_up_to(8, &b, &part); }
 KERNEL pick_16(batch_t b, part_t part) { pick_up_to(16, &b, &part); }
 KERNEL pick_32(batch_t b, part_t part) { pick_up_to(32, &b, &part); }

@@ -110,6 +110,9 @@ class Backend:
         if spec.edge_type is not None:
             defines["TYPE"] = TYPES[spec.edge_type.dtype]
         self.kernels = compiled("sampler", build.read_source("sampler.cu", **defines))
+        # for kernels that need no frame
+        self.outcome = spec.indices.new_zeros(ctypes.sizeof(Outcome) // 8, dtype=torch.int64)
+        self.graph = build.fill(Batch(), outcome=self.outcome, **self.spec.law())
         self.num_nodes = spec.num_nodes
         self.timed = spec.edge_times is not None
         # edges to allocate for each hop that once lacked room: what it wanted, and a quarter more
@@ -164,6 +167,19 @@ class Backend:
             # the GPU is done with the frame, so the next batch may be on any stream
             self.resting.append(frame)
         return blocks
+
+    def degrees(self, nodes, times):
+        """Count the edges that nodes [n] see at times int64 [n], without types -> int64 [n]; 0 for a damaged list."""
+        degrees = torch.empty_like(times)
+        values = {
+            "b": self.graph,
+            "n": len(times),
+            "nodes": nodes,
+            "times": times,
+            "degrees": degrees,
+        }
+        self.kernels.run("degrees_at", len(times), values)
+        return degrees
 
     def shapes(self, S):
         """Plan room for a batch of S seeds -> (source nodes by hop [L + 1], the seeds first; edges by hop [L])."""
@@ -433,7 +449,7 @@ class Frame:
             self.sent = self.head
             given = self.input[self.head :]
         if times is not None:
-            times = times.to(given.device)
+            times = times.to(given.device).contiguous()
             values = times.sort()[0]
             room = self.shape.rows[0]
             given[room:][:S].copy_(torch.searchsorted(values, times))

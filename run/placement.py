@@ -212,6 +212,7 @@ def sizes(flags, task, used, cores=1):
         "edge_dim": 0 if used.features is None else used.features.shape[1],
         "graphs": cuda_graphs.hops_held(flags, task, used) if flags.trains else 0,
         "counted": cuda_graphs.counted(flags, task, used),
+        "timed": used.time is not None,
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,
         "cores": cores,

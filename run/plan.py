@@ -70,11 +70,12 @@ def placements(
     prefetch=None,
     graphs=0,
     counted=True,
+    timed=False,
     types=0,
     edge_dim=0,
 ):
-    """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; counted: of the sampling
-    rule, see `Rule`; types: rows that rgcn makes for each destination; edge_dim: width of the features of edges that the
+    """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; counted: node
+    degrees tell how many edges are drawn, see `Rule`; timed: edges have times; types: rows that rgcn makes for each destination; edge_dim: width of the features of edges that the
     layers take; cores: of each process; the others are flags of train.py.
 
     The sizes are upper bounds: a hop has k neighbours of every node so far, and no more than V nodes and M edges. Input
@@ -122,8 +123,9 @@ def placements(
         slot = 4 * F * nodes[hops] * (2 if hops < len(fanout) else 1)
         if not counted:  # pairs of rows with all hops held
             slot = max(slot, 8 * F * nodes[hops - 1])
-        # 12: winners, numbers, counts; 16: edges and keys of draws
-        slot += id_bytes * (2 * rows + places) + (12 + typed + 16 * (not counted)) * places
+        # 12: winners, numbers, counts; 16: edges and keys of draws; 60: a hash table of pairs, their times
+        slot += id_bytes * (2 * rows + places)
+        slot += (12 + typed + 16 * (not counted) + 60 * timed) * places
         slot += (4 * edge_dim + 8) * places if edge_dim else 0  # rows and ids
         return step[mode] + (held[mode] * slot + compute) * bool(graphs)
 

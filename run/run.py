@@ -40,7 +40,7 @@ def open_run(ranks, flags, path, fits=lambda plan, task: None):
     sampler, ring = place_data(ranks, plan, task, used)
     torch.manual_seed(plan.seed)  # of initial weights, the same on every rank
     model, digest = build_model(plan, task, used)
-    place_model(ranks, model, plan, task, used)
+    place_model(ranks, model, plan, task, sampler)
     return Run(ranks, plan, task, used=used, sampler=sampler, ring=ring, model=model, digest=digest)
 
 
@@ -65,7 +65,7 @@ def build_model(plan, task, used):
     return task.build(plan, network), digest
 
 
-def place_model(ranks, model, plan, task, used):
+def place_model(ranks, model, plan, task, sampler):
     """Set what a network takes from the data, and move it to this rank's device."""
     store = task.store
     task.set_buffers(model)
@@ -73,13 +73,13 @@ def place_model(ranks, model, plan, task, used):
     model.to(ranks.device, dtype)
     if not any(getattr(module, "uses_degree", False) for module in model.modules()):
         return
-    if used.time is not None and used.type is not None:
+    if sampler.timed and sampler.edge_type is not None:
         raise StoreError(
             f"--model {plan.model}: a layer counts degrees by time, and lists are sorted by type first"
             "; --temporal off shows all edges"
         )
-    if used.time is not None:
-        model.degrees = degrees_at(store.indptr, used)
+    if sampler.timed:
+        model.degrees = degrees_at(sampler)
     else:
         with reading_all_edges():
             model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)

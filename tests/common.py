@@ -238,6 +238,7 @@ UNDEFINED(add_overflow, "a signed sum overflows")
 UNDEFINED(sub_overflow, "a signed difference overflows")
 UNDEFINED(mul_overflow, "a signed product overflows")
 UNDEFINED(negate_overflow, "a signed negation overflows")
+UNDEFINED(divrem_overflow, "a quotient overflows")
 """
 _ONE_LAUNCH = threading.Lock()  # the checker has one global state
 _SANITIZED = "-fsanitize=thread,alignment,signed-integer-overflow,bounds"

@@ -166,7 +166,10 @@ def test_cuda_sampler_kernels_stay_in_registers(ids, arch):
     wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
     rows = odd if arch == "sm_80" else wide, odd if ids == "i64" else wide
     outer, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
-    found = _cuda_resources(text, arch) | _cuda_resources(outer, arch)
+    links = build.read_source("links.cu", ID=sampler_gpu.IDS[dtype], WEIGHT="double")
+    found = (
+        _cuda_resources(text, arch) | _cuda_resources(outer, arch) | _cuda_resources(links, arch)
+    )
     assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
 
