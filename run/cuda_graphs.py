@@ -14,13 +14,15 @@ the slot.
 
 A batch that does not fit is sampled again, and trained on, in its own shapes. It is the same batch, since samples depend
 only on the step; which batches do not fit depends only on the flags, so a run repeats to the last bit, interrupted or
-not.
+not. The host asks whether a batch fitted when its turn to be trained on comes, --prefetch batches after it was started:
+so it seldom waits, and no later batch has been trained on.
 
 The same kernels in the same shapes can be launched one by one (`--cuda-graph off`, or if capture fails), with the same
 bits. Steps that cannot be graphs (`obstacle`) use the shapes of each batch; sums that graphs take over padded rows may
 round differently there.
 
-With several ranks the gradients are averaged between two graphs, as one vector, without DistributedDataParallel.
+With several ranks, or batches of a step (--accumulate), the second graph ends with one vector, the sum of the step's
+gradients so far, and a third one updates the weights, after the ranks have summed it, without DistributedDataParallel.
 """
 
 import gc
@@ -80,7 +82,10 @@ def hindrances(args, task, used):
             "--checkpoint-activations would repeat a layer of your own without its dropout, if it is torch's",
         ),
         (args.precision != "fp64", "--precision fp64 has no kernels"),
-        (args.accumulate == 1, f"--accumulate {args.accumulate} makes a step of several batches"),
+        (
+            args.accumulate == 1 or not store.node_types,
+            f"nodes have types, and --accumulate {args.accumulate} adds up whole tables of gradients",
+        ),
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
         (not re.search("(^|,|=)-1", fanout), f"--fanout {fanout} has no bound"),
         (used.features is None or used.features.shape[0], "there are no edges"),
@@ -146,7 +151,7 @@ def build(run, optimizer):
         return None, why or ELSEWHERE
     ranks.check_equal(run.model)
     rows, places, *_ = graphs.room
-    how = f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs"
+    how = f"a step is {'two' if graphs.flat is None else 'three'} CUDA graphs"
     if uncaptured:
         why = f"no CUDA graphs: {graphs.failure or ELSEWHERE}"
         if args.cuda_graph == "off":
@@ -266,7 +271,8 @@ class Slot:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
             outermost hop. y: labels [S] or [S, C], or the task's own, padded with -1. batch: `Batch` of these and the frame's blocks.
             step: int64 [1], counted over all epochs. averages: whether the outermost hop, sampled into the frame, is then
-            averaged straight from the feature table. trained: event after training, for which refilling waits.
+            averaged straight from the feature table. sampled, trained: events after these, for which refilling waits.
+            drawn: `Drawn` of the batch. fits: whether there is room for what was drawn.
     """
 
     def __init__(self, sampler, ring, room):
@@ -308,18 +314,29 @@ class Slot:
         self.batch = Batch(blocks, self.x, self.y, edges=edges)
         self.step = self.frame.step
         self.sampling = self.training = None  # CUDA graphs
+        self.sampled = torch.cuda.Event()
         self.trained = torch.cuda.Event()
+        self.drawn = None
+        self.fits = False
 
     def fill(self, drawn):
-        """Write what a batch is made from, for `sample` to read -> whether there is room."""
+        """Write what a batch is made from, for `sample` to read, if there is room."""
         y = self.y[:0] if drawn.y is None else drawn.y
-        if len(drawn.nodes) > len(self.seeds) or len(y) > len(self.y):
-            return False
+        self.drawn = drawn
+        self.fits = len(drawn.nodes) <= len(self.seeds) and len(y) <= len(self.y)
+        if not self.fits:
+            return
         self.frame.fill(drawn.nodes, drawn.step, **drawn.options)
         if not self.labelled:
             self.y[: len(y)].copy_(y)
             self.y[len(y) :].fill_(-1)
-        return True
+
+    @property
+    def trouble(self):
+        """Wait for the batch to be sampled -> 0, or a code for why the slot does not hold it (`trouble` of
+        native/sampler_gpu.py)."""
+        self.sampled.synchronize()
+        return self.frame.trouble if self.fits else sampler_gpu.FULL
 
     def sample(self):
         """Launch what the first graph captures: sample and look up labels, fetch or average features of nodes, fetch those
@@ -369,7 +386,7 @@ class StepGraphs:
             capture failed, or None.
     """
 
-    parallel = None  # no DistributedDataParallel: ranks average one vector
+    parallel = None  # no DistributedDataParallel: ranks sum one vector
 
     def __init__(self, run, optimizer):
         self.run = run
@@ -389,7 +406,7 @@ class StepGraphs:
         for group in optimizer.param_groups:
             group["capturable"] = True
         self.flat = self.update = None
-        if ranks.world > 1:
+        if ranks.world > 1 or args.accumulate > 1:
             self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=ranks.device)
         self.slots = [Slot(self.sampler, self.ring, room) for _ in range(args.prefetch + 1)]
         kept = [t.clone() for t in self._state()]
@@ -411,6 +428,8 @@ class StepGraphs:
         """Copy back the tensors `kept`, clones of `_state`, in place; optimizer state that was made since is zeroed."""
         for t, value in zip_longest(self._state(), kept):
             t.zero_() if value is None else t.copy_(value)
+        if self.flat is not None:
+            self.flat.zero_()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _prepare(self, trial, kept, capture):
@@ -433,7 +452,8 @@ class StepGraphs:
         losses = []
         errors = []
         for slot in slots:
-            if trouble := self._sample(slot, trial):
+            self._sample(slot, trial)
+            if trouble := slot.trouble:
                 raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
             nodes = slot.nodes[: batch.blocks[0].num_src]
             x = slot.x[: len(nodes)][(nodes >= 0) & (nodes < len(self.ring.features))]
@@ -504,7 +524,7 @@ class StepGraphs:
         return failure
 
     def _compute(self, batch, step):
-        """Take a step on one batch, padded or not; with several ranks, up to the flat gradient."""
+        """Take a step on one batch, padded or not, up to the flat gradient if there is one."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.run.loss(batch, step)
         loss.backward(self.weight)
@@ -512,11 +532,10 @@ class StepGraphs:
         if self.flat is None:
             self.optimizer.step()
         else:
-            torch.cat([p.grad.flatten() for p in self.parameters], out=self.flat)
-            self.flat /= self.run.ranks.world
+            self.flat += torch.cat([p.grad.flatten() for p in self.parameters])
 
     def _train(self, slot):
-        """Take the step of a slot's batch; with several ranks, up to the flat gradient."""
+        """Take the step of a slot's batch, up to the flat gradient if there is one."""
         if slot.training:
             slot.training.replay()
         else:
@@ -524,30 +543,29 @@ class StepGraphs:
         slot.trained.record()
 
     def _finish(self):
-        """With several ranks, take the rest of the step, from the flat gradient on."""
+        """Take the rest of a step, from the flat gradient on, if there is one."""
         if self.update:
             self.update.replay()
         elif self.flat is not None:
             self._update()
 
     def _update(self):
-        """Run the optimizer on the flat gradient."""
+        """Run the optimizer on the flat gradient, which is zero afterwards."""
         for p, part in zip(self.parameters, self.flat.split([p.numel() for p in self.parameters])):
             p.grad = part.view_as(p)
         self.optimizer.step()
+        self.flat.zero_()
 
     def _sample(self, slot, drawn):
-        """Sample into a slot on the current stream and wait for it -> 0, or a code for why it holds
-        no batch (`trouble` of native/sampler_gpu.py)."""
+        """Start sampling into a slot on the current stream."""
+        slot.sampled.synchronize()  # the host writes what that read; over by now, if the batch was trained on
         torch.cuda.current_stream().wait_event(slot.trained)
-        if not slot.fill(drawn):
-            return sampler_gpu.FULL
-        if slot.sampling:
+        slot.fill(drawn)
+        if slot.fits and slot.sampling:
             slot.sampling.replay()
-        else:
+        elif slot.fits:
             slot.sample()
-        self.sampler.engine.kernels.wait()
-        return slot.frame.trouble
+        slot.sampled.record()
 
     def begin(self):
         """Start an epoch: copy the learning rate from the optimizer's groups, reset the loss -> LossSum."""
@@ -557,16 +575,11 @@ class StepGraphs:
         return LossSum(self.loss_sum.zero_())
 
     def load_batch(self, batch, number):
-        """Draw a batch, sample and fetch it into a slot, or in its own shapes if it does not fit -> the Batch completed."""
+        """Draw a batch and start sampling it into a slot -> the Batch completed, or `step` makes it again."""
         slot = self.slots[number]
         with self.ring.stream(number):
-            of_batch = drawn(self.run.task, batch)
-            # also for a damaged graph or invalid seeds: `sample` raises
-            if self._sample(slot, of_batch):
-                self.repeated += 1
-                return self._fetch(number, of_batch, batch)
-            y = slot.y[: len(batch.seeds)]
-            return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=y)
+            self._sample(slot, drawn(self.run.task, batch))
+        return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=slot.y[: len(batch.seeds)])
 
     def _fetch(self, number, drawn, batch):
         """Sample and fetch a batch in its own shapes -> the Batch completed."""
@@ -576,19 +589,29 @@ class StepGraphs:
         return self.ring.fetch(number, blocks, batch._replace(y=drawn.y))
 
     def step(self, batch, clock):
-        """Train on a batch of the loader: forward, loss, backward, optimizer."""
+        """Train on a batch of the loader: forward, loss, backward, and the optimizer after the last of a step's."""
+        number = next(i for i, slot in enumerate(self.slots) if slot.x is batch.x)
+        slot = self.slots[number]
+        with clock.timed("stall"):
+            fits = not slot.trouble
+        if not fits:
+            self.repeated += 1
+            with self.ring.stream(number):
+                # also for a damaged graph or invalid seeds: `sample` raises
+                batch = self._fetch(number, slot.drawn, batch)
+            batch.wait()
         with clock.timed("step", on_gpu=True):
-            # seeds weigh 1 / total, see train.py
-            weight = self.run.ranks.world / batch.total
+            weight = 1 / batch.total  # of a seed: gradients are summed over passes and ranks
             if weight != self.weighs:
                 self.weight.fill_(weight)
                 self.weighs = weight
-            slot = next((slot for slot in self.slots if slot.x is batch.x), None)
-            if slot is None:
-                self._compute(batch, batch.global_step)
-            else:
+            if fits:
                 self.run.reseed(batch, batch.global_step)
                 self._train(slot)
-            if self.flat is not None:
+            else:
+                self._compute(batch, batch.global_step)
+            if not batch.last:
+                return
+            if self.run.ranks.world > 1:
                 dist.all_reduce(self.flat)
             self._finish()

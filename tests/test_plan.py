@@ -144,7 +144,7 @@ def test_estimate_counts_the_static_memory_of_step_graphs(tmp_path, monkeypatch,
         ("--sampler labor", 3),
         ("--sampler labor --batch-dependency 2", 3),
         ("--task link", 3),
-        ("--accumulate 2", 0),
+        ("--accumulate 2", 2),
     ],
 )
 def test_a_run_estimates_with_the_hops_of_its_step_graphs(words, graphs, tmp_path, monkeypatch):
