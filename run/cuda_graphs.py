@@ -83,7 +83,7 @@ def hindrances(args, task, used):
         ),
         (args.precision != "fp64", "--precision fp64 has no kernels"),
         (
-            args.accumulate == 1 or not store.node_types,
+            args.accumulate == 1 or not task.store.node_types,
             f"nodes have types, and --accumulate {args.accumulate} adds up whole tables of gradients",
         ),
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
