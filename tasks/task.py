@@ -13,6 +13,7 @@ from relational import NodeInputs
 from store import GraphStore
 
 CHUNK = 1 << 22  # numbers of a table of predictions converted at a time
+OF_GRAPHS = "max_nodes max_edges"  # flags of --task graph
 OF_LINKS = "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
 
 
@@ -31,7 +32,7 @@ class Task:
         placed: --mode places graph and features. embeds: outputs, of any network, are embeddings of width --hidden.
         timed_pairs: each example has its own time; else examples are nodes, with the times `node_time`.
         several: whether a node has several labels; None where that is no question.
-        store: the open data, with split {part: ids of its examples}. draw, load_batch: see `NodeLoader`.
+        store: the open data, with split {part: ids of its examples}. draw, load_batch, limits: see `NodeLoader`.
     """
 
     title = "scores"
@@ -48,6 +49,7 @@ class Task:
     timed_pairs = False
     draw = None
     load_batch = None
+    limits = None
 
     @staticmethod
     def network(args, widths, custom=None):
