@@ -134,6 +134,24 @@ def seeds_at(times, nodes=None):
     return draw
 
 
+class Limits(NamedTuple):
+    """How much a pass holds at most, where examples differ in size."""
+
+    sizes: torch.Tensor  # int64 [n, k]: k sizes of each example, such as nodes and edges of a graph
+    most: tuple  # [k] the largest sum of each
+
+    def cut(self, order, count):
+        """Cut examples [n], in this order, into passes of at most `count`, each as long as it fits -> list of their bounds
+        [passes + 1]; an example that is too large is a pass of its own."""
+        upto = np.pad(self.sizes[order].numpy().cumsum(0), ((1, 0), (0, 0)))
+        columns = [*zip(upto.T.copy(), self.most)]
+        bounds = [0]
+        while (at := bounds[-1]) < len(order):
+            ends = [int(of.searchsorted(of[at] + most, side="right")) - 1 for of, most in columns]
+            bounds.append(max(at + 1, min(at + count, *ends)))
+        return bounds
+
+
 def _sampler(graph, fanouts, *, seed, edges, types):
     """Make the sampler of a loader, see `NodeLoader`; ValueError for draws by type without types."""
     indptr = _tensor("indptr", graph.indptr).long()
@@ -173,6 +191,7 @@ class NodeLoader:
         seeds: nodes to train on, each once: int [T], rows of features and labels, or a mask, bool [V].
         fanouts: neighbours sampled per node, one number per layer from the seeds outward; -1 for all.
         batch_size: seeds per process and pass. accumulate: passes per optimizer step.
+        limits: `Limits`, in place of an equal number of seeds: a pass takes seeds in order until the next would not fit.
         shuffle: False takes the seeds in the order given, all of them in each `for`, and draws the same neighbours in
             each: for evaluation.
         seed: any int; determines the order of the seeds and their neighbours.
@@ -192,7 +211,8 @@ class NodeLoader:
         timed: function of a stage, "sample" or "fetch", that returns a context to run it in.
 
     Attributes:
-        epoch, step: of the next batch, counted from 0; may be set. steps: optimizer steps per epoch.
+        epoch, step: of the next batch, counted from 0; may be set. steps: optimizer steps of this epoch, the same in each
+            unless there are `limits`.
         seeds: int tensor [T], in host memory; may be set between epochs.
     """
 
@@ -203,6 +223,7 @@ class NodeLoader:
         fanouts,
         *,
         batch_size=1024,
+        limits=None,
         shuffle=True,
         seed=0,
         rank=0,
@@ -243,6 +264,8 @@ class NodeLoader:
         self.rank = rank
         self.world = world
         self.total_batch = batch_size * accumulate * world
+        self.batch_size = batch_size
+        self.limits = limits
         if sampler is None and not load_batch:
             sampler = _sampler(graph, fanouts, seed=seed, edges=edges, types=types)
         if ring is None and not load_batch:
@@ -267,7 +290,7 @@ class NodeLoader:
 
     reached = None  # (epoch, step) that the last loop got to
     looping = False
-    steps = property(lambda self: -(-self.seeds.numel() // self.total_batch))
+    steps = property(lambda self: self._steps(self.epoch))
 
     @property
     def seeds(self):
@@ -283,6 +306,9 @@ class NodeLoader:
                 "batch.seeds.unique(return_inverse=True)"
             )
         self._seeds = seeds
+        # with limits, of all processes' passes:
+        self.bounds = {}  # of one epoch: {epoch: bounds of its passes}
+        self.passes = {}  # {epoch: how many}
 
     def __len__(self):
         return self.steps * self.accumulate
@@ -323,30 +349,69 @@ class NodeLoader:
                 parts = stack.enter_context(looking_ahead(stack.enter_context(closing(sampled))))
                 options = {**options, "threads": 1}  # its plans are executed in order
             stream = stack.enter_context(closing(prefetch(self._make, parts, **options)))
+            steps = self._steps(epoch)
             for batch in stream:
                 batch.wait()
-                done = epoch * self.steps + batch.step + batch.last
-                self.epoch, self.step = self.reached = divmod(done, self.steps)
+                done = batch.step + batch.last
+                self.reached = (epoch, done) if done < steps else (epoch + 1, 0)
+                self.epoch, self.step = self.reached
                 yield batch
         self.epoch = epoch + 1
         self.step = 0
 
+    def _order(self, epoch):
+        """Return the seeds of an epoch in their order."""
+        if not self.shuffle:
+            return self.seeds
+        generator = torch.Generator().manual_seed(mix(self.seed) ^ epoch)
+        return self.seeds[torch.randperm(len(self.seeds), generator=generator, device="cpu")]
+
+    def _bounds(self, epoch):
+        """Return where the passes of an epoch with limits begin in its order, over all processes, and its end -> [n + 1]."""
+        if epoch not in self.bounds:
+            bounds = self.limits.cut(self._order(epoch), self.batch_size)
+            self.bounds = {epoch: bounds}
+            self.passes[epoch] = len(bounds) - 1
+        return self.bounds[epoch]
+
+    def _steps(self, epoch):
+        """Return the number of optimizer steps of an epoch."""
+        if self.limits is None:
+            return -(-self.seeds.numel() // self.total_batch)
+        if epoch not in self.passes:
+            self._bounds(epoch)
+        return -(-self.passes[epoch] // (self.accumulate * self.world))
+
+    def _passes(self, epoch, step, order):
+        """Cut the seeds of a step, of an epoch's order -> (all of them, those of each pass of this process)."""
+        if self.limits is None:
+            seeds = order[step * self.total_batch : (step + 1) * self.total_batch]
+            passes = []
+            for part in seeds.tensor_split(self.accumulate):
+                first = part.numel() * self.rank // self.world
+                end = part.numel() * (self.rank + 1) // self.world
+                passes.append(part[first:end])
+            return seeds, passes
+        count = self.accumulate * self.world
+        bounds = self._bounds(epoch)[step * count : (step + 1) * count + 1]
+        bounds += bounds[-1:] * (count + 1 - len(bounds))  # the epoch's last step may lack passes
+        seeds = order[bounds[0] : bounds[-1]]
+        mine = [*zip(bounds, bounds[1:])][self.rank :: self.world]
+        return seeds, [order[first:end] for first, end in mine]
+
     def _parts(self, epoch, first):
         """Cut an epoch's seeds by step, from `first` on, pass and process -> iterator of batches without blocks."""
-        order = self.seeds
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(mix(self.seed) ^ epoch)
-            order = order[torch.randperm(len(order), generator=generator, device="cpu")]
-        for step in range(first, self.steps):
-            global_step = epoch * self.steps + step if self.shuffle else -1
-            step_seeds = order[step * self.total_batch : (step + 1) * self.total_batch]
-            for i, part in enumerate(step_seeds.tensor_split(self.accumulate)):
-                first_seed = part.numel() * self.rank // self.world
-                end = part.numel() * (self.rank + 1) // self.world
+        order = self._order(epoch)
+        before = epoch * self._steps(epoch)  # steps of earlier epochs
+        if self.limits is not None:
+            before = sum(map(self._steps, range(epoch)))
+        for step in range(first, self._steps(epoch)):
+            step_seeds, passes = self._passes(epoch, step, order)
+            for i, seeds in enumerate(passes):
                 yield Batch(
-                    seeds=part[first_seed:end],
+                    seeds=seeds,
                     step=step,
-                    global_step=global_step,
+                    global_step=before + step if self.shuffle else -1,
                     total=step_seeds.numel(),
                     last=i == self.accumulate - 1,
                     step_seeds=step_seeds,

@@ -190,19 +190,19 @@ class Training:
         losses = self.stepper.begin()
         count = 0
         done = first
-        bar = progress_bar(
-            run.ranks.leads,
-            desc=f"epoch {epoch + 1}",
-            total=plan.steps,
-            initial=first,
-            unit="step",
-            leave=False,
-        )
         # the loader's threads run ahead: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
         loader = run.loader(
             run.store.split["train"], timed=clock.timed, load_batch=self.stepper.load_batch
         )
         loader.epoch, loader.step = epoch, first
+        bar = progress_bar(
+            run.ranks.leads,
+            desc=f"epoch {epoch + 1}",
+            total=loader.steps,
+            initial=first,
+            unit="step",
+            leave=False,
+        )
         waiting = time.perf_counter()
         for batch in loader:
             clock.add("stall", waiting, time.perf_counter())

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from disk.files import check_name, plural
-from run.flags import FLAGS, TASKS, make_parser, parsed, spelled, text_of
+from run.flags import FLAGS, SEEDS, TASKS, UNLIMITED, make_parser, parsed, spelled, text_of
 from run.own_model import layer_of
 
 
@@ -32,9 +32,11 @@ def filled_in(flags):
     task = TASKS[flags.task]
     conv = layer_of(flags.model)
     fanout = flags.fanout or [10] * (flags.num_layers or 3)
+    limited = flags.max_nodes or flags.max_edges
     values = {
         "fanout": fanout,
         "num_layers": flags.num_layers or len(fanout),
+        "batch_size": flags.batch_size or (UNLIMITED if limited else SEEDS),
         "norm": flags.norm or conv.norm,
     }
     by_graph = task.classes_agree and conv.residual == "if classes disagree"  # `settle` decides

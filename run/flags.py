@@ -46,6 +46,8 @@ from tasks.graph import GraphTask
 from tasks.link import LinkTask
 from tasks.node import NodeTask
 
+SEEDS = 1024  # default of --batch-size
+UNLIMITED = 1 << 20  # the same where --max-nodes or --max-edges end a batch
 TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
 
 # ---- what a flag needs to have an effect: functions of all flags that return what speaks against it, or None
@@ -305,8 +307,20 @@ class Flags:
         "a seed sees only edges later than its time minus N (default: all)",
         needs=[edge_times],
     )
-    batch_size: int = kept(COUNT, 1024, "seeds per process and pass")
+    batch_size: int | None = kept(
+        COUNT,
+        None,
+        "seeds per process and pass (default: 1,024; with --max-nodes or --max-edges as many as fit)",
+    )
     accumulate: int = kept(COUNT, 1, "forward and backward passes per optimizer step")
+    max_nodes: int | None = fixed(
+        COUNT,
+        None,
+        "--task graph: a pass takes graphs until the next would make more than N nodes (default: off)",
+    )
+    max_edges: int | None = fixed(
+        COUNT, None, "--task graph: the same of edges; both may be given (default: off)"
+    )
 
     model: str = fixed(MODEL, [*CONVS][0], f"{', '.join(CONVS)} or FILE.py:NAME", group="model")
     model_args: list | None = fixed(

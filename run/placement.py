@@ -13,6 +13,7 @@ import torch
 from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
 from features import MODES, CachedFeatures, FeatureRing, expected_visits, place, share
+from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from run import cuda_graphs
 from run.allocator import trim_memory
@@ -33,11 +34,13 @@ def settle(ranks, flags, task):
     store = task.store
     lines = []
     examples = max(len(store.split["train"]), 1)  # 0 without labels, when nothing is trained
-    total_batch = flags.batch_size * flags.accumulate * ranks.world
-    steps = -(-examples // total_batch)
+    passes = {"batch_size": flags.batch_size, "accumulate": flags.accumulate, "world": ranks.world}
+    order = {"seed": flags.seed, "limits": task.limits}
+    loader = NodeLoader(store, store.split["train"], [], load_batch=len, **passes, **order)
+    steps = max(loader.steps, 1)
     values = {
         "metric": task.metric,
-        "total_batch": total_batch,
+        "total_batch": loader.total_batch,
         "steps": steps,
         "epochs": flags.epochs or max(10, -(-LEAST_STEPS // steps)),
         "weights": kept_weights(flags, task),

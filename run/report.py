@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from disk.files import StoreError, plural, readable_size, write_whole
+from run.flags import UNLIMITED
 from tasks.metrics import METRICS, scores_line
 
 # step: forward, backward and optimizer as CUDA graphs
@@ -393,16 +394,20 @@ def plan_lines(ranks, plan, task, model, trained):
     lines = [*task.lines(plan, split, parameters)]
     if not trained:
         return lines
+    parts = [f"{plan.accumulate} passes"] * (plan.accumulate > 1)
+    parts += [f"{ranks.world} processes"] * (ranks.world > 1)
     batch = f"{plan.batch_size:,}"
-    if plan.total_batch > plan.batch_size:
-        parts = [f"{plan.accumulate} passes"] * (plan.accumulate > 1)
-        parts += [f"{ranks.world} processes"] * (ranks.world > 1)
+    if parts:
         batch += f" x {' x '.join(parts)} = {plan.total_batch:,}"
+    steps = plural(plan.steps, "step")
+    batch += f" {task.examples}"
+    if task.limits:
+        most = {"nodes": plan.max_nodes, "edges": plan.max_edges, task.examples: plan.batch_size}
+        most = [f"{n:,} {noun}" for noun, n in most.items() if n and n < UNLIMITED]
+        batch = " x ".join([f"up to {' and '.join(most)}", *parts])
+        steps = f"about {steps}"
     rates = f"learning rate {plan.lr:g}, weight decay {plan.weight_decay:.2g}"
-    lines.append(
-        f"train   {plural(plan.epochs, 'epoch')} of {plural(plan.steps, 'step')}"
-        f", each of {batch} {task.examples}; {rates}"
-    )
+    lines.append(f"train   {plural(plan.epochs, 'epoch')} of {steps}, each of {batch}; {rates}")
     return lines
 
 

@@ -120,6 +120,7 @@ class Run:
             "ring": self.ring,
             "draw": self.task.draw,
             "load_batch": self.task.load_batch,
+            "limits": self.task.limits,
         }
         return NodeLoader(self.store, seeds, plan.fanout, **settings | options)
 

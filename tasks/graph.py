@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from disk.files import StoreError, plural
 from disk.graphs import GraphBatch, GraphDataset
 from features import CudaCopies
+from loader import Limits
 from model import drawn_seed, drop_byte, dropout, layer_seed, summable
 from sources.splits import say_empty_parts
 from tasks.metrics import (
@@ -115,6 +116,13 @@ class Regressor(nn.Module):
         return last(h) * self.std + self.mean
 
 
+def answers_and_sizes(graph):
+    """Return targets or labels [G, T] of a `GraphBatch`, and numbers of nodes and edges of its graphs, int64 [G, 2]."""
+    nodes = graph.graph_ids.bincount(minlength=len(graph.y))
+    ends = graph.indptr.long()[nodes.cumsum(0)]
+    return graph.y, torch.stack([nodes, ends.diff(prepend=ends.new_zeros(1))], 1)
+
+
 class GraphTask(Task):
     """Regression on whole graphs, or classification if they have labels; seeds are graph ids.
 
@@ -145,6 +153,7 @@ class GraphTask(Task):
             self.classes = torch.tensor(graphs.classes, dtype=torch.float64)
         self.several_classes = bool(graphs.meta["class_dim"])
         self._read_answers(say)
+        self.limits = self._limits(args, say)
         if drawn := graphs.meta.get("split"):
             say(f"split   {drawn}, by seed 0 when the store was built")
         say_empty_parts(graphs.split, "graphs", say)
@@ -159,7 +168,9 @@ class GraphTask(Task):
         graphs = self.store
         split = graphs.split
         ids = torch.cat([*split.values()])  # those of training first
-        y = torch.cat([graphs.batch(part).y for part in ids.split(1024)])
+        batches = [answers_and_sizes(graphs.batch(part)) for part in ids.split(1024)]
+        y, sizes = map(torch.cat, zip(*batches))
+        self.sizes = sizes.new_zeros(len(graphs), 2).index_copy_(0, ids, sizes)
         if self.labels is None:
             self.labels = bool(((y == 0) | (y == 1)).all())
             kind = "labels, as all are 0 or 1" if self.labels else "numbers"
@@ -185,6 +196,23 @@ class GraphTask(Task):
         # with the mean in the place of what is missing, which adds nothing to the sum of squares
         deviation = y[:train].double().where(present[:train], self.mean).std(0, correction=0)
         self.std = (deviation * (train / count).sqrt()).clamp(min=1e-12)
+
+    def _limits(self, args, say):
+        """Return the `Limits` of --max-nodes and --max-edges, None without; StoreError for a graph that is larger."""
+        typed = {"nodes": args.max_nodes, "edges": args.max_edges}
+        columns = [j for j, most in enumerate(typed.values()) if most]
+        if not columns:
+            return None
+        ids = torch.cat([*self.store.split.values()])
+        for j in columns:
+            noun, most = [*typed.items()][j]
+            largest = ids[self.sizes[ids, j].argmax()]
+            if (size := int(self.sizes[largest, j])) > most:
+                raise StoreError(
+                    f"--max-{noun} {most}: graph {int(largest)} of {self.store.path} has {size:,} {noun}"
+                    ", the most of all: give as many or more"
+                )
+        return Limits(self.sizes[:, columns], tuple(most for most in typed.values() if most))
 
     def numbered(self, y):
         """Number stored labels [G, T] as the loss takes them: classes from 0, with -1 for a missing label. Targets stay."""
@@ -273,5 +301,11 @@ class GraphTask(Task):
 
     def lines(self, args, split, parameters):
         yield f"graphs  {self.store.path}: {len(self.store):,} graphs; {split}"
+        of_graph = self.sizes[self.store.split["train"]].double().mean(0)
+        largest = [int(n) for n in self.sizes.amax(0)]
+        yield (
+            f"sizes   a graph has {of_graph[0]:,.3g} nodes and {of_graph[1]:,.3g} edges in the mean, "
+            f"{largest[0]:,} and {largest[1]:,} at most"
+        )
         layers = f"{plural(args.num_layers, 'layer')}, hidden {args.hidden}"
         yield f"model   edge-gated regressor, {layers}, {parameters}"

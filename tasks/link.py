@@ -33,7 +33,16 @@ from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
 from tasks.edge_split import HELD_OUT, Edges, checked_pairs, counts_of, split_edges, view_of
 from tasks.metrics import METRICS, metrics_with, ranking
-from tasks.task import Task, described, gnn, in_chunks, numbered_columns, open_graph, rows_of_nodes
+from tasks.task import (
+    OF_GRAPHS,
+    Task,
+    described,
+    gnn,
+    in_chunks,
+    numbered_columns,
+    open_graph,
+    rows_of_nodes,
+)
 
 RANKED_AGAINST = 100  # fixed negatives per pair in a graph of more than SMALL nodes
 SMALL = 1 << 14  # with up to this many nodes a pair is ranked against all of them
@@ -519,6 +528,7 @@ class LinkTask(Task):
     metrics = metrics_with("of_ranks") + metrics_with("of_pairs")
     widths = "feature_dim", "edge_dim", "num_edge_types", "node_types"
     unused = {
+        "is for --task graph, --task is link": OF_GRAPHS,
         "is for --task node: --task link has --edge-split": "split",
         "is for --task node: the examples of --task link have no classes": "class_weights",
         "is for --task node: --task link writes embeddings, or scores of --pairs": "predict_what",

@@ -13,6 +13,7 @@ from relational import NodeInputs
 from store import GraphStore
 
 CHUNK = 1 << 22  # numbers of a table of predictions converted at a time
+OF_GRAPHS = "max_nodes max_edges"  # flags of --task graph
 OF_LINKS = "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
 
 
@@ -32,7 +33,7 @@ class Task:
         timed_pairs: each example has its own time; else examples are nodes, with the times `node_time`.
         padded: `loss` skips rows of y that are -1: a step can be CUDA graphs. excludes: `draw` leaves edges out of a step.
         several: whether a node has several labels; None where that is no question.
-        store: the open data, with split {part: ids of its examples}. draw, load_batch: see `NodeLoader`.
+        store: the open data, with split {part: ids of its examples}. draw, load_batch, limits: see `NodeLoader`.
     """
 
     title = "scores"
@@ -51,6 +52,7 @@ class Task:
     timed_pairs = False
     draw = None
     load_batch = None
+    limits = None
 
     @staticmethod
     def network(args, widths, custom=None):

@@ -714,3 +714,27 @@ def test_own_model_of_our_layers_is_evaluated_as_it_is_trained(conv, tiny, tmp_p
             assert logits.std(0).max() < 1e-6
     monkeypatch.setattr(type(run.model), "finish", lambda net, i, h: h)  # not finish(i, h, h_dst)
     assert not layerwise(run.model)
+
+
+def test_graphs_of_a_pass_are_as_many_as_fit(tmp_path, capsys):
+    made = _molecules(tmp_path / "m.npz", count=80)
+    sizes = np.diff(made["node_offsets"]).max()
+    words = (
+        f"--task graph --dataset {tmp_path}/m.npz --hidden 8 --num-layers 1 --gpus 0 --max-edges 40"
+    )
+    log, one = _run_here(tmp_path, words, "--epochs 3 --accumulate 2 --max-nodes 30")
+    printed = capsys.readouterr().out
+    assert "of about " in printed and "up to 30 nodes and 40 edges x 2 passes" in printed
+    assert log[2]["loss"] < log[0]["loss"]
+    _run_here(tmp_path, words, "--epochs 2 --accumulate 2 --max-nodes 30")
+    resumed = f"--resume {tmp_path}/here.pt --epochs 3 --dataset {tmp_path}/m.npz --gpus 0"
+    _, half = _run_here(tmp_path, resumed)
+    torch.testing.assert_close(one, half, rtol=0, atol=0)
+    two = f"--epochs 3 --max-nodes 30 --procs 2 --checkpoint {tmp_path}/2.pt --root {tmp_path}"
+    _train(words, two)
+    torch.testing.assert_close(one, _parameters(tmp_path / "2.pt"), rtol=1e-4, atol=1e-5)
+    capsys.readouterr()
+    assert _code(words, f"--root {tmp_path} --max-nodes {sizes - 1}") == 2
+    assert f"has {sizes} nodes, the most of all: give as many" in capsys.readouterr().err
+    assert _code(f"--dataset {tmp_path}/m.npz --gpus 0 --max-nodes 9") == 2
+    assert "--max-nodes 9 is for --task graph, --task is node" in capsys.readouterr().err

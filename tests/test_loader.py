@@ -138,6 +138,59 @@ def test_loader_goes_on_where_another_one_stood():
         _refuses(words, other.load_state_dict, whole.state_dict(), error=ValueError)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_passes_within_limits_take_as_many_examples_as_fit(seed):
+    random = np.random.default_rng(seed)
+    count = int(random.integers(1, 60))
+    sizes = torch.from_numpy(random.integers(0, 9, (count, 2)))
+    most = tuple(int(n) for n in random.integers(9, 30, 2))
+    limits = loader.Limits(sizes, most)
+    size = int(random.choice([3, 1000]))
+    seeds = torch.arange(count)[torch.from_numpy(random.random(count) < 0.9)]
+    make = functools.partial(
+        loader.NodeLoader,
+        None,
+        seeds,
+        [],
+        load_batch=lambda part, slot: part,
+        limits=limits,
+        depth=0,
+    )
+
+    def passes(epoch, **options):
+        of = make(batch_size=size, seed=seed, **options)
+        of.epoch = epoch
+        return of, [*of]
+
+    numbers = []
+    for epoch in range(3):
+        whole, batches = passes(epoch)
+        by_hand = [[]]
+        for i in torch.cat([seeds[:0], *(batch.seeds for batch in batches)]).tolist():
+            with_it = sizes[[*by_hand[-1], i]].sum(0)
+            fits = len(by_hand[-1]) < size and bool((with_it <= torch.tensor(most)).all())
+            by_hand[-1].append(i) if fits or not by_hand[-1] else by_hand.append([i])
+        assert [batch.seeds.tolist() for batch in batches] == (by_hand if len(seeds) else [])
+        assert sorted(itertools.chain(*by_hand)) == seeds.tolist()
+        numbers += [batch.global_step for batch in batches]
+        # as many passes a step, whoever takes them
+        ranks = [passes(epoch, world=2, rank=rank, accumulate=2)[1] for rank in range(2)]
+        assert len(ranks[0]) == len(ranks[1]) == -(-len(batches) // 4) * 2
+        shared = [batch for pair in zip(*ranks) for batch in pair]
+        joined = [batch.seeds.tolist() for batch in shared if len(batch.seeds)]
+        assert joined == [batch.seeds.tolist() for batch in batches]
+        assert {b.step: b.total for b in shared} == {
+            step: sum(len(b.seeds) for b in shared if b.step == step)
+            for step in range(len(shared) // 4)
+        }
+        later = make(batch_size=size, seed=seed)
+        later.epoch = epoch
+        later.step = len(batches) // 2
+        rest = [batch.seeds.tolist() for batch in later]
+        assert rest == [batch.seeds.tolist() for batch in batches[len(batches) // 2 :]]
+    assert numbers == [*range(len(numbers))]
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_loader_refuses_a_second_loop_while_one_is_open(shuffle):
     """Two loops would share out the epoch: a measurement inside a loop would see half of the seeds, in silence."""
