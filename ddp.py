@@ -159,6 +159,39 @@ class Ranks(NamedTuple):
         return slice(n * self.rank // self.world, n * (self.rank + 1) // self.world)
 
 
+class Lost(RuntimeError):
+    """Another rank ended or does not answer."""
+
+
+class Exchange:
+    """All-to-alls of all ranks, on a process group of their own: another thread may be in collectives of the ranks meanwhile.
+    Every rank makes the same calls in the same order. device: of the tensors."""
+
+    def __init__(self, ranks, device):
+        self.rank = ranks.rank
+        self.world = ranks.world
+        self.group = _group_of("nccl" if device.type == "cuda" else "gloo")
+
+    def __call__(self, rows, sent=None, received=None):
+        """Send the first sent[0] of `rows` to rank 0, the next sent[1] to rank 1 ... -> received[0] rows of rank 0, then those
+        of the others. None: one row to and from each. `Lost` if another rank has ended or does not answer."""
+        out = rows.new_empty(self.world if received is None else sum(received), *rows.shape[1:])
+        try:
+            dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise Lost(
+                f"rank {self.rank} lost another rank, which ended or does not answer: {why}"
+            ) from error
+        return out
+
+
+@functools.cache
+def _group_of(backend):
+    """Make a group of all ranks, once in a process."""
+    return dist.new_group(backend=backend, timeout=TIMEOUT)
+
+
 def _is_sparse(module):
     return isinstance(module, torch.nn.Embedding) and module.sparse
 

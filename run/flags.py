@@ -151,7 +151,7 @@ def cpu_for_its_mode(flags):
 
 
 def features_off_gpu(flags):
-    if flags.mode == MODES[0]:
+    if flags.mode == MODES[0] and not flags.split_features:
         return f"has no effect: --mode {MODES[0]} has all on the GPU"
 
 
@@ -163,6 +163,16 @@ def room_for_processes(flags):
         return f"is too many: memory is free for {most} processes"
     if under_torchrun():
         return "has no effect under torchrun: use its --nproc-per-node"
+
+
+def several_processes(flags):
+    if max(flags.gpus, flags.procs) < 2 and not under_torchrun():
+        return "needs several processes to split them over: --gpus N, --procs N or torchrun"
+
+
+def parts_of_their_own(flags):
+    if flags.mode == MODES[1]:
+        return f"has no effect: in --mode {MODES[1]} GPUs of a machine share one copy"
 
 
 def one_process(flags):
@@ -458,6 +468,12 @@ class Flags:
         0,
         "feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)",
         needs=[features_off_gpu],
+    )
+    split_features: bool = alike(
+        SWITCH,
+        False,
+        "each process keeps its part of the feature rows, and batches ask the others for theirs",
+        needs=[several_processes, parts_of_their_own],
     )
     lookahead: int | None = free(
         COUNT_OR_0,

@@ -10,9 +10,18 @@ from contextlib import contextmanager
 
 import torch
 
+from ddp import Exchange
 from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
-from features import MODES, CachedFeatures, FeatureRing, expected_visits, place, share
+from features import (
+    MODES,
+    CachedFeatures,
+    FeatureRing,
+    SplitFeatures,
+    expected_visits,
+    place,
+    share,
+)
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from run import cuda_graphs
@@ -108,6 +117,7 @@ def memory_options(ranks, flags, task, used):
     free_gpu, free_host, cores = map(min, zip(*of_ranks))
     return {
         "procs": ranks.local_world,
+        "parts": ranks.world if flags.split_features else 1,
         "free_gpu": free_gpu or None,
         "free_host": free_host,
         **sizes(flags, task, used, cores),
@@ -242,8 +252,12 @@ def place_data(ranks, plan, task, used):
         return None, None
     if store.sampling_threads and plan.mode in MODES[2:] and plan.verbose:
         ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
-    graph, used = placed_arrays(ranks, plan, task, used)
+    features, first = held_features(ranks, plan, store.features)
+    graph, used = placed_arrays(ranks, plan, task, used, features)
     indptr, indices, labels, features = graph
+    if plan.split_features:
+        exchange = Exchange(ranks, getattr(features, "device", torch.device("cpu")))
+        features = SplitFeatures(features, first, store.features.shape, exchange)
     features = cached(ranks, plan, task, used, features)
     sampler = make_sampler(
         plan, indptr, indices, fanout=plan.fanout, used=used, threads=store.sampling_threads
@@ -264,12 +278,24 @@ def place_data(ranks, plan, task, used):
     return sampler, ring
 
 
-def placed_arrays(ranks, plan, task, used):
-    """Place the graph's arrays and the columns in use as --mode says -> ([indptr, indices, labels, features], used)."""
+def held_features(ranks, plan, features):
+    """Return the features that this process is to hold and the id of their first row: all, or for GPU memory its part of
+    --split-features."""
+    if not plan.split_features or plan.mode != MODES[0]:
+        return features, 0
+    part = ranks.part(features.shape[0])
+    if hasattr(features, "tensor"):
+        return features.tensor[part], part.start
+    return features.gather(torch.arange(part.start, part.stop)), part.start
+
+
+def placed_arrays(ranks, plan, task, used, features):
+    """Place the graph's arrays, features and the columns in use as --mode says -> ([indptr, indices, labels, features],
+    used)."""
     store = task.store
     pinned = plan.mode == "pinned-cuda"
     names = [n for n in ("weight", "time", "type", "features") if getattr(used, n) is not None]
-    arrays = [store.indptr, store.sampled_indices, store.labels, store.features]
+    arrays = [store.indptr, store.sampled_indices, store.labels, features]
     arrays += [getattr(used, name) for name in names]
     spare = 0
     try:
@@ -317,7 +343,10 @@ def cached(ranks, plan, task, used, features):
     the features as they are. Over memory-mapped features on CPU the cache looks ahead and plans the page cache too."""
     store = task.store
     budget = plan.cache
-    mapped = plan.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
+    if plan.split_features:  # ranks fill their caches together
+        budget = min(ranks.gather(budget))
+    in_one_memory = plan.mode == "cuda-cuda" and not plan.split_features
+    mapped = plan.mode == "cpu-cpu" and isinstance(features, MmapFeatures)
     looks_ahead = mapped and lookahead.library() is not None
     if looks_ahead and store.features.large and not budget:
         budget = store.features.default_cache() // ranks.local_world
@@ -329,9 +358,9 @@ def cached(ranks, plan, task, used, features):
         if isinstance(store.features, ReorderedFeatures):
             needs += ", with columns in the checkpoint's order"
         raise StoreError(f"--lookahead {plan.lookahead} {needs}")
-    if budget and plan.mode == "cuda-cuda":
+    if budget and in_one_memory:
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
-    if not budget or plan.mode == "cuda-cuda":
+    if not budget or in_one_memory:
         return features
     batch_size = plan.batch_size * task.seeds_per_example(plan)
     with reading_all_edges():

@@ -73,10 +73,12 @@ def placements(
     timed=False,
     types=0,
     edge_dim=0,
+    parts=1,
 ):
     """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; counted: node degrees tell
     how many edges are drawn, see `Rule`; timed: edges have times; types: rows that rgcn makes for each destination;
-    edge_dim: width of the features of edges that layers take; cores: of each process; the others are flags of train.py.
+    edge_dim: width of the features of edges that layers take; parts: of --split-features, of which each GPU holds one;
+    cores: of each process; the others are flags of train.py.
 
     The sizes are upper bounds: a hop has k neighbours of every node so far, and no more than V nodes and M edges. Input
     rows, nodes and edges are held for --prefetch batches and one more, see `batches_ahead`. For each destination a SAGE
@@ -108,8 +110,11 @@ def placements(
     batch += sum(edges) * typed
     columns = [getattr(store, name) for name in ("indptr", "indices", "labels", *COLUMNS)]
     arrays = sum(column.nbytes for column in columns if column is not None)
-    arrays += row_bytes * store.features.shape[0]
+    table = row_bytes * store.features.shape[0]
+    arrays += table
     step = {mode: count * batch + compute for mode, count in held.items()}
+    # rows as others ask for them and as they arrive
+    exchanged = 2 * nodes[-1] * row_bytes * (parts > 1)
 
     def tables(mode):
         """Of a GPU sampler: one for eager steps, one for each batch of steps of static shapes."""
@@ -129,15 +134,17 @@ def placements(
         return step[mode] + (held[mode] * slot + compute) * bool(graphs)
 
     on_gpu, pinned, copied, on_cpu = MODES
-    whole_run = GPU_BYTES + arrays + tables(on_gpu)
+    whole_run = GPU_BYTES + arrays - table + -(-table // parts) + tables(on_gpu)
     return {
-        on_gpu: Placement(whole_run, gpu_step(on_gpu, graphs), RANK_BYTES, 0, 0),
+        on_gpu: Placement(whole_run, gpu_step(on_gpu, graphs) + exchanged, RANK_BYTES, 0, 0),
         pinned: Placement(
             GPU_BYTES + tables(pinned), gpu_step(pinned, len(fanout)), RANK_BYTES, 0, arrays
         ),
         # pinning rounds up
-        copied: Placement(GPU_BYTES, step[copied], RANK_BYTES, 2 * held[copied] * batch, 0),
-        on_cpu: Placement(0, 0, RANK_BYTES, step[on_cpu], 0),
+        copied: Placement(
+            GPU_BYTES, step[copied], RANK_BYTES, 2 * held[copied] * batch + exchanged, 0
+        ),
+        on_cpu: Placement(0, 0, RANK_BYTES, step[on_cpu] + exchanged, 0),
     }
 
 
@@ -152,6 +159,8 @@ def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
     """
     ranks = gpus or procs
     choices = MODES[:3] if gpus else MODES[3:]
+    if sizes.get("parts", 1) > 1:
+        choices = [mode for mode in choices if mode != MODES[1]]
     room = ranks, free_gpu, free_host
     seeds = range(1, len(store.split["train"]) + 1)
     modes = {}

@@ -200,7 +200,8 @@ class Run:
                 options["edges"] = self.ring.edge_features
                 if options["types"] is not None:
                     options["types"] = options["types"].to(ranks.device)
-                if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
+                # rows in host memory are read many times
+                if self.plan.mode == "cuda-cuda" and not self.plan.split_features:
                     options["x"] = self.ring.features
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
                 options["rank"] = ranks.local_rank

@@ -138,7 +138,7 @@ class GraphTask(Task):
     unused = {
         "is for --task link, --task is graph": OF_LINKS,
         "has no effect with --task graph: leave it out": "fanout model norm residual input_dropout "
-        "checkpoint_activations backend mode cache lookahead cuda_graph",
+        "checkpoint_activations backend mode cache split_features lookahead cuda_graph",
         "is not for --task graph": "sampler temporal window early_stop weights class_weights split predict runs",
     }
 
