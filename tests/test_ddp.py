@@ -22,7 +22,7 @@ import ddp
 import train
 from run.checkpoint import digests
 from store import GraphStore, build_store
-from tests.common import HERE, _end, _fork, _same_weights, _start, _start_fork, _train, _wait_for
+from tests.common import HERE, _end, _fork, _log, _same_weights, _start, _start_fork, _train, _wait_for
 
 SMALL_STEPS = "--gpus 0 --fanout 5,5 --hidden 32 --epochs 25 --batch-size 25"
 
@@ -112,6 +112,58 @@ def test_two_hosts_equal_one(tiny, tmp_path):
     assert [host.returncode for host in hosts] == [0, 0], printed
     _end(expected)
     assert _same_weights(*files)
+
+
+@pytest.mark.parametrize("words", ["", "--cache 20KiB --model gat --prefetch 0", "--task link"])
+def test_split_features_change_no_bit(tiny, tmp_path, words):
+    """Whoever holds a row; batches are sampled on several threads, and asked for in order."""
+    common = f"--dataset {tiny} --gpus 0 --fanout 5,3 --hidden 32 --epochs 2 --batch-size 70"
+    common += f" --sample-threads 2 --procs 2 {words}"
+    logs = []
+    for name, split in (("whole", ""), ("split", "--split-features")):
+        files = f"--checkpoint {tmp_path}/{name}.pt --log {tmp_path}/{name}"
+        _train(common, files, split)
+        logs.append(_log(tmp_path / name))
+    assert _same_weights(tmp_path / "whole.pt", tmp_path / "split.pt")
+    for whole, split in zip(*logs, strict=True):
+        for name in {"loss", "valid_sampled", "valid", "exact"}.intersection(whole):
+            assert whole[name] == split[name]
+    if "link" not in words:
+        counts = logs[1][1]
+        # the other rank holds half of the rows, the less popular ones
+        share = counts["split_bytes_received"] / (counts["split_rows"] * 16 * 4)
+        assert 0.2 < share < 0.6 and counts["split_seconds"] > 0
+
+
+def test_a_loop_that_is_left_leaves_no_rank_waiting_for_rows(tiny, tmp_path):
+    words = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3 --epochs 10000"
+    process = _start_fork(tmp_path / "out", words, f"--split-features --log {tmp_path}/log")
+    _wait_for(lambda: process.output.read_text().count("\nepoch ") > 2, process)
+    process.terminate()
+    assert "stopped in epoch" in _end(process, 128 + signal.SIGTERM)
+
+
+def test_a_peer_that_dies_is_one_sentence(tmp_path):
+    """On two machines, so that no parent ends the other rank."""
+    output = _end(_fork(tmp_path / "out", ddp.launch, _loses, 2), 1, 128 + signal.SIGKILL)
+    assert "rank 0: rank 0 lost another rank, which ended or does not answer: " in output, output
+
+
+def _loses(ranks):
+    exchange = ddp.Exchange(ranks, ranks.device)
+    rows = torch.arange(4) + 10 * ranks.rank
+    sent = [1, 3] if ranks.rank else [4, 0]
+    received = [[4, 1], [0, 3]][ranks.rank]
+    assert exchange(torch.tensor(sent)).tolist() == received
+    expected = [[0, 1, 2, 3, 10], [11, 12, 13]][ranks.rank]
+    assert exchange(rows, sent, received).tolist() == expected
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        exchange(rows[:2])
+    except ddp.Lost as error:
+        print(f"rank {ranks.rank}: {error}", flush=True)
+        raise
 
 
 def _unlike(ranks, *words):
