@@ -102,6 +102,8 @@ def placements(
     compute = sum(8 * n * ((1 + types) * a + 3 * b) + 32 * a * b for n, a, b in layers)
     compute += 16 * learned * hidden
     held = {m: 1 + batches_ahead(m, cores, sample_threads, prefetch)[1] for m in MODES}
+    if parts > 1:  # rows as others ask for them, and as they arrive
+        held = {mode: count + 2 for mode, count in held.items()}
     batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
@@ -113,8 +115,6 @@ def placements(
     table = row_bytes * store.features.shape[0]
     arrays += table
     step = {mode: count * batch + compute for mode, count in held.items()}
-    # rows as others ask for them and as they arrive
-    exchanged = 2 * nodes[-1] * row_bytes * (parts > 1)
 
     def tables(mode):
         """Of a GPU sampler: one for eager steps, one for each batch of steps of static shapes."""
@@ -136,15 +136,13 @@ def placements(
     on_gpu, pinned, copied, on_cpu = MODES
     whole_run = GPU_BYTES + arrays - table + -(-table // parts) + tables(on_gpu)
     return {
-        on_gpu: Placement(whole_run, gpu_step(on_gpu, graphs) + exchanged, RANK_BYTES, 0, 0),
+        on_gpu: Placement(whole_run, gpu_step(on_gpu, graphs), RANK_BYTES, 0, 0),
         pinned: Placement(
             GPU_BYTES + tables(pinned), gpu_step(pinned, len(fanout)), RANK_BYTES, 0, arrays
         ),
         # pinning rounds up
-        copied: Placement(
-            GPU_BYTES, step[copied], RANK_BYTES, 2 * held[copied] * batch + exchanged, 0
-        ),
-        on_cpu: Placement(0, 0, RANK_BYTES, step[on_cpu] + exchanged, 0),
+        copied: Placement(GPU_BYTES, step[copied], RANK_BYTES, 2 * held[copied] * batch, 0),
+        on_cpu: Placement(0, 0, RANK_BYTES, step[on_cpu], 0),
     }
 
 

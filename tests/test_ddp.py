@@ -22,7 +22,17 @@ import ddp
 import train
 from run.checkpoint import digests
 from store import GraphStore, build_store
-from tests.common import HERE, _end, _fork, _log, _same_weights, _start, _start_fork, _train, _wait_for
+from tests.common import (
+    HERE,
+    _end,
+    _fork,
+    _log,
+    _same_weights,
+    _start,
+    _start_fork,
+    _train,
+    _wait_for,
+)
 
 SMALL_STEPS = "--gpus 0 --fanout 5,5 --hidden 32 --epochs 25 --batch-size 25"
 
