@@ -59,6 +59,16 @@ class Fit(NamedTuple):
     line: str  # the arithmetic, to print
 
 
+def largest_hops(V, M, fanout, batch_size):
+    """Return the most nodes of a batch up to each hop, and the most edges in each hop."""
+    nodes = [min(batch_size, V)]
+    edges = []
+    for k in fanout:
+        edges.append(M if k < 0 else min(nodes[-1] * k, M))
+        nodes.append(V if k < 0 else min(nodes[-1] * (k + 1), V))
+    return nodes, edges
+
+
 def placements(
     store,
     *,
@@ -91,19 +101,14 @@ def placements(
     learned = sum(count for count, width in store.node_types.values() if not width)
     id_bytes = store.indices.element_size()
     row_bytes = F * store.features.dtype.itemsize
-    nodes = [min(batch_size, V)]
-    edges = []
-    for k in fanout:
-        edges.append(M if k < 0 else min(nodes[-1] * k, M))
-        nodes.append(V if k < 0 else min(nodes[-1] * (k + 1), V))
+    nodes, edges = largest_hops(V, M, fanout, batch_size)
     widths = [F] + [hidden] * (len(fanout) - 1) + [store.num_classes]
     layers = list(zip(nodes[-2::-1], widths, widths[1:]))  # outermost first
     # activations; weights, gradients, Adam's two moments
     compute = sum(8 * n * ((1 + types) * a + 3 * b) + 32 * a * b for n, a, b in layers)
     compute += 16 * learned * hidden
-    held = {m: 1 + batches_ahead(m, cores, sample_threads, prefetch)[1] for m in MODES}
-    if parts > 1:  # rows as others ask for them, and as they arrive
-        held = {mode: count + 2 for mode, count in held.items()}
+    more = 3 if parts > 1 else 1  # with rows as others ask for them, and as they arrive
+    held = {m: more + batches_ahead(m, cores, sample_threads, prefetch)[1] for m in MODES}
     batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
@@ -111,9 +116,8 @@ def placements(
     typed = store.edge_type.itemsize + 8 if types else 0
     batch += sum(edges) * typed
     columns = [getattr(store, name) for name in ("indptr", "indices", "labels", *COLUMNS)]
-    arrays = sum(column.nbytes for column in columns if column is not None)
     table = row_bytes * store.features.shape[0]
-    arrays += table
+    arrays = table + sum(column.nbytes for column in columns if column is not None)
     step = {mode: count * batch + compute for mode, count in held.items()}
 
     def tables(mode):
