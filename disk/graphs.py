@@ -180,7 +180,8 @@ class GraphDataset:
 
     Attributes:
         split: dict of int64 graph ids for "train", "valid" and "test".
-        node_dim, edge_dim, target_dim: F, D, T. vector_dim: 3, or 0 without edge_vector. node_dtype, edge_dtype, target_dtype: torch dtypes.
+        node_dim, edge_dim, target_dim: F, D, T. node_dtype, edge_dtype, target_dtype: torch dtypes.
+        vector_dim: 3, or 0 without edge_vector.
         labels: whether y holds labels; False: targets; None in a store that does not say.
         classes: the different labels of graphs with one each, ints in ascending order; else None.
         path: the directory. meta: the contents of meta.json, and `class_dim`: how many classes, if more than two, else 0.

@@ -36,8 +36,7 @@ def molecules(arrays):
     bonds = _offsets(arrays, "bond_offsets", len(e), 0, len(nodes))
     vectors = None
     if arrays.find("edge_vector"):
-        vectors = arrays.shaped("edge_vector", len(e), 3).astype(np.float32)
-        check_finite(f"{arrays.source}: edge_vector", torch.from_numpy(vectors))
+        vectors = arrays.shaped("edge_vector", len(e), 3)
     y = _answers(arrays, arrays.find("targets", "labels", needed=True), len(nodes) - 1)
 
     def batch(first):
@@ -90,17 +89,16 @@ def crystals(arrays, radius):
         cells = range(first, min(first + CRYSTALS, len(y)))
         parts = [coords[offsets[i] : offsets[i + 1]] for i in cells]
         pairs = [periodic_neighbours(part, lattice[i], radius) for i, part in zip(cells, parts)]
-        edge_index = np.concatenate([ends for ends, _ in pairs], 1)
-        vectors = np.concatenate([of_cell for _, of_cell in pairs])
+        edge_index, vectors = (np.concatenate(part, -1) for part in zip(*pairs))
         x = numbers[offsets[first] : offsets[cells[-1] + 1], None]
         return block_diagonal(
             num_nodes=atoms[cells],
-            num_edges=[len(of_cell) for _, of_cell in pairs],
+            num_edges=[ends.shape[1] for ends, _ in pairs],
             edge_index=edge_index,
             x=x.astype(np.uint8),
-            e=np.linalg.norm(vectors, axis=1)[:, None].astype(np.float32),
+            e=np.linalg.norm(vectors, axis=0)[:, None].astype(np.float32),
             y=y[cells],
-            edge_vector=vectors,
+            edge_vector=vectors.T,
         )
 
     batches = prefetch(batch, range(0, len(y), CRYSTALS), depth=4, threads=4)
@@ -114,7 +112,8 @@ def _heights(lattice) -> np.ndarray:
 
 def periodic_neighbours(coords, lattice, radius):
     """Find the pairs of atoms at most `radius` apart in a periodic crystal of fractional coordinates float64 [n, 3] and
-    lattice float64 [3, 3] -> (edge_index int64 [2, E], vectors float64 [E, 3] from source to destination). A pair occurs once per image within the radius; an atom is its own neighbour only by an image."""
+    lattice float64 [3, 3] -> (edge_index int64 [2, E], vectors float64 [3, E] from source to destination). A pair occurs
+    once per image within the radius; an atom is its own neighbour only by an image."""
     coords = coords - np.floor(coords)
     reach = radius / _heights(lattice)  # in cells
     images = [np.arange(-n, n + 1) for n in np.ceil(reach).astype(int)]
@@ -135,7 +134,7 @@ def periodic_neighbours(coords, lattice, radius):
     vectors = place[dst] - sources[src]
     distance = np.linalg.norm(vectors, axis=1)  # the sum above lost digits
     keep = (distance <= radius) & ((atom[src] != dst) | images[image[src]].any(1))
-    return np.stack([atom[src[keep]], dst[keep]]), vectors[keep]
+    return np.stack([atom[src[keep]], dst[keep]]), vectors[keep].T
 
 
 def _offsets(arrays, name, count, least, length="G+1") -> np.ndarray:

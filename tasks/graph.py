@@ -107,10 +107,10 @@ def line_graph(indptr, indices, vectors):
         nodes = len(indptr) - 1
         count = native.bond_pairs(indptr, indices, nodes, vectors, first, second)
         return first[:count], second[:count]
-    bonds = torch.arange(len(indices), device=indices.device)
-    second = bonds.repeat_interleave(counts, output_size=most)
-    before = (counts.cumsum(0) - counts).index_select(0, second)
-    first = indptr[indices[second]] + torch.arange(most, device=indices.device) - before
+    second = torch.repeat_interleave(counts, output_size=most)
+    before = counts.cumsum(0) - counts
+    place = torch.arange(most, device=indices.device) - before[second]
+    first = indptr[indices[second]] + place
     dst = edge_dst(indptr, indices)
     apart = (vectors[first] + vectors[second]).square().sum(1)
     back = (indices[first] == dst[second]) & (apart <= 1e-6 * vectors[first].square().sum(1))

@@ -33,7 +33,7 @@ def test_periodic_neighbours_are_those_of_a_supercell():
         lattice = np.eye(3) * 1.5 + random.uniform(-0.4, 0.4, (3, 3))
         coords = random.uniform(-2, 2, (5, 3))
         edge_index, vectors = molecules.periodic_neighbours(coords, lattice, radius)
-        found = collections.Counter(zip(*edge_index.tolist(), *(-vectors.T).round(6).tolist()))
+        found = collections.Counter(zip(*edge_index.tolist(), *(-vectors).round(6).tolist()))
         inside, images = coords - np.floor(coords), np.mgrid[-6:7, -6:7, -6:7].reshape(3, -1).T
         apart = (inside[:, None, None] + images - inside[None, :, None]) @ lattice
         apart[range(5), range(5), len(images) // 2] = np.inf  # itself
@@ -166,10 +166,7 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
         (r"bond_offsets has shape \[5\]: \[6\] is needed", {"bond_offsets": np.delete(bonds, 2)}),
         (r"bond_index_local has shape \[2, \d+\]: \[2, \d+\] is needed", {"bond_feat": few}),
         ("node 3|graph 3 is in split", {"train_idx": [3], "val_idx": [3]}),
-        (
-            r"bad.npz: edge_vector\[0, 0\] is inf",
-            {"edge_vector": np.full((len(few) + 1, 3), np.inf)},
-        ),
+        (r"edge_vector rows\[0, 0\] is -?inf", {"edge_vector": np.full((len(few) + 1, 3), np.inf)}),
         (r"bad.npz: edge_vector has shape \[2, \d+\]", {"edge_vector": ends}),
     ):
         np.savez(bad, **{name: a for name, a in (made | changes).items() if a is not None})
