@@ -10,6 +10,7 @@ import inspect
 import mmap
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -24,6 +25,11 @@ except ImportError as error:
         raise
     hides = "it hides the model.py that inference.py needs; rename it"
     raise ImportError(f"{error}: {hides}") from None
+
+CHUNK = 65536  # destinations at a time
+CHUNK_EDGES = 1 << 19
+LARGEST = 1 << 35  # bytes of a chunk on a GPU, at most: kernels count elements in 32 bits
+PIECE = 1 << 24  # edges or offsets checked at a time
 
 
 def layerwise(model):
@@ -52,8 +58,8 @@ def inference(
     indices,
     x,
     *,
-    chunk=65536,
-    chunk_edges=1 << 19,
+    chunk=None,
+    chunk_edges=None,
     memory=4 << 30,
     rank=0,
     world=1,
@@ -65,15 +71,17 @@ def inference(
     """Compute exact predictions for all nodes from all their neighbours, layer by layer.
 
     Memory beside the graph and the features: at most three float32 tables [V, width] at a time, a layer's input, messages
-    and output, and what one chunk of destinations needs. A layer runs on the model's device if its messages fit there,
-    else on the CPU.
+    and output, and what one chunk of destinations needs. A model on a GPU has the tables in its memory if they fit; if not,
+    or with several processes, the messages alone; else a layer runs on the CPU. Where graph and features are on the GPU
+    too, nothing is copied before the result, and the host does not wait in between.
 
     Args:
         model: a network of which `layerwise` is true; computed in float32, but for torch.autocast.
-        indptr: int64 [V+1], indices: [M]: the graph, in host memory.
+        indptr: int64 [V+1], indices: [M]: the graph, on any device.
         x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids); for a network
             with `inputs` only of the first nodes, those with features.
-        chunk, chunk_edges: destinations and edges per chunk; a node with more edges is a chunk of its own.
+        chunk, chunk_edges: destinations and edges per chunk; a node with more edges is a chunk of its own. None: 65,536 and
+            524,288, and more where a GPU has room.
         memory: bytes of host memory for a layer's tables; beyond it they are temporary files (TMPDIR).
         rank, world: with several processes on this machine, each calls this with its rank and computes
             its part of every layer's destinations. Linux only.
@@ -97,26 +105,24 @@ def inference(
         model = copy.deepcopy(model).float()
     inputs = getattr(model, "inputs", None)
     h = checked_features(x, V, inputs)
+    offsets = readable(indptr)
     indptr = on_host(indptr)
-    indices = on_host(indices)
+    indices = readable(indices)
     edges, types = checked_columns(model, len(indices), edges, types)
-    # ranks' parts have equal numbers of edges
-    shares = [int(indptr[-1]) * r // world for r in range(1, world)]
-    bounds = [0, *(int(torch.searchsorted(indptr, share)) for share in shares), V]
+    first, last = checked_part(indptr, indices, rank, world)
     with evaluating(model):
-        on_gpu = next(model.parameters()).device.type != "cpu"
         counted = any(layer.uses_degree for layer in model.layers)
         run = Layerwise(
             model=model,
-            on_cpu=copy.deepcopy(model).cpu() if on_gpu else model,
             indptr=indptr,
+            offsets=offsets,
             indices=indices,
             # model.degrees may be of another graph, or a function of blocks
-            degrees=graph_degrees(indptr, indices) if counted else None,
+            degrees=graph_degrees(indptr, indices).to(indices.device) if counted else None,
             edges=edges,
             types=types,
-            first=bounds[rank],
-            last=bounds[rank + 1],
+            first=first,
+            last=last,
             chunk=chunk,
             chunk_edges=chunk_edges,
             tables=Tables(V, memory, rank, total),
@@ -125,7 +131,7 @@ def inference(
             h = run.embed(inputs, h)
         for i in range(len(model.layers[:layers])):
             h = run.apply(i, h)
-    return h
+    return on_host(h) if isinstance(h, Tensor) else h
 
 
 def check_layerwise(model, V):
@@ -157,6 +163,37 @@ def on_host(values):
     return torch.as_tensor(values, device="cpu")
 
 
+def readable(values):
+    """Return a tensor, None or an object with gather as it is, and an array as a tensor in host memory."""
+    return values if values is None or hasattr(values, "gather") else on_host(values)
+
+
+def checked_part(indptr, indices, rank, world):
+    """Return the first node that a rank computes and the one after its last; IndexError if their lists are damaged."""
+    # ranks' parts have equal numbers of edges
+    shares = [int(indptr[-1]) * r // world for r in range(1, world)]
+    bounds = [0, *(int(torch.searchsorted(indptr, share)) for share in shares), len(indptr) - 1]
+    first, last = bounds[rank : rank + 2]
+    for a in range(first, last, PIECE):
+        b = min(a + PIECE, last)
+        steps = indptr[a : b + 1].diff()
+        inside = 0 <= int(indptr[a]) and int(indptr[b]) <= len(indices)
+        if not inside or bool((steps < 0).any()):
+            where = f"an offset in indptr of nodes {a} to {b - 1} is out of range or decreases"
+            raise IndexError(f"the graph is damaged: {where}")
+    for part in indices[int(indptr[first]) : int(indptr[last])].split(PIECE):
+        check_nodes(part, len(indptr) - 1)
+    return first, last
+
+
+def free_bytes(device):
+    """Return the bytes that torch can allocate on a GPU, None on another device."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()  # or what torch keeps counts as used
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def checked_features(x, V, inputs):
     """Return x as a tensor, or an object with gather; ValueError unless it has the rows that a network with `inputs` takes."""
     dense = getattr(x, "layout", torch.strided) == torch.strided
@@ -167,78 +204,142 @@ def checked_features(x, V, inputs):
     if rows != V and (inputs is None or len(inputs.linears) and rows < inputs.first):
         sizes = f"x has {rows} rows, indptr is of {V} nodes"
         raise ValueError(f"{sizes}: a row for each node is needed")
-    return x if hasattr(x, "gather") else on_host(x)
+    return readable(x)
 
 
 def checked_columns(model, M, edges, types):
-    """Return edges and types in host memory; ValueError unless they have a row for each of M edges, where layers use them."""
-    edges = edges if edges is None or hasattr(edges, "gather") else on_host(edges)
+    """Return edges and types as tensors; ValueError unless they have a row for each of M edges, where layers use them."""
+    edges = readable(edges)
     for layer in model.layers:
         if layer.edge_dim:
             check_edges(edges, M, layer.edge_dim)
-    types = types if types is None else on_host(types)
+    types = readable(types)
     if types is not None and types.shape[0] != M:
         raise ValueError(f"types has {types.shape[0]} rows, the graph has {M} edges")
     return edges, types
 
 
+class Place(NamedTuple):
+    """Where a layer may run."""
+
+    device: torch.device  # of the network
+    tables: torch.device  # of the tables that the layer makes
+    lacks: str = ""  # what GPU memory has no room for
+    grow: int = 1  # factor of CHUNK and CHUNK_EDGES
+
+
 class Layerwise(NamedTuple):
-    """A network in eval mode on a graph in host memory."""
+    """A network in eval mode on a graph."""
 
     model: nn.Module
-    on_cpu: nn.Module  # the same, or a copy
-    indptr: Tensor  # int64 [V+1]
-    indices: Tensor  # [M]
+    indptr: Tensor  # int64 [V+1], in host memory
+    offsets: Tensor  # the same, on any device
+    indices: Tensor  # [M], on any device
     degrees: Tensor | None  # [V, 2], if a layer uses them
     edges: Tensor | None  # [M, D] features of edges, or an object with gather
     types: Tensor | None  # [M]
     first: int  # of the nodes that this process computes
     last: int  # beyond them
-    chunk: int  # nodes at a time
-    chunk_edges: int
+    chunk: int | None  # nodes at a time
+    chunk_edges: int | None
     tables: "Tables"
 
-    def fill(self, out, compute):
+    def fill(self, out, compute, grow=1):
         """Fill a table, a chunk at a time, with compute(a, b) of nodes a .. b - 1; wait for the other processes' rows."""
-        for a in range(self.first, self.last, self.chunk):
-            b = min(a + self.chunk, self.last)
+        chunk = self.chunk or CHUNK * grow
+        for a in range(self.first, self.last, chunk):
+            b = min(a + chunk, self.last)
             out[a:b] = compute(a, b)
         self.tables.wait()
         return out
 
+    @property
+    def device(self):
+        """The network's device."""
+        return next(self.model.parameters()).device
+
     def embed(self, inputs, x):
         """Compute the first layer's input [V, D] from features x of the first nodes."""
-        device = next(self.model.parameters()).device
+        on = self.device
+        width = inputs.out_dim
         end = inputs.first  # of the nodes with features
 
         def rows(a, b):
-            nodes = torch.arange(a, b, device=device)
-            return inputs(nodes, _rows(x, min(a, end), min(b, end), device))
+            nodes = torch.arange(a, b, device=on)
+            return inputs(nodes, _rows(x, min(a, end), min(b, end), on))
 
-        return self.fill(self.tables.make(inputs.out_dim, self.tables.fit(inputs.out_dim)), rows)
+        place = self.places(tables=width, messages=0, width=width)[0]
+        table = self.tables.make(width, self.tables.fit(width), place.tables)
+        return self.fill(table, rows, place.grow)
+
+    def places(self, *, tables, messages, width):
+        """List where a layer may run, the fastest first.
+
+        Args:
+            tables: columns of the tables that it makes or copies to the network's device; messages: of messages alone.
+            width: columns that it computes for an edge or a node, at most.
+        """
+        host = torch.device("cpu")
+        on = self.device
+        free = free_bytes(on)
+        if free is None:
+            return [Place(on, host)]
+        column = 4 * self.tables.num_rows
+        shared = self.tables.total is not None
+        places = [Place(host, host, "messages, and a layer runs on the CPU")]
+        if column * messages < 0.8 * free:
+            lacks = "" if shared else "tables, which are in host memory"
+            places.insert(0, Place(on, host, lacks))
+        if shared:  # processes have to agree: they make the same tables
+            return places[:1]
+        left = free - column * tables
+        if left > 0.2 * free:
+            # torch operations hold several rows of an edge at a time
+            edges = min(left // 2, LARGEST) // (16 * width)
+            places.insert(0, Place(on, on, grow=max(1, edges // CHUNK_EDGES)))
+        return places
 
     def apply(self, i, h):
-        """Apply layer i and what follows it to all nodes' rows h [V, F] -> [V, D]."""
+        """Apply layer i and what follows it to all nodes' rows h [V, F] -> [V, D], in the first place that has room."""
         layer = self.model.layers[i]
-        on = next(self.model.parameters()).device
-        none = _rows(h, 0, 0, on)
-        sent = layer.message(none, self.degree(layer, 0, 0, on))
-        in_memory = self.tables.fit(h.shape[1] + sent.shape[1] + layer.out_dim)
+        none = _rows(h, 0, 0, self.device)
+        sent = layer.message(none, self.degree(layer, 0, 0, self.device))
+        width = sent.shape[1]
+        same = sent is none and isinstance(h, Tensor) and h.dtype == torch.float32
+        messages = 0 if same and h.device == self.device else width
+        places = self.places(
+            tables=messages + layer.out_dim,
+            messages=messages,
+            width=h.shape[1] + width + layer.out_dim + layer.edge_dim,
+        )
+        for place in places:
+            if place.lacks:
+                text = f"exact inference is slower: GPU memory has no room for {place.lacks}"
+                warnings.warn(text, stacklevel=4)
+            try:
+                return self.apply_at(place, i, h, same, width)
+            except torch.cuda.OutOfMemoryError:
+                if place is places[-1]:
+                    raise
+
+    def apply_at(self, place, i, h, same, width):
+        """`apply` in one place; messages are the rows h if they are the `same`, else tables of this width."""
+        layer = self.model.layers[i]
+        in_memory = self.tables.fit(h.shape[1] + width + layer.out_dim)
+        make = lambda columns: self.tables.make(columns, in_memory, place.tables)  # noqa: E731
         message = h
-        if sent is not none or not isinstance(h, Tensor) or h.dtype != torch.float32:
-            make = lambda a, b: layer.message(_rows(h, a, b, on), self.degree(layer, a, b, on))  # noqa: E731
-            message = self.fill(self.tables.make(sent.shape[1], in_memory), make)
-        out = self.tables.make(layer.out_dim, in_memory)
-        network = self.model
-        if message.device != on and on.type == "cuda":
-            torch.cuda.empty_cache()  # or what torch keeps counts as used
-            if message.nbytes >= 0.8 * torch.cuda.mem_get_info(on)[0]:
-                network = self.on_cpu
-                on = torch.device("cpu")
+        if not same:
+            on = self.device
+            rows = lambda a, b: layer.message(_rows(h, a, b, on), self.degree(layer, a, b, on))  # noqa: E731
+            message = self.fill(make(width), rows, place.grow)
+        out = make(layer.out_dim)
+        on = place.device
         message = message.to(on)
+        own = message if same else h
+        network = self.model if on == self.device else copy.deepcopy(self.model).to(on)
         layer = network.layers[i]
-        for a, b in self.chunks_of_edges():
-            near = self.near(layer, a, b, message, _rows(h, a, b, on))
+        for a, b in self.chunks_of_edges(place.grow):
+            near = self.near(layer, a, b, message, _rows(own, a, b, on))
             out[a:b] = network.finish(i, layer.combine(near), near.own)
         self.tables.wait()
         return out
@@ -246,41 +347,33 @@ class Layerwise(NamedTuple):
     def near(self, layer, a, b, message, own):
         """Return what a layer combines for nodes a .. b - 1, whose rows are `own`, on the messages' device."""
         on = message.device
-        indptr, indices = self.lists(a, b)
-        ends = int(self.indptr[a]), int(self.indptr[b])
-        types = self.types if layer.uses_types else None
+        first = int(self.indptr[a])
+        last = int(self.indptr[b])
+        indices = self.indices[first:last].to(on)
         return Near(
-            indptr.to(on),
-            indices.to(on),
+            (self.offsets[a : b + 1].to(on) - first).to(indices.dtype),
+            indices,
             message,
             own,
             self_rows=torch.arange(a, b, dtype=indices.dtype, device=on),
             degree=self.degree(layer, a, b, on),
-            edges=_rows(self.edges, *ends, on) if layer.edge_dim else None,
-            types=None if types is None else types[slice(*ends)].to(on),
+            edges=_rows(self.edges, first, last, on) if layer.edge_dim else None,
+            types=self.types[first:last].to(on)
+            if layer.uses_types and self.types is not None
+            else None,
         )
 
     def degree(self, layer, a, b, device):
         """Return the degrees [b - a, 2] of nodes a .. b - 1 for a layer that uses them, else None."""
         return self.degrees[a:b].to(device) if layer.uses_degree else None
 
-    def lists(self, a, b):
-        """Read and check the neighbour lists of nodes a .. b - 1 -> (offsets [b - a + 1], sources), in indices' dtype."""
-        sources = self.indices[int(self.indptr[a]) : int(self.indptr[b])]
-        offsets = self.indptr[a : b + 1] - self.indptr[a]
-        check_nodes(sources, len(self.indptr) - 1)
-        if int(offsets[-1]) != len(sources) or bool((offsets.diff() < 0).any()):
-            where = f"an offset in indptr of nodes {a} to {b - 1} is out of range or decreases"
-            raise IndexError(f"the graph is damaged: {where}")
-        return offsets.to(sources.dtype), sources
-
-    def chunks_of_edges(self):
+    def chunks_of_edges(self, grow):
         """Yield the nodes a .. b - 1 of chunks with at most `chunk_edges` edges, or one node."""
         a = self.first
         while a < self.last:
-            most = int(self.indptr[a]) + self.chunk_edges
+            most = int(self.indptr[a]) + (self.chunk_edges or CHUNK_EDGES * grow)
             fits = int(torch.searchsorted(self.indptr, most, right=True)) - 1
-            b = min(a + self.chunk, max(fits, a + 1), self.last)
+            b = min(a + (self.chunk or CHUNK * grow), max(fits, a + 1), self.last)
             yield a, b
             a = b
 
@@ -310,11 +403,11 @@ class Tables(NamedTuple):
         if self.total is not None:
             self.total(0)
 
-    def make(self, width, in_memory):
-        """Make a table of this width."""
+    def make(self, width, in_memory, device):
+        """Make a table of this width, on a GPU or in host memory."""
         size = 4 * self.num_rows * width
-        if in_memory and self.total is None or not size:
-            return torch.empty(self.num_rows, width, dtype=torch.float32, device="cpu")
+        if in_memory and self.total is None or device.type != "cpu" or not size:
+            return torch.empty(self.num_rows, width, dtype=torch.float32, device=device)
         process = handle = 0
         if self.rank == 0:
             process = os.getpid()

@@ -117,8 +117,8 @@ def gather_rows(features, ids, out=None):
     return torch.index_select(features, 0, ids, out=out)
 
 
-def relu_dropout(h, p, training=True, nodes=None, seed=None):
-    """Compute dropout(relu(h)), in place if native/layers.py does it.
+def relu_dropout(h, p, training=True, nodes=None, seed=None, *, norm=None, residual=None):
+    """Compute dropout(relu(norm(h + residual))), of h alone in place if native/layers.py does it.
 
     The mask is a function of seed, node and column, so a part of a batch has the mask of the whole
     batch, on any device. It takes one random byte per element: p is rounded to 1/256.
@@ -127,9 +127,16 @@ def relu_dropout(h, p, training=True, nodes=None, seed=None):
         h: [S, D]. p: probability below 1. training: False for no dropout.
         nodes: int [S] distinct ids of the rows; None: their positions.
         seed: int; None: drawn from torch's CPU generator.
+        norm: module, after which h may change in place. residual: [S, D].
     """
     drop = drop_byte(p) if training else 0
     seed = drawn_seed() if drop and seed is None else seed or 0
+    if fused and type(norm) is LayerNorm and unchanged(norm, kinds={LayerNorm}):
+        done = fused.norm_relu_dropout(h, norm, nodes, seed, drop, residual=residual)
+        if done is not None:
+            return done
+    h = h if residual is None else h + residual
+    h = h if norm is None else norm(h)
     done = fused and fused.relu_dropout(h, nodes, seed, drop)
     if done is not None:
         return done
@@ -152,7 +159,9 @@ def drop_byte(p):
 
 
 def drawn_seed():
-    """Draw a seed from torch's CPU generator -> int."""
+    """Draw a seed from torch's CPU generator -> int. A CUDA graph would repeat it."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("dropout needs a seed, or to be torch.nn.Dropout")
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
@@ -279,8 +288,7 @@ class Near(NamedTuple):
         if factors:
             block = self.indptr, self.indices, self.sent
             given = {"self_rows": self.self_rows, "drawn": drawn, "factors": factors}
-            out = attention.attend(*block, target, attn, **given)
-            if out is not None:
+            if (out := attention.attend(*block, target, attn, **given)) is not None:
                 return out
         of_edges = None if of_edge is None else of_edge(edges)
         return self._attend(attn, target, of_edges, drawn)
@@ -597,6 +605,13 @@ class GCNConv(MeanConv, name="gcn"):
 class MLP(nn.Sequential):
     """That of GIN: linear, norm, ReLU, linear."""
 
+    def forward(self, x):
+        kinds = [Linear, LayerNorm, nn.ReLU, Linear]
+        if [*map(type, self)] != kinds or not unchanged(*self, kinds={*kinds}):
+            return super().forward(x)
+        first, norm, _, last = self
+        return last(relu_dropout(first(x), 0, norm=norm))
+
 
 class GINConv(Conv, name="gin"):
     """Graph isomorphism layer (Xu et al., arXiv 1810.00826): MLP((1 + eps) h_v + sum(h_u)), eps learned.
@@ -741,8 +756,7 @@ class GNN(nn.Module):
         heads: of "gat": concatenated in the inner layers, `hidden` wide together; averaged in the last.
         norm: "none", "layer" or "batch", after each inner layer, and inside the layers of "gin" and "gine".
         residual: add each layer's input to its output, through a matrix where the widths differ.
-        recompute: keep only each layer's input for the backward pass and recompute the rest (Chen et
-            al., arXiv 1604.06174): less memory, more time; not in a CUDA graph.
+        recompute: keep layers' inputs and recompute the rest in backward (arXiv 1604.06174): less memory, more time.
         edge_dim: width of the edge features, for layers that use them; 0: none.
         num_types: number of edge types, bases: see `RGCNConv` of relational.py; both for layers that use types only.
         inputs: module that makes the input of the first layer, `NodeInputs` of relational.py; None: it is x.
@@ -795,13 +809,7 @@ class GNN(nn.Module):
             can = " and ".join([*layers_where(edge_features="can"), must])
             needs = f"{can} take features of edges, and {must} needs them"
             raise ValueError(f"conv {make.name!r} with edge_dim {edge_dim}: {needs}")
-        given = {
-            "heads": heads,
-            "dropout": dropout,
-            "norm": norm,
-            "num_types": num_types,
-            "bases": bases,
-        }
+        given = dict(heads=heads, dropout=dropout, norm=norm, num_types=num_types, bases=bases)
         options = {name: given[name] for name in make.takes}
         if edge_dim:
             options["edge_dim"] = edge_dim
@@ -856,7 +864,8 @@ class GNN(nn.Module):
         for i, (block, rows) in enumerate(zip(blocks, edges, strict=True)):
             step = self.step if i else first
             if self.recompute and self.training:
-                step = partial(checkpoint, step, use_reentrant=False)
+                state = not isinstance(key, tuple)  # a CUDA graph has none of torch's generators
+                step = partial(checkpoint, step, use_reentrant=False, preserve_rng_state=state)
             seed = layer_seed(key, i) if self.training else 0
             x = step(i, block, x, seed=seed, edges=rows)
         return x
@@ -883,7 +892,7 @@ class GNN(nn.Module):
         of = self.degrees
         if not layer.uses_degree or of is None:
             return None
-        degree = of(block) if callable(of) else of.index_select(0, block.src_nodes)
+        degree = of(block) if callable(of) else gather_rows(of, block.src_nodes)
         return degree.to(device, next(self.parameters()).dtype)
 
     def _is_one_function(self):
@@ -912,17 +921,19 @@ class GNN(nn.Module):
             h: [S, D] the layer's output. h_dst: [S, F] the destinations' rows of its input.
             nodes: [S or more] ids of the destinations, which with the seed determine dropout.
         """
-        if self.residuals is not None:
-            h = h + self.residuals[i](h_dst)
+        residual = None if self.residuals is None else self.residuals[i](h_dst)
         if i == len(self.norms):
-            return h
+            return h if residual is None else h + residual
         nodes = None if nodes is None else nodes[: len(h)]
-        h = self.norms[i](h)
+        norm = self.norms[i]
         ours = (conv for name, conv in CONVS.items() if conv.name == name)
         kinds = {*ours, *NORMS.values(), MLP, nn.ReLU}
-        if not unchanged(*self.layers[i].modules(), self.norms[i], kinds=kinds):
-            h = h.clone()  # a hook, method or network may have kept it, and ReLU is in place
-        return relu_dropout(h, self.dropout, self.training, nodes, seed)
+        if not unchanged(*self.layers[i].modules(), norm, kinds=kinds):
+            # a hook, method or network may keep it, and ReLU is in place
+            h = norm(h if residual is None else h + residual).clone()
+            norm = residual = None
+        given = self.dropout, self.training, nodes, seed
+        return relu_dropout(h, *given, norm=norm, residual=residual)
 
 
 class SAGE(GNN):

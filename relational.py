@@ -9,8 +9,7 @@ Copy this file and model.py into your own code: they need only torch. Importing 
     model = GNN(in_dim, hidden, num_classes, conv="rgcn", num_types=R, inputs=inputs)
     logits = model(blocks, x)                       # x: features of the nodes whose type has features
 
-R-GCN's and R-GAT's sums over types are torch operations: on a GPU they add with atomics, so the last bits of gradients and
-attention may differ between runs.
+With the folder native/, sums over types on a GPU add no rows by atomics, except those for bases of more than LOOPED types.
 """
 
 from typing import NamedTuple
@@ -66,9 +65,8 @@ class RGCNConv(Conv, name="rgcn"):
         out = self.self_linear(near.own)
         S = len(near.own)
         R = self.num_types
-        on_gpu = model.fused and model.fused.is_gpu(near.sent.device)
-        if on_gpu and self.averages and R <= LOOPED and near.types is not None:
-            return out + self.means_by_type(near).flatten(1) @ self.matrices().flatten(0, 1)
+        if model.fused and model.fused.is_gpu(near.sent.device) and near.types is not None:
+            return out + self.without_waiting(near)
         group, counts, indices = self._grouped(near.indptr, near.indices, near.types)
         dst = group // R
         kinds = group % R
@@ -81,10 +79,15 @@ class RGCNConv(Conv, name="rgcn"):
         if self.coefficients is None:  # zeros if a destination has no edge of a type
             sums = means.new_zeros(S * R, means.shape[1]).index_copy_(0, group, means)
         else:
-            by_basis = self.coefficients[kinds].to(means.dtype).unsqueeze(2) * means.unsqueeze(1)
-            sums = means.new_zeros(S, *by_basis.shape[1:]).index_add_(0, dst, by_basis)
+            sums = self.sums_by_basis(means, group, S)
         weight = self.weight.flatten(0, 1)
         return out + sums.view(S, len(weight)) @ weight
+
+    def sums_by_basis(self, means, group, S):
+        """Add up means [G, F] of groups [G] with the coefficients of their types -> [S, B, F]."""
+        R = self.num_types
+        by_basis = self.coefficients[group % R].to(means.dtype).unsqueeze(2) * means.unsqueeze(1)
+        return means.new_zeros(S, *by_basis.shape[1:]).index_add_(0, group // R, by_basis)
 
     def matrices(self):
         """Return W_r of all types [R, F, D]."""
@@ -93,20 +96,34 @@ class RGCNConv(Conv, name="rgcn"):
         shape = self.num_types, *self.weight.shape[1:]
         return (self.coefficients @ self.weight.flatten(1)).view(shape)
 
-    def means_by_type(self, near):
-        """Average the messages of each destination's edges of each type -> [S, R, F]; zero without edges.
-
-        The host does not wait for a GPU. Padding, edges after the last one with index -1, is skipped.
-        """
+    def without_waiting(self, near):
+        """Compute sum_r W_r mean_r(h_u) -> [S, D], while the host does not wait for a GPU, in shapes that follow from those
+        of `near`. Padding, edges after the last one with index -1, is skipped."""
         indptr = near.indptr
         indices = near.indices
-        last = (indptr.numel() - 1) * self.num_types
+        S = indptr.numel() - 1
+        R = self.num_types
+        none = S * R  # group of the padding
         edges = torch.arange(len(indices), device=indices.device, dtype=indptr.dtype)
         dst = torch.searchsorted(indptr[1:], edges, right=True)  # S for padding
-        group, order = (dst * self.num_types + near.types).clamp(max=last).sort(stable=True)
-        offsets = torch.searchsorted(group, torch.arange(last + 1, device=group.device))
-        means = mean_neighbours(offsets.to(indices.dtype), indices[order], near.sent)
-        return means.view(-1, self.num_types, near.sent.shape[1])
+        group, order = (dst * R + near.types).clamp(max=none).sort(stable=True)
+        by_basis = self.coefficients is not None and R > LOOPED
+        # as many groups as edges: that of a list's last edge has the list, the others are empty
+        groups = group if by_basis else torch.arange(none, device=group.device)
+        offsets = torch.searchsorted(group, F.pad(groups, (0, 1), value=none + 1))
+        indices = indices[order]
+        means = self.means_of_groups(near, group, offsets.to(indices.dtype), indices)
+        matrices = self.matrices()
+        if by_basis:
+            matrices = self.weight
+            means = self.sums_by_basis(means, groups, S + 1)[:S]
+        weight = matrices.flatten(0, 1)
+        return means.view(S, len(weight)) @ weight
+
+    def means_of_groups(self, near, group, offsets, indices):
+        """Average the messages `indices` [E] of each group, which begins at offsets [G+1] -> [G, F]. group: [E], of each edge:
+        destination * R + type, S * R for padding."""
+        return mean_neighbours(offsets, indices, near.sent)
 
     def after_inputs(self, block, inputs, x):
         """Compute the layer of inputs(block.src_nodes, x), with a `NodeInputs`, in fewer operations -> [S, D].
@@ -172,8 +189,6 @@ class RGATConv(RGCNConv, name="rgat"):
     The paper's q and k multiply W_r h: here W_r is part of q_r and k_r.
     """
 
-    padded = False
-
     averages = False
 
     def __init__(self, in_dim, out_dim, num_types, bases=0):
@@ -186,6 +201,24 @@ class RGATConv(RGCNConv, name="rgat"):
     def message(self, h, degree=None):
         """Return the row and beside it k_r . h for each type r."""
         return torch.cat([h, F.linear(h, self.key)], 1)
+
+    def means_of_groups(self, near, group, offsets, indices):
+        """See `RGCNConv`; by attention: sum(w h) / sum(w) for w = exp(score)."""
+        R = self.num_types
+        ids = torch.arange(len(indices) + 1, device=indices.device, dtype=indices.dtype)
+        sent = summable(mean_neighbours(ids, indices, near.sent))  # a row for each edge
+        rows, keys = sent.split([near.own.shape[1], R], 1)
+        queries = F.pad(summable(F.linear(near.own, self.query)).flatten(), (0, 1))
+        scores = queries[group] + keys.gather(1, (group % R).unsqueeze(1)).squeeze(1)
+        scores = F.leaky_relu(scores, 0.2)
+        top = torch.full_like(queries, -torch.inf)
+        top = top.scatter_reduce(0, group, scores.detach(), "amax")
+        weights = (scores - top[group]).exp().unsqueeze(1)
+        # kernels read four columns at once
+        rows = torch.cat([rows * weights, weights.expand(-1, 4)], 1)
+        total = mean_neighbours(offsets, ids[:-1].where(indices >= 0, -1), rows)
+        # the largest weight of a group is 1
+        return (total[:, :-4] / total[:, -1:].clamp(min=1e-20)).to(near.sent.dtype)
 
     def gathered(self, near, group, counts, indices):
         """Average the messages of each group, whose `counts` [G] rows are `indices`, by attention -> [G, F]."""

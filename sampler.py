@@ -177,6 +177,7 @@ class SamplingSpec(NamedTuple):
     edge_type: Tensor | None  # uint8 or int16 [M], ascending in each list, to sample by type
     fanout_of: Tensor | None  # int64 [L, 256 or 65536] k per hop and type, NO_TYPE: no such type
     one_draw: bool  # all hops use the key of hop 0
+    batch_dependency: int  # consecutive steps with the same keys
     rule: Rule
     edge_ids: bool  # whether blocks have edge_ids
     threads: int | None  # of a call in C; None: torch.get_num_threads(), at most 4
@@ -288,7 +289,6 @@ class NeighborSampler:
         _check_arrays(indptr, indices, columns)
         if check:
             _check_graph(indptr, indices, by_type=by_type, **columns)
-        self.batch_dependency = index(batch_dependency)
         self.timed = edge_times is not None
         self.indptr = indptr.contiguous()
         self.indices = indices.contiguous()
@@ -309,6 +309,7 @@ class NeighborSampler:
             edge_type=self.edge_type if by_type else None,
             fanout_of=fanout_of,
             one_draw=bool(layer_dependency),
+            batch_dependency=index(batch_dependency),
             rule=rule,
             edge_ids=edge_ids or edge_type is not None,
             threads=threads,
@@ -380,16 +381,17 @@ class NeighborSampler:
                 f"not {_kind(times)}"
             )
         exclude = None if exclude is None else self._edge_set(exclude)
-        step = index(step) // self.batch_dependency
-        if self.backend == "native" and self.indices.is_cuda:
+        step = index(step)
+        if self._on_gpu():
             # ids are checked and keys computed on the GPU
             work = (seeds, step, relabel_outer, exclude, times)
         else:
             _check_range("seeds", seeds, self.spec.num_nodes, "node")
             device = self.indices.device
             hops = []
+            dependency = self.spec.batch_dependency
             for i, k in enumerate(self.fanouts):
-                key = hop_key(self.seed, step, 0 if self.spec.one_draw else i)
+                key = hop_key(self.seed, step // dependency, 0 if self.spec.one_draw else i)
                 hops.append(Hop(i, k, key, relabel_outer or i + 1 < len(self.fanouts)))
             times = times if times is None else times.to(device).contiguous()
             work = (seeds.to(device, self.indices.dtype).contiguous(), hops, exclude, times)
@@ -406,6 +408,9 @@ class NeighborSampler:
         blocks = blocks[::-1]
         return blocks if self.edge_type is None else list(map(self._with_types, blocks))
 
+    def _on_gpu(self):
+        return self.backend == "native" and self.indices.is_cuda
+
     def _with_types(self, block):
         types = block.edge_type
         if types is None:  # the C code returns them with the block
@@ -416,14 +421,17 @@ class NeighborSampler:
         return block._replace(edge_type=types, edge_ids=block.edge_ids if self.edge_ids else None)
 
     def _edge_set(self, exclude):
-        """Convert edge ids or a mask to distinct ascending ids -> int64 [X] on the graph's device; None if empty."""
+        """Convert edge ids or a mask to distinct ascending ids -> int64 [X] on the graph's device; None if empty. The CUDA
+        kernels' backend takes ids in any order."""
         M = self.indices.numel()
         device = self.indices.device
         if isinstance(exclude, Tensor) and exclude.dtype == torch.bool and exclude.shape == (M,):
             edges = exclude.nonzero().squeeze(1).to(device)
         else:
             _check_ids("exclude", exclude, f"edge ids, or a bool mask [M={M}]")
-            edges = exclude.to(device, torch.int64).unique()
+            edges = exclude.to(device, torch.int64)
+            if not self._on_gpu():
+                edges = edges.unique()
             _check_range("exclude", edges, M, "edge")
         return edges if edges.numel() else None
 
@@ -607,7 +615,7 @@ def _check_range(name, ids, n, kind):
 
 def outside(ids, n):
     """Return an id that is not in 0 .. n-1, or None."""
-    low, high = (int(x) for x in ids.aminmax()) if ids.numel() else (0, -1)
+    low, high = torch.stack(ids.aminmax()).tolist() if ids.numel() else (0, -1)
     return low if low < 0 else high if high >= n else None
 
 
@@ -835,9 +843,9 @@ def _prefix_sum(counts):  # [S] -> [S+1], starting at 0
     return torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
 
 
-def expand(start, counts):
-    """Concatenate start, start+1, ..., start+count-1 of all rows -> [E]."""
-    E = int(counts.sum())
+def expand(start, counts, total=None):
+    """Concatenate start, start+1, ..., start+count-1 of all rows -> [E]. total: E, if the caller has it."""
+    E = int(counts.sum()) if total is None else total
     shift = start - counts.cumsum(0) + counts
     return shift.repeat_interleave(counts, output_size=E) + torch.arange(E, device=start.device)
 

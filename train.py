@@ -48,6 +48,7 @@ from run import command_line, cuda_graphs
 from run.adam import Adam
 from run.allocator import announce, trim_memory
 from run.checkpoint import check_graph, claimed, common_state, restore, save_checkpoint
+from run.export import export
 from run.finite import LossSum, all_finite
 from run.flags import TASKS, of_seed
 from run.own_model import conv_of, is_own
@@ -343,6 +344,8 @@ def train(ranks, flags, path):
     if best["model"]:
         model.load_state_dict(best["model"])
         ranks.say(best_line(plan, best["epoch"], run.task.score_text(best["score"])))
+    if plan.export and ranks.leads:
+        export(run, plan.export)
     try:
         exact = run.task.evaluate(run, report)
     finally:  # scores that were computed, where --predict cannot be written

@@ -1,7 +1,9 @@
 """python -m bench gpu: what only a GPU can tell, within --minutes (4); --parts chooses.
 
     kernels    each kernel of a step alone, beside its bound
-    steps      epochs of train.py: every model, precision and mode, batches sampled at once on the CPU
+    steps      epochs of train.py: every model, precision and mode, batches sampled at once on the CPU; links, times, LABOR,
+               features and types of edges, a layer of one's own, with launches
+    inference  exact inference on all nodes, by layers and in batches
     papers     a graph of the size of ogbn-papers100M in GPU memory
     sampling   a batch, beside torch operations; its rows through the ring and read in place
     law        samples of CPU and CUDA, bit for bit
@@ -157,8 +159,9 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "kernels": Part(gpu_parts.kernels, 60),
-    "steps": Part(gpu_parts.steps, 100),
+    "kernels": Part(gpu_parts.kernels, 100),
+    "steps": Part(gpu_parts.steps, 140),
+    "inference": Part(gpu_parts.inference, 40),
     "papers": Part(gpu_parts.papers, 60),
     "sampling": Part(gpu_parts.sampling, 40),
     "law": Part(gpu_parts.law, 90, "checks"),

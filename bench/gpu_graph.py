@@ -10,6 +10,7 @@ import collections
 import copy
 import gc
 import tempfile
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
@@ -24,6 +25,7 @@ from run import cuda_graphs, placement
 from run.adam import Adam
 from run.run import open_run
 from store import MmapFeatures
+from tasks.edge_split import split_edges
 
 CHUNK = 1 << 26  # edges made at a time
 NEAR = 1000  # sources of half of the edges are among as many nodes around the destination
@@ -44,13 +46,14 @@ class Shape(NamedTuple):
 SHAPES = {
     "products": Shape(2_449_029, 50, 100, 47, 196_615),
     "papers100M": Shape(111_059_956, 14.55, 128, 172, 1_207_179, torch.bfloat16, 1.0),
+    "small": Shape(250_000, 15, 100, 47, 60_000),  # for what is prepared on the CPU
     "tiny": Shape(3_000, 10, 20, 7, 600),
 }
 
 
 class Graph(NamedTuple):
     """indptr: int64 [V+1], indices: int32 [M], features [V, F]: on one device. labels: int64 [V], seeds: int64 [S], in
-    host memory."""
+    host memory. columns: of edges and nodes, by their name in a store."""
 
     indptr: Tensor
     indices: Tensor
@@ -58,6 +61,7 @@ class Graph(NamedTuple):
     labels: Tensor
     seeds: Tensor
     shape: Shape
+    columns: dict = {}
 
     def to(self, device):
         """Move graph and features to a device -> Graph."""
@@ -101,6 +105,21 @@ def make_graph(shape, device="cuda", seed=0) -> Graph:
     return Graph(indptr, indices, features, labels, seeds, shape)
 
 
+def with_columns(graph):
+    """Sort the lists of a graph in host memory and add random times, features and types of edges, and times of nodes."""
+    degrees = graph.indptr.diff()
+    dst = torch.repeat_interleave(degrees)
+    order = (dst * graph.shape.nodes + graph.indices).argsort()
+    share = (torch.arange(len(dst)) - graph.indptr[dst]) / degrees[dst]  # ascends in each list
+    columns = {
+        "edge_time": (1000 * share).long(),
+        "node_time": torch.randint(1000, degrees.shape),
+        "edge_features": torch.randn(len(share), 8),
+        "edge_type": (4 * share).to(torch.uint8),
+    }
+    return graph._replace(indices=graph.indices[order], columns=columns)
+
+
 def store_of(graph, folder):
     """Put a graph in the place of a small store's -> a GraphStore of arrays in memory."""
     shape = graph.shape
@@ -112,15 +131,30 @@ def store_of(graph, folder):
     store.labels = graph.labels
     store.features = MmapFeatures(graph.features)
     store.num_nodes, store.num_edges = shape.nodes, graph.indices.numel()
+    for name, values in graph.columns.items():
+        setattr(store, name, values)
+    if store.edge_features is not None:
+        store.edge_dim = store.edge_features.shape[1]
+        store.meta = {**store.meta, "edge_dtype": "float32"}
+    if store.edge_type is not None:
+        store.num_edge_types = int(store.edge_type.max()) + 1
     store.split = {"train": graph.seeds, "valid": graph.seeds[:0], "test": graph.seeds[:0]}
     return store
 
 
-def place_again(indptr, indices, labels, features, mode, *, device="cpu", **more):
+def place_again(indptr, indices, labels, features, mode, *, device="cpu", more=(), **options):
     """`place` of features.py, without a second copy of what is in GPU memory."""
+    arrays = indptr, indices, labels, features
     if mode != "cuda-cuda":
-        return place(indptr, indices, labels, features, mode, device=device, **more)
-    return indptr.to(device), indices.to(device), labels.to(device), features.tensor.to(device)
+        return place(*arrays, mode, device=device, more=more, **options)
+    return tuple(a.to(device) for a in (*arrays[:3], features.tensor, *more))
+
+
+def first_pairs(store, how, *args, count, **options):
+    """`split_edges` of tasks/edge_split.py, with so many pairs to train on."""
+    view = split_edges(store, how, *args, **options)
+    view.split["train"] = view.split["train"][:count]
+    return view
 
 
 class Trained:
@@ -135,9 +169,13 @@ class Trained:
             graph.indptr.is_cuda and "gin" not in words
         ):  # else decided by a sample of edges, on the CPU
             words = (*words, "--no-residual")
+        opened_as = lambda args, path, say: store_of(graph, folder)  # noqa: E731
+        pairs = partial(first_pairs, count=graph.shape.seeds)
         with (
             tempfile.TemporaryDirectory() as folder,
-            mock.patch("tasks.node.open_graph", lambda path, say: store_of(graph, folder)),
+            mock.patch("tasks.node.open_graph", opened_as),
+            mock.patch("tasks.link.open_graph", opened_as),
+            mock.patch("tasks.link.split_edges", pairs),
             mock.patch("tasks.node.choose_split", lambda *args, **options: None),
             mock.patch.object(placement, "place", place_again),
             mock.patch.object(ddp.Ranks, "say", lambda ranks, line: None),

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from bench import tools
-from bench.gpu_graph import SHAPES, Trained, free, kernels_of, make_graph
+from bench.gpu_graph import SHAPES, Trained, free, kernels_of, make_graph, with_columns
 from bench.tools import print_table, read_json
 from features import MODES, FeatureRing, gpu_view, share
 from model import SAGE, gather_rows, plain_layers
@@ -60,6 +60,40 @@ def on_gpu(step, i):
     return max(start.elapsed_time(end) / 1e3, 1e-9), result
 
 
+OWN = """
+from model import Conv, Linear
+
+
+class Own(Conv):
+    padded = True
+
+    def __init__(self, in_dim, out_dim):
+        super().__init__()
+        self.out_dim = out_dim
+        self.linear = Linear(2 * in_dim, out_dim)
+
+    def combine(self, near):
+        return self.linear(near.self_and_mean())
+"""
+
+
+def others(args, folder):
+    """List what trains otherwise than the models on a graph without columns -> {name: (graph in host memory, flags)}."""
+    graph = with_columns(made(args, "small").to("cpu"))
+    having = lambda *names: graph._replace(columns={n: graph.columns[n] for n in names})  # noqa: E731
+    Path(folder, "own.py").write_text(OWN)
+    plain = having()
+    return {
+        "sage, small graph": (plain, []),
+        "links": (plain, ["--task", "link", "--edge-split", "none"]),
+        "times": (having("edge_time", "node_time"), []),
+        "labor": (plain, ["--sampler", "labor"]),
+        "gine": (having("edge_features"), ["--model", "gine"]),
+        "rgat": (having("edge_type"), ["--model", "rgat"]),
+        "own model": (plain, ["--model", f"{folder}/own.py:Own"]),
+    }
+
+
 # ---- timing, alone on the GPU
 
 
@@ -72,27 +106,35 @@ def kernels(args, record):
         bounds = read_json(ROOFLINE)["kernels"]
     runs = [("sage", "tf32", {}), ("sage", "bf16", {})]
     runs += [(model, "tf32", {}) for model in ("gcn", "gin", "gat", "sage-pool")]
-    runs += [("gat", "tf32", {"ATTENTION_GROUP": 4}), ("sage-pool", "tf32", {"MAX_GROUP": 4})]
+    runs += [("gat", "tf32", {name: 4}) for name in ("ATTENTION_GROUP", "ATTENTION_LANES")]
+    runs += [("sage-pool", "tf32", {"MAX_GROUP": 4})]
+    cases = {}
     for model, precision, variant in runs:
         name = " ".join([model, precision, *(f"{key} {value}" for key, value in variant.items())])
-        code.load.cache_clear()
-        with mock.patch.dict(code.VARIANTS, variant), record.attempt(name):
-            of_run = graph.rounded(torch.bfloat16) if precision == "bf16" else graph
-            words = "--model", model, "--precision", precision, "--mode", "cuda-cuda"
-            trained = Trained(of_run, *sizes(args), *words, "--prefetch", 0)
-            trained.epochs(1)
-            rows = {}
-            for kernel, (launches, us) in kernels_of(partial(trained.epochs, 1)).items():
-                row = {"launches": launches / trained.steps, "us": us / trained.steps}
-                bound = bounds[precision].get(re.sub(r"^void |[<(].*", "", kernel))
-                if model == "sage" and bound:
-                    row["bound us"] = bound["H200 us"]
-                rows[kernel[:90]] = row
-            figures[name] = rows
-            record.keep(kernels=figures)
-            print_table(name, dict(itertools.islice(rows.items(), 16)))
-        trained = None
-        free()
+        of_run = graph.rounded(torch.bfloat16) if precision == "bf16" else graph
+        cases[name] = of_run, ["--model", model, "--precision", precision], variant
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (of_run, words) in others(args, folder).items():
+            cases[name] = of_run, words, {}
+        for name, (of_run, words, variant) in cases.items():
+            code.load.cache_clear()
+            with mock.patch.dict(code.VARIANTS, variant), record.attempt(name):
+                words = ["--mode", "cuda-cuda", "--precision", "tf32", *words, "--prefetch", 0]
+                trained = Trained(of_run, *sizes(args), *words)
+                trained.epochs(1)
+                rows = {}
+                for kernel, (launches, us) in kernels_of(partial(trained.epochs, 1)).items():
+                    row = {"launches": launches / trained.steps, "us": us / trained.steps}
+                    bound = bounds.get(name.removeprefix("sage "), {})
+                    bound = bound.get(re.sub(r"^void |[<(].*", "", kernel))
+                    if bound:
+                        row["bound us"] = bound["H200 us"]
+                    rows[kernel[:90]] = row
+                figures[name] = rows
+                record.keep(kernels=figures)
+                print_table(name, dict(itertools.islice(rows.items(), 16)))
+            trained = None
+            free()
     code.load.cache_clear()
 
 
@@ -115,7 +157,9 @@ def steps(args, record):
         words = ["--mode", "cpu-cuda", "--sample-threads", threads]
         if threads <= max(1, args.threads // 2):
             cases[f"sage tf32, cpu-cuda, {threads} sampled at once"] = in_memory, words
-    for name, (of_run, words) in cases.items():
+    folder = tempfile.TemporaryDirectory()
+    rest = others(args, folder.name)
+    for name, (of_run, words) in {**cases, **rest}.items():
         with record.attempt(name):
             words = ["--mode", "cuda-cuda", "--precision", "tf32", *words]
             trained = Trained(of_run, *sizes(args), *words)
@@ -130,6 +174,9 @@ def steps(args, record):
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
                 "how": trained.message or "eager",
             }
+            if name in rest:
+                launched = kernels_of(partial(trained.epochs, 1)).values()
+                row["launches"] = sum(count for count, _ in launched) / trained.steps
             record.keep(contenders=figures, steps_in_epoch=trained.steps)
             print(f"{name}: {row['median_ms']:.3f} ms, {row['epoch_s']:.3f} s", flush=True)
         trained = None
@@ -163,6 +210,32 @@ def plain(args, graph):
     with mock.patch("model.fused", None):
         seconds = [on_gpu(window, i)[0] / WINDOW for i in range(4)][1:]
     return {"median_ms": 1e3 * statistics.median(seconds), "min_ms": 1e3 * min(seconds)}
+
+
+def inference(args, record):
+    """Time exact inference on all nodes: layer by layer, and in batches as for a network of the user's."""
+    graph = made(args, "products")
+    figures = {}
+    for model in ("sage", "gcn", "gat", "sage-pool"):
+        with record.attempt(model):
+            trained = Trained(graph, *sizes(args), "--mode", "cuda-cuda", "--model", model)
+            seconds = [on_gpu(lambda i, run=trained.run: run.exact(), i)[0] for i in range(3)]
+            figures[model] = {"first_s": seconds[0], "s": min(seconds[1:])}
+            record.keep(inference=figures)
+        trained = None
+        free()
+    with record.attempt("in batches"):
+        trained = Trained(made(args, "small").to("cpu"), *sizes(args), "--mode", "cuda-cuda")
+        run = trained.run
+        ways = {
+            "by layers": lambda i: run.exact(),
+            "in batches": lambda i: run.exact_in_batches(run.model),
+        }
+        for name, way in ways.items():
+            seconds = [on_gpu(way, i)[0] for i in range(3)]
+            figures[f"sage, small graph, {name}"] = {"first_s": seconds[0], "s": min(seconds[1:])}
+        record.keep(inference=figures)
+    print_table("exact inference", figures)
 
 
 def papers(args, record):

@@ -67,10 +67,10 @@ class Work(NamedTuple):
     guarded: float = 1  # share of a loop's conditional code that is run
 
 
-def in_groups(edges):
+def in_groups(edges, group=GROUP):
     """Trips for lists of edges that are read in groups, and the share of slots that are in use."""
-    trips = -(-edges // GROUP)
-    return trips, edges / (trips * GROUP)
+    trips = -(-edges // group)
+    return trips, edges / (trips * group)
 
 
 def of_rows(a, row, edge):
@@ -80,8 +80,13 @@ def of_rows(a, row, edge):
     return rows.mean().item(), rows.max().item()
 
 
-def self_and_mean(a):
+def plain_self_and_mean(a):
     trips, used = in_groups(a.degree)
+    return Work((trips,), 3 + 2 * trips, guarded=used)
+
+
+def self_and_mean(a):
+    trips, used = in_groups(a.degree, a.PAIR_GROUP)
     return Work((trips,), 3 + 2 * trips, guarded=used)
 
 
@@ -115,15 +120,15 @@ def attention_target_grad(a):
 
 
 def of_edges(a, tables):
-    """attention_scores and attention_weight_grad: a thread reads a head's rows by itself; four columns a time."""
-    trips = -(-a.D // 4)
-    rows = 32 / a.K  # of a warp
-    lines = rows * a.K * (1 + 1 / (a.degree + 1))
+    """attention_scores and attention_weight_grad: a lane reads its part of a head's rows; four columns a time."""
+    trips = -(-a.D // (4 * a.ATTENTION_LANES))
+    lines = 32 / a.ATTENTION_LANES * (1 + 1 / (a.degree + 1))
     return Work((trips,), 2 + trips / 2, lines=trips * (lines + tables * a.K))
 
 
 def softmax(a, passes):
     places = a.degree + 1
+    passes += a.ATTENTION_LANES > 1
     # neighbouring threads read lists that begin 4 K (degree + 1) bytes apart
     return Work((0, *[places] * passes), 2 + passes, lines=passes * places * 32 / a.K)
 
@@ -145,10 +150,13 @@ def before(n):
 
 WORK = {
     "self_and_mean": self_and_mean,
-    "plain_self_and_mean": self_and_mean,
+    "plain_self_and_mean": plain_self_and_mean,
     "self_and_mean_grad": self_and_mean_grad,
     "relu_dropout": lambda a: Work((), 2),
     "relu_dropout_grad": lambda a: Work((), 1),
+    "norm_relu": lambda a: Work((), 2),
+    "norm_relu_grad": lambda a: Work((a.run,), a.run + 1),
+    "column_sums": lambda a: Work((a.run,), a.run),
     "max_neighbours": lambda a: Work((a.degree,), 1 + 2 * a.degree),
     "max_neighbours_grad": max_neighbours_grad,
     "attention_scores": lambda a: of_edges(a, 1),
@@ -167,7 +175,8 @@ WORK = {
     "begin": lambda a: Work((), 5),
     "mark": lambda a: Work((4,), 9),
     "number": lambda a: Work(before(a.words), 10),
-    "finish": lambda a: Work((a.hops,), 5),
+    "finish": lambda a: Work((a.hops,), 6),
+    "list_hops": lambda a: Work((2,), 5),
     "pick": lambda a: Work(before(a.rows), 12),
     "pick_aggregate": lambda a: Work(
         (a.width / a.LANES,), 4 + a.width / a.LANES * in_groups(a.k)[0]
@@ -268,7 +277,7 @@ def counts(launch, sizes):
     a = types.SimpleNamespace(**{"run": 1, "sizes": sizes, **values})
     if edges := values.get("indices", values.get("dst")):
         a.degree = edges[0] / values.get("S", 1)
-    constants = re.findall(r"#define (LANES|MAX_GROUP|ATTENTION_GROUP) (\d+)", launch.source)
+    constants = re.findall(r"#define (\w*LANES|\w+_GROUP) (\d+)", launch.source)
     for constant, value in reversed(constants):  # the first definition counts
         setattr(a, constant, int(value))
     work = WORK[re.sub(r"^pick_\d+$", "pick", launch.kernel)](a)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from bench.step import network
 from bench.tools import opened, print_table, read_json
 from features import FeatureRing
-from model import gather_rows, self_and_mean
+from model import CONVS, gather_rows, self_and_mean
 from native import kernels, layers, sampler_gpu
 from run import cuda_graphs
 from run.adam import Adam
@@ -52,11 +52,12 @@ TABLES = {
 # kernel of sampler.cu: bytes for each row, for each edge, look-ups of an edge in the table of nodes
 DRAWS = {
     "begin": (64, 0, 0),
-    "pick": (2 * SECTOR + 20, SECTOR + 4, 2),
+    "pick": (2 * SECTOR + 20, SECTOR + 8, 2),
     "claim": (0, SECTOR + 12, 2),
     "mark": (0, 5, 1),
     "number": (2 * SECTOR + 16, 8, 0),
-    "finish": (0, 8, 2),
+    "finish": (0, 12, 2),
+    "list_hops": (0, 16, 0),
 }
 
 
@@ -172,7 +173,9 @@ class Noted:
 def step_costs(args, store, dtype):
     """Record the cost of a step with features and activations of this dtype -> Costs."""
     costs = Costs()
-    settings = types.SimpleNamespace(**vars(args), input_dropout=0, mode="cuda-cuda")
+    settings = {**vars(args), "total_batch": args.batch_size}
+    settings = types.SimpleNamespace(**settings, input_dropout=0, mode="cuda-cuda")
+    task = types.SimpleNamespace(store=store, draw=None, seeds_per_example=lambda args: 1)
     bf16 = dtype == torch.bfloat16
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, check=False)
     compiled = lambda name, source: Noted(costs, source)  # noqa: E731
@@ -182,16 +185,17 @@ def step_costs(args, store, dtype):
     features = store.features.tensor.to(dtype)
     options = dict(slots=1, gather=gather_rows, aggregate=in_place, dtype=dtype)
     ring = FeatureRing(features, store.labels, **options)
-    net = network(args, store, None, 0.5)
+    conv = CONVS[args.model]
+    net = network(args, store, None, 0.5, norm=conv.norm, residual=conv.residual != "no")
     optimizer = Adam(net.parameters(), lr=0.003, fused=True)
     optimizer.param_groups[0]["capturable"] = True
     weight = torch.tensor(1 / args.batch_size)
     loss_sum = torch.zeros((), dtype=torch.float64)
-    _, room = cuda_graphs.static_room(sampler, store.split["train"], settings, ring.first_hop)
+    _, room = cuda_graphs.static_room(sampler, task, settings, ring.first_hop)
 
     @functools.cache
-    def load(ids, source, target, device):
-        text = kernels.program(ids, source, target)
+    def load(ids, source, target, device, width=0):
+        text = kernels.program(ids, source, target, width)
         return kernels.Code(Noted(costs, text))
 
     with (

@@ -37,10 +37,10 @@ WITHOUT = {  # contender: the tricks that are turned off
 }
 
 
-def network(args, store, links, dropout):
-    """Build the network of --model and --heads, with initial weights of seed 0."""
+def network(args, store, links, dropout, **options):
+    """Build the network of --model and --heads, with initial weights of seed 0; options: of a GNN."""
     torch.manual_seed(0)
-    options = {"num_layers": len(args.fanout), "dropout": dropout, "conv": args.model}
+    options |= {"num_layers": len(args.fanout), "dropout": dropout, "conv": args.model}
     if "heads" in model.CONVS[args.model].takes:
         options["heads"] = args.heads
     out_dim = args.hidden if links else store.num_classes

@@ -19,6 +19,13 @@ typedef long long i64;
 #define UNROLL _Pragma("unroll")
 #define ONE_BY_ONE _Pragma("unroll 1")
 #define FAIL __trap()
+// Threads that share a row, and the sum of what each of them has. They are a warp, of which no thread
+// may be missing. A C compiler, which runs threads one after another, has one thread for a row.
+#define WARP 32
+FN float sum_of_warp(float x) {
+  UNROLL for (int by = WARP / 2; by; by /= 2) x += __shfl_xor_sync(0xffffffffu, x, by);
+  return x;
+}
 // Store a value where other threads may store the same one.
 template <class T> FN void store_same(T *p, T value) { *(volatile T *)p = value; }
 #else
@@ -41,6 +48,10 @@ template <class T> FN void store_same(T *p, T value) { *(volatile T *)p = value;
 #define atomicAdd __sync_fetch_and_add
 #define atomicOr __sync_fetch_and_or
 #define atomicCAS __sync_val_compare_and_swap
+#ifndef WARP
+#define WARP 1
+#define sum_of_warp(x) (x)
+#endif
 #endif
 #define ALIGN(n) __attribute__((aligned(n)))
 #ifdef HOST

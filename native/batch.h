@@ -5,7 +5,8 @@
 enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // bits of trouble
 #define NO_PAIR (~0ULL)
 typedef struct {  // what the host sends; offset: of positions in the table, see sampler_gpu.py
-  i64 step, num_seeds, offset;
+  i64 step, num_seeds, offset, num_excluded;
+  i64 key_step;  // the step of the hops' keys
 } input_t;
 typedef struct {  // what the host hears of a batch, beside the sizes of its hops
   u64 trouble;
@@ -17,6 +18,7 @@ typedef struct {
   i64 num_dst, num_edges;  // sources are the destinations of the next hop
   i64 wanted;              // number of edges as it would be with enough room
   i64 first;               // position of its first edge
+  i64 sources;             // where the lists of its edges by source begin, if they are wanted
 } state_t;
 // A batch of L hops: the graph it is drawn from, its results and its working memory.
 typedef struct {
@@ -25,8 +27,8 @@ typedef struct {
   u64 seed;
   const input_t *input;
   const i64 *seeds;   // [S]
-  const i64 *groups;  // [S] index of a seed's time in times; null, as times: edges have none
-  const i64 *times;   // the distinct times of the seeds
+  const i64 *groups;  // [S] first index of a seed's time in times; null, as times: edges have none
+  const i64 *times;   // [S] the times of the seeds, ascending
   outcome_t *outcome;
   state_t *states;  // [L + 1] of the hops; the last has the sources of the outermost hop
   ID *src;          // source nodes of all hops: those of a hop are the first num_dst of the next
@@ -38,19 +40,26 @@ typedef struct {
   int *count;       // edges of each row of the current hop
   unsigned *won;
   int *wins;  // per 32 edges of the current hop: which won their nodes, and how many
-  const i64 *excluded;
-  i64 num_excluded;  // edges, ascending
-  i64 *src_times;    // of the source nodes if edges have times, as are group and pairs
-  int *group;        // index of a source's time in times
-  u64 *pairs;        // [slots] node + V * group of each slot of table, NO_PAIR if it is free
-  i64 slots;         // a power of two
+  const i64 *excluded;  // edges, ascending; num_excluded of input
+  i64 excludes;         // room for them; 0: they are not looked at
+  i64 *src_times;       // of the source nodes if edges have times, as are group and pairs
+  int *group;           // index of a source's time in times
+  u64 *pairs;           // [slots] node + V * group of each slot of table, NO_PAIR if it is free
+  i64 slots;            // a power of two
+  const void *labels;  // [V, label_bytes] bytes
+  void *y;             // [S, label_bytes] those of the seeds, all bits 1 in the padding
+  u64 label_bytes;
+  int *size;  // edges of each source, of the hops up to `listed`
+  int *slot;  // by position: index of an edge in the list of its source, in any order
+  i64 listed, num_sizes;
 } batch_t;
 // The part of a batch's memory that a hop has.
 typedef struct {
   i64 index, k, relabel;    // of the hop
   i64 rows, places, words;  // room for its destinations, its edges, and words of 32 edges
   i64 next_rows;            // room for its sources
-  i64 first;                // position of its first edge
+  i64 first, sources;       // as in state_t
+  int *edge_dst;            // [places] destination of each edge; null: not asked for
   state_t *state;           // its own, then that of the next hop
   ID *offsets;              // [rows + 1] of the block
   u64 *row_sums, *word_sums;
@@ -72,7 +81,10 @@ FN row_t row_of(const batch_t *b, i64 i) {  // of source i
   i64 v = b->src[i];
   row_t row = {b->law.indptr[v], degree_of(b, v), 0, 0, b->law.edge_times ? b->src_times[i] : 0};
   if (b->law.edge_times && !b->law.types) cut_by_time(&row, &b->law, row.time);
-  if (b->num_excluded) exclude(&row, b->excluded, b->num_excluded);
+  if (b->excludes) {
+    i64 n = b->input->num_excluded;
+    exclude(&row, b->excluded, n < b->excludes ? n : b->excludes);
+  }
   if (b->law.types) row.degree += row.num_gaps;
   return row;
 }

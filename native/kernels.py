@@ -30,6 +30,7 @@ FLAGS = [
     "-shared",
 ]
 VARIANTS = {}  # {constant of vectors.h: value}, for bench gpu
+VECTORS = {"self_and_mean": 2}  # of columns, that a GPU's thread has, where they are not one
 RUN = 16  # at most this many rows of a gradient are summed by one GPU thread for the bias
 ENOUGH = 1 << 21  # elements of the gradient per such row: leaves half a million threads
 
@@ -86,11 +87,12 @@ def followed():
     return torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
 
 
-def functions(integers, source, target):
+def functions(integers, source, target, width=0):
     """Return the compiled `Code` for these tensors' dtypes, or None if torch operations have to be used.
 
     Args:
         integers: tensors of ids, of one dtype; None entries are ignored. source, target: input and output rows.
+        width: see `program`.
     """
     if followed():
         return None
@@ -106,7 +108,7 @@ def functions(integers, source, target):
     fit = fit and source.dim() == target.dim() == 2 and source.shape[1] < 1 << 31
     if not fit or target.numel() >= 1 << 32:
         return None
-    return load(ids, source.dtype, target.dtype, source.device)
+    return load(ids, source.dtype, target.dtype, source.device, width)
 
 
 def of_block(near, source, target, *, own=True, nodes=None):
@@ -141,19 +143,31 @@ def once_differentiable(backward):
 
 
 @functools.cache
-def load(ids, source, target, device):
-    """Compile `Code` for ids, rows and results of these dtypes; None, after one warning, if that fails."""
-    text = program(ids, source, target)
-    if is_gpu(device):
-        compiled = build.load_cuda("layers", text, device)
-    else:
-        compiled = build.load_host("layers", text, FLAGS)
+def load(ids, source, target, device, width=0):
+    """Compile `Code` for ids, rows and results of these dtypes; None, after one warning, if that fails. width: see `program`."""
+    compiled = compile_for(device, "layers", program(ids, source, target, width))
     return compiled and Code(compiled)
 
 
-def program(ids, source, target):
-    """Return the text of layers.cu for ids, rows and results of these dtypes."""
+def compile_for(device, name, text):
+    """Compile a program whose method `run` runs a kernel, for a GPU or the CPU; None, after one warning, if that fails."""
+    if is_gpu(device):
+        return build.load_cuda(name, text, device)
+    return build.load_host(name, text, FLAGS)
+
+
+@functools.cache
+def load_links(ids, device):
+    """Compile links.cu for node ids of this dtype, as `compile_for`."""
+    text = build.read_source("links.cu", ID=IDS[ids], WEIGHT="double")
+    return compile_for(device, "links", text)
+
+
+def program(ids, source, target, width=0):
+    """Return the text of layers.cu for ids, rows and results of these dtypes; with a width that of norm.cu, for a GPU."""
     types = {"ID": IDS[ids], "IN": TYPES[source], "OUT": TYPES[target]}
+    if width:
+        return build.read_source("norm.cu", WIDTH=width, **types)
     return build.read_source("layers.cu", **types, **VARIANTS)
 
 
@@ -175,6 +189,7 @@ class Code:
         self.compiled = compiled
         self.on_cpu = isinstance(compiled, ctypes.CDLL)
         self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
+        self.lanes = 1 if self.on_cpu else VARIANTS.get("ATTENTION_LANES", 1)
 
     def run(self, kernel, count, /, *records, **values):
         """Run a kernel on `count` rows, whose columns several threads share if it has a `width`, or else in so many threads.
@@ -182,7 +197,7 @@ class Code:
         for record in records:
             values.update(zip(record._fields, record))
         if "width" in values:
-            count *= self.threads(values["width"])
+            count *= -(-self.threads(values["width"]) // VECTORS.get(kernel, 1))
         self.compiled.run(kernel, count, values)
 
     def takes(self, near, N):
@@ -192,7 +207,7 @@ class Code:
         return self.compiled.fits_block(*near, near.S, near.indices.numel(), N)
 
     def threads(self, width):
-        """Return the number of threads per row."""
+        """Return the number of threads per row, of kernels whose threads have a vector of columns."""
         return -(-width // self.columns)
 
     def runs(self, out):
@@ -314,10 +329,12 @@ def destinations(code, near, out=None):
 class Lists:
     """The edges of a block by source, each source's in their order.
 
-    A block at a fixed address (`static`) keeps its lists in an attribute of its indices. They follow from the block alone, but
-    for shares with beta, so whoever samples into the block also fills its lists (`fill_lists`), not each step on it.
+    A block at a fixed address (`static`) keeps its lists in an attribute of its indices. They follow from the block alone, so
+    whoever samples into the block also lists its edges (`use`) and puts them in order, not each step on it, unless their shares
+    are of a beta that the step computes.
 
     Attributes:
+        weighted: whether there is a beta.
         of_source: int32 start [N + 1], size [N], and destination [E] of each edge.
         edge, share: int32 [E] and float32 [E] (beta [S] or 1, over the destination's edges), or None.
         dst: int32 [E] the destination of each edge of the block.
@@ -331,7 +348,7 @@ class Lists:
         if not hasattr(indices, "lists"):
             return cls(code, near, num_src, dst, beta=beta, **wanted)
         if indices.lists is None:
-            indices.lists = cls(code, near, num_src, edges=True, shares=True)
+            indices.lists = cls(code, near, num_src, beta=beta, edges=True, shares=True)
         if beta is not None:
             indices.lists.put_in_order(near, beta)
         return indices.lists
@@ -339,6 +356,7 @@ class Lists:
     def __init__(self, code, near, num_src, dst=None, *, edges=False, shares=False, beta=None):
         self.code = code
         self.dst = dst
+        self.weighted = beta is not None
         indices = near.indices
         self.sizes = torch.empty(num_src + 1, dtype=torch.int32, device=indices.device)
         rows = self.sizes.new_empty(5, indices.numel())
@@ -367,7 +385,15 @@ class Lists:
         run("list_edges", E, start=start, list=self.unordered)
         self.put_in_order(near, beta)
 
-    def put_in_order(self, near, beta):
+    def use(self, dst, sizes, start, arrays):
+        """Take the memory in which a sampler counts the block's edges and lists them: arrays as `rows` above."""
+        self.dst = dst
+        self.sizes = sizes
+        self.unordered, destination, self.edge, share = arrays
+        self.share = share.view(torch.float32)
+        self.of_source = {"start": start, "size": sizes[1:], "destination": destination}
+
+    def put_in_order(self, near, beta=None):
         """Order each source's edges, and compute their shares."""
         E = near.indices.numel()
         self.code.run(
@@ -376,6 +402,7 @@ class Lists:
             **near.edges,
             dst=self.dst,
             E=E,
+            end=self.of_source["start"][-1:],
             list=self.unordered,
             beta=beta,
             **self.of_source,
@@ -387,9 +414,3 @@ class Lists:
 def static(block):
     """Let a block of sampler.py at a fixed address, which is sampled into again and again, keep its `Lists`."""
     block.indices.lists = None
-
-
-def fill_lists(block):
-    """Fill the lists of a static block, if a step has asked for them, for the batch that it has by now."""
-    if lists := getattr(block.indices, "lists", None):
-        lists.fill(InEdges(block.indptr, block.indices))

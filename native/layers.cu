@@ -9,7 +9,7 @@
 // Shapes may be padded, so that a CUDA graph can hold a step: an index below 0 ends a destination's
 // list of edges, and a node below 0 gives a row of zeros. A kernel that takes `step` computes its
 // seed on the GPU.
-#include "vectors.h"
+#include "dropout.h"
 
 // On the host prefetch `width` columns of the rows ids[first .. last - 1] of a table. Nothing on a
 // GPU, where other threads run while one waits.
@@ -51,54 +51,20 @@ KERNEL list_edges(const ID *indices, int E, const int *start, const int *slot, i
   if (indices[i] >= 0) list[start[indices[i]] + slot[i]] = (int)i;
 }
 // Bring each list into the order of the edges: their destinations, and as share of each edge beta
-// [S], or 1, over the number of its destination's edges.
+// [S], or 1, over the number of its destination's edges. A thread has a place in the lists, which
+// begin at start[0] and stop before `end`: those of a long list are neighbours, which read it together.
 KERNEL list_in_order(const ID *indptr, const ID *indices, const int *dst, int E, const int *start,
-                     const int *size, const int *list, const float *beta, int *destination, int *edge,
-                     float *share) {
+                     const int *size, const int *end, const int *list, const float *beta,
+                     int *destination, int *edge, float *share) {
   THREAD(E);
-  if (indices[i] < 0) return;
-  const int first = start[indices[i]], last = first + size[indices[i]];
+  if (start[0] + i >= *end) return;
+  const int e = list[start[0] + i], s = dst[e];
+  const int first = start[indices[e]], last = first + size[indices[e]];
   int at = first;
-  for (int q = first; q < last; q++) at += list[q] < (int)i;
-  destination[at] = dst[i];
-  if (edge) edge[at] = (int)i;
-  if (!share) return;
-  share[at] = (beta ? beta[dst[i]] : 1.0f) / (float)count_edges_of(indptr, indices, dst[i]);
-}
-
-// The seed of a layer's dropout: `seed` itself, or, with `step`, the step number in GPU memory,
-// derived from the run's seed, step and layer.
-FN u64 dropout_seed(u64 seed, const i64 *step, u64 layer) {
-  return step ? mix(mix(seed ^ (u64)*step) ^ layer) : seed;
-}
-FN float drop_one(float x, u64 bytes, int column, int drop, float scale) {
-  return (int)(bytes >> 8 * column & 255) >= drop ? x * scale : 0.0f;
-}
-// Eight columns of a row share a draw of 64 bits, a byte each.
-FN floats_t drop_columns(floats_t v, u64 key, int column, int drop, float scale) {
-#if COLUMNS >= 8
-  u64 draws[COLUMNS / 8];
-  for (int at = 0; at < COLUMNS / 8; at++) draws[at] = finalise(key + (column / 8 + at) * GOLDEN);
-  unsigned char bytes __attribute__((vector_size(COLUMNS)));
-  memcpy(&bytes, draws, COLUMNS);
-  return choose(__builtin_convertvector(bytes, ints_t) < drop, all_of(0), v * scale);
-#else
-  u64 bytes = finalise(key + (u64)(column / 8) * GOLDEN) >> column % 8 * 8;
-  EACH v[q] = drop_one(v[q], bytes, q, drop, scale);
-  return v;
-#endif
-}
-
-// Apply ReLU (if relu) and dropout (if drop) to columns of a row; a node below 0 gives zeros. A thread
-// computes the layer's seed once, for all its rows.
-#define LAYER_SEED (drop ? dropout_seed((u64)seed, step, (u64)layer) : 0)
-#define NODE_OF(row) (nodes ? (i64)nodes[row] : (i64)(row))
-FN floats_t activate(floats_t v, int relu, i64 node, int column, int drop, float scale,
-                     u64 layer_seed) {
-  if (node < 0) return all_of(0);
-  if (relu) v = choose(v < 0.0f, all_of(0), v);  // NaN stays
-  if (!drop) return v;
-  return drop_columns(v, mix(layer_seed ^ (u64)node), column, drop, scale);
+  for (int q = first; q < last; q++) at += list[q] < e;
+  destination[at] = s;
+  if (edge) edge[at] = e;
+  if (share) share[at] = (beta ? beta[s] : 1.0f) / (float)count_edges_of(indptr, indices, s);
 }
 
 // Adam step for rows [n] of a weight and its moments, by their gradient grad [n, width]; negative
@@ -120,40 +86,24 @@ KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, f
 }
 
 // out [S, 2 width]: own row and mean of the neighbours' rows; or, with alpha and beta [S], out
-// [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null. If `active`, a
-// constant, rows of h are activated as they are read; kept, unless null, gets the bits of the results.
-FN void mean_of_rows(const int active, i64 row, int column, unsigned parts, const ID *indptr,
-                     const ID *indices, const IN *h, const ID *self_rows, const float *alpha,
-                     const float *beta, const float *gamma, int S, int width, int whole,
-                     const ID *nodes, int drop, float scale, i64 seed, const i64 *step, i64 layer,
-                     kept_t *kept, OUT *out) {
-  const int left = width - column;
+// [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null.
+KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
+                           const float *alpha, const float *beta, const float *gamma, int S,
+                           int width, int whole, OUT *out) {
+  ROW_AND_COLUMN(S);
   const i64 s = row, self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
   ID count = 0;
   FETCH_SOURCES(s, h + column, width);
   if (self_rows && s + 2 < S) FETCH(h + column, width, 1, self_rows, s + 2, s + 3);
   floats_t own = all_of(0), sum = all_of(0);
-  const u64 layer_seed = active ? LAYER_SEED : 0;
   if (self >= 0) own = load(h + self * width + column, whole, left);
-  if (active && self >= 0)
-    own = activate(own, 1, NODE_OF(self), column, drop, scale, layer_seed);
-  if (active && self >= 0) KEEP_BITS(self, own);
   for (ID e = first; e < last && count == e - first; e += GROUP) {
     ID u[GROUP];
-    i64 node[GROUP];
     floats_t v[GROUP];
-    // all loads before the first store of bits: the compiler may not move a load ahead of a store
     UNROLL for (int j = 0; j < GROUP; j++) u[j] = e + j < last ? indices[e + j] : -1;
-    UNROLL for (int j = 0; j < GROUP; j++) {
+    UNROLL for (int j = 0; j < GROUP; j++)
       v[j] = u[j] < 0 ? all_of(0) : load(h + (i64)u[j] * width + column, whole, left);
-      node[j] = active && u[j] >= 0 ? NODE_OF(u[j]) : 0;
-    }
-    UNROLL for (int j = 0; j < GROUP; j++) {
-      if (active && u[j] >= 0)
-        v[j] = activate(v[j], 1, node[j], column, drop, scale, layer_seed);
-      if (active && u[j] >= 0) KEEP_BITS(u[j], v[j]);
-    }
     UNROLL for (int j = 0; j < GROUP; j++) {
       if (gamma && u[j] >= 0) v[j] = v[j] * gamma[u[j]];
       count += u[j] >= 0;
@@ -169,21 +119,85 @@ FN void mean_of_rows(const int active, i64 row, int column, unsigned parts, cons
   store(target, whole, left, own);
   store(target + width, whole, left, mean);
 }
-KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
-                           const float *alpha, const float *beta, const float *gamma, int S,
-                           int width, int whole, OUT *out) {
-  ROW_AND_COLUMN(S);
-  mean_of_rows(0, row, column, PARTS, indptr, indices, h, self_rows, alpha, beta, gamma, S, width,
-               whole, 0, 0, 0, 0, 0, 0, 0, out);
+
+#ifndef HOST
+// Two vectors of columns, which share a draw of dropout; a row may end after the first.
+typedef struct {
+  floats_t x[2];
+} pair_t;
+FN pair_t load_pair(const IN *p, int whole, int left) {
+  pair_t v = {{all_of(0), all_of(0)}};
+  v.x[0] = load(p, whole, left);
+  if (left > COLUMNS) v.x[1] = load(p + COLUMNS, whole, left - COLUMNS);
+  return v;
 }
-// The same of rows after ReLU and dropout, in more registers. On the host these are a separate pass.
+FN void store_pair(OUT *p, int whole, int left, pair_t v) {
+  store(p, whole, left, v.x[0]);
+  if (left > COLUMNS) store(p + COLUMNS, whole, left - COLUMNS, v.x[1]);
+}
+FN pair_t activate_pair(pair_t v, i64 node, int column, int drop, float scale, u64 layer_seed) {
+  const u64 key = drop ? mix(layer_seed ^ (u64)node) : 0;
+  const u64 bytes = drop ? finalise(key + (u64)(column / 8) * GOLDEN) : 0;
+  UNROLL for (int half = 0; half < 2; half++) EACH {
+    float x = v.x[half][q] < 0.0f ? 0.0f : v.x[half][q];  // NaN stays
+    if (drop) x = drop_one(x, bytes, half * COLUMNS + q, drop, scale);
+    v.x[half][q] = node < 0 ? 0.0f : x;
+  }
+  return v;
+}
+#endif
+
+// The same of rows to which ReLU and dropout are applied as they are read; kept, unless null, gets
+// the bits of the results. Threads have pairs of vectors. On the host these are a separate pass.
 KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
                      const float *alpha, const float *beta, const float *gamma, int S, int width,
                      int whole, const ID *nodes, int drop, float scale, i64 seed, const i64 *step,
                      i64 layer, kept_t *kept, OUT *out) {
-  ROW_AND_COLUMN(S);
-  mean_of_rows(1, row, column, PARTS, indptr, indices, h, self_rows, alpha, beta, gamma, S, width,
-               whole, nodes, drop, scale, seed, step, layer, kept, out);
+#ifndef HOST
+  const unsigned parts = (unsigned)(width + COLUMNS - 1) / COLUMNS, pairs = (parts + 1) / 2;
+  THREAD((i64)S * pairs);
+  const i64 s = (unsigned)i / pairs, self = self_rows ? self_rows[s] : s;
+  const int column = (int)((unsigned)i % pairs) * 2 * COLUMNS, left = width - column;
+  const ID first = indptr[s], last = indptr[s + 1];
+  const u64 layer_seed = LAYER_SEED;
+  ID count = 0;
+  pair_t own = {{all_of(0), all_of(0)}}, sum = own;
+  if (self >= 0) {
+    own = load_pair(h + self * width + column, whole, left);
+    own = activate_pair(own, NODE_OF(self), column, drop, scale, layer_seed);
+    KEEP_PAIR(self, own);
+  }
+  for (ID e = first; e < last && count == e - first; e += PAIR_GROUP) {
+    ID u[PAIR_GROUP];
+    i64 node[PAIR_GROUP];
+    pair_t v[PAIR_GROUP];
+    // all loads before the first store of bits: the compiler may not move a load ahead of a store
+    UNROLL for (int j = 0; j < PAIR_GROUP; j++) u[j] = e + j < last ? indices[e + j] : -1;
+    UNROLL for (int j = 0; j < PAIR_GROUP; j++) {
+      if (u[j] >= 0) v[j] = load_pair(h + (i64)u[j] * width + column, whole, left);
+      node[j] = u[j] >= 0 ? NODE_OF(u[j]) : 0;
+    }
+    UNROLL for (int j = 0; j < PAIR_GROUP; j++) {
+      if (u[j] < 0) continue;
+      v[j] = activate_pair(v[j], node[j], column, drop, scale, layer_seed);
+      KEEP_PAIR(u[j], v[j]);
+      count++;
+      UNROLL for (int half = 0; half < 2; half++)
+        sum.x[half] = sum.x[half] + (gamma ? v[j].x[half] * gamma[u[j]] : v[j].x[half]);
+    }
+  }
+  const float by = count ? (alpha ? beta[s] : 1.0f) / (float)count : 0.0f;
+  UNROLL for (int half = 0; half < 2; half++) {
+    sum.x[half] = sum.x[half] * by;
+    if (alpha) sum.x[half] = own.x[half] * alpha[s] + sum.x[half];
+  }
+  OUT *target = out + (alpha ? 1 : 2) * s * width + column;
+  if (!alpha) {
+    store_pair(target, whole, left, own);
+    target += width;
+  }
+  store_pair(target, whole, left, sum);
+#endif
 }
 
 // grad: of the pair [S, 2 width] or, with alpha, of the sum [S, width]. With kept, out [N, width]
@@ -307,10 +321,12 @@ FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, 
   const place_t place = {row, i < E ? (i64)indices[i] : own, row + (i < E ? i + 1 : indptr[row])};
   return place;
 }
-// Set a thread's place and head, and where the message and the destination's row begin: from, to.
+// Set a thread's lane, place and head, and where the message and the destination's row begin: from, to.
 #define PLACE_AND_HEAD(self_rows)                                                   \
-  THREAD((i64)(E + S) * K);                                                         \
-  const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;   \
+  THREAD((i64)(E + S) * K * ATTENTION_LANES);                                       \
+  const unsigned pair = (unsigned)i / ATTENTION_LANES;                              \
+  const int lane = (int)((unsigned)i % ATTENTION_LANES);                            \
+  const i64 head = pair % (unsigned)K, number = pair / (unsigned)K;                 \
   const place_t place = find_place(indptr, indices, self_rows, dst, E, number);     \
   if (place.source < 0) return;                                                     \
   if (!head && number + 16 < E)                                                     \
@@ -326,6 +342,18 @@ FN floats_t of_edge(const float *edge, int wide, const float *by, i64 stride, in
   return v;
 }
 
+// The sums of a head's lanes, of which place `at` has lane's here: with several they lie in front of the
+// weights, in descending order, and are added up before a head's weights are read.
+#if ATTENTION_LANES > 1
+#define LANE_SUM(weights, at) ((weights) - ((at) + 1) * ATTENTION_LANES + lane)
+#define ADD_LANES(weights)                                       \
+  for (i64 at = first * K + head, lane = 0; at < last * K; at += K) \
+    weights[at] = total(load_floats(LANE_SUM(weights, at), 1, COLUMNS));
+#else
+#define LANE_SUM(weights, at) ((weights) + (at))
+#define ADD_LANES(weights)
+#endif
+
 // weights [E + S, K]: in, scores; out, their softmax over each destination's places. dropped: the
 // weights after dropout.
 KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, int S, int K,
@@ -335,6 +363,7 @@ KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, i
   const i64 row = (unsigned)i / (unsigned)K, head = (unsigned)i % (unsigned)K,
             first = indptr[row] + row;
   const i64 last = first + 1 + count_edges_of(indptr, indices, row);
+  ADD_LANES(weights)
   float top = weights[first * K + head], sum = 0;
   for (i64 at = first + 1; at < last; at++) top = fmaxf(top, weights[at * K + head]);
   for (i64 at = first; at < last; at++)
@@ -356,6 +385,7 @@ KERNEL attention_softmax_grad(const ID *indptr, const ID *indices, int S, int K,
   const i64 row = (unsigned)i / (unsigned)K, head = (unsigned)i % (unsigned)K,
             first = indptr[row] + row;
   const i64 last = first + 1 + count_edges_of(indptr, indices, row);
+  ADD_LANES(grad)
   float sum = 0;
   for (i64 at = first; at < last; at++) {
     i64 q = at * K + head;
@@ -375,19 +405,25 @@ KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows
   PLACE_AND_HEAD(self_rows);
   floats_t sum = all_of(0);
   ints_t bits = all_of_int(0);
-  for (int c = 0; c < D; c += COLUMNS) {
+  for (int c = lane * COLUMNS; c < D; c += ATTENTION_LANES * COLUMNS) {
     const floats_t z =
         load(source + from + c, whole, D - c) + load(target + to + c, whole, D - c) +
         of_edge(edges + number * wide, wide, by + head * D + c, (i64)K * D, whole, D - c);
     sum = sum + leaky(z) * load_floats(attn + head * D + c, whole, D - c);
     if (!slopes) continue;
     bits = bits | choose(z > 0.0f, all_of_int(SLOPE_BIT(c)), all_of_int(0));
+#if ATTENTION_LANES > 1
+    if (SLOPE_PLACE(c) < LANE_BITS - 1 && c + ATTENTION_LANES * COLUMNS < D) continue;
+    int *words = slopes + (place.at * K + head) * SLOPE_WORDS(D) + SLOPE_WORD(c);
+    EACH ((unsigned char *)(words + q))[lane] = (unsigned char)(bits[q] >> lane * LANE_BITS);
+#else
     if (SLOPE_BIT(c) > 0 && c + COLUMNS < D) continue;  // not the last of 32
     int *words = slopes + (place.at * K + head) * SLOPE_WORDS(D);
     store_ints(words + SLOPE_WORD(c), 1, COLUMNS, bits);
+#endif
     bits = all_of_int(0);
   }
-  scores[place.at * K + head] = total(sum);
+  *LANE_SUM(scores, place.at * K + head) = total(sum);
 }
 // weights [E + S, K] of the messages source [N, K, D] -> out [S, K, D]
 KERNEL attention_sum(const ID *indptr, const ID *indices, const ID *self_rows, int S, int K,
@@ -417,9 +453,9 @@ KERNEL attention_weight_grad(const ID *indptr, const ID *indices, const int *dst
                              float *to_weights) {
   PLACE_AND_HEAD(0);
   floats_t sum = all_of(0);
-  for (int c = 0; c < D; c += COLUMNS)
+  for (int c = lane * COLUMNS; c < D; c += ATTENTION_LANES * COLUMNS)
     sum = sum + load(source + from + c, whole, D - c) * load(grad + to + c, whole, D - c);
-  to_weights[place.at * K + head] = total(sum);
+  *LANE_SUM(to_weights, place.at * K + head) = total(sum);
 }
 // Slopes of leaky ReLU at a thread's columns of a place's head, from the bits of `attention_scores`.
 FN floats_t slopes_of(const int *slopes, i64 at, int width, int column) {
@@ -585,6 +621,15 @@ KERNEL cross_entropy(const IN *logits, const i64 *y, int S, int C, int lanes, fl
     const float g = expf(UP(IN)(x[c]) - top) / sum - (float)(c == of);
     grad[row * C + c] = DOWN(OUT)(of < 0 ? 0 : g);
   }
+}
+
+// Sums of the columns of rows [n, width] over each of `runs` runs of rows, in sums [runs, width].
+KERNEL column_sums(const IN *rows, int n, int width, int whole, int runs, int run, float *sums) {
+  ROW_AND_COLUMN(runs);
+  floats_t sum = all_of(0);
+  for (i64 at = row * run; at < n && at < (row + 1) * run; at++)
+    sum = sum + load(rows + at * width + column, whole, left);
+  store_floats(sums + row * width + column, whole, left, sum);
 }
 
 // Gather rows of any type as words of 16, 4, 2 or 1 bytes; ids have 4 or 8 bytes: those of edges are

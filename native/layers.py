@@ -45,6 +45,10 @@ LOSS_LANES = 16  # threads a row of logits: all read the whole row
 # static shapes are multiples of 256.
 SLICES = 64
 SLICED = 1024  # rows of each slice, at least
+LONG = SLICES * SLICED  # rows whose sums torch computes at a quarter of the bandwidth
+WARP = 32  # threads of a row in norm.cu
+WIDEST = 1024  # columns that these hold in registers
+RUNS = 3072  # warps of the backward pass: as many as an H200 runs at a time
 
 
 # ---- what model.py calls; its functions of the same names explain the arguments
@@ -214,6 +218,65 @@ class _ReluDropout(torch.autograd.Function):
             out=out,
         )
         return out, None, None
+
+
+def norm_relu_dropout(h, norm, nodes, seed, drop, *, residual):
+    """Compute dropout(relu(norm(h + residual))) on a GPU for a layer norm, in the dtype of h, with model.py's mask; None if
+    torch operations have to be used. residual, nodes: may be None."""
+    S, width = h.shape
+    weights = norm.weight, norm.bias
+    kind = (width,), torch.float32, h.device
+    fits = (
+        is_gpu(h.device) and 0 < width <= WIDEST and S < 1 << 27
+    )  # threads are counted in 32 bits
+    fits = fits and all(w is not None and (w.shape, w.dtype, w.device) == kind for w in weights)
+    fits = fits and all(t is None or t.shape == h.shape[: t.dim()] for t in (residual, nodes))
+    if not fits or residual is not None and residual.dtype != h.dtype:
+        return None
+    code = functions([nodes], h, h if residual is None else residual, width)
+    active = Dropout.of(nodes, seed, drop)
+    return None if code is None else _NormRelu.apply(h, residual, *weights, norm.eps, active, code)
+
+
+class _Normed(NamedTuple):
+    """What both kernels of norm.cu read; moments and kept: written by the first."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    gamma: torch.Tensor
+    moments: torch.Tensor
+    kept: torch.Tensor
+
+
+class _NormRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, residual, gamma, beta, eps, active, code):
+        S, width = h.shape
+        normed = _Normed(h, residual, gamma, gamma.new_empty(S, 2), code.kept(h))
+        out = torch.empty_like(h)
+        whole = aligned(width, h, h if residual is None else residual, gamma, beta)
+        given = {"beta": beta, "S": S, "whole": whole, "eps": eps, "out": out}
+        code.run("norm_relu", S * WARP, normed, active, **given)
+        ctx.save_for_backward(*normed)
+        ctx.given = code, whole, active.scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        normed = _Normed(*ctx.saved_tensors)
+        code, whole, scale = ctx.given
+        S, width = grad.shape
+        grad = grad.contiguous()
+        run = -(-S // RUNS) or 1
+        runs = -(-S // run)
+        sums = normed.gamma.new_empty(runs, 2 * width)
+        out = torch.empty_like(grad)
+        given = {"S": S, "whole": whole & aligned(width, grad), "scale": scale, "out": out}
+        given |= {"grad": grad, "runs": runs, "run": run, "sums": sums}
+        code.run("norm_relu_grad", runs * WARP, normed, **given)
+        to_norm = column_sums(sums, sums.new_ones(runs)).chunk(2)
+        return out, None if normed.residual is None else out, *to_norm, None, None, None
 
 
 def dropout(x, nodes, seed, drop):
@@ -462,9 +525,12 @@ class _Stack(torch.autograd.Function):
 
 
 def linear(x, weight, bias=None):
-    """Return x [S, F] @ weight [D, F].T + bias [D], computed by `product` if it is large, with autograd."""
-    if _for_onednn(x, weight) and not torch.is_autocast_enabled("cpu") and not followed():
-        return _Linear.apply(x, weight, bias)
+    """Return x [S, F] @ weight [D, F].T + bias [D] with autograd: by `product` if it is large and, on a GPU, with sums over
+    many rows by `weight_grad` and `bias_grad`."""
+    long = is_gpu(x.device) and x.dim() == 2 and len(x) >= LONG
+    ours = long or _for_onednn(x, weight)
+    if ours and not torch.is_autocast_enabled(x.device.type) and not followed():
+        return (_LongLinear if long else _Linear).apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -484,7 +550,7 @@ def product(x, weight, bias=None):
 def weight_grad(grad, x):
     """Return grad [n, D].T @ x [n, F]; of many rows in TF32 on a GPU, the sum of the products of SLICES slices."""
     n = len(x)
-    long = is_gpu(x.device) and x.dtype == torch.float32 and n >= SLICES * SLICED and not n % SLICES
+    long = is_gpu(x.device) and x.dtype == torch.float32 and n >= LONG and not n % SLICES
     if not long or torch.get_float32_matmul_precision() == "highest":
         return torch.mm(grad.t(), x)
     grad, x = (t.view(SLICES, n // SLICES, -1) for t in (grad, x))
@@ -497,6 +563,19 @@ def column_sums(rows, ones):
     if ones is None or rows.dtype != ones.dtype:
         return rows.sum(0)
     return torch.mv(rows.t(), ones[: len(rows)])
+
+
+def bias_grad(grad):
+    """Return the sums of the columns of many rows grad [n, D] on a GPU, first over runs of them."""
+    n, width = grad.shape
+    code = None if learned(grad) else functions([], grad, grad)
+    if code is None:
+        return grad.sum(0)
+    runs = code.runs(grad)
+    sums = grad.new_empty(runs["runs"], width, dtype=torch.float32)
+    given = {"rows": grad, "n": n, "width": width, "whole": aligned(width, grad), "sums": sums}
+    code.run("column_sums", runs["runs"], **runs, **given)
+    return column_sums(sums, sums.new_ones(len(sums))).to(grad.dtype)
 
 
 def _for_onednn(x, weight):
@@ -520,3 +599,13 @@ class _Linear(torch.autograd.Function):
         to_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
         to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return to_x, (x.t() @ grad).t(), to_bias
+
+
+class _LongLinear(_Linear):
+    @staticmethod
+    def backward(ctx, grad):  # [S, D]; differentiable
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        to_x = grad @ weight if ctx.needs_input_grad[0] else None
+        to_bias = bias_grad(grad) if ctx.needs_input_grad[2] else None
+        return to_x, weight_grad(grad, x), to_bias

@@ -39,6 +39,7 @@ FN i64 open_row(const batch_t *b, const part_t *part, i64 i, i64 N) {
     part->state->num_edges = at;
     part->state->wanted = wanted;
     part->state->first = part->first;
+    part->state->sources = part->sources;
     if (at < wanted) report(b, FULL);
   } else if (i < N && part->index == 0) {  // all seeds have bid for their nodes
     i64 seed = b->seeds[i];
@@ -55,6 +56,15 @@ FN void put_edge(const batch_t *b, const part_t *part, i64 place, ID node) {
   i64 position = part->first + place;
   b->local[position] = node;
   if (part->relabel) atomicMin(&b->table[node], (int)(b->input->offset + position));
+}
+// The hop of a position, or -1 in the padding.
+FN i64 hop_at(const batch_t *b, i64 hops, i64 position) {
+  i64 of = -1;
+  for (i64 hop = 0; hop < hops; hop++) {
+    i64 place = position - b->states[hop].first;
+    if (0 <= place && place < b->states[hop].num_edges) of = hop;
+  }
+  return of;
 }
 // The slot of a pair in the hash table: the one it has, or the first free one from its hash on.
 FN i64 slot_of(const batch_t *b, ID node, i64 group) {
@@ -75,13 +85,21 @@ FN void know_time(const batch_t *b, i64 i, i64 group) {
   b->src_times[i] = b->times[group];
 }
 
-// Make the hops' keys and put the seeds at the first positions. counts: also count their edges.
-KERNEL begin(batch_t b, part_t part, i64 hops, i64 counts) {
-  THREAD(part.rows < hops ? hops : part.rows);
+// Make the hops' keys, put the seeds at the first positions and look up their labels; empty the lists.
+// counts: also count the edges of the seeds.
+KERNEL begin(batch_t b, part_t part, i64 hops, i64 counts, i64 threads) {
+  THREAD(threads);
+  if (i < b.num_sizes) b.size[i] = 0;
+  if ((u64)i < part.rows * b.label_bytes) {
+    u64 row = (u64)i / b.label_bytes, at = (u64)i % b.label_bytes;
+    u64 seed = (i64)row < b.input->num_seeds ? (u64)b.seeds[row] : ~0ULL;
+    const unsigned char *labels = (const unsigned char *)b.labels;
+    ((unsigned char *)b.y)[i] = seed < (u64)b.law.V ? labels[seed * b.label_bytes + at] : 255;
+  }
   u64 hop = (u64)(b.one_draw ? 0 : i);
-  if (i < hops) b.states[i].key = mix(mix(mix(b.seed) ^ (u64)b.input->step) ^ hop);
+  if (i < hops) b.states[i].key = mix(mix(mix(b.seed) ^ (u64)b.input->key_step) ^ hop);
   if (i == 0) {
-    b.outcome->trouble = 0;
+    b.outcome->trouble = b.input->num_excluded > b.excludes ? FULL : 0;
     b.states[0].num_dst = b.input->num_seeds;
   }
   if (i >= b.input->num_seeds) return;
@@ -113,6 +131,8 @@ KERNEL pick(batch_t b, part_t part) {
   i64 n = edges_of(&b, &part, i, at), first = part.first + at, *edges = b.edges + first;
   if (b.law.edge_times)
     for (i64 j = 0; j < n; j++) b.number[first + j] = b.group[i];  // for `claim`
+  if (part.edge_dst)
+    for (i64 j = 0; j < n; j++) part.edge_dst[at + j] = (int)i;
   if (n == b.count[i]) pick_row(&b.law, &hop, (u64)b.src[i], &row, n, edges, b.best + first);
   else
     for (i64 j = 0; j < n; j++) edges[j] = row.start;  // no room: the batch will be sampled again
@@ -171,17 +191,25 @@ KERNEL number(batch_t b, part_t part, part_t next, i64 counts) {
   if (counts && i < N) count_by_degree(&b, &next, i, b.src[i]);
 }
 // Replace the node of each edge of the first `hops` hops (positions start .. end - 1) by its local
-// id, or -1 in the padding; set all sums to zero for the next batch.
+// id, or -1 in the padding, and add it to the list of its source; set all sums to zero for the next
+// batch.
 KERNEL finish(batch_t b, i64 hops, i64 start, i64 end, u64 *sums, i64 num_sums) {
   THREAD(end < num_sums ? num_sums : end);
   if (i < num_sums) sums[i] = 0;
   if (i < start || i >= end) return;
-  int edge = 0;
-  for (i64 hop = 0; hop < hops; hop++) {
-    i64 place = i - b.states[hop].first;
-    edge |= 0 <= place && place < b.states[hop].num_edges;
-  }
-  b.local[i] = edge ? b.number[b.table[b.local[i]] - b.input->offset] : -1;
+  i64 hop = hop_at(&b, hops, i);
+  ID id = hop < 0 ? -1 : b.number[b.table[b.local[i]] - b.input->offset];
+  b.local[i] = id;
+  if (0 <= hop && hop < b.listed) b.slot[i] = atomicAdd(&b.size[b.states[hop].sources + id], 1);
+}
+// Put the edges of the first hops into the lists of their sources, as `list_edges` of layers.cu does.
+// start: the prefix sums of sizes.
+KERNEL list_hops(batch_t b, i64 end, const int *start, int *list) {
+  THREAD(end);
+  i64 hop = hop_at(&b, b.listed, i);
+  if (hop < 0) return;
+  const state_t *state = b.states + hop;
+  list[start[state->sources + b.local[i]] + b.slot[i]] = (int)(i - state->first);
 }
 
 FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
@@ -199,7 +227,17 @@ FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
       b->edges[part->first + at + j] = start + place[j];
   }
   read_nodes(most, b, start, place, n, node);
-  UNROLL for (int j = 0; j < most; j++) if (j < n) put_edge(b, part, at + j, node[j]);
+  UNROLL for (int j = 0; j < most; j++) if (j < n) {
+    put_edge(b, part, at + j, node[j]);
+    if (part->edge_dst) part->edge_dst[at + j] = (int)i;
+  }
+}
+// Count the edges that nodes see at these times.
+KERNEL degrees_at(batch_t b, i64 n, const ID *nodes, const i64 *times, i64 *degrees) {
+  THREAD(n);
+  row_t row = {b.law.indptr[nodes[i]], degree_of(&b, nodes[i]), 0, 0, 0};
+  cut_by_time(&row, &b.law, times[i]);
+  degrees[i] = row.degree;
 }
 KERNEL pick_8(batch_t b, part_t part) { pick_up_to(8, &b, &part); }
 KERNEL pick_16(batch_t b, part_t part) { pick_up_to(16, &b, &part); }

@@ -2,12 +2,15 @@
 
 A batch of three hops is eleven launches, nine where the outermost hop keeps global ids:
 
-    begin    seeds take the first positions; the edges of the batch take the next ones, hop by hop
+    begin    seeds take the first positions; the edges of the batch take the next ones, hop by hop; labels are looked up
     pick     (one thread per row) draw edges, read their nodes; each edge bids its position for its node, in a table [V]:
              the smallest wins (atomicMin), which is the node's first appearance, whatever the order of threads
     mark     (one thread per 32 edges) mark the edges that won
     number   nodes whose edge won are the next source nodes, numbered in the order of positions
-    finish   every edge of the batch reads the number of its node
+    finish   every edge of the batch reads the number of its node, and counts as one of its source's edges
+
+Where the edges of each source are wanted, a prefix sum over the sources of all hops (torch's) and `list_hops` put them into
+lists; `Lists` of kernels.py orders these.
 
 Where the degree does not determine a row's count (LABOR, weights, excluded edges, times, types), each hop also launches
 `count` before `pick`. There, and for fanouts above 64 or -1, `pick` only chooses edges, and `claim` reads their nodes and
@@ -20,7 +23,8 @@ atomicCAS; the slot depends on the order of threads, the winner does not.
 
 All shapes follow from the number of seeds: room for the most edges possible, or, where that is unknown or too much
 (fanout -1, LABOR), for somewhat more than batches needed so far; a batch that does not fit says so and is made again.
-Sizes and the step are read from GPU memory. So the same launches make every batch, and a CUDA graph can hold them:
+Sizes, the step and edges to exclude are read from GPU memory. So the same launches make every batch, and a CUDA graph can
+hold them (with `excludes`, room for excluded edges, `fill` takes edges of every batch):
 
     rows, places = backend.shapes(1024)
     frame = backend.frame(rows[:3], places[:2])      # of two hops: blocks and sizes stay in place
@@ -54,6 +58,11 @@ STRUCTS = ("batch_t", "part_t", "input_t", "outcome_t", "state_t")
 Batch, Part, Input, Outcome, State = (
     build.struct_type(build.read_source("batch.h"), name) for name in STRUCTS
 )
+
+
+def in_registers(k):
+    """Return whether pick_aggregate takes fanout k."""
+    return k in range(1, AGGREGATED + 1)
 
 
 def aggregate_source(ids, k, features, out):
@@ -109,11 +118,24 @@ class Backend:
         if spec.edge_type is not None:
             defines["TYPE"] = TYPES[spec.edge_type.dtype]
         self.kernels = compiled("sampler", build.read_source("sampler.cu", **defines))
+        # for kernels that need no frame
+        self.outcome = spec.indices.new_zeros(ctypes.sizeof(Outcome) // 8, dtype=torch.int64)
+        self.graph = build.fill(Batch(), outcome=self.outcome, **self.spec.law())
         self.num_nodes = spec.num_nodes
         self.timed = spec.edge_times is not None
         # edges to allocate for each hop that once lacked room: what it wanted, and a quarter more
         self.most = [0] * len(fanouts)
         self.resting = []  # idle frames; pop and append are atomic
+
+    def counts(self, excludes):
+        """Return whether a node's degree tells how many of its edges are drawn; excludes: some may be left out."""
+        spec = self.spec
+        whole_lists = not (excludes or self.timed) and spec.edge_type is None
+        return spec.rule.counted and whole_lists
+
+    def aggregates(self, excludes):
+        """Return whether one kernel can draw and average the outermost hop, see `Frame.aggregate`."""
+        return self.counts(excludes) and in_registers(self.fanouts[-1])
 
     def sample(self, seeds, step, relabel_outer=True, exclude=None, times=None):
         """Sample a batch -> a Block for each hop, from the seeds outward, in memory of the current stream that the
@@ -121,8 +143,8 @@ class Backend:
 
         Args:
             seeds: int32 or int64 [S], on the GPU or the CPU, pinned or not. relabel_outer: False leaves global ids in
-                the outermost hop. exclude: int64 [X] edges, ascending, on the GPU, or None.
-            times: int64 [S], if edges have times; the host waits for seeds and times that are on the GPU.
+                the outermost hop. exclude: int64 [X] edges, or None.
+            times: int64 [S], if edges have times.
         """
         if not self.num_nodes and seeds.numel():
             return None
@@ -131,9 +153,10 @@ class Backend:
                 frame = self.resting.pop()
             except IndexError:
                 frame = Frame(self)
+            excludes = 0 if exclude is None else len(exclude)
             # a hop's need of room is known once the hops before it fit
             for _ in range(len(self.fanouts) + 2):
-                frame.fit(*self.shapes(seeds.numel()), relabel_outer, exclude is not None)
+                frame.fit(*self.shapes(seeds.numel()), relabel_outer, excludes)
                 frame.make_blocks()
                 frame.fill(seeds, step, exclude, times)
                 frame.start()
@@ -156,6 +179,19 @@ class Backend:
             # the GPU is done with the frame, so the next batch may be on any stream
             self.resting.append(frame)
         return blocks
+
+    def degrees(self, nodes, times):
+        """Count the edges that nodes [n] see at times int64 [n], without types -> int64 [n]; 0 for a damaged list."""
+        degrees = torch.empty_like(times)
+        values = {
+            "b": self.graph,
+            "n": len(times),
+            "nodes": nodes,
+            "times": times,
+            "degrees": degrees,
+        }
+        self.kernels.run("degrees_at", len(times), values)
+        return degrees
 
     def shapes(self, S):
         """Plan room for a batch of S seeds -> (source nodes by hop [L + 1], the seeds first; edges by hop [L])."""
@@ -180,16 +216,18 @@ class Backend:
             )
         return rows, places
 
-    def frame(self, rows, places, relabel_outer=True):
+    def frame(self, rows, places, relabel_outer=True, excludes=0):
         """Make a Frame with blocks at fixed addresses, for the len(places) hops next to the seeds, with room for source
-        nodes rows [hops + 1], the seeds first, and for edges places [hops] of each hop: see `shapes`."""
+        nodes rows [hops + 1], the seeds first, and for edges places [hops] of each hop: see `shapes`. excludes: room for
+        edges to exclude."""
         with self.kernels.current():
             frame = Frame(self)
-            frame.fit(rows, places, relabel_outer)
+            frame.fit(rows, places, relabel_outer, excludes)
             frame.make_blocks()
             frame.memory.zero_()  # so that ids in the padding are valid node and edge ids
-            if frame.edges is not None:
-                frame.edges.zero_()
+            for memory in (frame.edges, frame.times):
+                if memory is not None:
+                    memory.zero_()
         return frame
 
 
@@ -199,7 +237,7 @@ class Shape(NamedTuple):
     rows: list  # room for source nodes by hop [hops + 1], the seeds first
     places: list  # room for edges by hop [hops]
     relabel_outer: bool
-    excludes: bool
+    excludes: int  # room for excluded edges
 
 
 class Frame:
@@ -220,6 +258,7 @@ class Frame:
         self.kernels = backend.kernels
         self.shape = None
         self.kept = {}
+        self.listing = None
         self.base = 0
         self.parts = [Part(hop, k) for hop, k in enumerate(backend.fanouts)]
         slots = 0 if backend.timed else backend.num_nodes
@@ -250,7 +289,7 @@ class Frame:
             self.kept[name] = kept = torch.zeros(n + n // 8, dtype=dtype, device=self.ids.device)
         return kept.data_ptr()
 
-    def fit(self, rows, places, relabel_outer, excludes=False):
+    def fit(self, rows, places, relabel_outer, excludes):
         """Allocate working memory for rows source nodes and places edges, see `Backend.shapes`; prepare launches."""
         shape = Shape(rows, places, relabel_outer, excludes)
         if self.shape == shape:
@@ -259,8 +298,7 @@ class Frame:
         S = rows[0]
         hops = len(places)
         spec, b = self.backend.spec, self.batch
-        whole_lists = not (excludes or self.backend.timed) and spec.edge_type is None
-        self.counted = spec.rule.counted and whole_lists
+        self.counted = self.backend.counts(excludes)
         words = [-(-n // 32) for n in places]
         first = list(accumulate(places, initial=S))
         self.positions = first[-1]
@@ -268,6 +306,8 @@ class Frame:
         b.count = self._room("count", max(rows))
         b.won = self._room("won", max(words))
         b.wins = self._room("wins", max(words))
+        b.excluded = self._room("excluded", excludes, torch.int64)
+        b.excludes = excludes
         if spec.weights is not None:
             b.best = self._room("best", self.positions, torch.float64)
         lengths = [n // 64 + n // 4096 + 2 for pair in zip(rows, words) for n in pair]
@@ -305,13 +345,14 @@ class Frame:
         build.fill(b, input=self.input, seeds=seeds)
         if self.backend.timed:
             build.fill(b, groups=seeds[S:], times=seeds[2 * S :])
-        self.steps = list(self._steps(hops, pointer, num_sums))
+        self.sums = pointer, num_sums
+        self.steps = list(self._steps(hops))
 
-    def _steps(self, hops, sums, num_sums):
+    def _steps(self, hops):
         """Yield (launch, number of threads) in order."""
         prepare, parts, b = self.kernels.prepare, self.parts[:hops], self.batch
-        begin = prepare("begin", b=b, part=parts[0], hops=len(self.parts), counts=int(self.counted))
-        yield begin, max(parts[0].rows, len(self.parts))
+        sums, num_sums = self.sums
+        yield self._begin()
         for part, following in zip(parts, [*parts[1:], None]):
             if not self.counted:
                 yield prepare("count", b=b, part=part), part.rows
@@ -337,6 +378,13 @@ class Frame:
             "finish", b=b, hops=hops, start=parts[0].first, end=end, sums=sums, num_sums=num_sums
         )
         yield finish, max(end, num_sums)
+
+    def _begin(self):
+        b, part, hops = self.batch, self.parts[0], len(self.parts)
+        threads = max(part.rows * max(b.label_bytes, 1), hops, b.num_sizes)
+        counts = int(self.counted)
+        given = {"b": b, "part": part, "hops": hops, "counts": counts, "threads": threads}
+        return self.kernels.prepare("begin", **given), threads
 
     def _in_registers(self, k):
         return self.counted and 0 < k <= REGISTERS[-1]
@@ -397,36 +445,58 @@ class Frame:
         return blocks
 
     def fill(self, seeds, step, exclude=None, times=None):
-        """Set seeds, step, excluded edges and times of the next batch; the last one, and its copies, must be done."""
-        self.excluded = exclude  # kept until the next batch
-        build.fill(
-            self.batch, excluded=exclude, num_excluded=0 if exclude is None else len(exclude)
-        )
+        """Set seeds, step, excluded edges and times of the next batch; the last one, and its copies, must be done.
+        exclude: int64 [X] edges, in any order; more than there is room for are trouble."""
+        num_excluded = 0
+        if exclude is not None:
+            num_excluded = len(exclude)
+            self._exclude(exclude)
         if self.base < self.positions:  # the table is used up, or new
             self.table.fill_(NONE)
             self.base = NONE
         self.base -= self.positions
         S = seeds.numel()
-        build.fill(self.header, step=step, num_seeds=S, offset=self.base)
+        build.fill(
+            self.header,
+            step=step,
+            num_seeds=S,
+            offset=self.base,
+            num_excluded=num_excluded,
+            key_step=step // self.backend.spec.batch_dependency,
+        )
         self.sent = len(self.given)
         given = self.given[self.head :]
-        if times is not None:
-            values, group = times.cpu().unique(return_inverse=True)
-            room = self.shape.rows[0]
-            given[room:][:S].copy_(group)
-            given[2 * room :][: len(values)].copy_(values)
-        elif seeds.is_cuda:
+        if seeds.is_cuda:
             self.sent = self.head
             given = self.input[self.head :]
+        if times is not None:
+            times = times.to(given.device).contiguous()
+            values = times.sort()[0]
+            room = self.shape.rows[0]
+            given[room:][:S].copy_(torch.searchsorted(values, times))
+            given[2 * room :][:S].copy_(values)
         given[:S].copy_(seeds)
 
+    def _exclude(self, edges):
+        """Put edges [X], in any order, into the frame's memory as far as there is room, without waiting for the GPU."""
+        edges = edges.sort()[0]
+        # of equal edges all but one become an edge after all others, which is in no row
+        edges[1:].masked_fill_(edges[1:] == edges[:-1], self.ids.numel())
+        room = self.kept["excluded"][: min(len(edges), self.shape.excludes)]
+        room.copy_(edges.sort()[0][: len(room)])
+
     def start(self):
-        """Start sampling on the current stream; a CUDA graph can capture this, if seeds come from the CPU."""
+        """Start sampling on the current stream. A CUDA graph can capture this, for seeds from the same device as when it
+        was captured."""
         self.input[: self.sent].copy_(self.given[: self.sent], non_blocking=True)
         if self.backend.timed:
             self.pairs.fill_(-1)
         stream = self.kernels.stream()
         for launch, threads in self.steps:
+            launch(threads, stream)
+        if self.listing:
+            sizes, starts, _, launch, threads = self.listing
+            torch.cumsum(sizes, 0, dtype=torch.int32, out=starts)
             launch(threads, stream)
         self.read.copy_(self.results, non_blocking=True)
 
@@ -465,3 +535,32 @@ class Frame:
             self.steps.append((launch, lanes(out, vec) * part.rows))
             self.aggregated = features, out  # their memory is read and written at every start
         return kernels is not None
+
+    def look_up(self, labels, y):
+        """Make `start` also look up y [rows, ...], the integer labels [V, ...] of the seeds, -1 in the padding."""
+        self.labels = labels
+        build.fill(self.batch, labels=labels, y=y, label_bytes=y.stride(0) * y.element_size())
+        self.steps[0] = self._begin()
+
+    def list_edges(self, lists):
+        """Make `start` also list the edges of the first hops by source, but not in order, in the `Lists` of
+        native/kernels.py of their blocks, which get memory of the frame."""
+        b = self.batch
+        n = max(hop for hop, of_block in enumerate(lists) if of_block) + 1
+        outer = self.parts[n - 1]
+        end = outer.first + outer.places
+        sources = self.shape.rows[1 : n + 1]
+        ints = functools.partial(self.ids.new_zeros, dtype=torch.int32)
+        sizes, starts = ints((2, sum(sources) + 1))
+        dst, slot, *arrays = by_position = ints((6, end))
+        first = accumulate(sources, initial=0)
+        for part, N, at, of_block in zip(self.parts, sources, first, lists):
+            places = slice(part.first, part.first + part.places)
+            build.fill(part, sources=at, edge_dst=dst[places])
+            if of_block:
+                of_source = slice(at, at + N + 1)
+                of_block.use(dst[places], sizes[of_source], starts[of_source], arrays)
+        build.fill(b, size=sizes[1:], slot=slot, listed=n, num_sizes=sum(sources))
+        self.steps[0] = self._begin()
+        launch = self.kernels.prepare("list_hops", b=b, end=end, start=starts, list=arrays[0])
+        self.listing = sizes, starts, by_position, launch, end

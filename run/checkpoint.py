@@ -72,19 +72,12 @@ HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+S
 def save_checkpoint(run, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0, to --checkpoint."""
     plan = run.plan
-    store = run.store
-    graph = {
-        **{name: store.meta.get(name, 0) for name in run.task.widths},
-        **names_of(store),
-        "path": str(store.path),
-        "files": digests(store),
-        "feature_names": getattr(store, "feature_names", None),
-        "several": run.task.several,
-    }
+    described = described_run(run)
+    files = {"path": str(run.store.path), "files": digests(run.store)}
     state = {
-        "flags": {name: getattr(plan, name) for name in SAVED},
+        "flags": described["flags"],
         "total_batch": plan.total_batch,
-        "graph": graph,
+        "graph": described["graph"] | files,
         "model": run.model.state_dict(),
         "optimizer": optimizer.state_dict()["state"],
         "best": best,
@@ -93,6 +86,18 @@ def save_checkpoint(run, optimizer, best, epoch, step):
         "code": run.digest,
     }
     write_whole(plan.checkpoint, lambda file: torch.save(state, file))
+
+
+def described_run(run):
+    """Return {"flags": those that are saved, "graph": widths and names of the data} of a run."""
+    store = run.store
+    graph = {
+        **{name: store.meta.get(name, 0) for name in run.task.widths},
+        **names_of(store),
+        "feature_names": getattr(store, "feature_names", None),
+        "several": run.task.several,
+    }
+    return {"flags": {name: getattr(run.plan, name) for name in SAVED}, "graph": graph}
 
 
 def claimed(path):

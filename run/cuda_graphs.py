@@ -9,33 +9,38 @@ where neighbours are drawn uniformly), looks
 up the labels and lists edges by source for the backward pass; another trains on it. Every batch in flight has its own slot of memory, so that the next batch is
 sampled on the slot's stream while this one is trained on. Shapes are static: padded to the numbers of nodes and edges in
 the first batches of the run, plus a margin. Padding has no edges, no label and no gradient. The step number, which keys
-sampling and dropout, is read from GPU memory.
+sampling and dropout, is read from GPU memory. What a task draws (`Task.draw`) is drawn before, launch by launch, and copied into
+the slot.
 
 A batch that does not fit is sampled again, and trained on, in its own shapes. It is the same batch, since samples depend
 only on the step; which batches do not fit depends only on the flags, so a run repeats to the last bit, interrupted or
-not.
+not. The host asks whether a batch fitted when its turn to be trained on comes, --prefetch batches after it was started:
+so it seldom waits, and no later batch has been trained on.
 
 The same kernels in the same shapes can be launched one by one (`--cuda-graph off`, or if capture fails), with the same
 bits. Steps that cannot be graphs (`obstacle`) use the shapes of each batch; sums that graphs take over padded rows may
 round differently there.
 
-With several ranks the gradients are averaged between two graphs, as one vector, without DistributedDataParallel.
+With several ranks, or batches of a step (--accumulate), the second graph ends with one vector, the sum of the step's
+gradients so far, and a third one updates the weights, after the ranks have summed it, without DistributedDataParallel.
 """
 
 import gc
 import re
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from features import Batch
-from model import SAGEConv, layers_where
+from model import SAGEConv
 from native import kernels, sampler_gpu
-from relational import LOOPED
+from relational import NodeInputs
 from run.finite import LossSum
-from run.own_model import conv_of, is_own
+from run.own_model import conv_of, is_own, load
 from sampler import SAMPLERS, Block
 
 MEASURED = 16  # batches whose sizes decide the static shapes
@@ -53,42 +58,37 @@ def averages_in_place(args, store, *dtypes):
     return plain and floats and args.mode != "pinned-cuda"
 
 
-def in_one_kernel(args, store, *dtypes):
+def counted(args, task, used):
+    """Return whether a node's degree tells how many of its edges a run draws, see `Rule`."""
+    return SAMPLERS[args.sampler].counted and used.time is None and not task.excludes
+
+
+def in_one_kernel(args, task, used, *dtypes):
     """Return whether the graphs would draw and average the outermost hop in one kernel, see `averages_in_place`."""
-    return SAMPLERS[args.sampler].counted and averages_in_place(args, store, *dtypes)
+    fits = counted(args, task, used) and sampler_gpu.in_registers(args.fanout[-1])
+    return fits and averages_in_place(args, task.store, *dtypes)
 
 
 def hindrances(args, task, used):
     """Return the reasons against CUDA graphs that flags, task and data give. used: `EdgeData` of the task's store."""
-    store = task.store
-    conv = conv_of(args.model)
-    padded = ", ".join(layers_where(padded=True))
+    layer = conv_of(args.model) or load(args.model)[0]
     fanout = ",".join(map(str, args.fanout))
-    limit = sampler_gpu.AGGREGATED
-    too_many = in_one_kernel(args, store) and args.fanout[-1] > limit
     table = [
-        (args.task == "node", f"they are for --task node, this is {args.task}"),
-        (conv and conv.padded, f"they are for --model {padded}, this is {args.model}"),
+        (task.padded, f"the loss of --task {args.task} may count padding"),
+        (getattr(layer, "padded", False), f"--model {args.model} does not state padded = True"),
         (args.norm != "batch", "--norm batch would count the padding"),
-        (not args.checkpoint_activations, "--checkpoint-activations computes layers twice"),
+        (
+            not (args.checkpoint_activations and is_own(args.model)),
+            "--checkpoint-activations would repeat a layer of your own without its dropout, if it is torch's",
+        ),
         (args.precision != "fp64", "--precision fp64 has no kernels"),
-        (args.accumulate == 1, f"--accumulate {args.accumulate} makes a step of several batches"),
+        (
+            args.accumulate == 1 or not task.store.node_types,
+            f"nodes have types, and --accumulate {args.accumulate} adds up whole tables of gradients",
+        ),
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
-        (re.fullmatch("[0-9,]+", fanout), f"--fanout {fanout}: numbers from 1 on are needed"),
-        (not too_many, f"--fanout {fanout}: the last number is {limit} at most"),
-        (args.batch_dependency == 1, "--batch-dependency gives several steps the same draws"),
-        (used.time is None, "seeds see edges by their times (--temporal off shows them all)"),
-        (task.draw is None, "the task draws its own batches"),
-        (
-            used.features is None or not is_own(args.model),
-            "edges have features, which a layer of your own may read in any way",
-        ),
+        (not re.search("(^|,|=)-1", fanout), f"--fanout {fanout} has no bound"),
         (used.features is None or used.features.shape[0], "there are no edges"),
-        (used.num_types <= LOOPED, f"edges have more than {LOOPED} types"),
-        (
-            not (store.node_types and conv and conv.uses_degree),
-            f"nodes have types, and --model {args.model} counts degrees",
-        ),
     ]
     return [reason for fine, reason in table if not fine]
 
@@ -98,8 +98,7 @@ def hops_held(args, task, used):
     used: `EdgeData` of the task's store."""
     if hindrances(args, task, used):
         return 0
-    store = task.store
-    return len(args.fanout) - in_one_kernel(args, store, store.features.dtype)
+    return len(args.fanout) - in_one_kernel(args, task, used, task.store.features.dtype)
 
 
 def obstacle(run):
@@ -116,6 +115,8 @@ def obstacle(run):
         return "the sampler's kernels are not there"
     if run.ranks.world > 1 and run.store.node_types:
         return "ranks average the embeddings of nodes"
+    if any(isinstance(module, _BatchNorm) for module in run.model.modules()):
+        return "batch norm would count the padding"
     if not kernels.has_kernels(run.sampler.indices):  # last: the first call compiles them
         return "the layers' kernels are not there"
     return None
@@ -143,15 +144,14 @@ def build(run, optimizer):
     except REFUSALS as error:
         torch.cuda.set_stream(stream)
         why = reason(error)
-        if run.model.inputs:
-            run.model.inputs.pad(False)
+        pad_inputs(run.model, False)
     # StepGraphs() has no collectives: a rank that fails in it leaves none waiting
     missing, uncaptured = ranks.sum(graphs is None, graphs is not None and not graphs.captured)
     if missing:
         return None, why or ELSEWHERE
     ranks.check_equal(run.model)
-    rows, places = graphs.room
-    how = f"a step is {'three' if ranks.world > 1 else 'two'} CUDA graphs"
+    rows, places, *_ = graphs.room
+    how = f"a step is {'two' if graphs.flat is None else 'three'} CUDA graphs"
     if uncaptured:
         why = f"no CUDA graphs: {graphs.failure or ELSEWHERE}"
         if args.cuda_graph == "off":
@@ -161,33 +161,77 @@ def build(run, optimizer):
     return graphs, f"{how}; larger batches are taken without"
 
 
+def pad_inputs(model, padded):
+    """Let a network have a row of x for every node, see `NodeInputs.pad`, or no longer."""
+    for module in model.modules():
+        if isinstance(module, NodeInputs):
+            module.pad(padded)
+
+
 def reason(error):
     """Return the first line of an exception's message, or the name of its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def static_room(sampler, nodes, args, first_hop):
-    """Return (seeds of a run's first batch, (rows, places) of `Backend.frame` with room for batches
-    like its first ones); with `first_hop`, as the ring's, without the outermost hop if one kernel draws and averages it."""
+class Drawn(NamedTuple):
+    """What a batch is made from."""
+
+    nodes: torch.Tensor  # to sample for
+    options: dict  # of the sampler
+    y: torch.Tensor | None  # None: the labels of the nodes
+    step: int  # counted over all epochs
+
+
+class Room(NamedTuple):
+    """What batches have room for."""
+
+    rows: list  # source nodes by hop, the nodes to sample for first
+    places: list  # edges by hop
+    excludes: int  # edges to leave out
+    y: torch.Tensor | None  # of a full batch, as in `Drawn`
+
+
+def drawn(task, batch):
+    """Draw a batch of the loader, as the task does -> Drawn."""
+    nodes, options, y = task.draw(batch) if task.draw else (batch.seeds, {}, None)
+    return Drawn(nodes, options, y, batch.global_step)
+
+
+def static_room(sampler, task, args, first_hop):
+    """Measure a run's first batches -> (half of the first one, `Drawn`, for a trial; `Room` for batches like these).
+    With `first_hop`, as the ring's, there is no room for the outermost hop if one kernel draws and averages it."""
+    examples = task.store.split["train"]
     generator = torch.Generator().manual_seed(args.seed)
-    order = nodes[torch.randperm(nodes.numel(), generator=generator)]
-    batches = order.split(args.batch_size)
-    hops = len(args.fanout) - (first_hop and sampler.engine.spec.rule.counted)
-    full = max(1, nodes.numel() // args.batch_size)  # without a smaller last batch
+    order = examples[torch.randperm(examples.numel(), generator=generator)]
+    size = min(args.batch_size, examples.numel())
+    full = examples.numel() // size  # without a smaller last batch
+    batches = []
     sizes = []
     for step in range(MEASURED):
-        blocks = sampler.sample(batches[step % full], step, relabel_outer=not first_hop)
-        sizes.append([(block.num_src, block.num_edges) for block in blocks[::-1][:hops]])
+        of_step = order[step % full * size :][: args.total_batch]
+        batch = Batch(seeds=of_step[:size], step_seeds=of_step, global_step=step)
+        batches.append(batch)
+        nodes, options, y, _ = drawn(task, batch)
+        blocks = sampler.sample(nodes, step, relabel_outer=not first_hop, **options)
+        hops = [(block.num_src, block.num_edges) for block in blocks[::-1]]
+        sizes.append([(len(nodes), len(options.get("exclude", ()))), *hops])
     least, most = torch.tensor(sizes).aminmax(dim=0)
-    rows, places = sampler.engine.shapes(min(args.batch_size, nodes.numel()))
+    # the largest plus the range (largest - smallest): some five standard deviations above the mean
+    (S, X), *hops = (2 * most - least).tolist()
     # not 0: `number` of sampler.cu counts a hop's sources where its edges end
     rounded = lambda n, bound: min(bound, -(-max(n, 1) // 256) * 256)  # noqa: E731
-    # the largest plus the range (largest - smallest): some five standard deviations above the mean
-    for hop, (N, E) in enumerate((2 * most - least).tolist()):
+    S = rounded(S, size * task.seeds_per_example(args))
+    rows, places = sampler.engine.shapes(S)
+    excludes = rounded(X, X + 256) if "exclude" in options else 0
+    if first_hop and sampler.engine.aggregates(excludes):
+        hops = hops[:-1]
+    for hop, (N, E) in enumerate(hops):
         # sources include the destinations, whose margin may be the larger one
         rows[hop + 1] = max(rows[hop], rounded(N, rows[hop + 1]))
         places[hop] = rounded(E, places[hop])
-    return batches[0], (rows[: hops + 1], places[:hops])
+    half = batches[0]._replace(seeds=batches[0].seeds[: -(-size // 2)])
+    room = Room(rows[: len(hops) + 1], places[: len(hops)], excludes, y)
+    return drawn(task, half), room
 
 
 @contextmanager
@@ -225,23 +269,25 @@ class Slot:
 
     Attributes:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
-            outermost hop. y: labels [S] or [S, C], padded with -1. batch: `Batch` of these and the frame's blocks.
+            outermost hop. y: labels [S] or [S, C], or the task's own, padded with -1. batch: `Batch` of these and the frame's blocks.
             step: int64 [1], counted over all epochs. averages: whether the outermost hop, sampled into the frame, is then
-            averaged straight from the feature table. trained: event after training, for which refilling waits.
+            averaged straight from the feature table. sampled, trained: events after these, for which refilling waits.
+            drawn: `Drawn` of the batch. fits: whether there is room for what was drawn.
     """
 
     def __init__(self, sampler, ring, room):
-        rows, places = room
-        labels = ring.labels
+        rows, places, excludes, y = room
         self.ring = ring
-        in_one_kernel = ring.first_hop and sampler.engine.spec.rule.counted
+        in_one_kernel = ring.first_hop and sampler.engine.aggregates(excludes)
         self.averages = ring.first_hop and not in_one_kernel
-        self.frame = sampler.engine.frame(rows, places, not self.averages)
+        self.frame = sampler.engine.frame(rows, places, not self.averages, excludes)
         self.edge_type = sampler.edge_type
         blocks = self.frame.blocks[::-1]
         if self.edge_type is not None:
-            new = self.edge_type.new_empty
-            blocks = [block._replace(edge_type=new(block.num_edges)) for block in blocks]
+            self.types = self.edge_type.new_empty(sum(places))
+            of_blocks = self.types.split(places)[::-1]
+            blocks = [b._replace(edge_type=types) for b, types in zip(blocks, of_blocks)]
+        self.listable = [*blocks]
         for block in blocks:
             kernels.static(block)
         self.seeds = blocks[-1].src_nodes[: rows[0]]
@@ -252,8 +298,13 @@ class Slot:
             blocks.insert(0, Block(none, none, self.nodes))
             if not self.frame.aggregate(ring.features, self.x):
                 raise RuntimeError("the kernel of the outermost hop cannot be compiled")
-        self.y = labels.new_full((rows[0], *labels.shape[1:]), -1)
-        self.places = torch.arange(rows[0], device=labels.device)
+        self.labelled = y is None
+        if self.labelled:
+            y = ring.labels.new_empty(rows[0], *ring.labels.shape[1:])
+        self.y = torch.full_like(y, -1, device=ring.labels.device)
+        if self.labelled:
+            self.frame.look_up(ring.labels, self.y)
+        self.listed = None
         self.edges = None  # [E, D] features of the edges of all blocks, from the seeds outward
         edges = ()
         if ring.edge_features is not None:
@@ -263,22 +314,45 @@ class Slot:
         self.batch = Batch(blocks, self.x, self.y, edges=edges)
         self.step = self.frame.step
         self.sampling = self.training = None  # CUDA graphs
+        self.sampled = torch.cuda.Event()
         self.trained = torch.cuda.Event()
+        self.drawn = None
+        self.fits = False
+
+    def fill(self, drawn):
+        """Write what a batch is made from, for `sample` to read, if there is room."""
+        y = self.y[:0] if drawn.y is None else drawn.y
+        self.drawn = drawn
+        self.fits = len(drawn.nodes) <= len(self.seeds) and len(y) <= len(self.y)
+        if not self.fits:
+            return
+        self.frame.fill(drawn.nodes, drawn.step, **drawn.options)
+        if not self.labelled:
+            self.y[: len(y)].copy_(y)
+            self.y[len(y) :].fill_(-1)
+
+    @property
+    def trouble(self):
+        """Wait for the batch to be sampled -> 0, or a code for why the slot does not hold it (`trouble` of
+        native/sampler_gpu.py)."""
+        self.sampled.synchronize()
+        return self.frame.trouble if self.fits else sampler_gpu.FULL
 
     def sample(self):
-        """Launch what the first graph captures: sample, fetch or average features of nodes, fetch those of edges, look up
-        labels and types of edges, list edges."""
+        """Launch what the first graph captures: sample and look up labels, fetch or average features of nodes, fetch those
+        and types of edges, list edges."""
         ring = self.ring
         nodes = self.nodes
         learned = len(ring.features) < ring.labels.shape[0]  # some types of nodes have no features
-        if learned:
-            self.seeds.clamp_(min=0)  # padding of the batch before, if that had fewer nodes
+        # `Lists` from the seeds outward, None for a block for which no step has asked for any
+        lists = [block.indices.lists for block in self.listable[::-1]]
+        if lists != self.listed and any(lists):
+            self.listed = lists
+            self.frame.list_edges(lists)
         self.frame.start()
-        torch.index_select(ring.labels, 0, self.seeds, out=self.y)
-        self.y.t().masked_fill_(self.places >= self.frame.num_dst[0], -1)  # of all labels of a node
         if self.edge_type is not None:
-            for block in self.batch.blocks:
-                torch.index_select(self.edge_type, 0, block.edge_ids, out=block.edge_type)
+            edges = self.frame.edges[len(self.seeds) :]
+            torch.index_select(self.edge_type, 0, edges, out=self.types)
         if learned:  # zeros for these
             used = self.frame.num_dst[len(self.batch.blocks)]
             nodes.masked_fill_(torch.arange(len(nodes), device=nodes.device) >= used, -1)
@@ -289,9 +363,11 @@ class Slot:
         elif not ring.first_hop:
             self._gather(ring.features, nodes, self.x)
         if self.edges is not None:
-            self._gather(ring.edge_features, self.frame.edges[len(self.y) :], self.edges)
-        for block in self.batch.blocks:
-            kernels.fill_lists(block)
+            self._gather(ring.edge_features, self.frame.edges[len(self.seeds) :], self.edges)
+        for block in self.listable:
+            lists = block.indices.lists
+            if lists and not lists.weighted:
+                lists.put_in_order(kernels.InEdges(block.indptr, block.indices))
 
     def _gather(self, table, ids, out):
         """Gather rows of a table into `out`, in its type."""
@@ -310,7 +386,7 @@ class StepGraphs:
             capture failed, or None.
     """
 
-    parallel = None  # no DistributedDataParallel: ranks average one vector
+    parallel = None  # no DistributedDataParallel: ranks sum one vector
 
     def __init__(self, run, optimizer):
         self.run = run
@@ -321,23 +397,22 @@ class StepGraphs:
         ranks = run.ranks
         args = run.plan
         model = run.model
-        if model.inputs:
-            model.inputs.pad(True)
+        pad_inputs(model, True)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self.weight, self.rate = torch.zeros(2, device=ranks.device)
         self.weighs = None  # the value in `weight`
-        seeds, room = static_room(self.sampler, run.store.split["train"], args, self.ring.first_hop)
+        trial, room = static_room(self.sampler, run.task, args, self.ring.first_hop)
         for group in optimizer.param_groups:
             group["capturable"] = True
         self.flat = self.update = None
-        if ranks.world > 1:
+        if ranks.world > 1 or args.accumulate > 1:
             self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=ranks.device)
         self.slots = [Slot(self.sampler, self.ring, room) for _ in range(args.prefetch + 1)]
         kept = [t.clone() for t in self._state()]
         self.begin()
         try:
-            self.failure = self._prepare(seeds, kept, args.cuda_graph != "off")
+            self.failure = self._prepare(trial, kept, args.cuda_graph != "off")
         finally:
             self._restore(kept)
         self.room = room
@@ -353,31 +428,45 @@ class StepGraphs:
         """Copy back the tensors `kept`, clones of `_state`, in place; optimizer state that was made since is zeroed."""
         for t, value in zip_longest(self._state(), kept):
             t.zero_() if value is None else t.copy_(value)
+        if self.flat is not None:
+            self.flat.zero_()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _prepare(self, seeds, kept, capture):
-        """Take a few steps eagerly, capture the static ones if `capture`, and take the same steps
+    def _prepare(self, trial, kept, capture):
+        """Take a few steps on a batch `Drawn` eagerly, capture the static ones if `capture`, and take the same steps
         with them: inputs and losses have to agree -> why capture failed, or None."""
+        model = self.run.model
         with self.ring.stream(0):
-            blocks = self.sampler.sample(seeds, 0, relabel_outer=not self.ring.first_hop)
-            batch = self.ring.fetch(0, blocks)
+            batch = self._fetch(0, trial, Batch(seeds=trial.nodes))
         batch.wait()
-        self.weight.fill_(1 / len(seeds))
+        self.weight.fill_(1 / len(batch.y))
         slots = (self.slots * TRIED)[: max(TRIED, len(self.slots))]
+        # masks of torch's dropout depend on shapes
+        model.train(not self.run.custom)
         expected = [self._loss(self._compute, batch, 0) for _ in slots]
+        model.train()
         self._restore(kept)
-        failure = self._capture(seeds) if capture else None
+        failure = self._capture(trial) if capture else None
         self._restore(kept)
         norm = batch.x.float().norm().clamp(min=1e-30)
         losses = []
         errors = []
         for slot in slots:
-            if trouble := self._sample(slot, seeds, 0):
+            self._sample(slot, trial)
+            if trouble := slot.trouble:
                 raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
-            nodes = slot.nodes[: blocks[0].num_src]
+            nodes = slot.nodes[: batch.blocks[0].num_src]
             x = slot.x[: len(nodes)][(nodes >= 0) & (nodes < len(self.ring.features))]
             errors.append(((x - batch.x).float().norm() / norm).item())
-            losses.append(self._loss(self._train, slot))
+            trained = self._train, slot
+            static = self._compute, slot.batch, slot.step
+            model.train(not self.run.custom)
+            losses.append(self._loss(*static if self.run.custom else trained))
+        model.train()
+        for found, step in (expected, static), (losses, trained):
+            self._restore(kept)
+            self.run.reseed(batch, 0)
+            found.append(self._loss(*step))
         same = (abs(a - b) <= GRAPH_RTOL * abs(a) for a, b in zip(expected, losses))
         if not all(same) or not all(error <= GRAPH_RTOL for error in errors):
             raise RuntimeError(
@@ -393,7 +482,7 @@ class StepGraphs:
         self._finish()
         return self.loss_sum.item()
 
-    def _capture(self, seeds):
+    def _capture(self, trial):
         """Capture the graphs of all slots -> None, or why that failed."""
         stream = torch.cuda.current_stream()
         pool = None
@@ -402,10 +491,11 @@ class StepGraphs:
                 torch.cuda.synchronize()  # the slot's stream does not wait for what this one restores
                 with self.ring.stream(0):
                     side = torch.cuda.current_stream()
-                    slot.frame.fill(seeds, 0)
+                    slot.fill(trial)
                     slot.sample()
                     # warm up in these shapes
                     self._compute(slot.batch, slot.step)
+                    slot.sample()  # with memory for the lists that the step has asked for
                     torch.cuda.synchronize()
                 # what a reference cycle keeps of steps so far: autograd would wait for their streams, and end the capture
                 gc.collect()
@@ -434,7 +524,7 @@ class StepGraphs:
         return failure
 
     def _compute(self, batch, step):
-        """Take a step on one batch, padded or not; with several ranks, up to the flat gradient."""
+        """Take a step on one batch, padded or not, up to the flat gradient if there is one."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.run.loss(batch, step)
         loss.backward(self.weight)
@@ -442,11 +532,10 @@ class StepGraphs:
         if self.flat is None:
             self.optimizer.step()
         else:
-            torch.cat([p.grad.flatten() for p in self.parameters], out=self.flat)
-            self.flat /= self.run.ranks.world
+            self.flat += torch.cat([p.grad.flatten() for p in self.parameters])
 
     def _train(self, slot):
-        """Take the step of a slot's batch; with several ranks, up to the flat gradient."""
+        """Take the step of a slot's batch, up to the flat gradient if there is one."""
         if slot.training:
             slot.training.replay()
         else:
@@ -454,29 +543,29 @@ class StepGraphs:
         slot.trained.record()
 
     def _finish(self):
-        """With several ranks, take the rest of the step, from the flat gradient on."""
+        """Take the rest of a step, from the flat gradient on, if there is one."""
         if self.update:
             self.update.replay()
         elif self.flat is not None:
             self._update()
 
     def _update(self):
-        """Run the optimizer on the flat gradient."""
+        """Run the optimizer on the flat gradient, which is zero afterwards."""
         for p, part in zip(self.parameters, self.flat.split([p.numel() for p in self.parameters])):
             p.grad = part.view_as(p)
         self.optimizer.step()
+        self.flat.zero_()
 
-    def _sample(self, slot, seeds, step):
-        """Sample into a slot on the current stream and wait for it -> 0, or a code for why it holds
-        no batch (`trouble` of native/sampler_gpu.py)."""
+    def _sample(self, slot, drawn):
+        """Start sampling into a slot on the current stream."""
+        slot.sampled.synchronize()  # the host writes what that read; over by now, if the batch was trained on
         torch.cuda.current_stream().wait_event(slot.trained)
-        slot.frame.fill(seeds, step)
-        if slot.sampling:
+        slot.fill(drawn)
+        if slot.fits and slot.sampling:
             slot.sampling.replay()
-        else:
+        elif slot.fits:
             slot.sample()
-        self.sampler.engine.kernels.wait()
-        return slot.frame.trouble
+        slot.sampled.record()
 
     def begin(self):
         """Start an epoch: copy the learning rate from the optimizer's groups, reset the loss -> LossSum."""
@@ -486,31 +575,43 @@ class StepGraphs:
         return LossSum(self.loss_sum.zero_())
 
     def load_batch(self, batch, number):
-        """Sample and fetch a batch into a slot, or in its own shapes if it does not fit -> the Batch completed."""
+        """Draw a batch and start sampling it into a slot -> the Batch completed, or `step` makes it again."""
         slot = self.slots[number]
-        drawn = batch.seeds, batch.global_step
         with self.ring.stream(number):
-            # also for a damaged graph or invalid seeds: `sample` raises
-            if self._sample(slot, *drawn):
-                self.repeated += 1
-                blocks = self.sampler.sample(*drawn, relabel_outer=not self.ring.first_hop)
-                return self.ring.fetch(number, blocks, batch)
-            y = slot.y[: len(batch.seeds)]
-            return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=y)
+            self._sample(slot, drawn(self.run.task, batch))
+        return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=slot.y[: len(batch.seeds)])
+
+    def _fetch(self, number, drawn, batch):
+        """Sample and fetch a batch in its own shapes -> the Batch completed."""
+        blocks = self.sampler.sample(
+            drawn.nodes, drawn.step, relabel_outer=not self.ring.first_hop, **drawn.options
+        )
+        return self.ring.fetch(number, blocks, batch._replace(y=drawn.y))
 
     def step(self, batch, clock):
-        """Train on a batch of the loader: forward, loss, backward, optimizer."""
+        """Train on a batch of the loader: forward, loss, backward, and the optimizer after the last of a step's."""
+        number = next(i for i, slot in enumerate(self.slots) if slot.x is batch.x)
+        slot = self.slots[number]
+        with clock.timed("stall"):
+            fits = not slot.trouble
+        if not fits:
+            self.repeated += 1
+            with self.ring.stream(number):
+                # also for a damaged graph or invalid seeds: `sample` raises
+                batch = self._fetch(number, slot.drawn, batch)
+            batch.wait()
         with clock.timed("step", on_gpu=True):
-            # seeds weigh 1 / total, see train.py
-            weight = self.run.ranks.world / batch.total
+            weight = 1 / batch.total  # of a seed: gradients are summed over passes and ranks
             if weight != self.weighs:
                 self.weight.fill_(weight)
                 self.weighs = weight
-            slot = next((slot for slot in self.slots if slot.x is batch.x), None)
-            if slot is None:
-                self._compute(batch, batch.global_step)
-            else:
+            if fits:
+                self.run.reseed(batch, batch.global_step)
                 self._train(slot)
-            if self.flat is not None:
+            else:
+                self._compute(batch, batch.global_step)
+            if not batch.last:
+                return
+            if self.run.ranks.world > 1:
                 dist.all_reduce(self.flat)
             self._finish()

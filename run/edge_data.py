@@ -1,7 +1,7 @@
 """Which columns of edges and nodes a run uses, and the lines printed about them.
 
 used, lines = edge_data(args, task, store)    # columns that --model, --sampler and --temporal take
-model.degrees = degrees_at(store.indptr, used)    # for layers that divide by degrees, where seeds have times
+model.degrees = degrees_at(sampler)    # for layers that divide by degrees, where seeds have times
 """
 
 import re
@@ -229,16 +229,22 @@ def hops(fanout, used):
     return fanouts
 
 
-def degrees_at(indptr, used):
+def degrees_at(sampler):
     """Return a function degrees(block) -> [N, 2]: out- and in-degree of each source node at its time, both the number
-    of edges in its neighbour list that it may see. indptr: int64 [V+1]; used: EdgeData with times, in host memory."""
+    of edges in its neighbour list that it may see. sampler: NeighborSampler with times."""
+    spec = sampler.spec
+
+    def in_torch(nodes, times):
+        nodes = nodes.to(spec.indptr.device).long()
+        first = spec.indptr[nodes]
+        degrees = spec.indptr[nodes + 1] - first
+        times = times.to(first.device)
+        options = {"strict": spec.strict, "window": spec.window}
+        return seen_at(spec.edge_times, first, degrees, times, **options)[1]
+
+    count = getattr(sampler.engine, "degrees", in_torch)
 
     def at_times(block):
-        nodes = block.src_nodes.cpu().long()
-        first = indptr[nodes]
-        degrees = indptr[nodes + 1] - first
-        times = block.src_times.cpu()
-        _, seen = seen_at(used.time, first, degrees, times, strict=used.strict, window=used.window)
-        return seen.unsqueeze(1).expand(-1, 2)
+        return count(block.src_nodes, block.src_times).unsqueeze(1).expand(-1, 2)
 
     return at_times

@@ -7,6 +7,7 @@ the refusal of flags without effect follow from it.
 
 import argparse
 import importlib.util
+import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -193,6 +194,16 @@ def library(name):
             return f"needs: pip install {name}"
 
     return needs
+
+
+def folder_to_write(flags):
+    path = os.path.abspath(flags.export)
+    if os.path.exists(path) and not os.path.isdir(path):
+        return "is a file: give the name of a folder"
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    if not os.access(path, os.W_OK):
+        return f"cannot be written in {path}"
 
 
 def table_library(flags):
@@ -408,6 +419,11 @@ class Flags:
     weight_decay: float | None = kept(
         NUMBER, None, "Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)"
     )
+    class_weights: str = fixed(
+        one_of("none", "balanced"),
+        "none",
+        "in the loss; balanced: training nodes / (classes x training nodes of the class)",
+    )
     epochs: int | None = kept(COUNT, None, "default: at least 10, and at least 200 optimizer steps")
     metric: str | None = fixed(
         one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
@@ -529,6 +545,12 @@ class Flags:
         needs=[prediction, logits_before_the_last_layer],
         default_is_off=False,
     )
+    export: str | None = free(
+        text("DIR"),
+        None,
+        "write the trained network for other programs: model.safetensors, config.json; with --resume FILE as --predict",
+        needs=[one_run, folder_to_write],
+    )
     verbose: bool = free(SWITCH, False, "also print memory plan, settings and stage times")
     log: str | None = free(
         text("FILE"),
@@ -572,10 +594,10 @@ class Flags:
 
     @property
     def trains(self):
-        """Whether this command trains: a checkpoint may also be there to predict only."""
+        """Whether this command trains: a checkpoint may also be there to predict or export only."""
         from_file = self.resume not in (None, "auto")
         on = {"epochs", "checkpoint"}.isdisjoint(self.typed)
-        return not (self.predict and from_file and on)
+        return not ((self.predict or self.export) and from_file and on)
 
     def settled(self, **values):
         """Return the Plan of a run, with values of what was open."""

@@ -70,20 +70,20 @@ def placements(
     prefetch=None,
     graphs=0,
     counted=True,
+    timed=False,
     types=0,
     edge_dim=0,
 ):
-    """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; counted: of the sampling
-    rule, see `Rule`; types: rows that rgcn makes for each destination; edge_dim: width of the features of edges that the
-    layers take; cores: of each process; the others are flags of train.py.
+    """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; counted: node degrees tell
+    how many edges are drawn, see `Rule`; timed: edges have times; types: rows that rgcn makes for each destination;
+    edge_dim: width of the features of edges that layers take; cores: of each process; the others are flags of train.py.
 
     The sizes are upper bounds: a hop has k neighbours of every node so far, and no more than V nodes and M edges. Input
-    rows, nodes and edges are held for --prefetch batches and one more, see `batches_ahead`. A GraphSAGE layer keeps (in + 3 out) floats for each
-    destination, of the mean and the result before and after ReLU and dropout, and as many for the gradients.
+    rows, nodes and edges are held for --prefetch batches and one more, see `batches_ahead`. For each destination a SAGE
+    layer keeps (in + 3 out) floats, the mean and the result before and after ReLU and dropout, and their gradients.
 
-    Steps of static shapes (run/cuda_graphs.py) hold, for each of these batches, a table of V numbers, `graphs` hops (all
-    of them in pinned-cuda) with the sampler's scratch memory, and the input: rows, or pairs of rows if the outermost hop
-    is not held. What a step computes is held a second time.
+    Steps of static shapes hold, for each of these batches, a table of V numbers, `graphs` hops (in pinned-cuda all) with
+    the sampler's scratch memory, and rows, or pairs if the outermost hop is not held. What a step computes is held twice.
     """
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)
@@ -122,16 +122,16 @@ def placements(
         slot = 4 * F * nodes[hops] * (2 if hops < len(fanout) else 1)
         if not counted:  # pairs of rows with all hops held
             slot = max(slot, 8 * F * nodes[hops - 1])
-        # 12: winners, numbers, counts; 16: edges and keys of draws
-        slot += id_bytes * (2 * rows + places) + (12 + typed + 16 * (not counted)) * places
+        # 12: winners, numbers, counts; 16: edges and keys of draws; 60: a hash table of pairs, their times
+        scratch = 12 + typed + 16 * (not counted) + 60 * timed
+        slot += id_bytes * (2 * rows + places) + scratch * places
         slot += (4 * edge_dim + 8) * places if edge_dim else 0  # rows and ids
         return step[mode] + (held[mode] * slot + compute) * bool(graphs)
 
     on_gpu, pinned, copied, on_cpu = MODES
+    whole_run = GPU_BYTES + arrays + tables(on_gpu)
     return {
-        on_gpu: Placement(
-            GPU_BYTES + arrays + tables(on_gpu), gpu_step(on_gpu, graphs), RANK_BYTES, 0, 0
-        ),
+        on_gpu: Placement(whole_run, gpu_step(on_gpu, graphs), RANK_BYTES, 0, 0),
         pinned: Placement(
             GPU_BYTES + tables(pinned), gpu_step(pinned, len(fanout)), RANK_BYTES, 0, arrays
         ),

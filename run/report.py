@@ -382,7 +382,7 @@ def describe(run, file, epoch, step):
         lines.append(
             f"replace {plan.checkpoint} of an earlier run; --resume {resume} would go on with it"
         )
-    if trained and not plan.checkpoint and not plan.turn:
+    if trained and not (plan.checkpoint or plan.export or plan.turn):
         lines.append("keep    no --checkpoint FILE is given: the trained model is lost at the end")
     ranks.say("\n".join(lines))
 

@@ -40,7 +40,7 @@ def open_run(ranks, flags, path, fits=lambda plan, task: None):
     sampler, ring = place_data(ranks, plan, task, used)
     torch.manual_seed(plan.seed)  # of initial weights, the same on every rank
     model, digest = build_model(plan, task, used)
-    place_model(ranks, model, plan, task, used)
+    place_model(ranks, model, plan, task, sampler)
     return Run(ranks, plan, task, used=used, sampler=sampler, ring=ring, model=model, digest=digest)
 
 
@@ -65,7 +65,7 @@ def build_model(plan, task, used):
     return task.build(plan, network), digest
 
 
-def place_model(ranks, model, plan, task, used):
+def place_model(ranks, model, plan, task, sampler):
     """Set what a network takes from the data, and move it to this rank's device."""
     store = task.store
     task.set_buffers(model)
@@ -73,13 +73,13 @@ def place_model(ranks, model, plan, task, used):
     model.to(ranks.device, dtype)
     if not any(getattr(module, "uses_degree", False) for module in model.modules()):
         return
-    if used.time is not None and used.type is not None:
+    if sampler.timed and sampler.edge_type is not None:
         raise StoreError(
             f"--model {plan.model}: a layer counts degrees by time, and lists are sorted by type first"
             "; --temporal off shows all edges"
         )
-    if used.time is not None:
-        model.degrees = degrees_at(store.indptr, used)
+    if sampler.timed:
+        model.degrees = degrees_at(sampler)
     else:
         with reading_all_edges():
             model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
@@ -129,25 +129,33 @@ class Run:
         or targets of its graphs; float32, or float64 with fp64. key: seed of dropout. network: the
         model wrapped in DistributedDataParallel; None: the bare one."""
         device = self.ranks.device
-        if key is not None and self.custom:
-            # a different mask on each rank and in each pass
-            seed = key ^ int(batch.seeds[:1].sum())
-            # torch.manual_seed spends 0.1 ms on querying devices of all kinds
-            torch.default_generator.manual_seed(seed)
-            if device.type == "cuda":
-                torch.cuda.default_generators[device.index].manual_seed(seed)
         bf16 = self.plan.precision == "bf16"
         with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
             output = self.task.output(self, self.model if network is None else network, batch, key)
         return output.to(torch.promote_types(output.dtype, torch.float32))
 
+    def reseed(self, batch, step):
+        """Seed torch's generators for the dropout of a user's network on a batch."""
+        if not self.custom:
+            return
+        device = self.ranks.device
+        # a different mask on each rank and in each pass
+        seed = mix(mix(self.plan.seed) ^ step) ^ int(batch.seeds[:1].sum())
+        # torch.manual_seed spends 0.1 ms on querying devices of all kinds
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(seed)
+
     def loss(self, batch, step, network=None):
         """Compute the loss of a training batch, as `Task.loss`. step: counted over all epochs, which keys dropout; in a
-        CUDA graph an int64 tensor [1] on the GPU. network: as for `forward`."""
+        CUDA graph an int64 tensor [1] on the GPU: `reseed` before. network: as for `forward`."""
         key = mix(self.plan.seed)
-        # a GPU computes the same, see `layer_seed` of model.py, from the key as a signed int64
-        on_gpu = isinstance(step, torch.Tensor)
-        key = (key - (key >> 63 << 64), step) if on_gpu else mix(key ^ step)
+        if isinstance(step, torch.Tensor):
+            # a GPU computes the same, see `layer_seed` of model.py, from the key as a signed int64
+            key = key - (key >> 63 << 64), step
+        else:
+            key = mix(key ^ step)
+            self.reseed(batch, step)
         output = self.forward(batch, key, network)
         return self.task.loss(self.model, output, batch.y)
 
@@ -181,24 +189,26 @@ class Run:
         if not self.by_layers:
             logits = self.exact_in_batches(model, layers)
         else:
-            x = getattr(store.features, "tensor", store.features)
-            options = {}
+            graph = store
+            options = {
+                "x": getattr(store.features, "tensor", store.features),
+                "edges": self.used.features,
+                "types": self.used.seen_types(),
+            }
+            if self.sampler.indices.is_cuda:  # what the GPU reads in place is not copied again
+                graph = self.sampler
+                options["edges"] = self.ring.edge_features
+                if options["types"] is not None:
+                    options["types"] = options["types"].to(ranks.device)
+                if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
+                    options["x"] = self.ring.features
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
                 options["rank"] = ranks.local_rank
                 options["world"] = ranks.local_world
                 options["total"] = ranks.sum_here
             try:
                 with reading_all_edges():
-                    logits = inference(
-                        model,
-                        store.indptr,
-                        store.indices,
-                        x,
-                        edges=self.used.features,
-                        types=self.used.seen_types(),
-                        layers=layers,
-                        **options,
-                    )
+                    logits = inference(model, graph.indptr, graph.indices, layers=layers, **options)
             except OSError as error:
                 raise StoreError(f"no exact inference: {error}") from error
         check_scores(logits, "exact outputs")

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from disk.columns import ALWAYS, EDGE_TIME, NODE_TIME, OF_EDGES, node_ids
 from disk.convert import by_part
 from disk.files import SPLITS, StoreError, reading
+from native import kernels
 from sampler import DAMAGED, DamagedGraph, expand, mix, number_before, outside, random_bits
 
 HELD_OUT = SPLITS[1:]  # parts whose pairs carry no messages
@@ -23,8 +24,8 @@ class Edges:
     """
 
     def __init__(self, indptr, indices):
-        self.indptr = indptr
-        self.sources = indices
+        self.indptr = indptr.contiguous()
+        self.sources = indices.contiguous()
         self.order = None
         falls = (indices[1:] < indices[:-1]).nonzero().squeeze(1) + 1
         if falls.numel() and not torch.isin(falls, indptr).all():
@@ -49,15 +50,37 @@ class Edges:
             exists &= self.sources.index_select(0, place * exists) == start
         return exists.view_as(source)
 
+    def ranges(self, pairs):
+        """Find the edges of each pair int64 [n, 2], then those of each reverse pair -> (index in `sources` of the first
+        [2n], how many they are [2n])."""
+        if code := kernels.load_links(self.sources.dtype, pairs.device):
+            first, counts = pairs.new_empty(2, 2 * len(pairs))
+            values = {
+                "pairs": pairs.contiguous(),
+                "P": len(pairs),
+                "indptr": self.indptr,
+                "sources": self.sources,
+                "first": first,
+                "counts": counts,
+            }
+            code.run("between", len(first), values)
+            return first, counts
+        source, destination = torch.cat([pairs, pairs.flip(1)]).unbind(1)
+        first = self.place(source, destination)
+        return first, self.place(source, destination, strict=False) - first
+
+    def listed(self, first, counts, total=None):
+        """List the edges of `ranges` -> their indices in `indices`. total: the sum of counts, for which a GPU then need not
+        be waited."""
+        places = expand(first, counts, total)
+        return places if self.order is None else self.order[places]
+
     def between(self, pairs):
         """Find all edges between the nodes of each pair [n, 2], in either direction -> (their indices in `indices`; for
         each the row of its pair)."""
-        source, destination = torch.cat([pairs, pairs.flip(1)]).unbind(1)
-        first = self.place(source, destination)
-        counts = self.place(source, destination, strict=False) - first
-        places = expand(first, counts)
-        rows = torch.arange(len(pairs), device=places.device).repeat(2).repeat_interleave(counts)
-        return places if self.order is None else self.order[places], rows
+        first, counts = self.ranges(pairs)
+        rows = torch.arange(len(pairs), device=first.device).repeat(2).repeat_interleave(counts)
+        return self.listed(first, counts), rows
 
 
 def split_type(text):
@@ -81,7 +104,7 @@ def shares(text):
 
 def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda line: None):
     """Split the edges of a store for link prediction -> a view of it. Takes about 60 bytes of memory per edge;
-    DamagedGraph for an indptr that falls or a node id outside the graph.
+    DamagedGraph for an indptr that falls or an offset or node id outside the graph.
 
     Args:
         store: GraphStore, or anything with indptr, indices, num_nodes and perhaps edge_time.
@@ -103,7 +126,8 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
     if getattr(store, EDGE_TIME.name, None) is None and (timed or how.startswith("time:")):
         flag = "--temporal" if timed else f"--edge-split {how}"
         raise StoreError(f"{flag} goes by the times of edges, and {name} has none")
-    if (store.indptr.diff() < 0).any() or outside(store.indices, store.num_nodes) is not None:
+    ranges = (store.indptr, store.indices.numel() + 1), (store.indices, store.num_nodes)
+    if (store.indptr.diff() < 0).any() or any(outside(*pair) is not None for pair in ranges):
         raise DamagedGraph(DAMAGED)
     edges = Edges(store.indptr, store.indices)
     of_type = edges if edge_type is None else edges_of(store, edge_type)

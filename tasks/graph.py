@@ -226,7 +226,7 @@ class GraphTask(Task):
         "is for --task link, --task is graph": OF_LINKS,
         "has no effect with --task graph: leave it out": "fanout norm residual input_dropout "
         "checkpoint_activations backend mode cache lookahead cuda_graph",
-        "is not for --task graph": "sampler temporal window early_stop weights split predict runs",
+        "is not for --task graph": "sampler temporal window early_stop weights class_weights split predict runs",
     }
 
     def __init__(self, args, path, say=print):

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from disk.columns import NAMES, types_called
 from disk.files import SPLITS, StoreError, plural, reading, sha256_of
 from loader import from_edge_index
+from native import kernels
 from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
 from tasks.edge_split import HELD_OUT, Edges, checked_pairs, counts_of, split_edges, view_of
@@ -100,6 +101,39 @@ class Negatives:
         """Draw `count` negative destinations for each pair, to which its source has no edge -> int64 [P, count]. key:
         int of 64 bits. numbers: int64 [P], of the pairs. pairs: int64 [P, 2]. StoreError for a source that has an edge
         to every node."""
+        node, bad = self.attempts(key, numbers, pairs, count)
+        return self.looked_up(pairs, node, bad) if bad.any() else node
+
+    def attempts(self, key, numbers, pairs, count):
+        """Draw as `draw`, each negative TRIES times at most -> (nodes int64 [P, count]; bool [P, count], those that are no
+        negatives still). Does not wait for a GPU, unless it has no kernels."""
+        edges = self.edges
+        code = kernels.load_links(edges.sources.dtype if edges else torch.int32, pairs.device)
+        if not code:
+            return self._attempts(key, numbers, pairs, count)
+        self.ends = self.ends.to(pairs.device)
+        node = pairs.new_empty(len(pairs), count)
+        bad = torch.empty_like(node, dtype=torch.bool)
+        values = {
+            "pairs": pairs.contiguous(),
+            "numbers": numbers.contiguous(),
+            "n": node.numel(),
+            "count": count,
+            "tries": TRIES,
+            "key": key,
+            "indptr": edges and edges.indptr,
+            "sources": edges and edges.sources,
+            "ends": self.ends,
+            "types": len(self.ends) - 1,
+            "upto": self.upto,
+            "nodes": node,
+            "bad": bad,
+        }
+        code.run("negatives", node.numel(), values)
+        return node, bad
+
+    def _attempts(self, key, numbers, pairs, count):
+        """`attempts` as torch operations."""
         which = torch.arange(count, device=pairs.device).expand(len(pairs), count)
         numbers = numbers.unsqueeze(1).expand_as(which)
         source = pairs[:, :1].expand_as(which)
@@ -109,11 +143,17 @@ class Negatives:
         for attempt in range(1, TRIES):
             places = bad.nonzero(as_tuple=True)
             if not len(places[0]):
-                return node
+                break
             draws = which[places] + attempt * count
             node[places] = self._node(key, numbers[places], draws, first[places], end[places])
             bad[places] = self._bad(source[places], node[places])
-        # the sources left have edges to most nodes of a type: take one of its others or, if there is none, of all nodes
+        return node, bad
+
+    def looked_up(self, pairs, node, bad):
+        """Replace the bad of the nodes from `attempts`, whose sources have edges to most nodes of a type: take one of its
+        others or, if there is none, of all nodes."""
+        source = pairs[:, :1].expand_as(node)
+        first, end = (ids.expand_as(node) for ids in self.same_type(pairs[:, 1:]))
         left = torch.stack([source[bad], first[bad], end[bad]], 1).unique(dim=0)
         for hub, low, high in left.tolist():
             nodes = torch.arange(low, high, device=pairs.device)
@@ -160,10 +200,22 @@ class Negatives:
 # ---- training
 
 
+def distinct(x):
+    """List the distinct values of an int64 tensor, ascending -> (values, index of each of x in these), as `unique` does. A
+    GPU is not waited for: there values have as many entries as x, with zeros behind the distinct ones."""
+    if not x.numel() or not kernels.is_gpu(x.device):
+        return x.unique(return_inverse=True)
+    ordered, order = x.flatten().sort()
+    rank = F.pad(ordered[1:] != ordered[:-1], (1, 0)).cumsum(0)
+    place = torch.empty_like(rank).scatter_(0, order, rank)
+    return torch.zeros_like(ordered).scatter_(0, rank, ordered), place.view_as(x)
+
+
 def at_times(nodes, times, num_nodes):
-    """Find the distinct (node, time), int64 of one shape -> (nodes [S], times [S], index of each, of that shape)."""
-    values, rank = times.unique(return_inverse=True)
-    both, place = (nodes + num_nodes * rank).unique(return_inverse=True)
+    """Find the distinct (node, time), int64 of one shape -> (nodes [S], times [S], index of each, of that shape); on a GPU
+    more of these follow, see `distinct`."""
+    values, rank = distinct(times)
+    both, place = distinct(nodes + num_nodes * rank)
     return both % num_nodes, values[both // num_nodes], place
 
 
@@ -238,32 +290,56 @@ class Links:
         """Draw a batch, as `draw` of a `NodeLoader` whose seeds are ids of training pairs -> (nodes: distinct ends of
         the pairs and negatives; options of the sampler, which exclude the edges of the whole step's pairs; y int64
         [P, 2 + K]: positions among the nodes of each pair's source, destination and negatives)."""
-        device = self.pairs.device
-        seeds = batch.seeds.to(device)
+        seeds = self._of_pairs(batch.seeds)
         pairs = self.pairs[seeds]
         key = mix(self.key ^ (batch.global_step & (1 << 64) - 1))
-        nodes = torch.cat([pairs, self.negatives.draw(key, seeds, pairs, self.count)], 1)
+        negatives, bad = self.negatives.attempts(key, seeds, pairs, self.count)
+        nodes, times, y = self._ends(seeds, pairs, negatives)
+        of_step = self._of_pairs(batch.step_seeds) if self.exclude else seeds[:0]
+        first, counts = self.edges.ranges(self.pairs[of_step])
+        last = F.pad(y.flatten(), (1, 0), value=-1).amax()  # a part of a step may be empty
+        # the host waits for the GPU here only
+        left, last, num_edges = torch.stack([bad.sum(), last, counts.sum()]).tolist()
+        if left:
+            negatives = self.negatives.looked_up(pairs, negatives, bad)
+            nodes, times, y = self._ends(seeds, pairs, negatives)
+            last = int(y.amax())
         options = {}
         if self.exclude:
-            of_step = self.pairs[batch.step_seeds.to(device)]
-            options["exclude"] = self.edges.between(of_step)[0]
+            options["exclude"] = self.edges.listed(first, counts, num_edges)
+        if self.times is not None:
+            options["times"] = times[: last + 1]
+        return nodes[: last + 1], options, y
+
+    def _of_pairs(self, seeds):
+        """Copy numbers of pairs to the device of the pairs."""
+        if self.pairs.is_cuda:
+            seeds = seeds.pin_memory()
+        return seeds.to(self.pairs.device, non_blocking=True)
+
+    def _ends(self, seeds, pairs, negatives):
+        """Find the distinct ends of pairs [P, 2] and their negatives [P, K] -> (nodes, times or None, index of each
+        [P, 2 + K]), see `at_times`."""
+        nodes = torch.cat([pairs, negatives], 1)
         if self.times is None:
-            nodes, y = nodes.unique(return_inverse=True)
-        else:
-            times = self.times[seeds].unsqueeze(1).expand_as(nodes)
-            nodes, options["times"], y = at_times(nodes, times, self.negatives.num_nodes)
-        return nodes, options, y
+            nodes, y = distinct(nodes)
+            return nodes, None, y
+        times = self.times[seeds].unsqueeze(1).expand_as(nodes)
+        return at_times(nodes, times, self.negatives.num_nodes)
 
     def loss(self, scorer, h, y):
         """Sum over pairs of the softmax cross-entropy, or of half the pair's binary cross-entropy plus half the mean of
-        its negatives'. h: [S, D] embeddings. y: int64 [P, 2 + K] rows of h."""
-        source = h.index_select(0, y[:, 0]).unsqueeze(1)  # [P, 1, D]
-        others = h.index_select(0, y[:, 1:].flatten())
+        its negatives'. h: [S, D] embeddings. y: int64 [P, 2 + K] rows of h; of -1: no pair."""
+        rows = y.clamp(min=0)
+        source = h.index_select(0, rows[:, 0]).unsqueeze(1)  # [P, 1, D]
+        others = h.index_select(0, rows[:, 1:].flatten())
         others = others.view(len(y), y.shape[1] - 1, h.shape[1])  # [P, 1 + K, D]
         logits = scorer(source, others)  # [P, 1 + K]
         if self.softmax:
-            return F.cross_entropy(logits, torch.zeros_like(y[:, 0]), reduction="sum")
-        return (F.softplus(-logits[:, 0]) + F.softplus(logits[:, 1:]).mean(1)).sum() / 2
+            first = y[:, 0].clamp(max=0)
+            return F.cross_entropy(logits, first, reduction="sum", ignore_index=-1)
+        losses = F.softplus(-logits[:, 0]) + F.softplus(logits[:, 1:]).mean(1)
+        return losses.where(y[:, 0] >= 0, 0).sum() / 2
 
 
 # ---- evaluation
@@ -446,12 +522,15 @@ class LinkTask(Task):
     examples = "edges"
     temporal = "off"
     timed_pairs = True
+    padded = True
+    excludes = True
     embeds = True
     metrics = metrics_with("of_ranks") + metrics_with("of_pairs")
     widths = "feature_dim", "edge_dim", "num_edge_types", "node_types"
     unused = {
         "is for --task graph, --task is link": OF_GRAPHS,
         "is for --task node: --task link has --edge-split": "split",
+        "is for --task node: the examples of --task link have no classes": "class_weights",
         "is for --task node: --task link writes embeddings, or scores of --pairs": "predict_what",
         "is for --task node: embeddings of --task link are those at the end of time": "window",
     }

@@ -109,10 +109,14 @@ def average_precision(score, y):
     return ((ones * hit / (hit + zeros.cumsum(0))).sum() / ones.sum()).item()
 
 
-def cross_entropy(logits, y):
-    """Compute the cross-entropy of logits [n, C] and classes [n], of which -1 does not count, summed over n."""
-    loss = layers.cross_entropy(logits, y)
-    return F.cross_entropy(logits, y, reduction="sum", ignore_index=-1) if loss is None else loss
+def cross_entropy(logits, y, weight=None):
+    """Compute the cross-entropy of logits [n, C] and classes [n], of which -1 does not count, summed over n; weight: [C] of
+    each class."""
+    loss = layers.cross_entropy(logits, y) if weight is None else None
+    if loss is not None:
+        return loss
+    weight = weight if weight is None else weight.to(logits.dtype)
+    return F.cross_entropy(logits, y, weight, reduction="sum", ignore_index=-1)
 
 
 def binary_cross_entropy(logits, y):

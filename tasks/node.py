@@ -35,6 +35,7 @@ class NodeTask(Task):
         "is for --task graph, --task is node": OF_GRAPHS,
     }
     classes_agree = True
+    padded = True
 
     def __init__(self, args, path, say=print):
         self.store = store = open_graph(args, path, say)
@@ -55,6 +56,10 @@ class NodeTask(Task):
         store.check_split()
         # multi-label; for a graph without labels see `predict_as`
         self.several = store.labels.dim() == 2
+        if self.several and args.class_weights != "none":
+            raise StoreError(
+                f"--class-weights {args.class_weights}: the nodes of {path} have several labels; leave it out"
+            )
         self.metric = args.metric or ("f1" if self.several else "accuracy")
         self.title = METRICS[self.metric].title
         valid = store.labels[store.split["valid"]]
@@ -75,12 +80,31 @@ class NodeTask(Task):
         return gnn(args, widths, widths["num_classes"]) if custom is None else custom
 
     def attach(self, ranks, args, used, indptr, indices):
+        self.class_weight = None
+        if args.class_weights == "balanced":
+            self.class_weight = self.balanced(ranks.say).to(ranks.device)
         self.times = used.seed_time
         self.draw = None if self.times is None else seeds_at(self.times)
 
+    def balanced(self, say):
+        """Compute the weight of each class -> float32 [C]: training nodes / (classes that these have x training nodes of the
+        class), as scikit-learn's "balanced"."""
+        store = self.store
+        counts = store.labels[store.split["train"]].bincount(minlength=store.num_classes)
+        present = counts[counts > 0]
+        weights = counts.sum() / (len(present) * counts.clamp(min=1))
+        low, high = weights[counts > 0].aminmax()
+        say(
+            f"loss    a node weighs {low:.3g} to {high:.3g}, by its class (--class-weights balanced)"
+        )
+        return weights.float()
+
     def loss(self, network, output, y):
-        """Sum over the seeds of the cross-entropy: of classes [S], or of 0 and 1 [S, C] averaged over C."""
-        return binary_cross_entropy(output, y) if y.dim() > 1 else cross_entropy(output, y)
+        """Sum over the seeds of the cross-entropy: of classes [S], weighted by --class-weights, or of 0 and 1 [S, C] averaged
+        over C."""
+        if y.dim() > 1:
+            return binary_cross_entropy(output, y)
+        return cross_entropy(output, y, self.class_weight)
 
     def validate(self, run):
         nodes = self.store.split["valid"]

@@ -31,6 +31,7 @@ class Task:
         classes_agree: the default of --residual may depend on how often neighbours share a class.
         placed: --mode places graph and features. embeds: outputs, of any network, are embeddings of width --hidden.
         timed_pairs: each example has its own time; else examples are nodes, with the times `node_time`.
+        padded: `loss` skips rows of y that are -1: a step can be CUDA graphs. excludes: `draw` leaves edges out of a step.
         several: whether a node has several labels; None where that is no question.
         store: the open data, with split {part: ids of its examples}. draw, load_batch, limits: see `NodeLoader`.
     """
@@ -38,6 +39,8 @@ class Task:
     title = "scores"
     metrics = ()
     metric = None
+    padded = False
+    excludes = False
     several = None
     models = None
     unused = {}
@@ -112,7 +115,7 @@ class Task:
 
     def loss(self, network, output, y):
         """Return the loss, summed over the examples of a batch; y: store.labels[seeds], or what `draw` or `load_batch` gave.
-        In a CUDA graph labels of -1 fill up the batch: they have no part in it."""
+        In a CUDA graph (`padded`) rows of -1 fill y up, and rows of padding the output: they have no part in it."""
 
     def validate(self, run):
         """Evaluate the validation part -> ({name: value}, the score for --early-stop, larger is better, or None).

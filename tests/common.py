@@ -238,6 +238,7 @@ UNDEFINED(add_overflow, "a signed sum overflows")
 UNDEFINED(sub_overflow, "a signed difference overflows")
 UNDEFINED(mul_overflow, "a signed product overflows")
 UNDEFINED(negate_overflow, "a signed negation overflows")
+UNDEFINED(divrem_overflow, "a quotient overflows")
 """
 _ONE_LAUNCH = threading.Lock()  # the checker has one global state
 _SANITIZED = "-fsanitize=thread,alignment,signed-integer-overflow,bounds"
@@ -356,7 +357,7 @@ def _on_kernels(s, folder, **options):
 
     def sample(seeds, step, times=None, exclude=None, relabel_outer=True):
         exclude = None if exclude is None else s._edge_set(exclude)
-        blocks = backend.sample(seeds, step // s.batch_dependency, relabel_outer, exclude, times)
+        blocks = backend.sample(seeds, step, relabel_outer, exclude, times)
         if blocks is None:
             raise ValueError("kernels found a seed that is no node or comes twice")
         blocks = blocks[::-1]

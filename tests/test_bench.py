@@ -20,6 +20,7 @@ from bench import __main__ as bench
 from bench import accuracy as bench_accuracy
 from bench import attack, harm, picture, predict, roofline, tools
 from bench import gpu as bench_gpu
+from bench.gpu_graph import SHAPES, first_pairs, make_graph, store_of, with_columns
 from bench.tools import exit_code
 from disk.files import StoreError
 from disk.graphs import block_diagonal
@@ -344,6 +345,20 @@ def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
     again = json.loads(file.read_text())["parts"]
     assert again["keeps"]["failed"] == ["no time left of --minutes 0"]
     assert again["dies"] == found["dies"]  # was not run again
+
+
+def test_bench_gpu_trains_on_columns_and_links_of_a_made_graph(tmp_path):
+    """Lists ascend in each column that the sampler searches; a store of them is what times, gine, rgat and links read."""
+    graph = with_columns(make_graph(SHAPES["tiny"], "cpu"))
+    within = torch.ones(len(graph.indices) - 1, dtype=torch.bool)
+    within[graph.indptr[1:-1] - 1] = False
+    for name in ("edge_time", "edge_type"):
+        assert (graph.columns[name].diff()[within] >= 0).all()
+    assert (graph.indices.diff()[within] >= 0).all()
+    store = store_of(graph, tmp_path)
+    assert store.edge_dim == 8 and store.num_edge_types == 4 and store.num_edges == len(within) + 1
+    view = first_pairs(store, "none", 0, count=7)
+    assert len(view.split["train"]) == 7 and len(view.pairs["train"]) > 1000
 
 
 def test_bench_trains_epochs_without_exact_scores(tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import functools
 import io
+import json
 import math
 import os
 import pickle
@@ -16,6 +17,7 @@ import types
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -499,3 +501,55 @@ def test_threads_that_write_the_same_file_do_not_take_each_others_parts_for_left
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(400)))
     assert [file.name for file in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("words", ["", "--norm batch --model gcn", "--task link --scorer mlp"])
+def test_an_exported_model_is_what_was_trained(words, tiny, tmp_path, capsys):
+    folder = tmp_path / "made" / "here"
+    kept = tmp_path / "run.pt"
+    command = f"--dataset {tiny} {SMALL} {words} --export {folder} --checkpoint {kept}"
+    assert train.main(command.split()) == 0
+    assert "wrote " in (said := capsys.readouterr().out) and "is lost" not in said
+    network = checkpoint.load_model(kept)
+    data = (folder / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    assert header.pop("__metadata__") == {"format": "pt"} and end % 8 == 0
+    weights = {}
+    for name, place in header.items():
+        first, last = place["data_offsets"]
+        assert first % {"F32": 4, "I64": 8}[place["dtype"]] == 0
+        dtype = {"F32": torch.float32, "I64": torch.int64}[place["dtype"]]
+        values = torch.frombuffer(bytearray(data[end + first : end + last]), dtype=dtype)
+        weights[name] = values.view(place["shape"])
+    assert end + max(place["data_offsets"][1] for place in header.values()) == len(data)
+    expected = network.state_dict()
+    assert {*weights} == {*expected}
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    again = tmp_path / "again"
+    resumed = f"--resume {kept} --dataset {tiny} --gpus 0 --export {again}"
+    assert train.main(resumed.split()) == 0
+    assert "epoch   " not in capsys.readouterr().out
+    for name in ("model.safetensors", "config.json"):
+        assert (again / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_the_documented_lines_load_an_exported_model(tiny, tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    command = f"--dataset {tiny} {SMALL} --export {tmp_path}/cora_model --predict {tmp_path}/p.npy"
+    assert train.main([*command.split(), "--predict-what", "logits"]) == 0
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    text = Path(checkpoint.__file__).parents[1].joinpath("docs/models.md").read_text()
+    exec(re.search(r"```python\n(import json\n.*?)```", text, re.DOTALL)[1], names)
+    graph = GraphStore.open(tiny)
+    logits = inference(names["net"], graph.indptr, graph.indices, graph.features)
+    assert np.array_equal(logits.numpy(), np.load("p.npy"))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tiny, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for name in ("file", "file/in"):
+        with pytest.raises(SystemExit):
+            train.main(f"--dataset {tiny} --gpus 0 --export {tmp_path}/{name}".split())
+        assert f"--export {tmp_path}/{name} " in capsys.readouterr().err

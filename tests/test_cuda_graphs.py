@@ -30,12 +30,13 @@ from features import CachedFeatures, FeatureRing
 from loader import Batch, Graph, NodeLoader
 from native import build, sampler_gpu
 from relational import NodeInputs
-from run import adam, cuda_graphs
-from run.edge_data import EdgeData
+from run import adam, cuda_graphs, own_model
+from run.edge_data import EdgeData, degrees_at
 from run.report import Clock
 from run.run import Run
 from sampler import Block, NeighborSampler
-from tasks import metrics
+from tasks import link, metrics
+from tasks.link import LinkTask
 from tasks.node import NodeTask
 from tests import common
 from tests.common import TINY, _end, _fork, _on_kernels, _random_graph, _run_here
@@ -117,7 +118,9 @@ def _emulate_graphs(monkeypatch):
     nothing = lambda *a: None  # noqa: E731
     monkeypatch.setattr(build.Launch, "__call__", launch)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=nothing))
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda: types.SimpleNamespace(record=nothing, synchronize=nothing)
+    )
     stream = types.SimpleNamespace(wait_event=nothing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", nothing)
@@ -142,17 +145,33 @@ def _graph_ring(net, x, labels, slots, **options):
     return FeatureRing(x, labels, slots=slots, dtype=torch.float32, **options)
 
 
-def _step_graphs(draws, ring, net, optimizer, nodes, word="on", ranks=None, make=None, size=12):
-    sizes = dict(fanout=[4, 3, 3], batch_size=size, seed=5, prefetch=1)
-    args = argparse.Namespace(**sizes, cuda_graph=word, precision="fp32", model="sage")
-    task = object.__new__(NodeTask)  # without a data set
-    task.store = types.SimpleNamespace(split={"train": nodes})
+def _step_graphs(
+    draws,
+    ring,
+    net,
+    optimizer,
+    nodes,
+    word="on",
+    ranks=None,
+    *,
+    make=None,
+    task=None,
+    name="sage",
+    **sizes,
+):
+    sizes = dict(batch_size=12, accumulate=1, negatives=2) | sizes
+    sizes |= dict(fanout=[4, 3, 3], seed=5, prefetch=1)
+    args = argparse.Namespace(**sizes, cuda_graph=word, precision="fp32", model=name)
+    args.total_batch = args.batch_size * args.accumulate
+    if task is None:
+        task = object.__new__(NodeTask)  # without a data set
+        task.store = types.SimpleNamespace(split={"train": nodes}, num_classes=5)
     given = {"used": EdgeData(), "sampler": draws, "ring": ring, "model": net}
     run = Run(ranks or ddp.Ranks(), args, task, **given)
     return (make or cuda_graphs.StepGraphs)(run, optimizer)
 
 
-_LAW = ("replace", "weighted", "method", "layer_dependency")
+_LAW = ("replace", "weighted", "method", "layer_dependency", "batch_dependency")
 
 
 def _small_run(folder, net, labels, x, degree=6, weighted=False, **law):
@@ -173,42 +192,53 @@ _EDGES = torch.randn(9000, 3)
 _STATIC_ROOM = cuda_graphs.static_room
 
 
-def _no_more_than_the_smallest(sampler, nodes, args, first_hop):
-    """Stands in for static_room, with room only for as many edges as the smallest of a few batches has."""
-    _, (rows, _) = _STATIC_ROOM(sampler, nodes, args, first_hop)
+def _no_more_than_the_smallest(sampler, task, args, first_hop, which=0):
+    """Stands in for static_room, with room only for as many edges as the smallest (or a larger one) of a few batches has."""
+    nodes = task.store.split["train"]
+    _, room = _STATIC_ROOM(sampler, task, args, first_hop)
     # blocks on the CPU with as many sources as destinations are searched for global ids, which waits
-    rows = [n + hop for hop, n in enumerate(rows)]
-
-    drawn_later = first_hop and sampler.engine.spec.rule.counted
+    rows = [n + hop for hop, n in enumerate(room.rows)]
+    drawn_later = len(args.fanout) - len(room.places)
 
     def draw(seeds):
-        blocks = sampler.sample(seeds, 0, relabel_outer=not first_hop)[drawn_later:]
-        return [block.num_edges for block in blocks[::-1]]
+        batch = Batch(seeds=seeds, step_seeds=seeds)
+        trial = cuda_graphs.drawn(task, batch)
+        blocks = sampler.sample(trial.nodes, 0, relabel_outer=not first_hop, **trial.options)
+        return trial, [block.num_edges for block in blocks[drawn_later:][::-1]]
 
-    seeds = min(nodes.split(args.batch_size)[:-1], key=lambda seeds: sum(draw(seeds)))
-    return seeds, (rows, draw(seeds))
+    batches = map(draw, nodes.split(args.batch_size)[:-1])
+    trial, places = sorted(batches, key=lambda drawn: sum(drawn[1]))[which]
+    return trial, room._replace(rows=rows, places=places)
 
 
 @pytest.mark.parametrize(
-    "bases, V, M, size, seeds",
-    [(0, 300, 1800, 12, 53), (2, 300, 1800, 12, 53), (0, 3000, 6000, 100, 101)],
+    "conv, bases, V, M, size, seeds",
+    [
+        ("rgcn", 0, 300, 1800, 12, 53),
+        ("rgcn", 2, 300, 1800, 12, 53),
+        ("rgcn", 0, 3000, 6000, 100, 101),
+        ("rgat", 0, 300, 1800, 12, 53),
+        ("gin", 0, 300, 1800, 12, 53),
+    ],
 )
 def test_a_step_of_a_typed_graph_is_a_cuda_graph(
-    emulated_graphs, bases, V, M, size, seeds, tmp_path
+    emulated_graphs, conv, bases, V, M, size, seeds, tmp_path
 ):
-    """Edge types, and nodes with features or embeddings; compared with eager steps in each batch's shapes. With 101 seeds
-    a slot holds batches of one seed, and fewer nodes in all than there is room for seeds."""
+    """Edge types or degrees, and nodes with features or embeddings; compared with eager steps in each batch's shapes. With
+    101 seeds a slot holds batches of one seed, and fewer nodes in all than there is room for seeds."""
     indptr, indices, kinds, _ = _typed_graph(np.random.default_rng(1), V, M, 3)
     labels, nodes = torch.randint(5, (V,)), torch.randperm(V)[:seeds]
     x = torch.randn(2 * V // 3, 7)
     inputs = NodeInputs([(len(x), 7), (V // 3, 0)], 16)
-    typed = dict(num_types=3, bases=bases, inputs=inputs)
-    net = model.GNN(7, 16, 5, conv="rgcn", num_layers=3, dropout=0.5, **typed)
+    of_edges = dict(edge_type=kinds) if conv[0] == "r" else {}
+    typed = dict(num_types=3, bases=bases) if of_edges else {}
+    net = model.GNN(7, 16, 5, conv=conv, num_layers=3, dropout=0.5, inputs=inputs, **typed)
+    net.degrees = model.graph_degrees(indptr, indices)
     plain = copy.deepcopy(net)
-    s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", edge_type=kinds)
+    s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", **of_edges)
     draws, ring = _sampling_on_gpu(s, tmp_path), _graph_ring(net, x, labels, slots=2)
     make = lambda net: adam.Adam(net.parameters(), lr=0.01, eps=2**-10, fused=True)  # noqa: E731
-    graphs = _step_graphs(draws, ring, net, make(net), nodes, size=size)
+    graphs = _step_graphs(draws, ring, net, make(net), nodes, batch_size=size)
     options = dict(batch_size=size, seed=5, depth=1, load_batch=graphs.load_batch)
     batches, optimizer = loader.NodeLoader(None, nodes, [4, 3, 3], **options), make(plain)
     assert graphs.captured
@@ -290,7 +320,7 @@ def test_a_cuda_step_graph_has_room_for_more_seeds_than_there_are(
     """Also in a graph without edges."""
     nodes, labels, net = torch.randperm(300)[:10], torch.randint(5, (300,)), _net(conv, (20, 8, 5))
     draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20), degree)
-    graphs = _step_graphs(draws, ring, net, _adam(net), nodes, size=600)
+    graphs = _step_graphs(draws, ring, net, _adam(net), nodes, batch_size=600)
     batches = loader.NodeLoader(
         None, nodes, [4, 3, 3], batch_size=600, depth=1, load_batch=graphs.load_batch
     )
@@ -303,9 +333,11 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
     nodes, block = itertools.cycle([(250, 230), (250, 250)]), types.SimpleNamespace
     draw = lambda *a, **k: [block(num_src=n, num_edges=1) for n in next(nodes)]  # noqa: E731
     engine = block(shapes=lambda S: ([S, 900, 900], [900, 900]))
-    args = argparse.Namespace(seed=5, batch_size=9, fanout=[4, 4])
+    args = argparse.Namespace(seed=5, batch_size=9, total_batch=9, fanout=[4, 4])
     draws = block(sample=draw, engine=engine)
-    rows = cuda_graphs.static_room(draws, torch.arange(90), args, False)[1][0]
+    task = object.__new__(NodeTask)
+    task.store = block(split={"train": torch.arange(90)})
+    rows = cuda_graphs.static_room(draws, task, args, False)[1].rows
     assert rows == [9, 512, 512]
 
 
@@ -320,13 +352,14 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("sage", True, False, dict(weighted=True)),
         ("sage", False, False, dict(weighted=True, dtype=torch.bfloat16)),
         ("gcn", True, True, dict(weighted=True)),
-        ("sage", True, False, dict(method="labor")),
+        ("sage", True, False, dict(method="labor", batch_dependency=3)),
         ("gcn", True, False, dict(method="labor", layer_dependency=True)),
         ("sage", True, False, dict(input_dropout=0.3)),
         ("sage-pool", True, False, dict(norm="layer")),
         ("gcn", True, False, dict(dtype=torch.bfloat16)),
         ("gin", True, False, dict(norm="layer", residual=True)),
         ("gat", True, False, {}),
+        ("gcn", True, False, dict(recompute=True)),
         ("sage", True, False, dict(several=True)),
         ("gin", True, False, dict(several=True, norm="layer", residual=True)),
         ("gine", True, False, dict(edge_dim=3, norm="layer")),
@@ -368,12 +401,11 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
         assert all(map(torch.equal, graphs.parameters, first.parameters()))
         assert graphs.captured == (word == "on" and not refused)
         assert ("no capture here" in str(graphs.failure)) == (refused and word == "on")
-        done = repeated = fitting = 0
+        done = repeated = 0
         while batches.epoch < 2:
             graphs.optimizer.param_groups[0]["lr"] = 2.0 ** -(7 + batches.epoch)
             loss_sum = graphs.begin()
             for batch in batches:
-                fitting += any(batch.x is slot.x for slot in graphs.slots)
                 assert torch.equal(batch.y, labels[batch.seeds])
                 graphs.step(batch, Clock(False))
                 done += 1
@@ -389,7 +421,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
             else:
                 losses.append(loss_sum.total.item())
         repeated += graphs.repeated
-        assert done == 10 and fitting == 10 - repeated and (0 < repeated < 10) == tight
+        assert done == 10 and (0 < repeated < 10) == tight
         moments = (t for state in graphs.optimizer.state.values() for t in state.values())
         ends.append([*graphs.parameters, *moments])
     for end in ends[1:]:
@@ -400,6 +432,45 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     assert losses[:4] == pytest.approx(epochs * 2, rel=1e-5)
     theirs = [*net.parameters()]
     torch.testing.assert_close(ends[0][: len(theirs)], theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        {},
+        dict(method="labor", batch_dependency=3),
+        dict(weights=True),
+        dict(edge_times=True),
+        dict(edge_type=True),
+    ],
+)
+def test_a_captured_frame_takes_each_batch_s_excluded_edges_and_step(
+    emulated_graphs, law, tmp_path
+):
+    """Samples are the sampler's; edges in any order, some of them twice. More than there is room for are trouble."""
+    indptr, indices, kinds, _ = _typed_graph(np.random.default_rng(2), 120, 900, 3)
+    M = len(indices)
+    columns = dict(weights=torch.arange(M) % 5 / 2, edge_times=torch.arange(M), edge_type=kinds)
+    law = {word: columns.get(word, value) for word, value in law.items()}
+    s = NeighborSampler(indptr, indices, [4, 3], seed=5, backend="torch", edge_ids=True, **law)
+    frame = common._frame(common._emulated(s, tmp_path), 12, 2, excludes=40)
+    frame.fill(torch.arange(12), 0, times=torch.zeros(12).long() if s.timed else None)
+    frame.start()
+    with _Graph() as graph:
+        frame.start()
+    for step in range(-2, 8):
+        seeds = torch.randperm(120)[: 10 - step]
+        times = torch.randint(M, seeds.shape) if s.timed else None
+        edges = s.sample(seeds, step, times)[-1].edge_ids
+        exclude = [None, edges, edges.flip(0).repeat(2), edges[:5]][step % 4]
+        fits = exclude is None or len(exclude) <= 40
+        frame.fill(seeds, step, exclude=exclude, times=times)
+        graph.replay()
+        assert frame.trouble == (0 if fits else sampler_gpu.FULL)
+        want = s.sample(seeds, step, times, exclude=exclude)[::-1]
+        for block, expected in zip(frame.cut(), want) if fits else ():
+            assert all(map(torch.equal, block[:4], expected[:4]))
+            assert exclude is None or not torch.isin(block.edge_ids, exclude).any()
 
 
 class _Mark:
@@ -497,25 +568,29 @@ def test_a_failed_capture_has_ended_for_the_allocator_too(fails, monkeypatch):
     assert finalized
 
 
-@pytest.mark.parametrize("word", ["on", "off"])
-def test_a_task_s_loss_is_that_of_every_stepper(emulated_graphs, word, tmp_path, monkeypatch):
-    """Where a step is CUDA graphs, the same kernels one by one, or in the shapes of a batch: as the task changes it."""
+@pytest.mark.parametrize("word, passes", [("on", 1), ("off", 1), ("on", 3), ("off", 3)])
+def test_a_task_s_loss_is_that_of_every_stepper(
+    emulated_graphs, word, passes, tmp_path, monkeypatch
+):
+    """Where a step is CUDA graphs, the same kernels one by one, or in the shapes of a batch: as the task changes it. Of the
+    last step's three passes, one has no seeds."""
     monkeypatch.setattr(cuda_graphs, "static_room", _no_more_than_the_smallest)
     squares = lambda task, net, output, y: ((y >= 0) * output.square().sum(1)).sum()  # noqa: E731
     monkeypatch.setattr(NodeTask, "loss", squares)
     nodes, labels, net = (
-        torch.randperm(300)[:53],
+        torch.randperm(300)[:74],
         torch.randint(5, (300,)),
         _net("sage", (20, 8, 5)),
     )
     eager_net = copy.deepcopy(net)
     draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20))
-    graphs = _step_graphs(draws, ring, net, _adam(net), nodes, word)
+    graphs = _step_graphs(draws, ring, net, _adam(net), nodes, word, accumulate=passes)
     run = copy.copy(graphs.run)
     run.model = eager_net
     steppers, sums = (graphs, train.Eager(run, eager_net, _adam(eager_net))), []
     for stepper in steppers:
-        loss_sum, options = stepper.begin(), dict(batch_size=12, seed=5, depth=1)
+        loss_sum = stepper.begin()
+        options = dict(batch_size=12, seed=5, depth=1, accumulate=passes)
         options |= (
             {"load_batch": graphs.load_batch}
             if stepper is graphs
@@ -524,9 +599,107 @@ def test_a_task_s_loss_is_that_of_every_stepper(emulated_graphs, word, tmp_path,
         for batch in loader.NodeLoader(None, nodes, [4, 3, 3], **options):
             stepper.step(batch, Clock(False))
         sums.append(loss_sum.total.item())
-    assert graphs.captured == (word == "on") and 0 < graphs.repeated < 5
+    assert graphs.captured == (word == "on") and 0 < graphs.repeated < 7
+    assert all(state["step"] == -(-7 // passes) for state in graphs.optimizer.state.values())
     assert sums[0] == pytest.approx(sums[1], rel=1e-5)
     torch.testing.assert_close([*net.parameters()], [*eager_net.parameters()], rtol=1e-4, atol=1e-6)
+
+
+def _drawing_task(kind, timed):
+    """Make a task whose batches are drawn -> (task, columns of its edges), for pairs or for nodes at their times."""
+    indptr, indices = _random_graph(np.random.default_rng(18), 300, 6)
+    times = torch.randint(20, (300,))
+    row = torch.repeat_interleave(indptr.diff())
+    edge_time = torch.randint(20, (len(indices),))
+    edge_time = edge_time[(row * 20 + edge_time).argsort(stable=True)]
+    graph = types.SimpleNamespace(indptr=indptr, indices=indices, num_nodes=300)
+    if timed:
+        graph.edge_time = edge_time
+    if kind == "node":
+        task = object.__new__(NodeTask)
+        task.store, task.draw = graph, loader.seeds_at(times)
+        graph.split = {"train": torch.randperm(300)[:53]}
+    else:
+        task = object.__new__(LinkTask)
+        task.store = link.split_edges(graph, "3/48/49", timed=timed)
+        csc = task.store.indptr, task.store.indices
+        task.links = link.Links(task.store, *csc, negatives=2, softmax=kind == "softmax")
+        task.draw = task.links.draw
+    return task, {"edge_times": task.store.edge_time, "window": 15} if timed else {}
+
+
+@pytest.mark.parametrize(
+    "kind, conv, timed, tight",
+    [
+        ("link", "sage", False, False),
+        ("softmax", "gcn", True, True),
+        ("node", "sage", True, False),
+        ("node", "gin", True, True),
+    ],
+)
+def test_a_step_of_drawn_batches_is_a_cuda_graph(
+    emulated_graphs, kind, conv, timed, tight, tmp_path, monkeypatch
+):
+    """Pairs with their negatives, without the step's own edges, and seeds with times: the losses of eager steps in the
+    shapes of each batch, and the same bits with CUDA graphs and without."""
+    task, law = _drawing_task(kind, timed)
+    if tight:
+        narrow = functools.partial(_no_more_than_the_smallest, which=-1)
+        monkeypatch.setattr(cuda_graphs, "static_room", narrow)
+    x, labels = torch.randn(300, 20), torch.randint(5, (300,))
+    first = _net(conv, (20, 8, 5), dropout=0.5, norm="layer" if conv == "gin" else "none")
+    first.scorer = link.Scorer("mlp", 5)
+    csc = task.store.indptr, task.store.indices
+    if conv == "gcn":
+        first.degrees = model.graph_degrees(*csc)
+    s = NeighborSampler(*csc, [4, 3, 3], seed=5, backend="torch", **law)
+    ends, sums, batches = [], [], []
+    examples = task.store.split["train"]
+    draws = _sampling_on_gpu(s, tmp_path)
+    graphs = None
+    for word in ("on", "off", "eager"):
+        net = copy.deepcopy(first)
+        ring = _graph_ring(net, x, labels, slots=2)
+        if conv == "gin":  # degrees by the kernel and by torch operations
+            engine = None if word == "eager" else draws.engine
+            net.degrees = degrees_at(types.SimpleNamespace(spec=s.spec, engine=engine))
+        if word == "eager":
+            run = copy.copy(graphs.run)
+            run.model = net
+            stepper = train.Eager(run, net, _adam(net))
+            options = {"sampler": draws, "ring": ring, "draw": task.draw}
+        else:
+            graphs = _step_graphs(draws, ring, net, _adam(net), examples, word, task=task)
+            stepper, options = graphs, {"load_batch": graphs.load_batch}
+        options |= dict(batch_size=12, seed=5, depth=1)
+        for _ in range(2):
+            loss_sum = stepper.begin()
+            of_epoch = loader.NodeLoader(None, examples, [4, 3, 3], **options)
+            for batch in of_epoch:
+                assert len(batch.y) == len(batch.seeds)
+                batches.append(batch.y.clone())
+                stepper.step(batch, Clock(False))
+            sums.append(loss_sum.total.item())
+        if word == "on":
+            assert graphs.captured and (graphs.repeated > 0) == tight
+            assert graphs.repeated < 2 * len(of_epoch)
+        ends.append([p.detach() for p in net.parameters()])
+    third = len(batches) // 3
+    assert all(map(torch.equal, batches[:third], batches[-third:]))
+    assert len(examples) % 12 and sums[:2] == sums[2:4]
+    assert all(map(torch.equal, *ends[:2]))
+    assert sums[:2] == pytest.approx(sums[4:], rel=1e-5)
+    torch.testing.assert_close(ends[0], ends[2], rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_counts_padding_is_not_captured(emulated_graphs, tmp_path, monkeypatch):
+    """The batch of the trial has fewer examples than there is room for."""
+    mean = lambda task, net, output, y: output.square().mean() * 12  # noqa: E731
+    monkeypatch.setattr(NodeTask, "loss", mean)
+    net, labels = _net("sage", (20, 8, 5)), torch.randint(5, (300,))
+    run = *_small_run(tmp_path, net, labels, torch.randn(300, 20)), net, _adam(net)
+    with pytest.raises(RuntimeError, match="their losses are"):
+        _step_graphs(*run, torch.arange(40))
 
 
 def test_a_cuda_step_graph_that_differs_is_not_used(emulated_graphs, tmp_path, monkeypatch):
@@ -585,13 +758,18 @@ def test_the_sampling_graph_lists_edges_for_the_training_graph(
         graphs = _step_graphs(draws, ring, net, _adam(net), torch.arange(40), word)
         for slot in graphs.slots:
             launched.clear()
-            graphs._sample(slot, torch.arange(12), 7)
-            for name in ("destinations", "list_sizes", "list_edges", "list_in_order"):
-                assert launched.count(name) == listed
+            graphs._sample(slot, cuda_graphs.Drawn(torch.arange(12), {}, None, 7))
+            sampling = [*launched]
             launched.clear()
             graphs._train(slot)
-            assert {"list_edges", "destinations"}.isdisjoint(launched)
-            assert ("list_in_order" in launched) == (conv == "gcn")
+            assert slot.frame.listing
+            assert {"list_sizes", "list_edges", "destinations"}.isdisjoint(sampling + launched)
+            for launches in (sampling, launched):
+                late = launches is launched
+                assert launches.count("list_in_order") == (late == (conv == "gcn")) * listed
+    batch = graphs.load_batch(Batch(seeds=torch.tensor([1, 1]), total=2), 0)
+    with pytest.raises(ValueError, match="comes twice"):
+        graphs.step(batch, Clock(False))
 
 
 # where one rank fails while the graphs of a run are made: function, which of its calls, whether the others go on without
@@ -627,19 +805,22 @@ def _one_rank_fails(ranks, folder):
 
             with patch.context() as failing:
                 failing.setattr(owner, name, fails)
-                graphs, said = _step_graphs(*run, ranks=ranks, make=cuda_graphs.build)
+                both = dict(ranks=ranks, make=cuda_graphs.build)
+                graphs, said = _step_graphs(*run, **both, accumulate=2)
             assert (graphs is not None) == go_on and next(calls) > which, (name, which, said)
             why = [cuda_graphs.ELSEWHERE, f"no room for {name}"][ranks.rank]
             assert why in said, (name, which, said)
             if graphs:  # rank 0 replays what rank 1 launches
                 assert graphs.captured == (ranks.rank == 0) and not graphs.begin().total
-                options = dict(
-                    batch_size=12, seed=5, rank=ranks.rank, world=2, load_batch=graphs.load_batch
-                )
-                for batch in loader.NodeLoader(
-                    None, torch.arange(40), [4, 3, 3], depth=1, **options
-                ):
-                    graphs.step(batch, Clock(False))
+                options = dict(batch_size=12, seed=5, depth=1, load_batch=graphs.load_batch)
+                options |= dict(rank=ranks.rank, world=2, accumulate=2)
+                sums, reduce = [], cuda_graphs.dist.all_reduce
+                noted = lambda flat: sums.append(reduce(flat))  # noqa: E731
+                with patch.context() as counting:
+                    counting.setattr(cuda_graphs.dist, "all_reduce", noted)
+                    for batch in loader.NodeLoader(None, torch.arange(40), [4, 3, 3], **options):
+                        graphs.step(batch, Clock(False))
+                assert len(sums) == 1  # of two batches
                 assert graphs.loss_sum and ranks.check_equal(net) is None
     assert ranks.sum(1) == [2]
 
@@ -659,24 +840,101 @@ def test_training_prints_why_there_are_no_cuda_graphs(tiny, monkeypatch, capsys)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""  # a run on the CPU takes no memory of a GPU
 
 
-def test_a_cuda_step_graph_that_cannot_be_says_why():
+_OWN = """
+from torch import nn
+from torch.nn import functional as F
+
+from model import SAGEConv
+
+
+class Bare(nn.Module):
+    def __init__(self, in_dim, num_classes, reads_padding=False):
+        super().__init__()
+        self.conv = SAGEConv(in_dim, num_classes)
+        self.reads_padding = reads_padding
+
+    def forward(self, blocks, x):
+        for block in blocks[:-1]:
+            x = x[: block.num_dst]
+        out = self.conv(blocks[-1], F.dropout(x, 0.5, self.training))
+        last = x[blocks[-1].indices.long()].sum(0) if self.reads_padding else x.new_zeros(20)
+        return out + last[: out.shape[1]]
+
+
+class Net(Bare):
+    padded = True
+
+
+class Mine(SAGEConv):
+    edge_features = "can"
+"""
+
+
+@pytest.mark.parametrize("reads_padding", [False, True])
+def test_a_network_of_the_user_is_captured_if_it_skips_padding(
+    emulated_graphs, reads_padding, tmp_path
+):
+    """Dropout is torch's: its masks, by step and seeds, are the same with graphs and without, and each batch has its own."""
+    file = tmp_path / "own.py"
+    file.write_text(_OWN)
+    labels, nodes = torch.randint(5, (300,)), torch.arange(50)
+    words = [f"reads_padding={reads_padding}"]
+    net = own_model.build(f"{file}:Net", words, 20, 5)
+    net.input_dropout, net.edge_dim, net.layers = 0, 0, [None]  # what `_small_run` asks a GNN
+    draws, ring = _small_run(tmp_path, net, labels, torch.randn(300, 20))
+    ends = []
+    for word in ("on", "off"):
+        twin = copy.deepcopy(net)
+        make = functools.partial(_step_graphs, draws, ring, twin, _adam(twin), nodes, word)
+        if reads_padding:
+            with pytest.raises(RuntimeError, match="their losses are"):
+                make(name=f"{file}:Net")
+            continue
+        graphs = make(name=f"{file}:Net")
+        losses = [graphs.begin().total.item()]
+        load = {"load_batch": graphs.load_batch}
+        for batch in loader.NodeLoader(None, nodes, [4, 3, 3], batch_size=12, depth=1, **load):
+            graphs.step(batch, Clock(False))
+            losses.append(graphs.loss_sum.item())
+        assert graphs.captured == (word == "on") and graphs.repeated == 0
+        ends.append([torch.tensor(losses), *twin.parameters()])
+    if ends:
+        assert all(map(torch.equal, *ends)) and twin.training
+
+
+def test_a_seed_that_a_cuda_graph_would_repeat_is_refused(monkeypatch):
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    with pytest.raises(RuntimeError, match="dropout needs a seed"):
+        model.relu_dropout(torch.ones(2, 3), 0.5)
+
+
+def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(_OWN)
     indptr, indices = _random_graph(np.random.default_rng(18), 50, 6)
     ring = dict(on_device=True, features=torch.zeros(3, 1))
     for words, changed, why in (
-        (
-            "--model rgat",
-            {},
-            f"for --model {', '.join(model.layers_where(padded=True))}, this is rgat",
-        ),
+        ("--model rgat", {}, "the sampler's kernels are not there"),
         ("--norm batch", {}, "--norm batch"),
-        ("--checkpoint-activations", {}, "--checkpoint-activations"),
+        ("--checkpoint-activations", {}, "the sampler's kernels are not there"),
+        (f"--model {own}:Net", {}, "the sampler's kernels are not there"),
+        (f"--model {own}:Bare", {}, f"--model {own}:Bare does not state padded = True"),
+        (
+            f"--model {own}:Mine",
+            dict(used=EdgeData(features=torch.zeros(3, 3))),
+            "kernels are not there",
+        ),
+        (f"--model {own}:Mine --checkpoint-activations", {}, "a layer of your own"),
         ("--precision fp64", {}, "--precision fp64"),
-        ("--accumulate 2", {}, "--accumulate 2"),
-        ("--fanout 4,49", {}, "--fanout 4,49: the last number is 48 at most"),
-        ("--fanout -1,4", {}, "--fanout -1,4"),
+        ("--accumulate 2", {}, "the sampler's kernels are not there"),
+        ("--accumulate 2", dict(node_types={"a": (3, 1)}), "and --accumulate 2 adds up whole"),
+        ("--fanout 4,49", {}, "the sampler's kernels are not there"),
+        ("--fanout=-1,4", {}, "--fanout -1,4 has no bound"),
+        ("--fanout a=3:b=-1,2", {}, "has no bound"),
+        ("--fanout any=3,4", {}, "the sampler's kernels are not there"),
         ("--fanout 4", {}, "one layer"),
-        ("--sampler labor --batch-dependency 2", {}, "--batch-dependency gives several steps"),
-        ("--sampler labor", {}, "the sampler's kernels are not there"),
+        ("--sampler labor --batch-dependency 2", {}, "the sampler's kernels are not there"),
         ("--sampler weighted --fanout 4,49", {}, "the sampler's kernels are not there"),
         ("--mode cpu-cpu", dict(on_device=False), "--mode cpu-cpu"),
         ("", dict(features=None), "behind a cache"),
@@ -686,15 +944,11 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
             dict(used=EdgeData(features=torch.zeros(3, 3))),
             "the sampler's kernels are not there",
         ),
-        (
-            "--model rgcn",
-            dict(used=EdgeData(type=1, num_types=17)),
-            "edges have more than 16 types",
-        ),
-        ("", dict(used=EdgeData(time=1), draw=print), "by their times"),
-        ("", dict(draw=print), "the task draws its own batches"),
+        ("--fanout 4,49", dict(used=EdgeData(time=1)), "the sampler's kernels are not there"),
+        ("--fanout 4,49", dict(excludes=True), "the sampler's kernels are not there"),
+        ("", dict(padded=False), "the loss of --task node may count padding"),
         ("", dict(labels=torch.zeros(3, 2)), "the sampler's kernels are not there"),
-        ("--model gin", dict(node_types={"a": (3, 1)}), "nodes have types, and --model gin counts"),
+        ("--model gin", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
         ("--model rgcn", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
         ("--fanout 4,49", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
         ("", {}, "the sampler's kernels are not there"),
@@ -702,8 +956,9 @@ def test_a_cuda_step_graph_that_cannot_be_says_why():
         ("--input-dropout 0.1 --fanout 4,49", {}, "the sampler's kernels are not there"),
     ):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
-        s = NeighborSampler(indptr, indices, args.fanout, backend="torch")
-        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData(), "draw": None}
+        s = NeighborSampler(indptr, indices, [4, 3], backend="torch")
+        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData()}
+        has |= {"padded": True, "excludes": False}
         data = types.SimpleNamespace(**{**has, **ring, **changed})
         data.store = data
         run = dict(plan=args, sampler=s, ring=data, store=data, task=data, used=data.used)
@@ -1059,6 +1314,8 @@ def test_streams_of_a_cuda_step_graph_are_in_order(order, conv, word, tmp_path, 
     for step, seeds in enumerate(nodes.split(12)):
         batch = Batch([], None, None, seeds, step, step, len(seeds))
         batch = graphs.load_batch(batch, step % 2)
+        ahead = [s.clock[s.name] > order.host.get(s.name, 0) for s in order.streams[1:] if s.clock]
+        assert any(ahead), "the host has waited for the batch"
         if before:
             before.wait()
             graphs.step(before, Clock(False))

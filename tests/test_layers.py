@@ -156,6 +156,9 @@ def test_cuda_layers_are_a_program_for_nvrtc(ids, rows):
     for made in ("float", "bf16"):
         text = build.read_source("layers.cu", ID=ids, IN=rows, OUT=made)
         assert "self_and_mean_grad" in _cuda_resources(text, "sm_90")
+    text = build.read_source("norm.cu", ID=ids, IN=rows, OUT=rows, WIDTH=512)
+    spilled = {tuple(memory) for _, *memory in _cuda_resources(text, "sm_90").values()}
+    assert spilled == {(0, 0)}
 
 
 @pytest.mark.parametrize("ids, arch", [("i32", "sm_80"), ("i64", "sm_90"), ("i32", "sm_100")])
@@ -166,7 +169,10 @@ def test_cuda_sampler_kernels_stay_in_registers(ids, arch):
     wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
     rows = odd if arch == "sm_80" else wide, odd if ids == "i64" else wide
     outer, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
-    found = _cuda_resources(text, arch) | _cuda_resources(outer, arch)
+    links = build.read_source("links.cu", ID=sampler_gpu.IDS[dtype], WEIGHT="double")
+    found = (
+        _cuda_resources(text, arch) | _cuda_resources(outer, arch) | _cuda_resources(links, arch)
+    )
     assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
 
 
@@ -195,6 +201,117 @@ def test_cross_entropy_and_its_gradient_are_one_kernel(cuda_layers, dtype, monke
         (grad,) = torch.autograd.grad(loss, logits)
         assert loss.isnan() and grad[0].isnan().any() if odd != odd else not loss.isfinite()
     assert layers_gpu.cross_entropy(logits.double(), y[:2]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 7, 36, 260])
+def test_norm_relu_and_dropout_are_one_kernel_each_way(cuda_layers, dtype, width, monkeypatch):
+    """With and without residual and dropout; nodes below 0 are padding; threads add up one row, or several."""
+    near = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=3e-2, atol=6e-2)
+    S = 11
+    h, residual, weight = torch.randn(3, S, width).to(dtype)
+    norm = model.LayerNorm(width)
+    torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
+    nodes = torch.randperm(S).int()
+    nodes[-2:] = -1
+    weight[-2:] = 0
+    for runs, drop, more in itertools.product((1 << 20, 3), (0.0, 0.5), (False, True)):
+        monkeypatch.setattr(layers_gpu, "RUNS", runs)
+        inputs = [h, *[residual] * more, norm.weight, norm.bias]
+
+        def step(h, *rest):
+            given = {"norm": norm, "residual": rest[0] if more else None}  # noqa: B023
+            return model.relu_dropout(h, drop, nodes=nodes, seed=7, **given)  # noqa: B023
+
+        results = []
+        for functions in (layers_gpu, None, layers_gpu):
+            _use(functions, monkeypatch)
+            results.append(_with_grads(step, weight, *inputs))
+        ours, theirs, again = results
+        assert all(map(torch.equal, ours, again))
+        assert ours[0].dtype == dtype and not ours[0][-2:].any() and not ours[1][-2:].any()
+        ours[0], theirs[0] = (out[:-2] for out in (ours[0], theirs[0]))
+        torch.testing.assert_close(ours, theirs, **near)
+    assert cuda_layers == ["norm_relu", "norm_relu_grad"] * 16
+
+
+def test_a_norm_that_is_no_plain_layer_norm_is_left_to_torch(cuda_layers, monkeypatch):
+    _use(layers_gpu, monkeypatch)
+    h, plain = torch.randn(5, 6), model.LayerNorm(6)
+    hooked, cast = model.LayerNorm(6), model.LayerNorm(6).double()
+    hooked.register_forward_hook(lambda *a: None)
+    unbiased = torch.nn.LayerNorm(6, bias=False)
+    for norm in (hooked, unbiased, model.LayerNorm(6, elementwise_affine=False), plain, cast):
+        rows = h.double() if norm is cast else h
+        out = model.relu_dropout(rows, 0, norm=norm, residual=rows)
+        torch.testing.assert_close(out, torch.relu(norm(rows + rows)), rtol=1e-5, atol=1e-6)
+    assert cuda_layers.count("norm_relu") == 1
+    assert layers_gpu.norm_relu_dropout(h, plain, None, 0, 0, residual=h.bfloat16()) is None
+    assert (
+        layers_gpu.norm_relu_dropout(torch.randn(2, 1025), plain, None, 0, 0, residual=None) is None
+    )
+
+
+_LOCKSTEP = """
+#include <pthread.h>
+#define WARP 8
+static pthread_barrier_t barrier;
+static float sum_of_warp(float x);
+%s
+static float sum_of_warp(float x) {
+  static float of_lane[WARP];
+  of_lane[blockIdx.x %% WARP] = x;
+  pthread_barrier_wait(&barrier);
+  float sum = 0;
+  for (int q = 0; q < WARP; q++) sum += of_lane[q];
+  pthread_barrier_wait(&barrier);
+  return sum;
+}
+__attribute__((constructor)) static void begin(void) { pthread_barrier_init(&barrier, 0, WARP); }
+"""
+
+
+class _InLockstep(_EmulatedKernels):
+    """Emulated kernels whose threads of a warp of 8 run beside each other."""
+
+    def __init__(self, source, folder):
+        super().__init__(_LOCKSTEP % source, folder)
+
+    def _launch(self, function, grid, _y, _z, block, *rest):
+        lanes = [torch.arange(lane, grid * block, 8) for lane in range(8)]
+        size = ctypes.c_long(len(lanes[0]))
+        threads = []
+        for order in lanes:
+            given = ctypes.c_void_p(order.data_ptr()), size, rest[-2]
+            threads.append(threading.Thread(target=function, args=given, daemon=True))
+            threads[-1].start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(t.is_alive() for t in threads), "a thread is missing from a sum of its warp"
+        self.launched.append(function.__name__[4:])
+        return 0
+
+
+@pytest.mark.parametrize("width", [7, 36, 70])
+def test_threads_of_a_warp_share_a_row(cuda_layers, width, tmp_path, monkeypatch):
+    """As one thread has it, within rounding; no row is in two blocks."""
+    assert not build.BLOCK % layers_gpu.WARP
+    h, residual, weight = torch.randn(3, 19, width)
+    norm = model.LayerNorm(width)
+    monkeypatch.setattr(layers_gpu, "RUNS", 5)
+    _use(layers_gpu, monkeypatch)
+
+    def step(h, residual, *_):
+        return model.relu_dropout(h, 0.5, seed=3, norm=norm, residual=residual)
+
+    inputs = h, residual, norm.weight, norm.bias
+    alone = _with_grads(step, weight, *inputs)
+    text = kernels_gpu.program(torch.int32, h.dtype, h.dtype, width)
+    code = kernels_gpu.Code(_InLockstep(text, tmp_path))
+    monkeypatch.setattr(kernels_gpu, "load", lambda *a: code)
+    together = _with_grads(step, weight, *inputs)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    assert code.compiled.launched == ["norm_relu", "norm_relu_grad"]
 
 
 def test_sums_over_many_rows_are_products_on_a_gpu(kernels, monkeypatch):
@@ -240,6 +357,48 @@ def test_edges_read_in_groups_keep_the_order_of_sums(cuda_layers, monkeypatch):
     assert all(map(torch.equal, results[0], results[2]))
     on_cpu = _with_grads(lambda x: fused.max_neighbours(indptr, indices, x), weight, h)
     assert all(map(torch.equal, results[0], on_cpu))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_activated_as_they_are_read_are_those_of_a_separate_pass(cuda_layers, dtype):
+    """The last thread of a row may have one vector of columns, or a part of one."""
+    indptr, indices = _layer_block(np.random.default_rng(29), 40, 60, torch.int32, degree=12)
+    near = on_tensors.InEdges(*_padded(indptr, indices, 12, 43))
+    for width in (1, 4, 6, 8, 12, 13, 20):
+        h = torch.randn(70, width).to(dtype)
+        nodes = torch.cat([100 + torch.randperm(60), torch.full((10,), -1)]).int()
+        active = on_tensors.Dropout.of(nodes, 7, 128)  # times 2: no rounding in bf16
+        code = kernels_gpu.load(torch.int32, dtype, dtype, h.device)
+        results = []
+        for apart in (False, True):
+            rows, kept = h.clone(), code.kept(h).zero_()
+            out = h.new_empty(43, 2 * width)
+            if apart:
+                code.relu_dropout(rows, active, kept=kept)
+                code.self_and_mean(near, rows, out)
+            else:
+                code.self_and_mean(near, rows, out, active=active, kept=kept)
+            read = torch.cat([indices, torch.arange(43)]).unique()
+            results.append((out, kept[read]))
+        assert all(map(torch.equal, *results)), width
+    assert {"self_and_mean", "plain_self_and_mean"} < {*cuda_layers}
+
+
+def test_lanes_of_a_head_add_up_to_its_scores(cuda_layers, monkeypatch):
+    """Of columns that each has, of those that only some have, and of more than a word of slopes has bits."""
+    indptr, indices = _layer_block(np.random.default_rng(31), 12, 20, torch.int32)
+    block = _padded(indptr, indices, 6, 12)
+    for D in (4, 7, 20, 140):
+        h, target, weight = torch.randn(20, 2 * D), torch.randn(12, 2 * D), torch.randn(12, 2 * D)
+        attn = torch.randn(2, D)
+        results = []
+        for lanes in (1, 4):
+            monkeypatch.setattr(kernels_gpu, "VARIANTS", {"ATTENTION_LANES": lanes})
+            kernels_gpu.load.cache_clear()
+            attend = lambda x, y, a: attention_gpu.attend(*block, x, y, a, drawn=(None, 5, 77))  # noqa: E731
+            results.append(_with_grads(attend, weight, h, target, attn))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    kernels_gpu.load.cache_clear()
 
 
 def _behind(rows, tensor):
@@ -419,6 +578,23 @@ def test_linear_is_torchs_linear(monkeypatch):
     assert torch.func.grad(lambda w: fused.linear(x, w).sum())(weight.detach()).shape == (250, 100)
     tables, ids = torch.randn(3, 9, 4), torch.tensor([8, 0])
     assert torch.equal(torch.vmap(lambda t: model.gather_rows(t, ids))(tables), tables[:, ids])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_long_linear_on_a_gpu(cuda_layers, dtype, monkeypatch):
+    """Sums over runs of rows; with second derivatives, which kernels do not have."""
+    near = dict(rtol=1e-4, atol=1e-4) if dtype == torch.float32 else dict(rtol=3e-2, atol=6e-2)
+    monkeypatch.setattr(layers_gpu, "LONG", 20)
+    monkeypatch.setattr(kernels_gpu, "ENOUGH", 64)
+    for S, width, D in ((50, 6, 12), (23, 3, 7), (19, 3, 7)):
+        given = torch.randn(S, D), torch.randn(S, width), torch.randn(D, width), torch.randn(D)
+        given = [t.to(dtype) for t in given]
+        both = [_with_grads(f, *given) for f in (layers_gpu.linear, torch.nn.functional.linear)]
+        torch.testing.assert_close(*both, **near)
+    assert cuda_layers == ["column_sums"] * 2
+    weight, *inputs = [t.double().requires_grad_() for t in (given[0][:2], *given[1:])]
+    monkeypatch.setattr(layers_gpu, "LONG", 1)
+    torch.autograd.gradgradcheck(layers_gpu.linear, (inputs[0][:2], *inputs[1:]), (weight,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -603,8 +779,10 @@ def test_models_on_kernels_equal_torch_operations(kernels, cuda_layers, name, op
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert all(map(torch.equal, ours, again))
     torch.testing.assert_close(ours, recomputed, rtol=1e-5, atol=1e-6)
-    kernel = {"gine": "edge_sums_grad", "gat with edges": "edge_matrix_grad"}
-    assert (kernel.get(name, "relu_dropout_grad") in cuda_layers) == (kernels is layers_gpu)
+    kernel = {"gine": "edge_sums_grad", "gat with edges": "edge_matrix_grad"}.get(name)
+    normed = _net(name, **options).norms[0].__class__ is model.LayerNorm
+    kernel = kernel or ("norm_relu_grad" if normed else "relu_dropout_grad")
+    assert (kernel in cuda_layers) == (kernels is layers_gpu)
 
 
 class _Halved(GNN):

@@ -10,15 +10,17 @@ import types
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 import ddp
 from inference import inference
 from loader import Batch
+from native import kernels as on_cpu
 from run import checkpoint
 from sampler import DAMAGED, DamagedGraph, NeighborSampler, hop_key
 from sources import prepare as datasets
 from store import GraphStore, build_store
-from tasks import link, metrics
+from tasks import edge_split, link, metrics
 from tests.common import (
     OWN_LAYERS,
     _code,
@@ -29,6 +31,19 @@ from tests.common import (
     _train,
 )
 from tests.stores import _refuses
+from tests.test_layers import cuda_layers, kernels_gpu  # noqa: F401
+
+
+@pytest.fixture(params=["CPU", "emulated GPU", "torch operations"])
+def ways(request, monkeypatch):
+    """Draw pairs by the kernels of the CPU, by those of a GPU, emulated, and by torch operations."""
+    if request.param == "torch operations":
+        monkeypatch.setattr(on_cpu, "load_links", lambda ids, device: None)
+    elif request.param == "emulated GPU":
+        request.getfixturevalue("cuda_layers")
+        kernels_gpu.load_links.cache_clear()
+        monkeypatch.setattr(link, "kernels", kernels_gpu)
+        monkeypatch.setattr(edge_split, "kernels", kernels_gpu)
 
 
 def _link_graph(folder, nodes=300, edges=1500, seed=0, symmetrize=True, **changes):
@@ -59,7 +74,7 @@ def _holds_out(view, whole):
 
 
 @pytest.mark.parametrize("ascending", [True, False])
-def test_edges_are_found_wherever_they_stand(ascending):
+def test_edges_are_found_wherever_they_stand(ascending, ways):
     for seed in range(20):
         rng = np.random.default_rng(seed)
         indptr, indices = _random_graph(rng, 40, 6)
@@ -109,6 +124,10 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     damaged = copy.copy(graph)
     damaged.indices = graph.indices.clone()
     damaged.indices[0] = -1
+    _refuses(DAMAGED, link.split_edges, damaged, "80/10/10", error=DamagedGraph)
+    damaged = copy.copy(graph)
+    damaged.indptr = graph.indptr.clone()
+    damaged.indptr[-1] += 1
     _refuses(DAMAGED, link.split_edges, damaged, "80/10/10", error=DamagedGraph)
     graph.edge_time = torch.from_numpy(np.random.default_rng(0).permutation(graph.num_edges))
     view = link.split_edges(graph, "time:80/10/10")
@@ -229,7 +248,7 @@ def _negatives_by_the_law(graph, key, numbers, sources, count, *, upto):
 
 
 @pytest.mark.parametrize("by_degree", [False, True])
-def test_negatives_follow_the_law_and_are_no_edges(by_degree, tmp_path):
+def test_negatives_follow_the_law_and_are_no_edges(by_degree, tmp_path, ways):
     graph, upto, degrees = _link_graph(tmp_path, nodes=60, edges=600), None, None
     if by_degree:
         degrees = graph.indptr.diff()
@@ -261,7 +280,7 @@ def test_negatives_follow_the_law_and_are_no_edges(by_degree, tmp_path):
     assert torch.equal(kind[negatives.pairs(7, pairs)], kind[pairs])
 
 
-def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still(monkeypatch):
+def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still(monkeypatch, ways):
     nodes, calls, has = 500, [], link.Edges.has  # node 0 has an edge to all but the last
     monkeypatch.setattr(link.Edges, "has", lambda *args: calls.append(0) or has(*args))
     indptr = torch.cat([torch.tensor([0]), torch.arange(nodes - 1) + 1, torch.tensor([nodes - 1])])
@@ -318,7 +337,7 @@ def _edges_of(block):
 
 
 @pytest.mark.parametrize("kind", ["plain", "timed", "leak"])
-def test_no_positive_of_a_step_lies_in_its_blocks(kind, tmp_path):
+def test_no_positive_of_a_step_lies_in_its_blocks(kind, tmp_path, ways):
     """Nor those of other processes, which share the step. Without exclusion all blocks hold some. With times a pair and
     its negatives have its time, and a node may be there at several; what it then sees is tested with the sampler."""
     timed = kind == "timed"
@@ -338,14 +357,33 @@ def test_no_positive_of_a_step_lies_in_its_blocks(kind, tmp_path):
         assert y.shape == (20, 4)
         assert torch.equal(nodes[y[:, :2]].long(), graph.pairs["train"][seeds])
         assert (len(nodes) > len(nodes.unique())) == timed
+        assert torch.equal(nodes, nodes.sort()[0]) or timed
         if timed:
             assert (blocks[-1].src_times[y] == graph.pair_times["train"][seeds, None]).all()
         held = {frozenset(pair) for pair in graph.pairs["train"][everyone].tolist()}
         assert bool(held & set().union(*map(_edges_of, blocks))) == (kind == "leak")
     assert torch.equal(_sampled(links, draw, seeds, step, everyone)[1], y)
-    for softmax in (False, True):  # a rank's or pass's part of the last step may be empty
+    # a rank's or pass's part of the last step may be empty
+    nodes, _, none = links.draw(Batch(seeds=everyone[:0], global_step=0, step_seeds=everyone))
+    assert not len(nodes) and none.shape == (0, 4)
+    for softmax in (False, True):
         links.softmax = softmax
         assert links.loss(link.Scorer("mlp", 4), torch.randn(5, 4), y[:0]) == 0
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+def test_rows_of_minus_one_are_no_pairs(softmax, tmp_path):
+    """In the loss, and in gradients of embeddings, whose number may then be larger, and of the scorer."""
+    graph = link.split_edges(_link_graph(tmp_path), "80/10/10")
+    links = link.Links(graph, graph.indptr, graph.indices, softmax=softmax)
+    scorer, y, results = link.Scorer("mlp", 4), torch.randint(9, (5, 3)), []
+    for padded in (False, True):
+        h = torch.arange(36.0).view(9, 4).sin().requires_grad_()
+        rows = torch.cat([h, torch.ones(2, 4)]) if padded else h
+        loss = links.loss(scorer, rows, F.pad(y, (0, 0, 0, 2), value=-1) if padded else y)
+        results.append([loss, *torch.autograd.grad(loss, [h, *scorer.parameters()])])
+    assert results[0][0] > 0
+    torch.testing.assert_close(*results)
 
 
 def _expected(logit, pairs, against, random):

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+import train
 from disk.graphs import block_diagonal, build_graphs
+from run.flags import TASKS, make_parser, parsed
 from sources.prepare import build
 from store import GraphStore, build_store, verify
 from tasks import graph as graph_task
@@ -455,3 +457,26 @@ def test_labels_of_several_a_node_that_cannot_be_meant(tmp_path, capsys):
     assert "it has no split, and none is drawn of nodes with" in capsys.readouterr().out
     said = "several labels each need a split of their own"
     _refuses(said, build, tmp_path / "d.npz", tmp_path / "s", seed=3)
+
+
+def test_class_weights_balance_the_classes_of_training_nodes(tiny, tmp_path, capsys):
+    logits = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.tensor([0, 0, 0, 1, -1, 1])
+    weight = torch.tensor([5 / 6, 5 / 4, 0.0])
+    loss = metrics.cross_entropy(logits, y, weight)
+    by_hand = -logits.log_softmax(1)[torch.arange(6), y] * weight.double()[y]
+    assert torch.allclose(loss, by_hand[y >= 0].sum())
+    words = f"--dataset {tiny} --gpus 0 --fanout 2,2 --epochs 1 --class-weights balanced".split()
+    task = TASKS["node"](parsed(make_parser(), words), str(tiny), print)
+    weights = task.balanced(print)
+    of_nodes = weights[task.store.labels[task.store.split["train"]]]
+    assert of_nodes.sum().item() == pytest.approx(len(of_nodes))
+    classes = task.store.labels[task.store.split["train"]]
+    parts = torch.zeros_like(weights).index_add_(0, classes, of_nodes)
+    assert torch.allclose(parts[parts > 0], parts[parts > 0][:1])  # each has the same part
+    capsys.readouterr()
+    assert train.main(words) == 0
+    assert "loss    a node weighs " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        train.main([*words, "--task", "link"])
+    assert "have no classes" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 from unittest import mock
 
 import numpy as np
@@ -292,6 +293,40 @@ def test_model_refuses_other_rows_than_those_of_its_blocks(name):
             _refuses(said, *of_block, edges=wrong, error=ValueError)
         for wrong in (torch.randn(5, 3), None):
             _refuses(said, inference, net, *graph, x, edges=wrong, error=ValueError)
+
+
+@pytest.mark.parametrize("name", ["gat", "gcn"])
+def test_model_inference_takes_the_fastest_place_that_gpu_memory_has_room_for(name, monkeypatch):
+    """Rows and chunks on the GPU; tables in host memory; the CPU; the next of these if memory runs out nevertheless."""
+    graph, net = _random_graph(np.random.default_rng(14), 90, 5), _net(name).eval()
+    x, made = torch.randn(90, 12), []
+    expected = inference(net, *graph, x)
+    apply_at, combine = by_layers.Layerwise.apply_at, net.layers[1].combine
+
+    def watched(run, place, *rest):
+        made.append((place.lacks.split(",")[0], place.grow > 1))
+        return apply_at(run, place, *rest)
+
+    monkeypatch.setattr(by_layers.Layerwise, "apply_at", watched)
+    full, wide, low = ("", True), ("tables", False), ("messages", False)
+    for free, places in ((1 << 36, [full]), (4 * 90 * 15, [wide]), (100, [low])):
+        monkeypatch.setattr(by_layers, "free_bytes", lambda device, free=free: free)
+        made.clear()
+        with nullcontext() if places == [full] else pytest.warns(UserWarning, match=places[0][0]):
+            torch.testing.assert_close(inference(net, *graph, x), expected)
+        assert {*made[1:2]} == {*places}
+    monkeypatch.setattr(by_layers, "free_bytes", lambda device: 1 << 36)
+    for failures in (1, 2, 3):
+        made.clear()
+        out_of_memory = torch.cuda.OutOfMemoryError("out of memory")
+        results = [out_of_memory] * failures + [mock.DEFAULT] * 3
+        net.layers[1].combine = mock.Mock(wraps=combine, side_effect=results)
+        with pytest.warns(UserWarning, match="slower"):
+            if failures == 3:
+                _refuses("out of memory", inference, net, *graph, x, error=type(out_of_memory))
+            else:
+                torch.testing.assert_close(inference(net, *graph, x), expected)
+        assert made[1:][: failures + 1] == [full, wide, low][: failures + 1]
 
 
 def _infers(ranks):

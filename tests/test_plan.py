@@ -119,11 +119,20 @@ def test_estimate_counts_the_static_memory_of_step_graphs(tmp_path, monkeypatch,
     weighted = of(3)["cuda-cuda"].placement.gpu_step
     options["counted"] = True
     assert weighted - of(3)["cuda-cuda"].placement.gpu_step >= 2 * 16 * (30 + 80 + 240)
+    options |= {"counted": False, "timed": True}  # pairs of nodes and times
+    timed = of(3)["cuda-cuda"].placement.gpu_step
+    times = torch.zeros(graph.num_edges, dtype=torch.int64)
+    csc = graph.indptr, graph.indices, options["fanout"]
+    s = NeighborSampler(*csc, backend="torch", edge_times=times)
+    frame = _frame(_emulated(s, tmp_path), 10, 3)
+    table = sum(t.nbytes for t in (frame.pairs, frame.table, frame.times))
+    assert timed - weighted >= 2 * table
+    options |= {"counted": True, "timed": False}
     monkeypatch.setattr(placement, "free_host_bytes", lambda: 8 * GIB)
     words = f"--dataset {graph.path} --gpus 1 --free-gpu 4GiB --fanout 3,2,2 --batch-size 10"
     lines = _dry(f"{words} --hidden 8 --prefetch 1", capsys)
     assert of(2)["cuda-cuda"].line in lines and "of static shapes" in lines
-    wide = _dry(f"{words} --fanout 3,2,49", capsys)
+    wide = _dry(f"{words} --fanout 3,2,-1", capsys)
     assert "of the shapes of their batches" in wide
 
 
@@ -133,8 +142,9 @@ def test_estimate_counts_the_static_memory_of_step_graphs(tmp_path, monkeypatch,
         ("", 2),
         ("--model gcn", 3),
         ("--sampler labor", 3),
-        ("--sampler labor --batch-dependency 2", 0),
-        ("--accumulate 2", 0),
+        ("--sampler labor --batch-dependency 2", 3),
+        ("--task link", 3),
+        ("--accumulate 2", 2),
     ],
 )
 def test_a_run_estimates_with_the_hops_of_its_step_graphs(words, graphs, tmp_path, monkeypatch):

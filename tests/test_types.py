@@ -9,14 +9,16 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 import ddp
+import relational
 import train
 from bench.accuracy import read_triples
 from inference import inference
 from loader import NodeLoader
 from model import GNN
-from relational import NodeInputs, RGCNConv
+from relational import NodeInputs, RGATConv, RGCNConv
 from run.adam import Adam
 from run.edge_data import EdgeData, hops
 from run.kinds import fanout
@@ -39,6 +41,7 @@ from tests.common import (
     _train,
 )
 from tests.stores import _edges_by_type, _refuses, _rewrite_meta
+from tests.test_layers import _use, _with_grads, cuda_layers, layers_gpu  # noqa: F401
 
 
 def _typed_graph(rng, nodes=60, edges=700, types=5):
@@ -93,6 +96,32 @@ def test_one_fanout_for_all_types_draws_as_if_there_were_none():
     (block,), (expected,) = (s.sample(torch.arange(60), 0) for s in (typed, plain))
     assert torch.equal(block.indices, expected.indices) and block.edge_ids is None
     assert torch.equal(block.edge_type, kinds[expected.edge_ids])
+
+
+@pytest.mark.parametrize("conv, bases", [(RGCNConv, 2), (RGATConv, 2), (RGATConv, 0)])
+def test_layers_of_many_types_on_a_gpu_are_those_of_the_cpu(conv, bases, cuda_layers, monkeypatch):  # noqa: F811
+    """With padding: destinations without edges, and edges without destinations."""
+    monkeypatch.setattr(relational, "LOOPED", 2)
+    indptr, indices, kind, _ = _typed_graph(np.random.default_rng(5))
+    (block,) = NeighborSampler(indptr, indices, [3], edge_type=kind).sample(torch.arange(20), 0)
+    layer, h = conv(9, 8, 5, bases), torch.randn(block.num_src + 3, 9)
+    padded = block._replace(
+        indptr=F.pad(block.indptr, (0, 2), value=block.num_edges),
+        indices=F.pad(block.indices, (0, 7), value=-1),
+        src_nodes=torch.arange(len(h)),
+        edge_type=F.pad(block.edge_type, (0, 7), value=4),
+    )
+    weight, parameters = torch.randn(20, 8), [*layer.parameters()]
+
+    def compute(block):
+        rows = h[: block.num_src]
+        return _with_grads(lambda h, *_: layer(block, h)[:20], weight, rows, *parameters)
+
+    on_cpu = compute(block)
+    _use(layers_gpu, monkeypatch)
+    result, to_h, *grads = compute(padded)
+    assert not to_h[-3:].any()
+    torch.testing.assert_close([result, to_h[:-3], *grads], on_cpu)
 
 
 def test_rgcn_of_no_destination_and_of_unknown_types():

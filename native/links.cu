@@ -1,0 +1,57 @@
+// Negatives and the edges of pairs, for tasks/link.py and tasks/edge_split.py, where the law is
+// written as torch operations.
+#include "rule.h"
+
+FN i64 ids_below(const ID *sorted, i64 n, i64 value) {  // how many are < value
+  i64 low = 0;
+  while (n) {
+    i64 half = n / 2, smaller = sorted[low + half] < value;
+    low += smaller ? half + 1 : 0;
+    n = smaller ? n - half - 1 : half;
+  }
+  return low;
+}
+// The index in sources of the first edge source -> destination, or where it would be.
+FN i64 place_of(const i64 *indptr, const ID *sources, i64 source, i64 destination) {
+  i64 start = indptr[destination];
+  return start + ids_below(sources + start, indptr[destination + 1] - start, source);
+}
+FN int is_edge(const i64 *indptr, const ID *sources, i64 source, i64 destination) {
+  i64 place = place_of(indptr, sources, source, destination);
+  return place < indptr[destination + 1] && sources[place] == source;
+}
+
+// Find the edges between the nodes of each of P pairs: first those of its direction, then, from P
+// on, the reverse ones.
+KERNEL between(const i64 *pairs, i64 P, const i64 *indptr, const ID *sources, i64 *first,
+               i64 *counts) {
+  THREAD(2 * P);
+  const i64 *pair = pairs + 2 * (i % P);
+  i64 source = pair[i / P], destination = pair[1 - i / P];
+  first[i] = place_of(indptr, sources, source, destination);
+  counts[i] = place_of(indptr, sources, source + 1, destination) - first[i];
+}
+
+// Draw negative `i % count` of pair `i / count`, up to `tries` times -> whether the last one is bad,
+// too. sources: null if edges are allowed. ends: where the node ids of each type end, after a 0.
+// upto: [V + 1] sums of weights; null: all nodes weigh the same.
+KERNEL negatives(const i64 *pairs, const i64 *numbers, i64 n, i64 count, i64 tries, u64 key,
+                 const i64 *indptr, const ID *sources, const i64 *ends, i64 types,
+                 const i64 *upto, i64 *nodes, unsigned char *bad) {
+  THREAD(n);
+  i64 pair = i / count, source = pairs[2 * pair], node = source, wrong = 1;
+  i64 type = lower_bound(ends + 1, types, pairs[2 * pair + 1] + 1);
+  i64 first = ends[type], end = ends[type + 1];
+  u64 hash = mix(key ^ (u64)numbers[pair]);
+  for (i64 t = 0; wrong && t < tries; t++) {
+    u64 bits = mix(hash ^ (u64)(i % count + t * count)) >> 11;
+    if (upto) {
+      double share = (double)(upto[end] - upto[first]) / 9007199254740992.0;  // of 2^53
+      i64 place = upto[first] + (i64)((double)bits * share);
+      node = first + lower_bound(upto + first + 1, end - first, place + 1);
+    } else node = first + below(bits >> 21, end - first);
+    wrong = node == source || (sources && is_edge(indptr, sources, source, node));
+  }
+  nodes[i] = node;
+  bad[i] = wrong != 0;
+}
