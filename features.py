@@ -144,6 +144,7 @@ class FeatureRing:
         gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py.
         reuse: False allocates new tensors for each batch on CPU, for callers that keep batches.
         edge_features: [M, D], one row per edge of the graph; batches then have the rows of their edges, by edge_ids.
+        decode: function of rows [n, F] of features on the device, where these are codes, that returns what they stand for.
 
     Attributes:
         first_hop: whether x is aggregated. on_device: whether the features are on the device.
@@ -163,8 +164,10 @@ class FeatureRing:
         gather=None,
         reuse=True,
         edge_features=None,
+        decode=None,
     ):
         self.features = features
+        self.decode = decode or (lambda rows: rows)
         self.labels = labels
         self.edge_features = edge_features
         self.device = torch.device(device)
@@ -176,8 +179,8 @@ class FeatureRing:
         floats = isinstance(features, torch.Tensor) and features.is_floating_point()
         self.first_hop = aggregate is not None and floats
         self.width = features.shape[1] * (2 if self.first_hop else 1)
-        self.convert = dtype
-        self.dtype = dtype or features.dtype
+        self.convert = dtype or (torch.float32 if decode else None)
+        self.dtype = self.convert or features.dtype
         self.buffers = {name: [None] * slots for name in ("rows", "edges", "rest")}
         self.copied = [None] * slots  # event: copies out of the slot are done
         self.began = [None] * slots  # event: the copy of x began
@@ -267,6 +270,8 @@ class FeatureRing:
             rows = table.gather(ids, missing=upload)
         else:
             rows = self._fill(slot, name, table, ids, block)
+        if name == "rows":
+            rows = self.decode(rows)
         return rows.to(self.convert or table.dtype)
 
     def _fill(self, slot, name, table, ids, block=None):
@@ -304,6 +309,16 @@ class FeatureRing:
         if out is None and self.dtype != table.dtype:  # sums are float32, rounded once at the end
             out = torch.empty(len(ids), self.width, dtype=self.dtype, device=table.device)
         return self.aggregate(block.indptr, block.indices, table, ids, out)
+
+
+def codes_of(features):
+    """Return the codes that features are kept as, which `FeatureRing` decodes, or features that are kept as they are."""
+    return getattr(features, "codes", features)
+
+
+def decoder_of(features, device):
+    """Return the function that decodes rows of `codes_of(features)` on a device; None where there are no codes."""
+    return features.decoder(device) if hasattr(features, "codes") else None
 
 
 def take(features, ids, out=None):

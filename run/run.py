@@ -202,6 +202,8 @@ class Run:
                     options["types"] = options["types"].to(ranks.device)
                 if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
                     options["x"] = self.ring.features
+                    if hasattr(store.features, "codes"):
+                        options["x"] = store.features.over(self.ring.features)
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
                 options["rank"] = ranks.local_rank
                 options["world"] = ranks.local_world
