@@ -144,7 +144,7 @@ class FeatureRing:
         gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py.
         reuse: False allocates new tensors for each batch on CPU, for callers that keep batches.
         edge_features: [M, D], one row per edge of the graph; batches then have the rows of their edges, by edge_ids.
-        decode: function of rows [n, F] of features on the device, where these are codes, that returns what they stand for.
+        scale: float32 [2, F] of features that are codes: each stands for code * scale[0] + scale[1] of its column.
 
     Attributes:
         first_hop: whether x is aggregated. on_device: whether the features are on the device.
@@ -164,10 +164,10 @@ class FeatureRing:
         gather=None,
         reuse=True,
         edge_features=None,
-        decode=None,
+        scale=None,
     ):
         self.features = features
-        self.decode = decode or (lambda rows: rows)
+        self.scale = scale if scale is None else scale.to(device)
         self.labels = labels
         self.edge_features = edge_features
         self.device = torch.device(device)
@@ -179,7 +179,7 @@ class FeatureRing:
         floats = isinstance(features, torch.Tensor) and features.is_floating_point()
         self.first_hop = aggregate is not None and floats
         self.width = features.shape[1] * (2 if self.first_hop else 1)
-        self.convert = dtype or (torch.float32 if decode else None)
+        self.convert = dtype or (None if scale is None else scale.dtype)
         self.dtype = self.convert or features.dtype
         self.buffers = {name: [None] * slots for name in ("rows", "edges", "rest")}
         self.copied = [None] * slots  # event: copies out of the slot are done
@@ -274,6 +274,10 @@ class FeatureRing:
             rows = self.decode(rows)
         return rows.to(self.convert or table.dtype)
 
+    def decode(self, rows):
+        """Return what rows of `features` on the device stand for; in two operations: GPUs round like CPUs."""
+        return rows if self.scale is None else (rows * self.scale[0]).add_(self.scale[1])
+
     def _fill(self, slot, name, table, ids, block=None):
         """Read rows into the slot's buffer -> [n, F]: a view of the buffer or, with a GPU, the copy there. On CPU with
         reuse=False: a new tensor."""
@@ -314,11 +318,6 @@ class FeatureRing:
 def codes_of(features):
     """Return the codes that features are kept as, which `FeatureRing` decodes, or features that are kept as they are."""
     return getattr(features, "codes", features)
-
-
-def decoder_of(features, device):
-    """Return the function that decodes rows of `codes_of(features)` on a device; None where there are no codes."""
-    return features.decoder(device) if hasattr(features, "codes") else None
 
 
 def take(features, ids, out=None):

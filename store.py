@@ -23,7 +23,6 @@ its file's header. Files of a store in use may be renamed or removed, but not tr
 mapped file kills the process (SIGBUS).
 """
 
-import functools
 import json
 import math
 import runpy
@@ -357,10 +356,8 @@ class GraphStore:
         rows = max(rows, 1) if self.node_types else self.num_nodes
         self.features = self._open_features((rows, self.feature_dim), free)
         if (scale := meta.get("feature_scale")) is not None:
-            scale = torch.tensor(scale, dtype=torch.float32, device="cpu").view(2, -1)
-            self.features = CodedFeatures(
-                self.features, scale.expand(2, self.feature_dim), self.path
-            )
+            scale = torch.tensor(scale, dtype=torch.float32, device="cpu").view(2, self.feature_dim)
+            self.features = CodedFeatures(self.features, scale, self.path)
         self._opened = {**vars(self), "split": self._splits}
 
     def _open_features(self, shape, free):
@@ -546,7 +543,7 @@ class MmapFeatures(convert.RowsByIndex):
 
 
 class CodedFeatures(convert.RowsByIndex):
-    """Feature rows float32 that are kept as codes of 8 bits, see `decode` of disk/convert.py.
+    """Feature rows float32 that are kept as codes of 8 bits, see `checks.feature_scale`.
 
     Attributes:
         codes: `MmapFeatures`, `LmdbFeatures` or a tensor, int8 [V, F]. scale: float32 [2, F], on its device.
@@ -561,34 +558,23 @@ class CodedFeatures(convert.RowsByIndex):
     def __reduce__(self):
         return getattr, (GraphStore.open(self._path), "features")
 
-    def over(self, codes) -> "CodedFeatures":
-        """Return features of these codes, a tensor, such as a copy of `codes` on a GPU."""
-        return CodedFeatures(codes, self.scale.to(codes.device))
-
-    def decoder(self, device):
-        """Return the function that turns codes [n, F] on a device into rows."""
-        return functools.partial(convert.decode, scale=self.scale.to(device))
-
     def gather(self, ids, out=None) -> Tensor:
         """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
-        if isinstance(self.codes, Tensor):
-            return convert.decode(self.codes[ids.to(self.codes.device)], self.scale)
-        out = convert.gather_target(self, ids, out)
-        return out.copy_(convert.decode(self.codes.gather(ids), self.scale))
+        codes = self.codes
+        codes = codes[ids.to(codes.device)] if isinstance(codes, Tensor) else codes.gather(ids)
+        rows = (codes * self.scale[0]).add_(self.scale[1])
+        return rows if out is None else convert.gather_target(self, ids, out).copy_(rows)
 
     def put_rows(self, ids, rows):
         """Replace rows, see `LmdbFeatures.put_rows`; StoreError for a value beyond the range of its column as built."""
         ids, rows = torch.as_tensor(ids), torch.as_tensor(rows)
         convert.gather_target(self, ids, rows, "rows")
-        convert.check_finite("rows", rows)
         codes = convert.encode(rows, self.scale)
-        beyond = (codes < -128) | (codes > 127)
-        for column in beyond.nonzero()[:1, 1].tolist():
-            steps, offsets = self.scale[:, column].tolist()
+        beyond = codes != codes.clamp(-128, 127)
+        for column in beyond.nonzero()[:1, 1]:
+            steps, offsets = self.scale[:, column]
             ends = f"{offsets - 128 * steps:.6g} to {offsets + 127 * steps:.6g}"
-            refuse(
-                beyond, "rows", rows, f"codes of its column stand for {ends}, the range as built"
-            )
+            refuse(beyond, "rows", rows, f"its column was built for {ends}")
         self.codes.put_rows(ids, codes.to(torch.int8))
 
     def verify(self):

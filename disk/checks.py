@@ -6,7 +6,6 @@
 Invalid values raise StoreError.
 """
 
-from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from disk.convert import (
-    CODES,
     KEPT_AS,
     Rows,
     array_like,
@@ -30,7 +28,6 @@ from disk.convert import (
     part_ids,
     refuse,
     row_dtype,
-    scale_of,
     shaped,
     spool,
 )
@@ -169,9 +166,10 @@ def feature_rows(features, dtype, scale, progress, largest):
 
 
 def feature_scale(features, dtype, folder, progress):
-    """Return (features, the scale of their codes, or None if `dtype` is not that of codes of floats) after a pass over
-    the rows; `Rows`, which come once, are written to a file without a name in a folder meanwhile."""
-    if dtype != CODES or "float" not in row_dtype("features", features):
+    """Return (features, the scale of their codes) after a pass over the rows; `Rows`, which come once, are written to a
+    file without a name in a folder meanwhile. The scale is float32 [2, F], steps and offsets: a code of 8 bits stands for
+    code * step + offset; a step is 0 if all values are equal. It is None unless floats are kept as int8."""
+    if dtype != "int8" or row_dtype("features", features) == dtype:
         return features, None
     low = torch.full(features.shape[1:], torch.inf, dtype=torch.float64)
     high = -low
@@ -185,8 +183,15 @@ def feature_scale(features, dtype, folder, progress):
     if isinstance(features, Rows):
         features = spool(folder, chunks(), np.float32, features.shape[1])
     else:
-        deque(chunks(), maxlen=0)
-    return features, scale_of(low, high)
+        for _ in chunks():
+            pass
+    steps = ((high - low) / 255).float()
+    offsets = (low + 128 * steps.double()).float()
+    for column in (~(128 * steps + offsets.abs()).isfinite()).nonzero()[:1]:
+        ends = f"{low[column].item():.6g} to {high[column].item():.6g}"
+        why = "int8 is for float32 numbers; scale the features"
+        raise StoreError(f"column {column.item()} of features runs from {ends}: {why}")
+    return features, torch.stack([steps, offsets])
 
 
 def check_splits(splits, labels):

@@ -22,9 +22,8 @@ from disk.files import SPLITS, StoreError, free_host_bytes, progress_bar, readin
 
 VALID = ("val", "valid", "validation")  # names of the part called valid
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
-HALVES = ("bfloat16", "float16")  # dtypes that float features may be rounded to
-CODES = "int8"  # that of codes of float features, 256 steps a column
-KEPT_AS = (*HALVES, CODES)
+# dtypes that float features may be rounded to; int8 for codes, 256 evenly spaced values of each column
+KEPT_AS = ("bfloat16", "float16", "int8")
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
 
 
@@ -275,29 +274,11 @@ def check_answers(name, y, labels):
         refuse(~missing & ((y < -1) | (y > 1)), name, y, why)
 
 
-def scale_of(low, high) -> Tensor:
-    """Return the scale of codes of columns whose values are low [F] to high [F], float64: float32 [2, F], steps and
-    offsets, see `decode`; a step is 0 if all values are equal. StoreError beyond float32."""
-    steps = ((high - low) / 255).float()
-    offsets = (low + 128 * steps.double()).float()
-    bad = ~(128 * steps + offsets.abs()).isfinite()
-    for column in bad.nonzero().flatten()[:1].tolist():
-        of = f"column {column} of features runs from {low[column]:.6g} to {high[column]:.6g}"
-        raise StoreError(f"{of}: codes stand for float32 numbers; scale the features")
-    return torch.stack([steps, offsets])
-
-
 def encode(rows, scale) -> Tensor:
     """Compute the codes of rows [n, F], whole numbers in float64; beyond the range of their column outside [-128, 127]."""
     steps, offsets = scale.double()
     # any difference from a column's only value is out of range
     return ((rows.double() - offsets) / steps.clamp(min=1e-300)).round()
-
-
-def decode(codes, scale) -> Tensor:
-    """Compute what codes [n, F] stand for: steps * codes + offsets, float32, in two operations, so that GPUs round alike."""
-    steps, offsets = scale
-    return (codes * steps).add_(offsets)
 
 
 def spool(folder, chunks, dtype, *row) -> np.memmap:

@@ -27,7 +27,6 @@ makes of them, none names code or a file to write, and its tensors must fit the 
 import errno
 import hashlib
 import io
-import json
 import os
 import pickletools
 import re
@@ -122,7 +121,7 @@ def digests(store):
         for name, record in store.meta["files"].items()
     }
     if (scale := store.meta.get("feature_scale")) is not None:
-        files["the scale of features"] = hashlib.sha256(json.dumps(scale).encode()).hexdigest()
+        files["the scale of features"] = hashlib.sha256(repr(scale).encode()).hexdigest()
     return files
 
 

@@ -263,7 +263,7 @@ class Flags:
     feature_dtype: str | None = built(
         one_of("bfloat16", "float16", "int8"),
         None,
-        "round float features of a newly built store to half the bytes; int8: to 256 steps a column, a quarter",
+        "round float features of a newly built store to half the bytes; int8: to 256 values a column, a quarter",
     )
     split: int | None = of_data(
         COUNT_OR_0,

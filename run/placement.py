@@ -12,16 +12,7 @@ import torch
 
 from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
-from features import (
-    MODES,
-    CachedFeatures,
-    FeatureRing,
-    codes_of,
-    decoder_of,
-    expected_visits,
-    place,
-    share,
-)
+from features import MODES, CachedFeatures, FeatureRing, codes_of, expected_visits, place, share
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from run import cuda_graphs
@@ -269,7 +260,7 @@ def place_data(ranks, plan, task, used):
         device=ranks.device,
         gather=gather_rows,
         aggregate=self_and_mean if in_place else None,
-        decode=decoder_of(store.features, ranks.device),
+        scale=getattr(store.features, "scale", None),
     )
     return sampler, ring
 

@@ -53,7 +53,7 @@ def make_parser():
     add(
         "--feature-dtype",
         choices=KEPT_AS,
-        help="round float features to this type (int8: 256 steps a column)",
+        help="round float features to this type (int8: to 256 values a column)",
     )
     add("--symmetrize", action="store_true", help="add the reverse of every edge")
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
