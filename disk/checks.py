@@ -154,14 +154,12 @@ def feature_rows(features, dtype, scale, progress, largest):
     largest absolute value is appended to the list `largest`."""
     announced = row_dtype("features", features)
     for first, chunk in checked_rows(features, progress):
-        if scale is not None:
-            largest.append(largest_of(chunk))
-            yield encode(chunk, scale).clamp_(-128, 127).to(torch.int8).numpy()
-            continue
-        kept = chunk.to(getattr(torch, dtype))
+        kept = chunk if scale is not None else chunk.to(getattr(torch, dtype))
         if dtype != announced:
             refuse(kept.isinf(), "features", chunk, f"beyond the range of {dtype}", first)
         largest.append(largest_of(kept))
+        if scale is not None:
+            kept = encode(kept, scale).clamp_(-128, 127).to(torch.int8)
         yield as_numpy(kept)
 
 
@@ -187,10 +185,8 @@ def feature_scale(features, dtype, folder, progress):
             pass
     steps = ((high - low) / 255).float()
     offsets = (low + 128 * steps.double()).float()
-    for column in (~(128 * steps + offsets.abs()).isfinite()).nonzero()[:1]:
-        ends = f"{low[column].item():.6g} to {high[column].item():.6g}"
-        why = "int8 is for float32 numbers; scale the features"
-        raise StoreError(f"column {column.item()} of features runs from {ends}: {why}")
+    far = (128 * steps + offsets.abs()).isinf()
+    refuse(far, "the largest of each column of features", high, "int8 needs a range within float32")
     return features, torch.stack([steps, offsets])
 
 

@@ -180,7 +180,7 @@ def _small_run(folder, net, labels, x, degree=6, weighted=False, **law):
     if weighted:  # some nodes have fewer edges to draw than their degree
         law["weights"] = torch.arange(len(indices)) % 3 / 2
     net.degrees = model.graph_degrees(indptr, indices)
-    features = {}
+    features = {"scale": torch.rand(2, x.shape[1])} if x.dtype == torch.int8 else {}
     if net.edge_dim:
         law["edge_ids"] = True
         features["edge_features"] = _EDGES[: len(indices), : net.edge_dim].bfloat16()
@@ -357,6 +357,7 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("sage", True, False, dict(input_dropout=0.3)),
         ("sage-pool", True, False, dict(norm="layer")),
         ("gcn", True, False, dict(dtype=torch.bfloat16)),
+        ("sage", True, False, dict(dtype=torch.int8)),
         ("gin", True, False, dict(norm="layer", residual=True)),
         ("gat", True, False, {}),
         ("gcn", True, False, dict(recompute=True)),

@@ -105,7 +105,10 @@ def test_codes_are_the_nearest_of_256_values_of_their_column(tmp_path, backend, 
     )
     other = x[:1] + torch.tensor([0, 0, 0, 0.01, 0])
     _refuses(
-        r"rows\[0, 3\] is 7.01.*: its column was built for 7 to 7$", features.put_rows, ids[:1], other
+        r"rows\[0, 3\] is 7.01.*: its column was built for 7 to 7$",
+        features.put_rows,
+        ids[:1],
+        other,
     )
     _refuses("float64.* is needed", features.put_rows, ids, x[:3].double())
 
