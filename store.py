@@ -552,8 +552,11 @@ class CodedFeatures(convert.RowsByIndex):
     dtype = torch.float32
 
     def __init__(self, codes, scale, path=None):
-        self.codes, self.scale, self._path = codes, scale, path
-        self.shape, self.large = tuple(codes.shape), getattr(codes, "large", False)
+        self.codes = codes
+        self.scale = scale
+        self._path = path
+        self.shape = tuple(codes.shape)
+        self.large = getattr(codes, "large", False)
 
     def __reduce__(self):
         return getattr, (GraphStore.open(self._path), "features")
@@ -567,7 +570,8 @@ class CodedFeatures(convert.RowsByIndex):
 
     def put_rows(self, ids, rows):
         """Replace rows, see `LmdbFeatures.put_rows`; StoreError for a value beyond the range of its column as built."""
-        ids, rows = torch.as_tensor(ids), torch.as_tensor(rows)
+        ids = torch.as_tensor(ids)
+        rows = torch.as_tensor(rows)
         convert.gather_target(self, ids, rows, "rows")
         codes = convert.encode(rows, self.scale)
         beyond = codes != codes.clamp(-128, 127)
