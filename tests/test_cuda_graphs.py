@@ -166,6 +166,7 @@ def _step_graphs(
     if task is None:
         task = object.__new__(NodeTask)  # without a data set
         task.store = types.SimpleNamespace(split={"train": nodes}, num_classes=5)
+        task.class_weight = None
     given = {"used": EdgeData(), "sampler": draws, "ring": ring, "model": net}
     run = Run(ranks or ddp.Ranks(), args, task, **given)
     return (make or cuda_graphs.StepGraphs)(run, optimizer)
@@ -181,6 +182,8 @@ def _small_run(folder, net, labels, x, degree=6, weighted=False, **law):
         law["weights"] = torch.arange(len(indices)) % 3 / 2
     net.degrees = model.graph_degrees(indptr, indices)
     features = {}
+    if x.dtype == torch.int8:
+        features["scale"] = torch.linspace(0.01, 1, 2 * x.shape[1]).view(2, -1)
     if net.edge_dim:
         law["edge_ids"] = True
         features["edge_features"] = _EDGES[: len(indices), : net.edge_dim].bfloat16()
@@ -357,6 +360,7 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("sage", True, False, dict(input_dropout=0.3)),
         ("sage-pool", True, False, dict(norm="layer")),
         ("gcn", True, False, dict(dtype=torch.bfloat16)),
+        ("sage", True, False, dict(dtype=torch.int8)),
         ("gin", True, False, dict(norm="layer", residual=True)),
         ("gat", True, False, {}),
         ("gcn", True, False, dict(recompute=True)),
