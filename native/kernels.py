@@ -349,9 +349,11 @@ class Lists:
             return cls(code, near, num_src, dst, beta=beta, **wanted)
         if indices.lists is None:
             indices.lists = cls(code, near, num_src, beta=beta, edges=True, shares=True)
-        if beta is not None:
-            indices.lists.put_in_order(near, beta)
-        return indices.lists
+        lists = indices.lists
+        lists.weighted |= beta is not None
+        if lists.weighted:  # by another layer, perhaps
+            lists.put_in_order(near, beta)
+        return lists
 
     def __init__(self, code, near, num_src, dst=None, *, edges=False, shares=False, beta=None):
         self.code = code
@@ -379,7 +381,7 @@ class Lists:
             lists = start, size, beta, destination, self.edge, self.share
             self.code.compiled.list_by_source(*block, *lists)
             return
-        run = functools.partial(self.code.run, indices=indices, E=E, slot=self.slot)
+        run = functools.partial(self.code.run, **near.edges, S=near.S, slot=self.slot)
         run("list_sizes", E, size=size)
         torch.cumsum(self.sizes, 0, dtype=torch.int32, out=start)
         run("list_edges", E, start=start, list=self.unordered)
