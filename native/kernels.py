@@ -318,8 +318,8 @@ def aligned(width, *rows):
 def destinations(code, near, out=None):
     """Compute the destination of each edge -> int32 [E]; a static block's are at hand once it has `Lists`."""
     indptr, indices, _ = near
-    if out is None and (lists := getattr(indices, "lists", None)):
-        return lists.dst
+    if out is None and is_static(near) and indices.lists:
+        return indices.lists.dst
     if out is None:
         out = torch.empty(indices.numel(), dtype=torch.int32, device=indices.device)
     code.run("destinations", near.S, indptr=indptr, S=near.S, dst=out)
@@ -345,7 +345,7 @@ class Lists:
         """Return the lists of a block, its own if it is static. dst: its `destinations`, if they are at hand. wanted: edges,
         shares."""
         indices = near.indices
-        if not hasattr(indices, "lists"):
+        if not is_static(near):
             return cls(code, near, num_src, dst, beta=beta, **wanted)
         if indices.lists is None:
             indices.lists = cls(code, near, num_src, beta=beta, edges=True, shares=True)
@@ -416,3 +416,9 @@ class Lists:
 def static(block):
     """Let a block of sampler.py at a fixed address, which is sampled into again and again, keep its `Lists`."""
     block.indices.lists = None
+    block.indices.offsets = block.indptr.data_ptr()
+
+
+def is_static(near):
+    """Return whether these are the edges of a `static` block: other offsets may be given for its indices."""
+    return getattr(near.indices, "offsets", None) == near.indptr.data_ptr()

@@ -409,9 +409,12 @@ def test_layers_on_one_static_block_have_their_own_shares(cuda_layers, last, mon
         "plain": lambda x: plain(x) + (weighted(x) + plain(x)),
     }
     expected = _with_grads(sums[last], weight, h)
-    kernels_gpu.static(types.SimpleNamespace(indices=block[1]))
+    kernels_gpu.static(types.SimpleNamespace(indptr=block[0], indices=block[1]))
     for _ in range(2):
         torch.testing.assert_close(_with_grads(sums[last], weight, h), expected)
+    places = torch.arange(len(block[1]) + 1).int()  # a row for each edge
+    rows = _with_grads(lambda x: model.mean_neighbours(places, block[1], x), h[block[1]], h)
+    torch.testing.assert_close(rows[1], torch.zeros_like(h).index_add_(0, block[1], h[block[1]]))
 
 
 def test_lanes_of_a_head_add_up_to_its_scores(cuda_layers, monkeypatch):
