@@ -750,6 +750,17 @@ def test_a_cuda_graph_samples_with_the_priority_of_the_rings_stream(
     assert captured_on == [side, None, side, None]  # two slots: sampling, training
 
 
+def test_padding_has_no_degree_at_a_time(tmp_path):
+    """Nor is its place before the offsets read."""
+    offsets = torch.tensor([-9, 0, 2, 3])[1:]
+    times = torch.tensor([1, 5, 3])
+    s = NeighborSampler(offsets, torch.tensor([1, 0, 1]), [2], edge_times=times, backend="torch")
+    _, backend = _on_kernels(s, tmp_path)
+    degrees = backend.degrees(torch.tensor([0, -1, 1]), torch.tensor([2, 9, 9]))
+    assert degrees.tolist() == [1, 0, 1]
+    assert not backend.outcome.any()
+
+
 @pytest.mark.parametrize("conv, listed", [("sage", 2), ("gcn", 2), ("gat", 3)])
 def test_the_sampling_graph_lists_edges_for_the_training_graph(
     emulated_graphs, conv, listed, tmp_path, request
