@@ -18,6 +18,7 @@ from features import (
     CachedFeatures,
     FeatureRing,
     SplitFeatures,
+    codes_of,
     expected_visits,
     place,
     share,
@@ -252,7 +253,7 @@ def place_data(ranks, plan, task, used):
         return None, None
     if store.sampling_threads and plan.mode in MODES[2:] and plan.verbose:
         ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
-    features, first = held_features(ranks, plan, store.features)
+    features, first = held_features(ranks, plan, codes_of(store.features))
     graph, used = placed_arrays(ranks, plan, task, used, features)
     indptr, indices, labels, features = graph
     if plan.split_features:
@@ -274,6 +275,7 @@ def place_data(ranks, plan, task, used):
         device=ranks.device,
         gather=gather_rows,
         aggregate=self_and_mean if in_place else None,
+        scale=getattr(store.features, "scale", None),
     )
     return sampler, ring
 
@@ -342,14 +344,15 @@ def cached(ranks, plan, task, used, features):
     """Put --cache in front of the features -> the cache, one per process, of the rows that batches use most often; or
     the features as they are. Over memory-mapped features on CPU the cache looks ahead and plans the page cache too."""
     store = task.store
+    stored = codes_of(store.features)
     budget = plan.cache
     if plan.split_features:  # ranks fill their caches together
         budget = min(ranks.gather(budget))
     in_one_memory = plan.mode == "cuda-cuda" and not plan.split_features
     mapped = plan.mode == "cpu-cpu" and isinstance(features, MmapFeatures)
     looks_ahead = mapped and lookahead.library() is not None
-    if looks_ahead and store.features.large and not budget:
-        budget = store.features.default_cache() // ranks.local_world
+    if looks_ahead and stored.large and not budget:
+        budget = stored.default_cache() // ranks.local_world
         ranks.say(
             f"memory  features stay on disk behind a cache of {readable_size(budget)}; --cache sets it"
         )
@@ -370,11 +373,11 @@ def cached(ranks, plan, task, used, features):
     visits = visits[: features.shape[0]]  # the other nodes have no features
     trim_memory(1)  # return freed heap pages before allocating the cache
     if mapped:
-        store.features.reserve(budget * ranks.local_world)
+        stored.reserve(budget * ranks.local_world)
     if not looks_ahead:
         return CachedFeatures(features, visits, budget, ranks.device)
     cache = lookahead.LookaheadCache(
-        store.features,
+        stored,
         budget,
         plan.lookahead,
         hot=visits,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from disk.columns import COLUMNS
 from disk.files import RANK_BYTES, StoreError, readable_size
-from features import MODES
+from features import MODES, codes_of
 
 CORES_A_BATCH = 4  # as native/sampler_cpu.py takes at most
 MOST_BATCHES = 4  # sampled at once by default: rows then arrive as fast as PCIe copies them
@@ -100,7 +100,7 @@ def placements(
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)
     id_bytes = store.indices.element_size()
-    row_bytes = F * store.features.dtype.itemsize
+    row_bytes = F * codes_of(store.features).dtype.itemsize
     nodes, edges = largest_hops(V, M, fanout, batch_size)
     widths = [F] + [hidden] * (len(fanout) - 1) + [store.num_classes]
     layers = list(zip(nodes[-2::-1], widths, widths[1:]))  # outermost first
@@ -109,7 +109,7 @@ def placements(
     compute += 16 * learned * hidden
     more = 3 if parts > 1 else 1  # with rows as others ask for them, and as they arrive
     held = {m: more + batches_ahead(m, cores, sample_threads, prefetch)[1] for m in MODES}
-    batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
+    batch = nodes[-1] * F * store.features.dtype.itemsize + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
     # rgcn and rgat: types and ids of the edges
