@@ -349,7 +349,8 @@ def cached(ranks, plan, task, used, features):
     if plan.split_features:  # ranks fill their caches together
         budget = min(ranks.gather(budget))
     in_one_memory = plan.mode == "cuda-cuda" and not plan.split_features
-    mapped = plan.mode == "cpu-cpu" and isinstance(features, MmapFeatures)
+    mapped = plan.mode == "cpu-cpu" and isinstance(stored, MmapFeatures)
+    mapped = mapped and not plan.split_features  # or else rows of others are read, too
     looks_ahead = mapped and lookahead.library() is not None
     if looks_ahead and stored.large and not budget:
         budget = stored.default_cache() // ranks.local_world
