@@ -41,6 +41,7 @@ import torch
 from disk.columns import COLUMNS
 from disk.files import StoreError, reading, write_whole
 from run.flags import FLAGS, SAVED, TASKS, Flags, declared, make_parser, parsed, spelled, text_of
+from run.kinds import ON_OFF
 from run.own_model import is_own, load
 
 # widths that early checkpoints lack, and what they stand for
@@ -203,7 +204,7 @@ def parsed_flags(saved):
     for name in SAVED:
         flag = FLAGS[name]
         value = saved.get(name, flag.older(saved) if flag.older else flag.default)
-        if value is not None and (value is not False or name == "residual"):
+        if value is not None and (value is not False or flag.kind is ON_OFF):
             words.append(spelled(name, value, "="))
 
     def refuse(message):

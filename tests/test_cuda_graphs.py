@@ -140,7 +140,7 @@ def _sampling_on_gpu(s, folder):
 
 def _graph_ring(net, x, labels, slots, **options):
     """Build the ring as train.py does: GraphSAGE averages the first hop in place, unless features have dropout."""
-    in_place = isinstance(net.layers[0], model.SAGEConv) and not net.input_dropout
+    in_place = isinstance(net.layers[0], model.SAGEConv) and not (net.input_dropout or net.edge_dim)
     options |= dict(aggregate=model.self_and_mean if in_place else None, gather=model.gather_rows)
     return FeatureRing(x, labels, slots=slots, dtype=torch.float32, **options)
 
@@ -364,6 +364,8 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("gin", True, False, dict(several=True, norm="layer", residual=True)),
         ("gine", True, False, dict(edge_dim=3, norm="layer")),
         ("gat", True, False, dict(edge_dim=3)),
+        ("sage", True, False, dict(edge_dim=3)),
+        ("gcn", True, False, dict(edge_dim=3)),
     ],
 )
 def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
@@ -969,7 +971,9 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
     run = types.SimpleNamespace(**run, ranks=ddp.Ranks())
     assert cuda_graphs.obstacle(run) == "there is no GPU"
     sage = types.SimpleNamespace(model="sage", input_dropout=0.0, mode="cuda-cuda")
-    assert cuda_graphs.averages_in_place(sage, data, torch.float32)
+    for asked, averages in ((True, False), (None, True)):
+        sage.edge_features = asked
+        assert cuda_graphs.averages_in_place(sage, data, torch.float32) == averages
     sage.mode = "pinned-cuda"  # a row a node, over PCIe
     assert not cuda_graphs.averages_in_place(sage, data, torch.float32)
 

@@ -49,7 +49,7 @@ def pointed(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["gat", "gine", "gin"])
+@pytest.mark.parametrize("name", ["gat", "gine", "gin", "sage", "gcn"])
 def test_train_learns_from_the_features_of_edges(name, pointed, tmp_path):
     """Also resumes, predicts, and prints how it uses them."""
     sees, log = name != "gin", tmp_path / "log"
