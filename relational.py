@@ -91,7 +91,8 @@ class RGCNConv(Conv, name="rgcn"):
 
     def by_edge(self, near):
         """Return `near` with a message for each edge: what came over it beside its features, [E, F + edge_dim]."""
-        ids, rows = rows_of_edges(near)
+        # a copy: CUDA graphs keep lists of edges by destination with a block's own tensor
+        ids, rows = rows_of_edges(near._replace(indices=near.indices.clone()))
         edges = near.edges.to(rows.dtype).where(ids.unsqueeze(1) >= 0, 0)  # padding may be nan
         rows = torch.cat([rows, edges], 1)
         return near._replace(indices=ids, sent=rows)
