@@ -40,7 +40,18 @@ import torch
 
 from disk.columns import COLUMNS
 from disk.files import StoreError, reading, write_whole
-from run.flags import FLAGS, SAVED, TASKS, Flags, declared, make_parser, parsed, spelled, text_of
+from run.flags import (
+    FLAGS,
+    SAVED,
+    TASKS,
+    Flags,
+    declared,
+    make_parser,
+    model_or_default,
+    parsed,
+    spelled,
+    text_of,
+)
 from run.kinds import ON_OFF
 from run.own_model import is_own, load
 
@@ -213,6 +224,8 @@ def parsed_flags(saved):
     parser = make_parser()
     parser.error = refuse
     flags = parsed(parser, words)
+    # early checkpoints of graphs name a layer, which was not used
+    flags = replace(flags, model=model_or_default(flags))
     return {name: getattr(flags, name) for name in SAVED}
 
 

@@ -237,6 +237,27 @@ def test_store_graphs_round_trip(tmp_path):
     _refuses("many small graphs: open it as GraphDataset", GraphStore.open, path)
 
 
+def test_store_graphs_with_vectors_of_edges(tmp_path):
+    plain = _graphs(9)
+    batch = plain._replace(edge_vector=torch.randn(len(plain.e), 3))
+    graphs = GraphDataset.open(build_graphs(tmp_path / "many", [batch, batch]))
+    assert graphs.vector_dim == 3 and verify_graphs(graphs.path) == []
+    assert all(map(torch.equal, graphs.batch(range(9, 18)), batch))
+    alone = torch.cat([graphs.batch([i]).edge_vector for i in range(9)])
+    assert torch.equal(alone, batch.edge_vector)
+    for words, vectors in (
+        (r"edge_vector rows are \[56, 0\] torch.float32, not 3 torch.float32", plain.edge_vector),
+        ("do not fit", batch.edge_vector[1:]),
+        (r"edge_vector rows\[0, 0\] is inf", batch.edge_vector + torch.inf),
+    ):
+        _refuses(words, graphs.append, batch._replace(edge_vector=vectors))
+    without = GraphDataset.open(build_graphs(tmp_path / "plain", [plain]))
+    _refuses("edge_vector rows are", without.append, batch)
+    rows = {name: np.ones((1, 1)) for name in "xey"}
+    said = r"edge_vector has shape \[1, 2\]: \[1, 3\] is needed"
+    _refuses(said, block_diagonal, [1], [1], [[0], [0]], **rows, edge_vector=[[0, 1]])
+
+
 def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
     good = _graphs(5)
     path = build_graphs(tmp_path / "many", [good])
