@@ -128,10 +128,13 @@ def names_of(store):
 
 def digests(store):
     """Return {file: SHA-256 or None} of the files of a store, and of the file of --edge-split."""
-    return {
+    files = {
         name: record.get("sha256", record.get("built"))
         for name, record in store.meta["files"].items()
     }
+    if (scale := store.meta.get("feature_scale")) is not None:
+        files["the scale of features"] = hashlib.sha256(repr(scale).encode()).hexdigest()
+    return files
 
 
 def load_model(path, model=None):

@@ -281,9 +281,9 @@ class Flags:
     root: str = free(text("DIR"), "data", "folder for downloads and built stores")
     backend: str = free(one_of("mmap", "lmdb"), "mmap", "feature storage of a newly built store")
     feature_dtype: str | None = built(
-        one_of("bfloat16", "float16"),
+        one_of("bfloat16", "float16", "int8"),
         None,
-        "round float features of a newly built store to half the bytes",
+        "round float features of a newly built store to half the bytes; int8: to 256 values a column, a quarter",
     )
     split: int | None = of_data(
         COUNT_OR_0,

@@ -18,13 +18,15 @@ import numpy as np
 import pytest
 import torch
 
+import store
 from disk import lmdb_rows
+from disk.convert import Rows
 from disk.files import StoreError, reading
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.graphs import verify as verify_graphs
 from sources import cli
-from store import GraphStore, verify
-from tests.common import _end, _fork, _in_child, _store, _threads
+from store import GraphStore, build_store, verify
+from tests.common import _end, _fork, _graph, _in_child, _store, _threads
 from tests.stores import _graphs, _refuses, _small_disk, _sums
 
 
@@ -61,6 +63,54 @@ def test_store_put_rows(tmp_path, dtype):
     with pytest.raises(IndexError, match="node 200 is out of range"):
         features.put_rows(torch.tensor([200]), rows[:1])
     assert torch.equal(features.gather(torch.arange(200)), rows) and verify(path) == []
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_codes_are_the_nearest_of_256_values_of_their_column(tmp_path, backend, monkeypatch):
+    """Of rows in memory and of rows that come once, also larger than memory and pickled; `put_rows` keeps to the range."""
+    x = torch.randn(200, 5) * torch.tensor([1e-3, 1, 1e6, 0, 1]) + torch.tensor([0, 0, 1e6, 7, 0])
+    x[:, 4] = (x[:, 4] > 0).float()  # 0 is 0
+    graph = {**_graph(), "backend": backend, "feature_dtype": "int8", "block_rows": 7}
+    for name, dtype in (("a", torch.float32), ("b", torch.bfloat16), ("c", torch.float64)):
+        given = x.to(dtype)
+        if name == "b":
+            given = Rows((200, 5), dtype, iter(given.split(64)))
+        path = build_store(tmp_path / name, **{**graph, "features": given})
+        features = GraphStore.open(path).features
+        true = x.to(dtype).double()
+        step = (true.amax(0) - true.amin(0)) / 255
+        found = features[:].double()
+        assert features.dtype == torch.float32 and ((found - true).abs() <= 0.501 * step).all()
+        assert (
+            torch.equal(found[:, 3:].round(), true[:, 3:])
+            and (found[true[:, 4] == 0, 4] == 0).all()
+        )
+        assert verify(path) == [] and not list(path.glob("tmp*"))
+    assert "5 x int8, codes of float32" in store.info(path)
+    again = pickle.loads(pickle.dumps(features))
+    monkeypatch.setattr(store, "free_host_bytes", lambda: 900)
+    large = GraphStore.open(path).features
+    out, ids = torch.empty(3, 5), torch.tensor([5, 199, 5])
+    assert large.large and large.gather(ids, out=out) is out
+    for rows in (again.gather(ids), out):
+        assert torch.equal(rows.double(), found[ids])
+    if backend == "mmap":
+        return
+    features.put_rows(ids, x[:3])
+    assert (features[ids[1:]] - x[1:3]).abs().le(0.501 * step).all() and verify(path) == []
+    wide = x[:3].clone()
+    wide[1, 1] += 100
+    _refuses(
+        r"rows\[1, 1\] is 1?.*: its column was built for -.* to ", features.put_rows, ids, wide
+    )
+    other = x[:1] + torch.tensor([0, 0, 0, 0.01, 0])
+    _refuses(
+        r"rows\[0, 3\] is 7.01.*: its column was built for 7 to 7$",
+        features.put_rows,
+        ids[:1],
+        other,
+    )
+    _refuses("float64.* is needed", features.put_rows, ids, x[:3].double())
 
 
 def test_store_put_rows_does_not_hide_damage(tmp_path):
