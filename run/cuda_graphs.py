@@ -10,7 +10,8 @@ up the labels and lists edges by source for the backward pass; another trains on
 sampled on the slot's stream while this one is trained on. Shapes are static: padded to the numbers of nodes and edges in
 the first batches of the run, plus a margin. Padding has no edges, no label and no gradient. The step number, which keys
 sampling and dropout, is read from GPU memory. What a task draws (`Task.draw`) is drawn before, launch by launch, and copied into
-the slot.
+the slot. Batches that a task reads, not samples (`Task.placed`), are padded on the host as far as their limits, and the first graph
+copies them to the GPU.
 
 A batch that does not fit is sampled again, and trained on, in its own shapes. It is the same batch, since samples depend
 only on the step; which batches do not fit depends only on the flags, so a run repeats to the last bit, interrupted or
