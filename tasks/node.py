@@ -36,6 +36,7 @@ class NodeTask(Task):
     }
     classes_agree = True
     padded = True
+    class_weight = None  # [C], if --class-weights gives any
 
     def __init__(self, args, path, say=print):
         self.store = store = open_graph(args, path, say)
@@ -80,7 +81,6 @@ class NodeTask(Task):
         return gnn(args, widths, widths["num_classes"]) if custom is None else custom
 
     def attach(self, ranks, args, used, indptr, indices):
-        self.class_weight = None
         if args.class_weights == "balanced":
             self.class_weight = self.balanced(ranks.say).to(ranks.device)
         self.times = used.seed_time
