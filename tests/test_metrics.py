@@ -129,7 +129,7 @@ def test_float64_targets_keep_their_digits(tmp_path):
     y = torch.tensor([[0.1, 1e8 + 1 + i] for i in range(7)], dtype=torch.float64)
     batch = _graphs(7)._replace(y=y)
     split = dict(zip(("train", "test"), (range(6), [6])))
-    flags = types.SimpleNamespace(metric=None)
+    flags = types.SimpleNamespace(metric=None, max_nodes=None, max_edges=None)
     task = GraphTask(flags, build_graphs(tmp_path / "g", [batch], split=split))
     scale = types.SimpleNamespace(std=task.std[:1].float())
     assert not task.labels and task.loss(scale, task.mean[:1].float(), y[:, :1]) == 0
@@ -244,7 +244,7 @@ def test_missing_targets_of_graphs(tmp_path):
     """Mean, deviation and loss are of those present; a target that no training graph has is refused."""
     y = _graphs(7).y.double()
     y[1, 0], y[4], y[6, 1] = torch.nan, torch.nan, torch.nan
-    flags = types.SimpleNamespace(metric=None)
+    flags = types.SimpleNamespace(metric=None, max_nodes=None, max_edges=None)
     split = {"train": range(5), "test": [5, 6]}
     said = []
     path = build_graphs(tmp_path / "g", [_graphs(7)._replace(y=y)], split=split)
