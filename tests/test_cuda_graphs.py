@@ -1020,7 +1020,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
         s = NeighborSampler(indptr, indices, [4, 3], backend="torch")
         has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData()}
-        has |= {"padded": True, "excludes": False}
+        has |= {"placed": True, "padded": True, "excludes": False}
         data = types.SimpleNamespace(**{**has, **ring, **changed})
         data.store = data
         run = dict(plan=args, sampler=s, ring=data, store=data, task=data, used=data.used)
