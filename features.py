@@ -144,6 +144,7 @@ class FeatureRing:
         gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py.
         reuse: False allocates new tensors for each batch on CPU, for callers that keep batches.
         edge_features: [M, D], one row per edge of the graph; batches then have the rows of their edges, by edge_ids.
+        scale: float32 [2, F] of features that are codes: each stands for code * scale[0] + scale[1] of its column.
 
     Attributes:
         first_hop: whether x is aggregated. on_device: whether the features are on the device.
@@ -163,8 +164,10 @@ class FeatureRing:
         gather=None,
         reuse=True,
         edge_features=None,
+        scale=None,
     ):
         self.features = features
+        self.scale = scale if scale is None else scale.to(device)
         self.labels = labels
         self.edge_features = edge_features
         self.device = torch.device(device)
@@ -176,8 +179,8 @@ class FeatureRing:
         floats = isinstance(features, torch.Tensor) and features.is_floating_point()
         self.first_hop = aggregate is not None and floats
         self.width = features.shape[1] * (2 if self.first_hop else 1)
-        self.convert = dtype
-        self.dtype = dtype or features.dtype
+        self.convert = dtype or (None if scale is None else scale.dtype)
+        self.dtype = self.convert or features.dtype
         self.buffers = {name: [None] * slots for name in ("rows", "edges", "rest")}
         self.copied = [None] * slots  # event: copies out of the slot are done
         self.began = [None] * slots  # event: the copy of x began
@@ -267,7 +270,13 @@ class FeatureRing:
             rows = table.gather(ids, missing=upload)
         else:
             rows = self._fill(slot, name, table, ids, block)
+        if name == "rows":
+            rows = self.decode(rows)
         return rows.to(self.convert or table.dtype)
+
+    def decode(self, rows):
+        """Return what rows of `features` on the device stand for; in two operations: GPUs round like CPUs."""
+        return rows if self.scale is None else (rows * self.scale[0]).add_(self.scale[1])
 
     def _fill(self, slot, name, table, ids, block=None):
         """Read rows into the slot's buffer -> [n, F]: a view of the buffer or, with a GPU, the copy there. On CPU with
@@ -304,6 +313,11 @@ class FeatureRing:
         if out is None and self.dtype != table.dtype:  # sums are float32, rounded once at the end
             out = torch.empty(len(ids), self.width, dtype=self.dtype, device=table.device)
         return self.aggregate(block.indptr, block.indices, table, ids, out)
+
+
+def codes_of(features):
+    """Return the codes that features are kept as, which `FeatureRing` decodes, or features that are kept as they are."""
+    return getattr(features, "codes", features)
 
 
 def take(features, ids, out=None):

@@ -22,7 +22,7 @@ from disk.columns import EDGE_FEATURES, EDGE_TYPE
 from disk.convert import as_tensor, edge_pairs, integers, is_sparse, kind_of, shown
 
 try:
-    from features import Batch, FeatureRing, prefetch
+    from features import Batch, FeatureRing, codes_of, prefetch
     from sampler import NeighborSampler, fanout_list, mix, outside
 except ImportError as error:
     if not (error.path and error.name in ("features", "sampler")):
@@ -274,7 +274,7 @@ class NodeLoader:
         if sampler is None and not load_batch:
             sampler = _sampler(graph, fanouts, seed=seed, edges=edges, types=types)
         if ring is None and not load_batch:
-            rows = tables["features"]
+            rows = codes_of(tables["features"])
             depth = 0 if getattr(rows, "requires_grad", False) else depth
             ring = FeatureRing(
                 rows,
@@ -285,6 +285,7 @@ class NodeLoader:
                 dtype=dtype,
                 reuse=reuse,
                 edge_features=tables.get(EDGE_FEATURES.name),
+                scale=getattr(tables["features"], "scale", None),
             )
         self.node_sampler = sampler
         self.ring = ring

@@ -108,7 +108,8 @@ def build_store(
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
             are dicts by type, see `flatten` of disk/typed.py.
         backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
-            half the bytes of float32.
+            half the bytes of float32. "int8": to one of 256 values of their column, evenly spaced from its smallest to its
+            largest; read as float32.
         num_classes: C; None: the largest label + 1.
         symmetrize: add the reverse of every edge. drop_self_loops: drop edges from a node to itself.
         drop_duplicates: keep one of the edges with the same ends and type (after symmetrizing), with its weight, time
@@ -273,7 +274,11 @@ def _write_features(path, graph, progress) -> dict:
     shape = [graph.features.shape[0], meta["feature_dim"]]
     dtype = files.storage_dtype(meta["feature_dtype"])
     largest = []
-    rows = checks.feature_rows(graph.features, meta["feature_dtype"], progress, largest)
+    kept_as = meta["feature_dtype"]
+    features, scale = checks.feature_scale(graph.features, kept_as, path, progress)
+    rows = checks.feature_rows(features, kept_as, scale, progress, largest)
+    if scale is not None:
+        meta["feature_scale"] = scale.tolist()
     if meta["backend"] == "mmap":
         # the first row starts at a disk block
         record = files.write_npy(file, dtype, shape, rows, head=4096)
@@ -291,7 +296,7 @@ class GraphStore:
         class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` sets it. If the
             graph was built without a split: drawn by seed 0, or empty, see `build_store`.
-        features: `MmapFeatures` or `LmdbFeatures`, with .shape, .dtype, [ids] and .gather(ids, out=None).
+        features: `MmapFeatures`, `LmdbFeatures` or `CodedFeatures` of one of them, with .shape, .dtype, [ids] and .gather(ids, out=None).
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
         sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free
             memory, a map of them without read-ahead and SAMPLERS threads.
@@ -350,6 +355,9 @@ class GraphStore:
         self.has_features = rows > 0 or not self.node_types
         rows = max(rows, 1) if self.node_types else self.num_nodes
         self.features = self._open_features((rows, self.feature_dim), free)
+        if (scale := meta.get("feature_scale")) is not None:
+            scale = torch.tensor(scale, dtype=torch.float32, device="cpu").view(2, self.feature_dim)
+            self.features = CodedFeatures(self.features, scale, self.path)
         self._opened = {**vars(self), "split": self._splits}
 
     def _open_features(self, shape, free):
@@ -534,8 +542,52 @@ class MmapFeatures(convert.RowsByIndex):
         raise StoreError("put_rows needs a store with backend lmdb: rows of mmap stay as built")
 
 
+class CodedFeatures(convert.RowsByIndex):
+    """Feature rows float32 that are kept as codes of 8 bits, see `checks.feature_scale`.
+
+    Attributes:
+        codes: `MmapFeatures`, `LmdbFeatures` or a tensor, int8 [V, F]. scale: float32 [2, F], on its device.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, codes, scale, path=None):
+        self.codes = codes
+        self.scale = scale
+        self._path = path
+        self.shape = tuple(codes.shape)
+        self.large = getattr(codes, "large", False)
+
+    def __reduce__(self):
+        return getattr, (GraphStore.open(self._path), "features")
+
+    def gather(self, ids, out=None) -> Tensor:
+        """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
+        codes = self.codes
+        codes = codes[ids.to(codes.device)] if isinstance(codes, Tensor) else codes.gather(ids)
+        rows = (codes * self.scale[0]).add_(self.scale[1])
+        return rows if out is None else convert.gather_target(self, ids, out).copy_(rows)
+
+    def put_rows(self, ids, rows):
+        """Replace rows, see `LmdbFeatures.put_rows`; StoreError for a value beyond the range of its column as built."""
+        ids = torch.as_tensor(ids)
+        rows = torch.as_tensor(rows)
+        convert.gather_target(self, ids, rows, "rows")
+        codes = convert.encode(rows, self.scale)
+        beyond = codes != codes.clamp(-128, 127)
+        for column in beyond.nonzero()[:1, 1]:
+            steps, offsets = self.scale[:, column]
+            ends = f"{offsets - 128 * steps:.6g} to {offsets + 127 * steps:.6g}"
+            refuse(beyond, "rows", rows, f"its column was built for {ends}")
+        self.codes.put_rows(ids, codes.to(torch.int8))
+
+    def verify(self):
+        """Raise StoreError for the first block whose checksum does not match."""
+        self.codes.verify()
+
+
 class ReorderedFeatures(convert.RowsByIndex):
-    """Feature rows whose columns are read in another order. features: `MmapFeatures` or `LmdbFeatures`; order: int64 [F],
+    """Feature rows whose columns are read in another order. features: those of a `GraphStore`; order: int64 [F],
     the column of `features` that each column is."""
 
     def __init__(self, features, order):
@@ -564,7 +616,9 @@ def info(path) -> str:
     graph = GraphStore.open(path)
     degrees = np.diff(graph.indptr.numpy())
     width = graph.feature_dim if graph.has_features else 0
-    features = f"{width} x {graph.meta['feature_dtype']}, backend {graph.meta['backend']}"
+    kept_as = graph.meta["feature_dtype"]
+    kept_as += ", codes of float32" * ("feature_scale" in graph.meta)
+    features = f"{width} x {kept_as}, backend {graph.meta['backend']}"
     several = " labels, several a node" if graph.labels.dim() == 2 else ""
     lines = {
         "nodes": f"{graph.num_nodes:,}",

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.step import network
 from bench.tools import opened, print_table, read_json
-from features import FeatureRing
+from features import FeatureRing, codes_of
 from model import CONVS, gather_rows, self_and_mean
 from native import kernels, layers, sampler_gpu
 from run import cuda_graphs
@@ -181,9 +181,12 @@ def step_costs(args, store, dtype):
     compiled = lambda name, source: Noted(costs, source)  # noqa: E731
     backend = sampler_gpu.Backend(sampler.engine.spec, args.fanout, 0, compiled)
     sampler = types.SimpleNamespace(sample=sampler.sample, engine=backend, edge_type=None)
-    in_place = self_and_mean if cuda_graphs.averages_in_place(settings, store, dtype) else None
-    features = store.features.tensor.to(dtype)
-    options = dict(slots=1, gather=gather_rows, aggregate=in_place, dtype=dtype)
+    scale = getattr(store.features, "scale", None)
+    features = codes_of(store.features).tensor
+    features = features.to(dtype) if scale is None else features
+    read = features.dtype, dtype
+    in_place = self_and_mean if cuda_graphs.averages_in_place(settings, store, *read) else None
+    options = dict(slots=1, gather=gather_rows, aggregate=in_place, dtype=dtype, scale=scale)
     ring = FeatureRing(features, store.labels, **options)
     conv = CONVS[args.model]
     net = network(args, store, None, 0.5, norm=conv.norm, residual=conv.residual != "no")

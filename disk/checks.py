@@ -13,7 +13,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from disk.convert import (
-    HALVES,
+    KEPT_AS,
+    Rows,
     array_like,
     as_numpy,
     as_rows,
@@ -21,12 +22,14 @@ from disk.convert import (
     check_finite,
     chunked,
     edge_pairs,
+    encode,
     integers,
     largest_of,
     part_ids,
     refuse,
     row_dtype,
     shaped,
+    spool,
 )
 from disk.files import SPLITS, StoreError, plural
 
@@ -43,13 +46,13 @@ DRAWN_GRAPHS = "a tenth of the graphs for testing, a tenth for validation, the r
 
 
 def check_features(features, kept_as):
-    """Return (V, F, dtype name) of the features as stored: in their own dtype, or `kept_as`, one of HALVES."""
+    """Return (V, F, dtype name) of the features as stored: in their own dtype, or `kept_as`, one of KEPT_AS."""
     shape = tuple(getattr(features, "shape", ()))
     if len(shape) != 2 or 0 in shape:
         raise StoreError(f"features has shape {list(shape)}: [V, F] is needed, neither of them 0")
     dtype = row_dtype("features", features)
-    if kept_as and (kept_as not in HALVES or "float" not in dtype):
-        kinds = f"features of floats can be kept as {' or '.join(HALVES)}"
+    if kept_as and (kept_as not in KEPT_AS or "float" not in dtype):
+        kinds = f"features of floats can be kept as {' or '.join(KEPT_AS)}"
         raise StoreError(f"feature_dtype {kept_as} with features of {dtype}: {kinds}")
     return int(shape[0]), int(shape[1]), kept_as or dtype
 
@@ -133,9 +136,8 @@ def check_graph(edge_index, indptr, indices, num_nodes) -> GivenEdges:
     return GivenEdges(num_nodes, count, indptr=indptr, indices=indices)
 
 
-def feature_rows(features, dtype, progress, largest):
-    """Yield chunks of feature rows as they are stored, in `dtype`, each checked for NaN and infinity; its largest
-    absolute value is appended to the list `largest`."""
+def checked_rows(features, progress):
+    """Yield (index of the first row, tensor) of chunks of feature rows, checked for what was announced, NaN and infinity."""
     width = features.shape[1]
     announced = row_dtype("features", features)
     for first, chunk in chunked("features", features, progress=progress):
@@ -144,11 +146,48 @@ def feature_rows(features, dtype, progress, largest):
             actual = f"features has rows of {list(chunk.shape[1:])} {chunk.dtype}"
             raise StoreError(f"{actual}, [{width}] {announced} was announced")
         check_finite("features", chunk, first)
-        kept = chunk.detach().to("cpu", getattr(torch, dtype))
+        yield first, chunk.detach().cpu()
+
+
+def feature_rows(features, dtype, scale, progress, largest):
+    """Yield chunks of feature rows as they are stored, in `dtype`, each checked, or their codes if there is a `scale`; its
+    largest absolute value is appended to the list `largest`."""
+    announced = row_dtype("features", features)
+    for first, chunk in checked_rows(features, progress):
+        kept = chunk if scale is not None else chunk.to(getattr(torch, dtype))
         if dtype != announced:
             refuse(kept.isinf(), "features", chunk, f"beyond the range of {dtype}", first)
         largest.append(largest_of(kept))
+        if scale is not None:
+            kept = encode(kept, scale).clamp_(-128, 127).to(torch.int8)
         yield as_numpy(kept)
+
+
+def feature_scale(features, dtype, folder, progress):
+    """Return (features, the scale of their codes) after a pass over the rows; `Rows`, which come once, are written to a
+    file without a name in a folder meanwhile. The scale is float32 [2, F], steps and offsets: a code of 8 bits stands for
+    code * step + offset; a step is 0 if all values are equal. It is None unless floats are kept as int8."""
+    if dtype != "int8" or row_dtype("features", features) == dtype:
+        return features, None
+    low = torch.full(features.shape[1:], torch.inf, dtype=torch.float64)
+    high = -low
+
+    def chunks():
+        for _, rows in checked_rows(features, progress):
+            torch.minimum(low, rows.amin(0), out=low)
+            torch.maximum(high, rows.amax(0), out=high)
+            yield rows.float().numpy()
+
+    if isinstance(features, Rows):
+        features = spool(folder, chunks(), np.float32, features.shape[1])
+    else:
+        for _ in chunks():
+            pass
+    steps = ((high - low) / 255).float()
+    offsets = (low + 128 * steps.double()).float()
+    far = (128 * steps + offsets.abs()).isinf()
+    refuse(far, "the largest of each column of features", high, "int8 needs a range within float32")
+    return features, torch.stack([steps, offsets])
 
 
 def check_splits(splits, labels):

@@ -9,7 +9,9 @@ This file needs disk/files.py, numpy and torch.
 """
 
 import math
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +22,8 @@ from disk.files import SPLITS, StoreError, free_host_bytes, progress_bar, readin
 
 VALID = ("val", "valid", "validation")  # names of the part called valid
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
-HALVES = ("bfloat16", "float16")  # dtypes that float features may be rounded to
+# dtypes that float features may be rounded to; int8 for codes, 256 evenly spaced values of each column
+KEPT_AS = ("bfloat16", "float16", "int8")
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
 
 
@@ -269,6 +272,23 @@ def check_answers(name, y, labels):
     if y.shape[1] > 1:
         why = "several labels per graph are each 0 or 1, or -1 or NaN for a missing one"
         refuse(~missing & ((y < -1) | (y > 1)), name, y, why)
+
+
+def encode(rows, scale) -> Tensor:
+    """Compute the codes of rows [n, F], whole numbers in float64; beyond the range of their column outside [-128, 127]."""
+    steps, offsets = scale.double()
+    # any difference from a column's only value is out of range
+    return ((rows.double() - offsets) / steps.clamp(min=1e-300)).round()
+
+
+def spool(folder, chunks, dtype, *row) -> np.memmap:
+    """Write chunks [r, *row] to a file without a name in a folder, to be read several times -> memmap [rows, *row]."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as out:
+        out.writelines(np.ascontiguousarray(chunk, dtype).reshape(-1).data for chunk in chunks)
+        shape = (out.tell() // (int(np.prod(row)) * np.dtype(dtype).itemsize), *row)
+        out.flush()
+        return np.memmap(out, dtype, "r", shape=shape) if shape[0] else np.empty(shape, dtype)
 
 
 def largest_of(rows) -> float:

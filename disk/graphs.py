@@ -50,6 +50,7 @@ class GraphBatch(NamedTuple):
     x: Tensor  # [N, F] node features
     e: Tensor  # [E, D] edge features, in the order of indices
     y: Tensor  # [G, T] targets or labels
+    edge_vector: Tensor = torch.empty(0, 0)  # [E, 3] from source to destination; [E, 0] without
 
     def to(self, device, non_blocking=False):
         """Copy the batch to a device."""
@@ -61,7 +62,7 @@ class GraphBatch(NamedTuple):
             tensor.record_stream(stream)
 
 
-def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y) -> GraphBatch:
+def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y, edge_vector=None) -> GraphBatch:
     """Batch graphs that are given as edge lists, the edges sorted by destination, then source; StoreError for shapes
     that do not fit or an edge that leaves its graph.
 
@@ -69,6 +70,7 @@ def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y) -> GraphBatch:
         num_nodes, num_edges: integers [G], sizes of the graphs, each with at least one node.
         edge_index: integers [2, E], row 0 the sources, graph after graph; node ids start at 0 in each graph.
         x: [N, F] node features, e: [E, D] edge features, graph after graph. y: [G, T] targets.
+        edge_vector: [E, 3] of each edge, from its source to its destination, for models that see angles.
     """
     num_nodes = integers("num_nodes", num_nodes, "G")
     num_edges = integers("num_edges", num_edges, "G")
@@ -76,6 +78,10 @@ def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y) -> GraphBatch:
     x = as_rows("x", x)
     e = as_rows("e", e)
     y = as_rows("y", y)
+    if edge_vector is None:
+        vectors = torch.empty(len(e), 0)
+    else:
+        vectors = shaped("edge_vector", as_rows("edge_vector", edge_vector), len(e), 3).float()
     total = int(num_nodes.sum())
     first = np.cumsum(num_nodes) - num_nodes
     _must_fit(
@@ -93,11 +99,12 @@ def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y) -> GraphBatch:
     order = np.argsort((dst + shift) * total + src, kind="stable")
     indptr = np.zeros(total + 1, np.int32)
     np.cumsum(np.bincount(dst + shift, minlength=total), out=indptr[1:])
-    return _of_arrays(num_nodes, indptr, (src + shift)[order], x, e[torch.from_numpy(order)], y)
+    rows = torch.from_numpy(order)
+    return _of_arrays(num_nodes, indptr, (src + shift)[order], x, e[rows], y, vectors[rows])
 
 
 def _of_arrays(nodes, indptr, indices, *rows) -> GraphBatch:
-    """Make a batch of numpy arrays and of the rows x, e and y. nodes: int64 [G], of each graph."""
+    """Make a batch of numpy arrays and of the rows x, e, y and edge_vector. nodes: int64 [G], of each graph."""
     graph_ids = np.repeat(np.arange(len(nodes)), nodes)
     arrays = indptr.astype(np.int32), indices.astype(np.int32), graph_ids
     return GraphBatch(*map(torch.from_numpy, arrays), *rows)
@@ -116,7 +123,8 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
 
     Args:
         path: directory to create; its parents are created as well.
-        batches: iterable of GraphBatch, read once; the first one fixes the widths and dtypes of x, e and y.
+        batches: iterable of GraphBatch, read once; the first one fixes the widths and dtypes of x, e and y, and whether
+            there is an edge_vector.
         labels: whether y holds labels: a class [G, 1], any whole number, or 0 and 1 for each of T labels; None: if its
             dtype is of integers. Otherwise y holds numbers, targets of a regression. NaN stands for a missing one, in
             labels -1 as well, unless all are -1 or 1, or others are below 0 too.
@@ -135,6 +143,8 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
         dtype = row_dtype(f"{name} rows", rows)
         shaped(f"{name} rows", rows, "n", "width")
         meta.update({f"{name}_dim": rows.shape[1], f"{name}_dtype": dtype})
+    if first.edge_vector.shape[1]:
+        meta["vector_dim"] = 3
     meta["labels"] = not first.y.is_floating_point() if labels is None else bool(labels)
     largest = 0.0
     values = set()  # labels
@@ -171,6 +181,7 @@ class GraphDataset:
     Attributes:
         split: dict of int64 graph ids for "train", "valid" and "test".
         node_dim, edge_dim, target_dim: F, D, T. node_dtype, edge_dtype, target_dtype: torch dtypes.
+        vector_dim: 3, or 0 without edge_vector.
         labels: whether y holds labels; False: targets; None in a store that does not say.
         classes: the different labels of graphs with one each, ints in ascending order; else None.
         path: the directory. meta: the contents of meta.json, and `class_dim`: how many classes, if more than two, else 0.
@@ -187,6 +198,8 @@ class GraphDataset:
         self._kinds = [(meta[f"{n}_dim"], getattr(torch, meta[f"{n}_dtype"])) for n in PARTS]
         for name, (width, dtype) in zip(PARTS, self._kinds):
             vars(self).update({f"{name}_dim": width, f"{name}_dtype": dtype})
+        self.vector_dim = meta.get("vector_dim", 0)
+        self._kinds.append((self.vector_dim, torch.float32))
         self.split = files.map_split(path, meta["files"]) if meta["files"] else {}
 
     @classmethod
@@ -252,10 +265,11 @@ class GraphDataset:
             self.batch(range(first, min(first + 1024, count)))
 
     def _values(self, batch):
-        """Serialise each graph of a batch as bytes, an LMDB value: header, then its own indptr, indices, x, e and y."""
+        """Serialise each graph of a batch as bytes, an LMDB value: header, then its own indptr, indices, x, e, y and
+        edge_vector."""
         if not len(batch.y):
             raise StoreError("a batch has no graphs (y is empty): at least one is needed")
-        for name, rows, (width, dtype) in zip(PARTS, batch[3:], self._kinds):
+        for name, rows, (width, dtype) in zip((*PARTS, "edge_vector"), batch[3:], self._kinds):
             if rows.shape[1:] != (width,) or rows.dtype != dtype:
                 actual = f"{list(rows.shape)} {rows.dtype}"
                 raise StoreError(f"{name} rows are {actual}, not {width} {dtype}")
@@ -268,10 +282,11 @@ class GraphDataset:
             refuse(unknown, "target rows", batch.y, f"the data set has {self.kind_of_labels()}")
         indptr, indices, graph_ids = (t.numpy().astype(np.int64) for t in batch[:3])
         nodes = np.bincount(graph_ids, minlength=len(batch.y))
+        vectors = [len(batch.edge_vector)] if self.vector_dim else []
         _must_fit(
             nodes_of_each=nodes,
             nodes=(len(indptr) - 1, len(graph_ids), len(batch.x)),
-            edges=(len(indices), int(indptr[-1]), len(batch.e)),
+            edges=(len(indices), int(indptr[-1]), len(batch.e), *vectors),
             graphs=(len(nodes), len(batch.y)),
         )
         last = np.cumsum(nodes)
@@ -335,8 +350,8 @@ class GraphDataset:
 
 
 def _field_rows(nodes, edges):
-    """Return the rows of each field of the values of graphs, after the header: indptr, indices, x, e and y."""
-    return [nodes + 1, edges, nodes, edges, np.ones_like(nodes)]
+    """Return the rows of each field of the values of graphs, after the header: indptr, indices, x, e, y and edge_vector."""
+    return [nodes + 1, edges, nodes, edges, np.ones_like(nodes), edges]
 
 
 def verify(path) -> list[str]:

@@ -318,8 +318,8 @@ def aligned(width, *rows):
 def destinations(code, near, out=None):
     """Compute the destination of each edge -> int32 [E]; a static block's are at hand once it has `Lists`."""
     indptr, indices, _ = near
-    if out is None and (lists := getattr(indices, "lists", None)):
-        return lists.dst
+    if out is None and is_static(near) and indices.lists:
+        return indices.lists.dst
     if out is None:
         out = torch.empty(indices.numel(), dtype=torch.int32, device=indices.device)
     code.run("destinations", near.S, indptr=indptr, S=near.S, dst=out)
@@ -345,13 +345,15 @@ class Lists:
         """Return the lists of a block, its own if it is static. dst: its `destinations`, if they are at hand. wanted: edges,
         shares."""
         indices = near.indices
-        if not hasattr(indices, "lists"):
+        if not is_static(near):
             return cls(code, near, num_src, dst, beta=beta, **wanted)
         if indices.lists is None:
             indices.lists = cls(code, near, num_src, beta=beta, edges=True, shares=True)
-        if beta is not None:
-            indices.lists.put_in_order(near, beta)
-        return indices.lists
+        lists = indices.lists
+        lists.weighted |= beta is not None
+        if lists.weighted:  # by another layer, perhaps
+            lists.put_in_order(near, beta)
+        return lists
 
     def __init__(self, code, near, num_src, dst=None, *, edges=False, shares=False, beta=None):
         self.code = code
@@ -379,7 +381,7 @@ class Lists:
             lists = start, size, beta, destination, self.edge, self.share
             self.code.compiled.list_by_source(*block, *lists)
             return
-        run = functools.partial(self.code.run, indices=indices, E=E, slot=self.slot)
+        run = functools.partial(self.code.run, **near.edges, S=near.S, slot=self.slot)
         run("list_sizes", E, size=size)
         torch.cumsum(self.sizes, 0, dtype=torch.int32, out=start)
         run("list_edges", E, start=start, list=self.unordered)
@@ -414,3 +416,9 @@ class Lists:
 def static(block):
     """Let a block of sampler.py at a fixed address, which is sampled into again and again, keep its `Lists`."""
     block.indices.lists = None
+    block.indices.offsets = block.indptr.data_ptr()
+
+
+def is_static(near):
+    """Return whether these are the edges of a `static` block: other offsets may be given for its indices."""
+    return getattr(near.indices, "offsets", None) == near.indptr.data_ptr()

@@ -40,14 +40,15 @@ KERNEL destinations(const ID *indptr, int S, int *dst) {
   THREAD(S);
   for (ID e = indptr[i]; e < indptr[i + 1]; e++) dst[e] = (int)i;
 }
-// Lists of edges by source. size [N] starts at zero; slot [E]: index of an edge in its source's list,
-// in any order.
-KERNEL list_sizes(const ID *indices, int E, int *size, int *slot) {
-  THREAD(E);
+// Lists of edges by source, without what is behind the last destination's. size [N] starts at zero; slot
+// [E]: index of an edge in its source's list, in any order.
+KERNEL list_sizes(const ID *indptr, const ID *indices, int S, int *size, int *slot) {
+  THREAD(indptr[S]);
   if (indices[i] >= 0) slot[i] = atomicAdd(&size[indices[i]], 1);
 }
-KERNEL list_edges(const ID *indices, int E, const int *start, const int *slot, int *list) {
-  THREAD(E);
+KERNEL list_edges(const ID *indptr, const ID *indices, int S, const int *start, const int *slot,
+                  int *list) {
+  THREAD(indptr[S]);
   if (indices[i] >= 0) list[start[indices[i]] + slot[i]] = (int)i;
 }
 // Bring each list into the order of the edges: their destinations, and as share of each edge beta

@@ -232,9 +232,11 @@ FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
     if (part->edge_dst) part->edge_dst[at + j] = (int)i;
   }
 }
-// Count the edges that nodes see at these times.
+// Count the edges that nodes see at these times; 0 for those below 0, which are padding.
 KERNEL degrees_at(batch_t b, i64 n, const ID *nodes, const i64 *times, i64 *degrees) {
   THREAD(n);
+  degrees[i] = 0;
+  if (nodes[i] < 0) return;
   row_t row = {b.law.indptr[nodes[i]], degree_of(&b, nodes[i]), 0, 0, 0};
   cut_by_time(&row, &b.law, times[i]);
   degrees[i] = row.degree;

@@ -40,7 +40,18 @@ import torch
 
 from disk.columns import COLUMNS
 from disk.files import StoreError, reading, write_whole
-from run.flags import FLAGS, SAVED, TASKS, Flags, declared, make_parser, parsed, spelled, text_of
+from run.flags import (
+    FLAGS,
+    SAVED,
+    TASKS,
+    Flags,
+    declared,
+    make_parser,
+    model_or_default,
+    parsed,
+    spelled,
+    text_of,
+)
 from run.own_model import is_own, load
 
 # widths that early checkpoints lack, and what they stand for
@@ -116,10 +127,13 @@ def names_of(store):
 
 def digests(store):
     """Return {file: SHA-256 or None} of the files of a store, and of the file of --edge-split."""
-    return {
+    files = {
         name: record.get("sha256", record.get("built"))
         for name, record in store.meta["files"].items()
     }
+    if (scale := store.meta.get("feature_scale")) is not None:
+        files["the scale of features"] = hashlib.sha256(repr(scale).encode()).hexdigest()
+    return files
 
 
 def load_model(path, model=None):
@@ -212,6 +226,8 @@ def parsed_flags(saved):
     parser = make_parser()
     parser.error = refuse
     flags = parsed(parser, words)
+    # early checkpoints of graphs name a layer, which was not used
+    flags = replace(flags, model=model_or_default(flags))
     return {name: getattr(flags, name) for name in SAVED}
 
 

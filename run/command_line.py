@@ -11,7 +11,17 @@ from pathlib import Path
 import torch
 
 from disk.files import check_name, plural
-from run.flags import FLAGS, SEEDS, TASKS, UNLIMITED, make_parser, parsed, spelled, text_of
+from run.flags import (
+    FLAGS,
+    SEEDS,
+    TASKS,
+    UNLIMITED,
+    make_parser,
+    model_or_default,
+    parsed,
+    spelled,
+    text_of,
+)
 from run.own_model import layer_of
 
 
@@ -30,10 +40,12 @@ def parse_args(argv, complete):
 def filled_in(flags):
     """Return the flags with the defaults that depend on other flags filled in."""
     task = TASKS[flags.task]
-    conv = layer_of(flags.model)
+    model = flags.model if "model" in flags.typed else model_or_default(flags)
+    conv = layer_of(model)
     fanout = flags.fanout or [10] * (flags.num_layers or 3)
     limited = flags.max_nodes or flags.max_edges
     values = {
+        "model": model,
         "fanout": fanout,
         "num_layers": flags.num_layers or len(fanout),
         "batch_size": flags.batch_size or (UNLIMITED if limited else SEEDS),

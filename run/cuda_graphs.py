@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from features import Batch
+from features import Batch, codes_of
 from model import SAGEConv
 from native import kernels, sampler_gpu
 from relational import NodeInputs
@@ -99,7 +99,7 @@ def hops_held(args, task, used):
     used: `EdgeData` of the task's store."""
     if hindrances(args, task, used):
         return 0
-    return len(args.fanout) - in_one_kernel(args, task, used, task.store.features.dtype)
+    return len(args.fanout) - in_one_kernel(args, task, used, codes_of(task.store.features).dtype)
 
 
 def obstacle(run):
@@ -397,7 +397,8 @@ class Slot(StaticBatch):
         if table.dtype == out.dtype:
             self.ring.gather(table, ids, out)
         else:
-            out.copy_(self.ring.gather(table, ids))
+            rows = self.ring.gather(table, ids)
+            out.copy_(self.ring.decode(rows) if table is self.ring.features else rows)
 
     def fetch(self, number, drawn, batch):
         """Sample and fetch a batch in its own shapes -> the Batch completed."""

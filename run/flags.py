@@ -27,7 +27,6 @@ from run.kinds import (
     COUNT_OR_0,
     EDGE_SPLIT,
     FANOUT,
-    MODEL,
     MODEL_ARGS,
     NUMBER,
     ON_OFF,
@@ -37,7 +36,9 @@ from run.kinds import (
     SIZE,
     SWITCH,
     TIME,
+    model_or,
     one_of,
+    parsed_by,
     text,
 )
 from run.own_model import conv_of, layer_of
@@ -56,6 +57,18 @@ TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
 def built_in_model(flags):
     if conv_of(flags.model) is None:
         return f"is for the built-in models; give {flags.model} what it needs by --model-args"
+
+
+def model_or_default(flags):
+    """Return the model, or the default of a task that has models of its own and not this one."""
+    models = TASKS[flags.task].models or [flags.model]
+    return flags.model if flags.model in models else [*models][0]
+
+
+def model_of_the_task(flags):
+    models = TASKS[flags.task].models
+    if (flags.model in GraphTask.models) != bool(models):
+        return f"is not for --task {flags.task}, which has {', '.join(models or CONVS)}"
 
 
 def used_width(flags):
@@ -261,9 +274,9 @@ class Flags:
     root: str = free(text("DIR"), "data", "folder for downloads and built stores")
     backend: str = free(one_of("mmap", "lmdb"), "mmap", "feature storage of a newly built store")
     feature_dtype: str | None = built(
-        one_of("bfloat16", "float16"),
+        one_of("bfloat16", "float16", "int8"),
         None,
-        "round float features of a newly built store to half the bytes",
+        "round float features of a newly built store to half the bytes; int8: to 256 values a column, a quarter",
     )
     split: int | None = of_data(
         COUNT_OR_0,
@@ -322,7 +335,14 @@ class Flags:
         COUNT, None, "--task graph: the same of edges; both may be given (default: off)"
     )
 
-    model: str = fixed(MODEL, [*CONVS][0], f"{', '.join(CONVS)} or FILE.py:NAME", group="model")
+    model: str = fixed(
+        parsed_by(model_or(GraphTask.models), "NAME"),
+        [*CONVS][0],
+        f"{', '.join(CONVS)} or FILE.py:NAME (default: {[*CONVS][0]}); --task graph: {' or '.join(GraphTask.models)}, which sees angles (default: {[*GraphTask.models][0]})",
+        group="model",
+        needs=[model_of_the_task],
+        default_is_off=False,
+    )
     model_args: list | None = fixed(
         MODEL_ARGS,
         None,

@@ -10,13 +10,19 @@ from run.own_model import words_of
 from tasks.edge_split import split_type
 
 
-def model_name(text):
-    """Check that text is a layer's name or FILE.py:NAME -> the text."""
-    file, _, name = text.rpartition(":")
-    if text in CONVS or file.endswith(".py") and name.isidentifier():
-        return text
-    names = ", ".join(CONVS)
-    raise argparse.ArgumentTypeError(f"{text!r}: choose one of {names}, or FILE.py:NAME")
+def model_or(others):
+    """Make an argparse type: a layer's name, FILE.py:NAME, or one of the other names, those of models of graphs."""
+
+    def parse(text):
+        file, _, name = text.rpartition(":")
+        if text in CONVS or text in others or file.endswith(".py") and name.isidentifier():
+            return text
+        names = ", ".join(CONVS)
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: choose one of {names}, or FILE.py:NAME; for graphs {' or '.join(others)}"
+        )
+
+    return parse
 
 
 def fanout(text):
@@ -81,7 +87,6 @@ TIME = parsed_by(positive(int, below=2**63), "N")
 RATE = parsed_by(positive(float), "RATE")
 NUMBER = parsed_by(positive(float, zero=True), "X")
 PROBABILITY = parsed_by(positive(float, zero=True, below=1), "P")
-MODEL = parsed_by(model_name, "NAME")
 MODEL_ARGS = parsed_by(words_of, "A=1,B=x")
 EDGE_SPLIT = parsed_by(split_type, "A/B/C")
 FANOUT = parsed_by(fanout, "15,10,5")

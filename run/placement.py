@@ -12,7 +12,7 @@ import torch
 
 from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
-from features import MODES, CachedFeatures, FeatureRing, expected_visits, place, share
+from features import MODES, CachedFeatures, FeatureRing, codes_of, expected_visits, place, share
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from run import cuda_graphs
@@ -260,6 +260,7 @@ def place_data(ranks, plan, task, used):
         device=ranks.device,
         gather=gather_rows,
         aggregate=self_and_mean if in_place else None,
+        scale=getattr(store.features, "scale", None),
     )
     return sampler, ring
 
@@ -269,7 +270,7 @@ def placed_arrays(ranks, plan, task, used):
     store = task.store
     pinned = plan.mode == "pinned-cuda"
     names = [n for n in ("weight", "time", "type", "features") if getattr(used, n) is not None]
-    arrays = [store.indptr, store.sampled_indices, store.labels, store.features]
+    arrays = [store.indptr, store.sampled_indices, store.labels, codes_of(store.features)]
     arrays += [getattr(used, name) for name in names]
     spare = 0
     try:
@@ -316,11 +317,12 @@ def cached(ranks, plan, task, used, features):
     """Put --cache in front of the features -> the cache, one per process, of the rows that batches use most often; or
     the features as they are. Over memory-mapped features on CPU the cache looks ahead and plans the page cache too."""
     store = task.store
+    stored = codes_of(store.features)
     budget = plan.cache
-    mapped = plan.mode == "cpu-cpu" and isinstance(store.features, MmapFeatures)
+    mapped = plan.mode == "cpu-cpu" and isinstance(stored, MmapFeatures)
     looks_ahead = mapped and lookahead.library() is not None
-    if looks_ahead and store.features.large and not budget:
-        budget = store.features.default_cache() // ranks.local_world
+    if looks_ahead and stored.large and not budget:
+        budget = stored.default_cache() // ranks.local_world
         ranks.say(
             f"memory  features stay on disk behind a cache of {readable_size(budget)}; --cache sets it"
         )
@@ -341,11 +343,11 @@ def cached(ranks, plan, task, used, features):
     visits = visits[: features.shape[0]]  # the other nodes have no features
     trim_memory(1)  # return freed heap pages before allocating the cache
     if mapped:
-        store.features.reserve(budget * ranks.local_world)
+        stored.reserve(budget * ranks.local_world)
     if not looks_ahead:
         return CachedFeatures(features, visits, budget, ranks.device)
     cache = lookahead.LookaheadCache(
-        store.features,
+        stored,
         budget,
         plan.lookahead,
         hot=visits,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from disk.columns import COLUMNS
 from disk.files import RANK_BYTES, StoreError, readable_size
-from features import MODES
+from features import MODES, codes_of
 
 CORES_A_BATCH = 4  # as native/sampler_cpu.py takes at most
 MOST_BATCHES = 4  # sampled at once by default: rows then arrive as fast as PCIe copies them
@@ -88,7 +88,7 @@ def placements(
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)
     id_bytes = store.indices.element_size()
-    row_bytes = F * store.features.dtype.itemsize
+    row_bytes = F * codes_of(store.features).dtype.itemsize
     nodes = [min(batch_size, V)]
     edges = []
     for k in fanout:
@@ -100,7 +100,7 @@ def placements(
     compute = sum(8 * n * ((1 + types) * a + 3 * b) + 32 * a * b for n, a, b in layers)
     compute += 16 * learned * hidden
     held = {m: 1 + batches_ahead(m, cores, sample_threads, prefetch)[1] for m in MODES}
-    batch = nodes[-1] * row_bytes + id_bytes * (2 * sum(nodes) + sum(edges))
+    batch = nodes[-1] * F * store.features.dtype.itemsize + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
     # rgcn and rgat: types and ids of the edges

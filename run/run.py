@@ -21,6 +21,7 @@ from run.edge_data import degrees_at
 from run.flags import TASKS
 from run.placement import check_memory, make_sampler, place_data, reading_all_edges, settle
 from sampler import mix
+from store import CodedFeatures
 from tasks.metrics import check_scores
 
 # up to this many edges, networks that cannot be evaluated layer by layer are evaluated full-batch
@@ -202,6 +203,8 @@ class Run:
                     options["types"] = options["types"].to(ranks.device)
                 if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
                     options["x"] = self.ring.features
+                    if self.ring.scale is not None:
+                        options["x"] = CodedFeatures(self.ring.features, self.ring.scale)
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
                 options["rank"] = ranks.local_rank
                 options["world"] = ranks.local_world

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 import store
 from disk import files, graphs
 from disk.columns import COLUMNS
-from disk.convert import HALVES
+from disk.convert import KEPT_AS
 from disk.files import SPLITS, StoreError
 from sources.prepare import build
 
@@ -50,7 +50,11 @@ def make_parser():
     )
     backends = list(store.BACKENDS)
     add("--backend", default="mmap", choices=backends, help="feature storage (default mmap)")
-    add("--feature-dtype", choices=HALVES, help="round float features to this type")
+    add(
+        "--feature-dtype",
+        choices=KEPT_AS,
+        help="round float features to this type (int8: to 256 values a column)",
+    )
     add("--symmetrize", action="store_true", help="add the reverse of every edge")
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
     add("--drop-duplicates", action="store_true", help="keep one of several equal edges")

@@ -13,8 +13,9 @@ import os
 import numpy as np
 
 from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
+from disk.convert import spool
 from disk.files import StoreError, plural
-from sources.tables import ID, MISSING, NUMBER, opened, short, spool, stacked
+from sources.tables import ID, MISSING, NUMBER, opened, short, stacked
 
 SLICE = 1 << 20  # edges renumbered at a time
 HEADER = "; a header is known by names such as id, source, destination and label"

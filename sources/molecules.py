@@ -26,13 +26,17 @@ def molecules(arrays):
     Args:
         arrays: `Arrays`: `node_offsets` and `bond_offsets` [G+1], `atom_feat` [N, F], `bond_feat` [B, D],
             `bond_index_local` [2, B] (each bond once, atoms numbered from 0 in each graph; the reverse is added),
-            `targets` [G] or [G, T], numbers, or `labels`: classes [G], or 0 and 1 [G, T]; see `build_graphs`.
+            `targets` [G] or [G, T], numbers, or `labels`: classes [G], or 0 and 1 [G, T]; see `build_graphs`. Optional:
+            `edge_vector` [B, 3] from the first to the second atom of each bond.
     """
     x = arrays.shaped("atom_feat", "N", "F")
     e = arrays.shaped("bond_feat", "B", "D")
     ends = arrays.integers("bond_index_local", 2, len(e))
     nodes = _offsets(arrays, "node_offsets", len(x), 1)
     bonds = _offsets(arrays, "bond_offsets", len(e), 0, len(nodes))
+    vectors = None
+    if arrays.find("edge_vector"):
+        vectors = arrays.shaped("edge_vector", len(e), 3)
     y = _answers(arrays, arrays.find("targets", "labels", needed=True), len(nodes) - 1)
 
     def batch(first):
@@ -40,6 +44,7 @@ def molecules(arrays):
         twice = np.repeat(np.arange(bonds[first], bonds[last]), 2)  # each bond, then its reverse
         edge_index = ends[:, twice]
         edge_index[:, 1::2] = edge_index[::-1, 1::2].copy()
+        signs = np.resize([1, -1], (len(twice), 1))
         return block_diagonal(
             num_nodes=np.diff(nodes[first : last + 1]),
             num_edges=2 * np.diff(bonds[first : last + 1]),
@@ -47,6 +52,7 @@ def molecules(arrays):
             x=x[nodes[first] : nodes[last]],
             e=e[twice],
             y=y[first:last],
+            edge_vector=None if vectors is None else signs * vectors[twice],
         )
 
     batches = map(batch, range(0, len(y), MOLECULES))
@@ -83,15 +89,16 @@ def crystals(arrays, radius):
         cells = range(first, min(first + CRYSTALS, len(y)))
         parts = [coords[offsets[i] : offsets[i + 1]] for i in cells]
         pairs = [periodic_neighbours(part, lattice[i], radius) for i, part in zip(cells, parts)]
-        edge_index, distance = (np.concatenate(part, -1) for part in zip(*pairs))
+        edge_index, vectors = (np.concatenate(part, -1) for part in zip(*pairs))
         x = numbers[offsets[first] : offsets[cells[-1] + 1], None]
         return block_diagonal(
             num_nodes=atoms[cells],
-            num_edges=[len(distance) for _, distance in pairs],
+            num_edges=[ends.shape[1] for ends, _ in pairs],
             edge_index=edge_index,
             x=x.astype(np.uint8),
-            e=distance[:, None].astype(np.float32),
+            e=np.linalg.norm(vectors, axis=0)[:, None].astype(np.float32),
             y=y[cells],
+            edge_vector=vectors.T,
         )
 
     batches = prefetch(batch, range(0, len(y), CRYSTALS), depth=4, threads=4)
@@ -105,8 +112,8 @@ def _heights(lattice) -> np.ndarray:
 
 def periodic_neighbours(coords, lattice, radius):
     """Find the pairs of atoms at most `radius` apart in a periodic crystal of fractional coordinates float64 [n, 3] and
-    lattice float64 [3, 3] -> (edge_index int64 [2, E], distance float64 [E]). A pair occurs once per image within the
-    radius; an atom is its own neighbour only by an image."""
+    lattice float64 [3, 3] -> (edge_index int64 [2, E], vectors float64 [3, E] from source to destination). A pair occurs
+    once per image within the radius; an atom is its own neighbour only by an image."""
     coords = coords - np.floor(coords)
     reach = radius / _heights(lattice)  # in cells
     images = [np.arange(-n, n + 1) for n in np.ceil(reach).astype(int)]
@@ -124,9 +131,10 @@ def periodic_neighbours(coords, lattice, radius):
         src, dst = (squared <= radius**2 + 1e-6).nonzero()
         pairs.append((src + a, dst))
     src, dst = (np.concatenate(ends) for ends in zip(*pairs))
-    distance = np.linalg.norm(sources[src] - place[dst], axis=1)  # the sum above lost digits
+    vectors = place[dst] - sources[src]
+    distance = np.linalg.norm(vectors, axis=1)  # the sum above lost digits
     keep = (distance <= radius) & ((atom[src] != dst) | images[image[src]].any(1))
-    return np.stack([atom[src[keep]], dst[keep]]), distance[keep]
+    return np.stack([atom[src[keep]], dst[keep]]), vectors[keep].T
 
 
 def _offsets(arrays, name, count, least, length="G+1") -> np.ndarray:

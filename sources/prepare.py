@@ -116,6 +116,7 @@ def _recipe(name, root, seed, options):
         # a changed file is another data set
         key = [files.sha256_of(file).hexdigest(), values, drawn, options["symmetrize"], RULES]
         key += ["drop_duplicates"] * options["drop_duplicates"]
+        key += ["vectors"] * bool(arrays.find("atom_offsets"))  # stores of before have none
         return Path(file).stem[:100], key, functools.partial(build, name, seed=drawn, **options)
     word, _, parameters = name.partition(":")
     names = {known.lower(): known for known in NAMES}

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from disk.convert import Rows, shaped
+from disk.convert import Rows, shaped, spool
 from disk.files import SPLITS, StoreError, progress_bar, reading, sync
-from sources.tables import Table, spool
+from sources.tables import Table
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
 # name: (archive, kind of split, C, drop duplicates after the reverse of every edge was added)

@@ -21,7 +21,6 @@ import io
 import lzma
 import re
 import shlex
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -552,16 +551,6 @@ def opened(file, ignore=()):
         stream = open(file, "rb")
     with stream:
         yield Table(stream, file, ignore)
-
-
-def spool(folder, chunks, dtype, *row) -> np.memmap:
-    """Write chunks [r, *row] to a file without a name in a folder, to be read several times -> memmap [rows, *row]."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as out:
-        out.writelines(np.ascontiguousarray(chunk, dtype).reshape(-1).data for chunk in chunks)
-        shape = (out.tell() // (int(np.prod(row)) * np.dtype(dtype).itemsize), *row)
-        out.flush()
-        return np.memmap(out, dtype, "r", shape=shape) if shape[0] else np.empty(shape, dtype)
 
 
 def stacked(columns, which, dtype) -> np.ndarray:

@@ -28,7 +28,7 @@ class Edges:
         self.sources = indices.contiguous()
         self.order = None
         falls = (indices[1:] < indices[:-1]).nonzero().squeeze(1) + 1
-        if falls.numel() and not torch.isin(falls, indptr).all():
+        if (self.indptr[torch.searchsorted(self.indptr, falls)] != falls).any():  # within a list
             keys = torch.repeat_interleave(indptr.diff()) * (indptr.numel() - 1) + indices
             self.order = keys.argsort(stable=True)
             self.sources = indices[self.order]

@@ -3,6 +3,7 @@
 targets = Regressor(...)(GraphDataset.open("molecules").batch(ids))     # one row for each graph
 
 python train.py --task graph --dataset molecules.npz
+python train.py --task graph --dataset crystals.npz --model alignn      # sees angles between bonds
 """
 
 import math
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from disk.convert import shaped
 from disk.files import StoreError, plural
 from disk.graphs import GraphBatch, GraphDataset
+from disk.reader import library
 from features import CudaCopies
 from loader import Limits
-from model import drawn_seed, drop_byte, dropout, layer_seed, summable
+from model import drawn_seed, drop_byte, dropout, edge_dst, layer_seed, summable
 from sources.splits import say_empty_parts
 from tasks.metrics import (
     binary_cross_entropy,
@@ -26,6 +29,8 @@ from tasks.metrics import (
     score,
 )
 from tasks.task import OF_LINKS, Task
+
+ANGLES = 40  # radial basis functions of the cosine of an angle, as in ALIGNN
 
 
 class EdgeGatedConv(nn.Module):
@@ -73,6 +78,49 @@ def embedding(dim, dtype, width):
     return nn.Sequential(nn.Linear(dim, width), nn.SiLU(), nn.Linear(width, width))
 
 
+def means(rows, groups, count):
+    """Average rows [n, W] by group, int [n] -> [count, W]; zero for a group without rows."""
+    rows = summable(rows)
+    sums = rows.new_zeros(count, rows.shape[1]).index_add_(0, groups, rows)
+    ones = torch.ones_like(groups)  # bincount waits for a GPU
+    sizes = ones.new_zeros(count).index_add_(0, groups, ones)
+    return sums / sizes.clamp(min=1).unsqueeze(1)
+
+
+def line_graph(indptr, indices, vectors):
+    """Pair the bonds of a batch that share an atom, u -> v and v -> w, except a bond and the way back over it.
+
+    Args:
+        indptr [N+1], indices [E]: as of a `GraphBatch`. vectors: float [E, 3], which tell bonds in a crystal apart that
+            join the same two atoms.
+
+    Returns:
+        first, second: int32 [L], positions of the two bonds among the E, in ascending order of the second.
+
+    Raises:
+        StoreError: for vectors of another shape, as of a batch without.
+    """
+    vectors = shaped("edge_vector", vectors, len(indices), 3).detach().float().contiguous()
+    indptr = indptr.int()
+    indices = indices.int()
+    counts = indptr.diff().index_select(0, indices)
+    most = int(counts.sum())
+    if indices.device.type == "cpu" and (native := library("line_graph")):
+        first = indices.new_empty(most)
+        second = indices.new_empty(most)
+        nodes = len(indptr) - 1
+        count = native.bond_pairs(indptr, indices, nodes, vectors, first, second)
+        return first[:count], second[:count]
+    second = torch.repeat_interleave(counts, output_size=most)
+    before = counts.cumsum(0) - counts
+    place = torch.arange(most, device=indices.device) - before[second]
+    first = indptr[indices[second]] + place
+    dst = edge_dst(indptr, indices)
+    apart = (vectors[first] + vectors[second]).square().sum(1)
+    back = (indices[first] == dst[second]) & (apart <= 1e-6 * vectors[first].square().sum(1))
+    return first[~back].int(), second[~back].int()
+
+
 class Regressor(nn.Module):
     """Edge-gated convolutions, mean pooling over the nodes of each graph, and a two-layer head.
 
@@ -80,6 +128,9 @@ class Regressor(nn.Module):
     dropout: in the head, between its two layers, with a mask as in `GNN`, in which each graph is a row.
     Buffers mean and std, float [T]: of the targets; the layers predict standardised ones.
     """
+
+    name = "edge-gated"
+    uses_vectors = False
 
     def __init__(
         self, node_dim, edge_dim, hidden, out_dim, *, node_dtype, edge_dtype, num_layers, dropout
@@ -105,19 +156,54 @@ class Regressor(nn.Module):
         x, e = (rows if rows.dtype == torch.uint8 else rows.float() for rows in (graph.x, graph.e))
         h = self.nodes(x)
         e = self.edges(e)
-        for layer in self.layers:
-            h, e = layer(graph.indices, dst, h, e)
-        pooled = h.new_zeros(len(graph.y), h.shape[1]).index_add_(0, graph.graph_ids, h)
-        # bincount waits for a GPU
-        ones = torch.ones_like(graph.graph_ids)
-        sizes = ones.new_zeros(len(pooled)).index_add_(0, graph.graph_ids, ones).clamp(min=1)
+        h = self.convolved(graph, dst, h, e)
         inner, activation, _, last = self.head
-        h = activation(inner(pooled / sizes.unsqueeze(1)))
+        h = activation(inner(means(h, graph.graph_ids, len(graph.y))))
         if self.training and self.drop:
             ids = torch.arange(len(h), device=h.device) if ids is None else ids
             seed = layer_seed(drawn_seed() if key is None else key, len(self.layers))
             h = dropout(h, ids, seed, self.drop)
         return last(h) * self.std + self.mean
+
+    def convolved(self, graph, dst, h, e):
+        """Run the layers on node features h [N, W] and features e [E, W] of edges into dst [E] -> [N, W]."""
+        for layer in self.layers:
+            h, e = layer(graph.indices, dst, h, e)
+        return h
+
+
+class ALIGNN(Regressor):
+    """The regressor that sees angles (Choudhary, DeCost, arXiv 2106.14829): each layer is an edge-gated convolution on the
+    line graph, whose nodes are the bonds and whose edges are pairs of them, then one on the graph. A pair's features
+    are a radial basis of the cosine of its angle, which stays the same if a graph is rotated.
+
+    Unlike ALIGNN's, pooling begins with the pairs: their mean is added to each bond, that of bonds to each atom. The
+    weights of an atom's messages sum to one, so pooling of atoms alone would give all crystals of one element, whose
+    messages are all alike, the same output."""
+
+    name = "alignn"
+    uses_vectors = True
+
+    def __init__(self, *dims, **options):
+        super().__init__(*dims, **options)
+        width = self.head[0].in_features
+        last = len(self.layers) - 1
+        self.angles = embedding(ANGLES, torch.float32, width)
+        self.lines = nn.ModuleList(EdgeGatedConv(width, i == last) for i in range(last + 1))
+        self.register_buffer("centres", torch.linspace(-1, 1, ANGLES), persistent=False)
+
+    def convolved(self, graph, dst, h, e):
+        first, second = line_graph(graph.indptr, graph.indices, graph.edge_vector)
+        ways = F.normalize(graph.edge_vector)
+        cosine = -(ways.index_select(0, first) * ways.index_select(0, second)).sum(1, keepdim=True)
+        a = self.angles((-((cosine - self.centres) * (ANGLES - 1) / 2).square()).exp())
+        for line, layer in zip(self.lines, self.layers):
+            e, a = line(first, second, e, a)
+            h, e = layer(graph.indices, dst, h, e)
+        return h + means(e + means(a, second, len(e)), dst, len(h))
+
+
+MODELS = {model.name: model for model in (Regressor, ALIGNN)}  # of --model, the default first
 
 
 def answers_and_sizes(graph):
@@ -137,11 +223,12 @@ class GraphTask(Task):
     name = "graph"
     examples = "graphs"
     placed = False
+    models = MODELS
     metrics = tuple(dict.fromkeys(("roc_auc", *metrics_with("of_logits"))))
     widths = "node_dim edge_dim target_dim class_dim node_dtype edge_dtype labels".split()
     unused = {
         "is for --task link, --task is graph": OF_LINKS,
-        "has no effect with --task graph: leave it out": "fanout model norm residual input_dropout "
+        "has no effect with --task graph: leave it out": "fanout norm residual input_dropout "
         "checkpoint_activations backend mode cache lookahead",
         "is not for --task graph": "sampler temporal window early_stop weights class_weights split predict runs",
     }
@@ -149,6 +236,11 @@ class GraphTask(Task):
     def __init__(self, args, path, say=print):
         self.store = graphs = GraphDataset.open(path)
         graphs.check_split()
+        if MODELS[args.model].uses_vectors and not graphs.vector_dim:
+            raise StoreError(
+                f"--model {args.model} takes edge_vector [E, 3], and {path} has none: build it with one, "
+                "from an .npz file with that array or of crystals"
+            )
         if not graphs.split["train"].numel():
             raise StoreError(f"{path} has no training graphs; build it with a split")
         self.labels = graphs.labels
@@ -230,7 +322,7 @@ class GraphTask(Task):
 
     @staticmethod
     def network(args, widths, custom=None):
-        return Regressor(
+        return MODELS[args.model](
             widths["node_dim"],
             widths["edge_dim"],
             args.hidden,
@@ -244,31 +336,32 @@ class GraphTask(Task):
     def attach(self, ranks, args, *_):
         """On a GPU, prepare to copy batches to it."""
         self.most = args.batch_size
+        self.pairs = MODELS[args.model].uses_vectors
         self.copies = CudaCopies(ranks.device, args.sample_threads) if ranks.gpus else None
 
     def obstacle(self):
         if self.limits is None or len(self.limits.most) < 2:
             return "only --max-nodes and --max-edges together make shapes static"
-        return None
+        return "nothing bounds the pairs of edges of the model" if self.pairs else None
 
     def blank(self):
         """Padding needs a node and a graph more than fit: its nodes are of the last graph, which has no answer."""
         nodes, edges = self.limits.most
         train = self.store.split["train"]
         graphs = min(self.most, self.limits.most_examples(train)) + 1
-        rows = nodes + 2, edges, nodes + 1, nodes + 1, edges, graphs, graphs
+        rows = nodes + 2, edges, nodes + 1, nodes + 1, edges, graphs, edges, graphs
         tensors = *self.read(train[:1]), train
         return [t.new_zeros(n, *t.shape[1:]) for t, n in zip(tensors, rows)]
 
     def pad(self, drawn, *tensors):
         graph = drawn.options["graph"]
-        _, indices, _, x, _, y, _ = tensors
+        _, indices, _, x, _, y, *_ = tensors
         nodes = len(x) - len(graph.x)
         edges = len(indices) - len(graph.indices)
         # spread evenly: sums into one row are taken one after the other
         ends = len(graph.indices) + torch.arange(1, nodes + 1) * edges // nodes
         sources = len(graph.x) + torch.arange(edges) % nodes
-        padding = ends, sources, len(y) - 1, 0, 0, -1 if self.labels else math.nan, 0
+        padding = ends, sources, len(y) - 1, 0, 0, -1 if self.labels else math.nan, 0, 0
         for tensor, rows, rest in zip(tensors, (*graph, drawn.nodes), padding):
             tensor[: len(rows)] = rows
             tensor[len(rows) :] = rest
@@ -349,4 +442,4 @@ class GraphTask(Task):
             f"{largest[0]:,} and {largest[1]:,} at most"
         )
         layers = f"{plural(args.num_layers, 'layer')}, hidden {args.hidden}"
-        yield f"model   edge-gated regressor, {layers}, {parameters}"
+        yield f"model   {args.model} regressor, {layers}, {parameters}"

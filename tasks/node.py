@@ -36,7 +36,7 @@ class NodeTask(Task):
     }
     classes_agree = True
     padded = True
-    class_weight = None  # [C], if --class-weights gives any
+    class_weight = None  # [C], of --class-weights
 
     def __init__(self, args, path, say=print):
         self.store = store = open_graph(args, path, say)

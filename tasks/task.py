@@ -24,7 +24,7 @@ class Task:
         name: value of --task. examples: plural noun for messages. title: noun for the final scores.
         metrics: choices of --metric, the default first. metric: the one of this run, one of `metrics` or None: it is
             saved in checkpoints.
-        unused: {reason: flags without effect in this task, separated by spaces}. temporal: meaning of --temporal auto.
+        models: names that --model takes; None: those of layers, and files. unused: {reason: flags without effect in this task, separated by spaces}. temporal: meaning of --temporal auto.
         weights: default of --weights if there is a validation part. prior: precision of a Gaussian prior of the
             weights; weight decay is prior / T for T training examples.
         widths: keys of the data's meta.json that the network is built from.
@@ -43,6 +43,7 @@ class Task:
     padded = False
     excludes = False
     several = None
+    models = None
     unused = {}
     temporal = "auto"
     weights = "last"

@@ -230,6 +230,9 @@ cora => error: cora is no flag; --help lists them
 --model net.py:Net --model-args widths=[3,4],hidden=3 => num_classes, widths=.3, 4., hidden=3.:
 --model net.py:Net --hidden 64 => --hidden 64 is for the built-in models
 --model GAT => 'GAT': choose one of sage, sage-pool, .*rgat, or FILE.py:
+--model alignn => --model alignn is not for --task node, which has sage, .*rgat
+--task graph --model gcn => --model gcn is not for --task graph, which has edge-gated, alignn
+--task graph --model net.py:Net => net.py:Net is not for --task graph, which has edge-gated, alignn
 --model sage --model-args hidden=3 => --model-args hidden=3 is for --model FILE.py:NAME
 """
 BAD_FLAGS = BAD_FLAGS.strip().splitlines() + [
@@ -713,6 +716,47 @@ def test_own_model_of_our_layers_is_evaluated_as_it_is_trained(conv, tiny, tmp_p
             assert logits.std(0).max() < 1e-6
     monkeypatch.setattr(type(run.model), "finish", lambda net, i, h: h)  # not finish(i, h, h_dst)
     assert not layerwise(run.model)
+
+
+def test_graph_task_learns_angles(tmp_path, capsys):
+    """Targets are those that only angles tell; a resumed run keeps its model, and checkpoints that name none work."""
+    random = np.random.default_rng(0)
+    cosine = random.uniform(-1, 1, 120)
+    straight = np.tile([1.0, 0, 0], (120, 1))
+    bent = np.stack([cosine, np.sqrt(1 - cosine**2), 0 * cosine], 1)
+    arrays = {
+        "node_offsets": np.arange(121) * 3,
+        "bond_offsets": np.arange(121) * 2,
+        "bond_index_local": np.tile([[0, 0], [1, 2]], 120),
+        "atom_feat": np.ones((360, 1), np.uint8),
+        "bond_feat": np.ones((240, 1), np.float32),
+        "targets": cosine,
+    }
+    vectors = np.stack([straight, bent], 1).reshape(-1, 3)
+    np.savez(tmp_path / "m.npz", **arrays, edge_vector=vectors)
+    np.savez(tmp_path / "flat.npz", **arrays)
+    words = "--task graph --gpus 0 --hidden 16 --num-layers 2 --batch-size 20 --dropout 0 --lr 0.01"
+    words += f" --root {tmp_path} --dataset {tmp_path}/m.npz"
+    log, one = _run_here(tmp_path, words, "--model alignn --epochs 12")
+    assert "model   alignn regressor, 2 layers" in capsys.readouterr().out
+    test = log[-1]["scores"]["test"]
+    assert test["rmse"] < 0.3 * test["rmse_of_the_mean"]
+    _run_here(tmp_path, words, "--model alignn --epochs 5")
+    _, half = _run_here(tmp_path, words, f"--epochs 12 --resume {tmp_path}/here.pt")
+    torch.testing.assert_close(one, half, rtol=0, atol=0)
+    assert _code(words, f"--resume {tmp_path}/here.pt --model edge-gated") == 2
+    assert "--model alignn" in capsys.readouterr().err
+    assert _code(words, f"--model alignn --dataset {tmp_path}/flat.npz") == 2
+    assert "--model alignn takes edge_vector [E, 3], and" in capsys.readouterr().err
+    log, one = _run_here(tmp_path, words, "--epochs 2")
+    test = log[-1]["scores"]["test"]
+    assert test["rmse"] > 0.9 * test["rmse_of_the_mean"]
+    _run_here(tmp_path, words, "--epochs 1")
+    state = torch.load(tmp_path / "here.pt")
+    state["flags"]["model"] = "sage"
+    torch.save(state, tmp_path / "here.pt")
+    _, half = _run_here(tmp_path, words, f"--epochs 2 --resume {tmp_path}/here.pt")
+    torch.testing.assert_close(one, half, rtol=0, atol=0)
 
 
 def test_graphs_of_a_pass_are_as_many_as_fit(tmp_path, capsys):

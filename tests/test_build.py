@@ -32,14 +32,14 @@ def test_periodic_neighbours_are_those_of_a_supercell():
     for radius in (0.5, 1.1, 2.7):
         lattice = np.eye(3) * 1.5 + random.uniform(-0.4, 0.4, (3, 3))
         coords = random.uniform(-2, 2, (5, 3))
-        edge_index, distance = molecules.periodic_neighbours(coords, lattice, radius)
-        found = collections.Counter(zip(*edge_index.tolist(), distance.round(6).tolist()))
+        edge_index, vectors = molecules.periodic_neighbours(coords, lattice, radius)
+        found = collections.Counter(zip(*edge_index.tolist(), *(-vectors).round(6).tolist()))
         inside, images = coords - np.floor(coords), np.mgrid[-6:7, -6:7, -6:7].reshape(3, -1).T
         apart = (inside[:, None, None] + images - inside[None, :, None]) @ lattice
-        apart = np.linalg.norm(apart, axis=3)  # of u's image from v, [5, 5, 13^3]
         apart[range(5), range(5), len(images) // 2] = np.inf  # itself
-        near = zip(*np.nonzero(apart <= radius), apart[apart <= radius].round(6).tolist())
-        assert found == collections.Counter((u, v, far) for u, v, _, far in near), radius
+        close = np.linalg.norm(apart, axis=3) <= radius  # u's image and v, [5, 5, 13^3]
+        near = zip(*np.nonzero(close), apart[close].round(6).tolist())
+        assert found == collections.Counter((u, v, *far) for u, v, _, far in near), radius
 
 
 def _prepared(file, folder):
@@ -59,7 +59,15 @@ def test_datasets_molecules(tmp_path):
         ends, kinds = made["bond_index_local"][:, a:b].tolist(), made["bond_feat"][a:b].tolist()
         bonds = [(u, v, *e) for u, v, e in zip(*ends, kinds)]
         assert sorted(found) == sorted(bonds + [(v, u, *e) for u, v, *e in bonds])
-        assert graph.y[0] == len(graph.x)
+        assert graph.y[0] == len(graph.x) and graph.edge_vector.shape == (2 * (b - a), 0)
+    places = np.random.default_rng(1).random((made["node_offsets"][-1], 3), np.float32)
+    first = np.repeat(made["node_offsets"][:-1], np.diff(made["bond_offsets"]))
+    u, v = made["bond_index_local"] + first
+    _molecules(tmp_path / "v.npz", edge_vector=places[v] - places[u])
+    graph = _prepared(tmp_path / "v.npz", tmp_path / "d").batch(range(40))
+    dst = torch.repeat_interleave(graph.indptr.diff())
+    expected = torch.from_numpy(places)[dst] - torch.from_numpy(places)[graph.indices]
+    assert torch.equal(graph.edge_vector, expected)
     split = {"train_idx": range(30), "val_idx": range(30, 33), "test_idx": range(33, 40)}
     _molecules(tmp_path / "s.npz", **split)
     split = _prepared(tmp_path / "s.npz", tmp_path / "d").split
@@ -117,6 +125,8 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
     cell = good.batch([0])  # within 4 angstrom: twelve neighbours and the six behind them
     assert cell.x.tolist() == [[29]] * 4 and cell.indptr.diff().tolist() == [18] * 4
     assert cell.e.flatten().int().bincount().tolist() == [0, 0, 48, 24]
+    assert torch.allclose(cell.edge_vector.norm(dim=1, keepdim=True), cell.e)
+    assert cell.edge_vector.sum(0).abs().max() < 1e-4  # each bond in both directions
     assert "not used: forces" in capsys.readouterr().out
     assert prepare(tmp_path / "good.npz", tmp_path, seed=7) == good.path
     assert _prepared(f"{tmp_path}/good.npz:radius=3", tmp_path).batch([0]).x.shape == (4, 1)
@@ -156,6 +166,8 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
         (r"bond_offsets has shape \[5\]: \[6\] is needed", {"bond_offsets": np.delete(bonds, 2)}),
         (r"bond_index_local has shape \[2, \d+\]: \[2, \d+\] is needed", {"bond_feat": few}),
         ("node 3|graph 3 is in split", {"train_idx": [3], "val_idx": [3]}),
+        (r"edge_vector rows\[0, 0\] is -?inf", {"edge_vector": np.full((len(few) + 1, 3), np.inf)}),
+        (r"bad.npz: edge_vector has shape \[2, \d+\]", {"edge_vector": ends}),
     ):
         np.savez(bad, **{name: a for name, a in (made | changes).items() if a is not None})
         _refuses(message, prepare, bad, tmp_path, progress=False)

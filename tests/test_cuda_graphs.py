@@ -168,6 +168,7 @@ def _step_graphs(
     if task is None:
         task = object.__new__(NodeTask)  # without a data set
         task.store = types.SimpleNamespace(split={"train": nodes}, num_classes=5)
+        task.class_weight = None
     given = {"used": EdgeData(), "sampler": draws, "ring": ring, "model": net}
     run = Run(ranks or ddp.Ranks(), args, task, **given)
     return (make or cuda_graphs.StepGraphs)(run, optimizer)
@@ -183,6 +184,8 @@ def _small_run(folder, net, labels, x, degree=6, weighted=False, **law):
         law["weights"] = torch.arange(len(indices)) % 3 / 2
     net.degrees = model.graph_degrees(indptr, indices)
     features = {}
+    if x.dtype == torch.int8:
+        features["scale"] = torch.linspace(0.01, 1, 2 * x.shape[1]).view(2, -1)
     if net.edge_dim:
         law["edge_ids"] = True
         features["edge_features"] = _EDGES[: len(indices), : net.edge_dim].bfloat16()
@@ -359,6 +362,7 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("sage", True, False, dict(input_dropout=0.3)),
         ("sage-pool", True, False, dict(norm="layer")),
         ("gcn", True, False, dict(dtype=torch.bfloat16)),
+        ("sage", True, False, dict(dtype=torch.int8)),
         ("gin", True, False, dict(norm="layer", residual=True)),
         ("gat", True, False, {}),
         ("gcn", True, False, dict(recompute=True)),
@@ -806,6 +810,17 @@ def test_a_cuda_graph_samples_with_the_priority_of_the_rings_stream(
     monkeypatch.setattr(cuda_graphs, "captured", captured)
     assert _step_graphs(draws, ring, net, _adam(net), torch.arange(40)).captured
     assert captured_on == [side, None, side, None]  # two slots: sampling, training
+
+
+def test_padding_has_no_degree_at_a_time(tmp_path):
+    """Nor is its place before the offsets read."""
+    offsets = torch.tensor([-9, 0, 2, 3])[1:]
+    times = torch.tensor([1, 5, 3])
+    s = NeighborSampler(offsets, torch.tensor([1, 0, 1]), [2], edge_times=times, backend="torch")
+    _, backend = _on_kernels(s, tmp_path)
+    degrees = backend.degrees(torch.tensor([0, -1, 1]), torch.tensor([2, 9, 9]))
+    assert degrees.tolist() == [1, 0, 1]
+    assert not backend.outcome.any()
 
 
 @pytest.mark.parametrize("conv, listed", [("sage", 2), ("gcn", 2), ("gat", 3)])

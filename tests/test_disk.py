@@ -18,13 +18,15 @@ import numpy as np
 import pytest
 import torch
 
+import store
 from disk import lmdb_rows
+from disk.convert import Rows
 from disk.files import StoreError, reading
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
 from disk.graphs import verify as verify_graphs
 from sources import cli
-from store import GraphStore, verify
-from tests.common import _end, _fork, _in_child, _store, _threads
+from store import GraphStore, build_store, verify
+from tests.common import _end, _fork, _graph, _in_child, _store, _threads
 from tests.stores import _graphs, _refuses, _small_disk, _sums
 
 
@@ -61,6 +63,54 @@ def test_store_put_rows(tmp_path, dtype):
     with pytest.raises(IndexError, match="node 200 is out of range"):
         features.put_rows(torch.tensor([200]), rows[:1])
     assert torch.equal(features.gather(torch.arange(200)), rows) and verify(path) == []
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_codes_are_the_nearest_of_256_values_of_their_column(tmp_path, backend, monkeypatch):
+    """Of rows in memory and of rows that come once, also larger than memory and pickled; `put_rows` keeps to the range."""
+    x = torch.randn(200, 5) * torch.tensor([1e-3, 1, 1e6, 0, 1]) + torch.tensor([0, 0, 1e6, 7, 0])
+    x[:, 4] = (x[:, 4] > 0).float()  # 0 is 0
+    graph = {**_graph(), "backend": backend, "feature_dtype": "int8", "block_rows": 7}
+    for name, dtype in (("a", torch.float32), ("b", torch.bfloat16), ("c", torch.float64)):
+        given = x.to(dtype)
+        if name == "b":
+            given = Rows((200, 5), dtype, iter(given.split(64)))
+        path = build_store(tmp_path / name, **{**graph, "features": given})
+        features = GraphStore.open(path).features
+        true = x.to(dtype).double()
+        step = (true.amax(0) - true.amin(0)) / 255
+        found = features[:].double()
+        assert features.dtype == torch.float32 and ((found - true).abs() <= 0.501 * step).all()
+        assert (
+            torch.equal(found[:, 3:].round(), true[:, 3:])
+            and (found[true[:, 4] == 0, 4] == 0).all()
+        )
+        assert verify(path) == [] and not list(path.glob("tmp*"))
+    assert "5 x int8, codes of float32" in store.info(path)
+    again = pickle.loads(pickle.dumps(features))
+    monkeypatch.setattr(store, "free_host_bytes", lambda: 900)
+    large = GraphStore.open(path).features
+    out, ids = torch.empty(3, 5), torch.tensor([5, 199, 5])
+    assert large.large and large.gather(ids, out=out) is out
+    for rows in (again.gather(ids), out):
+        assert torch.equal(rows.double(), found[ids])
+    if backend == "mmap":
+        return
+    features.put_rows(ids, x[:3])
+    assert (features[ids[1:]] - x[1:3]).abs().le(0.501 * step).all() and verify(path) == []
+    wide = x[:3].clone()
+    wide[1, 1] += 100
+    _refuses(
+        r"rows\[1, 1\] is 1?.*: its column was built for -.* to ", features.put_rows, ids, wide
+    )
+    other = x[:1] + torch.tensor([0, 0, 0, 0.01, 0])
+    _refuses(
+        r"rows\[0, 3\] is 7.01.*: its column was built for 7 to 7$",
+        features.put_rows,
+        ids[:1],
+        other,
+    )
+    _refuses("float64.* is needed", features.put_rows, ids, x[:3].double())
 
 
 def test_store_put_rows_does_not_hide_damage(tmp_path):
@@ -235,6 +285,27 @@ def test_store_graphs_round_trip(tmp_path):
     assert pickle.loads(pickled).split["train"].tolist() == [0, 1, 2]
     assert cli.main(["info", str(path)]) == cli.main(["verify", str(path)]) == 0
     _refuses("many small graphs: open it as GraphDataset", GraphStore.open, path)
+
+
+def test_store_graphs_with_vectors_of_edges(tmp_path):
+    plain = _graphs(9)
+    batch = plain._replace(edge_vector=torch.randn(len(plain.e), 3))
+    graphs = GraphDataset.open(build_graphs(tmp_path / "many", [batch, batch]))
+    assert graphs.vector_dim == 3 and verify_graphs(graphs.path) == []
+    assert all(map(torch.equal, graphs.batch(range(9, 18)), batch))
+    alone = torch.cat([graphs.batch([i]).edge_vector for i in range(9)])
+    assert torch.equal(alone, batch.edge_vector)
+    for words, vectors in (
+        (r"edge_vector rows are \[56, 0\] torch.float32, not 3 torch.float32", plain.edge_vector),
+        ("do not fit", batch.edge_vector[1:]),
+        (r"edge_vector rows\[0, 0\] is inf", batch.edge_vector + torch.inf),
+    ):
+        _refuses(words, graphs.append, batch._replace(edge_vector=vectors))
+    without = GraphDataset.open(build_graphs(tmp_path / "plain", [plain]))
+    _refuses("edge_vector rows are", without.append, batch)
+    rows = {name: np.ones((1, 1)) for name in "xey"}
+    said = r"edge_vector has shape \[1, 2\]: \[1, 3\] is needed"
+    _refuses(said, block_diagonal, [1], [1], [[0], [0]], **rows, edge_vector=[[0, 1]])
 
 
 def test_store_graphs_refuse_what_makes_no_graph(tmp_path):

@@ -384,6 +384,39 @@ def test_rows_activated_as_they_are_read_are_those_of_a_separate_pass(cuda_layer
     assert {"self_and_mean", "plain_self_and_mean"} < {*cuda_layers}
 
 
+def test_edges_behind_the_last_destination_are_in_no_list(cuda_layers, monkeypatch):
+    _use(layers_gpu, monkeypatch)
+    indptr, indices = _layer_block(np.random.default_rng(33), 40, 60, torch.int32)
+    h, weight = torch.randn(60, 8), torch.randn(40, 8)
+    for function in (model.mean_neighbours, model.max_neighbours):
+        results = []
+        for more in (0, 30):
+            block = indptr, torch.cat([indices, torch.arange(more).int()])
+            results.append(_with_grads(lambda x: function(*block, x), weight, h))  # noqa: B023
+        assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("last", ["weighted", "plain"])
+def test_layers_on_one_static_block_have_their_own_shares(cuda_layers, last, monkeypatch):
+    """Whichever asks for its lists first, which is the last layer."""
+    _use(layers_gpu, monkeypatch)
+    block = _layer_block(np.random.default_rng(33), 40, 60, torch.int32)
+    h, (alpha, beta), weight = torch.randn(60, 8), torch.rand(2, 40), torch.randn(40, 8)
+    weighted = lambda x: model.own_plus_mean(*block, x, alpha, beta)  # noqa: E731
+    plain = lambda x: model.self_and_mean(*block, x)[:, 8:]  # noqa: E731
+    sums = {
+        "weighted": lambda x: plain(x) + weighted(x),
+        "plain": lambda x: plain(x) + (weighted(x) + plain(x)),
+    }
+    expected = _with_grads(sums[last], weight, h)
+    kernels_gpu.static(types.SimpleNamespace(indptr=block[0], indices=block[1]))
+    for _ in range(2):
+        torch.testing.assert_close(_with_grads(sums[last], weight, h), expected)
+    places = torch.arange(len(block[1]) + 1).int()  # a row for each edge
+    rows = _with_grads(lambda x: model.mean_neighbours(places, block[1], x), h[block[1]], h)
+    torch.testing.assert_close(rows[1], torch.zeros_like(h).index_add_(0, block[1], h[block[1]]))
+
+
 def test_lanes_of_a_head_add_up_to_its_scores(cuda_layers, monkeypatch):
     """Of columns that each has, of those that only some have, and of more than a word of slopes has bits."""
     indptr, indices = _layer_block(np.random.default_rng(31), 12, 20, torch.int32)

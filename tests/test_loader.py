@@ -22,6 +22,7 @@ from disk import convert
 from features import FeatureRing, prefetch
 from inference import inference
 from model import SAGE
+from run.checkpoint import digests
 from run.run import open_run
 from sampler import NeighborSampler
 from store import GraphStore, build_store
@@ -493,3 +494,42 @@ def test_features_of_every_dtype_train_in_every_model_at_every_precision(dtype, 
             assert all(g is not None and g.isfinite().all() for g in gradients)
         assert torch.equal(*outputs) or precision == "bf16"
         torch.testing.assert_close(*outputs, rtol=0.05, atol=0.05)
+
+
+def _coded(tmp_path, graph, **options):
+    """Build a store with features in codes of 8 bits, and one of what these stand for -> (store, store)."""
+    path = build_store(tmp_path / "coded", **graph, feature_dtype="int8", **options)
+    coded = GraphStore.open(path)
+    rows = {"features": coded.features[:].numpy()}
+    return coded, GraphStore.open(build_store(tmp_path / "plain", **{**graph, **rows}))
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_features_in_codes_train_as_the_rows_that_they_stand_for(tmp_path, backend):
+    """With train.py, also behind a cache and in another order of columns, and from Python; in batches and exactly."""
+    graph = {**_graph(num_nodes=60, num_edges=400), "feature_names": [*"abcde"]}
+    stores = _coded(tmp_path, graph, backend=backend)
+    words = "--fanout 3,3 --hidden 8 --dropout 0 --gpus 0 --prefetch 0"
+    for conv in ("gcn", "sage"):
+        found = []
+        for store, cache in itertools.product(stores, ("", "--cache 200", "--cache 1MB")):
+            more = f"{words} --model {conv} {cache} --dataset {store.path}"
+            run = open_run(ddp.Ranks(), train.parse_args(more.split()), store.path)
+            (batch,) = run.loader(run.store.split["train"])
+            found.append((run.forward(batch), run.sampled(torch.arange(60)), run.exact()))
+        for other in found[1:]:
+            for a, b in zip(found[0], other):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    loaders = (loader.NodeLoader(s, s.split["train"], [3, 3], seed=1) for s in stores)
+    for batches in zip(*loaders, strict=True):
+        assert torch.equal(*(batch.x for batch in batches))
+    net = SAGE(5, 8, 4)
+    assert torch.equal(*(inference(net, s.indptr, s.indices, s.features) for s in stores))
+    graph["features"] = 2 * graph["features"]  # the same codes
+    double = GraphStore.open(build_store(tmp_path / "double", **graph, feature_dtype="int8"))
+    assert len({*digests(double).items()} ^ {*digests(stores[0]).items()}) == (
+        2 if backend == "mmap" else 4
+    )
+    for s in stores:
+        s.take_columns([*"edcba"])
+    assert torch.equal(*(s.features.gather(torch.arange(60)) for s in stores))

@@ -12,8 +12,9 @@ from disk.graphs import block_diagonal, build_graphs
 from run.flags import TASKS, make_parser, parsed
 from sources.prepare import build
 from store import GraphStore, build_store, verify
+from tasks import graph as graph_task
 from tasks import metrics
-from tasks.graph import GraphTask, Regressor
+from tasks.graph import ALIGNN, GraphTask, Regressor, line_graph
 from tests.common import _graph, _log, _run_here, _same_for_any_number_of_processes, _store, _train
 from tests.stores import _graphs, _refuses, _save_npz
 
@@ -124,12 +125,99 @@ def test_dropout_of_the_regressor_goes_by_key_and_graph():
     assert plain.shape == full.shape
 
 
+def _bent(cosines=(0.0, 0.5), seed=0):
+    """Return two molecules of three unit bonds at an atom, the angles with these cosines, the rest random."""
+    random = np.random.default_rng(seed)
+    vectors = []
+    for cosine in cosines:
+        way = [[1.0, 0, 0], [cosine, (1 - cosine**2) ** 0.5, 0], [0, 0, 1.0]]
+        vectors += [v for bond in way for v in (bond, np.negative(bond))]
+    ends = [[0, 1, 0, 2, 0, 3], [1, 0, 2, 0, 3, 0]]
+    x = random.integers(0, 9, (8, 2), np.uint8)
+    e = np.ones((12, 1), np.float32)
+    batch = block_diagonal(
+        [4, 4], [6, 6], np.tile(ends, 2), x=x, e=e, y=np.ones((2, 1)), edge_vector=vectors
+    )
+    return batch._replace(edge_vector=batch.edge_vector.double())
+
+
+def _alignn(num_layers=2):
+    torch.manual_seed(0)
+    kinds = {"node_dtype": torch.uint8, "edge_dtype": torch.float32}
+    return ALIGNN(2, 1, 8, 1, **kinds, num_layers=num_layers, dropout=0.0)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_line_graph_is_that_of_brute_force(compiled, monkeypatch):
+    """Also where bonds join the same atoms by several images, atoms to their own image, and bonds lack a way back."""
+    if not compiled:
+        monkeypatch.setattr(graph_task, "library", lambda name: None)
+    random = np.random.default_rng(0)
+    for n, count in ((1, 3), (5, 30), (9, 0), (9, 12)):
+        ends = random.integers(0, n, (2, count))
+        vectors = random.integers(-2, 3, (count, 3)) / 3.0
+        back = slice(count // 2)
+        ends = np.concatenate([ends, ends[::-1, back]], 1)
+        vectors = np.concatenate([vectors, -vectors[back] * (1 + 1e-6)])
+        M = len(vectors)
+        rows = {"x": np.ones((n, 1)), "e": np.ones((M, 1)), "y": np.ones((1, 1))}
+        graph = block_diagonal([n], [M], ends, edge_vector=vectors, **rows)
+        src = graph.indices.tolist()
+        dst = torch.repeat_interleave(graph.indptr.diff()).tolist()
+        r = graph.edge_vector
+        expected = [
+            (a, b)
+            for b in range(M)
+            for a in range(M)
+            if dst[a] == src[b]
+            and not (src[a] == dst[b] and torch.allclose(r[a], -r[b], atol=1e-5))
+        ]
+        first, second = line_graph(graph.indptr, graph.indices, r)
+        assert first.dtype == second.dtype == torch.int32
+        assert [*zip(first.tolist(), second.tolist())] == expected
+    without = _graphs(3)._replace(e=torch.ones(13, 1))
+    _refuses(r"edge_vector has shape \[13, 0\]: \[13, 3\] is", _alignn(), without)
+
+
+def test_gradients_of_alignn_by_finite_differences():
+    net = _alignn().double()
+    graph = _bent()
+    vectors = graph.edge_vector.requires_grad_()
+
+    net.edges.register_forward_pre_hook(lambda module, args: args[0].double())
+    names = ["angles.0.weight", "lines.0.nodes.weight", "lines.1.edges.bias", "layers.1.nodes.bias"]
+    parameters = [dict(net.named_parameters())[name] for name in names]
+    run = lambda vectors, *_: net(graph._replace(edge_vector=vectors))  # noqa: E731
+    assert torch.autograd.gradcheck(run, (vectors, *parameters), eps=1e-6, atol=1e-6)
+
+
+def test_alignn_sees_angles_and_no_rotation():
+    net, plain = (
+        _alignn(),
+        Regressor(
+            2, 1, 8, 1, node_dtype=torch.uint8, edge_dtype=torch.float32, num_layers=2, dropout=0.0
+        ),
+    )
+    graph = _bent()
+    turn, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))
+    turned = graph._replace(edge_vector=graph.edge_vector @ turn)
+    graph, turned = (g._replace(edge_vector=g.edge_vector.float()) for g in (graph, turned))
+    torch.testing.assert_close(net(turned), net(graph), rtol=1e-5, atol=1e-5)
+    bent = _bent((0.0, -0.5))
+    bent = bent._replace(edge_vector=bent.edge_vector.float())
+    change = (net(bent) - net(graph)).abs().flatten()
+    assert change[0] == 0 and change[1] > 1e-4 and torch.equal(plain(bent), plain(graph))
+    # of one element, and all bonds alike
+    same = [g._replace(x=torch.ones_like(g.x)) for g in (bent, graph)]
+    assert (net(same[0]) - net(same[1])).abs()[1] > 1e-4
+
+
 def test_float64_targets_keep_their_digits(tmp_path):
     """The rounding of a constant one to float32 is no error; others are scored as they are."""
     y = torch.tensor([[0.1, 1e8 + 1 + i] for i in range(7)], dtype=torch.float64)
     batch = _graphs(7)._replace(y=y)
     split = dict(zip(("train", "test"), (range(6), [6])))
-    flags = types.SimpleNamespace(metric=None, max_nodes=None, max_edges=None)
+    flags = types.SimpleNamespace(metric=None, model="edge-gated", max_nodes=None, max_edges=None)
     task = GraphTask(flags, build_graphs(tmp_path / "g", [batch], split=split))
     scale = types.SimpleNamespace(std=task.std[:1].float())
     assert not task.labels and task.loss(scale, task.mean[:1].float(), y[:, :1]) == 0
@@ -244,7 +332,7 @@ def test_missing_targets_of_graphs(tmp_path):
     """Mean, deviation and loss are of those present; a target that no training graph has is refused."""
     y = _graphs(7).y.double()
     y[1, 0], y[4], y[6, 1] = torch.nan, torch.nan, torch.nan
-    flags = types.SimpleNamespace(metric=None, max_nodes=None, max_edges=None)
+    flags = types.SimpleNamespace(metric=None, model="edge-gated", max_nodes=None, max_edges=None)
     split = {"train": range(5), "test": [5, 6]}
     said = []
     path = build_graphs(tmp_path / "g", [_graphs(7)._replace(y=y)], split=split)

@@ -289,6 +289,15 @@ def _bad_inputs():
         "came with 3 rows, 200 were announced": {"features": Rows([200, 5], np.float32, [x[:3]])},
         r"features\[0, 0\] is 100000.0: beyond the range of float16": far_off,
         "float16 with features of uint8: f": {**far_off, "features": x.astype(np.uint8)},
+        "int8 with features of int64: features of floats can be kept as .* int8": {
+            "features": x.astype(int),
+            "feature_dtype": "int8",
+        },
+        "column of features.1. is 4e.38: int8 needs a range": {
+            "features": np.array([0, 2e37, *[0.0] * 198]).repeat(5).reshape(200, 5)
+            * [0, 20, 0, 0, 1],
+            "feature_dtype": "int8",
+        },
         r"features holds objects of Python \(float\): give numbers as": {
             "features": x.astype(object)
         },
