@@ -1,4 +1,4 @@
-"""GraphSAGE, GCN, GATv2 and GIN over sampled blocks, GATv2 and GINE with edge features.
+"""GraphSAGE, GCN, GATv2 and GIN over sampled blocks, all but GIN with edge features too, GINE with them.
 
 Copy this file into your own code: it needs only torch. A block is anything with the fields of
 `sampler.Block`: S destinations, N sources, E edges.
@@ -252,8 +252,7 @@ class Near(NamedTuple):
 
     def edge_mean(self, dtype):
         """Average the features of each destination's edges -> [S, edge_dim] of a dtype; zero without edges."""
-        ids = torch.arange(len(self.edges), device=self.edges.device, dtype=self.indptr.dtype)
-        return mean_neighbours(self.indptr, ids, self.edges.to(dtype))
+        return edge_mean(self.indptr, self.edges.to(dtype))
 
     def edge_sum(self, of_edge):
         """Sum relu(message + of_edge(features of the edge)) over the neighbours -> [S, width]. of_edge: a `Linear`."""
@@ -322,6 +321,12 @@ class Near(NamedTuple):
         return total.to(target.dtype)
 
 
+def edge_mean(indptr, edges):
+    """Average features [E, d] of each destination's edges, [S, d]; zero without edges."""
+    ids = torch.arange(len(edges), device=edges.device, dtype=indptr.dtype)
+    return mean_neighbours(indptr, ids, edges)
+
+
 def _as_product(edges, of_edge):
     """Return features [n, d] and a matrix [d, D] whose product is of_edge(edges), for native/attention.py; None without it,
     or if the linear map is customised."""
@@ -351,7 +356,8 @@ class Conv(nn.Module):
     --model FILE.py:Layer. What it states about itself, here with the defaults:
     """
 
-    # it has no use for features of edges ("no"), it "can" use them (edge_dim is their width or 0), it "must" have them
+    # it has no use for features of edges ("no"), uses them if "asked" or wherever it "can" (edge_dim is their width or 0),
+    # or "must" have them
     edge_features = "no"
     uses_types = False  # it needs types of edges
     uses_degree = False  # it needs degrees in the whole graph
@@ -371,6 +377,11 @@ class Conv(nn.Module):
         cls.name = name or cls.__name__
         if name is not None:
             CONVS[name] = cls
+
+    @classmethod
+    def sees_edges(cls, asked=None):
+        """Whether it uses features of edges, where there are any. asked: by the user to (True) or not to (False)."""
+        return cls.edge_features in ("can", "must") if asked is None else asked
 
     def forward(self, block, h, degree=None, seed=None, edges=None):
         """h [N, F] of the block's sources, edges [E, edge_dim] -> [S, D] of its destinations."""
@@ -469,6 +480,7 @@ class MeanConv(Conv):
     customised.
     """
 
+    edge_features = "asked"
     one_product = True
 
     def __init_subclass__(cls, **options):
@@ -497,19 +509,31 @@ class MeanConv(Conv):
         else:
             alpha, beta, gamma = scales
             rows = own_plus_mean(block.indptr, block.indices, h, alpha, beta, gamma=gamma)
-        return linear(rows, *self.product())
+        if self.edge_dim:
+            check_edges(edges, len(block.indices), self.edge_dim)
+        return self.plus_edges(linear(rows, *self.product()), block.indptr, edges)
+
+    def plus_edges(self, out, indptr, edges):
+        """Add W_edge mean(e_uv) to rows out [S, D], if the layer has an edge_dim. Its input is narrow: beside the others',
+        in one product, it would have them copied."""
+        if not self.edge_dim:
+            return out
+        return out + self.edge_linear(edge_mean(indptr, edges.to(out.dtype)))
 
 
 class SAGEConv(MeanConv, name="sage"):
-    """GraphSAGE layer, mean aggregator (Hamilton, Ying, Leskovec, arXiv 1706.02216): W_self h_v + W_neigh mean(h_u)."""
+    """GraphSAGE layer, mean aggregator (Hamilton, Ying, Leskovec, arXiv 1706.02216): W_self h_v + W_neigh mean(h_u), with
+    features of edges + W_edge mean(e_uv)."""
 
     padded = True
 
-    def __init__(self, in_dim, out_dim):
+    def __init__(self, in_dim, out_dim, edge_dim=0):
         super().__init__()
         self.out_dim = out_dim
+        self.edge_dim = edge_dim
         self.self_linear = Linear(in_dim, out_dim)
         self.neigh_linear = Linear(in_dim, out_dim, bias=False)
+        self.edge_linear = Linear(edge_dim, out_dim, bias=False) if edge_dim else None
         # mean and W_neigh commute: send the narrower
         self.project_first = in_dim > out_dim
 
@@ -530,8 +554,10 @@ class SAGEConv(MeanConv, name="sage"):
 
     def combine(self, near):
         if self.project_first:
-            return self.self_linear(near.own) + near.mean()
-        return self.of_pair(near.self_and_mean())
+            out = self.self_linear(near.own) + near.mean()
+        else:
+            out = self.of_pair(near.self_and_mean())
+        return self.plus_edges(out, near.indptr, near.edges)
 
 
 class SAGEPoolConv(Conv, name="sage-pool"):
@@ -560,7 +586,8 @@ class GCNConv(MeanConv, name="gcn"):
     """Graph convolution (Kipf, Welling, arXiv 1609.02907): W sum(h_u / sqrt((d_u + 1) (d_v + 1))) + b, v among the u.
 
     The sum is the in-degree times the mean over the block's edges: in a uniformly sampled block an
-    unbiased estimate. With degree=None the layer is DGL's GraphConv(norm="both") on the block with self-loops.
+    unbiased estimate. With degree=None the layer is DGL's GraphConv(norm="both") on the block with self-loops. With
+    features of edges, W_edge mean(e_uv) over v's edges is added.
     """
 
     uses_degree = True
@@ -569,12 +596,14 @@ class GCNConv(MeanConv, name="gcn"):
     residual = "if classes disagree"
     padded = True
 
-    def __init__(self, in_dim, out_dim):
+    def __init__(self, in_dim, out_dim, edge_dim=0):
         super().__init__()
         self.out_dim = out_dim
+        self.edge_dim = edge_dim
         self.linear = Linear(in_dim, out_dim, bias=False)
         self.bias = nn.Parameter(torch.zeros(out_dim))
         nn.init.xavier_uniform_(self.linear.weight)
+        self.edge_linear = Linear(edge_dim, out_dim, bias=False) if edge_dim else None
         self.project_first = in_dim > out_dim
 
     def product(self):
@@ -597,9 +626,11 @@ class GCNConv(MeanConv, name="gcn"):
         scale = (in_degree + 1).rsqrt()
         total = near.own_plus_mean(scale, scale * in_degree)
         if not self.project_first and self.plain():
-            return linear(total, *self.product())
-        total = total if self.project_first else self.linear(total)
-        return total if self.bias is None else total + self.bias
+            out = linear(total, *self.product())
+        else:
+            out = total if self.project_first else self.linear(total)
+            out = out if self.bias is None else out + self.bias
+        return self.plus_edges(out, near.indptr, near.edges)
 
 
 class MLP(nn.Sequential):
@@ -806,7 +837,7 @@ class GNN(nn.Module):
             )
         if edge_dim and make.edge_features == "no" or not edge_dim and make.edge_features == "must":
             must = " and ".join(layers_where(edge_features="must"))
-            can = " and ".join([*layers_where(edge_features="can"), must])
+            can = ", ".join(name for name, of in CONVS.items() if of.edge_features != "no")
             needs = f"{can} take features of edges, and {must} needs them"
             raise ValueError(f"conv {make.name!r} with edge_dim {edge_dim}: {needs}")
         given = dict(heads=heads, dropout=dropout, norm=norm, num_types=num_types, bases=bases)
@@ -900,6 +931,8 @@ class GNN(nn.Module):
         if not fused or self.recompute or self.residuals or not is_gnn(self, ("step", "finish")):
             return False
         if not all(of.one_product and type(of).forward is MeanConv.forward for of in self.layers):
+            return False
+        if any(of.edge_dim for of in self.layers):
             return False
         parts = [*self.norms, *self.layers, *(f for layer in self.layers for f in layer.children())]
         return unchanged(*parts, kinds={nn.Identity, *map(type, self.layers)})

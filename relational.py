@@ -37,31 +37,37 @@ LOOPED = 16  # up to this many types: one matrix product per type
 
 class RGCNConv(Conv, name="rgcn"):
     """Relational graph convolution (Schlichtkrull et al., arXiv 1703.06103): W_0 h_v + b + sum_r W_r mean_r(h_u), the
-    mean over v's edges of type r.
+    mean over v's edges of type r. With features of edges h_u stands for h_u beside e_uv: W_r has rows for both.
 
     Args:
         in_dim, out_dim: F, D. num_types: R.
         bases: B: W_r = sum_b a_rb V_b, with B matrices V_b for all types; 0: one matrix per type.
+        edge_dim: width of the features of edges; 0: none.
     """
 
+    edge_features = "asked"
     uses_types = True
     padded = True
     takes = ("num_types", "bases")
 
     averages = True  # its `gathered` is the mean
 
-    def __init__(self, in_dim, out_dim, num_types, bases=0):
+    def __init__(self, in_dim, out_dim, num_types, bases=0, edge_dim=0):
         super().__init__()
         self.out_dim = out_dim
         self.num_types = num_types
+        self.edge_dim = edge_dim
         self.self_linear = Linear(in_dim, out_dim)
-        self.weight = nn.Parameter(torch.empty(bases or num_types, in_dim, out_dim))
+        width = in_dim + edge_dim
+        self.weight = nn.Parameter(torch.empty(bases or num_types, width, out_dim))
         self.coefficients = nn.Parameter(torch.empty(num_types, bases)) if bases else None
-        nn.init.uniform_(self.weight, -(in_dim**-0.5), in_dim**-0.5)
+        nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
         if bases:
             nn.init.xavier_uniform_(self.coefficients)
 
     def combine(self, near):
+        if self.edge_dim:
+            near = self.by_edge(near)
         out = self.self_linear(near.own)
         S = len(near.own)
         R = self.num_types
@@ -82,6 +88,14 @@ class RGCNConv(Conv, name="rgcn"):
             sums = self.sums_by_basis(means, group, S)
         weight = self.weight.flatten(0, 1)
         return out + sums.view(S, len(weight)) @ weight
+
+    def by_edge(self, near):
+        """Return `near` with a message for each edge: what came over it beside its features, [E, F + edge_dim]."""
+        # a copy: CUDA graphs keep lists of edges by destination with a block's own tensor
+        ids, rows = rows_of_edges(near._replace(indices=near.indices.clone()))
+        edges = near.edges.to(rows.dtype).where(ids.unsqueeze(1) >= 0, 0)  # padding may be nan
+        rows = torch.cat([rows, edges], 1)
+        return near._replace(indices=ids, sent=rows)
 
     def sums_by_basis(self, means, group, S):
         """Add up means [G, F] of groups [G] with the coefficients of their types -> [S, B, F]."""
@@ -186,28 +200,36 @@ class RGATConv(RGCNConv, name="rgat"):
     """Relational graph attention (Busbridge et al., arXiv 1904.05811), additive, within each type, one head: R-GCN with
     the mean over v's edges of type r weighted by softmax(leaky_relu(q_r . h_v + k_r . h_u)).
 
-    The paper's q and k multiply W_r h: here W_r is part of q_r and k_r.
+    The paper's q and k multiply W_r h: here W_r is part of q_r and k_r. With features of edges h_u stands for h_u beside
+    e_uv here too.
     """
 
     averages = False
 
-    def __init__(self, in_dim, out_dim, num_types, bases=0):
-        super().__init__(in_dim, out_dim, num_types, bases)
+    def __init__(self, in_dim, out_dim, num_types, bases=0, edge_dim=0):
+        super().__init__(in_dim, out_dim, num_types, bases, edge_dim)
         self.query = nn.Parameter(torch.empty(num_types, in_dim))
-        self.key = nn.Parameter(torch.empty(num_types, in_dim))
+        self.key = nn.Parameter(torch.empty(num_types, in_dim + edge_dim))
         nn.init.xavier_uniform_(self.query)
         nn.init.xavier_uniform_(self.key)
 
     def message(self, h, degree=None):
-        """Return the row and beside it k_r . h for each type r."""
-        return torch.cat([h, F.linear(h, self.key)], 1)
+        """Return the row and beside it k_r . h for each type r; with features of edges the row alone, see `by_edge`."""
+        return h if self.edge_dim else self.with_keys(h)
+
+    def with_keys(self, rows):
+        return torch.cat([rows, F.linear(rows, self.key)], 1)
+
+    def by_edge(self, near):
+        near = super().by_edge(near)
+        return near._replace(sent=self.with_keys(near.sent))
 
     def means_of_groups(self, near, group, offsets, indices):
         """See `RGCNConv`; by attention: sum(w h) / sum(w) for w = exp(score)."""
         R = self.num_types
-        ids = torch.arange(len(indices) + 1, device=indices.device, dtype=indices.dtype)
-        sent = summable(mean_neighbours(ids, indices, near.sent))  # a row for each edge
-        rows, keys = sent.split([near.own.shape[1], R], 1)
+        ids, sent = rows_of_edges(near._replace(indices=indices))
+        sent = summable(sent)
+        rows, keys = sent.split([sent.shape[1] - R, R], 1)
         queries = F.pad(summable(F.linear(near.own, self.query)).flatten(), (0, 1))
         scores = queries[group] + keys.gather(1, (group % R).unsqueeze(1)).squeeze(1)
         scores = F.leaky_relu(scores, 0.2)
@@ -216,13 +238,14 @@ class RGATConv(RGCNConv, name="rgat"):
         weights = (scores - top[group]).exp().unsqueeze(1)
         # kernels read four columns at once
         rows = torch.cat([rows * weights, weights.expand(-1, 4)], 1)
-        total = mean_neighbours(offsets, ids[:-1].where(indices >= 0, -1), rows)
+        total = mean_neighbours(offsets, ids, rows)
         # the largest weight of a group is 1
         return (total[:, :-4] / total[:, -1:].clamp(min=1e-20)).to(near.sent.dtype)
 
     def gathered(self, near, group, counts, indices):
         """Average the messages of each group, whose `counts` [G] rows are `indices`, by attention -> [G, F]."""
-        rows, keys = summable(near.sent).split([near.own.shape[1], self.num_types], 1)
+        width = near.sent.shape[1] - self.num_types
+        rows, keys = summable(near.sent).split([width, self.num_types], 1)
         groups = torch.repeat_interleave(counts, output_size=len(indices))
         scores = summable(F.linear(near.own, self.query)).flatten()[group][groups]
         scores = scores + keys[indices.long(), (group % self.num_types)[groups]]
@@ -237,6 +260,14 @@ class RGATConv(RGCNConv, name="rgat"):
             include_last_offset=True,
         )
         return bag.to(near.sent.dtype)
+
+
+def rows_of_edges(near):
+    """Return the positions [E] of edges, -1 for padding, and the message that comes over each of them [E, width]."""
+    indices = near.indices
+    ids = torch.arange(len(indices) + 1, device=indices.device, dtype=indices.dtype)
+    rows = mean_neighbours(ids, indices, near.sent)
+    return ids[:-1].where(indices >= 0, -1), rows
 
 
 def _offsets(counts, indices):
@@ -323,7 +354,8 @@ class NodeInputs(nn.Module):
         if self.padded or between or not is_gnn(net, ("embed", "step", "finish")):
             return False
         parts = self, *self.linears, layer, *layer.children()
-        return unchanged(*parts, kinds={RGCNConv, NodeInputs}) and layer.num_types <= LOOPED
+        plain = unchanged(*parts, kinds={RGCNConv, NodeInputs}) and not layer.edge_dim
+        return plain and layer.num_types <= LOOPED
 
     def step(self, net, i, block, x, *, seed=None, edges=None):
         """`GNN.embed` and `GNN.step` of the first layer in one, if it can be `RGCNConv.after_inputs`."""

@@ -174,7 +174,9 @@ def step_costs(args, store, dtype):
     """Record the cost of a step with features and activations of this dtype -> Costs."""
     costs = Costs()
     settings = {**vars(args), "total_batch": args.batch_size}
-    settings = types.SimpleNamespace(**settings, input_dropout=0, mode="cuda-cuda")
+    settings = types.SimpleNamespace(
+        **settings, input_dropout=0, edge_features=None, mode="cuda-cuda"
+    )
     task = types.SimpleNamespace(store=store, draw=None, seeds_per_example=lambda args: 1)
     bf16 = dtype == torch.bfloat16
     sampler = NeighborSampler(store.indptr, store.indices, args.fanout, check=False)

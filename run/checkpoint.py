@@ -52,6 +52,7 @@ from run.flags import (
     spelled,
     text_of,
 )
+from run.kinds import ON_OFF
 from run.own_model import is_own, load
 
 # widths that early checkpoints lack, and what they stand for
@@ -217,7 +218,7 @@ def parsed_flags(saved):
     for name in SAVED:
         flag = FLAGS[name]
         value = saved.get(name, flag.older(saved) if flag.older else flag.default)
-        if value is not None and (value is not False or name == "residual"):
+        if value is not None and (value is not False or flag.kind is ON_OFF):
             words.append(spelled(name, value, "="))
 
     def refuse(message):

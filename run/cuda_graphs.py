@@ -55,7 +55,8 @@ def averages_in_place(args, store, *dtypes):
     """Return whether the first layer gets neighbour means computed straight from features of these dtypes, not rows.
     That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less."""
     floats = {*dtypes} <= {torch.float32, torch.bfloat16}
-    plain = conv_of(args.model) is SAGEConv and not args.input_dropout and not store.node_types
+    plain = conv_of(args.model) is SAGEConv and not store.node_types
+    plain = plain and not args.edge_features and not args.input_dropout
     return plain and floats and args.mode != "pinned-cuda"
 
 

@@ -74,11 +74,16 @@ def features_used(args, store):
         why = "it does not ask for them"
         instead = "give that argument a default"
     else:
-        takes = conv.edge_features != "no"
-        must = conv.edge_features == "must"
+        takes = conv.sees_edges(args.edge_features)
+        must = args.edge_features or conv.edge_features == "must"
         able = layers_where(edge_features="can") + layers_where(edge_features="must")
-        why = f"{' and '.join(able)} take them"
+        asked = ", ".join(layers_where(edge_features="asked"))
+        why = {"can": "--no-edge-features", "asked": "--edge-features makes it take them"}.get(
+            conv.edge_features, f"{' and '.join(able)} take them, {asked} with --edge-features"
+        )
         instead = f"{', '.join(plain_layers())} do without"
+        if conv.edge_features != "must":
+            instead = "leave out --edge-features"
     if store.edge_features is None:
         if must:
             raise StoreError(

@@ -95,6 +95,13 @@ def layer_with(option):
     return needs
 
 
+def layer_with_or_without_edges(flags):
+    unable = "no" if flags.edge_features else "must"
+    if layer_of(flags.model).edge_features == unable:
+        able = [name for name, conv in CONVS.items() if conv.edge_features != unable]
+        return f"is for --model {', '.join(able)}, --model is {flags.model}"
+
+
 def edge_times(flags):
     if flags.temporal == "off":
         return "is of times, --temporal is off"
@@ -379,6 +386,12 @@ class Flags:
         None,
         f"add each layer's input to its output (default: {', '.join(layers_where(residual='yes'))}; {', '.join(layers_where(residual='if classes disagree'))} if neighbours' classes hardly agree)",
         needs=[built_in_model],
+    )
+    edge_features: bool | None = fixed(
+        ON_OFF,
+        None,
+        f"layers see the features of edges (default: {', '.join(layers_where(edge_features='can') + layers_where(edge_features='must'))} if there are any)",
+        needs=[built_in_model, layer_with_or_without_edges],
     )
     dropout: float = fixed(
         PROBABILITY,

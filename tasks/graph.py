@@ -228,7 +228,7 @@ class GraphTask(Task):
     widths = "node_dim edge_dim target_dim class_dim node_dtype edge_dtype labels".split()
     unused = {
         "is for --task link, --task is graph": OF_LINKS,
-        "has no effect with --task graph: leave it out": "fanout norm residual input_dropout "
+        "has no effect with --task graph: leave it out": "fanout norm residual edge_features input_dropout "
         "checkpoint_activations backend mode cache lookahead",
         "is not for --task graph": "sampler temporal window early_stop weights class_weights split predict runs",
     }

@@ -74,7 +74,7 @@ class Task:
             return cls.widths
         conv = CONVS.get(args.model, Conv)
         unseen = set()
-        if conv.edge_features == "no":
+        if not conv.sees_edges(args.edge_features):
             unseen.add("edge_dim")
         if not conv.uses_types:
             unseen.add("num_edge_types")
@@ -224,7 +224,7 @@ def gnn(args, widths, out_dim):
         out_dim=out_dim,
         conv=conv,
         recompute=args.checkpoint_activations,
-        edge_dim=0 if conv.edge_features == "no" else widths["edge_dim"],
+        edge_dim=widths["edge_dim"] if conv.sees_edges(args.edge_features) else 0,
         inputs=inputs,
         **options,
     )

@@ -142,7 +142,7 @@ def _sampling_on_gpu(s, folder):
 
 def _graph_ring(net, x, labels, slots, **options):
     """Build the ring as train.py does: GraphSAGE averages the first hop in place, unless features have dropout."""
-    in_place = isinstance(net.layers[0], model.SAGEConv) and not net.input_dropout
+    in_place = isinstance(net.layers[0], model.SAGEConv) and not (net.input_dropout or net.edge_dim)
     options |= dict(aggregate=model.self_and_mean if in_place else None, gather=model.gather_rows)
     return FeatureRing(x, labels, slots=slots, dtype=torch.float32, **options)
 
@@ -167,6 +167,7 @@ def _step_graphs(
     args.total_batch = args.batch_size * args.accumulate
     if task is None:
         task = object.__new__(NodeTask)  # without a data set
+        task.class_weight = None
         task.store = types.SimpleNamespace(split={"train": nodes}, num_classes=5)
         task.class_weight = None
     given = {"used": EdgeData(), "sampler": draws, "ring": ring, "model": net}
@@ -223,6 +224,7 @@ def _no_more_than_the_smallest(sampler, task, args, first_hop, which=0):
         ("rgcn", 2, 300, 1800, 12, 53),
         ("rgcn", 0, 3000, 6000, 100, 101),
         ("rgat", 0, 300, 1800, 12, 53),
+        ("rgcn with edges", 0, 300, 1800, 12, 53),
         ("gin", 0, 300, 1800, 12, 53),
     ],
 )
@@ -237,11 +239,19 @@ def test_a_step_of_a_typed_graph_is_a_cuda_graph(
     inputs = NodeInputs([(len(x), 7), (V // 3, 0)], 16)
     of_edges = dict(edge_type=kinds) if conv[0] == "r" else {}
     typed = dict(num_types=3, bases=bases) if of_edges else {}
-    net = model.GNN(7, 16, 5, conv=conv, num_layers=3, dropout=0.5, inputs=inputs, **typed)
+    features = {}
+    if "edges" in conv:
+        features["edge_features"] = _EDGES[:M]
+        of_edges["edge_ids"] = True
+        typed["edge_dim"] = 3
+    net = model.GNN(
+        7, 16, 5, conv=conv.split()[0], num_layers=3, dropout=0.5, inputs=inputs, **typed
+    )
     net.degrees = model.graph_degrees(indptr, indices)
     plain = copy.deepcopy(net)
     s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", **of_edges)
-    draws, ring = _sampling_on_gpu(s, tmp_path), _graph_ring(net, x, labels, slots=2)
+    draws = _sampling_on_gpu(s, tmp_path)
+    ring = _graph_ring(net, x, labels, slots=2, **features)
     make = lambda net: adam.Adam(net.parameters(), lr=0.01, eps=2**-10, fused=True)  # noqa: E731
     graphs = _step_graphs(draws, ring, net, make(net), nodes, batch_size=size)
     options = dict(batch_size=size, seed=5, depth=1, load_batch=graphs.load_batch)
@@ -254,7 +264,7 @@ def test_a_step_of_a_typed_graph_is_a_cuda_graph(
             graphs.step(batch, Clock(False))
             blocks = draws.sample(batch.seeds, batch.global_step)
             eager, key = ring.fetch(1, blocks), sampler.mix(sampler.mix(5) ^ batch.global_step)
-            logits = plain(blocks, eager.x, key=key)
+            logits = plain(blocks, eager.x, key=key, edges=eager.edges or None)
             loss = F.cross_entropy(logits, labels[batch.seeds], reduction="sum")
             (loss / batch.total).backward()
             optimizer.step()
@@ -370,6 +380,8 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("gin", True, False, dict(several=True, norm="layer", residual=True)),
         ("gine", True, False, dict(edge_dim=3, norm="layer")),
         ("gat", True, False, dict(edge_dim=3)),
+        ("sage", True, False, dict(edge_dim=3)),
+        ("gcn", True, False, dict(edge_dim=3)),
     ],
 )
 def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
@@ -1046,7 +1058,9 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
     run = types.SimpleNamespace(**run, ranks=ddp.Ranks())
     assert cuda_graphs.obstacle(run) == "there is no GPU"
     sage = types.SimpleNamespace(model="sage", input_dropout=0.0, mode="cuda-cuda")
-    assert cuda_graphs.averages_in_place(sage, data, torch.float32)
+    for asked, averages in ((True, False), (None, True)):
+        sage.edge_features = asked
+        assert cuda_graphs.averages_in_place(sage, data, torch.float32) == averages
     sage.mode = "pinned-cuda"  # a row a node, over PCIe
     assert not cuda_graphs.averages_in_place(sage, data, torch.float32)
 

@@ -49,14 +49,15 @@ def pointed(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["gat", "gine", "gin"])
+@pytest.mark.parametrize("name", ["gat", "gine", "gin", "sage"])
 def test_train_learns_from_the_features_of_edges(name, pointed, tmp_path):
     """Also resumes, predicts, and prints how it uses them."""
-    sees, log = name != "gin", tmp_path / "log"
+    sees, log = name.startswith("g") and name != "gin", tmp_path / "log"
     words = f"--dataset {pointed} --gpus 0 --model {name} --fanout 6 --hidden 16 --dropout 0"
     words += f" --lr 0.02 --norm none --batch-size 100 --epochs {60 if sees else 20} --log {log}"
     first = _train(words, f"--checkpoint {tmp_path}/c.pt")
-    blind = "not used by --model gin: gat and gine take them"
+    why = "gat and gine take them" if name == "gin" else "--edge-features makes it take them"
+    blind = f"not used by --model {name}: {why}"
     said = "the model sees the features of edges, 2 x float64" if sees else blind
     assert first.count("edges   ") == 1 and said in first
     accuracy = _log(log)[-1]["exact"]["test"]
@@ -70,6 +71,39 @@ def test_train_learns_from_the_features_of_edges(name, pointed, tmp_path):
     words = f"--resume {tmp_path}/c.pt --predict {tmp_path}/q.npy --gpus 0 --dataset"
     other = _train(words, build_store(tmp_path / "wide", **wide), code=2 * sees)
     assert ("trained on a graph with edge_dim 2, " in other) == sees
+
+
+@pytest.mark.parametrize("name", ["sage", "gcn", "rgcn", "rgat"])
+def test_features_of_edges_are_a_term_of_layers_that_are_asked(name, tmp_path, capsys):
+    """The class is the sign of the mean of a node's edge features. Also resumes and predicts."""
+    rng = np.random.default_rng(0)
+    arrays = _graph(600, 4800)
+    values = rng.standard_normal((4800, 2)).astype(np.float32)
+    sums = np.zeros(600)
+    np.add.at(sums, arrays["edge_index"][1], values[:, 0])
+    split = {"train": np.arange(400), "test": np.arange(400, 600)}
+    arrays |= {"labels": (sums > 0).astype(int), "num_classes": 2, "split": split}
+    arrays["edge_type"] = rng.integers(0, 2, 4800)
+    blind = build_store(tmp_path / "blind", **arrays)
+    path = build_store(tmp_path / "g", **arrays, edge_features=values)
+    words = f"--dataset {path} --gpus 0 --model {name} --edge-features --fanout 20"
+    words += " --epochs 30 --lr 0.05 --batch-size 100"
+    assert _code(f"{words} --checkpoint {tmp_path}/c.pt --predict {tmp_path}/p.npy") == 0
+    assert "the model sees the features of edges, 2 x float32" in capsys.readouterr().out
+    right = np.load(tmp_path / "p.npy") == arrays["labels"]
+    assert right[400:].mean() > 0.75  # without features of edges half
+    resumed = f"--resume {tmp_path}/c.pt --predict {tmp_path}/q.npy --gpus 0"
+    assert _code(resumed) == 0
+    assert np.array_equal(np.load(tmp_path / "q.npy"), np.load(tmp_path / "p.npy"))
+    capsys.readouterr()
+    for line, complaint in (
+        (f"{resumed} --no-edge-features", "was made with --edge-features True, this run has False"),
+        (f"{resumed} --dataset {blind}", f"{blind} has none; leave out --edge-features"),
+        (words.replace(f"--model {name}", "--model gin"), "is for --model sage, gcn, .*gat"),
+        ("--gpus 0 --model gine --no-edge-features", "is for --model sage, .* is gine"),
+    ):
+        assert _code(line) == 2
+        assert re.search(complaint, "".join(capsys.readouterr()))
 
 
 OWN_EDGES = """

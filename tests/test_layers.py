@@ -709,21 +709,24 @@ def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, 
             assert torch.equal(padded[: len(ours)], ours)
 
 
-@pytest.mark.parametrize("conv", ["gine", "gat"])
+@pytest.mark.parametrize("conv", ["gine", "gat", "sage", "gcn", "rgcn", "rgat"])
 def test_features_of_edges_that_pad_a_block_do_not_matter(cuda_layers, conv, monkeypatch):  # noqa: F811
     """Forward and backward."""
     _use(layers_gpu, monkeypatch)
     rng, S, N = np.random.default_rng(16), 30, 50
     indptr, indices = _layer_block(rng, S, N, torch.int32)
-    layer = model.CONVS[conv](8, 8, edge_dim=3)
+    options = {"num_types": 2} if model.CONVS[conv].uses_types else {}
+    layer = model.CONVS[conv](8, 8, edge_dim=3, **options)
     h, weight, edges = torch.randn(N, 8), torch.randn(S, 8), torch.randn(len(indices), 3)
 
     def run(indptr, indices, edges, weight):
         S = len(indptr) - 1
+        types = torch.arange(len(indices)) % 2
 
         def combine(h, *parameters):
-            near = Near(indptr, indices, layer.message(h), h[:S], degree=torch.ones(S, 2), seed=9)
-            return layer.combine(near._replace(edges=edges))
+            sent = layer.message(h, torch.ones(N, 2))
+            near = Near(indptr, indices, sent, h[:S], degree=torch.ones(S, 2), seed=9)
+            return layer.combine(near._replace(edges=edges, types=types))
 
         return _with_grads(combine, weight, h, *layer.parameters())
 
@@ -748,8 +751,10 @@ def test_attention_and_the_rows_after_it_are_dropped_independently(kernels, monk
 
 MODELS = {
     "sage": {},
+    "sage with edges": {"edge_dim": 3},
     "sage-pool": {"norm": "layer"},
     "gcn": {"residual": True},
+    "gcn with edges": {"edge_dim": 3},
     "gat": {"heads": 2, "residual": True},
     "gin": {"norm": "batch"},
     "gine": {"norm": "layer", "residual": True, "edge_dim": 3},
@@ -792,6 +797,8 @@ def _trained(net, blocks, x, key=2**63 + 99, **options):
         ("gcn", {"residual": False}),
         ("gat", {"heads": 2, "residual": True}),
         ("gin", {"norm": "none"}),
+        ("sage with edges", {}),
+        ("gcn with edges", {}),
         ("gine", {}),
         ("gat with edges", {}),
     ],

@@ -29,8 +29,10 @@ from tests.test_layers import MODELS, _net, _with_grads
 
 LAYERS = {
     "sage": model.SAGEConv,
+    "sage with edges": functools.partial(model.SAGEConv, edge_dim=11),
     "sage-pool": model.SAGEPoolConv,
     "gcn": model.GCNConv,
+    "gcn with edges": functools.partial(model.GCNConv, edge_dim=11),
     "gat": functools.partial(model.GATv2Conv, heads=3),
     "gat, mean": functools.partial(model.GATv2Conv, heads=2, mean=True),
     "gin": model.GINConv,
@@ -40,7 +42,10 @@ LAYERS = {
     "rgcn": functools.partial(RGCNConv, num_types=3),
     "rgcn of many types": functools.partial(RGCNConv, num_types=16),
     "rgcn with bases": functools.partial(RGCNConv, num_types=3, bases=2),
+    "rgcn with edges": functools.partial(RGCNConv, num_types=3, edge_dim=11),
+    "rgcn with bases and edges": functools.partial(RGCNConv, num_types=3, bases=2, edge_dim=11),
     "rgat": functools.partial(RGATConv, num_types=3),
+    "rgat with edges": functools.partial(RGATConv, num_types=3, edge_dim=11),
     "rgat with bases": functools.partial(RGATConv, num_types=3, bases=2),
 }
 
@@ -59,21 +64,25 @@ def _by_hand(layer, block, h, e=None):
     for v, (a, b) in enumerate(itertools.pairwise(block.indptr.tolist())):
         ids, none = block.indices[a:b].long(), torch.zeros_like(h[:1])
         near = h[ids]
+        of_edges = 0
+        if e is not None and isinstance(layer, model.MeanConv) and b > a:
+            of_edges = layer.edge_linear(e[a:b]).mean(0)
         if isinstance(layer, model.SAGEPoolConv):
             pooled = layer.pool_linear(near).relu().amax(0) if b > a else none[0]
             rows.append(layer.self_linear(h[v]) + layer.neigh_linear(pooled))
         elif isinstance(layer, model.SAGEConv):
             mean = near.mean(0) if b > a else none[0]
-            rows.append(layer.self_linear(h[v]) + layer.neigh_linear(mean))
+            rows.append(layer.self_linear(h[v]) + layer.neigh_linear(mean) + of_edges)
         elif isinstance(layer, model.GCNConv):
             own = torch.cat([ids, torch.tensor([v])])
             total = (h[own] / sent[own].sqrt().unsqueeze(1)).sum(0) / (b - a + 1) ** 0.5
-            rows.append(layer.linear(total) + layer.bias)
+            rows.append(layer.linear(total) + layer.bias + of_edges)
         elif isinstance(layer, model.GINConv):
             near = near if e is None else (near + layer.edge_linear(e[a:b])).relu()
             rows.append(layer.mlp(((1 + layer.eps) * h[v] + near.sum(0))[None])[0])
         elif isinstance(layer, RGCNConv):
             row, kinds = layer.self_linear(h[v]), block.edge_type[a:b]
+            near = near if e is None else torch.cat([near, e[a:b]], 1)
             for r in kinds.unique():
                 of_type = near[kinds == r]
                 score = torch.zeros(len(of_type))
@@ -466,7 +475,10 @@ def test_model_names_what_it_does_not_know():
         ("conv 'GAT' is unknown: choose one of sage, sage-pool, ", {"conv": "GAT"}),
         ("norm 'group' is unknown: choose one of none, layer, batch", {"norm": "group"}),
         ("norm 'batch' would count a recomputed", {"norm": "batch", "recompute": True}),
-        ("conv 'sage' with edge_dim 3: gat and gine take features", {"edge_dim": 3}),
+        (
+            "conv 'gin' with .* 3: sage, gcn, .*gat, .* take features",
+            {"conv": "gin", "edge_dim": 3},
+        ),
         ("conv 'gine' with edge_dim 0: .*gine needs them", {"conv": "gine"}),
         ("conv 'sage' with num_types 5, bases 0: rgcn and rgat need types", {"num_types": 5}),
         ("num_layers is 0", {"num_layers": 0}),
