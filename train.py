@@ -324,7 +324,7 @@ def train(ranks, flags, path):
     del state
     if plan.weights == "last":  # resuming with --weights best later starts without an old best
         best.update(score=-math.inf, model=None)
-    static = run.task.placed and plan.trains and start < plan.epochs
+    static = plan.trains and start < plan.epochs
     graphs, message = cuda_graphs.build(run, optimizer) if static else (None, "")
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(plan.model)), optimizer)
     describe(run, file, start, first)
