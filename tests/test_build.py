@@ -511,8 +511,3 @@ def test_store_builds_from_pyg_in_the_forms_that_people_have_arrays_in(tmp_path,
     path = build("values", {"edge_index": matrix * 2.0})
     assert "it has edge_weight\n" in capsys.readouterr().out
     assert GraphStore.open(path).edge_weight.unique().tolist() == [2]
-
-
-def test_names_that_the_page_for_people_from_dgl_imports_are_there():
-    page = Path(__file__).parents[1] / "docs" / "leaving_dgl.md"
-    exec(re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1], {})
