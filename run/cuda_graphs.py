@@ -4,14 +4,13 @@
     for batch in NodeLoader(..., load_batch=graphs.load_batch):
         graphs.step(batch, clock)        # forward, loss, backward, optimizer
 
-One graph samples a batch, fetches its features (for GraphSAGE, one kernel samples and averages the outermost hop
-where neighbours are drawn uniformly), looks
-up the labels and lists edges by source for the backward pass; another trains on it. Every batch in flight has its own slot of memory, so that the next batch is
-sampled on the slot's stream while this one is trained on. Shapes are static: padded to the numbers of nodes and edges in
-the first batches of the run, plus a margin. Padding has no edges, no label and no gradient. The step number, which keys
-sampling and dropout, is read from GPU memory. What a task draws (`Task.draw`) is drawn before, launch by launch, and copied into
-the slot. Batches that a task reads, not samples (`Task.placed`), are padded on the host as far as their limits, and the first graph
-copies them to the GPU.
+One graph samples a batch, fetches its features (for GraphSAGE, one kernel samples and averages the outermost hop where
+neighbours are drawn uniformly), looks up the labels and lists edges by source for the backward pass; another trains on it.
+Every batch in flight has its own slot of memory, so that the next batch is sampled on the slot's stream while this one is
+trained on. Shapes are static: padded to the numbers of nodes and edges in the first batches of the run, plus a margin.
+Padding has no edges, no label and no gradient. The step number, which keys sampling and dropout, is read from GPU memory.
+What a task draws (`Task.draw`) is drawn before, launch by launch, and copied into the slot. Batches that a task reads, not
+samples (`Task.placed`), are padded on the host as far as their limits, and the first graph copies them to the GPU.
 
 A batch that does not fit is sampled again, and trained on, in its own shapes. It is the same batch, since samples depend
 only on the step; which batches do not fit depends only on the flags, so a run repeats to the last bit, interrupted or
