@@ -151,6 +151,11 @@ class Limits(NamedTuple):
             bounds.append(max(at + 1, min(at + count, *ends)))
         return bounds
 
+    def most_examples(self, examples):
+        """Return how many of these examples a pass holds at most: as many as fit of the smallest."""
+        smallest = self.sizes[examples].sort(0).values.cumsum(0)
+        return int((smallest <= torch.tensor(self.most)).sum(0).amin())
+
 
 def _sampler(graph, fanouts, *, seed, edges, types):
     """Make the sampler of a loader, see `NodeLoader`; ValueError for draws by type without types."""

@@ -47,7 +47,14 @@ from disk.files import SPLITS, StoreError, progress_bar, unread
 from run import command_line, cuda_graphs
 from run.adam import Adam
 from run.allocator import announce, trim_memory
-from run.checkpoint import check_graph, claimed, common_state, restore, save_checkpoint
+from run.checkpoint import (
+    check_graph,
+    claimed,
+    common_state,
+    described_run,
+    restore,
+    save_checkpoint,
+)
 from run.export import export
 from run.finite import LossSum, all_finite
 from run.flags import TASKS, of_seed
@@ -324,7 +331,7 @@ def train(ranks, flags, path):
     del state
     if plan.weights == "last":  # resuming with --weights best later starts without an old best
         best.update(score=-math.inf, model=None)
-    static = run.task.placed and plan.trains and start < plan.epochs
+    static = plan.trains and start < plan.epochs
     graphs, message = cuda_graphs.build(run, optimizer) if static else (None, "")
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(plan.model)), optimizer)
     describe(run, file, start, first)
@@ -345,7 +352,7 @@ def train(ranks, flags, path):
         model.load_state_dict(best["model"])
         ranks.say(best_line(plan, best["epoch"], run.task.score_text(best["score"])))
     if plan.export and ranks.leads:
-        export(run, plan.export)
+        export(plan.export, model, described_run(run))
     try:
         exact = run.task.evaluate(run, report)
     finally:  # scores that were computed, where --predict cannot be written

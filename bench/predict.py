@@ -323,10 +323,14 @@ def edges_of_sources(args, store):
     return [torch.bincount(block.indices.long(), minlength=block.num_src) for block in blocks]
 
 
-def edges(launch):
-    """Return for how many edges a launch has room, 0 if it reads none."""
-    shape = launch.values.get("indices", launch.values.get("destination"))
-    return shape[0] if isinstance(shape, tuple) else 0
+def nearest(launch, of_sources):
+    """Return the one of `edges_of_sources` that is nearest in size to a launch's block: by sources, as lists of edges by
+    source may be of all hops, else by edges."""
+    if sources := launch.values.get("N"):
+        return min(of_sources, key=lambda sizes: abs(len(sizes) - sources))
+    shape = launch.values.get("indices")
+    edges = shape[0] if isinstance(shape, tuple) else 0
+    return min(of_sources, key=lambda sizes: abs(sizes.sum().item() - edges))
 
 
 def bench_predict(args):
@@ -338,8 +342,7 @@ def bench_predict(args):
     for precision, dtype in {"tf32": torch.float32, "bf16": torch.bfloat16}.items():
         table = {}
         for launch in step_costs(args, store, dtype).launches:
-            sizes = min(of_sources, key=lambda sizes: abs(sizes.sum().item() - edges(launch)))
-            counted = counts(launch, sizes)
+            counted = counts(launch, nearest(launch, of_sources))
             times = limits(counted)
             row = table.setdefault(launch.kernel, collections.Counter())
             row.update({"launches": 1, **times, "expected, us": expected(times)})

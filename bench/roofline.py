@@ -211,7 +211,7 @@ def step_costs(args, store, dtype):
         patch.object(torch, "get_float32_matmul_precision", lambda: "high"),
         patch.object(torch.cuda, "Event", lambda: None),
     ):
-        slot = cuda_graphs.Slot(sampler, ring, room)
+        slot = cuda_graphs.Slot(types.SimpleNamespace(sampler=sampler, ring=ring), room)
         slot.frame.fill(slot.seeds, 0)
         for measured in (contextlib.nullcontext(), costs):  # the first run creates Adam's state
             costs.rows.clear()

@@ -2,15 +2,7 @@
 // written as torch operations.
 #include "rule.h"
 
-FN i64 ids_below(const ID *sorted, i64 n, i64 value) {  // how many are < value
-  i64 low = 0;
-  while (n) {
-    i64 half = n / 2, smaller = sorted[low + half] < value;
-    low += smaller ? half + 1 : 0;
-    n = smaller ? n - half - 1 : half;
-  }
-  return low;
-}
+LOWER_BOUND(ids_below, ID)
 // The index in sources of the first edge source -> destination, or where it would be.
 FN i64 place_of(const i64 *indptr, const ID *sources, i64 source, i64 destination) {
   i64 start = indptr[destination];

@@ -36,15 +36,18 @@ typedef struct {      // the part of a node's list that may be sampled
   i64 time;  // of the node, for lists by type
 } row_t;
 
-FN i64 lower_bound(const i64 *sorted, i64 n, i64 value) {  // how many are < value
-  i64 low = 0;
-  while (n) {
-    i64 half = n / 2, smaller = sorted[low + half] < value;
-    low += smaller ? half + 1 : 0;
-    n = smaller ? n - half - 1 : half;
+// How many of n sorted numbers are < value.
+#define LOWER_BOUND(name, number)                                \
+  FN i64 name(const number *sorted, i64 n, i64 value) {          \
+    i64 low = 0;                                                 \
+    while (n) {                                                  \
+      i64 half = n / 2, smaller = sorted[low + half] < value;    \
+      low += smaller ? half + 1 : 0;                             \
+      n = smaller ? n - half - 1 : half;                         \
+    }                                                            \
+    return low;                                                  \
   }
-  return low;
-}
+LOWER_BOUND(lower_bound, i64)
 // How many of the sorted times are <= time or, if strict, < time.
 FN i64 number_before(const i64 *times, i64 n, i64 time, int strict) {
   i64 none_later = (i64)(~0ULL >> 1);

@@ -15,8 +15,8 @@ lists; `Lists` of kernels.py orders these.
 Where the degree does not determine a row's count (LABOR, weights, excluded edges, times, types), each hop also launches
 `count` before `pick`. There, and for fanouts above 64 or -1, `pick` only chooses edges, and `claim` reads their nodes and
 bids. Prefix sums take no extra pass: a thread that writes a count also adds it to the sum of 64 counts, the last of these
-to come adds theirs to the sum of 4,096, and a prefix is the sum of some 200 numbers. Positions are offset downward from batch to batch: values that earlier batches
-left in the table are larger than any bid of this one, so nothing needs clearing.
+to come adds theirs to the sum of 4,096, and a prefix is the sum of some 200 numbers. Positions are offset downward from
+batch to batch: values that earlier batches left in the table are larger than any bid of this one, so nothing needs clearing.
 
 If edges have times, a source is a pair of a node and a time. Pairs bid in a hash table, in which each claims a slot by
 atomicCAS; the slot depends on the order of threads, the winner does not.
@@ -380,7 +380,9 @@ class Frame:
         yield finish, max(end, num_sums)
 
     def _begin(self):
-        b, part, hops = self.batch, self.parts[0], len(self.parts)
+        b = self.batch
+        part = self.parts[0]
+        hops = len(self.parts)
         threads = max(part.rows * max(b.label_bytes, 1), hops, b.num_sizes)
         counts = int(self.counted)
         given = {"b": b, "part": part, "hops": hops, "counts": counts, "threads": threads}

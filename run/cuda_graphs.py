@@ -4,13 +4,13 @@
     for batch in NodeLoader(..., load_batch=graphs.load_batch):
         graphs.step(batch, clock)        # forward, loss, backward, optimizer
 
-One graph samples a batch, fetches its features (for GraphSAGE, one kernel samples and averages the outermost hop
-where neighbours are drawn uniformly), looks
-up the labels and lists edges by source for the backward pass; another trains on it. Every batch in flight has its own slot of memory, so that the next batch is
-sampled on the slot's stream while this one is trained on. Shapes are static: padded to the numbers of nodes and edges in
-the first batches of the run, plus a margin. Padding has no edges, no label and no gradient. The step number, which keys
-sampling and dropout, is read from GPU memory. What a task draws (`Task.draw`) is drawn before, launch by launch, and copied into
-the slot.
+One graph samples a batch, fetches its features (for GraphSAGE, one kernel samples and averages the outermost hop where
+neighbours are drawn uniformly), looks up the labels and lists edges by source for the backward pass; another trains on it.
+Every batch in flight has its own slot of memory, so that the next batch is sampled on the slot's stream while this one is
+trained on. Shapes are static: padded to the numbers of nodes and edges in the first batches of the run, plus a margin.
+Padding has no edges, no label and no gradient. The step number, which keys sampling and dropout, is read from GPU memory.
+What a task draws (`Task.draw`) is drawn before, launch by launch, and copied into the slot. Batches that a task reads, not
+samples (`Task.placed`), are padded on the host as far as their limits, and the first graph copies them to the GPU.
 
 A batch that does not fit is sampled again, and trained on, in its own shapes. It is the same batch, since samples depend
 only on the step; which batches do not fit depends only on the flags, so a run repeats to the last bit, interrupted or
@@ -107,6 +107,8 @@ def obstacle(run):
     """Return why a step of this run cannot be a CUDA graph, or None if it can."""
     if not run.ranks.gpus:
         return "there is no GPU"
+    if not run.task.placed:
+        return run.task.obstacle()
     if reasons := hindrances(run.plan, run.task, run.used):
         return reasons[0]
     if not run.ring.on_device:
@@ -160,7 +162,7 @@ def build(run, optimizer):
             why = "CUDA graphs are off"
         how = f"{why}; their kernels are launched one by one,"
     how += f" with room for {rows[-1]:,} nodes and {sum(places):,} edges inside"
-    return graphs, f"{how}; larger batches are taken without"
+    return graphs, how + "; larger batches are taken without" * run.task.placed
 
 
 def pad_inputs(model, padded):
@@ -266,20 +268,41 @@ def captured(graph, pool=None, stream=None):
             gc.enable()
 
 
-class Slot:
-    """Static memory of a batch in flight, and its two graphs.
+class StaticBatch:
+    """A batch in flight in static memory, and its two graphs: `fill` writes what it is made from, `sample` is captured.
+
+    Attributes:
+        batch: `Batch` of the memory. step: int64 [1], counted over all epochs. x, y: those of the batch.
+        sampled, trained: events after these, for which refilling waits.
+        drawn: `Drawn` of the batch. fits: whether there is room for what was drawn. stream: as of `CudaCopies`.
+    """
+
+    def __init__(self, batch, step, stream):
+        self.batch = batch
+        self.stream = stream
+        self.x = batch.x
+        self.y = batch.y
+        self.step = step
+        self.sampling = self.training = None  # CUDA graphs
+        self.sampled = torch.cuda.Event()
+        self.trained = torch.cuda.Event()
+        self.drawn = None
+        self.fits = False
+
+
+class Slot(StaticBatch):
+    """A static batch that is sampled.
 
     Attributes:
         frame: `Frame` of native/sampler_gpu.py. x: [rows, F] of all nodes, or [rows, 2F] own row and mean of the
-            outermost hop. y: labels [S] or [S, C], or the task's own, padded with -1. batch: `Batch` of these and the frame's blocks.
-            step: int64 [1], counted over all epochs. averages: whether the outermost hop, sampled into the frame, is then
-            averaged straight from the feature table. sampled, trained: events after these, for which refilling waits.
-            drawn: `Drawn` of the batch. fits: whether there is room for what was drawn.
+            outermost hop. y: labels [S] or [S, C], or the task's own, padded with -1. batch: of these and the frame's blocks.
+            averages: whether the outermost hop, sampled into the frame, is then averaged straight from the feature table.
     """
 
-    def __init__(self, sampler, ring, room):
+    def __init__(self, run, room):
         rows, places, excludes, y = room
-        self.ring = ring
+        self.sampler = sampler = run.sampler
+        self.ring = ring = run.ring
         in_one_kernel = ring.first_hop and sampler.engine.aggregates(excludes)
         self.averages = ring.first_hop and not in_one_kernel
         self.frame = sampler.engine.frame(rows, places, not self.averages, excludes)
@@ -313,13 +336,12 @@ class Slot:
             width = ring.edge_features.shape[1]
             self.edges = self.x.new_zeros(sum(places), width)
             edges = self.edges.split(places)[::-1]
-        self.batch = Batch(blocks, self.x, self.y, edges=edges)
-        self.step = self.frame.step
-        self.sampling = self.training = None  # CUDA graphs
-        self.sampled = torch.cuda.Event()
-        self.trained = torch.cuda.Event()
-        self.drawn = None
-        self.fits = False
+        super().__init__(Batch(blocks, self.x, self.y, edges=edges), self.frame.step, ring.stream)
+
+    @staticmethod
+    def measure(run):
+        """Return a batch for a trial, `Drawn`, and the `Room` of all slots."""
+        return static_room(run.sampler, run.task, run.plan, run.ring.first_hop)
 
     def fill(self, drawn):
         """Write what a batch is made from, for `sample` to read, if there is room."""
@@ -379,6 +401,62 @@ class Slot:
             rows = self.ring.gather(table, ids)
             out.copy_(self.ring.decode(rows) if table is self.ring.features else rows)
 
+    def fetch(self, number, drawn, batch):
+        """Sample and fetch a batch in its own shapes -> the Batch completed."""
+        blocks = self.sampler.sample(
+            drawn.nodes, drawn.step, relabel_outer=not self.ring.first_hop, **drawn.options
+        )
+        return self.ring.fetch(number, blocks, batch._replace(y=drawn.y))
+
+    def rows(self, batch):
+        """Return the rows of x that are those of the same batch in its own shapes."""
+        nodes = self.nodes[: batch.blocks[0].num_src]
+        return self.x[: len(nodes)][(nodes >= 0) & (nodes < len(self.ring.features))]
+
+
+class ReadSlot(StaticBatch):
+    """A static batch that the task reads, padded, into pinned memory `host`, for `sample` to copy."""
+
+    def __init__(self, run, room):
+        self.task = run.task
+        gpu = run.ranks.device
+        blank = [*self.task.blank(), torch.zeros(1, dtype=torch.int64)]
+        self.host = [t.pin_memory() if gpu.type == "cuda" else t for t in blank]
+        self.copied = [t.to(gpu, copy=True) for t in blank]
+        *tensors, step = self.copied
+        super().__init__(self.task.completed(Batch(), *tensors), step, run.task.copies.stream)
+
+    @staticmethod
+    def measure(run):
+        task = run.task
+        examples = task.store.split["train"]
+        first = examples[: task.limits.cut(examples, run.plan.batch_size)[1]]
+        nodes, edges = task.limits.most
+        return drawn(task, Batch(seeds=first)), Room([nodes], [edges], 0, None)
+
+    def fill(self, drawn):
+        self.drawn = drawn
+        self.fits = True
+        *tensors, step = self.host
+        step.fill_(drawn.step)
+        self.task.pad(drawn, *tensors)
+
+    @property
+    def trouble(self):
+        """Have the current stream wait for the batch -> 0: there is room for every one."""
+        torch.cuda.current_stream().wait_event(self.sampled)
+        return 0
+
+    def sample(self):
+        for copy, tensor in zip(self.copied, self.host):
+            copy.copy_(tensor, non_blocking=True)
+
+    def fetch(self, number, drawn, batch):
+        return self.task.load_batch(batch, number)
+
+    def rows(self, batch):
+        return self.x[: len(batch.x)]
+
 
 class StepGraphs:
     """A run's training step as CUDA graphs, see the top of this file; `Eager` of train.py has the same methods.
@@ -394,8 +472,6 @@ class StepGraphs:
     def __init__(self, run, optimizer):
         self.run = run
         self.optimizer = optimizer
-        self.sampler = run.sampler
-        self.ring = run.ring
         self.repeated = 0
         ranks = run.ranks
         args = run.plan
@@ -405,13 +481,14 @@ class StepGraphs:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
         self.weight, self.rate = torch.zeros(2, device=ranks.device)
         self.weighs = None  # the value in `weight`
-        trial, room = static_room(self.sampler, run.task, args, self.ring.first_hop)
+        kind = Slot if run.task.placed else ReadSlot
+        trial, room = kind.measure(run)
         for group in optimizer.param_groups:
             group["capturable"] = True
         self.flat = self.update = None
         if ranks.world > 1 or args.accumulate > 1:
             self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=ranks.device)
-        self.slots = [Slot(self.sampler, self.ring, room) for _ in range(args.prefetch + 1)]
+        self.slots = [kind(run, room) for _ in range(args.prefetch + 1)]
         kept = [t.clone() for t in self._state()]
         self.begin()
         try:
@@ -439,8 +516,8 @@ class StepGraphs:
         """Take a few steps on a batch `Drawn` eagerly, capture the static ones if `capture`, and take the same steps
         with them: inputs and losses have to agree -> why capture failed, or None."""
         model = self.run.model
-        with self.ring.stream(0):
-            batch = self._fetch(0, trial, Batch(seeds=trial.nodes))
+        with self.slots[0].stream(0):
+            batch = self.slots[0].fetch(0, trial, Batch(seeds=trial.nodes))
         batch.wait()
         self.weight.fill_(1 / len(batch.y))
         slots = (self.slots * TRIED)[: max(TRIED, len(self.slots))]
@@ -458,9 +535,7 @@ class StepGraphs:
             self._sample(slot, trial)
             if trouble := slot.trouble:
                 raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
-            nodes = slot.nodes[: batch.blocks[0].num_src]
-            x = slot.x[: len(nodes)][(nodes >= 0) & (nodes < len(self.ring.features))]
-            errors.append(((x - batch.x).float().norm() / norm).item())
+            errors.append(((slot.rows(batch) - batch.x).float().norm() / norm).item())
             trained = self._train, slot
             static = self._compute, slot.batch, slot.step
             model.train(not self.run.custom)
@@ -492,7 +567,7 @@ class StepGraphs:
         try:
             for slot in self.slots:
                 torch.cuda.synchronize()  # the slot's stream does not wait for what this one restores
-                with self.ring.stream(0):
+                with slot.stream(0):
                     side = torch.cuda.current_stream()
                     slot.fill(trial)
                     slot.sample()
@@ -580,16 +655,9 @@ class StepGraphs:
     def load_batch(self, batch, number):
         """Draw a batch and start sampling it into a slot -> the Batch completed, or `step` makes it again."""
         slot = self.slots[number]
-        with self.ring.stream(number):
+        with slot.stream(number):
             self._sample(slot, drawn(self.run.task, batch))
         return batch._replace(blocks=slot.batch.blocks, x=slot.x, y=slot.y[: len(batch.seeds)])
-
-    def _fetch(self, number, drawn, batch):
-        """Sample and fetch a batch in its own shapes -> the Batch completed."""
-        blocks = self.sampler.sample(
-            drawn.nodes, drawn.step, relabel_outer=not self.ring.first_hop, **drawn.options
-        )
-        return self.ring.fetch(number, blocks, batch._replace(y=drawn.y))
 
     def step(self, batch, clock):
         """Train on a batch of the loader: forward, loss, backward, and the optimizer after the last of a step's."""
@@ -599,9 +667,9 @@ class StepGraphs:
             fits = not slot.trouble
         if not fits:
             self.repeated += 1
-            with self.ring.stream(number):
+            with slot.stream(number):
                 # also for a damaged graph or invalid seeds: `sample` raises
-                batch = self._fetch(number, slot.drawn, batch)
+                batch = slot.fetch(number, slot.drawn, batch)
             batch.wait()
         with clock.timed("step", on_gpu=True):
             weight = 1 / batch.total  # of a seed: gradients are summed over passes and ranks

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from disk.files import StoreError, write_whole
-from run.checkpoint import described_run
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -29,17 +28,17 @@ DTYPES = {
 }
 
 
-def export(run, folder):
-    """Write a run's network into a folder, which is made if it is missing, and print what is in it."""
+def export(folder, network, config):
+    """Write a network into a folder, which is made if it is missing, and print what is in it. config: `described_run`."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"--export {folder} could not be made: {error.strerror}") from error
-    weights = {name: t.detach().cpu().contiguous() for name, t in run.model.state_dict().items()}
+    weights = {name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}
     write_safetensors(folder / WEIGHTS, weights)
-    config = json.dumps(described_run(run), indent=1).encode()
-    write_whole(folder / CONFIG, lambda file: file.write(config))
+    text = json.dumps(config, indent=1).encode()
+    write_whole(folder / CONFIG, lambda file: file.write(text))
     count = sum(t.numel() for t in weights.values())
     print(f"wrote {folder}: {count:,} weights in {WEIGHTS}, flags and widths in {CONFIG}")
 

@@ -293,7 +293,7 @@ class Flags:
     feature_dtype: str | None = built(
         one_of("bfloat16", "float16", "int8"),
         None,
-        "round float features of a newly built store to half the bytes; int8: to 256 values a column, a quarter",
+        "round float features of a new store to half the bytes; int8: to a quarter",
     )
     split: int | None = of_data(
         COUNT_OR_0,
@@ -340,13 +340,11 @@ class Flags:
     batch_size: int | None = kept(
         COUNT,
         None,
-        "seeds per process and pass (default: 1,024; with --max-nodes or --max-edges as many as fit)",
+        "seeds per process and pass (default: 1,024, or as many as --max-nodes lets in)",
     )
     accumulate: int = kept(COUNT, 1, "forward and backward passes per optimizer step")
     max_nodes: int | None = fixed(
-        COUNT,
-        None,
-        "--task graph: a pass takes graphs until the next would make more than N nodes (default: off)",
+        COUNT, None, "--task graph: as many graphs a pass as have N nodes at most (default: off)"
     )
     max_edges: int | None = fixed(
         COUNT, None, "--task graph: the same of edges; both may be given (default: off)"
@@ -445,7 +443,7 @@ class Flags:
     class_weights: str = fixed(
         one_of("none", "balanced"),
         "none",
-        "in the loss; balanced: training nodes / (classes x training nodes of the class)",
+        "balanced: rare classes weigh as much in the loss as frequent ones",
     )
     epochs: int | None = kept(COUNT, None, "default: at least 10, and at least 200 optimizer steps")
     metric: str | None = fixed(
@@ -577,7 +575,7 @@ class Flags:
     export: str | None = free(
         text("DIR"),
         None,
-        "write the trained network for other programs: model.safetensors, config.json; with --resume FILE as --predict",
+        "write the trained network as model.safetensors and config.json",
         needs=[one_run, folder_to_write],
     )
     verbose: bool = free(SWITCH, False, "also print memory plan, settings and stage times")

@@ -319,25 +319,28 @@ def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):
     rule = SAMPLERS[plan.sampler]
     # what only predicts may do without the weights or times that the rule needs
     drawn = rule.name in METHODS and (rule.needs is None or used.time is not None)
-    return NeighborSampler(
-        indptr,
-        indices,
-        fanout,
-        method=rule.name if drawn else UNIFORM.name,
-        layer_dependency=plan.layer_dependency,
-        batch_dependency=plan.batch_dependency,
-        weights=used.weight,
-        edge_times=used.time,
-        strict=used.strict,
-        window=used.window,
-        edge_type=used.type,
-        by_type=used.type is None or isinstance(fanout[0], list),
-        type_numbers=used.numbers,
-        seed=plan.seed,
-        edge_ids=used.features is not None,
-        check=False,
-        threads=threads,
-    )
+    try:
+        return NeighborSampler(
+            indptr,
+            indices,
+            fanout,
+            method=rule.name if drawn else UNIFORM.name,
+            layer_dependency=plan.layer_dependency,
+            batch_dependency=plan.batch_dependency,
+            weights=used.weight,
+            edge_times=used.time,
+            strict=used.strict,
+            window=used.window,
+            edge_type=used.type,
+            by_type=used.type is None or isinstance(fanout[0], list),
+            type_numbers=used.numbers,
+            seed=plan.seed,
+            edge_ids=used.features is not None,
+            check=False,
+            threads=threads,
+        )
+    except ValueError as error:  # flags of a checkpoint that no command line has
+        raise StoreError(f"--sampler {plan.sampler}: {error}") from error
 
 
 def cached(ranks, plan, task, used, features):

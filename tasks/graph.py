@@ -6,6 +6,8 @@ python train.py --task graph --dataset molecules.npz
 python train.py --task graph --dataset crystals.npz --model alignn      # sees angles between bonds
 """
 
+import math
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -80,7 +82,9 @@ def means(rows, groups, count):
     """Average rows [n, W] by group, int [n] -> [count, W]; zero for a group without rows."""
     rows = summable(rows)
     sums = rows.new_zeros(count, rows.shape[1]).index_add_(0, groups, rows)
-    return sums / groups.bincount(minlength=count).clamp(min=1).unsqueeze(1)
+    ones = torch.ones_like(groups)  # bincount waits for a GPU
+    sizes = ones.new_zeros(count).index_add_(0, groups, ones)
+    return sums / sizes.clamp(min=1).unsqueeze(1)
 
 
 def line_graph(indptr, indices, vectors):
@@ -225,7 +229,7 @@ class GraphTask(Task):
     unused = {
         "is for --task link, --task is graph": OF_LINKS,
         "has no effect with --task graph: leave it out": "fanout norm residual edge_features input_dropout "
-        "checkpoint_activations backend mode cache split_features lookahead cuda_graph",
+        "checkpoint_activations backend mode cache split_features lookahead",
         "is not for --task graph": "sampler temporal window early_stop weights class_weights split predict runs",
     }
 
@@ -331,25 +335,63 @@ class GraphTask(Task):
 
     def attach(self, ranks, args, *_):
         """On a GPU, prepare to copy batches to it."""
+        self.most = args.batch_size
+        self.pairs = MODELS[args.model].uses_vectors
         self.copies = CudaCopies(ranks.device, args.sample_threads) if ranks.gpus else None
+
+    def obstacle(self):
+        if self.limits is None or len(self.limits.most) < 2:
+            return "only --max-nodes and --max-edges together make shapes static"
+        return "nothing bounds the pairs of edges of the model" if self.pairs else None
+
+    def blank(self):
+        """Padding needs a node and a graph more than fit: its nodes are of the last graph, which has no answer."""
+        nodes, edges = self.limits.most
+        train = self.store.split["train"]
+        graphs = min(self.most, self.limits.most_examples(train)) + 1
+        rows = nodes + 2, edges, nodes + 1, nodes + 1, edges, graphs, edges, graphs
+        tensors = *self.read(train[:1]), train
+        return [t.new_zeros(n, *t.shape[1:]) for t, n in zip(tensors, rows)]
+
+    def pad(self, drawn, *tensors):
+        graph = drawn.options["graph"]
+        _, indices, _, x, _, y, *_ = tensors
+        nodes = len(x) - len(graph.x)
+        edges = len(indices) - len(graph.indices)
+        # spread evenly: sums into one row are taken one after the other
+        ends = len(graph.indices) + torch.arange(1, nodes + 1) * edges // nodes
+        sources = len(graph.x) + torch.arange(edges) % nodes
+        padding = ends, sources, len(y) - 1, 0, 0, -1 if self.labels else math.nan, 0, 0
+        for tensor, rows, rest in zip(tensors, (*graph, drawn.nodes), padding):
+            tensor[: len(rows)] = rows
+            tensor[len(rows) :] = rest
 
     def set_buffers(self, network):
         if not self.labels:
             network.mean.copy_(self.mean)
             network.std.copy_(self.std)
 
+    def read(self, ids):
+        """Read graphs, with their labels numbered -> GraphBatch."""
+        graph = self.store.batch(ids)
+        return graph._replace(y=self.numbered(graph.y))
+
+    def draw(self, batch):
+        return batch.seeds, {"graph": self.read(batch.seeds)}, None
+
     def load_batch(self, batch, slot):
         """Read the graphs with ids batch.seeds to the training device -> the Batch completed; there is no sampling."""
-        ids = batch.seeds
-        graph = self.store.batch(ids)
-        graph = graph._replace(y=self.numbered(graph.y))
-        ready = None
+        tensors = *self.read(batch.seeds), batch.seeds
         if self.copies:
             with self.copies.stream(slot):
-                *graph, ids = (self.copies.copy(tensor.pin_memory()) for tensor in (*graph, ids))
-                graph = GraphBatch(*graph)
-                ready = self.copies.event()
-        return batch._replace(blocks=[graph, ids], x=graph.x, y=graph.y, ready=ready)
+                tensors = [self.copies.copy(tensor.pin_memory()) for tensor in tensors]
+                batch = batch._replace(ready=self.copies.event())
+        return self.completed(batch, *tensors)
+
+    def completed(self, batch, *tensors):
+        *graph, ids = tensors
+        graph = GraphBatch(*graph)
+        return batch._replace(blocks=[graph, ids], x=graph.x, y=graph.y)
 
     def output(self, run, network, batch, key):
         """Compute targets [G, T], or logits [G, T or classes], of a batch's graphs."""

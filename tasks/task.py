@@ -29,7 +29,8 @@ class Task:
             weights; weight decay is prior / T for T training examples.
         widths: keys of the data's meta.json that the network is built from.
         classes_agree: the default of --residual may depend on how often neighbours share a class.
-        placed: --mode places graph and features. embeds: outputs, of any network, are embeddings of width --hidden.
+        placed: --mode places graph and features; else the task reads batches: `obstacle`, `blank`, `completed` and `pad` are
+            what CUDA graphs of them need. embeds: outputs, of any network, are embeddings of width --hidden.
         timed_pairs: each example has its own time; else examples are nodes, with the times `node_time`.
         padded: `loss` skips rows of y that are -1: a step can be CUDA graphs. excludes: `draw` leaves edges out of a step.
         several: whether a node has several labels; None where that is no question.
@@ -101,6 +102,19 @@ class Task:
 
     def attach(self, ranks, args, used, indptr, indices):
         """Take the graph where --mode has placed it; used: its `EdgeData`."""
+
+    def obstacle(self):
+        """Return why batches that are read have no static shapes, or None."""
+        return f"batches of --task {self.name} have shapes of their own"
+
+    def blank(self):
+        """Return the tensors of a batch that is read, in the static shapes of CUDA graphs, in host memory."""
+
+    def completed(self, batch, *tensors):
+        """Return a Batch with these tensors as its blocks, x and y."""
+
+    def pad(self, drawn, *tensors):
+        """Write what `draw` has read, in `Drawn`, into tensors like those of `blank`; padding has no part in the loss."""
 
     def set_buffers(self, network):
         """Set buffers of a new network that depend on the data."""

@@ -152,7 +152,6 @@ BAD_FLAGS = r"""
 --lr nan => --lr.*'nan'
 --precision tf32 --gpus 0 => --precision tf32 needs a CUDA GPU
 --cuda-graph on --gpus 0 => --cuda-graph on needs a CUDA GPU
---task graph --cuda-graph off => --cuda-graph off has no effect with --task graph: leave it out
 --gpu-cache lots => 'lots' is no size; write it as 4GiB
 --gpu 0 => error: --gpu is no flag: write --gpus 1 .CUDA_VISIBLE_DEVICES=N .*, or --gpus 0 for CPU
 --device=cuda:0 => error: --device is no flag: write --gpus 1

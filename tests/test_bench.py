@@ -500,6 +500,8 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
         needs = {"import_dgl": "dgl", **{name: name for name in packages}}
         if any(word in block and not _has(package) for word, package in needs.items()):
             continue
+        if "cora_model" in block:  # tests/test_checkpoint.py runs it on an exported model
+            continue
         given = names
         if "block_diagonal" in block:  # 400 graphs of two nodes and an edge
             many = {

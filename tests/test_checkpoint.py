@@ -503,7 +503,7 @@ def test_threads_that_write_the_same_file_do_not_take_each_others_parts_for_left
     assert [file.name for file in tmp_path.iterdir()] == ["x"]
 
 
-@pytest.mark.parametrize("words", ["", "--norm batch --model gcn", "--task link --scorer mlp"])
+@pytest.mark.parametrize("words", ["", "--norm batch --model gcn", "--task link --scorer distmult"])
 def test_an_exported_model_is_what_was_trained(words, tiny, tmp_path, capsys):
     folder = tmp_path / "made" / "here"
     kept = tmp_path / "run.pt"

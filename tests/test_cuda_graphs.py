@@ -36,10 +36,12 @@ from run.report import Clock
 from run.run import Run
 from sampler import Block, NeighborSampler
 from tasks import link, metrics
+from tasks.graph import GraphTask
 from tasks.link import LinkTask
 from tasks.node import NodeTask
 from tests import common
 from tests.common import TINY, _end, _fork, _on_kernels, _random_graph, _run_here
+from tests.stores import _molecules
 from tests.test_ddp import _launch_within
 from tests.test_layers import _emulate_layers, _net, _use, cuda_layers, layers_gpu  # noqa: F401
 from tests.test_types import _typed_graph
@@ -708,6 +710,66 @@ def test_a_step_of_drawn_batches_is_a_cuda_graph(
     torch.testing.assert_close(ends[0], ends[2], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "answers, words",
+    [
+        ({}, ""),
+        ({"targets": np.where(np.arange(90).reshape(30, 3) % 7, [[2.5, 1, 0]], np.nan)}, ""),
+        ({"labels": np.arange(30) % 2}, "--precision bf16"),
+        ({"labels": np.arange(30) % 3}, "--batch-size 3 --accumulate 2"),
+        ({"labels": np.arange(90).reshape(30, 3) % 5 % 2}, ""),
+    ],
+)
+def test_a_step_of_small_graphs_is_a_cuda_graph(
+    emulated_graphs, answers, words, tmp_path, monkeypatch
+):
+    """With targets, some of them missing, two classes, more, several labels; compared with eager steps. One
+    process of a step may have no graph."""
+    np.savez(tmp_path / "m.npz", **_molecules(tmp_path / "m.npz", count=30) | answers)
+    ignored = ":ignore=targets" * ("labels" in answers)
+    words = f"--task graph --dataset {tmp_path}/m.npz{ignored} --root {tmp_path} --hidden 8 --num-layers 2 {words}"
+    words += " --max-nodes 30 --max-edges 40 --dropout 0.5 --gpus 0"
+    args = train.parse_args(words.split())
+    path = train.prepare(args)
+    stub = dict(stream=lambda slot: nullcontext(), copy=torch.clone, event=lambda: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+
+    def begin(word):
+        task = GraphTask(args, path, lambda line: None)
+        plan = copy.copy(args)
+        vars(plan).update(prefetch=1, sample_threads=1, cuda_graph=word)
+        task.attach(ddp.Ranks(), plan)
+        task.copies = types.SimpleNamespace(**stub)
+        torch.manual_seed(3)
+        net = task.build(plan)
+        task.set_buffers(net)
+        run = Run(ddp.Ranks(), plan, task, used=EdgeData(), sampler=None, ring=None, model=net)
+        if word == "eager":
+            return run, train.Eager(run, None, _adam(net))
+        assert task.obstacle() is None
+        return run, cuda_graphs.StepGraphs(run, _adam(net))
+
+    ends = []
+    for word in ("eager", "off", "on"):
+        run, stepper = begin(word)
+        assert word == "eager" or stepper.captured == (word == "on")
+        batches = run.loader(run.store.split["train"], load_batch=stepper.load_batch)
+        sums = []
+        losses = stepper.begin()
+        for batch in batches:
+            assert len(batch.y) == len(batch.seeds)
+            stepper.step(batch, Clock(False))
+            sums.append(losses.total.item())
+        none = Batch(seeds=torch.tensor([], dtype=torch.int64), total=3)
+        stepper.step(stepper.load_batch(none, 0), Clock(False))
+        assert losses.total.item() == sums[-1]
+        ends.append((sums, [p.detach().clone() for p in run.model.parameters()]))
+    assert all(map(torch.equal, ends[1][1], ends[2][1])) and ends[1][0] == ends[2][0]
+    assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-2 if "bf16" in words else 1e-5)
+    if "bf16" not in words:
+        torch.testing.assert_close(ends[0][1], ends[1][1], rtol=1e-3, atol=1e-5)
+
+
 def test_a_loss_that_counts_padding_is_not_captured(emulated_graphs, tmp_path, monkeypatch):
     """The batch of the trial has fewer examples than there is room for."""
     mean = lambda task, net, output, y: output.square().mean() * 12  # noqa: E731
@@ -985,7 +1047,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
         s = NeighborSampler(indptr, indices, [4, 3], backend="torch")
         has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData()}
-        has |= {"padded": True, "excludes": False}
+        has |= {"placed": True, "padded": True, "excludes": False}
         data = types.SimpleNamespace(**{**has, **ring, **changed})
         data.store = data
         run = dict(plan=args, sampler=s, ring=data, store=data, task=data, used=data.used)

@@ -319,7 +319,7 @@ def test_sums_over_many_rows_are_products_on_a_gpu(kernels, monkeypatch):
     on_gpu, products = kernels is layers_gpu, []
     bmm = torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda *rows: products.append(rows[0].shape) or bmm(*rows))
-    monkeypatch.setattr(kernels, "SLICED", 2)
+    monkeypatch.setattr(kernels, "LONG", 128)
     grad, x, ones = torch.randn(192, 5), torch.randn(192, 7), torch.ones(200)
     for precision in ("high", "highest"):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda word=precision: word)
