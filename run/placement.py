@@ -25,6 +25,7 @@ from features import (
 )
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
+from native.peers import shared_table
 from run import cuda_graphs
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
@@ -253,12 +254,11 @@ def place_data(ranks, plan, task, used):
         return None, None
     if store.sampling_threads and plan.mode in MODES[2:] and plan.verbose:
         ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
-    features, first = held_features(ranks, plan, codes_of(store.features))
-    graph, used = placed_arrays(ranks, plan, task, used, features)
+    graph, used = placed_arrays(ranks, plan, task, used)
     indptr, indices, labels, features = graph
-    if plan.split_features:
+    if plan.split_features and plan.mode != MODES[0]:
         exchange = Exchange(ranks, getattr(features, "device", torch.device("cpu")))
-        features = SplitFeatures(features, first, store.features.shape, exchange)
+        features = SplitFeatures(features, 0, store.features.shape, exchange)
     features = cached(ranks, plan, task, used, features)
     sampler = make_sampler(
         plan, indptr, indices, fanout=plan.fanout, used=used, threads=store.sampling_threads
@@ -280,26 +280,16 @@ def place_data(ranks, plan, task, used):
     return sampler, ring
 
 
-def held_features(ranks, plan, features):
-    """Return the features that this process is to hold and the id of their first row: all, or for GPU memory its part of
-    --split-features."""
-    if not plan.split_features or plan.mode != MODES[0]:
-        return features, 0
-    part = ranks.part(features.shape[0])
-    if hasattr(features, "tensor"):
-        return features.tensor[part], part.start
-    return features.gather(torch.arange(part.start, part.stop)), part.start
-
-
-def placed_arrays(ranks, plan, task, used, features):
-    """Place the graph's arrays, features and the columns in use as --mode says -> ([indptr, indices, labels, features],
-    used)."""
+def placed_arrays(ranks, plan, task, used):
+    """Place the graph's arrays and the columns in use as --mode says -> ([indptr, indices, labels, features], used)."""
     store = task.store
     pinned = plan.mode == "pinned-cuda"
     names = [n for n in ("weight", "time", "type", "features") if getattr(used, n) is not None]
-    arrays = [store.indptr, store.sampled_indices, store.labels, features]
+    arrays = [store.indptr, store.sampled_indices, store.labels, codes_of(store.features)]
     arrays += [getattr(used, name) for name in names]
     spare = 0
+    if plan.split_features and plan.mode == MODES[0]:
+        arrays[3] = over_gpus(ranks, arrays[3])
     try:
         if pinned:
             needs = placements(store, **sizes(plan, task, used))[plan.mode]
@@ -311,6 +301,15 @@ def placed_arrays(ranks, plan, task, used, features):
             raise
         raise StoreError(f"--mode pinned-cuda: {error}") from error
     return placed[:4], used._replace(**dict(zip(names, placed[4:])))
+
+
+def over_gpus(ranks, features):
+    """Copy features into the memory of this machine's GPUs together -> tensor [V, F] on each of them."""
+    try:
+        return shared_table(features, ranks.device, ranks.gather_here)
+    except (OSError, RuntimeError) as error:
+        instead = "--mode pinned-cuda without it keeps them in host memory"
+        raise StoreError(f"--split-features: {error}; {instead}") from error
 
 
 def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):
@@ -351,7 +350,6 @@ def cached(ranks, plan, task, used, features):
     budget = plan.cache
     if plan.split_features:  # ranks fill their caches together
         budget = min(ranks.gather(budget))
-    in_one_memory = plan.mode == "cuda-cuda" and not plan.split_features
     mapped = plan.mode == "cpu-cpu" and isinstance(stored, MmapFeatures)
     mapped = mapped and not plan.split_features  # or else rows of others are read, too
     looks_ahead = mapped and lookahead.library() is not None
@@ -365,9 +363,9 @@ def cached(ranks, plan, task, used, features):
         if isinstance(store.features, ReorderedFeatures):
             needs += ", with columns in the checkpoint's order"
         raise StoreError(f"--lookahead {plan.lookahead} {needs}")
-    if budget and in_one_memory:
+    if budget and plan.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
-    if not budget or in_one_memory:
+    if not budget or plan.mode == "cuda-cuda":
         return features
     batch_size = plan.batch_size * task.seeds_per_example(plan)
     with reading_all_edges():
