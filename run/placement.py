@@ -76,6 +76,7 @@ def settle(ranks, flags, task):
         used, of_columns = edge_data(flags, task, store)
         options = memory_options(ranks, flags, task, used)
         mode, line, warning = choose_mode(store, flags.gpus, flags.mode, **options)
+        lines += fits_split(flags, store, mode, options)
         cores = options["cores"]
         ranks.say(flags.verbose and f"memory  {line}")
         lines += of_columns
@@ -119,11 +120,19 @@ def memory_options(ranks, flags, task, used):
     free_gpu, free_host, cores = map(min, zip(*of_ranks))
     return {
         "procs": ranks.local_world,
-        "parts": ranks.world if flags.split_features else 1,
         "free_gpu": free_gpu or None,
         "free_host": free_host,
         **sizes(flags, task, used, cores),
     }
+
+
+def fits_split(flags, store, mode, options):
+    """List the advice to hold the features in the memory of all GPUs together, where each alone has no room for them."""
+    if flags.gpus < 2 or mode == MODES[0] or flags.mode != "auto" or flags.split_features:
+        return []
+    modes, _ = estimate(store, flags.gpus, **{**options, "split": flags.gpus})
+    advice = f"--split-features would hold them in the memory of {flags.gpus} GPUs together, for mode {MODES[0]}"
+    return [f"memory  {advice}"] if modes[MODES[0]].fits else []
 
 
 def memory_lines(ranks, flags, task):
@@ -228,6 +237,7 @@ def sizes(flags, task, used, cores=1):
         "graphs": cuda_graphs.hops_held(flags, task, used) if flags.trains else 0,
         "counted": cuda_graphs.counted(flags, task, used),
         "timed": used.time is not None,
+        "split": flags.split_features * max(flags.gpus, 1),
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,
         "cores": cores,
@@ -257,8 +267,7 @@ def place_data(ranks, plan, task, used):
     graph, used = placed_arrays(ranks, plan, task, used)
     indptr, indices, labels, features = graph
     if plan.split_features and plan.mode != MODES[0]:
-        exchange = Exchange(ranks, getattr(features, "device", torch.device("cpu")))
-        features = SplitFeatures(features, 0, store.features.shape, exchange)
+        features = over_machines(ranks, plan, features)
     features = cached(ranks, plan, task, used, features)
     sampler = make_sampler(
         plan, indptr, indices, fanout=plan.fanout, used=used, threads=store.sampling_threads
@@ -278,6 +287,21 @@ def place_data(ranks, plan, task, used):
         scale=getattr(store.features, "scale", None),
     )
     return sampler, ring
+
+
+def over_machines(ranks, plan, features):
+    """Split features over the machines -> SplitFeatures: a process reads rows of its machine's part, and asks one process
+    of each other machine for rows of theirs."""
+    machines = ranks.machines()
+    if len(machines) == 1:
+        raise StoreError(
+            f"--split-features in --mode {plan.mode} needs several machines: the processes of one share the rows in its "
+            f"memory already{ranks.gpus and f'; --mode {MODES[0]} splits them over its GPUs' or ''}"
+        )
+    ends = [features.shape[0] * (m + 1) // len(machines) for m in range(len(machines))]
+    owners = [there[ranks.local_rank % len(there)] for there in machines]
+    ranks.say(plan.verbose and f"memory  features are split over {len(machines)} machines")
+    return SplitFeatures(features, [*zip(ends, owners)], Exchange(ranks))
 
 
 def placed_arrays(ranks, plan, task, used):
@@ -348,10 +372,10 @@ def cached(ranks, plan, task, used, features):
     store = task.store
     stored = codes_of(store.features)
     budget = plan.cache
-    if plan.split_features:  # ranks fill their caches together
+    if plan.split_features:  # processes fill their caches together
         budget = min(ranks.gather(budget))
     mapped = plan.mode == "cpu-cpu" and isinstance(stored, MmapFeatures)
-    mapped = mapped and not plan.split_features  # or else rows of others are read, too
+    mapped = mapped and not plan.split_features
     looks_ahead = mapped and lookahead.library() is not None
     if looks_ahead and stored.large and not budget:
         budget = stored.default_cache() // ranks.local_world
@@ -362,6 +386,8 @@ def cached(ranks, plan, task, used, features):
         needs = "needs a --cache in front of memory-mapped features, in mode cpu-cpu"
         if isinstance(store.features, ReorderedFeatures):
             needs += ", with columns in the checkpoint's order"
+        if plan.split_features:
+            needs += ", without --split-features"
         raise StoreError(f"--lookahead {plan.lookahead} {needs}")
     if budget and plan.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
