@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import ddp
+from disk.files import StoreError
 from native import build, peers
+from run import placement
 from tests.common import HERE, _end, _fork
 
 
@@ -85,10 +87,9 @@ def test_gpus_hold_a_table_together(driver, tmp_path, gpus):
 def _refused(ranks, driver, setting):
     os.environ.update(setting)
     _use(driver)
-    gpu = torch.device("cuda", ranks.rank)
     try:
-        peers.shared_table(_Features(torch.zeros(30000, 100)), gpu, ranks.gather_here)
-    except RuntimeError as error:
+        placement.over_gpus(ranks._replace(gpus=3), _Features(torch.zeros(30000, 100)))
+    except StoreError as error:
         print(f"rank {ranks.rank}: {error}", flush=True)
         ranks.barrier()
     return 0
@@ -100,4 +101,6 @@ def test_gpus_without_access_and_memory_that_is_full_are_named(driver, tmp_path)
         ({"FREE": "1000000"}, "cuMemCreate: CUDA error 2 (out of memory)"),
     ):
         printed = _end(_fork(tmp_path / "out", ddp.launch, _refused, 3, driver, setting))
-        assert all(f"rank {rank}: {expected}" in printed for rank in range(3)), printed
+        assert all(f"rank {rank}: --split-features: {expected}" in printed for rank in range(3)), (
+            printed
+        )
