@@ -1,6 +1,6 @@
 """One table in the memory of several GPUs: each GPU holds a part, and all read it as one tensor.
 
-    table = shared_table(features, ranks.device, ranks.gather_here)     # [V, F], in one process for each GPU
+    table = shared_table(features, ranks)     # [V, F], in one process for each GPU
 
 Each process allocates a part in its GPU's memory (cuMemCreate), passes a handle to the others over a Unix socket and maps all
 parts, one after another, to one range of addresses (cuMemMap). Kernels read the range like any other memory: what another GPU
@@ -28,13 +28,13 @@ CUDA = 2  # kDLCUDA
 BYTES = 1 | 8 << 8 | 1 << 16  # kDLUInt, 8 bits, 1 lane
 
 
-def shared_table(features, device, gather):
+def shared_table(features, ranks):
     """Copy features into the memory of several GPUs together -> [V, F], in each process a tensor on its own GPU.
 
     Args:
         features: an object with .shape, .dtype and .gather(ids); each process reads the rows of its part.
-        device: this process's GPU: of n processes, process i has GPU i.
-        gather: function that gathers a value from each of these processes -> list: `Ranks.gather_here` of ddp.py.
+        ranks: of a process for each GPU of this machine: .device, .local_rank and .gather_here(value), which gathers a value
+            from all of them, by local rank; see `Ranks` of ddp.py.
 
     Raises:
         RuntimeError: if a GPU cannot access the memory of another, or the driver refuses.
@@ -43,12 +43,11 @@ def shared_table(features, device, gather):
     V, F = features.shape
     width = F * features.dtype.itemsize
     if not V * F:
-        return torch.empty(V, F, dtype=features.dtype, device=device)
-    starts = _starts(V * width, device.index, gather)
-    address = _map(starts, device.index, gather)
-    memory = _tensor(address, starts[-1], device.index)
+        return torch.empty(V, F, dtype=features.dtype, device=ranks.device)
+    starts = _starts(V * width, ranks)
+    memory = _tensor(_map(starts, ranks), starts[-1], ranks.device.index)
     table = memory[: V * width].view(features.dtype).view(V, F)
-    first, last = starts[device.index : device.index + 2]  # bytes of this part
+    first, last = starts[ranks.local_rank : ranks.local_rank + 2]  # bytes of this part
     end = min(V, -(-last // width))
     step = max(1, CHUNK_BYTES // width)
     for row in range(first // width, end, step):
@@ -58,44 +57,45 @@ def shared_table(features, device, gather):
         low = max(begin, first)
         high = min(begin + len(data), last)
         memory[low:high] = data[low - begin : high - begin]
-    torch.cuda.synchronize(device)
-    gather(None)  # a barrier: all parts are complete
+    torch.cuda.synchronize(ranks.device)
+    ranks.gather_here(None)  # a barrier: all parts are complete
     return table
 
 
-def _starts(size, gpu, gather):
+def _starts(size, ranks):
     """Cut `size` bytes into a part of whole pages for each GPU -> [first byte of part 0, ..., end of the last]. RuntimeError
     unless every GPU can access the memory of every other."""
-    page = ctypes.c_size_t()
-    _call("cuMemGetAllocationGranularity", ctypes.byref(page), _properties(gpu), RECOMMENDED)
-    pages = gather(page.value)
-    parts = len(pages)
+    gpu = ranks.device.index
+    gpus = ranks.gather_here(gpu)
     blocked = []
-    for peer in range(parts):
-        access = ctypes.c_int(1)
-        if peer != gpu:
-            _call("cuDeviceCanAccessPeer", ctypes.byref(access), gpu, peer)
+    for peer in sorted({*gpus} - {gpu}):
+        access = ctypes.c_int()
+        _call("cuDeviceCanAccessPeer", ctypes.byref(access), gpu, peer)
         if not access.value:
             blocked.append(f"GPU {gpu} cannot access the memory of GPU {peer}")
-    if blocked := sum(gather(blocked), []):
+    if blocked := sum(ranks.gather_here(blocked), []):
         raise RuntimeError(f"{blocked[0]} over NVLink or PCIe (nvidia-smi topo -p2p r)")
-    page = max(pages)
-    count = max(parts, -(-size // page))
-    return [page * (count * i // parts) for i in range(parts + 1)]
+    page = ctypes.c_size_t()
+    _call("cuMemGetAllocationGranularity", ctypes.byref(page), _properties(gpu), RECOMMENDED)
+    page = max(ranks.gather_here(page.value))
+    pages = max(len(gpus), -(-size // page))
+    return [page * (pages * i // len(gpus)) for i in range(len(gpus) + 1)]
 
 
-def _map(starts, gpu, gather):
+def _map(starts, ranks):
     """Allocate this GPU's part and map the parts of all -> address of the first byte."""
     sizes = [b - a for a, b in zip(starts, starts[1:])]
+    me = ranks.local_rank
+    gpu = ranks.device.index
     own = ctypes.c_uint64()
     exported = ctypes.c_int()
-    _call("cuMemCreate", ctypes.byref(own), sizes[gpu], _properties(gpu), 0)
+    _call("cuMemCreate", ctypes.byref(own), sizes[me], _properties(gpu), 0)
     _call("cuMemExportToShareableHandle", ctypes.byref(exported), own, FILE, 0)
     address = ctypes.c_uint64()
     _call("cuMemAddressReserve", ctypes.byref(address), starts[-1], 0, 0, 0)
-    for i, file in enumerate(_exchange(exported.value, gpu, gather)):
+    for i, file in enumerate(_exchange(exported.value, ranks)):
         part = own
-        if i != gpu:
+        if i != me:
             part = ctypes.c_uint64()
             _call("cuMemImportFromShareableHandle", ctypes.byref(part), file, FILE)
         os.close(file)
@@ -106,15 +106,16 @@ def _map(starts, gpu, gather):
     return address.value
 
 
-def _exchange(file, me, gather):
-    """Pass a file descriptor to every other process -> theirs and this one, in order."""
+def _exchange(file, ranks):
+    """Pass a file descriptor to every other process of this machine -> theirs and this one, by local rank."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:
         mailbox.bind("")  # to an unused name
         mailbox.settimeout(TIMEOUT)
-        names = gather(mailbox.getsockname())
-        files = {names[me]: file}
+        own = mailbox.getsockname()
+        names = ranks.gather_here(own)
+        files = {own: file}
         message = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file))]
-        for name in set(names) - {names[me]}:
+        for name in {*names} - {own}:
             # one out, one in: mailboxes are small
             mailbox.sendmsg([b"part"], message, 0, name)
             sender = None

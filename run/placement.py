@@ -330,7 +330,7 @@ def placed_arrays(ranks, plan, task, used):
 def over_gpus(ranks, features):
     """Copy features into the memory of this machine's GPUs together -> tensor [V, F] on each of them."""
     try:
-        return shared_table(features, ranks.device, ranks.gather_here)
+        return shared_table(features, ranks)
     except (OSError, RuntimeError) as error:
         instead = "--mode pinned-cuda without it keeps them in host memory"
         raise StoreError(f"--split-features: {error}; {instead}") from error

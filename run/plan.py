@@ -59,6 +59,16 @@ class Fit(NamedTuple):
     line: str  # the arithmetic, to print
 
 
+def _largest_hops(V, M, fanout, batch_size):
+    """Return the most nodes of a batch up to each hop, and the most edges of each hop."""
+    nodes = [min(batch_size, V)]
+    edges = []
+    for k in fanout:
+        edges.append(M if k < 0 else min(nodes[-1] * k, M))
+        nodes.append(V if k < 0 else min(nodes[-1] * (k + 1), V))
+    return nodes, edges
+
+
 def placements(
     store,
     *,
@@ -77,12 +87,12 @@ def placements(
 ):
     """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; counted: node degrees tell
     how many edges are drawn, see `Rule`; timed: edges have times; types: rows that rgcn makes for each destination;
-    edge_dim: width of the features of edges that layers take; split: GPUs that hold the features together, 1 if there are
-    none, 0 without --split-features; cores: of each process; the others are flags of train.py.
+    edge_dim: width of the features of edges that layers take; split: GPUs of --split-features, 1 on CPU, 0 without; cores: of
+    each process; the others are flags of train.py.
 
     The sizes are upper bounds: a hop has k neighbours of every node so far, and no more than V nodes and M edges. Input
-    rows, nodes and edges are held for --prefetch batches and one more, see `batches_ahead`. For each destination a SAGE
-    layer keeps (in + 3 out) floats, the mean and the result before and after ReLU and dropout, and their gradients.
+    rows, nodes and edges are held for --prefetch batches and one more. For each destination a SAGE layer keeps (in + 3
+    out) floats, the mean and the result before and after ReLU and dropout, and their gradients.
 
     Steps of static shapes hold, for each of these batches, a table of V numbers, `graphs` hops (in pinned-cuda all) with
     the sampler's scratch memory, and rows, or pairs if the outermost hop is not held. What a step computes is held twice.
@@ -91,11 +101,7 @@ def placements(
     learned = sum(count for count, width in store.node_types.values() if not width)
     id_bytes = store.indices.element_size()
     row_bytes = F * codes_of(store.features).dtype.itemsize
-    nodes = [min(batch_size, V)]
-    edges = []
-    for k in fanout:
-        edges.append(M if k < 0 else min(nodes[-1] * k, M))
-        nodes.append(V if k < 0 else min(nodes[-1] * (k + 1), V))
+    nodes, edges = _largest_hops(V, M, fanout, batch_size)
     widths = [F] + [hidden] * (len(fanout) - 1) + [store.num_classes]
     layers = list(zip(nodes[-2::-1], widths, widths[1:]))  # outermost first
     # activations; weights, gradients, Adam's two moments

@@ -57,7 +57,7 @@ def _tables(ranks, driver):
     """Check tables of several sizes, one after another: all pages full, parts that hold none of it, rows across parts."""
     library = _use(driver)
     before = _open_files()
-    gpu = torch.device("cuda", ranks.rank)
+    ranks = ranks._replace(gpus=ranks.world)
     for V, F, dtype in (
         (30000, 100, torch.float32),
         (7, 5, torch.bfloat16),
@@ -65,7 +65,7 @@ def _tables(ranks, driver):
     ):
         whole = torch.randn(V, F, generator=torch.Generator().manual_seed(V)).mul(9).to(dtype)
         features = _Features(whole)
-        table = peers.shared_table(features, gpu, ranks.gather_here)
+        table = peers.shared_table(features, ranks)
         assert torch.equal(table, whole)
         assert ranks.sum(features.read)[0] <= V + ranks.world  # rows at the ends of parts: by both
         rows = table[V // 2 :]
@@ -73,7 +73,7 @@ def _tables(ranks, driver):
         assert library.left() and torch.equal(rows, whole[V // 2 :])  # the memory is still in use
         del rows
         assert not library.left() and _open_files() == before
-    empty = peers.shared_table(_Features(torch.empty(0, 4)), torch.device("cpu", 0), None)
+    empty = peers.shared_table(_Features(torch.empty(0, 4)), ddp.Ranks())
     assert empty.shape == (0, 4)
     return 0
 
