@@ -40,6 +40,7 @@ import torch
 
 from disk.columns import COLUMNS
 from disk.files import StoreError, reading, write_whole
+from model import CONVS
 from run.flags import (
     FLAGS,
     SAVED,
@@ -207,9 +208,19 @@ def check_state(state, size):
     best["score"] = float(best["score"])
     if any(tensor.nbytes > size for tensor in state["model"].values()):
         raise ValueError("a tensor in it is larger than the file")
+    settle_flags(**state)
     if not is_own(state["flags"]["model"]):
         with torch.device("meta"):
             described_network(state).load_state_dict(dict(state["model"]), assign=True)
+
+
+def settle_flags(flags, graph, model, **_):
+    """Settle, in place, the flags of a checkpoint that early ones left open or that had no effect: rgat had one head."""
+    conv = CONVS.get(flags["model"])
+    if conv and flags["edge_features"] is None:
+        flags["edge_features"] = conv.sees_edges() and graph["edge_dim"] > 0
+    if "layers.0.query" in model and len(model["layers.0.query"]) == graph["num_edge_types"]:
+        flags["heads"] = 1
 
 
 def parsed_flags(saved):

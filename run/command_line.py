@@ -50,6 +50,7 @@ def filled_in(flags):
         "num_layers": flags.num_layers or len(fanout),
         "batch_size": flags.batch_size or (UNLIMITED if limited else SEEDS),
         "norm": flags.norm or conv.norm,
+        "heads": flags.heads or conv.heads,
     }
     by_graph = task.classes_agree and conv.residual == "if classes disagree"  # `settle` decides
     if flags.residual is None and not by_graph:

@@ -75,11 +75,12 @@ def features_used(args, store):
         instead = "give that argument a default"
     else:
         takes = conv.sees_edges(args.edge_features)
-        must = args.edge_features or conv.edge_features == "must"
+        asked = args.edge_features and "edge_features" in args.typed
+        must = asked or conv.edge_features == "must"
         able = layers_where(edge_features="can") + layers_where(edge_features="must")
-        asked = ", ".join(layers_where(edge_features="asked"))
+        others = ", ".join(layers_where(edge_features="asked"))
         why = {"can": "--no-edge-features", "asked": "--edge-features makes it take them"}.get(
-            conv.edge_features, f"{' and '.join(able)} take them, {asked} with --edge-features"
+            conv.edge_features, f"{' and '.join(able)} take them, {others} with --edge-features"
         )
         instead = f"{', '.join(plain_layers())} do without"
         if conv.edge_features != "must":

@@ -360,12 +360,12 @@ class Flags:
     num_layers: int | None = fixed(
         COUNT, None, "number of layers (default: one per fanout, else 3)"
     )
-    heads: int = fixed(
+    heads: int | None = fixed(
         COUNT,
-        4,
-        f"attention heads of {', '.join(layers_taking('heads'))}",
+        None,
+        f"attention heads (default: {', '.join(f'{CONVS[name].heads} for {name}' for name in layers_taking('heads'))})",
         needs=[layer_with("heads")],
-        default_is_off=False,
+        older=lambda saved: 4,
     )
     bases: int = fixed(
         COUNT_OR_0,
@@ -394,7 +394,7 @@ class Flags:
     dropout: float = fixed(
         PROBABILITY,
         0.5,
-        f"probability after hidden layers and on {', '.join(layers_taking('heads'))}'s attention, in 256ths",
+        f"probability after hidden layers and on {', '.join(layers_taking('dropout'))}'s attention, in 256ths",
         needs=[built_in_model],
     )
     input_dropout: float = fixed(

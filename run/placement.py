@@ -63,6 +63,8 @@ def settle(ranks, flags, task):
     mode = "store"
     if task.placed:
         used, of_columns = edge_data(flags, task, store)
+        if flags.edge_features is None and conv_of(flags.model):
+            values["edge_features"] = used.features is not None
         options = memory_options(ranks, flags, task, used)
         mode, line, warning = choose_mode(store, flags.gpus, flags.mode, **options)
         cores = options["cores"]

@@ -47,6 +47,8 @@ LAYERS = {
     "rgat": functools.partial(RGATConv, num_types=3),
     "rgat with edges": functools.partial(RGATConv, num_types=3, edge_dim=11),
     "rgat with bases": functools.partial(RGATConv, num_types=3, bases=2),
+    "rgat, heads": functools.partial(RGATConv, num_types=3, heads=3, edge_dim=11),
+    "rgat, mean": functools.partial(RGATConv, num_types=3, bases=2, heads=2, mean=True),
 }
 
 
@@ -85,11 +87,16 @@ def _by_hand(layer, block, h, e=None):
             near = near if e is None else torch.cat([near, e[a:b]], 1)
             for r in kinds.unique():
                 of_type = near[kinds == r]
-                score = torch.zeros(len(of_type))
+                score, heads = torch.zeros(len(of_type), 1), 1
                 if isinstance(layer, RGATConv):
-                    score = of_type @ layer.key[r] + h[v] @ layer.query[r]
+                    heads = slice(r * layer.heads, (r + 1) * layer.heads)
+                    score = of_type @ layer.key[heads].t() + h[v] @ layer.query[heads].t()
+                    heads = layer.heads
                 attention = torch.nn.functional.leaky_relu(score, 0.2).softmax(0)
-                row = row + attention @ of_type @ layer.matrices()[r]
+                each = layer.matrices()[r].chunk(heads, 1)
+                each = [a @ of_type @ weight for a, weight in zip(attention.t(), each)]
+                mean = getattr(layer, "mean", False)
+                row = row + (sum(each) / heads if mean else torch.cat(each))
             rows.append(row)
         else:
             K, D = layer.attn.shape
