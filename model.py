@@ -415,9 +415,14 @@ def check_rows(block, h):
     count = block.src_nodes.numel()
     indices = block.indices
     S = block.indptr.numel() - 1
-    alone = count == S and indices.device.type == "cpu" and len(indices)
-    if alone and int(indices.max()) >= count:
+    on_cpu = indices.device.type == "cpu"
+    if on_cpu and count == S and len(indices) and int(indices.max()) >= count:
         raise ValueError("a block has global ids as indices: sample with relabel_outer=True")
+    if on_cpu and (indices[int(block.indptr[-1]) :] >= 0).any():
+        end = (
+            f"indptr of a block ends at {int(block.indptr[-1])}, and it has {len(indices)} indices"
+        )
+        raise ValueError(f"{end}: those of no destination have to be -1")
     if not len(h) == count >= S:
         needed = "one for each of block.src_nodes, destinations first, and blocks outermost first"
         raise ValueError(f"x has {len(h)} rows: {max(count, S)} are needed, {needed}")
@@ -965,8 +970,7 @@ class GNN(nn.Module):
             return h if residual is None else h + residual
         nodes = None if nodes is None else nodes[: len(h)]
         norm = self.norms[i]
-        ours = (conv for name, conv in CONVS.items() if conv.name == name)
-        kinds = {*ours, *NORMS.values(), MLP, nn.ReLU}
+        kinds = {*CONVS.values(), *NORMS.values(), MLP, nn.ReLU}
         if not unchanged(*self.layers[i].modules(), norm, kinds=kinds):
             # a hook, method or network may keep it, and ReLU is in place
             h = norm(h if residual is None else h + residual).clone()

@@ -21,7 +21,7 @@ from ddp import under_torchrun
 from disk.files import RANK_BYTES, free_host_bytes
 from disk.terminal import Parser
 from features import MODES
-from model import CONVS, NORMS, layers_where
+from model import CONVS, NORMS, Conv, layers_where
 from run.kinds import (
     COUNT,
     COUNT_OR_0,
@@ -41,7 +41,7 @@ from run.kinds import (
     parsed_by,
     text,
 )
-from run.own_model import conv_of, layer_of
+from run.own_model import conv_of
 from sampler import SAMPLERS
 from tasks.graph import GraphTask
 from tasks.link import LinkTask
@@ -55,7 +55,7 @@ TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
 
 
 def built_in_model(flags):
-    if conv_of(flags.model) is None:
+    if flags.conv is None:
         return f"is for the built-in models; give {flags.model} what it needs by --model-args"
 
 
@@ -78,7 +78,7 @@ def used_width(flags):
 
 
 def own_network(flags):
-    if conv_of(flags.model) is not None:
+    if flags.conv is not None:
         return f"is for --model FILE.py:NAME, --model is {flags.model}"
 
 
@@ -89,7 +89,7 @@ def layers_taking(option):
 
 def layer_with(option):
     def needs(flags):
-        if option not in layer_of(flags.model).takes:
+        if option not in flags.layer.takes:
             return f"is for --model {' or '.join(layers_taking(option))}, --model is {flags.model}"
 
     return needs
@@ -97,7 +97,7 @@ def layer_with(option):
 
 def layer_with_or_without_edges(flags):
     unable = "no" if flags.edge_features else "must"
-    if layer_of(flags.model).edge_features == unable:
+    if flags.layer.edge_features == unable:
         able = [name for name, conv in CONVS.items() if conv.edge_features != unable]
         return f"is for --model {', '.join(able)}, --model is {flags.model}"
 
@@ -126,7 +126,7 @@ def prediction(flags):
 def logits_before_the_last_layer(flags):
     if flags.predict_what != "embeddings":
         return None
-    if conv_of(flags.model) is None:
+    if flags.conv is None:
         return f"is for the built-in models; take logits of {flags.model}"
     if flags.num_layers == 1:
         return "would be the features with --num-layers 1"
@@ -602,6 +602,16 @@ class Flags:
     typed: tuple = ()  # names of the flags that were
     run: str = ""  # a name for the lines in --log
     turn: int = 0  # which of --runs
+
+    @property
+    def conv(self):
+        """The layer that --model names; None for a network of a file, see `conv_of`."""
+        return conv_of(self.model)
+
+    @property
+    def layer(self):
+        """The same, but for a network of a file `Conv`, which takes nothing."""
+        return self.conv or Conv
 
     @property
     def trains(self):
