@@ -394,6 +394,16 @@ def test_model_inference_with_a_hub_stays_in_bounded_memory(conv, times, tmp_pat
     assert took < 25e6 * times
 
 
+@pytest.mark.parametrize("conv", ["sage", "gat", "gine"])
+def test_model_edges_of_no_destination_are_refused(conv):
+    """Torch's mean counts them in the gradient of the last destination, and kernels read out of bounds."""
+    options = {"num_layers": 1, "edge_dim": 2 * (conv == "gine")}
+    block = Block(torch.tensor([0, 2, 3]), torch.tensor([1, 2, 0, 2, 1]), torch.arange(3), None)
+    said = "ends at 3, and it has 5 indices: those of no destination have to be -1"
+    given = {"edges": [torch.ones(5, 2)], "error": ValueError}
+    _refuses(said, GNN(4, 8, 3, conv=conv, **options), [block], torch.ones(3, 4), **given)
+
+
 @pytest.mark.parametrize("conv", ["gcn", "gin", "gine"])
 def test_model_sampled_gcn_and_gin_are_right_on_average(conv):
     """The mean of one layer over many sampled blocks is the layer over all neighbours."""
