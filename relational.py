@@ -238,7 +238,7 @@ class RGATConv(RGCNConv, name="rgat"):
         near = super().by_edge(near)
         return near._replace(sent=self.with_keys(near.sent))
 
-    def attended(self, sent, own):
+    def rows_keys_queries(self, sent, own):
         """Split messages [n, F + R K] of `with_keys` and compute queries of rows own [S, F] -> rows [n, F], keys [n, R, K],
         queries [S R, K]."""
         sent = summable(sent)
@@ -249,7 +249,7 @@ class RGATConv(RGCNConv, name="rgat"):
     def means_of_groups(self, near, group, offsets, indices):
         """See `RGCNConv`; by attention: sum(w h) / sum(w) for w = exp(score), of each head -> [G, K F]."""
         ids, sent = rows_of_edges(near._replace(indices=indices))
-        rows, keys, queries = self.attended(sent, near.own)
+        rows, keys, queries = self.rows_keys_queries(sent, near.own)
         queries = F.pad(queries, (0, 0, 0, 1))
         kinds = (group % self.num_types).view(-1, 1, 1).expand(-1, 1, self.heads)
         scores = F.leaky_relu(queries[group] + keys.gather(1, kinds).squeeze(1), 0.2)
@@ -266,7 +266,7 @@ class RGATConv(RGCNConv, name="rgat"):
 
     def gathered(self, near, group, counts, indices):
         """Average the messages of each group, whose `counts` [G] rows are `indices`, by attention of each head -> [G, K F]."""
-        rows, keys, queries = self.attended(near.sent, near.own)
+        rows, keys, queries = self.rows_keys_queries(near.sent, near.own)
         groups = torch.repeat_interleave(counts, output_size=len(indices))
         scores = queries[group][groups] + keys[indices.long(), (group % self.num_types)[groups]]
         scores = F.leaky_relu(scores.to(self.key.dtype), 0.2)
@@ -291,8 +291,10 @@ class RGATConv(RGCNConv, name="rgat"):
         R, width, _ = matrices.shape
         means = means.view(S, R, self.heads, width)
         matrices = matrices.unflatten(2, (self.heads, -1))
-        out = torch.einsum("srkf,rfkd->skd", means, matrices)
-        return out.mean(1) if self.mean else out.flatten(1)
+        outs = []
+        for pair in zip(means.unbind(2), matrices.unbind(2)):
+            outs.append(super().mapped(*pair, S))
+        return torch.stack(outs).mean(0) if self.mean else torch.cat(outs, 1)
 
 
 def rows_of_edges(near):

@@ -208,11 +208,12 @@ def sizes(flags, task, used, cores=1):
     """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
     process, if --sample-threads and --prefetch are not settled."""
     conv = flags.layer
+    heads = flags.heads if "heads" in conv.takes else 1
     return {
         "fanout": draws(flags, used),
         "batch_size": flags.batch_size * task.seeds_per_example(flags),
         "hidden": flags.hidden,
-        "types": (flags.bases or used.num_types) if conv.uses_types else 0,
+        "types": (flags.bases or used.num_types) * heads if conv.uses_types else 0,
         "edge_dim": 0 if used.features is None else used.features.shape[1],
         "graphs": cuda_graphs.hops_held(flags, task, used) if flags.trains else 0,
         "counted": cuda_graphs.counted(flags, task, used),
