@@ -415,7 +415,7 @@ def check_rows(block, h):
     count = block.src_nodes.numel()
     indices = block.indices
     S = block.indptr.numel() - 1
-    on_cpu = indices.device.type == "cpu"
+    on_cpu = indices.device.type == "cpu" and not (fused and fused.is_gpu(indices.device))
     if on_cpu and count == S and len(indices) and int(indices.max()) >= count:
         raise ValueError("a block has global ids as indices: sample with relabel_outer=True")
     if on_cpu and (indices[int(block.indptr[-1]) :] >= 0).any():

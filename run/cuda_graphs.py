@@ -40,7 +40,7 @@ from model import SAGEConv
 from native import kernels, sampler_gpu
 from relational import NodeInputs
 from run.finite import LossSum
-from run.own_model import is_own, load
+from run.own_model import conv_of, is_own, load
 from sampler import SAMPLERS, Block
 
 MEASURED = 16  # batches whose sizes decide the static shapes
@@ -54,7 +54,7 @@ def averages_in_place(args, store, *dtypes):
     """Return whether the first layer gets neighbour means computed straight from features of these dtypes, not rows.
     That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less."""
     floats = {*dtypes} <= {torch.float32, torch.bfloat16}
-    plain = args.conv is SAGEConv and not store.node_types
+    plain = conv_of(args.model) is SAGEConv and not store.node_types
     plain = plain and not args.edge_features and not args.input_dropout
     return plain and floats and args.mode != "pinned-cuda"
 
@@ -72,7 +72,7 @@ def in_one_kernel(args, task, used, *dtypes):
 
 def hindrances(args, task, used):
     """Return the reasons against CUDA graphs that flags, task and data give. used: `EdgeData` of the task's store."""
-    layer = args.conv or load(args.model)[0]
+    layer = conv_of(args.model) or load(args.model)[0]
     fanout = ",".join(map(str, args.fanout))
     table = [
         (task.padded, f"the loss of --task {args.task} may count padding"),

@@ -36,7 +36,7 @@ def open_run(ranks, flags, path, fits=lambda plan, task: None):
     tf32 = plan.precision == "tf32" and ranks.gpus
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     used = used._replace(numbers=fits(plan, task))
-    if plan.conv:
+    if own_model.conv_of(plan.model):
         check_memory(ranks, plan, task)
     sampler, ring = place_data(ranks, plan, task, used)
     torch.manual_seed(plan.seed)  # of initial weights, the same on every rank
@@ -49,7 +49,7 @@ def build_model(plan, task, used):
     """Build the network, with random weights -> (network, SHA-256 of its file or None)."""
     store = task.store
     digest = own_model.load(plan.model)[1] if own_model.is_own(plan.model) else None
-    if plan.conv:
+    if own_model.conv_of(plan.model):
         return task.build(plan), digest
     if store.features.shape[0] < store.num_nodes:
         raise StoreError(
@@ -103,7 +103,7 @@ class Run:
         # for links, exact inference is as of the end of time: it sees all edges
         self.used = used._replace(time=None) if task.timed_pairs else used
         # a user's network, with torch's dropout
-        self.custom = plan.conv is None
+        self.custom = own_model.conv_of(plan.model) is None
         self.by_layers = layerwise(model) and self.used.time is None
 
     def loader(self, seeds, **options):
