@@ -92,6 +92,12 @@ FN i64 not_excluded(const row_t *row, i64 edge, i64 *gap) {
   return edge;
 }
 
+// The hop as it is in the neighbourhood of one seed, where these are disjoint.
+FN hop_t hop_from(hop_t hop, u64 seed) {
+  hop.key = mix(hop.key ^ seed);
+  return hop;
+}
+
 FN int labor_keeps(const law_t *law, const hop_t *hop, i64 edge, i64 degree) {
   u64 limit = (u64)hop->k << 32;
   return hop->k < 0 || draw(hop->key, (u64)law->indices[edge], 0) * (u64)degree <= limit;
