@@ -76,7 +76,8 @@ FN i64 degree_of(const batch_t *b, i64 v) {
 }
 FN hop_t hop_of(const batch_t *b, const part_t *part, i64 i) {  // for source i
   hop_t hop = {part->index, part->k, part->state->key};
-  return b->src_seed ? hop_from(hop, (u64)b->seeds[b->group[i]]) : hop;
+  if (b->src_seed) hop.key = mix(hop.key ^ (u64)b->seeds[b->group[i]]);
+  return hop;
 }
 FN row_t row_of(const batch_t *b, i64 i) {  // of source i
   i64 v = b->src[i];

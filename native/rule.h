@@ -23,7 +23,8 @@ typedef struct {
 } law_t;
 enum { NO_TYPE = -2 };
 
-// A hop: how many edges to draw from each list, and by which random key.
+// A hop: how many edges to draw from each list, and by which random key; if neighbourhoods are
+// disjoint, this is mix(key ^ seed) in that of a seed.
 typedef struct {
   i64 index, k;  // counted from the seeds; k -1: all
   u64 key;
@@ -90,12 +91,6 @@ FN i64 edge_at(const row_t *row, i64 place) {
 FN i64 not_excluded(const row_t *row, i64 edge, i64 *gap) {
   for (; *gap < row->num_gaps && row->gaps[*gap] == edge; ++*gap) edge++;
   return edge;
-}
-
-// The hop as it is in the neighbourhood of one seed, where these are disjoint.
-FN hop_t hop_from(hop_t hop, u64 seed) {
-  hop.key = mix(hop.key ^ seed);
-  return hop;
 }
 
 FN int labor_keeps(const law_t *law, const hop_t *hop, i64 edge, i64 degree) {

@@ -119,10 +119,11 @@ static inline i64 time_of(const job_t *job, i64 row) {
 }
 
 static inline hop_t hop_of(const job_t *job, i64 row) {
+  hop_t hop = job->hop;
 #ifdef PAIRS
-  if (job->seeds) return hop_from(job->hop, (u64)job->seeds[job->dst_group[row]]);
+  if (job->seeds) hop.key = mix(hop.key ^ (u64)job->seeds[job->dst_group[row]]);
 #endif
-  return job->hop;
+  return hop;
 }
 
 static inline row_t row_of(const job_t *job, i64 row) {
@@ -249,8 +250,8 @@ typedef struct {
   const i64 *seeds_before;
 } layout_t;
 static layout_t layout_of(i64 bits, i64 num_groups, const i64 *seeds_before) {
-  i64 seeds = seeds_before ? seeds_before[num_groups] : 0;
-  return (layout_t){bits, seeds ? (1LL << bits) / seeds : 0, seeds_before};
+  i64 apart = seeds_before ? (1LL << bits) / (seeds_before[num_groups] + 1) : 0;
+  return (layout_t){bits, apart, seeds_before};
 }
 static inline u64 home(ID node, ID group, layout_t layout) {
   u64 hash = (u64)node * GOLDEN;
