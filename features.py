@@ -24,6 +24,7 @@ import math
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -327,12 +328,12 @@ def take(features, ids, out=None):
     return features.gather(ids, out=out)
 
 
-def prefetch(make, items, *, depth=2, threads=1):
+def prefetch(make, items, *, depth=2, threads=1, finish=False):
     """Run make(item, slot) on threads, ahead of the caller, and yield the results in the order of the items.
 
     Beside the result the caller holds, at most `depth` are pending or ready; results that exist at the same time have
     different slots, 0 .. depth. An exception in `make` is raised when that item's turn comes. Closing the generator (or
-    leaving the process) cancels calls that have not started and waits for those that have.
+    leaving the process) cancels calls that have not started, unless they are to `finish`, and waits for the others.
 
     Args:
         make: callable (item, slot) -> result. items: iterable. threads: number of worker threads.
@@ -351,7 +352,7 @@ def prefetch(make, items, *, depth=2, threads=1):
             pending.extend(pool.submit(make, *job) for job in islice(jobs, 1))
             yield result  # its slot is refilled when the next result is asked for
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=not finish)
 
 
 # ---- placement
@@ -499,6 +500,61 @@ class _HostArray:
         self.__cuda_array_interface__ = interface
 
 
+# ---- features split over machines
+
+
+class SplitFeatures:
+    """Features of which each machine holds a part of the rows: a process asks one process of each machine for the rows of
+    a batch by id. Therefore all processes have to gather equally often, in the same order: for a batch without nodes, too.
+
+    Args:
+        table: features [V, F] in host memory, from which this process reads rows of its machine's part for the others.
+        parts: (the id after the last row, the rank to ask for its rows) of each part, by ids.
+        exchange: the all-to-all between the processes, such as `Exchange` of ddp.py.
+
+    Attributes:
+        collective: True, see `NodeLoader`.
+    """
+
+    collective = True
+
+    def __init__(self, table, parts, exchange):
+        self.table = table
+        self.shape = tuple(table.shape)
+        self.dtype = table.dtype
+        self.ends, self.owners = torch.tensor(parts, device="cpu").T.contiguous()
+        self.exchange = exchange
+        self.sent_as = torch.int32 if self.shape[0] < 1 << 31 else torch.int64  # ids
+        self.rows = self.bytes_received = 0
+        self.seconds = 0.0
+
+    def counts(self):
+        """Return counts since the start: rows gathered, bytes of rows received from others, seconds that took."""
+        names = "rows", "bytes_received", "seconds"
+        return {f"split_{name}": getattr(self, name) for name in names}
+
+    def gather(self, ids, out=None):
+        """Gather rows ids [n] from all parts -> [n, F]."""
+        began = time.perf_counter()
+        ids = ids.long()
+        owner = self.owners[torch.bucketize(ids, self.ends, right=True)]
+        order = owner.argsort()
+        asked = owner.bincount(minlength=self.exchange.world)
+        wanted = self.exchange(asked).tolist()
+        asked = asked.tolist()
+        theirs = self.exchange(ids[order].to(self.sent_as), asked, wanted)
+        answers = take(self.table, theirs)
+        # as bytes: not every backend knows bfloat16
+        rows = self.exchange(answers.view(torch.uint8), wanted, asked).view(self.dtype)
+        if out is None:
+            out = rows.new_empty(len(ids), self.shape[1])
+        out.index_copy_(0, order, rows)
+        self.rows += len(ids)
+        self.bytes_received += (len(ids) - asked[self.exchange.rank]) * rows[:1].nbytes
+        self.seconds += time.perf_counter() - began
+        return out
+
+
 # ---- the cache
 
 
@@ -570,7 +626,8 @@ class CachedFeatures:
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
         # rows of misses read at a time: a large temporary costs more in page faults than in copying
-        self.piece = _rows_of_a_chunk(features)
+        self.collective = getattr(features, "collective", False)  # all misses at once, or none
+        self.piece = max(1, num_nodes) if self.collective else _rows_of_a_chunk(features)
         # ascending, so that a disk is read sequentially
         hot = visits.to(self.device).topk(rows).indices.sort().values
         self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
@@ -585,6 +642,10 @@ class CachedFeatures:
     @property
     def hit_rate(self):
         return self.hits / max(1, self.lookups)
+
+    def counts(self):
+        """Return the counts of the features behind the cache, if they have any."""
+        return self.features.counts() if hasattr(self.features, "counts") else {}
 
     def __getitem__(self, ids):
         return self.gather(torch.as_tensor(ids))
