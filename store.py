@@ -203,6 +203,8 @@ def _bytes_needed(graph) -> int:
     """Estimate the size of a store before it is written; without its edges if some may be dropped."""
     meta = graph.meta
     row_bytes = meta["feature_dim"] * files.storage_dtype(meta["feature_dtype"]).itemsize
+    if checks.spooled(graph.features, meta["feature_dtype"]):
+        row_bytes += 4 * meta["feature_dim"]
     need = meta["num_nodes"] * 16 + graph.features.shape[0] * row_bytes
     options = meta["options"]
     if options["drop_self_loops"] or options["drop_duplicates"]:
@@ -278,7 +280,7 @@ def _write_features(path, graph, progress) -> dict:
     features, scale = checks.feature_scale(graph.features, kept_as, path, progress)
     rows = checks.feature_rows(features, kept_as, scale, progress, largest)
     if scale is not None:
-        meta["feature_scale"] = scale.tolist()
+        meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
     if meta["backend"] == "mmap":
         # the first row starts at a disk block
         record = files.write_npy(file, dtype, shape, rows, head=4096)

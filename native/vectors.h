@@ -143,6 +143,13 @@ FN void store(OUT *p, int whole, int left, floats_t v) {
     *(out_t *)p = row;
   } else EACH_LEFT p[q] = DOWN(OUT)(v[q]);
 }
+// What codes of 8 bits stand for; steps [2, width]: that of each column, then its offset.
+FN floats_t decode(floats_t v, const float *steps, int width, int column, int whole, int left) {
+  const floats_t step = load_floats(steps + column, whole, left);
+  const floats_t offset = load_floats(steps + width + column, whole, left);
+  EACH v[q] = decoded(v[q], step[q], offset[q]);
+  return v;
+}
 FN float total(floats_t v) {
   for (int half = COLUMNS / 2; half; half /= 2)
     for (int q = 0; q < half; q++) v[q] += v[q + half];
