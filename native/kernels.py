@@ -227,9 +227,7 @@ class Code:
             return h
         return h.new_empty(len(h), self.threads(h.shape[1]), dtype=torch.uint8)
 
-    def self_and_mean(
-        self, near, h, out, *, scales=UNSCALED, active=None, kept=None, steps=None
-    ):
+    def self_and_mean(self, near, h, out, *, scales=UNSCALED, active=None, kept=None, steps=None):
         """Compute out [S, 2F], or out [S, F] with scales, from h [N, F] or, on a GPU, from dropout(relu(h)): `active` is its
         `Dropout`. kept: see `Code.kept`. steps: see `functions`."""
         width = h.shape[1]

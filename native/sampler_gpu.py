@@ -536,7 +536,11 @@ class Frame:
                 out=out,
             )
             self.steps.append((launch, lanes(out, vec) * part.rows))
-            self.aggregated = features, scale, out  # their memory is read and written at every start
+            self.aggregated = (
+                features,
+                scale,
+                out,
+            )  # their memory is read and written at every start
         return kernels is not None
 
     def look_up(self, labels, y):
