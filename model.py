@@ -67,12 +67,8 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None, *, scale=None):
         self_rows = None
     h_dst = h[: indptr.numel() - 1] if self_rows is None else h.index_select(0, self_rows)
     mean = mean_neighbours(indptr, indices, h)
-    if out is None:
-        return torch.cat([h_dst, mean], 1)
-    width = h.shape[1]
-    out[:, :width] = h_dst
-    out[:, width:] = mean
-    return out
+    pair = torch.cat([h_dst, mean], 1)
+    return pair if out is None else out.copy_(pair)
 
 
 @native_first
@@ -118,8 +114,7 @@ def summable(h):
 
 @native_first
 def gather_rows(features, ids, out=None, *, scale=None):
-    """Gather rows ids [n] of features [V, F] -> [n, F], into `out` if given: index_select with prefetch. With a scale, see
-    `self_and_mean`, decode them into `out`."""
+    """Gather rows ids [n] of features [V, F] -> [n, F], into `out` if given, with prefetch; scale: see `self_and_mean`."""
     if scale is not None:
         return out.copy_((features.index_select(0, ids) * scale[0]).add_(scale[1]))
     return torch.index_select(features, 0, ids, out=out)
@@ -484,8 +479,7 @@ class MeanConv(Conv):
 
     In training, rows are averaged before the product even if it makes them narrower: sampled blocks have fewer
     destinations than sources. native/layers.py runs a network of such layers as one function. A subclass that overrides
-    message or combine, and not product, is trained by these, like any `Conv`; so is a layer whose linear maps are
-    customised.
+    message or combine, not product, is trained by these, like any `Conv`; so is a layer of customised linear maps.
     """
 
     edge_features = "asked"
@@ -655,9 +649,8 @@ class MLP(nn.Sequential):
 class GINConv(Conv, name="gin"):
     """Graph isomorphism layer (Xu et al., arXiv 1810.00826): MLP((1 + eps) h_v + sum(h_u)), eps learned.
 
-    The sum, estimated as in `GCNConv`, grows with the degree. A norm after the MLP's first linear
-    layer compensates for this, as in the authors' networks; without it, training on graphs of large
-    degree may not work at all.
+    The sum, estimated as in `GCNConv`, grows with the degree. A norm after the MLP's first linear layer compensates for
+    this, as in the authors' networks; without it, training on graphs of large degree may not work at all.
     """
 
     uses_degree = True
@@ -702,9 +695,8 @@ class GINEConv(GINConv, name="gine"):
 class GATv2Conv(Conv, name="gat"):
     """Graph attention layer, GATv2 (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903), with self-loops.
 
-    Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of
-    attn . leaky_relu(W_src h_u + W_dst h_v). With edge features, W_edge e_uv is added inside; a
-    self-loop has the mean of the features of v's edges.
+    Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of attn . leaky_relu(W_src h_u + W_dst h_v). With
+    edge features, W_edge e_uv is added inside; a self-loop has the mean of the features of v's edges.
 
     Args:
         in_dim, out_dim: F, D. heads: K.
