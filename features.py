@@ -280,9 +280,9 @@ class FeatureRing:
         return rows.to(self.convert or table.dtype)
 
     def decode(self, rows):
-        """Return what rows of `features` on the device stand for, if they are codes."""
-        coded = self.scale is not None and not rows.is_floating_point()
-        return decode(rows, self.scale) if coded else rows
+        """Return what rows of `features` on the device stand for; in two operations: GPUs round like CPUs."""
+        coded = self.coded and not rows.is_floating_point()
+        return (rows * self.scale[0]).add_(self.scale[1]) if coded else rows
 
     def _fill(self, slot, name, table, ids, block=None):
         """Read rows into the slot's buffer -> [n, F]: a view of the buffer or, with a GPU, the copy there. On CPU with
@@ -314,8 +314,8 @@ class FeatureRing:
         return kept[slot][:size].view(dtype).view(shape)
 
     def _read(self, table, ids, block, out=None):
-        on_device = table is self.features and self.on_device
-        coded = self.coded if block or on_device else {}
+        fused = table is self.features and self.on_device and self.gather is not take
+        coded = self.coded if block or fused else {}
         # sums are float32, rounded once at the end
         if out is None and (coded or block and self.dtype != table.dtype):
             out = torch.empty(len(ids), self.width, dtype=self.dtype, device=table.device)
@@ -330,15 +330,8 @@ def codes_of(features):
     return getattr(features, "codes", features)
 
 
-def decode(codes, scale):
-    """Return what codes [n, F] stand for, see `FeatureRing`; in two operations: GPUs round like CPUs."""
-    return (codes * scale[0]).add_(scale[1])
-
-
-def take(features, ids, out=None, *, scale=None):
+def take(features, ids, out=None):
     """Rows ids [n] of features -> [n, F]."""
-    if scale is not None:
-        return out.copy_(decode(features.index_select(0, ids), scale))
     if isinstance(features, torch.Tensor):
         return torch.index_select(features, 0, ids, out=out)
     return features.gather(ids, out=out)

@@ -163,21 +163,11 @@ def feature_rows(features, dtype, scale, progress, largest):
         yield as_numpy(kept)
 
 
-def coded(features, dtype):
-    """Return whether features given as floats are to be kept as codes of 8 bits."""
-    return dtype == "int8" and row_dtype("features", features) != dtype
-
-
-def spooled(features, dtype):
-    """Return whether `feature_scale` writes the rows to a file, as float32."""
-    return coded(features, dtype) and isinstance(features, Rows)
-
-
 def feature_scale(features, dtype, folder, progress):
     """Return (features, the scale of their codes) after a pass over the rows; `Rows`, which come once, are written to a
     file without a name in a folder meanwhile. The scale is float32 [2, F], steps and offsets: a code of 8 bits stands for
     code * step + offset; a step is 0 if all values are equal. It is None unless floats are kept as int8."""
-    if not coded(features, dtype):
+    if dtype != "int8" or row_dtype("features", features) == dtype:
         return features, None
     low = torch.full(features.shape[1:], torch.inf, dtype=torch.float64)
     high = -low
@@ -188,7 +178,7 @@ def feature_scale(features, dtype, folder, progress):
             torch.maximum(high, rows.amax(0), out=high)
             yield rows.float().numpy()
 
-    if spooled(features, dtype):
+    if isinstance(features, Rows):
         features = spool(folder, chunks(), np.float32, features.shape[1])
     else:
         for _ in chunks():

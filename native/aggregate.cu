@@ -15,7 +15,7 @@ typedef struct ALIGN(VEC * 4) {
   float x[VEC];
 } floats_t;
 
-// steps [2, width]: see `decoded`; null unless rows are codes.
+// steps [2, width]: see `decode` of vectors.h; null unless rows are codes.
 KERNEL pick_aggregate(batch_t b, part_t part, const in_t *features, i64 width,
                       const floats_t *steps, out_t *out) {
   THREAD(part.rows * LANES);
@@ -52,8 +52,8 @@ KERNEL pick_aggregate(batch_t b, part_t part, const in_t *features, i64 width,
     if (sizeof(IN) == 1) {
       const floats_t step = steps[c], offset = steps[width + c];
       UNROLL for (int x = 0; x < VEC; x++) {
-        own[x] = decoded(own[x], step.x[x], offset.x[x]);
-        if (n) sum[x] = decoded(sum[x], step.x[x], offset.x[x]);
+        own[x] = __fadd_rn(own[x] * step.x[x], offset.x[x]);
+        if (n) sum[x] = __fadd_rn(sum[x] * step.x[x], offset.x[x]);
       }
     }
     UNROLL for (int x = 0; x < VEC; x++) result.x[x] = DOWN(OUT)(padding ? 0.0f : own[x]);

@@ -85,8 +85,6 @@ typedef union {
 } both_t;
 FN float up_float(float x) { return x; }
 FN float up_int8(int8 x) { return x; }
-// What a code stands for; rounded twice, as by torch.
-FN float decoded(float code, float step, float offset) { return __fadd_rn(code * step, offset); }
 FN float up_bf16(bf16 x) {
   both_t u = {(unsigned)x.bits << 16};
   return u.number;

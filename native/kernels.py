@@ -104,7 +104,7 @@ def functions(integers, source, target, width=0, *, steps=None):
         return None
     if steps is not None and not is_gpu(source.device):
         return None
-    rows = [source, target] if steps is None else [source, target, steps]
+    rows = [t for t in (source, target, steps) if t is not None]
     for t in (*integers, *rows):
         if t.device != source.device or not t.is_contiguous() or t.numel() and not t.data_ptr():
             return None  # the last: meta tensors have no memory

@@ -114,8 +114,8 @@ KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, con
   }
   floats_t mean = sum * (count ? (alpha ? beta[s] : 1.0f) / (float)count : 0.0f);
   if (sizeof(IN) == 1) {
-    if (self >= 0) own = decode(own, steps, width, column, whole, left);
-    if (count) mean = decode(mean, steps, width, column, whole, left);
+    if (self >= 0) own = decode(own, steps + column, width, whole, left);
+    if (count) mean = decode(mean, steps + column, width, whole, left);
   }
   if (alpha) {
     store(out + row * width + column, whole, left, own * alpha[s] + mean);
@@ -664,10 +664,8 @@ KERNEL gather_codes(const IN *table, const ID *ids, const float *steps, int n, i
   const i64 id = ids[row];
   if (id >= V) FAIL;
   floats_t v = all_of(0);
-  if (id >= 0) {
-    v = load(table + id * width + column, whole, left);
-    v = decode(v, steps, width, column, whole, left);
-  }
+  if (id >= 0) v = load(table + id * width + column, whole, left);
+  if (id >= 0) v = decode(v, steps + column, width, whole, left);
   store(out + row * width + column, whole, left, v);
 }
 

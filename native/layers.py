@@ -161,9 +161,18 @@ def _gather_codes(codes, ids, out, scale):
     if code is None or out.shape != (ids.numel(), codes.shape[1]):
         return None
     n, width = out.shape
-    whole = aligned(width, codes, scale, out)
-    given = {"table": codes, "ids": ids, "steps": scale, "V": len(codes), "out": out}
-    code.run("gather_codes", n, n=n, width=width, whole=whole, **given)
+    code.run(
+        "gather_codes",
+        n,
+        table=codes,
+        ids=ids,
+        steps=scale,
+        n=n,
+        width=width,
+        whole=aligned(width, codes, scale, out),
+        V=len(codes),
+        out=out,
+    )
     return out
 
 

@@ -143,11 +143,12 @@ FN void store(OUT *p, int whole, int left, floats_t v) {
     *(out_t *)p = row;
   } else EACH_LEFT p[q] = DOWN(OUT)(v[q]);
 }
-// What codes of 8 bits stand for; steps [2, width]: that of each column, then its offset.
-FN floats_t decode(floats_t v, const float *steps, int width, int column, int whole, int left) {
-  const floats_t step = load_floats(steps + column, whole, left);
-  const floats_t offset = load_floats(steps + width + column, whole, left);
-  EACH v[q] = decoded(v[q], step[q], offset[q]);
+// What codes of 8 bits stand for: times the steps [2, width] of their columns, plus the offsets in the
+// second row. Rounded twice, as by torch: __fadd_rn becomes no FMA.
+FN floats_t decode(floats_t v, const float *steps, int width, int whole, int left) {
+  const floats_t offset = load_floats(steps + width, whole, left);
+  v = v * load_floats(steps, whole, left);
+  EACH v[q] = __fadd_rn(v[q], offset[q]);
   return v;
 }
 FN float total(floats_t v) {
