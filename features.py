@@ -151,6 +151,7 @@ class FeatureRing:
 
     Attributes:
         first_hop: whether x is aggregated. on_device: whether the features are on the device.
+        coded: {"scale": the scale on the device}, for gather and aggregate; empty without.
         buffers: {"rows", "edges" or "rest": buffer of each slot}; rest: blocks and labels.
     """
 

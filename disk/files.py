@@ -36,9 +36,8 @@ from tqdm import tqdm
 
 SPLITS = ("train", "valid", "test")
 VERSION = 3
-CODED_VERSION = (
-    4  # the same with features in codes, which readers of version 3 might take for integers
-)
+# the same with features in codes, which readers of version 3 might take for integers
+CODED_VERSION = 4
 # version 2: no edge columns, no node times, one split, one label per node
 READABLE = (2, VERSION, CODED_VERSION)
 HEAD = 128  # bytes of a .npy header; 4096 where rows have to start on a disk block
