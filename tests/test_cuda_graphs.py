@@ -461,6 +461,8 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
         dict(weights=True),
         dict(edge_times=True),
         dict(edge_type=True),
+        dict(disjoint=True),
+        dict(disjoint=True, edge_times=True),
     ],
 )
 def test_a_captured_frame_takes_each_batch_s_excluded_edges_and_step(
@@ -489,6 +491,7 @@ def test_a_captured_frame_takes_each_batch_s_excluded_edges_and_step(
         want = s.sample(seeds, step, times, exclude=exclude)[::-1]
         for block, expected in zip(frame.cut(), want) if fits else ():
             assert all(map(torch.equal, block[:4], expected[:4]))
+            assert not s.spec.disjoint or torch.equal(block.src_seed, expected.src_seed)
             assert exclude is None or not torch.isin(block.edge_ids, exclude).any()
 
 
