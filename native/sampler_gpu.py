@@ -44,7 +44,7 @@ from typing import NamedTuple
 import torch
 
 from . import build
-from .kernels import IDS
+from .kernels import CODES, IDS
 from .kernels import TYPES as ROWS
 
 ROOM = 1 << 24  # edges of a hop up to which the worst case is allocated
@@ -72,7 +72,7 @@ def aggregate_source(ids, k, features, out):
     defines = {
         "ID": IDS[ids],
         "WEIGHT": "double",
-        "IN": ROWS[features.dtype],
+        "IN": (ROWS | CODES)[features.dtype],
         "OUT": ROWS[out.dtype],
         "VEC": vec,
         "LANES": lanes(out, vec),
@@ -524,12 +524,12 @@ class Frame:
         """Number of edges that each hop would have with enough room."""
         return [state.wanted for state in self.told.states[:-1]]
 
-    def aggregate(self, features, out):
+    def aggregate(self, features, out, scale=None):
         """Make `start` also sample and aggregate the next hop, in one kernel: 1 to AGGREGATED uniform draws, with or
         without replacement -> False, after a warning, if the kernel cannot be compiled.
 
         Args:
-            features: float32 or bfloat16 [V, F].
+            features: float32 or bfloat16 [V, F], or int8 codes with a `scale`, see `FeatureRing`.
             out: float32 or bfloat16 [rows, 2F], with room for the hop's destinations: own row and mean of the
                 neighbours' rows, summed in edge order as by `self_and_mean` of native/layers.py; zero in the
                 padding.
@@ -544,10 +544,15 @@ class Frame:
                 part=part,
                 features=features,
                 width=features.shape[1] // vec,
+                steps=scale,
                 out=out,
             )
             self.steps.append((launch, lanes(out, vec) * part.rows))
-            self.aggregated = features, out  # their memory is read and written at every start
+            self.aggregated = (
+                features,
+                scale,
+                out,
+            )  # their memory is read and written at every start
         return kernels is not None
 
     def look_up(self, labels, y):

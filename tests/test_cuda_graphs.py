@@ -35,6 +35,7 @@ from run.edge_data import EdgeData, degrees_at
 from run.report import Clock
 from run.run import Run
 from sampler import Block, NeighborSampler
+from store import CodedFeatures
 from tasks import link, metrics
 from tasks.graph import GraphTask
 from tasks.link import LinkTask
@@ -367,7 +368,7 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("sage", True, False, dict(weighted=True)),
         ("sage", False, False, dict(weighted=True, dtype=torch.bfloat16)),
         ("gcn", True, True, dict(weighted=True)),
-        ("sage", True, False, dict(method="labor", batch_dependency=3)),
+        ("sage", True, False, dict(method="labor", batch_dependency=3, dtype=torch.int8)),
         ("gcn", True, False, dict(method="labor", layer_dependency=True)),
         ("sage", True, False, dict(input_dropout=0.3)),
         ("sage-pool", True, False, dict(norm="layer")),
@@ -375,7 +376,7 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("sage", True, False, dict(dtype=torch.int8)),
         ("gin", True, False, dict(norm="layer", residual=True)),
         ("gat", True, False, {}),
-        ("gcn", True, False, dict(recompute=True)),
+        ("gcn", True, False, dict(recompute=True, dtype=torch.int8)),
         ("sage", True, False, dict(several=True)),
         ("gin", True, False, dict(several=True, norm="layer", residual=True)),
         ("gine", True, False, dict(edge_dim=3, norm="layer")),
@@ -1064,8 +1065,12 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
     for asked, averages in ((True, False), (None, True)):
         sage.edge_features = asked
         assert cuda_graphs.averages_in_place(sage, data, torch.float32) == averages
-    sage.mode = "pinned-cuda"  # a row a node, over PCIe
-    assert not cuda_graphs.averages_in_place(sage, data, torch.float32)
+    assert not cuda_graphs.averages_in_place(sage, data, torch.int8)  # integers, not codes
+    data.features = CodedFeatures(torch.zeros(3, 2, dtype=torch.int8), torch.ones(2, 2))
+    assert cuda_graphs.averages_in_place(sage, data, torch.int8, torch.bfloat16)
+    for mode, dtype in (("cpu-cpu", torch.int8), ("pinned-cuda", torch.float32)):
+        sage.mode = mode  # there, rows are decoded on the CPU; a row a node moves over PCIe
+        assert not cuda_graphs.averages_in_place(sage, data, dtype)
 
 
 @pytest.mark.gpu

@@ -446,8 +446,8 @@ def test_a_cuda_frame_keeps_its_shapes(replace, tight, tmp_path):
 
 @pytest.mark.parametrize("k", [1, 5, 15])
 def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
-    """Bitwise equal to self_and_mean of the same hop, in any order of threads, with zeros in the padding."""
-    for i in range(8):
+    """Bitwise equal to self_and_mean of the same hop, in any order of threads, with zeros in the padding; of codes, decoded."""
+    for i in range(12):
         rng = np.random.default_rng(i)
         indptr, indices = _random_graph(rng, 90, 9, [torch.int32, torch.int64][i % 2])
         s = NeighborSampler(indptr, indices, [4, k], seed=i, backend="torch", replace=i % 4 == 3)
@@ -456,16 +456,27 @@ def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
         x = torch.randn(90, [20, 7, 100][i // 2 % 3]).to(dtype)
         # and at an address that is no multiple of 16 bytes
         x = torch.cat([x.new_zeros(1), x.view(-1)])[1:].view(x.shape) if i % 4 == 1 else x
+        step_of, offset = scale = torch.randn(2, x.shape[1])
+        codes = (30 * x.float()).clamp(-128, 127).to(torch.int8) if i >= 8 else None
         frame = _frame(_emulated(s, tmp_path, seed=i, checked=True), 10, 1)
         out = torch.full((frame.shape[0][1], 2 * x.shape[1]), 7.0, dtype=out_dtype)
-        assert frame.aggregate(x, out)
+        assert frame.aggregate(x, out) if codes is None else frame.aggregate(codes, out, scale)
         for step, S in enumerate((10, 3)):
             seeds = torch.from_numpy(rng.permutation(90)[:S])
             frame.fill(seeds, step)
             frame.start()
             outer = s.sample(seeds, step, relabel_outer=False)[0]
             want = out.new_empty(outer.num_dst, out.shape[1])
-            fused.self_and_mean(outer.indptr, outer.indices, x, outer.src_nodes, want)
+            if codes is None:
+                fused.self_and_mean(outer.indptr, outer.indices, x, outer.src_nodes, want)
+            else:
+                pair = torch.empty(want.shape)
+                fused.self_and_mean(
+                    outer.indptr, outer.indices, codes.float(), outer.src_nodes, pair
+                )
+                own, mean = (half * step_of + offset for half in pair.chunk(2, 1))
+                mean[outer.indptr.diff() == 0] = 0
+                want.copy_(torch.cat([own, mean], 1))
             assert torch.equal(out[: outer.num_dst], want) and not out[outer.num_dst :].any()
 
 
