@@ -86,7 +86,7 @@ def placements(
     split=0,
 ):
     """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; counted: node degrees tell
-    how many edges are drawn, see `Rule`; timed: edges have times; types: rows that rgcn makes for each destination;
+    how many edges are drawn, see `Rule`; timed: edges have times; types: rows that rgcn and rgat make for each destination;
     edge_dim: width of the features of edges that layers take; split: GPUs of --split-features, 1 on CPU, 0 without it;
     cores: of each process; the others are flags of train.py.
 
