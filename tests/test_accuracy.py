@@ -150,6 +150,7 @@ BAD_FLAGS = r"""
 --batch-size 0 => --batch-size.*'0'
 --fanout 15,x => --fanout.*15,x.*15,10,5
 --lr nan => --lr.*'nan'
+--lr 0,01 => --lr: '0,01' is not a number above 0: write 0.01
 --precision tf32 --gpus 0 => --precision tf32 needs a CUDA GPU
 --cuda-graph on --gpus 0 => --cuda-graph on needs a CUDA GPU
 --gpu-cache lots => 'lots' is no size; write it as 4GiB
@@ -746,6 +747,9 @@ def test_graph_task_learns_angles(tmp_path, capsys):
     torch.testing.assert_close(one, half, rtol=0, atol=0)
     assert _code(words, f"--resume {tmp_path}/here.pt --model edge-gated") == 2
     assert "--model alignn" in capsys.readouterr().err
+    assert _code(f"--resume {tmp_path}/here.pt --gpus 0 --predict {tmp_path}/p.csv") == 2
+    said = f"p.csv is not for --task graph (the task of {tmp_path}/here.pt)"
+    assert said in capsys.readouterr().err
     assert _code(words, f"--model alignn --dataset {tmp_path}/flat.npz") == 2
     assert "--model alignn takes edge_vector [E, 3], and" in capsys.readouterr().err
     log, one = _run_here(tmp_path, words, "--epochs 2")
