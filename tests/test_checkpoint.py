@@ -531,6 +531,8 @@ def test_an_exported_model_is_what_was_trained(words, tiny, tmp_path, capsys):
     resumed = f"--resume {kept} --dataset {tiny} --gpus 0 --export {again}"
     assert train.main(resumed.split()) == 0
     assert "epoch   " not in capsys.readouterr().out
+    assert _code(f"--resume {again} --predict {tmp_path}/p.npy") == 2
+    assert f"{again} is an exported network: give the file of --check" in capsys.readouterr().err
     for name in ("model.safetensors", "config.json"):
         assert (again / name).read_bytes() == (folder / name).read_bytes()
 
