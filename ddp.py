@@ -39,6 +39,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(minutes=30)  # of a collective
+# in gloo's errors; the second where a timeout broke a connection that others wait for
+OF_GLOO = re.compile("gloo|pair closure", re.IGNORECASE)
 LOOPBACK = "127.0.0.1"
 # SIGHUP: the terminal was closed; nohup ignores it
 STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -121,6 +123,11 @@ class Ranks(NamedTuple):
         here = self.gather(values)[first : first + self.local_world]
         return [sum(part) for part in zip(*here)]
 
+    def machines(self):
+        """Return the ranks of each machine, a list of ranges; a collective of all ranks."""
+        firsts = sorted({*self.gather(self.rank - self.local_rank)})
+        return [range(*ends) for ends in zip(firsts, [*firsts[1:], self.world])]
+
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""
         if self.world > 1:
@@ -157,6 +164,29 @@ class Ranks(NamedTuple):
     def part(self, n):
         """Return this rank's contiguous slice of n items: the slices cover each item once, sizes differ by <= 1."""
         return slice(n * self.rank // self.world, n * (self.rank + 1) // self.world)
+
+
+class Exchange:
+    """All-to-alls of rows in host memory between all ranks, on a process group of their own: another thread may be in the
+    ranks' other collectives meanwhile. Every rank makes the same calls in the same order. rank, world: of this process, of all."""
+
+    def __init__(self, ranks):
+        self.rank = ranks.rank
+        self.world = ranks.world
+        self.group = _group_of_rows()
+
+    def __call__(self, rows, sent=None, received=None):
+        """Send the first sent[0] of `rows` to rank 0, the next sent[1] to rank 1 ... -> received[0] rows of rank 0, then those
+        of the others. None: one row to and from each."""
+        out = rows.new_empty(self.world if received is None else sum(received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
+        return out
+
+
+@functools.cache
+def _group_of_rows():
+    """Make a group of all ranks, once in a process."""
+    return dist.new_group(backend="gloo", timeout=TIMEOUT)
 
 
 def _is_sparse(module):
@@ -337,10 +367,15 @@ def _run(worker, ranks, store, args):
         if ranks.gpus and not code:
             torch.cuda.synchronize()  # NCCL's kernels would end with this process
     except Exception as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+        if isinstance(error, dist.DistError) or OF_GLOO.search(str(error)):
             # a peer failed first: its traceback is the one to show, and the parent kills this rank within 2 s
             time.sleep(3)
-        traceback.print_exc()
+            # without the place in gloo's code, and its advice
+            why = re.sub(r"\[\S*gloo\S*\] |\. This is typically.*", "", str(error).splitlines()[0])
+            lost = f"rank {ranks.rank} lost another rank, which ended or does not answer: {why}"
+            print(lost, file=sys.stderr)
+        else:
+            traceback.print_exc()
         code = 1
     # Exit without finalization: Gloo's threads abort if they release tensors during it (pytorch issue 190489). And
     # without destroy_process_group: in torch 2.6 it joins these threads while it holds the GIL, which they may wait for.

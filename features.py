@@ -24,6 +24,7 @@ import math
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -138,16 +139,20 @@ class FeatureRing:
             in host memory that it reads in place, are gathered there without a buffer.
         streams: number of CUDA streams; slot i uses stream i % streams.
         aggregate: function (indptr, indices, features, nodes, out) -> [S, 2F], such as `self_and_mean` of model.py.
-            If features is a float tensor, the outermost hop is then aggregated straight from it, not gathered: x is
-            the result for a blocks[0] with global ids in `indices` and only its destinations in `src_nodes`.
+            If features is a tensor of floats, or has a scale, the outermost hop is then aggregated straight from it,
+            not gathered: x is the result for a blocks[0] with global ids in `indices` and only its destinations in
+            `src_nodes`.
         dtype: of x; None: that of features. Rows are moved as stored and converted on the device.
-        gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py.
+        gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py. It decodes
+            into `out`, as `aggregate` does, if it gets the scale too.
         reuse: False allocates new tensors for each batch on CPU, for callers that keep batches.
         edge_features: [M, D], one row per edge of the graph; batches then have the rows of their edges, by edge_ids.
-        scale: float32 [2, F] of features that are codes: each stands for code * scale[0] + scale[1] of its column.
+        scale: float32 [2, F] of features that are int8 codes: each stands for code * scale[0] + scale[1] of its column.
+            They are moved as codes and decoded on the device.
 
     Attributes:
         first_hop: whether x is aggregated. on_device: whether the features are on the device.
+        coded: {"scale": the scale on the device}, for gather and aggregate; empty without.
         buffers: {"rows", "edges" or "rest": buffer of each slot}; rest: blocks and labels.
     """
 
@@ -168,6 +173,7 @@ class FeatureRing:
     ):
         self.features = features
         self.scale = scale if scale is None else scale.to(device)
+        self.coded = {} if scale is None else {"scale": self.scale}
         self.labels = labels
         self.edge_features = edge_features
         self.device = torch.device(device)
@@ -176,8 +182,9 @@ class FeatureRing:
         self.on_device = self._has(features)
         self.gather = gather or take
         self.aggregate = aggregate
-        floats = isinstance(features, torch.Tensor) and features.is_floating_point()
-        self.first_hop = aggregate is not None and floats
+        known = isinstance(features, torch.Tensor)
+        known = known and (features.is_floating_point() or scale is not None)
+        self.first_hop = aggregate is not None and known
         self.width = features.shape[1] * (2 if self.first_hop else 1)
         self.convert = dtype or (None if scale is None else scale.dtype)
         self.dtype = self.convert or features.dtype
@@ -276,7 +283,8 @@ class FeatureRing:
 
     def decode(self, rows):
         """Return what rows of `features` on the device stand for; in two operations: GPUs round like CPUs."""
-        return rows if self.scale is None else (rows * self.scale[0]).add_(self.scale[1])
+        coded = self.coded and not rows.is_floating_point()
+        return (rows * self.scale[0]).add_(self.scale[1]) if coded else rows
 
     def _fill(self, slot, name, table, ids, block=None):
         """Read rows into the slot's buffer -> [n, F]: a view of the buffer or, with a GPU, the copy there. On CPU with
@@ -308,11 +316,15 @@ class FeatureRing:
         return kept[slot][:size].view(dtype).view(shape)
 
     def _read(self, table, ids, block, out=None):
-        if block is None:
-            return (self.gather if isinstance(table, torch.Tensor) else take)(table, ids, out)
-        if out is None and self.dtype != table.dtype:  # sums are float32, rounded once at the end
+        fused = table is self.features and self.on_device and self.gather is not take
+        coded = self.coded if block or fused else {}
+        # sums are float32, rounded once at the end
+        if out is None and (coded or block and self.dtype != table.dtype):
             out = torch.empty(len(ids), self.width, dtype=self.dtype, device=table.device)
-        return self.aggregate(block.indptr, block.indices, table, ids, out)
+        if block is None:
+            gather = self.gather if isinstance(table, torch.Tensor) else take
+            return gather(table, ids, out, **coded)
+        return self.aggregate(block.indptr, block.indices, table, ids, out, **coded)
 
 
 def codes_of(features):
@@ -327,12 +339,12 @@ def take(features, ids, out=None):
     return features.gather(ids, out=out)
 
 
-def prefetch(make, items, *, depth=2, threads=1):
+def prefetch(make, items, *, depth=2, threads=1, finish=False):
     """Run make(item, slot) on threads, ahead of the caller, and yield the results in the order of the items.
 
     Beside the result the caller holds, at most `depth` are pending or ready; results that exist at the same time have
     different slots, 0 .. depth. An exception in `make` is raised when that item's turn comes. Closing the generator (or
-    leaving the process) cancels calls that have not started and waits for those that have.
+    leaving the process) cancels calls that have not started, unless they are to `finish`, and waits for the others.
 
     Args:
         make: callable (item, slot) -> result. items: iterable. threads: number of worker threads.
@@ -351,7 +363,7 @@ def prefetch(make, items, *, depth=2, threads=1):
             pending.extend(pool.submit(make, *job) for job in islice(jobs, 1))
             yield result  # its slot is refilled when the next result is asked for
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=not finish)
 
 
 # ---- placement
@@ -499,6 +511,61 @@ class _HostArray:
         self.__cuda_array_interface__ = interface
 
 
+# ---- features split over machines
+
+
+class SplitFeatures:
+    """Features of which each machine holds a part of the rows: a process asks one process of each machine for the rows of
+    a batch by id. Therefore all processes have to gather equally often, in the same order: for a batch without nodes, too.
+
+    Args:
+        table: features [V, F] in host memory, from which this process reads rows of its machine's part for the others.
+        parts: (the id after the last row, the rank to ask for its rows) of each part, by ids.
+        exchange: the all-to-all between the processes, such as `Exchange` of ddp.py.
+
+    Attributes:
+        collective: True, see `NodeLoader`.
+    """
+
+    collective = True
+
+    def __init__(self, table, parts, exchange):
+        self.table = table
+        self.shape = tuple(table.shape)
+        self.dtype = table.dtype
+        self.ends, self.owners = torch.tensor(parts, device="cpu").T.contiguous()
+        self.exchange = exchange
+        self.sent_as = torch.int32 if self.shape[0] < 1 << 31 else torch.int64  # ids
+        self.rows = self.bytes_received = 0
+        self.seconds = 0.0
+
+    def counts(self):
+        """Return counts since the start: rows gathered, bytes of rows received from others, seconds that took."""
+        names = "rows", "bytes_received", "seconds"
+        return {f"split_{name}": getattr(self, name) for name in names}
+
+    def gather(self, ids, out=None):
+        """Gather rows ids [n] from all parts -> [n, F]."""
+        began = time.perf_counter()
+        ids = ids.long()
+        owner = self.owners[torch.bucketize(ids, self.ends, right=True)]
+        order = owner.argsort()
+        asked = owner.bincount(minlength=self.exchange.world)
+        wanted = self.exchange(asked).tolist()
+        asked = asked.tolist()
+        theirs = self.exchange(ids[order].to(self.sent_as), asked, wanted)
+        answers = take(self.table, theirs)
+        # as bytes: not every backend knows bfloat16
+        rows = self.exchange(answers.view(torch.uint8), wanted, asked).view(self.dtype)
+        if out is None:
+            out = rows.new_empty(len(ids), self.shape[1])
+        out.index_copy_(0, order, rows)
+        self.rows += len(ids)
+        self.bytes_received += (len(ids) - asked[self.exchange.rank]) * rows[:1].nbytes
+        self.seconds += time.perf_counter() - began
+        return out
+
+
 # ---- the cache
 
 
@@ -570,7 +637,8 @@ class CachedFeatures:
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
         # rows of misses read at a time: a large temporary costs more in page faults than in copying
-        self.piece = _rows_of_a_chunk(features)
+        self.collective = getattr(features, "collective", False)  # all misses at once, or none
+        self.piece = max(1, num_nodes) if self.collective else _rows_of_a_chunk(features)
         # ascending, so that a disk is read sequentially
         hot = visits.to(self.device).topk(rows).indices.sort().values
         self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
@@ -585,6 +653,10 @@ class CachedFeatures:
     @property
     def hit_rate(self):
         return self.hits / max(1, self.lookups)
+
+    def counts(self):
+        """Return the counts of the features behind the cache, if they have any."""
+        return self.features.counts() if hasattr(self.features, "counts") else {}
 
     def __getitem__(self, ids):
         return self.gather(torch.as_tensor(ids))

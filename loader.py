@@ -343,12 +343,17 @@ class NodeLoader:
             first = 0  # the loop was left, not resumed by another loader
         if copies := getattr(self.ring, "copies", None):
             copies.follow()  # features may have changed since the last epoch
-        looking_ahead = getattr(getattr(self.ring, "features", None), "looking_ahead", None)
+        features = getattr(self.ring, "features", None)
+        looking_ahead = getattr(features, "looking_ahead", None)
         with ExitStack() as stack:
             self.looping = True
             stack.callback(setattr, self, "looping", False)
             parts = self._parts(epoch, first)
             options = self.options
+            if getattr(features, "collective", False):
+                # all processes fetch the same batches, in this order: also those begun when a loop is left
+                options = {**options, "finish": True}
+                looking_ahead = nullcontext
             if looking_ahead:
                 # blocks wait in memory for their rows: 120 MB for a thousand batches with 10,000 input nodes each
                 sampled = prefetch(self._sample, parts, **options)

@@ -203,6 +203,10 @@ def _bytes_needed(graph) -> int:
     """Estimate the size of a store before it is written; without its edges if some may be dropped."""
     meta = graph.meta
     row_bytes = meta["feature_dim"] * files.storage_dtype(meta["feature_dtype"]).itemsize
+    rows = graph.features
+    spooled = isinstance(rows, convert.Rows) and meta["feature_dtype"] == "int8"
+    if spooled and convert.row_dtype("features", rows) != "int8":
+        row_bytes *= 5  # with the float32 rows, which are written to a file first
     need = meta["num_nodes"] * 16 + graph.features.shape[0] * row_bytes
     options = meta["options"]
     if options["drop_self_loops"] or options["drop_duplicates"]:
@@ -278,7 +282,7 @@ def _write_features(path, graph, progress) -> dict:
     features, scale = checks.feature_scale(graph.features, kept_as, path, progress)
     rows = checks.feature_rows(features, kept_as, scale, progress, largest)
     if scale is not None:
-        meta["feature_scale"] = scale.tolist()
+        meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
     if meta["backend"] == "mmap":
         # the first row starts at a disk block
         record = files.write_npy(file, dtype, shape, rows, head=4096)
@@ -485,6 +489,7 @@ class MmapFeatures(convert.RowsByIndex):
     Attributes:
         shape, dtype: (V, F), torch dtype. large: True if the table is larger than the free memory.
         beside: bytes of memory that the graph and caches take and that the table's pages therefore cannot use.
+        share: of the table that is read.
         tensor: [V, F], read-only, without a copy; missing if large: use `gather`.
     """
 
@@ -492,6 +497,7 @@ class MmapFeatures(convert.RowsByIndex):
         self._table, self.large = table, large
         self.shape, self.dtype = tuple(table.shape), table.dtype
         self._path, self._head, self.beside = path, head, beside
+        self.share = 1
         if not large:
             self.tensor = table
         self.reserve(0)  # opens the file: the store may be renamed or removed later
@@ -507,9 +513,11 @@ class MmapFeatures(convert.RowsByIndex):
         row_bytes = self.shape[1] * self.dtype.itemsize
         return RowReader(file, self._head, row_bytes, self.shape[0], direct=not self.stays())
 
-    def reserve(self, count):
-        """Leave `count` more bytes of memory to others than the table's pages, and choose again how to read these."""
+    def reserve(self, count, share=1):
+        """Leave `count` more bytes of memory to others than the table's pages, of which only a share is read from here on,
+        and choose again how to read these."""
         self.beside += count
+        self.share *= share
         self._reader = self.reader() if self.large else None
 
     def room(self) -> int:
@@ -517,8 +525,8 @@ class MmapFeatures(convert.RowsByIndex):
         return free_host_bytes() - self.beside
 
     def stays(self, beside=0) -> bool:
-        """Return whether the page cache has room for a share of KEPT of the table with `beside` more bytes in use."""
-        return self.room() - beside >= KEPT * self._table.nbytes
+        """Return whether the page cache has room for KEPT of what is read of the table with `beside` more bytes in use."""
+        return self.room() - beside >= KEPT * self.share * self._table.nbytes
 
     def default_cache(self) -> int:
         """Return bytes for a row cache: an eighth of the free memory if `stays` holds beside it, else half."""

@@ -185,6 +185,13 @@ def room_for_processes(flags):
         return "has no effect under torchrun: use its --nproc-per-node"
 
 
+def several_machines(flags):
+    if flags.mode == MODES[1]:
+        return f"has no effect: in --mode {MODES[1]} the GPUs of a machine share one copy"
+    if flags.gpus < 2 and not under_torchrun() and not flags.dry_run:
+        return "needs several machines to split them over: torchrun --nnodes N"
+
+
 def one_process(flags):
     if under_torchrun():
         return "plans for all processes of --gpus or --procs in one: leave out torchrun"
@@ -489,6 +496,12 @@ class Flags:
         0,
         "feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)",
         needs=[features_off_gpu],
+    )
+    split_features: bool = alike(
+        SWITCH,
+        False,
+        "each machine keeps its part of the feature rows, and batches ask the others for theirs",
+        needs=[several_machines],
     )
     lookahead: int | None = free(
         COUNT_OR_0,

@@ -10,9 +10,19 @@ from contextlib import contextmanager
 
 import torch
 
+from ddp import Exchange
 from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
-from features import MODES, CachedFeatures, FeatureRing, codes_of, expected_visits, place, share
+from features import (
+    MODES,
+    CachedFeatures,
+    FeatureRing,
+    SplitFeatures,
+    codes_of,
+    expected_visits,
+    place,
+    share,
+)
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from run import cuda_graphs
@@ -216,6 +226,7 @@ def sizes(flags, task, used, cores=1):
         "graphs": cuda_graphs.hops_held(flags, task, used) if flags.trains else 0,
         "counted": cuda_graphs.counted(flags, task, used),
         "timed": used.time is not None,
+        "split": flags.split_features,
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,
         "cores": cores,
@@ -244,6 +255,8 @@ def place_data(ranks, plan, task, used):
         ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
     graph, used = placed_arrays(ranks, plan, task, used)
     indptr, indices, labels, features = graph
+    if plan.split_features:
+        features = over_machines(ranks, plan, store, features)
     features = cached(ranks, plan, task, used, features)
     sampler = make_sampler(
         plan, indptr, indices, fanout=plan.fanout, used=used, threads=store.sampling_threads
@@ -263,6 +276,25 @@ def place_data(ranks, plan, task, used):
         scale=getattr(store.features, "scale", None),
     )
     return sampler, ring
+
+
+def over_machines(ranks, plan, store, features):
+    """Split features over the machines -> SplitFeatures: a process reads rows of its machine's part, and asks one process
+    of each other machine for rows of theirs."""
+    if plan.mode == MODES[0]:
+        raise StoreError(f"--split-features is not possible here in --mode {MODES[0]}")
+    machines = ranks.machines()
+    if len(machines) == 1:
+        raise StoreError(
+            "--split-features needs several machines: the processes of one share the rows in its memory already"
+        )
+    ends = [features.shape[0] * (m + 1) // len(machines) for m in range(len(machines))]
+    owners = [there[ranks.local_rank % len(there)] for there in machines]
+    if isinstance(stored := codes_of(store.features), MmapFeatures):
+        # the page cache has to hold this machine's part alone
+        stored.reserve(0, share=1 / len(machines))
+    ranks.say(plan.verbose and f"memory  features are split over {len(machines)} machines")
+    return SplitFeatures(features, [*zip(ends, owners)], Exchange(ranks))
 
 
 def placed_arrays(ranks, plan, task, used):
@@ -322,8 +354,10 @@ def cached(ranks, plan, task, used, features):
     store = task.store
     stored = codes_of(store.features)
     budget = plan.cache
+    if plan.split_features:  # processes fill their caches together
+        budget = min(ranks.gather(budget))
     mapped = plan.mode == "cpu-cpu" and isinstance(stored, MmapFeatures)
-    looks_ahead = mapped and lookahead.library() is not None
+    looks_ahead = mapped and not plan.split_features and lookahead.library() is not None
     if looks_ahead and stored.large and not budget:
         budget = stored.default_cache() // ranks.local_world
         ranks.say(
@@ -333,6 +367,8 @@ def cached(ranks, plan, task, used, features):
         needs = "needs a --cache in front of memory-mapped features, in mode cpu-cpu"
         if isinstance(store.features, ReorderedFeatures):
             needs += ", with columns in the checkpoint's order"
+        if plan.split_features:
+            needs += ", without --split-features"
         raise StoreError(f"--lookahead {plan.lookahead} {needs}")
     if budget and plan.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")

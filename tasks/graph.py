@@ -229,7 +229,7 @@ class GraphTask(Task):
     unused = {
         "is for --task link, --task is graph": OF_LINKS,
         "has no effect with --task graph: leave it out": "fanout norm residual edge_features input_dropout "
-        "checkpoint_activations backend mode cache lookahead",
+        "checkpoint_activations backend mode cache split_features lookahead",
         "is not for --task graph": "sampler temporal window early_stop weights class_weights split predict runs",
     }
 
