@@ -368,6 +368,7 @@ class Conv(nn.Module):
     norm = "none"  # norm after hidden layers that it trains well with
     # residual connections by default: "no", "yes", "if classes disagree" (of neighbours)
     residual = "no"
+    heads = 4  # attention heads by default, if it takes them
     padded = False  # reads neighbours only by methods of `Near`: CUDA graphs can hold it
     takes = ()  # options of GNN that it is made with: "heads", "dropout", "norm", "num_types", "bases"
     of_last = {}  # options that the last layer of a GNN is made with
@@ -417,9 +418,14 @@ def check_rows(block, h):
     count = block.src_nodes.numel()
     indices = block.indices
     S = block.indptr.numel() - 1
-    alone = count == S and indices.device.type == "cpu" and len(indices)
-    if alone and int(indices.max()) >= count:
+    on_cpu = indices.device.type == "cpu" and not (fused and fused.is_gpu(indices.device))
+    if on_cpu and count == S and len(indices) and int(indices.max()) >= count:
         raise ValueError("a block has global ids as indices: sample with relabel_outer=True")
+    if on_cpu and (indices[int(block.indptr[-1]) :] >= 0).any():
+        end = (
+            f"indptr of a block ends at {int(block.indptr[-1])}, and it has {len(indices)} indices"
+        )
+        raise ValueError(f"{end}: those of no destination have to be -1")
     if not len(h) == count >= S:
         needed = "one for each of block.src_nodes, destinations first, and blocks outermost first"
         raise ValueError(f"x has {len(h)} rows: {max(count, S)} are needed, {needed}")
@@ -715,15 +721,12 @@ class GATv2Conv(Conv, name="gat"):
 
     def __init__(self, in_dim, out_dim, heads=1, *, mean=False, dropout=0.0, edge_dim=0):
         super().__init__()
-        if not mean and out_dim % heads:
-            shared = f"width {out_dim} cannot be shared by {heads} heads"
-            raise ValueError(f"{shared}: give a multiple of {heads}")
         self.out_dim = out_dim
         self.heads = heads
         self.mean = mean
         self.dropout = dropout
         self.edge_dim = edge_dim
-        width = out_dim if mean else out_dim // heads
+        width = head_width(out_dim, heads, mean)
         self.src_linear = Linear(in_dim, heads * width)
         self.dst_linear = Linear(in_dim, heads * width)
         self.attn = nn.Parameter(torch.empty(heads, width))
@@ -739,6 +742,14 @@ class GATv2Conv(Conv, name="gat"):
         target = self.dst_linear(near.own)
         out = near.attend(self.attn, target, of_edge=self.edge_linear, drop=drop)
         return out.view(-1, *self.attn.shape).mean(1) if self.mean else out
+
+
+def head_width(out_dim, heads, mean):
+    """Return how wide a head is: as the output if the `mean` of heads is taken, or its part if they are concatenated."""
+    if not mean and out_dim % heads:
+        shared = f"width {out_dim} cannot be shared by {heads} heads"
+        raise ValueError(f"{shared}: give a multiple of {heads}")
+    return out_dim if mean else out_dim // heads
 
 
 def edge_softmax(scores, dst, num_dst):
@@ -784,7 +795,7 @@ class GNN(nn.Module):
         num_layers: as many as a batch has blocks.
         dropout: probability, applied after each inner layer, and to the attention weights of "gat".
             input_dropout: the same for the features.
-        heads: of "gat": concatenated in the inner layers, `hidden` wide together; averaged in the last.
+        heads: of "gat" and "rgat": concatenated in the inner layers, `hidden` wide together; averaged in the last.
         norm: "none", "layer" or "batch", after each inner layer, and inside the layers of "gin" and "gine".
         residual: add each layer's input to its output, through a matrix where the widths differ.
         recompute: keep layers' inputs and recompute the rest in backward (arXiv 1604.06174): less memory, more time.
@@ -959,8 +970,7 @@ class GNN(nn.Module):
             return h if residual is None else h + residual
         nodes = None if nodes is None else nodes[: len(h)]
         norm = self.norms[i]
-        ours = (conv for name, conv in CONVS.items() if conv.name == name)
-        kinds = {*ours, *NORMS.values(), MLP, nn.ReLU}
+        kinds = {*CONVS.values(), *NORMS.values(), MLP, nn.ReLU}
         if not unchanged(*self.layers[i].modules(), norm, kinds=kinds):
             # a hook, method or network may keep it, and ReLU is in place
             h = norm(h if residual is None else h + residual).clone()

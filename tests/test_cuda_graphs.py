@@ -225,6 +225,7 @@ def _no_more_than_the_smallest(sampler, task, args, first_hop, which=0):
         ("rgcn", 2, 300, 1800, 12, 53),
         ("rgcn", 0, 3000, 6000, 100, 101),
         ("rgat", 0, 300, 1800, 12, 53),
+        ("rgat of two heads", 0, 300, 1800, 12, 53),
         ("rgcn with edges", 0, 300, 1800, 12, 53),
         ("gin", 0, 300, 1800, 12, 53),
     ],
@@ -240,6 +241,7 @@ def test_a_step_of_a_typed_graph_is_a_cuda_graph(
     inputs = NodeInputs([(len(x), 7), (V // 3, 0)], 16)
     of_edges = dict(edge_type=kinds) if conv[0] == "r" else {}
     typed = dict(num_types=3, bases=bases) if of_edges else {}
+    typed["heads"] = 2 if "heads" in conv else 1
     features = {}
     if "edges" in conv:
         features["edge_features"] = _EDGES[:M]
