@@ -211,9 +211,10 @@ def test_split_features_need_several_machines(tiny, tmp_path, capsys):
     words = f"--dataset {tiny} --gpus 0 --split-features"
     assert _code(words) == 2
     text = capsys.readouterr().err
-    assert "--split-features needs several machines to split them over: torchrun --nnodes N" in text
+    needs = "several GPUs or machines to split them over: --gpus N or torchrun --nnodes N"
+    assert f"--split-features needs {needs}" in text
     printed = [_end(process, 2) for process in _on_machines(tmp_path, [2], words)]
-    assert "--split-features needs several machines: " in printed[0]
+    assert "--split-features in --mode cpu-cpu needs several machines: " in printed[0]
 
 
 def _unlike(ranks, *words):
