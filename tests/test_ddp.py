@@ -133,7 +133,7 @@ def _as_rank(variables, *words):
 
 
 def _on_machines(folder, counts, *words):
-    """Start train.py as torchrun does on machines of so many ranks each -> the processes, by rank."""
+    """Start train.py as torchrun does on machines of so many ranks each, RANK in words by its number -> the processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -144,7 +144,8 @@ def _on_machines(folder, counts, *words):
             rank = len(processes)
             own = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
             own = {name: str(value) for name, value in (variables | own).items()}
-            processes.append(_fork(folder / f"rank{rank}", _as_rank, own, *_split(words)))
+            mine = [word.replace("RANK", own["RANK"]) for word in _split(words)]
+            processes.append(_fork(folder / f"rank{rank}", _as_rank, own, *mine))
     return processes
 
 
@@ -179,11 +180,10 @@ def test_split_features_change_no_bit(counts, words, tiny, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_machines_end_together(number, tiny, tmp_path):
-    """By a signal that one of them receives, or in a sentence if one dies: no parent ends the others."""
-    words = (
-        f"--dataset {tiny} --gpus 0 --batch-size 50 --fanout 3,3 --epochs 10000 --split-features"
-    )
-    ranks = _on_machines(tmp_path, [1, 1, 1], words)
+    """By a signal that one of them receives, or in a sentence if one dies: no parent ends the others. They may be told to
+    prepare different numbers of batches ahead."""
+    words = f"--dataset {tiny} --gpus 0 --batch-size 50 --fanout 3,3 --epochs 10000 --split-features"
+    ranks = _on_machines(tmp_path, [1, 1, 1], words, "--prefetch RANK")
     _wait_for(lambda: ranks[0].output.read_text().count("\nepoch ") > 2, ranks[0])
     os.kill(ranks[1].pid, number)
     if number == signal.SIGTERM:
