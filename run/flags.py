@@ -236,8 +236,10 @@ def library(name):
 
 
 def folder_to_write(flags):
-    """Refuse a folder that cannot be made or written to."""
+    """Refuse a folder that cannot be made or written to, and a store."""
     path = os.path.abspath(flags.export)
+    if os.path.exists(os.path.join(path, "meta.json")):
+        return "is a store: give a folder of its own"
     if os.path.exists(path) and not os.path.isdir(path):
         return "is a file: give the name of a folder"
     while not os.path.isdir(path):
