@@ -207,6 +207,7 @@ def room_for_processes(flags):
 
 
 def several_gpus_or_machines(flags):
+    """Refuse --split-features where there is only one memory, or one copy is shared."""
     if flags.mode == MODES[1]:
         return f"has no effect: in --mode {MODES[1]} the GPUs of a machine share one copy"
     if flags.gpus < 2 and not under_torchrun() and not flags.dry_run:
@@ -684,8 +685,8 @@ SAVED = declared("fixed", "of_data", "kept", "built")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Flags):
-    """The flags of a run whose data and machine are known. No longer open are: mode, metric, weights, residual,
-    precision, epochs, weight_decay, split, sample_threads and prefetch."""
+    """The flags of a run whose data and machine are known. No longer open are: mode, metric, weights, residual, precision,
+    epochs, weight_decay, split, sample_threads, prefetch and, for a layer, edge_features."""
 
     total_batch: int  # seeds of an optimizer step, over all processes
     steps: int  # of an epoch
