@@ -402,6 +402,7 @@ class Flags:
         None,
         f"attention heads (default: {', '.join(f'{CONVS[name].heads} for {name}' for name in layers_taking('heads'))})",
         needs=[layer_with("heads")],
+        older=lambda saved: Conv.heads,
     )
     bases: int = fixed(
         COUNT_OR_0,
