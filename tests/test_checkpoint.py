@@ -26,7 +26,7 @@ import torch
 import train
 from disk import files as disk
 from inference import inference
-from run import checkpoint
+from run import checkpoint, flags
 from sampler import Block
 from sources.prepare import build
 from store import GraphStore, build_store
@@ -501,6 +501,14 @@ def test_threads_that_write_the_same_file_do_not_take_each_others_parts_for_left
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(400)))
     assert [file.name for file in tmp_path.iterdir()] == ["x"]
+
+
+def test_heads_of_early_rgat_are_not_read_into_a_layer_of_a_file():
+    graph = {"edge_dim": 0, "num_edge_types": 4}
+    for model, heads in (("rgat", 1), ("mine.py:Mine", 4)):
+        saved = flags.Flags(model=model, heads=4)
+        weights = {"layers.0.query": torch.ones(4, 3)}
+        assert checkpoint.settled_flags(saved, graph, weights)["heads"] == heads
 
 
 @pytest.mark.parametrize("words", ["", "--norm batch --model gcn", "--task link --scorer distmult"])
