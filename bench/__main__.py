@@ -126,7 +126,7 @@ def make_parser():
     add("--seed", type=int, default=0, help="attack: seed of the cases")
     add("--only", metavar="KIND", help="attack: only cases of this kind")
     add("--case", type=int, metavar="N", help="attack, with --only: one case, with all it prints")
-    add("--parts", metavar="A,B", help="gpu, store: only these parts")
+    add("--parts", metavar="A,B", help="gpu, network, store: only these parts")
     return parser
 
 

@@ -8,6 +8,7 @@ A row of a table says of a step, in the fastest epoch but the first (rank 0's, b
 
     step       ms; that of the whole store includes the all-reduce of gradients on the same links
     waited     ms that training waited for batches
+    cpu        ms of its core, of all threads: what is not hidden by anything on a machine with one core
     rows       MB of feature rows received from other machines, as --log counts them
     all        MB received in all-to-alls: rows, ids, counts
     interface  MB that the interface received, less those with the whole store: headers are in it
@@ -15,6 +16,10 @@ A row of a table says of a step, in the fastest epoch but the first (rank 0's, b
     gloo       ms of all-to-alls of the same bytes alone
     link       ms that the busiest link takes at its rate
     hidden     percent of `exchange` by which the step is not longer than with the whole store
+
+--parts paper computes what batches of 1,024 would receive in graphs of the size of ogbn-papers100M and MAG240M on four
+machines with 100 Gbit/s: rows of a batch, and of them those in a cache, are counted on a graph of 8 million nodes with the
+degrees of papers100M.
 """
 
 import collections
@@ -38,10 +43,13 @@ import torch.distributed as dist
 
 import ddp
 import train
+from bench import tools
 from bench.tools import print_table, settle
 from disk.files import StoreError
+from features import expected_visits
 from run import placement
 from run.report import Report
+from sampler import NeighborSampler
 from sources import prepare
 from store import GraphStore
 from tasks.node import NodeTask
@@ -49,6 +57,12 @@ from tasks.node import NodeTask
 PORT = 29500
 CACHED = 0.2  # share of the rows
 APART = 0.03  # of bytes by the interface from bytes by the calls, before the benchmark fails
+STAND_IN = "synthetic:nodes=8000000,degree=29,features=1,classes=172,train=0.011,valid=0"
+PAPER = {  # fanout, bytes of a row
+    "papers100M, 15,10,5, bf16": ([15, 10, 5], 256),
+    "MAG240M, 15,10,5, fp16": ([15, 10, 5], 1536),
+    "MAG240M, 25,15, fp16": ([25, 15], 1536),
+}
 TOOLS = "ip", "tc", "unshare", "nsenter"
 
 
@@ -181,7 +195,7 @@ def trained(words):
     def told(report, line, figures):
         tell(report, "", figures)
         if "epoch" in figures:
-            counts = {"interface": received(), **TimedExchange.total}
+            counts = {"interface": received(), "cpu": time.process_time()} | TimedExchange.total
             print(json.dumps(figures | counts), flush=True)
 
     no_scores = lambda task, run, report: dict.fromkeys(task.store.split)  # noqa: E731
@@ -227,12 +241,9 @@ def flags_of(args, store):
     return {"whole": whole, "split": split, "split, cache": [*split, "--cache", str(cache)]}
 
 
-def epochs(run, steps):
-    """Return the figures of each epoch but the first, a step: times are rank 0's, bytes a list by rank."""
-    return [epoch_of(run, i, steps) for i in range(1, len(run[0]))]
-
-
 def epoch_of(run, i, steps):
+    """Return the figures of an epoch, a step: times are rank 0's, bytes a list by rank. run: what each rank printed."""
+
     def grown(name):
         """What a count of each rank has grown by, a step."""
         return [(rank[i].get(name, 0) - rank[i - 1].get(name, 0)) / steps for rank in run]
@@ -241,6 +252,7 @@ def epoch_of(run, i, steps):
     return {
         "step": 1e3 * run[0][i]["seconds"] / steps,
         "waited": 1e3 * run[0][i].get("stall", 0) / steps,
+        "cpu": 1e3 * grown("cpu")[0],
         "exchange": 1e3 * grown("all_to_all")[0],
         "rows": grown("split_bytes_received"),
         "interface": grown("interface"),
@@ -258,12 +270,12 @@ def measure(args, machines, rate, store):
     for _ in range(args.rounds):
         for way, words in ways.items():
             run = outputs(machines, trained, words)
-            found[way] += epochs(run, steps)
+            found[way] += [epoch_of(run, i, steps) for i in range(1, len(run[0]))]
             losses.append([entry["loss"] for entry in run[0]])
     table = {}
     for way, figures in found.items():
         fastest = min(figures, key=lambda figures: figures["step"])
-        table[way] = {name: fastest[name] for name in ("step", "waited")}
+        table[way] = {name: fastest[name] for name in ("step", "waited", "cpu")}
         if way == "whole":
             whole = fastest
             continue
@@ -285,8 +297,8 @@ def measure(args, machines, rate, store):
     return table, losses
 
 
-def bench_network(args):
-    """Measure each number of machines at each rate -> {"network": {"N machines, R Gbit/s": {way: figures}}}."""
+def measured(args):
+    """Measure each number of machines at each rate -> {"N machines, R Gbit/s": {way: figures}}, "failed": what does not agree."""
     store = GraphStore.open(prepare.prepare(args.dataset, args.root))
     figures = {}
     failed = []
@@ -304,4 +316,35 @@ def bench_network(args):
         if any(loss != losses[0] for loss in losses):
             failed.append(f"{count} machines: losses differ: {losses}")
     print("\n".join(failed) or "losses are equal; bytes by the interface and by calls agree")
-    return {"network": figures, "load": os.getloadavg(), "failed": failed}
+    return {"figures": figures, "load": os.getloadavg(), "failed": failed}
+
+
+def paper(args):
+    """Compute a batch's bytes, and ms at 100 Gbit/s, for a rank of four machines -> {case: figures}."""
+    store = GraphStore.open(prepare.prepare(STAND_IN, args.root))
+    seeds = store.split["train"]
+    figures = {}
+    for name, (fanout, row_bytes) in PAPER.items():
+        sampler = NeighborSampler(store.indptr, store.indices, fanout, check=False)
+        visits = expected_visits(store.indptr, store.indices, seeds, fanout, 1024)
+        batch = seeds[torch.randperm(len(seeds), generator=torch.Generator().manual_seed(0))[:1024]]
+        nodes = sampler.sample(batch, 0)[0].src_nodes
+        for share in (0, 0.1, 0.2):
+            cached = torch.zeros(store.num_nodes, dtype=torch.bool)
+            cached[visits.topk(round(share * store.num_nodes)).indices] = True
+            missing = (~cached[nodes.long()]).sum().item()
+            remote = missing * 3 / 4 * row_bytes / 1e6
+            figures[f"{name}, cache of {share:.0%}"] = {
+                "rows": len(nodes),
+                "not cached": missing,
+                "MB received": remote,
+                **{f"ms, {n} GPUs a machine": n * remote / 12.5 for n in (1, 8)},
+            }
+    return print_table("a batch of each rank, 4 machines", figures)
+
+
+def bench_network(args):
+    """Run --parts -> their figures."""
+    parts = {"measured": measured, "paper": paper}
+    figures = {name: parts[name](args) for name in tools.chosen_parts(args, parts)}
+    return figures | {"failed": figures.get("measured", {}).get("failed")}
