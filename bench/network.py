@@ -30,11 +30,13 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -150,6 +152,7 @@ def run_rank(rank, world, machine, file, work, words):
     os.environ |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": str(PORT)}
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     settle(1)
+    ddp.TIMEOUT = timedelta(minutes=2)  # if this process's parent was killed, with all links
     sys.exit(work(*words))
 
 
@@ -345,6 +348,7 @@ def paper(args):
 
 def bench_network(args):
     """Run --parts -> their figures."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it cleans up, as for Ctrl-C
     parts = {"measured": measured, "paper": paper}
     figures = {name: parts[name](args) for name in tools.chosen_parts(args, parts)}
     return figures | {"failed": figures.get("measured", {}).get("failed")}
