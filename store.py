@@ -161,11 +161,11 @@ def _checked(given) -> _Checked:
     drawn = isinstance(split, dict) and not split and labelled and labels.ndim == 1
     if drawn:
         split = checks.drawn_per_class(labels, np.random.default_rng(0))
-    split = checks.check_splits(split, labels)
-    edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
-    carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
     if given.node_names is not None:
         columns.check_names(given.node_names, num_nodes)
+    split = checks.check_splits(split, labels, given.node_names)
+    edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
+    carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
     if given.feature_names is not None:
         entries["feature_names"] = checks.check_names(given.feature_names, width)
     if given.node_types is not None:
@@ -203,6 +203,10 @@ def _bytes_needed(graph) -> int:
     """Estimate the size of a store before it is written; without its edges if some may be dropped."""
     meta = graph.meta
     row_bytes = meta["feature_dim"] * files.storage_dtype(meta["feature_dtype"]).itemsize
+    rows = graph.features
+    spooled = isinstance(rows, convert.Rows) and meta["feature_dtype"] == "int8"
+    if spooled and convert.row_dtype("features", rows) != "int8":
+        row_bytes *= 5  # with the float32 rows, which are written to a file first
     need = meta["num_nodes"] * 16 + graph.features.shape[0] * row_bytes
     options = meta["options"]
     if options["drop_self_loops"] or options["drop_duplicates"]:
@@ -278,7 +282,7 @@ def _write_features(path, graph, progress) -> dict:
     features, scale = checks.feature_scale(graph.features, kept_as, path, progress)
     rows = checks.feature_rows(features, kept_as, scale, progress, largest)
     if scale is not None:
-        meta["feature_scale"] = scale.tolist()
+        meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
     if meta["backend"] == "mmap":
         # the first row starts at a disk block
         record = files.write_npy(file, dtype, shape, rows, head=4096)

@@ -36,7 +36,10 @@ from tqdm import tqdm
 
 SPLITS = ("train", "valid", "test")
 VERSION = 3
-READABLE = (2, 3)  # version 2: no edge columns, no node times, one split, one label per node
+# the same with features in codes, which readers of version 3 might take for integers
+CODED_VERSION = 4
+# version 2: no edge columns, no node times, one split, one label per node
+READABLE = (2, VERSION, CODED_VERSION)
 HEAD = 128  # bytes of a .npy header; 4096 where rows have to start on a disk block
 FORMATS = {
     "ringblock-graph": "one graph: open it as GraphStore (train.py --task node)",
@@ -288,7 +291,7 @@ def read_meta(path, form=None) -> dict:
         if form and meta["format"] != form:
             raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
         if (version := meta.get("format_version")) not in READABLE:
-            readable = f"this code reads 2 and {VERSION}"
+            readable = f"this code reads {READABLE[0]} to {READABLE[-1]}"
             raise StoreError(f"{path}: store format {version!r:.200}; {readable}; rebuild it")
         if data != dump_meta(meta):
             raise ValueError("it was altered: its checksum does not match")

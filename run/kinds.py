@@ -58,23 +58,27 @@ def positive(kind, zero=False, below=None):
             if 0 < (value := kind(text)) < below or zero and value == 0:
                 return value
         limit = f" and below {below}" if below < math.inf else ""
+        comma = f": write {text.replace(',', '.')}" if re.fullmatch(r"\d+,\d+", text) else ""
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a {'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
-            f"{limit}"
+            f"{limit}{comma * (kind is float)}"
         )
 
     return parse
 
 
 def one_of(*choices):
+    """Make the options of a flag with these values."""
     return {"choices": choices}
 
 
 def text(stands_for):
+    """Make the options of a flag that takes any text, called `stands_for` in --help."""
     return {"metavar": stands_for}
 
 
 def parsed_by(function, stands_for):
+    """Make the options of a flag whose text a function parses, called `stands_for` in --help."""
     return {"type": function, "metavar": stands_for}
 
 

@@ -313,6 +313,10 @@ def _bad_inputs():
             "edge_index": 2 * torch.eye(200).to_sparse()
         },
         "node 49 is in split 'train' and in 'valid'": {"split": {"train": ok, "valid": [70, 49]}},
+        "node n49 is in split 'train' and in 'valid'": {
+            "split": {"train": ok, "valid": [70, 49]},
+            "node_names": [f"n{i}" for i in range(200)],
+        },
         "node 4 more than once": {"split": {"train": [4, 9, 4]}},
         "node 1 more than once; a mask is of bool": {"split": {"train": [0, 1, 1]}},
         "'test' holds node 200": {"split": {"train": ok, "test": [200]}},
@@ -464,11 +468,15 @@ def test_store_what_is_built_can_be_opened(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(kind, "open", refuse)
             _refuses("cannot be opened", build, tmp_path / "s")
-    wide = {"features": Rows([1 << 20, 1 << 20], np.float32, iter(())), "edge_index": [[0], [1]]}
+    rows = Rows(
+        [1 << 20, 1 << 20], np.float32, iter(())
+    )  # for int8 they are written to a file first
+    wide = {"features": rows, "edge_index": [[0], [1]]}
     wide |= {"labels": np.zeros(1 << 20, int), "split": {"train": [0]}}
-    for backend in ("mmap", "lmdb"):
-        said = "no room for .*it takes about 4.4 TB, .* free"
-        _refuses(said, build_store, tmp_path / "s", **wide, backend=backend)
+    for backend, dtype, size in (("mmap", None, 4.4), ("lmdb", None, 4.4), ("mmap", "int8", 5.5)):
+        said = f"no room for .*it takes about {size} TB, .* free"
+        options = {"backend": backend, "feature_dtype": dtype}
+        _refuses(said, build_store, tmp_path / "s", **wide, **options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -538,7 +546,7 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
     path, many = _store(tmp_path / "g"), build_graphs(tmp_path / "many", [_graphs(5)])
     meta, of_many = (json.loads((folder / "meta.json").read_text()) for folder in (path, many))
     _rewrite_meta(path, format_version=7)
-    _refuses(r"store format 7; this code reads 2 and 3; rebuild it", GraphStore.open, path)
+    _refuses(r"store format 7; this code reads 2 to 4; rebuild it", GraphStore.open, path)
     of_one = "num_nodes num_edges num_classes feature_dim feature_dtype backend options"
     for folder, good, kind, names in (
         (path, meta, GraphStore, f"format files {of_one}"),
