@@ -1,21 +1,21 @@
 """python -m bench network: training over machines that are network namespaces of this one, with and without --split-features.
 
 A machine has one rank on one core, and a link to a bridge. tc limits each link, both ways, to each --rate (Gbit/s; 0: no
-limit). For each of --machines, the same epochs are trained with the whole store on each machine, with --split-features, and
-with --split-features and a --cache of a fifth of the rows; losses have to be equal. Needs root, and no network.
+limit). For each of --machines, the same epochs are trained with the whole store on each machine and with --split-features,
+each also with a --cache of a fifth of the rows; losses have to be equal. Needs root, and no network.
 
 A row of a table says of a step, in the fastest epoch but the first (rank 0's, bytes are the mean over ranks):
 
     step       ms; that of the whole store includes the all-reduce of gradients on the same links
     waited     ms that training waited for batches
-    cpu        ms of its core, of all threads: what is not hidden by anything on a machine with one core
+    cpu        ms of its core, of all threads: on one core, no work hides any other, only waiting is hidden
     rows       MB of feature rows received from other machines, as --log counts them
     all        MB received in all-to-alls: rows, ids, counts
     interface  MB that the interface received, less those with the whole store: headers are in it
     exchange   ms in all-to-alls, of which the other machines may have been late
     gloo       ms of all-to-alls of the same bytes alone
     link       ms that the busiest link takes at its rate
-    hidden     percent of `exchange` by which the step is not longer than with the whole store
+    hidden     percent of `exchange` that training did not wait for
 
 --parts paper computes what batches of 1,024 would receive in graphs of the size of ogbn-papers100M and MAG240M on four
 machines with 100 Gbit/s: rows of a batch, and of them those in a cache, are counted on a graph of 8 million nodes with the
@@ -240,8 +240,13 @@ def flags_of(args, store):
     whole = [str(word) for word in (*words, "--weights", "last")]
     split = [*whole, "--split-features"]
     rows, width = store.features.shape
-    cache = round(CACHED * rows * width * store.features.dtype.itemsize)
-    return {"whole": whole, "split": split, "split, cache": [*split, "--cache", str(cache)]}
+    cache = ["--cache", str(round(CACHED * rows * width * store.features.dtype.itemsize))]
+    return {
+        "whole": whole,
+        "whole, cache": [*whole, *cache],
+        "split": split,
+        "split, cache": [*split, *cache],
+    }
 
 
 def epoch_of(run, i, steps):
@@ -275,18 +280,18 @@ def measure(args, machines, rate, store):
             run = outputs(machines, trained, words)
             found[way] += [epoch_of(run, i, steps) for i in range(1, len(run[0]))]
             losses.append([entry["loss"] for entry in run[0]])
+    best = {way: min(epochs, key=lambda epoch: epoch["step"]) for way, epochs in found.items()}
+    whole = best["whole"]
     table = {}
-    for way, figures in found.items():
-        fastest = min(figures, key=lambda figures: figures["step"])
+    for way, fastest in best.items():
         table[way] = {name: fastest[name] for name in ("step", "waited", "cpu")}
-        if way == "whole":
-            whole = fastest
-            continue
         sent = fastest["sent"]
+        if not sent:
+            continue
         alone = [lines[-1]["ms"] for lines in outputs(machines, all_to_alls, sent)]
         busiest = max(*map(sum, sent), *map(sum, zip(*sent)))
         mean = lambda numbers: statistics.mean(numbers) / 1e6  # noqa: E731
-        longer = (fastest["step"] - whole["step"]) / fastest["exchange"]
+        longer = (fastest["waited"] - whole["waited"]) / fastest["exchange"]
         table[way] |= {
             "rows": mean(fastest["rows"]),
             "all": mean(map(sum, sent)),
