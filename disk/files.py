@@ -36,7 +36,8 @@ from tqdm import tqdm
 
 SPLITS = ("train", "valid", "test")
 VERSION = 3
-READABLE = (2, 3)  # version 2: no edge columns, no node times, one split, one label per node
+PART = 4  # of a store that is one of several parts
+READABLE = (2, 3, 4)  # version 2: no edge columns, no node times, one split, one label per node
 HEAD = 128  # bytes of a .npy header; 4096 where rows have to start on a disk block
 FORMATS = {
     "ringblock-graph": "one graph: open it as GraphStore (train.py --task node)",
@@ -85,7 +86,7 @@ def complete_or_not_there(path, need):
             if need > shutil.disk_usage(path.parent).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             yield building
-            for file in [*building.iterdir(), building]:
+            for file in [*building.rglob("*"), building]:
                 sync(file)
             os.rename(building, path)
             sync(path.parent)
@@ -93,7 +94,9 @@ def complete_or_not_there(path, need):
         if error.errno in FULL:
             above = next(folder for folder in path.absolute().parents if folder.exists())
             free = readable_size(shutil.disk_usage(above).free)
-            takes = f"it takes about {readable_size(need)}, more while edges are sorted; {free} are free"
+            takes = (
+                f"it takes about {readable_size(need)}, more if edges are sorted; {free} are free"
+            )
             raise StoreError(f"no room for {path}: {error.strerror}; {takes}") from error
         refuse_existing(path)  # another process completed it first
         raise StoreError(f"cannot build {path}: {error.strerror or error}") from error
@@ -204,6 +207,14 @@ def write_whole(path, write):
         raise StoreError(f"{path} could not be written: {message}") from error
 
 
+def link_or_copy(source, target):
+    """Give a file a second name, or on another file system, or one without hard links, copy it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def write_npy(path, dtype, shape, chunks, head=HEAD) -> dict:
     """Write chunks of rows as one .npy file with a header of `head` bytes -> its record for meta.json. The header
     gets the number of rows that came, whatever shape[0] says."""
@@ -288,7 +299,7 @@ def read_meta(path, form=None) -> dict:
         if form and meta["format"] != form:
             raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
         if (version := meta.get("format_version")) not in READABLE:
-            readable = f"this code reads 2 and {VERSION}"
+            readable = f"this code reads {READABLE[0]} to {READABLE[-1]}"
             raise StoreError(f"{path}: store format {version!r:.200}; {readable}; rebuild it")
         if data != dump_meta(meta):
             raise ValueError("it was altered: its checksum does not match")

@@ -127,11 +127,15 @@ def names_of(store):
 
 
 def digests(store):
-    """Return {file: SHA-256 or None} of the files of a store, and of the file of --edge-split."""
+    """Return {file: SHA-256 or None} of the files of a store, of a part those of the whole, and of the file of
+    --edge-split."""
     files = {
         name: record.get("sha256", record.get("built"))
         for name, record in store.meta["files"].items()
     }
+    for name, record in store.meta.get("part", {"whole": {}})["whole"].items():
+        # rows of a part may have changed
+        files[name] = files.get(name) and record.get("sha256")
     if (scale := store.meta.get("feature_scale")) is not None:
         files["the scale of features"] = hashlib.sha256(repr(scale).encode()).hexdigest()
     return files

@@ -1,0 +1,226 @@
+"""Stores that are cut into parts, one for each of several machines."""
+
+import os
+import pickle
+import re
+import resource
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from disk import convert, files
+from disk.graphs import build_graphs
+from run.checkpoint import digests
+from sources import cli
+from store import GraphStore, build_store, split, verify
+from tests.common import _in_child, _store
+from tests.stores import _graphs, _refuses, _rewrite_meta, _small_disk, _sums
+
+
+def _types(path):
+    """Build a graph in which authors have no features."""
+    random = np.random.default_rng(0)
+    return build_store(
+        path,
+        node_types={"author": 30, "paper": 50, "venue": 7},
+        edge_index={("author", "writes", "paper"): random.integers(0, 30, (2, 90))},
+        features={"paper": random.random((50, 4)), "venue": random.random((7, 2))},
+        labels={"paper": random.integers(0, 3, 50)},
+    )
+
+
+KINDS = {
+    "mmap": _store,
+    "lmdb": lambda path: _store(path, backend="lmdb", block_rows=7),
+    "codes": lambda path: _store(path, feature_dtype="int8"),
+    "bfloat16": lambda path: _store(
+        path, feature_dtype="bfloat16", edge_features=np.random.rand(3000, 2)
+    ),
+    "names": lambda path: _store(path, node_names=[f"n{i}" for i in range(200)], backend="lmdb"),
+    "types": _types,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_have_all_but_others_features(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "ROW_BYTES", 1000)  # a few rows at a time
+    whole = GraphStore.open(KINDS[kind](tmp_path / "g"))
+    rows = whole.features[:]
+    folder = split(tmp_path / "g", 3)
+    assert folder == tmp_path / "g.parts" and verify(tmp_path / "g") == []
+    ends = [len(rows) * m // 3 for m in range(4)]
+    for m, (first, stop) in enumerate(zip(ends, ends[1:])):
+        part = GraphStore.open(folder / f"part-{m}")
+        assert verify(part.path) == [] and part.part == (m, 3)
+        assert digests(part) == digests(whole)
+        for name in whole.meta["files"]:
+            same = os.path.samefile(part.path / name, whole.path / name)
+            assert same != name.startswith("features.")
+        assert part.features.shape == whole.features.shape
+        assert part.features.dtype == whole.features.dtype
+        held = getattr(part.features, "codes", part.features)
+        assert (held.first, held.stop) == (first, stop)
+        ids = torch.randint(first, stop, (40,), dtype=torch.int32)
+        assert torch.equal(part.features.gather(ids), rows[ids])
+        out = torch.empty_like(rows[:40])
+        assert part.features.gather(ids, out) is out and torch.equal(out, rows[ids])
+        assert torch.equal(pickle.loads(pickle.dumps(part.features)).gather(ids), rows[ids])
+        assert part.features.gather(ids[:0]).shape == (0, rows.shape[1])
+        other = stop % len(rows)
+        held = (
+            f"the features of node {other} are elsewhere: this part has rows {first} to {stop - 1}$"
+        )
+        _refuses(held, part.features.gather, torch.tensor([first, other]))
+        _refuses("is out of range", part.features.gather, torch.tensor([-1]), error=IndexError)
+        if whole.features.shape[0] == whole.num_nodes:
+            assert pickle.loads(pickle.dumps(part)).part == (m, 3)
+
+
+def test_rows_of_a_part_change(tmp_path):
+    whole = GraphStore.open(KINDS["lmdb"](tmp_path / "g"))
+    folder = split(tmp_path / "g", 2, tmp_path / "cut")
+    part = GraphStore.open(folder / "part-1")
+    new = torch.ones(2, 5)
+    part.features.put_rows(torch.tensor([100, 199]), new)
+    assert torch.equal(GraphStore.open(folder / "part-1").features[[199, 100]], new)
+    _refuses("node 99 are elsewhere", part.features.put_rows, torch.tensor([199, 99]), new)
+    _refuses(r"rows is \[2, 5\]", part.features.put_rows, torch.tensor([199]), new)
+    assert verify(part.path) == []
+    changed = digests(GraphStore.open(folder / "part-1"))
+    assert changed == {**digests(whole), "features.lmdb": None}  # no longer compared
+    # a store whose rows have changed may be cut, too
+    whole.features.put_rows(torch.tensor([7]), new[:1])
+    again = GraphStore.open(split(tmp_path / "g", 20) / "part-0")
+    assert torch.equal(again.features[[7]], new[:1]) and digests(again) == changed
+    _refuses("stay as built", _opened_part(tmp_path).features.put_rows, torch.tensor([0]), new[:1])
+
+
+def _opened_part(folder):
+    return GraphStore.open(split(_store(folder / "mapped"), 2) / "part-0")
+
+
+def test_a_split_is_refused_or_complete(tmp_path, capsys, monkeypatch):
+    path = _store(tmp_path / "g")
+    target = tmp_path / "cut"
+    for words, message in [
+        (("1",), r"cannot be split into 1: it has 200 rows of features$"),
+        (("201",), "cannot be split into 201"),
+        (("two",), "invalid int value: 'two'"),
+        (("2", tmp_path / "g"), "exists already"),
+    ]:
+        with pytest.raises(SystemExit) if words[0] == "two" else _code_of_a_refusal():
+            raise SystemExit(cli.main(["split", str(path), *map(str, words)]))
+        assert message.rstrip("$") in capsys.readouterr().err
+    assert cli.main(["split", str(path), "2", str(target)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1] == f"{target}/part-1: part 1 of 2, with features of nodes 100 to 199"
+    for command, line in (
+        ("info", "part 1 of 2, with features of nodes 100 to 199"),
+        ("verify", "--  part 1 of 2"),
+    ):
+        assert cli.main([command, f"{target}/part-1"]) == 0
+        assert line in capsys.readouterr().out
+    _refuses("is part 0 of 2, .*: split the whole store", split, target / "part-0", 2)
+    many = build_graphs(tmp_path / "many", [_graphs(10)])
+    _refuses("holds many small graphs", split, many, 2)
+    none = {"node_types": {"a": 4}, "edge_index": {("a", "to", "a"): [[0], [1]]}, "features": {}}
+    _refuses("has no features to split", split, build_store(tmp_path / "none", **none), 2)
+    # a damaged store would get checksums that fit
+    bad = shutil.copytree(path, tmp_path / "bad")
+    with open(bad / "features.npy", "r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"\1")
+    _refuses("is damaged: features.npy: its sha256 is", split, bad, 2)
+    # rows that change meanwhile could be of two moments
+    moving = GraphStore.open(_store(tmp_path / "moving", backend="lmdb"))
+    chunked = convert.chunked
+
+    def moved(*args, **options):
+        moving.features.put_rows(torch.tensor([0]), torch.ones(1, 5))
+        return chunked(*args, **options)
+
+    monkeypatch.setattr(convert, "chunked", moved)
+    _refuses("changed while it was split: split it again", split, moving.path, 2)
+    assert not (tmp_path / "moving.parts").exists() and not list(tmp_path.glob(".*"))
+
+
+def _code_of_a_refusal():
+    return pytest.raises(SystemExit, match="2")
+
+
+def test_a_split_that_is_killed_leaves_nothing(tmp_path, monkeypatch):
+    path = _store(tmp_path / "g")
+    sums = _sums(path)
+    write = files.write_npy
+
+    def killed(file, *args, **options):
+        if file.parent.name == "part-1":
+            os._exit(9)
+        return write(file, *args, **options)
+
+    monkeypatch.setattr(files, "write_npy", killed)
+    assert os.waitstatus_to_exitcode(_in_child(lambda: split(path, 2))) == 9
+    assert not (tmp_path / "g.parts").exists()
+    monkeypatch.undo()
+    split(path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g", "g.parts"] and _sums(path) == sums
+
+
+def test_a_split_on_another_disk(tmp_path):
+    """Its files are copies there, for which there may be no room."""
+    path = _store(tmp_path / "g", features=np.random.rand(200, 500).astype(np.float32))
+
+    def work(small):
+        folder = split(path, 2, small / "cut")
+        assert verify(folder / "part-1") == []
+        shutil.rmtree(folder)
+        (small / "other").write_bytes(bytes(700_000))
+        _refuses("no room for .*cut: No space left on device", split, path, 2, small / "cut")
+        assert os.listdir(small) == ["other"]
+
+    with _small_disk(tmp_path, "1m") as small:
+        assert _in_child(lambda: work(small)) == 0
+
+
+def test_a_split_takes_little_memory(tmp_path):
+    path = _store(tmp_path / "g", num_nodes=3_000, features=np.zeros((3_000, 4000), np.float32))
+
+    def work():
+        status = Path("/proc/self/status").read_text()
+        held = int(re.search(r"VmData:\s*(\d+)", status)[1]) << 10
+        resource.setrlimit(resource.RLIMIT_DATA, (held + (30 << 20),) * 2)
+        split(path, 2)
+
+    assert _in_child(work) == 0
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"number": 0, "of": 2, "whole": {}},  # of another size
+        {"number": 3, "of": 3, "whole": {}},
+        {"number": -1, "of": 3, "whole": {}},
+        {"number": "x", "of": 3, "whole": {}},
+        {"number": 1, "of": 3},
+        {"number": 1, "of": 3, "whole": 7},
+        {"number": 1, "of": 201, "whole": {}},
+        [],
+        None,
+        ...,
+    ],
+)
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_parts_that_are_forged(backend, part, tmp_path):
+    path = split(_store(tmp_path / "g", num_nodes=199, backend=backend), 3) / "part-1"
+    _rewrite_meta(path, part=part)
+    assert verify(path)
+    assert cli.main(["info", str(path)]) == 2
+
+
+def test_code_without_parts_refuses_them(tmp_path, monkeypatch):
+    path = split(_store(tmp_path / "g"), 2) / "part-1"
+    monkeypatch.setattr(files, "READABLE", (2, 3))
+    _refuses("store format 4; this code reads 2 to 3", GraphStore.open, path)
