@@ -185,13 +185,14 @@ def test_a_split_on_another_disk(tmp_path):
         assert _in_child(lambda: work(small)) == 0
 
 
-def test_a_split_takes_little_memory(tmp_path):
+def test_a_split_takes_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "ROW_BYTES", 1 << 22)
     path = _store(tmp_path / "g", num_nodes=3_000, features=np.zeros((3_000, 4000), np.float32))
 
     def work():
         status = Path("/proc/self/status").read_text()
         held = int(re.search(r"VmData:\s*(\d+)", status)[1]) << 10
-        resource.setrlimit(resource.RLIMIT_DATA, (held + (30 << 20),) * 2)
+        resource.setrlimit(resource.RLIMIT_DATA, (held + (12 << 20),) * 2)
         split(path, 2)
 
     assert _in_child(work) == 0
