@@ -121,6 +121,11 @@ class Ranks(NamedTuple):
         here = self.gather(values)[first : first + self.local_world]
         return [sum(part) for part in zip(*here)]
 
+    def machines(self):
+        """Return the ranks of each machine, a list of ranges; a collective of all ranks."""
+        firsts = sorted({*self.gather(self.rank - self.local_rank)})
+        return [range(*ends) for ends in zip(firsts, [*firsts[1:], self.world])]
+
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""
         if self.world > 1:
@@ -159,37 +164,27 @@ class Ranks(NamedTuple):
         return slice(n * self.rank // self.world, n * (self.rank + 1) // self.world)
 
 
-class Lost(RuntimeError):
-    """Another rank ended or does not answer."""
-
-
 class Exchange:
-    """All-to-alls of all ranks, on a process group of their own: another thread may be in collectives of the ranks meanwhile.
-    Every rank makes the same calls in the same order. device: of the tensors."""
+    """All-to-alls of rows in host memory between all ranks, on a process group of their own: another thread may be in the
+    ranks' other collectives meanwhile. Every rank makes the same calls in the same order. rank, world: of this process, of all."""
 
-    def __init__(self, ranks, device):
+    def __init__(self, ranks):
         self.rank = ranks.rank
         self.world = ranks.world
-        self.group = _group_of("nccl" if device.type == "cuda" else "gloo")
+        self.group = _group_of_rows()
 
     def __call__(self, rows, sent=None, received=None):
         """Send the first sent[0] of `rows` to rank 0, the next sent[1] to rank 1 ... -> received[0] rows of rank 0, then those
-        of the others. None: one row to and from each. `Lost` if another rank has ended or does not answer."""
+        of the others. None: one row to and from each."""
         out = rows.new_empty(self.world if received is None else sum(received), *rows.shape[1:])
-        try:
-            dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
-        except RuntimeError as error:
-            why = str(error).splitlines()[0]
-            raise Lost(
-                f"rank {self.rank} lost another rank, which ended or does not answer: {why}"
-            ) from error
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
         return out
 
 
 @functools.cache
-def _group_of(backend):
+def _group_of_rows():
     """Make a group of all ranks, once in a process."""
-    return dist.new_group(backend=backend, timeout=TIMEOUT)
+    return dist.new_group(backend="gloo", timeout=TIMEOUT)
 
 
 def _is_sparse(module):
@@ -373,7 +368,12 @@ def _run(worker, ranks, store, args):
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             # a peer failed first: its traceback is the one to show, and the parent kills this rank within 2 s
             time.sleep(3)
-        traceback.print_exc()
+            # without the place in gloo's code, and its advice
+            why = re.sub(r"\[\S*gloo\S*\] |\. This is typically.*", "", str(error).splitlines()[0])
+            lost = f"rank {ranks.rank} lost another rank, which ended or does not answer: {why}"
+            print(lost, file=sys.stderr)
+        else:
+            traceback.print_exc()
         code = 1
     # Exit without finalization: Gloo's threads abort if they release tensors during it (pytorch issue 190489). And
     # without destroy_process_group: in torch 2.6 it joins these threads while it holds the GIL, which they may wait for.

@@ -500,37 +500,30 @@ class _HostArray:
         self.__cuda_array_interface__ = interface
 
 
-# ---- features split over processes
+# ---- features split over machines
 
 
 class SplitFeatures:
-    """Features of which each process holds a contiguous part of the rows: part r of n has rows V r // n to V (r + 1) // n - 1.
-
-    A process asks the owners for the rows of a batch by id. Therefore all processes have to gather equally often, in the
-    same order: for a batch without nodes, too.
+    """Features of which each machine holds a part of the rows: a process asks one process of each machine for the rows of
+    a batch by id. Therefore all processes have to gather equally often, in the same order: for a batch without nodes, too.
 
     Args:
-        table: features of which this process reads rows for the others. first: the id of its first row.
-        shape: (V, F) of all parts.
+        table: features [V, F] in host memory, from which this process reads rows of its machine's part for the others.
+        parts: (the id after the last row, the rank to ask for its rows) of each part, by ids.
         exchange: the all-to-all between the processes, such as `Exchange` of ddp.py.
 
     Attributes:
-        device: of the table; ids and rows are exchanged there. collective: True, see `NodeLoader`.
-        piece: rows that a cache in front asks for at a time: all, since others may have none to ask for.
+        collective: True, see `NodeLoader`.
     """
 
     collective = True
 
-    def __init__(self, table, first, shape, exchange):
+    def __init__(self, table, parts, exchange):
         self.table = table
-        self.first = first
-        self.shape = tuple(shape)
+        self.shape = tuple(table.shape)
         self.dtype = table.dtype
-        self.device = getattr(table, "device", torch.device("cpu"))
+        self.ends, self.owners = torch.tensor(parts, device="cpu").T.contiguous()
         self.exchange = exchange
-        self.piece = max(1, self.shape[0])
-        ends = [self.shape[0] * (r + 1) // exchange.world for r in range(exchange.world)]
-        self.ends = torch.tensor(ends, device=self.device)
         self.rows = self.bytes_received = 0
         self.seconds = 0.0
 
@@ -540,16 +533,15 @@ class SplitFeatures:
         return {f"split_{name}": getattr(self, name) for name in names}
 
     def gather(self, ids, out=None):
-        """Gather rows ids [n] from all parts -> [n, F] on the table's device."""
+        """Gather rows ids [n] from all parts -> [n, F]."""
         began = time.perf_counter()
-        ids = ids.to(self.device)
-        owner = torch.bucketize(ids, self.ends, right=True)
+        ids = ids.long()
+        owner = self.owners[torch.bucketize(ids, self.ends, right=True)]
         order = owner.argsort()
         asked = owner.bincount(minlength=self.exchange.world)
         wanted = self.exchange(asked).tolist()
         asked = asked.tolist()
-        theirs = self.exchange(ids[order], asked, wanted)
-        answers = take(self.table, theirs - self.first)
+        answers = take(self.table, self.exchange(ids[order], asked, wanted))
         # as bytes: not every backend knows bfloat16
         rows = self.exchange(answers.view(torch.uint8), wanted, asked).view(self.dtype)
         if out is None:
@@ -632,8 +624,8 @@ class CachedFeatures:
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
         # rows of misses read at a time: a large temporary costs more in page faults than in copying
-        self.piece = getattr(features, "piece", None) or _rows_of_a_chunk(features)
-        self.collective = getattr(features, "collective", False)
+        self.collective = getattr(features, "collective", False)  # all misses at once, or none
+        self.piece = max(1, num_nodes) if self.collective else _rows_of_a_chunk(features)
         # ascending, so that a disk is read sequentially
         hot = visits.to(self.device).topk(rows).indices.sort().values
         self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)

@@ -351,12 +351,9 @@ class NodeLoader:
             parts = self._parts(epoch, first)
             options = self.options
             if getattr(features, "collective", False):
-                # all ranks fetch the same batches in this order, also those that were begun when a loop is left
+                # all processes fetch the same batches, in this order: also those begun when a loop is left
                 options = {**options, "finish": True}
-                if self.ring.on_device:
-                    options["threads"] = 1
-                else:
-                    looking_ahead = nullcontext
+                looking_ahead = nullcontext
             if looking_ahead:
                 # blocks wait in memory for their rows: 120 MB for a thousand batches with 10,000 input nodes each
                 sampled = prefetch(self._sample, parts, **options)

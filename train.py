@@ -445,9 +445,6 @@ def worker(ranks, flags, path):
                 return train_many(ranks, flags, path)
             return train(ranks, flags, path).code
     except (StoreError, RuntimeError, *HINTS) as error:
-        if isinstance(error, ddp.Lost):
-            print(f"train.py: {error}", file=sys.stderr)
-            return 1
         full = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError))
         full = full or "DefaultCPUAllocator" in str(error)  # torch has no type for it
         if isinstance(error, RuntimeError) and not full:

@@ -87,7 +87,6 @@ def hindrances(args, task, used):
             args.accumulate == 1 or not task.store.node_types,
             f"nodes have types, and --accumulate {args.accumulate} adds up whole tables of gradients",
         ),
-        (not args.split_features, "--split-features asks other processes for rows"),
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
         (not re.search("(^|,|=)-1", fanout), f"--fanout {fanout} has no bound"),
         (used.features is None or used.features.shape[0], "there are no edges"),

@@ -171,7 +171,7 @@ def cpu_for_its_mode(flags):
 
 
 def features_off_gpu(flags):
-    if flags.mode == MODES[0] and not flags.split_features:
+    if flags.mode == MODES[0]:
         return f"has no effect: --mode {MODES[0]} has all on the GPU"
 
 
@@ -185,14 +185,11 @@ def room_for_processes(flags):
         return "has no effect under torchrun: use its --nproc-per-node"
 
 
-def several_processes(flags):
-    if max(flags.gpus, flags.procs) < 2 and not under_torchrun():
-        return "needs several processes to split them over: --gpus N, --procs N or torchrun"
-
-
-def parts_of_their_own(flags):
+def several_machines(flags):
     if flags.mode == MODES[1]:
-        return f"has no effect: in --mode {MODES[1]} GPUs of a machine share one copy"
+        return f"has no effect: in --mode {MODES[1]} the GPUs of a machine share one copy"
+    if flags.gpus < 2 and not under_torchrun() and not flags.dry_run:
+        return "needs several machines to split them over: torchrun --nnodes N"
 
 
 def one_process(flags):
@@ -503,8 +500,8 @@ class Flags:
     split_features: bool = alike(
         SWITCH,
         False,
-        "each process keeps its part of the feature rows, and batches ask the others for theirs",
-        needs=[several_processes, parts_of_their_own],
+        "each machine keeps its part of the feature rows, and batches ask the others for theirs",
+        needs=[several_machines],
     )
     lookahead: int | None = free(
         COUNT_OR_0,

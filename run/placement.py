@@ -118,7 +118,6 @@ def memory_options(ranks, flags, task, used):
     free_gpu, free_host, cores = map(min, zip(*of_ranks))
     return {
         "procs": ranks.local_world,
-        "parts": ranks.world if flags.split_features else 1,
         "free_gpu": free_gpu or None,
         "free_host": free_host,
         **sizes(flags, task, used, cores),
@@ -227,6 +226,7 @@ def sizes(flags, task, used, cores=1):
         "graphs": cuda_graphs.hops_held(flags, task, used) if flags.trains else 0,
         "counted": cuda_graphs.counted(flags, task, used),
         "timed": used.time is not None,
+        "split": flags.split_features,
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,
         "cores": cores,
@@ -253,12 +253,10 @@ def place_data(ranks, plan, task, used):
         return None, None
     if store.sampling_threads and plan.mode in MODES[2:] and plan.verbose:
         ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
-    features, first = held_features(ranks, plan, codes_of(store.features))
-    graph, used = placed_arrays(ranks, plan, task, used, features)
+    graph, used = placed_arrays(ranks, plan, task, used)
     indptr, indices, labels, features = graph
     if plan.split_features:
-        exchange = Exchange(ranks, getattr(features, "device", torch.device("cpu")))
-        features = SplitFeatures(features, first, store.features.shape, exchange)
+        features = over_machines(ranks, plan, features)
     features = cached(ranks, plan, task, used, features)
     sampler = make_sampler(
         plan, indptr, indices, fanout=plan.fanout, used=used, threads=store.sampling_threads
@@ -280,24 +278,28 @@ def place_data(ranks, plan, task, used):
     return sampler, ring
 
 
-def held_features(ranks, plan, features):
-    """Return the features that this process is to hold and the id of their first row: all, or for GPU memory its part of
-    --split-features."""
-    if not plan.split_features or plan.mode != MODES[0]:
-        return features, 0
-    part = ranks.part(features.shape[0])
-    if hasattr(features, "tensor"):
-        return features.tensor[part], part.start
-    return features.gather(torch.arange(part.start, part.stop)), part.start
+def over_machines(ranks, plan, features):
+    """Split features over the machines -> SplitFeatures: a process reads rows of its machine's part, and asks one process
+    of each other machine for rows of theirs."""
+    if plan.mode == MODES[0]:
+        raise StoreError(f"--split-features is not possible here in --mode {MODES[0]}")
+    machines = ranks.machines()
+    if len(machines) == 1:
+        raise StoreError(
+            "--split-features needs several machines: the processes of one share the rows in its memory already"
+        )
+    ends = [features.shape[0] * (m + 1) // len(machines) for m in range(len(machines))]
+    owners = [there[ranks.local_rank % len(there)] for there in machines]
+    ranks.say(plan.verbose and f"memory  features are split over {len(machines)} machines")
+    return SplitFeatures(features, [*zip(ends, owners)], Exchange(ranks))
 
 
-def placed_arrays(ranks, plan, task, used, features):
-    """Place the graph's arrays, features and the columns in use as --mode says -> ([indptr, indices, labels, features],
-    used)."""
+def placed_arrays(ranks, plan, task, used):
+    """Place the graph's arrays and the columns in use as --mode says -> ([indptr, indices, labels, features], used)."""
     store = task.store
     pinned = plan.mode == "pinned-cuda"
     names = [n for n in ("weight", "time", "type", "features") if getattr(used, n) is not None]
-    arrays = [store.indptr, store.sampled_indices, store.labels, features]
+    arrays = [store.indptr, store.sampled_indices, store.labels, codes_of(store.features)]
     arrays += [getattr(used, name) for name in names]
     spare = 0
     try:
@@ -349,11 +351,10 @@ def cached(ranks, plan, task, used, features):
     store = task.store
     stored = codes_of(store.features)
     budget = plan.cache
-    if plan.split_features:  # ranks fill their caches together
+    if plan.split_features:  # processes fill their caches together
         budget = min(ranks.gather(budget))
-    in_one_memory = plan.mode == "cuda-cuda" and not plan.split_features
     mapped = plan.mode == "cpu-cpu" and isinstance(stored, MmapFeatures)
-    mapped = mapped and not plan.split_features  # or else rows of others are read, too
+    mapped = mapped and not plan.split_features
     looks_ahead = mapped and lookahead.library() is not None
     if looks_ahead and stored.large and not budget:
         budget = stored.default_cache() // ranks.local_world
@@ -364,10 +365,12 @@ def cached(ranks, plan, task, used, features):
         needs = "needs a --cache in front of memory-mapped features, in mode cpu-cpu"
         if isinstance(store.features, ReorderedFeatures):
             needs += ", with columns in the checkpoint's order"
+        if plan.split_features:
+            needs += ", without --split-features"
         raise StoreError(f"--lookahead {plan.lookahead} {needs}")
-    if budget and in_one_memory:
+    if budget and plan.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
-    if not budget or in_one_memory:
+    if not budget or plan.mode == "cuda-cuda":
         return features
     batch_size = plan.batch_size * task.seeds_per_example(plan)
     with reading_all_edges():

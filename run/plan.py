@@ -59,16 +59,6 @@ class Fit(NamedTuple):
     line: str  # the arithmetic, to print
 
 
-def largest_hops(V, M, fanout, batch_size):
-    """Return the most nodes of a batch up to each hop, and the most edges in each hop."""
-    nodes = [min(batch_size, V)]
-    edges = []
-    for k in fanout:
-        edges.append(M if k < 0 else min(nodes[-1] * k, M))
-        nodes.append(V if k < 0 else min(nodes[-1] * (k + 1), V))
-    return nodes, edges
-
-
 def placements(
     store,
     *,
@@ -83,12 +73,11 @@ def placements(
     timed=False,
     types=0,
     edge_dim=0,
-    parts=1,
+    split=False,
 ):
     """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; counted: node degrees tell
     how many edges are drawn, see `Rule`; timed: edges have times; types: rows that rgcn makes for each destination;
-    edge_dim: width of the features of edges that layers take; parts: of --split-features, of which each GPU holds one;
-    cores: of each process; the others are flags of train.py.
+    edge_dim: width of the features of edges that layers take; split: --split-features is given; cores: of each process; the others are flags of train.py.
 
     The sizes are upper bounds: a hop has k neighbours of every node so far, and no more than V nodes and M edges. Input
     rows, nodes and edges are held for --prefetch batches and one more, see `batches_ahead`. For each destination a SAGE
@@ -101,13 +90,17 @@ def placements(
     learned = sum(count for count, width in store.node_types.values() if not width)
     id_bytes = store.indices.element_size()
     row_bytes = F * codes_of(store.features).dtype.itemsize
-    nodes, edges = largest_hops(V, M, fanout, batch_size)
+    nodes = [min(batch_size, V)]
+    edges = []
+    for k in fanout:
+        edges.append(M if k < 0 else min(nodes[-1] * k, M))
+        nodes.append(V if k < 0 else min(nodes[-1] * (k + 1), V))
     widths = [F] + [hidden] * (len(fanout) - 1) + [store.num_classes]
     layers = list(zip(nodes[-2::-1], widths, widths[1:]))  # outermost first
     # activations; weights, gradients, Adam's two moments
     compute = sum(8 * n * ((1 + types) * a + 3 * b) + 32 * a * b for n, a, b in layers)
     compute += 16 * learned * hidden
-    more = 3 if parts > 1 else 1  # with rows as others ask for them, and as they arrive
+    more = 3 if split else 1  # with rows as others ask for them, and as they arrive
     held = {m: more + batches_ahead(m, cores, sample_threads, prefetch)[1] for m in MODES}
     batch = nodes[-1] * F * store.features.dtype.itemsize + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
@@ -116,8 +109,8 @@ def placements(
     typed = store.edge_type.itemsize + 8 if types else 0
     batch += sum(edges) * typed
     columns = [getattr(store, name) for name in ("indptr", "indices", "labels", *COLUMNS)]
-    table = row_bytes * store.features.shape[0]
-    arrays = table + sum(column.nbytes for column in columns if column is not None)
+    arrays = sum(column.nbytes for column in columns if column is not None)
+    arrays += row_bytes * store.features.shape[0]
     step = {mode: count * batch + compute for mode, count in held.items()}
 
     def tables(mode):
@@ -138,7 +131,7 @@ def placements(
         return step[mode] + (held[mode] * slot + compute) * bool(graphs)
 
     on_gpu, pinned, copied, on_cpu = MODES
-    whole_run = GPU_BYTES + arrays - table + -(-table // parts) + tables(on_gpu)
+    whole_run = GPU_BYTES + arrays + tables(on_gpu)
     return {
         on_gpu: Placement(whole_run, gpu_step(on_gpu, graphs), RANK_BYTES, 0, 0),
         pinned: Placement(
@@ -161,7 +154,7 @@ def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
     """
     ranks = gpus or procs
     choices = MODES[:3] if gpus else MODES[3:]
-    if sizes.get("parts", 1) > 1:
+    if sizes.get("split"):
         choices = [mode for mode in choices if mode != MODES[1]]
     room = ranks, free_gpu, free_host
     seeds = range(1, len(store.split["train"]) + 1)

@@ -201,8 +201,7 @@ class Run:
                 options["edges"] = self.ring.edge_features
                 if options["types"] is not None:
                     options["types"] = options["types"].to(ranks.device)
-                # rows in host memory are read many times
-                if self.plan.mode == "cuda-cuda" and not self.plan.split_features:
+                if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
                     options["x"] = self.ring.features
                     if self.ring.scale is not None:
                         options["x"] = CodedFeatures(self.ring.features, self.ring.scale)

@@ -24,10 +24,12 @@ from run.checkpoint import digests
 from store import GraphStore, build_store
 from tests.common import (
     HERE,
+    _code,
     _end,
     _fork,
     _log,
     _same_weights,
+    _split,
     _start,
     _start_fork,
     _train,
@@ -124,56 +126,82 @@ def test_two_hosts_equal_one(tiny, tmp_path):
     assert _same_weights(*files)
 
 
-@pytest.mark.parametrize("words", ["", "--cache 20KiB --model gat --prefetch 0", "--task link"])
-def test_split_features_change_no_bit(tiny, tmp_path, words):
-    """Whoever holds a row; batches are sampled on several threads, and asked for in order."""
-    common = f"--dataset {tiny} --gpus 0 --fanout 5,3 --hidden 32 --epochs 2 --batch-size 70"
-    common += f" --sample-threads 2 --procs 2 {words}"
-    logs = []
-    for name, split in (("whole", ""), ("split", "--split-features")):
+def _as_rank(variables, *words):
+    os.environ.update(variables)
+    return train.main(words)
+
+
+def _on_machines(folder, counts, *words):
+    """Start train.py as torchrun does on machines of so many ranks each -> the processes, by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": sum(counts)}
+    processes = []
+    for local_world in counts:
+        for local_rank in range(local_world):
+            rank = len(processes)
+            own = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
+            own = {name: str(value) for name, value in (variables | own).items()}
+            processes.append(_fork(folder / f"rank{rank}", _as_rank, own, *_split(words)))
+    return processes
+
+
+@pytest.mark.parametrize(
+    "counts, words",
+    [
+        ([1, 1], "--sample-threads 2"),
+        ([2, 1], "--cache 20KiB --model gat --prefetch 0 --accumulate 2"),
+        ([1, 1], "--task link"),
+    ],
+)
+def test_split_features_change_no_bit(counts, words, tiny, tmp_path):
+    """Batches are sampled on several threads, and asked for in order; the last one is smaller."""
+    common = (
+        f"--dataset {tiny} --gpus 0 --fanout 5,3 --hidden 32 --epochs 2 --batch-size 70 {words}"
+    )
+    for name, split in (("a", ""), ("b", "--split-features")):
         files = f"--checkpoint {tmp_path}/{name}.pt --log {tmp_path}/{name}"
-        _train(common, files, split)
-        logs.append(_log(tmp_path / name))
-    assert _same_weights(tmp_path / "whole.pt", tmp_path / "split.pt")
-    for whole, split in zip(*logs, strict=True):
-        for name in {"loss", "valid_sampled", "valid", "exact"}.intersection(whole):
-            assert whole[name] == split[name]
+        for process in _on_machines(tmp_path, counts, common, files, split):
+            _end(process)
+    assert _same_weights(tmp_path / "a.pt", tmp_path / "b.pt")
+    logs = [_log(tmp_path / name) for name in "ab"]
+    for entries in zip(*logs, strict=True):
+        for name in {"loss", "valid_sampled", "valid", "exact"}.intersection(*entries):
+            assert entries[0][name] == entries[1][name]
     if "link" not in words:
         counts = logs[1][1]
-        # the other rank holds half of the rows, the less popular ones
+        # the other machine holds half of the rows, the less popular ones
         share = counts["split_bytes_received"] / (counts["split_rows"] * 16 * 4)
         assert 0.2 < share < 0.6 and counts["split_seconds"] > 0
 
 
-def test_a_loop_that_is_left_leaves_no_rank_waiting_for_rows(tiny, tmp_path):
-    words = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3 --epochs 10000"
-    process = _start_fork(tmp_path / "out", words, f"--split-features --log {tmp_path}/log")
-    _wait_for(lambda: process.output.read_text().count("\nepoch ") > 2, process)
-    process.terminate()
-    assert "stopped in epoch" in _end(process, 128 + signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_machines_end_together(number, tiny, tmp_path):
+    """By a signal that one of them receives, or in a sentence if one dies: no parent ends the others."""
+    words = (
+        f"--dataset {tiny} --gpus 0 --batch-size 50 --fanout 3,3 --epochs 10000 --split-features"
+    )
+    ranks = _on_machines(tmp_path, [1, 1, 1], words)
+    _wait_for(lambda: ranks[0].output.read_text().count("\nepoch ") > 2, ranks[0])
+    os.kill(ranks[1].pid, number)
+    if number == signal.SIGTERM:
+        printed = [_end(process, 128 + number) for process in ranks]
+        assert "stopped in epoch" in printed[0] and printed[1:] == ["", ""]
+        return
+    for rank in (0, 2):
+        printed = _end(ranks[rank], 1)
+        lost = f"rank {rank} lost another rank, which ended or does not answer: "
+        assert printed.count(lost) == 1 and "Traceback" not in printed, printed
 
 
-def test_a_peer_that_dies_is_one_sentence(tmp_path):
-    """On two machines, so that no parent ends the other rank."""
-    output = _end(_fork(tmp_path / "out", ddp.launch, _loses, 2), 1, 128 + signal.SIGKILL)
-    assert "rank 0: rank 0 lost another rank, which ended or does not answer: " in output, output
-
-
-def _loses(ranks):
-    exchange = ddp.Exchange(ranks, ranks.device)
-    rows = torch.arange(4) + 10 * ranks.rank
-    sent = [1, 3] if ranks.rank else [4, 0]
-    received = [[4, 1], [0, 3]][ranks.rank]
-    assert exchange(torch.tensor(sent)).tolist() == received
-    expected = [[0, 1, 2, 3, 10], [11, 12, 13]][ranks.rank]
-    assert exchange(rows, sent, received).tolist() == expected
-    if ranks.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        exchange(rows[:2])
-    except ddp.Lost as error:
-        print(f"rank {ranks.rank}: {error}", flush=True)
-        raise
+def test_split_features_need_several_machines(tiny, tmp_path, capsys):
+    words = f"--dataset {tiny} --gpus 0 --split-features"
+    assert _code(words) == 2
+    text = capsys.readouterr().err
+    assert "--split-features needs several machines to split them over: torchrun --nnodes N" in text
+    printed = [_end(process, 2) for process in _on_machines(tmp_path, [2], words)]
+    assert "--split-features needs several machines: " in printed[0]
 
 
 def _unlike(ranks, *words):

@@ -73,16 +73,6 @@ def test_estimate_adds_up(tmp_path):
     modes, _ = estimate(GraphStore.open(timed), 2, **SMALL, prefetch=1, **ROOM)
     assert modes["pinned-cuda"].placement.shared == ARRAYS + 5000 * 20 + 8000
     assert modes["cpu-cuda"].placement.rank_step == 4 * (batch + sum(edges) * (12 + 8))
-    # each of 8 GPUs holds its part of the features, and rows on their way; the host has no use for one
-    whole = modes["cuda-cuda"].placement
-    parts, best = estimate(GraphStore.open(timed), 2, **SMALL, prefetch=1, parts=8, **ROOM)
-    split = parts["cuda-cuda"].placement
-    assert split.gpu == whole.gpu - 7 * 1000 * 64 // 8
-    assert split.gpu_step - whole.gpu_step == 2 * (batch + sum(edges) * (12 + 8))
-    none = {**ROOM, "free_gpu": GIB + ARRAYS // 2}
-    assert estimate(GraphStore.open(timed), 2, **SMALL, prefetch=1, parts=8, **none)[1] != (
-        "pinned-cuda"
-    )
     # several labels take a byte each
     several = _graph(1000, 5000, 16, 300) | {"labels": np.ones((1000, 300), np.int64)}
     modes, _ = estimate(GraphStore.open(build_store(tmp_path / "s", **several)), 2, **ROOM)
