@@ -466,6 +466,12 @@ class GraphStore:
         order = torch.tensor([self.feature_names.index(name) for name in names])
         self.features, self.feature_names = ReorderedFeatures(self.features, order), names
 
+    def take_features(self, features):
+        """Read other features of the same graph; if they are kept as codes, `features` are codes, too."""
+        if isinstance(self.features, CodedFeatures):
+            features = CodedFeatures(features, self.features.scale, self.path)
+        self.features = features
+
     def renumber(self, **of_network):
         """Take num_classes, num_edge_types or class_names of a network, which may have more of them than the graph."""
         vars(self).update(of_network)

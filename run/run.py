@@ -13,6 +13,7 @@ from contextlib import nullcontext
 import torch
 
 from disk.files import StoreError
+from features import UnevenFeatures, codes_of
 from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn
@@ -191,8 +192,11 @@ class Run:
             logits = self.exact_in_batches(model, layers)
         else:
             graph = store
+            others = None
+            if store.part:  # machines do not gather equally often
+                others = UnevenFeatures(store.features, codes_of(store.features).exchange)
             options = {
-                "x": getattr(store.features, "tensor", store.features),
+                "x": others or getattr(store.features, "tensor", store.features),
                 "edges": self.used.features,
                 "types": self.used.seen_types(),
             }
@@ -209,9 +213,13 @@ class Run:
                 options["rank"] = ranks.local_rank
                 options["world"] = ranks.local_world
                 options["total"] = ranks.sum_here
+                if others:
+                    options["total"] = others.answering(ranks.sum_here)
             try:
                 with reading_all_edges():
                     logits = inference(model, graph.indptr, graph.indices, layers=layers, **options)
+                if others:
+                    others.finish()
             except OSError as error:
                 raise StoreError(f"no exact inference: {error}") from error
         check_scores(logits, "exact outputs")

@@ -16,8 +16,9 @@ from disk.graphs import build_graphs
 from run.checkpoint import digests
 from sources import cli
 from store import GraphStore, build_store, split, verify
-from tests.common import _in_child, _store
+from tests.common import _end, _in_child, _log, _same_weights, _store
 from tests.stores import _graphs, _refuses, _rewrite_meta, _small_disk, _sums
+from tests.test_ddp import _on_machines
 
 
 def _types(path):
@@ -225,3 +226,38 @@ def test_code_without_parts_refuses_them(tmp_path, monkeypatch):
     path = split(_store(tmp_path / "g"), 2) / "part-1"
     monkeypatch.setattr(files, "READABLE", (2, 3))
     _refuses("store format 4; this code reads 2 to 3", GraphStore.open, path)
+
+
+# training on parts
+
+NODE = "--gpus 0 --fanout 5,3 --hidden 16 --epochs 2 --batch-size 30 --predict-what logits"
+
+
+def _same_run(tmp_path, whole, counts, words, other=""):
+    """Train on a whole store and on its parts, on machines of so many ranks."""
+    folder = split(whole, len(counts), tmp_path / "cut")
+    for name, store in (("a", whole), ("b", f"{folder}/part-MACHINE --split-features {other}")):
+        files = f"--checkpoint {tmp_path}/{name}.pt --log {tmp_path}/{name} --predict {tmp_path}/{name}.npy"
+        processes = _on_machines(tmp_path, counts, NODE, words, files, f"--dataset {store}")
+        printed = [_end(process) for process in processes]
+    assert _same_weights(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert (tmp_path / "a.npy").read_bytes() == (tmp_path / "b.npy").read_bytes()
+    for entries in zip(_log(tmp_path / "a"), _log(tmp_path / "b"), strict=True):
+        for name in {"loss", "valid_sampled", "valid", "exact"}.intersection(*entries):
+            assert entries[0][name] == entries[1][name]
+    assert f"graph   {folder}/part-0: " in printed[0]
+
+
+@pytest.mark.parametrize(
+    "kind, counts, words",
+    [
+        ("mmap", [1, 1], ""),
+        ("lmdb", [2, 1], "--model gat --cache 2KB"),
+        ("codes", [1, 2, 1], "--precision bf16 --model gcn"),
+        ("bfloat16", [1, 1], "--model gat --edge-features"),
+        ("types", [1, 1], "--model rgcn"),
+    ],
+)
+def test_parts_train_as_the_whole_does(kind, counts, words, tmp_path):
+    """Exact inference, in which ranks gather unequally often, included."""
+    _same_run(tmp_path, KINDS[kind](tmp_path / "g"), counts, words)
