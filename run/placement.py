@@ -131,10 +131,13 @@ def memory_lines(ranks, flags, task):
     options = memory_options(ranks, flags, task, used)
     modes, best = estimate(store, flags.gpus, **options)
     disk = {name: record["bytes"] for name, record in store.meta["files"].items()}
-    features = readable_size(disk.pop(BACKENDS[store.meta["backend"]]))
-    lines = {"on disk": f"graph {readable_size(sum(disk.values()))}, features {features}"}
+    features = disk.pop(BACKENDS[store.meta["backend"]])
+    graph = sum(disk.values())
+    lines = {"on disk": f"graph {readable_size(graph)}, features {readable_size(features)}"}
+    arrays = modes["pinned-cuda"].placement.shared
     if store.part:
         lines["on disk"] += f": {described_part(store)}"
+        arrays = graph + features
     for mode, fit in modes.items():
         lines[mode] = fit.line
         if fit.largest_batch:
@@ -143,7 +146,6 @@ def memory_lines(ranks, flags, task):
     lines["steps"] = "of the shapes of their batches"
     if options["graphs"]:
         lines["steps"] = "of static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"
-    arrays = modes["pinned-cuda"].placement.shared
     free_host = options["free_host"]
     where = "the mapped file stays in it"
     if arrays > free_host:

@@ -6,6 +6,8 @@ import re
 import resource
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,9 +16,10 @@ import torch
 from disk import convert, files
 from disk.graphs import build_graphs
 from run.checkpoint import digests
+from run.placement import machines_by_part
 from sources import cli
 from store import GraphStore, build_store, split, verify
-from tests.common import _end, _in_child, _log, _same_weights, _store
+from tests.common import _code, _end, _in_child, _log, _same_weights, _store
 from tests.stores import _graphs, _refuses, _rewrite_meta, _small_disk, _sums
 from tests.test_ddp import _on_machines
 
@@ -42,6 +45,7 @@ KINDS = {
     ),
     "names": lambda path: _store(path, node_names=[f"n{i}" for i in range(200)], backend="lmdb"),
     "types": _types,
+    "times": lambda path: _store(path, edge_time=np.arange(3000), node_time=np.full(200, 2000)),
 }
 
 
@@ -230,14 +234,14 @@ def test_code_without_parts_refuses_them(tmp_path, monkeypatch):
 
 # training on parts
 
-NODE = "--gpus 0 --fanout 5,3 --hidden 16 --epochs 2 --batch-size 30 --predict-what logits"
+NODE = "--gpus 0 --fanout 5,3 --hidden 16 --epochs 2 --batch-size 30"
 
 
 def _same_run(tmp_path, whole, counts, words, other=""):
     """Train on a whole store and on its parts, on machines of so many ranks."""
     folder = split(whole, len(counts), tmp_path / "cut")
     for name, store in (("a", whole), ("b", f"{folder}/part-MACHINE --split-features {other}")):
-        files = f"--checkpoint {tmp_path}/{name}.pt --log {tmp_path}/{name} --predict {tmp_path}/{name}.npy"
+        files = f"--checkpoint {tmp_path}/{name}.pt --log {tmp_path}/{name} --predict-what logits --predict {tmp_path}/{name}.npy"
         processes = _on_machines(tmp_path, counts, NODE, words, files, f"--dataset {store}")
         printed = [_end(process) for process in processes]
     assert _same_weights(tmp_path / "a.pt", tmp_path / "b.pt")
@@ -251,13 +255,79 @@ def _same_run(tmp_path, whole, counts, words, other=""):
 @pytest.mark.parametrize(
     "kind, counts, words",
     [
-        ("mmap", [1, 1], ""),
-        ("lmdb", [2, 1], "--model gat --cache 2KB"),
-        ("codes", [1, 2, 1], "--precision bf16 --model gcn"),
-        ("bfloat16", [1, 1], "--model gat --edge-features"),
+        ("codes", [2, 1], "--model gat --cache 2KB"),
         ("types", [1, 1], "--model rgcn"),
+        ("times", [1, 1], ""),  # exact inference is in batches
     ],
 )
 def test_parts_train_as_the_whole_does(kind, counts, words, tmp_path):
     """Exact inference, in which ranks gather unequally often, included."""
     _same_run(tmp_path, KINDS[kind](tmp_path / "g"), counts, words)
+
+
+class _Machines(NamedTuple):
+    """Ranks of machines that have opened these stores."""
+
+    stores: list
+
+    def machines(self):
+        return [range(i, i + 1) for i in range(len(self.stores))]
+
+    def gather(self, part):
+        return [store.part for store in self.stores]
+
+
+def test_parts_that_are_not_all_there_are_refused(tmp_path):
+    whole = GraphStore.open(_store(tmp_path / "g"))
+    two, three = (
+        [
+            GraphStore.open(part)
+            for part in sorted(split(whole.path, n, tmp_path / f"{n}").iterdir())
+        ]
+        for n in (2, 3)
+    )
+    plan = SimpleNamespace(split_features=True, mode="cpu-cpu")
+    place = lambda stores, plan=plan: machines_by_part(_Machines(stores), plan, stores[0])  # noqa: E731
+    assert place([whole, whole, whole]) == [range(0, 1), range(1, 2), range(2, 3)]
+    # whichever machine has which part
+    assert place([two[1], two[0]]) == [range(1, 2), range(0, 1)]
+    for stores, found in [
+        ([two[0], two[0]], "part 0 of 2, part 0 of 2"),
+        ([three[0], three[1]], "part 0 of 3, part 1 of 3"),
+        ([two[0], two[1], two[1]], "part 0 of 2, part 1 of 2, part 1 of 2"),
+        ([two[0], three[1]], "part 0 of 2, part 1 of 3"),
+        ([two[0], whole], "part 0 of 2, a whole store"),
+        ([whole, two[1]], "a whole store, part 1 of 2"),
+        ([two[1]], "part 1 of 2"),
+    ]:
+        _refuses(f"one part on each of as many machines, which have {found}$", place, stores)
+    off = SimpleNamespace(split_features=False, mode="cpu-cpu")
+    _refuses("take --split-features and .* have part 0 of 2, part 1 of 2$", place, two, off)
+    on_gpu = SimpleNamespace(split_features=True, mode="cuda-cuda")
+    _refuses(
+        "takes a whole store on each machine, .*: --mode cpu-cuda reads it", place, two, on_gpu
+    )
+
+
+def test_one_process_says_what_a_part_needs(tmp_path, capsys):
+    folder = split(_store(tmp_path / "g"), 2)
+    words = f"--dataset {folder}/part-1 --gpus 0"
+    assert _code(words) == 2
+    assert "part-1: parts of a store take --split-features and" in capsys.readouterr().err
+    assert _code(words, "--dry-run", "--gpus 2 --free-gpu 80GB") == 0
+    printed = capsys.readouterr().out
+    assert "features 6.1 KB: part 1 of 2, with features of nodes 100 to 199\n" in printed
+    assert "mode           cpu-cuda\n" in printed
+
+
+def test_a_run_moves_between_a_store_and_its_parts(tmp_path):
+    whole = _store(tmp_path / "g")
+    cut = f"{split(whole, 2)}/part-MACHINE --split-features"
+    for name, stores in (("a", (whole, whole)), ("b", (whole, cut)), ("c", (cut, whole))):
+        file = f"--checkpoint {tmp_path}/{name}.pt --resume auto"
+        for epochs, store in enumerate(stores, 1):
+            words = f"--dataset {store} --epochs {epochs}"
+            for process in _on_machines(tmp_path, [1, 1], NODE, words, file):
+                _end(process)
+    assert _same_weights(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert _same_weights(tmp_path / "a.pt", tmp_path / "c.pt")
