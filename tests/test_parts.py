@@ -13,13 +13,18 @@ import numpy as np
 import pytest
 import torch
 
+import ddp
+from ddp import Exchange
 from disk import convert, files
 from disk.graphs import build_graphs
+from features import SplitFeatures, UnevenFeatures
+from inference import inference
+from model import GNN
 from run.checkpoint import digests
 from run.placement import machines_by_part
 from sources import cli
 from store import GraphStore, build_store, split, verify
-from tests.common import _code, _end, _in_child, _log, _same_weights, _store
+from tests.common import _code, _end, _fork, _in_child, _log, _random_graph, _same_weights, _store
 from tests.stores import _graphs, _refuses, _rewrite_meta, _small_disk, _sums
 from tests.test_ddp import _on_machines
 
@@ -263,6 +268,35 @@ def _same_run(tmp_path, whole, counts, words, other=""):
 def test_parts_train_as_the_whole_does(kind, counts, words, tmp_path):
     """Exact inference, in which ranks gather unequally often, included."""
     _same_run(tmp_path, KINDS[kind](tmp_path / "g"), counts, words)
+
+
+def _exact_on_machines(ranks, machines):
+    """Compute exact inference on machines of so many ranks with chunks of a few rows, and compare it with a whole store's."""
+    local = [(rank, count) for count in machines for rank in range(count)]
+    local_rank, local_world = local[ranks.rank]
+    ranks = ranks._replace(local_rank=local_rank, local_world=local_world)
+    rng = np.random.default_rng(0)
+    indptr, indices = _random_graph(rng, 150, 6)
+    x = torch.from_numpy(rng.standard_normal((150, 4), np.float32))
+    firsts = [0, *np.cumsum(machines)[:-1].tolist()]
+    ends = [150 * (m + 1) // len(machines) for m in range(len(machines))]
+    for widths, reads in (((4, 8, 3), 1), ((4, 3, 3), 2)):  # messages are rows of x, or computed
+        torch.manual_seed(0)
+        net = GNN(*widths, conv="sage", num_layers=2)
+        exchange = Exchange(ranks)
+        rows = SplitFeatures(x, [*zip(ends, firsts)], exchange)
+        uneven = UnevenFeatures(rows, exchange)
+        here = {"rank": local_rank, "world": local_world}
+        here["total"] = uneven.answering(ranks.sum_here)
+        chunks = {"chunk": 7, "chunk_edges": 20}
+        logits = inference(net, indptr, indices, uneven, **here, **chunks)
+        uneven.finish()
+        assert torch.equal(logits, inference(net, indptr, indices, x, **chunks))
+        assert ranks.sum(rows.rows)[0] == reads * 150 * len(machines)
+
+
+def test_machines_with_unequal_numbers_of_ranks_infer_exactly(tmp_path):
+    _end(_fork(tmp_path / "out", ddp.launch, _exact_on_machines, 3, [1, 2]))
 
 
 class _Machines(NamedTuple):
