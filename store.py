@@ -514,6 +514,7 @@ class MmapFeatures(convert.RowsByIndex):
     Attributes:
         shape, dtype: (V, F), torch dtype. large: True if the table is larger than the free memory.
         beside: bytes of memory that the graph and caches take and that the table's pages therefore cannot use.
+        share: of the table that is read.
         tensor: [V, F], read-only, without a copy; missing if large: use `gather`.
     """
 
@@ -521,6 +522,7 @@ class MmapFeatures(convert.RowsByIndex):
         self._table, self.large = table, large
         self.shape, self.dtype = tuple(table.shape), table.dtype
         self._path, self._head, self.beside = path, head, beside
+        self.share = 1
         if not large:
             self.tensor = table
         self.reserve(0)  # opens the file: the store may be renamed or removed later
@@ -536,9 +538,11 @@ class MmapFeatures(convert.RowsByIndex):
         row_bytes = self.shape[1] * self.dtype.itemsize
         return RowReader(file, self._head, row_bytes, self.shape[0], direct=not self.stays())
 
-    def reserve(self, count):
-        """Leave `count` more bytes of memory to others than the table's pages, and choose again how to read these."""
+    def reserve(self, count, share=1):
+        """Leave `count` more bytes of memory to others than the table's pages, of which only a share is read from here on,
+        and choose again how to read these."""
         self.beside += count
+        self.share *= share
         self._reader = self.reader() if self.large else None
 
     def room(self) -> int:
@@ -546,8 +550,8 @@ class MmapFeatures(convert.RowsByIndex):
         return free_host_bytes() - self.beside
 
     def stays(self, beside=0) -> bool:
-        """Return whether the page cache has room for a share of KEPT of the table with `beside` more bytes in use."""
-        return self.room() - beside >= KEPT * self._table.nbytes
+        """Return whether the page cache has room for KEPT of what is read of the table with `beside` more bytes in use."""
+        return self.room() - beside >= KEPT * self.share * self._table.nbytes
 
     def default_cache(self) -> int:
         """Return bytes for a row cache: an eighth of the free memory if `stays` holds beside it, else half."""

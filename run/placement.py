@@ -261,7 +261,7 @@ def place_data(ranks, plan, task, used):
     graph, used = placed_arrays(ranks, plan, task, used)
     indptr, indices, labels, features = graph
     if plan.split_features:
-        features = over_machines(ranks, plan, machines, features)
+        features = over_machines(ranks, plan, store, machines, features)
     if store.part:  # exact inference reads all rows
         store.take_features(features)
     features = cached(ranks, plan, task, used, features)
@@ -307,7 +307,7 @@ def machines_by_part(ranks, plan, store):
     return [machines[parts.index(part)] for part in every]
 
 
-def over_machines(ranks, plan, machines, features):
+def over_machines(ranks, plan, store, machines, features):
     """Split features over the machines -> SplitFeatures: a process reads rows of its machine's part, and asks one process
     of each other machine for rows of theirs."""
     if plan.mode == MODES[0]:
@@ -318,6 +318,9 @@ def over_machines(ranks, plan, machines, features):
         )
     ends = [features.shape[0] * (m + 1) // len(machines) for m in range(len(machines))]
     owners = [there[ranks.local_rank % len(there)] for there in machines]
+    if isinstance(stored := codes_of(store.features), MmapFeatures):
+        # the page cache has to hold this machine's part alone
+        stored.reserve(0, share=1 / len(machines))
     ranks.say(plan.verbose and f"memory  features are split over {len(machines)} machines")
     return SplitFeatures(features, [*zip(ends, owners)], Exchange(ranks))
 
@@ -382,8 +385,7 @@ def cached(ranks, plan, task, used, features):
     if plan.split_features:  # processes fill their caches together
         budget = min(ranks.gather(budget))
     mapped = plan.mode == "cpu-cpu" and isinstance(stored, MmapFeatures)
-    mapped = mapped and not plan.split_features
-    looks_ahead = mapped and lookahead.library() is not None
+    looks_ahead = mapped and not plan.split_features and lookahead.library() is not None
     if looks_ahead and stored.large and not budget:
         budget = stored.default_cache() // ranks.local_world
         ranks.say(

@@ -313,9 +313,11 @@ def test_rows_go_through_the_page_cache_where_it_can_keep_a_share_of_them(tmp_pa
 
     half, all_ = edges + table // 2, edges + table
     given = (half, 0, False), (half - 1, 0, True), (half, 1, True), (all_, table // 2, False)
-    for free, beside, direct in given:
+    part = edges + table // 6
+    parts = (part + 1, 0, False, 1 / 3), (part - 1, 0, True, 1 / 3)  # of other machines the rest
+    for free, beside, direct, *share in (*given, *parts):
         features = opened(free)
-        features.reserve(beside)
+        features.reserve(beside, *share)
         readers = features.reader(), features._reader  # that of a cache; that of `gather`, if large
         assert {reader.direct for reader in readers if reader} == {direct}
     for free, share in ((8 * all_, 8), (8 * half // 7 + 8, 8), (half, 2)):
