@@ -310,7 +310,8 @@ class GraphStore:
             has rows only for the types with features, which come first. edge_types: names of the edge types.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
         has_features: False where no type of nodes has any; F is then 1, the width of a table of one 0.
-        part: (m, N) of a store made by `split`, whose features are `PartFeatures`; else None.
+        part: (m, N) of a store made by `split`, whose features are `PartFeatures`; else None. whole: {file of which
+            it has a part: SHA-256 of the file in the store that was split}.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
 
@@ -360,11 +361,13 @@ class GraphStore:
         self.has_features = rows > 0 or not self.node_types
         rows = max(rows, 1) if self.node_types else self.num_nodes
         self.part = None
+        self.whole = {}
         if (part := meta.get("part")) is not None:
-            self.part = int(part["number"]), int(part["of"])
-            dict(part["whole"])  # of whom it is, see `digests` of run/checkpoint.py
-            if not 0 <= self.part[0] < self.part[1] <= rows:
-                raise ValueError(f"it is part {self.part[0]} of {self.part[1]}")
+            number, of = map(int, part)
+            if not 0 <= number < of <= rows:
+                raise ValueError(f"it is part {number} of {of}, of {rows} rows")
+            self.part = number, of
+            self.whole = dict(meta["whole"])
         self.features = self._open_features((rows, self.feature_dim), free)
         if (scale := meta.get("feature_scale")) is not None:
             scale = torch.tensor(scale, dtype=torch.float32, device="cpu").view(2, self.feature_dim)
@@ -743,7 +746,8 @@ def _write_part(path, graph, part, progress):
     record = whole | _write_rows(file, graph.meta, [*rows.shape], chunks)
     meta = graph.meta | {
         "format_version": files.PART,
-        "part": {"number": part[0], "of": part[1], "whole": {file.name: whole}},
+        "part": part,
+        "whole": {file.name: whole.get("sha256")},
     }
     files.write_meta(path, meta, {**graph.meta["files"], file.name: record})
     GraphStore.open(path)

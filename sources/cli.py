@@ -101,8 +101,8 @@ def print_problems(path, meta, problems) -> int:
     bad = {problem.partition(":")[0]: problem for problem in reversed(problems)}
     # a damaged meta.json does not tell which files belong to the store
     names = {"meta.json", *meta["files"]} if meta and "meta.json" not in bad else set()
-    if part := meta.get("part"):
-        print(f"--  part {part['number']} of {part['of']}, counted from 0")
+    if not problems and "part" in meta:
+        print("--  part {} of {}, counted from 0".format(*meta["part"]))
     for name in sorted(names | bad.keys()):
         print(f"BAD {bad[name]}" if name in bad else f"OK  {name}")
     if names:
