@@ -39,6 +39,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(minutes=30)  # of a collective
+# in gloo's errors; the second where a timeout broke a connection that others wait for
+OF_GLOO = re.compile("gloo|pair closure", re.IGNORECASE)
 LOOPBACK = "127.0.0.1"
 # SIGHUP: the terminal was closed; nohup ignores it
 STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -365,7 +367,7 @@ def _run(worker, ranks, store, args):
         if ranks.gpus and not code:
             torch.cuda.synchronize()  # NCCL's kernels would end with this process
     except Exception as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+        if isinstance(error, dist.DistError) or OF_GLOO.search(str(error)):
             # a peer failed first: its traceback is the one to show, and the parent kills this rank within 2 s
             time.sleep(3)
             # without the place in gloo's code, and its advice

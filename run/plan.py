@@ -77,11 +77,11 @@ def placements(
 ):
     """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; counted: node degrees tell
     how many edges are drawn, see `Rule`; timed: edges have times; types: rows that rgcn makes for each destination;
-    edge_dim: width of the features of edges that layers take; split: --split-features is given; cores: of each process; the others are flags of train.py.
+    edge_dim: width of the features of edges that layers take; cores: of each process; the others are flags of train.py.
 
     The sizes are upper bounds: a hop has k neighbours of every node so far, and no more than V nodes and M edges. Input
-    rows, nodes and edges are held for --prefetch batches and one more, see `batches_ahead`. For each destination a SAGE
-    layer keeps (in + 3 out) floats, the mean and the result before and after ReLU and dropout, and their gradients.
+    rows, nodes and edges are held for --prefetch batches and one more, see `batches_ahead`; with split features for two
+    more. A SAGE layer keeps (in + 3 out) floats a destination: the mean, the result before and after ReLU, and gradients.
 
     Steps of static shapes hold, for each of these batches, a table of V numbers, `graphs` hops (in pinned-cuda all) with
     the sampler's scratch memory, and rows, or pairs if the outermost hop is not held. What a step computes is held twice.
@@ -100,13 +100,11 @@ def placements(
     # activations; weights, gradients, Adam's two moments
     compute = sum(8 * n * ((1 + types) * a + 3 * b) + 32 * a * b for n, a, b in layers)
     compute += 16 * learned * hidden
-    more = 3 if split else 1  # with rows as others ask for them, and as they arrive
-    held = {m: more + batches_ahead(m, cores, sample_threads, prefetch)[1] for m in MODES}
+    held = {m: 1 + 2 * split + batches_ahead(m, cores, sample_threads, prefetch)[1] for m in MODES}
     batch = nodes[-1] * F * store.features.dtype.itemsize + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
-    # rgcn and rgat: types and ids of the edges
-    typed = store.edge_type.itemsize + 8 if types else 0
+    typed = store.edge_type.itemsize + 8 if types else 0  # types and ids of the edges
     batch += sum(edges) * typed
     columns = [getattr(store, name) for name in ("indptr", "indices", "labels", *COLUMNS)]
     arrays = sum(column.nbytes for column in columns if column is not None)

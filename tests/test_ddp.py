@@ -197,6 +197,17 @@ def test_machines_end_together(number, tiny, tmp_path):
         assert printed.count(lost) == 1 and "Traceback" not in printed, printed
 
 
+def _times_out(ranks):
+    raise RuntimeError("Application timeout caused pair closure")
+
+
+def test_a_rank_that_gloo_gives_up_is_a_sentence(tmp_path):
+    """These words alone are what a backward pass raises if a peer has been silent."""
+    printed = _end(_fork(tmp_path / "out", ddp.launch, _times_out, 2), 1)
+    assert "does not answer: Application timeout caused pair closure\n" in printed, printed
+    assert "Traceback" not in printed
+
+
 def test_split_features_need_several_machines(tiny, tmp_path, capsys):
     words = f"--dataset {tiny} --gpus 0 --split-features"
     assert _code(words) == 2

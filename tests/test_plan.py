@@ -73,6 +73,9 @@ def test_estimate_adds_up(tmp_path):
     modes, _ = estimate(GraphStore.open(timed), 2, **SMALL, prefetch=1, **ROOM)
     assert modes["pinned-cuda"].placement.shared == ARRAYS + 5000 * 20 + 8000
     assert modes["cpu-cuda"].placement.rank_step == 4 * (batch + sum(edges) * (12 + 8))
+    # rows that other machines ask for, and rows that arrive
+    parts, _ = estimate(graph, 2, **SMALL, prefetch=1, split=True, **ROOM)
+    assert parts["cpu-cuda"].placement.rank_step == 2 * 4 * batch
     # several labels take a byte each
     several = _graph(1000, 5000, 16, 300) | {"labels": np.ones((1000, 300), np.int64)}
     modes, _ = estimate(GraphStore.open(build_store(tmp_path / "s", **several)), 2, **ROOM)
