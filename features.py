@@ -525,6 +525,7 @@ class SplitFeatures:
         self.large = getattr(table, "large", False)
         self.ends, self.owners = torch.tensor(parts, device="cpu").T.contiguous()
         self.exchange = exchange
+        self.sent_as = torch.int32 if self.shape[0] < 1 << 31 else torch.int64  # ids
         self.rows = self.bytes_received = 0
         self.seconds = 0.0
 
@@ -542,7 +543,8 @@ class SplitFeatures:
         asked = owner.bincount(minlength=self.exchange.world)
         wanted = self.exchange(asked).tolist()
         asked = asked.tolist()
-        answers = take(self.table, self.exchange(ids[order], asked, wanted))
+        theirs = self.exchange(ids[order].to(self.sent_as), asked, wanted)
+        answers = take(self.table, theirs)
         # as bytes: not every backend knows bfloat16
         rows = self.exchange(answers.view(torch.uint8), wanted, asked).view(self.dtype)
         if out is None:
