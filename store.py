@@ -745,7 +745,7 @@ def _write_part(path, graph, part, progress):
     # "largest", if it is there, stays that of the whole
     record = whole | _write_rows(file, graph.meta, [*rows.shape], chunks)
     meta = graph.meta | {
-        "format_version": files.PART,
+        "format_version": files.PART_VERSION,
         "part": part,
         "whole": {file.name: whole.get("sha256")},
     }

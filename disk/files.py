@@ -36,8 +36,9 @@ from tqdm import tqdm
 
 SPLITS = ("train", "valid", "test")
 VERSION = 3
-PART = 4  # of a store that is one of several parts
-READABLE = (2, 3, 4)  # version 2: no edge columns, no node times, one split, one label per node
+PART_VERSION = 5  # of a store that is one of several parts
+# version 2: no edge columns, no node times, one split, one label per node
+READABLE = (2, VERSION, PART_VERSION)
 HEAD = 128  # bytes of a .npy header; 4096 where rows have to start on a disk block
 FORMATS = {
     "ringblock-graph": "one graph: open it as GraphStore (train.py --task node)",

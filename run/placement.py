@@ -18,6 +18,7 @@ from features import (
     CachedFeatures,
     FeatureRing,
     SplitFeatures,
+    UnevenFeatures,
     codes_of,
     expected_visits,
     place,
@@ -323,6 +324,13 @@ def over_machines(ranks, plan, store, machines, features):
         stored.reserve(0, share=1 / len(machines))
     ranks.say(plan.verbose and f"memory  features are split over {len(machines)} machines")
     return SplitFeatures(features, [*zip(ends, owners)], Exchange(ranks))
+
+
+def all_features(store):
+    """Return the features of all nodes as exact inference reads them: of a part of a store, ranks gather unequally often."""
+    if store.part:
+        return UnevenFeatures(store.features, codes_of(store.features).exchange)
+    return getattr(store.features, "tensor", store.features)
 
 
 def placed_arrays(ranks, plan, task, used):

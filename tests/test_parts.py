@@ -224,7 +224,7 @@ def test_parts_that_are_forged(backend, part, tmp_path):
 def test_code_without_parts_refuses_them(tmp_path, monkeypatch):
     path = split(_store(tmp_path / "g"), 2) / "part-1"
     monkeypatch.setattr(files, "READABLE", (2, 3))
-    _refuses("store format 4; this code reads 2 to 3", GraphStore.open, path)
+    _refuses("store format 5; this code reads 2 to 3", GraphStore.open, path)
 
 
 # training on parts
