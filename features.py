@@ -139,16 +139,20 @@ class FeatureRing:
             in host memory that it reads in place, are gathered there without a buffer.
         streams: number of CUDA streams; slot i uses stream i % streams.
         aggregate: function (indptr, indices, features, nodes, out) -> [S, 2F], such as `self_and_mean` of model.py.
-            If features is a float tensor, the outermost hop is then aggregated straight from it, not gathered: x is
-            the result for a blocks[0] with global ids in `indices` and only its destinations in `src_nodes`.
+            If features is a tensor of floats, or has a scale, the outermost hop is then aggregated straight from it,
+            not gathered: x is the result for a blocks[0] with global ids in `indices` and only its destinations in
+            `src_nodes`.
         dtype: of x; None: that of features. Rows are moved as stored and converted on the device.
-        gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py.
+        gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py. It decodes
+            into `out`, as `aggregate` does, if it gets the scale too.
         reuse: False allocates new tensors for each batch on CPU, for callers that keep batches.
         edge_features: [M, D], one row per edge of the graph; batches then have the rows of their edges, by edge_ids.
-        scale: float32 [2, F] of features that are codes: each stands for code * scale[0] + scale[1] of its column.
+        scale: float32 [2, F] of features that are int8 codes: each stands for code * scale[0] + scale[1] of its column.
+            They are moved as codes and decoded on the device.
 
     Attributes:
         first_hop: whether x is aggregated. on_device: whether the features are on the device.
+        coded: {"scale": the scale on the device}, for gather and aggregate; empty without.
         buffers: {"rows", "edges" or "rest": buffer of each slot}; rest: blocks and labels.
     """
 
@@ -169,6 +173,7 @@ class FeatureRing:
     ):
         self.features = features
         self.scale = scale if scale is None else scale.to(device)
+        self.coded = {} if scale is None else {"scale": self.scale}
         self.labels = labels
         self.edge_features = edge_features
         self.device = torch.device(device)
@@ -177,8 +182,9 @@ class FeatureRing:
         self.on_device = self._has(features)
         self.gather = gather or take
         self.aggregate = aggregate
-        floats = isinstance(features, torch.Tensor) and features.is_floating_point()
-        self.first_hop = aggregate is not None and floats
+        known = isinstance(features, torch.Tensor)
+        known = known and (features.is_floating_point() or scale is not None)
+        self.first_hop = aggregate is not None and known
         self.width = features.shape[1] * (2 if self.first_hop else 1)
         self.convert = dtype or (None if scale is None else scale.dtype)
         self.dtype = self.convert or features.dtype
@@ -277,7 +283,8 @@ class FeatureRing:
 
     def decode(self, rows):
         """Return what rows of `features` on the device stand for; in two operations: GPUs round like CPUs."""
-        return rows if self.scale is None else (rows * self.scale[0]).add_(self.scale[1])
+        coded = self.coded and not rows.is_floating_point()
+        return (rows * self.scale[0]).add_(self.scale[1]) if coded else rows
 
     def _fill(self, slot, name, table, ids, block=None):
         """Read rows into the slot's buffer -> [n, F]: a view of the buffer or, with a GPU, the copy there. On CPU with
@@ -309,11 +316,15 @@ class FeatureRing:
         return kept[slot][:size].view(dtype).view(shape)
 
     def _read(self, table, ids, block, out=None):
-        if block is None:
-            return (self.gather if isinstance(table, torch.Tensor) else take)(table, ids, out)
-        if out is None and self.dtype != table.dtype:  # sums are float32, rounded once at the end
+        fused = table is self.features and self.on_device and self.gather is not take
+        coded = self.coded if block or fused else {}
+        # sums are float32, rounded once at the end
+        if out is None and (coded or block and self.dtype != table.dtype):
             out = torch.empty(len(ids), self.width, dtype=self.dtype, device=table.device)
-        return self.aggregate(block.indptr, block.indices, table, ids, out)
+        if block is None:
+            gather = self.gather if isinstance(table, torch.Tensor) else take
+            return gather(table, ids, out, **coded)
+        return self.aggregate(block.indptr, block.indices, table, ids, out, **coded)
 
 
 def codes_of(features):

@@ -46,28 +46,29 @@ def native_first(function):
 
 
 @native_first
-def self_and_mean(indptr, indices, h, self_rows=None, out=None):
+def self_and_mean(indptr, indices, h, self_rows=None, out=None, *, scale=None):
     """Concatenate each destination's own row and the mean of its neighbours' rows: the input of a SAGE layer's product.
 
     Args:
         indptr: [S+1], indices: [E] rows of h, of one integer dtype.
-        h: float32 or bfloat16 [N, F].
-        self_rows: [S] rows of h that are the destinations'; None: the first S. With global ids in
-            indices and self_rows, h can be the feature table itself: the outermost hop then needs no
-            gather, but h gets no gradient.
+        h: float32 or bfloat16 [N, F]; int8 with a scale.
+        self_rows: [S] rows of h that are the destinations'; None: the first S. With global ids in indices and self_rows, h
+            can be the feature table itself: the outermost hop then needs no gather, but h gets no gradient.
         out: [S, 2F] to write into (float32 or bfloat16), if no gradient is needed.
+        scale: float32 [2, F] of codes h, which stand for h * scale[0] + scale[1]; it needs self_rows and out.
 
     Returns:
         [S, 2F]; without edges the mean is zero.
     """
+    if scale is not None:  # own rows, then a row for each edge
+        rows = torch.cat([self_rows, indices])
+        h = gather_rows(h, rows, out.new_empty(len(rows), h.shape[1]), scale=scale)
+        indices = torch.arange(len(self_rows), len(rows), dtype=indices.dtype, device=h.device)
+        self_rows = None
     h_dst = h[: indptr.numel() - 1] if self_rows is None else h.index_select(0, self_rows)
     mean = mean_neighbours(indptr, indices, h)
-    if out is None:
-        return torch.cat([h_dst, mean], 1)
-    width = h.shape[1]
-    out[:, :width] = h_dst
-    out[:, width:] = mean
-    return out
+    pair = torch.cat([h_dst, mean], 1)
+    return pair if out is None else out.copy_(pair)
 
 
 @native_first
@@ -112,16 +113,18 @@ def summable(h):
 
 
 @native_first
-def gather_rows(features, ids, out=None):
-    """Gather rows ids [n] of features [V, F] -> [n, F], into `out` if given: index_select with prefetch."""
+def gather_rows(features, ids, out=None, *, scale=None):
+    """Gather rows ids [n] of features [V, F] -> [n, F], into `out` if given, with prefetch; scale: see `self_and_mean`."""
+    if scale is not None:
+        return out.copy_((features.index_select(0, ids) * scale[0]).add_(scale[1]))
     return torch.index_select(features, 0, ids, out=out)
 
 
 def relu_dropout(h, p, training=True, nodes=None, seed=None, *, norm=None, residual=None):
     """Compute dropout(relu(norm(h + residual))), of h alone in place if native/layers.py does it.
 
-    The mask is a function of seed, node and column, so a part of a batch has the mask of the whole
-    batch, on any device. It takes one random byte per element: p is rounded to 1/256.
+    The mask is a function of seed, node and column, so a part of a batch has the mask of the whole batch, on any device. It
+    takes one random byte per element: p is rounded to 1/256.
 
     Args:
         h: [S, D]. p: probability below 1. training: False for no dropout.
@@ -365,6 +368,7 @@ class Conv(nn.Module):
     norm = "none"  # norm after hidden layers that it trains well with
     # residual connections by default: "no", "yes", "if classes disagree" (of neighbours)
     residual = "no"
+    heads = 4  # attention heads by default, if it takes them
     padded = False  # reads neighbours only by methods of `Near`: CUDA graphs can hold it
     takes = ()  # options of GNN that it is made with: "heads", "dropout", "norm", "num_types", "bases"
     of_last = {}  # options that the last layer of a GNN is made with
@@ -414,9 +418,14 @@ def check_rows(block, h):
     count = block.src_nodes.numel()
     indices = block.indices
     S = block.indptr.numel() - 1
-    alone = count == S and indices.device.type == "cpu" and len(indices)
-    if alone and int(indices.max()) >= count:
+    on_cpu = indices.device.type == "cpu" and not (fused and fused.is_gpu(indices.device))
+    if on_cpu and count == S and len(indices) and int(indices.max()) >= count:
         raise ValueError("a block has global ids as indices: sample with relabel_outer=True")
+    if on_cpu and (indices[int(block.indptr[-1]) :] >= 0).any():
+        end = (
+            f"indptr of a block ends at {int(block.indptr[-1])}, and it has {len(indices)} indices"
+        )
+        raise ValueError(f"{end}: those of no destination have to be -1")
     if not len(h) == count >= S:
         needed = "one for each of block.src_nodes, destinations first, and blocks outermost first"
         raise ValueError(f"x has {len(h)} rows: {max(count, S)} are needed, {needed}")
@@ -476,8 +485,7 @@ class MeanConv(Conv):
 
     In training, rows are averaged before the product even if it makes them narrower: sampled blocks have fewer
     destinations than sources. native/layers.py runs a network of such layers as one function. A subclass that overrides
-    message or combine, and not product, is trained by these, like any `Conv`; so is a layer whose linear maps are
-    customised.
+    message or combine, not product, is trained by these, like any `Conv`; so is a layer of customised linear maps.
     """
 
     edge_features = "asked"
@@ -647,9 +655,8 @@ class MLP(nn.Sequential):
 class GINConv(Conv, name="gin"):
     """Graph isomorphism layer (Xu et al., arXiv 1810.00826): MLP((1 + eps) h_v + sum(h_u)), eps learned.
 
-    The sum, estimated as in `GCNConv`, grows with the degree. A norm after the MLP's first linear
-    layer compensates for this, as in the authors' networks; without it, training on graphs of large
-    degree may not work at all.
+    The sum, estimated as in `GCNConv`, grows with the degree. A norm after the MLP's first linear layer compensates for
+    this, as in the authors' networks; without it, training on graphs of large degree may not work at all.
     """
 
     uses_degree = True
@@ -694,9 +701,8 @@ class GINEConv(GINConv, name="gine"):
 class GATv2Conv(Conv, name="gat"):
     """Graph attention layer, GATv2 (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903), with self-loops.
 
-    Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of
-    attn . leaky_relu(W_src h_u + W_dst h_v). With edge features, W_edge e_uv is added inside; a
-    self-loop has the mean of the features of v's edges.
+    Head k: sum(a_uv W_src h_u), where a_uv is the softmax over v's edges of attn . leaky_relu(W_src h_u + W_dst h_v). With
+    edge features, W_edge e_uv is added inside; a self-loop has the mean of the features of v's edges.
 
     Args:
         in_dim, out_dim: F, D. heads: K.
@@ -715,15 +721,12 @@ class GATv2Conv(Conv, name="gat"):
 
     def __init__(self, in_dim, out_dim, heads=1, *, mean=False, dropout=0.0, edge_dim=0):
         super().__init__()
-        if not mean and out_dim % heads:
-            shared = f"width {out_dim} cannot be shared by {heads} heads"
-            raise ValueError(f"{shared}: give a multiple of {heads}")
         self.out_dim = out_dim
         self.heads = heads
         self.mean = mean
         self.dropout = dropout
         self.edge_dim = edge_dim
-        width = out_dim if mean else out_dim // heads
+        width = head_width(out_dim, heads, mean)
         self.src_linear = Linear(in_dim, heads * width)
         self.dst_linear = Linear(in_dim, heads * width)
         self.attn = nn.Parameter(torch.empty(heads, width))
@@ -739,6 +742,14 @@ class GATv2Conv(Conv, name="gat"):
         target = self.dst_linear(near.own)
         out = near.attend(self.attn, target, of_edge=self.edge_linear, drop=drop)
         return out.view(-1, *self.attn.shape).mean(1) if self.mean else out
+
+
+def head_width(out_dim, heads, mean):
+    """Return how wide a head is: as the output if the `mean` of heads is taken, or its part if they are concatenated."""
+    if not mean and out_dim % heads:
+        shared = f"width {out_dim} cannot be shared by {heads} heads"
+        raise ValueError(f"{shared}: give a multiple of {heads}")
+    return out_dim if mean else out_dim // heads
 
 
 def edge_softmax(scores, dst, num_dst):
@@ -784,7 +795,7 @@ class GNN(nn.Module):
         num_layers: as many as a batch has blocks.
         dropout: probability, applied after each inner layer, and to the attention weights of "gat".
             input_dropout: the same for the features.
-        heads: of "gat": concatenated in the inner layers, `hidden` wide together; averaged in the last.
+        heads: of "gat" and "rgat": concatenated in the inner layers, `hidden` wide together; averaged in the last.
         norm: "none", "layer" or "batch", after each inner layer, and inside the layers of "gin" and "gine".
         residual: add each layer's input to its output, through a matrix where the widths differ.
         recompute: keep layers' inputs and recompute the rest in backward (arXiv 1604.06174): less memory, more time.
@@ -959,8 +970,7 @@ class GNN(nn.Module):
             return h if residual is None else h + residual
         nodes = None if nodes is None else nodes[: len(h)]
         norm = self.norms[i]
-        ours = (conv for name, conv in CONVS.items() if conv.name == name)
-        kinds = {*ours, *NORMS.values(), MLP, nn.ReLU}
+        kinds = {*CONVS.values(), *NORMS.values(), MLP, nn.ReLU}
         if not unchanged(*self.layers[i].modules(), norm, kinds=kinds):
             # a hook, method or network may keep it, and ReLU is in place
             h = norm(h if residual is None else h + residual).clone()

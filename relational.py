@@ -25,6 +25,7 @@ from model import (
     check_rows,
     edge_dst,
     edge_softmax,
+    head_width,
     is_gnn,
     linear,
     mean_neighbours,
@@ -43,6 +44,7 @@ class RGCNConv(Conv, name="rgcn"):
         in_dim, out_dim: F, D. num_types: R.
         bases: B: W_r = sum_b a_rb V_b, with B matrices V_b for all types; 0: one matrix per type.
         edge_dim: width of the features of edges; 0: none.
+        columns: of the matrices; None: D.
     """
 
     edge_features = "asked"
@@ -52,14 +54,14 @@ class RGCNConv(Conv, name="rgcn"):
 
     averages = True  # its `gathered` is the mean
 
-    def __init__(self, in_dim, out_dim, num_types, bases=0, edge_dim=0):
+    def __init__(self, in_dim, out_dim, num_types, bases=0, edge_dim=0, *, columns=None):
         super().__init__()
         self.out_dim = out_dim
         self.num_types = num_types
         self.edge_dim = edge_dim
         self.self_linear = Linear(in_dim, out_dim)
         width = in_dim + edge_dim
-        self.weight = nn.Parameter(torch.empty(bases or num_types, width, out_dim))
+        self.weight = nn.Parameter(torch.empty(bases or num_types, width, columns or out_dim))
         self.coefficients = nn.Parameter(torch.empty(num_types, bases)) if bases else None
         nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
         if bases:
@@ -86,8 +88,12 @@ class RGCNConv(Conv, name="rgcn"):
             sums = means.new_zeros(S * R, means.shape[1]).index_copy_(0, group, means)
         else:
             sums = self.sums_by_basis(means, group, S)
-        weight = self.weight.flatten(0, 1)
-        return out + sums.view(S, len(weight)) @ weight
+        return out + self.mapped(sums, self.weight, S)
+
+    def mapped(self, means, matrices, S):
+        """Map means [S, R, F], in any shape, by matrices [R, F, D] and add up over the types -> [S, D]."""
+        weight = matrices.flatten(0, 1)
+        return means.reshape(S, len(weight)) @ weight
 
     def by_edge(self, near):
         """Return `near` with a message for each edge: what came over it beside its features, [E, F + edge_dim]."""
@@ -131,8 +137,7 @@ class RGCNConv(Conv, name="rgcn"):
         if by_basis:
             matrices = self.weight
             means = self.sums_by_basis(means, groups, S + 1)[:S]
-        weight = matrices.flatten(0, 1)
-        return means.view(S, len(weight)) @ weight
+        return self.mapped(means, matrices, S)
 
     def means_of_groups(self, near, group, offsets, indices):
         """Average the messages `indices` [E] of each group, which begins at offsets [G+1] -> [G, F]. group: [E], of each edge:
@@ -197,24 +202,33 @@ class RGCNConv(Conv, name="rgcn"):
 
 
 class RGATConv(RGCNConv, name="rgat"):
-    """Relational graph attention (Busbridge et al., arXiv 1904.05811), additive, within each type, one head: R-GCN with
-    the mean over v's edges of type r weighted by softmax(leaky_relu(q_r . h_v + k_r . h_u)).
+    """Relational graph attention (Busbridge et al., arXiv 1904.05811), additive, within each type: R-GCN with the mean over
+    v's edges of type r weighted by softmax(leaky_relu(q_r . h_v + k_r . h_u)), in each of K heads by its own q_r and k_r.
 
     The paper's q and k multiply W_r h: here W_r is part of q_r and k_r. With features of edges h_u stands for h_u beside
     e_uv here too.
+
+    Args:
+        heads: K. mean: W_r of a head is D wide, and heads are averaged; otherwise D / K, and they are concatenated.
     """
 
+    takes = ("num_types", "bases", "heads")
+    of_last = {"mean": True}
+    heads = 1
     averages = False
 
-    def __init__(self, in_dim, out_dim, num_types, bases=0, edge_dim=0):
-        super().__init__(in_dim, out_dim, num_types, bases, edge_dim)
-        self.query = nn.Parameter(torch.empty(num_types, in_dim))
-        self.key = nn.Parameter(torch.empty(num_types, in_dim + edge_dim))
+    def __init__(self, in_dim, out_dim, num_types, bases=0, edge_dim=0, *, heads=1, mean=False):
+        columns = heads * head_width(out_dim, heads, mean)
+        super().__init__(in_dim, out_dim, num_types, bases, edge_dim, columns=columns)
+        self.heads = heads
+        self.mean = mean
+        self.query = nn.Parameter(torch.empty(num_types * heads, in_dim))
+        self.key = nn.Parameter(torch.empty(num_types * heads, in_dim + edge_dim))
         nn.init.xavier_uniform_(self.query)
         nn.init.xavier_uniform_(self.key)
 
     def message(self, h, degree=None):
-        """Return the row and beside it k_r . h for each type r; with features of edges the row alone, see `by_edge`."""
+        """Return the row and beside it k_r . h for each type r and head; with features of edges the row alone, see `by_edge`."""
         return h if self.edge_dim else self.with_keys(h)
 
     def with_keys(self, rows):
@@ -224,42 +238,63 @@ class RGATConv(RGCNConv, name="rgat"):
         near = super().by_edge(near)
         return near._replace(sent=self.with_keys(near.sent))
 
-    def means_of_groups(self, near, group, offsets, indices):
-        """See `RGCNConv`; by attention: sum(w h) / sum(w) for w = exp(score)."""
-        R = self.num_types
-        ids, sent = rows_of_edges(near._replace(indices=indices))
+    def rows_keys_queries(self, sent, own):
+        """Split messages [n, F + R K] of `with_keys` and compute queries of rows own [S, F] -> rows [n, F], keys [n, R, K],
+        queries [S R, K]."""
         sent = summable(sent)
-        rows, keys = sent.split([sent.shape[1] - R, R], 1)
-        queries = F.pad(summable(F.linear(near.own, self.query)).flatten(), (0, 1))
-        scores = queries[group] + keys.gather(1, (group % R).unsqueeze(1)).squeeze(1)
-        scores = F.leaky_relu(scores, 0.2)
+        rows, keys = sent.split([sent.shape[1] - len(self.key), len(self.key)], 1)
+        queries = summable(F.linear(own, self.query)).view(-1, self.heads)
+        return rows, keys.unflatten(1, (self.num_types, self.heads)), queries
+
+    def means_of_groups(self, near, group, offsets, indices):
+        """See `RGCNConv`; by attention: sum(w h) / sum(w) for w = exp(score), of each head -> [G, K F]."""
+        ids, sent = rows_of_edges(near._replace(indices=indices))
+        rows, keys, queries = self.rows_keys_queries(sent, near.own)
+        queries = F.pad(queries, (0, 0, 0, 1))
+        kinds = (group % self.num_types).view(-1, 1, 1).expand(-1, 1, self.heads)
+        scores = F.leaky_relu(queries[group] + keys.gather(1, kinds).squeeze(1), 0.2)
         top = torch.full_like(queries, -torch.inf)
-        top = top.scatter_reduce(0, group, scores.detach(), "amax")
-        weights = (scores - top[group]).exp().unsqueeze(1)
+        of_edge = group.unsqueeze(1).expand_as(scores)
+        top = top.scatter_reduce(0, of_edge, scores.detach(), "amax")
+        weights = (scores - top[group]).exp().unsqueeze(2)
         # kernels read four columns at once
-        rows = torch.cat([rows * weights, weights.expand(-1, 4)], 1)
-        total = mean_neighbours(offsets, ids, rows)
+        rows = torch.cat([rows.unsqueeze(1) * weights, weights.expand(-1, -1, 4)], 2)
+        total = mean_neighbours(offsets, ids, rows.flatten(1)).unflatten(1, rows.shape[1:])
         # the largest weight of a group is 1
-        return (total[:, :-4] / total[:, -1:].clamp(min=1e-20)).to(near.sent.dtype)
+        means = total[..., :-4] / total[..., -1:].clamp(min=1e-20)
+        return means.flatten(1).to(near.sent.dtype)
 
     def gathered(self, near, group, counts, indices):
-        """Average the messages of each group, whose `counts` [G] rows are `indices`, by attention -> [G, F]."""
-        width = near.sent.shape[1] - self.num_types
-        rows, keys = summable(near.sent).split([width, self.num_types], 1)
+        """Average the messages of each group, whose `counts` [G] rows are `indices`, by attention of each head -> [G, K F]."""
+        rows, keys, queries = self.rows_keys_queries(near.sent, near.own)
         groups = torch.repeat_interleave(counts, output_size=len(indices))
-        scores = summable(F.linear(near.own, self.query)).flatten()[group][groups]
-        scores = scores + keys[indices.long(), (group % self.num_types)[groups]]
-        scores = F.leaky_relu(scores.to(self.key.dtype), 0.2).unsqueeze(1)
-        weights = edge_softmax(scores, groups, len(counts)).squeeze(1).to(rows.dtype)
-        bag = F.embedding_bag(
-            indices,
-            rows,
-            _offsets(counts, indices),
-            mode="sum",
-            per_sample_weights=weights,
-            include_last_offset=True,
-        )
-        return bag.to(near.sent.dtype)
+        scores = queries[group][groups] + keys[indices.long(), (group % self.num_types)[groups]]
+        scores = F.leaky_relu(scores.to(self.key.dtype), 0.2)
+        weights = edge_softmax(scores, groups, len(counts)).to(rows.dtype)
+        bags = [
+            F.embedding_bag(
+                indices,
+                rows,
+                _offsets(counts, indices),
+                mode="sum",
+                per_sample_weights=of_head.contiguous(),
+                include_last_offset=True,
+            )
+            for of_head in weights.unbind(1)
+        ]
+        return torch.cat(bags, 1).to(near.sent.dtype)
+
+    def mapped(self, means, matrices, S):
+        """See `RGCNConv`; means [S, R, K, F] of heads, which have their columns of the matrices."""
+        if self.heads == 1:
+            return super().mapped(means, matrices, S)
+        R, width, _ = matrices.shape
+        means = means.view(S, R, self.heads, width)
+        matrices = matrices.unflatten(2, (self.heads, -1))
+        outs = []
+        for pair in zip(means.unbind(2), matrices.unbind(2)):
+            outs.append(super().mapped(*pair, S))
+        return torch.stack(outs).mean(0) if self.mean else torch.cat(outs, 1)
 
 
 def rows_of_edges(near):

@@ -12,7 +12,8 @@ The graph has V nodes and M edges, CSC over in-edges: the in-neighbours of v are
 indices[indptr[v]:indptr[v+1]]. A block has S destinations, N sources and E edges.
 
 Samples depend only on (random seed, step, hop, node), through a counter-based generator (see `random_bits`): all
-backends but "dgl" return the same bits, for any number of threads and ranks and any prefetch depth.
+backends but "dgl" return the same bits, for any number of threads and ranks and any prefetch depth. With
+`disjoint=True` they also depend on the seed whose neighbourhood it is.
 
 A hop is five passes over flat arrays, from the graph to the block without intermediate structures: degrees; prefix sum
 (the block's indptr); picks (Floyd's algorithm: k draws, however long the list); gather of the picked node ids;
@@ -45,7 +46,8 @@ class Block(NamedTuple):
     """One bipartite hop, destination-major (CSC): messages go from `src_nodes` to the first S of them.
 
     Integers have the dtype of the graph's `indices` (int32 below 2^31 nodes), `edge_ids` are int64.
-    Where edges have times a source is a (node, time) pair, so `src_nodes` may repeat a node.
+    Where edges have times a source is a (node, time) pair, where neighbourhoods are disjoint a (node, seed) pair, so
+    `src_nodes` may repeat a node.
     """
 
     indptr: Tensor  # [S+1] edges of destination s are indices[indptr[s]:indptr[s+1]]
@@ -54,6 +56,7 @@ class Block(NamedTuple):
     edge_ids: Tensor | None = None  # [E] position of each edge in the graph's `indices`
     src_times: Tensor | None = None  # int64 [N] times of the source nodes, where edges have times
     edge_type: Tensor | None = None  # [E] the type of each edge, where edges have types
+    src_seed: Tensor | None = None  # [N] position in seeds of the seed that each source belongs to
 
     num_src = property(lambda self: self.src_nodes.numel(), doc="N, the number of source nodes.")
     num_dst = property(lambda self: self.indptr.numel() - 1, doc="S, number of destinations.")
@@ -178,12 +181,18 @@ class SamplingSpec(NamedTuple):
     fanout_of: Tensor | None  # int64 [L, 256 or 65536] k per hop and type, NO_TYPE: no such type
     one_draw: bool  # all hops use the key of hop 0
     batch_dependency: int  # consecutive steps with the same keys
+    disjoint: bool  # no two seeds share a source
     rule: Rule
     edge_ids: bool  # whether blocks have edge_ids
     threads: int | None  # of a call in C; None: torch.get_num_threads(), at most 4
 
     block = Block  # what backends return, one for each hop
     num_nodes = property(lambda self: self.indptr.numel() - 1, doc="V, the number of nodes.")
+
+    @property
+    def pairs(self):
+        """Whether a source is a pair: of a node and its seed if disjoint, else of a node and a time."""
+        return self.disjoint or self.edge_times is not None
 
     def law(self):
         """Return the fields of law_t of native/rule.h; the struct that they are filled into must not outlive this."""
@@ -233,6 +242,8 @@ class NeighborSampler:
             Each type's edges are sampled as if they were the whole list, with their own random draws. by_type:
             False samples as if the edges had no types; not with edge_times. type_numbers: int64 [T], what blocks have in
             place of each type.
+        disjoint: True gives each seed a neighbourhood of its own, with its own random draws, which do not depend on the
+            other seeds of the batch; seeds may then repeat. `src_seed` of a block says whose each source is.
         seed: any int; the same seed and step give the same blocks.
         edge_ids: also return the position of each edge in `indices`.
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl" (DGL's operators
@@ -264,6 +275,7 @@ class NeighborSampler:
         edge_type=None,
         by_type=True,
         type_numbers=None,
+        disjoint=False,
         seed=0,
         edge_ids=False,
         backend="auto",
@@ -281,6 +293,7 @@ class NeighborSampler:
             window=window,
             edge_type=edge_type,
             by_type=by_type,
+            disjoint=disjoint,
             backend=backend,
             layer_dependency=layer_dependency,
             batch_dependency=batch_dependency,
@@ -310,6 +323,7 @@ class NeighborSampler:
             fanout_of=fanout_of,
             one_draw=bool(layer_dependency),
             batch_dependency=index(batch_dependency),
+            disjoint=bool(disjoint),
             rule=rule,
             edge_ids=edge_ids or edge_type is not None,
             threads=threads,
@@ -353,7 +367,7 @@ class NeighborSampler:
         """Sample the neighbourhood of `seeds`; thread-safe.
 
         Args:
-            seeds: int32 or int64 [S], distinct node ids; a node may repeat with another time.
+            seeds: int32 or int64 [S], distinct node ids; a node may repeat with another time, or if disjoint.
             step: int, the number of the batch; it keys the random draws.
             times: int64 [S], the time of each seed; needed with edge_times, refused without.
             exclude: edges to leave out in every hop, as if the graph did not have them: their positions in `indices`,
@@ -365,7 +379,7 @@ class NeighborSampler:
         Returns:
             One Block for each fanout; blocks[0] is the outermost hop, blocks[-1] has the seeds as destinations, and
             blocks[i].src_nodes starts with blocks[i+1].src_nodes. With times a source has the time of the destination
-            that sampled it; (node, time) pairs are numbered by first appearance.
+            that sampled it, if disjoint its seed; such pairs are numbered by first appearance.
 
         Raises:
             TypeError, IndexError, ValueError: seeds or edges of a wrong dtype or out of range; repeated seeds; times
@@ -501,6 +515,7 @@ def _check_options(
     window,
     edge_type,
     by_type,
+    disjoint,
     backend,
     layer_dependency,
     batch_dependency,
@@ -539,6 +554,7 @@ def _check_options(
             "by_type=False is not for fanouts by type, nor for edge_times: lists are in type order"
         )
     beyond_dgl = dict(edge_times=edge_times is not None, edge_type=edge_type is not None)
+    beyond_dgl["disjoint"] = disjoint
     beyond_dgl[rule.name] = not rule.in_dgl
     lacking = dependent or next(filter(beyond_dgl.get, beyond_dgl), None)
     if backend == "dgl" and lacking:
@@ -646,6 +662,11 @@ def _signed(key):
     return key if isinstance(key, Tensor) else key - (key >> 63 << 64)
 
 
+def _key_of(key, rows):
+    """Return a key for each of these rows, of one key for all or a tensor of keys."""
+    return key[rows] if isinstance(key, Tensor) else key
+
+
 def random_bits(key, v, j, bits=32):
     """Draw j of node v -> random bits, int64. v and j: int64 tensors that broadcast; key: 64 bits or such a tensor."""
     z = mix(mix(v ^ _signed(key)) ^ j)
@@ -667,8 +688,7 @@ class Lists(NamedTuple):
 
     def bits(self, rows, v, j):
         """Draw j of nodes v with the keys of lists `rows`, see `random_bits`."""
-        key = self.key[rows] if isinstance(self.key, Tensor) else self.key
-        return random_bits(key, v, j)
+        return random_bits(_key_of(self.key, rows), v, j)
 
 
 class TorchBackend:
@@ -684,28 +704,34 @@ class TorchBackend:
     def sample(self, seeds, hops, exclude, times):
         """Sample each `Hop` -> a Block for each, from the seeds outward; None if a seed is repeated.
         seeds: [S], dtype of indices. exclude: int64 [X] edge ids, ascending and distinct, or None. times: int64 [S] or
-        None; with times, src holds node + V * (index of its time among the batch's distinct times)."""
+        None. If sources are pairs, src holds node + V * (position of its seed if disjoint, else index of its time among
+        the batch's distinct times)."""
         V = self.spec.num_nodes
+        pairs = self.spec.pairs
+        disjoint = self.spec.disjoint
         dtype = seeds.dtype
         src = seeds
-        if times is not None:
+        values = times  # of the groups that sources are paired with
+        if disjoint:
+            src = seeds + V * torch.arange(seeds.numel(), device=seeds.device)
+        elif pairs:
             values, number = times.unique(return_inverse=True)  # [T], [S]
             src = seeds + V * number
         if src.unique().numel() < src.numel():
             return None
-        if times is None:
+        if not pairs:
             idle, table = self._number(seeds)
         blocks = []
         for hop in hops:
-            if times is None:
-                indptr, edges = self._pick(src.long(), hop, exclude, None)
-            else:
-                at = src // V
-                indptr, edges = self._pick(src % V, hop, exclude, values[at])
+            at = src // V if pairs else None
+            if disjoint:
+                hop = hop._replace(key=mix(_signed(hop.key) ^ seeds.long()[at]))
+            when = None if values is None else values[at]
+            indptr, edges = self._pick((src % V if pairs else src).long(), hop, exclude, when)
             local = self.spec.indices.index_select(0, edges)
             if not local.is_cuda and outside(local, V) is not None:
                 raise IndexError("a node in indices")
-            if hop.relabel and times is None:
+            if hop.relabel and not pairs:
                 src, local = self._relabel(table, src, local.long())
             elif hop.relabel:
                 at = at.repeat_interleave(indptr.diff(), output_size=edges.numel())
@@ -713,12 +739,13 @@ class TorchBackend:
             block = Block(
                 indptr=indptr.to(dtype),
                 indices=local.to(dtype),
-                src_nodes=(src if times is None else src % V).to(dtype),
+                src_nodes=(src % V if pairs else src).to(dtype),
                 edge_ids=edges if self.spec.edge_ids else None,
-                src_times=None if times is None else values[src // V],
+                src_times=None if values is None else values[src // V],
+                src_seed=(src // V).to(dtype) if disjoint else None,
             )
             blocks.append(block)
-        if times is None:
+        if not pairs:
             idle.append(table.index_fill_(0, src.long(), V))
         return blocks
 
@@ -757,7 +784,7 @@ class TorchBackend:
         ks = spec.fanout_of[hop.index, kind]
         if not v.is_cuda and bool((ks == NO_TYPE).any()):
             raise IndexError("a type that does not exist")
-        keys = mix(_signed(hop.key) ^ (1 << 32) + kind)
+        keys = mix(_signed(_key_of(hop.key, row)) ^ (1 << 32) + kind)
         picked = []
         edges = []
         for k in ks.unique().tolist():

@@ -204,6 +204,10 @@ def _bytes_needed(graph) -> int:
     """Estimate the size of a store before it is written; without its edges if some may be dropped."""
     meta = graph.meta
     row_bytes = meta["feature_dim"] * files.storage_dtype(meta["feature_dtype"]).itemsize
+    rows = graph.features
+    spooled = isinstance(rows, convert.Rows) and meta["feature_dtype"] == "int8"
+    if spooled and convert.row_dtype("features", rows) != "int8":
+        row_bytes *= 5  # with the float32 rows, which are written to a file first
     need = meta["num_nodes"] * 16 + graph.features.shape[0] * row_bytes
     options = meta["options"]
     if options["drop_self_loops"] or options["drop_duplicates"]:
@@ -278,7 +282,7 @@ def _write_features(path, graph, progress) -> dict:
     features, scale = checks.feature_scale(graph.features, kept_as, path, progress)
     rows = checks.feature_rows(features, kept_as, scale, progress, largest)
     if scale is not None:
-        meta["feature_scale"] = scale.tolist()
+        meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
     return {file.name: {**_write_rows(file, meta, shape, rows), "largest": max(largest)}}
 
 

@@ -58,7 +58,7 @@ from run.checkpoint import (
 from run.export import export
 from run.finite import LossSum, all_finite
 from run.flags import TASKS, of_seed
-from run.own_model import conv_of, is_own
+from run.own_model import is_own
 from run.placement import check_memory, memory_lines, settle
 from run.report import (
     Clock,
@@ -433,7 +433,7 @@ def dry_run(flags, path):
         ranks.say("\n".join(memory_lines(ranks, flags, task)))
     plan, used = settle(ranks, flags, task)
     where = "cpu"
-    if conv_of(plan.model):
+    if plan.conv:
         check_memory(ranks, plan, task)
         where = "meta"
     with torch.device(where):

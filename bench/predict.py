@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from bench.roofline import GATHERED, GPUS, IN_ORDER, measured, step_costs
+from bench.roofline import GATHERED, GPUS, IN_ORDER, measured, step_costs, variants
 from bench.tools import opened, print_table
 from native import build
 from sampler import NeighborSampler
@@ -167,6 +167,7 @@ WORK = {
     "attention_target_grad": attention_target_grad,
     "attention_source_grad": attention_source_grad,
     "gather_rows": lambda a: Work((), 2),
+    "gather_codes": lambda a: Work((), 2),
     "destinations": lambda a: Work((a.degree,), 2),
     "list_sizes": lambda a: Work((), 2),
     "list_edges": lambda a: Work((), 3),
@@ -334,14 +335,14 @@ def nearest(launch, of_sources):
 
 
 def bench_predict(args):
-    """Print a table of our kernels in a step, in fp32 with TF32 products and in bf16 -> the figures."""
+    """Print tables of our kernels in a step: in fp32 with TF32 products, in bf16, and with features in 8 bits -> the figures."""
     args.seed = 0
     figures = {}
     store = opened(args.dataset, args.root)
     of_sources = edges_of_sources(args, store)
-    for precision, dtype in {"tf32": torch.float32, "bf16": torch.bfloat16}.items():
+    for precision, dtype, graph in variants(store):
         table = {}
-        for launch in step_costs(args, store, dtype).launches:
+        for launch in step_costs(args, graph, dtype).launches:
             counted = counts(launch, nearest(launch, of_sources))
             times = limits(counted)
             row = table.setdefault(launch.kernel, collections.Counter())

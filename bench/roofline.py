@@ -8,6 +8,7 @@ kernels is counted all the same: small kernels can be faster than this.
 """
 
 import contextlib
+import copy
 import ctypes
 import functools
 import types
@@ -27,6 +28,7 @@ from native import kernels, layers, sampler_gpu
 from run import cuda_graphs
 from run.adam import Adam
 from sampler import NeighborSampler
+from store import CodedFeatures
 
 # bytes and FLOP (TF32, bf16) a second, from NVIDIA's data sheets, SXM, without sparsity
 GPUS = {"H100": (3.35e12, 495e12, 989e12), "H200": (4.8e12, 495e12, 989e12)}
@@ -43,6 +45,7 @@ TABLES = {
     "max_neighbours": "h",
     "max_neighbours_grad": "grad",
     "gather_rows": "table",
+    "gather_codes": "table",
     "attention_scores": "source",
     "attention_sum": "source",
     "attention_weight_grad": "source",
@@ -184,7 +187,8 @@ def step_costs(args, store, dtype):
     backend = sampler_gpu.Backend(sampler.engine.spec, args.fanout, 0, compiled)
     sampler = types.SimpleNamespace(sample=sampler.sample, engine=backend, edge_type=None)
     scale = getattr(store.features, "scale", None)
-    features = codes_of(store.features).tensor
+    features = codes_of(store.features)
+    features = getattr(features, "tensor", features)
     features = features.to(dtype) if scale is None else features
     read = features.dtype, dtype
     in_place = self_and_mean if cuda_graphs.averages_in_place(settings, store, *read) else None
@@ -229,6 +233,17 @@ def step_costs(args, store, dtype):
     return costs
 
 
+def variants(store):
+    """Yield the steps that are compared: (name, dtype of activations, store); the last with features in 8 bits."""
+    yield "tf32", torch.float32, store
+    yield "bf16", torch.bfloat16, store
+    if codes_of(store.features) is store.features:
+        codes = torch.zeros(store.features.shape, dtype=torch.int8)
+        coded = copy.copy(store)
+        coded.features = CodedFeatures(codes, torch.ones(2, store.feature_dim))
+        yield "bf16, int8 features", torch.bfloat16, coded
+
+
 def measured(args, store, precision):
     """Read how long a GPU took for a step's kernels, one at a time -> {kernel: us}, with the whole step's under "a step";
     {} if none has been measured with this network and in these shapes."""
@@ -251,19 +266,20 @@ def measured(args, store, precision):
 
 
 def bench_roofline(args):
-    """Print a table of a step's kernels, in fp32 with TF32 products and in bf16 -> the figures."""
+    """Print tables of a step's kernels: in fp32 with TF32 products, in bf16, and with features in 8 bits -> the figures."""
     args.seed = 0
     store = opened(args.dataset, args.root)
     figures = {}
-    for number, (name, dtype) in enumerate({"tf32": torch.float32, "bf16": torch.bfloat16}.items()):
-        costs = step_costs(args, store, dtype)
+    for name, dtype, graph in variants(store):
+        costs = step_costs(args, graph, dtype)
         rows = {}
         for kernel, (count, in_order, gathered, products) in costs.rows.items():
             moved = in_order + gathered
             rows[kernel] = row = {"launches": count, "MB": moved / 1e6, "GFLOP": products / 1e9}
             for gpu, (bandwidth, *peaks) in GPUS.items():
                 seconds = (in_order / IN_ORDER + gathered / GATHERED) / bandwidth
-                row[f"{gpu} us"] = 1e6 * max(seconds, products / peaks[number])
+                peak = peaks[dtype == torch.bfloat16]
+                row[f"{gpu} us"] = 1e6 * max(seconds, products / peak)
         rows = dict(sorted(rows.items(), key=lambda item: -item[1]["MB"]))
         total = {key: sum(row[key] for row in rows.values()) for key in row}
         large = {kernel: row for kernel, row in rows.items() if row["MB"] >= total["MB"] / 100}

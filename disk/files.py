@@ -36,9 +36,11 @@ from tqdm import tqdm
 
 SPLITS = ("train", "valid", "test")
 VERSION = 3
+# the same with features in codes, which readers of version 3 might take for integers
+CODED_VERSION = 4
 PART_VERSION = 5  # of a store that is one of several parts
 # version 2: no edge columns, no node times, one split, one label per node
-READABLE = (2, VERSION, PART_VERSION)
+READABLE = (2, VERSION, CODED_VERSION, PART_VERSION)
 HEAD = 128  # bytes of a .npy header; 4096 where rows have to start on a disk block
 FORMATS = {
     "ringblock-graph": "one graph: open it as GraphStore (train.py --task node)",

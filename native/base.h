@@ -45,6 +45,7 @@ template <class T> FN void store_same(T *p, T value) { *(volatile T *)p = value;
 #define FAIL abort()
 #define store_same(p, value) __atomic_store_n(p, value, 0)
 #define __popc __builtin_popcount
+#define __fadd_rn(a, b) ((a) + (b))
 #define atomicAdd __sync_fetch_and_add
 #define atomicOr __sync_fetch_and_or
 #define atomicCAS __sync_val_compare_and_swap
@@ -72,8 +73,9 @@ FN u64 finalise(u64 z) {
 }
 FN u64 mix(u64 z) { return finalise(z + GOLDEN); }
 
-// ---- conversion of table values, float or bf16, to float and back: UP(IN)(x), DOWN(OUT)(x)
+// ---- conversion of table values, float, bf16 or codes of 8 bits, to float and back: UP(IN)(x), DOWN(OUT)(x)
 
+typedef signed char int8;
 typedef struct {
   unsigned short bits;
 } bf16;
@@ -82,11 +84,13 @@ typedef union {
   float number;
 } both_t;
 FN float up_float(float x) { return x; }
+FN float up_int8(int8 x) { return x; }
 FN float up_bf16(bf16 x) {
   both_t u = {(unsigned)x.bits << 16};
   return u.number;
 }
 FN float down_float(float x) { return x; }
+FN int8 down_int8(float x) { return (int8)x; }  // for kernels that codes do not reach
 FN bf16 down_bf16(float x) {  // to nearest, ties to even
   bf16 y;
 #if __CUDA_ARCH__ >= 800

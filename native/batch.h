@@ -27,8 +27,8 @@ typedef struct {
   u64 seed;
   const input_t *input;
   const i64 *seeds;   // [S]
-  const i64 *groups;  // [S] first index of a seed's time in times; null, as times: edges have none
-  const i64 *times;   // [S] the times of the seeds, ascending
+  const i64 *groups;  // [S] of the seeds: first index of their time in times; null: their position
+  const i64 *times;   // [S] the times of the seeds, ascending if there are groups
   outcome_t *outcome;
   state_t *states;  // [L + 1] of the hops; the last has the sources of the outermost hop
   ID *src;          // source nodes of all hops: those of a hop are the first num_dst of the next
@@ -42,8 +42,9 @@ typedef struct {
   int *wins;  // per 32 edges of the current hop: which won their nodes, and how many
   const i64 *excluded;  // edges, ascending; num_excluded of input
   i64 excludes;         // room for them; 0: they are not looked at
-  i64 *src_times;       // of the source nodes if edges have times, as are group and pairs
-  int *group;           // index of a source's time in times
+  i64 *src_times;       // of the source nodes if edges have times
+  ID *src_seed;         // of the source nodes, position of the seed; null: not disjoint
+  int *group;           // of the source nodes, if they are pairs: with times, or if disjoint
   u64 *pairs;           // [slots] node + V * group of each slot of table, NO_PAIR if it is free
   i64 slots;            // a power of two
   const void *labels;  // [V, label_bytes] bytes
@@ -73,8 +74,9 @@ FN i64 degree_of(const batch_t *b, i64 v) {
   b->outcome->damaged = 1;
   return 0;
 }
-FN hop_t hop_of(const part_t *part) {
+FN hop_t hop_of(const batch_t *b, const part_t *part, i64 i) {  // for source i
   hop_t hop = {part->index, part->k, part->state->key};
+  if (b->src_seed) hop.key = mix(hop.key ^ (u64)b->seeds[b->group[i]]);
   return hop;
 }
 FN row_t row_of(const batch_t *b, i64 i) {  // of source i

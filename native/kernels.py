@@ -19,6 +19,7 @@ from . import build
 
 IDS = {torch.int32: "int", torch.int64: "i64"}
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
+CODES = {torch.int8: "int8"}  # of 8 bits, that GPUs decode as they read them
 # NaN has to stay NaN, also with a compiler whose default is fast math
 FLAGS = [
     "-O3",
@@ -87,20 +88,24 @@ def followed():
     return torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
 
 
-def functions(integers, source, target, width=0):
+def functions(integers, source, target, width=0, *, steps=None):
     """Return the compiled `Code` for these tensors' dtypes, or None if torch operations have to be used.
 
     Args:
         integers: tensors of ids, of one dtype; None entries are ignored. source, target: input and output rows.
-        width: see `program`.
+        width: see `program`. steps: float32 [2, F] of source rows that are codes, see `decode` of vectors.h.
     """
     if followed():
         return None
     integers = [t for t in integers if t is not None]
     ids = integers[0].dtype if integers else torch.int32
-    if ids not in IDS or source.dtype not in TYPES or target.dtype not in TYPES:
+    sources = TYPES if steps is None else CODES
+    if ids not in IDS or source.dtype not in sources or target.dtype not in TYPES:
         return None
-    for t in (*integers, source, target):
+    if steps is not None and not is_gpu(source.device):
+        return None
+    rows = [t for t in (source, target, steps) if t is not None]
+    for t in (*integers, *rows):
         if t.device != source.device or not t.is_contiguous() or t.numel() and not t.data_ptr():
             return None  # the last: meta tensors have no memory
     # kernels count threads in 32 bits, elements of a block and columns in 31
@@ -111,9 +116,9 @@ def functions(integers, source, target, width=0):
     return load(ids, source.dtype, target.dtype, source.device, width)
 
 
-def of_block(near, source, target, *, own=True, nodes=None):
+def of_block(near, source, target, *, own=True, nodes=None, steps=None):
     """Return `functions` for a block; None if it does not fit the source rows. own: destinations have a row there."""
-    code = functions([*near, nodes], source, target)
+    code = functions([*near, nodes], source, target, steps=steps)
     S = near.S
     rows = len(source[:S]) if near.self_rows is None else near.self_rows.numel()
     fits = code and (rows == S or not own) and code.takes(near, len(source))
@@ -165,7 +170,7 @@ def load_links(ids, device):
 
 def program(ids, source, target, width=0):
     """Return the text of layers.cu for ids, rows and results of these dtypes; with a width that of norm.cu, for a GPU."""
-    types = {"ID": IDS[ids], "IN": TYPES[source], "OUT": TYPES[target]}
+    types = {"ID": IDS[ids], "IN": (TYPES | CODES)[source], "OUT": TYPES[target]}
     if width:
         return build.read_source("norm.cu", WIDTH=width, **types)
     return build.read_source("layers.cu", **types, **VARIANTS)
@@ -222,9 +227,9 @@ class Code:
             return h
         return h.new_empty(len(h), self.threads(h.shape[1]), dtype=torch.uint8)
 
-    def self_and_mean(self, near, h, out, *, scales=UNSCALED, active=None, kept=None):
+    def self_and_mean(self, near, h, out, *, scales=UNSCALED, active=None, kept=None, steps=None):
         """Compute out [S, 2F], or out [S, F] with scales, from h [N, F] or, on a GPU, from dropout(relu(h)): `active` is its
-        `Dropout`. kept: see `Code.kept`."""
+        `Dropout`. kept: see `Code.kept`. steps: see `functions`."""
         width = h.shape[1]
         values = {
             "h": h,
@@ -234,7 +239,7 @@ class Code:
             "out": out,
         }
         if active is None:
-            self.run("plain_self_and_mean", len(out), near, scales, **values)
+            self.run("plain_self_and_mean", len(out), near, scales, steps=steps, **values)
         else:
             self.run("self_and_mean", len(out), near, scales, active, kept=kept, **values)
 

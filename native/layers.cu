@@ -87,10 +87,11 @@ KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, f
 }
 
 // out [S, 2 width]: own row and mean of the neighbours' rows; or, with alpha and beta [S], out
-// [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null.
+// [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null. Rows of codes are
+// decoded, see `decode`: their mean as well, since a code's value is linear in it.
 KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
                            const float *alpha, const float *beta, const float *gamma, int S,
-                           int width, int whole, OUT *out) {
+                           int width, int whole, const float *steps, OUT *out) {
   ROW_AND_COLUMN(S);
   const i64 s = row, self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
@@ -111,7 +112,11 @@ KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, con
       sum = sum + v[j];
     }
   }
-  const floats_t mean = sum * (count ? (alpha ? beta[s] : 1.0f) / (float)count : 0.0f);
+  floats_t mean = sum * (count ? (alpha ? beta[s] : 1.0f) / (float)count : 0.0f);
+  if (sizeof(IN) == 1) {
+    if (self >= 0) own = decode(own, steps + column, width, whole, left);
+    if (count) mean = decode(mean, steps + column, width, whole, left);
+  }
   if (alpha) {
     store(out + row * width + column, whole, left, own * alpha[s] + mean);
     return;
@@ -650,6 +655,18 @@ KERNEL gather_rows(const void *table, const void *ids, int n, int words, int wor
   else if (word_bytes == 4) ((int *)out)[to] = id < 0 ? 0 : ((const int *)table)[from];
   else if (word_bytes == 2) ((short *)out)[to] = id < 0 ? 0 : ((const short *)table)[from];
   else ((char *)out)[to] = id < 0 ? 0 : ((const char *)table)[from];
+}
+
+// Gather rows of codes and decode them.
+KERNEL gather_codes(const IN *table, const ID *ids, const float *steps, int n, int width, int whole,
+                    i64 V, OUT *out) {
+  ROW_AND_COLUMN(n);
+  const i64 id = ids[row];
+  if (id >= V) FAIL;
+  floats_t v = all_of(0);
+  if (id >= 0) v = load(table + id * width + column, whole, left);
+  if (id >= 0) v = decode(v, steps + column, width, whole, left);
+  store(out + row * width + column, whole, left, v);
 }
 
 // Functions for the CPU only.

@@ -54,18 +54,18 @@ RUNS = 3072  # warps of the backward pass: as many as an H200 runs at a time
 # ---- what model.py calls; its functions of the same names explain the arguments
 
 
-def self_and_mean(indptr, indices, h, self_rows=None, out=None):
+def self_and_mean(indptr, indices, h, self_rows=None, out=None, *, scale=None):
     """See model.py; None if torch operations have to be used."""
     near = InEdges(indptr, indices, self_rows)
     target = h.new_empty(near.S, 2 * h.shape[1]) if out is None else out
-    code = of_block(near, h, target)
+    code = of_block(near, h, target, steps=scale)
     if code is None or target.shape != (near.S, 2 * h.shape[1]):
         return None
     if learned(h):
         if self_rows is not None or out is not None:
             return None
         return _SelfAndMean.apply(h, None, near, UNSCALED, code)
-    code.self_and_mean(near, h, target)
+    code.self_and_mean(near, h, target, steps=scale)
     return target
 
 
@@ -128,11 +128,13 @@ class _SelfAndMean(torch.autograd.Function):
         return to_h, to_alpha, None, None, None
 
 
-def gather_rows(features, ids, out=None):
+def gather_rows(features, ids, out=None, *, scale=None):
     """See model.py. On a GPU a negative id gives a row of zeros; one of V or more aborts the kernel."""
     V, width = features.shape
     if learned(features) or followed():
         return None
+    if scale is not None:
+        return _gather_codes(features, ids, out, scale)
     out = features.new_empty(ids.numel(), width) if out is None else out
     like = out.dtype, out.device, out.shape
     fits = like == (features.dtype, features.device, (ids.numel(), width))
@@ -150,6 +152,27 @@ def gather_rows(features, ids, out=None):
     if bad:
         low, high = ids.aminmax()
         raise IndexError(f"ids {low} .. {high} are not all rows of features with {V} rows")
+    return out
+
+
+def _gather_codes(codes, ids, out, scale):
+    """Gather rows of codes on a GPU and decode them into `out`, in one pass."""
+    code = functions([ids], codes, out, steps=scale)
+    if code is None or out.shape != (ids.numel(), codes.shape[1]):
+        return None
+    n, width = out.shape
+    code.run(
+        "gather_codes",
+        n,
+        table=codes,
+        ids=ids,
+        steps=scale,
+        n=n,
+        width=width,
+        whole=aligned(width, codes, scale, out),
+        V=len(codes),
+        out=out,
+    )
     return out
 
 

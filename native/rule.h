@@ -23,7 +23,8 @@ typedef struct {
 } law_t;
 enum { NO_TYPE = -2 };
 
-// A hop: how many edges to draw from each list, and by which random key.
+// A hop: how many edges to draw from each list, and by which random key; if neighbourhoods are
+// disjoint, this is mix(key ^ seed) in that of a seed.
 typedef struct {
   i64 index, k;  // counted from the seeds; k -1: all
   u64 key;

@@ -20,12 +20,12 @@ typedef struct {
   ID node, number;
 } slot_t;
 
-// With PAIRS a source is a (node, time) pair; `when` is the index of that time among those of the
-// batch.
+// With PAIRS a source is a pair of a node and a group: the index of its time among those of the
+// batch, or with disjoint neighbourhoods the position of its seed.
 #ifdef PAIRS
-#define AT(whens, i) (whens)[i]
+#define AT(groups, i) (groups)[i]
 #else
-#define AT(whens, i) 0
+#define AT(groups, i) 0
 #endif
 
 // The work on a hop of a batch.
@@ -40,18 +40,19 @@ typedef struct {
   i64 *edges;           // [E] the block's edge_ids; null: not asked for
   void *edge_type;      // TYPE [E]
   ID *src;              // [S+E+1] the block's src_nodes
-  ID *src_when;         // [S+E+1] `when` of src; this and the next two with PAIRS only
-  const ID *dst_when;   // [S]
-  ID *edge_when;        // [E] that of an edge's destination
+  ID *src_group;        // [S+E+1] groups of src; this and the next two with PAIRS only
+  const ID *dst_group;  // [S]
+  ID *edge_group;       // [E] that of an edge's destination
   HOME *edge_home;      // [E] home slot of an edge's source, if there is a table
-  const i64 *times;     // [num_times] of the batch
-  const i64 *seeds_before;     // [num_times + 1] how many seeds have an earlier time, with PAIRS
+  const i64 *times;     // [num_groups] of the batch
+  const ID *seeds;      // [num_groups] if neighbourhoods are disjoint; else null
+  const i64 *seeds_before;     // [num_groups + 1] how many seeds are of earlier groups, with PAIRS
   slot_t *table;               // [2^bits] local ids of nodes; null: no relabelling
   i64 S, N, bits, threads;     // N: nodes that have a local id so far
   const i64 *excluded;         // [num_excluded] edges, ascending
   const i64 *excluded_before;  // [1 + (M >> shift) + 1] number of excluded edges < i << shift
   i64 num_excluded, shift;
-  i64 num_times;
+  i64 num_groups;
 } job_t;
 enum { NO_MEMORY = -1, DAMAGED = -2 };  // why a hop failed
 
@@ -114,7 +115,15 @@ static int share_out(job_t *job, int (*work)(job_t *, i64, scratch_t *),
 // ---- degrees and prefix sum
 
 static inline i64 time_of(const job_t *job, i64 row) {
-  return job->times[job->dst_when ? job->dst_when[row] : 0];
+  return job->times[job->dst_group ? job->dst_group[row] : 0];
+}
+
+static inline hop_t hop_of(const job_t *job, i64 row) {
+  hop_t hop = job->hop;
+#ifdef PAIRS
+  if (job->seeds) hop.key = mix(hop.key ^ (u64)job->seeds[job->dst_group[row]]);
+#endif
+  return hop;
 }
 
 static inline row_t row_of(const job_t *job, i64 row) {
@@ -211,7 +220,8 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *unused) {
   for (i64 row = first; row < end; row++) {
     fetch_list(&job->law, job->start[MIN(row + 8, end - 1)]);
     row_t list = row_of(job, row);
-    i64 count = count_row(&job->law, &job->hop, &list);
+    hop_t hop = hop_of(job, row);
+    i64 count = count_row(&job->law, &hop, &list);
     // with fanouts by type it may not fit; then the sum does not either, and the hop is refused
     job->offsets[row + 1] = (ID)MIN(count, MOST_EDGES);
     signs |= count;
@@ -231,22 +241,23 @@ i64 rb_count(job_t *job) {
 
 // ---- the hash table of local ids
 
-// The home slot of a node: where to look first. Nodes with the same time share a window of the
-// table: consecutive nodes mostly have the same time, and then their slots are in the cache. The
-// window of a time is twice the table's share that the time has of the seeds, so that neighbouring
+// The home slot of a node: where to look first. Nodes of a group share a window of the table:
+// consecutive nodes are mostly of the same group, and then their slots are in the cache. The window
+// of a group is twice the table's share that the group has of the seeds, so that neighbouring
 // windows overlap: some seeds reach more nodes than others.
 typedef struct {
   i64 bits, apart;
   const i64 *seeds_before;
 } layout_t;
-static layout_t layout_of(i64 bits, i64 num_times, const i64 *seeds_before) {
-  return (layout_t){bits, seeds_before ? (1LL << bits) / seeds_before[num_times] : 0, seeds_before};
+static layout_t layout_of(i64 bits, i64 num_groups, const i64 *seeds_before) {
+  i64 apart = seeds_before ? (1LL << bits) / (seeds_before[num_groups] + 1) : 0;
+  return (layout_t){bits, apart, seeds_before};
 }
-static inline u64 home(ID node, ID when, layout_t layout) {
+static inline u64 home(ID node, ID group, layout_t layout) {
   u64 hash = (u64)node * GOLDEN;
 #ifdef PAIRS
-  u64 start = (u64)(layout.seeds_before[when] * layout.apart);
-  u64 window = (u64)(layout.seeds_before[when + 1] * layout.apart) - start;
+  u64 start = (u64)(layout.seeds_before[group] * layout.apart);
+  u64 window = (u64)(layout.seeds_before[group + 1] * layout.apart) - start;
   return (start + ((hash >> 32) * window >> 31)) & ((1ULL << layout.bits) - 1);
 #else
   return hash >> (64 - layout.bits);
@@ -254,23 +265,23 @@ static inline u64 home(ID node, ID when, layout_t layout) {
 }
 
 // The slot to try after `tries` slots taken by others: the next one, or after every eighth a random
-// one of the whole table. This keeps searches short even if more nodes have one time than fit into
+// one of the whole table. This keeps searches short even if a group has more nodes than fit into
 // its window.
-static inline u64 next_slot(u64 at, u64 tries, ID node, ID when, layout_t layout) {
-  if (tries % 8 == 0) at = mix((u64)node ^ mix((u64)when ^ tries << 40));
+static inline u64 next_slot(u64 at, u64 tries, ID node, ID group, layout_t layout) {
+  if (tries % 8 == 0) at = mix((u64)node ^ mix((u64)group ^ tries << 40));
   else at++;
   return at & ((1ULL << layout.bits) - 1);
 }
 
-// Look up the local id of a node, at a time, from its home slot `at` on; a node without one gets
+// Look up the local id of a node, of a group, from its home slot `at` on; a node without one gets
 // `next`. Which it will be is unpredictable, so no branch depends on it.
-static inline ID number_of(slot_t *table, u64 at, layout_t layout, const ID *src_when, ID node,
-                           ID when, ID next) {
+static inline ID number_of(slot_t *table, u64 at, layout_t layout, const ID *src_group, ID node,
+                           ID group, ID next) {
   slot_t slot = table[at];
   u64 tries = 1;
   while (__builtin_expect(
-      slot.node != -1 && (slot.node != node || AT(src_when, slot.number) != when), 0)) {
-    at = next_slot(at, tries++, node, when, layout);
+      slot.node != -1 && (slot.node != node || AT(src_group, slot.number) != group), 0)) {
+    at = next_slot(at, tries++, node, group, layout);
     slot = table[at];
   }
   slot.number = slot.node == node ? slot.number : next;
@@ -363,16 +374,17 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     u64 v = (u64)job->dst[row];
     i64 at = job->offsets[row] - base, count = job->offsets[row + 1] - job->offsets[row];
     row_t list = row_of(job, row);
+    hop_t hop = hop_of(job, row);
 #ifdef TYPE
     hop_t one;
     row_t rest = list;
     for (i64 last = at + count, n; at < last; at += n) {
-      list = next_type(&job->law, &job->hop, &rest, &one);
+      list = next_type(&job->law, &hop, &rest, &one);
       n = count_list(&job->law, &one, &list);
       pick_soon(&wide, &job->law, &one, v, &list, n, at, scratch);
     }
 #else
-    pick_soon(&wide, &job->law, &job->hop, v, &list, count, at, scratch);
+    pick_soon(&wide, &job->law, &hop, v, &list, count, at, scratch);
 #endif
   }
   draw_wide(&wide, positions);
@@ -389,12 +401,12 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
 #ifdef PAIRS
   for (i64 row = first; row < end; row++)
     for (i64 e = job->offsets[row]; e < job->offsets[row + 1]; e++)
-      job->edge_when[e] = job->dst_when[row];
+      job->edge_group[e] = job->dst_group[row];
 #endif
   if (job->table) {
-    layout_t layout = layout_of(job->bits, job->num_times, job->seeds_before);
+    layout_t layout = layout_of(job->bits, job->num_groups, job->seeds_before);
     for (i64 e = base; e < base + E; e++)
-      job->edge_home[e] = (HOME)home(job->local[e], AT(job->edge_when, e), layout);
+      job->edge_home[e] = (HOME)home(job->local[e], AT(job->edge_group, e), layout);
   }
   if (job->edges && E) memcpy(job->edges + base, positions, sizeof(i64) * E);
   return 0;
@@ -407,14 +419,14 @@ static void relabel_chunk(job_t *job, i64 chunk) {
   ID *local = job->local, *src = job->src, next = (ID)job->N;
   const HOME *at = job->edge_home;
   slot_t *table = job->table;
-  layout_t layout = layout_of(job->bits, job->num_times, job->seeds_before);
+  layout_t layout = layout_of(job->bits, job->num_groups, job->seeds_before);
   for (i64 e = first; e < end; e++) {
     __builtin_prefetch(&table[at[MIN(e + AHEAD, end - 1)]], 1);
-    ID node = local[e], when = AT(job->edge_when, e);
-    local[e] = number_of(table, at[e], layout, job->src_when, node, when, next);
+    ID node = local[e], group = AT(job->edge_group, e);
+    local[e] = number_of(table, at[e], layout, job->src_group, node, group, next);
     src[next] = node;  // if it is not new, the next node overwrites it
 #ifdef PAIRS
-    job->src_when[next] = when;
+    job->src_group[next] = group;
 #endif
     next += local[e] == next;
   }
@@ -429,22 +441,22 @@ static void relabel_chunk(job_t *job, i64 chunk) {
 i64 rb_pick(job_t *job) {
   job->N = job->S;
   if (job->table && job->S) memcpy(job->src, job->dst, sizeof(ID) * job->S);
-  if (job->src_when && job->S) memcpy(job->src_when, job->dst_when, sizeof(ID) * job->S);
+  if (job->src_group && job->S) memcpy(job->src_group, job->dst_group, sizeof(ID) * job->S);
   int failure = share_out(job, pick_chunk, job->table ? relabel_chunk : 0);
   return failure ? failure : job->N;
 }
 
 // Empty a table and number n distinct nodes in it 0 .. n-1 -> the position of a repeated node, or
-// -1. when: [n] or null.
-i64 rb_number(slot_t *table, i64 bits, i64 num_times, const i64 *seeds_before, const ID *nodes,
-              const ID *when, i64 n) {
-  layout_t layout = layout_of(bits, num_times, seeds_before);
+// -1. group: [n] or null.
+i64 rb_number(slot_t *table, i64 bits, i64 num_groups, const i64 *seeds_before, const ID *nodes,
+              const ID *group, i64 n) {
+  layout_t layout = layout_of(bits, num_groups, seeds_before);
   memset(table, 0xff, sizeof(slot_t) << bits);
   for (i64 i = 0; i < n; i++) {
     i64 ahead = MIN(i + AHEAD, n - 1);
-    __builtin_prefetch(&table[home(nodes[ahead], AT(when, ahead), layout)], 1);
-    u64 at = home(nodes[i], AT(when, i), layout);
-    if (number_of(table, at, layout, when, nodes[i], AT(when, i), (ID)i) != (ID)i) return i;
+    __builtin_prefetch(&table[home(nodes[ahead], AT(group, ahead), layout)], 1);
+    u64 at = home(nodes[i], AT(group, i), layout);
+    if (number_of(table, at, layout, group, nodes[i], AT(group, i), (ID)i) != (ID)i) return i;
   }
   return -1;
 }

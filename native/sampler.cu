@@ -44,7 +44,7 @@ FN i64 open_row(const batch_t *b, const part_t *part, i64 i, i64 N) {
   } else if (i < N && part->index == 0) {  // all seeds have bid for their nodes
     i64 seed = b->seeds[i];
     if (seed < 0 || seed >= b->law.V) report(b, UNKNOWN);
-    else if (b->table[b->law.edge_times ? b->local[i] : seed] != b->input->offset + i)
+    else if (b->table[b->pairs ? b->local[i] : seed] != b->input->offset + i)
       report(b, REPEATED);
   }
   return at;
@@ -74,15 +74,16 @@ FN i64 slot_of(const batch_t *b, ID node, i64 group) {
     if (there == NO_PAIR || there == pair) return (i64)slot;
   }
 }
-// put_edge for a (node, time) source, by position; `local` has its slot instead of the node.
+// put_edge for a source that is a pair, by position; `local` has its slot instead of the node.
 FN void put_pair(const batch_t *b, i64 position, ID node, i64 group) {
   i64 slot = slot_of(b, node, group);
   b->local[position] = (ID)slot;
   atomicMin(&b->table[slot], (int)(b->input->offset + position));
 }
-FN void know_time(const batch_t *b, i64 i, i64 group) {
+FN void know_group(const batch_t *b, i64 i, i64 group) {
   b->group[i] = (int)group;
-  b->src_times[i] = b->times[group];
+  if (b->law.edge_times) b->src_times[i] = b->times[group];
+  if (b->src_seed) b->src_seed[i] = (ID)group;
 }
 
 // Make the hops' keys, put the seeds at the first positions and look up their labels; empty the lists.
@@ -107,15 +108,15 @@ KERNEL begin(batch_t b, part_t part, i64 hops, i64 counts, i64 threads) {
   int known = node >= 0 && node < b.law.V;
   b.src[i] = known ? (ID)node : 0;
   b.number[i] = (int)i;
-  if (b.law.edge_times) {
-    know_time(&b, i, b.groups[i]);
+  if (b.pairs) {
+    know_group(&b, i, b.groups ? b.groups[i] : i);
     if (known) put_pair(&b, i, (ID)node, b.group[i]);
   } else if (known) atomicMin(&b.table[node], (int)(b.input->offset + i));
   if (counts) count_by_degree(&b, &part, i, b.src[i]);
 }
 KERNEL count(batch_t b, part_t part) {
   THREAD(part.state->num_dst);
-  hop_t hop = hop_of(&part);
+  hop_t hop = hop_of(&b, &part, i);
   row_t row = row_of(&b, i);
   i64 count = count_row(&b.law, &hop, &row);
   if (count == NO_TYPE) b.outcome->damaged = 1;
@@ -126,10 +127,10 @@ KERNEL pick(batch_t b, part_t part) {
   THREAD(part.rows + 1);
   i64 N = part.state->num_dst, at = open_row(&b, &part, i, N);
   if (i >= N) return;
-  hop_t hop = hop_of(&part);
+  hop_t hop = hop_of(&b, &part, i);
   row_t row = row_of(&b, i);
   i64 n = edges_of(&b, &part, i, at), first = part.first + at, *edges = b.edges + first;
-  if (b.law.edge_times)
+  if (b.pairs)
     for (i64 j = 0; j < n; j++) b.number[first + j] = b.group[i];  // for `claim`
   if (part.edge_dst)
     for (i64 j = 0; j < n; j++) part.edge_dst[at + j] = (int)i;
@@ -143,7 +144,7 @@ KERNEL claim(batch_t b, part_t part) {
   ID node = b.law.indices[b.edges[part.first + i]];
   if (outside(&b, node)) b.outcome->damaged = 1;
   node = outside(&b, node) ? 0 : node;
-  if (b.law.edge_times && part.relabel) put_pair(&b, part.first + i, node, b.number[part.first + i]);
+  if (b.pairs && part.relabel) put_pair(&b, part.first + i, node, b.number[part.first + i]);
   else put_edge(&b, &part, i, node);
 }
 // Find out which of 32 edges won their nodes.
@@ -173,9 +174,9 @@ KERNEL number(batch_t b, part_t part, part_t next, i64 counts) {
     i64 at = N + earlier + __popc(won & ((1u << i % 32) - 1));
     if (mine && at < part.next_rows) {
       ID node = b.local[part.first + i];
-      if (b.law.edge_times) {
+      if (b.pairs) {
         u64 pair = b.pairs[node];
-        know_time(&b, at, (i64)(pair / (u64)b.law.V));
+        know_group(&b, at, (i64)(pair / (u64)b.law.V));
         node = (ID)(pair % (u64)b.law.V);
       }
       b.number[part.first + i] = (int)at;

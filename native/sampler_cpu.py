@@ -55,7 +55,7 @@ def load(spec):
     if spec.edge_type is not None:
         defines["TYPE"] = TYPES[spec.edge_type.dtype]
     library = _library(**defines)
-    of_pairs = library if spec.edge_times is None else _library(**defines, PAIRS=1)
+    of_pairs = _library(**defines, PAIRS=1) if spec.pairs else library
     return Backend(spec, library, of_pairs) if library and of_pairs else None
 
 
@@ -70,7 +70,7 @@ class Backend:
     def __init__(self, spec, library, of_pairs):
         self.spec = spec
         self.library = library
-        self.of_pairs = of_pairs  # the library for batches with several times
+        self.of_pairs = of_pairs  # the library for batches of several groups, see sampler.c
         self.job = build.fill(Job(), **spec.law())
         self.idle = []  # working memory that no batch uses
         self.slots = 0  # of the table after the last batch: the next one needs about as many
@@ -78,6 +78,7 @@ class Backend:
     def sample(self, seeds, hops, exclude, times):
         """Sample all hops of a batch, see `sampler.TorchBackend`."""
         job = Job.from_buffer_copy(self.job)
+        disjoint = self.spec.disjoint
         job.threads = self.spec.threads or min(torch.get_num_threads(), MOST_THREADS)
         if exclude is not None:
             excluded = self._index(exclude)
@@ -87,26 +88,32 @@ class Backend:
         except IndexError:
             work = WorkingMemory(seeds.dtype)
         work.library = self.library
-        work.times = when = None
-        if times is not None:
-            work.times, number, counts = times.unique(return_inverse=True, return_counts=True)
-            build.fill(job, times=work.times, num_times=len(work.times))
-            if len(work.times) > 1:
-                work.library = self.of_pairs
-                work.seeds_before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-                build.fill(job, seeds_before=work.seeds_before)
-                when = number.to(seeds.dtype)
-        if not work.number(seeds, when, max(self.slots, 2 * seeds.numel())):
+        group = None
+        if disjoint:
+            group = torch.arange(seeds.numel())
+            build.fill(job, seeds=seeds)
+        elif times is not None:
+            times, group = times.unique(return_inverse=True)
+            group = group if len(times) > 1 else None
+        build.fill(job, times=times)
+        if group is not None:
+            counts = group.bincount()
+            work.library = self.of_pairs
+            work.seeds_before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            build.fill(job, seeds_before=work.seeds_before, num_groups=len(counts))
+            group = group.to(seeds.dtype)
+        if not work.number(seeds, group, max(self.slots, 2 * seeds.numel())):
             return None
         src = seeds
         blocks = []
         for hop in hops:
-            block, when = self._hop(work, job, src, when, hop)
+            block, group = self._hop(work, job, src, group, hop)
             src = block.src_nodes
-            if when is not None:
-                block = block._replace(src_times=work.times.index_select(0, when))
-            elif times is not None:
-                block = block._replace(src_times=work.times.expand(src.numel()))
+            if times is not None:
+                of_src = times.expand(src.numel()) if group is None else times[group]
+                block = block._replace(src_times=of_src)
+            if disjoint:
+                block = block._replace(src_seed=group)
             blocks.append(block)
         self.slots = work.slots
         self.idle.append(work)
@@ -126,10 +133,10 @@ class Backend:
             "shift": shift,
         }
 
-    def _hop(self, work, job, dst, when, hop):
-        """Sample a hop for dst [S], which the table holds -> (Block, `when` of its sources); the table then holds these.
+    def _hop(self, work, job, dst, group, hop):
+        """Sample a hop for dst [S], which the table holds -> (Block, groups of its sources); the table then holds these.
 
-        job: job_t of the batch. when: [S] index in work.times of each destination's time, or None.
+        job: job_t of the batch. group: [S] of each destination, see sampler.c, or None.
         """
         spec = self.spec
         S = dst.numel()
@@ -143,7 +150,7 @@ class Backend:
             key=hop.key,
             S=S,
             dst=dst,
-            dst_when=when,
+            dst_group=group,
             offsets=offsets,
             start=start,
             degree=degree,
@@ -156,24 +163,24 @@ class Backend:
 
         local = dst.new_empty(E)
         edges = spec.indptr.new_empty(E) if spec.edge_ids else None
-        edge_when = None if when is None else dst.new_empty(E)
+        edge_group = None if group is None else dst.new_empty(E)
         types = None if spec.edge_type is None else spec.edge_type.new_empty(E)
-        fill(local=local, edges=edges, edge_type=types, edge_when=edge_when)
-        src, src_when = dst, when
+        fill(local=local, edges=edges, edge_type=types, edge_group=edge_group)
+        src, src_group = dst, group
         if hop.relabel:
-            most = min(S + E, spec.num_nodes * (1 if when is None else len(work.times)))
-            slots = (2 if when is None else 4) * most  # at most half full: searches are short
+            most = min(S + E, spec.num_nodes * max(job.num_groups, 1))
+            slots = (2 if group is None else 4) * most  # at most half full: searches are short
             if work.slots < slots:
-                work.number(dst, when, slots)
+                work.number(dst, group, slots)
             src = dst.new_empty(S + E + 1)
-            src_when = None if when is None else dst.new_empty(S + E + 1)
+            src_group = None if group is None else dst.new_empty(S + E + 1)
             homes = dst.new_empty(E)
-            fill(src=src, src_when=src_when, table=work.table, bits=work.bits, edge_home=homes)
+            fill(src=src, src_group=src_group, table=work.table, bits=work.bits, edge_home=homes)
         else:
-            fill(src_when=None, table=None)
+            fill(src_group=None, table=None)
         N = self._checked(work.library.rb_pick(pointer), S)
         block = spec.block(offsets, local, src[:N], edges, edge_type=types)
-        return block, None if when is None else src_when[:N]
+        return block, None if group is None else src_group[:N]
 
     @staticmethod
     def _checked(result, S):
@@ -188,8 +195,7 @@ class Backend:
 class WorkingMemory:
     """Working memory of a batch, kept for the next one: the hash table of local ids, and four values per row.
 
-    Attributes, set for each batch: library. times: int64 [T], its distinct times, ascending, or None. seeds_before:
-    int64 [T+1], how many seeds have an earlier time.
+    Attributes, set for each batch: library. seeds_before: int64 [groups + 1], how many seeds are of earlier groups.
     """
 
     def __init__(self, dtype):
@@ -209,12 +215,12 @@ class WorkingMemory:
             self.of_rows = self.of_rows.new_empty(4, S + S // 8)
         return self.of_rows
 
-    def number(self, nodes, when, slots):
+    def number(self, nodes, group, slots):
         """Empty the table, of at least `slots` slots, and number the nodes in it from 0 -> False if one is repeated."""
         self.bits = min(max(4, (slots - 1).bit_length()), 4 * self.slot_bytes)  # the bits of a HOME
         if self.table.nbytes < self.slots * self.slot_bytes:
             self.table = self.table.new_empty(self.slots * self.slot_bytes)
             self.library.rb_huge_pages(self.table, self.table.nbytes)
-        times = (0, None) if when is None else (self.times.numel(), self.seeds_before)
-        of = nodes, when, nodes.numel()
-        return self.library.rb_number(self.table, self.bits, *times, *of) < 0
+        groups = (0, None) if group is None else (self.seeds_before.numel() - 1, self.seeds_before)
+        of = nodes, group, nodes.numel()
+        return self.library.rb_number(self.table, self.bits, *groups, *of) < 0

@@ -12,14 +12,14 @@ A batch of three hops is eleven launches, nine where the outermost hop keeps glo
 Where the edges of each source are wanted, a prefix sum over the sources of all hops (torch's) and `list_hops` put them into
 lists; `Lists` of kernels.py orders these.
 
-Where the degree does not determine a row's count (LABOR, weights, excluded edges, times, types), each hop also launches
-`count` before `pick`. There, and for fanouts above 64 or -1, `pick` only chooses edges, and `claim` reads their nodes and
-bids. Prefix sums take no extra pass: a thread that writes a count also adds it to the sum of 64 counts, the last of these
+Where the degree does not determine a row's count (LABOR, weights, excluded edges, times, types), or neighbourhoods are
+disjoint, each hop also launches `count` before `pick`. There, and for fanouts above 64 or -1, `pick` only chooses edges, and
+`claim` reads their nodes and bids. Prefix sums take no extra pass: a thread that writes a count also adds it to the sum of 64 counts, the last of these
 to come adds theirs to the sum of 4,096, and a prefix is the sum of some 200 numbers. Positions are offset downward from
 batch to batch: values that earlier batches left in the table are larger than any bid of this one, so nothing needs clearing.
 
-If edges have times, a source is a pair of a node and a time. Pairs bid in a hash table, in which each claims a slot by
-atomicCAS; the slot depends on the order of threads, the winner does not.
+If edges have times, a source is a pair of a node and a time; if neighbourhoods are disjoint, of a node and a seed. Pairs
+bid in a hash table, in which each claims a slot by atomicCAS; the slot depends on the order of threads, the winner does not.
 
 All shapes follow from the number of seeds: room for the most edges possible, or, where that is unknown or too much
 (fanout -1, LABOR), for somewhat more than batches needed so far; a batch that does not fit says so and is made again.
@@ -44,7 +44,7 @@ from typing import NamedTuple
 import torch
 
 from . import build
-from .kernels import IDS
+from .kernels import CODES, IDS
 from .kernels import TYPES as ROWS
 
 ROOM = 1 << 24  # edges of a hop up to which the worst case is allocated
@@ -72,7 +72,7 @@ def aggregate_source(ids, k, features, out):
     defines = {
         "ID": IDS[ids],
         "WEIGHT": "double",
-        "IN": ROWS[features.dtype],
+        "IN": (ROWS | CODES)[features.dtype],
         "OUT": ROWS[out.dtype],
         "VEC": vec,
         "LANES": lanes(out, vec),
@@ -130,7 +130,7 @@ class Backend:
     def counts(self, excludes):
         """Return whether a node's degree tells how many of its edges are drawn; excludes: some may be left out."""
         spec = self.spec
-        whole_lists = not (excludes or self.timed) and spec.edge_type is None
+        whole_lists = not (excludes or spec.pairs) and spec.edge_type is None
         return spec.rule.counted and whole_lists
 
     def aggregates(self, excludes):
@@ -175,7 +175,9 @@ class Backend:
                     "hop: use NeighborSampler(backend='torch')"
                 )
             blocks = None if trouble else frame.cut()
-            frame.memory = frame.edges = frame.times = None  # now the blocks' memory
+            frame.memory = frame.edges = frame.times = frame.src_seed = (
+                None  # now the blocks' memory
+            )
             # the GPU is done with the frame, so the next batch may be on any stream
             self.resting.append(frame)
         return blocks
@@ -199,7 +201,8 @@ class Backend:
         rows = [S]
         places = []
         for k, most in zip(self.fanouts, self.most):
-            again = rows[-1] if self.timed else 1  # at another time a node has its edges again
+            # at another time, or for another seed, a node has its edges again
+            again = rows[-1] if self.spec.pairs else 1
             room = rows[-1] * k if self.spec.rule.repeats else num_edges * again
             bounded = k > 0 and self.spec.rule.bounded
             if bounded:
@@ -209,8 +212,10 @@ class Backend:
                 room = min(room, most or min(int(1.25 * usual * rows[-1]) + 4096, ROOM))
             places.append(max(room, 1))
             sources = rows[-1] + places[-1]
-            rows.append(sources if self.timed else min(sources, self.num_nodes))
-        if S + sum(places) >= (NONE // 4 if self.timed else NONE):  # slots have to fit an int, too
+            rows.append(sources if self.spec.pairs else min(sources, self.num_nodes))
+        if S + sum(places) >= (
+            NONE // 4 if self.spec.pairs else NONE
+        ):  # slots have to fit an int, too
             raise ValueError(
                 f"a batch of up to {sum(places)} edges is too large; use smaller batches"
             )
@@ -261,7 +266,7 @@ class Frame:
         self.listing = None
         self.base = 0
         self.parts = [Part(hop, k) for hop, k in enumerate(backend.fanouts)]
-        slots = 0 if backend.timed else backend.num_nodes
+        slots = 0 if spec.pairs else backend.num_nodes
         self.table = self.ids.new_empty(slots, dtype=torch.int32)
         self.pairs = self.ids.new_empty(0, dtype=torch.int64)
         states = ("states", State * (L + 1))
@@ -326,7 +331,7 @@ class Frame:
         for part, n, sources in zip(self.parts, rows, [*rows[1:], 0]):
             part.rows = n
             part.next_rows = sources
-        if self.backend.timed:
+        if spec.pairs:
             b.group = self._room("group", max(rows))
             b.slots = 1 << (2 * self.positions).bit_length()
             if self.pairs.numel() < b.slots:
@@ -344,7 +349,8 @@ class Frame:
         seeds = self.input[self.head :]
         build.fill(b, input=self.input, seeds=seeds)
         if self.backend.timed:
-            build.fill(b, groups=seeds[S:], times=seeds[2 * S :])
+            groups = None if spec.disjoint else seeds[S:]
+            build.fill(b, groups=groups, times=seeds[2 * S :])
         self.sums = pointer, num_sums
         self.steps = list(self._steps(hops))
 
@@ -396,11 +402,13 @@ class Frame:
         rows, places, *_ = self.shape
         spec = self.backend.spec
         parts = self.parts[: len(places)]
-        # `memory` has src, then local, then the offsets of each hop
+        # `memory` has src, then local, then the offsets of each hop, then src_seed
         self.local = max(rows[0], rows[sum(part.relabel for part in parts)])
         sizes = (n + 1 for n in rows[: len(places)])
         self.offsets = list(accumulate(sizes, initial=self.local + self.positions))
-        self.memory = self.ids.new_empty(self.offsets.pop())
+        end = self.offsets.pop()
+        self.memory = self.ids.new_empty(end + self.local * spec.disjoint)
+        self.src_seed = self.memory[end:] if spec.disjoint else None
         self.edges = None
         self.times = None
         if spec.edge_ids or not all(self._in_registers(part.k) for part in parts):
@@ -413,6 +421,7 @@ class Frame:
             local=self.memory[self.local :],
             edges=self.edges,
             src_times=self.times,
+            src_seed=self.src_seed,
         )
         for part, at in zip(parts, self.offsets):
             build.fill(part, offsets=self.memory[at:])
@@ -442,6 +451,7 @@ class Frame:
                 src_nodes=memory.narrow(0, 0, N),
                 edge_ids=self.edges.narrow(0, part.first, E) if spec.edge_ids else None,
                 src_times=self.times.narrow(0, 0, N) if self.backend.timed else None,
+                src_seed=self.src_seed.narrow(0, 0, N) if spec.disjoint else None,
             )
             blocks.append(block)
         return blocks
@@ -473,10 +483,12 @@ class Frame:
             given = self.input[self.head :]
         if times is not None:
             times = times.to(given.device).contiguous()
-            values = times.sort()[0]
             room = self.shape.rows[0]
-            given[room:][:S].copy_(torch.searchsorted(values, times))
-            given[2 * room :][:S].copy_(values)
+            if not self.backend.spec.disjoint:
+                values = times.sort()[0]
+                given[room:][:S].copy_(torch.searchsorted(values, times))
+                times = values
+            given[2 * room :][:S].copy_(times)
         given[:S].copy_(seeds)
 
     def _exclude(self, edges):
@@ -491,7 +503,7 @@ class Frame:
         """Start sampling on the current stream. A CUDA graph can capture this, for seeds from the same device as when it
         was captured."""
         self.input[: self.sent].copy_(self.given[: self.sent], non_blocking=True)
-        if self.backend.timed:
+        if self.backend.spec.pairs:
             self.pairs.fill_(-1)
         stream = self.kernels.stream()
         for launch, threads in self.steps:
@@ -512,12 +524,12 @@ class Frame:
         """Number of edges that each hop would have with enough room."""
         return [state.wanted for state in self.told.states[:-1]]
 
-    def aggregate(self, features, out):
+    def aggregate(self, features, out, scale=None):
         """Make `start` also sample and aggregate the next hop, in one kernel: 1 to AGGREGATED uniform draws, with or
         without replacement -> False, after a warning, if the kernel cannot be compiled.
 
         Args:
-            features: float32 or bfloat16 [V, F].
+            features: float32 or bfloat16 [V, F], or int8 codes with a `scale`, see `FeatureRing`.
             out: float32 or bfloat16 [rows, 2F], with room for the hop's destinations: own row and mean of the
                 neighbours' rows, summed in edge order as by `self_and_mean` of native/layers.py; zero in the
                 padding.
@@ -532,10 +544,15 @@ class Frame:
                 part=part,
                 features=features,
                 width=features.shape[1] // vec,
+                steps=scale,
                 out=out,
             )
             self.steps.append((launch, lanes(out, vec) * part.rows))
-            self.aggregated = features, out  # their memory is read and written at every start
+            self.aggregated = (
+                features,
+                scale,
+                out,
+            )  # their memory is read and written at every start
         return kernels is not None
 
     def look_up(self, labels, y):

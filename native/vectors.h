@@ -143,6 +143,14 @@ FN void store(OUT *p, int whole, int left, floats_t v) {
     *(out_t *)p = row;
   } else EACH_LEFT p[q] = DOWN(OUT)(v[q]);
 }
+// What codes of 8 bits stand for: times the steps [2, width] of their columns, plus the offsets in the
+// second row. Rounded twice, as by torch: __fadd_rn becomes no FMA.
+FN floats_t decode(floats_t v, const float *steps, int width, int whole, int left) {
+  const floats_t offset = load_floats(steps + width, whole, left);
+  v = v * load_floats(steps, whole, left);
+  EACH v[q] = __fadd_rn(v[q], offset[q]);
+  return v;
+}
 FN float total(floats_t v) {
   for (int half = COLUMNS / 2; half; half /= 2)
     for (int q = 0; q < half; q++) v[q] += v[q + half];

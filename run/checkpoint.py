@@ -40,6 +40,7 @@ import torch
 
 from disk.columns import COLUMNS
 from disk.files import StoreError, reading, write_whole
+from model import CONVS
 from run.flags import (
     FLAGS,
     SAVED,
@@ -203,8 +204,9 @@ def check_state(state, size):
     """Raise unless a checkpoint of `size` bytes has flags that the command line accepts, counts in range, and tensors
     that fit the network it describes, built on the meta device. Adds what early checkpoints lack."""
     best = state["best"]
-    state["flags"] = parsed_flags(state["flags"])
     state["graph"] = {**LATER_WIDTHS, **state["graph"]}
+    flags = parsed_flags(state["flags"])
+    state["flags"] = settled_flags(flags, state["graph"], state["model"])
     for count in (state["epoch"], state["step"], state["total_batch"], best["epoch"]):
         if type(count) is not int or not 0 <= count < 1 << 32:
             raise ValueError("a count in it is no whole number from 0 to 2^32 - 1")
@@ -216,8 +218,21 @@ def check_state(state, size):
             described_network(state).load_state_dict(dict(state["model"]), assign=True)
 
 
+def settled_flags(flags, graph, weights):
+    """Return a checkpoint's flags, {name: value}, with what they meant in early ones: edge features were open, and rgat had
+    one head whatever --heads."""
+    conv = CONVS.get(flags.model)
+    if conv and flags.edge_features is None:
+        sees = conv.sees_edges() and graph["edge_dim"] > 0
+        flags = replace(flags, edge_features=sees)
+    queries = weights.get("layers.0.query")
+    if queries is not None and queries.shape[:1] == (graph["num_edge_types"],):
+        flags = replace(flags, heads=1)
+    return {name: getattr(flags, name) for name in SAVED}
+
+
 def parsed_flags(saved):
-    """Return what the command-line parser makes of a checkpoint's flags, with those that early ones lack."""
+    """Return what the command-line parser makes of a checkpoint's flags, with those that early ones lack -> Flags."""
     words = []
     for name in SAVED:
         flag = FLAGS[name]
@@ -232,8 +247,7 @@ def parsed_flags(saved):
     parser.error = refuse
     flags = parsed(parser, words)
     # early checkpoints of graphs name a layer, which was not used
-    flags = replace(flags, model=model_or_default(flags))
-    return {name: getattr(flags, name) for name in SAVED}
+    return replace(flags, model=model_or_default(flags))
 
 
 # ---- resuming

@@ -22,7 +22,6 @@ from run.flags import (
     spelled,
     text_of,
 )
-from run.own_model import layer_of
 
 
 def parse_args(argv, complete):
@@ -40,16 +39,17 @@ def parse_args(argv, complete):
 def filled_in(flags):
     """Return the flags with the defaults that depend on other flags filled in."""
     task = TASKS[flags.task]
-    model = flags.model if "model" in flags.typed else model_or_default(flags)
-    conv = layer_of(model)
+    if "model" not in flags.typed:
+        flags = replace(flags, model=model_or_default(flags))
+    conv = flags.layer
     fanout = flags.fanout or [10] * (flags.num_layers or 3)
     limited = flags.max_nodes or flags.max_edges
     values = {
-        "model": model,
         "fanout": fanout,
         "num_layers": flags.num_layers or len(fanout),
         "batch_size": flags.batch_size or (UNLIMITED if limited else SEEDS),
         "norm": flags.norm or conv.norm,
+        "heads": flags.heads or conv.heads,
     }
     by_graph = task.classes_agree and conv.residual == "if classes disagree"  # `settle` decides
     if flags.residual is None and not by_graph:
@@ -65,7 +65,7 @@ def filled_in(flags):
 def check_values(parser, flags):
     """Reject a network that cannot work, and flags that were typed but have no effect, or not the one they name."""
     task = TASKS[flags.task]
-    conv = layer_of(flags.model)
+    conv = flags.layer
     hops = len(flags.fanout)
     if hops != flags.num_layers:
         parser.error(

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from features import Batch, codes_of
+from features import MODES, Batch, codes_of
 from model import SAGEConv
 from native import kernels, sampler_gpu
 from relational import NodeInputs
@@ -52,11 +52,14 @@ GRAPH_RTOL = 0.02  # max relative difference between their inputs, and their los
 
 def averages_in_place(args, store, *dtypes):
     """Return whether the first layer gets neighbour means computed straight from features of these dtypes, not rows.
-    That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less."""
-    floats = {*dtypes} <= {torch.float32, torch.bfloat16}
+    That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less. Codes are decoded in
+    the same pass where a GPU holds them."""
+    kinds = {torch.float32, torch.bfloat16}
+    if args.mode in ("auto", MODES[0]) and codes_of(store.features) is not store.features:
+        kinds.add(torch.int8)
     plain = conv_of(args.model) is SAGEConv and not store.node_types
     plain = plain and not args.edge_features and not args.input_dropout
-    return plain and floats and args.mode != "pinned-cuda"
+    return plain and kinds.issuperset(dtypes) and args.mode != "pinned-cuda"
 
 
 def counted(args, task, used):
@@ -320,7 +323,7 @@ class Slot(StaticBatch):
         if in_one_kernel:  # the outermost block has no edges: they are averaged when drawn
             none = self.nodes[:0]
             blocks.insert(0, Block(none, none, self.nodes))
-            if not self.frame.aggregate(ring.features, self.x):
+            if not self.frame.aggregate(ring.features, self.x, **ring.coded):
                 raise RuntimeError("the kernel of the outermost hop cannot be compiled")
         self.labelled = y is None
         if self.labelled:
@@ -382,7 +385,8 @@ class Slot(StaticBatch):
             nodes = nodes.masked_fill(nodes >= len(ring.features), -1)
         if self.averages:
             outer = self.batch.blocks[0]
-            ring.aggregate(outer.indptr, outer.indices, ring.features, nodes, self.x)
+            table = ring.features
+            ring.aggregate(outer.indptr, outer.indices, table, nodes, self.x, **ring.coded)
         elif not ring.first_hop:
             self._gather(ring.features, nodes, self.x)
         if self.edges is not None:
@@ -394,11 +398,12 @@ class Slot(StaticBatch):
 
     def _gather(self, table, ids, out):
         """Gather rows of a table into `out`, in its type."""
-        if table.dtype == out.dtype:
-            self.ring.gather(table, ids, out)
+        ring = self.ring
+        coded = ring.coded if table is ring.features else {}
+        if coded or table.dtype == out.dtype:
+            ring.gather(table, ids, out, **coded)
         else:
-            rows = self.ring.gather(table, ids)
-            out.copy_(self.ring.decode(rows) if table is self.ring.features else rows)
+            out.copy_(ring.gather(table, ids))
 
     def fetch(self, number, drawn, batch):
         """Sample and fetch a batch in its own shapes -> the Batch completed."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from disk.columns import COLUMNS, types_called
 from disk.files import StoreError
 from model import layers_where, plain_layers
-from run.own_model import conv_of, layer_of, takes_edges
+from run.own_model import takes_edges
 from sampler import LATEST, WEIGHTED, seen_at
 
 
@@ -68,18 +68,20 @@ def without_use(store):
 
 def features_used(args, store):
     """Edge features are inputs of layers and networks that take them."""
-    conv = conv_of(args.model)
+    conv = args.conv
     if conv is None:
         takes, must = takes_edges(args.model)
         why = "it does not ask for them"
         instead = "give that argument a default"
     else:
         takes = conv.sees_edges(args.edge_features)
-        must = args.edge_features or conv.edge_features == "must"
+        # of a checkpoint, `check_widths` compares the widths
+        asked = args.edge_features and args.resume in (None, "auto")
+        must = asked or conv.edge_features == "must"
         able = layers_where(edge_features="can") + layers_where(edge_features="must")
-        asked = ", ".join(layers_where(edge_features="asked"))
+        others = ", ".join(layers_where(edge_features="asked"))
         why = {"can": "--no-edge-features", "asked": "--edge-features makes it take them"}.get(
-            conv.edge_features, f"{' and '.join(able)} take them, {asked} with --edge-features"
+            conv.edge_features, f"{' and '.join(able)} take them, {others} with --edge-features"
         )
         instead = f"{', '.join(plain_layers())} do without"
         if conv.edge_features != "must":
@@ -98,7 +100,7 @@ def features_used(args, store):
 
 def types_used(args, store):
     """Neighbours are drawn by type, or from all types, for layers that need types and for any network of a file."""
-    conv = conv_of(args.model)
+    conv = args.conv
     typed = layers_where(uses_types=True)
     if store.edge_type is not None and (conv is None or conv.uses_types):
         types = {
@@ -142,7 +144,7 @@ def times_used(args, task, store, by_type):
         if only_nodes_timed(store):
             lacks += f"; {anew(store)}"
         raise StoreError(f"--temporal {args.temporal}: {store.path} has no times of {lacks}")
-    if layer_of(args.model).whole_graph:
+    if args.layer.whole_graph:
         why = "divides by the degrees of the whole graph"
         *able, last = [n for n in plain_layers() if n in layers_where(whole_graph=False)]
         instead = f"take {', '.join(able)} or {last}, or --temporal off"

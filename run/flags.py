@@ -21,7 +21,7 @@ from ddp import under_torchrun
 from disk.files import RANK_BYTES, free_host_bytes
 from disk.terminal import Parser
 from features import MODES
-from model import CONVS, NORMS, layers_where
+from model import CONVS, NORMS, Conv, layers_where
 from run.kinds import (
     COUNT,
     COUNT_OR_0,
@@ -41,7 +41,7 @@ from run.kinds import (
     parsed_by,
     text,
 )
-from run.own_model import conv_of, layer_of
+from run.own_model import conv_of
 from sampler import SAMPLERS
 from tasks.graph import GraphTask
 from tasks.link import LinkTask
@@ -55,7 +55,8 @@ TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
 
 
 def built_in_model(flags):
-    if conv_of(flags.model) is None:
+    """Refuse a network of a file: only a layer goes into the network that has this flag."""
+    if flags.conv is None:
         return f"is for the built-in models; give {flags.model} what it needs by --model-args"
 
 
@@ -66,19 +67,22 @@ def model_or_default(flags):
 
 
 def model_of_the_task(flags):
+    """Refuse a layer where the task has models of its own, and these models elsewhere."""
     models = TASKS[flags.task].models
     if (flags.model in GraphTask.models) != bool(models):
         return f"is not for --task {flags.task}, which has {', '.join(models or CONVS)}"
 
 
 def used_width(flags):
+    """Refuse --hidden of a network of a file, which has its own width, unless its outputs are embeddings."""
     # of another task the embeddings of any network
     if not TASKS[flags.task].embeds:
         return built_in_model(flags)
 
 
 def own_network(flags):
-    if conv_of(flags.model) is not None:
+    """Refuse a layer: this flag is for a network of a file."""
+    if flags.conv is not None:
         return f"is for --model FILE.py:NAME, --model is {flags.model}"
 
 
@@ -88,66 +92,78 @@ def layers_taking(option):
 
 
 def layer_with(option):
+    """Make a function that refuses layers which do not take an option."""
+
     def needs(flags):
-        if option not in layer_of(flags.model).takes:
+        if option not in flags.layer.takes:
             return f"is for --model {' or '.join(layers_taking(option))}, --model is {flags.model}"
 
     return needs
 
 
 def layer_with_or_without_edges(flags):
+    """Refuse --edge-features of a layer that cannot use them, and --no-edge-features of one that needs them."""
     unable = "no" if flags.edge_features else "must"
-    if layer_of(flags.model).edge_features == unable:
+    if flags.layer.edge_features == unable:
         able = [name for name, conv in CONVS.items() if conv.edge_features != unable]
         return f"is for --model {', '.join(able)}, --model is {flags.model}"
 
 
 def edge_times(flags):
+    """Refuse a flag of times if edges of any time are seen."""
     if flags.temporal == "off":
         return "is of times, --temporal is off"
 
 
 def shared_draws(flags):
+    """Refuse a flag of draws by source for rules that draw by destination."""
     if not SAMPLERS[flags.sampler].by_source:
         able = " or ".join(name for name, rule in SAMPLERS.items() if rule.by_source)
         return f"is for --sampler {able}, --sampler is {flags.sampler}"
 
 
 def no_early_stop(flags):
+    """Refuse --weights last with --early-stop, which goes back to the best."""
     if flags.early_stop and flags.weights == "last":
         return f"contradicts --early-stop {flags.early_stop}, which takes the best"
 
 
 def prediction(flags):
+    """Refuse a flag of predictions if none are written."""
     if not flags.predict:
         return "needs --predict FILE to write to"
 
 
 def logits_before_the_last_layer(flags):
+    """Refuse embeddings of networks without an inner layer that could give them."""
     if flags.predict_what != "embeddings":
         return None
-    if conv_of(flags.model) is None:
+    if flags.conv is None:
         return f"is for the built-in models; take logits of {flags.model}"
     if flags.num_layers == 1:
         return "would be the features with --num-layers 1"
 
 
 def checkpoint_file(flags):
+    """Refuse a flag of checkpoints if none are written."""
     if not flags.checkpoint:
         return "needs --checkpoint FILE to write to"
 
 
 def one_run(flags):
+    """Refuse a file that each of --runs would write anew."""
     if flags.runs > 1:
         return f"is for one run, --runs is {flags.runs}"
 
 
 def training(flags):
+    """Refuse a picture or trace of a training that does not take place."""
     if not flags.trains:
         return "shows training; this command only predicts"
 
 
 def gpus_here(flags):
+    """Refuse more GPUs than this machine has, unless --free-gpu plans for another one."""
     count = torch.cuda.device_count() if flags.gpus else 0
     if flags.gpus <= count or flags.free_gpu:
         return None
@@ -158,6 +174,8 @@ def gpus_here(flags):
 
 
 def gpu_for(name, *values):
+    """Make a function that refuses these values of a flag on the CPU."""
+
     def needs(flags):
         if getattr(flags, name) in values and not flags.gpus:
             return "needs a CUDA GPU and --gpus 1 or more; leave it out on CPU"
@@ -166,16 +184,19 @@ def gpu_for(name, *values):
 
 
 def cpu_for_its_mode(flags):
+    """Refuse the mode of the CPU with GPUs."""
     if flags.mode == MODES[3] and flags.gpus:
         return f"trains on CPU: leave out --gpus {flags.gpus}"
 
 
 def features_off_gpu(flags):
+    """Refuse a cache of rows that are all in GPU memory."""
     if flags.mode == MODES[0]:
         return f"has no effect: --mode {MODES[0]} has all on the GPU"
 
 
 def room_for_processes(flags):
+    """Refuse --procs with GPUs, under torchrun, or beyond free memory."""
     if flags.gpus:
         return "is for --gpus 0; with GPUs there is one process for each"
     most = max(1, free_host_bytes() // RANK_BYTES)
@@ -193,16 +214,20 @@ def several_machines(flags):
 
 
 def one_process(flags):
+    """Refuse --dry-run under torchrun."""
     if under_torchrun():
         return "plans for all processes of --gpus or --procs in one: leave out torchrun"
 
 
 def dry(flags):
+    """Refuse --free-gpu of a run, which looks how much is free."""
     if not flags.dry_run:
         return "is for --dry-run; a run looks how much is free"
 
 
 def library(name):
+    """Make a function that refuses a flag whose library is not installed."""
+
     def needs(flags):
         if not importlib.util.find_spec(name):
             return f"needs: pip install {name}"
@@ -211,6 +236,7 @@ def library(name):
 
 
 def folder_to_write(flags):
+    """Refuse a folder that cannot be made or written to."""
     path = os.path.abspath(flags.export)
     if os.path.exists(path) and not os.path.isdir(path):
         return "is a file: give the name of a folder"
@@ -221,6 +247,7 @@ def folder_to_write(flags):
 
 
 def table_library(flags):
+    """Refuse a table of predictions without the library that writes it."""
     if flags.predict.endswith((".csv", ".parquet")):
         return library("pyarrow")(flags)
 
@@ -367,12 +394,11 @@ class Flags:
     num_layers: int | None = fixed(
         COUNT, None, "number of layers (default: one per fanout, else 3)"
     )
-    heads: int = fixed(
+    heads: int | None = fixed(
         COUNT,
-        4,
-        f"attention heads of {', '.join(layers_taking('heads'))}",
+        None,
+        f"attention heads (default: {', '.join(f'{CONVS[name].heads} for {name}' for name in layers_taking('heads'))})",
         needs=[layer_with("heads")],
-        default_is_off=False,
     )
     bases: int = fixed(
         COUNT_OR_0,
@@ -401,7 +427,7 @@ class Flags:
     dropout: float = fixed(
         PROBABILITY,
         0.5,
-        f"probability after hidden layers and on {', '.join(layers_taking('heads'))}'s attention, in 256ths",
+        f"probability after hidden layers and on {', '.join(layers_taking('dropout'))}'s attention, in 256ths",
         needs=[built_in_model],
     )
     input_dropout: float = fixed(
@@ -615,6 +641,16 @@ class Flags:
     typed: tuple = ()  # names of the flags that were
     run: str = ""  # a name for the lines in --log
     turn: int = 0  # which of --runs
+
+    @property
+    def conv(self):
+        """The layer that --model names; None for a network of a file, see `conv_of`."""
+        return conv_of(self.model)
+
+    @property
+    def layer(self):
+        """The same, but for a network of a file `Conv`, which takes nothing."""
+        return self.conv or Conv
 
     @property
     def trains(self):

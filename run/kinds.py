@@ -67,14 +67,17 @@ def positive(kind, zero=False, below=None):
 
 
 def one_of(*choices):
+    """Make the options of a flag with these values."""
     return {"choices": choices}
 
 
 def text(stands_for):
+    """Make the options of a flag that takes any text, called `stands_for` in --help."""
     return {"metavar": stands_for}
 
 
 def parsed_by(function, stands_for):
+    """Make the options of a flag whose text a function parses, called `stands_for` in --help."""
     return {"type": function, "metavar": stands_for}
 
 

@@ -38,19 +38,11 @@ def is_own(model):
 
 def conv_of(model):
     """Return the layer that a value of --model names, a subclass of `Conv`, or None for a network of a file; `Conv` itself
-    stands for the models of a task that has its own. A layer of a file is entered into CONVS under that value; the file
-    is run, so do not call this for a checkpoint's."""
-    if is_own(model):
-        made, _ = load(model)
-        if not (isinstance(made, type) and issubclass(made, Conv)):
-            return None
-        CONVS[model] = made
-    return CONVS.get(model, Conv)
-
-
-def layer_of(model):
-    """Return the layer that a value of --model names, or `Conv`, which takes nothing, for a network of a file."""
-    return conv_of(model) or Conv
+    stands for the models of a task that has its own. A file is run, so do not call this for a checkpoint's."""
+    if not is_own(model):
+        return CONVS.get(model, Conv)
+    made, _ = load(model)
+    return made if isinstance(made, type) and issubclass(made, Conv) else None
 
 
 def words_of(text):

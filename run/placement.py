@@ -30,7 +30,6 @@ from run import cuda_graphs
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
-from run.own_model import conv_of, layer_of
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from sampler import METHODS, SAMPLERS, UNIFORM, DamagedGraph, NeighborSampler
 from store import BACKENDS, MmapFeatures, ReorderedFeatures, described_part
@@ -74,6 +73,8 @@ def settle(ranks, flags, task):
     mode = "store"
     if task.placed:
         used, of_columns = edge_data(flags, task, store)
+        if flags.edge_features is None and flags.conv:
+            values |= dict(edge_features=used.features is not None)
         options = memory_options(ranks, flags, task, used)
         mode, line, warning = choose_mode(store, flags.gpus, flags.mode, **options)
         cores = options["cores"]
@@ -221,12 +222,13 @@ def residual_helps(store, known):
 def sizes(flags, task, used, cores=1):
     """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
     process, if --sample-threads and --prefetch are not settled."""
-    conv = layer_of(flags.model)
+    conv = flags.layer
+    heads = flags.heads if "heads" in conv.takes else 1
     return {
         "fanout": draws(flags, used),
         "batch_size": flags.batch_size * task.seeds_per_example(flags),
         "hidden": flags.hidden,
-        "types": (flags.bases or used.num_types) if conv.uses_types else 0,
+        "types": (flags.bases or used.num_types) * heads if conv.uses_types else 0,
         "edge_dim": 0 if used.features is None else used.features.shape[1],
         "graphs": cuda_graphs.hops_held(flags, task, used) if flags.trains else 0,
         "counted": cuda_graphs.counted(flags, task, used),
@@ -250,7 +252,7 @@ def place_data(ranks, plan, task, used):
     row beside neighbour mean, instead of raw rows: about a third of the bytes at usual fanouts."""
     store = task.store
     dtype = torch.float64 if plan.precision == "fp64" else torch.float32
-    if plan.precision == "bf16" and conv_of(plan.model):  # a user's network: under autocast
+    if plan.precision == "bf16" and plan.conv:  # a user's network: under autocast
         dtype = torch.bfloat16
     check_features(ranks, store, dtype)
     if not task.placed:

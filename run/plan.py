@@ -76,7 +76,7 @@ def placements(
     split=False,
 ):
     """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; counted: node degrees tell
-    how many edges are drawn, see `Rule`; timed: edges have times; types: rows that rgcn makes for each destination;
+    how many edges are drawn, see `Rule`; timed: edges have times; types: rows that rgcn and rgat make for each destination;
     edge_dim: width of the features of edges that layers take; cores: of each process; the others are flags of train.py.
 
     The sizes are upper bounds: a hop has k neighbours of every node so far, and no more than V nodes and M edges. Input

@@ -1,6 +1,4 @@
-"""Targets or labels of many small graphs: an edge-gated regressor, batches read from disk, scores.
-
-targets = Regressor(...)(GraphDataset.open("molecules").batch(ids))     # one row for each graph
+"""Targets or labels of many small graphs: batches read from disk, loss, scores; the networks are in regressor.py.
 
 python train.py --task graph --dataset molecules.npz
 python train.py --task graph --dataset crystals.npz --model alignn      # sees angles between bonds
@@ -9,16 +7,11 @@ python train.py --task graph --dataset crystals.npz --model alignn      # sees a
 import math
 
 import torch
-from torch import nn
-from torch.nn import functional as F
 
-from disk.convert import shaped
 from disk.files import StoreError, plural
 from disk.graphs import GraphBatch, GraphDataset
-from disk.reader import library
 from features import CudaCopies
 from loader import Limits
-from model import drawn_seed, drop_byte, dropout, edge_dst, layer_seed, summable
 from sources.splits import say_empty_parts
 from tasks.metrics import (
     binary_cross_entropy,
@@ -28,182 +21,8 @@ from tasks.metrics import (
     metrics_with,
     score,
 )
+from tasks.regressor import MODELS
 from tasks.task import OF_LINKS, Task
-
-ANGLES = 40  # radial basis functions of the cosine of an angle, as in ALIGNN
-
-
-class EdgeGatedConv(nn.Module):
-    """Edge-gated graph convolution with residuals (Bresson, Laurent, arXiv 1711.07553), as ALIGNN uses it. An edge's
-    gate is computed from its features and those of its two ends; a node averages its neighbours' messages, each channel
-    weighted by the gates. LayerNorm replaces BatchNorm, so that a graph's output does not depend on its batch."""
-
-    def __init__(self, width, last):
-        super().__init__()
-        self.nodes = nn.Linear(width, 4 * width)
-        self.edges = nn.Linear(width, width)
-        self.node_norm = nn.LayerNorm(width)
-        self.edge_norm = None if last else nn.LayerNorm(width)
-
-    def forward(self, src, dst, h, e):
-        """Update node features h [N, W] and features e [E, W] of edges src [E] -> dst [E]; the last layer leaves e."""
-        root, message, gate_src, gate_dst = summable(self.nodes(h)).chunk(4, 1)
-        gate = self.edges(e) + gate_src.index_select(0, src) + gate_dst.index_select(0, dst)
-        weight = gate.sigmoid()
-        both = torch.cat([weight * message.index_select(0, src), weight], 1)  # [E, 2W]
-        sums = both.new_zeros(h.shape[0], both.shape[1]).index_add_(0, dst, both)
-        total, weights = sums.chunk(2, 1)
-        h = h + F.silu(self.node_norm(root + total / (weights + 1e-6)))
-        if self.edge_norm is not None:
-            e = e + F.silu(self.edge_norm(gate))
-        return h, e
-
-
-class Categories(nn.Module):
-    """Embeds categories: uint8 [n, columns] -> [n, width], the sum of an embedding per column."""
-
-    def __init__(self, columns, width):
-        super().__init__()
-        self.table = nn.Embedding(256 * columns, width)
-        self.register_buffer("first", 256 * torch.arange(columns), persistent=False)
-
-    def forward(self, x):
-        return self.table(x + self.first).sum(1)
-
-
-def embedding(dim, dtype, width):
-    """Build the map from features [n, dim] to [n, width]: of categories if the dtype is uint8, else of numbers."""
-    if dtype == torch.uint8:
-        return Categories(dim, width)
-    return nn.Sequential(nn.Linear(dim, width), nn.SiLU(), nn.Linear(width, width))
-
-
-def means(rows, groups, count):
-    """Average rows [n, W] by group, int [n] -> [count, W]; zero for a group without rows."""
-    rows = summable(rows)
-    sums = rows.new_zeros(count, rows.shape[1]).index_add_(0, groups, rows)
-    ones = torch.ones_like(groups)  # bincount waits for a GPU
-    sizes = ones.new_zeros(count).index_add_(0, groups, ones)
-    return sums / sizes.clamp(min=1).unsqueeze(1)
-
-
-def line_graph(indptr, indices, vectors):
-    """Pair the bonds of a batch that share an atom, u -> v and v -> w, except a bond and the way back over it.
-
-    Args:
-        indptr [N+1], indices [E]: as of a `GraphBatch`. vectors: float [E, 3], which tell bonds in a crystal apart that
-            join the same two atoms.
-
-    Returns:
-        first, second: int32 [L], positions of the two bonds among the E, in ascending order of the second.
-
-    Raises:
-        StoreError: for vectors of another shape, as of a batch without.
-    """
-    vectors = shaped("edge_vector", vectors, len(indices), 3).detach().float().contiguous()
-    indptr = indptr.int()
-    indices = indices.int()
-    counts = indptr.diff().index_select(0, indices)
-    most = int(counts.sum())
-    if indices.device.type == "cpu" and (native := library("line_graph")):
-        first = indices.new_empty(most)
-        second = indices.new_empty(most)
-        nodes = len(indptr) - 1
-        count = native.bond_pairs(indptr, indices, nodes, vectors, first, second)
-        return first[:count], second[:count]
-    second = torch.repeat_interleave(counts, output_size=most)
-    before = counts.cumsum(0) - counts
-    place = torch.arange(most, device=indices.device) - before[second]
-    first = indptr[indices[second]] + place
-    dst = edge_dst(indptr, indices)
-    apart = (vectors[first] + vectors[second]).square().sum(1)
-    back = (indices[first] == dst[second]) & (apart <= 1e-6 * vectors[first].square().sum(1))
-    return first[~back].int(), second[~back].int()
-
-
-class Regressor(nn.Module):
-    """Edge-gated convolutions, mean pooling over the nodes of each graph, and a two-layer head.
-
-    node_dim, edge_dim: F, D; a dtype of uint8 stands for categories, others for numbers. hidden: width W. out_dim: T.
-    dropout: in the head, between its two layers, with a mask as in `GNN`, in which each graph is a row.
-    Buffers mean and std, float [T]: of the targets; the layers predict standardised ones.
-    """
-
-    name = "edge-gated"
-    uses_vectors = False
-
-    def __init__(
-        self, node_dim, edge_dim, hidden, out_dim, *, node_dtype, edge_dtype, num_layers, dropout
-    ):
-        super().__init__()
-        self.nodes = embedding(node_dim, node_dtype, hidden)
-        self.edges = embedding(edge_dim, edge_dtype, hidden)
-        last = num_layers - 1
-        self.layers = nn.ModuleList(EdgeGatedConv(hidden, i == last) for i in range(num_layers))
-        # the third does nothing: it keeps the name of the last one's weights
-        inner = nn.Linear(hidden, hidden)
-        self.head = nn.Sequential(inner, nn.SiLU(), nn.Identity(), nn.Linear(hidden, out_dim))
-        self.drop = drop_byte(dropout)
-        self.register_buffer("mean", torch.zeros(out_dim))
-        self.register_buffer("std", torch.ones(out_dim))
-
-    def forward(self, graph, ids=None, key=None):
-        """Predict targets [G, T] for a batch of graphs with .indptr, .indices, .graph_ids, .x, .e and .y [G, T].
-
-        In training, ids int64 [G] of the graphs (None: their positions) and `key`, an int, as for `GNN`, key dropout.
-        """
-        dst = torch.repeat_interleave(graph.indptr.diff(), output_size=graph.indices.numel())
-        x, e = (rows if rows.dtype == torch.uint8 else rows.float() for rows in (graph.x, graph.e))
-        h = self.nodes(x)
-        e = self.edges(e)
-        h = self.convolved(graph, dst, h, e)
-        inner, activation, _, last = self.head
-        h = activation(inner(means(h, graph.graph_ids, len(graph.y))))
-        if self.training and self.drop:
-            ids = torch.arange(len(h), device=h.device) if ids is None else ids
-            seed = layer_seed(drawn_seed() if key is None else key, len(self.layers))
-            h = dropout(h, ids, seed, self.drop)
-        return last(h) * self.std + self.mean
-
-    def convolved(self, graph, dst, h, e):
-        """Run the layers on node features h [N, W] and features e [E, W] of edges into dst [E] -> [N, W]."""
-        for layer in self.layers:
-            h, e = layer(graph.indices, dst, h, e)
-        return h
-
-
-class ALIGNN(Regressor):
-    """The regressor that sees angles (Choudhary, DeCost, arXiv 2106.14829): each layer is an edge-gated convolution on the
-    line graph, whose nodes are the bonds and whose edges are pairs of them, then one on the graph. A pair's features
-    are a radial basis of the cosine of its angle, which stays the same if a graph is rotated.
-
-    Unlike ALIGNN's, pooling begins with the pairs: their mean is added to each bond, that of bonds to each atom. The
-    weights of an atom's messages sum to one, so pooling of atoms alone would give all crystals of one element, whose
-    messages are all alike, the same output."""
-
-    name = "alignn"
-    uses_vectors = True
-
-    def __init__(self, *dims, **options):
-        super().__init__(*dims, **options)
-        width = self.head[0].in_features
-        last = len(self.layers) - 1
-        self.angles = embedding(ANGLES, torch.float32, width)
-        self.lines = nn.ModuleList(EdgeGatedConv(width, i == last) for i in range(last + 1))
-        self.register_buffer("centres", torch.linspace(-1, 1, ANGLES), persistent=False)
-
-    def convolved(self, graph, dst, h, e):
-        first, second = line_graph(graph.indptr, graph.indices, graph.edge_vector)
-        ways = F.normalize(graph.edge_vector)
-        cosine = -(ways.index_select(0, first) * ways.index_select(0, second)).sum(1, keepdim=True)
-        a = self.angles((-((cosine - self.centres) * (ANGLES - 1) / 2).square()).exp())
-        for line, layer in zip(self.lines, self.layers):
-            e, a = line(first, second, e, a)
-            h, e = layer(graph.indices, dst, h, e)
-        return h + means(e + means(a, second, len(e)), dst, len(h))
-
-
-MODELS = {model.name: model for model in (Regressor, ALIGNN)}  # of --model, the default first
 
 
 def answers_and_sizes(graph):

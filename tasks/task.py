@@ -8,7 +8,7 @@ import torch
 from disk.checks import edge_line
 from disk.columns import NAMES, described_types, read_names
 from disk.files import StoreError, plural
-from model import CONVS, GNN, Conv, is_gnn
+from model import GNN, is_gnn
 from relational import NodeInputs
 from store import GraphStore
 
@@ -72,7 +72,7 @@ class Task:
         """List the names of `widths` that must be the same in the data of a checkpoint."""
         if not cls.placed:
             return cls.widths
-        conv = CONVS.get(args.model, Conv)
+        conv = args.layer
         unseen = set()
         if not conv.sees_edges(args.edge_features):
             unseen.add("edge_dim")
@@ -161,7 +161,7 @@ def open_graph(args, path, say):
 def described(args, store):
     """Describe features, network and fanout of a run -> three strings."""
     features = f"{store.feature_dim:,} features" if store.has_features else "no features"
-    if args.model not in CONVS:
+    if args.conv is None:
         shape = plural(args.num_layers, "hop")
     else:
         shape = f"{plural(args.num_layers, 'layer')}, hidden {args.hidden}"
@@ -210,7 +210,7 @@ def numbered_columns(rows):
 
 def gnn(args, widths, out_dim):
     """Build the GNN that the flags describe."""
-    conv = CONVS[args.model]
+    conv = args.conv
     names = "hidden num_layers heads dropout input_dropout norm residual".split()
     options = {name: getattr(args, name) for name in names}
     if conv.uses_types:

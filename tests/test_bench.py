@@ -97,9 +97,10 @@ def test_bench_inference_equals_dgls_loop(tmp_path):
 def test_bench_roofline_counts_what_kernels_are_launched_with(tmp_path):
     """All bytes of a product, rows that add up to the total, and the launches of the emulated GPU for these hops."""
     words = f"roofline --dataset {TINY} --fanout 4,3 --batch-size 32"
+    read = []
     for name, rows in _bench(words, tmp_path / "r.json")["kernels"].items():
         *parts, whole = rows.values()
-        size, most = {"tf32": 4, "bf16": 2}[name], 0
+        size, most = 4 if name == "tf32" else 2, 0
         for kernel, row in rows.items():
             if kernel.startswith("product"):
                 m, k, n = (int(x.replace(",", "")) for x in kernel[8:].split(" x "))
@@ -107,6 +108,8 @@ def test_bench_roofline_counts_what_kernels_are_launched_with(tmp_path):
                 assert round(1e6 * row["MB"] / row["launches"]) in (most, most - size * n)
         assert most and whole["MB"] == pytest.approx(sum(row["MB"] for row in parts))
         assert rows["pick_aggregate"]["launches"] == 1 and whole["launches"] < 65
+        read.append(rows["pick_aggregate"]["MB"])
+    assert read == sorted(read, reverse=True) and len({*read}) == 3
 
 
 def test_bench_roofline_prints_what_a_gpu_took_beside_the_bounds(tmp_path, monkeypatch):

@@ -35,6 +35,7 @@ from run.edge_data import EdgeData, degrees_at
 from run.report import Clock
 from run.run import Run
 from sampler import Block, NeighborSampler
+from store import CodedFeatures
 from tasks import link, metrics
 from tasks.graph import GraphTask
 from tasks.link import LinkTask
@@ -224,6 +225,7 @@ def _no_more_than_the_smallest(sampler, task, args, first_hop, which=0):
         ("rgcn", 2, 300, 1800, 12, 53),
         ("rgcn", 0, 3000, 6000, 100, 101),
         ("rgat", 0, 300, 1800, 12, 53),
+        ("rgat of two heads", 0, 300, 1800, 12, 53),
         ("rgcn with edges", 0, 300, 1800, 12, 53),
         ("gin", 0, 300, 1800, 12, 53),
     ],
@@ -239,6 +241,7 @@ def test_a_step_of_a_typed_graph_is_a_cuda_graph(
     inputs = NodeInputs([(len(x), 7), (V // 3, 0)], 16)
     of_edges = dict(edge_type=kinds) if conv[0] == "r" else {}
     typed = dict(num_types=3, bases=bases) if of_edges else {}
+    typed["heads"] = 2 if "heads" in conv else 1
     features = {}
     if "edges" in conv:
         features["edge_features"] = _EDGES[:M]
@@ -367,7 +370,7 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("sage", True, False, dict(weighted=True)),
         ("sage", False, False, dict(weighted=True, dtype=torch.bfloat16)),
         ("gcn", True, True, dict(weighted=True)),
-        ("sage", True, False, dict(method="labor", batch_dependency=3)),
+        ("sage", True, False, dict(method="labor", batch_dependency=3, dtype=torch.int8)),
         ("gcn", True, False, dict(method="labor", layer_dependency=True)),
         ("sage", True, False, dict(input_dropout=0.3)),
         ("sage-pool", True, False, dict(norm="layer")),
@@ -375,7 +378,7 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("sage", True, False, dict(dtype=torch.int8)),
         ("gin", True, False, dict(norm="layer", residual=True)),
         ("gat", True, False, {}),
-        ("gcn", True, False, dict(recompute=True)),
+        ("gcn", True, False, dict(recompute=True, dtype=torch.int8)),
         ("sage", True, False, dict(several=True)),
         ("gin", True, False, dict(several=True, norm="layer", residual=True)),
         ("gine", True, False, dict(edge_dim=3, norm="layer")),
@@ -460,6 +463,8 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
         dict(weights=True),
         dict(edge_times=True),
         dict(edge_type=True),
+        dict(disjoint=True),
+        dict(disjoint=True, edge_times=True),
     ],
 )
 def test_a_captured_frame_takes_each_batch_s_excluded_edges_and_step(
@@ -488,6 +493,7 @@ def test_a_captured_frame_takes_each_batch_s_excluded_edges_and_step(
         want = s.sample(seeds, step, times, exclude=exclude)[::-1]
         for block, expected in zip(frame.cut(), want) if fits else ():
             assert all(map(torch.equal, block[:4], expected[:4]))
+            assert not s.spec.disjoint or torch.equal(block.src_seed, expected.src_seed)
             assert exclude is None or not torch.isin(block.edge_ids, exclude).any()
 
 
@@ -1061,8 +1067,12 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
     for asked, averages in ((True, False), (None, True)):
         sage.edge_features = asked
         assert cuda_graphs.averages_in_place(sage, data, torch.float32) == averages
-    sage.mode = "pinned-cuda"  # a row a node, over PCIe
-    assert not cuda_graphs.averages_in_place(sage, data, torch.float32)
+    assert not cuda_graphs.averages_in_place(sage, data, torch.int8)  # integers, not codes
+    data.features = CodedFeatures(torch.zeros(3, 2, dtype=torch.int8), torch.ones(2, 2))
+    assert cuda_graphs.averages_in_place(sage, data, torch.int8, torch.bfloat16)
+    for mode, dtype in (("cpu-cpu", torch.int8), ("pinned-cuda", torch.float32)):
+        sage.mode = mode  # there, rows are decoded on the CPU; a row a node moves over PCIe
+        assert not cuda_graphs.averages_in_place(sage, data, dtype)
 
 
 @pytest.mark.gpu

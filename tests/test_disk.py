@@ -87,6 +87,9 @@ def test_codes_are_the_nearest_of_256_values_of_their_column(tmp_path, backend, 
         )
         assert verify(path) == [] and not list(path.glob("tmp*"))
     assert "5 x int8, codes of float32" in store.info(path)
+    assert (
+        GraphStore.open(path).meta["format_version"] == 4
+    )  # code of version 3 would read integers
     again = pickle.loads(pickle.dumps(features))
     monkeypatch.setattr(store, "free_host_bytes", lambda: 900)
     large = GraphStore.open(path).features

@@ -26,6 +26,7 @@ from tests.common import (
     _same_for_any_number_of_processes,
     _store,
     _train,
+    _with_flags,
 )
 from tests.stores import _events, _rewrite_meta
 
@@ -62,7 +63,10 @@ def test_train_learns_from_the_features_of_edges(name, pointed, tmp_path):
     assert first.count("edges   ") == 1 and said in first
     accuracy = _log(log)[-1]["exact"]["test"]
     assert accuracy >= 0.95 if sees else accuracy <= 0.75
-    _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0")
+    typed = f"--{'' if sees else 'no-'}edge-features"  # the default
+    _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0 {typed}")
+    _with_flags(tmp_path / "c.pt", edge_features=None)  # as early checkpoints have it
+    _train(f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0 {typed}")
     graph = GraphStore.open(pointed)
     right = np.load(tmp_path / "p.npy") == graph.labels.numpy()
     assert right[400:].mean() == pytest.approx(accuracy)
@@ -98,7 +102,8 @@ def test_features_of_edges_are_a_term_of_layers_that_are_asked(name, tmp_path, c
     capsys.readouterr()
     for line, complaint in (
         (f"{resumed} --no-edge-features", "was made with --edge-features True, this run has False"),
-        (f"{resumed} --dataset {blind}", f"{blind} has none; leave out --edge-features"),
+        (f"{resumed} --dataset {blind}", f"a graph with edge_dim 2, {blind} has 0"),
+        (f"{words} --dataset {blind}", f"{blind} has none; leave out --edge-features"),
         (words.replace(f"--model {name}", "--model gin"), "is for --model sage, gcn, .*gat"),
         ("--gpus 0 --model gine --no-edge-features", "is for --model sage, .* is gine"),
     ):

@@ -100,6 +100,12 @@ def test_features_ring_aggregates_the_first_hop(copies):
     if not copies:
         kept = FeatureRing(table, labels, reuse=False, **options).fetch(0, bare)
         assert torch.equal(kept.x, batch.x)
+    codes = torch.randint(-128, 128, (200, 3)).to(torch.int8)
+    scale = torch.rand(2, 3)
+    ring = FeatureRing(codes, labels, scale=scale, **options)
+    ring.copies = copies
+    near = (codes * scale[0] + scale[1])[plain.src_nodes.long()]
+    torch.testing.assert_close(ring.fetch(0, bare).x, self_and_mean(*plain[:2], near).double())
 
 
 # placement and shared memory

@@ -153,8 +153,8 @@ def test_kernels_equal_torch_operations(kernels, cuda_layers, dtype, ids, monkey
 @pytest.mark.parametrize("rows", ["float", "bf16"])
 def test_cuda_layers_are_a_program_for_nvrtc(ids, rows):
     """The other tests compile as C; what C accepts may not be valid C++."""
-    for made in ("float", "bf16"):
-        text = build.read_source("layers.cu", ID=ids, IN=rows, OUT=made)
+    for read, made in ((rows, "float"), (rows, "bf16"), ("int8", rows)):
+        text = build.read_source("layers.cu", ID=ids, IN=read, OUT=made)
         assert "self_and_mean_grad" in _cuda_resources(text, "sm_90")
     text = build.read_source("norm.cu", ID=ids, IN=rows, OUT=rows, WIDTH=512)
     spilled = {tuple(memory) for _, *memory in _cuda_resources(text, "sm_90").values()}
@@ -167,7 +167,8 @@ def test_cuda_sampler_kernels_stay_in_registers(ids, arch):
     of_types = {"TYPE": "unsigned char"} if arch == "sm_90" else {}
     text = build.read_source("sampler.cu", ID=sampler_gpu.IDS[dtype], WEIGHT="double", **of_types)
     wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
-    rows = odd if arch == "sm_80" else wide, odd if ids == "i64" else wide
+    codes = wide.to(torch.int8)
+    rows = codes if arch == "sm_80" else wide, odd if ids == "i64" else wide
     outer, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
     links = build.read_source("links.cu", ID=sampler_gpu.IDS[dtype], WEIGHT="double")
     found = (
@@ -669,6 +670,39 @@ def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cu
     odd = torch.randint(256, (50, 5)).byte()  # index_select does not skip padding
     rows = layers_gpu.gather_rows(odd, torch.tensor([7, -1]))
     assert rows.tolist() == [odd[7].tolist(), [0] * 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_codes_are_decoded_as_they_are_read(cuda_layers, dtype):
+    """Gathered, or as own rows and means of neighbours; rows without a node or without edges are zero, as in the padding."""
+    rng = np.random.default_rng(3)
+    for width in (8, 7):
+        codes = torch.randint(-128, 128, (50, width)).to(torch.int8)
+        scale = torch.randn(2, width)
+        table = _more_rows(codes * scale[0] + scale[1], 1)
+        ids = torch.tensor([7, -1, 49, 7])
+        rows = layers_gpu.gather_rows(codes, ids, torch.ones(4, width, dtype=dtype), scale=scale)
+        assert torch.equal(rows, table[ids].to(dtype))
+        indptr, indices = _layer_block(rng, 20, 50, torch.int64)
+        own = torch.randperm(50)[:20]
+        block = indptr, indices, codes, own
+        out = torch.empty(20, 2 * width, dtype=dtype)
+        assert layers_gpu.self_and_mean(*block, out) is None  # codes of what?
+        slow = model.self_and_mean.__wrapped__(*block, out.clone(), scale=scale)
+        assert layers_gpu.self_and_mean(*block, out, scale=scale) is out
+        near = (
+            {"rtol": 2e-2, "atol": 0.5} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+        )
+        torch.testing.assert_close(out, slow, **near)
+        assert (
+            torch.equal(out[:, :width], slow[:, :width])
+            and not out[indptr.diff() == 0, width:].any()
+        )
+        padded = _padded(indptr, indices, 7, 22)
+        more = torch.ones(22, 2 * width, dtype=dtype)
+        layers_gpu.self_and_mean(*padded, codes, _more_rows(own, 2, -1), more, scale=scale)
+        assert torch.equal(more, _more_rows(out, 2))
+    assert cuda_layers == ["gather_codes", "plain_self_and_mean", "plain_self_and_mean"] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

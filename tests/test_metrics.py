@@ -1,4 +1,4 @@
-"""Tests: tasks/metrics.py, the regressor of tasks/graph.py, several labels a node."""
+"""Tests: tasks/metrics.py, tasks/regressor.py, several labels a node."""
 
 import math
 import types
@@ -12,9 +12,9 @@ from disk.graphs import block_diagonal, build_graphs
 from run.flags import TASKS, make_parser, parsed
 from sources.prepare import build
 from store import GraphStore, build_store, verify
-from tasks import graph as graph_task
-from tasks import metrics
-from tasks.graph import ALIGNN, GraphTask, Regressor, line_graph
+from tasks import metrics, regressor
+from tasks.graph import GraphTask
+from tasks.regressor import ALIGNN, Regressor, line_graph
 from tests.common import _graph, _log, _run_here, _same_for_any_number_of_processes, _store, _train
 from tests.stores import _graphs, _refuses, _save_npz
 
@@ -151,7 +151,7 @@ def _alignn(num_layers=2):
 def test_line_graph_is_that_of_brute_force(compiled, monkeypatch):
     """Also where bonds join the same atoms by several images, atoms to their own image, and bonds lack a way back."""
     if not compiled:
-        monkeypatch.setattr(graph_task, "library", lambda name: None)
+        monkeypatch.setattr(regressor, "library", lambda name: None)
     random = np.random.default_rng(0)
     for n, count in ((1, 3), (5, 30), (9, 0), (9, 12)):
         ends = random.integers(0, n, (2, count))

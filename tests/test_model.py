@@ -47,6 +47,8 @@ LAYERS = {
     "rgat": functools.partial(RGATConv, num_types=3),
     "rgat with edges": functools.partial(RGATConv, num_types=3, edge_dim=11),
     "rgat with bases": functools.partial(RGATConv, num_types=3, bases=2),
+    "rgat, heads": functools.partial(RGATConv, num_types=3, heads=3, edge_dim=11),
+    "rgat, mean": functools.partial(RGATConv, num_types=3, bases=2, heads=2, mean=True),
 }
 
 
@@ -85,11 +87,16 @@ def _by_hand(layer, block, h, e=None):
             near = near if e is None else torch.cat([near, e[a:b]], 1)
             for r in kinds.unique():
                 of_type = near[kinds == r]
-                score = torch.zeros(len(of_type))
+                score, heads = torch.zeros(len(of_type), 1), 1
                 if isinstance(layer, RGATConv):
-                    score = of_type @ layer.key[r] + h[v] @ layer.query[r]
+                    heads = slice(r * layer.heads, (r + 1) * layer.heads)
+                    score = of_type @ layer.key[heads].t() + h[v] @ layer.query[heads].t()
+                    heads = layer.heads
                 attention = torch.nn.functional.leaky_relu(score, 0.2).softmax(0)
-                row = row + attention @ of_type @ layer.matrices()[r]
+                each = layer.matrices()[r].chunk(heads, 1)
+                each = [a @ of_type @ weight for a, weight in zip(attention.t(), each)]
+                mean = getattr(layer, "mean", False)
+                row = row + (sum(each) / heads if mean else torch.cat(each))
             rows.append(row)
         else:
             K, D = layer.attn.shape
@@ -385,6 +392,16 @@ def test_model_inference_with_a_hub_stays_in_bounded_memory(conv, times, tmp_pat
     took = int(_end(_fork(tmp_path / "out", _infers_with_a_hub, conv)).splitlines()[-1])
     print(f"{took / 1e6:.0f} MB")
     assert took < 25e6 * times
+
+
+@pytest.mark.parametrize("conv", ["sage", "gat", "gine"])
+def test_model_edges_of_no_destination_are_refused(conv):
+    """Torch's mean counts them in the gradient of the last destination, and kernels read out of bounds."""
+    options = {"num_layers": 1, "edge_dim": 2 * (conv == "gine")}
+    block = Block(torch.tensor([0, 2, 3]), torch.tensor([1, 2, 0, 2, 1]), torch.arange(3), None)
+    said = "ends at 3, and it has 5 indices: those of no destination have to be -1"
+    given = {"edges": [torch.ones(5, 2)], "error": ValueError}
+    _refuses(said, GNN(4, 8, 3, conv=conv, **options), [block], torch.ones(3, 4), **given)
 
 
 @pytest.mark.parametrize("conv", ["gcn", "gin", "gine"])

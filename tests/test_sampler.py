@@ -70,17 +70,20 @@ def _law_picks(neighbours, v, k, key, replace, method, weights):
 
 
 LAW = dict(seed=0, replace=False, method="uniform", weights=None, edge_times=None, strict=False)
-LAW |= dict(layer_dependency=False, batch_dependency=1, window=None, edge_type=None)
+LAW |= dict(layer_dependency=False, batch_dependency=1, window=None, edge_type=None, disjoint=False)
 
 
 def _law(indptr, indices, fanouts, seeds, step, times=None, *, exclude=(), **options):
     """Apply the sampling law in plain Python -> the fields of its blocks as lists, outermost hop
-    first. A source is a pair of a node and a time, which is None if there are no times."""
+    first. A source is a node, its time, which is None if there are no times, and, if disjoint, its seed."""
     law = types.SimpleNamespace(**{**LAW, **options})
     is_mask = getattr(exclude, "dtype", 0) == torch.bool
     excluded = set(map(int, exclude.nonzero() if is_mask else exclude))
     indptr, indices = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (indptr, indices))
-    src = list(zip(seeds.tolist(), [None] * len(seeds) if times is None else times.tolist()))
+    seeds = seeds.tolist()
+    timed = times is not None
+    times = [None] * len(seeds) if not timed else times.tolist()
+    src = [(v, t, i if law.disjoint else None) for i, (v, t) in enumerate(zip(seeds, times))]
     weights = None if law.weights is None else law.weights.double().tolist()
     when, blocks = None if law.edge_times is None else law.edge_times.tolist(), []
     kinds = None if law.edge_type is None else law.edge_type.tolist()
@@ -88,7 +91,8 @@ def _law(indptr, indices, fanouts, seeds, step, times=None, *, exclude=(), **opt
         base = _mix(_mix(law.seed % 2**64) ^ (step // law.batch_dependency % 2**64))
         key = _mix(base ^ (0 if law.layer_dependency else hop))
         offsets, edge_ids, ends = [0], [], []
-        for v, t in src:
+        for v, t, seed in src:
+            own_key = key if seed is None else _mix(key ^ seeds[seed])
             row = [e for e in range(int(indptr[v]), int(indptr[v + 1])) if e not in excluded]
             row = [e for e in row if t is None or when[e] < t or (when[e] == t and not law.strict)]
             row = [e for e in row if law.window is None or when[e] > t - law.window]
@@ -96,19 +100,21 @@ def _law(indptr, indices, fanouts, seeds, step, times=None, *, exclude=(), **opt
             for r in [None] if law.edge_type is None else sorted({kinds[e] for e in row}):
                 part = row if r is None else [e for e in row if kinds[e] == r]
                 of_type = k if r is None else k[r] if isinstance(k, list) else k
-                own_key = key if r is None else _mix(key ^ (2**32 + r))
+                of_list = own_key if r is None else _mix(own_key ^ (2**32 + r))
                 w = None if weights is None else [weights[e] for e in part]
-                how = of_type, own_key, law.replace, law.method, w
+                how = of_type, of_list, law.replace, law.method, w
                 taken += [part[p] for p in _law_picks([indices[e] for e in part], v, *how)]
             edge_ids += taken
-            ends += [(indices[e], t) for e in taken]
+            ends += [(indices[e], t, seed) for e in taken]
             offsets.append(len(edge_ids))
         number = {pair: i for i, pair in enumerate(src)}
         local = [number.setdefault(pair, len(number)) for pair in ends]
         src = list(number)
-        nodes, at = [v for v, _ in src], None if times is None else [t for _, t in src]
+        nodes = [v for v, _, _ in src]
+        at = [t for _, t, _ in src] if timed else None
+        whose = [seed for _, _, seed in src] if law.disjoint else None
         of_edges = None if kinds is None else [kinds[e] for e in edge_ids]
-        blocks.append((offsets, local, nodes, edge_ids, at, of_edges))
+        blocks.append((offsets, local, nodes, edge_ids, at, of_edges, whose))
     return blocks[::-1]
 
 
@@ -172,8 +178,13 @@ def _times(i, rng, seeds, M):
 def _case(i, method, kind="plain"):
     """Make the i-th random case of a method -> (indptr, indices, fanouts, seeds, times or None, step, options).
 
-    kind: "timed"; "typed", half of them timed, too; "dependent": hops or steps share draws; or "plain".
+    kind: "timed"; "typed", half of them timed, too; "dependent": hops or steps share draws; "disjoint", some of which are
+    any of these, too; or "plain".
     """
+    disjoint = kind == "disjoint"
+    if disjoint:
+        others = {"labor": "dependent", "latest": "timed"}
+        kind = ["timed", "typed", others.get(method, "plain")][i % 3]
     rng = np.random.default_rng([i, len(method)])
     V, dtype = int(rng.integers(1, 60)), [torch.int32, torch.int64][i % 2]
     indptr, indices = _random_graph(rng, V, int(rng.integers(1, 12)), dtype)
@@ -197,6 +208,11 @@ def _case(i, method, kind="plain"):
     if kind == "timed" or kind == "typed" and (i % 2 == 0 or method == "latest"):
         when, seeds, times = _times(i, rng, seeds, M)
         times = torch.from_numpy(times)
+    if disjoint:
+        options["disjoint"] = True
+        whose = rng.integers(0, max(len(seeds), 1), len(seeds) // 3)
+        seeds = np.append(seeds, seeds[whose])
+        times = None if times is None else torch.cat([times, times[whose]])
     order = np.lexsort((when, types, row))
     if kind == "typed":
         dtype = torch.uint16 if wide else torch.uint8
@@ -215,7 +231,7 @@ def _case(i, method, kind="plain"):
 
 CASES = [
     *(("plain", method) for method in METHODS),
-    *((kind, method) for kind in ("timed", "typed") for method in BY_TIME),
+    *((kind, method) for kind in ("timed", "typed", "disjoint") for method in BY_TIME),
     ("dependent", "labor"),
 ]
 # "kernels": those of the GPU, emulated, with their threads in any order
@@ -243,7 +259,7 @@ def _sampling(way, folder, i, indptr, indices, fanouts, options):
 @pytest.mark.parametrize("kind, method", CASES)
 def test_sampler_follows_the_law(kind, method, way, tmp_path, monkeypatch):
     repeated = 0
-    for i in range(60 if kind == "typed" else 40):
+    for i in range({"typed": 60, "disjoint": 16}.get(kind, 40)):
         indptr, indices, fanouts, seeds, times, step, options = _case(i, method, kind)
         # 0: kernels have too little room at first, and make the batch again
         monkeypatch.setattr(sampler_gpu, "ROOM", [1 << 12, 0][i % 4 == 3])
@@ -270,14 +286,46 @@ def test_sampler_follows_the_law(kind, method, way, tmp_path, monkeypatch):
         assert torch.equal(bare.src_nodes, outer.src_nodes[: outer.num_dst])
         if times is not None:
             assert torch.equal(bare.src_times, outer.src_times[: outer.num_dst])
-        for wrong in (-1, len(indptr) - 1, int(seeds[0])) if len(seeds) else ():
+        if "disjoint" in options:
+            assert torch.equal(bare.src_seed, outer.src_seed[: outer.num_dst])
+        again = [] if "disjoint" in options else seeds[:1].tolist()
+        for wrong in (-1, len(indptr) - 1, *again) if len(seeds) else ():
             more = torch.cat([seeds, seeds.new_tensor([wrong])])
             with pytest.raises((IndexError, ValueError)):
                 sample(more, step, None if times is None else torch.cat([times, times[:1]]))
         for step in (6, 7, -1, -8) if kind == "dependent" else ():
             assert _as_lists(sample(seeds, step)) == law(step), (i, fanouts, step)
         repeated += launched.count("begin") - sample.call_count
-    assert way != "kernels" or (0 if kind == "typed" else 5) < repeated < 4 * i
+    assert way != "kernels" or (0 if kind in ("typed", "disjoint") else 5) < repeated < 4 * i
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_disjoint_neighbourhood_is_that_of_its_seed_alone(way, tmp_path):
+    rng = np.random.default_rng(1)
+    graph = _random_graph(rng, 40, 12, torch.int32)
+    sample, _ = _sampling(way, tmp_path, 1, *graph, [4, 3, 3], {"disjoint": True})
+    seeds = torch.arange(0, 40, 3)
+    batch = [block.to("cpu") for block in sample(seeds, 5)]
+    for i, seed in enumerate(seeds):
+        alone = [block.to("cpu") for block in sample(seed[None], 5)]
+        for whole, own in zip(batch, alone, strict=True):
+            of_edges = whole.src_seed[: whole.num_dst].repeat_interleave(whole.indptr.diff())
+            assert torch.equal(whole.src_seed[whole.indices.long()], of_edges)
+            assert torch.equal(whole.edge_ids[of_edges == i], own.edge_ids)
+            assert torch.equal(whole.src_nodes[whole.src_seed == i], own.src_nodes)
+            assert not own.src_seed.any()
+
+
+def test_disjoint_neighbourhoods_draw_a_shared_node_independently():
+    # node 0 has 10 neighbours, all others have node 0
+    degrees = torch.tensor([0, 10, *[1] * 2000])
+    indices = torch.cat([torch.arange(1, 11), torch.zeros(2000, dtype=torch.int64)])
+    options = {"disjoint": True, "edge_ids": True}
+    sampler = NeighborSampler(degrees.cumsum(0), indices, [1, 1], **options)
+    # each seed, then node 0 for each of them
+    edges = sampler.sample(torch.arange(1, 2001), 0)[0].edge_ids[2000:]
+    counts = edges.bincount(minlength=10).double()
+    assert ((counts - 200) ** 2 / 200).sum() < 27.9  # chi-square, 9 degrees of freedom: p = 0.001
 
 
 def _regular(rows, degree):
@@ -398,8 +446,8 @@ def test_a_cuda_frame_keeps_its_shapes(replace, tight, tmp_path):
 
 @pytest.mark.parametrize("k", [1, 5, 15])
 def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
-    """Bitwise equal to self_and_mean of the same hop, in any order of threads, with zeros in the padding."""
-    for i in range(8):
+    """Bitwise equal to self_and_mean of the same hop, in any order of threads, with zeros in the padding; of codes, decoded."""
+    for i in range(12):
         rng = np.random.default_rng(i)
         indptr, indices = _random_graph(rng, 90, 9, [torch.int32, torch.int64][i % 2])
         s = NeighborSampler(indptr, indices, [4, k], seed=i, backend="torch", replace=i % 4 == 3)
@@ -408,16 +456,27 @@ def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
         x = torch.randn(90, [20, 7, 100][i // 2 % 3]).to(dtype)
         # and at an address that is no multiple of 16 bytes
         x = torch.cat([x.new_zeros(1), x.view(-1)])[1:].view(x.shape) if i % 4 == 1 else x
+        step_of, offset = scale = torch.randn(2, x.shape[1])
+        codes = (30 * x.float()).clamp(-128, 127).to(torch.int8) if i >= 8 else None
         frame = _frame(_emulated(s, tmp_path, seed=i, checked=True), 10, 1)
         out = torch.full((frame.shape[0][1], 2 * x.shape[1]), 7.0, dtype=out_dtype)
-        assert frame.aggregate(x, out)
+        assert frame.aggregate(x, out) if codes is None else frame.aggregate(codes, out, scale)
         for step, S in enumerate((10, 3)):
             seeds = torch.from_numpy(rng.permutation(90)[:S])
             frame.fill(seeds, step)
             frame.start()
             outer = s.sample(seeds, step, relabel_outer=False)[0]
             want = out.new_empty(outer.num_dst, out.shape[1])
-            fused.self_and_mean(outer.indptr, outer.indices, x, outer.src_nodes, want)
+            if codes is None:
+                fused.self_and_mean(outer.indptr, outer.indices, x, outer.src_nodes, want)
+            else:
+                pair = torch.empty(want.shape)
+                fused.self_and_mean(
+                    outer.indptr, outer.indices, codes.float(), outer.src_nodes, pair
+                )
+                own, mean = (half * step_of + offset for half in pair.chunk(2, 1))
+                mean[outer.indptr.diff() == 0] = 0
+                want.copy_(torch.cat([own, mean], 1))
             assert torch.equal(out[: outer.num_dst], want) and not out[outer.num_dst :].any()
 
 
@@ -875,6 +934,7 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
     (ValueError, "strict needs edge_t", dict(strict=True)),
     (ValueError, "'latest' and weights exc", dict(method="latest", **_TIMED, weights=_ONES)),
     (ValueError, "backend 'dgl' has no edge_times", dict(backend="dgl", **_TIMED)),
+    (ValueError, "backend 'dgl' has no disjoint", dict(backend="dgl", disjoint=True)),
     (ValueError, "window needs edge_times", dict(window=5)),
     (ValueError, "window is 2.9: give an int", dict(window=2.9, **_TIMED)),
     (ValueError, "window is inf: give an int", dict(window=float("inf"), **_TIMED)),

@@ -464,11 +464,15 @@ def test_store_what_is_built_can_be_opened(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(kind, "open", refuse)
             _refuses("cannot be opened", build, tmp_path / "s")
-    wide = {"features": Rows([1 << 20, 1 << 20], np.float32, iter(())), "edge_index": [[0], [1]]}
+    rows = Rows(
+        [1 << 20, 1 << 20], np.float32, iter(())
+    )  # for int8 they are written to a file first
+    wide = {"features": rows, "edge_index": [[0], [1]]}
     wide |= {"labels": np.zeros(1 << 20, int), "split": {"train": [0]}}
-    for backend in ("mmap", "lmdb"):
-        said = "no room for .*it takes about 4.4 TB, .* free"
-        _refuses(said, build_store, tmp_path / "s", **wide, backend=backend)
+    for backend, dtype, size in (("mmap", None, 4.4), ("lmdb", None, 4.4), ("mmap", "int8", 5.5)):
+        said = f"no room for .*it takes about {size} TB, .* free"
+        options = {"backend": backend, "feature_dtype": dtype}
+        _refuses(said, build_store, tmp_path / "s", **wide, **options)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -39,6 +39,7 @@ from tests.common import (
     _same_for_any_number_of_processes,
     _same_weights,
     _train,
+    _with_flags,
 )
 from tests.stores import _edges_by_type, _refuses, _rewrite_meta
 from tests.test_layers import _use, _with_grads, cuda_layers, layers_gpu  # noqa: F401
@@ -98,7 +99,12 @@ def test_one_fanout_for_all_types_draws_as_if_there_were_none():
     assert torch.equal(block.edge_type, kinds[expected.edge_ids])
 
 
-@pytest.mark.parametrize("conv, bases", [(RGCNConv, 2), (RGATConv, 2), (RGATConv, 0)])
+TWO_HEADS = functools.partial(RGATConv, heads=2)
+
+
+@pytest.mark.parametrize(
+    "conv, bases", [(RGCNConv, 2), (RGATConv, 2), (RGATConv, 0), (TWO_HEADS, 2), (TWO_HEADS, 0)]
+)
 def test_layers_of_many_types_on_a_gpu_are_those_of_the_cpu(conv, bases, cuda_layers, monkeypatch):  # noqa: F811
     """With padding: destinations without edges, and edges without destinations."""
     monkeypatch.setattr(relational, "LOOPED", 2)
@@ -128,8 +134,9 @@ def test_rgcn_of_no_destination_and_of_unknown_types():
     indptr, indices, kind, _ = _typed_graph(np.random.default_rng(5))
     s = NeighborSampler(indptr, indices, [3, 3], edge_type=kind)
     for bases in (0, 2):
-        net = GNN(9, 8, 4, conv="rgcn", num_types=5, bases=bases, num_layers=2)
-        assert net(s.sample(torch.arange(0), 0), torch.zeros(0, 9)).shape == (0, 4)
+        for conv in ("rgcn", "rgat"):
+            net = GNN(9, 8, 3, conv=conv, num_types=5, bases=bases, num_layers=2, heads=2)
+            assert net(s.sample(torch.arange(0), 0), torch.zeros(0, 9)).shape == (0, 3)
         few = GNN(9, 8, 4, conv="rgcn", num_types=3, bases=bases, num_layers=2)
         blocks = s.sample(torch.arange(20), 0)
         with pytest.raises(IndexError, match="types 0 to 4, the layer knows 0 to 2"):
@@ -159,7 +166,9 @@ def test_stores_with_types_are_checked(tmp_path):
     _rewrite_meta(path, **there.meta)
 
 
-@pytest.mark.parametrize("name, least", [("rgcn", 0.9), ("rgat", 0.9), ("sage", 0)])
+@pytest.mark.parametrize(
+    "name, least", [("rgcn", 0.9), ("rgat", 0.9), ("rgat --heads 2", 0.9), ("sage", 0)]
+)
 def test_train_learns_from_the_types_of_edges(name, least, pointing, tmp_path):
     """Also resumes, predicts, and prints how it uses them; sage cannot tell the classes apart."""
     words = f"--dataset {pointing}/typed.npz --root {tmp_path} --model {name} {FLAGS}"
@@ -170,6 +179,9 @@ def test_train_learns_from_the_types_of_edges(name, least, pointing, tmp_path):
     accuracy = _log(tmp_path / "log")[-1]["exact"]["test"]
     assert accuracy > least and (least or accuracy < 0.6)
     again = f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.npy --gpus 0 --root {tmp_path}"
+    if name == "rgat":  # as before it had heads
+        _with_flags(tmp_path / "c.pt", heads=4)
+        again += " --heads 1"
     _train(again)
     arrays = dict(np.load(pointing / "typed.npz"))
     right = np.load(tmp_path / "p.npy") == arrays["labels"]
