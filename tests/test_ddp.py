@@ -238,9 +238,6 @@ def test_machines_of_other_flags_or_other_data_are_refused(tiny, tmp_path):
     }.items():
         output = _end(_fork(tmp_path / "out", ddp.launch, _unlike, 2, first, words), 2)
         assert f"train.py: {said}: all machines need the same flags and data" in output, output
-    missing = first.replace(tiny, f"{tmp_path}/part-1")
-    output = _end(_fork(tmp_path / "out", ddp.launch, _unlike, 2, first, missing), 2)
-    assert f"train.py: rank 1: {tmp_path}/part-1 cannot be read: No such file" in output, output
 
 
 _STARTS = """

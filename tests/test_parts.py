@@ -344,6 +344,15 @@ def test_one_process_says_what_a_part_needs(tmp_path, capsys):
     assert "mode           cpu-cuda\n" in printed
 
 
+def test_all_ranks_say_that_a_part_is_missing(tmp_path):
+    folder = split(_store(tmp_path / "g"), 2)
+    shutil.rmtree(folder / "part-1")
+    words = f"--dataset {folder}/part-MACHINE --gpus 0 --split-features"
+    for process in _on_machines(tmp_path, [1, 1], words):
+        missing = f"train.py: rank 1: {folder}/part-1 cannot be read: No such file or directory\n"
+        assert _end(process, 2) == missing
+
+
 def test_a_run_moves_between_a_store_and_its_parts(tmp_path):
     whole = _store(tmp_path / "g")
     cut = f"{split(whole, 2)}/part-MACHINE --split-features"
