@@ -373,7 +373,8 @@ def place(indptr, indices, labels, features, mode, *, device="cpu", more=(), spa
     """Place a graph and its features as a mode says -> (indptr, indices, labels, features, *more).
 
     Args:
-        indptr: int64 [V+1], indices: [M], labels: int64 [V], host tensors. features: in host memory.
+        indptr: int64 [V+1], indices: [M], labels: int64 [V], host tensors. features: in host memory, or for "cuda-cuda" on
+            the GPU already.
         mode: one of MODES. "cuda-cuda": copied to GPU memory. "pinned-cuda": host memory that the GPU reads in place;
             pass what `share` returned. "cpu-cuda" and "cpu-cpu": unchanged; rows go through the ring.
         device: the GPU of the first two modes. more: further host tensors, such as edge times.
@@ -386,7 +387,7 @@ def place(indptr, indices, labels, features, mode, *, device="cpu", more=(), spa
     arrays = [indptr, indices, labels, getattr(features, "tensor", features), *more]
     if mode == "cuda-cuda":
         empty = lambda a: torch.empty(a.shape, dtype=a.dtype, device=device)  # noqa: E731
-        return tuple(_copy_rows(a, empty(a)) for a in arrays)
+        return tuple(a if getattr(a, "is_cuda", False) else _copy_rows(a, empty(a)) for a in arrays)
     if mode == "pinned-cuda":
         fits = indptr.nbytes <= spare, indptr.nbytes + indices.nbytes <= spare
         graph = (a.to(device) if fit else gpu_view(a, device) for a, fit in zip(arrays, fits))

@@ -162,11 +162,11 @@ def _checked(given) -> _Checked:
     drawn = isinstance(split, dict) and not split and labelled and labels.ndim == 1
     if drawn:
         split = checks.drawn_per_class(labels, np.random.default_rng(0))
-    split = checks.check_splits(split, labels)
-    edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
-    carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
     if given.node_names is not None:
         columns.check_names(given.node_names, num_nodes)
+    split = checks.check_splits(split, labels, given.node_names)
+    edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
+    carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
     if given.feature_names is not None:
         entries["feature_names"] = checks.check_names(given.feature_names, width)
     if given.node_types is not None:

@@ -190,24 +190,25 @@ def feature_scale(features, dtype, folder, progress):
     return features, torch.stack([steps, offsets])
 
 
-def check_splits(splits, labels):
+def check_splits(splits, labels, names=None):
     """Check one split of nodes, or a list of K -> {part: int64 ids [n], or [K, n] with rows padded by -1}."""
     if not isinstance(splits, list | tuple):
-        return check_split(splits, labels)
+        return check_split(splits, labels, names=names)
     if not 1 <= len(splits) <= MAX_SPLITS:
         raise StoreError(f"split is a list of {len(splits)}: 1 to {MAX_SPLITS} are possible")
     checked = []
     for number, split in enumerate(splits):
         try:
-            checked.append(check_split(split, labels))
+            checked.append(check_split(split, labels, names=names))
         except StoreError as error:
             raise StoreError(f"split {number} of {len(splits)}: {error}") from error
     rows = {name: [as_rows(name, s[name]) for s in checked] for name in SPLITS}
     return {n: pad_sequence(ids, True, padding_value=-1).numpy() for n, ids in rows.items()}
 
 
-def check_split(split, labels, item="node"):
-    """Check {part: ids or mask} -> {part: int64 ids}: in range, disjoint, labelled; of nodes, train is not empty."""
+def check_split(split, labels, item="node", names=None):
+    """Check {part: ids or mask} -> {part: int64 ids}: in range, disjoint, labelled; of nodes, train is not empty.
+    names: of the V nodes, for messages."""
     if not isinstance(split, dict):
         form = '{"train": ids or mask, "valid": ..., "test": ...}, or a list of such, is needed'
         raise StoreError(f"split is a {type(split).__name__}: {form}")
@@ -226,9 +227,12 @@ def check_split(split, labels, item="node"):
             (unlabelled, ", which has no label (-1)"),
         ):
             if bad.any():
-                raise StoreError(f"split {name!r} holds {item} {ids[bad][0]}{why}")
+                wrong = ids[bad][0]
+                wrong = names[wrong] if names and inside.all() else wrong
+                raise StoreError(f"split {name!r} holds {item} {wrong}{why}")
         for taken in ids[owner[ids] >= 0]:
             other = SPLITS[owner[taken]]
+            taken = names[taken] if names else taken
             raise StoreError(f"{item} {taken} is in split {other!r} and in {name!r}")
         owner[ids] = part
     if item == "node" and given and not len(split["train"]) and (labels >= 0).any():

@@ -29,6 +29,9 @@ MEANT = {  # what users of DGL, PyG and others type, a pattern: what to write he
     "amp|fp16|bf16": "--precision bf16",
     "(to-)?undirected|to-bidirected|add-reverse.*": "--symmetrize",
     "data|data-(path|dir|set)|graph": "--dataset NAME",
+    "edge-times?": "--times COLUMN",
+    "edge-weights?": "--weights COLUMN",
+    "edge-types?": "--types COLUMN",
 }
 
 

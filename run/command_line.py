@@ -82,7 +82,8 @@ def check_values(parser, flags):
         )
     if flags.task == "graph" and flags.precision == "fp64":
         parser.error("--precision fp64 is not for --task graph: take fp32")
-    unused = {name: why for why, names in task.unused.items() for name in names.split()}
+    whose = "" if "task" in flags.typed or not flags.resume else f" (the task of {flags.resume})"
+    unused = {name: why + whose for why, names in task.unused.items() for name in names.split()}
     for name, flag in FLAGS.items():
         value = getattr(flags, name)
         if name not in flags.typed or value == flag.default and flag.default_is_off:

@@ -58,9 +58,10 @@ def positive(kind, zero=False, below=None):
             if 0 < (value := kind(text)) < below or zero and value == 0:
                 return value
         limit = f" and below {below}" if below < math.inf else ""
+        comma = f": write {text.replace(',', '.')}" if re.fullmatch(r"\d+,\d+", text) else ""
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a {'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
-            f"{limit}"
+            f"{limit}{comma * (kind is float)}"
         )
 
     return parse

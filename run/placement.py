@@ -26,6 +26,7 @@ from features import (
 )
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
+from native.peers import shared_table
 from run import cuda_graphs
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
@@ -77,6 +78,7 @@ def settle(ranks, flags, task):
             values |= dict(edge_features=used.features is not None)
         options = memory_options(ranks, flags, task, used)
         mode, line, warning = choose_mode(store, flags.gpus, flags.mode, **options)
+        lines += fits_split(flags, store, mode, options)
         cores = options["cores"]
         ranks.say(flags.verbose and f"memory  {line}")
         lines += of_columns
@@ -124,6 +126,15 @@ def memory_options(ranks, flags, task, used):
         "free_host": free_host,
         **sizes(flags, task, used, cores),
     }
+
+
+def fits_split(flags, store, mode, options):
+    """List the advice to hold the features in the memory of all GPUs together, where each alone has no room for them."""
+    if flags.gpus < 2 or mode == MODES[0] or flags.mode != "auto" or flags.split_features:
+        return []
+    modes, _ = estimate(store, flags.gpus, **{**options, "split": flags.gpus})
+    advice = f"--split-features would hold them in the memory of {flags.gpus} GPUs together, for mode {MODES[0]}"
+    return [f"memory  {advice}"] if modes[MODES[0]].fits else []
 
 
 def memory_lines(ranks, flags, task):
@@ -233,7 +244,7 @@ def sizes(flags, task, used, cores=1):
         "graphs": cuda_graphs.hops_held(flags, task, used) if flags.trains else 0,
         "counted": cuda_graphs.counted(flags, task, used),
         "timed": used.time is not None,
-        "split": flags.split_features,
+        "split": flags.split_features * max(flags.gpus, 1),
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,
         "cores": cores,
@@ -263,7 +274,7 @@ def place_data(ranks, plan, task, used):
     machines = machines_by_part(ranks, plan, store)
     graph, used = placed_arrays(ranks, plan, task, used)
     indptr, indices, labels, features = graph
-    if plan.split_features:
+    if plan.split_features and plan.mode != MODES[0]:
         features = over_machines(ranks, plan, store, machines, features)
     if store.part:  # exact inference reads all rows
         store.take_features(features)
@@ -313,11 +324,10 @@ def machines_by_part(ranks, plan, store):
 def over_machines(ranks, plan, store, machines, features):
     """Split features over the machines -> SplitFeatures: a process reads rows of its machine's part, and asks one process
     of each other machine for rows of theirs."""
-    if plan.mode == MODES[0]:
-        raise StoreError(f"--split-features is not possible here in --mode {MODES[0]}")
     if len(machines) == 1:
         raise StoreError(
-            "--split-features needs several machines: the processes of one share the rows in its memory already"
+            f"--split-features in --mode {plan.mode} needs several machines: the processes of one share the rows in its "
+            f"memory already{ranks.gpus and f'; --mode {MODES[0]} splits them over its GPUs' or ''}"
         )
     ends = [features.shape[0] * (m + 1) // len(machines) for m in range(len(machines))]
     owners = [there[ranks.local_rank % len(there)] for there in machines]
@@ -343,6 +353,8 @@ def placed_arrays(ranks, plan, task, used):
     arrays = [store.indptr, store.sampled_indices, store.labels, codes_of(store.features)]
     arrays += [getattr(used, name) for name in names]
     spare = 0
+    if plan.split_features and plan.mode == MODES[0]:
+        arrays[3] = over_gpus(ranks, arrays[3])
     try:
         if pinned:
             needs = placements(store, **sizes(plan, task, used))[plan.mode]
@@ -354,6 +366,15 @@ def placed_arrays(ranks, plan, task, used):
             raise
         raise StoreError(f"--mode pinned-cuda: {error}") from error
     return placed[:4], used._replace(**dict(zip(names, placed[4:])))
+
+
+def over_gpus(ranks, features):
+    """Copy features into the memory of this machine's GPUs together -> tensor [V, F] on each of them."""
+    try:
+        return shared_table(features, ranks)
+    except (OSError, RuntimeError) as error:
+        instead = "--mode pinned-cuda without it keeps them in host memory"
+        raise StoreError(f"--split-features: {error}; {instead}") from error
 
 
 def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):

@@ -303,7 +303,7 @@ class Arrays:
         unclear = [name for name in names.tolist() if name.lower() in LIKE_NUMBERS]
         if unclear and len(names) > 1:
             clear = next(name for name in names.tolist() if name != unclear[0])
-            both = f"{short(unclear[0])} and {short(clear)}: give numbers or text, and nothing for no label"
+            both = f"{short(unclear[0])} and {short(clear)}: call the class otherwise, and write nothing for no label"
             raise StoreError(f"{self.called(name)} holds {both}")
         if all(form_of(name) == "d" for name in names.tolist()):
             order = sorted(range(len(names)), key=lambda i: (int(names[i]), names[i]))

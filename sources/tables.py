@@ -42,6 +42,7 @@ WHOLE = re.compile(r"[+-]?[0-9]{1,25}")
 PRINTED = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,30}(e[+-][0-9]{2,3})?)?")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")  # 1,5
+DATES = 'dates as numbers, by .astype("int64") of pandas'
 MISSING = ("", "nan", "NaN", "NAN", "Nan")
 COMMENT = re.compile(" *(#|%(?![0-9A-Fa-f]{2}))")  # %20 begins a name in a URL
 FOREIGN = {  # how files that are no tables begin, in lower case
@@ -295,7 +296,9 @@ class Table:
                 j = self.places.index(int(at[1]))
                 kind = WORDS.get(at[3])
                 message = f"line {at[2]}: {self.column(j)} is no {kind}{message[at.end() :]}"
-                hint = f"; correct it or drop the column{self.flag(j)}"
+                dates = re.search("invalid value '[0-9]{4}-", message)
+                cure = f"write {DATES}," if dates else "correct it"
+                hint = f"; {cure} or drop the column{self.flag(j)}"
             if re.search(f"invalid value '{COMMA.pattern}'", message):
                 hint = ": a decimal comma; write 1.5, as by to_csv of pandas"
             raise StoreError(f"{self.name}, {message[:300]}{hint}") from error
@@ -309,7 +312,8 @@ class Table:
         self.kinds = list(map(kind_of_type, schema.types))
         for column, kind, of in zip(schema.names, self.kinds, schema.types):
             if kind is None and column not in self._ignore:
-                give = f"give numbers or text, or drop it{flag(column)}"
+                needed = DATES if pyarrow.types.is_temporal(of) else "numbers or text"
+                give = f"give {needed}, or drop it{flag(column)}"
                 raise StoreError(f"{self.name}: {column!r} holds {of}: {give}")
         self.names = schema.names
         self.width = len(self.names)

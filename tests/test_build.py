@@ -207,6 +207,7 @@ build m.npz:radius=3 h => radius has no effect: it holds many small graphs
 info h --features x => --features is no flag; --help lists them
 build own.npz h --featres x => --featres is no flag: did you mean --features.
 build own.npz h --sym => --sym is no flag: did you mean --symmetrize.
+build own.npz h --edge-time time => --edge-time is no flag: write --times COLUMN
 build own.npz h --undirected => --undirected is no flag: write --symmetrize
 estimate h --gpus 1 => python train.py --dataset PATH --dry-run prints the memory
 build nothing.pt h => nothing.pt cannot be read: No such file

@@ -507,7 +507,8 @@ def test_threads_that_write_the_same_file_do_not_take_each_others_parts_for_left
 def test_an_exported_model_is_what_was_trained(words, tiny, tmp_path, capsys):
     folder = tmp_path / "made" / "here"
     kept = tmp_path / "run.pt"
-    command = f"--dataset {tiny} {SMALL} {words} --export {folder} --checkpoint {kept}"
+    command = f"--dataset {tiny} {SMALL} {words} --epochs 1"
+    command += f" --export {folder} --checkpoint {kept}"
     assert train.main(command.split()) == 0
     assert "wrote " in (said := capsys.readouterr().out) and "is lost" not in said
     network = checkpoint.load_model(kept)
@@ -530,6 +531,8 @@ def test_an_exported_model_is_what_was_trained(words, tiny, tmp_path, capsys):
     resumed = f"--resume {kept} --dataset {tiny} --gpus 0 --export {again}"
     assert train.main(resumed.split()) == 0
     assert "epoch   " not in capsys.readouterr().out
+    assert _code(f"--resume {again} --predict {tmp_path}/p.npy") == 2
+    assert f"{again} is an exported network: give the file of --check" in capsys.readouterr().err
     for name in ("model.safetensors", "config.json"):
         assert (again / name).read_bytes() == (folder / name).read_bytes()
 

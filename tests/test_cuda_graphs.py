@@ -380,7 +380,6 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
         ("gat", True, False, {}),
         ("gcn", True, False, dict(recompute=True, dtype=torch.int8)),
         ("sage", True, False, dict(several=True)),
-        ("gin", True, False, dict(several=True, norm="layer", residual=True)),
         ("gine", True, False, dict(edge_dim=3, norm="layer")),
         ("gat", True, False, dict(edge_dim=3)),
         ("sage", True, False, dict(edge_dim=3)),

@@ -313,6 +313,10 @@ def _bad_inputs():
             "edge_index": 2 * torch.eye(200).to_sparse()
         },
         "node 49 is in split 'train' and in 'valid'": {"split": {"train": ok, "valid": [70, 49]}},
+        "node n49 is in split 'train' and in 'valid'": {
+            "split": {"train": ok, "valid": [70, 49]},
+            "node_names": [f"n{i}" for i in range(200)],
+        },
         "node 4 more than once": {"split": {"train": [4, 9, 4]}},
         "node 1 more than once; a mask is of bool": {"split": {"train": [0, 1, 1]}},
         "'test' holds node 200": {"split": {"train": ok, "test": [200]}},
