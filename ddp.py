@@ -119,9 +119,7 @@ class Ranks(NamedTuple):
 
     def sum_here(self, *values):
         """Sum numbers over the ranks of this machine -> list; a collective of all ranks of all machines."""
-        first = self.rank - self.local_rank
-        here = self.gather(values)[first : first + self.local_world]
-        return [sum(part) for part in zip(*here)]
+        return [sum(part) for part in zip(*self.gather_here(values))]
 
     def machines(self):
         """Return the ranks of each machine, a list of ranges; a collective of all ranks."""
@@ -140,6 +138,11 @@ class Ranks(NamedTuple):
         if self.world > 1:
             dist.all_gather_object(values, value)
         return values
+
+    def gather_here(self, value):
+        """Gather a value from every rank of this machine -> list, by local rank; a collective of all ranks of all machines."""
+        first = self.rank - self.local_rank
+        return self.gather(value)[first : first + self.local_world]
 
     def broadcast(self, data, source=0):
         """Broadcast bytes from rank `source` -> bytes; `data` of the other ranks is ignored."""

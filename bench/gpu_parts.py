@@ -497,18 +497,20 @@ def losses(args, record):
 
 
 def ranks(args, record):
-    """Compare two ranks on one GPU with one rank of the same total batch, in each mode."""
+    """Compare two ranks on one GPU with one rank of the same total batch, in each mode, and with features of which each rank
+    holds a part."""
     nodes = 2000 if args.quick else 20000
     graph = f"synthetic:nodes={nodes},degree=15,features=32,classes=8,train=1024,valid=64"
     words = f"--dataset {graph} --root {args.root} --epochs 2 --fanout 5,4 --hidden 32"
     rows = {}
     prepare.prepare(graph, args.root, progress=False)
     with tempfile.TemporaryDirectory() as folder:
-        for mode in GPU_MODES:
+        for mode in (*GPU_MODES, f"{GPU_MODES[0]} --split-features"):
             with record.attempt(mode):
                 log = Path(folder, f"{mode}.jsonl")
-                common = [*words.split(), "--mode", mode, "--precision", "fp32"]
-                command = [sys.executable, *TWO_RANKS, *common]
+                where, *split = mode.split()
+                common = [*words.split(), "--mode", where, "--precision", "fp32"]
+                command = [sys.executable, *TWO_RANKS, *common, *split]
                 command += ["--batch-size", "64", "--log-file", str(log)]
                 done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
                 print(done.stdout[-2000:], done.stderr[-2000:], flush=True)

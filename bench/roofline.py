@@ -33,6 +33,8 @@ from store import CodedFeatures
 # bytes and FLOP (TF32, bf16) a second, from NVIDIA's data sheets, SXM, without sparsity
 GPUS = {"H100": (3.35e12, 495e12, 989e12), "H200": (4.8e12, 495e12, 989e12)}
 MEASURED = Path(__file__).parents[1] / "results/kernels-h200.json"
+NVLINK = 450e9  # bytes a second to a GPU from all others of its machine, by the same data sheets
+PARTS = 8  # GPUs that hold the features together
 IN_ORDER, GATHERED = 0.9, 0.85  # share of the bandwidth that kernels are assumed to reach
 CACHE, SECTOR = 50 << 20, 32  # bytes: L2, and what a read of 4 bytes moves
 # argument that has the rows
@@ -76,13 +78,15 @@ class Launch(NamedTuple):
 
 
 class Costs(TorchDispatchMode):
-    """Counts what kernels and operations cost -> `rows` {name: [launches, bytes in order, bytes gathered, FLOP]} and
-    `launches` of our kernels."""
+    """Counts what kernels and operations cost -> `rows` {name: [launches, bytes in order, bytes gathered, FLOP]},
+    `launches` of our kernels and `fetched`, bytes of rows read from `features`."""
 
-    def __init__(self):
+    def __init__(self, features):
         super().__init__()
         self.rows = {}
         self.launches = []
+        self.features = features.data_ptr()
+        self.fetched = 0
 
     def add(self, name, in_order, gathered=0, products=0):
         row = self.rows.setdefault(name, [0, 0, 0, 0])
@@ -161,7 +165,10 @@ class Noted:
             rows = hop.rows * (1 + hop.k)
         for name, value in given.items():
             if isinstance(value, torch.Tensor):
-                from_memory = TABLES.get(kernel) == name and value.nbytes > CACHE
+                table = TABLES.get(kernel) == name
+                from_memory = table and value.nbytes > CACHE
+                if table and value.data_ptr() == self.costs.features:
+                    self.costs.fetched += rows * value[:1].nbytes
                 gathered += rows * value[:1].nbytes if from_memory else 0
                 in_order += 0 if from_memory else value.nbytes
         return in_order, gathered
@@ -175,7 +182,11 @@ class Noted:
 
 def step_costs(args, store, dtype):
     """Record the cost of a step with features and activations of this dtype -> Costs."""
-    costs = Costs()
+    scale = getattr(store.features, "scale", None)
+    features = codes_of(store.features)
+    features = getattr(features, "tensor", features)
+    features = features.to(dtype) if scale is None else features
+    costs = Costs(features)
     settings = {**vars(args), "total_batch": args.batch_size}
     settings = types.SimpleNamespace(
         **settings, input_dropout=0, edge_features=None, mode="cuda-cuda"
@@ -186,10 +197,6 @@ def step_costs(args, store, dtype):
     compiled = lambda name, source: Noted(costs, source)  # noqa: E731
     backend = sampler_gpu.Backend(sampler.engine.spec, args.fanout, 0, compiled)
     sampler = types.SimpleNamespace(sample=sampler.sample, engine=backend, edge_type=None)
-    scale = getattr(store.features, "scale", None)
-    features = codes_of(store.features)
-    features = getattr(features, "tensor", features)
-    features = features.to(dtype) if scale is None else features
     read = features.dtype, dtype
     in_place = self_and_mean if cuda_graphs.averages_in_place(settings, store, *read) else None
     options = dict(slots=1, gather=gather_rows, aggregate=in_place, dtype=dtype, scale=scale)
@@ -220,6 +227,7 @@ def step_costs(args, store, dtype):
         for measured in (contextlib.nullcontext(), costs):  # the first run creates Adam's state
             costs.rows.clear()
             costs.launches.clear()
+            costs.fetched = 0
             with measured:
                 slot.sample()
                 with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -293,4 +301,9 @@ def bench_roofline(args):
                 table[kernel]["H200 measured, us"] = us
         print(f"{args.model}, {name}: {len(store.split['train']):,} training nodes")
         figures[name] = print_table("kernel", table)
+        others = costs.fetched * (PARTS - 1) / PARTS
+        print(
+            f"--split-features on {PARTS} GPUs: {others / 1e6:,.0f} MB of feature rows from the others, "
+            f"{1e6 * others / NVLINK / GATHERED:,.0f} us over NVLink (H100, H200)"
+        )
     return {"kernels": figures}

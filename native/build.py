@@ -289,7 +289,7 @@ class Kernels:
         key = "\0".join([source, arch, str(torch.version.cuda), *options])
         with cached(f"{name}-{arch}", key, ".cubin", make) as path:
             image = path.read_bytes()
-        self._driver = _driver()
+        self._driver = load_driver()
         self._functions = {}
         module = ctypes.c_void_p()
         with self.current():
@@ -304,11 +304,7 @@ class Kernels:
 
     def check(self, code, action):
         """Raise RuntimeError unless a driver call returned 0."""
-        if code:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(code, ctypes.byref(text))
-            text = (text.value or b"unknown").decode()
-            raise RuntimeError(f"{action}: CUDA error {code} ({text}) on {self.device}")
+        check_driver(code, f"{action} on {self.device}")
 
     def bind(self):
         """Bind the current GPU's context to this host thread, as any call of the CUDA runtime does."""
@@ -454,7 +450,7 @@ def _nvrtc():
     raise OSError("no libnvrtc, part of torch's CUDA build (pip install nvidia-cuda-nvrtc)")
 
 
-def _driver():
+def load_driver():
     """Load libcuda, part of the NVIDIA driver."""
     library = ctypes.CDLL("libcuda.so.1")
     number = ctypes.c_uint
@@ -462,3 +458,12 @@ def _driver():
     library.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
     library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
     return library
+
+
+def check_driver(code, action):
+    """Raise RuntimeError unless a driver call returned 0."""
+    if code:
+        text = ctypes.c_char_p()
+        load_driver().cuGetErrorString(code, ctypes.byref(text))
+        text = (text.value or b"unknown").decode()
+        raise RuntimeError(f"{action}: CUDA error {code} ({text})")

@@ -206,11 +206,11 @@ def room_for_processes(flags):
         return "has no effect under torchrun: use its --nproc-per-node"
 
 
-def several_machines(flags):
+def several_gpus_or_machines(flags):
     if flags.mode == MODES[1]:
         return f"has no effect: in --mode {MODES[1]} the GPUs of a machine share one copy"
     if flags.gpus < 2 and not under_torchrun() and not flags.dry_run:
-        return "needs several machines to split them over: torchrun --nnodes N"
+        return "needs several GPUs or machines to split them over: --gpus N or torchrun --nnodes N"
 
 
 def one_process(flags):
@@ -526,8 +526,8 @@ class Flags:
     split_features: bool = alike(
         SWITCH,
         False,
-        "each machine keeps its part of the feature rows, and batches ask the others for theirs",
-        needs=[several_machines],
+        "keep a part of the feature rows in each GPU (cuda-cuda) or machine (cpu-cuda, cpu-cpu); batches read the others' parts",
+        needs=[several_gpus_or_machines],
     )
     lookahead: int | None = free(
         COUNT_OR_0,

@@ -18,6 +18,7 @@ from features import (
     CachedFeatures,
     FeatureRing,
     SplitFeatures,
+    UnevenFeatures,
     codes_of,
     expected_visits,
     place,
@@ -25,13 +26,14 @@ from features import (
 )
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
+from native.peers import shared_table
 from run import cuda_graphs
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from sampler import METHODS, SAMPLERS, UNIFORM, DamagedGraph, NeighborSampler
-from store import BACKENDS, MmapFeatures, ReorderedFeatures
+from store import BACKENDS, MmapFeatures, ReorderedFeatures, described_part
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
 LEAST_STEPS = 200  # optimizer steps of the default --epochs, at least: small graphs need many
@@ -76,6 +78,7 @@ def settle(ranks, flags, task):
             values |= dict(edge_features=used.features is not None)
         options = memory_options(ranks, flags, task, used)
         mode, line, warning = choose_mode(store, flags.gpus, flags.mode, **options)
+        lines += fits_split(flags, store, mode, options)
         cores = options["cores"]
         ranks.say(flags.verbose and f"memory  {line}")
         lines += of_columns
@@ -125,6 +128,15 @@ def memory_options(ranks, flags, task, used):
     }
 
 
+def fits_split(flags, store, mode, options):
+    """List the advice to hold the features in the memory of all GPUs together, where each alone has no room for them."""
+    if flags.gpus < 2 or mode == MODES[0] or flags.mode != "auto" or flags.split_features:
+        return []
+    modes, _ = estimate(store, flags.gpus, **{**options, "split": flags.gpus})
+    advice = f"--split-features would hold them in the memory of {flags.gpus} GPUs together, for mode {MODES[0]}"
+    return [f"memory  {advice}"] if modes[MODES[0]].fits else []
+
+
 def memory_lines(ranks, flags, task):
     """List the lines of --dry-run about memory: sizes on disk, what each mode needs, the mode to choose."""
     store = task.store
@@ -132,8 +144,13 @@ def memory_lines(ranks, flags, task):
     options = memory_options(ranks, flags, task, used)
     modes, best = estimate(store, flags.gpus, **options)
     disk = {name: record["bytes"] for name, record in store.meta["files"].items()}
-    features = readable_size(disk.pop(BACKENDS[store.meta["backend"]]))
-    lines = {"on disk": f"graph {readable_size(sum(disk.values()))}, features {features}"}
+    features = disk.pop(BACKENDS[store.meta["backend"]])
+    graph = sum(disk.values())
+    lines = {"on disk": f"graph {readable_size(graph)}, features {readable_size(features)}"}
+    arrays = modes["pinned-cuda"].placement.shared
+    if store.part:
+        lines["on disk"] += f": {described_part(store)}"
+        arrays = graph + features
     for mode, fit in modes.items():
         lines[mode] = fit.line
         if fit.largest_batch:
@@ -142,7 +159,6 @@ def memory_lines(ranks, flags, task):
     lines["steps"] = "of the shapes of their batches"
     if options["graphs"]:
         lines["steps"] = "of static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"
-    arrays = modes["pinned-cuda"].placement.shared
     free_host = options["free_host"]
     where = "the mapped file stays in it"
     if arrays > free_host:
@@ -228,7 +244,7 @@ def sizes(flags, task, used, cores=1):
         "graphs": cuda_graphs.hops_held(flags, task, used) if flags.trains else 0,
         "counted": cuda_graphs.counted(flags, task, used),
         "timed": used.time is not None,
-        "split": flags.split_features,
+        "split": flags.split_features * max(flags.gpus, 1),
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,
         "cores": cores,
@@ -255,10 +271,13 @@ def place_data(ranks, plan, task, used):
         return None, None
     if store.sampling_threads and plan.mode in MODES[2:] and plan.verbose:
         ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
+    machines = machines_by_part(ranks, plan, store)
     graph, used = placed_arrays(ranks, plan, task, used)
     indptr, indices, labels, features = graph
-    if plan.split_features:
-        features = over_machines(ranks, plan, store, features)
+    if plan.split_features and plan.mode != MODES[0]:
+        features = over_machines(ranks, plan, store, machines, features)
+    if store.part:  # exact inference reads all rows
+        store.take_features(features)
     features = cached(ranks, plan, task, used, features)
     sampler = make_sampler(
         plan, indptr, indices, fanout=plan.fanout, used=used, threads=store.sampling_threads
@@ -280,15 +299,35 @@ def place_data(ranks, plan, task, used):
     return sampler, ring
 
 
-def over_machines(ranks, plan, store, features):
+def machines_by_part(ranks, plan, store):
+    """Return the ranks of each machine, in the order of their parts if stores are parts of one; StoreError, on every rank,
+    unless all stores are whole, or --split-features is given and each part is on one machine."""
+    machines = ranks.machines()
+    of_ranks = ranks.gather(store.part)
+    if {*of_ranks} == {None}:
+        return machines
+    parts = [of_ranks[there[0]] for there in machines]
+    every = [(m, len(machines)) for m in range(len(machines))]
+    if not plan.split_features or {*parts} != {*every}:
+        words = ["part {} of {}".format(*part) if part else "a whole store" for part in parts]
+        raise StoreError(
+            f"{store.path}: parts of a store take --split-features and one part on each of as many machines"
+            f", which have {', '.join(words)}"
+        )
+    if plan.mode not in MODES[2:]:
+        raise StoreError(
+            f"--mode {plan.mode} takes a whole store on each machine, {store.path} is a part: --mode cpu-cuda reads it"
+        )
+    return [machines[parts.index(part)] for part in every]
+
+
+def over_machines(ranks, plan, store, machines, features):
     """Split features over the machines -> SplitFeatures: a process reads rows of its machine's part, and asks one process
     of each other machine for rows of theirs."""
-    if plan.mode == MODES[0]:
-        raise StoreError(f"--split-features is not possible here in --mode {MODES[0]}")
-    machines = ranks.machines()
     if len(machines) == 1:
         raise StoreError(
-            "--split-features needs several machines: the processes of one share the rows in its memory already"
+            f"--split-features in --mode {plan.mode} needs several machines: the processes of one share the rows in its "
+            f"memory already{ranks.gpus and f'; --mode {MODES[0]} splits them over its GPUs' or ''}"
         )
     ends = [features.shape[0] * (m + 1) // len(machines) for m in range(len(machines))]
     owners = [there[ranks.local_rank % len(there)] for there in machines]
@@ -299,6 +338,13 @@ def over_machines(ranks, plan, store, features):
     return SplitFeatures(features, [*zip(ends, owners)], Exchange(ranks))
 
 
+def all_features(store):
+    """Return the features of all nodes as exact inference reads them: of a part of a store, ranks gather unequally often."""
+    if store.part:
+        return UnevenFeatures(store.features, codes_of(store.features).exchange)
+    return getattr(store.features, "tensor", store.features)
+
+
 def placed_arrays(ranks, plan, task, used):
     """Place the graph's arrays and the columns in use as --mode says -> ([indptr, indices, labels, features], used)."""
     store = task.store
@@ -307,6 +353,8 @@ def placed_arrays(ranks, plan, task, used):
     arrays = [store.indptr, store.sampled_indices, store.labels, codes_of(store.features)]
     arrays += [getattr(used, name) for name in names]
     spare = 0
+    if plan.split_features and plan.mode == MODES[0]:
+        arrays[3] = over_gpus(ranks, arrays[3])
     try:
         if pinned:
             needs = placements(store, **sizes(plan, task, used))[plan.mode]
@@ -318,6 +366,15 @@ def placed_arrays(ranks, plan, task, used):
             raise
         raise StoreError(f"--mode pinned-cuda: {error}") from error
     return placed[:4], used._replace(**dict(zip(names, placed[4:])))
+
+
+def over_gpus(ranks, features):
+    """Copy features into the memory of this machine's GPUs together -> tensor [V, F] on each of them."""
+    try:
+        return shared_table(features, ranks)
+    except (OSError, RuntimeError) as error:
+        instead = "--mode pinned-cuda without it keeps them in host memory"
+        raise StoreError(f"--split-features: {error}; {instead}") from error
 
 
 def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):

@@ -59,6 +59,16 @@ class Fit(NamedTuple):
     line: str  # the arithmetic, to print
 
 
+def _largest_hops(V, M, fanout, batch_size):
+    """Return the most nodes of a batch up to each hop, and the most edges of each hop."""
+    nodes = [min(batch_size, V)]
+    edges = []
+    for k in fanout:
+        edges.append(M if k < 0 else min(nodes[-1] * k, M))
+        nodes.append(V if k < 0 else min(nodes[-1] * (k + 1), V))
+    return nodes, edges
+
+
 def placements(
     store,
     *,
@@ -73,15 +83,16 @@ def placements(
     timed=False,
     types=0,
     edge_dim=0,
-    split=False,
+    split=0,
 ):
     """Return {mode: Placement}. graphs: hops that steps of static shapes hold in cuda-cuda; counted: node degrees tell
     how many edges are drawn, see `Rule`; timed: edges have times; types: rows that rgcn and rgat make for each destination;
-    edge_dim: width of the features of edges that layers take; cores: of each process; the others are flags of train.py.
+    edge_dim: width of the features of edges that layers take; split: GPUs of --split-features, 1 on CPU, 0 without it;
+    cores: of each process; the others are flags of train.py.
 
     The sizes are upper bounds: a hop has k neighbours of every node so far, and no more than V nodes and M edges. Input
-    rows, nodes and edges are held for --prefetch batches and one more, see `batches_ahead`; with split features for two
-    more. A SAGE layer keeps (in + 3 out) floats a destination: the mean, the result before and after ReLU, and gradients.
+    rows, nodes and edges are held for --prefetch batches and one more, where machines split features for three more. A
+    SAGE layer keeps (in + 3 out) floats a destination: the mean, the result before and after ReLU, and gradients.
 
     Steps of static shapes hold, for each of these batches, a table of V numbers, `graphs` hops (in pinned-cuda all) with
     the sampler's scratch memory, and rows, or pairs if the outermost hop is not held. What a step computes is held twice.
@@ -90,25 +101,22 @@ def placements(
     learned = sum(count for count, width in store.node_types.values() if not width)
     id_bytes = store.indices.element_size()
     row_bytes = F * codes_of(store.features).dtype.itemsize
-    nodes = [min(batch_size, V)]
-    edges = []
-    for k in fanout:
-        edges.append(M if k < 0 else min(nodes[-1] * k, M))
-        nodes.append(V if k < 0 else min(nodes[-1] * (k + 1), V))
+    nodes, edges = _largest_hops(V, M, fanout, batch_size)
     widths = [F] + [hidden] * (len(fanout) - 1) + [store.num_classes]
     layers = list(zip(nodes[-2::-1], widths, widths[1:]))  # outermost first
     # activations; weights, gradients, Adam's two moments
     compute = sum(8 * n * ((1 + types) * a + 3 * b) + 32 * a * b for n, a, b in layers)
     compute += 16 * learned * hidden
-    held = {m: 1 + 2 * split + batches_ahead(m, cores, sample_threads, prefetch)[1] for m in MODES}
+    ahead = {m: batches_ahead(m, cores, sample_threads, prefetch)[1] for m in MODES}
+    held = {m: 1 + 2 * bool(split and m in MODES[2:]) + ahead[m] for m in MODES}
     batch = nodes[-1] * F * store.features.dtype.itemsize + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
     typed = store.edge_type.itemsize + 8 if types else 0  # types and ids of the edges
     batch += sum(edges) * typed
     columns = [getattr(store, name) for name in ("indptr", "indices", "labels", *COLUMNS)]
-    arrays = sum(column.nbytes for column in columns if column is not None)
-    arrays += row_bytes * store.features.shape[0]
+    graph = sum(column.nbytes for column in columns if column is not None)
+    table = row_bytes * store.features.shape[0]
     step = {mode: count * batch + compute for mode, count in held.items()}
 
     def tables(mode):
@@ -129,11 +137,11 @@ def placements(
         return step[mode] + (held[mode] * slot + compute) * bool(graphs)
 
     on_gpu, pinned, copied, on_cpu = MODES
-    whole_run = GPU_BYTES + arrays + tables(on_gpu)
+    whole_run = GPU_BYTES + graph + -(-table // max(split, 1)) + tables(on_gpu)
     return {
         on_gpu: Placement(whole_run, gpu_step(on_gpu, graphs), RANK_BYTES, 0, 0),
         pinned: Placement(
-            GPU_BYTES + tables(pinned), gpu_step(pinned, len(fanout)), RANK_BYTES, 0, arrays
+            GPU_BYTES + tables(pinned), gpu_step(pinned, len(fanout)), RANK_BYTES, 0, graph + table
         ),
         # pinning rounds up
         copied: Placement(GPU_BYTES, step[copied], RANK_BYTES, 2 * held[copied] * batch, 0),
@@ -154,6 +162,8 @@ def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
     choices = MODES[:3] if gpus else MODES[3:]
     if sizes.get("split"):
         choices = [mode for mode in choices if mode != MODES[1]]
+    if store.part:
+        choices = [mode for mode in choices if mode in MODES[2:]]
     room = ranks, free_gpu, free_host
     seeds = range(1, len(store.split["train"]) + 1)
     modes = {}

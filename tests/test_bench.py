@@ -35,7 +35,7 @@ def test_what_is_damaged_or_forged_is_fine_or_refused_in_a_sentence(tmp_path):
     words = "attack --rounds 5 --minutes 30".split()
     printed = _end(_fork(tmp_path / "out", bench.main, words))
     table = dict(re.findall(r"^\| (\w+) +\| (\d+) ", printed, re.MULTILINE))
-    assert [int(table[kind]) for kind in attack.ATTACKS] == [5] * 12
+    assert [int(table[kind]) for kind in attack.ATTACKS] == [5] * 13
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,25 @@ def test_estimate_counts_the_static_memory_of_step_graphs(tmp_path, monkeypatch,
     assert "of the shapes of their batches" in wide
 
 
+def test_gpus_hold_together_what_one_has_no_room_for(tmp_path, capsys):
+    graph = _plain_store(tmp_path / "g")
+    sizes = {**SMALL, "prefetch": 1, **ROOM}
+    whole = estimate(graph, 4, **sizes)[0]["cuda-cuda"].placement
+    parts = estimate(graph, 4, **sizes, split=4)[0]["cuda-cuda"].placement
+    assert parts == whole._replace(gpu=whole.gpu - 3 * 64000 // 4)
+    full = {**sizes, "free_gpu": parts.gpu - 1}
+    assert estimate(graph, 4, **full)[1] == "pinned-cuda"
+    assert estimate(graph, 4, **full, split=4)[1] == "cpu-cuda"  # the host has no use for parts
+    split = {"train": np.arange(100), "valid": np.arange(100, 110)}
+    path = build_store(tmp_path / "large", **_graph(20000, 50000, 1000) | {"split": split})
+    words = f"--dataset {path} --fanout 3,2 --batch-size 10 --hidden 8 --gpus 4"
+    room = f"--free-gpu {GIB + 60_000_000}"  # features take 80 MB
+    text = _dry(f"{words} {room}", capsys)
+    assert "\nmemory  --split-features would hold them in the memory of 4 GPUs" in text
+    text = _dry(f"{words} {room} --split-features", capsys)
+    assert "\nmode           cuda-cuda\n" in text and "would hold" not in text
+
+
 @pytest.mark.parametrize(
     "words, graphs",
     [

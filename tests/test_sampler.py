@@ -517,7 +517,7 @@ def test_cuda_addresses_rows_of_the_outermost_hop_in_64_bits(tmp_path):
 def test_cuda_launches_are_on_the_current_stream_in_blocks_that_fit(tmp_path, monkeypatch):
     calls = "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"  # they return 0: success
     driver = mock.Mock(**{f"{call}.return_value": 0 for call in calls})
-    monkeypatch.setattr(build, "_driver", lambda: driver)
+    monkeypatch.setattr(build, "load_driver", lambda: driver)
     (image := tmp_path / "image").touch()
     monkeypatch.setattr(build, "cached", lambda *key: nullcontext(image))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
