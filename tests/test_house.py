@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parents[1]
 LIMITS = {
     "tokens of product Python": 145_100,
     "tokens of C and CUDA": 29_000,
-    "tokens of bench": 34_700,
+    "tokens of bench": 37_200,
     "tokens of tests": 181_500,
     "lines of README": 200,
     "longest file": 1_006,
