@@ -133,19 +133,20 @@ def _as_rank(variables, *words):
 
 
 def _on_machines(folder, counts, *words):
-    """Start train.py as torchrun does on machines of so many ranks each, RANK in words by its number -> the processes."""
+    """Start train.py as torchrun does on machines of so many ranks each -> the processes, by rank. MACHINE in `words` is
+    the number of the machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": sum(counts)}
     processes = []
-    for local_world in counts:
+    for machine, local_world in enumerate(counts):
+        there = [word.replace("MACHINE", str(machine)) for word in _split(words)]
         for local_rank in range(local_world):
             rank = len(processes)
             own = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
             own = {name: str(value) for name, value in (variables | own).items()}
-            mine = [word.replace("RANK", own["RANK"]) for word in _split(words)]
-            processes.append(_fork(folder / f"rank{rank}", _as_rank, own, *mine))
+            processes.append(_fork(folder / f"rank{rank}", _as_rank, own, *there))
     return processes
 
 
@@ -185,7 +186,7 @@ def test_machines_end_together(number, tiny, tmp_path):
     words = (
         f"--dataset {tiny} --gpus 0 --batch-size 50 --fanout 3,3 --epochs 10000 --split-features"
     )
-    ranks = _on_machines(tmp_path, [1, 1, 1], words, "--prefetch RANK")
+    ranks = _on_machines(tmp_path, [1, 1, 1], words, "--prefetch MACHINE")
     _wait_for(lambda: ranks[0].output.read_text().count("\nepoch ") > 2, ranks[0])
     os.kill(ranks[1].pid, number)
     if number == signal.SIGTERM:
