@@ -671,9 +671,9 @@ class CachedFeatures:
         self.device = getattr(features, "device", torch.device("cpu"))
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
+        self.collective = getattr(features, "collective", False)
         # rows of misses read at a time: a large temporary costs more in page faults than in copying
-        self.collective = getattr(features, "collective", False)  # all misses at once, or none
-        self.piece = max(1, num_nodes) if self.collective else _rows_of_a_chunk(features)
+        self.piece = _rows_of_a_chunk(features)
         # ascending, so that a disk is read sequentially
         hot = visits.to(self.device).topk(rows).indices.sort().values
         self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
@@ -717,7 +717,8 @@ class CachedFeatures:
             rows = position.clamp_(min=0).to(on, non_blocking=True)
             torch.index_select(self.cache, 0, rows, out=out)
         # `missing` is called once: again, it would refill the slot's buffer during the copy out of it
-        for some in [misses] if missing else misses.split(self.piece):
+        at_once = missing or self.collective
+        for some in [misses] if at_once else misses.split(self.piece):
             rows = missing(ids[some]) if missing else take(self.features, ids[some]).to(on)
             out.index_copy_(0, some.to(on, non_blocking=True), rows)
         return out

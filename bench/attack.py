@@ -66,6 +66,7 @@ TABLES = {"edges": "edge_index", "features": "features", "labels": "labels", **P
 NODE = "--fanout 3,3 --cache 2000 --sample-threads 2".split()
 PREDICT = "--predict out.npy --predict-what scores".split()
 GRAPH = "--task graph --num-layers 2".split()
+LIMITS = "--max-nodes 40 --max-edges 50".split()
 
 
 class Case(NamedTuple):
@@ -343,7 +344,7 @@ ATTACKS = {
 
 def train_on(case, dataset):
     """Train on a store and note the result."""
-    words = GRAPH if case.kind in ("graphs", "append") else [*NODE, *PREDICT]
+    words = {"graphs": GRAPH + LIMITS, "append": GRAPH}.get(case.kind, NODE + PREDICT)
     run_train(case, dataset, 1, *words, "--checkpoint", "out.pt")
 
 

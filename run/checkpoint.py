@@ -228,7 +228,7 @@ def settled_flags(flags, graph, weights):
         sees = conv.sees_edges() and graph["edge_dim"] > 0
         flags = replace(flags, edge_features=sees)
     queries = weights.get("layers.0.query")
-    if queries is not None and queries.shape[:1] == (graph["num_edge_types"],):
+    if conv and queries is not None and queries.shape[:1] == (graph["num_edge_types"],):
         flags = replace(flags, heads=1)
     return {name: getattr(flags, name) for name in SAVED}
 

@@ -35,12 +35,13 @@ def export(folder, network, config):
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"--export {folder} could not be made: {error.strerror}") from error
+    verb = "replaced" if (folder / WEIGHTS).exists() else "wrote"
     weights = {name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}
     write_safetensors(folder / WEIGHTS, weights)
     text = json.dumps(config, indent=1).encode()
     write_whole(folder / CONFIG, lambda file: file.write(text))
     count = sum(t.numel() for t in weights.values())
-    print(f"wrote {folder}: {count:,} weights in {WEIGHTS}, flags and widths in {CONFIG}")
+    print(f"{verb} {folder}: {count:,} weights in {WEIGHTS}, flags and widths in {CONFIG}")
 
 
 def write_safetensors(path, tensors):

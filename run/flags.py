@@ -207,6 +207,7 @@ def room_for_processes(flags):
 
 
 def several_gpus_or_machines(flags):
+    """Refuse --split-features where there is only one memory, or one copy is shared."""
     if flags.mode == MODES[1]:
         return f"has no effect: in --mode {MODES[1]} the GPUs of a machine share one copy"
     if flags.gpus < 2 and not under_torchrun() and not flags.dry_run:
@@ -236,8 +237,10 @@ def library(name):
 
 
 def folder_to_write(flags):
-    """Refuse a folder that cannot be made or written to."""
+    """Refuse a folder that cannot be made or written to, and a store."""
     path = os.path.abspath(flags.export)
+    if os.path.exists(os.path.join(path, "meta.json")):
+        return "is a store: give a folder of its own"
     if os.path.exists(path) and not os.path.isdir(path):
         return "is a file: give the name of a folder"
     while not os.path.isdir(path):
@@ -399,6 +402,7 @@ class Flags:
         None,
         f"attention heads (default: {', '.join(f'{CONVS[name].heads} for {name}' for name in layers_taking('heads'))})",
         needs=[layer_with("heads")],
+        older=lambda saved: Conv.heads,
     )
     bases: int = fixed(
         COUNT_OR_0,
@@ -682,8 +686,8 @@ SAVED = declared("fixed", "of_data", "kept", "built")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Flags):
-    """The flags of a run whose data and machine are known. No longer open are: mode, metric, weights, residual,
-    precision, epochs, weight_decay, split, sample_threads and prefetch."""
+    """The flags of a run whose data and machine are known. No longer open are: mode, metric, weights, residual, precision,
+    epochs, weight_decay, split, sample_threads, prefetch and, for a layer, edge_features."""
 
     total_batch: int  # seeds of an optimizer step, over all processes
     steps: int  # of an epoch

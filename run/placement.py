@@ -85,6 +85,8 @@ def settle(ranks, flags, task):
         if warning:
             lines.append(f"memory  {warning}")
     threads, prefetch = batches_ahead(mode, cores, flags.sample_threads, flags.prefetch)
+    if flags.split_features:  # when a loop is left, ranks have to have begun the same batches
+        prefetch = min(ranks.gather(prefetch))
     values |= {"mode": mode, "sample_threads": threads, "prefetch": prefetch}
     ranks.say("\n".join(lines) if flags.verbose or not flags.turn else "")
     return flags.settled(**values), used

@@ -181,11 +181,12 @@ def test_split_features_change_no_bit(counts, words, tiny, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_machines_end_together(number, tiny, tmp_path):
-    """By a signal that one of them receives, or in a sentence if one dies: no parent ends the others."""
+    """By a signal that one of them receives, or in a sentence if one dies: no parent ends the others. They may be told to
+    prepare different numbers of batches ahead."""
     words = (
         f"--dataset {tiny} --gpus 0 --batch-size 50 --fanout 3,3 --epochs 10000 --split-features"
     )
-    ranks = _on_machines(tmp_path, [1, 1, 1], words)
+    ranks = _on_machines(tmp_path, [1, 1, 1], words, "--prefetch MACHINE")
     _wait_for(lambda: ranks[0].output.read_text().count("\nepoch ") > 2, ranks[0])
     os.kill(ranks[1].pid, number)
     if number == signal.SIGTERM:

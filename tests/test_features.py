@@ -375,3 +375,14 @@ def test_features_cache_counts_hits_from_many_threads():
     gather = lambda ids, slot: cached.gather(ids)  # noqa: E731
     list(prefetch(gather, [torch.arange(100)] * 400, depth=8, threads=8))
     assert (cached.hits, cached.lookups) == (400 * 50, 400 * 100)
+
+
+def test_misses_of_split_features_are_asked_for_at_once():
+    """Also if sources repeat, as with times, and there are more of them than nodes: ranks have to ask equally often."""
+    table = torch.randn(10, 2)
+    exchange = mock.Mock(side_effect=lambda rows, *counts: rows, world=1, rank=0)
+    split = features.SplitFeatures(table, [(10, 0)], exchange)
+    cached = CachedFeatures(split, torch.arange(10.0), 3 * 8)
+    exchange.reset_mock()
+    ids = torch.arange(40) % 10
+    assert torch.equal(cached.gather(ids), table[ids]) and exchange.call_count == 3

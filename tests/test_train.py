@@ -366,11 +366,12 @@ def test_checkpoints_from_before_a_flag_stand_for_its_default(tiny, tmp_path):
     _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 1 --weight-decay 0.5")
     state = torch.load(tmp_path / "here.pt", weights_only=True)
     assert {*state["flags"]} == {*flags.SAVED}
-    for name in ("bases", "window", "edge_type", "drop_duplicates", "feature_dtype", "lr_schedule"):
+    for name in "heads bases window edge_type drop_duplicates feature_dtype lr_schedule".split():
         del state["flags"][name]
     torch.save(state, tmp_path / "old.pt")
     args = train.parse_args(["--resume", str(tmp_path / "old.pt")])
-    assert (args.bases, args.window, args.lr_schedule) == (0, None, "constant")
+    found = args.heads, args.bases, args.window, args.lr_schedule
+    assert found == (4, 0, None, "constant")
     assert args.weight_decay == 0.5
 
 
