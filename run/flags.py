@@ -207,6 +207,7 @@ def room_for_processes(flags):
 
 
 def several_gpus_or_machines(flags):
+    """Refuse --split-features where features have one copy, or no other place to be."""
     if flags.mode == MODES[1]:
         return f"has no effect: in --mode {MODES[1]} the GPUs of a machine share one copy"
     if flags.gpus < 2 and not under_torchrun() and not flags.dry_run:
