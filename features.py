@@ -534,6 +534,7 @@ class SplitFeatures:
         self.table = table
         self.shape = tuple(table.shape)
         self.dtype = table.dtype
+        self.large = getattr(table, "large", False)
         self.ends, self.owners = torch.tensor(parts, device="cpu").T.contiguous()
         self.exchange = exchange
         self.sent_as = torch.int32 if self.shape[0] < 1 << 31 else torch.int64  # ids
@@ -565,6 +566,39 @@ class SplitFeatures:
         self.bytes_received += (len(ids) - asked[self.exchange.rank]) * rows[:1].nbytes
         self.seconds += time.perf_counter() - began
         return out
+
+
+class UnevenFeatures:
+    """`SplitFeatures`, or features that are made of their rows, for processes that gather unequally often, as in exact
+    inference. A process that waits for others answers them: by `answering`, and at its end by `finish`."""
+
+    def __init__(self, features, exchange):
+        self.features = features
+        self.shape = features.shape
+        self.exchange = exchange
+
+    def _agree(self, more):
+        """Return whether any process has more rows to gather."""
+        return bool(self.exchange(torch.full((self.exchange.world,), more, device="cpu")).any())
+
+    def gather(self, ids):
+        """Gather rows -> [n, F]."""
+        self._agree(True)
+        return self.features.gather(ids)
+
+    def answering(self, collective):
+        """Return a function like `collective`, of all processes, before which they wait for each other in `finish`."""
+
+        def waited(*values):
+            self.finish()
+            return collective(*values)
+
+        return waited
+
+    def finish(self):
+        """Answer the other processes until all of them call this."""
+        while self._agree(False):
+            self.features.gather(torch.empty(0, dtype=torch.int64, device="cpu"))
 
 
 # ---- the cache

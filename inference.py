@@ -305,7 +305,8 @@ class Layerwise(NamedTuple):
         none = _rows(h, 0, 0, self.device)
         sent = layer.message(none, self.degree(layer, 0, 0, self.device))
         width = sent.shape[1]
-        same = sent is none and isinstance(h, Tensor) and h.dtype == torch.float32
+        unchanged = sent is none
+        same = unchanged and _float_tensor(h)
         messages = 0 if same and h.device == self.device else width
         places = self.places(
             tables=messages + layer.out_dim,
@@ -317,25 +318,25 @@ class Layerwise(NamedTuple):
                 text = f"exact inference is slower: GPU memory has no room for {place.lacks}"
                 warnings.warn(text, stacklevel=4)
             try:
-                return self.apply_at(place, i, h, same, width)
+                return self.apply_at(place, i, h, unchanged, width)
             except torch.cuda.OutOfMemoryError:
                 if place is places[-1]:
                     raise
 
-    def apply_at(self, place, i, h, same, width):
-        """`apply` in one place; messages are the rows h if they are the `same`, else tables of this width."""
+    def apply_at(self, place, i, h, unchanged, width):
+        """`apply` in one place; messages have this width and are `unchanged` rows of h, or not."""
         layer = self.model.layers[i]
         in_memory = self.tables.fit(h.shape[1] + width + layer.out_dim)
         make = lambda columns: self.tables.make(columns, in_memory, place.tables)  # noqa: E731
         message = h
-        if not same:
+        if not (unchanged and _float_tensor(h)):
             on = self.device
             rows = lambda a, b: layer.message(_rows(h, a, b, on), self.degree(layer, a, b, on))  # noqa: E731
             message = self.fill(make(width), rows, place.grow)
         out = make(layer.out_dim)
         on = place.device
         message = message.to(on)
-        own = message if same else h
+        own = message if unchanged else h
         network = self.model if on == self.device else copy.deepcopy(self.model).to(on)
         layer = network.layers[i]
         for a, b in self.chunks_of_edges(place.grow):
@@ -376,6 +377,10 @@ class Layerwise(NamedTuple):
             b = min(a + (self.chunk or CHUNK * grow), max(fits, a + 1), self.last)
             yield a, b
             a = b
+
+
+def _float_tensor(h):
+    return isinstance(h, Tensor) and h.dtype == torch.float32
 
 
 def _rows(table, a, b, device):

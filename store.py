@@ -10,6 +10,7 @@ blocks of rows (backend "lmdb"). It appears only when it is complete; all proces
     python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize
     python store.py info PATH       # sizes, degrees, options, source
     python store.py verify PATH     # every checksum
+    python store.py split PATH 4    # into parts for four machines, each with a quarter of the features
 
 V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
 v are indices[indptr[v]:indptr[v+1]]; disk/columns.py lists the other arrays. To copy this file, also take disk/ and
@@ -276,19 +277,22 @@ def _write_features(path, graph, progress) -> dict:
     meta = graph.meta
     file = path / BACKENDS[meta["backend"]]
     shape = [graph.features.shape[0], meta["feature_dim"]]
-    dtype = files.storage_dtype(meta["feature_dtype"])
     largest = []
     kept_as = meta["feature_dtype"]
     features, scale = checks.feature_scale(graph.features, kept_as, path, progress)
     rows = checks.feature_rows(features, kept_as, scale, progress, largest)
     if scale is not None:
         meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
-    if meta["backend"] == "mmap":
-        # the first row starts at a disk block
-        record = files.write_npy(file, dtype, shape, rows, head=4096)
-    else:
-        record = lmdb_rows.write_blocks(file, dtype, shape, rows, meta["block_rows"])
-    return {file.name: {**record, "largest": max(largest)}}
+    return {file.name: {**_write_rows(file, meta, shape, rows), "largest": max(largest)}}
+
+
+def _write_rows(file, meta, shape, chunks) -> dict:
+    """Write chunks of feature rows as they are stored -> the file's record."""
+    dtype = files.storage_dtype(meta["feature_dtype"])
+    if meta["backend"] == "lmdb":
+        return lmdb_rows.write_blocks(file, dtype, shape, chunks, meta["block_rows"])
+    # the first row starts at a disk block
+    return files.write_npy(file, dtype, shape, chunks, head=4096)
 
 
 class GraphStore:
@@ -310,6 +314,8 @@ class GraphStore:
             has rows only for the types with features, which come first. edge_types: names of the edge types.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
         has_features: False where no type of nodes has any; F is then 1, the width of a table of one 0.
+        part: (m, N) of a store made by `split`, whose features are `PartFeatures`; else None. whole: {file of which
+            it has a part: SHA-256 of the file in the store that was split}.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
 
@@ -358,6 +364,14 @@ class GraphStore:
         rows = sum(count for count, width in self.node_types.values() if width)
         self.has_features = rows > 0 or not self.node_types
         rows = max(rows, 1) if self.node_types else self.num_nodes
+        self.part = None
+        self.whole = {}
+        if (part := meta.get("part")) is not None:
+            number, of = map(int, part)
+            if not 0 <= number < of <= rows:
+                raise ValueError(f"it is part {number} of {of}, of {rows} rows")
+            self.part = number, of
+            self.whole = dict(meta["whole"])
         self.features = self._open_features((rows, self.feature_dim), free)
         if (scale := meta.get("feature_scale")) is not None:
             scale = torch.tensor(scale, dtype=torch.float32, device="cpu").view(2, self.feature_dim)
@@ -366,12 +380,24 @@ class GraphStore:
 
     def _open_features(self, shape, free):
         """Open the features [rows, F]; they are large if they exceed `free` bytes of memory."""
+        if self.part:
+            first, stop = part_bounds(shape[0], *self.part)
+            rows = self._open_rows((stop - first, shape[1]), free)
+            large = math.prod(shape) * rows.dtype.itemsize > free
+            return PartFeatures(rows, first, shape, large, self.path)
+        return self._open_rows(shape, free)
+
+    def _open_rows(self, shape, free):
+        """Open all rows that are in this store, [rows, F]."""
         meta = self.meta
         dtype = getattr(torch, meta["feature_dtype"])
         large = math.prod(shape) * dtype.itemsize > free
         file = BACKENDS[meta["backend"]]
         if meta["backend"] == "lmdb":
-            lmdb_rows.check_lmdb(self.path, file, meta["files"][file])
+            record = meta["files"][file]
+            lmdb_rows.check_lmdb(self.path, file, record)
+            if record["shape"] != [*shape]:
+                raise ValueError(f"{file} has rows {record['shape']}, not {[*shape]}")
             return LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
         kind = files.Kind(files.storage_dtype(meta["feature_dtype"]), [*shape])
         table = self._map(file, kind, ahead=not large)
@@ -446,6 +472,12 @@ class GraphStore:
             )
         order = torch.tensor([self.feature_names.index(name) for name in names])
         self.features, self.feature_names = ReorderedFeatures(self.features, order), names
+
+    def take_features(self, features):
+        """Read other features of the same graph; if they are kept as codes, `features` are codes, too."""
+        if isinstance(self.features, CodedFeatures):
+            features = CodedFeatures(features, self.features.scale, self.path)
+        self.features = features
 
     def renumber(self, **of_network):
         """Take num_classes, num_edge_types or class_names of a network, which may have more of them than the graph."""
@@ -594,6 +626,50 @@ class CodedFeatures(convert.RowsByIndex):
         self.codes.verify()
 
 
+class PartFeatures(convert.RowsByIndex):
+    """The feature rows of a part of a store, by the node ids of the whole: rows `first` to `stop` - 1.
+
+    Attributes:
+        shape, dtype: (V, F) of all parts together, torch dtype. large: True if these exceed the free memory.
+    """
+
+    def __init__(self, rows, first, shape, large, path):
+        self._rows = rows
+        self.first = first
+        self.stop = first + rows.shape[0]
+        self.shape = tuple(shape)
+        self.dtype = rows.dtype
+        self.large = large
+        self._path = path
+
+    def __reduce__(self):
+        return getattr, (GraphStore.open(self._path), "features")
+
+    def _local(self, ids):
+        """Return where rows ids [n] are in this part; StoreError if one is in another part."""
+        for node in map(int, ids.aminmax()) if len(ids) else ():
+            if not self.first <= node < self.stop:
+                held = f"this part has rows {self.first:,} to {self.stop - 1:,}"
+                raise StoreError(f"{self._path}: the features of node {node} are elsewhere: {held}")
+        return ids - self.first
+
+    def gather(self, ids, out=None) -> Tensor:
+        """Gather rows -> [n, F]; see `MmapFeatures.gather`. StoreError for an id of another part."""
+        out = convert.gather_target(self, ids, out)
+        return self._rows.gather(self._local(ids), out)
+
+    def put_rows(self, ids, rows):
+        """Replace rows of this part, see `LmdbFeatures.put_rows`; StoreError for an id of another part."""
+        ids = torch.as_tensor(ids)
+        rows = torch.as_tensor(rows)
+        convert.gather_target(self, ids, rows, "rows")
+        self._rows.put_rows(self._local(ids), rows)
+
+    def verify(self):
+        """Raise StoreError for the first block whose checksum does not match."""
+        self._rows.verify()
+
+
 class ReorderedFeatures(convert.RowsByIndex):
     """Feature rows whose columns are read in another order. features: those of a `GraphStore`; order: int64 [F],
     the column of `features` that each column is."""
@@ -606,6 +682,86 @@ class ReorderedFeatures(convert.RowsByIndex):
         """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
         out = convert.gather_target(self, ids, out)
         return torch.index_select(self._features.gather(ids), 1, self._order, out=out)
+
+
+def part_bounds(rows, number, of):
+    """Return the first row of part `number` of a table cut into `of` parts, and the one after its last."""
+    return rows * number // of, rows * (number + 1) // of
+
+
+def split(path, count, target=None, progress=False) -> Path:
+    """Cut a store into `count` stores TARGET/part-0, part-1, ..., for as many machines (train.py --split-features), after
+    comparing it with its checksums. All or none of them are there at the end.
+
+    Each has the whole graph, but of the features only its rows, see `part_bounds`. Files that are the same in all of them
+    are hard links to those of the store if they are on one file system, and else copies. target: None: PATH.parts.
+
+    Returns TARGET; raises StoreError for a damaged store, one without features or with fewer than `count` rows of them, a
+    part, a target that exists, a full disk.
+    """
+    path = Path(path)
+    target = Path(target or f"{path.absolute()}.parts")
+    graph = GraphStore.open(path)
+    features = getattr(graph.features, "codes", graph.features)
+    if graph.part:
+        raise StoreError(f"{path} is {described_part(graph)}: split the whole store")
+    if not graph.has_features:
+        raise StoreError(f"{path} has no features to split")
+    if not 2 <= count <= features.shape[0]:
+        rows = files.plural(features.shape[0], "row")
+        raise StoreError(f"{path} cannot be split into {count}: it has {rows} of features")
+    files.refuse_existing(target)
+    if problems := verify(path):
+        raise StoreError(f"{path} is damaged: {problems[0]}")
+    meta = graph.meta
+    file = BACKENDS[meta["backend"]]
+    others = {name: record for name, record in meta["files"].items() if name != file}
+    need = meta["files"][file]["bytes"]
+    above = next(folder for folder in target.absolute().parents if folder.exists())
+    if above.stat().st_dev != path.stat().st_dev:
+        need += count * sum(record["bytes"] for record in others.values())
+    with files.complete_or_not_there(target, need) as building:
+        for number in range(count):
+            part = building / f"part-{number}"
+            part.mkdir()
+            for name in others:
+                files.link_or_copy(path / name, part / name)
+            _write_part(part, graph, (number, count), progress)
+        if files.read_meta(path) != meta:
+            raise StoreError(f"{path} changed while it was split: split it again")
+    return target
+
+
+def _write_part(path, graph, part, progress):
+    """Write the features and the meta.json of a part (number, of how many) of an open store."""
+    features = getattr(graph.features, "codes", graph.features)
+    first, stop = part_bounds(features.shape[0], *part)
+    step = convert.chunk_rows(features)
+
+    def pieces():
+        for a in range(first, stop, step):
+            yield convert.as_numpy(features.gather(torch.arange(a, min(a + step, stop))))
+
+    rows = convert.Rows((stop - first, features.shape[1]), features.dtype, pieces())
+    chunks = (chunk for _, chunk in convert.chunked(path.name, rows, progress=progress))
+    file = path / BACKENDS[graph.meta["backend"]]
+    whole = graph.meta["files"][file.name]
+    # "largest", if it is there, stays that of the whole
+    record = whole | _write_rows(file, graph.meta, [*rows.shape], chunks)
+    meta = graph.meta | {
+        "format_version": files.PART_VERSION,
+        "part": part,
+        "whole": {file.name: whole.get("sha256")},
+    }
+    files.write_meta(path, meta, {**graph.meta["files"], file.name: record})
+    GraphStore.open(path)
+
+
+def described_part(graph) -> str:
+    """Describe the part that an open store is: which of how many, and its feature rows."""
+    number, of = graph.part
+    first, stop = part_bounds(graph.features.shape[0], number, of)
+    return f"part {number} of {of}, with features of nodes {first:,} to {stop - 1:,}"
 
 
 def verify(path) -> list[str]:
@@ -627,6 +783,8 @@ def info(path) -> str:
     kept_as = graph.meta["feature_dtype"]
     kept_as += ", codes of float32" * ("feature_scale" in graph.meta)
     features = f"{width} x {kept_as}, backend {graph.meta['backend']}"
+    if graph.part:
+        features += f"; {described_part(graph)}"
     several = " labels, several a node" if graph.labels.dim() == 2 else ""
     lines = {
         "nodes": f"{graph.num_nodes:,}",

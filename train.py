@@ -305,6 +305,22 @@ def prepare(flags):
     )
 
 
+def prepared(ranks, flags):
+    """Prepare --dataset: local rank 0 builds the store while the other ranks of its machine wait -> its directory.
+    StoreError, on every rank, if there is none on one machine."""
+    problem = None
+    with ranks.patience():
+        try:
+            if ranks.local_rank == 0:
+                prepare(flags)
+        except StoreError as error:
+            problem = str(error)
+    for rank, text in enumerate(ranks.gather(problem)):
+        if text:
+            raise StoreError(f"rank {rank}: {text}" if rank else text)
+    return prepare(flags)
+
+
 class Finished(NamedTuple):
     """How a run ended."""
 
@@ -319,10 +335,8 @@ def train(ranks, flags, path):
         ranks.say(f"seed    {flags.seed}, run {flags.turn + 1} of {flags.runs}")
     announce(ranks, flags)
     state, file, flags = common_state(ranks, flags)
-    if not path:  # local rank 0 builds the store while the other ranks of its machine wait
-        with ranks.patience():
-            path = prepare(flags) if ranks.local_rank == 0 else None
-    run = open_run(ranks, flags, path or prepare(flags), partial(check_graph, ranks, state, file))
+    path = path or prepared(ranks, flags)
+    run = open_run(ranks, flags, path, partial(check_graph, ranks, state, file))
     plan = run.plan
     model = run.model
     optimizer = Adam(model.parameters(), lr=plan.lr, weight_decay=plan.weight_decay, fused=True)

@@ -7,6 +7,8 @@ A case depends only on (seed, kind, number) and runs in a forked process with bo
 
     mmap, lmdb, changed, graphs        a store with one thing wrong is verified, read and trained on; `changed` is an LMDB
                                        store with rows changed by put_rows, `graphs` holds many small graphs
+    parts                              one of two parts of a store with one thing wrong, or a forged number of it; both are
+                                       verified, compared as machines compare them, and read
     npz, csv                           a file with one thing wrong is built into a store, which is trained on
     damaged, forged                    a run resumes from a checkpoint with other bytes, or with other contents
     build, put, append, train          kill -9 at some moment; the files are checked, then the work is completed
@@ -31,6 +33,7 @@ import tempfile
 import time
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -38,11 +41,13 @@ import torch
 
 import store
 import train
-from bench.harm import harm_bytes, harm_store, harm_values, pick
+from bench.harm import harm_bytes, harm_store, harm_values, other_value, pick
 from bench.tools import exit_code, print_table
-from disk import graphs
+from disk import files, graphs
 from disk.files import StoreError
 from disk.graphs import GraphDataset, block_diagonal, build_graphs
+from run.checkpoint import check_same, digests
+from run.placement import machines_by_part
 from sources import arrays, cli
 from sources.prepare import build
 from store import GraphStore
@@ -176,6 +181,7 @@ def make_good(case):
     many = GraphDataset.open(base / "graphs")
     many.append(many.batch(range(10)))
     build(base / "npz.npz", base / "mmap")
+    store.split(base / "mmap", 2, base / "parts")
     build(base / "npz.npz", base / "lmdb", backend="lmdb", block_rows=2)  # many small values
     build(base / "npz.npz", base / "changed", backend="lmdb", block_rows=30)
     features = GraphStore.open(base / "changed").features
@@ -199,6 +205,42 @@ def attack_store(case):
     take(case, case.kind, "store", harm_store)
     case.note(verified=exit_code(cli.main, ["verify", "store"]))
     train_on(case, "store")
+
+
+def attack_parts(case):
+    def harm(path, random):
+        part = path / f"part-{random.integers(2)}"
+        if random.random() < 0.6:
+            return harm_store(part, random)
+        meta = files.read_meta(part)
+        of_part = {name: meta[name] for name in ("part", "whole")}
+        what = other_value(of_part, random)
+        (part / "meta.json").write_bytes(files.dump_meta(meta | of_part))
+        return what, True
+
+    take(case, "parts", "store", harm)
+    codes = [exit_code(cli.main, ["verify", f"store/part-{m}"]) for m in range(2)]
+    case.note(verified=max(codes))
+    try:
+        case.note(code=0, result=digest_of_parts())
+    except StoreError as error:
+        print(f"attack: {error}")
+        case.note(code=2)
+
+
+def digest_of_parts():
+    """Check two parts as their machines do -> a digest of all rows, in the order of ids."""
+    stores = [GraphStore.open(f"store/part-{m}") for m in range(2)]
+    machines = [range(1), range(1, 2)]
+    ranks = SimpleNamespace(machines=lambda: machines, gather=lambda _: [s.part for s in stores])
+    plan = SimpleNamespace(split_features=True, mode="cpu-cpu")
+    ordered = machines_by_part(ranks, plan, stores[0])
+    check_same(SimpleNamespace(gather=lambda _: [*map(digests, stores)]), {})
+    digest = hashlib.sha256()
+    for (machine,) in ordered:
+        rows = stores[machine].features
+        digest.update(rows.gather(torch.arange(rows.first, rows.stop)).numpy())
+    return digest.hexdigest()
 
 
 def attack_input(case):
@@ -292,6 +334,7 @@ WORK = {  # (function to kill, function -> what is wrong with what it left, stor
 }
 ATTACKS = {
     **dict.fromkeys(("mmap", "lmdb", "changed", "graphs"), attack_store),
+    "parts": attack_parts,
     **dict.fromkeys(("npz", "csv"), attack_input),
     **dict.fromkeys(("damaged", "forged"), attack_checkpoint),
     **dict.fromkeys(WORK, attack_process),

@@ -38,8 +38,9 @@ SPLITS = ("train", "valid", "test")
 VERSION = 3
 # the same with features in codes, which readers of version 3 might take for integers
 CODED_VERSION = 4
+PART_VERSION = 5  # of a store that is one of several parts
 # version 2: no edge columns, no node times, one split, one label per node
-READABLE = (2, VERSION, CODED_VERSION)
+READABLE = (2, VERSION, CODED_VERSION, PART_VERSION)
 HEAD = 128  # bytes of a .npy header; 4096 where rows have to start on a disk block
 FORMATS = {
     "ringblock-graph": "one graph: open it as GraphStore (train.py --task node)",
@@ -88,7 +89,7 @@ def complete_or_not_there(path, need):
             if need > shutil.disk_usage(path.parent).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             yield building
-            for file in [*building.iterdir(), building]:
+            for file in [*building.rglob("*"), building]:
                 sync(file)
             os.rename(building, path)
             sync(path.parent)
@@ -96,7 +97,9 @@ def complete_or_not_there(path, need):
         if error.errno in FULL:
             above = next(folder for folder in path.absolute().parents if folder.exists())
             free = readable_size(shutil.disk_usage(above).free)
-            takes = f"it takes about {readable_size(need)}, more while edges are sorted; {free} are free"
+            takes = (
+                f"it takes about {readable_size(need)}, more if edges are sorted; {free} are free"
+            )
             raise StoreError(f"no room for {path}: {error.strerror}; {takes}") from error
         refuse_existing(path)  # another process completed it first
         raise StoreError(f"cannot build {path}: {error.strerror or error}") from error
@@ -205,6 +208,14 @@ def write_whole(path, write):
         if "requested and" in str(error):  # as numpy says it
             message = f"no space may be left: {error}"
         raise StoreError(f"{path} could not be written: {message}") from error
+
+
+def link_or_copy(source, target):
+    """Give a file a second name, or on another file system, or one without hard links, copy it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def write_npy(path, dtype, shape, chunks, head=HEAD) -> dict:

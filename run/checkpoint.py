@@ -128,11 +128,15 @@ def names_of(store):
 
 
 def digests(store):
-    """Return {file: SHA-256 or None} of the files of a store, and of the file of --edge-split."""
+    """Return {file: SHA-256 or None} of the files of a store, of a part those of the whole, and of the file of
+    --edge-split."""
     files = {
         name: record.get("sha256", record.get("built"))
         for name, record in store.meta["files"].items()
     }
+    for name, digest in getattr(store, "whole", {}).items():
+        # rows of a part may have changed
+        files[name] = files.get(name) and digest
     if (scale := store.meta.get("feature_scale")) is not None:
         files["the scale of features"] = hashlib.sha256(repr(scale).encode()).hexdigest()
     return files
@@ -313,7 +317,7 @@ def check_same(ranks, values):
         for name in {**first, **theirs}:
             if (value := first.get(name)) != (other := theirs.get(name)):
                 raise StoreError(
-                    f"{name} is {value} on rank 0, {other} on rank {rank}"
+                    f"{name} is {value!s:.200} on rank 0, {other!s:.200} on rank {rank}"
                     ": all machines need the same flags and data"
                 )
 

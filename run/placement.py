@@ -18,6 +18,7 @@ from features import (
     CachedFeatures,
     FeatureRing,
     SplitFeatures,
+    UnevenFeatures,
     codes_of,
     expected_visits,
     place,
@@ -32,7 +33,7 @@ from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from sampler import METHODS, SAMPLERS, UNIFORM, DamagedGraph, NeighborSampler
-from store import BACKENDS, MmapFeatures, ReorderedFeatures
+from store import BACKENDS, MmapFeatures, ReorderedFeatures, described_part
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
 LEAST_STEPS = 200  # optimizer steps of the default --epochs, at least: small graphs need many
@@ -143,8 +144,13 @@ def memory_lines(ranks, flags, task):
     options = memory_options(ranks, flags, task, used)
     modes, best = estimate(store, flags.gpus, **options)
     disk = {name: record["bytes"] for name, record in store.meta["files"].items()}
-    features = readable_size(disk.pop(BACKENDS[store.meta["backend"]]))
-    lines = {"on disk": f"graph {readable_size(sum(disk.values()))}, features {features}"}
+    features = disk.pop(BACKENDS[store.meta["backend"]])
+    graph = sum(disk.values())
+    lines = {"on disk": f"graph {readable_size(graph)}, features {readable_size(features)}"}
+    arrays = modes["pinned-cuda"].placement.shared
+    if store.part:
+        lines["on disk"] += f": {described_part(store)}"
+        arrays = graph + features
     for mode, fit in modes.items():
         lines[mode] = fit.line
         if fit.largest_batch:
@@ -153,7 +159,6 @@ def memory_lines(ranks, flags, task):
     lines["steps"] = "of the shapes of their batches"
     if options["graphs"]:
         lines["steps"] = "of static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"
-    arrays = modes["pinned-cuda"].placement.shared
     free_host = options["free_host"]
     where = "the mapped file stays in it"
     if arrays > free_host:
@@ -266,10 +271,13 @@ def place_data(ranks, plan, task, used):
         return None, None
     if store.sampling_threads and plan.mode in MODES[2:] and plan.verbose:
         ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
+    machines = machines_by_part(ranks, plan, store)
     graph, used = placed_arrays(ranks, plan, task, used)
     indptr, indices, labels, features = graph
     if plan.split_features and plan.mode != MODES[0]:
-        features = over_machines(ranks, plan, store, features)
+        features = over_machines(ranks, plan, store, machines, features)
+    if store.part:  # exact inference reads all rows
+        store.take_features(features)
     features = cached(ranks, plan, task, used, features)
     sampler = make_sampler(
         plan, indptr, indices, fanout=plan.fanout, used=used, threads=store.sampling_threads
@@ -291,10 +299,31 @@ def place_data(ranks, plan, task, used):
     return sampler, ring
 
 
-def over_machines(ranks, plan, store, features):
+def machines_by_part(ranks, plan, store):
+    """Return the ranks of each machine, in the order of their parts if stores are parts of one; StoreError, on every rank,
+    unless all stores are whole, or --split-features is given and each part is on one machine."""
+    machines = ranks.machines()
+    of_ranks = ranks.gather(store.part)
+    if {*of_ranks} == {None}:
+        return machines
+    parts = [of_ranks[there[0]] for there in machines]
+    every = [(m, len(machines)) for m in range(len(machines))]
+    if not plan.split_features or {*parts} != {*every}:
+        words = ["part {} of {}".format(*part) if part else "a whole store" for part in parts]
+        raise StoreError(
+            f"{store.path}: parts of a store take --split-features and one part on each of as many machines"
+            f", which have {', '.join(words)}"
+        )
+    if plan.mode not in MODES[2:]:
+        raise StoreError(
+            f"--mode {plan.mode} takes a whole store on each machine, {store.path} is a part: --mode cpu-cuda reads it"
+        )
+    return [machines[parts.index(part)] for part in every]
+
+
+def over_machines(ranks, plan, store, machines, features):
     """Split features over the machines -> SplitFeatures: a process reads rows of its machine's part, and asks one process
     of each other machine for rows of theirs."""
-    machines = ranks.machines()
     if len(machines) == 1:
         raise StoreError(
             f"--split-features in --mode {plan.mode} needs several machines: the processes of one share the rows in its "
@@ -307,6 +336,13 @@ def over_machines(ranks, plan, store, features):
         stored.reserve(0, share=1 / len(machines))
     ranks.say(plan.verbose and f"memory  features are split over {len(machines)} machines")
     return SplitFeatures(features, [*zip(ends, owners)], Exchange(ranks))
+
+
+def all_features(store):
+    """Return the features of all nodes as exact inference reads them: of a part of a store, ranks gather unequally often."""
+    if store.part:
+        return UnevenFeatures(store.features, codes_of(store.features).exchange)
+    return getattr(store.features, "tensor", store.features)
 
 
 def placed_arrays(ranks, plan, task, used):

@@ -162,6 +162,8 @@ def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
     choices = MODES[:3] if gpus else MODES[3:]
     if sizes.get("split"):
         choices = [mode for mode in choices if mode != MODES[1]]
+    if store.part:
+        choices = [mode for mode in choices if mode in MODES[2:]]
     room = ranks, free_gpu, free_host
     seeds = range(1, len(store.split["train"]) + 1)
     modes = {}

@@ -19,7 +19,14 @@ from model import graph_degrees, is_gnn
 from run import own_model
 from run.edge_data import degrees_at
 from run.flags import TASKS
-from run.placement import check_memory, make_sampler, place_data, reading_all_edges, settle
+from run.placement import (
+    all_features,
+    check_memory,
+    make_sampler,
+    place_data,
+    reading_all_edges,
+    settle,
+)
 from sampler import mix
 from store import CodedFeatures
 from tasks.metrics import check_scores
@@ -191,11 +198,8 @@ class Run:
             logits = self.exact_in_batches(model, layers)
         else:
             graph = store
-            options = {
-                "x": getattr(store.features, "tensor", store.features),
-                "edges": self.used.features,
-                "types": self.used.seen_types(),
-            }
+            x = all_features(store)
+            options = {"x": x, "edges": self.used.features, "types": self.used.seen_types()}
             if self.sampler.indices.is_cuda:  # what the GPU reads in place is not copied again
                 graph = self.sampler
                 options["edges"] = self.ring.edge_features
@@ -209,9 +213,13 @@ class Run:
                 options["rank"] = ranks.local_rank
                 options["world"] = ranks.local_world
                 options["total"] = ranks.sum_here
+                if store.part:
+                    options["total"] = x.answering(ranks.sum_here)
             try:
                 with reading_all_edges():
                     logits = inference(model, graph.indptr, graph.indices, layers=layers, **options)
+                if store.part:
+                    x.finish()
             except OSError as error:
                 raise StoreError(f"no exact inference: {error}") from error
         check_scores(logits, "exact outputs")

@@ -1,8 +1,9 @@
-"""The command line of store.py: build a store from files, print what is in it, verify it.
+"""The command line of store.py: build a store from files, print what is in it, verify it, split it.
 
     python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize
     python store.py info PATH       # sizes, degrees, options, source
     python store.py verify PATH     # every checksum
+    python store.py split PATH 4    # into parts for four machines
 
 Exit codes: 0 fine, 1 damaged, 2 no store or bad input, 141 if the output pipe is closed.
 """
@@ -64,6 +65,14 @@ def make_parser():
         ("verify", "compare every byte with its checksum"),
     ):
         commands.add_parser(name, help=text).add_argument("path", help="directory of the store")
+    add = commands.add_parser("split", help="cut into parts for several machines").add_argument
+    add("path", help="directory of the store")
+    add("count", type=int, help="number of parts")
+    add(
+        "target",
+        nargs="?",
+        help="directory of the parts, part-0, part-1, ... (default: PATH.parts)",
+    )
     return parser
 
 
@@ -72,6 +81,11 @@ def run(command, path, **options) -> int:
     if command == "build":
         split = {part: file for part in SPLITS if (file := options.pop(part))}
         build(path=path, split=split or None, progress=True, **options)
+    if command == "split":
+        target = store.split(path, progress=True, **options)
+        for part in sorted(target.iterdir(), key=lambda part: int(part.name[5:])):
+            print(f"{part}: {store.described_part(store.GraphStore.open(part))}")
+        return 0
     meta = {}
     with contextlib.suppress(StoreError):  # info and verify below report what is wrong
         meta = files.read_meta(path)
@@ -87,6 +101,8 @@ def print_problems(path, meta, problems) -> int:
     bad = {problem.partition(":")[0]: problem for problem in reversed(problems)}
     # a damaged meta.json does not tell which files belong to the store
     names = {"meta.json", *meta["files"]} if meta and "meta.json" not in bad else set()
+    if not problems and "part" in meta:
+        print("--  part {} of {}, counted from 0".format(*meta["part"]))
     for name in sorted(names | bad.keys()):
         print(f"BAD {bad[name]}" if name in bad else f"OK  {name}")
     if names:

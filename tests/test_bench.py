@@ -18,7 +18,7 @@ import torch
 import train
 from bench import __main__ as bench
 from bench import accuracy as bench_accuracy
-from bench import attack, harm, picture, predict, roofline, tools
+from bench import attack, harm, network, picture, predict, roofline, tools
 from bench import gpu as bench_gpu
 from bench.gpu_graph import SHAPES, first_pairs, make_graph, store_of, with_columns
 from bench.tools import exit_code
@@ -35,7 +35,7 @@ def test_what_is_damaged_or_forged_is_fine_or_refused_in_a_sentence(tmp_path):
     words = "attack --rounds 5 --minutes 30".split()
     printed = _end(_fork(tmp_path / "out", bench.main, words))
     table = dict(re.findall(r"^\| (\w+) +\| (\d+) ", printed, re.MULTILINE))
-    assert [int(table[kind]) for kind in attack.ATTACKS] == [5] * 12
+    assert [int(table[kind]) for kind in attack.ATTACKS] == [5] * 13
 
 
 @pytest.mark.parametrize(
@@ -193,6 +193,8 @@ gpu => python -m bench: gpu needs a CUDA GPU
 attack --only nosuch => python -m bench: --only nosuch: one of mmap, lmdb
 store --parts build,x => python -m bench: --parts x: choose from build,train
 picture => python -m bench: nothing to draw
+network => python -m bench: network needs root and the commands ip, tc
+network --rate 1,-1 => argument --rate: '-1' is not a number of at least 0
 """
 
 
@@ -200,11 +202,26 @@ picture => python -m bench: nothing to draw
 def test_bench_refuses_in_a_sentence(row, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: 1)
     words, complaint = row.split(" => ")
     assert exit_code(bench.main, words.split()) == 2
     said = capsys.readouterr()
     assert complaint in said.err.splitlines()[-1], said.err
     assert words != "gpu" or not said.out  # as "measured on the CPU"
+
+
+def test_bench_network_limits_links_and_leaves_nothing(tmp_path):
+    """10 MB at 1 Gbit/s take 80 ms; a burst is free."""
+    interfaces = Path("/proc/self/net/dev").read_text()
+    try:
+        with network.joined(2, 1) as machines:
+            sent = [[0, 10_000_000], [1_000_000, 0]]
+            lines = network.outputs(machines, network.all_to_alls, sent)
+    except StoreError as error:  # no root
+        pytest.skip(str(error))
+    assert max(rank[-1]["ms"] for rank in lines) > 75
+    assert not any(Path(f"/proc/{pid}").exists() for pid in machines)
+    assert Path("/proc/self/net/dev").read_text().count(":") == interfaces.count(":")
 
 
 def test_bench_accuracy_trains_on_the_largest_component(tmp_path, monkeypatch):

@@ -133,18 +133,20 @@ def _as_rank(variables, *words):
 
 
 def _on_machines(folder, counts, *words):
-    """Start train.py as torchrun does on machines of so many ranks each -> the processes, by rank."""
+    """Start train.py as torchrun does on machines of so many ranks each -> the processes, by rank. MACHINE in `words` is
+    the number of the machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": sum(counts)}
     processes = []
-    for local_world in counts:
+    for machine, local_world in enumerate(counts):
+        there = [word.replace("MACHINE", str(machine)) for word in _split(words)]
         for local_rank in range(local_world):
             rank = len(processes)
             own = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
             own = {name: str(value) for name, value in (variables | own).items()}
-            processes.append(_fork(folder / f"rank{rank}", _as_rank, own, *_split(words)))
+            processes.append(_fork(folder / f"rank{rank}", _as_rank, own, *there))
     return processes
 
 

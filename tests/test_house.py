@@ -19,12 +19,12 @@ HERE = Path(__file__).resolve().parents[1]
 # Size is counted in tokens without docstrings and comments: lines may be as many as reading needs. A number is raised only
 # in a commit that says what the tokens bought.
 LIMITS = {
-    "tokens of product Python": 139_200,
-    "tokens of C and CUDA": 28_400,
-    "tokens of bench": 33_900,
-    "tokens of tests": 172_600,
+    "tokens of product Python": 145_100,
+    "tokens of C and CUDA": 29_000,
+    "tokens of bench": 37_200,
+    "tokens of tests": 181_500,
     "lines of README": 200,
-    "longest file": 996,
+    "longest file": 1_006,
     "functions above 80 lines": 0,
     "functions of over 5 positional parameters": 0,
     "tuples of over 3 values returned": 0,
@@ -34,7 +34,7 @@ LIMITS = {
     "entries in the root": 23,
     "floors of imports": 10,
     "modules in a circle": 0,
-    "arrows": 215,
+    "arrows": 218,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }

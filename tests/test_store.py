@@ -546,7 +546,7 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
     path, many = _store(tmp_path / "g"), build_graphs(tmp_path / "many", [_graphs(5)])
     meta, of_many = (json.loads((folder / "meta.json").read_text()) for folder in (path, many))
     _rewrite_meta(path, format_version=7)
-    _refuses(r"store format 7; this code reads 2 to 4; rebuild it", GraphStore.open, path)
+    _refuses(r"store format 7; this code reads 2 to 5; rebuild it", GraphStore.open, path)
     of_one = "num_nodes num_edges num_classes feature_dim feature_dtype backend options"
     for folder, good, kind, names in (
         (path, meta, GraphStore, f"format files {of_one}"),
