@@ -370,7 +370,7 @@ def _run(worker, ranks, store, args):
         if ranks.gpus and not code:
             torch.cuda.synchronize()  # NCCL's kernels would end with this process
     except Exception as error:
-        if isinstance(error, dist.DistError) or OF_GLOO.search(str(error)):
+        if lost_another(error):
             # a peer failed first: its traceback is the one to show, and the parent kills this rank within 2 s
             time.sleep(3)
             # without the place in gloo's code, and its advice
@@ -389,6 +389,11 @@ def _run(worker, ranks, store, args):
         except OSError:  # a closed pipe or a full disk
             code = code or 120  # as the interpreter ends then
     os._exit(code)
+
+
+def lost_another(error):
+    """Return whether a collective raised this because another rank failed."""
+    return isinstance(error, dist.DistError) or bool(OF_GLOO.search(str(error)))
 
 
 def cores_near(gpu, sysfs="/sys"):

@@ -316,13 +316,13 @@ class FeatureRing:
         return kept[slot][:size].view(dtype).view(shape)
 
     def _read(self, table, ids, block, out=None):
-        fused = table is self.features and self.on_device and self.gather is not take
+        gather = self.gather if isinstance(table, torch.Tensor) else take
+        fused = table is self.features and self.on_device and gather is not take
         coded = self.coded if block or fused else {}
         # sums are float32, rounded once at the end
         if out is None and (coded or block and self.dtype != table.dtype):
             out = torch.empty(len(ids), self.width, dtype=self.dtype, device=table.device)
         if block is None:
-            gather = self.gather if isinstance(table, torch.Tensor) else take
             return gather(table, ids, out, **coded)
         return self.aggregate(block.indptr, block.indices, table, ids, out, **coded)
 

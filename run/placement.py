@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ddp import Exchange
+from ddp import Exchange, lost_another
 from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
 from features import (
@@ -375,6 +375,8 @@ def over_gpus(ranks, features):
     try:
         return shared_table(features, ranks)
     except (OSError, RuntimeError) as error:
+        if lost_another(error):
+            raise  # that rank says why
         instead = "--mode pinned-cuda without it keeps them in host memory"
         raise StoreError(f"--split-features: {error}; {instead}") from error
 

@@ -18,7 +18,7 @@ import torch
 
 import features
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
-from model import self_and_mean
+from model import gather_rows, self_and_mean
 from sampler import Block, NeighborSampler
 from tests.common import _forkserver
 
@@ -367,6 +367,17 @@ def test_features_cache_gives_the_same_rows_for_any_budget(monkeypatch):
             # before a device the slots hold misses alone
             sizes = [b.nbytes for b in ring.buffers["rows"]] if copies else []
             assert all(size <= 2 * 28 * len(missed) for size in sizes)
+
+
+def test_features_cache_of_codes_is_decoded_where_the_gpu_looks_ids_up():
+    """As in pinned-cuda, whose cache stands between the ring and codes that kernels could decode."""
+    codes = torch.arange(60, dtype=torch.int8).view(20, 3)
+    scale = torch.rand(2, 3)
+    cache = CachedFeatures(codes, torch.rand(20), 30)
+    ring = FeatureRing(cache, torch.arange(20), slots=1, gather=gather_rows, scale=scale)
+    ring.on_device = True
+    ids = torch.arange(20, dtype=torch.int32)
+    assert torch.equal(ring.fetch(0, _seed_blocks(ids)).x, codes * scale[0] + scale[1])
 
 
 def test_features_cache_counts_hits_from_many_threads():

@@ -104,3 +104,21 @@ def test_gpus_without_access_and_memory_that_is_full_are_named(driver, tmp_path)
         assert all(f"rank {rank}: --split-features: {expected}" in printed for rank in range(3)), (
             printed
         )
+
+
+def _one_full(ranks, driver):
+    if ranks.rank == 1:
+        os.environ["FREE"] = "1000000"
+    _use(driver)
+    try:
+        placement.over_gpus(ranks._replace(gpus=3), _Features(torch.zeros(30000, 100)))
+    except StoreError as error:
+        print(f"rank {ranks.rank}: {error}", flush=True)
+    return 2
+
+
+def test_a_gpu_that_is_full_alone_is_the_one_named(driver, tmp_path):
+    """The others lose a rank: the advice is not for them."""
+    printed = _end(_fork(tmp_path / "out", ddp.launch, _one_full, 3, driver), 1, 2)
+    assert printed.count("--split-features: ") == 1, printed
+    assert "rank 1: --split-features: cuMemCreate: CUDA error 2 (out of memory)" in printed
