@@ -171,7 +171,7 @@ def read_checkpoint(path, data=None):
     code; tensors on the CPU. Raises StoreError if it is damaged, forged or not a checkpoint. Fields that are not checked
     here are checked where they are used, inside `reading`."""
     if data is None:
-        if Path(path, "model.safetensors").exists():
+        if os.path.exists(os.path.join(path, "model.safetensors")):
             raise StoreError(f"{path} is an exported network: give the file of --checkpoint")
         with reading(path):
             data = Path(path).read_bytes()

@@ -419,7 +419,7 @@ class Flags:
     residual: bool | None = fixed(
         ON_OFF,
         None,
-        f"add each layer's input to its output (default: {', '.join(layers_where(residual='yes'))}; {', '.join(layers_where(residual='if classes disagree'))} if neighbours' classes hardly agree)",
+        f"add each layer's input to its output (default: {', '.join(layers_where(residual='yes'))}; {', '.join(layers_where(residual='if classes disagree'))} if classes disagree)",
         needs=[built_in_model],
     )
     edge_features: bool | None = fixed(
@@ -530,7 +530,7 @@ class Flags:
     split_features: bool = alike(
         SWITCH,
         False,
-        "keep a part of the feature rows in each GPU (cuda-cuda) or machine (cpu-cuda, cpu-cpu); batches read the others' parts",
+        "split feature rows over the GPUs (cuda-cuda) or machines (cpu-cuda, cpu-cpu)",
         needs=[several_gpus_or_machines],
     )
     lookahead: int | None = free(

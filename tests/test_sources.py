@@ -153,7 +153,7 @@ def _refused_npz():
         (r"one-hot.*, -1 where", dict(y=np.where(y[::-1, None] != 1, np.eye(4)[y], -1))),
         (r"y\[7\] is 2.5: .* node regression, are not", dict(y=np.where(ids == 7, 2.5, 1))),
         (r"y\[7\] is inf", dict(y=np.where(ids == 7, np.inf, 1))),
-        ("y holds NA and 1: give", dict(y=np.array(["1", "NA"] * 100))),
+        ("y holds NA and 1: call the class otherwise", dict(y=np.array(["1", "NA"] * 100))),
         (r"edges has shape \[2, 9\]: \[M, 2\]", dict(edge_index=None, edges=np.zeros((2, 9), int))),
         ("has features and x, which mean the same.*ignore=x", dict(features=np.ones((200, 2)))),
         ("w is not used here, and may matter.*ignore=w", dict(w=times)),
