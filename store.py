@@ -726,15 +726,14 @@ def split(path, count, target=None, progress=False) -> Path:
             part.mkdir()
             for name in others:
                 files.link_or_copy(path / name, part / name)
-            _write_part(part, graph, (number, count), progress)
+            _write_part(part, graph, features, (number, count), progress)
         if files.read_meta(path) != meta:
             raise StoreError(f"{path} changed while it was split: split it again")
     return target
 
 
-def _write_part(path, graph, part, progress):
-    """Write the features and the meta.json of a part (number, of how many) of an open store."""
-    features = getattr(graph.features, "codes", graph.features)
+def _write_part(path, graph, features, part, progress):
+    """Write its rows of the features, as they are kept, and the meta.json of a part (number, of how many) of an open store."""
     first, stop = part_bounds(features.shape[0], *part)
     step = convert.chunk_rows(features)
 

@@ -8,6 +8,7 @@ holds arrives over NVLink or PCIe. Parts are whole pages of 2 MiB, so a row may 
 """
 
 import ctypes
+import errno
 import os
 import socket
 import struct
@@ -121,6 +122,8 @@ def _exchange(file, ranks):
             sender = None
             while sender not in names:  # any process of this machine may write to it
                 _, received, _, sender = socket.recv_fds(mailbox, 4, 1)
+            if not received:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             files[sender] = received[0]
         return [files[name] for name in names]
 

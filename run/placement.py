@@ -33,7 +33,7 @@ from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from sampler import METHODS, SAMPLERS, UNIFORM, DamagedGraph, NeighborSampler
-from store import BACKENDS, MmapFeatures, ReorderedFeatures, described_part
+from store import BACKENDS, MmapFeatures, ReorderedFeatures, described_part, part_bounds
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
 LEAST_STEPS = 200  # optimizer steps of the default --epochs, at least: small graphs need many
@@ -331,7 +331,7 @@ def over_machines(ranks, plan, store, machines, features):
             f"--split-features in --mode {plan.mode} needs several machines: the processes of one share the rows in its "
             f"memory already{ranks.gpus and f'; --mode {MODES[0]} splits them over its GPUs' or ''}"
         )
-    ends = [features.shape[0] * (m + 1) // len(machines) for m in range(len(machines))]
+    ends = [part_bounds(features.shape[0], m, len(machines))[1] for m in range(len(machines))]
     owners = [there[ranks.local_rank % len(there)] for there in machines]
     if isinstance(stored := codes_of(store.features), MmapFeatures):
         # the page cache has to hold this machine's part alone

@@ -3,7 +3,9 @@
 import ctypes
 import os
 import shutil
+import socket
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,3 +124,16 @@ def test_a_gpu_that_is_full_alone_is_the_one_named(driver, tmp_path):
     printed = _end(_fork(tmp_path / "out", ddp.launch, _one_full, 3, driver), 1, 2)
     assert printed.count("--split-features: ") == 1, printed
     assert "rank 1: --split-features: cuMemCreate: CUDA error 2 (out of memory)" in printed
+
+
+def test_a_handle_that_finds_no_room_among_open_files_is_a_sentence():
+    """The system passes the message on without the descriptor."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind("")
+
+        def gather_here(own):
+            other.sendto(b"part", own)
+            return [own, other.getsockname()]
+
+        with pytest.raises(OSError, match="Too many open files"):
+            peers._exchange(0, SimpleNamespace(gather_here=gather_here))
