@@ -111,6 +111,7 @@ class Rule(NamedTuple):
     # the degree tells how many edges of a list are taken, and `choose` of native/batch.h can draw them
     counted: bool = False
     in_dgl: bool = False  # native/dgl.py can draw by it
+    header: str = "positions"  # in native/rules
 
 
 # ---- The sampling rules, also in native/rule.h.
@@ -162,8 +163,9 @@ LABOR = Rule(
     bounded=False,
     by_source=True,
     in_dgl=True,
+    header="labor",
 )
-WEIGHTED = Rule("weighted", 4, "by edge weight", keep=_keep_heaviest, in_dgl=True)
+WEIGHTED = Rule("weighted", 4, "by edge weight", keep=_keep_heaviest, in_dgl=True, header="weights")
 SAMPLERS = {rule.name: rule for rule in (UNIFORM, LABOR, WEIGHTED, LATEST)}  # of --sampler
 METHODS = [name for name, rule in SAMPLERS.items() if rule is not WEIGHTED]  # of NeighborSampler
 
@@ -199,7 +201,7 @@ class SamplingSpec(NamedTuple):
         return {
             "indptr": self.indptr,
             "indices": self.indices,
-            "weights": self.weights,
+            "column": self.weights,
             "types": self.edge_type,
             "fanouts": self.fanout_of,
             "edge_times": self.edge_times,

@@ -58,12 +58,13 @@ def _kind(c_type):
     return ctypes.c_void_p if "*" in c_type else _NUMBERS.get(c_type)
 
 
-def read_source(file, **defines):
-    """Return the text of a source file of this folder: `defines` as macros, then the file with its includes inlined."""
+def read_source(file, rule="positions", **defines):
+    """Return the text of a source file of this folder: `defines` as macros, then the file with its includes inlined, "@rule"
+    as rules/RULE.h."""
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    text = Path(__file__).with_name(file).read_text()
+    text = Path(__file__).parent.joinpath(file.replace("@rule", f"rules/{rule}.h")).read_text()
     included = re.compile('^#include "(.*)"$', re.MULTILINE)
-    return macros + included.sub(lambda match: read_source(match[1]), text)
+    return macros + included.sub(lambda match: read_source(match[1], rule), text)
 
 
 def signatures(source, result="KERNEL"):

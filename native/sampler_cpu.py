@@ -51,7 +51,9 @@ def load(spec):
         weights = weights.float()
     spec = spec._replace(weights=weights)
     defines = {"ID": TYPES[spec.indices.dtype], "HOME": "u" + TYPES[spec.indices.dtype]}
-    defines["WEIGHT"] = TYPES[torch.float32 if weights is None else weights.dtype]
+    defines["rule"] = spec.rule.header
+    if weights is not None:
+        defines["WEIGHT"] = TYPES[weights.dtype]
     if spec.edge_type is not None:
         defines["TYPE"] = TYPES[spec.edge_type.dtype]
     library = _library(**defines)

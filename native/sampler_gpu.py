@@ -71,7 +71,6 @@ def aggregate_source(ids, k, features, out):
     vec = 4 if features.shape[1] % 4 == 0 and aligned else 1
     defines = {
         "ID": IDS[ids],
-        "WEIGHT": "double",
         "IN": (ROWS | CODES)[features.dtype],
         "OUT": ROWS[out.dtype],
         "VEC": vec,
@@ -114,7 +113,7 @@ class Backend:
         self.fanouts = fanouts
         self.seed = seed
         self.compiled = compiled
-        defines = {"ID": IDS[spec.indices.dtype], "WEIGHT": "double"}
+        defines = {"ID": IDS[spec.indices.dtype], "WEIGHT": "double", "rule": spec.rule.header}
         if spec.edge_type is not None:
             defines["TYPE"] = TYPES[spec.edge_type.dtype]
         self.kernels = compiled("sampler", build.read_source("sampler.cu", **defines))
