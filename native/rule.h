@@ -43,7 +43,7 @@ typedef struct {      // the part of a node's list that may be sampled
 #define BISECT(low, n, early)                   \
   for (i64 left = n; left;) {                   \
     i64 half = left / 2, at = low + half;       \
-    int more = early;                           \
+    i64 more = early;                           \
     low += more ? half + 1 : 0;                 \
     left = more ? left - half - 1 : half;       \
   }
@@ -56,20 +56,23 @@ FN i64 lower_bound(const i64 *sorted, i64 n, i64 value) {
 
 // Floyd's algorithm (CACM 30(9), 1987) for n rows at a time, which the compiler vectorizes: draw i of
 // a row, whose mix(key ^ v) is its hash, is picks[i * stride + row]. Every degree is above k. A pick
-// that is taken already becomes the last of its range, which is free.
-#define FLOYD(name, number)                                                                        \
-  FN void name(i64 n, i64 k, const u64 *hash, const number *degree, number *picks, i64 stride) {   \
-    for (i64 i = 0; i < k; i++) {                                                                  \
-      number *__restrict__ pick = picks + i * stride;                                              \
-      const number beyond = (number)(i - k);                                                       \
-      for (i64 row = 0; row < n; row++)                                                            \
-        pick[row] = (number)below(mix(hash[row] ^ (u64)i) >> 32, (number)(degree[row] + beyond + 1)); \
-      for (i64 earlier = 0; earlier < i; earlier++) {                                              \
-        const number *__restrict__ other = picks + earlier * stride;                               \
-        for (i64 row = 0; row < n; row++)                                                          \
-          pick[row] = other[row] == pick[row] ? degree[row] + beyond : pick[row];                  \
-      }                                                                                            \
-    }                                                                                              \
+// that is taken already, -1 for a while, becomes the last of its range, which is free.
+#define FLOYD(name, number)                                                                      \
+  FN void name(i64 n, i64 k, const u64 *hash, const number *degree, number *picks, i64 stride) { \
+    for (i64 i = 0; i < k; i++) {                                                                \
+      number *__restrict__ pick = picks + i * stride;                                            \
+      const number beyond = (number)(i - k);                                                     \
+      for (i64 row = 0; row < n; row++) {                                                        \
+        u64 bits = mix(hash[row] ^ (u64)i) >> 32;                                                \
+        pick[row] = (number)below(bits, (number)(degree[row] + beyond + 1));                     \
+      }                                                                                          \
+      for (i64 earlier = 0; earlier < i; earlier++) {                                            \
+        const number *__restrict__ other = picks + earlier * stride;                             \
+        for (i64 row = 0; row < n; row++) pick[row] |= -(number)(other[row] == pick[row]);       \
+      }                                                                                          \
+      for (i64 row = 0; row < n; row++)                                                          \
+        pick[row] = ~pick[row] ? pick[row] : degree[row] + beyond;                               \
+    }                                                                                            \
   }
 
 #include "rules/times.h"

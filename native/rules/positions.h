@@ -14,7 +14,7 @@ FN void pick_list(const law_t *law, const hop_t *hop, u64 v, const row_t *row, i
   i64 degree = row->degree;
   u64 hash = mix(hop->key ^ v);
   if (law->rule == REPLACE)
-    for (i64 i = 0; i < n; i++) out[i] = below(draw(hop->key, v, i), degree);
+    for (i64 i = 0; i < n; i++) out[i] = below(mix(hash ^ (u64)i) >> 32, degree);
   else if (law->rule == LATEST || n == degree)
     for (i64 i = 0; i < n; i++) out[i] = degree - n + i;
   else floyd(1, n, &hash, &degree, out, 1);
