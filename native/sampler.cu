@@ -222,11 +222,10 @@ KERNEL degrees_at(batch_t b, i64 n, const ID *nodes, const i64 *times, i64 *degr
   cut_by_time(&row, &b.law, times[i]);
   degrees[i] = row.degree;
 }
-#if POSITIONS
 FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
   THREAD(part->rows + 1);
   i64 N = part->state->num_dst, at = open_row(b, part, i, N);
-  if (i >= N) return;
+  if (!POSITIONS || i >= N) return;
   ID v = b->src[i], node[MOST];
   i64 start = b->law.indptr[v];
   int n = (int)edges_of(b, part, i, at);
@@ -247,4 +246,3 @@ KERNEL pick_8(batch_t b, part_t part) { pick_up_to(8, &b, &part); }
 KERNEL pick_16(batch_t b, part_t part) { pick_up_to(16, &b, &part); }
 KERNEL pick_32(batch_t b, part_t part) { pick_up_to(32, &b, &part); }
 KERNEL pick_64(batch_t b, part_t part) { pick_up_to(64, &b, &part); }
-#endif
