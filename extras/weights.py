@@ -1,0 +1,35 @@
+"""Draws by edge weight, without replacement (Efraimidis-Spirakis 2006); edges of weight 0 are never taken.
+
+NeighborSampler(..., weights=weights)
+"""
+
+import torch
+
+from sampler import Rule
+
+
+def _keep_heaviest(law, lists, edges, row, place):
+    """Mask [E] of the k largest log(uniform) / weight of each list. place: [E] of an edge in it."""
+    weight = law.rule.column[edges].double()
+    if lists.k < 0:
+        return weight > 0
+    uniform = (lists.bits(row, lists.v[row], place).double() + 0.5) * 2.0**-32
+    order = torch.argsort(uniform.log_().div_(weight), descending=True, stable=True)
+    # sort by row again, each row's largest key first
+    order = order[torch.argsort(row[order], stable=True)]
+    rank = torch.empty_like(place).scatter_(0, order, place)
+    return (rank < lists.k) & (weight > 0)
+
+
+RULE = Rule(
+    "weighted", help="by edge weight", keep=_keep_heaviest, needs="weights", header="weights"
+)
+
+
+def law(law, check, weights):
+    """weights: float [M], not negative."""
+    weights = law.column("weights", weights, "float16, bfloat16, float32 or float64")
+    if check and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+        raise ValueError("weights contains a negative, infinite or NaN value")
+    law = law if law.rule is RULE else law.ruled(RULE, "weights")
+    return law._replace(rule=RULE._replace(column=weights))
