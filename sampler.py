@@ -7,21 +7,18 @@ native/, after a warning, torch operations replace the C code and the CUDA kerne
     blocks = sampler.sample(seeds, step=0)     # blocks[0] outermost hop ... blocks[-1] has the seeds
     x = features[blocks[0].src_nodes]          # input rows; then feed the blocks to the layers
 
-Fanouts and hops are counted from the seeds, blocks the other way round: hop i is blocks[-1 - i].
-The graph has V nodes and M edges, CSC over in-edges: the in-neighbours of v are
-indices[indptr[v]:indptr[v+1]]. A block has S destinations, N sources and E edges.
+The graph has V nodes and M edges, CSC over in-edges: the in-neighbours of v are indices[indptr[v]:indptr[v+1]]. A block
+has S destinations, N sources and E edges. Fanouts and hops are counted from the seeds: hop i is blocks[-1 - i].
 
 Samples depend only on (random seed, step, hop, node), through a counter-based generator (see `random_bits`): all
 backends but "dgl" return the same bits, for any number of threads and ranks and any prefetch depth.
 
-A hop is five passes over flat arrays, from the graph to the block without intermediate structures: degrees; prefix sum
-(the block's indptr); picks (Floyd's algorithm: k draws, however long the list); gather of the picked node ids;
-relabelling. Destinations need no hashing, because they are the sources of the previous hop, and the outermost hop, by
-far the largest, can skip relabelling (`relabel_outer=False`). native/sampler_cpu.py says how passes overlap in C.
+A hop is five passes over flat arrays: degrees; prefix sum (the block's indptr); picks (Floyd's algorithm: k draws, however
+long the list); gather of the picked node ids; relabelling. Destinations need no hashing, because they are the sources of
+the previous hop, and the outermost hop, by far the largest, can skip relabelling (`relabel_outer=False`).
 
-A `Law` says how neighbours are drawn. The files of extras/ add to it what options of `NeighborSampler` ask for: a *rule*
-(which edges of a list are taken), *cuts* (which edges of its list a destination sees), a *split* (lists within a list, as
-by type) and a *pairing* (what, beside the node, makes two sources different).
+A `Law` says how neighbours are drawn: the *rule* takes edges of a list; *cuts* leave the edges that a destination sees; a
+*split* makes several lists of one, as by type; by a *pairing* a source is more than its node. extras/ has a file for each.
 """
 
 import warnings
@@ -168,12 +165,11 @@ class Law(NamedTuple):
     fanouts: list  # k of each hop, or with a split the most of all lists of a node; -1: no limit
     rule: Rule = UNIFORM
     cuts: tuple = ()  # (lists, Sources) -> lists of the edges that their destinations see
-    split: Callable | None = (
-        None  # (pick, lists, hop) -> what `pick` returns for parts of the lists
-    )
+    split: Callable | None = None  # (pick, lists, hop) -> what `pick` returns, of several lists
     pairing: type | None = None  # a subclass of Sources, where a source is more than a node
+    disjoint: bool = False  # no two seeds share a source
     label: Callable | None = None  # (block) -> block with what is known of its edges
-    sorted_by: dict = {}  # columns by which each list ascends, ties of one by the next
+    sorted_by: dict = {}  # columns by which each list ascends, ties of one by the next; not checked here
     native: dict = {}  # further fields of law_t of native/rule.h
     options: tuple = ()  # names of those of NeighborSampler that were given
     edge_ids: bool = False  # whether blocks have edge_ids
@@ -182,11 +178,6 @@ class Law(NamedTuple):
     block = Block  # what backends return, one for each hop
     num_nodes = property(lambda self: self.indptr.numel() - 1, doc="V, the number of nodes.")
     timed = property(lambda self: "edge_times" in self.native, doc="Whether seeds have times.")
-
-    @property
-    def disjoint(self):
-        """Whether no two seeds share a source."""
-        return self.pairing is not None and self.pairing.of_seeds
 
     def ruled(self, rule, option):
         """Return the law with a rule; ValueError if another option has chosen one."""
@@ -199,18 +190,6 @@ class Law(NamedTuple):
         M = self.indices.numel()
         check_array(name, values, f"{dtypes} [M={M}]", self.indptr, M)
         return values.contiguous()
-
-    def fields(self):
-        """Return the fields of law_t of native/rule.h; the struct that they are filled into must not outlive this."""
-        return {
-            "indptr": self.indptr,
-            "indices": self.indices,
-            "column": self.rule.column,
-            "rule": self.rule.number,
-            "V": self.num_nodes,
-            "M": self.indices.numel(),
-            **self.native,
-        }
 
 
 class Hop(NamedTuple):
@@ -230,19 +209,15 @@ class NeighborSampler:
         fanouts: neighbours sampled per node, from the seeds outward (15,10,5: 15 for each seed, 10 for each of those,
             then 5); -1 takes all. DGL lists them in the opposite order. With edge types a number applies to each
             type, and a list has one number per type: [[10, 3], [5, 0]].
-        replace: draw with replacement (uniform only).
-        method: "uniform", or another of `RULES` of extras/: "labor" (LABOR-0), "weighted", "latest".
+        replace: draw with replacement. method: "uniform", or "labor", "weighted" or "latest", see extras/.
         seed: any int; the same seed and step give the same blocks.
         edge_ids: also return the position of each edge in `indices`.
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl" (DGL's operators
-            and random numbers), or "auto": native where available, else torch.
+            and random numbers), or "auto": native where available, else torch; the attribute says which.
         check: validate the graph once, here; without, `sample` raises DamagedGraph when it reads a bad offset or id.
         threads: of one `sample` call of the C backend; default torch.get_num_threads(), at most 4.
-        options: what else `OPTIONS` of extras/ lists, with the file that explains each: weights, edge_times, strict, window,
-            edge_type, by_type, type_numbers, disjoint, layer_dependency, batch_dependency.
-
-    Attributes:
-        backend: name of the backend in use. engine: the backend object. spec: the `Law`.
+        options: weights, edge_times, strict, window, edge_type, by_type, type_numbers, disjoint, layer_dependency,
+            batch_dependency: see `OPTIONS` of extras/, whose files explain them.
 
     Raises:
         ValueError, TypeError: for invalid arguments; the message names the value and what is accepted.
@@ -268,6 +243,8 @@ class NeighborSampler:
             raise ValueError(f"backend {backend!r} is unknown; use {', '.join(BACKENDS)}")
         check_array("indptr", indptr, "int64 [V+1]", indptr)
         check_array("indices", indices, "int32 or int64 [M]", indptr)
+        if check:
+            _check_graph(indptr, indices)
         fanouts = fanout_list(fanouts)
         law = Law(indptr.contiguous(), indices.contiguous(), fanouts, edge_ids=edge_ids)
         law = law._replace(threads=threads, rule=REPLACE if replace else UNIFORM)
@@ -275,13 +252,9 @@ class NeighborSampler:
         if method or options or any(isinstance(k, list) for k in fanouts):
             law = with_options(law, method, options, check)
         _check_fanouts(fanouts, law.rule)
-        if check:
-            _check_graph(law)
         self.spec = law
         self.fanouts = law.fanouts
         self.seed = index(seed)
-        self.timed = law.timed
-        self.indptr = law.indptr
         self.indices = law.indices
         self.edge_type = getattr(law.label, "edge_type", None)
         self.backend = backend
@@ -326,27 +299,22 @@ class NeighborSampler:
             seeds: int32 or int64 [S], distinct node ids; a node may repeat with another time, or if disjoint.
             step: int, the number of the batch; it keys the random draws.
             times: int64 [S], the time of each seed; needed with edge_times, refused without.
-            exclude: edges to leave out in every hop, as if the graph did not have them: their positions in `indices`,
-                int32 or int64 [X], in any order; or a mask, bool [M], which costs O(M). On a GPU the host has to
-                synchronize for this.
+            exclude: edges to leave out in every hop: their positions in `indices`, int32 or int64 [X], in any order; or
+                a mask, bool [M], which costs O(M). On a GPU the host has to synchronize for this.
             relabel_outer: False leaves global ids in blocks[0].indices, for a model that aggregates the first layer
                 straight from the feature table; blocks[0].src_nodes then has only the destinations.
 
-        Returns:
-            One Block for each fanout; blocks[0] is the outermost hop, blocks[-1] has the seeds as destinations, and
-            blocks[i].src_nodes starts with blocks[i+1].src_nodes. With times a source has the time of the destination
-            that sampled it, if disjoint its seed; such pairs are numbered by first appearance.
+        Returns a Block for each fanout; blocks[0] is the outermost hop, blocks[-1] has the seeds as destinations, and
+        blocks[i].src_nodes starts with blocks[i+1].src_nodes; new sources are numbered by first appearance.
 
-        Raises:
-            TypeError, IndexError, ValueError: seeds or edges of a wrong dtype or out of range; repeated seeds; times
-                missing or unexpected; exclude with backend "dgl".
-            DamagedGraph: a subclass of IndexError. Backend "torch" does not check for it on a GPU.
+        Raises TypeError, IndexError, ValueError: seeds, times or edges of a wrong dtype, out of range, missing or unexpected;
+        repeated seeds. DamagedGraph, a subclass of IndexError: not on a GPU by backend "torch".
         """
         check_ids("seeds", seeds, "node ids")
         law = self.spec
+        step = index(step)
         device = law.indices.device
         on_gpu = self.backend == "native" and law.indices.is_cuda
-        step = index(step)
         if law.timed or times is not None:
             times = extra("times").times_of(law, seeds, times)
         if exclude is not None:  # the CUDA kernels' backend takes ids in any order
@@ -414,10 +382,9 @@ def check_array(name, array, form, like, length=None):
         raise TypeError(f"{name} must be {form}, not {kind(array)}")
 
 
-def _check_graph(law):
-    """Raise ValueError unless arrays form a CSC graph whose lists are sorted as the law says."""
-    indptr, indices = law.indptr, law.indices
-    V = law.num_nodes
+def _check_graph(indptr, indices):
+    """Raise ValueError unless arrays form a CSC graph."""
+    V = indptr.numel() - 1
     M = indices.numel()
     ends = indptr[[0, -1]].tolist()
     if ends != [0, M] or bool((indptr[1:] < indptr[:-1]).any()):
@@ -426,16 +393,6 @@ def _check_graph(law):
         raise ValueError(f"indptr has a node with {most:,} edges; the limit is {MOST_EDGES:,}")
     if (bad := outside(indices, V)) is not None:
         raise ValueError(f"indices contains {bad}; the {V} nodes of indptr are counted from 0")
-    if not law.sorted_by:
-        return
-    same = torch.ones(max(M - 1, 0), dtype=torch.bool, device=indptr.device)
-    same[indptr[(indptr > 0) & (indptr < M)] - 1] = False  # across the border of two lists
-    for name, values in law.sorted_by.items():
-        if (drops := (same & (values[1:] < values[:-1])).nonzero()).numel():
-            v = int(torch.searchsorted(indptr, drops[0] + 1, right=True)) - 1
-            how = ", then ".join(n[5:].rstrip("s") for n in law.sorted_by)
-            raise ValueError(f"{name} decreases in the list of node {v}; sort each list by {how}")
-        same &= values[1:] == values[:-1]
 
 
 def check_ids(name, ids, units):
@@ -577,8 +534,6 @@ class TorchBackend:
 
 class Sources:
     """The source nodes of a batch, hop by hop, numbered in a table [V] by first appearance. A pairing is a subclass."""
-
-    of_seeds = False  # whether each belongs to one seed
 
     def __init__(self, backend, seeds, times):
         self.backend = backend

@@ -4,20 +4,17 @@ that adds to a `Law` of sampler.py what options of NeighborSampler ask for, or b
 import importlib
 from pathlib import Path
 
+import torch
+
 # sampling rules beside the uniform one, of `method` and --sampler: the file of each
 RULES = {"labor": "labor", "weighted": "weights", "latest": "times"}
-# further options of NeighborSampler: the file of each, and what it is unless given
+# further options of NeighborSampler: those of each file, and what they are unless given
 OPTIONS = {
-    "layer_dependency": ("labor", False),
-    "batch_dependency": ("labor", 1),
-    "weights": ("weights", None),
-    "edge_type": ("types", None),
-    "by_type": ("types", True),
-    "type_numbers": ("types", None),
-    "edge_times": ("times", None),
-    "strict": ("times", False),
-    "window": ("times", None),
-    "disjoint": ("disjoint", False),
+    "labor": dict(layer_dependency=False, batch_dependency=1),
+    "weights": dict(weights=None),
+    "types": dict(edge_type=None, by_type=True, type_numbers=None),
+    "times": dict(edge_times=None, strict=False, window=None),
+    "disjoint": dict(disjoint=False),
 }
 
 
@@ -41,20 +38,35 @@ def rules():
 
 def with_options(law, method, options, check):
     """Return a `Law` with a rule, None for that which it has, and further options of NeighborSampler. check: validate columns."""
-    if unknown := options.keys() - OPTIONS.keys():
-        raise TypeError(f"{', '.join(unknown)}: no such option; there are {', '.join(OPTIONS)}")
     if method:
         if method not in RULES:
             known = ", ".join([law.rule.name, *RULES])
             raise ValueError(f"method {method!r} is unknown; use one of {known}")
         law = law.ruled(extra(RULES[method]).RULE, f"method {method!r}")
-    given = {name: value for name, value in options.items() if value is not OPTIONS[name][1]}
-    law = law._replace(options=(*given,))
     by_type = any(isinstance(k, list) for k in law.fanouts)
-    for file in dict.fromkeys(file for file, _ in OPTIONS.values()):
-        of_file = {name: value for name, value in given.items() if OPTIONS[name][0] == file}
-        if of_file or by_type and file == "types":
-            law = extra(file).law(law, check, **of_file)
-    if law.rule.needs and law.rule.needs not in given:
+    for file, unless in OPTIONS.items():
+        asked = {n: options.pop(n) for n in unless if n in options}
+        asked = {n: value for n, value in asked.items() if value is not unless[n]}
+        law = law._replace(options=(*law.options, *asked))
+        if asked or by_type and file == "types":
+            law = extra(file).law(law, check, **asked)
+    if options:
+        raise TypeError(f"NeighborSampler has no option {' or '.join(options)}")
+    if law.rule.needs and law.rule.needs not in law.options:
         raise ValueError(f"{law.rule.name} needs {law.rule.needs}")
+    if check:
+        _check_order(law)
     return law
+
+
+def _check_order(law):
+    """Raise ValueError unless each list ascends by the columns of `law.sorted_by`."""
+    indptr, M = law.indptr, law.indices.numel()
+    same = torch.ones(max(M - 1, 0), dtype=torch.bool, device=indptr.device)
+    same[indptr[(indptr > 0) & (indptr < M)] - 1] = False  # across the border of two lists
+    for name, values in law.sorted_by.items():
+        if (drops := (same & (values[1:] < values[:-1])).nonzero()).numel():
+            v = int(torch.searchsorted(indptr, drops[0] + 1, right=True)) - 1
+            how = ", then ".join(n[5:].rstrip("s") for n in law.sorted_by)
+            raise ValueError(f"{name} decreases in the list of node {v}; sort each list by {how}")
+        same &= values[1:] == values[:-1]

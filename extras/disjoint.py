@@ -13,8 +13,6 @@ from sampler import mix, signed
 class OfSeeds(Pairs):
     """Sources that are pairs: src holds node + V * position of the pair's seed."""
 
-    of_seeds = True
-
     def __init__(self, backend, seeds, times):
         self.backend = backend
         self.law = backend.spec
@@ -32,4 +30,4 @@ class OfSeeds(Pairs):
 
 def law(law, check, disjoint):
     """disjoint: True for a neighbourhood of its own for each seed."""
-    return law._replace(pairing=OfSeeds) if disjoint else law
+    return law._replace(pairing=OfSeeds, disjoint=True) if disjoint else law

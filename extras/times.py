@@ -100,12 +100,16 @@ def law(law, check, edge_times=None, strict=False, window=None):
     window: int above 0: only edges later than that time minus this; None: all."""
     if edge_times is None:
         raise ValueError(f"{'strict' if strict else 'window'} needs edge_times")
+    if law.label and not law.split:
+        raise ValueError(
+            "by_type=False is not for fanouts by type, nor for edge_times: lists are in type order"
+        )
     if window is not None and (window % 1 != 0 or not 0 < window < 1 << 63):
         raise ValueError(f"window is {window}: give an int above 0")
     edge_times = law.column("edge_times", edge_times, "int64")
     cut = Cut(edge_times, bool(strict), int(window or 0))
     return law._replace(
-        cuts=(*law.cuts, cut),
+        cuts=(cut,),
         pairing=Pairs,
         sorted_by={**law.sorted_by, "edge_times": edge_times},
         native={**law.native, **cut._asdict()},

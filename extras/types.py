@@ -85,9 +85,9 @@ def law(law, check, edge_type=None, by_type=True, type_numbers=None):
     label = Label(types, type_numbers, law.edge_ids)
     law = law._replace(label=label, edge_ids=True)
     if not by_type:
-        if any(isinstance(k, list) for k in fanouts) or "edge_times" in law.options:
+        if any(isinstance(k, list) for k in fanouts):
             raise ValueError(
-                "by_type=False is not for fanouts by type, nor for edge_times: lists are in type order"
+                f"fanouts {fanouts}: by_type=False is not for fanouts by type, nor for edge_times: lists are in type order"
             )
         return law
     num_types = 1

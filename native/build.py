@@ -114,6 +114,19 @@ def fill(struct, **values):
     return struct
 
 
+def law_fields(law):
+    """Return the fields of law_t of rule.h of a `sampler.Law`; the struct that they are filled into must not outlive it."""
+    return {
+        "indptr": law.indptr,
+        "indices": law.indices,
+        "column": law.rule.column,
+        "rule": law.rule.number,
+        "V": law.num_nodes,
+        "M": law.indices.numel(),
+        **law.native,
+    }
+
+
 def _warn_once(name, text, error):
     if name not in _warned:
         _warned.add(name)

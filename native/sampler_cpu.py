@@ -72,7 +72,7 @@ class Backend:
         self.spec = spec
         self.library = library
         self.of_pairs = of_pairs  # the library for batches of several groups, see sampler.c
-        self.job = build.fill(Job(), **spec.fields())
+        self.job = build.fill(Job(), **build.law_fields(spec))
         self.idle = []  # working memory that no batch uses
         self.slots = 0  # of the table after the last batch: the next one needs about as many
 

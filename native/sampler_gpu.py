@@ -121,7 +121,7 @@ class Backend:
         self.kernels = compiled("sampler", build.read_source("sampler.cu", rule.header, **defines))
         # for kernels that need no frame
         self.outcome = spec.indices.new_zeros(ctypes.sizeof(Outcome) // 8, dtype=torch.int64)
-        self.graph = build.fill(Batch(), outcome=self.outcome, **self.spec.fields())
+        self.graph = build.fill(Batch(), outcome=self.outcome, **build.law_fields(self.spec))
         self.num_nodes = spec.num_nodes
         self.timed = spec.timed
         # edges to allocate for each hop that once lacked room: what it wanted, and a quarter more
@@ -280,7 +280,11 @@ class Frame:
             part.state = state.data_ptr()
         self.batch = Batch(one_draw=spec.rule.one_draw, seed=backend.seed & (2**64 - 1))
         build.fill(
-            self.batch, outcome=self.results, states=states, table=self.table, **spec.fields()
+            self.batch,
+            outcome=self.results,
+            states=states,
+            table=self.table,
+            **build.law_fields(spec),
         )
 
     def _integers(self, n, pinned=False):
