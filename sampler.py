@@ -185,9 +185,10 @@ class Law(NamedTuple):
             raise ValueError(f"{self.rule.name!r} and {option} exclude each other; choose one")
         return self._replace(rule=rule)
 
-    def column(self, name, values, dtypes):
+    def column(self, dtypes, **named):
         """Return a column of the edges, contiguous; TypeError unless it has one of the dtypes and is of this graph."""
         M = self.indices.numel()
+        ((name, values),) = named.items()
         check_array(name, values, f"{dtypes} [M={M}]", self.indptr, M)
         return values.contiguous()
 
@@ -256,7 +257,7 @@ class NeighborSampler:
         self.fanouts = law.fanouts
         self.seed = index(seed)
         self.indices = law.indices
-        self.edge_type = getattr(law.label, "edge_type", None)
+        self.edge_type = law.label and law.label.edge_type
         self.backend = backend
         self._load()
 
@@ -316,9 +317,9 @@ class NeighborSampler:
         device = law.indices.device
         on_gpu = self.backend == "native" and law.indices.is_cuda
         if law.timed or times is not None:
-            times = extra("times").times_of(law, seeds, times)
+            times = extra(".times").times_of(law, seeds, times)
         if exclude is not None:  # the CUDA kernels' backend takes ids in any order
-            exclude = extra("exclude").edge_set(exclude, law.indices, ordered=not on_gpu)
+            exclude = extra(".exclude").edge_set(exclude, law.indices, ordered=not on_gpu)
         if on_gpu:
             # ids are checked and keys computed on the GPU
             work = (seeds, step, relabel_outer, exclude, times)
@@ -479,7 +480,7 @@ class TorchBackend:
             return None
         cuts = law.cuts
         if exclude is not None:
-            cuts += (extra("exclude").Cut(exclude),)
+            cuts += (extra(".exclude").Cut(exclude),)
         pick = partial(self._pick, cuts, sources)
         blocks = []
         for hop in hops:

@@ -6,34 +6,35 @@ from pathlib import Path
 
 import torch
 
-# sampling rules beside the uniform one, of `method` and --sampler: the file of each
-RULES = {"labor": "labor", "weighted": "weights", "latest": "times"}
-# further options of NeighborSampler: those of each file, and what they are unless given
+# sampling rules beside the uniform one, of `method` and --sampler: the module of each
+RULES = dict(labor=".labor", weighted=".weights", latest=".times")
+# further options of NeighborSampler: those of each module, and what they are unless given
 OPTIONS = {
-    "labor": dict(layer_dependency=False, batch_dependency=1),
-    "weights": dict(weights=None),
-    "types": dict(edge_type=None, by_type=True, type_numbers=None),
-    "times": dict(edge_times=None, strict=False, window=None),
-    "disjoint": dict(disjoint=False),
+    ".labor": dict(layer_dependency=False, batch_dependency=1),
+    ".weights": dict(weights=None),
+    ".types": dict(edge_type=None, by_type=True, type_numbers=None),
+    ".times": dict(edge_times=None, strict=False, window=None),
+    ".disjoint": dict(disjoint=False),
 }
 
 
-def extra(file):
-    """Import a file of this folder; ImportError if it is not there."""
-    if not Path(__file__).with_name(f"{file}.py").exists():
-        raise ImportError(f"this takes extras/{file}.py: copy it beside the others")
-    return importlib.import_module(f"{__name__}.{file}")
+def _file(name):
+    return Path(__file__).with_name(f"{name[1:]}.py")
+
+
+def extra(name):
+    """Import a module of this folder, ".labor"; ImportError if its file is not there."""
+    if not _file(name).exists():
+        raise ImportError(f"this takes extras/{_file(name).name}: copy it beside the others")
+    return importlib.import_module(name, __name__)
 
 
 def rules():
     """Return {name: Rule} of the sampling rules whose files are there."""
     from sampler import UNIFORM
 
-    there = {UNIFORM.name: UNIFORM}
-    for name, file in RULES.items():
-        if Path(__file__).with_name(f"{file}.py").exists():
-            there[name] = extra(file).RULE
-    return there
+    there = [extra(name).RULE for name in RULES.values() if _file(name).exists()]
+    return {rule.name: rule for rule in (UNIFORM, *there)}
 
 
 def with_options(law, method, options, check):
@@ -48,7 +49,7 @@ def with_options(law, method, options, check):
         asked = {n: options.pop(n) for n in unless if n in options}
         asked = {n: value for n, value in asked.items() if value is not unless[n]}
         law = law._replace(options=(*law.options, *asked))
-        if asked or by_type and file == "types":
+        if asked or by_type and file == ".types":
             law = extra(file).law(law, check, **asked)
     if options:
         raise TypeError(f"NeighborSampler has no option {' or '.join(options)}")

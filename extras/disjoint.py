@@ -1,13 +1,14 @@
 """Disjoint neighbourhoods: each seed has its own, with its own random draws, which do not depend on the other seeds of the
 batch; seeds may then repeat. `src_seed` of a block says whose each source is.
 
-    NeighborSampler(..., disjoint=True)
+    NeighborSampler(..., disjoint=True)     # takes times.py along
 """
 
 import torch
 
-from extras.times import Pairs
 from sampler import mix, signed
+
+from .times import Pairs
 
 
 class OfSeeds(Pairs):

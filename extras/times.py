@@ -106,12 +106,12 @@ def law(law, check, edge_times=None, strict=False, window=None):
         )
     if window is not None and (window % 1 != 0 or not 0 < window < 1 << 63):
         raise ValueError(f"window is {window}: give an int above 0")
-    edge_times = law.column("edge_times", edge_times, "int64")
+    edge_times = law.column("int64", edge_times=edge_times)
     cut = Cut(edge_times, bool(strict), int(window or 0))
     return law._replace(
         cuts=(cut,),
         pairing=Pairs,
-        sorted_by={**law.sorted_by, "edge_times": edge_times},
+        sorted_by=dict(law.sorted_by, edge_times=edge_times),
         native={**law.native, **cut._asdict()},
     )
 

@@ -81,7 +81,7 @@ def law(law, check, edge_type=None, by_type=True, type_numbers=None):
     all_lists = all(isinstance(k, list) for k in fanouts)
     if edge_type is None:
         raise ValueError(f"fanouts {fanouts}, by_type={by_type}: fanouts by type need edge_type")
-    types = as_signed(law.column("edge_type", edge_type, "uint8 or uint16"))
+    types = as_signed(law.column("uint8 or uint16", edge_type=edge_type))
     label = Label(types, type_numbers, law.edge_ids)
     law = law._replace(label=label, edge_ids=True)
     if not by_type:
@@ -108,6 +108,6 @@ def law(law, check, edge_type=None, by_type=True, type_numbers=None):
     return law._replace(
         split=split,
         fanouts=[-1 if -1 in numbers else sum(numbers) for numbers in lists],
-        sorted_by={**law.sorted_by, "edge_type": types},
+        sorted_by=dict(law.sorted_by, edge_type=types),
         native={**law.native, **split._asdict()},
     )

@@ -458,23 +458,42 @@ with warnings.catch_warnings(record=True) as caught:
         s = NeighborSampler(torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0]), [2, 2])
 assert s.sample(torch.tensor([0]), 0)[-1].src_nodes.tolist() == [0, 1, 2]
 caught = [str(warning.message) for warning in caught]
+def drawn(**options):
+    graph = torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0])
+    try:
+        return NeighborSampler(*graph, [2], backend="torch", **options).sample(torch.tensor([0]), 0)[0].src_nodes.tolist()
+    except ImportError as error:
+        return str(error)
 """
 
 
 ALONE = {  # what is copied, as the first lines of a file say: what is done with it
     "sampler": f"""{SAMPLES}
 assert s.backend == 'torch' and len(caught) == 1 and 'copy the folder native/' in caught[0], caught
+assert drawn(replace=True) and 'copy the folder extras/ beside sampler.py' in drawn(method='labor')
+""",
+    "sampler extras": f"""{SAMPLES}
+import os
+assert drawn(method='labor') == drawn(disjoint=True) == drawn(weights=torch.ones(3)) == [0, 1, 2]
+os.remove('extras/exclude.py'), os.remove('extras/weights.py')
+assert drawn() == drawn(edge_type=torch.zeros(3).byte()) == [0, 1, 2]
+assert drawn(weights=torch.ones(3)) == 'this takes extras/weights.py: copy it beside the others'
 """,
     "sampler native": f"{SAMPLES}assert s.backend == 'native' and not caught, caught",
-    "sampler model native": """
+    "sampler model native extras": """
 from pathlib import Path
 for name in ("sampler.py", "model.py"):  # in a package
     file = Path("mine", name)
     file.parent.mkdir(exist_ok=True)
-    file.write_text(Path(name).read_text().replace("from native", "from .native"))
+    file.write_text(Path(name).read_text().replace("from native", "from .native").replace("from extras", "from .extras"))
+for file in Path("extras").iterdir():
+    file.is_file() and file.write_text(file.read_text().replace("from sampler", "from ..sampler"))
 Path("native").rename("mine/native")
+Path("extras").rename("mine/extras")
+import torch
 from mine import model, sampler
 assert model.fused and sampler.sampler_cpu
+sampler.NeighborSampler(torch.tensor([0, 1]), torch.tensor([0]), [1], disjoint=True)
 """,
     "features": """
 import torch
