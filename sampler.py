@@ -23,7 +23,6 @@ A `Law` says how neighbours are drawn: the *rule* takes edges of a list; *cuts* 
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from operator import index
 from typing import NamedTuple
 
@@ -107,13 +106,13 @@ class Lists(NamedTuple):
     v: Tensor  # int64 [R] destinations
     start: Tensor  # int64 [R] position of a list's first edge in the graph's indices
     degree: Tensor  # int64 [R] number of edges
-    k: int  # fanout, -1: all
+    k: int | Tensor  # fanout, or int64 [R]; MOST_EDGES: all
     key: int | Tensor  # of the hop, or int64 [R]
     skip: Callable | None = None  # (edges [E], list of each [E]) -> the same, past edges left out
 
     def bits(self, lists, v, j):
         """Draw j of nodes v with the keys of these lists, see `random_bits`."""
-        return random_bits(key_of(self.key, lists), v, j)
+        return random_bits(of(self.key, lists), v, j)
 
 
 class Rule(NamedTuple):
@@ -141,9 +140,9 @@ class Rule(NamedTuple):
 def _floyd(lists, rows, j):
     """Floyd's algorithm (CACM 30(9), 1987): k distinct positions below degree for every row."""
     bits = lists.bits(rows, lists.v[rows], j)
-    last = lists.degree[rows] - lists.k + j  # [k, R]
+    last = lists.degree[rows] - of(lists.k, rows) + j  # [k, R]
     pick = (bits * (last + 1)) >> 32
-    for j in range(1, lists.k):
+    for j in range(1, len(pick)):
         pick[j] = torch.where((pick[:j] == pick[j]).any(0), last[j], pick[j])
     return pick
 
@@ -165,7 +164,7 @@ class Law(NamedTuple):
     fanouts: list  # k of each hop, or with a split the most of all lists of a node; -1: no limit
     rule: Rule = UNIFORM
     cuts: tuple = ()  # (lists, Sources) -> lists of the edges that their destinations see
-    split: Callable | None = None  # (pick, lists, hop) -> what `pick` returns, of several lists
+    split: Callable | None = None  # (lists, hop) -> several lists for each
     pairing: type | None = None  # a subclass of Sources, where a source is more than a node
     disjoint: bool = False  # no two seeds share a source
     label: Callable | None = None  # (block) -> block with what is known of its edges
@@ -446,9 +445,9 @@ def signed(key):
     return key if isinstance(key, Tensor) else key - (key >> 63 << 64)
 
 
-def key_of(key, rows):
-    """Return a key for each of these rows, of one key for all or a tensor of keys."""
-    return key[rows] if isinstance(key, Tensor) else key
+def of(values, rows):
+    """Return what these rows have, of one value for all or a tensor of values."""
+    return values[rows] if isinstance(values, Tensor) else values
 
 
 def random_bits(key, v, j, bits=32):
@@ -481,11 +480,15 @@ class TorchBackend:
         cuts = law.cuts
         if exclude is not None:
             cuts += (extra(".exclude").Cut(exclude),)
-        pick = partial(self._pick, cuts, sources)
         blocks = []
         for hop in hops:
             lists = sources.lists(hop)
-            indptr, edges = law.split(pick, lists, hop) if law.split else pick(lists)
+            if law.split:
+                lists = law.split(lists, hop)
+            indptr, edges = self._pick(cuts, sources, lists)
+            if law.split:
+                counts = torch.bincount(lists.rows, minlength=len(sources.nodes))
+                indptr = indptr[prefix_sum(counts)]
             local = law.indices.index_select(0, edges)
             if not local.is_cuda and outside(local, law.num_nodes) is not None:
                 raise IndexError("a node in indices")
@@ -515,19 +518,25 @@ class TorchBackend:
             edges = lists.skip(edges, row) if lists.skip else edges
             kept = rule.keep(self.spec, lists, edges, row, place)
             return prefix_sum(kept)[indptr], edges[kept]
+        k = lists.k
         if rule.repeats:
             draws = degree > 0
-            counts = torch.where(draws, lists.k, 0)
+            counts = torch.where(draws, k, 0)
         else:
-            counts = degree if lists.k < 0 else degree.clamp(max=lists.k)
+            counts = degree.clamp(max=k)
             draws = degree > counts
         indptr = prefix_sum(counts)
         edges = expand(lists.start, counts)
         rows = draws.nonzero().squeeze(1)  # [D] that draw; the others take their whole list
         if rows.numel():
-            j = torch.arange(lists.k, device=rows.device).unsqueeze(1)  # [k, 1]
-            pick = rule.draw(lists, rows, j)  # [k, D]
-            edges.index_put_((indptr[rows] + j,), lists.start[rows] + pick)
+            most = int(k[rows].max()) if isinstance(k, Tensor) else k
+            j = torch.arange(most, device=rows.device).unsqueeze(1)  # [k, 1]
+            taken = lists.start[rows] + rule.draw(lists, rows, j)  # [k, D]
+            places = indptr[rows] + j
+            if isinstance(k, Tensor):
+                taken = taken[j < k[rows]]
+                places = places[j < k[rows]]
+            edges.index_put_((places,), taken)
         if lists.skip:
             edges = lists.skip(edges, torch.repeat_interleave(counts, output_size=edges.numel()))
         return indptr, edges
@@ -566,7 +575,8 @@ class Sources:
         # on a GPU the check would synchronize, and a read out of range is an assertion there anyway
         if not v.is_cuda and bool(damaged.any()):
             raise IndexError("a list in indptr")
-        return Lists(slice(None), v, start, degree, hop.k, hop.key)
+        k = MOST_EDGES if hop.k < 0 else hop.k
+        return Lists(slice(None), v, start, degree, k, hop.key)
 
     def number(self, indptr, ids):
         """Assign local ids to new nodes in ids [E], by first appearance -> position of each among the sources [E].

@@ -6,13 +6,13 @@ them, which makes the outer hops smaller.
 
 from operator import index
 
-from sampler import Rule
+from sampler import Rule, of
 
 
 def _keep_shared(law, lists, edges, row, place):
     """One draw for each source decides for all destinations. edges: [E], row: [E] list of an edge -> mask [E]."""
     draw = lists.bits(row, law.indices[edges].long(), 0)
-    return (draw * lists.degree[row] <= lists.k << 32) | (lists.k < 0)
+    return draw * lists.degree[row] <= of(lists.k, row) << 32
 
 
 RULE = Rule(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sampler import Rule, Sources, kind
+from sampler import Rule, Sources, kind, of
 
 
 def number_before(edge_times, start, degree, times, strict):
@@ -49,7 +49,7 @@ class Cut(NamedTuple):
 
 
 def _last(lists, rows, j):
-    return lists.degree[rows] - lists.k + j
+    return lists.degree[rows] - of(lists.k, rows) + j
 
 
 RULE = Rule("latest", 2, "the last edges that the seed sees", draw=_last, needs="edge_times")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sampler import expand, key_of, mix, prefix_sum, signed
+from sampler import MOST_EDGES, Lists, expand, mix, of, signed
 
 NO_TYPE = -2  # fanout of a type that does not exist, as in native/rule.h
 MOST_TYPES = 1 << 15
@@ -26,35 +26,24 @@ class Split(NamedTuple):
     types: Tensor  # uint8 or int16 [M], ascending in each list
     fanouts: Tensor  # int64 [L, 256 or 65536] k per hop and type, NO_TYPE: no such type
 
-    def __call__(self, pick, lists, hop):
-        """Draw from G lists, each with its own k and key."""
+    def __call__(self, lists, hop):
         places = expand(lists.start, lists.degree)
         row = torch.repeat_interleave(lists.degree)
         group = (self.types.index_select(0, places).long() & 0xFFFF) + (row << 16)
         group, counts = group.unique_consecutive(return_counts=True)
         row = group >> 16
         kind = group & 0xFFFF
-        first = places[counts.cumsum(0) - counts]
         ks = self.fanouts[hop.index, kind]
         if not ks.is_cuda and bool((ks == NO_TYPE).any()):
             raise IndexError("a type that does not exist")
-        keys = mix(signed(key_of(lists.key, row)) ^ (1 << 32) + kind)
-        picked = []
-        edges = []
-        for k in ks.unique().tolist():
-            at = (ks == k).nonzero().squeeze(1)
-            rows = row[at]
-            v = lists.v[rows]
-            some = lists._replace(
-                rows=rows, v=v, start=first[at], degree=counts[at], k=k, key=keys[at]
-            )
-            indptr, taken = pick(some)
-            picked.append(at.repeat_interleave(indptr.diff(), output_size=taken.numel()))
-            edges.append(taken)
-        none = group.new_empty(0)
-        picked, order = torch.cat([*picked, none]).sort(stable=True)
-        counts = torch.bincount(row[picked], minlength=lists.v.numel())
-        return prefix_sum(counts), torch.cat([*edges, none])[order]
+        return Lists(
+            rows=row,
+            v=lists.v[row],
+            start=places[counts.cumsum(0) - counts],
+            degree=counts,
+            k=torch.where(ks < 0, MOST_EDGES, ks),
+            key=mix(signed(of(lists.key, row)) ^ (1 << 32) + kind),
+        )
 
 
 class Label(NamedTuple):

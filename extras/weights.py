@@ -5,20 +5,18 @@ NeighborSampler(..., weights=weights)
 
 import torch
 
-from sampler import Rule
+from sampler import Rule, of
 
 
 def _keep_heaviest(law, lists, edges, row, place):
     """Mask [E] of the k largest log(uniform) / weight of each list. place: [E] of an edge in it."""
     weight = law.rule.column[edges].double()
-    if lists.k < 0:
-        return weight > 0
     uniform = (lists.bits(row, lists.v[row], place).double() + 0.5) * 2.0**-32
     order = torch.argsort(uniform.log_().div_(weight), descending=True, stable=True)
     # sort by row again, each row's largest key first
     order = order[torch.argsort(row[order], stable=True)]
     rank = torch.empty_like(place).scatter_(0, order, place)
-    return (rank < lists.k) & (weight > 0)
+    return (rank < of(lists.k, row)) & (weight > 0)
 
 
 RULE = Rule(
