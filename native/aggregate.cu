@@ -26,8 +26,8 @@ KERNEL pick_aggregate(batch_t b, part_t part, const in_t *features, i64 width,
   if (row < part.state->num_dst) {
     v = b.src[row];
     start = b.law.indptr[v];
-    hop_t hop = {0, K, 0};
-    row_t list = {start, degree_of(&b, v), 0, 0, 0};
+    hop_t hop = {0, K};
+    row_t list = {start, degree_of(&b, v)};
     n = (int)count_list(&b.law, &hop, &list);
     choose(K, part.state->key, (ID)v, (unsigned)list.degree, K, n, b.law.rule == REPLACE, place);
   }

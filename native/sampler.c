@@ -127,7 +127,7 @@ static inline hop_t hop_of(const job_t *job, i64 row) {
 }
 
 static inline row_t row_of(const job_t *job, i64 row) {
-  row_t list = {job->start[row], job->degree[row], 0, 0, 0};
+  row_t list = {job->start[row], job->degree[row]};
   if (job->num_excluded) {
     list.gaps = job->excluded + job->gap[row];
     list.num_gaps = job->num_gaps[row];
@@ -174,7 +174,7 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
     n = still_open;
   }
   for (i64 row = first; row < end; row++) {
-    row_t list = {job->start[row], at[row - first] - job->start[row], 0, 0, 0};
+    row_t list = {job->start[row], at[row - first] - job->start[row]};
     cut_by_window(&list, &job->law, time_of(job, row));
     job->start[row] = list.start;
     job->degree[row] = list.degree;
@@ -185,7 +185,7 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
 // `excluded_before` is enough.
 static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
   for (i64 row = first; row < end; row++) {
-    row_t list = {job->start[row], job->degree[row], 0, 0, 0};
+    row_t list = {job->start[row], job->degree[row]};
     i64 low = job->excluded_before[list.start >> job->shift];
     i64 high = job->excluded_before[(list.start + list.degree >> job->shift) + 1];
     if (low < high) exclude(&list, job->excluded + low, high - low);

@@ -26,8 +26,8 @@ FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
 
 // Count the edges of a row by a rule of positions, without cuts or a split.
 FN void count_by_degree(const batch_t *b, const part_t *part, i64 i, ID v) {
-  hop_t hop = {0, part->k, 0};
-  row_t row = {0, degree_of(b, v), 0, 0, 0};
+  hop_t hop = {0, part->k};
+  row_t row = {0, degree_of(b, v)};
   tally(b->count, part->row_sums, part->rows, i, count_list(&b->law, &hop, &row));
 }
 // Write where the edges of row i begin, or, for i = N, where the last row's end -> that place.
@@ -218,7 +218,7 @@ KERNEL degrees_at(batch_t b, i64 n, const ID *nodes, const i64 *times, i64 *degr
   THREAD(n);
   degrees[i] = 0;
   if (nodes[i] < 0) return;
-  row_t row = {b.law.indptr[nodes[i]], degree_of(&b, nodes[i]), 0, 0, 0};
+  row_t row = {b.law.indptr[nodes[i]], degree_of(&b, nodes[i])};
   cut_by_time(&row, &b.law, times[i]);
   degrees[i] = row.degree;
 }

@@ -11,7 +11,7 @@ FN row_t next_type(const law_t *law, const hop_t *hop, row_t *rest, hop_t *one) 
   const TYPE *types = (const TYPE *)law->types + rest->start;
   i64 n = 1;
   BISECT(n, rest->degree - 1, types[at] <= types[0])
-  row_t row = {rest->start, n, 0, 0, 0};
+  row_t row = {rest->start, n};
   if (law->edge_times) cut_by_time(&row, law, rest->time);
   if (rest->num_gaps) exclude(&row, rest->gaps, rest->num_gaps);
   one->index = hop->index;
