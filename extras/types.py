@@ -11,7 +11,6 @@ from torch import Tensor
 from sampler import MOST_EDGES, Lists, expand, mix, of, signed
 
 NO_TYPE = -2  # fanout of a type that does not exist, as in native/rule.h
-MOST_TYPES = 1 << 15
 
 
 def as_signed(types):
@@ -84,7 +83,7 @@ def law(law, check, edge_type=None, by_type=True, type_numbers=None):
         low, high = map(int, types.aminmax())
         num_types = high + 1
         if low < 0:
-            raise ValueError(f"edge_type has types above {MOST_TYPES - 1}, which is the largest")
+            raise ValueError("edge_type has types above 32767, which is the largest")
     lists = [k if isinstance(k, list) else [k] * num_types for k in fanouts]
     table = torch.full((len(lists), 256 if types.dtype == torch.uint8 else 1 << 16), NO_TYPE)
     if not all(num_types <= len(numbers) <= table.shape[1] for numbers in lists):
