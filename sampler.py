@@ -255,7 +255,9 @@ class NeighborSampler:
         self.spec = law
         self.fanouts = law.fanouts
         self.seed = index(seed)
+        self.indptr = law.indptr
         self.indices = law.indices
+        self.timed = law.timed
         self.edge_type = law.label and law.label.edge_type
         self.backend = backend
         self._load()

@@ -81,12 +81,12 @@ def place_model(ranks, model, plan, task, sampler):
     model.to(ranks.device, dtype)
     if not any(getattr(module, "uses_degree", False) for module in model.modules()):
         return
-    if sampler.spec.timed and sampler.edge_type is not None:
+    if sampler.timed and sampler.edge_type is not None:
         raise StoreError(
             f"--model {plan.model}: a layer counts degrees by time, and lists are sorted by type first"
             "; --temporal off shows all edges"
         )
-    if sampler.spec.timed:
+    if sampler.timed:
         model.degrees = degrees_at(sampler)
     else:
         with reading_all_edges():
