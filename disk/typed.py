@@ -73,6 +73,11 @@ def flatten(given) -> dict:
             different = values.keys() - edges.keys()
         if different:
             raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
+    for column in COLUMNS.values():
+        if given.columns.get(column.name) is True and column.asked:  # counted through all types
+            counts = [pairs.shape[1] for pairs in edges.values()]
+            numbers = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+            of_edges[column.name] = dict(zip(edges, numbers))
     if given.symmetrize:
         _add_reverses(edges, of_edges)
     columns = {}
@@ -111,7 +116,11 @@ def flatten(given) -> dict:
 
 def _given_by_type(given) -> dict:
     """Return the arguments that are given by type, {name: {type: values}}; StoreError for those of one graph."""
-    columns = {name: values for name, values in given.columns.items() if values is not None}
+    columns = {
+        name: values
+        for name, values in given.columns.items()
+        if values is not None and not (COLUMNS[name].asked and isinstance(values, bool))
+    }
     of_one = [EDGE_TYPE.name] if EDGE_TYPE.name in columns else []
     of_one += [name for name in ONE_GRAPH if getattr(given, name) is not None]
     if of_one:

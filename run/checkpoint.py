@@ -38,7 +38,7 @@ from pathlib import Path
 
 import torch
 
-from disk.columns import COLUMNS
+from disk.columns import COLUMNS, EDGE_ORDER
 from disk.files import StoreError, reading, write_whole
 from model import CONVS
 from run.flags import (
@@ -128,11 +128,12 @@ def names_of(store):
 
 
 def digests(store):
-    """Return {file: SHA-256 or None} of the files of a store, of a part those of the whole, and of the file of
+    """Return {file: SHA-256 or None} of the files of a store that runs read, of a part those of the whole, and of the file of
     --edge-split."""
     files = {
         name: record.get("sha256", record.get("built"))
         for name, record in store.meta["files"].items()
+        if name != f"{EDGE_ORDER.name}.npy"  # which no run reads
     }
     for name, digest in getattr(store, "whole", {}).items():
         # rows of a part may have changed

@@ -41,6 +41,11 @@ def test_loader_from_edge_index_is_a_stable_list_of_neighbours(dtype):
             assert (indptr.dtype, indices.dtype) == (torch.int64, torch.int32)
             assert indptr[-1] == M == indices.numel()
             assert [indices[a:b].tolist() for a, b in itertools.pairwise(indptr.tolist())] == lists
+            *same, order = loader.from_edge_index(given, V, edge_order=True)
+            assert all(map(torch.equal, same, (indptr, indices)))
+            assert torch.equal(edge_index[0].long()[order], indices.long())
+            ends = edge_index[1].long() * V + edge_index[0].long()
+            assert torch.equal(order, ends.argsort(stable=True))
     for bad, words in (
         (torch.zeros(3, 2).long(), r"\[3, 2\]: \[2, M\] is needed"),
         (torch.ones(2, 3), "float32"),

@@ -160,7 +160,8 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     node_time = rng.integers(-3, 3, V) if rng.random() < 0.5 else None
     of_sources = None if "edge_time" in given else node_time
     nodes |= {} if node_time is None else {"node_time": node_time}
-    path = build_store(tmp_path / "g", **graph, **nodes, **given, **options)
+    ordered = {"edge_order": bool(rng.integers(2))}
+    path = build_store(tmp_path / "g", **graph, **nodes, **given, **options, **ordered)
     found, none = GraphStore.open(path), np.zeros(M, int)
     keys = {"edge_type": kinds, "edge_time": times}
     by = [keys[name] if name in given else none for name in keys]
@@ -172,6 +173,17 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     assert np.repeat(np.arange(V), np.diff(found.indptr)).tolist() == [row[0] for row in expected]
     assert found.indices.tolist() == [row[1] for row in expected]
     numbers = torch.tensor([row[-1] for row in expected], dtype=torch.int64)
+    if ordered["edge_order"]:
+        assert torch.equal(found.edge_order, numbers)
+        assert torch.equal(found.given_edges(torch.arange(len(numbers))), numbers)
+        asked = rng.permutation(numbers.unique())
+        positions = [np.flatnonzero(numbers == number).tolist() for number in asked]
+        assert found.stored_edges(asked).tolist() == sum(positions, [])
+        lacking = np.setdiff1d(np.arange(-1, M + 1), numbers)
+        _refuses(f"edges.0. is {lacking[-1]}: edges", found.stored_edges, lacking[-1:])
+    else:
+        for ask in (found.given_edges, found.stored_edges):
+            _refuses("g does not have the order .*edge_order=True", ask, [0])
     for name, values in (
         ("edge_weight", torch.as_tensor(weights).float()),
         ("edge_time", torch.from_numpy(times)),
@@ -714,7 +726,7 @@ def test_a_column_without_a_use_is_named_and_not_lost_on_resuming(tmp_path, monk
         again = f"--resume {tmp_path}/here.pt --dataset {path} {words} 2"
         assert _code(again) == 2
         assert f"of other data: {lost}.npy in {path} is not the same" in capsys.readouterr().err
-    fuller = build_store(tmp_path / "fuller", **_graph(), **weights, **targets)
+    fuller = build_store(tmp_path / "fuller", **_graph(), **weights, **targets, edge_order=True)
     assert _code(f"--resume {tmp_path}/here.pt --dataset {fuller} {words} 2") == 0
 
 

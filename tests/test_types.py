@@ -246,20 +246,22 @@ def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
     more = {"edge_weight": {k: rng.random(90).astype(np.float32) for k in ENDS}}
     more["edge_time"] = {k: rng.integers(0, 99, 90) for k in ENDS}
     more["node_time"] = {"paper": rng.integers(0, 50, 50)}
-    path = build_store(tmp_path / "g", **given, **more, symmetrize=True, backend=backend)
+    options = {"symmetrize": True, "backend": backend, "edge_order": True}
+    path = build_store(tmp_path / "g", **given, **more, **options)
     graph = GraphStore.open(path)
     assert verify(path) == [] and "50 paper (8 features), 7 place" in info(path)
     assert graph.node_types == {"paper": (50, 8), "place": (7, 3), "author": (30, 0)}
     names = ["author,writes,paper", "author,at,place", "paper,cites,paper"]
     assert graph.edge_types == [*names, "paper,rev_writes,author", "place,rev_at,author"]
     first, wanted = {"paper": 0, "place": 50, "author": 57}, {}
-    for (a, name, b), (src, dst) in given["edge_index"].items():
+    for i, ((a, name, b), (src, dst)) in enumerate(given["edge_index"].items()):
         columns = (more[column][a, name, b] for column in ("edge_weight", "edge_time"))
-        forth = [*zip(src + first[a], dst + first[b], *columns)]
+        forth = [*zip(src + first[a], dst + first[b], *columns, range(90 * i, 90 * i + 90))]
         back = [(v, u, *rest) for u, v, *rest in forth]
         wanted[f"{a},{name},{b}"] = sorted(forth + back * (a == b))
         wanted |= {f"{b},rev_{name},{a}": sorted(back)} if a != b else {}
-    assert _edges_by_type(graph, "edge_weight", "edge_time") == wanted
+    assert _edges_by_type(graph, "edge_weight", "edge_time", "edge_order") == wanted
+    assert graph.given_edges(graph.stored_edges([7, 200])).tolist() == [7, 7, 200, 200]
     rows = graph.features.gather(torch.arange(57))
     assert torch.equal(rows[:50], torch.from_numpy(given["features"]["paper"]))
     assert torch.equal(rows[50:, :3], torch.from_numpy(given["features"]["place"]).float())
