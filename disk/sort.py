@@ -244,10 +244,8 @@ def places_of(order, edges) -> np.ndarray:
     numbers = order[places]
     first = np.searchsorted(numbers, edges)
     counts = np.searchsorted(numbers, edges, "right") - first
-    dropped = (
-        "edges of these numbers are stored, without duplicates and self-loops that were dropped"
-    )
-    why = f"{dropped}: {np.min(order, initial=0)} to {np.max(order, initial=-1)}"
+    largest = np.max(order, initial=-1)
+    why = f"stored edges have numbers up to {largest}, less those of dropped duplicates and self-loops"
     refuse(counts == 0, "edges", edges, why)
     before = np.cumsum(counts) - counts
     return places[np.arange(counts.sum()) + np.repeat(first - before, counts)]
