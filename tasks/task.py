@@ -1,5 +1,6 @@
 """The interface of a task (node, link or graph), with defaults that most of them share."""
 
+from contextlib import suppress
 from itertools import islice
 
 import numpy as np
@@ -10,8 +11,10 @@ from disk.columns import NAMES, described_types, read_names
 from disk.files import StoreError, plural
 from model import GNN, is_gnn
 from relational import NodeInputs
+from sampler import Block
 from store import GraphStore
 
+MOST_HOPS = 8  # tried for a user's network that does not run with those of --fanout
 CHUNK = 1 << 22  # numbers of a table of predictions converted at a time
 OF_GRAPHS = "max_nodes max_edges"  # flags of --task graph
 OF_LINKS = "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
@@ -231,6 +234,23 @@ def gnn(args, widths, out_dim):
 
 
 def output_of_own(width, network, batch):
+    """Run a user's network on a batch -> float [S, width]; StoreError for other output, and for another number of blocks
+    than the network needs."""
+    try:
+        return checked_output(width, network, batch)
+    except (ValueError, LookupError) as error:
+        needed = hops_needed(width, network, batch)
+        if needed is None:
+            raise
+        given = plural(len(batch.blocks), "number")
+        example = ",".join(["10"] * needed)
+        raise StoreError(
+            f"--fanout has {given}, and the model does not run with as many blocks, but with {needed}: "
+            f"give a number for each of its layers, such as --fanout {example}"
+        ) from error
+
+
+def checked_output(width, network, batch):
     """Run a user's network on a batch -> float [S, width]; StoreError for other output."""
     edges = {"edges": batch.edges} if batch.edges else {}
     output = network(batch.blocks, batch.x, **edges)
@@ -243,3 +263,22 @@ def output_of_own(width, network, batch):
     raise StoreError(
         f"the model returned {actual} for {S} seeds: a row of {width} logits for each is needed"
     )
+
+
+@torch.no_grad()
+def hops_needed(width, network, batch):
+    """Return a number of blocks, up to MOST_HOPS, with which a user's network runs where it does not with the batch's, or
+    None. Fewer blocks are those nearest to the seeds; before more, each node is its own only neighbour."""
+    hops = len(batch.blocks)
+    outer = batch.blocks[0]
+    own = torch.arange(outer.num_src + 1, dtype=outer.indptr.dtype, device=outer.indptr.device)
+    own = Block(own, own[:-1], outer.src_nodes)
+    for count in {*range(1, MOST_HOPS + 1)} - {hops}:
+        blocks = [*[own] * (count - hops), *batch.blocks[-count:]]
+        x = batch.x[: blocks[0].num_src]
+        edges = tuple(rows.new_zeros(own.num_edges, rows.shape[1]) for rows in batch.edges[:1])
+        edges = [*edges * (count - hops), *batch.edges[-count:]]
+        with suppress(Exception):
+            checked_output(width, network, batch._replace(blocks=blocks, x=x, edges=edges))
+            return count
+    return None
