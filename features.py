@@ -88,6 +88,8 @@ class CudaCopies:
     """The CUDA side of the ring: side streams, copies, events."""
 
     def __init__(self, device, streams):
+        if not torch.cuda.is_available():
+            raise ValueError(f"device is {device}: torch sees no CUDA GPU here; give device='cpu'")
         # before training's work: sampling is many small kernels, and the next step waits for the last
         self.streams = [torch.cuda.Stream(device, priority=-1) for _ in range(streams)]
         self.device = self.streams[0].device  # "cuda" would be GPU 0 in another thread

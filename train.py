@@ -427,7 +427,7 @@ def dry_run(flags, path):
     """Print what the data need in memory in each mode, and the plan, as training would settle it."""
     world = max(flags.gpus, flags.procs)
     ranks = Planned(world=world, local_world=world, gpus=flags.gpus)
-    torch.set_num_threads(max(1, torch.get_num_threads() // world))
+    ddp.share_cores(world)
     task = TASKS[flags.task](flags, path, ranks.say)
     if task.placed:
         ranks.say("\n".join(memory_lines(ranks, flags, task)))

@@ -482,6 +482,32 @@ def test_each_rank_tells_nccl_which_gpu_it_has(monkeypatch):
     assert told == {"gloo": None, "cpu:gloo,cuda:nccl": torch.device("cuda:1")}
 
 
+@pytest.mark.parametrize(
+    "environment, threads",
+    [
+        ({}, 2),
+        ({"OMP_NUM_THREADS": "3"}, None),
+        ({"OMP_NUM_THREADS": "1"}, None),
+        ({"OMP_NUM_THREADS": "3", "RANK": "0", "WORLD_SIZE": "2"}, None),
+        ({"OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "2"}, 2),  # torchrun's default
+    ],
+)
+def test_ranks_share_the_cores_unless_a_person_says_otherwise(environment, threads, monkeypatch):
+    given = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5))
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    ddp.share_cores(2)
+    assert given == [threads] * (threads is not None)
+
+
+def test_more_gpus_than_there_are_is_one_sentence():
+    with pytest.raises(ValueError, match="gpus is 2: torch sees 0 CUDA GPUs on this machine"):
+        ddp.launch(_fails, 2, "raise", gpus=2)
+
+
 def _fails(ranks, how):
     ranks.sum(1)
     if ranks.rank == 1:

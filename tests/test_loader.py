@@ -454,6 +454,12 @@ def test_loader_leaves_data_in_host_memory_whatever_the_default_device(backend, 
             assert logits.device.type == "cpu" and logits.isfinite().all()
 
 
+def test_loader_without_a_gpu_says_so():
+    graph, seeds = _for_loading()
+    said = "device is cuda: torch sees no CUDA GPU here; give device='cpu'"
+    _refuses(said, loader.NodeLoader, graph, seeds, [3], device="cuda", error=ValueError)
+
+
 def test_ring_with_too_few_slots_says_how_many():
     graph, seeds = _for_loading()
     sample = NeighborSampler(graph.indptr, graph.indices, [2]).sample
