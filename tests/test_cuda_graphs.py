@@ -1305,6 +1305,7 @@ class _Order(TorchDispatchMode):
 @pytest.fixture
 def order(monkeypatch):
     order = _Order(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with order:
         yield order
 
