@@ -216,6 +216,7 @@ class NodeLoader:
         reuse: True reuses depth + 1 buffers for x: faster on CPU, but x is overwritten when the next batch is asked
             for. False: every batch may be kept. On a GPU each x is new, except in CUDA graphs (run/cuda_graphs.py).
         edges: True also fetches the features of each block's edges, rows of graph.edge_features [M, D], as batch.edges.
+            This and edge_type are row for row with graph.indices.
         types: True samples by graph.edge_type [M], see `NeighborSampler`; fanouts may then have a number for each type.
         sampler, ring: replace those that would be made from the arguments above.
         draw: function (Batch with only its seeds) -> (nodes to sample for, keyword arguments of `sampler.sample`, y).

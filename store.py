@@ -468,13 +468,16 @@ class GraphStore:
         order of `edge_index`.
 
         Args:
-            positions: int tensor or list of positions in `indices`, such as `edge_ids` of a block.
+            positions: integers, positions in `indices`, such as `edge_ids` of a block.
 
         Raises:
-            StoreError: if the store was not built with edge_order=True.
+            StoreError: for a position out of range; if the store was not built with edge_order=True.
         """
-        positions = torch.as_tensor(positions)
-        return self._order()[positions.cpu().long()].to(positions.device)
+        order = self._order()
+        places = torch.from_numpy(convert.integers("positions", positions))
+        wrong = (places < 0) | (places >= len(order))
+        refuse(wrong, "positions", places, f"positions in indices lie in [0, {len(order)})")
+        return order[places].to(getattr(positions, "device", "cpu"))
 
     def stored_edges(self, edges) -> Tensor:
         """Return the positions in `indices` of edges by their numbers in the order given, see `given_edges`: what `exclude`

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import ddp
 import train
 from run.checkpoint import digests
+from run.flags import make_parser
 from store import GraphStore, build_store
 from tests.common import (
     HERE,
@@ -501,6 +502,17 @@ def test_ranks_share_the_cores_unless_a_person_says_otherwise(environment, threa
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     ddp.share_cores(2)
     assert given == [threads] * (threads is not None)
+
+
+def test_flags_that_torchrun_takes_for_its_own_have_another_name():
+    from torch.distributed.run import get_args_parser
+
+    theirs = [*get_args_parser()._option_string_actions]
+    ours = make_parser()._option_string_actions
+    is_free = lambda flag: not any(word.startswith(flag) for word in theirs)  # noqa: E731
+    for flag, action in ours.items():
+        names = [name for name in action.option_strings if name.startswith("--")]
+        assert flag == "--help" or not flag.startswith("--") or any(map(is_free, names)), flag
 
 
 def test_more_gpus_than_there_are_is_one_sentence():

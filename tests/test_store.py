@@ -176,6 +176,12 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     if ordered["edge_order"]:
         assert torch.equal(found.edge_order, numbers)
         assert torch.equal(found.given_edges(torch.arange(len(numbers))), numbers)
+        for wrong, said in (
+            ([-1], "0. is -1: pos"),
+            ([len(numbers)], "lie in"),
+            (None, " is None"),
+        ):
+            _refuses(f"positions.*{said}", found.given_edges, wrong)
         asked = rng.permutation(numbers.unique())
         positions = [np.flatnonzero(numbers == number).tolist() for number in asked]
         assert found.stored_edges(asked).tolist() == sum(positions, [])
