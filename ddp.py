@@ -219,7 +219,7 @@ def launch(worker, nprocs, *args, gpus=0):
         gpus: GPUs on this machine, one per process; 0 for CPU. ValueError if torch sees fewer.
     """
     if gpus and gpus > (count := torch.cuda.device_count()):
-        raise ValueError(f"gpus is {gpus}: torch sees {count} CUDA GPUs on this machine")
+        raise ValueError(f"gpus is {gpus}: of CUDA GPUs torch sees {count} on this machine")
     if under_torchrun():
         return _join(worker, args, gpus)
     if nprocs == 1:

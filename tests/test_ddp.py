@@ -516,7 +516,7 @@ def test_flags_that_torchrun_takes_for_its_own_have_another_name():
 
 
 def test_more_gpus_than_there_are_is_one_sentence():
-    with pytest.raises(ValueError, match="gpus is 2: torch sees 0 CUDA GPUs on this machine"):
+    with pytest.raises(ValueError, match="gpus is 2: of CUDA GPUs torch sees 0 on this machine"):
         ddp.launch(_fails, 2, "raise", gpus=2)
 
 
