@@ -167,6 +167,8 @@ def _checked(given) -> _Checked:
     split = checks.check_splits(split, labels, given.node_names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
     carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
+    if (always := getattr(given, "always", None)) is not None:
+        carried[columns.EDGE_TIME.name][always] = columns.ALWAYS
     if given.feature_names is not None:
         entries["feature_names"] = checks.check_names(given.feature_names, width)
     if given.node_types is not None:
