@@ -30,7 +30,7 @@ DATE = "datetime64[us]"  # dates are stored in microseconds since 1970, UTC
 NO_DATE = sorted(
     {cut for k in (0, 3, 6, 9) for cut in (-(1 << 63) // 10**k, -((1 << 63) // 10**k))}
 )
-NO_TIME = "a missing time: give it one, such as the earliest of all, or leave its row out"
+NO_TIME = "a missing time; for what was always there give the earliest of all, or leave it out"
 
 
 class Rows(NamedTuple):
@@ -277,7 +277,7 @@ def whole_times(name, values, refuse=refuse) -> np.ndarray:
         values = values.astype(np.int64)
     times = integers(name, values)
     if times.min(initial=0) <= NO_DATE[-1]:
-        refuse(np.isin(times, NO_DATE), name, times, f"which NaT becomes as a number, {NO_TIME}")
+        refuse(np.isin(times, NO_DATE), name, times, f"NaT as a number, {NO_TIME}")
     return times
 
 
