@@ -154,6 +154,8 @@ def times_used(args, task, store, by_type):
         lacks = "edges (edge_time)" if store.edge_time is None else "nodes (node_time)"
         if only_nodes_timed(store):
             lacks += f"; {anew(store)}"
+        if not args.trains:
+            lacks += "; --temporal off predicts from all edges"
         raise StoreError(f"--temporal {args.temporal}: {store.path} has no times of {lacks}")
     if args.layer.whole_graph:
         why = "divides by the degrees of the whole graph"

@@ -320,7 +320,7 @@ def _spooled(table, folder, fields, nodes=None):
         kind = int if dtype is np.int64 else float
         if column and column.timed:
             kind = TIME
-            dtype = DATE if table.dated(which[0]) else np.int64
+            dtype = np.int64
         record.append((name, dtype, (sum(table.widths[j] for j in which),)))
         kinds |= dict.fromkeys(which, kind)
         if column and column.width:
@@ -354,6 +354,8 @@ def _spooled(table, folder, fields, nodes=None):
     for name in arrays.keys() & COLUMNS.keys():
         if not COLUMNS[name].width:
             arrays[name] = rows[name][:, 0]
+            if COLUMNS[name].timed and table.dated(fields[name][0]):
+                arrays[name] = arrays[name].view(DATE)
     for j in texts:
         names = table.identified(j, [pyarrow.array([*numbers])])
         if isinstance(names, list):

@@ -203,6 +203,7 @@ class Table:
             text = self._text(first, j, cells)
             missing = compute.is_in(text, pyarrow.array([*MISSING, "NaT"]))
             text = compute.if_else(missing, None, text)
+            text = compute.replace_substring_regex(text, r"([.][0-9]{6})000", r"\1")  # nanoseconds
             zoned = compute.any(compute.match_substring_regex(text, ":.*([Zz]|[+-][0-9:]+)$"))
             dates = pyarrow.timestamp("us", "UTC" if zoned.as_py() else None)
             try:
