@@ -646,7 +646,7 @@ def test_tables_parquet(tmp_path, monkeypatch):
         (
             [1],
             np.array([0], "datetime64[s]"),
-            "'dst' holds timestamp.*: give dates as numbers, by .astype",
+            "'dst' holds timestamp.*: give dates as numbers, such as days, by .*(--ignore dst)",
         ),
         ([None, 1], [1, 2], "line 1: 'src' is empty"),
         ([1.5], [2], "line 1: 'src' is 1.5, which is no whole"),
