@@ -18,7 +18,7 @@ from run.own_model import takes_edges
 from sampler import LATEST, WEIGHTED, seen_at
 
 SEEDS = 1 << 12  # seeds, and edges of the graph, whose times are compared
-LONG = 1 << 14  # lists with more edges are left out
+LONG = 1 << 10  # edges of a list that are looked at
 # times that count from 1970, of 1973 to 2099, and dates as numbers: (what they look like, smallest, largest)
 LOOKS = [
     ("dates such as 20240131", 18 * 10**6, 22 * 10**6),
@@ -194,7 +194,7 @@ def edges_seen(args, task, store, strict):
     nodes, times = timed_seeds(args, task, store)
     if not len(nodes) or not store.num_edges:
         return []
-    places, seed = edges_into(store, nodes)
+    places, seed, weight = edges_into(store, nodes)
     spans = spans_of_times(store, places, times)
     spans = "; ".join(f"times of {of} are {span}" for of, span in spans.items())
     if not len(places):
@@ -210,9 +210,14 @@ def edges_seen(args, task, store, strict):
         window = f" and a longer --window than {args.window}" * bool(args.window)
         raise StoreError(
             f"{store.path}: none of {which} sees an edge into it: {spans}"
-            f"; give times in one unit{window}, or --temporal off"
+            f"; give times in one unit{window}, edges from earlier to later nodes (--symmetrize), or"
+            " --temporal off"
         )
-    return [f"{which} see {seen.float().mean():.1%} of the edges into them; {spans}"]
+    share = seen.double() @ weight.double() / weight.sum()
+    line = f"{which} see {share:.1%} of the edges into them; {spans}"
+    if always := int((when == ALWAYS).sum()):
+        line += f"; {always / len(when):.1%} of the edges have no time and are always seen"
+    return [line]
 
 
 def timed_seeds(args, task, store):
@@ -227,15 +232,16 @@ def timed_seeds(args, task, store):
 
 
 def edges_into(store, nodes):
-    """Find the edges into nodes [n], except into hubs, up to 128 a node on average -> (their places int64 [E], the
-    index of the node of each [E])."""
+    """Find the edges into nodes [n], of long lists every so many -> (their places int64 [E], the index of the node of each
+    [E], the number of edges that each stands for [E])."""
     first = store.indptr[nodes]
     degrees = store.indptr[nodes + 1] - first
-    degrees = degrees.where(degrees <= LONG, 0)
-    degrees = degrees.where(degrees.cumsum(0) <= SEEDS * 128, 0)
-    index = torch.repeat_interleave(degrees)
-    starts = first - degrees.cumsum(0) + degrees
-    return starts[index] + torch.arange(len(index)), index
+    stride = (degrees + LONG - 1).div(LONG, rounding_mode="floor").clamp(min=1)
+    counts = (degrees + stride - 1).div(stride, rounding_mode="floor")
+    index = torch.repeat_interleave(counts)
+    nth = torch.arange(len(index)) - (counts.cumsum(0) - counts)[index]
+    stride = stride[index]
+    return first[index] + nth * stride, index, stride
 
 
 def spans_of_times(store, places, times):

@@ -87,7 +87,7 @@ class Table:
         self.names, self.rows, self.notes = None, 0, []
         self._stream, self._skipped, self._separator = stream, 0, None
         self._ignore = ignore
-        self._forms = {}
+        self._forms, self._asked = {}, {}
         with reading(self.name):
             magic = stream.read(6)
             stream.seek(0)
@@ -133,6 +133,7 @@ class Table:
                 float64 [r, length].
             missing: allow empty cells and `nan` among float and int, read as NaN; else they are errors. Text keeps them.
         """
+        self._asked = kinds
         types = [self._type(j, kinds[j]) for j in range(self.width)]
         with reading(self.name):
             for batch in self._batches(types):
@@ -340,7 +341,9 @@ class Table:
                 kind = WORDS.get(at[3])
                 message = f"line {at[2]}: {self.column(j)} is no {kind}{message[at.end() :]}"
                 dates = re.search("invalid value '[0-9]{4}-", message)
-                cure = f"write {DATES}," if dates else "correct it"
+                times = "dates in every row or in none"
+                which = times if self._asked[j] is TIME else DATES
+                cure = f"write {which}," if dates else "correct it"
                 hint = f"; {cure} or drop the column{self.flag(j)}"
             if re.search(f"invalid value '{COMMA.pattern}'", message):
                 hint = ": a decimal comma; write 1.5, as by to_csv of pandas"

@@ -13,6 +13,7 @@ import ddp
 import train
 from inference import inference
 from model import CONVS
+from run import edge_data
 from run.run import open_run
 from sampler import NeighborSampler
 from sources.prepare import build
@@ -511,6 +512,18 @@ def test_times_in_two_units_are_refused(edges, seeds, taken, tmp_path, capsys):
     assert f"{count} training seeds see {seen / total:.1%} of the edges into them; {spans}" in out
 
 
+def test_of_long_lists_some_edges_stand_for_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(edge_data, "LONG", 4)
+    graph = GraphStore.open(_store(tmp_path / "g", edge_time=np.arange(3000)))
+    nodes = torch.arange(0, 200, 3)
+    places, index, weight = edge_data.edges_into(graph, nodes)
+    assert len(places) < 5 * len(nodes) < len(graph.indices) / 3
+    first, last = graph.indptr[nodes], graph.indptr[nodes + 1]
+    assert ((places >= first[index]) & (places < last[index])).all()
+    degrees = torch.bincount(index, weight.double(), len(nodes))
+    assert ((degrees >= last - first) & (degrees < last - first + weight.max())).all()
+
+
 def test_seeds_that_see_no_edge_are_refused(tmp_path, capsys):
     given = {"edge_time": np.arange(3000) + 50, "node_time": np.full(200, 40)}
     late = _store(tmp_path / "late", **given)
@@ -520,8 +533,8 @@ def test_seeds_that_see_no_edge_are_refused(tmp_path, capsys):
     words = "--gpus 0 --epochs 1 --fanout 2"
     none = r"none of \d+ training seeds sees an edge into it: times of edges .*; give times in one"
     for path, more, said in (
-        (late, "", none + " unit, or --temporal off"),
-        (early, "--window 9", none + " unit and a longer --window than 9, or --temporal off"),
+        (late, "", none + " unit, edges from .*, or --temporal off"),
+        (early, "--window 9", none + " unit and a longer --window than 9, edges from"),
     ):
         assert _code(f"--dataset {path} {words}", more) == 2
         assert re.search(said, capsys.readouterr().err)

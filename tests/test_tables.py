@@ -3,6 +3,7 @@
 import bz2
 import collections
 import csv
+import datetime
 import gzip
 import io
 import lzma
@@ -389,6 +390,38 @@ def test_tables_weights_and_times(tmp_path):
     for text in ("source,paper\n0,1\n", "dst,src,dst2\n0,1,2\n", "from,u,to\n0,1,2\n"):
         _table_file(file, text)
         _refuses("call one source|no use for", edges)
+
+
+DATES = [  # cells of a column of times, the minutes of 2024-01-31 that they are, or what is said
+    (["2024-01-31", "2024-01-31 00:01"], [0, 1]),
+    (["2024-01-31T00:02:00.000000", '"2024-01-31 00:01:00.000000000"'], [2, 1]),
+    (["2024-01-31T00:02Z", "2024-01-31 02:01:00+02:00"], [2, 1]),
+    (["2024-01-31", ""], "e.csv, line 3: 'when' is NaT: a missing time"),
+    (["2024-01-31", "31.01.2024"], "e.csv, line 3: 'when' is no time, .*: '31.01.2024'"),
+    (["2024-01-31", "1706659200"], "line 2: 'when' is no number: .*; write dates in every row or"),
+    (["2024-01-31T00:02Z", "2024-01-31 02:01"], "line 3: 'when' is no time, .* with a zone .* in"),
+    (["2024-01-31 00:00:00.0000001", "2024-01-31"], "line 2: 'when' is no time, written as"),
+    (["1e9", "3"], None),
+    (["7", "nan"], "line 3: 'when' is nan: a missing time"),
+]
+
+
+@pytest.mark.parametrize("cells, outcome", DATES)
+def test_tables_times_are_numbers_or_dates(cells, outcome, tmp_path):
+    rows = "".join(f"{i},{1 - i},{cell}\n" for i, cell in enumerate(cells))
+    file, nodes = _table_file(tmp_path / "e.csv", f"a,b,when\n{rows}"), graph_tables.Nodes(2, "x")
+    args = file, tmp_path / "made", nodes, {"edge_time": ["when"]}
+    if isinstance(outcome, str):
+        _refuses(outcome, graph_tables.edges, *args)
+        return
+    times = graph_tables.edges(*args)[1]["edge_time"]
+    if outcome is None:
+        assert times.dtype == np.int64 and times.tolist() == [10**9, 3]
+        return
+    assert times.dtype == "M8[us]"
+    assert (times - np.datetime64("2024-01-31")).tolist() == [
+        datetime.timedelta(minutes=n) for n in outcome
+    ]
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])

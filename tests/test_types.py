@@ -202,6 +202,13 @@ def test_types_with_times_in_a_window(pointing, tmp_path):
         ("--model sage", "lists are by type, then time, and --model sage sees no types"),
     ):
         assert complaint in _train(words, words_, code=2)
+    arrays = dict(np.load(pointing / "timed.npz"))
+    arrays["edge_time"] += 1_600_000_000
+    arrays["node_time"] += 1_600_000_000
+    arrays["edge_time"][arrays["edge_type"] == 1] *= 1000
+    np.savez(tmp_path / "units.npz", **arrays)
+    said = _train(words, f"--model rgcn --dataset {tmp_path}/units.npz", code=2)
+    assert re.search("times of edges 1 are .* milliseconds since 1970, the second .* seconds", said)
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
