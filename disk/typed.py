@@ -93,7 +93,7 @@ def flatten(given) -> dict:
     for name, values in of_edges.items():
         columns[name] = _edge_column(COLUMNS[name], values, edges)
     if dates:
-        for name in columns.keys() & {EDGE_TIME.name, NODE_TIME.name}:
+        for name in filter(lambda name: COLUMNS[name].timed, columns):
             columns[name] = np.asarray(columns[name]).view(DATE)
     counts = [pairs.shape[1] for pairs in edges.values()]
     columns[EDGE_TYPE.name] = np.repeat(np.arange(len(edges)), counts)
@@ -134,7 +134,7 @@ def _whole_times(of_edges, of_nodes):
     """Convert the times among columns {name: {type: values}} to int64, in place -> whether they are dates."""
     units = {}
     for columns in (of_edges, of_nodes):
-        for name in columns.keys() & {EDGE_TIME.name, NODE_TIME.name}:
+        for name in filter(lambda name: COLUMNS[name].timed, columns):
             for kind, values in columns[name].items():
                 of = kind if isinstance(kind, str) else ",".join(kind)
                 times, entries = COLUMNS[name].check(f"{name} of {of}", values)

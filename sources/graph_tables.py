@@ -236,7 +236,7 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
-        kinds = dict.fromkeys(columns, TIME if column else float)
+        kinds = dict.fromkeys(columns, TIME if column and column.timed else float)
         if is_labels:
             kinds |= {j: str for j in columns if table.may_be_text(j)}
         rows, cells = _rows_of_nodes(table, nodes, node, kinds, is_labels)

@@ -87,7 +87,8 @@ class Table:
         self.names, self.rows, self.notes = None, 0, []
         self._stream, self._skipped, self._separator = stream, 0, None
         self._ignore = ignore
-        self._forms, self._asked = {}, {}
+        self._forms = {}
+        self._asked = {}
         with reading(self.name):
             magic = stream.read(6)
             stream.seek(0)
