@@ -205,7 +205,8 @@ def edges_seen(args, task, store, strict):
     if args.window:
         since = at - args.window
         seen &= (when > since) | (since > at)  # `since` wrapped around
-    which = f"{len(seed.unique()):,} {'training ' * args.trains}seeds"
+    noun = "ends of pairs" if task.timed_pairs else "seeds"
+    which = f"{len(seed.unique()):,} {'training ' * args.trains}{noun}"
     if args.trains and not seen.any():
         window = f" and a longer --window than {args.window}" * bool(args.window)
         raise StoreError(

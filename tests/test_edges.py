@@ -539,7 +539,7 @@ def test_seeds_that_see_no_edge_are_refused(tmp_path, capsys):
         assert _code(f"--dataset {path} {words}", more) == 2
         assert re.search(said, capsys.readouterr().err)
     assert _code(f"--dataset {early} {words}", links) == 0
-    assert re.search(r"training seeds see [\d.]+% of the edges", capsys.readouterr().out)
+    assert re.search(r"training ends of pairs see [\d.]+% of the edges", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("how", ["--window 80", "--sampler latest", "--temporal before", ""])
