@@ -361,7 +361,7 @@ class Flags:
     window: int | None = fixed(
         TIME,
         None,
-        "a seed sees only edges later than its time minus N, in the unit of the times, of dates microseconds (default: all)",
+        "a seed sees only edges later than its time minus N (dates: microseconds; default: all)",
         needs=[edge_times],
     )
     batch_size: int | None = kept(
