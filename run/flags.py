@@ -361,7 +361,7 @@ class Flags:
     window: int | None = fixed(
         TIME,
         None,
-        "a seed sees only edges later than its time minus N (dates: microseconds; default: all)",
+        "seeds see only edges of the last N (dates: microseconds; default: all)",
         needs=[edge_times],
     )
     batch_size: int | None = kept(
