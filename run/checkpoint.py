@@ -20,6 +20,9 @@ as run/flags.py declares each of them.
 A graph is recognised by the SHA-256 of its files in meta.json, not by its path; so is a file of --edge-split. An LMDB file
 may change by design: once it has, it is no longer compared.
 
+`trained` has a number for each training node or graph, `Task.keys`, so that scores of a checkpoint can leave out what it was
+trained on.
+
 A checkpoint is untrusted input: its pickle may hold only tensors and dicts, its flags are what the command-line parser
 makes of them, none names code or a file to write, and its tensors must fit the network they describe.
 """
@@ -38,7 +41,7 @@ from pathlib import Path
 
 import torch
 
-from disk.columns import COLUMNS
+from disk.columns import COLUMNS, NAMES
 from disk.files import StoreError, reading, write_whole
 from model import CONVS
 from run.flags import (
@@ -55,6 +58,7 @@ from run.flags import (
 )
 from run.kinds import ON_OFF
 from run.own_model import is_own, load
+from tasks.edge_split import HELD_OUT
 
 # widths that early checkpoints lack, and what they stand for
 LATER_WIDTHS = dict(
@@ -86,6 +90,7 @@ def save_checkpoint(run, optimizer, best, epoch, step):
         "epoch": epoch,
         "step": step,
         "code": run.digest,
+        "trained": run.trained,
     }
     write_whole(plan.checkpoint, lambda file: torch.save(state, file))
 
@@ -212,6 +217,9 @@ def check_state(state, size):
     for count in (state["epoch"], state["step"], state["total_batch"], best["epoch"]):
         if type(count) is not int or not 0 <= count < 1 << 32:
             raise ValueError("a count in it is no whole number from 0 to 2^32 - 1")
+    trained = state.setdefault("trained", None)
+    if trained is not None and (trained.dtype != torch.int64 or trained.dim() != 1):
+        raise ValueError("what it was trained on is no list of int64")
     best["score"] = float(best["score"])
     if any(tensor.nbytes > size for tensor in state["model"].values()):
         raise ValueError("a tensor in it is larger than the file")
@@ -353,6 +361,7 @@ def check_graph(ranks, state, path, plan, task):
             ranks.say(
                 f"data    {', '.join(other)} of {store.path} changed since this checkpoint was trained"
             )
+        ranks.say(tell_trained(task, plan, state, files))
         return numbers
     if other:
         raise StoreError(
@@ -365,6 +374,40 @@ def check_graph(ranks, state, path, plan, task):
             f"this run has {plan.total_batch}"
         )
     return None
+
+
+def tell_trained(task, plan, state, files):
+    """Give a task what its checkpoint was trained on -> the line to print if that cannot be told for its data. files:
+    {name: digest} of these."""
+    was = state["graph"]["files"]
+    flags = state["flags"]
+    if task.keyed and state["trained"] is None:  # an early checkpoint
+        return ""
+    named = [task.keyed and NAMES in names for names in (was, files)]
+    changed = [
+        name
+        for name in {**was, **files}
+        if name.startswith(task.told_by)
+        and (
+            name not in was
+            or name not in files
+            or was[name]
+            and files[name] not in (None, was[name])
+        )
+    ]
+    why = ""
+    if any(named):
+        why = "" if all(named) else "only one of the two graphs has names of nodes"
+    elif changed:
+        why = f"{', '.join(changed)} is not the same"
+    elif (plan.edge_split, plan.edge_type) != (flags["edge_split"], flags["edge_type"]):
+        why = "other pairs are held out"
+    if not why:
+        task.trained = state["trained"]
+        return ""
+    scored = any(len(task.store.split[part]) for part in HELD_OUT)
+    line = f"data    scores may be of {task.examples} that were trained on, which cannot be told: {why}"
+    return line if scored else ""
 
 
 def check_widths(task, plan, graph, path):

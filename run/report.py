@@ -238,6 +238,20 @@ class Report:
         self.tell("", {"exact": figures, "seed": self.flags.seed})
         self.results(figures)
 
+    def others(self, examples, fresh, scores):
+        """Report how many examples of each part a checkpoint was trained on, and the scores of the others. fresh: of `Task.fresh`.
+        scores: {part: score, {metric: value} or None}."""
+        if not fresh:
+            return
+        counts = {part: int((~mask).sum()) for part, mask in fresh.items()}
+        for part, mask in fresh.items():
+            score = scores[part]
+            score = scores_line(score) if isinstance(score, dict) else percent(score)
+            of = f"{counts[part]:,} of {len(mask):,} {part} {examples}"
+            line = f"trained the checkpoint was trained on {of}; without them {part} {score}"
+            self.result = f"{line}\n{self.result}"
+        self.tell("", {"trained_on": counts, "without_them": scores})
+
     def print_result(self):
         """Print the final scores: the last line of a run, after an empty one unless others of --runs follow."""
         if self.leads and self.result:

@@ -565,3 +565,67 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tiny, tmp_path,
     for path, why in ((f"{tmp_path}/file", ""), (f"{tmp_path}/file/in", ""), (tiny, "is a store")):
         assert _code(f"--dataset {tiny} --gpus 0 --export {path}") == 2
         assert f"--export {path} {why}" in capsys.readouterr().err
+
+
+def test_scores_of_examples_that_were_trained_on_are_told_apart(tmp_path, capsys):
+    """By names where nodes have them, else by row numbers in the same features; else a line says that it is unknown."""
+    graph = _graph(num_nodes=300, width=6, classes=4)
+    parts = np.arange(300).reshape(3, 100)
+    a, b, c = parts
+    other = [np.r_[a[:30], c[:70]], b, np.r_[a[30:], c[70:]]]  # test: 70 trained on
+    names = [f"Ürün {node}" for node in range(300)]
+    order = np.random.default_rng(0).permutation(300)
+    place = np.argsort(order)
+    moved = {
+        "edge_index": place[graph["edge_index"]],
+        "features": graph["features"][order],
+        "labels": graph["labels"][order],
+        "node_names": [names[node] for node in order],
+    }
+
+    def built(name, split, **arrays):
+        split = dict(zip(disk.SPLITS, split))
+        return build_store(tmp_path / name, **{**graph, **arrays, "split": split})
+
+    paths = {"plain": built("plain", parts), "named": built("named", parts, node_names=names)}
+    for name, path in paths.items():
+        _run_here(tmp_path, f"--dataset {path}", *COMMON, "--epochs 1")
+        (tmp_path / "here.pt").rename(tmp_path / f"{name}.pt")
+    shifted = graph["features"] + 1
+    said = "the checkpoint was trained on 70 of 100 test nodes; without them test "
+    unknown = "nodes that were trained on, which cannot be told: "
+    for by, path, expected in (
+        ("plain", paths["plain"], None),
+        ("plain", built("plain, split again", other), said),
+        (
+            "plain",
+            built("shifted", other, features=shifted),
+            f"{unknown}features.npy is not the same",
+        ),
+        ("plain", built("named, split again", other, node_names=names), f"{unknown}only one of"),
+        ("named", tmp_path / "named, split again", said),
+        ("named", built("moved", [place[ids] for ids in other], **moved), said),
+    ):
+        capsys.readouterr()
+        flags = ["--predict", tmp_path / "p.npy", "--log", tmp_path / "log"]
+        words = ["--resume", tmp_path / f"{by}.pt", "--dataset", path, *flags]
+        assert _code(*words) == 0
+        out = capsys.readouterr().out
+        assert expected in out if expected else "trained on" not in out, out
+        if expected == said:
+            store = GraphStore.open(path)
+            ids = torch.tensor([names.index(n) for n in store.node_names() or names])
+            nodes = store.split["test"][ids[store.split["test"]] >= 200]
+            right = torch.from_numpy(np.load(tmp_path / "p.npy"))[nodes] == store.labels[nodes]
+            line = _log(tmp_path / "log")[-1]
+            score = right.double().mean().item()
+            assert line["without_them"] == {"test": pytest.approx(score)}
+            assert line["trained_on"] == {"test": 70} and f"{said}{100 * score:.2f}%" in out
+    state = torch.load(tmp_path / "plain.pt", weights_only=True)
+    assert state["trained"].tolist() == list(range(100))
+    torch.save({**state, "trained": torch.zeros(3)}, tmp_path / "forged.pt")
+    _refuses("no list of int64", checkpoint.read_checkpoint, tmp_path / "forged.pt")
+    del state["trained"]  # as early checkpoints
+    torch.save(state, tmp_path / "early.pt")
+    words = f"--resume {tmp_path}/early.pt --dataset {paths['plain']}"
+    assert _code(words, f"--predict {tmp_path}/p.npy") == 0
