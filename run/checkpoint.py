@@ -42,7 +42,8 @@ from pathlib import Path
 import torch
 
 from disk.columns import COLUMNS, NAMES
-from disk.files import StoreError, reading, write_whole
+from disk.files import FORMATS, StoreError, read_meta, reading, write_whole
+from disk.graphs import FORMAT as GRAPHS
 from model import CONVS
 from run.flags import (
     FLAGS,
@@ -283,9 +284,21 @@ def adopted(flags, state, path):
         values["dataset"] = state["graph"]["path"]  # found there whatever --root is
         for name in {*declared("built")} - {*flags.typed}:
             values[name] = FLAGS[name].default
+    if "dataset" in flags.typed and os.path.isfile(os.path.join(flags.dataset, "meta.json")):
+        check_kind(replace(flags, task=saved["task"]), path, flags.dataset)
     if not flags.trains:
         values["early_stop"] = None
     return replace(flags, **values)
+
+
+def check_kind(flags, file, path):
+    """Raise StoreError unless the store at `path` is of the kind that the checkpoint `file` was trained on: a graph, or many
+    small ones."""
+    form = read_meta(path)["format"]
+    if (form == GRAPHS) == TASKS[flags.task].placed:
+        raise StoreError(
+            f"checkpoint {file} is of --task {flags.task}, {path} holds {FORMATS[form].partition(':')[0]}"
+        )
 
 
 def common_state(ranks, flags):

@@ -22,6 +22,7 @@ from run.flags import (
     spelled,
     text_of,
 )
+from run.kinds import FOLDER
 
 
 def parse_args(argv, complete):
@@ -110,10 +111,12 @@ def check_files(parser, flags):
             )
     for flag, declared in FLAGS.items():
         name = getattr(flags, flag)
-        if not declared.endings or name is None:
+        if name is None or not (declared.endings or declared.kind is FOLDER):
             continue
         path = Path(name).absolute()
         check_name(path)
+        if declared.kind is FOLDER:
+            continue
         if not name.endswith(declared.endings):
             parser.error(
                 f"--{flag} {name}: give a name that ends in {' or '.join(declared.endings)}"

@@ -27,6 +27,7 @@ from run.kinds import (
     COUNT_OR_0,
     EDGE_SPLIT,
     FANOUT,
+    FOLDER,
     MODEL_ARGS,
     NUMBER,
     ON_OFF,
@@ -315,7 +316,7 @@ class Flags:
         "synthetic",
         "synthetic, synthetic:nodes=..., synthetic-mag, a store, an .npz or .pt file, cora, citeseer, pubmed, ogbn-arxiv, -products, -papers100M, -mag (default: synthetic)",
     )
-    root: str = free(text("DIR"), "data", "folder for downloads and built stores")
+    root: str = free(FOLDER, "data", "folder for downloads and built stores")
     backend: str = free(one_of("mmap", "lmdb"), "mmap", "feature storage of a newly built store")
     feature_dtype: str | None = built(
         one_of("bfloat16", "float16", "int8"),
@@ -600,7 +601,7 @@ class Flags:
         default_is_off=False,
     )
     export: str | None = free(
-        text("DIR"),
+        FOLDER,
         None,
         "write the trained network as model.safetensors and config.json",
         needs=[one_run, folder_to_write],
@@ -614,10 +615,7 @@ class Flags:
         endings=("",),
     )
     tensorboard: str | None = free(
-        text("DIR"),
-        None,
-        "write each epoch's metrics for TensorBoard",
-        needs=[library("tensorboard")],
+        FOLDER, None, "write each epoch's metrics for TensorBoard", needs=[library("tensorboard")]
     )
     curve: str | None = free(
         text("FILE.png"),

@@ -270,7 +270,10 @@ class Report:
         if self.flags.runs > 1:
             file = self.flags.checkpoint
             again = f"go on with this seed by --resume {file} --checkpoint {file}"
-        kept = again if self.flags.checkpoint else "nothing kept: no --checkpoint"
+        lost = "nothing kept: no --checkpoint"
+        if self.flags.export:
+            lost += ", and --export writes a network whose training has ended"
+        kept = again if self.flags.checkpoint else lost
         self.tell(f"stopped in epoch {epoch} after step {step}; {kept}", {"stopped": [epoch, step]})
 
     def curve(self, task, best):
@@ -390,7 +393,8 @@ def describe(run, file, epoch, step):
     if file and trained:
         lines.append(f"resume  from epoch {epoch + 1}, step {step + 1}")
     elif file:
-        lines.append(f"resume  after epoch {epoch}: nothing is trained")
+        why = f", as --epochs is {plan.epochs}" * plan.trains
+        lines.append(f"resume  after epoch {epoch}: nothing is trained{why}")
     if plan.trains and plan.checkpoint not in (None, file) and os.path.isfile(plan.checkpoint):
         resume = "auto" if plan.runs == 1 else plan.checkpoint
         lines.append(
@@ -484,12 +488,13 @@ def stages_line(figures):
     return f"{line}; meanwhile {beside}" if beside else line
 
 
-def best_line(plan, epoch, score):
+def best_line(plan, start, epoch, score):
     """Format the line of the epoch whose weights are kept; training that found them in its last tenth may have ended
-    too early."""
-    last = plan.trains and 10 * epoch > 9 * plan.epochs
+    too early. start: epochs before this run."""
+    epochs = max(start, plan.epochs)
+    last = plan.trains and 10 * epoch > 9 * epochs
     more = "; it is among the last, more --epochs may help" * last
-    return f"best    weights of epoch {epoch} of {plan.epochs}: valid {score}{more}"
+    return f"best    weights of epoch {epoch} of {epochs}: valid {score}{more}"
 
 
 def kept_line(plan, task):
