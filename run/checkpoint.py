@@ -163,10 +163,18 @@ def load_model(path, model=None):
     return model.eval()
 
 
-def described_network(state):
-    """Build the network that a checkpoint's flags and widths describe, with initial weights."""
+def described_network(state, custom=None):
+    """Build the network that the flags and widths of a checkpoint, or of config.json, describe, with initial weights.
+    custom: of a user's file, which these name but never run: its network, or the class of its layer."""
     flags = Flags(**state["flags"])
-    return TASKS[flags.task].network(flags, state["graph"])
+    if custom is None and is_own(flags.model):
+        raise StoreError(
+            f"these are weights of {flags.model}: give its network, or the class of its layer"
+        )
+    if isinstance(custom, type):
+        flags = replace(flags, model=custom)
+        custom = None
+    return TASKS[flags.task].network(flags, state["graph"], custom)
 
 
 # ---- reading

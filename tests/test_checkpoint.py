@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import stat
+import sys
 import threading
 import types
 import zipfile
@@ -511,6 +512,23 @@ def test_heads_of_early_rgat_are_not_read_into_a_layer_of_a_file():
         assert checkpoint.settled_flags(saved, graph, weights)["heads"] == heads
 
 
+def _load_file(path):
+    """Read a safetensors file -> {name: tensor}, as `safetensors.torch.load_file`."""
+    data = Path(path).read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    assert header.pop("__metadata__") == {"format": "pt"} and end % 8 == 0
+    weights = {}
+    for name, place in header.items():
+        first, last = place["data_offsets"]
+        dtype = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}[place["dtype"]]
+        assert first % dtype.itemsize == 0
+        values = torch.frombuffer(bytearray(data[end + first : end + last]), dtype=dtype)
+        weights[name] = values.view(place["shape"])
+    assert end + max(place["data_offsets"][1] for place in header.values()) == len(data)
+    return weights
+
+
 @pytest.mark.parametrize("words", ["", "--norm batch --model gcn", "--task link --scorer distmult"])
 def test_an_exported_model_is_what_was_trained(words, tiny, tmp_path, capsys):
     folder = tmp_path / "made" / "here"
@@ -520,18 +538,7 @@ def test_an_exported_model_is_what_was_trained(words, tiny, tmp_path, capsys):
     assert train.main(command.split()) == 0
     assert "wrote " in (said := capsys.readouterr().out) and "is lost" not in said
     network = checkpoint.load_model(kept)
-    data = (folder / "model.safetensors").read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    assert header.pop("__metadata__") == {"format": "pt"} and end % 8 == 0
-    weights = {}
-    for name, place in header.items():
-        first, last = place["data_offsets"]
-        assert first % {"F32": 4, "I64": 8}[place["dtype"]] == 0
-        dtype = {"F32": torch.float32, "I64": torch.int64}[place["dtype"]]
-        values = torch.frombuffer(bytearray(data[end + first : end + last]), dtype=dtype)
-        weights[name] = values.view(place["shape"])
-    assert end + max(place["data_offsets"][1] for place in header.values()) == len(data)
+    weights = _load_file(folder / "model.safetensors")
     expected = network.state_dict()
     assert {*weights} == {*expected}
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -547,17 +554,73 @@ def test_an_exported_model_is_what_was_trained(words, tiny, tmp_path, capsys):
         assert (again / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_the_documented_lines_load_an_exported_model(tiny, tmp_path, monkeypatch):
-    pytest.importorskip("safetensors")
-    command = f"--dataset {tiny} {SMALL} --export {tmp_path}/cora_model --predict {tmp_path}/p.npy"
-    assert train.main([*command.split(), "--predict-what", "logits"]) == 0
+EXPORTED = {  # flags, custom network of a file
+    "plain": ("", None),
+    "edge features": ("--model rgcn --edge-features --bases 2", None),
+    "types": ("--dataset synthetic-mag:scale=0.0005 --model rgat --fanout 2,2 --hidden 8", None),
+    "links": ("--task link --scorer mlp", None),
+    "graphs": ("--task graph --dataset m.npz --model edge-gated", None),
+    "layer": ("--model own.py:MeanConv", "MeanConv"),
+    "network": ("--model own.py:Net", "Net"),
+}
+OWN_LAYER = """
+from model import Conv, Linear
+
+class MeanConv(Conv):
+    def __init__(self, in_dim, out_dim):
+        super().__init__()
+        self.out_dim = out_dim
+        self.linear = Linear(2 * in_dim, out_dim)
+
+    def combine(self, near):
+        return self.linear(near.self_and_mean())
+"""
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_the_documented_lines_load_an_exported_model(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {}
+    library = types.SimpleNamespace(load_file=_load_file)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", library)
+    Path("own.py").write_text(OWN + OWN_LAYER)
+    edges = {"edge_features": np.random.default_rng(0).random((3000, 2), "f")}
+    edges |= {"edge_type": np.arange(3000) % 3}
+    build_store("g", **_graph(), **edges)
+    atoms = {"node_offsets": np.arange(41), "atom_feat": np.random.default_rng(0).random((40, 3))}
+    bonds = {"bond_offsets": np.zeros(41, int), "bond_feat": np.ones((0, 1))}
+    bonds |= {"bond_index_local": np.zeros((2, 0), int)}
+    np.savez("m.npz", **atoms, **bonds, targets=np.arange(40.0))
+    words, custom = EXPORTED[kind]
+    command = "--epochs 1 --gpus 0 --root root --export cora_model --checkpoint run.pt"
+    if "--dataset" not in words:
+        words += " --dataset g --fanout 3,3"
+    if custom != "Net" and "--hidden" not in words:
+        words += " --hidden 16"
+    assert _code(command, words) == 0
     text = Path(checkpoint.__file__).parents[1].joinpath("docs/models.md").read_text()
-    exec(re.search(r"```python\n(import json\n.*?)```", text, re.DOTALL)[1], names)
-    graph = GraphStore.open(tiny)
-    logits = inference(names["net"], graph.indptr, graph.indices, graph.features)
-    assert np.array_equal(logits.numpy(), np.load("p.npy"))
+    loads = re.findall(r"```python\n(import json\n.*?)```", text, re.DOTALL)
+    assert len(loads) == 2
+    if custom:
+        made = {}
+        exec(Path("own.py").read_text(), made)
+        own = made[custom] if custom == "MeanConv" else made[custom](5, 4)
+        with pytest.raises(disk.StoreError, match="these are weights of own.py"):
+            exec(loads[0], {})
+        loads[0] = loads[0].replace("(config)", "(config, own)")
+    loads = [lines for lines in loads if kind == "plain" or "described_network" in lines]
+    expected = torch.load("run.pt", weights_only=True)
+    expected = expected["best"]["model"] or expected["model"]
+    for lines in loads:
+        names = {"own": own} if custom else {}
+        exec(lines, names)
+        weights = names["net"].state_dict()
+        assert not names["net"].training and {*weights} == {*expected}
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+        if kind == "plain":
+            graph = GraphStore.open("g")
+            logits = inference(names["net"], graph.indptr, graph.indices, graph.features)
+            again = "--resume run.pt --predict p.npy --predict-what logits --gpus 0"
+            assert _code(again) == 0 and np.array_equal(logits.numpy(), np.load("p.npy"))
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tiny, tmp_path, capsys):

@@ -113,17 +113,19 @@ def test_peak_memory_and_sizes_are_those_of_this_process_in_three_digits(monkeyp
 
 
 def test_a_best_epoch_among_the_last_asks_for_more_epochs():
-    for epochs, epoch, trains, late in (
-        (40, 36, True, False),
-        (40, 37, True, True),
-        (40, 40, True, True),
-        (40, 40, False, False),
-        (10, 9, True, False),
-        (1, 1, True, True),
+    for epochs, start, epoch, trains, late in (
+        (40, 0, 36, True, False),
+        (40, 0, 37, True, True),
+        (40, 10, 40, True, True),
+        (40, 40, 40, False, False),
+        (10, 0, 9, True, False),
+        (1, 0, 1, True, True),
+        (3, 40, 35, True, False),  # resumed with fewer than are done
     ):
         args = types.SimpleNamespace(epochs=epochs, trains=trains)
-        line = report.best_line(args, epoch, "87.13% (sampled)")
-        said = f"best    weights of epoch {epoch} of {epochs}: valid 87.13% (sampled)"
+        line = report.best_line(args, start, epoch, "87.13% (sampled)")
+        of = max(epochs, start)
+        said = f"best    weights of epoch {epoch} of {of}: valid 87.13% (sampled)"
         assert line == said + "; it is among the last, more --epochs may help" * late
 
 
