@@ -368,7 +368,7 @@ def hardware(ranks):
     """Describe the machine of a run, as a dict for --log."""
     cpu = platform.processor()
     with suppress(OSError, TypeError):  # no such file, or no such line as on ARM
-        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text("utf-8"))[1]
     return {
         "host": platform.node(),
         "cpu": cpu,

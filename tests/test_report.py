@@ -21,7 +21,7 @@ from disk.graphs import build_graphs
 from run import report
 from sources import prepare as datasets
 from store import GraphStore, build_store
-from tests.common import COMMON, _code, _end, _fork, _graph, _run_here, _split
+from tests.common import COMMON, _code, _end, _fork, _graph, _run_here, _split, _start
 from tests.stores import _graphs
 
 
@@ -338,6 +338,35 @@ def test_predictions_come_back_in_the_names_of_tables(tmp_path, capsys, monkeypa
     assert list(table) == ["source", "destination", "score"]
     assert table.iloc[:, :2].to_numpy().tolist() == pairs.tolist()
     assert list(_predicted(tmp_path, link, *COMMON)) == list(h)
+
+
+def test_names_come_back_where_the_locale_has_no_utf8(tmp_path):
+    """The terminal gets escapes; files are UTF-8 in any locale."""
+    rng = np.random.default_rng(0)
+    names = [f"Ürün {i}" for i in range(90)]
+    edges = [f"{names[a]},{names[b]}" for a, b in rng.integers(0, 90, (400, 2))]
+    rows = [f"{name},{x:.3f},{y:.3f}" for name, (x, y) in zip(names, rng.normal(size=(90, 2)))]
+    labels = [f"{name},sınıf {i % 3}" for i, name in enumerate(names)]
+    for file, head, lines in (
+        ("e.csv", "src,dst", edges),
+        ("x.csv", "id,şeker,b", rows),
+        ("y.csv", "id,label", labels),
+    ):
+        (tmp_path / file).write_text("\n".join([head, *lines, ""]), encoding="utf-8")
+    env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    files = "--predict çıktı/ürün.csv --checkpoint çıktı/ç.pt --log çıktı/ö --export çıktı/ağ"
+    (tmp_path / "çıktı").mkdir()
+    for script, words in (
+        ("store.py", "build e.csv adı --features x.csv --labels y.csv"),
+        ("train.py", f"--dataset adı {' '.join(COMMON)} --epochs 1 --procs 2 {files}"),
+    ):
+        process = _start(words, script=script, env=env, cwd=tmp_path)
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0 and "Traceback" not in output, output
+        assert output.isascii() and "\\" in output
+    written = (tmp_path / "çıktı/ürün.csv").read_text("utf-8").splitlines()
+    assert [line.split(",")[0] for line in written[1:]] == [f'"{name}"' for name in names]
+    assert {line.split(",")[1] for line in written[1:]} <= {f'"sınıf {i}"' for i in range(3)}
 
 
 def test_a_table_of_predictions_on_a_full_disk_or_without_pyarrow(tmp_path, monkeypatch, capsys):
