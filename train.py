@@ -335,6 +335,8 @@ def train(ranks, flags, path):
     if flags.runs > 1:
         ranks.say(f"seed    {flags.seed}, run {flags.turn + 1} of {flags.runs}")
     announce(ranks, flags)
+    # torchrun may start fewer processes than --gpus says
+    flags = replace(flags, gpus=min(flags.gpus, ranks.local_world))
     state, file, flags = common_state(ranks, flags)
     path = path or prepared(ranks, flags)
     if state:

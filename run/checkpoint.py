@@ -276,8 +276,10 @@ def adopted(flags, state, path):
     """Return flags with the checkpoint's values of those that were not typed; other values of `fixed` ones are refused."""
     saved = state["flags"]
     values = {name: value for name, value in saved.items() if name not in flags.typed}
-    fixed = declared("fixed", "of_data") if flags.trains else declared("fixed")
-    for name in fixed:
+    fixed = {*(declared("fixed", "of_data") if flags.trains else declared("fixed"))}
+    # refused later, with a better reason
+    fixed.difference_update(*(names.split() for names in TASKS[saved["task"]].unused.values()))
+    for name in sorted(fixed, key=[*FLAGS].index):
         here = getattr(flags, name)
         was = saved[name]
         if name in flags.typed and here != was and not (is_own(here) and is_own(was)):

@@ -67,6 +67,15 @@ def check_values(parser, flags):
     """Reject a network that cannot work, and flags that were typed but have no effect, or not the one they name."""
     task = TASKS[flags.task]
     conv = flags.layer
+    whose = "" if "task" in flags.typed or not flags.resume else f" (the task of {flags.resume})"
+    unused = {name: why + whose for why, names in task.unused.items() for name in names.split()}
+    for name, flag in FLAGS.items():
+        value = getattr(flags, name)
+        if name not in flags.typed or value == flag.default and flag.default_is_off:
+            continue
+        for why in [unused.get(name), *(need(flags) for need in flag.needs)]:
+            if why:
+                parser.error(f"{spelled(name, value)} {why}")
     hops = len(flags.fanout)
     if hops != flags.num_layers:
         parser.error(
@@ -83,15 +92,6 @@ def check_values(parser, flags):
         )
     if flags.task == "graph" and flags.precision == "fp64":
         parser.error("--precision fp64 is not for --task graph: take fp32")
-    whose = "" if "task" in flags.typed or not flags.resume else f" (the task of {flags.resume})"
-    unused = {name: why + whose for why, names in task.unused.items() for name in names.split()}
-    for name, flag in FLAGS.items():
-        value = getattr(flags, name)
-        if name not in flags.typed or value == flag.default and flag.default_is_off:
-            continue
-        for why in [unused.get(name), *(need(flags) for need in flag.needs)]:
-            if why:
-                parser.error(f"{spelled(name, value)} {why}")
 
 
 def check_files(parser, flags):

@@ -434,9 +434,19 @@ def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypat
     assert _code("--gpus 0 --procs 2") == 2
     said = "--procs 2 has no effect under torchrun: use its --nproc-per-node"
     assert said in capsys.readouterr().err
+
     monkeypatch.setenv("RANK", "2")  # of a second machine, counted from 1
     with pytest.raises(SystemExit, match="RANK is 2: with WORLD_SIZE 2 ranks are 0 to 1"):
         train.main("--gpus 0".split())
+
+    def stop(ranks, args):
+        raise StopIteration(args.gpus)
+
+    monkeypatch.setattr(train, "common_state", stop)
+    for started, count in ((2, 2), (4, 4), (8, 4)):  # processes of torchrun, GPUs to plan for
+        ranks = ddp.Ranks(world=started, local_world=started, gpus=4)
+        with pytest.raises(StopIteration, match=f"^{count}$"):
+            train.train(ranks, flags.Flags(gpus=4), None)
 
 
 @pytest.mark.parametrize("script", ["train.py", "store.py", "bench/__main__.py"])
