@@ -42,8 +42,7 @@ from pathlib import Path
 import torch
 
 from disk.columns import COLUMNS, NAMES
-from disk.files import FORMATS, StoreError, read_meta, reading, write_whole
-from disk.graphs import FORMAT as GRAPHS
+from disk.files import FORMATS, SPLITS, StoreError, read_meta, reading, write_whole
 from model import CONVS
 from run.flags import (
     FLAGS,
@@ -59,7 +58,6 @@ from run.flags import (
 )
 from run.kinds import ON_OFF
 from run.own_model import is_own, load
-from tasks.edge_split import HELD_OUT
 
 # widths that early checkpoints lack, and what they stand for
 LATER_WIDTHS = dict(
@@ -181,8 +179,8 @@ def described_network(state, custom=None):
 
 
 def read_checkpoint(path, data=None):
-    """Read a checkpoint (or its bytes) -> dict with flags, total_batch, graph, model, optimizer, best, epoch, step and
-    code; tensors on the CPU. Raises StoreError if it is damaged, forged or not a checkpoint. Fields that are not checked
+    """Read a checkpoint (or its bytes) -> dict with flags, total_batch, graph, model, optimizer, best, epoch, step,
+    code and trained; tensors on the CPU. Raises StoreError if it is damaged, forged or not a checkpoint. Fields that are not checked
     here are checked where they are used, inside `reading`."""
     if data is None:
         if os.path.exists(os.path.join(path, "model.safetensors")):
@@ -305,7 +303,7 @@ def check_kind(flags, file, path):
     """Raise StoreError unless the store at `path` is of the kind that the checkpoint `file` was trained on: a graph, or many
     small ones."""
     form = read_meta(path)["format"]
-    if (form == GRAPHS) == TASKS[flags.task].placed:
+    if form.endswith("graphs") == TASKS[flags.task].placed:
         raise StoreError(
             f"checkpoint {file} is of --task {flags.task}, {path} holds {FORMATS[form].partition(':')[0]}"
         )
@@ -403,32 +401,26 @@ def tell_trained(task, plan, state, files):
     """Give a task what its checkpoint was trained on -> the line to print if that cannot be told for its data. files:
     {name: digest} of these."""
     was = state["graph"]["files"]
-    flags = state["flags"]
-    if task.keyed and state["trained"] is None:  # an early checkpoint
-        return ""
-    named = [task.keyed and NAMES in names for names in (was, files)]
     changed = [
         name
         for name in {**was, **files}
-        if name.startswith(task.told_by)
-        and (
-            name not in was
-            or name not in files
-            or was[name]
-            and files[name] not in (None, was[name])
-        )
+        if name.startswith(task.told_by) and was.get(name, "") != files.get(name, "")
     ]
-    why = ""
-    if any(named):
-        why = "" if all(named) else "only one of the two graphs has names of nodes"
-    elif changed:
-        why = f"{', '.join(changed)} is not the same"
-    elif (plan.edge_split, plan.edge_type) != (flags["edge_split"], flags["edge_type"]):
-        why = "other pairs are held out"
+    why = f"{', '.join(changed)} is not the same" if changed else ""
+    if not task.keyed:
+        other = [
+            name for name in declared("of_data") if getattr(plan, name) != state["flags"][name]
+        ]
+        why = why or other and "other pairs are held out"
+    elif state["trained"] is None:  # an early checkpoint
+        return ""
+    elif NAMES in {**was, **files}:
+        one = NAMES not in was or NAMES not in files
+        why = "only one of the two graphs has names of nodes" if one else ""
     if not why:
         task.trained = state["trained"]
         return ""
-    scored = any(len(task.store.split[part]) for part in HELD_OUT)
+    scored = any(len(task.store.split[part]) for part in SPLITS[1:])
     line = f"data    scores may be of {task.examples} that were trained on, which cannot be told: {why}"
     return line if scored else ""
 

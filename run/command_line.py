@@ -22,7 +22,6 @@ from run.flags import (
     spelled,
     text_of,
 )
-from run.kinds import FOLDER
 
 
 def parse_args(argv, complete):
@@ -111,11 +110,12 @@ def check_files(parser, flags):
             )
     for flag, declared in FLAGS.items():
         name = getattr(flags, flag)
-        if name is None or not (declared.endings or declared.kind is FOLDER):
+        folder = declared.kind.get("metavar") == "DIR"
+        if name is None or not (declared.endings or folder):
             continue
         path = Path(name).absolute()
         check_name(path)
-        if declared.kind is FOLDER:
+        if folder:
             continue
         if not name.endswith(declared.endings):
             parser.error(

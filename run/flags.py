@@ -27,7 +27,6 @@ from run.kinds import (
     COUNT_OR_0,
     EDGE_SPLIT,
     FANOUT,
-    FOLDER,
     MODEL_ARGS,
     NUMBER,
     ON_OFF,
@@ -242,9 +241,9 @@ def folder_to_write(flags):
     path = os.path.abspath(flags.export)
     if os.path.exists(os.path.join(path, "meta.json")):
         return "is a store: give a folder of its own"
-    if os.path.exists(path) and not os.path.isdir(path):
-        return "is a file: give the name of a folder"
     while not os.path.isdir(path):
+        if os.path.lexists(path):
+            return f"cannot be made: {path} is no folder"
         path = os.path.dirname(path)
     if not os.access(path, os.W_OK):
         return f"cannot be written in {path}"
@@ -316,7 +315,7 @@ class Flags:
         "synthetic",
         "synthetic, synthetic:nodes=..., synthetic-mag, a store, an .npz or .pt file, cora, citeseer, pubmed, ogbn-arxiv, -products, -papers100M, -mag (default: synthetic)",
     )
-    root: str = free(FOLDER, "data", "folder for downloads and built stores")
+    root: str = free(text("DIR"), "data", "folder for downloads and built stores")
     backend: str = free(one_of("mmap", "lmdb"), "mmap", "feature storage of a newly built store")
     feature_dtype: str | None = built(
         one_of("bfloat16", "float16", "int8"),
@@ -601,7 +600,7 @@ class Flags:
         default_is_off=False,
     )
     export: str | None = free(
-        FOLDER,
+        text("DIR"),
         None,
         "write the trained network as model.safetensors and config.json",
         needs=[one_run, folder_to_write],
@@ -615,7 +614,10 @@ class Flags:
         endings=("",),
     )
     tensorboard: str | None = free(
-        FOLDER, None, "write each epoch's metrics for TensorBoard", needs=[library("tensorboard")]
+        text("DIR"),
+        None,
+        "write each epoch's metrics for TensorBoard",
+        needs=[library("tensorboard")],
     )
     curve: str | None = free(
         text("FILE.png"),

@@ -43,8 +43,9 @@ def fanout(text):
 
 def size(text):
     """Parse '4GiB', '4G' (the same), '512MiB' or a number of bytes -> bytes, an int."""
-    units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9}
-    units |= {f"{unit}ib": units[unit] for unit in "kmg"}
+    units = {"": 1}
+    for power, unit in enumerate("kmgt", 1):
+        units |= {unit: 1024**power, f"{unit}ib": 1024**power, f"{unit}b": 1000**power}
     number, unit = re.fullmatch(r"([0-9.]*)\s*(.*)", text.strip().lower(), re.DOTALL).groups()
     with suppress(KeyError, ValueError):
         return int(float(number) * units[unit])
@@ -98,7 +99,6 @@ def parsed_by(function, stands_for):
     return {"type": function, "metavar": stands_for}
 
 
-FOLDER = text("DIR")
 SWITCH = {"action": "store_true"}
 ON_OFF = {"action": argparse.BooleanOptionalAction}  # --flag and --no-flag
 COUNT = parsed_by(positive(int), "N")

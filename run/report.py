@@ -20,11 +20,13 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from disk.files import StoreError, plural, readable_size, write_whole
-from run.flags import UNLIMITED
+from run.flags import UNLIMITED, spelled
 from tasks.metrics import METRICS, scores_line
 
 # step: forward, backward and optimizer as CUDA graphs
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "step", "stall")
+# flags without effect where nothing is trained
+OF_TRAINING = "lr lr_schedule weight_decay early_stop accumulate checkpoint_activations".split()
 
 
 class Clock:
@@ -394,6 +396,8 @@ def describe(run, file, epoch, step):
         lines.append(f"resume  from epoch {epoch + 1}, step {step + 1}")
     elif file:
         why = f", as --epochs is {plan.epochs}" * plan.trains
+        if idle := [spelled(name) for name in OF_TRAINING if name in plan.typed]:
+            why += f": no effect of {', '.join(idle)}"
         lines.append(f"resume  after epoch {epoch}: nothing is trained{why}")
     if plan.trains and plan.checkpoint not in (None, file) and os.path.isfile(plan.checkpoint):
         resume = "auto" if plan.runs == 1 else plan.checkpoint

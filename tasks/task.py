@@ -7,11 +7,10 @@ import torch
 
 from disk.checks import edge_line
 from disk.columns import NAMES, described_types, read_names
-from disk.files import StoreError, plural
+from disk.files import SPLITS, StoreError, plural
 from model import GNN, is_gnn
 from relational import NodeInputs
 from store import GraphStore
-from tasks.edge_split import HELD_OUT
 
 CHUNK = 1 << 22  # numbers of a table of predictions converted at a time
 OF_GRAPHS = "max_nodes max_edges"  # flags of --task graph
@@ -102,9 +101,9 @@ class Task:
         was trained on some."""
         if self.trained is None:
             return {}
-        parts = [self.store.split[part] for part in HELD_OUT]
+        parts = [self.store.split[part] for part in SPLITS[1:]]
         fresh = ~torch.isin(self.keys(torch.cat(parts)), self.trained)
-        masks = zip(HELD_OUT, fresh.split([*map(len, parts)]))
+        masks = zip(SPLITS[1:], fresh.split([*map(len, parts)]))
         return {part: mask for part, mask in masks if not mask.all()}
 
     def num_scored(self):

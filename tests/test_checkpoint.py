@@ -44,7 +44,7 @@ from tests.common import (
     _train,
     _wait_for,
 )
-from tests.stores import _refuses
+from tests.stores import _refuses, _small_disk
 
 SMALL = " ".join(map(str, COMMON))
 OWN = """
@@ -78,7 +78,8 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     assert _code(f"--resume {tmp_path}/four.pt --batch-dependency 2") == 2
     assert "was made with --batch-dependency 3, this run has 2" in capsys.readouterr().err
     assert _code(f"--resume {tmp_path}/four.pt --lr 0.01 --gpus 0") == 0
-    assert "changed" not in capsys.readouterr().out
+    assert "changed" not in (out := capsys.readouterr().out)
+    assert "epoch 4: nothing is trained, as --epochs is 4: no effect of --lr\n" in out
     assert _code(f"--resume {tmp_path}/four.pt --batch-size 50 --accumulate 2 --gpus 0") == 0
     assert "changed  batch-size 100 -> 50, accumulate 1 -> 2\n" in capsys.readouterr().out
     _, straight = _run_here(tmp_path, words, "--lr-schedule constant --lr 0.01")
@@ -625,9 +626,22 @@ def test_the_documented_lines_load_an_exported_model(kind, tmp_path, monkeypatch
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tiny, tmp_path, capsys):
     (tmp_path / "file").touch()
-    for path, why in ((f"{tmp_path}/file", ""), (f"{tmp_path}/file/in", ""), (tiny, "is a store")):
+    inside = f"cannot be made: {tmp_path}/file is no folder"
+    for path, why in (
+        (f"{tmp_path}/file", inside),
+        (f"{tmp_path}/file/in", inside),
+        (tiny, "is a store"),
+    ):
         assert _code(f"--dataset {tiny} --gpus 0 --export {path}") == 2
-        assert f"--export {path} {why}" in capsys.readouterr().err
+        out, err = capsys.readouterr()
+        assert f"--export {path} {why}" in err and not out
+
+
+def test_a_full_disk_for_an_export_leaves_the_scores_of_a_run(tiny, tmp_path, capsys):
+    with _small_disk(tmp_path, 4096) as small:
+        assert _code(f"--dataset {tiny} {SMALL} --epochs 1 --export {small}/x") == 2
+        out, err = capsys.readouterr()
+        assert "\nresult  accuracy: test " in out and "could not be written: No space left" in err
 
 
 def test_scores_of_examples_that_were_trained_on_are_told_apart(tmp_path, capsys):
@@ -692,3 +706,34 @@ def test_scores_of_examples_that_were_trained_on_are_told_apart(tmp_path, capsys
     torch.save(state, tmp_path / "early.pt")
     words = f"--resume {tmp_path}/early.pt --dataset {paths['plain']}"
     assert _code(words, f"--predict {tmp_path}/p.npy") == 0
+
+
+def test_graphs_and_pairs_that_were_trained_on_are_told(tiny, tmp_path, capsys):
+    """Graphs by their numbers in the same file; of pairs only that others may be held out."""
+    atoms = {"node_offsets": np.arange(41), "atom_feat": np.random.default_rng(0).random((40, 3))}
+    bonds = {"bond_offsets": np.zeros(41, int), "bond_feat": np.ones((0, 1))}
+    molecules = {**atoms, **bonds, "bond_index_local": np.zeros((2, 0), int)}
+    ids = np.arange(40)
+    for name, first, last, shift in (("a", 20, 30, 0), ("b", 10, 15, 0), ("c", 20, 30, 1)):
+        split = {"train_idx": ids[:first], "val_idx": ids[first:last], "test_idx": ids[last:]}
+        np.savez(tmp_path / f"{name}.npz", **molecules, **split, targets=ids + 0.5 + shift)
+    edges = build_store(tmp_path / "g", **_graph(width=16))
+    common = f"--gpus 0 --root {tmp_path} --epochs 1 --hidden 8 --checkpoint"
+    assert _code(f"{common} {tmp_path}/m.pt --task graph --dataset {tmp_path}/a.npz") == 0
+    assert _code(f"{common} {tmp_path}/l.pt --task link --dataset {tiny} --fanout 2") == 0
+    unknown = "that were trained on, which cannot be told: "
+    for words, said in (
+        (f"m.pt --dataset {tmp_path}/a.npz", None),
+        (f"m.pt --dataset {tmp_path}/b.npz", "on 5 of 5 valid graphs; without them valid n/a"),
+        (f"m.pt --dataset {tmp_path}/b.npz", "on 5 of 25 test graphs; without them test RMSE "),
+        (f"m.pt --dataset {tmp_path}/c.npz", f"graphs {unknown}graphs.lmdb is not the same"),
+        (f"l.pt --dataset {tiny}", None),
+        (f"l.pt --dataset {tiny} --edge-split 50/25/25", f"edges {unknown}other pairs are held"),
+        (f"l.pt --dataset {tiny} --edge-split none", None),
+        (f"l.pt --dataset {edges}", f"edges {unknown}indices.npy, indptr.npy is not the same"),
+    ):
+        capsys.readouterr()
+        again = f"--gpus 0 --root {tmp_path} --export {tmp_path}/out --resume {tmp_path}/{words}"
+        assert _code(again) == 0
+        out = capsys.readouterr().out
+        assert said in out if said else "trained on" not in out, out

@@ -415,7 +415,7 @@ def test_checkpoints_from_before_a_flag_stand_for_its_default(tiny, tmp_path):
 def test_sizes_are_bytes_in_the_units_that_people_write():
     for text, size in (("4G", 4 << 30), ("4GiB", 4 << 30), ("3m", 3 << 20), ("512K", 512 << 10)):
         assert kinds.size(text) == size
-    assert [kinds.size(text) for text in ("4GB", "1.5 kb", "70")] == [4 * 10**9, 1500, 70]
+    assert [kinds.size(text) for text in ("4GB", "1.5 kb", "2tb")] == [4 * 10**9, 1500, 2 * 10**12]
 
 
 def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypatch, capsys):
