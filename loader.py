@@ -40,6 +40,11 @@ class Graph(NamedTuple):
     features: Any  # [V, F]
     labels: Any  # int64 [V]; for a loss of your own also [V, ...] of any dtype
 
+    @property
+    def num_nodes(self):
+        """V, the number of nodes."""
+        return len(self.indptr) - 1
+
     def __repr__(self):
         return shown("Graph", self._asdict())
 

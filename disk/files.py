@@ -423,7 +423,7 @@ def free_host_bytes(root="/") -> int:
     everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         available = re.search(r"MemAvailable: *(\d+)", (root / "proc/meminfo").read_text())
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
+        groups = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:  # not Linux
         return everything
     free = 1024 * int(available[1]) if available else everything  # an emulated Linux may not tell

@@ -52,16 +52,23 @@ def saved_graph(file):
             if damaged := archive.testzip():  # torch ignores checksums
                 raise ValueError(f"{damaged} in it is damaged")
         classes = []
-        for name in PYG.split():
-            module, _, kind = name.rpartition(".")
-            classes.append(getattr(importlib.import_module(f"torch_geometric.data.{module}"), kind))
+        with contextlib.suppress(ModuleNotFoundError):
+            for name in PYG.split():
+                module, _, kind = name.rpartition(".")
+                module = importlib.import_module(f"torch_geometric.data.{module}")
+                classes.append(getattr(module, kind))
         try:
             with torch.serialization.safe_globals(classes):
                 graph = torch.load(file, "cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL (\S+)", str(error))
+            if not classes:
+                takes = "it takes torch_geometric.data: pip install torch_geometric"
+                raise StoreError(f"{file} cannot be read: {takes}") from error
             more = f"more than a PyG Data of tensors ({named[1] if named else 'code'}); {SAVED}"
             raise StoreError(f"{file} holds {more}") from error
+        if isinstance(graph, dict) and "total_batch" in graph:
+            raise StoreError(f"{file} is a checkpoint of train.py: give it to --resume")
         if not hasattr(graph, "edge_index") and not hasattr(graph, "edge_types"):
             raise StoreError(f"{file} holds a {type(graph).__name__} and no PyG Data; {SAVED}")
     return graph

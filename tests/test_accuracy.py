@@ -232,7 +232,7 @@ cora => error: cora is no flag; --help lists them
 --model net.py:Scored --task link => Scored has a `scorer`: --task link gives the network one of
 --model net.py:Net --model-args widths=[3,4],hidden=3 => num_classes, widths=.3, 4., hidden=3.:
 --model net.py:Net --hidden 64 => --hidden 64 is for the built-in models
---model GAT => 'GAT': choose one of sage, sage-pool, .*rgat, or FILE.py:
+--model GTA => 'GTA': choose one of sage, sage-pool, .*rgat, or FILE.py:
 --model alignn => --model alignn is not for --task node, which has sage, .*rgat
 --task graph --model gcn => --model gcn is not for --task graph, which has edge-gated, alignn
 --task graph --model net.py:Net => net.py:Net is not for --task graph, which has edge-gated, alignn
