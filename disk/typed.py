@@ -25,6 +25,7 @@ from disk.convert import (
     array_like,
     as_rows,
     chunked,
+    column_names,
     edge_pairs,
     integers,
     part_ids,
@@ -104,6 +105,9 @@ def flatten(given) -> dict:
         "edge_index": np.concatenate(moved, 1),
         "columns": columns,
         "features": _joined(tables),
+        "feature_names": _feature_names(
+            {n: features[n] for n in tables}, max([1, *widths.values()])
+        ),
         "symmetrize": False,
         **_labels(labels, given.split, first, node_types),
     }
@@ -132,6 +136,7 @@ def _labels(labels, split, first, node_types) -> dict:
         return {"labels": None, "split": None}
     ((kind, values),) = labels.items()
     values = integers(f"labels of {kind}", values)
+    refuse(values < -1, f"labels of {kind}", values, "labels are 0 or more, or -1 for none")
     joined = _spread("labels", {kind: values}, first, node_types, -1)
     if split is None:
         return {"labels": joined, "split": None}
@@ -206,6 +211,21 @@ def _node_column(column, values, first, node_types) -> np.ndarray:
         parts[kind], _ = column.check(name, array_like(name, part))
     rest = column.elsewhere(np.concatenate([*parts.values()]))
     return _spread(column.name, parts, first, node_types, rest)
+
+
+def _feature_names(tables, width):
+    """Name each of the `width` columns of the joined features after those of the DataFrames among {type: table}, with the
+    type where several have features; None without any."""
+    names = {kind: column_names(table) for kind, table in tables.items()}
+    if not any(names.values()):
+        return None
+    if len(names) == 1:
+        return next(iter(names.values()))
+    return [
+        ", ".join(f"{name[j]} of {kind}" for kind, name in names.items() if name and j < len(name))
+        or f"column {j}"
+        for j in range(width)
+    ]
 
 
 def _joined(tables):

@@ -370,11 +370,6 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         arrays.say(f"it has no features: {half}, the others are trained on; {how}")
     build_store(path, **graph, split=split or None, source=source, **options)
     meta = files.read_meta(path)
-    if labels is not None and labels.ndim == 1:
-        empty = np.setdiff1d(np.arange(meta["num_classes"]), labels).tolist()
-        if empty:
-            which = f"{len(empty)} of {meta['num_classes']} classes have no node"
-            arrays.say(f"{which}: {', '.join(map(str, empty[:8]))}{', ...' * (len(empty) > 8)}")
     if one_way := meta["edges"]["one_way"]:
         share = f"{one_way:,} of {meta['edges']['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
