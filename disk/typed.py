@@ -177,16 +177,30 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
 
 
 def _add_reverses(edges, columns):
-    """Add the reverse of each edge to {type: edges} and {column: {type: values}}, in place."""
-    for kind, pairs in list(edges.items()):
+    """Add the reverse of each edge to {type: edges} and {column: {type: values}}, in place, but none of a type whose
+    reverses are there, as the type `rev_NAME`."""
+    given = dict(edges)
+    for kind, pairs in given.items():
         source, name, destination = kind
-        reverse = kind if source == destination else (destination, f"rev_{name}", source)
+        if (destination, name.removeprefix("rev_"), source) in given and name.startswith("rev_"):
+            continue
+        reverse = (destination, f"rev_{name}", source)
+        if reverse in given:
+            _check_reverses(kind, reverse, edges)
+            continue
+        reverse = kind if source == destination else reverse
         parts = [pairs[::-1]] if reverse != kind else [pairs, pairs[::-1]]
-        if reverse != kind and reverse in edges:
-            raise StoreError(f"symmetrize adds edges {','.join(reverse)}, which are there already")
         edges[reverse] = np.concatenate(parts, 1)
         for values in (values for values in columns.values() if kind in values):
             values[reverse] = torch.cat([as_rows("edges", values[kind])] * len(parts))
+
+
+def _check_reverses(kind, reverse, edges):
+    """Raise StoreError unless the edges of a type are the reverses of another's."""
+    ends = edges[kind], edges[reverse][::-1]
+    if not np.array_equal(*(pairs[:, np.lexsort(pairs)] for pairs in ends)):
+        kinds = f"{','.join(reverse)} are not the reverses of {','.join(kind)}"
+        raise StoreError(f"symmetrize: edges {kinds}: rename or drop one of the types")
 
 
 def _edge_column(column, values, edges) -> torch.Tensor:

@@ -130,10 +130,7 @@ def of_object(graph, extra, ignore=(), file=None) -> "Arrays":
     kept = {name: v for name, v in arrays.items() if name.partition(":")[0] not in replaced}
     # of the only type of nodes, whose edges may have several
     suffix = next((n.removeprefix("num_nodes") for n in arrays if n.startswith("num_nodes:")), "")
-    arrays = Arrays(kind, kept | {name + suffix: v for name, v in extra.items()}, ignore=ignore)
-    if not (arrays.find(*FEATURES) or arrays.of_types):
-        raise StoreError(f"the {kind} has no features: give them as features=")
-    return arrays
+    return Arrays(kind, kept | {name + suffix: v for name, v in extra.items()}, ignore=ignore)
 
 
 def is_list(graphs) -> bool:
