@@ -232,17 +232,17 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
         node = next(iter(table.named("id")), None)
         is_labels = name == "labels"
         column = COLUMNS.get(name)
+        if is_labels and table.width > 1 + (node is not None) and (parts := _parts_of_split(table)):
+            cure = f"give ids of nodes as --train FILE, and drop it{table.flag(*parts)}"
+            raise StoreError(
+                f"{file}: {table.column(parts[0])} looks like a split, not like a label: {cure}"
+            )
         if not (is_labels or column):
             node = 0 if table.width == 1 else None
         elif node is None and table.width == 2:
             named = table.named("label")
             node = 1 - named[0] if is_labels and len(named) == 1 else 0
         columns = [j for j in range(table.width) if j != node]
-        if is_labels and len(columns) > 1 and (parts := _parts_of_split(table)):
-            cure = f"give ids of nodes as --train FILE, and drop it{table.flag(*parts)}"
-            raise StoreError(
-                f"{file}: {table.column(parts[0])} looks like a split, not like a label: {cure}"
-            )
         several = is_labels and all(table.kinds[j] in ("whole", "real", "empty") for j in columns)
         if len(columns) != (is_labels or name in COLUMNS) and not (columns and several):
             actual = short(", ".join(map(table.column, range(table.width))))

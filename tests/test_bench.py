@@ -531,7 +531,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
                 "edge_index": [[0] * 400, [1] * 400],
                 "x": np.zeros((800, 3), np.float32),
                 "e": np.zeros((400, 2), np.uint8),
-                "y": np.zeros((400, 1), np.float32),
+                "y": np.zeros(400, np.float32),
             }
             given = {**names, **many, "another_batch": block_diagonal(**many)}
         exec(compile(block, "README.md", "exec"), given)

@@ -430,7 +430,11 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
         ("edata.rank is not used here", dgls(rank=ones), {}),
         ("adj_t has values other than 1, beside edge_weight", weighted, {}),
         ("num_nodes is 200, and", pygs(edge_index=None, adj_t=plain, **few), {}),
-        ("SimpleNamespace has no features", pygs(x=None), {}),
+        (
+            "it has no array features or x or",
+            pygs(x=None, y=None, train_mask=None, test_mask=None),
+            {},
+        ),
         ("no split=2: it has 2 splits, and", pygs(train_mask=splits), {"split": 2}),
         ("adj_t is a list: a sparse matrix", pygs(edge_index=None, adj_t=[[0, 1]]), {}),
         (r"x has shape \[\]: \[V, F\]", pygs(x=3), {}),
