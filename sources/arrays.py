@@ -54,18 +54,25 @@ def saved_graph(file):
         with zipfile.ZipFile(file) as archive:
             if damaged := archive.testzip():  # torch ignores checksums
                 raise ValueError(f"{damaged} in it is damaged")
-        classes = [collections.defaultdict]
+        # torch refuses to fill a defaultdict, in which PyG remembers names
+        classes = [(lambda *_: {}, "collections.defaultdict")]
         for name in PYG.split():
             module, _, kind = name.rpartition(".")
             module = importlib.import_module(f"torch_geometric.data.{module}")
             classes += filter(None, [getattr(module, kind, None)])  # AttrType is of later versions
+        before = torch.serialization.get_safe_globals()
+        classes += [kind for kind in before if kind is not collections.defaultdict]
         try:
-            with torch.serialization.safe_globals(classes):
-                graph = torch.load(file, "cpu", weights_only=True)
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(classes)
+            graph = torch.load(file, "cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL (\S+)", str(error))
             more = f"more than a PyG Data of tensors ({named[1] if named else 'code'}); {SAVED}"
             raise StoreError(f"{file} holds {more}") from error
+        finally:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(before)
         if not (is_list(graph) or hasattr(graph, "edge_index") or hasattr(graph, "edge_types")):
             raise StoreError(f"{file} holds a {type(graph).__name__} and no PyG Data; {SAVED}")
     return graph
