@@ -513,6 +513,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
     names |= {short.get(name, name): values for name, values in _events(400, 4000).items()}
     # the fields of PyG's Data that are read
     data = {name: torch.from_numpy(names[name]) for name in ("edge_index", "x", "y")}
+    names["list_of_pyg_data"] = [types.SimpleNamespace(**data | {"y": i}) for i in (0, 1)]
     names["dgl_graph_or_pyg_data"] = types.SimpleNamespace(**data)
     blocks = _readme_blocks("python")
     assert len(blocks) >= 4

@@ -496,6 +496,8 @@ def test_saved_data_of_pyg_is_a_graph_and_no_other_pickle_runs(tmp_path, monkeyp
         _refuses(said, prepare, file, "data")
         _refuses(said, datasets.build, file, "built-of-it")
     assert "ran" not in capsys.readouterr().out
+    pair = torch.load("pair.pt", weights_only=False)  # as docs/data.md says
+    assert not GraphStore.open(datasets.build(data.Data.from_dict(pair[0]), "pair")).node_types
     monkeypatch.setitem(sys.modules, "torch_geometric.data.data", None)
     _refuses("g.pt cannot be read: .*torch_geometric.data", prepare, "g.pt", "data")
 
