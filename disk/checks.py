@@ -124,6 +124,8 @@ def doubts(store, counted) -> list[str]:
         return lines
     if len(columns) < width:
         lines.append(f"{len(columns):,} of {width:,} features were compared with the labels")
+    if not len(columns):
+        return lines
     step = max(COMPARED // width, 1)
     parts = [torch.from_numpy(nodes[a : a + step]) for a in range(0, len(nodes), step)]
     x = torch.cat([store.features.gather(part)[:, columns].double() for part in parts])

@@ -128,7 +128,7 @@ def of_object(graph, extra, ignore=(), file=None) -> "Arrays":
         arrays = graph.to_dict() if hasattr(graph, "to_dict") else vars(graph)
         arrays = _with_edge_index(dict(arrays))
     else:
-        forms = "a file, a DGLGraph, a PyG Data or a list of those"
+        forms = "a file, a DGLGraph, a PyG Data or a list of PyG Data"
         raise StoreError(f"no graph is read from a {kind}: give {forms}")
     replaced = []
     for names in (FEATURES, LABELS, sum(PARTS.values(), [])):
