@@ -33,7 +33,7 @@ PYG = """data.Data data.DataEdgeAttr data.DataTensorAttr hetero_data.HeteroData 
 graph_store.EdgeLayout storage.BaseStorage storage.NodeStorage storage.EdgeStorage storage.GlobalStorage storage.AttrType"""
 SAVED = "if you trust it, two lines of Python read it: see docs/data.md"
 # classes of these names may mean that there is no label
-UNKNOWN = "unknown unk unlabeled unlabelled missing undefined unspecified unassigned notlabeled nolabel nan".split()
+UNKNOWN = "unknown unk unlabeled unlabelled missing undefined unspecified unassigned notlabeled nolabel".split()
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
 
 
@@ -91,7 +91,7 @@ def _read(archive, member):
 
 
 def of_object(graph, extra, ignore=(), file=None) -> "Arrays":
-    """Get the arrays of a DGLGraph, a PyG Data or a list of those under the names of an .npz file; `extra` {name: array}
+    """Get the arrays of a DGLGraph, a PyG Data or a list of Data under the names of an .npz file; `extra` {name: array}
     replaces theirs. file: that it was read from."""
     kind = file or type(graph).__name__
     if isinstance(graph, torch.utils.data.Dataset) and len(graph) == 1:

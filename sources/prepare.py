@@ -190,7 +190,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     docs/data.md lists the names that arrays may have, and what is drawn if there is no split or there are no features.
 
     Args:
-        source: a DGLGraph; a PyG `Data`, or a list of those, small graphs; an .npz file, or a .pt file of
+        source: a DGLGraph; a PyG `Data`, or a list of them, which are small graphs; an .npz file, or a .pt file of
             `torch.save(data, file)`, with parameters of `NPZ` after a colon; or a table of edges.
         features, labels: [V, F] and [V] in place of the graph's, if it has one node type; for tables, files of tables;
             for a list of G graphs, labels [G] or [G, T].
