@@ -107,6 +107,7 @@ def build_store(
             the order given (8 bytes an edge), for `GraphStore.given_edges` and `stored_edges`; or give numbers, int [M].
         node_names: V distinct names of one line each. edge_types: names of the edge types.
         feature_names: F different names of the columns of features; with them predictions go by name, not by position.
+            None: those of a DataFrame.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
             are dicts by type, see `flatten` of disk/typed.py.
         backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
@@ -134,6 +135,8 @@ def build_store(
     with files.complete_or_not_there(Path(path), _bytes_needed(graph)) as building:
         _write_store(building, graph, progress)
         GraphStore.open(building)
+    for line in checks.doubts(GraphStore.open(path), given.num_classes is None):
+        print(f"{Path(path).name}: {line}")
     return Path(path)
 
 
@@ -168,8 +171,11 @@ def _checked(given) -> _Checked:
     split = checks.check_splits(split, labels, given.node_names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
     carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
-    if given.feature_names is not None:
-        entries["feature_names"] = checks.check_names(given.feature_names, width)
+    names = (
+        convert.column_names(given.features) if given.feature_names is None else given.feature_names
+    )
+    if names is not None:
+        entries["feature_names"] = checks.check_names(names, width)
     if given.node_types is not None:
         entries["node_types"] = [[name, *of] for name, of in given.node_types.items()]
     if drawn:

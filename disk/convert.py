@@ -116,6 +116,12 @@ def array_like(name, values):
     return values.astype(str)
 
 
+def column_names(table) -> list[str] | None:
+    """Return the names of the columns of a DataFrame; None where they are numbered, and for other forms of an array."""
+    names = [*getattr(table, "columns", ())]
+    return None if names == [*range(len(names))] else [*map(str, names)]
+
+
 def _stacked(name, values):
     """Convert a number, or a list of numbers or of arrays, to an array, of tensors to a tensor."""
     if type(values) not in (list, tuple):

@@ -108,6 +108,8 @@ class GraphTask(Task):
             which = f"{noun} {int(none.int().argmax())} of {len(none)}" if len(none) > 1 else noun
             raise StoreError(f"{graphs.path}: no training graph has a {which}")
         count = present[:train].sum(0)
+        if self.labels and y.shape[1] == 1 and len(y[:train][present[:train]].unique()) == 1:
+            say("labels  all training graphs are of one class: there is nothing to learn")
         self.mean = y[:train].where(present[:train], 0).double().sum(0) / count
         # with the mean in the place of what is missing, which adds nothing to the sum of squares
         deviation = y[:train].double().where(present[:train], self.mean).std(0, correction=0)

@@ -667,6 +667,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
     names |= {short.get(name, name): values for name, values in _events(400, 4000).items()}
     # the fields of PyG's Data that are read
     data = {name: torch.from_numpy(names[name]) for name in ("edge_index", "x", "y")}
+    names["list_of_pyg_data"] = [types.SimpleNamespace(**data | {"y": i}) for i in (0, 1)]
     names["dgl_graph_or_pyg_data"] = types.SimpleNamespace(**data)
     blocks = _readme_blocks("python")
     assert len(blocks) >= 4
@@ -685,7 +686,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
                 "edge_index": [[0] * 400, [1] * 400],
                 "x": np.zeros((800, 3), np.float32),
                 "e": np.zeros((400, 2), np.uint8),
-                "y": np.zeros((400, 1), np.float32),
+                "y": np.zeros(400, np.float32),
             }
             given = {**names, **many, "another_batch": block_diagonal(**many)}
         exec(compile(block, "README.md", "exec"), given)

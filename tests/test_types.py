@@ -426,6 +426,18 @@ REFUSED_FILES = [  # what is said, changes of the arrays of a file
 ]
 
 
+def test_reverses_that_are_there_are_not_added(tmp_path):
+    """As ToUndirected of PyG names them; the other types get theirs."""
+    given, more = _typed(), {}
+    for a, name, b in ENDS[1:]:
+        more[b, f"rev_{name}", a] = given["edge_index"][a, name, b][::-1, ::-1]
+    given["edge_index"] |= more
+    graph = GraphStore.open(build_store(tmp_path / "g", **given, symmetrize=True))
+    added = "paper,rev_writes,author"
+    assert graph.edge_types == [*map(",".join, given["edge_index"]), added]
+    assert graph.num_edges == 90 * 6
+
+
 @pytest.mark.parametrize("said, change", REFUSED_FILES)
 def test_typed_files_refuse(said, change, tmp_path):
     _refuses(said, prepare.build, _npz(tmp_path / "t.npz", **change), tmp_path / "g")
@@ -434,8 +446,9 @@ def test_typed_files_refuse(said, change, tmp_path):
 
 def _reverse(start):
     """Return a graph with one more edge type, named like a reverse, and --symmetrize."""
-    named = [*ENDS, (start, "rev_at", "author")]
-    return {"edge_index": dict.fromkeys(named, [[0], [0]]), "symmetrize": True}
+    edges = dict.fromkeys(ENDS, [[0], [0]])
+    edges[start, "rev_at", "author"] = [[1], [0]]
+    return {"edge_index": edges, "symmetrize": True}
 
 
 EMPTY = {"node_types": dict.fromkeys(COUNTS, 0), "features": {}, "labels": None, "split": None}
@@ -470,7 +483,10 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     (r"edge_time of \w+,\w+,\w+\[0\] is 9007199254740993: .*float64", {"edge_time": WIDE}),
     (r"features of author\[0, 0\] is 2049: .*rounds it: give them", {"features": COARSE}),
     ("split is of nodes with labels, and no type of nodes has any", {"labels": None}),
-    ("symmetrize adds edges place,rev_at,author, which are", _reverse("place")),
+    (
+        "edges place,rev_at,author are not the reverses of author,at,place: rename",
+        _reverse("place"),
+    ),
     ("there are 0 nodes", EMPTY),
 ]
 
