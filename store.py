@@ -176,6 +176,8 @@ def _checked(given) -> _Checked:
     )
     if names is not None:
         entries["feature_names"] = checks.check_names(names, width)
+    if (always := getattr(given, "always", None)) is not None:
+        carried[columns.EDGE_TIME.name][always] = columns.ALWAYS
     if given.node_types is not None:
         entries["node_types"] = [[name, *of] for name, of in given.node_types.items()]
     if drawn:

@@ -41,9 +41,10 @@ from pathlib import Path
 
 import torch
 
-from disk.columns import COLUMNS, EDGE_ORDER, NAMES
+from disk.columns import COLUMNS, EDGE_ORDER, NAMES, span_of
 from disk.files import FORMATS, SPLITS, StoreError, read_meta, reading, write_whole
 from model import CONVS
+from run.edge_data import bulk, timed_seeds, unlike
 from run.flags import (
     FLAGS,
     SAVED,
@@ -69,6 +70,7 @@ LATER_WIDTHS = dict(
     several=None,
     classes=None,
     feature_names=None,
+    times=None,
 )
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
@@ -102,7 +104,11 @@ def described_run(run):
         **names_of(store),
         "feature_names": getattr(store, "feature_names", None),
         "several": run.task.several,
+        "times": None,
     }
+    if run.used.seed_time is not None:
+        _, times = timed_seeds(run.plan, run.task, store)
+        graph["times"] = [*bulk(times), store.meta.get("time_unit")]
     return {"flags": {name: getattr(run.plan, name) for name in SAVED}, "graph": graph}
 
 
@@ -379,6 +385,7 @@ def check_graph(ranks, state, path, plan, task):
             store.renumber(class_names=graph["classes"] and [*map(str, graph["classes"])])
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not plan.trains:
+        ranks.say(other_times(plan, task, graph["times"]))
         if other and "dataset" not in plan.typed:
             ranks.say(
                 f"data    {', '.join(other)} of {store.path} changed since this checkpoint was trained"
@@ -424,6 +431,21 @@ def tell_trained(task, plan, state, files):
     scored = any(len(task.store.split[part]) for part in SPLITS[1:])
     line = f"data    scores may be of {task.examples} that were trained on, which cannot be told: {why}"
     return line if scored else ""
+
+
+def other_times(plan, task, was):
+    """Return a line if times of nodes are hardly in the unit of those trained on. was: [low, high, time_unit] or None."""
+    if was is None or plan.temporal == "off" or task.timed_pairs:
+        return ""
+    *was, unit = was
+    here = task.store.meta.get("time_unit")
+    _, times = timed_seeds(plan, task, task.store)
+    low, high = bulk(times)
+    why = unlike(was, (low, high))
+    if unit != here:
+        why = f"the {'first' if unit else 'second'} are dates, in microseconds, the others numbers"
+    spans = f"{span_of(*was, unit)}, here {span_of(low, high, here)}"
+    return why and f"data    times of nodes were {spans}: {why}"
 
 
 def check_widths(task, plan, graph, path):

@@ -327,7 +327,7 @@ class Arrays:
             taken |= {*column.aliases}
             if name is None:
                 continue
-            values = self[name]
+            values = self.read(name, "biufM" if column.timed else "biuf")
             if not column.width and values.shape[1:] == (1,):
                 values = values.reshape(-1)
             arrays[column.name] = values

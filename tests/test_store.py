@@ -361,7 +361,9 @@ def _bad_inputs():
         r"edge_weight\[0\] is 1e-50": {"edge_weight": w.astype(float) * 1e-50},
         "edge_weight has dtype .*complex128": {"edge_weight": w * 1j},
         r"edge_time\[0\] is 0.5: whole numbers are needed": {"edge_time": w / 2},
-        "edge_time cannot be read: .* BFloat16": {"edge_time": torch.ones(3000).bfloat16()},
+        r"edge_time\[0\] is 512.0: bfloat16 rounds .* above 256": {
+            "edge_time": torch.full((3000,), 512).bfloat16()
+        },
         r"whole numbers below 2\^63": {"edge_time": np.full(3000, 2**64 - 1, np.uint64)},
         r"\[3000\]: an array \[200\] is needed, a row for each node": {"node_time": w},
         r"edge_features\[2999, 1\] is nan": {"edge_features": holed},

@@ -202,6 +202,13 @@ def test_types_with_times_in_a_window(pointing, tmp_path):
         ("--model sage", "lists are by type, then time, and --model sage sees no types"),
     ):
         assert complaint in _train(words, words_, code=2)
+    arrays = dict(np.load(pointing / "timed.npz"))
+    arrays["edge_time"] += 1_600_000_000
+    arrays["node_time"] += 1_600_000_000
+    arrays["edge_time"][arrays["edge_type"] == 1] *= 1000
+    np.savez(tmp_path / "units.npz", **arrays)
+    said = _train(words, f"--model rgcn --dataset {tmp_path}/units.npz", code=2)
+    assert re.search("times of edges 1 are .* milliseconds since 1970, the second .* seconds", said)
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
@@ -476,11 +483,11 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("the type 0 has no name", {"node_types": {**COUNTS, 0: 3}}),
     ("the type 'a,b' has no name", {"edge_index": {("author", "a,b", "paper"): [[0], [0]]}}),
     (
-        r"node_time of paper\[0\] is nan: whole numbers",
+        r"node_time of paper\[0\] is nan: a missing time",
         {"node_time": {"paper": np.full(50, np.nan)}},
     ),
-    (r"edge_time of \w+,\w+,\w+\[0\] is 2049: .*float16, .*rounds it", {"edge_time": ROUNDED}),
-    (r"edge_time of \w+,\w+,\w+\[0\] is 9007199254740993: .*float64", {"edge_time": WIDE}),
+    (r"edge_weight of \w+,\w+,\w+\[0\] is 2049: .*float16, .*rounds", {"edge_weight": ROUNDED}),
+    (r"edge_weight of \w+,\w+,\w+\[0\] is 9007199254740993: .*float64", {"edge_weight": WIDE}),
     (r"features of author\[0, 0\] is 2049: .*rounds it: give them", {"features": COARSE}),
     ("split is of nodes with labels, and no type of nodes has any", {"labels": None}),
     (
