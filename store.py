@@ -299,7 +299,8 @@ class GraphStore:
     """A graph on disk, read through memory maps that all processes share.
 
     Attributes:
-        indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
+        indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form. What is written to these and the other tensors
+            stays in this process, see `files.map_npy`.
         labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one.
         class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` sets it. If the
@@ -337,8 +338,7 @@ class GraphStore:
         kinds = columns.array_kinds(meta)
         for name, kind in kinds.items():
             stored = name not in columns.COLUMNS or f"{name}.npy" in records
-            mode = "c" if name == "labels" else "r"
-            setattr(self, name, self._map(f"{name}.npy", kind, mode=mode) if stored else None)
+            setattr(self, name, self._map(f"{name}.npy", kind) if stored else None)
         self.num_edge_types = meta.get("num_edge_types", 0)
         self.edge_types = meta.get("edge_types")
         self.edge_dim = 0
@@ -400,7 +400,7 @@ class GraphStore:
                 raise ValueError(f"{file} has rows {record['shape']}, not {[*shape]}")
             return LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
         kind = files.Kind(files.storage_dtype(meta["feature_dtype"]), [*shape])
-        table = self._map(file, kind, ahead=not large)
+        table = self._table = self._map(file, kind, ahead=not large)
         head = meta["files"][file]["bytes"] - table.nbytes
         graph = self.indptr.nbytes + self.indices.nbytes
         return MmapFeatures(table.view(dtype), large, self.path, head, graph)
@@ -423,8 +423,15 @@ class GraphStore:
         for name, before in self._opened.items():
             value = getattr(self, name)
             same = value is before
+            tensors = [value]
             if name == "split":  # parts may have been assigned
-                same = [*map(id, value.values())] == [*map(id, before.values())]
+                tensors = [*value.values()]
+                same = [*map(id, tensors)] == [*map(id, before.values())]
+            if any(map(_written, tensors)):
+                same = False
+                if name == "_table":
+                    why = "rows of its features were written in this process, and another reads the file's"
+                    raise StoreError(f"{self.path}: {why}: build a store of them")
             if not same or name == "labels" and not torch.equal(value, now.labels):
                 changed[name] = value
         return GraphStore.open, (self.path,), changed
@@ -512,6 +519,11 @@ class GraphStore:
         return files.map_npy(self.path, name, self.meta["files"][name], kind, **options)
 
 
+def _written(value) -> bool:
+    """Return whether operations of torch have written to a tensor."""
+    return isinstance(value, Tensor) and not value.is_inference() and value._version > 0
+
+
 class MmapFeatures(convert.RowsByIndex):
     """Feature rows in a memory-mapped array.
 
@@ -522,7 +534,7 @@ class MmapFeatures(convert.RowsByIndex):
         shape, dtype: (V, F), torch dtype. large: True if the table is larger than the free memory.
         beside: bytes of memory that the graph and caches take and that the table's pages therefore cannot use.
         share: of the table that is read.
-        tensor: [V, F], read-only, without a copy; missing if large: use `gather`.
+        tensor: [V, F], without a copy; missing if large: use `gather`.
     """
 
     def __init__(self, table, large=False, path=None, head=0, beside=0):

@@ -104,6 +104,36 @@ def test_pickled_store_of_several_splits(tmp_path, backend):
     _refuses("rebuilt after it was opened", pickle.dumps, graph)
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_is_written_to_a_mapped_tensor_stays_in_its_process(tmp_path, monkeypatch, refused):
+    """Where the kernel refuses such maps, tensors are still read."""
+    options = {"edge_features": np.ones((3000, 1)), "backend": "mmap"}
+    path = _store(tmp_path / "g", **options)
+    mapped = disk.mmap.mmap
+    if refused:
+
+        def only_to_read(*args, **options):
+            if len(args) > 2:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            return mapped(*args, **options)
+
+        monkeypatch.setattr(disk.mmap, "mmap", only_to_read)
+    graph, other = GraphStore.open(path), GraphStore.open(path)
+    assert torch.equal(graph.features[:], torch.from_numpy(_graph()["features"]))
+    if refused:
+        return
+    of = lambda graph: [graph.indptr, graph.indices, graph.edge_features, graph.split["train"]]  # noqa: E731
+    for tensor in of(graph):
+        tensor[:2] = 2
+    again = pickle.loads(pickle.dumps(graph))
+    assert all(map(torch.equal, of(again), of(graph)))
+    graph.features.tensor[0] = 7.0
+    assert graph.features[[0]].tolist() == [[7.0] * 5]
+    assert not any(map(torch.equal, of(graph), of(other)))
+    assert other.features[[0]].tolist() != [[7.0] * 5] and verify(path) == []
+    _refuses("rows of its features were written in this process", pickle.dumps, graph)
+
+
 def _columns_slowly(edges, options, node_time=None):
     """Compute in plain Python what the store holds of edges (source, destination, type, time, number), in its order;
     node_time: times of their sources in place of theirs."""
