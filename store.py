@@ -279,8 +279,9 @@ def _write_features(path, graph, progress) -> dict:
     shape = [graph.features.shape[0], meta["feature_dim"]]
     largest = []
     kept_as = meta["feature_dtype"]
-    features, scale = checks.feature_scale(graph.features, kept_as, path, progress)
-    rows = checks.feature_rows(features, kept_as, scale, progress, largest)
+    ends = typed.ends_of_types(meta.get("node_types", []))
+    features, scale = checks.feature_scale(graph.features, kept_as, ends, path, progress)
+    rows = checks.feature_rows(features, kept_as, scale, ends, progress, largest)
     if scale is not None:
         meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
     return {file.name: {**_write_rows(file, meta, shape, rows), "largest": max(largest)}}
@@ -374,8 +375,11 @@ class GraphStore:
             self.whole = dict(meta["whole"])
         self.features = self._open_features((rows, self.feature_dim), free)
         if (scale := meta.get("feature_scale")) is not None:
-            scale = torch.tensor(scale, dtype=torch.float32, device="cpu").view(2, self.feature_dim)
-            self.features = CodedFeatures(self.features, scale, self.path)
+            scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
+            ends = typed.ends_of_types(types) if scale.dim() == 3 else None
+            kinds = () if ends is None else (len(ends),)
+            scale = scale.view(*kinds, 2, self.feature_dim)
+            self.features = CodedFeatures(self.features, scale, self.path, ends)
         self._opened = {**vars(self), "split": self._splits}
 
     def _open_features(self, shape, free):
@@ -483,7 +487,8 @@ class GraphStore:
     def take_features(self, features):
         """Read other features of the same graph; if they are kept as codes, `features` are codes, too."""
         if isinstance(self.features, CodedFeatures):
-            features = CodedFeatures(features, self.features.scale, self.path)
+            of_codes = self.features
+            features = CodedFeatures(features, of_codes.scale, self.path, of_codes.ends)
         self.features = features
 
     def renumber(self, **of_network):
@@ -598,14 +603,16 @@ class CodedFeatures(convert.RowsByIndex):
     """Feature rows float32 that are kept as codes of 8 bits, see `checks.feature_scale`.
 
     Attributes:
-        codes: `MmapFeatures`, `LmdbFeatures` or a tensor, int8 [V, F]. scale: float32 [2, F], on its device.
+        codes: `MmapFeatures`, `LmdbFeatures` or a tensor, int8 [V, F]. scale: float32 [2, F], or [T, 2, F] of each type,
+            whose rows end before `ends`, int64 [T]; on the codes' device.
     """
 
     dtype = torch.float32
 
-    def __init__(self, codes, scale, path=None):
+    def __init__(self, codes, scale, path=None, ends=None):
         self.codes = codes
         self.scale = scale
+        self.ends = ends
         self._path = path
         self.shape = tuple(codes.shape)
         self.large = getattr(codes, "large", False)
@@ -616,20 +623,25 @@ class CodedFeatures(convert.RowsByIndex):
     def gather(self, ids, out=None) -> Tensor:
         """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
         codes = self.codes
-        codes = codes[ids.to(codes.device)] if isinstance(codes, Tensor) else codes.gather(ids)
-        rows = (codes * self.scale[0]).add_(self.scale[1])
-        return rows if out is None else convert.gather_target(self, ids, out).copy_(rows)
+        if isinstance(codes, Tensor):
+            ids = ids.to(codes.device)
+        codes = codes[ids] if isinstance(codes, Tensor) else codes.gather(ids)
+        steps, offsets = convert.steps_and_offsets(self.scale, self.ends, ids)
+        if out is None:
+            return codes.float().mul_(steps).add_(offsets)
+        return convert.gather_target(self, ids, out).copy_(codes).mul_(steps).add_(offsets)
 
     def put_rows(self, ids, rows):
         """Replace rows, see `LmdbFeatures.put_rows`; StoreError for a value beyond the range of its column as built."""
         ids = torch.as_tensor(ids)
         rows = torch.as_tensor(rows)
         convert.gather_target(self, ids, rows, "rows")
-        codes = convert.encode(rows, self.scale)
+        steps, offsets = convert.steps_and_offsets(self.scale, self.ends, ids)
+        codes = convert.encode(rows, steps, offsets)
         beyond = codes != codes.clamp(-128, 127)
-        for column in beyond.nonzero()[:1, 1]:
-            steps, offsets = self.scale[:, column]
-            ends = f"{offsets - 128 * steps:.6g} to {offsets + 127 * steps:.6g}"
+        for at in beyond.nonzero()[:1]:
+            step, offset = (of.expand_as(rows)[tuple(at)] for of in (steps, offsets))
+            ends = f"{offset - 128 * step:.6g} to {offset + 127 * step:.6g}"
             refuse(beyond, "rows", rows, f"its column was built for {ends}")
         self.codes.put_rows(ids, codes.to(torch.int8))
 

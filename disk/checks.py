@@ -6,6 +6,7 @@
 Invalid values raise StoreError.
 """
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from disk.convert import (
     row_dtype,
     shaped,
     spool,
+    steps_and_offsets,
 )
 from disk.files import SPLITS, StoreError, plural
 
@@ -149,9 +151,9 @@ def checked_rows(features, progress):
         yield first, chunk.detach().cpu()
 
 
-def feature_rows(features, dtype, scale, progress, largest):
-    """Yield chunks of feature rows as they are stored, in `dtype`, each checked, or their codes if there is a `scale`; its
-    largest absolute value is appended to the list `largest`."""
+def feature_rows(features, dtype, scale, ends, progress, largest):
+    """Yield chunks of feature rows as they are stored, in `dtype`, each checked, or their codes if there is a `scale`, see
+    `feature_scale`; its largest absolute value is appended to the list `largest`."""
     announced = row_dtype("features", features)
     for first, chunk in checked_rows(features, progress):
         kept = chunk if scale is not None else chunk.to(getattr(torch, dtype))
@@ -159,23 +161,30 @@ def feature_rows(features, dtype, scale, progress, largest):
             refuse(kept.isinf(), "features", chunk, f"beyond the range of {dtype}", first)
         largest.append(largest_of(kept))
         if scale is not None:
-            kept = encode(kept, scale).clamp_(-128, 127).to(torch.int8)
+            ids = torch.arange(first, first + len(kept))
+            kept = encode(kept, *steps_and_offsets(scale, ends, ids)).clamp_(-128, 127)
+            kept = kept.to(torch.int8)
         yield as_numpy(kept)
 
 
-def feature_scale(features, dtype, folder, progress):
+def feature_scale(features, dtype, ends, folder, progress):
     """Return (features, the scale of their codes) after a pass over the rows; `Rows`, which come once, are written to a
     file without a name in a folder meanwhile. The scale is float32 [2, F], steps and offsets: a code of 8 bits stands for
-    code * step + offset; a step is 0 if all values are equal. It is None unless floats are kept as int8."""
+    code * step + offset; a step is 0 if all values are equal. It is None unless floats are kept as int8. ends: None, or
+    int64 [T], where the rows of each type end; the scale is then [T, 2, F]."""
     if dtype != "int8" or row_dtype("features", features) == dtype:
         return features, None
-    low = torch.full(features.shape[1:], torch.inf, dtype=torch.float64)
+    bounds = [0, features.shape[0]] if ends is None else [0, *ends.tolist()]
+    low = torch.full((len(bounds) - 1, features.shape[1]), torch.inf, dtype=torch.float64)
     high = -low
 
     def chunks():
-        for _, rows in checked_rows(features, progress):
-            torch.minimum(low, rows.amin(0), out=low)
-            torch.maximum(high, rows.amax(0), out=high)
+        for first, rows in checked_rows(features, progress):
+            for of_type, smallest, largest in zip(pairwise(bounds), low, high):
+                start, stop = (max(bound - first, 0) for bound in of_type)
+                if len(part := rows[start:stop]):
+                    torch.minimum(smallest, part.amin(0), out=smallest)
+                    torch.maximum(largest, part.amax(0), out=largest)
             yield rows.float().numpy()
 
     if isinstance(features, Rows):
@@ -183,11 +192,15 @@ def feature_scale(features, dtype, folder, progress):
     else:
         for _ in chunks():
             pass
+    high, low = (of.masked_fill_(of.isinf(), 0) for of in (high, low))  # types without nodes
     steps = ((high - low) / 255).float()
     offsets = (low + 128 * steps.double()).float()
     far = (128 * steps + offsets.abs()).isinf()
-    refuse(far, "the largest of each column of features", high, "int8 needs a range within float32")
-    return features, torch.stack([steps, offsets])
+    why = "int8 needs a range within float32"
+    for beyond, values in zip(far, high):
+        refuse(beyond, "the largest of each column of features", values, why)
+    scale = torch.stack([steps, offsets], 1)
+    return features, scale[0] if ends is None else scale
 
 
 def check_splits(splits, labels, names=None):

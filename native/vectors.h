@@ -127,6 +127,14 @@ VECTOR(all_of, floats, float, floats_t, wide_t)
 VECTOR(all_of_int, ints, int, ints_t, wide_ints_t)
 FN floats_t load(const IN *p, int whole, int left) {
   if (sizeof(IN) == sizeof(float)) return load_floats((const float *)p, whole, left);
+#ifdef HOST  // by doubling widths: compilers convert the loop below, and codes to ints, number by number
+  typedef int8 codes_t __attribute__((vector_size(COLUMNS), WIDE(1)));
+  typedef short shorts_t __attribute__((vector_size(2 * COLUMNS)));
+  if (sizeof(IN) == 1 && AT_ONCE) {
+    const shorts_t codes = __builtin_convertvector(*(const codes_t *)p, shorts_t);
+    return __builtin_convertvector(__builtin_convertvector(codes, ints_t), floats_t);
+  }
+#endif
   floats_t v = all_of(0);
   if (AT_ONCE) {
     in_t row = *(const in_t *)p;

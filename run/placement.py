@@ -297,6 +297,7 @@ def place_data(ranks, plan, task, used):
         gather=gather_rows,
         aggregate=self_and_mean if in_place else None,
         scale=getattr(store.features, "scale", None),
+        ends=getattr(store.features, "ends", None),
     )
     return sampler, ring
 
