@@ -335,8 +335,9 @@ class FeatureRing:
         return self.aggregate(block.indptr, block.indices, table, ids, out, **coded)
 
     def _decodes(self, table):  # whether rows gathered from it are decoded on the way
-        there = self.on_device or not self.copies and isinstance(table, torch.Tensor)
-        return self.coded and there and table is self.features and self.gather is not take
+        there = table is self.features and (self.on_device or not self.copies)
+        there = there and isinstance(table, torch.Tensor)
+        return there and self.coded and self.gather is not take
 
 
 def codes_of(features):

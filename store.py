@@ -277,14 +277,20 @@ def _write_features(path, graph, progress) -> dict:
     meta = graph.meta
     file = path / BACKENDS[meta["backend"]]
     shape = [graph.features.shape[0], meta["feature_dim"]]
-    largest = []
     kept_as = meta["feature_dtype"]
     ends = typed.ends_of_types(meta.get("node_types", []))
     features, scale = checks.feature_scale(graph.features, kept_as, ends, path, progress)
-    rows = checks.feature_rows(features, kept_as, scale, ends, progress, largest)
+    rounded = checks.RoundedRows(*shape, ends)
+    given = {"rounded": rounded, "progress": progress}
+    rows = checks.feature_rows(features, kept_as, scale, ends, **given)
     if scale is not None:
         meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
-    return {file.name: {**_write_rows(file, meta, shape, rows), "largest": max(largest)}}
+    record = _write_rows(file, meta, shape, rows)
+    types = [name for name, _, width in meta.get("node_types", []) if width]
+    if loss := rounded.loss(meta.get("feature_names"), types if ends is not None else [""]):
+        meta |= {"rounded": f"features kept as {kept_as}: {loss}"}
+        print(meta["rounded"])
+    return {file.name: {**record, "largest": rounded.largest}}
 
 
 def _write_rows(file, meta, shape, chunks) -> dict:

@@ -292,7 +292,12 @@ def read_meta(path, form=None) -> dict:
     or another format than `form`, one of FORMATS (None: any). The entries themselves are not checked."""
     file = Path(path) / "meta.json"
     if not os.path.lexists(file):
-        raise StoreError(f"{path} is no store: there is no {file}")
+        text = f"{path} is no store: there is no {file}"
+        if parts := sorted(part.parent for part in Path(path).glob("part-*/meta.json")):
+            has = f"it holds {plural(len(parts), 'part')} of one, {', '.join(p.name for p in parts[:3])}"
+            text = f"{path} is no store: {has}{', ...' if len(parts) > 3 else ''}: give {parts[0]} or"
+            text += " another, with train.py --split-features a different one on each machine"
+        raise StoreError(text)
     with reading(file, "; rebuild the store"):
         if regular(file).st_size > 1 << 24:
             raise ValueError("it is larger than any meta.json")
