@@ -163,7 +163,9 @@ class RoundedRows:
     def __init__(self, rows, width, ends=None):
         bounds = [0, rows] if ends is None else [0, *ends.tolist()]
         most = max(1, min(SAMPLED, SAMPLED_VALUES // width))
-        parts = [torch.arange(a, b, -(-(b - a) // most) or 1) for a, b in pairwise(bounds)]
+        parts = [
+            torch.arange(a, b, -(-(b - a) // most) or 1, device="cpu") for a, b in pairwise(bounds)
+        ]
         self.bounds = [0, *accumulate(map(len, parts))]
         self.ids = torch.cat(parts)
         self.largest = 0.0
@@ -173,7 +175,7 @@ class RoundedRows:
     def add(self, first, before, after):
         """Take those of the sample of a chunk of rows, whose first row is `first`."""
         self.largest = max(self.largest, largest_of(before))
-        ends = torch.tensor([first, first + len(before)])
+        ends = torch.tensor([first, first + len(before)], device="cpu")
         start, stop = torch.searchsorted(self.ids, ends).tolist()
         at = self.ids[start:stop] - first
         self.before.append(before[at])
@@ -210,7 +212,7 @@ class RoundedRows:
 def _different(rows):
     """Count the different values of each column."""
     if not len(rows):
-        return torch.zeros(rows.shape[1], dtype=torch.int64)
+        return torch.zeros(rows.shape[1], dtype=torch.int64, device="cpu")
     return rows.sort(0).values.diff(dim=0).ne(0).sum(0) + 1
 
 
@@ -223,7 +225,7 @@ def feature_rows(features, dtype, scale, ends, *, rounded, progress):
         if dtype != announced:
             refuse(kept.isinf(), "features", chunk, f"beyond the range of {dtype}", first)
         if scale is not None:
-            ids = torch.arange(first, first + len(kept))
+            ids = torch.arange(first, first + len(kept), device="cpu")
             kept = encode(kept, *steps_and_offsets(scale, ends, ids)).clamp_(-128, 127)
             kept = kept.to(torch.int8)
         rounded.add(first, chunk, kept)
@@ -238,7 +240,9 @@ def feature_scale(features, dtype, ends, folder, progress):
     if dtype != "int8" or row_dtype("features", features) == dtype:
         return features, None
     bounds = [0, features.shape[0]] if ends is None else [0, *ends.tolist()]
-    low = torch.full((len(bounds) - 1, features.shape[1]), torch.inf, dtype=torch.float64)
+    low = torch.full(
+        (len(bounds) - 1, features.shape[1]), torch.inf, dtype=torch.float64, device="cpu"
+    )
     high = -low
 
     def chunks():

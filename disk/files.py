@@ -295,7 +295,9 @@ def read_meta(path, form=None) -> dict:
         text = f"{path} is no store: there is no {file}"
         if parts := sorted(part.parent for part in Path(path).glob("part-*/meta.json")):
             has = f"it holds {plural(len(parts), 'part')} of one, {', '.join(p.name for p in parts[:3])}"
-            text = f"{path} is no store: {has}{', ...' if len(parts) > 3 else ''}: give {parts[0]} or"
+            text = (
+                f"{path} is no store: {has}{', ...' if len(parts) > 3 else ''}: give {parts[0]} or"
+            )
             text += " another, with train.py --split-features a different one on each machine"
         raise StoreError(text)
     with reading(file, "; rebuild the store"):

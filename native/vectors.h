@@ -151,12 +151,24 @@ FN void store(OUT *p, int whole, int left, floats_t v) {
     *(out_t *)p = row;
   } else EACH_LEFT p[q] = DOWN(OUT)(v[q]);
 }
+#if defined HOST && defined __x86_64__  // a compiler cannot see that it could add with one rounding
+#define KEEP_PRODUCT(v) __asm__("" : "+x"(v))
+#elif defined HOST && defined __aarch64__
+#define KEEP_PRODUCT(v) __asm__("" : "+w"(v))
+#elif defined HOST
+#define KEEP_PRODUCT(v)
+#endif
 // What codes of 8 bits stand for: times the steps [2, width] of their columns, plus the offsets in the
 // second row. Rounded twice, as by torch: __fadd_rn becomes no FMA.
 FN floats_t decode(floats_t v, const float *steps, int width, int whole, int left) {
   const floats_t offset = load_floats(steps + width, whole, left);
   v = v * load_floats(steps, whole, left);
+#ifdef HOST
+  KEEP_PRODUCT(v);
+  v = v + offset;
+#else
   EACH v[q] = __fadd_rn(v[q], offset[q]);
+#endif
   return v;
 }
 FN float total(floats_t v) {

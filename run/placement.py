@@ -337,7 +337,9 @@ def over_machines(ranks, plan, store, machines, features):
     if isinstance(stored := codes_of(store.features), MmapFeatures):
         # the page cache has to hold this machine's part alone
         stored.reserve(0, share=1 / len(machines))
-    each = f"each reads its {features.shape[0] // len(machines):,} rows and asks the others for theirs"
+    each = (
+        f"each reads its {features.shape[0] // len(machines):,} rows and asks the others for theirs"
+    )
     ranks.say(f"memory  features are split over {len(machines)} machines: {each}")
     return SplitFeatures(features, [*zip(ends, owners)], Exchange(ranks))
 
