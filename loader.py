@@ -301,6 +301,7 @@ class NodeLoader:
                 reuse=reuse,
                 edge_features=tables.get(EDGE_FEATURES.name),
                 scale=getattr(tables["features"], "scale", None),
+                ends=getattr(tables["features"], "ends", None),
             )
         self.node_sampler = sampler
         self.ring = ring

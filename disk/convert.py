@@ -308,9 +308,14 @@ def check_answers(name, y, labels):
         refuse(~missing & ((y < -1) | (y > 1)), name, y, why)
 
 
-def encode(rows, scale) -> Tensor:
+def steps_and_offsets(scale, ends, ids):
+    """Return those of codes of rows ids [n]: [F] each, or [n, F] of a scale for each type, see `checks.feature_scale`."""
+    return scale if ends is None else scale[torch.bucketize(ids, ends, right=True)].unbind(1)
+
+
+def encode(rows, steps, offsets) -> Tensor:
     """Compute the codes of rows [n, F], whole numbers in float64; beyond the range of their column outside [-128, 127]."""
-    steps, offsets = scale.double()
+    steps = steps.double()
     # any difference from a column's only value is out of range
     return ((rows.double() - offsets) / steps.clamp(min=1e-300)).round()
 

@@ -42,6 +42,7 @@ from pathlib import Path
 import torch
 
 from disk.columns import COLUMNS, EDGE_ORDER, NAMES, span_of
+from disk.convert import KEPT_AS
 from disk.files import FORMATS, SPLITS, StoreError, read_meta, reading, write_whole
 from model import CONVS
 from run.edge_data import bulk, timed_seeds, unlike
@@ -71,6 +72,7 @@ LATER_WIDTHS = dict(
     classes=None,
     feature_names=None,
     times=None,
+    kept_as=None,
 )
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
@@ -103,6 +105,7 @@ def described_run(run):
         **{name: store.meta.get(name, 0) for name in run.task.widths},
         **names_of(store),
         "feature_names": getattr(store, "feature_names", None),
+        "kept_as": kept_as(store),
         "several": run.task.several,
         "times": None,
     }
@@ -376,6 +379,13 @@ def check_graph(ranks, state, path, plan, task):
         check_widths(task, plan, graph, path)
         numbers = numbers_of_types(ranks, task, plan, graph, path)
         name_features(ranks, store, graph["feature_names"], path)
+        here = kept_as(store)
+        if graph["kept_as"] not in (None, here):
+            trained = graph["kept_as"] or "not rounded"
+            ranks.say(
+                f"data    features are {here or 'not rounded'}, those that the network was trained on {trained}"
+                ": scores may differ"
+            )
         files = {f"{name}.npy": "none" for name in COLUMNS} | digests(store)
         was = graph["files"]
         if hasattr(store, "class_names") and (
@@ -498,6 +508,13 @@ def numbers_of_types(ranks, task, plan, graph, path):
         ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
         numbers = torch.tensor([was.index(kind) for kind in here])
     return numbers
+
+
+def kept_as(store):
+    """Return what the features of a store are rounded to: one of KEPT_AS, or "" if they are not."""
+    kept = store.meta.get("feature_dtype")
+    coded = "feature_scale" in store.meta
+    return kept if kept in KEPT_AS and (coded or kept != "int8") else ""
 
 
 def name_features(ranks, store, was, path):

@@ -216,7 +216,10 @@ class Run:
                 if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
                     options["x"] = self.ring.features
                     if self.ring.scale is not None:
-                        options["x"] = CodedFeatures(self.ring.features, self.ring.scale)
+                        coded = CodedFeatures(
+                            self.ring.features, self.ring.scale, ends=self.ring.ends
+                        )
+                        options["x"] = coded
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
                 options["rank"] = ranks.local_rank
                 options["world"] = ranks.local_world

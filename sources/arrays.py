@@ -60,7 +60,9 @@ def saved_graph(file):
             for name in PYG.split():
                 module, _, kind = name.rpartition(".")
                 module = importlib.import_module(f"torch_geometric.data.{module}")
-                classes += filter(None, [getattr(module, kind, None)])  # AttrType is of later versions
+                classes += filter(
+                    None, [getattr(module, kind, None)]
+                )  # AttrType is of later versions
         pyg = len(classes) > 1
         before = torch.serialization.get_safe_globals()
         classes += [kind for kind in before if kind is not collections.defaultdict]

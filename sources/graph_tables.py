@@ -12,7 +12,9 @@ import os
 import re
 
 import numpy as np
+import torch
 
+from disk.checks import SAMPLED, RoundedRows
 from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
 from disk.convert import DATE, spool
 from disk.files import StoreError, plural
@@ -126,11 +128,19 @@ def features(file, folder, ignore=()):
             kinds[node] = str
         first = node or 0
 
+        rounded = RoundedRows(SAMPLED, 1)
+
         def rows():
+            start = 0
             for _, columns in table.read(kinds):
                 if kinds[first] is not list:
                     firsts.append(columns[first])
-                yield stacked(columns, kept, np.float32)
+                x = stacked(columns, kept, np.float32)
+                if start < SAMPLED:
+                    as_read = torch.from_numpy(stacked(columns, kept, np.float64))
+                    rounded.add(start, as_read, torch.from_numpy(x))
+                start += len(x)
+                yield x
 
         x = spool(folder, rows(), np.float32, sum(table.widths[j] for j in kept))
         nodes = Nodes(len(x), file)
@@ -142,6 +152,8 @@ def features(file, folder, ignore=()):
                 cure = f"call it id or drop it{table.flag(0)}"
                 raise StoreError(f"{file}: {table.column(0)} counts the rows: {cure}")
         nodes.feature_names = table.names and _names_of(table, kept)
+        if loss := rounded.loss(nodes.feature_names):
+            table.notes.append(f"read as float32: {loss}")
         table.say(plural(x.shape[1], "feature"))
     return x, nodes
 

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import itertools
+import pickle
 import re
 from collections import Counter
 
@@ -283,6 +284,51 @@ def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
     for wrong in (5, [5], [["a", "b", []]], *other_rows * (backend == "mmap")):
         _rewrite_meta(path, **(graph.meta | {"node_types": wrong}))
         _refuses("cannot be read", GraphStore.open, path)
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_each_type_of_nodes_has_a_scale_of_its_own_in_int8(backend, tmp_path):
+    """Counts of places beside papers in [0, 1]: no type has codes of another's range; one scale of all still opens."""
+    given = _typed()
+    x = given["features"]
+    x["place"] = np.arange(21, dtype=np.float32).reshape(7, 3) * 1000
+    path = build_store(tmp_path / "g", **given, feature_dtype="int8", backend=backend)
+    graph = GraphStore.open(path)
+    rows = graph.features[:]
+    true = torch.zeros(57, 8)
+    for name, part in (("paper", slice(0, 50)), ("place", slice(50, 57))):
+        of_type = torch.from_numpy(x[name])
+        true[part, : of_type.shape[1]] = of_type
+        step = (true[part].amax(0) - true[part].amin(0)) / 255
+        assert ((rows[part] - true[part]).abs() <= 0.501 * step).all()
+    assert not rows[50:, 3:].any() and torch.equal(
+        pickle.loads(pickle.dumps(graph)).features[:], rows
+    )
+    plain = {
+        name: rows[: len(of)] if name == "paper" else rows[50:, :3]
+        for name, of in x.items()
+        if of is not None
+    }
+    stores = graph, GraphStore.open(build_store(tmp_path / "plain", **given | {"features": plain}))
+    words = "--fanout 3,3 --hidden 8 --dropout 0 --gpus 0 --prefetch 0 --model rgcn"
+    found = []
+    for store, cache in itertools.product(stores, ("", "--cache 200", "--cache 1MB")):
+        flags = train.parse_args(f"{words} {cache} --dataset {store.path}".split())
+        run = open_run(ddp.Ranks(), flags, store.path)
+        (batch,) = run.loader(run.store.split["train"])
+        found.append((batch.x, run.forward(batch), run.exact()))
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+    loaders = (NodeLoader(store, store.split["train"], [3, 3], seed=1) for store in stores)
+    assert all(torch.equal(*(batch.x for batch in pair)) for pair in zip(*loaders, strict=True))
+    if backend == "lmdb":
+        graph.features.put_rows(torch.tensor([50]), rows[51:52])
+        why = "rows.0, 0. is 1.0.*e.30: its column was built for 0 to 18000"
+        _refuses(why, graph.features.put_rows, torch.tensor([50]), torch.full((1, 8), 1e30))
+    one = graph.features.scale[1].tolist()
+    _rewrite_meta(path, **(graph.meta | {"feature_scale": one}))
+    old = GraphStore.open(path).features
+    assert old.ends is None and torch.equal(old[50:], graph.features[50:])
 
 
 @pytest.mark.parametrize("own", [False, True])
