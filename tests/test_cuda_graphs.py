@@ -743,6 +743,7 @@ def test_a_step_of_small_graphs_is_a_cuda_graph(
 ):
     """With targets, some of them missing, two classes, more, several labels; compared with eager steps. One
     process of a step may have no graph."""
+    pytest.importorskip("lmdb")
     np.savez(tmp_path / "m.npz", **_molecules(tmp_path / "m.npz", count=30) | answers)
     ignored = ":ignore=targets" * ("labels" in answers)
     words = f"--task graph --dataset {tmp_path}/m.npz{ignored} --root {tmp_path} --hidden 8 --num-layers 2 {words}"
