@@ -328,6 +328,18 @@ def test_figures_of_the_gpu_in_readme_are_those_of_the_results():
         assert f"| {row['median_ms']:.2f} * | {row['epoch_s']} * |" in results
 
 
+def test_bench_gpu_begins_with_the_checks_of_a_short_lease():
+    """Its commands in docs/gpu.md are those of the docstring; together they leave out what needs other software."""
+    commands = re.findall(
+        "python -m bench (gpu --minutes .*); cp", (HERE / "docs/gpu.md").read_text()
+    )
+    chosen = [bench.make_parser().parse_args(line.split()).parts.split(",") for line in commands]
+    names = [*bench_gpu.PARTS]
+    assert names[:-3] == sum(chosen, [])
+    assert [name for name in names if bench_gpu.PARTS[name].beside] == chosen[0]
+    assert all(f"python -m bench {line}" in bench_gpu.__doc__ for line in commands)
+
+
 def _part(args, record):
     """Stands in for a part of bench gpu, and behaves as its name says."""
     if record.part == "keeps":
