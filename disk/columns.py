@@ -82,6 +82,31 @@ def check_features(name, rows):
     return as_numpy(rows) if tensor else np.asarray(rows), meta
 
 
+class Numbers:
+    """The numbers 0 to M - 1 of the given edges, an array [M] that takes no memory."""
+
+    dtype = np.dtype(np.int64)
+
+    def __init__(self, count):
+        self.shape = (count,)
+        self.nbytes = 8 * count
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __getitem__(self, cut):
+        return np.arange(*cut.indices(len(self)))
+
+    def take(self, numbers, axis):
+        """Return the numbers at some positions, which they are."""
+        return numbers
+
+
+def check_order(name, numbers):
+    """Refuse what are no whole numbers."""
+    return numbers if isinstance(numbers, Numbers) else integers(name, numbers), {}
+
+
 def latest(times) -> int:
     """Return the latest of some times, 0 of none."""
     return int(times.max()) if times.size else 0
@@ -141,8 +166,9 @@ class Column:
     dtype: str | Callable
     # names of its array in .npz files, PyG and, after "edata.", DGL; those of an earlier column are that one's
     aliases: tuple
-    # of `store.py build` for tables, with underscores as an argument of sources.prepare.build
-    flag: str
+    # of `store.py build` for tables, with underscores as an argument of sources.prepare.build; None: no data of a run,
+    # but numbers of the edges, which a build is asked to keep by NAME=True
+    flag: str | None
     describe: Callable  # of an open graph -> words for the log
     metavar: str | None = None  # of the flag, as `help`; None: as in USAGE
     help: str | None = None
@@ -159,6 +185,11 @@ class Column:
     def __post_init__(self):
         if self.of == "node" and self.elsewhere is None:
             raise TypeError(f"{self.name}: a column of nodes needs `elsewhere`")
+
+    @property
+    def asked(self):
+        """True for the numbers of edges, see `flag`."""
+        return self.flag is None
 
     def usage(self):
         """Return the metavar and the help of its flag."""
@@ -237,8 +268,18 @@ NODE_TIME = Column(  # the time at which a node is classified
     ),
     elsewhere=latest,  # they see everything
 )
+EDGE_ORDER = Column(  # the number that each stored edge has in the order given
+    "edge_order",
+    of="edge",
+    check=check_order,
+    dtype="int64",
+    aliases=(),
+    flag=None,
+    describe=lambda graph: "the order given",
+)
 COLUMNS = {
-    column.name: column for column in (EDGE_WEIGHT, EDGE_TYPE, EDGE_TIME, EDGE_FEATURES, NODE_TIME)
+    column.name: column
+    for column in (EDGE_WEIGHT, EDGE_TYPE, EDGE_TIME, EDGE_FEATURES, EDGE_ORDER, NODE_TIME)
 }
 OF_EDGES = [column.name for column in COLUMNS.values() if column.of == "edge"]
 
@@ -273,9 +314,12 @@ def check_columns(values, edges, edge_types):
     meta = {}
     units = {}
     for name, column in COLUMNS.items():
-        if values.get(name) is not None:
-            rows = getattr(edges, f"num_{column.of}s")
-            checked[name], entries = column.checked(values[name], rows)
+        rows = getattr(edges, f"num_{column.of}s")
+        value = values.get(name)
+        if column.asked and isinstance(value, bool):
+            value = Numbers(rows) if value else None
+        if value is not None:
+            checked[name], entries = column.checked(value, rows)
             meta |= entries
             if column.timed:
                 units[name] = entries.get("time_unit")

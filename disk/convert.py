@@ -124,6 +124,12 @@ def array_like(name, values):
     return values.astype(str)
 
 
+def column_names(table) -> list[str] | None:
+    """Return the names of the columns of a DataFrame; None where they are numbered, and for other forms of an array."""
+    names = [*getattr(table, "columns", ())]
+    return None if names == [*range(len(names))] else [*map(str, names)]
+
+
 def _stacked(name, values):
     """Convert a number, or a list of numbers or of arrays, to an array, of tensors to a tensor."""
     if type(values) not in (list, tuple):
@@ -302,9 +308,14 @@ def check_answers(name, y, labels):
         refuse(~missing & ((y < -1) | (y > 1)), name, y, why)
 
 
-def encode(rows, scale) -> Tensor:
+def steps_and_offsets(scale, ends, ids):
+    """Return those of codes of rows ids [n]: [F] each, or [n, F] of a scale for each type, see `checks.feature_scale`."""
+    return scale if ends is None else scale[torch.bucketize(ids, ends, right=True)].unbind(1)
+
+
+def encode(rows, steps, offsets) -> Tensor:
     """Compute the codes of rows [n, F], whole numbers in float64; beyond the range of their column outside [-128, 127]."""
-    steps, offsets = scale.double()
+    steps = steps.double()
     # any difference from a column's only value is out of range
     return ((rows.double() - offsets) / steps.clamp(min=1e-300)).round()
 

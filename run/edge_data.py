@@ -72,7 +72,8 @@ def without_use(store):
     lines = []
     for name, column in COLUMNS.items():
         field = name.removeprefix("edge_").replace("node_", "seed_")
-        if getattr(store, name) is not None and field not in EdgeData._fields:
+        unused = field not in EdgeData._fields and not column.asked
+        if getattr(store, name) is not None and unused:
             lines.append(f"{column.of}s   values of {name} are not used by this run")
     return lines
 

@@ -241,9 +241,9 @@ def folder_to_write(flags):
     path = os.path.abspath(flags.export)
     if os.path.exists(os.path.join(path, "meta.json")):
         return "is a store: give a folder of its own"
-    if os.path.exists(path) and not os.path.isdir(path):
-        return "is a file: give the name of a folder"
     while not os.path.isdir(path):
+        if os.path.lexists(path):
+            return f"cannot be made: {path} is no folder"
         path = os.path.dirname(path)
     if not os.access(path, os.W_OK):
         return f"cannot be written in {path}"

@@ -299,6 +299,7 @@ def place_data(ranks, plan, task, used):
         gather=gather_rows,
         aggregate=self_and_mean if in_place else None,
         scale=getattr(store.features, "scale", None),
+        ends=getattr(store.features, "ends", None),
     )
     return sampler, ring
 
@@ -338,7 +339,10 @@ def over_machines(ranks, plan, store, machines, features):
     if isinstance(stored := codes_of(store.features), MmapFeatures):
         # the page cache has to hold this machine's part alone
         stored.reserve(0, share=1 / len(machines))
-    ranks.say(plan.verbose and f"memory  features are split over {len(machines)} machines")
+    each = (
+        f"each reads its {features.shape[0] // len(machines):,} rows and asks the others for theirs"
+    )
+    ranks.say(f"memory  features are split over {len(machines)} machines: {each}")
     return SplitFeatures(features, [*zip(ends, owners)], Exchange(ranks))
 
 

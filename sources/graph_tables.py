@@ -9,15 +9,22 @@ other ids and text name the nodes in row order. Each function prints how it read
 """
 
 import os
+import re
 
 import numpy as np
+import torch
 
+from disk.checks import SAMPLED, RoundedRows
 from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
 from disk.convert import DATE, spool
 from disk.files import StoreError, plural
 from sources.tables import ID, MISSING, NUMBER, TIME, opened, short, stacked
 
 SLICE = 1 << 20  # edges renumbered at a time
+# names of columns, in lower case, that hold a split
+SPLIT = re.compile(
+    "(is)?(train|val|valid|validation|test|dev)(ing)?(mask|set|idx)?|(cv)?fold|split|subset"
+)
 HEADER = "; a header is known by names such as id, source, destination and label"
 
 
@@ -105,9 +112,14 @@ def features(file, folder, ignore=()):
             raise StoreError(f"{file}: {both} look like ids of the nodes: {one}")
         node = next(iter([*ids, *text]), None)
         kept = [j for j in range(table.width) if j != node]
-        for j in table.named("leak"):
-            cure = f"drop {table.column(j)}{table.flag(j)}"
+        for j in table.named("label"):
+            cure = f"drop {table.column(j)}{table.flag(j)}, or rename it if it is none"
             raise StoreError(f"{file}: features must not tell the label: {cure}")
+        for j in _parts_of_split(table, "^is|mask$"):
+            cure = f"drop it{table.flag(j)}, or rename it"
+            raise StoreError(
+                f"{file}: {table.column(j)} looks like a split, not like a feature: {cure}"
+            )
         if not kept:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
         kinds = table.measures(kept)
@@ -116,11 +128,19 @@ def features(file, folder, ignore=()):
             kinds[node] = str
         first = node or 0
 
+        rounded = RoundedRows(SAMPLED, 1)
+
         def rows():
+            start = 0
             for _, columns in table.read(kinds):
                 if kinds[first] is not list:
                     firsts.append(columns[first])
-                yield stacked(columns, kept, np.float32)
+                x = stacked(columns, kept, np.float32)
+                if start < SAMPLED:
+                    as_read = torch.from_numpy(stacked(columns, kept, np.float64))
+                    rounded.add(start, as_read, torch.from_numpy(x))
+                start += len(x)
+                yield x
 
         x = spool(folder, rows(), np.float32, sum(table.widths[j] for j in kept))
         nodes = Nodes(len(x), file)
@@ -132,6 +152,8 @@ def features(file, folder, ignore=()):
                 cure = f"call it id or drop it{table.flag(0)}"
                 raise StoreError(f"{file}: {table.column(0)} counts the rows: {cure}")
         nodes.feature_names = table.names and _names_of(table, kept)
+        if loss := rounded.loss(nodes.feature_names):
+            table.notes.append(f"read as float32: {loss}")
         table.say(plural(x.shape[1], "feature"))
     return x, nodes
 
@@ -222,6 +244,11 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
         node = next(iter(table.named("id")), None)
         is_labels = name == "labels"
         column = COLUMNS.get(name)
+        if is_labels and table.width > 1 + (node is not None) and (parts := _parts_of_split(table)):
+            cure = f"give ids of nodes as --train FILE, and drop it{table.flag(*parts)}"
+            raise StoreError(
+                f"{file}: {table.column(parts[0])} looks like a split, not like a label: {cure}"
+            )
         if not (is_labels or column):
             node = 0 if table.width == 1 else None
         elif node is None and table.width == 2:
@@ -240,9 +267,8 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
         if is_labels:
             kinds |= {j: str for j in columns if table.may_be_text(j)}
         rows, cells = _rows_of_nodes(table, nodes, node, kinds, is_labels)
-        for j in columns:
-            if isinstance(cells[j], list):
-                _check_text_labels(table, j, cells[j], len(columns))
+        for j in columns if is_labels else ():
+            _check_labels(table, j, cells[j], len(columns))
         table.say()
     if is_labels and len(columns) > 1 and table.names:
         nodes.class_names = [table.names[j] for j in columns]
@@ -260,8 +286,25 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
     return y if len(columns) > 1 else y[:, 0]
 
 
-def _check_text_labels(table, j, cells, count):
-    """Refuse text in one of several label columns, and fractions in csv."""
+def _parts_of_split(table, having="") -> list[int]:
+    """List the columns whose names say that they hold a split, and match the pattern `having`."""
+    words = [re.sub(r"[\W_\d]", "", name.lower()) for name in table.names or ()]
+    return [j for j, word in enumerate(words) if SPLIT.fullmatch(word) and re.search(having, word)]
+
+
+def _check_labels(table, j, cells, count):
+    """Refuse what is no label in one of `count` columns of them: text in one of several, fractions in csv, numbers below -1."""
+    if not isinstance(cells, list):
+        bad = (cells < -1) | (cells > (1 if count > 1 else np.inf))
+        if bad.any():
+            row = int(bad.argmax())
+            why = (
+                "of several labels each is 0, 1 or empty"
+                if count > 1
+                else "labels are 0 or more, or -1 for none"
+            )
+            raise table.error(row, f"{table.column(j)} is {cells[row]:g}: {why}")
+        return
     numbers = all(cell in MISSING or NUMBER.fullmatch(cell) for cell in cells)
     fractions = numbers and table.kinds[j] != "text"
     for row, cell in enumerate(cells):

@@ -61,7 +61,6 @@ MEANINGS = {  # what a column holds: the names by which it is recognised
     "source": "source src from u head subject",
     "destination": "destination dest dst target to v tail object",
     "label": "label labels class category target y",
-    "leak": "label labels class",  # a feature of that name would leak the label
     "id": "id node nodeid nid index unnamed0 indexlevel0",  # the last two are pandas'
     "more of an edge": "weight w time timestamp t type relation edgetype",
 }
@@ -452,6 +451,8 @@ def meanings(name, j) -> set[str]:
     word = re.sub(r"[\W_]", "", name.lower())
     forms = {word, word.removesuffix("id").removesuffix("node")}
     fitting = {meaning for meaning, words in MEANINGS.items() if forms & {*words.split()}}
+    if word.endswith(("label", "labels")):
+        fitting.add("label")
     like_id = word == "" or word.endswith("id") and "label" not in fitting
     return fitting | {"id"} if j == 0 and like_id else fitting
 
