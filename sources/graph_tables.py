@@ -13,9 +13,8 @@ import os
 import numpy as np
 import torch
 
-from disk.checks import SAMPLED, RoundedRows
 from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
-from disk.convert import spool
+from disk.convert import SAMPLED, RoundedRows, spool
 from disk.files import StoreError, plural
 from sources.tables import ID, MISSING, NUMBER, opened, short, stacked
 
