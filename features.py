@@ -88,6 +88,8 @@ class CudaCopies:
     """The CUDA side of the ring: side streams, copies, events."""
 
     def __init__(self, device, streams):
+        if not torch.cuda.is_available():
+            raise ValueError(f"device is {device}: torch sees no CUDA GPU here; give device='cpu'")
         # before training's work: sampling is many small kernels, and the next step waits for the last
         self.streams = [torch.cuda.Stream(device, priority=-1) for _ in range(streams)]
         self.device = self.streams[0].device  # "cuda" would be GPU 0 in another thread
@@ -146,7 +148,7 @@ class FeatureRing:
         gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py. It decodes
             into `out`, as `aggregate` does, if it gets the scale too.
         reuse: False allocates new tensors for each batch on CPU, for callers that keep batches.
-        edge_features: [M, D], one row per edge of the graph; batches then have the rows of their edges, by edge_ids.
+        edge_features: [M, D], row for row with the graph's `indices`; batches then have the rows of their edges, by edge_ids.
         scale: float32 [2, F] of features that are int8 codes: each stands for code * scale[0] + scale[1] of its column.
             They are moved as codes and decoded on the device. Or [T, 2, F], one for the rows of each type, which end
             before the rows `ends` [T].

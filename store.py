@@ -103,9 +103,11 @@ def build_store(
             several labels per node, or without labels, there is no split.
         columns: those of disk/columns.py, edge_weight, edge_type, edge_time, edge_features and node_time; edge arrays in
             the order of the given edges; an added reverse copies those of its edge. With node_time and no edge_time an
-            edge, also an added reverse, has the time of its source.
+            edge, also an added reverse, has the time of its source. edge_order=True also stores the number of each edge in
+            the order given (8 bytes an edge), for `GraphStore.given_edges` and `stored_edges`; or give numbers, int [M].
         node_names: V distinct names of one line each. edge_types: names of the edge types.
         feature_names: F different names of the columns of features; with them predictions go by name, not by position.
+            None: those of a DataFrame.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
             are dicts by type, see `flatten` of disk/typed.py.
         backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
@@ -133,6 +135,8 @@ def build_store(
     with files.complete_or_not_there(Path(path), _bytes_needed(graph)) as building:
         _write_store(building, graph, progress)
         GraphStore.open(building)
+    for line in checks.doubts(GraphStore.open(path), given.num_classes is None):
+        print(f"{Path(path).name}: {line}")
     return Path(path)
 
 
@@ -167,8 +171,13 @@ def _checked(given) -> _Checked:
     split = checks.check_splits(split, labels, given.node_names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
     carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
-    if given.feature_names is not None:
-        entries["feature_names"] = checks.check_names(given.feature_names, width)
+    names = (
+        convert.column_names(given.features) if given.feature_names is None else given.feature_names
+    )
+    if names is not None:
+        entries["feature_names"] = checks.check_names(names, width)
+    if (always := getattr(given, "always", None)) is not None:
+        carried[columns.EDGE_TIME.name][always] = columns.ALWAYS
     if given.node_types is not None:
         entries["node_types"] = [[name, *of] for name, of in given.node_types.items()]
     if drawn:
@@ -323,7 +332,9 @@ class GraphStore:
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
         sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free
             memory, a map of them without read-ahead and SAMPLERS threads.
-        edge_weight, edge_time, edge_features, node_time: float32 [M], int64 [M], [M, D], int64 [V]; or None.
+        edge_weight, edge_time, edge_features, node_time: float32 [M], int64 [M], [M, D], int64 [V]; or None. Row e of
+            these and of edge_type is of edge indices[e].
+        edge_order: int64 [M], see `given_edges`; None unless the store was built with edge_order=True.
         edge_type: uint8 or uint16 [M] below num_edge_types; without types None, and num_edge_types is 0.
         node_types: {name: (number of nodes, feature width or 0 without features)} in the order of node ids; features
             has rows only for the types with features, which come first. edge_types: names of the edge types.
@@ -485,6 +496,51 @@ class GraphStore:
             StoreError: for another dtype, or a node that there is not; names the first.
         """
         return columns.node_ids(name, values, self.num_nodes, self._names())
+
+    def given_edges(self, positions) -> Tensor:
+        """Return the numbers that stored edges had when they were given to `build_store` -> int64 of the shape of `positions`.
+
+        An added reverse has the number of its edge. If edges were given by type, they are counted through all types, in the
+        order of `edge_index`.
+
+        Args:
+            positions: integers, positions in `indices`, such as `edge_ids` of a block.
+
+        Raises:
+            StoreError: for a position out of range; if the store was not built with edge_order=True.
+        """
+        order = self._order()
+        places = torch.from_numpy(convert.integers("positions", positions))
+        wrong = (places < 0) | (places >= len(order))
+        refuse(wrong, "positions", places, f"positions in indices lie in [0, {len(order)})")
+        return order[places].to(getattr(positions, "device", "cpu"))
+
+    def stored_edges(self, edges) -> Tensor:
+        """Return the positions in `indices` of edges by their numbers in the order given, see `given_edges`: what `exclude`
+        of a sampler takes. It sorts the numbers of all M edges: call it once for many.
+
+        Args:
+            edges: int [n], list or array.
+
+        Returns:
+            int64 [n], in the order of `edges`; with symmetrize [2 n], an edge and its reverse together, the smaller position
+            first.
+
+        Raises:
+            StoreError: for an edge that is not stored, because it does not exist or drop_duplicates or drop_self_loops
+                dropped it; if the store was not built with edge_order=True.
+        """
+        edges = convert.integers("edges", edges, "n")
+        return torch.from_numpy(sort.places_of(self._order().numpy(), edges))
+
+    def _order(self):
+        order = getattr(self, columns.EDGE_ORDER.name)
+        if order is None:
+            how = "build it with edge_order=True (--edge-order)"
+            raise StoreError(
+                f"{self.path} does not have the order in which edges were given: {how}"
+            )
+        return order
 
     def _names(self):
         record = self.meta["files"].get(columns.NAMES)

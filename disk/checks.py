@@ -6,6 +6,7 @@
 Invalid values raise StoreError.
 """
 
+import math
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ EDGE_CHUNK = 1 << 22  # edges read at a time
 # with up to EXACT edges the reverse of each is looked up, with more those of SAMPLE random edges
 EXACT = 1 << 20
 SAMPLE = 1 << 16
+COMPARED = 1 << 22  # cells of features that are compared with labels
 COUNTED = ("duplicates", "self_loops", "isolated", "one_way", "one_way_of")
 # in the meta.json of a store that was built without a split
 DRAWN = "20 nodes of each class for training, 30 for validation, the rest for testing"
@@ -95,6 +97,70 @@ def check_labels(labels, num_nodes, num_classes):
     bad = (labels < -1) | (labels >= num_classes)
     refuse(bad, "labels", labels, f"labels lie in [0, {num_classes}), or are -1")
     return labels, num_classes
+
+
+def doubts(store, counted) -> list[str]:
+    """Return sentences on what is probably not meant in the labels and features of an open GraphStore.
+
+    counted: whether the number of classes was taken from the labels. Up to COMPARED cells of features of training nodes
+    drawn by seed 0 are compared with labels, see `telling`.
+    """
+    labels = store.labels
+    lines = []
+    if counted and store.labelled and labels.dim() == 1:
+        used = labels[labels >= 0].unique()
+        empty = np.setdiff1d(np.arange(store.num_classes), used).tolist()
+        if empty:
+            which = f"{len(empty)} of {store.num_classes} classes have no node"
+            listed = ", ".join(map(str, empty[:8])) + ", ..." * (len(empty) > 8)
+            lines.append(f"{which}: {listed}; labels number the classes from 0")
+    width = store.feature_dim
+    train = store.split["train"]
+    nodes = train[train < store.features.shape[0]].numpy()
+    cells = COMPARED // labels[:1].numel()
+    rows = min(max(cells // width, 256), 1024)
+    nodes = np.random.default_rng(0).permutation(nodes)[:rows]
+    columns = np.unique(np.linspace(0, width - 1, min(width, cells // rows)).astype(np.int64))
+    if len(nodes) < 2:
+        return lines
+    if len(columns) < width:
+        lines.append(f"{len(columns):,} of {width:,} features were compared with the labels")
+    if not len(columns):
+        return lines
+    step = max(COMPARED // width, 1)
+    parts = [torch.from_numpy(nodes[a : a + step]) for a in range(0, len(nodes), step)]
+    x = torch.cat([store.features.gather(part)[:, columns].double() for part in parts])
+    if found := telling(x, labels[torch.from_numpy(nodes)], width):
+        names = store.feature_names or [f"[:, {j}]" for j in range(width)]
+        listed = ", ".join(names[columns[j]] for j in found[:8]) + ", ..." * (len(found) > 8)
+        of = f"all {len(nodes):,} training nodes"
+        if len(nodes) < len(train):
+            of = f"{len(nodes):,} training nodes, drawn from {len(train):,}"
+        cure = "leave out what was made from labels"
+        lines.append(f"features that alone tell the label of {of}: {listed}; {cure}")
+    return lines
+
+
+def telling(x, y, width) -> list[int]:
+    """Find the columns of x [n, F] each of whose values, a tenth as many as rows at most or as many as classes, occurs
+    with one label only of y, [n] or one of [n, C] -> their numbers. Chance would make one among `width` columns so in
+    fewer than one of a hundred graphs."""
+    found = torch.zeros(x.shape[1], dtype=torch.bool)
+    x, order = x.t().sort(1)
+    new = x[:, 1:] != x[:, :-1]
+    count = 1 + new.sum(1)
+    for label in y.reshape(len(y), -1).t():
+        sizes = label.unique(return_counts=True)[1].double()
+        if len(sizes) < 2:
+            continue
+        sorted_label = label[order]
+        pure = ~((sorted_label[:, 1:] != sorted_label[:, :-1]) & ~new).any(1)
+        # ways to label the rows so, and ways to label the values
+        ways = torch.lgamma(sizes.sum() + 1) - torch.lgamma(sizes + 1).sum()
+        chance = math.log(100 * width) + count * math.log(len(sizes))
+        few = count <= max(len(sizes), len(y) // 10)
+        found |= pure & few & (chance < ways)
+    return found.nonzero()[:, 0].tolist()
 
 
 def classes_among(values) -> list[int]:

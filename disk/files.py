@@ -147,6 +147,20 @@ def _part_beside(path, make):
 
 
 @contextlib.contextmanager
+def folder_for(path):
+    """Context manager: a folder, made if necessary, and then removed again if the block fails and leaves it empty."""
+    made = not path.is_dir()
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+
+
+@contextlib.contextmanager
 def locked(path, at_once=0):
     """Context manager: a file or folder locked exclusively; the kernel drops the lock with the process. at_once:
     LOCK_NB raises OSError if it is locked already, 0 waits."""
@@ -449,7 +463,7 @@ def free_host_bytes(root="/") -> int:
     everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         available = re.search(r"MemAvailable: *(\d+)", (root / "proc/meminfo").read_text())
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
+        groups = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:  # not Linux
         return everything
     free = 1024 * int(available[1]) if available else everything  # an emulated Linux may not tell

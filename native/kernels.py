@@ -30,7 +30,6 @@ FLAGS = [
     "-fPIC",
     "-shared",
 ]
-VARIANTS = {}  # {constant of vectors.h: value}, for bench gpu
 VECTORS = {"self_and_mean": 2}  # of columns, that a GPU's thread has, where they are not one
 RUN = 16  # at most this many rows of a gradient are summed by one GPU thread for the bias
 ENOUGH = 1 << 21  # elements of the gradient per such row: leaves half a million threads
@@ -171,7 +170,7 @@ def program(ids, source, target, width=0):
     types = {"ID": IDS[ids], "IN": (TYPES | CODES)[source], "OUT": TYPES[target]}
     if width:
         return build.read_source("norm.cu", WIDTH=width, **types)
-    return build.read_source("layers.cu", **types, **VARIANTS)
+    return build.read_source("layers.cu", **types)
 
 
 def is_gpu(device):
@@ -192,7 +191,6 @@ class Code:
         self.compiled = compiled
         self.on_cpu = isinstance(compiled, ctypes.CDLL)
         self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
-        self.lanes = 1 if self.on_cpu else VARIANTS.get("ATTENTION_LANES", 1)
 
     def run(self, kernel, count, /, *records, **values):
         """Run a kernel on `count` rows, whose columns several threads share if it has a `width`, or else in so many threads.

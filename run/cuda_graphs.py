@@ -247,6 +247,8 @@ def captured(graph, pool=None, stream=None):
     Nothing is collected meanwhile: a finalizer might synchronize, as that of `gpu_view`, which ends a capture.
     """
     pool = pool or torch.cuda.graph_pool_handle()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
     collects = gc.isenabled()
     first = None
     gc.disable()
@@ -264,6 +266,8 @@ def captured(graph, pool=None, stream=None):
             device = torch.cuda.current_device()
             torch._C._cuda_endAllocateToPool(device, pool)
             torch._C._cuda_releasePool(device, pool)
+        # nor does the generator of torch 2.11, which would refuse to draw
+        generator.graphsafe_set_state(before)
         raise (first or error) from None
     finally:
         if collects:

@@ -76,6 +76,8 @@ def settle(ranks, flags, task):
         used, of_columns = edge_data(flags, task, store)
         if flags.edge_features is None and flags.conv:
             values |= dict(edge_features=used.features is not None)
+        if flags.temporal == "auto" and used.time is not None:
+            values["temporal"] = "at"
         options = memory_options(ranks, flags, task, used)
         mode, line, warning = choose_mode(store, flags.gpus, flags.mode, **options)
         lines += fits_split(flags, store, mode, options)

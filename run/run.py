@@ -9,6 +9,7 @@ logits = run.exact()                 # of all nodes from all their neighbours
 import copy
 import sys
 from contextlib import nullcontext
+from functools import cached_property
 
 import torch
 
@@ -112,6 +113,13 @@ class Run:
         # a user's network, with torch's dropout
         self.custom = own_model.conv_of(plan.model) is None
         self.by_layers = layerwise(model) and self.used.time is None
+
+    @cached_property
+    def trained(self):
+        """Keys of the training examples, int64 [n], ascending; None if the task has none."""
+        if not self.task.keyed:
+            return None
+        return self.task.keys(self.store.split["train"]).sort().values
 
     def loader(self, seeds, **options):
         """Build the NodeLoader of this rank's part of every step, from the plan; `options` override it."""

@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -229,7 +230,8 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     node_time = rng.integers(-3, 3, V) if rng.random() < 0.5 else None
     of_sources = None if "edge_time" in given else node_time
     nodes |= {} if node_time is None else {"node_time": node_time}
-    path = build_store(tmp_path / "g", **graph, **nodes, **given, **options)
+    ordered = {"edge_order": bool(rng.integers(2))}
+    path = build_store(tmp_path / "g", **graph, **nodes, **given, **options, **ordered)
     found, none = GraphStore.open(path), np.zeros(M, int)
     keys = {"edge_type": kinds, "edge_time": times}
     by = [keys[name] if name in given else none for name in keys]
@@ -241,6 +243,27 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     assert np.repeat(np.arange(V), np.diff(found.indptr)).tolist() == [row[0] for row in expected]
     assert found.indices.tolist() == [row[1] for row in expected]
     numbers = torch.tensor([row[-1] for row in expected], dtype=torch.int64)
+    if ordered["edge_order"]:
+        assert torch.equal(found.edge_order, numbers)
+        assert torch.equal(found.given_edges(torch.arange(len(numbers))), numbers)
+        for wrong, said in (
+            ([-1], "0. is -1: pos"),
+            ([len(numbers)], "lie in"),
+            (None, " is None"),
+        ):
+            _refuses(f"positions.*{said}", found.given_edges, wrong)
+        asked = rng.permutation(numbers.unique())
+        positions = [np.flatnonzero(numbers == number).tolist() for number in asked]
+        assert found.stored_edges(asked).tolist() == sum(positions, [])
+        lacking = np.setdiff1d(np.arange(-1, M + 1), numbers)
+        _refuses(
+            f"edges.0. is {lacking[-1]}: stored edges have numbers up to",
+            found.stored_edges,
+            lacking[-1:],
+        )
+    else:
+        for ask in (found.given_edges, found.stored_edges):
+            _refuses("g does not have the order .*edge_order=True", ask, [0])
     for name, values in (
         ("edge_weight", torch.as_tensor(weights).float()),
         ("edge_time", torch.from_numpy(times)),
@@ -407,7 +430,9 @@ def _bad_inputs():
         r"edge_weight\[0\] is 1e-50": {"edge_weight": w.astype(float) * 1e-50},
         "edge_weight has dtype .*complex128": {"edge_weight": w * 1j},
         r"edge_time\[0\] is 0.5: whole numbers are needed": {"edge_time": w / 2},
-        "edge_time cannot be read: .* BFloat16": {"edge_time": torch.ones(3000).bfloat16()},
+        r"edge_time\[0\] is 512.0: bfloat16 rounds .* above 256": {
+            "edge_time": torch.full((3000,), 512).bfloat16()
+        },
         r"whole numbers below 2\^63": {"edge_time": np.full(3000, 2**64 - 1, np.uint64)},
         r"\[3000\]: an array \[200\] is needed, a row for each node": {"node_time": w},
         r"edge_features\[2999, 1\] is nan": {"edge_features": holed},
@@ -437,6 +462,78 @@ def test_store_takes_arrays_in_the_forms_that_people_have_them_in(tmp_path, monk
     said = "features is sparse: dense it takes 4,000 bytes, and 1,000 are free"
     sparse = forms["features"][-4]
     _refuses(said, build_store, tmp_path / "large", **{**given, "features": sparse})
+
+
+def test_columns_of_a_data_frame_are_feature_names(tmp_path):
+    """Also of objects, and of nodes of several types, where a name says of which."""
+    frame, numbered = (_forms(_graph()["features"])[5] for _ in range(2))
+    frame.columns = [*"abcde"]
+    plain = types.SimpleNamespace(x=frame, edge_index=_graph()["edge_index"])
+    kinds = {"edge_index": {("p", "r", "q"): [[0], [0]]}, "node_types": {"p": 200, "q": 200}}
+    parts = {"p": frame, "q": frame[["b", "a"]]}
+    for number, (build, args, expected) in enumerate(
+        (
+            (_store, {"features": frame}, [*"abcde"]),
+            (_store, {"features": frame, "feature_names": [*"vwxyz"]}, [*"vwxyz"]),
+            (_store, {"features": numbered}, None),
+            (lambda path, source: prepare.build(source, path), {"source": plain}, [*"abcde"]),
+            (build_store, {**kinds, "features": {"q": frame}}, [*"abcde"]),
+            (
+                build_store,
+                {**kinds, "features": parts},
+                ["a of p, b of q", "b of p, a of q", "c of p", "d of p", "e of p"],
+            ),
+            (build_store, {**kinds, "features": {**parts, "p": numbered}}, None),
+        )
+    ):
+        graph = GraphStore.open(build(path=tmp_path / str(number), **args))
+        assert graph.feature_names == expected or number == 6, number
+    assert graph.feature_names[:3] == ["b of q", "a of q", "column 2"]
+    twice = {"features": frame[["a", "a"]]}
+    _refuses("feature_names has 2 names, 1 of them different", _store, tmp_path / "b", **twice)
+
+
+def test_a_build_says_which_feature_tells_the_label_and_what_labels_lack(tmp_path, capsys):
+    """By value, whatever its name; not what chance may do, nor values that are nearly all different."""
+    rng = np.random.default_rng(0)
+    y, x = rng.integers(0, 3, 2000), rng.normal(size=(2000, 3))
+    several = rng.integers(0, 2, (2000, 4))
+    some = {"train": np.arange(1900)}
+    tells = lambda column: {"features": np.column_stack([x, column])}  # noqa: E731
+    frame = pytest.importorskip("pandas").DataFrame({"a": x[:, 0], "isFraud": y * 7})
+    typed = {
+        "node_types": {"a": 5, "b": 2000},
+        "edge_index": {("a", "r", "b"): [[0], [0]]},
+        "features": {"a": np.ones((5, 2)), "b": frame},
+        "labels": {"b": y},
+    }
+    for number, (args, said) in enumerate(
+        (
+            ({}, ""),
+            (tells(y), "tell the label of all 60 training nodes: [:, 3]; leave out what was"),
+            ({**tells(np.array([7, 3, 5])[y]), "feature_dtype": "int8"}, "nodes: [:, 3]; leave"),
+            ({"features": frame, "backend": "lmdb"}, "of all 60 training nodes: isFraud; leave"),
+            (typed, "of all 60 training nodes: isFraud of b; leave"),
+            (
+                {**tells(y * 9 + rng.integers(0, 9, 2000)), "split": some},
+                "drawn from 1,900: [:, 3]",
+            ),
+            ({**tells(y + rng.random(2000) / 2), "split": some}, ""),
+            ({**tells(y), "split": {"train": [0, 1, 2]}}, ""),
+            ({**tells(y == 1), "split": some}, ""),
+            ({**tells(several[:, 2]), "labels": several, "split": some}, "1,900: [:, 3]; leave"),
+            ({"labels": y + 10}, "10 of 13 classes have no node: 0, 1, 2, 3, 4, 5, 6, 7, ..."),
+            ({"labels": y + 10, "num_classes": 13}, ""),
+            (
+                {"features": np.zeros((2000, 20000), bool)},
+                "16,384 of 20,000 features were compared",
+            ),
+        )
+    ):
+        given = {"edge_index": [[0], [1]], "features": x, "labels": y, **args}
+        build_store(tmp_path / str(number), **given)
+        out = capsys.readouterr().out
+        assert said in out and bool(said) == bool(out), (number, out)
 
 
 def _contents(path):
@@ -783,7 +880,7 @@ def test_a_column_without_a_use_is_named_and_not_lost_on_resuming(tmp_path, monk
         again = f"--resume {tmp_path}/here.pt --dataset {path} {words} 2"
         assert _code(again) == 2
         assert f"of other data: {lost}.npy in {path} is not the same" in capsys.readouterr().err
-    fuller = build_store(tmp_path / "fuller", **_graph(), **weights, **targets)
+    fuller = build_store(tmp_path / "fuller", **_graph(), **weights, **targets, edge_order=True)
     assert _code(f"--resume {tmp_path}/here.pt --dataset {fuller} {words} 2") == 0
 
 
