@@ -40,6 +40,11 @@ class Graph(NamedTuple):
     features: Any  # [V, F]
     labels: Any  # int64 [V]; for a loss of your own also [V, ...] of any dtype
 
+    @property
+    def num_nodes(self):
+        """V, the number of nodes."""
+        return len(self.indptr) - 1
+
     def __repr__(self):
         return shown("Graph", self._asdict())
 
@@ -296,6 +301,7 @@ class NodeLoader:
                 reuse=reuse,
                 edge_features=tables.get(EDGE_FEATURES.name),
                 scale=getattr(tables["features"], "scale", None),
+                ends=getattr(tables["features"], "ends", None),
             )
         self.node_sampler = sampler
         self.ring = ring

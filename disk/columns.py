@@ -34,7 +34,7 @@ from disk.files import Kind, StoreError, check_size, file_record, reading, stora
 
 NAMES = "nodes.txt"
 MOST_TYPES = 1 << 15
-ALWAYS = -(1 << 63)  # the time of an edge that is seen at all times
+ALWAYS = -(1 << 63)  # the time of an edge that is seen at all times; cannot be given
 
 
 # ---- checks: (name for messages, values) -> (numpy array, its entries for meta.json); StoreError for invalid values
@@ -66,8 +66,10 @@ def check_types(name, types):
 
 
 def check_times(name, times):
-    """Refuse times that are no whole numbers; they may be written as floats."""
-    return whole_times(name, times), {}
+    """Refuse times that are neither dates nor whole numbers, which may be written as floats; time_unit is "us" for dates."""
+    times = whole_times(name, times)
+    unit = {"time_unit": "us"} if times.dtype.kind == "M" else {}
+    return times.view(np.int64), unit
 
 
 def check_features(name, rows):
@@ -113,12 +115,20 @@ def latest(times) -> int:
 # ---- what `GraphStore` and the log say about a column of an open graph
 
 
-def described_times(name, times) -> str:
-    """Describe the span of some times, as "time 0 to 99"."""
+def described_times(name, times, unit=None) -> str:
+    """Describe the span of some times, as "time 0 to 99", or of dates, whose unit is "us"."""
     if not len(times):
         return f"{name} 0 to 0"
-    first, last = map(int, torch.aminmax(times))
-    return f"{name} {'-inf' if first == ALWAYS else first} to {last}"
+    return f"{name} {span_of(*map(int, torch.aminmax(times)), unit)}"
+
+
+def span_of(first, last, unit) -> str:
+    """Write the first and the last of some times, see `described_times`."""
+    words = []
+    for time in (first, last):
+        word = str(np.datetime64(time, unit)).partition(".")[0] if unit else str(time)
+        words.append("-inf" if time == ALWAYS else word)
+    return " to ".join(words)
 
 
 def described_edge_types(graph) -> str:
@@ -166,6 +176,11 @@ class Column:
     width: str = ""  # entry of meta.json with the width of its rows; "": [M] or [V]
     # of nodes, which need it: its values [n] of some types -> that of nodes of types without it
     elsewhere: Callable | None = None
+
+    @property
+    def timed(self):
+        """Whether it holds times: whole numbers or dates."""
+        return self.check is check_times
 
     def __post_init__(self):
         if self.of == "node" and self.elsewhere is None:
@@ -225,7 +240,7 @@ EDGE_TIME = Column(  # when an edge appeared; each list, or each type's part of 
     dtype="int64",
     aliases=("edge_time", "time", "edata.time", "edata.edge_time", "edata.timestamp"),
     flag="times",
-    describe=lambda graph: described_times("time", graph.edge_time),
+    describe=lambda graph: described_times("time", graph.edge_time, graph.meta.get("time_unit")),
 )
 EDGE_FEATURES = Column(  # for layers that see edges
     "edge_features",
@@ -248,8 +263,9 @@ NODE_TIME = Column(  # the time at which a node is classified
     aliases=("node_time", "time"),
     flag="node_times",
     help="tables: a time per node",
-    cells=np.int64,
-    describe=lambda graph: described_times("nodes' time", graph.node_time),
+    describe=lambda graph: described_times(
+        "nodes' time", graph.node_time, graph.meta.get("time_unit")
+    ),
     elsewhere=latest,  # they see everything
 )
 EDGE_ORDER = Column(  # the number that each stored edge has in the order given
@@ -296,6 +312,7 @@ def check_columns(values, edges, edge_types):
     """
     checked = {}
     meta = {}
+    units = {}
     for name, column in COLUMNS.items():
         rows = getattr(edges, f"num_{column.of}s")
         value = values.get(name)
@@ -304,6 +321,9 @@ def check_columns(values, edges, edge_types):
         if value is not None:
             checked[name], entries = column.checked(value, rows)
             meta |= entries
+            if column.timed:
+                units[name] = entries.get("time_unit")
+    check_units(units)
     if edge_types is not None:
         if EDGE_TYPE.name not in checked:
             raise StoreError("edge_types names types, and there is no edge_type")
@@ -318,6 +338,15 @@ def check_columns(values, edges, edge_types):
             types_dtype(len(names)), copy=False
         )
     return checked, meta
+
+
+def check_units(units):
+    """Raise StoreError if some times are dates and others numbers. units: {name of times: "us" for dates, or None}."""
+    dates = [name for name, unit in units.items() if unit]
+    numbers = [name for name, unit in units.items() if not unit]
+    if dates and numbers:
+        how = "give both as dates, or both as whole numbers in one unit"
+        raise StoreError(f"{dates[0]} holds dates and {numbers[0]} numbers: {how}")
 
 
 def check_names(names, num_nodes):
@@ -445,6 +474,6 @@ def types_called(name, names) -> list[int]:
 
 def described(graph) -> str:
     """Describe what edges and nodes carry for a log line, times last."""
-    columns = sorted(COLUMNS.values(), key=lambda column: column.check is check_times)
+    columns = sorted(COLUMNS.values(), key=lambda column: column.timed)
     carried = [c for c in columns if getattr(graph, c.name) is not None]
     return ", ".join(column.describe(graph) for column in carried) or "none"

@@ -9,15 +9,21 @@ other ids and text name the nodes in row order. Each function prints how it read
 """
 
 import os
+import re
 
 import numpy as np
+import torch
 
 from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
-from disk.convert import spool
+from disk.convert import DATE, SAMPLED, RoundedRows, spool
 from disk.files import StoreError, plural
-from sources.tables import ID, MISSING, NUMBER, opened, short, stacked
+from sources.tables import ID, MISSING, NUMBER, TIME, opened, short, stacked
 
 SLICE = 1 << 20  # edges renumbered at a time
+# names of columns, in lower case, that hold a split
+SPLIT = re.compile(
+    "(is)?(train|val|valid|validation|test|dev)(ing)?(mask|set|idx)?|(cv)?fold|split|subset"
+)
 HEADER = "; a header is known by names such as id, source, destination and label"
 
 
@@ -105,9 +111,14 @@ def features(file, folder, ignore=()):
             raise StoreError(f"{file}: {both} look like ids of the nodes: {one}")
         node = next(iter([*ids, *text]), None)
         kept = [j for j in range(table.width) if j != node]
-        for j in table.named("leak"):
-            cure = f"drop {table.column(j)}{table.flag(j)}"
+        for j in table.named("label"):
+            cure = f"drop {table.column(j)}{table.flag(j)}, or rename it if it is none"
             raise StoreError(f"{file}: features must not tell the label: {cure}")
+        for j in _parts_of_split(table, "^is|mask$"):
+            cure = f"drop it{table.flag(j)}, or rename it"
+            raise StoreError(
+                f"{file}: {table.column(j)} looks like a split, not like a feature: {cure}"
+            )
         if not kept:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
         kinds = table.measures(kept)
@@ -116,11 +127,19 @@ def features(file, folder, ignore=()):
             kinds[node] = str
         first = node or 0
 
+        rounded = RoundedRows(SAMPLED, 1)
+
         def rows():
+            start = 0
             for _, columns in table.read(kinds):
                 if kinds[first] is not list:
                     firsts.append(columns[first])
-                yield stacked(columns, kept, np.float32)
+                x = stacked(columns, kept, np.float32)
+                if start < SAMPLED:
+                    as_read = torch.from_numpy(stacked(columns, kept, np.float64))
+                    rounded.add(start, as_read, torch.from_numpy(x))
+                start += len(x)
+                yield x
 
         x = spool(folder, rows(), np.float32, sum(table.widths[j] for j in kept))
         nodes = Nodes(len(x), file)
@@ -132,6 +151,8 @@ def features(file, folder, ignore=()):
                 cure = f"call it id or drop it{table.flag(0)}"
                 raise StoreError(f"{file}: {table.column(0)} counts the rows: {cure}")
         nodes.feature_names = table.names and _names_of(table, kept)
+        if loss := rounded.loss(nodes.feature_names):
+            table.notes.append(f"read as float32: {loss}")
         table.say(plural(x.shape[1], "feature"))
     return x, nodes
 
@@ -222,6 +243,11 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
         node = next(iter(table.named("id")), None)
         is_labels = name == "labels"
         column = COLUMNS.get(name)
+        if is_labels and table.width > 1 + (node is not None) and (parts := _parts_of_split(table)):
+            cure = f"give ids of nodes as --train FILE, and drop it{table.flag(*parts)}"
+            raise StoreError(
+                f"{file}: {table.column(parts[0])} looks like a split, not like a label: {cure}"
+            )
         if not (is_labels or column):
             node = 0 if table.width == 1 else None
         elif node is None and table.width == 2:
@@ -236,14 +262,12 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
-        whole = column and column.cells is np.int64
-        kinds = dict.fromkeys(columns, int if whole else float)
+        kinds = dict.fromkeys(columns, TIME if column and column.timed else float)
         if is_labels:
             kinds |= {j: str for j in columns if table.may_be_text(j)}
         rows, cells = _rows_of_nodes(table, nodes, node, kinds, is_labels)
-        for j in columns:
-            if isinstance(cells[j], list):
-                _check_text_labels(table, j, cells[j], len(columns))
+        for j in columns if is_labels else ():
+            _check_labels(table, j, cells[j], len(columns))
         table.say()
     if is_labels and len(columns) > 1 and table.names:
         nodes.class_names = [table.names[j] for j in columns]
@@ -261,8 +285,25 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
     return y if len(columns) > 1 else y[:, 0]
 
 
-def _check_text_labels(table, j, cells, count):
-    """Refuse text in one of several label columns, and fractions in csv."""
+def _parts_of_split(table, having="") -> list[int]:
+    """List the columns whose names say that they hold a split, and match the pattern `having`."""
+    words = [re.sub(r"[\W_\d]", "", name.lower()) for name in table.names or ()]
+    return [j for j, word in enumerate(words) if SPLIT.fullmatch(word) and re.search(having, word)]
+
+
+def _check_labels(table, j, cells, count):
+    """Refuse what is no label in one of `count` columns of them: text in one of several, fractions in csv, numbers below -1."""
+    if not isinstance(cells, list):
+        bad = (cells < -1) | (cells > (1 if count > 1 else np.inf))
+        if bad.any():
+            row = int(bad.argmax())
+            why = (
+                "of several labels each is 0, 1 or empty"
+                if count > 1
+                else "labels are 0 or more, or -1 for none"
+            )
+            raise table.error(row, f"{table.column(j)} is {cells[row]:g}: {why}")
+        return
     numbers = all(cell in MISSING or NUMBER.fullmatch(cell) for cell in cells)
     fractions = numbers and table.kinds[j] != "text"
     for row, cell in enumerate(cells):
@@ -300,7 +341,7 @@ def edges(file, folder, nodes, keep=(), ignore=()):
 
 def edge_rows(file, folder, name, ignore):
     """Spool a separate table with one row per edge -> {name: mapped edge_features float32 [M, D], edge_weight float64 [M],
-    edge_type int64 [M] or edge_time int64 [M], float64 [M] if the first rows are no integers}; see `_spooled`."""
+    edge_type int64 [M] or edge_time [M], int64 or datetime64[us] for dates}; see `_spooled`."""
     with opened(file, ignore) as table:
         if not COLUMNS[name].width and table.width != 1:
             raise StoreError(f"{file} has {table.width} columns: one is needed, of {name}")
@@ -318,10 +359,12 @@ def _spooled(table, folder, fields, nodes=None):
     for name, which in fields.items():
         column = COLUMNS.get(name)
         dtype = column.cells if column else np.int64
-        if column and column.dtype == "int64" and table.kinds[which[0]] == "whole":
+        kind = int if dtype is np.int64 else float
+        if column and column.timed:
+            kind = TIME
             dtype = np.int64
         record.append((name, dtype, (sum(table.widths[j] for j in which),)))
-        kinds |= dict.fromkeys(which, int if dtype is np.int64 else float)
+        kinds |= dict.fromkeys(which, kind)
         if column and column.width:
             kinds |= table.measures(which)
     record = np.dtype(record, align=True)
@@ -353,6 +396,8 @@ def _spooled(table, folder, fields, nodes=None):
     for name in arrays.keys() & COLUMNS.keys():
         if not COLUMNS[name].width:
             arrays[name] = rows[name][:, 0]
+            if COLUMNS[name].timed and table.dated(fields[name][0]):
+                arrays[name] = arrays[name].view(DATE)
     for j in texts:
         names = table.identified(j, [pyarrow.array([*numbers])])
         if isinstance(names, list):

@@ -8,7 +8,7 @@ import torch
 
 from disk.checks import edge_line
 from disk.columns import NAMES, described_types, read_names
-from disk.files import StoreError, plural
+from disk.files import SPLITS, StoreError, plural
 from model import GNN, is_gnn
 from relational import NodeInputs
 from store import GraphStore
@@ -36,6 +36,8 @@ class Task:
         timed_pairs: each example has its own time; else examples are nodes, with the times `node_time`.
         padded: `loss` skips rows of y that are -1: a step can be CUDA graphs. excludes: `draw` leaves edges out of a step.
         several: whether a node has several labels; None where that is no question.
+        keyed: checkpoints know the examples that they were trained on, by `keys`; told_by: how the names of the files begin
+            that number the examples. trained: of a checkpoint that is only used, int64 [n] keys; None: unknown.
         store: the open data, with split {part: ids of its examples}. draw, load_batch, limits: see `NodeLoader`.
     """
 
@@ -54,6 +56,8 @@ class Task:
     placed = True
     embeds = False
     timed_pairs = False
+    keyed = True
+    trained = None
     draw = None
     load_batch = None
     limits = None
@@ -89,6 +93,20 @@ class Task:
     def seeds(self):
         """Return the ids of all nodes that may be seeds."""
         return self.store.split["train"]
+
+    def keys(self, ids):
+        """Return what identifies examples, int64 of the shape of ids."""
+        return ids
+
+    def fresh(self):
+        """Return {part: bool [n], which of its examples the checkpoint was not trained on} of the held-out parts of which it
+        was trained on some."""
+        if self.trained is None:
+            return {}
+        parts = [self.store.split[part] for part in SPLITS[1:]]
+        fresh = ~torch.isin(self.keys(torch.cat(parts)), self.trained)
+        masks = zip(SPLITS[1:], fresh.split([*map(len, parts)]))
+        return {part: mask for part, mask in masks if not mask.all()}
 
     def num_scored(self):
         """Return how many validation examples the metric is computed from."""
@@ -184,11 +202,16 @@ def in_chunks(count, width):
         yield slice(first, min(first + step, count))
 
 
+def names_of_nodes(store):
+    """Yield the names of the nodes, in order; None without names."""
+    record = store.meta["files"].get(NAMES)
+    return read_names(store.path, record) if record else None
+
+
 def rows_of_nodes(store, outputs, columns):
     """Yield a table of all nodes in chunks, {column: values}: `node`, its name or, without names, its number, within its
     `type` if nodes have types; and what columns(rows of the outputs [V, n]) returns."""
-    record = store.meta["files"].get(NAMES)
-    names = read_names(store.path, record) if record else None
+    names = names_of_nodes(store)
     types = np.array([*store.node_types])
     ends = np.cumsum([count for count, _ in store.node_types.values()])
     for rows in in_chunks(*outputs.shape):
@@ -200,7 +223,7 @@ def rows_of_nodes(store, outputs, columns):
             node = node - np.array([0, *ends])[kind]
         if names:
             node = [*islice(names, len(node))]
-            if record["dtype"] == "int64":
+            if store.meta["files"][NAMES]["dtype"] == "int64":
                 node = np.array(node, np.int64)
         yield {**table, "node": node, **columns(outputs[rows])}
 

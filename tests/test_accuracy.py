@@ -232,7 +232,7 @@ cora => error: cora is no flag; --help lists them
 --model net.py:Scored --task link => Scored has a `scorer`: --task link gives the network one of
 --model net.py:Net --model-args widths=[3,4],hidden=3 => num_classes, widths=.3, 4., hidden=3.:
 --model net.py:Net --hidden 64 => --hidden 64 is for the built-in models
---model GAT => 'GAT': choose one of sage, sage-pool, .*rgat, or FILE.py:
+--model GTA => 'GTA': choose one of sage, sage-pool, .*rgat, or FILE.py:
 --model alignn => --model alignn is not for --task node, which has sage, .*rgat
 --task graph --model gcn => --model gcn is not for --task graph, which has edge-gated, alignn
 --task graph --model net.py:Net => net.py:Net is not for --task graph, which has edge-gated, alignn
@@ -404,7 +404,7 @@ def test_graph_task_with_two_processes_checkpoints_and_resumes(tmp_path, capsys)
     "metric, said, labels",
     [
         ("roc_auc", "2 classes: 0, 1\n", lambda y: y > 5),
-        ("roc_auc", "2 classes: 0, 1\n", np.zeros_like),  # of one class: there is no ROC-AUC
+        ("roc_auc", "all training graphs are of one class", np.zeros_like),  # no ROC-AUC
         ("roc_auc", "2 classes: -1, 1\n", lambda y: np.where(y > 5, 1, -1)),
         ("roc_auc", "2 classes: 1, 2\n", lambda y: np.where(y > 5, 1, 2)),
         ("roc_auc", "2 classes: -7, 20000001\n", lambda y: np.where(y > 5, 20000001, -7)),

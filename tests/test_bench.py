@@ -328,6 +328,18 @@ def test_figures_of_the_gpu_in_readme_are_those_of_the_results():
         assert f"| {row['median_ms']:.2f} * | {row['epoch_s']} * |" in results
 
 
+def test_bench_gpu_begins_with_the_checks_of_a_short_lease():
+    """Its commands in docs/gpu.md are those of the docstring; together they leave out what needs other software."""
+    commands = re.findall(
+        "python -m bench (gpu --minutes .*); cp", (HERE / "docs/gpu.md").read_text()
+    )
+    chosen = [bench.make_parser().parse_args(line.split()).parts.split(",") for line in commands]
+    names = [*bench_gpu.PARTS]
+    assert names[:-3] == sum(chosen, [])
+    assert [name for name in names if bench_gpu.PARTS[name].beside] == chosen[0]
+    assert all(f"python -m bench {line}" in bench_gpu.__doc__ for line in commands)
+
+
 def _part(args, record):
     """Stands in for a part of bench gpu, and behaves as its name says."""
     if record.part == "keeps":
@@ -667,6 +679,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
     names |= {short.get(name, name): values for name, values in _events(400, 4000).items()}
     # the fields of PyG's Data that are read
     data = {name: torch.from_numpy(names[name]) for name in ("edge_index", "x", "y")}
+    names["list_of_pyg_data"] = [types.SimpleNamespace(**data | {"y": i}) for i in (0, 1)]
     names["dgl_graph_or_pyg_data"] = types.SimpleNamespace(**data)
     blocks = _readme_blocks("python")
     assert len(blocks) >= 4
@@ -685,7 +698,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
                 "edge_index": [[0] * 400, [1] * 400],
                 "x": np.zeros((800, 3), np.float32),
                 "e": np.zeros((400, 2), np.uint8),
-                "y": np.zeros((400, 1), np.float32),
+                "y": np.zeros(400, np.float32),
             }
             given = {**names, **many, "another_batch": block_diagonal(**many)}
         exec(compile(block, "README.md", "exec"), given)
