@@ -61,7 +61,7 @@ def read_tables(file, tables, columns, folder, ignore):
         with opened(source, ignore, nodes.heads) as table:
             ids |= {table.names[j] for j in _edge_ids(table)}
     arrays["edge_index"], kept = edges(file, folder, nodes, keep, ignore, ids=ids)
-    keys = Keys(file, nodes, arrays["edge_index"], kept.pop("ids"))
+    keys = Keys(file, nodes, arrays["edge_index"], kept.pop("ids", {}))
     for name, source in own_files.items():
         arrays |= edge_rows(source, folder, name, ignore, keys)
     if unused := [name for name, tables in ignore.items() if not tables]:
@@ -462,7 +462,7 @@ def edge_rows(file, folder, name, ignore, keys):
         if ends and not shared:
             fields["ends"] = ends
         arrays = _spooled(table, folder, fields, keys.nodes, [] if ends and not shared else by)
-        of_rows = arrays.pop("ids")
+        of_rows = arrays.pop("ids", {})
         how = "row by row"
         order = None
         if "ends" in arrays:
@@ -594,9 +594,9 @@ def _spooled(table, folder, fields, nodes, keys=()):
         elif not np.array_equal(names, np.arange(len(names))):
             codes = np.array_split(arrays[EDGE_TYPE.name], len(rows) // SLICE + 1)
             arrays[EDGE_TYPE.name] = spool(folder, (names[part] for part in codes), np.int64)
-    arrays["ids"] = {
-        table.names[j]: pyarrow.chunked_array(parts).combine_chunks() for j, parts in ids.items()
-    }
+    if keys:
+        ids = {table.names[j]: pyarrow.chunked_array(parts) for j, parts in ids.items()}
+        arrays["ids"] = {name: cells.combine_chunks() for name, cells in ids.items()}
     return arrays
 
 

@@ -226,7 +226,9 @@ class Table:
         cells = [cell for part in parts for cell in part.to_pylist()]
         if self._separator and any(map(NUMBER.fullmatch, cells)):
             why = next(cell for cell in cells if not is_printed(cell.strip(), form))
-            self.notes.append(f"{self.column(j)} is text, not numbers, because of {short(why)!r}")
+            why, first = (repr(short(cell)) for cell in (why, cells[0]))
+            beside = f" beside {first}" * (why != first)
+            self.notes.append(f"{self.column(j)} is text, not numbers, because of {why}{beside}")
         return cells
 
     def _refuse(self, first, j, bad, problem, values=None):

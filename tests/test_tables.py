@@ -280,10 +280,10 @@ def test_tables_identify_by_text_unless_all_cells_are_printed_numbers(
     x = _written(tmp_path / f"x.{suffix}", {"id": cells, "f": [*map(str, rows)]})
     x, nodes = graph_tables.features(x, tmp_path)
     assert nodes.names == (numbers or cells) and x[:, 0].tolist() == rows
-    why = f"'id' is text, not numbers, because of {cells[-2]}"
+    why = f"'id' is text, not numbers, because of '{cells[-2]}'"
     said = capsys.readouterr().out
     assert ("is text, not numbers" in said) == (numbers is None and suffix == "csv")
-    assert numbers or suffix == "parquet" or why in said or f"of {cells[-1]}" in said
+    assert numbers or suffix == "parquet" or why in said or f"of '{cells[-1]}'" in said
     columns = {"source": cells, "target": cells[::-1], "relation": cells}
     file, keep = _written(tmp_path / f"e.{suffix}", columns), {"edge_type": ["relation"]}
     edge_index, more = graph_tables.edges(file, tmp_path, nodes, keep)
@@ -754,7 +754,7 @@ def test_tables_parquet(tmp_path, monkeypatch):
     _refuses("but one is empty", graph_tables.features, table, tmp_path)
     names[5] = "f"
     found, nodes = graph_tables.features(write("x", id=names, **columns), tmp_path)
-    assert np.array_equal(found, x) and nodes.names == ["#a", 'b"', "c,", "d", "é", "f"]
+    assert np.array_equal(found, x) and nodes.names == names
     found, _ = graph_tables.features(write("b", on=x[:, 0] > 0, f=x[:, 1]), tmp_path)
     assert np.array_equal(found[:, 0], x[:, 0] > 0)
 
