@@ -162,9 +162,10 @@ def _checked(given) -> _Checked:
     drawn = isinstance(split, dict) and not split and labelled and labels.ndim == 1
     if drawn:
         split = checks.drawn_per_class(labels, np.random.default_rng(0))
-    if given.node_names is not None:
-        columns.check_names(given.node_names, num_nodes)
-    split = checks.check_splits(split, labels, given.node_names)
+    names = None if given.node_names is None else [*given.node_names]
+    if names is not None:
+        columns.check_names(names, num_nodes)
+    split = checks.check_splits(split, labels, names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
     carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
     if given.feature_names is not None:
@@ -189,7 +190,7 @@ def _checked(given) -> _Checked:
         **entries,
     }
     arrays = {"labels": labels, **split, **carried}
-    return _Checked(edges, features, arrays, given.node_names, meta)
+    return _Checked(edges, features, arrays, names, meta)
 
 
 def _block_rows(asked, row_bytes) -> int:

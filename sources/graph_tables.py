@@ -406,6 +406,24 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=()):
     return arrays.pop("ends").T, arrays
 
 
+def pairs_of_table(file, nodes, say=print) -> np.ndarray:
+    """Read pairs of nodes from a table of sources and destinations, as in a table of edges -> the names of `nodes`, or their
+    numbers if they have none, [n, 2]."""
+    with opened(file, heads=nodes.heads) as table:
+        ends = _end_columns(table, nodes)
+        nodes.check_header(table, ends)
+        if extra := [j for j in range(table.width) if j not in ends]:
+            columns = short(", ".join(map(table.column, extra)))
+            raise StoreError(f"{file}: no use for {columns}: pairs are two columns of nodes")
+        parts = [
+            [nodes.numbers(table, first, cells[j]) for j in ends]
+            for first, cells in table.read(dict.fromkeys(ends, nodes.kind))
+        ]
+        table.say(say=say)
+    pairs = np.concatenate(parts, 1).T
+    return np.array(nodes.names)[pairs] if nodes.names else pairs
+
+
 class Keys:
     """What tells the M edges of a table apart, for other tables of the same edges: ends [2, M] and ids {name: pyarrow array
     of strings [M]}. source: the table; nodes: its `Nodes`."""
@@ -422,6 +440,12 @@ class Keys:
 
         return pyarrow.array(ends[0] * self.nodes.count + ends[1])
 
+    def counted(self):
+        """Return the numbers of the edges as a pyarrow array of strings."""
+        import pyarrow
+
+        return pyarrow.array(np.arange(self.ends.shape[1])).cast("string")
+
     def called(self, key) -> str:
         """Name an edge by its key, for messages."""
         if type(key) is str:
@@ -429,16 +453,43 @@ class Keys:
         names = self.nodes.names or range(self.nodes.count)
         return " -> ".join(str(names[node]) for node in divmod(key, self.nodes.count))
 
-    def have_ends(self, table, ends) -> bool:
-        """Whether two columns hold the ends of an edge in each of the first rows."""
-        cells = [
-            [int(float(c)) if self.nodes.has(c) else -1 for c in table.sample(j)] for j in ends
+    def have_ends(self, table, columns) -> bool:
+        """Whether two columns hold the ends of an edge in each of the first rows, of nodes with numbers."""
+        if self.nodes.kind is str or "list" in [table.kinds[j] for j in columns]:
+            return False
+        cells = [table.sample(j) for j in columns]
+        if not all(map(self.nodes.has, [*cells[0], *cells[1]])):
+            return False
+        ends = [
+            self.nodes.numbers(table, 0, np.array([int(float(cell)) for cell in of]))
+            for of in cells
         ]
-        cells = np.array(cells, np.int64)
-        keys = cells[0] * self.nodes.count + cells[1]
-        return bool(
-            len(keys) and (cells >= 0).all() and np.isin(keys, self.of_ends(self.ends)).all()
-        )
+        return bool(np.isin(self.of_ends(np.array(ends)), self.of_ends(self.ends)).all())
+
+    def joined(self, table, of_edges, of_rows):
+        """Find the row of each edge, by equal keys, pyarrow arrays [M] -> int64 [M], or None if they are in order."""
+        import pyarrow.compute as compute
+
+        if of_rows.equals(of_edges):
+            return None
+        for source, cells in ((self.source, of_edges), (table.name, of_rows)):
+            if len(cells.unique()) < len(cells):
+                counts = cells.value_counts()
+                twice = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
+                why = "its rows and those of the edges cannot be joined, unless both have one order"
+                raise StoreError(
+                    f"{source} has the edge {self.called(twice)} more than once: {why}"
+                )
+        order = compute.index_in(of_edges, value_set=of_rows)
+        if order.null_count:
+            lost = of_edges[order.is_null().index(True).as_py()].as_py()
+            lost = f"no row for the edge {self.called(lost)} of {self.source}"
+            raise StoreError(f"{table.name} has {lost}")
+        if len(of_rows) > len(of_edges):
+            row = compute.is_in(of_rows, value_set=of_edges).index(False).as_py()
+            edge = self.called(of_rows[row].as_py())
+            raise table.error(row, f"{self.source} has no edge {edge}")
+        return order.to_numpy().astype(np.int64)
 
 
 def edge_rows(file, folder, name, ignore, keys):
@@ -449,36 +500,40 @@ def edge_rows(file, folder, name, ignore, keys):
     the table of edges has, too, or that holds 0 to M-1; else row i is of edge i.
     """
     with opened(file, ignore, keys.nodes.heads) as table:
-        ids = _edge_ids(table)
-        shared = [j for j in ids if table.names[j] in keys.ids]
-        ends = _found_ends(table, keys.nodes) if table.width > 2 else None
-        if ends is None and table.width > 2 and keys.nodes.kind is ID:
-            ends = [0, 1] if not {0, 1} & {*ids} and keys.have_ends(table, [0, 1]) else None
-        by = shared[:1] or ends or ids[:1]
-        fields = {name: [j for j in range(table.width) if j not in (*by, *(ends or ()), *ids[:1])]}
-        if not COLUMNS[name].width and len(fields[name]) != 1:
-            count = plural(len(fields[name]), "column")
-            raise StoreError(f"{file} has {count} for {name}: one is needed")
-        if ends and not shared:
-            fields["ends"] = ends
-        arrays = _spooled(table, folder, fields, keys.nodes, [] if ends and not shared else by)
-        of_rows = arrays.pop("ids", {})
-        how = "row by row"
+        ids = _id_column(table, _edge_ids(table), "edges")
+        ends = _found_ends(table, keys.nodes) if table.width > 1 else None
+        if ends is None and table.width > 2 and keys.have_ends(table, [0, 1]):
+            ends = [0, 1]
+        named = ids is not None and table.names[ids] in keys.ids
+        columns = [j for j in range(table.width) if j != ids and j not in (ends or ())]
+        if not columns or len(columns) > 1 and not COLUMNS[name].width:
+            needed = "some are" if COLUMNS[name].width else "one is"
+            count = plural(len(columns), "column")
+            raise StoreError(f"{file} has {count} for {name}: {needed} needed")
+        fields = {name: columns, **({"ends": ends} if ends else {})}
+        by_ids = named or ids is not None and not ends
+        arrays = _spooled(table, folder, fields, keys.nodes, [ids] if by_ids else [])
         order = None
-        if "ends" in arrays:
-            how = f"by {table.column(ends[0])} and {table.column(ends[1])}"
-            order = _joined(
-                table, keys, keys.of_ends(keys.ends), keys.of_ends(arrays.pop("ends").T)
-            )
-        elif by:
-            how = f"by {table.column(by[0])}"
-            of_edges = keys.ids.get(table.names[by[0]], _counted(keys.ends.shape[1]))
-            order = _joined(table, keys, of_edges, of_rows[table.names[by[0]]])
+        how = "row by row"
+        if by_ids:
+            how = f"by {table.column(ids)}"
+            known = keys.ids[table.names[ids]] if named else keys.counted()
+            order = keys.joined(table, known, arrays.pop("ids")[table.names[ids]])
+        if ends:
+            of_rows = keys.of_ends(arrays.pop("ends").T)
+            both = f"{table.column(ends[0])} and {table.column(ends[1])}"
+            if not by_ids:
+                how = f"by {both}" if ids is None else f"by {both}, {table.column(ids)} not used"
+                order = keys.joined(table, keys.of_ends(keys.ends), of_rows)
+            elif not (of_rows if order is None else of_rows.take(order)).equals(
+                keys.of_ends(keys.ends)
+            ):
+                raise StoreError(f"{file}: {both} are not the ends of the edges in {keys.source}")
         if order is not None:
-            arrays = {
-                n: v if n == "edge_types" else _ordered(folder, v, order) for n, v in arrays.items()
-            }
-            _number_types(folder, arrays)
+            types = arrays.pop("edge_types", None)
+            arrays = {name: _ordered(folder, arrays[name], order)}
+            if types:
+                arrays |= _numbered_types(types, arrays[name])
         table.say(f"taken as {name}, {how}")
         return arrays
 
@@ -489,53 +544,16 @@ def _edge_ids(table) -> list[int]:
     return [j for j in table.named("id") if j not in other]
 
 
-def _counted(count):
-    import pyarrow
-
-    return pyarrow.array(np.arange(count)).cast("string")
-
-
-def _joined(table, keys, of_edges, of_rows):
-    """Find the row of each edge, by equal keys, pyarrow arrays [M] -> int64 [M], or None if they are in order."""
-    import pyarrow.compute as compute
-
-    if of_rows.equals(of_edges):
-        return None
-    for source, cells in ((keys.source, of_edges), (table.name, of_rows)):
-        if len(cells.unique()) < len(cells):
-            counts = cells.value_counts()
-            twice = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
-            why = (
-                "its rows and those of the edges cannot be joined, unless both have the same order"
-            )
-            raise StoreError(f"{source} has the edge {keys.called(twice)} more than once: {why}")
-    order = compute.index_in(of_edges, value_set=of_rows)
-    if order.null_count:
-        lost = of_edges[int(np.argmax(order.is_null()))].as_py()
-        raise StoreError(
-            f"{table.name} has no row for the edge {keys.called(lost)} of {keys.source}"
-        )
-    if len(of_rows) > len(of_edges):
-        extra = int(np.argmax(compute.invert(compute.is_in(of_rows, value_set=of_edges))))
-        edge = keys.called(of_rows[extra].as_py())
-        raise table.error(extra, f"{keys.source} has no edge {edge}")
-    return order.to_numpy().astype(np.int64)
-
-
 def _ordered(folder, values, order):
     """Spool rows of `values` in another order."""
     parts = np.array_split(order, len(order) // 4096 + 1)
     return spool(folder, (values[part] for part in parts), values.dtype, *values.shape[1:])
 
 
-def _number_types(folder, arrays):
-    """Number types that are text in the order of their first edges."""
-    if "edge_types" not in arrays:
-        return
-    types = arrays[EDGE_TYPE.name]
+def _numbered_types(names, types) -> dict:
+    """Number types [M] that have names in the order of their first edges -> {name: array} for both."""
     order = np.argsort(np.unique(types, return_index=True)[1])
-    arrays["edge_types"] = [arrays["edge_types"][old] for old in order]
-    arrays[EDGE_TYPE.name] = np.argsort(order)[types]
+    return {"edge_types": [names[old] for old in order], EDGE_TYPE.name: np.argsort(order)[types]}
 
 
 def _spooled(table, folder, fields, nodes, keys=()):

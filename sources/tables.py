@@ -297,10 +297,10 @@ class Table:
         """Make a StoreError that names the file and the line of a row."""
         return StoreError(f"{self.name}, line {self._skipped + row + 1}: {problem}")
 
-    def say(self, *notes):
+    def say(self, *notes, say=print):
         """Print one line: what was guessed, the number of rows, and `notes`."""
         rows = plural(self.rows, "row")
-        print(f"{Path(self.name).name}: {', '.join([*self.notes, rows, *notes])}")
+        say(f"{Path(self.name).name}: {', '.join([*self.notes, rows, *notes])}")
 
     def _batches(self, types):
         """Yield the columns {column: cells} of `types` {column: type} in each batch; pyarrow's errors are reworded with the

@@ -392,6 +392,87 @@ def test_tables_weights_and_times(tmp_path):
         _refuses("call one source|no use for", edges)
 
 
+IDS = [  # a table of features, its names of nodes or what refuses it, what is printed
+    ("a,user_id,city_id\n1,5,1\n2,6,1\n", [5, 6], "'city_id' repeats and is a feature"),
+    ("a,user_id,city_id\n1,5,1\n2,6,2\n", "'user_id' and 'city_id' look like ids", ""),
+    ("a,user_id,city_id\n1,5,1\n2,5,1\n", "'user_id' and 'city_id' look like .* both repeat", ""),
+    ("a,user_id\n1,5\n2,5\n", "'user_id' holds ids, but '5' occurs more than once", ""),
+    ("a,name,title\n1,x,y\n2,z,w\n", "'name' and 'title' look like ids of the nodes", ""),
+    ("a,city,name\n1,x,y\n2,x,w\n", "'city' is no number: .* drop the column", ""),
+    (",user_id,a\n0,7,1\n1,8,2\n", "drop it .--ignore 'Unnamed: 0'", ""),
+    ("a,rank\n.5,2\n.7,1\n", None, "'rank' counts the rows: call it id"),
+    ("acid,paid,valid\n.5,1,0\n.7,1,0\n", None, ""),
+    ("a,userid\n.5,31\n.7,12\n", [31, 12], "'userid' names the nodes, such as 31"),
+    ("a,Key\n.5,1\n.7,0\n", None, "'Key' numbers the nodes, the rows are put in their order"),
+    ("a,b\nx ,1\nx,2\n", ["x ", "x"], "'a' names the nodes, such as x ,"),
+]
+
+
+@pytest.mark.parametrize("text, names, said", IDS)
+def test_tables_one_column_of_ids(tmp_path, capsys, text, names, said):
+    x = _table_file(tmp_path / "x.csv", text)
+    if isinstance(names, str):
+        _refuses(names, graph_tables.features, x, tmp_path)
+        return
+    assert graph_tables.features(x, tmp_path)[1].names == names
+    assert said in capsys.readouterr().out
+
+
+def test_tables_names_differ_by_spaces(tmp_path):
+    x = _table_file(tmp_path / "x.csv", "id,f\nC0   ,1\nC1\u00a0,2\n")
+    e = _table_file(tmp_path / "e.csv", "source,target\nC0   ,C1\u00a0\nC1,C0   \n")
+    nodes = graph_tables.features(x, tmp_path)[1]
+    assert nodes.names == ["C0   ", "C1\u00a0"]
+    said = "line 3: there is no node 'C1': .*; 'C1' differs by spaces alone"
+    _refuses(said, graph_tables.edges, e, tmp_path, nodes)
+
+
+JOINED = [  # a table of features of the edges 0-1, 1-2, 2-0; those of each edge, or what refuses them; what is printed
+    ("amount\n5\n6\n7\n", [5, 6, 7], "row by row"),
+    ("source,target,amount\n2,0,7\n0,1,5\n1,2,6\n", [5, 6, 7], "by 'source' and 'target'"),
+    ("2,0,7\n0,1,5\n1,2,6\n", [5, 6, 7], "by column 1 and column 2"),
+    ("amount,node2,node1\n7,0,2\n5,1,0\n6,2,1\n", [5, 6, 7], "by 'node1' and 'node2'"),
+    ("edge_id,amount\n2,7\n0,5\n1,6\n", [5, 6, 7], "by 'edge_id'"),
+    (",amount\n2,7\n0,5\n1,6\n", [5, 6, 7], "by 'Unnamed: 0'"),
+    ("edge_id,amount\n3,7\n1,5\n2,6\n", "has no row for the edge 0 of .*e.csv", ""),
+    ("source,target,amount\n0,2,7\n0,1,5\n1,2,6\n", "has no row for the edge 2 -> 0", ""),
+    ("source,target,amount\n2,0,7\n0,1,5\n1,2,6\n1,1,6\n", "line 5: .* no edge 1 -> 1", ""),
+    ("source,target,amount\n2,0,7\n0,1,5\n0,1,6\n", "has the edge 0 -> 1 more than once", ""),
+    (",source,target,amount\n9,2,0,7\n8,0,1,5\n7,1,2,6\n", [5, 6, 7], "'Unnamed: 0' not used"),
+    (",edge_id,amount\n0,2,7\n1,0,5\n2,1,6\n", "look like ids of the edges: .*Unnamed: 0", ""),
+    ("source,target\n2,0\n0,1\n1,2\n", "a.csv has 0 columns for edge_features", ""),
+    ("source,amount\n2,7\n0,5\n1,6\n", "call one source, one destination", ""),
+]
+
+
+@pytest.mark.parametrize("text, amounts, said", JOINED)
+def test_tables_join_features_of_edges(tmp_path, capsys, text, amounts, said):
+    files = {"e": "0,1\n1,2\n2,0\n", "x": "f\n1\n2\n3\n", "a": text}
+    files = {name: _table_file(tmp_path / f"{name}.csv", text) for name, text in files.items()}
+    args = dict(features=files["x"], edge_features=str(files["a"]))
+    if isinstance(amounts, str):
+        _refuses(amounts, datasets.build, files["e"], tmp_path / "s", **args)
+        return
+    graph = GraphStore.open(datasets.build(files["e"], tmp_path / "s", **args))
+    of = dict(zip(graph.indices.tolist(), graph.edge_features.flatten().tolist()))
+    assert [of[source] for source in range(3)] == amounts
+    assert said in capsys.readouterr().out
+
+
+def test_tables_join_parallel_edges_in_order_alone(tmp_path):
+    ends = "source,target{}\n0,1{}\n1,0{}\n0,1{}\n"
+    e = _table_file(tmp_path / "e.csv", ends.format("", "", "", ""))
+    x = _table_file(tmp_path / "x.csv", "f\n1\n2\n")
+    args = dict(features=x, edge_features=str(tmp_path / "a.csv"))
+    text = ends.format(",amount", ",5", ",6", ",7")
+    _table_file(tmp_path / "a.csv", text)
+    graph = GraphStore.open(datasets.build(e, tmp_path / "s", **args))
+    assert sorted(graph.edge_features.flatten().tolist()) == [5, 6, 7]
+    _table_file(tmp_path / "a.csv", text.replace("1,0,6\n", "") + "1,0,6\n")
+    said = "e.csv has the edge 0 -> 1 more than once: .* unless both have one order"
+    _refuses(said, datasets.build, e, tmp_path / "t", **args)
+
+
 def _shuffled(random, file, columns, how):
     """Write {name: array} as csv or parquet, rows in any order. how: "any" order of columns, "kept", or "index": the first is
     that of pandas, which puts it first in csv and last in parquet."""
