@@ -19,7 +19,18 @@ import numpy as np
 from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
 from disk.convert import spool
 from disk.files import StoreError, plural
-from sources.tables import ID, MISSING, NUMBER, is_whole, meanings, opened, short, stacked, words_of
+from sources.tables import (
+    ID,
+    MISSING,
+    NUMBER,
+    is_whole,
+    meanings,
+    opened,
+    short,
+    stacked,
+    whole_number,
+    words_of,
+)
 
 SLICE = 1 << 20  # edges renumbered at a time
 HEADER = "; a header is known by names such as id, source, destination and label"
@@ -406,9 +417,13 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=()):
     return arrays.pop("ends").T, arrays
 
 
-def pairs_of_table(file, nodes, say=print) -> np.ndarray:
-    """Read pairs of nodes from a table of sources and destinations, as in a table of edges -> the names of `nodes`, or their
-    numbers if they have none, [n, 2]."""
+def pairs_of_table(file, store, say=print) -> np.ndarray:
+    """Read pairs of nodes of a store from a table of sources and destinations, as in a table of edges -> their names, int64 or
+    text, or their numbers if they have none, [n, 2]. say: prints a line."""
+    names = store.node_names()
+    numbers = [whole_number(name, "d") for name in names or ()]
+    names = names if None in numbers else numbers
+    nodes = Nodes(store.num_nodes, store.path, names)
     with opened(file, heads=nodes.heads) as table:
         ends = _end_columns(table, nodes)
         nodes.check_header(table, ends)

@@ -30,7 +30,7 @@ from disk.files import SPLITS, StoreError, plural, reading, sha256_of
 from loader import from_edge_index
 from native import kernels
 from sampler import expand, mix, random_bits
-from sources.graph_tables import Nodes, pairs_of_table
+from sources.graph_tables import pairs_of_table
 from sources.splits import say_empty_parts
 from tasks.edge_split import HELD_OUT, Edges, checked_pairs, counts_of, split_edges, view_of
 from tasks.metrics import METRICS, metrics_with, ranking
@@ -584,8 +584,7 @@ class LinkTask(Task):
             if is_array:
                 pairs = np.load(file, allow_pickle=False)
             else:
-                nodes = Nodes(self.store.num_nodes, self.store.path, self.store.node_names())
-                pairs = pairs_of_table(file, nodes, lambda line: say(f"pairs   {line}"))
+                pairs = pairs_of_table(file, self.store, lambda line: say(f"pairs   {line}"))
             self.asked = checked_pairs(name, pairs, self.store, edge_type)
             self.named = np.char.decode(pairs, "utf-8") if pairs.dtype.kind == "S" else pairs
 
