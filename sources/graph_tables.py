@@ -23,12 +23,12 @@ from sources.tables import (
     ID,
     MISSING,
     NUMBER,
-    is_whole,
     meanings,
     opened,
     short,
     stacked,
     whole_number,
+    whole_of,
     words_of,
 )
 
@@ -112,16 +112,17 @@ class Nodes:
 
     @functools.cached_property
     def _trimmed(self):
-        return frozenset(str(name).strip() for name in self.names or ())
+        spaced = self.kind is str and any(name != name.strip() for name in self.names)
+        return frozenset(map(str.strip, self.names)) if spaced else self._numbers
 
     def has(self, cell) -> bool:
         """Whether a cell of `Table.sample` may refer to a node."""
         if self.kind is str:
             return cell in self._trimmed
-        if not NUMBER.fullmatch(cell) or not is_whole(cell):
-            return False
-        number = int(float(cell))
-        return number in self._numbers if self.names else 0 <= number < self.count
+        number = whole_of(cell)
+        if number is None or not self.names:
+            return number is not None and 0 <= number < self.count
+        return number in self._numbers
 
     def heads(self, rows) -> bool:
         """Whether the first of some rows of a table is its header: columns below hold names of nodes alone, where it has
@@ -169,13 +170,12 @@ def _id_column(table, ids, things="nodes") -> int | None:
     both = " and ".join(map(table.column, (distinct or ids)[:2]))
     if not distinct:
         raise StoreError(f"{table.name}: {both} look like ids of the {things}, and both repeat")
-    drop = ""
+    drop = "keep one"
     if table.names:
         of_pandas = [j for j in distinct if re.match("Unnamed|index$|__index", table.names[j])]
-        drop = table.flag((of_pandas or distinct)[0])
-    raise StoreError(
-        f"{table.name}: {both} look like ids of the {things}: if the first holds none, drop it{drop}"
-    )
+        j = (of_pandas or distinct)[0]
+        drop = f"if {table.column(j)} holds none, drop it{table.flag(j)}"
+    raise StoreError(f"{table.name}: {both} look like ids of the {things}: {drop}")
 
 
 def features(file, folder, ignore=(), called=()):
@@ -476,8 +476,7 @@ class Keys:
         if not all(map(self.nodes.has, [*cells[0], *cells[1]])):
             return False
         ends = [
-            self.nodes.numbers(table, 0, np.array([int(float(cell)) for cell in of]))
-            for of in cells
+            self.nodes.numbers(table, 0, np.array([whole_of(cell) for cell in of])) for of in cells
         ]
         return bool(np.isin(self.of_ends(np.array(ends)), self.of_ends(self.ends)).all())
 
@@ -515,10 +514,10 @@ def edge_rows(file, folder, name, ignore, keys):
     the table of edges has, too, or that holds 0 to M-1; else row i is of edge i.
     """
     with opened(file, ignore, keys.nodes.heads) as table:
-        ids = _id_column(table, _edge_ids(table), "edges")
         ends = _found_ends(table, keys.nodes) if table.width > 1 else None
         if ends is None and table.width > 2 and keys.have_ends(table, [0, 1]):
             ends = [0, 1]
+        ids = _id_column(table, [j for j in _edge_ids(table) if j not in (ends or ())], "edges")
         named = ids is not None and table.names[ids] in keys.ids
         columns = [j for j in range(table.width) if j != ids and j not in (ends or ())]
         if not columns or len(columns) > 1 and not COLUMNS[name].width:
@@ -679,7 +678,7 @@ def _found_ends(table, nodes, taken=()) -> list[int] | None:
 
 def _twins(table) -> list:
     """List the pairs of columns whose names differ in the last word or in the first, such as user1 and user2 -> (words that
-    they share, the numbers of the columns in the order of the words that differ)."""
+    they share, the numbers of the columns in the order of the words that differ: letters, digits, or source and target)."""
     words = [words_of(name) for name in table.names or ()]
     twins = []
     for k, last in enumerate(words):
@@ -688,6 +687,11 @@ def _twins(table) -> list:
                 (first[:-1], last[:-1], first[-1:], last[-1:]),
                 (first[1:], last[1:], first[:1], last[:1]),
             ):
-                if stem and stem == other and len(a[0]) == len(b[0]) == 1 and a != b:
+                if not stem or stem != other or a == b:
+                    continue
+                kinds = meanings(a[0]) | meanings(b[0])
+                if {"source", "destination"} <= kinds:
+                    twins.append((stem, [j, k] if "source" in meanings(a[0]) else [k, j]))
+                elif len(a[0]) == len(b[0]) == 1:
                     twins.append((stem, [j, k] if a < b else [k, j]))
     return twins

@@ -16,6 +16,7 @@ different numbers; else it is text, and so are strings in parquet.
 import bz2
 import contextlib
 import csv
+import functools
 import gzip
 import io
 import json
@@ -269,16 +270,20 @@ class Table:
         """Return the cells of a column in the first rows, without spaces around them."""
         if self._separator:
             return self._first_cells[self.places[j]]
-        batch = next(self._file.iter_batches(SAMPLE, columns=[self.names[j]]), None)
-        cells = batch.column(self.names[j]).to_pylist() if batch else ()
+        batch = self._first_batch
+        cells = batch.column(self.places[j]).to_pylist() if batch else ()
         return ["" if cell is None else str(cell).strip() for cell in cells]
+
+    @functools.cached_property
+    def _first_batch(self):
+        return next(self._file.iter_batches(SAMPLE), None)
 
     def identifies(self, j) -> bool:
         """Whether a column may hold ids of the rows: text or whole numbers, in the first rows all different."""
         if self.kinds[j] in ("list", "empty"):
             return False
         cells = self.sample(j)
-        whole = self.kinds[j] != "real" or all(map(is_whole, filter(NUMBER.fullmatch, cells)))
+        whole = self.kinds[j] != "real" or None not in map(whole_of, filter(None, cells))
         return whole and len({*cells}) == len(cells)
 
     def distinct(self, columns) -> list[int]:
@@ -611,9 +616,11 @@ def _digits(cells) -> np.ndarray | None:
     return numbers.to_numpy(zero_copy_only=False)
 
 
-def is_whole(cell) -> bool:
-    """Whether the number in a cell is whole."""
-    return float(cell).is_integer()
+def whole_of(cell) -> int | None:
+    """Return the whole number in a cell, however it is written, or None."""
+    if WHOLE.fullmatch(cell):
+        return int(cell)
+    return int(float(cell)) if NUMBER.fullmatch(cell) and float(cell).is_integer() else None
 
 
 def numeric(cell) -> bool:

@@ -524,7 +524,8 @@ def test_tables_in_any_order_are_one_graph(tmp_path, seed):
     amount = random.standard_normal(len(pairs)).astype(np.float32)
     weight = random.random(len(pairs)).astype(np.float32)
     types = random.choice(["cites", "writes"], len(pairs))
-    called = [("source", "target"), (f"{ids}_a", f"{ids}_b"), (f"{ids}1", f"{ids}2")]
+    called = [("source", "target"), (f"{ids}_a", f"{ids}_b"), (f"to_{ids}", f"from_{ids}")[::-1]]
+    called += [(f"{ids}1", f"{ids}2")]
     called += [("citing", "cited")] * (kind in ("text", "spaces"))
     ends = called[random.integers(len(called))]
     kept = "citing" in ends  # whose order says which is the source
