@@ -15,24 +15,32 @@ import os
 import re
 
 import numpy as np
+import torch
 
+from disk.checks import SAMPLED, RoundedRows
 from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
-from disk.convert import spool
+from disk.convert import DATE, spool
 from disk.files import StoreError, plural
 from sources.tables import (
     ID,
     MISSING,
     NUMBER,
+    TIME,
     meanings,
     opened,
     short,
     stacked,
+    trimmed,
     whole_number,
     whole_of,
     words_of,
 )
 
 SLICE = 1 << 20  # edges renumbered at a time
+# names of columns, in lower case, that hold a split
+SPLIT = re.compile(
+    "(is)?(train|val|valid|validation|test|dev)(ing)?(mask|set|idx)?|(cv)?fold|split|subset"
+)
 HEADER = "; a header is known by names such as id, source, destination and label"
 
 
@@ -152,9 +160,9 @@ class Nodes:
             has = f"{self.source} has {self.count:,}{'' if self.names else ', from 0'}"
             hint = "" if table.names or first + row else HEADER
             cell = short(str(cells[row])) or "''"
-            if self.kind is str and (name := cells[row].strip()) in self._trimmed:
+            if self.kind is str and (name := cells[row].strip().strip('"')) in self._trimmed:
                 cell = repr(cells[row])
-                hint = f"; {name!r} differs by spaces alone: write both alike"
+                hint = f"; {name!r} differs by spaces or quotes alone: write both alike"
             raise table.error(first + row, f"there is no node {cell}: {has}{hint}")
         return nodes
 
@@ -195,9 +203,14 @@ def features(file, folder, ignore=(), called=()):
         texts = [j for j in texts if j == 0 or table.identifies(j)]
         node = _id_column(table, sorted({*named}) or texts)
         kept = [j for j in range(table.width) if j != node]
-        for j in table.named("leak"):
-            cure = f"drop {table.column(j)}{table.flag(j)}"
+        for j in table.named("label"):
+            cure = f"drop {table.column(j)}{table.flag(j)}, or rename it if it is none"
             raise StoreError(f"{file}: features must not tell the label: {cure}")
+        for j in _parts_of_split(table, "^is|mask$"):
+            cure = f"drop it{table.flag(j)}, or rename it"
+            raise StoreError(
+                f"{file}: {table.column(j)} looks like a split, not like a feature: {cure}"
+            )
         if not kept:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
         for j in {*named} - {node}:
@@ -208,11 +221,19 @@ def features(file, folder, ignore=(), called=()):
         if node is not None:
             kinds[node] = str
 
+        rounded = RoundedRows(SAMPLED, 1)
+
         def rows():
+            start = 0
             for _, columns in table.read(kinds):
                 for j, parts in values.items():
                     parts.append(columns[j])
-                yield stacked(columns, kept, np.float32)
+                x = stacked(columns, kept, np.float32)
+                if start < SAMPLED:
+                    as_read = torch.from_numpy(stacked(columns, kept, np.float64))
+                    rounded.add(start, as_read, torch.from_numpy(x))
+                start += len(x)
+                yield x
 
         x = spool(folder, rows(), np.float32, sum(table.widths[j] for j in kept))
         nodes = Nodes(len(x), file)
@@ -222,6 +243,8 @@ def features(file, folder, ignore=(), called=()):
         elif len(kept) > 1 and len(x) > 1:
             _check_counting(table, values)
         nodes.feature_names = table.names and _names_of(table, kept)
+        if loss := rounded.loss(nodes.feature_names):
+            table.notes.append(f"read as float32: {loss}")
         table.say(plural(x.shape[1], "feature"))
     return x, nodes
 
@@ -297,7 +320,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing):
         elif j == node:
             columns[j] = pyarrow.chunked_array(values)
         else:
-            columns[j] = table.identified(j, values)
+            columns[j] = table.identified(j, [*map(trimmed, values)])
     if node is None:
         if table.rows < nodes.count:
             rows = f"{table.name} has {table.rows:,} rows"
@@ -326,6 +349,15 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
     with opened(file, ignore, nodes.heads) as table:
         is_labels = name == "labels"
         column = COLUMNS.get(name)
+        if (
+            is_labels
+            and table.width > 1 + bool(table.named("id"))
+            and (parts := _parts_of_split(table))
+        ):
+            cure = f"give ids of nodes as --train FILE, and drop it{table.flag(*parts)}"
+            raise StoreError(
+                f"{file}: {table.column(parts[0])} looks like a split, not like a label: {cure}"
+            )
         node = _ids_of_nodes(table, nodes, name)
         columns = [j for j in range(table.width) if j != node]
         several = is_labels and all(table.kinds[j] in ("whole", "real", "empty") for j in columns)
@@ -336,14 +368,12 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
-        whole = column and column.cells is np.int64
-        kinds = dict.fromkeys(columns, int if whole else float)
+        kinds = dict.fromkeys(columns, TIME if column and column.timed else float)
         if is_labels:
             kinds |= {j: str for j in columns if table.may_be_text(j)}
         rows, cells = _rows_of_nodes(table, nodes, node, kinds, is_labels)
-        for j in columns:
-            if isinstance(cells[j], list):
-                _check_text_labels(table, j, cells[j], len(columns))
+        for j in columns if is_labels else ():
+            _check_labels(table, j, cells[j], len(columns))
         table.say()
     if is_labels and len(columns) > 1 and table.names:
         nodes.class_names = [table.names[j] for j in columns]
@@ -377,8 +407,25 @@ def _ids_of_nodes(table, nodes, name) -> int | None:
     return _id_column(table, sorted(ids))
 
 
-def _check_text_labels(table, j, cells, count):
-    """Refuse text in one of several label columns, and fractions in csv."""
+def _parts_of_split(table, having="") -> list[int]:
+    """List the columns whose names say that they hold a split, and match the pattern `having`."""
+    words = [re.sub(r"[\W_\d]", "", name.lower()) for name in table.names or ()]
+    return [j for j, word in enumerate(words) if SPLIT.fullmatch(word) and re.search(having, word)]
+
+
+def _check_labels(table, j, cells, count):
+    """Refuse what is no label in one of `count` columns of them: text in one of several, fractions in csv, numbers below -1."""
+    if not isinstance(cells, list):
+        bad = (cells < -1) | (cells > (1 if count > 1 else np.inf))
+        if bad.any():
+            row = int(bad.argmax())
+            why = (
+                "of several labels each is 0, 1 or empty"
+                if count > 1
+                else "labels are 0 or more, or -1 for none"
+            )
+            raise table.error(row, f"{table.column(j)} is {cells[row]:g}: {why}")
+        return
     numbers = all(cell in MISSING or NUMBER.fullmatch(cell) for cell in cells)
     fractions = numbers and table.kinds[j] != "text"
     for row, cell in enumerate(cells):
@@ -508,7 +555,7 @@ class Keys:
 
 def edge_rows(file, folder, name, ignore, keys):
     """Spool a separate table with one row per edge -> {name: mapped edge_features float32 [M, D], edge_weight float64 [M],
-    edge_type int64 [M] or edge_time int64 [M], float64 [M] if the first rows are no integers}; see `_spooled`.
+    edge_type int64 [M] or edge_time [M], int64 or datetime64[us] for dates}; see `_spooled`.
 
     keys: `Keys` of the edges. Rows are joined to these by the columns of ends, if there are such, or by a column of ids that
     the table of edges has, too, or that holds 0 to M-1; else row i is of edge i.
@@ -580,10 +627,12 @@ def _spooled(table, folder, fields, nodes, keys=()):
     for name, which in fields.items():
         column = COLUMNS.get(name)
         dtype = column.cells if column else np.int64
-        if column and column.dtype == "int64" and table.kinds[which[0]] == "whole":
+        kind = int if dtype is np.int64 else float
+        if column and column.timed:
+            kind = TIME
             dtype = np.int64
         record.append((name, dtype, (sum(table.widths[j] for j in which),)))
-        kinds |= dict.fromkeys(which, int if dtype is np.int64 else float)
+        kinds |= dict.fromkeys(which, kind)
         if column and column.width:
             kinds |= table.measures(which)
     record = np.dtype(record, align=True)
@@ -600,6 +649,7 @@ def _spooled(table, folder, fields, nodes, keys=()):
                 parts.append(pyarrow.array(columns[j]).cast("string"))
             columns |= {j: nodes.numbers(table, first, columns[j]) for j in ends}
             for j in texts:
+                columns[j] = trimmed(columns[j])
                 coded = columns[j].dictionary_encode()
                 names = coded.dictionary.to_pylist()
                 if missing := [name for name in names if name in MISSING]:
@@ -619,6 +669,8 @@ def _spooled(table, folder, fields, nodes, keys=()):
     for name in arrays.keys() & COLUMNS.keys():
         if not COLUMNS[name].width:
             arrays[name] = rows[name][:, 0]
+            if COLUMNS[name].timed and table.dated(fields[name][0]):
+                arrays[name] = arrays[name].view(DATE)
     for j in texts:
         names = table.identified(j, [pyarrow.array([*numbers])])
         if isinstance(names, list):

@@ -526,6 +526,8 @@ class LinkTask(Task):
     padded = True
     excludes = True
     embeds = True
+    keyed = False
+    told_by = "indptr.", "indices."
     metrics = metrics_with("of_ranks") + metrics_with("of_pairs")
     widths = "feature_dim", "edge_dim", "num_edge_types", "node_types"
     unused = {

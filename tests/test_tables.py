@@ -4,6 +4,7 @@ import bz2
 import collections
 import contextlib
 import csv
+import datetime
 import gzip
 import io
 import json
@@ -65,7 +66,7 @@ CHANGED = [
     ("e", "2,3", "2,6", "e.csv, line 3: there is no node 6: .*x.csv has 6, from 0"),
     ("e", "\n", ",1\n", "no use for column 3"),
     ("x", "2.5", "1e39", "features.2, 0. is inf: every value must be finite"),
-    ("y", "1\n0\n1\n0", "NA\n0\n1\n0", "y.csv: labels holds NA and 0: call the class otherwise"),
+    ("y", "1\n0\n1\n0", "NA\n0\n1\n0", "y.csv: labels holds NA: rename it if it is a class, write"),
     ("y", "1\n0\n1\n0", "nan\n0\n-1\n0", [0, -1, 0, -1, 0, 1]),
     ("y", "0\n1\n0\n", "0\n1.5\n0\n", "y.csv, line 2: column 1 is .1.5.: labels are whole"),
     ("e", "2,3\n3,0", '2,"3\n3",0', "e.csv, line 3: Expected 2 columns"),
@@ -113,7 +114,7 @@ WRITTEN = [
     ("x", "a,label\n" + X, "x.csv: features must not tell the label: drop 'label'"),
     ("x", "a,a\n" + X, "x.csv has two columns called 'a'"),
     ("y", "no\nyes\n" * 3, None),
-    ("y", "no\nNA\n" * 3, "y.csv: labels holds NA and no: call the class otherwise"),
+    ("y", "no\nNA\n" * 3, "y.csv: labels holds NA: rename it if it is a class, write"),
     ("y", "id,label\n5,1\n3,1\n1,1\n0,0\n2,0\n", [0, 1, 0, 1, -1, 1]),
     ("y", "topic\n" + "no\nyes\n" * 3, "y.csv, line 7: more rows than in .*x.csv; a header is"),
     ("y", "topic\n" + Y, None),
@@ -122,7 +123,33 @@ WRITTEN = [
     ("y", "0,1,1\n,,\n0,0,0\n-1,-1,-1\n1,1,1\n0,1,0\n", SEVERAL),
     ("y", "art,id,law\n1,5,1\n0,2,1\n", [[-1, -1], [-1, -1], [0, 1], [-1, -1], [-1, -1], [1, 1]]),
     ("y", "0,1,1\n0,,0\n" * 3, [[0, 1, 1], [0, -1, 0]] * 3),
-    ("y", "0,1,1\n0,2,0\n" * 3, "labels.1, 1. is 2: several labels per"),
+    ("y", "0,1,1\n0,2,0\n" * 3, "y.csv, line 2: column 2 is 2: of several labels each is 0, 1 or"),
+    ("y", "0\n1\n-2\n" * 2, "y.csv, line 3: column 1 is -2: labels are 0 or more, or -1 for none"),
+    ("y", "id,label\n5,1\n3,-2\n1,1\n", "y.csv, line 3: 'label' is -2: labels are 0 or more"),
+    ("y", "unknown\n1\n2\n" * 2, [2, 0, 1] * 2),
+    (
+        "y",
+        "label,train_mask\n" + "0,1\n1,0\n" * 3,
+        "'train_mask' looks like a split, not like a la",
+    ),
+    (
+        "y",
+        "fold,label\n" + "0,1\n1,0\n" * 3,
+        "'fold' looks like a split, .*--train FILE.*--ignore fold",
+    ),
+    ("y", "is_test,y,z\n" + "0,1,0\n" * 6, "'is_test' looks like a split"),
+    (
+        "x",
+        "a,train_mask\n" + X,
+        "x.csv: 'train_mask' looks like a split, not like a feature: drop it",
+    ),
+    (
+        "x",
+        "a,y\n" + X,
+        "features must not tell the label: drop 'y' .--ignore y., or rename it if it is",
+    ),
+    ("x", "a,fraud_label\n" + X, "features must not tell the label: drop 'fraud_label'"),
+    ("x", "a,category\n" + X, "features must not tell the label: drop 'category'"),
     ("e", gzip.compress(EDGES.encode()), None),
     ("x", bz2.compress(X[:7].encode()) + bz2.compress(X[7:].encode()), None),
     ("y", lzma.compress(Y.encode()), None),
@@ -291,6 +318,8 @@ def test_tables_identify_by_text_unless_all_cells_are_printed_numbers(
     types = more["edge_type"].tolist()
     assert [more["edge_types"][t] for t in types] == cells if numbers is None else types == numbers
     y = _written(tmp_path / f"y.{suffix}", {"label": cells})
+    if numbers and min(numbers) < -1:
+        return
     y = graph_tables.of_nodes(y, graph_tables.Nodes(len(cells), "x.csv"), "labels")
     assert y.tolist() == ([*map(float, numbers)] if numbers else cells)
 
@@ -349,6 +378,9 @@ def test_tables_never_merge_different_cells(tmp_path):
         cells = list({random.choice(chosen).format(int(value)): 0 for value in values})
         x = _written(tmp_path / "x.csv", {"id": cells, "f": ["1"] * len(cells)})
         names = graph_tables.features(x, tmp_path)[1].names or [*range(len(cells))]
+        if type(names[0]) is not str and min(names) < -1:
+            cells = [cell.strip("-") for cell in cells]  # which are labels
+            names = [*map(abs, names)]
         y = _written(tmp_path / "y.csv", {"label": cells})
         y = graph_tables.of_nodes(y, graph_tables.Nodes(len(cells), "x.csv"), "labels").tolist()
         columns = {"source": ["0"] * len(cells), "target": ["0"] * len(cells), "relation": cells}
@@ -423,7 +455,7 @@ def test_tables_names_differ_by_spaces(tmp_path):
     e = _table_file(tmp_path / "e.csv", "source,target\nC0   ,C1\u00a0\nC1,C0   \n")
     nodes = graph_tables.features(x, tmp_path)[1]
     assert nodes.names == ["C0   ", "C1\u00a0"]
-    said = "line 3: there is no node 'C1': .*; 'C1' differs by spaces alone"
+    said = "line 3: there is no node 'C1': .*; 'C1' differs by spaces or quotes alone"
     _refuses(said, graph_tables.edges, e, tmp_path, nodes)
 
 
@@ -563,6 +595,38 @@ def test_tables_in_any_order_are_one_graph(tmp_path, seed):
             zip(amount.tolist(), weight.tolist(), types.tolist()),
         )
     )
+
+
+DATES = [  # cells of a column of times, the minutes of 2024-01-31 that they are, or what is said
+    (["2024-01-31", "2024-01-31 00:01"], [0, 1]),
+    (["2024-01-31T00:02:00.000000", '"2024-01-31 00:01:00.000000000"'], [2, 1]),
+    (["2024-01-31T00:02Z", "2024-01-31 02:01:00+02:00"], [2, 1]),
+    (["2024-01-31", ""], "e.csv, line 3: 'when' is NaT: a missing time"),
+    (["2024-01-31", "31.01.2024"], "e.csv, line 3: 'when' is no time, .*: '31.01.2024'"),
+    (["2024-01-31", "1706659200"], "line 2: 'when' is no number: .*; write dates in every row or"),
+    (["2024-01-31T00:02Z", "2024-01-31 02:01"], "line 3: 'when' is no time, .* with a zone .* in"),
+    (["2024-01-31 00:00:00.0000001", "2024-01-31"], "line 2: 'when' is no time, written as"),
+    (["1e9", "3"], None),
+    (["7", "nan"], "line 3: 'when' is nan: a missing time"),
+]
+
+
+@pytest.mark.parametrize("cells, outcome", DATES)
+def test_tables_times_are_numbers_or_dates(cells, outcome, tmp_path):
+    rows = "".join(f"{i},{1 - i},{cell}\n" for i, cell in enumerate(cells))
+    file, nodes = _table_file(tmp_path / "e.csv", f"a,b,when\n{rows}"), graph_tables.Nodes(2, "x")
+    args = file, tmp_path / "made", nodes, {"edge_time": ["when"]}
+    if isinstance(outcome, str):
+        _refuses(outcome, graph_tables.edges, *args)
+        return
+    times = graph_tables.edges(*args)[1]["edge_time"]
+    if outcome is None:
+        assert times.dtype == np.int64 and times.tolist() == [10**9, 3]
+        return
+    assert times.dtype == "M8[us]"
+    assert (times - np.datetime64("2024-01-31")).tolist() == [
+        datetime.timedelta(minutes=n) for n in outcome
+    ]
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -820,7 +884,7 @@ def test_tables_parquet(tmp_path, monkeypatch):
         (
             [1],
             np.array([0], "datetime64[s]"),
-            "'dst' holds timestamp.*: give dates as numbers, by .astype",
+            "'dst' holds timestamp.*: give dates as numbers, such as days, by .*(--ignore dst)",
         ),
         ([None, 1], [1, 2], "line 1: 'src' is empty"),
         ([1.5], [2], "line 1: 'src' is 1.5, which is no whole"),
