@@ -231,12 +231,13 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
     with opened(file, ignore) as table:
         node = next(iter(table.named("id")), None)
         is_labels = name == "labels"
-        column = COLUMNS.get(name)
-        if is_labels and table.width > 1 + (node is not None) and (parts := _parts_of_split(table)):
+        parts = _parts_of_split(table) if is_labels else ()
+        if parts and table.width > 1 + len(table.named("id")[:1]):
             cure = f"give ids of nodes as --train FILE, and drop it{table.flag(*parts)}"
             raise StoreError(
                 f"{file}: {table.column(parts[0])} looks like a split, not like a label: {cure}"
             )
+        column = COLUMNS.get(name)
         if not (is_labels or column):
             node = 0 if table.width == 1 else None
         elif node is None and table.width == 2:
