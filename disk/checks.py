@@ -7,6 +7,7 @@ Invalid values raise StoreError.
 """
 
 import math
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,11 +32,15 @@ from disk.convert import (
     row_dtype,
     shaped,
     spool,
+    steps_and_offsets,
 )
 from disk.files import SPLITS, StoreError, plural
 
 MAX_CLASSES = 1 << 24  # the logits of 1,024 seeds then take 64 GiB
 MAX_SPLITS = 1 << 16
+SAMPLED = 1024  # rows of a type whose values are counted before and after rounding, at most
+SAMPLED_VALUES = 1 << 22  # the same of all columns
+NAMED = 3  # columns
 EDGE_CHUNK = 1 << 22  # edges read at a time
 # with up to EXACT edges the reverse of each is looked up, with more those of SAMPLE random edges
 EXACT = 1 << 20
@@ -215,33 +220,104 @@ def checked_rows(features, progress):
         yield first, chunk.detach().cpu()
 
 
-def feature_rows(features, dtype, scale, progress, largest):
-    """Yield chunks of feature rows as they are stored, in `dtype`, each checked, or their codes if there is a `scale`; its
-    largest absolute value is appended to the list `largest`."""
+class RoundedRows:
+    """Feature rows before and after they are rounded: a sample, evenly spaced among the rows of each type.
+
+    Args: rows: number of all rows. width: F. ends: None, or where the rows of each type end, int64 [T].
+    """
+
+    def __init__(self, rows, width, ends=None):
+        bounds = [0, rows] if ends is None else [0, *ends.tolist()]
+        most = max(1, min(SAMPLED, SAMPLED_VALUES // width))
+        parts = [
+            torch.arange(a, b, -(-(b - a) // most) or 1, device="cpu") for a, b in pairwise(bounds)
+        ]
+        self.bounds = [0, *accumulate(map(len, parts))]
+        self.ids = torch.cat(parts)
+        self.largest = 0.0
+        self.before = []
+        self.after = []
+
+    def add(self, first, before, after):
+        """Take those of the sample of a chunk of rows, whose first row is `first`."""
+        self.largest = max(self.largest, largest_of(before))
+        ends = torch.tensor([first, first + len(before)], device="cpu")
+        start, stop = torch.searchsorted(self.ids, ends).tolist()
+        at = self.ids[start:stop] - first
+        self.before.append(before[at])
+        self.after.append(after[at])
+
+    def loss(self, names=None, types=("",)) -> str:
+        """Describe the columns that keep half as many different values as they had, or fewer, and far fewer than a dtype
+        has; "" if there are none. names: of the columns, F; types: of nodes, T."""
+        if not self.before:
+            return ""
+        before, after = map(torch.cat, (self.before, self.after))
+        if before.dtype == after.dtype:
+            return ""
+        levels = 256
+        if after.is_floating_point():
+            levels = int(2 / torch.finfo(after.dtype).eps)
+        lost = []
+        for kind, (a, b) in zip(types, pairwise(self.bounds)):
+            had = _different(before[a:b])
+            have = _different(after[a:b])
+            for column in (2 * have <= had.clamp(max=levels // 4)).nonzero().flatten().tolist():
+                name = names[column] if names else column
+                of = f" of {kind}" if kind else ""
+                lost.append(f"{name}{of} ({have[column]} of {had[column]})")
+        if not lost:
+            return ""
+        more = f" and {len(lost) - NAMED:,} more" if len(lost) > NAMED else ""
+        columns = f"column{'s' * (len(lost) > 1)} {', '.join(lost[:NAMED])}{more}"
+        return (
+            f"few different values are left of {columns}, in {plural(len(before), 'row')} looked at"
+        )
+
+
+def _different(rows):
+    """Count the different values of each column."""
+    if not len(rows):
+        return torch.zeros(rows.shape[1], dtype=torch.int64, device="cpu")
+    return rows.sort(0).values.diff(dim=0).ne(0).sum(0) + 1
+
+
+def feature_rows(features, dtype, scale, ends, *, rounded, progress):
+    """Yield chunks of feature rows as they are stored, in `dtype`, each checked, or their codes if there is a `scale`, see
+    `feature_scale`. rounded: `RoundedRows`, which look at them."""
     announced = row_dtype("features", features)
     for first, chunk in checked_rows(features, progress):
         kept = chunk if scale is not None else chunk.to(getattr(torch, dtype))
         if dtype != announced:
             refuse(kept.isinf(), "features", chunk, f"beyond the range of {dtype}", first)
-        largest.append(largest_of(kept))
         if scale is not None:
-            kept = encode(kept, scale).clamp_(-128, 127).to(torch.int8)
+            ids = torch.arange(first, first + len(kept), device="cpu")
+            kept = encode(kept, *steps_and_offsets(scale, ends, ids)).clamp_(-128, 127)
+            kept = kept.to(torch.int8)
+        rounded.add(first, chunk, kept)
         yield as_numpy(kept)
 
 
-def feature_scale(features, dtype, folder, progress):
+def feature_scale(features, dtype, ends, folder, progress):
     """Return (features, the scale of their codes) after a pass over the rows; `Rows`, which come once, are written to a
     file without a name in a folder meanwhile. The scale is float32 [2, F], steps and offsets: a code of 8 bits stands for
-    code * step + offset; a step is 0 if all values are equal. It is None unless floats are kept as int8."""
+    code * step + offset; a step is 0 if all values are equal. It is None unless floats are kept as int8. ends: None, or
+    int64 [T], where the rows of each type end; the scale is then [T, 2, F]."""
     if dtype != "int8" or row_dtype("features", features) == dtype:
         return features, None
-    low = torch.full(features.shape[1:], torch.inf, dtype=torch.float64)
+    bounds = [0, features.shape[0]] if ends is None else [0, *ends.tolist()]
+    low = torch.full(
+        (len(bounds) - 1, features.shape[1]), torch.inf, dtype=torch.float64, device="cpu"
+    )
     high = -low
 
     def chunks():
-        for _, rows in checked_rows(features, progress):
-            torch.minimum(low, rows.amin(0), out=low)
-            torch.maximum(high, rows.amax(0), out=high)
+        for first, rows in checked_rows(features, progress):
+            for of_type, smallest, largest in zip(pairwise(bounds), low, high):
+                start, stop = (max(bound - first, 0) for bound in of_type)
+                if len(part := rows[start:stop]):
+                    torch.minimum(smallest, part.amin(0), out=smallest)
+                    torch.maximum(largest, part.amax(0), out=largest)
             yield rows.float().numpy()
 
     if isinstance(features, Rows):
@@ -249,11 +325,15 @@ def feature_scale(features, dtype, folder, progress):
     else:
         for _ in chunks():
             pass
+    high, low = (of.masked_fill_(of.isinf(), 0) for of in (high, low))  # types without nodes
     steps = ((high - low) / 255).float()
     offsets = (low + 128 * steps.double()).float()
     far = (128 * steps + offsets.abs()).isinf()
-    refuse(far, "the largest of each column of features", high, "int8 needs a range within float32")
-    return features, torch.stack([steps, offsets])
+    why = "int8 needs a range within float32"
+    for beyond, values in zip(far, high):
+        refuse(beyond, "the largest of each column of features", values, why)
+    scale = torch.stack([steps, offsets], 1)
+    return features, scale[0] if ends is None else scale
 
 
 def check_splits(splits, labels, names=None):

@@ -25,6 +25,12 @@ DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16",
 # dtypes that float features may be rounded to; int8 for codes, 256 evenly spaced values of each column
 KEPT_AS = ("bfloat16", "float16", "int8")
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
+DATE = "datetime64[us]"  # dates are stored in microseconds since 1970, UTC
+# what NaT of numpy and pandas becomes as an integer, also divided by 10^3, 10^6 or 10^9, rounded either way
+NO_DATE = sorted(
+    {cut for k in (0, 3, 6, 9) for cut in (-(1 << 63) // 10**k, -((1 << 63) // 10**k))}
+)
+NO_TIME = "a missing time; for what was always there give the earliest of all, or leave it out"
 
 
 class Rows(NamedTuple):
@@ -101,7 +107,8 @@ def array_like(name, values):
             ]
             values = np.column_stack(parts)
         elif hasattr(values, "to_numpy"):
-            values = values.to_numpy()
+            zoned = getattr(values.dtype, "tz", None) is not None  # of pandas, to UTC
+            values = values.to_numpy(f"datetime64[{values.dtype.unit}]" if zoned else None)
         if not hasattr(values, "shape"):
             raise StoreError(f"{name} is {kind_of(values)}: an array is needed")
         _ = values.dtype
@@ -111,7 +118,8 @@ def array_like(name, values):
         return values
     others = {type(value).__name__ for value in values.flat} - {"str"}
     if others:
-        how = "give numbers as .astype(int) or .astype(float), text as .astype(str), none missing"
+        how = "give numbers as .astype(int) or .astype(float), text as .astype(str), dates as "
+        how += f'.astype("{DATE}"), none missing'
         raise StoreError(f"{name} holds objects of Python ({', '.join(sorted(others))}): {how}")
     return values.astype(str)
 
@@ -207,18 +215,6 @@ def shaped(name, array, *shape):
     return array
 
 
-def whole_times(name, values) -> np.ndarray:
-    """Convert times, whole numbers of any dtype, to int64; StoreError for others."""
-    with reading(name):
-        values = np.asarray(values)
-    if values.dtype.kind == "f":
-        bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
-        why = "whole numbers are needed; give finer times in smaller units"
-        refuse(bad, name, values, why)
-        values = values.astype(np.int64)
-    return integers(name, values)
-
-
 def by_part(name, given) -> dict:
     """Return {part of SPLITS: values} of a dict whose names may be `val` or `validation` for `valid`; StoreError for
     another name, or two for one part."""
@@ -256,7 +252,39 @@ def refuse(bad, name, values, why, first=0):
     if bad.any():
         at = torch.as_tensor(bad, device="cpu").nonzero()[0].tolist()
         place = ", ".join(map(str, [first + at[0], *at[1:]]))
-        raise StoreError(f"{name}[{place}] is {values[tuple(at)].item()}: {why}")
+        value = values[tuple(at)]
+        # nanoseconds would print as a number
+        value = value if isinstance(value, np.datetime64) else value.item()
+        raise StoreError(f"{name}[{place}] is {value}: {why}")
+
+
+def whole_times(name, values, refuse=refuse) -> np.ndarray:
+    """Convert times to int64, or dates (datetime64 of any unit) to datetime64[us]; StoreError for missing ones, fractions,
+    and numbers from which on their dtype rounds. refuse: as below, to name rows of a table."""
+    with reading(name):
+        values = array_like(name, values)
+        dtype = str(values.dtype).removeprefix("torch.")
+        if isinstance(values, Tensor):
+            values = (values.double() if values.is_floating_point() else values).numpy()
+    if values.dtype.kind == "M":
+        refuse(np.isnat(values), name, values, NO_TIME)
+        with reading(name):
+            dates = values.astype(DATE)
+        why = f"dates are stored in microseconds: round it, as .astype({DATE!r}) of numpy does"
+        refuse(dates.astype(values.dtype) != values, name, values, why)
+        return dates
+    if values.dtype.kind == "f":
+        refuse(np.isnan(values), name, values, NO_TIME)
+        most = int(2 / torch.finfo(getattr(torch, dtype, torch.float64)).eps)
+        why = f"{dtype} rounds whole numbers above {most:,}: give times as int64, of before they were rounded"
+        refuse(np.abs(values) > most, name, values, why)
+        why = "whole numbers are needed; give finer times in smaller units"
+        refuse(values != np.rint(values), name, values, why)
+        values = values.astype(np.int64)
+    times = integers(name, values)
+    if times.min(initial=0) <= NO_DATE[-1]:
+        refuse(np.isin(times, NO_DATE), name, times, f"NaT as a number, {NO_TIME}")
+    return times
 
 
 def check_finite(name, rows, first=0):
@@ -280,9 +308,14 @@ def check_answers(name, y, labels):
         refuse(~missing & ((y < -1) | (y > 1)), name, y, why)
 
 
-def encode(rows, scale) -> Tensor:
+def steps_and_offsets(scale, ends, ids):
+    """Return those of codes of rows ids [n]: [F] each, or [n, F] of a scale for each type, see `checks.feature_scale`."""
+    return scale if ends is None else scale[torch.bucketize(ids, ends, right=True)].unbind(1)
+
+
+def encode(rows, steps, offsets) -> Tensor:
     """Compute the codes of rows [n, F], whole numbers in float64; beyond the range of their column outside [-128, 127]."""
-    steps, offsets = scale.double()
+    steps = steps.double()
     # any difference from a column's only value is out of range
     return ((rows.double() - offsets) / steps.clamp(min=1e-300)).round()
 

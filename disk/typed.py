@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from disk.columns import ALWAYS, COLUMNS, EDGE_TIME, EDGE_TYPE, NODE_TIME, OF_EDGES
+from disk.columns import COLUMNS, EDGE_TIME, EDGE_TYPE, NODE_TIME, OF_EDGES, check_units
 from disk.convert import (
+    DATE,
     Rows,
     array_like,
     as_rows,
@@ -32,7 +33,6 @@ from disk.convert import (
     refuse,
     row_dtype,
     shaped,
-    whole_times,
 )
 from disk.files import StoreError, reading
 
@@ -48,12 +48,12 @@ def flatten(given) -> dict:
     {type: [M_r, ...]}, narrower edge_features are padded too. With symmetrize the reverse of an edge has the edge's type if
     both ends are of one type, else the type `rev_NAME`. With node_time {type: [V_t]}, edges of a type without edge_time
     have the time of their source. Nodes of a type without node_time see everything, and are always seen: they have the
-    latest time, their edges ALWAYS.
+    latest time, their edges ALWAYS, where `always`, a mask [M] or None, is true. Times of all types are dates, or none.
     """
     by_type = _given_by_type(given)
     features = by_type.pop("features", {})
     labels = by_type.pop("labels", {})
-    of_nodes = {name: by_type.pop(name) for name in by_type.keys() - {*OF_EDGES}}
+    of_nodes = {name: dict(by_type.pop(name)) for name in by_type.keys() - {*OF_EDGES}}
     of_edges = {name: dict(values) for name, values in by_type.items()}
     node_types = given.node_types or {}
     counts = integers("node_types", [*node_types.values()])
@@ -74,23 +74,33 @@ def flatten(given) -> dict:
             different = values.keys() - edges.keys()
         if different:
             raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
+    for column in COLUMNS.values():
+        if given.columns.get(column.name) is True and column.asked:  # counted through all types
+            counts = [pairs.shape[1] for pairs in edges.values()]
+            numbers = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+            of_edges[column.name] = dict(zip(edges, numbers))
+    dates = _whole_times(of_edges, of_nodes)
     if given.symmetrize:
         _add_reverses(edges, of_edges)
     columns = {}
+    always = None
     for name, values in of_nodes.items():
         columns[name] = _node_column(COLUMNS[name], values, first, node_types)
     if NODE_TIME.name in of_nodes:
         times = of_edges.setdefault(EDGE_TIME.name, {})
+        own = {*times}
         for kind, (sources, _) in edges.items():
-            if kind in times:
-                name = f"{EDGE_TIME.name} of {','.join(kind)}"
-                times[kind] = whole_times(name, times[kind])
-            elif kind[0] in of_nodes[NODE_TIME.name]:
+            if kind not in own:
                 times[kind] = columns[NODE_TIME.name][first[kind[0]] + sources]
-            else:
-                times[kind] = np.full(len(sources), ALWAYS)
+        timed = own | {kind for kind in edges if kind[0] in of_nodes[NODE_TIME.name]}
+        always = np.concatenate(
+            [np.full(pairs.shape[1], kind not in timed) for kind, pairs in edges.items()]
+        )
     for name, values in of_edges.items():
         columns[name] = _edge_column(COLUMNS[name], values, edges)
+    if dates:
+        for name in filter(lambda name: COLUMNS[name].timed, columns):
+            columns[name] = np.asarray(columns[name]).view(DATE)
     counts = [pairs.shape[1] for pairs in edges.values()]
     columns[EDGE_TYPE.name] = np.repeat(np.arange(len(edges)), counts)
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
@@ -104,6 +114,7 @@ def flatten(given) -> dict:
         "edge_types": [",".join(kind) for kind in edges],
         "edge_index": np.concatenate(moved, 1),
         "columns": columns,
+        "always": always,
         "features": _joined(tables),
         "feature_names": _feature_names(
             {n: features[n] for n in tables}, max([1, *widths.values()])
@@ -113,9 +124,20 @@ def flatten(given) -> dict:
     }
 
 
+def ends_of_types(node_types):
+    """Return where the feature rows of each type end, int64 [T], of [(name, nodes, feature width or 0)] of all types; None
+    unless several types have features."""
+    counts = [count for _, count, width in node_types if width]
+    return torch.tensor(counts, device="cpu").cumsum(0) if len(counts) > 1 else None
+
+
 def _given_by_type(given) -> dict:
     """Return the arguments that are given by type, {name: {type: values}}; StoreError for those of one graph."""
-    columns = {name: values for name, values in given.columns.items() if values is not None}
+    columns = {
+        name: values
+        for name, values in given.columns.items()
+        if values is not None and not (COLUMNS[name].asked and isinstance(values, bool))
+    }
     of_one = [EDGE_TYPE.name] if EDGE_TYPE.name in columns else []
     of_one += [name for name in ONE_GRAPH if getattr(given, name) is not None]
     if of_one:
@@ -126,6 +148,20 @@ def _given_by_type(given) -> dict:
         if not isinstance(values, dict):
             raise StoreError(f"{name}: {{type: values}} is needed, as edge_index is given by type")
     return by_type
+
+
+def _whole_times(of_edges, of_nodes):
+    """Convert the times among columns {name: {type: values}} to int64, in place -> whether they are dates."""
+    units = {}
+    for columns in (of_edges, of_nodes):
+        for name in filter(lambda name: COLUMNS[name].timed, columns):
+            for kind, values in columns[name].items():
+                of = kind if isinstance(kind, str) else ",".join(kind)
+                times, entries = COLUMNS[name].check(f"{name} of {of}", values)
+                columns[name][kind] = times
+                units[f"{name} of {of}"] = entries.get("time_unit")
+    check_units(units)
+    return any(units.values())
 
 
 def _labels(labels, split, first, node_types) -> dict:

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from disk.checks import RoundedRows
 from disk.files import StoreError
 
 LOOK = 16  # optimizer steps between checks of the loss on a GPU
@@ -36,7 +37,8 @@ def all_finite(ranks, loss, model, optimizer):
 
 
 def check_features(ranks, store, dtype):
-    """Raise StoreError for features beyond the range of the training dtype; print a line for unusually large ones."""
+    """Raise StoreError for features beyond the range of the training dtype; print a line for unusually large ones, and for
+    columns that rounding, of the store or to that dtype, leaves with few different values."""
     records = store.meta["files"].values()
     end = torch.finfo(dtype).max
     # of rows that may change it is not known
@@ -49,3 +51,13 @@ def check_features(ranks, store, dtype):
         )
     if feature > UNUSUAL:
         ranks.say(f"data    {largest}: scale each column if the loss does not fall")
+    if rounded := store.meta.get("rounded"):
+        ranks.say(f"data    {rounded}")
+    features = getattr(store, "features", None)
+    if features is None or store.part or features.dtype in (dtype, torch.uint8):
+        return
+    sample = RoundedRows(*features.shape)
+    rows = features.gather(sample.ids)
+    sample.add(0, rows, rows.to(dtype))
+    if loss := sample.loss(store.feature_names):
+        ranks.say(f"data    features are trained on as {str(dtype)[6:]}: {loss}")

@@ -56,10 +56,14 @@ def saved_graph(file):
                 raise ValueError(f"{damaged} in it is damaged")
         # torch refuses to fill a defaultdict, in which PyG remembers names
         classes = [(lambda *_: {}, "collections.defaultdict")]
-        for name in PYG.split():
-            module, _, kind = name.rpartition(".")
-            module = importlib.import_module(f"torch_geometric.data.{module}")
-            classes += filter(None, [getattr(module, kind, None)])  # AttrType is of later versions
+        with contextlib.suppress(ModuleNotFoundError):
+            for name in PYG.split():
+                module, _, kind = name.rpartition(".")
+                module = importlib.import_module(f"torch_geometric.data.{module}")
+                classes += filter(
+                    None, [getattr(module, kind, None)]
+                )  # AttrType is of later versions
+        pyg = len(classes) > 1
         before = torch.serialization.get_safe_globals()
         classes += [kind for kind in before if kind is not collections.defaultdict]
         try:
@@ -68,11 +72,16 @@ def saved_graph(file):
             graph = torch.load(file, "cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL (\S+)", str(error))
+            if not pyg:
+                takes = "it takes torch_geometric.data: pip install torch_geometric"
+                raise StoreError(f"{file} cannot be read: {takes}") from error
             more = f"more than a PyG Data of tensors ({named[1] if named else 'code'}); {SAVED}"
             raise StoreError(f"{file} holds {more}") from error
         finally:
             torch.serialization.clear_safe_globals()
             torch.serialization.add_safe_globals(before)
+        if isinstance(graph, dict) and "total_batch" in graph:
+            raise StoreError(f"{file} is a checkpoint of train.py: give it to --resume")
         if not (is_list(graph) or hasattr(graph, "edge_index") or hasattr(graph, "edge_types")):
             raise StoreError(f"{file} holds a {type(graph).__name__} and no PyG Data; {SAVED}")
     return graph
@@ -320,7 +329,7 @@ class Arrays:
             taken |= {*column.aliases}
             if name is None:
                 continue
-            values = self[name]
+            values = self.read(name, "biufM" if column.timed else "biuf")
             if not column.width and values.shape[1:] == (1,):
                 values = values.reshape(-1)
             arrays[column.name] = values

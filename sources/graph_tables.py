@@ -12,11 +12,13 @@ import os
 import re
 
 import numpy as np
+import torch
 
+from disk.checks import SAMPLED, RoundedRows
 from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
-from disk.convert import spool
+from disk.convert import DATE, spool
 from disk.files import StoreError, plural
-from sources.tables import ID, MISSING, NUMBER, opened, short, stacked
+from sources.tables import ID, MISSING, NUMBER, TIME, opened, short, stacked
 
 SLICE = 1 << 20  # edges renumbered at a time
 # names of columns, in lower case, that hold a split
@@ -126,11 +128,19 @@ def features(file, folder, ignore=()):
             kinds[node] = str
         first = node or 0
 
+        rounded = RoundedRows(SAMPLED, 1)
+
         def rows():
+            start = 0
             for _, columns in table.read(kinds):
                 if kinds[first] is not list:
                     firsts.append(columns[first])
-                yield stacked(columns, kept, np.float32)
+                x = stacked(columns, kept, np.float32)
+                if start < SAMPLED:
+                    as_read = torch.from_numpy(stacked(columns, kept, np.float64))
+                    rounded.add(start, as_read, torch.from_numpy(x))
+                start += len(x)
+                yield x
 
         x = spool(folder, rows(), np.float32, sum(table.widths[j] for j in kept))
         nodes = Nodes(len(x), file)
@@ -142,6 +152,8 @@ def features(file, folder, ignore=()):
                 cure = f"call it id or drop it{table.flag(0)}"
                 raise StoreError(f"{file}: {table.column(0)} counts the rows: {cure}")
         nodes.feature_names = table.names and _names_of(table, kept)
+        if loss := rounded.loss(nodes.feature_names):
+            table.notes.append(f"read as float32: {loss}")
         table.say(plural(x.shape[1], "feature"))
     return x, nodes
 
@@ -252,8 +264,7 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
-        whole = column and column.cells is np.int64
-        kinds = dict.fromkeys(columns, int if whole else float)
+        kinds = dict.fromkeys(columns, TIME if column and column.timed else float)
         if is_labels:
             kinds |= {j: str for j in columns if table.may_be_text(j)}
         rows, cells = _rows_of_nodes(table, nodes, node, kinds, is_labels)
@@ -332,7 +343,7 @@ def edges(file, folder, nodes, keep=(), ignore=()):
 
 def edge_rows(file, folder, name, ignore):
     """Spool a separate table with one row per edge -> {name: mapped edge_features float32 [M, D], edge_weight float64 [M],
-    edge_type int64 [M] or edge_time int64 [M], float64 [M] if the first rows are no integers}; see `_spooled`."""
+    edge_type int64 [M] or edge_time [M], int64 or datetime64[us] for dates}; see `_spooled`."""
     with opened(file, ignore) as table:
         if not COLUMNS[name].width and table.width != 1:
             raise StoreError(f"{file} has {table.width} columns: one is needed, of {name}")
@@ -350,10 +361,12 @@ def _spooled(table, folder, fields, nodes=None):
     for name, which in fields.items():
         column = COLUMNS.get(name)
         dtype = column.cells if column else np.int64
-        if column and column.dtype == "int64" and table.kinds[which[0]] == "whole":
+        kind = int if dtype is np.int64 else float
+        if column and column.timed:
+            kind = TIME
             dtype = np.int64
         record.append((name, dtype, (sum(table.widths[j] for j in which),)))
-        kinds |= dict.fromkeys(which, int if dtype is np.int64 else float)
+        kinds |= dict.fromkeys(which, kind)
         if column and column.width:
             kinds |= table.measures(which)
     record = np.dtype(record, align=True)
@@ -385,6 +398,8 @@ def _spooled(table, folder, fields, nodes=None):
     for name in arrays.keys() & COLUMNS.keys():
         if not COLUMNS[name].width:
             arrays[name] = rows[name][:, 0]
+            if COLUMNS[name].timed and table.dated(fields[name][0]):
+                arrays[name] = arrays[name].view(DATE)
     for j in texts:
         names = table.identified(j, [pyarrow.array([*numbers])])
         if isinstance(names, list):

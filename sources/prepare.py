@@ -215,7 +215,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     extra = {name: values for name, values in extra.items() if values is not None}
     columns = {}
     for name, column in COLUMNS.items():
-        if (where := options.pop(column.flag, None)) is not None:
+        if not column.asked and (where := options.pop(column.flag, None)) is not None:
             columns[name] = where
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from disk.convert import whole_times
 from disk.files import StoreError, plural, reading
 
 # bytes of text parsed at a time: no line may be longer, and the layout is guessed from the first
@@ -32,6 +33,7 @@ BLOCK = 1 << 23
 SAMPLE = 1000  # rows from which the layout is guessed
 COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 ID = "id"  # kind of a column of whole numbers that identify
+TIME = "time"  # kind of a column of times: whole numbers or dates
 TYPES = {int: "int64", float: "float64", str: "string", ID: "string"}
 WORDS = {"int64": "whole number of 64 bits", "double": "number", "string": "text"}
 CONVERSION = r"In CSV column #(\d+): Row #(\d+): CSV conversion error to (\w+)"
@@ -42,7 +44,7 @@ WHOLE = re.compile(r"[+-]?[0-9]{1,25}")
 PRINTED = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,30}(e[+-][0-9]{2,3})?)?")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")  # 1,5
-DATES = 'dates as numbers, by .astype("int64") of pandas'
+DATES = "dates as numbers, such as days, by (x - x.min()).dt.days of pandas"
 MISSING = ("", "nan", "NaN", "NAN", "Nan")
 COMMENT = re.compile(" *(#|%(?![0-9A-Fa-f]{2}))")  # %20 begins a name in a URL
 FOREIGN = {  # how files that are no tables begin, in lower case
@@ -74,7 +76,7 @@ class Table:
         width: number of columns, without those left out. places: [width] their numbers in the file, from 0.
         rows: number of rows read so far.
         kinds: [width] "whole", "real", "text" (no cell is a number), "mixed" or "empty", judged by the first rows, or by
-            the type in parquet, where there is also "list".
+            the type in parquet, where there are also "list" and "dates".
         widths: [width] numbers in a cell: 1, or those of a list.
         notes: phrases on what was guessed, for `say`.
     """
@@ -85,6 +87,7 @@ class Table:
         self._stream, self._skipped, self._separator = stream, 0, None
         self._ignore = ignore
         self._forms = {}
+        self._asked = {}
         with reading(self.name):
             magic = stream.read(6)
             stream.seek(0)
@@ -125,10 +128,12 @@ class Table:
 
         Args:
             kinds: {column: kind}, each column of the table once. int and float: numbers in any form -> int64 or float64
-                [r]. ID: whole numbers as they are printed -> int64 [r]. str -> pyarrow array of r strings. list: lists
-                of one length -> float64 [r, length].
+                [r]. ID: whole numbers as they are printed -> int64 [r]. TIME: whole numbers in any form -> int64 [r], or
+                dates -> datetime64[us] [r], see `dated`. str -> pyarrow array of r strings. list: lists of one length ->
+                float64 [r, length].
             missing: allow empty cells and `nan` among float and int, read as NaN; else they are errors. Text keeps them.
         """
+        self._asked = kinds
         types = [self._type(j, kinds[j]) for j in range(self.width)]
         with reading(self.name):
             for batch in self._batches(types):
@@ -140,17 +145,28 @@ class Table:
 
     def _type(self, j, kind) -> str | None:
         """Return the type in which pyarrow reads a column; None for lists."""
-        if (self.kinds[j] == "list") != (kind is list):
-            has = self._file.schema_arrow.types[j]
-            raise StoreError(f"{self.name}: {self.column(j)} holds {has}: give numbers or text")
+        dates = self.kinds[j] == "dates"
+        if (self.kinds[j] == "list") != (kind is list) or dates and kind is not TIME:
+            has = self._file.schema_arrow.types[self.places[j]]
+            give = f"give {DATES if dates else 'numbers or text'}, or drop it{self.flag(j)}"
+            raise StoreError(f"{self.name}: {self.column(j)} holds {has}: {give}")
         typed = self._separator is None and self.kinds[j] != "text"
+        if kind is TIME:  # numbers and dates in parquet keep their type
+            number = int if self.kinds[j] == "whole" else float
+            kind = str if self.kinds[j] == "text" else None if typed else number
         kind = int if kind is ID and typed else kind
         # whole numbers may be written as floats
         kind = float if kind is int and self.kinds[j] == "real" else kind
         return TYPES.get(kind)
 
+    def dated(self, j) -> bool:
+        """Whether a column of times holds dates: in parquet by its type, else where no cell is a number."""
+        return self.kinds[j] in ("text", "dates")
+
     def _values(self, first, j, kind, cells, missing):
         """Convert a column of a batch to what `read` yields, checking it."""
+        if kind is TIME:
+            return self._times(first, j, cells)
         if kind is list:
             return self._lists(first, j, cells)
         if kind is str:
@@ -178,6 +194,35 @@ class Table:
         if self._separator:  # pyarrow keeps quotes that follow a space
             cells = compute.replace_substring_regex(cells, '^"(.*)"$', r"\1")
         return cells
+
+    def _times(self, first, j, cells) -> np.ndarray:
+        """Check times; dates that are text are written as by ISO 8601, without a zone or all with one."""
+        import pyarrow
+        import pyarrow.compute as compute
+
+        if cells.type == "string":
+            text = self._text(first, j, cells)
+            missing = compute.is_in(text, pyarrow.array([*MISSING, "NaT"]))
+            text = compute.if_else(missing, None, text)
+            text = compute.replace_substring_regex(text, r"([.][0-9]{6})000", r"\1")  # nanoseconds
+            zoned = compute.any(compute.match_substring_regex(text, ":.*([Zz]|[+-][0-9:]+)$"))
+            dates = pyarrow.timestamp("us", "UTC" if zoned.as_py() else None)
+            try:
+                cells = text.cast(dates)
+            except pyarrow.ArrowInvalid:
+                row = next(i for i in range(len(text)) if not is_date(text[i], dates))
+                how = "written as 2024-01-31 or 2024-01-31 23:59:59.999999"
+                how += ", with a zone (Z or +01:00) in every row or in none"
+                cell = short(str(text[row]))
+                raise self.error(
+                    first + row, f"{self.column(j)} is no time, {how}: {cell!r}"
+                ) from None
+        values = cells.to_numpy(zero_copy_only=False)
+
+        def refuse(bad, name, values, why):
+            self._refuse(first, j, bad, f"is {{}}: {why}", values)
+
+        return whole_times(f"{self.name}: {self.column(j)}", values, refuse)
 
     def _printed(self, first, j, cells) -> np.ndarray:
         """Read whole numbers, written in one form in the whole column."""
@@ -296,7 +341,9 @@ class Table:
                 kind = WORDS.get(at[3])
                 message = f"line {at[2]}: {self.column(j)} is no {kind}{message[at.end() :]}"
                 dates = re.search("invalid value '[0-9]{4}-", message)
-                cure = f"write {DATES}," if dates else "correct it"
+                times = "dates in every row or in none"
+                which = times if self._asked[j] is TIME else DATES
+                cure = f"write {which}," if dates else "correct it"
                 hint = f"; {cure} or drop the column{self.flag(j)}"
             if re.search(f"invalid value '{COMMA.pattern}'", message):
                 hint = ": a decimal comma; write 1.5, as by to_csv of pandas"
@@ -311,8 +358,7 @@ class Table:
         self.kinds = list(map(kind_of_type, schema.types))
         for column, kind, of in zip(schema.names, self.kinds, schema.types):
             if kind is None and column not in self._ignore:
-                needed = DATES if pyarrow.types.is_temporal(of) else "numbers or text"
-                give = f"give {needed}, or drop it{flag(column)}"
+                give = f"give numbers or text, or drop it{flag(column)}"
                 raise StoreError(f"{self.name}: {column!r} holds {of}: {give}")
         self.names = schema.names
         self.width = len(self.names)
@@ -442,6 +488,8 @@ def kind_of_type(kind) -> str | None:
         kind = kind.value_type
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return "list" if kind_of_type(kind.value_type) in ("whole", "real") else None
+    if types.is_timestamp(kind) or types.is_date(kind):
+        return "dates"
     if types.is_nested(kind) or types.is_temporal(kind):
         return None
     if types.is_integer(kind) or types.is_boolean(kind):
@@ -449,6 +497,14 @@ def kind_of_type(kind) -> str | None:
     if types.is_floating(kind) or types.is_decimal(kind):
         return "real"
     return "empty" if types.is_null(kind) else "text"
+
+
+def is_date(cell, dates) -> bool:
+    """Whether a cell, a string of pyarrow, is missing or converts to the type `dates`."""
+    with contextlib.suppress(ValueError):
+        cell.cast(dates)
+        return True
+    return False
 
 
 def form_of(cell) -> str:

@@ -525,6 +525,8 @@ class LinkTask(Task):
     padded = True
     excludes = True
     embeds = True
+    keyed = False
+    told_by = "indptr.", "indices."
     metrics = metrics_with("of_ranks") + metrics_with("of_pairs")
     widths = "feature_dim", "edge_dim", "num_edge_types", "node_types"
     unused = {
@@ -579,6 +581,8 @@ class LinkTask(Task):
         """Read the file of --pairs. asked: int64 [n, 2] nodes; named: [n, 2] as in the file."""
         with reading(name := f"--pairs {file}"):
             pairs = np.load(file, allow_pickle=False)
+            if not isinstance(pairs, np.ndarray):
+                raise ValueError("it holds several arrays, an .npy file holds one")
             self.asked = checked_pairs(name, pairs, self.store, edge_type)
             self.named = np.char.decode(pairs, "utf-8") if pairs.dtype.kind == "S" else pairs
 

@@ -303,7 +303,7 @@ def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
     w, t = rng.integers(1, 9, 3000) / 8, rng.integers(0, 50, 3000)
     e, when = rng.integers(0, 9, (3000, 2)).astype(np.float32), np.arange(200)
     columns = {"edge_weight": w, "edge_time": t, "edge_features": e, "node_time": when}
-    changes = dict(symmetrize=True, drop_duplicates=True, drop_self_loops=True)
+    changes = dict(symmetrize=True, drop_duplicates=True, drop_self_loops=True, edge_order=True)
     reference = build_store("reference", **args, **changes, **columns)
     own = {"x": args["features"], "y": args["labels"], "edge_index": edges}
     parts = {f"{name}_idx": ids for name, ids in SPLIT.items()}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import ddp
 from inference import inference
-from loader import Batch
+from loader import Batch, Graph, NodeLoader
 from native import kernels as on_cpu
 from run import checkpoint
 from sampler import DAMAGED, DamagedGraph, NeighborSampler, hop_key
@@ -113,6 +113,13 @@ def test_link_split_holds_edges_out_with_their_reverses(symmetrize, tmp_path):
     other = link.split_edges(graph, "80/10/10", 4)
     assert torch.equal(again.pairs["test"], view.pairs["test"])
     assert not torch.equal(other.pairs["test"], view.pairs["test"])
+    rows = torch.zeros(graph.num_nodes, 2)
+    here = link.split_edges(Graph(graph.indptr, graph.indices, rows, rows), "80/10/10", 3)
+    assert all(torch.equal(here.pairs[part], view.pairs[part]) for part in view.pairs)
+    assert torch.equal(here.indices, view.indices) and here.num_nodes == graph.num_nodes
+    links = link.Links(here, here.indptr, here.indices)
+    batch = next(iter(NodeLoader(here, here.split["train"], [2], draw=links.draw)))
+    assert len(batch.x) == len(batch.blocks[0].src_nodes)
     everywhere = link.split_edges(graph, "none", 3)
     assert len(everywhere.pairs["train"]) == len(proper) and everywhere.num_edges == graph.num_edges
 

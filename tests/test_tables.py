@@ -3,6 +3,7 @@
 import bz2
 import collections
 import csv
+import datetime
 import gzip
 import io
 import lzma
@@ -422,6 +423,38 @@ def test_tables_weights_and_times(tmp_path):
         _refuses("call one source|no use for", edges)
 
 
+DATES = [  # cells of a column of times, the minutes of 2024-01-31 that they are, or what is said
+    (["2024-01-31", "2024-01-31 00:01"], [0, 1]),
+    (["2024-01-31T00:02:00.000000", '"2024-01-31 00:01:00.000000000"'], [2, 1]),
+    (["2024-01-31T00:02Z", "2024-01-31 02:01:00+02:00"], [2, 1]),
+    (["2024-01-31", ""], "e.csv, line 3: 'when' is NaT: a missing time"),
+    (["2024-01-31", "31.01.2024"], "e.csv, line 3: 'when' is no time, .*: '31.01.2024'"),
+    (["2024-01-31", "1706659200"], "line 2: 'when' is no number: .*; write dates in every row or"),
+    (["2024-01-31T00:02Z", "2024-01-31 02:01"], "line 3: 'when' is no time, .* with a zone .* in"),
+    (["2024-01-31 00:00:00.0000001", "2024-01-31"], "line 2: 'when' is no time, written as"),
+    (["1e9", "3"], None),
+    (["7", "nan"], "line 3: 'when' is nan: a missing time"),
+]
+
+
+@pytest.mark.parametrize("cells, outcome", DATES)
+def test_tables_times_are_numbers_or_dates(cells, outcome, tmp_path):
+    rows = "".join(f"{i},{1 - i},{cell}\n" for i, cell in enumerate(cells))
+    file, nodes = _table_file(tmp_path / "e.csv", f"a,b,when\n{rows}"), graph_tables.Nodes(2, "x")
+    args = file, tmp_path / "made", nodes, {"edge_time": ["when"]}
+    if isinstance(outcome, str):
+        _refuses(outcome, graph_tables.edges, *args)
+        return
+    times = graph_tables.edges(*args)[1]["edge_time"]
+    if outcome is None:
+        assert times.dtype == np.int64 and times.tolist() == [10**9, 3]
+        return
+    assert times.dtype == "M8[us]"
+    assert (times - np.datetime64("2024-01-31")).tolist() == [
+        datetime.timedelta(minutes=n) for n in outcome
+    ]
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_tables_leave_out_columns_to_ignore(kind, tmp_path, capsys):
     """Those of any of the tables, and what pandas makes of an index; a message that refuses a column names the flag."""
@@ -677,7 +710,7 @@ def test_tables_parquet(tmp_path, monkeypatch):
         (
             [1],
             np.array([0], "datetime64[s]"),
-            "'dst' holds timestamp.*: give dates as numbers, by .astype",
+            "'dst' holds timestamp.*: give dates as numbers, such as days, by .*(--ignore dst)",
         ),
         ([None, 1], [1, 2], "line 1: 'src' is empty"),
         ([1.5], [2], "line 1: 'src' is 1.5, which is no whole"),
