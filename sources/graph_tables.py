@@ -14,9 +14,8 @@ import re
 import numpy as np
 import torch
 
-from disk.checks import SAMPLED, RoundedRows
 from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
-from disk.convert import DATE, spool
+from disk.convert import DATE, SAMPLED, RoundedRows, spool
 from disk.files import StoreError, plural
 from sources.tables import ID, MISSING, NUMBER, TIME, opened, short, stacked
 
