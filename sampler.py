@@ -90,7 +90,8 @@ class Block(NamedTuple):
         return to_dgl(self)
 
     def to_pyg(self):
-        """Convert for PyG -> (edge_index [2, E] int64, e_id [E] or None, size (N, S)): conv((x, x[:S]), edge_index)."""
+        """Convert for PyG -> (edge_index [2, E] int64, e_id [E], which is edge_ids, or None, size (N, S)): conv((x, x[:S]),
+        edge_index)."""
         dst = torch.repeat_interleave(self.indptr.diff().long())
         return torch.stack([self.indices.long(), dst]), self.edge_ids, (self.num_src, self.num_dst)
 
@@ -211,7 +212,8 @@ class NeighborSampler:
             type, and a list has one number per type: [[10, 3], [5, 0]].
         replace: draw with replacement. method: "uniform", or "labor", "weighted" or "latest", see extras/.
         seed: any int; the same seed and step give the same blocks.
-        edge_ids: also return the position of each edge in `indices`.
+        edge_ids: also return the position of each edge in `indices`, not its number in edges that a person gave: see
+            `from_edge_index` of loader.py and `GraphStore.given_edges`.
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl" (DGL's operators
             and random numbers), or "auto": native where available, else torch; the attribute says which.
         check: validate the graph once, here; without, `sample` raises DamagedGraph when it reads a bad offset or id.

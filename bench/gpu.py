@@ -1,21 +1,27 @@
 """python -m bench gpu: what only a GPU can tell, within --minutes (4); --parts chooses.
 
-    kernels    each kernel of a step alone, beside its bound
-    steps      epochs of train.py: every model, precision and mode, batches sampled at once on the CPU; links, times, LABOR,
-               features and types of edges, a layer of one's own, with launches
-    inference  exact inference on all nodes, by layers and in batches
-    papers     a graph of the size of ogbn-papers100M in GPU memory
-    sampling   a batch, beside torch operations; its rows through the ring and read in place
     law        samples of CPU and CUDA, bit for bit
     commands   losses of 29 command lines of train.py on GPU and CPU
     losses     losses of every mode, model and precision beside the CPU's
     ranks      two ranks on one GPU, over gloo, beside one
     tests      the tests that need a GPU, counted
+    kernels    each kernel of a step alone, beside its bound
+    steps      epochs of train.py: every model, precision and mode, batches sampled at once on the CPU; links, times, LABOR,
+               features and types of edges, a user's layer, with launches
+    sampling   a batch, beside torch operations; its rows through the ring and read in place
+    inference  exact inference on all nodes, by layers and in batches
+    papers     a graph of the size of ogbn-papers100M in GPU memory
     cugraph    cuGraph-PyG on the same graph, where it is installed
     sanitizer  a run under compute-sanitizer, where it is installed
     trace      a Chrome trace (Perfetto opens it) and the picture of the stages, for each mode
 
-What is timed runs alone; law to tests run side by side. Graphs are made in GPU memory (bench/gpu_graph.py). Every part is a
+Checks come first, since a part for which no time is left is a failure: law to tests run side by side. What is timed runs
+alone. On a GPU that is rented for ten minutes, two commands leave something in any case (OUT: the folder that is kept):
+
+    python -m bench gpu --minutes 3.3 --parts law,commands,losses,ranks,tests; cp -r results "$OUT"
+    python -m bench gpu --minutes 6 --parts kernels,steps,sampling,inference,papers; cp -r results "$OUT"
+
+Graphs are made in GPU memory (bench/gpu_graph.py). Every part is a
 process that writes its figures into results/gpu.json as they come; pictures and traces are in gpu-pictures.zip beside it.
 A failure in a part (exception, crash or time limit) is written to gpu.json and printed, and the next part runs. --quick
 rehearses on tiny graphs, in ROOT/gpu-quick.
@@ -159,16 +165,16 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "kernels": Part(gpu_parts.kernels, 100),
-    "steps": Part(gpu_parts.steps, 140),
-    "inference": Part(gpu_parts.inference, 40),
-    "papers": Part(gpu_parts.papers, 60),
-    "sampling": Part(gpu_parts.sampling, 40),
     "law": Part(gpu_parts.law, 90, "checks"),
     "commands": Part(gpu_parts.commands, 120, "checks"),
     "losses": Part(gpu_parts.losses, 100, "checks"),
     "ranks": Part(gpu_parts.ranks, 90, "checks"),
     "tests": Part(gpu_parts.tests, 120, "checks"),
+    "kernels": Part(gpu_parts.kernels, 100),
+    "steps": Part(gpu_parts.steps, 140),
+    "sampling": Part(gpu_parts.sampling, 40),
+    "inference": Part(gpu_parts.inference, 40),
+    "papers": Part(gpu_parts.papers, 60),
     "cugraph": Part(gpu_parts.cugraph, 120),
     "sanitizer": Part(gpu_parts.sanitizer, 60),
     "trace": Part(gpu_parts.trace, 50),

@@ -25,7 +25,6 @@ from bench.gpu_graph import SHAPES, Trained, free, kernels_of, make_graph, with_
 from bench.tools import print_table, read_json
 from features import MODES, FeatureRing, gpu_view, share
 from model import SAGE, gather_rows, plain_layers
-from native import kernels as code
 from sampler import NeighborSampler
 from sources import prepare
 
@@ -98,27 +97,20 @@ def others(args, folder):
 
 
 def kernels(args, record):
-    """Time each kernel of a step alone (--prefetch 0: sampling does not overlap with training), beside its bound; those
-    that have a variant (vectors.h) both ways."""
+    """Time each kernel of a step alone (--prefetch 0: sampling does not overlap with training), beside its bound."""
     graph, figures = made(args, "products"), {}
     bounds = {precision: {} for precision in ("tf32", "bf16")}
     if not args.quick:
         bounds = read_json(ROOFLINE)["kernels"]
-    runs = [("sage", "tf32", {}), ("sage", "bf16", {})]
-    runs += [(model, "tf32", {}) for model in ("gcn", "gin", "gat", "sage-pool")]
-    runs += [("gat", "tf32", {name: 4}) for name in ("ATTENTION_GROUP", "ATTENTION_LANES")]
-    runs += [("sage-pool", "tf32", {"MAX_GROUP": 4})]
-    cases = {}
-    for model, precision, variant in runs:
-        name = " ".join([model, precision, *(f"{key} {value}" for key, value in variant.items())])
-        of_run = graph.rounded(torch.bfloat16) if precision == "bf16" else graph
-        cases[name] = of_run, ["--model", model, "--precision", precision], variant
+    cases = {
+        "sage tf32": (graph, []),
+        "sage bf16": (graph.rounded(torch.bfloat16), ["--precision", "bf16"]),
+    }
+    for model in ("gcn", "gin", "gat", "sage-pool"):
+        cases[f"{model} tf32"] = graph, ["--model", model]
     with tempfile.TemporaryDirectory() as folder:
-        for name, (of_run, words) in others(args, folder).items():
-            cases[name] = of_run, words, {}
-        for name, (of_run, words, variant) in cases.items():
-            code.load.cache_clear()
-            with mock.patch.dict(code.VARIANTS, variant), record.attempt(name):
+        for name, (of_run, words) in {**cases, **others(args, folder)}.items():
+            with record.attempt(name):
                 words = ["--mode", "cuda-cuda", "--precision", "tf32", *words, "--prefetch", 0]
                 trained = Trained(of_run, *sizes(args), *words)
                 trained.epochs(1)
@@ -135,7 +127,6 @@ def kernels(args, record):
                 print_table(name, dict(itertools.islice(rows.items(), 16)))
             trained = None
             free()
-    code.load.cache_clear()
 
 
 def steps(args, record):

@@ -105,12 +105,12 @@ def of_lists(a, group, row):
 
 
 def max_neighbours_grad(a):
-    trips, reads = of_lists(a, a.MAX_GROUP, 1)
+    trips, reads = of_lists(a, 1, 1)
     return Work((*trips,), *reads)
 
 
 def attention_source_grad(a):
-    trips, reads = of_lists(a, a.ATTENTION_GROUP, 2)
+    trips, reads = of_lists(a, 1, 2)
     return Work((a.run, *trips), *reads, guarded=a.S / a.N)  # destinations have self-loops
 
 
@@ -120,15 +120,14 @@ def attention_target_grad(a):
 
 
 def of_edges(a, tables):
-    """attention_scores and attention_weight_grad: a lane reads its part of a head's rows; four columns a time."""
-    trips = -(-a.D // (4 * a.ATTENTION_LANES))
-    lines = 32 / a.ATTENTION_LANES * (1 + 1 / (a.degree + 1))
+    """attention_scores and attention_weight_grad: a thread reads a head's rows, four columns a time."""
+    trips = -(-a.D // 4)
+    lines = 32 * (1 + 1 / (a.degree + 1))
     return Work((trips,), 2 + trips / 2, lines=trips * (lines + tables * a.K))
 
 
 def softmax(a, passes):
     places = a.degree + 1
-    passes += a.ATTENTION_LANES > 1
     # neighbouring threads read lists that begin 4 K (degree + 1) bytes apart
     return Work((0, *[places] * passes), 2 + passes, lines=passes * places * 32 / a.K)
 

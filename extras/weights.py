@@ -25,7 +25,7 @@ RULE = Rule(
 
 
 def law(law, check, weights):
-    """weights: float [M], not negative."""
+    """weights: float [M], in the order of `indices` as all columns here, not negative."""
     weights = law.column("float16, bfloat16, float32 or float64", weights=weights)
     if check and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError("weights contains a negative, infinite or NaN value")

@@ -49,7 +49,7 @@ def attend(
     code = of_block(near, source, target, nodes=dropout.nodes)
     S = len(target)
     numbers = indices.numel() + S
-    fits = code and numbers * len(attn) * code.lanes < 1 << 32
+    fits = code and numbers * len(attn) < 1 << 32
     fits = fits and source.shape[1] == target.shape[1] == attn.numel()
     fits = fits and near.S == S and (dropout.nodes is None or dropout.nodes.numel() == S)
     if code is None or source.dtype != target.dtype or attn.dtype != torch.float32 or not fits:
@@ -82,7 +82,7 @@ class _Attend(torch.autograd.Function):
         E = near.indices.numel()
         whole = aligned(D, source, target, attn, by)
         dst = destinations(code, near)
-        weights = _weights(code, attn, E + S)
+        weights = attn.new_empty(E + S, K)
         dropped = torch.empty_like(weights) if dropout.drop else None
         out = torch.empty_like(target)
         slopes = None  # of leaky ReLU, a bit each, for the backward pass
@@ -91,7 +91,7 @@ class _Attend(torch.autograd.Function):
             slopes = dst.new_empty(E + S, K, words)
         code.run(
             "attention_scores",
-            (E + S) * K * code.lanes,
+            (E + S) * K,
             near,
             dst=dst,
             S=S,
@@ -205,11 +205,11 @@ def _to_scores(ctx, saved, grad, whole):
     S = len(target)
     E = len(dst)
     K, D = attn.shape
-    out = _weights(code, attn, E + S)
+    out = attn.new_empty(E + S, K)
     size = {**near.edges, "S": S, "K": K}
     code.run(
         "attention_weight_grad",
-        (E + S) * K * code.lanes,
+        (E + S) * K,
         **size,
         dst=dst,
         E=E,
@@ -222,14 +222,6 @@ def _to_scores(ctx, saved, grad, whole):
     kept = {"weights": weights, "dropped": dropped, "scale": ctx.scale}
     code.run("attention_softmax_grad", S * K, **size, **kept, grad=out)
     return out
-
-
-def _weights(code, attn, numbers):
-    """Return memory for weights [numbers, K], behind the sums of a head's lanes if it has several."""
-    K = len(attn)
-    lanes = code.lanes if code.lanes > 1 else 0
-    memory = attn.new_empty((lanes + 1) * numbers * K)
-    return memory[lanes * numbers * K :].view(numbers, K)
 
 
 def _fits(edges, by, count, *rows):

@@ -62,7 +62,9 @@ def read_source(file, rule="positions", **defines):
     """Return the text of a source file of this folder: `defines` as macros, then the file with its includes inlined, "@rule"
     as rules/RULE.h."""
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    text = Path(__file__).parent.joinpath(file.replace("@rule", f"rules/{rule}.h")).read_text()
+    text = (
+        Path(__file__).parent.joinpath(file.replace("@rule", f"rules/{rule}.h")).read_text("utf-8")
+    )
     included = re.compile('^#include "(.*)"$', re.MULTILINE)
     return macros + included.sub(lambda match: read_source(match[1], rule), text)
 
@@ -202,7 +204,7 @@ def load_c(name, source, flags):
     }
 
     def make(path):
-        path.with_suffix(".c").write_text(source)
+        path.with_suffix(".c").write_text(source, "utf-8")
         arguments = *flags, path.with_suffix(".c"), "-o", path, "-lm"
         subprocess.run([*compiler, *arguments], **options)
 

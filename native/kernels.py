@@ -19,7 +19,7 @@ from . import build
 
 IDS = {torch.int32: "int", torch.int64: "i64"}
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
-CODES = {torch.int8: "int8"}  # of 8 bits, that GPUs decode as they read them
+CODES = {torch.int8: "int8"}  # of 8 bits, decoded as they are read
 # NaN has to stay NaN, also with a compiler whose default is fast math
 FLAGS = [
     "-O3",
@@ -30,7 +30,6 @@ FLAGS = [
     "-fPIC",
     "-shared",
 ]
-VARIANTS = {}  # {constant of vectors.h: value}, for bench gpu
 VECTORS = {"self_and_mean": 2}  # of columns, that a GPU's thread has, where they are not one
 RUN = 16  # at most this many rows of a gradient are summed by one GPU thread for the bias
 ENOUGH = 1 << 21  # elements of the gradient per such row: leaves half a million threads
@@ -102,8 +101,6 @@ def functions(integers, source, target, width=0, *, steps=None):
     sources = TYPES if steps is None else CODES
     if ids not in IDS or source.dtype not in sources or target.dtype not in TYPES:
         return None
-    if steps is not None and not is_gpu(source.device):
-        return None
     rows = [t for t in (source, target, steps) if t is not None]
     for t in (*integers, *rows):
         if t.device != source.device or not t.is_contiguous() or t.numel() and not t.data_ptr():
@@ -173,7 +170,7 @@ def program(ids, source, target, width=0):
     types = {"ID": IDS[ids], "IN": (TYPES | CODES)[source], "OUT": TYPES[target]}
     if width:
         return build.read_source("norm.cu", WIDTH=width, **types)
-    return build.read_source("layers.cu", **types, **VARIANTS)
+    return build.read_source("layers.cu", **types)
 
 
 def is_gpu(device):
@@ -194,7 +191,6 @@ class Code:
         self.compiled = compiled
         self.on_cpu = isinstance(compiled, ctypes.CDLL)
         self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
-        self.lanes = 1 if self.on_cpu else VARIANTS.get("ATTENTION_LANES", 1)
 
     def run(self, kernel, count, /, *records, **values):
         """Run a kernel on `count` rows, whose columns several threads share if it has a `width`, or else in so many threads.

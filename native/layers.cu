@@ -88,7 +88,8 @@ KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, f
 
 // out [S, 2 width]: own row and mean of the neighbours' rows; or, with alpha and beta [S], out
 // [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null. Rows of codes are
-// decoded, see `decode`: their mean as well, since a code's value is linear in it.
+// decoded, see `decode`: on the CPU as they are read, with the bits of rows that were decoded before; on
+// a GPU their mean, since a code's value is linear in it.
 KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
                            const float *alpha, const float *beta, const float *gamma, int S,
                            int width, int whole, const float *steps, OUT *out) {
@@ -107,6 +108,9 @@ KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, con
     UNROLL for (int j = 0; j < GROUP; j++)
       v[j] = u[j] < 0 ? all_of(0) : load(h + (i64)u[j] * width + column, whole, left);
     UNROLL for (int j = 0; j < GROUP; j++) {
+#ifdef HOST
+      if (sizeof(IN) == 1) v[j] = decode(v[j], steps + column, width, whole, left);
+#endif
       if (gamma && u[j] >= 0) v[j] = v[j] * gamma[u[j]];
       count += u[j] >= 0;
       sum = sum + v[j];
@@ -115,7 +119,9 @@ KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, con
   floats_t mean = sum * (count ? (alpha ? beta[s] : 1.0f) / (float)count : 0.0f);
   if (sizeof(IN) == 1) {
     if (self >= 0) own = decode(own, steps + column, width, whole, left);
+#ifndef HOST
     if (count) mean = decode(mean, steps + column, width, whole, left);
+#endif
   }
   if (alpha) {
     store(out + row * width + column, whole, left, own * alpha[s] + mean);
@@ -289,22 +295,8 @@ KERNEL max_neighbours_grad(const int *start, const int *size, const int *destina
   const int u = (int)row, first = start[u], last = first + size[u];
   FETCH_DESTINATIONS(u, grad + column, width);
   FETCH_DESTINATIONS(u, winner + column, width);
-  int q = first, before = -1;  // a duplicate edge, whose destination is that of the edge before, wins once
-  for (; MAX_GROUP > 1 && q + MAX_GROUP <= last; q += MAX_GROUP) {
-    int s[MAX_GROUP];
-    ints_t from[MAX_GROUP];
-    floats_t g[MAX_GROUP];
-    UNROLL for (int j = 0; j < MAX_GROUP; j++) {
-      s[j] = destination[q + j];
-      from[j] = load_ints(winner + (i64)s[j] * width + column, whole, left);
-      g[j] = load(grad + (i64)s[j] * width + column, whole, left);
-    }
-    UNROLL for (int j = 0; j < MAX_GROUP; j++) {
-      sum = sum + choose(from[j] == (s[j] == before ? -1 : u), g[j], all_of(0));
-      before = s[j];
-    }
-  }
-  ONE_BY_ONE for (; q < last; q++) {
+  int before = -1;  // a duplicate edge, whose destination is that of the edge before, wins once
+  ONE_BY_ONE for (int q = first; q < last; q++) {
     const int s = destination[q];
     const ints_t from = load_ints(winner + (i64)s * width + column, whole, left);
     const floats_t g = load(grad + (i64)s * width + column, whole, left);
@@ -327,12 +319,10 @@ FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, 
   const place_t place = {row, i < E ? (i64)indices[i] : own, row + (i < E ? i + 1 : indptr[row])};
   return place;
 }
-// Set a thread's lane, place and head, and where the message and the destination's row begin: from, to.
+// Set a thread's place and head, and where the message and the destination's row begin: from, to.
 #define PLACE_AND_HEAD(self_rows)                                                   \
-  THREAD((i64)(E + S) * K * ATTENTION_LANES);                                       \
-  const unsigned pair = (unsigned)i / ATTENTION_LANES;                              \
-  const int lane = (int)((unsigned)i % ATTENTION_LANES);                            \
-  const i64 head = pair % (unsigned)K, number = pair / (unsigned)K;                 \
+  THREAD((i64)(E + S) * K);                                                         \
+  const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;   \
   const place_t place = find_place(indptr, indices, self_rows, dst, E, number);     \
   if (place.source < 0) return;                                                     \
   if (!head && number + 16 < E)                                                     \
@@ -348,18 +338,6 @@ FN floats_t of_edge(const float *edge, int wide, const float *by, i64 stride, in
   return v;
 }
 
-// The sums of a head's lanes, of which place `at` has lane's here: with several they lie in front of the
-// weights, in descending order, and are added up before a head's weights are read.
-#if ATTENTION_LANES > 1
-#define LANE_SUM(weights, at) ((weights) - ((at) + 1) * ATTENTION_LANES + lane)
-#define ADD_LANES(weights)                                       \
-  for (i64 at = first * K + head, lane = 0; at < last * K; at += K) \
-    weights[at] = total(load_floats(LANE_SUM(weights, at), 1, COLUMNS));
-#else
-#define LANE_SUM(weights, at) ((weights) + (at))
-#define ADD_LANES(weights)
-#endif
-
 // weights [E + S, K]: in, scores; out, their softmax over each destination's places. dropped: the
 // weights after dropout.
 KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, int S, int K,
@@ -369,7 +347,6 @@ KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, i
   const i64 row = (unsigned)i / (unsigned)K, head = (unsigned)i % (unsigned)K,
             first = indptr[row] + row;
   const i64 last = first + 1 + count_edges_of(indptr, indices, row);
-  ADD_LANES(weights)
   float top = weights[first * K + head], sum = 0;
   for (i64 at = first + 1; at < last; at++) top = fmaxf(top, weights[at * K + head]);
   for (i64 at = first; at < last; at++)
@@ -391,7 +368,6 @@ KERNEL attention_softmax_grad(const ID *indptr, const ID *indices, int S, int K,
   const i64 row = (unsigned)i / (unsigned)K, head = (unsigned)i % (unsigned)K,
             first = indptr[row] + row;
   const i64 last = first + 1 + count_edges_of(indptr, indices, row);
-  ADD_LANES(grad)
   float sum = 0;
   for (i64 at = first; at < last; at++) {
     i64 q = at * K + head;
@@ -411,25 +387,19 @@ KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows
   PLACE_AND_HEAD(self_rows);
   floats_t sum = all_of(0);
   ints_t bits = all_of_int(0);
-  for (int c = lane * COLUMNS; c < D; c += ATTENTION_LANES * COLUMNS) {
+  for (int c = 0; c < D; c += COLUMNS) {
     const floats_t z =
         load(source + from + c, whole, D - c) + load(target + to + c, whole, D - c) +
         of_edge(edges + number * wide, wide, by + head * D + c, (i64)K * D, whole, D - c);
     sum = sum + leaky(z) * load_floats(attn + head * D + c, whole, D - c);
     if (!slopes) continue;
     bits = bits | choose(z > 0.0f, all_of_int(SLOPE_BIT(c)), all_of_int(0));
-#if ATTENTION_LANES > 1
-    if (SLOPE_PLACE(c) < LANE_BITS - 1 && c + ATTENTION_LANES * COLUMNS < D) continue;
-    int *words = slopes + (place.at * K + head) * SLOPE_WORDS(D) + SLOPE_WORD(c);
-    EACH ((unsigned char *)(words + q))[lane] = (unsigned char)(bits[q] >> lane * LANE_BITS);
-#else
     if (SLOPE_BIT(c) > 0 && c + COLUMNS < D) continue;  // not the last of 32
     int *words = slopes + (place.at * K + head) * SLOPE_WORDS(D);
     store_ints(words + SLOPE_WORD(c), 1, COLUMNS, bits);
-#endif
     bits = all_of_int(0);
   }
-  *LANE_SUM(scores, place.at * K + head) = total(sum);
+  scores[place.at * K + head] = total(sum);
 }
 // weights [E + S, K] of the messages source [N, K, D] -> out [S, K, D]
 KERNEL attention_sum(const ID *indptr, const ID *indices, const ID *self_rows, int S, int K,
@@ -459,9 +429,9 @@ KERNEL attention_weight_grad(const ID *indptr, const ID *indices, const int *dst
                              float *to_weights) {
   PLACE_AND_HEAD(0);
   floats_t sum = all_of(0);
-  for (int c = lane * COLUMNS; c < D; c += ATTENTION_LANES * COLUMNS)
+  for (int c = 0; c < D; c += COLUMNS)
     sum = sum + load(source + from + c, whole, D - c) * load(grad + to + c, whole, D - c);
-  *LANE_SUM(to_weights, place.at * K + head) = total(sum);
+  to_weights[place.at * K + head] = total(sum);
 }
 // Slopes of leaky ReLU at a thread's columns of a place's head, from the bits of `attention_scores`.
 FN floats_t slopes_of(const int *slopes, i64 at, int width, int column) {
@@ -505,32 +475,7 @@ KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size
     FETCH_DESTINATIONS(u + run - 1, grad + head * width + column, (i64)K * width);
     const int first = start[u], count = size[u];
     floats_t sums = all_of(0), sum = all_of(0);
-    int q = u < S ? -1 : 0;  // -1: the self-loop
-#if ATTENTION_GROUP > 1
-    if (q < 0) {
-      const i64 at = (u + indptr[u]) * K + head;
-      sums = sums + slopes_of(slopes, at, width, column) * to_scores[at];
-      sum = sum + load(grad + (u * K + head) * width + column, whole, left) * ROUND(weights[at]);
-      q = 0;
-    }
-    for (; q + ATTENTION_GROUP <= count; q += ATTENTION_GROUP) {
-      floats_t slope[ATTENTION_GROUP], g[ATTENTION_GROUP];
-      float to_score[ATTENTION_GROUP], weight[ATTENTION_GROUP];
-      UNROLL for (int j = 0; j < ATTENTION_GROUP; j++) {
-        const i64 s = destination[first + q + j];
-        const i64 at = (s + edge[first + q + j] + 1) * K + head;
-        slope[j] = slopes_of(slopes, at, width, column);
-        to_score[j] = to_scores[at];
-        weight[j] = ROUND(weights[at]);
-        g[j] = load(grad + (s * K + head) * width + column, whole, left);
-      }
-      UNROLL for (int j = 0; j < ATTENTION_GROUP; j++) {
-        sums = sums + slope[j] * to_score[j];
-        sum = sum + g[j] * weight[j];
-      }
-    }
-#endif
-    for (; q < count; q++) {
+    for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: the self-loop
       const i64 s = q < 0 ? u : destination[first + q];
       const i64 at = (s + (q < 0 ? (i64)indptr[u] : edge[first + q] + 1)) * K + head;
       sums = sums + slopes_of(slopes, at, width, column) * to_scores[at];

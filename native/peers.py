@@ -119,9 +119,12 @@ def _exchange(file, ranks):
         for name in {*names} - {own}:
             # one out, one in: mailboxes are small
             mailbox.sendmsg([b"part"], message, 0, name)
-            sender = None
-            while sender not in names:  # any process of this machine may write to it
+            while True:
                 _, received, _, sender = socket.recv_fds(mailbox, 4, 1)
+                if sender in names:
+                    break
+                for stranger in received:  # any process of this machine may write to it
+                    os.close(stranger)
             if not received:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             files[sender] = received[0]

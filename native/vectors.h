@@ -18,9 +18,6 @@
 #define WIDE(bytes) aligned(1), may_alias
 #define AT_ONCE (left >= COLUMNS)
 #define GROUP 1
-#define MAX_GROUP GROUP
-#define ATTENTION_GROUP GROUP
-#define ATTENTION_LANES 1
 #define kept_t IN  // the result of ReLU and dropout
 #define KEEP_BITS(row, v) (void)0
 #define WHERE_KEPT(row) (load(kept + (i64)(row) * width + column, whole, left) > 0.0f)
@@ -34,19 +31,6 @@
 #define AT_ONCE whole
 #define GROUP 8  // rows that a thread loads at a time
 #define PAIR_GROUP 4  // the same in self_and_mean, where a thread has twice the columns
-// The same in max_neighbours_grad and attention_source_grad, where a thread waits for reads along a
-// hub's list. More rows take more registers, so fewer warps: `bench gpu --parts kernels` times both.
-#ifndef MAX_GROUP
-#define MAX_GROUP 1  // or 4
-#endif
-#ifndef ATTENTION_GROUP
-#define ATTENTION_GROUP 1  // or 4
-#endif
-// Threads of a head in attention_scores and attention_weight_grad. Four read adjacent columns, in a
-// fourth of the cache lines, but write and read a sum each.
-#ifndef ATTENTION_LANES
-#define ATTENTION_LANES 1  // or 4
-#endif
 typedef unsigned char kept_t;  // a bit for each of COLUMNS columns: whether it is above 0
 #define KEPT(row) kept[(i64)(row) * parts + column / COLUMNS]
 #define KEEP_BITS(row, v) \
@@ -127,6 +111,14 @@ VECTOR(all_of, floats, float, floats_t, wide_t)
 VECTOR(all_of_int, ints, int, ints_t, wide_ints_t)
 FN floats_t load(const IN *p, int whole, int left) {
   if (sizeof(IN) == sizeof(float)) return load_floats((const float *)p, whole, left);
+#ifdef HOST  // by doubling widths: compilers convert the loop below, and codes to ints, number by number
+  typedef int8 codes_t __attribute__((vector_size(COLUMNS), WIDE(1)));
+  typedef short shorts_t __attribute__((vector_size(2 * COLUMNS)));
+  if (sizeof(IN) == 1 && AT_ONCE) {
+    const shorts_t codes = __builtin_convertvector(*(const codes_t *)p, shorts_t);
+    return __builtin_convertvector(__builtin_convertvector(codes, ints_t), floats_t);
+  }
+#endif
   floats_t v = all_of(0);
   if (AT_ONCE) {
     in_t row = *(const in_t *)p;
@@ -143,12 +135,24 @@ FN void store(OUT *p, int whole, int left, floats_t v) {
     *(out_t *)p = row;
   } else EACH_LEFT p[q] = DOWN(OUT)(v[q]);
 }
+#if defined HOST && defined __x86_64__  // a compiler cannot see that it could add with one rounding
+#define KEEP_PRODUCT(v) __asm__("" : "+x"(v))
+#elif defined HOST && defined __aarch64__
+#define KEEP_PRODUCT(v) __asm__("" : "+w"(v))
+#elif defined HOST
+#define KEEP_PRODUCT(v)
+#endif
 // What codes of 8 bits stand for: times the steps [2, width] of their columns, plus the offsets in the
 // second row. Rounded twice, as by torch: __fadd_rn becomes no FMA.
 FN floats_t decode(floats_t v, const float *steps, int width, int whole, int left) {
   const floats_t offset = load_floats(steps + width, whole, left);
   v = v * load_floats(steps, whole, left);
+#ifdef HOST
+  KEEP_PRODUCT(v);
+  v = v + offset;
+#else
   EACH v[q] = __fadd_rn(v[q], offset[q]);
+#endif
   return v;
 }
 FN float total(floats_t v) {
@@ -158,14 +162,10 @@ FN float total(floats_t v) {
 }
 FN floats_t leaky(floats_t z) { return choose(z > 0.0f, z, z * 0.2f); }
 FN floats_t slope(floats_t z) { return choose(z > 0.0f, all_of(1.0f), all_of(0.2f)); }
-// Slopes of `width` columns, a bit each: a thread's columns are the same bit of COLUMNS words. With
-// lanes each has bits of its own.
+// Slopes of `width` columns, a bit each: a thread's columns are the same bit of COLUMNS words.
 #define SLOPE_WORDS(width) (((width) + 32 * COLUMNS - 1) / (32 * COLUMNS) * COLUMNS)
 #define SLOPE_WORD(column) ((column) / (32 * COLUMNS) * COLUMNS)
-#define LANE_BITS (32 / ATTENTION_LANES)
-#define SLOPE_PLACE(column) ((column) / COLUMNS / ATTENTION_LANES % LANE_BITS)
-#define SLOPE_BIT(column) \
-  ((int)(1u << ((column) / COLUMNS % ATTENTION_LANES * LANE_BITS + SLOPE_PLACE(column))))
+#define SLOPE_BIT(column) ((int)(1u << (column) / COLUMNS % 32))
 // Backward of ReLU and dropout: g * scale `where` their result was above 0, else 0.
 FN floats_t keep(ints_t where, floats_t g, float scale) {
   return choose(where, g * scale, all_of(0));

@@ -340,28 +340,6 @@ def test_sums_over_many_rows_are_products_on_a_gpu(kernels, monkeypatch):
         torch.testing.assert_close(made, rows.sum(0), rtol=1e-5, atol=1e-5)
 
 
-def test_edges_read_in_groups_keep_the_order_of_sums(cuda_layers, monkeypatch):
-    """Variants of a kernel have the same bits; one source has most edges, several of a destination."""
-    indptr, indices = _layer_block(np.random.default_rng(23), 40, 60, torch.int32, degree=9)
-    indices[1::3] = indices[::3][: len(indices[1::3])]
-    h, target, weight = torch.randn(60, 12), torch.randn(40, 12), torch.randn(40, 12)
-    attn = torch.randn(3, 4)
-    results = []
-    for group in (1, 4, 3):
-        variant = {"MAX_GROUP": group, "ATTENTION_GROUP": group}
-        monkeypatch.setattr(kernels_gpu, "VARIANTS", variant)
-        kernels_gpu.load.cache_clear()
-        best = _with_grads(lambda x: layers_gpu.max_neighbours(indptr, indices, x), weight, h)
-        attend = lambda x, y, a: attention_gpu.attend(indptr, indices, x, y, a)  # noqa: E731
-        results.append([*best, *_with_grads(attend, weight, h, target, attn)])
-    kernels_gpu.load.cache_clear()
-    assert cuda_layers.count("attention_source_grad") == 3
-    assert all(map(torch.equal, results[0], results[1]))
-    assert all(map(torch.equal, results[0], results[2]))
-    on_cpu = _with_grads(lambda x: fused.max_neighbours(indptr, indices, x), weight, h)
-    assert all(map(torch.equal, results[0], on_cpu))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_activated_as_they_are_read_are_those_of_a_separate_pass(cuda_layers, dtype):
     """The last thread of a row may have one vector of columns, or a part of one."""
@@ -418,23 +396,6 @@ def test_layers_on_one_static_block_have_their_own_shares(cuda_layers, last, mon
     places = torch.arange(len(block[1]) + 1).int()  # a row for each edge
     rows = _with_grads(lambda x: model.mean_neighbours(places, block[1], x), h[block[1]], h)
     torch.testing.assert_close(rows[1], torch.zeros_like(h).index_add_(0, block[1], h[block[1]]))
-
-
-def test_lanes_of_a_head_add_up_to_its_scores(cuda_layers, monkeypatch):
-    """Of columns that each has, of those that only some have, and of more than a word of slopes has bits."""
-    indptr, indices = _layer_block(np.random.default_rng(31), 12, 20, torch.int32)
-    block = _padded(indptr, indices, 6, 12)
-    for D in (4, 7, 20, 140):
-        h, target, weight = torch.randn(20, 2 * D), torch.randn(12, 2 * D), torch.randn(12, 2 * D)
-        attn = torch.randn(2, D)
-        results = []
-        for lanes in (1, 4):
-            monkeypatch.setattr(kernels_gpu, "VARIANTS", {"ATTENTION_LANES": lanes})
-            kernels_gpu.load.cache_clear()
-            attend = lambda x, y, a: attention_gpu.attend(*block, x, y, a, drawn=(None, 5, 77))  # noqa: E731
-            results.append(_with_grads(attend, weight, h, target, attn))
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-    kernels_gpu.load.cache_clear()
 
 
 def _behind(rows, tensor):

@@ -127,13 +127,18 @@ def test_a_gpu_that_is_full_alone_is_the_one_named(driver, tmp_path):
 
 
 def test_a_handle_that_finds_no_room_among_open_files_is_a_sentence():
-    """The system passes the message on without the descriptor."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+    """The system passes the message on without the descriptor. One from a stranger is closed."""
+    kind = socket.AF_UNIX, socket.SOCK_DGRAM
+    before = _open_files()
+    with socket.socket(*kind) as other, socket.socket(*kind) as stranger:
         other.bind("")
 
         def gather_here(own):
+            stranger.connect(own)
+            socket.send_fds(stranger, [b"part"], [0])
             other.sendto(b"part", own)
             return [own, other.getsockname()]
 
         with pytest.raises(OSError, match="Too many open files"):
             peers._exchange(0, SimpleNamespace(gather_here=gather_here))
+    assert _open_files() == before
