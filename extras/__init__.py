@@ -1,6 +1,7 @@
 """What sampler.py works without, a file each, imported when it is used. A file has a `RULE`, a `law(law, check, **options)`
 that adds to a `Law` of sampler.py what options of NeighborSampler ask for, or both."""
 
+import functools
 import importlib
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def _file(name):
     return Path(__file__).with_name(f"{name[1:]}.py")
 
 
+@functools.cache
 def extra(name):
     """Import a module of this folder, ".labor"; ImportError if its file is not there."""
     if not _file(name).exists():
@@ -46,8 +48,9 @@ def with_options(law, method, options, check):
         law = law.ruled(extra(RULES[method]).RULE, f"method {method!r}")
     by_type = any(isinstance(k, list) for k in law.fanouts)
     for file, unless in OPTIONS.items():
-        asked = {n: options.pop(n) for n in unless if n in options}
-        asked = {n: value for n, value in asked.items() if value is not unless[n]}
+        asked = {
+            n: v for n, default in unless.items() if (v := options.pop(n, default)) is not default
+        }
         law = law._replace(options=(*law.options, *asked))
         if asked or by_type and file == ".types":
             law = extra(file).law(law, check, **asked)

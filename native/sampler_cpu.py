@@ -1,6 +1,6 @@
 """The C backend of sampler.py: samples a hop and builds its block on the CPU, compiled at first use.
 
-sampler.py has the sampling rule (in C: rule.h) and the passes of a hop: degrees, prefix sum, picks, gather, relabel.
+sampler.py has the law of sampling (in C: rule.h, rules/) and the passes of a hop: degrees, prefix sum, picks, gather, relabel.
 This docstring describes when sampler.c runs each pass.
 
 The passes are bound by memory latency, not arithmetic. A degree is a random read of `indptr`, a picked neighbour's id

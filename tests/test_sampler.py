@@ -909,6 +909,7 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
     (ValueError, "fanouts", dict(fanouts=[3, 0])),
     (ValueError, "fanouts.*replace", dict(fanouts=[-1], replace=True)),
     (ValueError, "method 'walk'.*labor", dict(method="walk")),
+    (TypeError, "no option walk", dict(walk=True)),
     (ValueError, "layer_dep.* is for method 'labor', not 'uni", dict(layer_dependency=True)),
     (ValueError, "batch_dependency is 0", dict(method="labor", batch_dependency=0)),
     (TypeError, "'float'", dict(method="labor", batch_dependency=1.5)),
