@@ -118,7 +118,7 @@ class Lists(NamedTuple):
 
 class Rule(NamedTuple):
     """A sampling rule: how edges of a list are taken with torch operations, and what else depends on the rule. It draws
-    positions, or looks at every edge and keeps some."""
+    positions, or looks at every edge and keeps some; one that does neither takes the last k of a list."""
 
     name: str
     number: int = 0  # in positions.h
@@ -530,9 +530,9 @@ class TorchBackend:
             counts = degree.clamp(max=k)
             draws = degree > counts
         indptr = prefix_sum(counts)
-        edges = expand(lists.start, counts)
+        edges = expand(lists.start if rule.draw else lists.start + degree - counts, counts)
         rows = draws.nonzero().squeeze(1)  # [D] that draw; the others take their whole list
-        if rows.numel():
+        if rule.draw and rows.numel():
             most = int(k[rows].max()) if isinstance(k, Tensor) else k
             j = torch.arange(most, device=rows.device).unsqueeze(1)  # [k, 1]
             taken = lists.start[rows] + rule.draw(lists, rows, j)  # [k, D]

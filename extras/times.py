@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sampler import Rule, Sources, kind, of
+from sampler import Rule, Sources, kind
 
 
 def number_before(edge_times, start, degree, times, strict):
@@ -48,11 +48,7 @@ class Cut(NamedTuple):
         return lists._replace(start=start, degree=degree)
 
 
-def _last(lists, rows, j):
-    return lists.degree[rows] - of(lists.k, rows) + j
-
-
-RULE = Rule("latest", 2, "the last edges that the seed sees", draw=_last, needs="edge_times")
+RULE = Rule("latest", 2, "the last edges that the seed sees", needs="edge_times")
 
 
 class Pairs(Sources):
