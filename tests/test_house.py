@@ -474,9 +474,8 @@ assert drawn(replace=True) and 'copy the folder extras/ beside sampler.py' in dr
 """,
     "sampler extras": f"""{SAMPLES}
 import os
-assert drawn(method='labor') == drawn(disjoint=True) == drawn(weights=torch.ones(3)) == [0, 1, 2]
 os.remove('extras/exclude.py'), os.remove('extras/weights.py')
-assert drawn() == drawn(edge_type=torch.zeros(3).byte()) == [0, 1, 2]
+assert drawn(method='labor') == drawn(disjoint=True) == drawn(edge_type=torch.zeros(3).byte()) == [0, 1, 2]
 assert drawn(weights=torch.ones(3)) == 'this takes extras/weights.py: copy it beside the others'
 """,
     "sampler native": f"{SAMPLES}assert s.backend == 'native' and not caught, caught",
