@@ -324,7 +324,7 @@ KERNEL max_neighbours_grad(const ID *indices, const int *edge, const int *start,
     // a duplicate edge, whose destination is that of the edge before, wins once
     int before = q > start[u] ? destination[q - 1] : -1;
     const int stop = STOP;
-    BY_TWO for (; q < stop; q++) {
+    ONE_BY_ONE for (; q < stop; q++) {
       const int s = destination[q];
       const ints_t from = load_ints(winner + (i64)s * width + column, whole, left);
       const floats_t g = load(grad + (i64)s * width + column, whole, left);
@@ -519,7 +519,7 @@ KERNEL attention_source_grad(const ID *indptr, const ID *indices, const int *edg
         continue;
       }
       const int stop = own ? q + 1 : STOP;
-      BY_TWO for (; q < stop; q++) {
+      ONE_BY_ONE for (; q < stop; q++) {
         const i64 s = own ? u : destination[q];
         const i64 place = (s + (own ? (i64)indptr[u] : edge[q] + 1)) * K + head;
         sums = sums + slopes_of(slopes, place, width, column) * to_scores[place];
