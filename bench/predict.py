@@ -93,7 +93,12 @@ def self_and_mean(a):
 
 def self_and_mean_grad(a):
     trips, reads = of_lists(a, 1, group=2)
-    return Work((a.run, *trips), *reads)
+    return Work((*of_runs(a), *trips), *reads)
+
+
+def of_runs(a):
+    """The trips of the loop over a thread's rows; that over a tile has no other."""
+    return () if a.tiles else (a.run,)
 
 
 def of_lists(a, row, group=1):
@@ -117,7 +122,7 @@ def max_neighbours_grad(a):
 
 def attention_source_grad(a):
     trips, reads = of_lists(a, 2)
-    return Work((a.run, *trips), *reads, guarded=a.S / a.N)  # destinations have self-loops
+    return Work((*of_runs(a), *trips), *reads, guarded=a.S / a.N)  # destinations have self-loops
 
 
 def attention_target_grad(a):
