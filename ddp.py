@@ -12,7 +12,8 @@ This file works alone: copy it into your own code. It is built on torch.distribu
                     break
         total, = ranks.sum(local)
 
-The ranks of a machine share its cores; with GPUs each is bound to the cores nearest to its GPU.
+The ranks of a machine share its cores, unless OMP_NUM_THREADS says how many threads each has; with GPUs each is bound to
+the cores nearest to its GPU.
 """
 
 import atexit
@@ -205,7 +206,9 @@ def launch(worker, nprocs, *args, gpus=0):
     """Run worker(ranks, *args) in nprocs processes on this machine, or as one rank under torchrun. SystemExit with the
     exit code of the first rank that fails.
 
-    With nprocs=1 the worker runs in the calling process. If a rank raises, its traceback is printed and the others are
+    With nprocs=1 the worker runs in the calling process. Under torchrun, which starts a process for each rank, `launch` does
+    not return: the process runs the worker and exits with its code. What comes after training belongs into the worker,
+    under `if ranks.leads`, so that it runs in both cases. If a rank raises, its traceback is printed and the others are
     killed. SIGINT, SIGTERM and SIGHUP are passed on to the ranks, which may finish their step (see StopSignal); a
     second SIGINT kills them.
 
@@ -213,8 +216,10 @@ def launch(worker, nprocs, *args, gpus=0):
         worker: a function that can be imported, because the processes are spawned; its return value is the exit code.
             It has to wait for its asynchronous collectives: they end with the process.
         nprocs: processes on this machine; under torchrun its --nproc-per-node counts instead.
-        gpus: GPUs on this machine, one per process; 0 for CPU.
+        gpus: GPUs on this machine, one per process; 0 for CPU. ValueError if torch sees fewer.
     """
+    if gpus and gpus > (count := torch.cuda.device_count()):
+        raise ValueError(f"gpus is {gpus}: of CUDA GPUs torch sees {count} on this machine")
     if under_torchrun():
         return _join(worker, args, gpus)
     if nprocs == 1:
@@ -350,8 +355,7 @@ def _run(worker, ranks, store, args):
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # which waits for C++ code, and that for other ranks
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, cores // ranks.local_world))
+    share_cores(ranks.local_world)
     if ranks.gpus:
         torch.cuda.set_device(ranks.device)
         if hasattr(os, "sched_setaffinity"):
@@ -389,6 +393,16 @@ def _run(worker, ranks, store, args):
         except OSError:  # a closed pipe or a full disk
             code = code or 120  # as the interpreter ends then
     os._exit(code)
+
+
+def share_cores(processes):
+    """Give torch in this process as many threads as each of the machine's processes has cores, unless OMP_NUM_THREADS is set,
+    which torch goes by. torchrun sets it to 1 where it is not: under torchrun that is no choice of a person."""
+    asked = os.environ.get("OMP_NUM_THREADS")
+    if asked is None or asked == "1" and under_torchrun():
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+        torch.set_num_threads(max(1, cores // processes))
 
 
 def lost_another(error):

@@ -88,6 +88,8 @@ class CudaCopies:
     """The CUDA side of the ring: side streams, copies, events."""
 
     def __init__(self, device, streams):
+        if not torch.cuda.is_available():
+            raise ValueError(f"device is {device}: torch sees no CUDA GPU here; give device='cpu'")
         # before training's work: sampling is many small kernels, and the next step waits for the last
         self.streams = [torch.cuda.Stream(device, priority=-1) for _ in range(streams)]
         self.device = self.streams[0].device  # "cuda" would be GPU 0 in another thread
@@ -146,13 +148,14 @@ class FeatureRing:
         gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py. It decodes
             into `out`, as `aggregate` does, if it gets the scale too.
         reuse: False allocates new tensors for each batch on CPU, for callers that keep batches.
-        edge_features: [M, D], one row per edge of the graph; batches then have the rows of their edges, by edge_ids.
+        edge_features: [M, D], row for row with the graph's `indices`; batches then have the rows of their edges, by edge_ids.
         scale: float32 [2, F] of features that are int8 codes: each stands for code * scale[0] + scale[1] of its column.
-            They are moved as codes and decoded on the device.
+            They are moved as codes and decoded on the device. Or [T, 2, F], one for the rows of each type, which end
+            before the rows `ends` [T].
 
     Attributes:
         first_hop: whether x is aggregated. on_device: whether the features are on the device.
-        coded: {"scale": the scale on the device}, for gather and aggregate; empty without.
+        coded: {"scale": the scale on the device}, for gather and aggregate; empty without, and with one for each type.
         buffers: {"rows", "edges" or "rest": buffer of each slot}; rest: blocks and labels.
     """
 
@@ -170,10 +173,12 @@ class FeatureRing:
         reuse=True,
         edge_features=None,
         scale=None,
+        ends=None,
     ):
         self.features = features
         self.scale = scale if scale is None else scale.to(device)
-        self.coded = {} if scale is None else {"scale": self.scale}
+        self.ends = ends if ends is None else ends.to(device)
+        self.coded = {} if scale is None or ends is not None else {"scale": self.scale}
         self.labels = labels
         self.edge_features = edge_features
         self.device = torch.device(device)
@@ -183,7 +188,7 @@ class FeatureRing:
         self.gather = gather or take
         self.aggregate = aggregate
         known = isinstance(features, torch.Tensor)
-        known = known and (features.is_floating_point() or scale is not None)
+        known = known and (features.is_floating_point() or bool(self.coded))
         self.first_hop = aggregate is not None and known
         self.width = features.shape[1] * (2 if self.first_hop else 1)
         self.convert = dtype or (None if scale is None else scale.dtype)
@@ -278,13 +283,18 @@ class FeatureRing:
         else:
             rows = self._fill(slot, name, table, ids, block)
         if name == "rows":
-            rows = self.decode(rows)
+            rows = self.decode(rows, ids)
         return rows.to(self.convert or table.dtype)
 
-    def decode(self, rows):
-        """Return what rows of `features` on the device stand for; in two operations: GPUs round like CPUs."""
-        coded = self.coded and not rows.is_floating_point()
-        return (rows * self.scale[0]).add_(self.scale[1]) if coded else rows
+    def decode(self, rows, ids):
+        """Return what rows ids [n] of `features` on the device stand for; in two operations: GPUs round like CPUs."""
+        if self.scale is None or rows.is_floating_point():
+            return rows
+        steps, offsets = self.scale.unbind(-2)
+        if self.ends is None:
+            return rows.to(steps.dtype).mul_(steps).add_(offsets)
+        types = torch.bucketize(ids.to(self.device), self.ends, right=True)
+        return rows.to(steps.dtype).mul_(steps[types]).add_(offsets[types])
 
     def _fill(self, slot, name, table, ids, block=None):
         """Read rows into the slot's buffer -> [n, F]: a view of the buffer or, with a GPU, the copy there. On CPU with
@@ -292,7 +302,8 @@ class FeatureRing:
         if not self.copies and not self.reuse:
             return self._read(table, ids, block)
         shape = ids.numel(), self.width if block else table.shape[1]
-        buffer = self._buffer(slot, name, shape, self.dtype if block else table.dtype)
+        made = block or self._decodes(table)
+        buffer = self._buffer(slot, name, shape, self.dtype if made else table.dtype)
         rows = self._read(table, ids.cpu(), block and block.to("cpu"), buffer)
         if not self.copies:
             return rows
@@ -317,14 +328,18 @@ class FeatureRing:
 
     def _read(self, table, ids, block, out=None):
         gather = self.gather if isinstance(table, torch.Tensor) else take
-        fused = table is self.features and self.on_device and gather is not take
-        coded = self.coded if block or fused else {}
+        coded = self.coded if block or self._decodes(table) else {}
         # sums are float32, rounded once at the end
         if out is None and (coded or block and self.dtype != table.dtype):
             out = torch.empty(len(ids), self.width, dtype=self.dtype, device=table.device)
         if block is None:
             return gather(table, ids, out, **coded)
         return self.aggregate(block.indptr, block.indices, table, ids, out, **coded)
+
+    def _decodes(self, table):  # whether rows gathered from it are decoded on the way
+        there = table is self.features and (self.on_device or not self.copies)
+        there = there and isinstance(table, torch.Tensor)
+        return there and self.coded and self.gather is not take
 
 
 def codes_of(features):

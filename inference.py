@@ -28,6 +28,7 @@ except ImportError as error:
 
 CHUNK = 65536  # destinations at a time
 CHUNK_EDGES = 1 << 19
+CHUNK_BYTES = 1 << 26  # of rows that are read or converted at a time
 LARGEST = 1 << 35  # bytes of a chunk on a GPU, at most: kernels count elements in 32 bits
 PIECE = 1 << 24  # edges or offsets checked at a time
 
@@ -81,7 +82,7 @@ def inference(
         x: [V, F] features: a tensor on any device, an array, or an object with .shape and .gather(ids); for a network
             with `inputs` only of the first nodes, those with features.
         chunk, chunk_edges: destinations and edges per chunk; a node with more edges is a chunk of its own. None: 65,536 and
-            524,288, and more where a GPU has room.
+            524,288, and more where a GPU has room; fewer destinations if rows of x are wide and are read or converted.
         memory: bytes of host memory for a layer's tables; beyond it they are temporary files (TMPDIR).
         rank, world: with several processes on this machine, each calls this with its rank and computes
             its part of every layer's destinations. Linux only.
@@ -244,9 +245,15 @@ class Layerwise(NamedTuple):
     chunk_edges: int | None
     tables: "Tables"
 
-    def fill(self, out, compute, grow=1):
-        """Fill a table, a chunk at a time, with compute(a, b) of nodes a .. b - 1; wait for the other processes' rows."""
+    def rows_at_once(self, table, on, grow=1):
+        """Return how many nodes to handle at a time whose rows of a table are needed on a device."""
         chunk = self.chunk or CHUNK * grow
+        if _float_tensor(table) and table.device == on:
+            return chunk
+        return max(1, min(chunk, CHUNK_BYTES // (4 * table.shape[1])))
+
+    def fill(self, out, compute, chunk):
+        """Fill a table, a chunk at a time, with compute(a, b) of nodes a .. b - 1; wait for the other processes' rows."""
         for a in range(self.first, self.last, chunk):
             b = min(a + chunk, self.last)
             out[a:b] = compute(a, b)
@@ -270,7 +277,7 @@ class Layerwise(NamedTuple):
 
         place = self.places(tables=width, messages=0, width=width)[0]
         table = self.tables.make(width, self.tables.fit(width), place.tables)
-        return self.fill(table, rows, place.grow)
+        return self.fill(table, rows, self.rows_at_once(x, on, place.grow))
 
     def places(self, *, tables, messages, width):
         """List where a layer may run, the fastest first.
@@ -332,14 +339,14 @@ class Layerwise(NamedTuple):
         if not (unchanged and _float_tensor(h)):
             on = self.device
             rows = lambda a, b: layer.message(_rows(h, a, b, on), self.degree(layer, a, b, on))  # noqa: E731
-            message = self.fill(make(width), rows, place.grow)
+            message = self.fill(make(width), rows, self.rows_at_once(h, on, place.grow))
         out = make(layer.out_dim)
         on = place.device
         message = message.to(on)
         own = message if unchanged else h
         network = self.model if on == self.device else copy.deepcopy(self.model).to(on)
         layer = network.layers[i]
-        for a, b in self.chunks_of_edges(place.grow):
+        for a, b in self.chunks_of_edges(self.rows_at_once(own, on, place.grow), place.grow):
             near = self.near(layer, a, b, message, _rows(own, a, b, on))
             out[a:b] = network.finish(i, layer.combine(near), near.own)
         self.tables.wait()
@@ -368,13 +375,13 @@ class Layerwise(NamedTuple):
         """Return the degrees [b - a, 2] of nodes a .. b - 1 for a layer that uses them, else None."""
         return self.degrees[a:b].to(device) if layer.uses_degree else None
 
-    def chunks_of_edges(self, grow):
-        """Yield the nodes a .. b - 1 of chunks with at most `chunk_edges` edges, or one node."""
+    def chunks_of_edges(self, chunk, grow):
+        """Yield the nodes a .. b - 1 of chunks of at most so many nodes with at most `chunk_edges` edges, or one node."""
         a = self.first
         while a < self.last:
             most = int(self.indptr[a]) + (self.chunk_edges or CHUNK_EDGES * grow)
             fits = int(torch.searchsorted(self.indptr, most, right=True)) - 1
-            b = min(a + (self.chunk or CHUNK * grow), max(fits, a + 1), self.last)
+            b = min(a + chunk, max(fits, a + 1), self.last)
             yield a, b
             a = b
 

@@ -40,28 +40,42 @@ class Graph(NamedTuple):
     features: Any  # [V, F]
     labels: Any  # int64 [V]; for a loss of your own also [V, ...] of any dtype
 
+    @property
+    def num_nodes(self):
+        """V, the number of nodes."""
+        return len(self.indptr) - 1
+
     def __repr__(self):
         return shown("Graph", self._asdict())
 
 
-def from_edge_index(edge_index, num_nodes):
-    """Convert edges from COO to CSC, as the sampler needs -> (indptr int64 [V+1], indices [M], int32 below 2^31 nodes).
+def from_edge_index(edge_index, num_nodes, edge_order=False):
+    """Convert edges from COO to CSC, as the sampler needs -> (indptr int64 [V+1], indices [M], int32 below 2^31 nodes), with
+    edge_order=True also order, int64 [M].
 
     edge_index: integers [2, M], row 0 the sources, row 1 the destinations, as in PyG: a tensor, an array, two of either
     or two lists; or a sparse matrix of scipy or torch [V, V], whose entry i, j is an edge from i to j and must be 1.
-    Edges are sorted by destination, then source: weights, types or times of theirs need `build_store`, which sorts both.
+    Edges are sorted by destination, then source, and equal ones keep their order. order[e] is the column of edge_index that
+    edge e of `indices` was: w[order] are weights for a sampler, order[block.edge_ids] the columns of a block's edges, and
+    order.argsort() has the position in `indices` of each column. Types and times, by which lists must rise, need
+    `build_store`.
     ValueError for another shape, values that are not integers, or a node id outside [0, num_nodes).
     """
     edges = edge_pairs("edge_index", edge_index, num_nodes, num_nodes)
     source, destination = edges = torch.from_numpy(integers("edge_index", edges))
     if (bad := outside(edges, num_nodes)) is not None:
         raise ValueError(f"edge_index has node {bad}: ids must be in [0, {num_nodes})")
-    # one int64 key per edge: numpy sorts these fastest
-    keys = np.sort((destination * num_nodes + source).numpy())
+    keys = (destination * num_nodes + source).numpy()
+    if edge_order:
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+    else:  # one int64 key per edge: numpy sorts these fastest
+        keys = np.sort(keys)
     indptr = np.zeros(num_nodes + 1, np.int64)
     np.cumsum(np.bincount(keys // max(num_nodes, 1), minlength=num_nodes), out=indptr[1:])
     indices = (keys % max(num_nodes, 1)).astype(np.int32 if num_nodes < 1 << 31 else np.int64)
-    return torch.from_numpy(indptr), torch.from_numpy(indices)
+    arrays = [indptr, indices, *([order] if edge_order else [])]
+    return tuple(map(torch.from_numpy, arrays))
 
 
 def _tensor(name, values):
@@ -207,6 +221,7 @@ class NodeLoader:
         reuse: True reuses depth + 1 buffers for x: faster on CPU, but x is overwritten when the next batch is asked
             for. False: every batch may be kept. On a GPU each x is new, except in CUDA graphs (run/cuda_graphs.py).
         edges: True also fetches the features of each block's edges, rows of graph.edge_features [M, D], as batch.edges.
+            This and edge_type are row for row with graph.indices.
         types: True samples by graph.edge_type [M], see `NeighborSampler`; fanouts may then have a number for each type.
         sampler, ring: replace those that would be made from the arguments above.
         draw: function (Batch with only its seeds) -> (nodes to sample for, keyword arguments of `sampler.sample`, y).
@@ -286,6 +301,7 @@ class NodeLoader:
                 reuse=reuse,
                 edge_features=tables.get(EDGE_FEATURES.name),
                 scale=getattr(tables["features"], "scale", None),
+                ends=getattr(tables["features"], "ends", None),
             )
         self.node_sampler = sampler
         self.ring = ring

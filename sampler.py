@@ -82,7 +82,8 @@ class Block(NamedTuple):
         return to_dgl(self)
 
     def to_pyg(self):
-        """Convert for PyG -> (edge_index [2, E] int64, e_id [E] or None, size (N, S)): conv((x, x[:S]), edge_index)."""
+        """Convert for PyG -> (edge_index [2, E] int64, e_id [E], which is edge_ids, or None, size (N, S)): conv((x, x[:S]),
+        edge_index)."""
         dst = torch.repeat_interleave(self.indptr.diff().long())
         return torch.stack([self.indices.long(), dst]), self.edge_ids, (self.num_src, self.num_dst)
 
@@ -233,7 +234,7 @@ class NeighborSampler:
             neighbours share them, which makes the outer hops smaller; "latest": the k latest by edge_times.
         layer_dependency: ("labor" only) reuse a node's random draw in all hops: fewer distinct sources in a batch.
         batch_dependency: ("labor" only) reuse it for this many consecutive steps, as GraphBolt does: fewer new sources.
-        weights: float [M], not negative: draw without replacement with probability following the weights
+        weights: float [M], in the order of `indices` as all columns here, not negative: draw without replacement with probability following the weights
             (Efraimidis-Spirakis 2006); edges of weight 0 are never taken.
         edge_times: int64 [M], ascending in each neighbour list: `sample` then takes a time for each seed, and a node
             samples only edges no later than the time of the seed that reached it. strict: only edges before that time.
@@ -245,7 +246,8 @@ class NeighborSampler:
         disjoint: True gives each seed a neighbourhood of its own, with its own random draws, which do not depend on the
             other seeds of the batch; seeds may then repeat. `src_seed` of a block says whose each source is.
         seed: any int; the same seed and step give the same blocks.
-        edge_ids: also return the position of each edge in `indices`.
+        edge_ids: also return the position of each edge in `indices`, not its number in edges that a person gave: see
+            `from_edge_index` of loader.py and `GraphStore.given_edges`.
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl" (DGL's operators
             and random numbers), or "auto": native where available, else torch.
         check: validate the graph once, here; without, `sample` raises DamagedGraph when it reads a bad offset or id.

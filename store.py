@@ -103,9 +103,11 @@ def build_store(
             several labels per node, or without labels, there is no split.
         columns: those of disk/columns.py, edge_weight, edge_type, edge_time, edge_features and node_time; edge arrays in
             the order of the given edges; an added reverse copies those of its edge. With node_time and no edge_time an
-            edge, also an added reverse, has the time of its source.
+            edge, also an added reverse, has the time of its source. edge_order=True also stores the number of each edge in
+            the order given (8 bytes an edge), for `GraphStore.given_edges` and `stored_edges`; or give numbers, int [M].
         node_names: V distinct names of one line each. edge_types: names of the edge types.
         feature_names: F different names of the columns of features; with them predictions go by name, not by position.
+            None: those of a DataFrame.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
             are dicts by type, see `flatten` of disk/typed.py.
         backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
@@ -133,6 +135,8 @@ def build_store(
     with files.complete_or_not_there(Path(path), _bytes_needed(graph)) as building:
         _write_store(building, graph, progress)
         GraphStore.open(building)
+    for line in checks.doubts(GraphStore.open(path), given.num_classes is None):
+        print(f"{Path(path).name}: {line}")
     return Path(path)
 
 
@@ -162,13 +166,19 @@ def _checked(given) -> _Checked:
     drawn = isinstance(split, dict) and not split and labelled and labels.ndim == 1
     if drawn:
         split = checks.drawn_per_class(labels, np.random.default_rng(0))
-    if given.node_names is not None:
-        columns.check_names(given.node_names, num_nodes)
-    split = checks.check_splits(split, labels, given.node_names)
+    node_names = None if given.node_names is None else [*given.node_names]
+    if node_names is not None:
+        columns.check_names(node_names, num_nodes)
+    split = checks.check_splits(split, labels, node_names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
     carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
-    if given.feature_names is not None:
-        entries["feature_names"] = checks.check_names(given.feature_names, width)
+    names = (
+        convert.column_names(given.features) if given.feature_names is None else given.feature_names
+    )
+    if names is not None:
+        entries["feature_names"] = checks.check_names(names, width)
+    if (always := getattr(given, "always", None)) is not None:
+        carried[columns.EDGE_TIME.name][always] = columns.ALWAYS
     if given.node_types is not None:
         entries["node_types"] = [[name, *of] for name, of in given.node_types.items()]
     if drawn:
@@ -189,7 +199,7 @@ def _checked(given) -> _Checked:
         **entries,
     }
     arrays = {"labels": labels, **split, **carried}
-    return _Checked(edges, features, arrays, given.node_names, meta)
+    return _Checked(edges, features, arrays, node_names, meta)
 
 
 def _block_rows(asked, row_bytes) -> int:
@@ -277,13 +287,27 @@ def _write_features(path, graph, progress) -> dict:
     meta = graph.meta
     file = path / BACKENDS[meta["backend"]]
     shape = [graph.features.shape[0], meta["feature_dim"]]
-    largest = []
     kept_as = meta["feature_dtype"]
-    features, scale = checks.feature_scale(graph.features, kept_as, path, progress)
-    rows = checks.feature_rows(features, kept_as, scale, progress, largest)
+    ends = typed.ends_of_types(meta.get("node_types", []))
+    features, scale = checks.feature_scale(graph.features, kept_as, ends, path, progress)
+    rounded = _rounded_rows(meta, shape)
+    given = {"rounded": rounded, "progress": progress}
+    rows = checks.feature_rows(features, kept_as, scale, ends, **given)
     if scale is not None:
         meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
-    return {file.name: {**_write_rows(file, meta, shape, rows), "largest": max(largest)}}
+    record = _write_rows(file, meta, shape, rows)
+    if loss := rounded.loss(meta.get("feature_names")):
+        meta |= {"rounded": f"features kept as {kept_as}: {loss}"}
+        print(meta["rounded"])
+    return {file.name: {**record, "largest": rounded.largest}}
+
+
+def _rounded_rows(meta, shape):
+    """Return a sample of the feature rows [rows, F] of a store, by type."""
+    types = meta.get("node_types", [])
+    ends = typed.ends_of_types(types)
+    names = [""] if ends is None else [name for name, _, width in types if width]
+    return convert.RoundedRows(*shape, ends, names)
 
 
 def _write_rows(file, meta, shape, chunks) -> dict:
@@ -299,7 +323,8 @@ class GraphStore:
     """A graph on disk, read through memory maps that all processes share.
 
     Attributes:
-        indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form; writing to them kills the process.
+        indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form. What is written to these and the other tensors
+            stays in this process, see `files.map_npy`.
         labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one.
         class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` sets it. If the
@@ -308,12 +333,15 @@ class GraphStore:
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
         sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free
             memory, a map of them without read-ahead and SAMPLERS threads.
-        edge_weight, edge_time, edge_features, node_time: float32 [M], int64 [M], [M, D], int64 [V]; or None.
+        edge_weight, edge_time, edge_features, node_time: float32 [M], int64 [M], [M, D], int64 [V]; or None. Row e of
+            these and of edge_type is of edge indices[e].
+        edge_order: int64 [M], see `given_edges`; None unless the store was built with edge_order=True.
         edge_type: uint8 or uint16 [M] below num_edge_types; without types None, and num_edge_types is 0.
         node_types: {name: (number of nodes, feature width or 0 without features)} in the order of node ids; features
             has rows only for the types with features, which come first. edge_types: names of the edge types.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
         has_features: False where no type of nodes has any; F is then 1, the width of a table of one 0.
+        kept_as: what float features are rounded to, one of KEPT_AS; "" if they are not.
         part: (m, N) of a store made by `split`, whose features are `PartFeatures`; else None. whole: {file of which
             it has a part: SHA-256 of the file in the store that was split}.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
@@ -337,8 +365,7 @@ class GraphStore:
         kinds = columns.array_kinds(meta)
         for name, kind in kinds.items():
             stored = name not in columns.COLUMNS or f"{name}.npy" in records
-            mode = "c" if name == "labels" else "r"
-            setattr(self, name, self._map(f"{name}.npy", kind, mode=mode) if stored else None)
+            setattr(self, name, self._map(f"{name}.npy", kind) if stored else None)
         self.num_edge_types = meta.get("num_edge_types", 0)
         self.edge_types = meta.get("edge_types")
         self.edge_dim = 0
@@ -374,8 +401,14 @@ class GraphStore:
             self.whole = dict(meta["whole"])
         self.features = self._open_features((rows, self.feature_dim), free)
         if (scale := meta.get("feature_scale")) is not None:
-            scale = torch.tensor(scale, dtype=torch.float32, device="cpu").view(2, self.feature_dim)
-            self.features = CodedFeatures(self.features, scale, self.path)
+            scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
+            ends = typed.ends_of_types(types) if scale.dim() == 3 else None
+            kinds = () if ends is None else (len(ends),)
+            scale = scale.view(*kinds, 2, self.feature_dim)
+            self.features = CodedFeatures(self.features, scale, self.path, ends)
+        kept = meta["feature_dtype"]
+        rounded = kept in convert.KEPT_AS and (kept != "int8" or scale is not None)
+        self.kept_as = kept if rounded else ""
         self._opened = {**vars(self), "split": self._splits}
 
     def _open_features(self, shape, free):
@@ -400,7 +433,7 @@ class GraphStore:
                 raise ValueError(f"{file} has rows {record['shape']}, not {[*shape]}")
             return LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
         kind = files.Kind(files.storage_dtype(meta["feature_dtype"]), [*shape])
-        table = self._map(file, kind, ahead=not large)
+        table = self._table = self._map(file, kind, ahead=not large)
         head = meta["files"][file]["bytes"] - table.nbytes
         graph = self.indptr.nbytes + self.indices.nbytes
         return MmapFeatures(table.view(dtype), large, self.path, head, graph)
@@ -423,8 +456,15 @@ class GraphStore:
         for name, before in self._opened.items():
             value = getattr(self, name)
             same = value is before
+            tensors = [value]
             if name == "split":  # parts may have been assigned
-                same = [*map(id, value.values())] == [*map(id, before.values())]
+                tensors = [*value.values()]
+                same = [*map(id, tensors)] == [*map(id, before.values())]
+            if any(map(_written, tensors)):
+                same = False
+                if name == "_table":
+                    why = "rows of its features were written in this process, and another reads the file's"
+                    raise StoreError(f"{self.path}: {why}: build a store of them")
             if not same or name == "labels" and not torch.equal(value, now.labels):
                 changed[name] = value
         return GraphStore.open, (self.path,), changed
@@ -458,6 +498,51 @@ class GraphStore:
         """
         return columns.node_ids(name, values, self.num_nodes, self._names())
 
+    def given_edges(self, positions) -> Tensor:
+        """Return the numbers that stored edges had when they were given to `build_store` -> int64 of the shape of `positions`.
+
+        An added reverse has the number of its edge. If edges were given by type, they are counted through all types, in the
+        order of `edge_index`.
+
+        Args:
+            positions: integers, positions in `indices`, such as `edge_ids` of a block.
+
+        Raises:
+            StoreError: for a position out of range; if the store was not built with edge_order=True.
+        """
+        order = self._order()
+        places = torch.from_numpy(convert.integers("positions", positions))
+        wrong = (places < 0) | (places >= len(order))
+        refuse(wrong, "positions", places, f"positions in indices lie in [0, {len(order)})")
+        return order[places].to(getattr(positions, "device", "cpu"))
+
+    def stored_edges(self, edges) -> Tensor:
+        """Return the positions in `indices` of edges by their numbers in the order given, see `given_edges`: what `exclude`
+        of a sampler takes. It sorts the numbers of all M edges: call it once for many.
+
+        Args:
+            edges: int [n], list or array.
+
+        Returns:
+            int64 [n], in the order of `edges`; with symmetrize [2 n], an edge and its reverse together, the smaller position
+            first.
+
+        Raises:
+            StoreError: for an edge that is not stored, because it does not exist or drop_duplicates or drop_self_loops
+                dropped it; if the store was not built with edge_order=True.
+        """
+        edges = convert.integers("edges", edges, "n")
+        return torch.from_numpy(sort.places_of(self._order().numpy(), edges))
+
+    def _order(self):
+        order = getattr(self, columns.EDGE_ORDER.name)
+        if order is None:
+            how = "build it with edge_order=True (--edge-order)"
+            raise StoreError(
+                f"{self.path} does not have the order in which edges were given: {how}"
+            )
+        return order
+
     def _names(self):
         record = self.meta["files"].get(columns.NAMES)
         return None if record is None else columns.read_names(self.path, record)
@@ -473,10 +558,22 @@ class GraphStore:
         order = torch.tensor([self.feature_names.index(name) for name in names])
         self.features, self.feature_names = ReorderedFeatures(self.features, order), names
 
+    def loss_as(self, dtype) -> str:
+        """Describe the columns of the features that have few different values as `dtype`, see `convert.RoundedRows`; "" if
+        there are none. Rows of a part of a store are not looked at."""
+        features = self.features
+        if self.part or features.dtype in (dtype, torch.uint8):
+            return ""
+        sample = _rounded_rows(self.meta, features.shape)
+        rows = features.gather(sample.ids)
+        sample.add(0, rows, rows.to(dtype))
+        return sample.loss(self.feature_names)
+
     def take_features(self, features):
         """Read other features of the same graph; if they are kept as codes, `features` are codes, too."""
         if isinstance(self.features, CodedFeatures):
-            features = CodedFeatures(features, self.features.scale, self.path)
+            of_codes = self.features
+            features = CodedFeatures(features, of_codes.scale, self.path, of_codes.ends)
         self.features = features
 
     def renumber(self, **of_network):
@@ -512,6 +609,11 @@ class GraphStore:
         return files.map_npy(self.path, name, self.meta["files"][name], kind, **options)
 
 
+def _written(value) -> bool:
+    """Return whether operations of torch have written to a tensor."""
+    return isinstance(value, Tensor) and not value.is_inference() and value._version > 0
+
+
 class MmapFeatures(convert.RowsByIndex):
     """Feature rows in a memory-mapped array.
 
@@ -522,7 +624,7 @@ class MmapFeatures(convert.RowsByIndex):
         shape, dtype: (V, F), torch dtype. large: True if the table is larger than the free memory.
         beside: bytes of memory that the graph and caches take and that the table's pages therefore cannot use.
         share: of the table that is read.
-        tensor: [V, F], read-only, without a copy; missing if large: use `gather`.
+        tensor: [V, F], without a copy; missing if large: use `gather`.
     """
 
     def __init__(self, table, large=False, path=None, head=0, beside=0):
@@ -586,14 +688,16 @@ class CodedFeatures(convert.RowsByIndex):
     """Feature rows float32 that are kept as codes of 8 bits, see `checks.feature_scale`.
 
     Attributes:
-        codes: `MmapFeatures`, `LmdbFeatures` or a tensor, int8 [V, F]. scale: float32 [2, F], on its device.
+        codes: `MmapFeatures`, `LmdbFeatures` or a tensor, int8 [V, F]. scale: float32 [2, F], or [T, 2, F] of each type,
+            whose rows end before `ends`, int64 [T]; on the codes' device.
     """
 
     dtype = torch.float32
 
-    def __init__(self, codes, scale, path=None):
+    def __init__(self, codes, scale, path=None, ends=None):
         self.codes = codes
         self.scale = scale
+        self.ends = ends
         self._path = path
         self.shape = tuple(codes.shape)
         self.large = getattr(codes, "large", False)
@@ -604,20 +708,25 @@ class CodedFeatures(convert.RowsByIndex):
     def gather(self, ids, out=None) -> Tensor:
         """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
         codes = self.codes
-        codes = codes[ids.to(codes.device)] if isinstance(codes, Tensor) else codes.gather(ids)
-        rows = (codes * self.scale[0]).add_(self.scale[1])
-        return rows if out is None else convert.gather_target(self, ids, out).copy_(rows)
+        if isinstance(codes, Tensor):
+            ids = ids.to(codes.device)
+        codes = codes[ids] if isinstance(codes, Tensor) else codes.gather(ids)
+        steps, offsets = convert.steps_and_offsets(self.scale, self.ends, ids)
+        if out is None:
+            return codes.float().mul_(steps).add_(offsets)
+        return convert.gather_target(self, ids, out).copy_(codes).mul_(steps).add_(offsets)
 
     def put_rows(self, ids, rows):
         """Replace rows, see `LmdbFeatures.put_rows`; StoreError for a value beyond the range of its column as built."""
         ids = torch.as_tensor(ids)
         rows = torch.as_tensor(rows)
         convert.gather_target(self, ids, rows, "rows")
-        codes = convert.encode(rows, self.scale)
+        steps, offsets = convert.steps_and_offsets(self.scale, self.ends, ids)
+        codes = convert.encode(rows, steps, offsets)
         beyond = codes != codes.clamp(-128, 127)
-        for column in beyond.nonzero()[:1, 1]:
-            steps, offsets = self.scale[:, column]
-            ends = f"{offsets - 128 * steps:.6g} to {offsets + 127 * steps:.6g}"
+        for at in beyond.nonzero()[:1]:
+            step, offset = (of.expand_as(rows)[tuple(at)] for of in (steps, offsets))
+            ends = f"{offset - 128 * step:.6g} to {offset + 127 * step:.6g}"
             refuse(beyond, "rows", rows, f"its column was built for {ends}")
         self.codes.put_rows(ids, codes.to(torch.int8))
 

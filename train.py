@@ -49,6 +49,7 @@ from run.adam import Adam
 from run.allocator import announce, trim_memory
 from run.checkpoint import (
     check_graph,
+    check_kind,
     claimed,
     common_state,
     described_run,
@@ -334,8 +335,12 @@ def train(ranks, flags, path):
     if flags.runs > 1:
         ranks.say(f"seed    {flags.seed}, run {flags.turn + 1} of {flags.runs}")
     announce(ranks, flags)
+    # torchrun may start fewer processes than --gpus says
+    flags = replace(flags, gpus=min(flags.gpus, ranks.local_world))
     state, file, flags = common_state(ranks, flags)
     path = path or prepared(ranks, flags)
+    if state:
+        check_kind(flags, file, path)
     run = open_run(ranks, flags, path, partial(check_graph, ranks, state, file))
     plan = run.plan
     model = run.model
@@ -364,13 +369,15 @@ def train(ranks, flags, path):
     ranks.check_equal(model)
     if best["model"]:
         model.load_state_dict(best["model"])
-        ranks.say(best_line(plan, best["epoch"], run.task.score_text(best["score"])))
-    if plan.export and ranks.leads:
-        export(plan.export, model, described_run(run))
+        ranks.say(best_line(plan, start, best["epoch"], run.task.score_text(best["score"])))
     try:
-        exact = run.task.evaluate(run, report)
-    finally:  # scores that were computed, where --predict cannot be written
-        report.print_result()
+        if plan.export and ranks.leads:
+            export(plan.export, model, described_run(run))
+    finally:  # scores, where a file cannot be written
+        try:
+            exact = run.task.evaluate(run, report)
+        finally:
+            report.print_result()
     ranks.barrier()
     code = 2 if report.failed & {"profile", "timeline", "curve"} else 0
     return Finished(code, exact, run.task.title)
@@ -430,7 +437,7 @@ def dry_run(flags, path):
     """Print what the data need in memory in each mode, and the plan, as training would settle it."""
     world = max(flags.gpus, flags.procs)
     ranks = Planned(world=world, local_world=world, gpus=flags.gpus)
-    torch.set_num_threads(max(1, torch.get_num_threads() // world))
+    ddp.share_cores(world)
     task = TASKS[flags.task](flags, path, ranks.say)
     if task.placed:
         ranks.say("\n".join(memory_lines(ranks, flags, task)))

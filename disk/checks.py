@@ -6,6 +6,8 @@
 Invalid values raise StoreError.
 """
 
+import math
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +26,12 @@ from disk.convert import (
     edge_pairs,
     encode,
     integers,
-    largest_of,
     part_ids,
     refuse,
     row_dtype,
     shaped,
     spool,
+    steps_and_offsets,
 )
 from disk.files import SPLITS, StoreError, plural
 
@@ -39,6 +41,7 @@ EDGE_CHUNK = 1 << 22  # edges read at a time
 # with up to EXACT edges the reverse of each is looked up, with more those of SAMPLE random edges
 EXACT = 1 << 20
 SAMPLE = 1 << 16
+COMPARED = 1 << 22  # cells of features that are compared with labels
 COUNTED = ("duplicates", "self_loops", "isolated", "one_way", "one_way_of")
 # in the meta.json of a store that was built without a split
 DRAWN = "20 nodes of each class for training, 30 for validation, the rest for testing"
@@ -96,6 +99,70 @@ def check_labels(labels, num_nodes, num_classes):
     return labels, num_classes
 
 
+def doubts(store, counted) -> list[str]:
+    """Return sentences on what is probably not meant in the labels and features of an open GraphStore.
+
+    counted: whether the number of classes was taken from the labels. Up to COMPARED cells of features of training nodes
+    drawn by seed 0 are compared with labels, see `telling`.
+    """
+    labels = store.labels
+    lines = []
+    if counted and store.labelled and labels.dim() == 1:
+        used = labels[labels >= 0].unique()
+        empty = np.setdiff1d(np.arange(store.num_classes), used).tolist()
+        if empty:
+            which = f"{len(empty)} of {store.num_classes} classes have no node"
+            listed = ", ".join(map(str, empty[:8])) + ", ..." * (len(empty) > 8)
+            lines.append(f"{which}: {listed}; labels number the classes from 0")
+    width = store.feature_dim
+    train = store.split["train"]
+    nodes = train[train < store.features.shape[0]].numpy()
+    cells = COMPARED // labels[:1].numel()
+    rows = min(max(cells // width, 256), 1024)
+    nodes = np.random.default_rng(0).permutation(nodes)[:rows]
+    columns = np.unique(np.linspace(0, width - 1, min(width, cells // rows)).astype(np.int64))
+    if len(nodes) < 2:
+        return lines
+    if len(columns) < width:
+        lines.append(f"{len(columns):,} of {width:,} features were compared with the labels")
+    if not len(columns):
+        return lines
+    step = max(COMPARED // width, 1)
+    parts = [torch.from_numpy(nodes[a : a + step]) for a in range(0, len(nodes), step)]
+    x = torch.cat([store.features.gather(part)[:, columns].double() for part in parts])
+    if found := telling(x, labels[torch.from_numpy(nodes)], width):
+        names = store.feature_names or [f"[:, {j}]" for j in range(width)]
+        listed = ", ".join(names[columns[j]] for j in found[:8]) + ", ..." * (len(found) > 8)
+        of = f"all {len(nodes):,} training nodes"
+        if len(nodes) < len(train):
+            of = f"{len(nodes):,} training nodes, drawn from {len(train):,}"
+        cure = "leave out what was made from labels"
+        lines.append(f"features that alone tell the label of {of}: {listed}; {cure}")
+    return lines
+
+
+def telling(x, y, width) -> list[int]:
+    """Find the columns of x [n, F] each of whose values, a tenth as many as rows at most or as many as classes, occurs
+    with one label only of y, [n] or one of [n, C] -> their numbers. Chance would make one among `width` columns so in
+    fewer than one of a hundred graphs."""
+    found = torch.zeros(x.shape[1], dtype=torch.bool, device="cpu")
+    x, order = x.t().sort(1)
+    new = x[:, 1:] != x[:, :-1]
+    count = 1 + new.sum(1)
+    for label in y.reshape(len(y), -1).t():
+        sizes = label.unique(return_counts=True)[1].double()
+        if len(sizes) < 2:
+            continue
+        sorted_label = label[order]
+        pure = ~((sorted_label[:, 1:] != sorted_label[:, :-1]) & ~new).any(1)
+        # ways to label the rows so, and ways to label the values
+        ways = torch.lgamma(sizes.sum() + 1) - torch.lgamma(sizes + 1).sum()
+        chance = math.log(100 * width) + count * math.log(len(sizes))
+        few = count <= max(len(sizes), len(y) // 10)
+        found |= pure & few & (chance < ways)
+    return found.nonzero()[:, 0].tolist()
+
+
 def classes_among(values) -> list[int]:
     """List the classes, ascending, among the different labels of graphs, whole numbers: -1 stands for a missing label,
     unless it comes with 1 alone or with other numbers below 0. StoreError for fewer than two."""
@@ -149,33 +216,42 @@ def checked_rows(features, progress):
         yield first, chunk.detach().cpu()
 
 
-def feature_rows(features, dtype, scale, progress, largest):
-    """Yield chunks of feature rows as they are stored, in `dtype`, each checked, or their codes if there is a `scale`; its
-    largest absolute value is appended to the list `largest`."""
+def feature_rows(features, dtype, scale, ends, *, rounded, progress):
+    """Yield chunks of feature rows as they are stored, in `dtype`, each checked, or their codes if there is a `scale`, see
+    `feature_scale`. rounded: `RoundedRows`, which look at them."""
     announced = row_dtype("features", features)
     for first, chunk in checked_rows(features, progress):
         kept = chunk if scale is not None else chunk.to(getattr(torch, dtype))
         if dtype != announced:
             refuse(kept.isinf(), "features", chunk, f"beyond the range of {dtype}", first)
-        largest.append(largest_of(kept))
         if scale is not None:
-            kept = encode(kept, scale).clamp_(-128, 127).to(torch.int8)
+            ids = torch.arange(first, first + len(kept), device="cpu")
+            kept = encode(kept, *steps_and_offsets(scale, ends, ids)).clamp_(-128, 127)
+            kept = kept.to(torch.int8)
+        rounded.add(first, chunk, kept)
         yield as_numpy(kept)
 
 
-def feature_scale(features, dtype, folder, progress):
+def feature_scale(features, dtype, ends, folder, progress):
     """Return (features, the scale of their codes) after a pass over the rows; `Rows`, which come once, are written to a
     file without a name in a folder meanwhile. The scale is float32 [2, F], steps and offsets: a code of 8 bits stands for
-    code * step + offset; a step is 0 if all values are equal. It is None unless floats are kept as int8."""
+    code * step + offset; a step is 0 if all values are equal. It is None unless floats are kept as int8. ends: None, or
+    int64 [T], where the rows of each type end; the scale is then [T, 2, F]."""
     if dtype != "int8" or row_dtype("features", features) == dtype:
         return features, None
-    low = torch.full(features.shape[1:], torch.inf, dtype=torch.float64)
+    bounds = [0, features.shape[0]] if ends is None else [0, *ends.tolist()]
+    low = torch.full(
+        (len(bounds) - 1, features.shape[1]), torch.inf, dtype=torch.float64, device="cpu"
+    )
     high = -low
 
     def chunks():
-        for _, rows in checked_rows(features, progress):
-            torch.minimum(low, rows.amin(0), out=low)
-            torch.maximum(high, rows.amax(0), out=high)
+        for first, rows in checked_rows(features, progress):
+            for of_type, smallest, largest in zip(pairwise(bounds), low, high):
+                start, stop = (max(bound - first, 0) for bound in of_type)
+                if len(part := rows[start:stop]):
+                    torch.minimum(smallest, part.amin(0), out=smallest)
+                    torch.maximum(largest, part.amax(0), out=largest)
             yield rows.float().numpy()
 
     if isinstance(features, Rows):
@@ -183,11 +259,15 @@ def feature_scale(features, dtype, folder, progress):
     else:
         for _ in chunks():
             pass
+    high, low = (of.masked_fill_(of.isinf(), 0) for of in (high, low))  # types without nodes
     steps = ((high - low) / 255).float()
     offsets = (low + 128 * steps.double()).float()
     far = (128 * steps + offsets.abs()).isinf()
-    refuse(far, "the largest of each column of features", high, "int8 needs a range within float32")
-    return features, torch.stack([steps, offsets])
+    why = "int8 needs a range within float32"
+    for beyond, values in zip(far, high):
+        refuse(beyond, "the largest of each column of features", values, why)
+    scale = torch.stack([steps, offsets], 1)
+    return features, scale[0] if ends is None else scale
 
 
 def check_splits(splits, labels, names=None):

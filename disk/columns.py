@@ -34,7 +34,7 @@ from disk.files import Kind, StoreError, check_size, file_record, reading, stora
 
 NAMES = "nodes.txt"
 MOST_TYPES = 1 << 15
-ALWAYS = -(1 << 63)  # the time of an edge that is seen at all times
+ALWAYS = -(1 << 63)  # the time of an edge that is seen at all times; cannot be given
 
 
 # ---- checks: (name for messages, values) -> (numpy array, its entries for meta.json); StoreError for invalid values
@@ -66,8 +66,10 @@ def check_types(name, types):
 
 
 def check_times(name, times):
-    """Refuse times that are no whole numbers; they may be written as floats."""
-    return whole_times(name, times), {}
+    """Refuse times that are neither dates nor whole numbers, which may be written as floats; time_unit is "us" for dates."""
+    times = whole_times(name, times)
+    unit = {"time_unit": "us"} if times.dtype.kind == "M" else {}
+    return times.view(np.int64), unit
 
 
 def check_features(name, rows):
@@ -80,6 +82,31 @@ def check_features(name, rows):
     return as_numpy(rows) if tensor else np.asarray(rows), meta
 
 
+class Numbers:
+    """The numbers 0 to M - 1 of the given edges, an array [M] that takes no memory."""
+
+    dtype = np.dtype(np.int64)
+
+    def __init__(self, count):
+        self.shape = (count,)
+        self.nbytes = 8 * count
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __getitem__(self, cut):
+        return np.arange(*cut.indices(len(self)))
+
+    def take(self, numbers, axis):
+        """Return the numbers at some positions, which they are."""
+        return numbers
+
+
+def check_order(name, numbers):
+    """Refuse what are no whole numbers."""
+    return numbers if isinstance(numbers, Numbers) else integers(name, numbers), {}
+
+
 def latest(times) -> int:
     """Return the latest of some times, 0 of none."""
     return int(times.max()) if times.size else 0
@@ -88,12 +115,20 @@ def latest(times) -> int:
 # ---- what `GraphStore` and the log say about a column of an open graph
 
 
-def described_times(name, times) -> str:
-    """Describe the span of some times, as "time 0 to 99"."""
+def described_times(name, times, unit=None) -> str:
+    """Describe the span of some times, as "time 0 to 99", or of dates, whose unit is "us"."""
     if not len(times):
         return f"{name} 0 to 0"
-    first, last = map(int, torch.aminmax(times))
-    return f"{name} {'-inf' if first == ALWAYS else first} to {last}"
+    return f"{name} {span_of(*map(int, torch.aminmax(times)), unit)}"
+
+
+def span_of(first, last, unit) -> str:
+    """Write the first and the last of some times, see `described_times`."""
+    words = []
+    for time in (first, last):
+        word = str(np.datetime64(time, unit)).partition(".")[0] if unit else str(time)
+        words.append("-inf" if time == ALWAYS else word)
+    return " to ".join(words)
 
 
 def described_edge_types(graph) -> str:
@@ -131,8 +166,9 @@ class Column:
     dtype: str | Callable
     # names of its array in .npz files, PyG and, after "edata.", DGL; those of an earlier column are that one's
     aliases: tuple
-    # of `store.py build` for tables, with underscores as an argument of sources.prepare.build
-    flag: str
+    # of `store.py build` for tables, with underscores as an argument of sources.prepare.build; None: no data of a run,
+    # but numbers of the edges, which a build is asked to keep by NAME=True
+    flag: str | None
     describe: Callable  # of an open graph -> words for the log
     metavar: str | None = None  # of the flag, as `help`; None: as in USAGE
     help: str | None = None
@@ -141,9 +177,19 @@ class Column:
     # of nodes, which need it: its values [n] of some types -> that of nodes of types without it
     elsewhere: Callable | None = None
 
+    @property
+    def timed(self):
+        """Whether it holds times: whole numbers or dates."""
+        return self.check is check_times
+
     def __post_init__(self):
         if self.of == "node" and self.elsewhere is None:
             raise TypeError(f"{self.name}: a column of nodes needs `elsewhere`")
+
+    @property
+    def asked(self):
+        """True for the numbers of edges, see `flag`."""
+        return self.flag is None
 
     def usage(self):
         """Return the metavar and the help of its flag."""
@@ -194,7 +240,7 @@ EDGE_TIME = Column(  # when an edge appeared; each list, or each type's part of 
     dtype="int64",
     aliases=("edge_time", "time", "edata.time", "edata.edge_time", "edata.timestamp"),
     flag="times",
-    describe=lambda graph: described_times("time", graph.edge_time),
+    describe=lambda graph: described_times("time", graph.edge_time, graph.meta.get("time_unit")),
 )
 EDGE_FEATURES = Column(  # for layers that see edges
     "edge_features",
@@ -217,12 +263,23 @@ NODE_TIME = Column(  # the time at which a node is classified
     aliases=("node_time", "time"),
     flag="node_times",
     help="tables: a time per node",
-    cells=np.int64,
-    describe=lambda graph: described_times("nodes' time", graph.node_time),
+    describe=lambda graph: described_times(
+        "nodes' time", graph.node_time, graph.meta.get("time_unit")
+    ),
     elsewhere=latest,  # they see everything
 )
+EDGE_ORDER = Column(  # the number that each stored edge has in the order given
+    "edge_order",
+    of="edge",
+    check=check_order,
+    dtype="int64",
+    aliases=(),
+    flag=None,
+    describe=lambda graph: "the order given",
+)
 COLUMNS = {
-    column.name: column for column in (EDGE_WEIGHT, EDGE_TYPE, EDGE_TIME, EDGE_FEATURES, NODE_TIME)
+    column.name: column
+    for column in (EDGE_WEIGHT, EDGE_TYPE, EDGE_TIME, EDGE_FEATURES, EDGE_ORDER, NODE_TIME)
 }
 OF_EDGES = [column.name for column in COLUMNS.values() if column.of == "edge"]
 
@@ -255,11 +312,18 @@ def check_columns(values, edges, edge_types):
     """
     checked = {}
     meta = {}
+    units = {}
     for name, column in COLUMNS.items():
-        if values.get(name) is not None:
-            rows = getattr(edges, f"num_{column.of}s")
-            checked[name], entries = column.checked(values[name], rows)
+        rows = getattr(edges, f"num_{column.of}s")
+        value = values.get(name)
+        if column.asked and isinstance(value, bool):
+            value = Numbers(rows) if value else None
+        if value is not None:
+            checked[name], entries = column.checked(value, rows)
             meta |= entries
+            if column.timed:
+                units[name] = entries.get("time_unit")
+    check_units(units)
     if edge_types is not None:
         if EDGE_TYPE.name not in checked:
             raise StoreError("edge_types names types, and there is no edge_type")
@@ -274,6 +338,15 @@ def check_columns(values, edges, edge_types):
             types_dtype(len(names)), copy=False
         )
     return checked, meta
+
+
+def check_units(units):
+    """Raise StoreError if some times are dates and others numbers. units: {name of times: "us" for dates, or None}."""
+    dates = [name for name, unit in units.items() if unit]
+    numbers = [name for name, unit in units.items() if not unit]
+    if dates and numbers:
+        how = "give both as dates, or both as whole numbers in one unit"
+        raise StoreError(f"{dates[0]} holds dates and {numbers[0]} numbers: {how}")
 
 
 def check_names(names, num_nodes):
@@ -401,6 +474,6 @@ def types_called(name, names) -> list[int]:
 
 def described(graph) -> str:
     """Describe what edges and nodes carry for a log line, times last."""
-    columns = sorted(COLUMNS.values(), key=lambda column: column.check is check_times)
+    columns = sorted(COLUMNS.values(), key=lambda column: column.timed)
     carried = [c for c in columns if getattr(graph, c.name) is not None]
     return ", ".join(column.describe(graph) for column in carried) or "none"

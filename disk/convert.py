@@ -11,6 +11,7 @@ This file needs disk/files.py, numpy and torch.
 import math
 import tempfile
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +19,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.files import SPLITS, StoreError, free_host_bytes, progress_bar, reading
+from disk.files import SPLITS, StoreError, free_host_bytes, plural, progress_bar, reading
 
 VALID = ("val", "valid", "validation")  # names of the part called valid
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
 # dtypes that float features may be rounded to; int8 for codes, 256 evenly spaced values of each column
 KEPT_AS = ("bfloat16", "float16", "int8")
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
+SAMPLED = 1024  # rows of a type whose values are counted before and after rounding, at most
+SAMPLED_VALUES = 1 << 22  # the same of all columns
+NAMED = 3  # columns
+DATE = "datetime64[us]"  # dates are stored in microseconds since 1970, UTC
+# what NaT of numpy and pandas becomes as an integer, also divided by 10^3, 10^6 or 10^9, rounded either way
+NO_DATE = sorted(
+    {cut for k in (0, 3, 6, 9) for cut in (-(1 << 63) // 10**k, -((1 << 63) // 10**k))}
+)
+NO_TIME = "a missing time; for what was always there give the earliest of all, or leave it out"
 
 
 class Rows(NamedTuple):
@@ -101,7 +111,8 @@ def array_like(name, values):
             ]
             values = np.column_stack(parts)
         elif hasattr(values, "to_numpy"):
-            values = values.to_numpy()
+            zoned = getattr(values.dtype, "tz", None) is not None  # of pandas, to UTC
+            values = values.to_numpy(f"datetime64[{values.dtype.unit}]" if zoned else None)
         if not hasattr(values, "shape"):
             raise StoreError(f"{name} is {kind_of(values)}: an array is needed")
         _ = values.dtype
@@ -111,9 +122,16 @@ def array_like(name, values):
         return values
     others = {type(value).__name__ for value in values.flat} - {"str"}
     if others:
-        how = "give numbers as .astype(int) or .astype(float), text as .astype(str), none missing"
+        how = "give numbers as .astype(int) or .astype(float), text as .astype(str), dates as "
+        how += f'.astype("{DATE}"), none missing'
         raise StoreError(f"{name} holds objects of Python ({', '.join(sorted(others))}): {how}")
     return values.astype(str)
+
+
+def column_names(table) -> list[str] | None:
+    """Return the names of the columns of a DataFrame; None where they are numbered, and for other forms of an array."""
+    names = [*getattr(table, "columns", ())]
+    return None if names == [*range(len(names))] else [*map(str, names)]
 
 
 def _stacked(name, values):
@@ -201,18 +219,6 @@ def shaped(name, array, *shape):
     return array
 
 
-def whole_times(name, values) -> np.ndarray:
-    """Convert times, whole numbers of any dtype, to int64; StoreError for others."""
-    with reading(name):
-        values = np.asarray(values)
-    if values.dtype.kind == "f":
-        bad = ~(np.abs(values) <= 1 << 53) | (values != np.rint(values))
-        why = "whole numbers are needed; give finer times in smaller units"
-        refuse(bad, name, values, why)
-        values = values.astype(np.int64)
-    return integers(name, values)
-
-
 def by_part(name, given) -> dict:
     """Return {part of SPLITS: values} of a dict whose names may be `val` or `validation` for `valid`; StoreError for
     another name, or two for one part."""
@@ -250,7 +256,39 @@ def refuse(bad, name, values, why, first=0):
     if bad.any():
         at = torch.as_tensor(bad, device="cpu").nonzero()[0].tolist()
         place = ", ".join(map(str, [first + at[0], *at[1:]]))
-        raise StoreError(f"{name}[{place}] is {values[tuple(at)].item()}: {why}")
+        value = values[tuple(at)]
+        # nanoseconds would print as a number
+        value = value if isinstance(value, np.datetime64) else value.item()
+        raise StoreError(f"{name}[{place}] is {value}: {why}")
+
+
+def whole_times(name, values, refuse=refuse) -> np.ndarray:
+    """Convert times to int64, or dates (datetime64 of any unit) to datetime64[us]; StoreError for missing ones, fractions,
+    and numbers from which on their dtype rounds. refuse: as below, to name rows of a table."""
+    with reading(name):
+        values = array_like(name, values)
+        dtype = str(values.dtype).removeprefix("torch.")
+        if isinstance(values, Tensor):
+            values = (values.double() if values.is_floating_point() else values).numpy()
+    if values.dtype.kind == "M":
+        refuse(np.isnat(values), name, values, NO_TIME)
+        with reading(name):
+            dates = values.astype(DATE)
+        why = f"dates are stored in microseconds: round it, as .astype({DATE!r}) of numpy does"
+        refuse(dates.astype(values.dtype) != values, name, values, why)
+        return dates
+    if values.dtype.kind == "f":
+        refuse(np.isnan(values), name, values, NO_TIME)
+        most = int(2 / torch.finfo(getattr(torch, dtype, torch.float64)).eps)
+        why = f"{dtype} rounds whole numbers above {most:,}: give times as int64, of before they were rounded"
+        refuse(np.abs(values) > most, name, values, why)
+        why = "whole numbers are needed; give finer times in smaller units"
+        refuse(values != np.rint(values), name, values, why)
+        values = values.astype(np.int64)
+    times = integers(name, values)
+    if times.min(initial=0) <= NO_DATE[-1]:
+        refuse(np.isin(times, NO_DATE), name, times, f"NaT as a number, {NO_TIME}")
+    return times
 
 
 def check_finite(name, rows, first=0):
@@ -274,9 +312,14 @@ def check_answers(name, y, labels):
         refuse(~missing & ((y < -1) | (y > 1)), name, y, why)
 
 
-def encode(rows, scale) -> Tensor:
+def steps_and_offsets(scale, ends, ids):
+    """Return those of codes of rows ids [n]: [F] each, or [n, F] of a scale for each type, see `checks.feature_scale`."""
+    return scale if ends is None else scale[torch.bucketize(ids, ends, right=True)].unbind(1)
+
+
+def encode(rows, steps, offsets) -> Tensor:
     """Compute the codes of rows [n, F], whole numbers in float64; beyond the range of their column outside [-128, 127]."""
-    steps, offsets = scale.double()
+    steps = steps.double()
     # any difference from a column's only value is out of range
     return ((rows.double() - offsets) / steps.clamp(min=1e-300)).round()
 
@@ -294,6 +337,69 @@ def spool(folder, chunks, dtype, *row) -> np.memmap:
 def largest_of(rows) -> float:
     """Return the largest absolute value of a tensor, 0 if it is empty."""
     return max(map(abs, map(float, rows.aminmax()))) if rows.numel() else 0.0
+
+
+class RoundedRows:
+    """Feature rows before and after they are rounded: a sample, evenly spaced among the rows of each type.
+
+    Args: rows: number of all rows. width: F. ends: None, or where the rows of each type end, int64 [T]; types: its names.
+    """
+
+    def __init__(self, rows, width, ends=None, types=("",)):
+        self.types = types
+        bounds = [0, rows] if ends is None else [0, *ends.tolist()]
+        most = max(1, min(SAMPLED, SAMPLED_VALUES // width))
+        parts = [
+            torch.arange(a, b, -(-(b - a) // most) or 1, device="cpu") for a, b in pairwise(bounds)
+        ]
+        self.bounds = [0, *accumulate(map(len, parts))]
+        self.ids = torch.cat(parts)
+        self.largest = 0.0
+        self.before = []
+        self.after = []
+
+    def add(self, first, before, after):
+        """Take those of the sample of a chunk of rows, whose first row is `first`."""
+        self.largest = max(self.largest, largest_of(before))
+        ends = torch.tensor([first, first + len(before)], device="cpu")
+        start, stop = torch.searchsorted(self.ids, ends).tolist()
+        at = self.ids[start:stop] - first
+        self.before.append(before[at])
+        self.after.append(after[at])
+
+    def loss(self, names=None) -> str:
+        """Describe the columns that keep half as many different values as they had, or fewer, and far fewer than a dtype
+        has; "" if there are none. names: of the columns, F."""
+        if not self.before:
+            return ""
+        before, after = map(torch.cat, (self.before, self.after))
+        if before.dtype == after.dtype:
+            return ""
+        levels = 256
+        if after.is_floating_point():
+            levels = int(2 / torch.finfo(after.dtype).eps)
+        lost = []
+        for kind, (a, b) in zip(self.types, pairwise(self.bounds)):
+            had = _different(before[a:b])
+            have = _different(after[a:b])
+            for column in (2 * have <= had.clamp(max=levels // 4)).nonzero().flatten().tolist():
+                name = names[column] if names else column
+                of = f" of {kind}" if kind else ""
+                lost.append(f"{name}{of} ({have[column]} of {had[column]})")
+        if not lost:
+            return ""
+        more = f" and {len(lost) - NAMED:,} more" if len(lost) > NAMED else ""
+        columns = f"column{'s' * (len(lost) > 1)} {', '.join(lost[:NAMED])}{more}"
+        return (
+            f"few different values are left of {columns}, in {plural(len(before), 'row')} looked at"
+        )
+
+
+def _different(rows):
+    """Count the different values of each column."""
+    if not len(rows):
+        return torch.zeros(rows.shape[1], dtype=torch.int64, device="cpu")
+    return rows.sort(0).values.diff(dim=0).ne(0).sum(0) + 1
 
 
 class RowsByIndex:

@@ -47,6 +47,7 @@ FORMATS = {
     "ringblock-graphs": "many small graphs: open it as GraphDataset (train.py --task graph)",
 }
 FULL = (errno.ENOSPC, errno.EDQUOT)
+RESERVED = 1 << 30  # bytes of a file to write to whose memory vm.overcommit_memory=2 may reserve
 
 
 class StoreError(ValueError):
@@ -143,6 +144,20 @@ def _part_beside(path, make):
                 finally:
                     _remove(part)
                 return
+
+
+@contextlib.contextmanager
+def folder_for(path):
+    """Context manager: a folder, made if necessary, and then removed again if the block fails and leaves it empty."""
+    made = not path.is_dir()
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
 
 
 @contextlib.contextmanager
@@ -291,7 +306,14 @@ def read_meta(path, form=None) -> dict:
     or another format than `form`, one of FORMATS (None: any). The entries themselves are not checked."""
     file = Path(path) / "meta.json"
     if not os.path.lexists(file):
-        raise StoreError(f"{path} is no store: there is no {file}")
+        text = f"{path} is no store: there is no {file}"
+        if parts := sorted(part.parent for part in Path(path).glob("part-*/meta.json")):
+            has = f"it holds {plural(len(parts), 'part')} of one, {', '.join(p.name for p in parts[:3])}"
+            text = (
+                f"{path} is no store: {has}{', ...' if len(parts) > 3 else ''}: give {parts[0]} or"
+            )
+            text += " another, with train.py --split-features a different one on each machine"
+        raise StoreError(text)
     with reading(file, "; rebuild the store"):
         if regular(file).st_size > 1 << 24:
             raise ValueError("it is larger than any meta.json")
@@ -328,23 +350,41 @@ class Kind(NamedTuple):
     shape: list | None = None  # None: any
 
 
-def map_npy(path, name, record, kind, *, ahead=True, mode="r") -> Tensor:
+def map_npy(path, name, record, kind, *, ahead=True) -> Tensor:
     """Memory-map a .npy file -> tensor; StoreError unless its size is as recorded and it is of this `Kind`. ahead: let
-    the kernel read ahead; False for random access. mode: "c" for a map whose changes stay in this process."""
+    the kernel read ahead; False for random access. Processes share its pages; what is written to it stays in this process."""
     dtype, shape = kind
     file = check_size(path, name, record)
     with reading(file, "; rebuild the store"):
-        array = np.lib.format.open_memmap(file, mode)
+        array = np.lib.format.open_memmap(file, "r")
         if array.dtype != np.dtype(dtype) or list(array.shape) != (shape or list(array.shape)):
             raise ValueError(f"it holds {array.dtype} {list(array.shape)}, not {dtype} {shape}")
         # a header of another length would shift the data
         if not array.flags.c_contiguous or array.offset + array.nbytes != record["bytes"]:
             raise ValueError("its header is damaged")
+        memory = _copy_on_write(file)
+        if memory is None:
+            memory = array._mmap
+        else:
+            array = np.ndarray(array.shape, array.dtype, memory, array.offset)
     if not ahead:
-        array._mmap.madvise(mmap.MADV_RANDOM)
+        memory.madvise(mmap.MADV_RANDOM)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
+
+
+def _copy_on_write(file):
+    """Map a file -> mmap, of which only the pages that are written take memory of their own; None if the kernel refuses,
+    or would reserve memory for all pages of a large file: that is mapped to be read alone."""
+    reserves = Path("/proc/sys/vm/overcommit_memory")
+    if file.stat().st_size > RESERVED and reserves.exists() and reserves.read_text()[0] == "2":
+        return None
+    # without, no file larger than memory is mapped; Python 3.13 names the flag
+    reserve_none = getattr(mmap, "MAP_NORESERVE", 0x4000 * (sys.platform == "linux"))
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    with open(file, "rb") as opened, contextlib.suppress(OSError):
+        return mmap.mmap(opened.fileno(), 0, mmap.MAP_PRIVATE | reserve_none, protection)
 
 
 def map_split(path, files):
@@ -423,7 +463,7 @@ def free_host_bytes(root="/") -> int:
     everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         available = re.search(r"MemAvailable: *(\d+)", (root / "proc/meminfo").read_text())
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
+        groups = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
     except OSError:  # not Linux
         return everything
     free = 1024 * int(available[1]) if available else everything  # an emulated Linux may not tell

@@ -69,7 +69,7 @@ def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y, edge_vector=Non
     Args:
         num_nodes, num_edges: integers [G], sizes of the graphs, each with at least one node.
         edge_index: integers [2, E], row 0 the sources, graph after graph; node ids start at 0 in each graph.
-        x: [N, F] node features, e: [E, D] edge features, graph after graph. y: [G, T] targets.
+        x: [N, F] node features, e: [E, D] edge features, graph after graph. y: [G] or [G, T] targets or labels.
         edge_vector: [E, 3] of each edge, from its source to its destination, for models that see angles.
     """
     num_nodes = integers("num_nodes", num_nodes, "G")
@@ -78,6 +78,7 @@ def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y, edge_vector=Non
     x = as_rows("x", x)
     e = as_rows("e", e)
     y = as_rows("y", y)
+    y = y.unsqueeze(1) if y.dim() == 1 else y
     if edge_vector is None:
         vectors = torch.empty(len(e), 0)
     else:

@@ -229,6 +229,28 @@ def _cut(chunks, num_nodes, cap):
     return [min(bucket << shift, num_nodes) for bucket in buckets], np.diff(ends[buckets])
 
 
+def places_of(order, edges) -> np.ndarray:
+    """Find edges by their numbers in the order given -> positions among the stored edges, int64 [n'].
+
+    Positions are in the order of `edges`; of an edge that is stored with its reverse there are two, ascending.
+
+    Args:
+        order: int64 [M'], the number of each stored edge. edges: int64 [n].
+
+    Raises:
+        StoreError: for an edge that is not stored; names the first.
+    """
+    places = np.argsort(order, kind="stable")
+    numbers = order[places]
+    first = np.searchsorted(numbers, edges)
+    counts = np.searchsorted(numbers, edges, "right") - first
+    largest = np.max(order, initial=-1)
+    why = f"stored edges have numbers up to {largest}, less those of dropped duplicates and self-loops"
+    refuse(counts == 0, "edges", edges, why)
+    before = np.cumsum(counts) - counts
+    return places[np.arange(counts.sum()) + np.repeat(first - before, counts)]
+
+
 def checked_indices(indices, num_nodes, progress):
     """Yield chunks of `indices` as int64, in the order given, their node ids checked."""
     for first, chunk in chunked("indices", indices, EDGE_CHUNK, progress):

@@ -97,7 +97,8 @@ def begin():
     os.close(number)
     sys.stdout = sys.stdout or open(1, "w")
     sys.stderr = sys.stderr or open(2, "w")
-    if sys.stdout.errors == "strict":
+    # in a POSIX locale that is no UTF-8 Python writes bytes of paths as they are, and fails at other characters
+    if sys.stdout.errors == "strict" or sys.stdout.encoding.lower() in ("ascii", "us-ascii"):
         sys.stdout.reconfigure(errors="backslashreplace")
         os.environ["PYTHONIOENCODING"] = f"{sys.stdout.encoding}:backslashreplace"  # for ranks
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

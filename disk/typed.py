@@ -19,19 +19,20 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from disk.columns import ALWAYS, COLUMNS, EDGE_TIME, EDGE_TYPE, NODE_TIME, OF_EDGES
+from disk.columns import COLUMNS, EDGE_TIME, EDGE_TYPE, NODE_TIME, OF_EDGES, check_units
 from disk.convert import (
+    DATE,
     Rows,
     array_like,
     as_rows,
     chunked,
+    column_names,
     edge_pairs,
     integers,
     part_ids,
     refuse,
     row_dtype,
     shaped,
-    whole_times,
 )
 from disk.files import StoreError, reading
 
@@ -47,12 +48,12 @@ def flatten(given) -> dict:
     {type: [M_r, ...]}, narrower edge_features are padded too. With symmetrize the reverse of an edge has the edge's type if
     both ends are of one type, else the type `rev_NAME`. With node_time {type: [V_t]}, edges of a type without edge_time
     have the time of their source. Nodes of a type without node_time see everything, and are always seen: they have the
-    latest time, their edges ALWAYS.
+    latest time, their edges ALWAYS, where `always`, a mask [M] or None, is true. Times of all types are dates, or none.
     """
     by_type = _given_by_type(given)
     features = by_type.pop("features", {})
     labels = by_type.pop("labels", {})
-    of_nodes = {name: by_type.pop(name) for name in by_type.keys() - {*OF_EDGES}}
+    of_nodes = {name: dict(by_type.pop(name)) for name in by_type.keys() - {*OF_EDGES}}
     of_edges = {name: dict(values) for name, values in by_type.items()}
     node_types = given.node_types or {}
     counts = integers("node_types", [*node_types.values()])
@@ -73,45 +74,61 @@ def flatten(given) -> dict:
             different = values.keys() - edges.keys()
         if different:
             raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
+    of_edges |= _numbers_asked(given, edges)
+    dates = _whole_times(of_edges, of_nodes)
     if given.symmetrize:
         _add_reverses(edges, of_edges)
     columns = {}
+    always = None
     for name, values in of_nodes.items():
         columns[name] = _node_column(COLUMNS[name], values, first, node_types)
     if NODE_TIME.name in of_nodes:
         times = of_edges.setdefault(EDGE_TIME.name, {})
+        own = {*times}
         for kind, (sources, _) in edges.items():
-            if kind in times:
-                name = f"{EDGE_TIME.name} of {','.join(kind)}"
-                times[kind] = whole_times(name, times[kind])
-            elif kind[0] in of_nodes[NODE_TIME.name]:
+            if kind not in own:
                 times[kind] = columns[NODE_TIME.name][first[kind[0]] + sources]
-            else:
-                times[kind] = np.full(len(sources), ALWAYS)
+        timed = own | {kind for kind in edges if kind[0] in of_nodes[NODE_TIME.name]}
+        always = np.concatenate(
+            [np.full(pairs.shape[1], kind not in timed) for kind, pairs in edges.items()]
+        )
     for name, values in of_edges.items():
         columns[name] = _edge_column(COLUMNS[name], values, edges)
+    if dates:
+        for name in filter(lambda name: COLUMNS[name].timed, columns):
+            columns[name] = np.asarray(columns[name]).view(DATE)
     counts = [pairs.shape[1] for pairs in edges.values()]
     columns[EDGE_TYPE.name] = np.repeat(np.arange(len(edges)), counts)
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
-    tables = {}
-    for name in filter(lambda name: features.get(name) is not None, names):
-        title = f"features of {name}"
-        tables[name] = shaped(title, array_like(title, features[name]), node_types[name], "F")
+    tables = _tables(features, names, node_types)
     widths = {name: table.shape[1] for name, table in tables.items()}
     return {
         "node_types": {name: (node_types[name], widths.get(name, 0)) for name in names},
         "edge_types": [",".join(kind) for kind in edges],
         "edge_index": np.concatenate(moved, 1),
         "columns": columns,
+        "always": always,
         "features": _joined(tables),
+        "feature_names": _feature_names(features, widths),
         "symmetrize": False,
         **_labels(labels, given.split, first, node_types),
     }
 
 
+def ends_of_types(node_types):
+    """Return where the feature rows of each type end, int64 [T], of [(name, nodes, feature width or 0)] of all types; None
+    unless several types have features."""
+    counts = [count for _, count, width in node_types if width]
+    return torch.tensor(counts, device="cpu").cumsum(0) if len(counts) > 1 else None
+
+
 def _given_by_type(given) -> dict:
     """Return the arguments that are given by type, {name: {type: values}}; StoreError for those of one graph."""
-    columns = {name: values for name, values in given.columns.items() if values is not None}
+    columns = {
+        name: values
+        for name, values in given.columns.items()
+        if values is not None and not (COLUMNS[name].asked and isinstance(values, bool))
+    }
     of_one = [EDGE_TYPE.name] if EDGE_TYPE.name in columns else []
     of_one += [name for name in ONE_GRAPH if getattr(given, name) is not None]
     if of_one:
@@ -124,6 +141,20 @@ def _given_by_type(given) -> dict:
     return by_type
 
 
+def _whole_times(of_edges, of_nodes):
+    """Convert the times among columns {name: {type: values}} to int64, in place -> whether they are dates."""
+    units = {}
+    for columns in (of_edges, of_nodes):
+        for name in filter(lambda name: COLUMNS[name].timed, columns):
+            for kind, values in columns[name].items():
+                of = kind if isinstance(kind, str) else ",".join(kind)
+                times, entries = COLUMNS[name].check(f"{name} of {of}", values)
+                columns[name][kind] = times
+                units[f"{name} of {of}"] = entries.get("time_unit")
+    check_units(units)
+    return any(units.values())
+
+
 def _labels(labels, split, first, node_types) -> dict:
     """Return the labels {type: labels of its nodes} of one type and the split as those of one graph."""
     if not labels:
@@ -132,6 +163,7 @@ def _labels(labels, split, first, node_types) -> dict:
         return {"labels": None, "split": None}
     ((kind, values),) = labels.items()
     values = integers(f"labels of {kind}", values)
+    refuse(values < -1, f"labels of {kind}", values, "labels are 0 or more, or -1 for none")
     joined = _spread("labels", {kind: values}, first, node_types, -1)
     if split is None:
         return {"labels": joined, "split": None}
@@ -156,6 +188,14 @@ def _check_names(node_types, edge_index):
             raise StoreError(f"the type {word!r} has no name: printable text without a comma")
 
 
+def _numbers_asked(given, edges) -> dict:
+    """Return {column: {type: numbers of its edges}} if a build is asked to keep them, counted through all types."""
+    counts = [pairs.shape[1] for pairs in edges.values()]
+    numbers = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+    asked = [c.name for c in COLUMNS.values() if c.asked and given.columns.get(c.name) is True]
+    return {name: dict(zip(edges, numbers)) for name in asked}
+
+
 def _edges(kind, node_types, pairs) -> np.ndarray:
     """Check the edges of a type -> int64 [2, M_r]."""
     source, _, destination = kind
@@ -172,16 +212,30 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
 
 
 def _add_reverses(edges, columns):
-    """Add the reverse of each edge to {type: edges} and {column: {type: values}}, in place."""
-    for kind, pairs in list(edges.items()):
+    """Add the reverse of each edge to {type: edges} and {column: {type: values}}, in place, but none of a type whose
+    reverses are there, as the type `rev_NAME`."""
+    given = dict(edges)
+    for kind, pairs in given.items():
         source, name, destination = kind
-        reverse = kind if source == destination else (destination, f"rev_{name}", source)
+        if (destination, name.removeprefix("rev_"), source) in given and name.startswith("rev_"):
+            continue
+        reverse = (destination, f"rev_{name}", source)
+        if reverse in given:
+            _check_reverses(kind, reverse, edges)
+            continue
+        reverse = kind if source == destination else reverse
         parts = [pairs[::-1]] if reverse != kind else [pairs, pairs[::-1]]
-        if reverse != kind and reverse in edges:
-            raise StoreError(f"symmetrize adds edges {','.join(reverse)}, which are there already")
         edges[reverse] = np.concatenate(parts, 1)
         for values in (values for values in columns.values() if kind in values):
             values[reverse] = torch.cat([as_rows("edges", values[kind])] * len(parts))
+
+
+def _check_reverses(kind, reverse, edges):
+    """Raise StoreError unless the edges of a type are the reverses of another's."""
+    ends = edges[kind], edges[reverse][::-1]
+    if not np.array_equal(*(pairs[:, np.lexsort(pairs)] for pairs in ends)):
+        kinds = f"{','.join(reverse)} are not the reverses of {','.join(kind)}"
+        raise StoreError(f"symmetrize: edges {kinds}: rename or drop one of the types")
 
 
 def _edge_column(column, values, edges) -> torch.Tensor:
@@ -206,6 +260,30 @@ def _node_column(column, values, first, node_types) -> np.ndarray:
         parts[kind], _ = column.check(name, array_like(name, part))
     rest = column.elsewhere(np.concatenate([*parts.values()]))
     return _spread(column.name, parts, first, node_types, rest)
+
+
+def _tables(features, names, node_types) -> dict:
+    """Return the features {type: [V_t, F_t]} as arrays, of the types that have any, in the order of `names`."""
+    tables = {}
+    for name in filter(lambda name: features.get(name) is not None, names):
+        title = f"features of {name}"
+        tables[name] = shaped(title, array_like(title, features[name]), node_types[name], "F")
+    return tables
+
+
+def _feature_names(tables, widths):
+    """Name the columns of the joined features after those of the DataFrames among {type: table}, with the type where
+    several have features; None without any. widths: {type: F_t}."""
+    names = {kind: column_names(tables[kind]) for kind in widths}
+    if not any(names.values()):
+        return None
+    if len(names) == 1:
+        return next(iter(names.values()))
+    return [
+        ", ".join(f"{name[j]} of {kind}" for kind, name in names.items() if name and j < len(name))
+        or f"column {j}"
+        for j in range(max(widths.values()))
+    ]
 
 
 def _joined(tables):

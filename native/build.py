@@ -61,7 +61,7 @@ def _kind(c_type):
 def read_source(file, **defines):
     """Return the text of a source file of this folder: `defines` as macros, then the file with its includes inlined."""
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    text = Path(__file__).with_name(file).read_text()
+    text = Path(__file__).with_name(file).read_text("utf-8")
     included = re.compile('^#include "(.*)"$', re.MULTILINE)
     return macros + included.sub(lambda match: read_source(match[1]), text)
 
@@ -188,7 +188,7 @@ def load_c(name, source, flags):
     }
 
     def make(path):
-        path.with_suffix(".c").write_text(source)
+        path.with_suffix(".c").write_text(source, "utf-8")
         arguments = *flags, path.with_suffix(".c"), "-o", path, "-lm"
         subprocess.run([*compiler, *arguments], **options)
 

@@ -19,7 +19,7 @@ from . import build
 
 IDS = {torch.int32: "int", torch.int64: "i64"}
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
-CODES = {torch.int8: "int8"}  # of 8 bits, that GPUs decode as they read them
+CODES = {torch.int8: "int8"}  # of 8 bits, decoded as they are read
 # NaN has to stay NaN, also with a compiler whose default is fast math
 FLAGS = [
     "-O3",
@@ -101,8 +101,6 @@ def functions(integers, source, target, width=0, *, steps=None):
     ids = integers[0].dtype if integers else torch.int32
     sources = TYPES if steps is None else CODES
     if ids not in IDS or source.dtype not in sources or target.dtype not in TYPES:
-        return None
-    if steps is not None and not is_gpu(source.device):
         return None
     rows = [t for t in (source, target, steps) if t is not None]
     for t in (*integers, *rows):

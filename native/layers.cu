@@ -88,7 +88,8 @@ KERNEL adam_rows(const i64 *rows, const IN *grad, int n, int width, int whole, f
 
 // out [S, 2 width]: own row and mean of the neighbours' rows; or, with alpha and beta [S], out
 // [S, width]: alpha own + beta mean, of rows times gamma [N] unless that is null. Rows of codes are
-// decoded, see `decode`: their mean as well, since a code's value is linear in it.
+// decoded, see `decode`: on the CPU as they are read, with the bits of rows that were decoded before; on
+// a GPU their mean, since a code's value is linear in it.
 KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID *self_rows,
                            const float *alpha, const float *beta, const float *gamma, int S,
                            int width, int whole, const float *steps, OUT *out) {
@@ -107,6 +108,9 @@ KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, con
     UNROLL for (int j = 0; j < GROUP; j++)
       v[j] = u[j] < 0 ? all_of(0) : load(h + (i64)u[j] * width + column, whole, left);
     UNROLL for (int j = 0; j < GROUP; j++) {
+#ifdef HOST
+      if (sizeof(IN) == 1) v[j] = decode(v[j], steps + column, width, whole, left);
+#endif
       if (gamma && u[j] >= 0) v[j] = v[j] * gamma[u[j]];
       count += u[j] >= 0;
       sum = sum + v[j];
@@ -115,7 +119,9 @@ KERNEL plain_self_and_mean(const ID *indptr, const ID *indices, const IN *h, con
   floats_t mean = sum * (count ? (alpha ? beta[s] : 1.0f) / (float)count : 0.0f);
   if (sizeof(IN) == 1) {
     if (self >= 0) own = decode(own, steps + column, width, whole, left);
+#ifndef HOST
     if (count) mean = decode(mean, steps + column, width, whole, left);
+#endif
   }
   if (alpha) {
     store(out + row * width + column, whole, left, own * alpha[s] + mean);

@@ -149,17 +149,25 @@ def gather_rows(features, ids, out=None, *, scale=None):
     bad = ids.new_zeros(1)
     ahead = 4 + 3072 // (width * out.itemsize + 1)  # some fifty cache lines
     code.run("fetch_rows", n, h=features, ids=ids, n=n, V=V, F=width, ahead=ahead, out=out, bad=bad)
-    if bad:
-        low, high = ids.aminmax()
-        raise IndexError(f"ids {low} .. {high} are not all rows of features with {V} rows")
+    _check_rows(ids, features, bad)
     return out
 
 
+def _check_rows(ids, features, bad):
+    """Raise IndexError if ids are bad."""
+    if bad:
+        low, high = ids.aminmax()
+        rows = len(features)
+        raise IndexError(f"ids {low} .. {high} are not all rows of features with {rows} rows")
+
+
 def _gather_codes(codes, ids, out, scale):
-    """Gather rows of codes on a GPU and decode them into `out`, in one pass."""
+    """Gather rows of codes and decode them into `out`, in one pass."""
     code = functions([ids], codes, out, steps=scale)
     if code is None or out.shape != (ids.numel(), codes.shape[1]):
         return None
+    if code.on_cpu:
+        _check_rows(ids, codes, ((ids < 0) | (ids >= len(codes))).any())
     n, width = out.shape
     code.run(
         "gather_codes",

@@ -111,6 +111,14 @@ VECTOR(all_of, floats, float, floats_t, wide_t)
 VECTOR(all_of_int, ints, int, ints_t, wide_ints_t)
 FN floats_t load(const IN *p, int whole, int left) {
   if (sizeof(IN) == sizeof(float)) return load_floats((const float *)p, whole, left);
+#ifdef HOST  // by doubling widths: compilers convert the loop below, and codes to ints, number by number
+  typedef int8 codes_t __attribute__((vector_size(COLUMNS), WIDE(1)));
+  typedef short shorts_t __attribute__((vector_size(2 * COLUMNS)));
+  if (sizeof(IN) == 1 && AT_ONCE) {
+    const shorts_t codes = __builtin_convertvector(*(const codes_t *)p, shorts_t);
+    return __builtin_convertvector(__builtin_convertvector(codes, ints_t), floats_t);
+  }
+#endif
   floats_t v = all_of(0);
   if (AT_ONCE) {
     in_t row = *(const in_t *)p;
@@ -127,12 +135,24 @@ FN void store(OUT *p, int whole, int left, floats_t v) {
     *(out_t *)p = row;
   } else EACH_LEFT p[q] = DOWN(OUT)(v[q]);
 }
+#if defined HOST && defined __x86_64__  // a compiler cannot see that it could add with one rounding
+#define KEEP_PRODUCT(v) __asm__("" : "+x"(v))
+#elif defined HOST && defined __aarch64__
+#define KEEP_PRODUCT(v) __asm__("" : "+w"(v))
+#elif defined HOST
+#define KEEP_PRODUCT(v)
+#endif
 // What codes of 8 bits stand for: times the steps [2, width] of their columns, plus the offsets in the
 // second row. Rounded twice, as by torch: __fadd_rn becomes no FMA.
 FN floats_t decode(floats_t v, const float *steps, int width, int whole, int left) {
   const floats_t offset = load_floats(steps + width, whole, left);
   v = v * load_floats(steps, whole, left);
+#ifdef HOST
+  KEEP_PRODUCT(v);
+  v = v + offset;
+#else
   EACH v[q] = __fadd_rn(v[q], offset[q]);
+#endif
   return v;
 }
 FN float total(floats_t v) {

@@ -20,6 +20,9 @@ as run/flags.py declares each of them.
 A graph is recognised by the SHA-256 of its files in meta.json, not by its path; so is a file of --edge-split. An LMDB file
 may change by design: once it has, it is no longer compared.
 
+`trained` has a number for each training node or graph, `Task.keys`, so that scores of a checkpoint can leave out what it was
+trained on.
+
 A checkpoint is untrusted input: its pickle may hold only tensors and dicts, its flags are what the command-line parser
 makes of them, none names code or a file to write, and its tensors must fit the network they describe.
 """
@@ -38,9 +41,10 @@ from pathlib import Path
 
 import torch
 
-from disk.columns import COLUMNS
-from disk.files import StoreError, reading, write_whole
+from disk.columns import COLUMNS, EDGE_ORDER, NAMES, span_of
+from disk.files import FORMATS, SPLITS, StoreError, read_meta, reading, write_whole
 from model import CONVS
+from run.edge_data import bulk, timed_seeds, unlike
 from run.flags import (
     FLAGS,
     SAVED,
@@ -66,6 +70,8 @@ LATER_WIDTHS = dict(
     several=None,
     classes=None,
     feature_names=None,
+    times=None,
+    kept_as=None,
 )
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
@@ -86,6 +92,7 @@ def save_checkpoint(run, optimizer, best, epoch, step):
         "epoch": epoch,
         "step": step,
         "code": run.digest,
+        "trained": run.trained,
     }
     write_whole(plan.checkpoint, lambda file: torch.save(state, file))
 
@@ -97,8 +104,13 @@ def described_run(run):
         **{name: store.meta.get(name, 0) for name in run.task.widths},
         **names_of(store),
         "feature_names": getattr(store, "feature_names", None),
+        "kept_as": getattr(store, "kept_as", None),
         "several": run.task.several,
+        "times": None,
     }
+    if run.used.seed_time is not None:
+        _, times = timed_seeds(run.plan, run.task, store)
+        graph["times"] = [*bulk(times), store.meta.get("time_unit")]
     return {"flags": {name: getattr(run.plan, name) for name in SAVED}, "graph": graph}
 
 
@@ -128,11 +140,12 @@ def names_of(store):
 
 
 def digests(store):
-    """Return {file: SHA-256 or None} of the files of a store, of a part those of the whole, and of the file of
+    """Return {file: SHA-256 or None} of the files of a store that runs read, of a part those of the whole, and of the file of
     --edge-split."""
     files = {
         name: record.get("sha256", record.get("built"))
         for name, record in store.meta["files"].items()
+        if name != f"{EDGE_ORDER.name}.npy"  # which no run reads
     }
     for name, digest in getattr(store, "whole", {}).items():
         # rows of a part may have changed
@@ -157,18 +170,26 @@ def load_model(path, model=None):
     return model.eval()
 
 
-def described_network(state):
-    """Build the network that a checkpoint's flags and widths describe, with initial weights."""
+def described_network(state, custom=None):
+    """Build the network that the flags and widths of a checkpoint, or of config.json, describe, with initial weights.
+    custom: of a user's file, which these name but never run: its network, or the class of its layer."""
     flags = Flags(**state["flags"])
-    return TASKS[flags.task].network(flags, state["graph"])
+    if custom is None and is_own(flags.model):
+        raise StoreError(
+            f"these are weights of {flags.model}: give its network, or the class of its layer"
+        )
+    if isinstance(custom, type):
+        flags = replace(flags, model=custom)
+        custom = None
+    return TASKS[flags.task].network(flags, state["graph"], custom)
 
 
 # ---- reading
 
 
 def read_checkpoint(path, data=None):
-    """Read a checkpoint (or its bytes) -> dict with flags, total_batch, graph, model, optimizer, best, epoch, step and
-    code; tensors on the CPU. Raises StoreError if it is damaged, forged or not a checkpoint. Fields that are not checked
+    """Read a checkpoint (or its bytes) -> dict with flags, total_batch, graph, model, optimizer, best, epoch, step,
+    code and trained; tensors on the CPU. Raises StoreError if it is damaged, forged or not a checkpoint. Fields that are not checked
     here are checked where they are used, inside `reading`."""
     if data is None:
         if os.path.exists(os.path.join(path, "model.safetensors")):
@@ -212,6 +233,9 @@ def check_state(state, size):
     for count in (state["epoch"], state["step"], state["total_batch"], best["epoch"]):
         if type(count) is not int or not 0 <= count < 1 << 32:
             raise ValueError("a count in it is no whole number from 0 to 2^32 - 1")
+    trained = state.setdefault("trained", None)
+    if trained is not None and (trained.dtype != torch.int64 or trained.dim() != 1):
+        raise ValueError("what it was trained on is no list of int64")
     best["score"] = float(best["score"])
     if any(tensor.nbytes > size for tensor in state["model"].values()):
         raise ValueError("a tensor in it is larger than the file")
@@ -259,8 +283,10 @@ def adopted(flags, state, path):
     """Return flags with the checkpoint's values of those that were not typed; other values of `fixed` ones are refused."""
     saved = state["flags"]
     values = {name: value for name, value in saved.items() if name not in flags.typed}
-    fixed = declared("fixed", "of_data") if flags.trains else declared("fixed")
-    for name in fixed:
+    fixed = {*(declared("fixed", "of_data") if flags.trains else declared("fixed"))}
+    # refused later, with a better reason
+    fixed.difference_update(*(names.split() for names in TASKS[saved["task"]].unused.values()))
+    for name in sorted(fixed, key=[*FLAGS].index):
         here = getattr(flags, name)
         was = saved[name]
         if name in flags.typed and here != was and not (is_own(here) and is_own(was)):
@@ -275,9 +301,21 @@ def adopted(flags, state, path):
         values["dataset"] = state["graph"]["path"]  # found there whatever --root is
         for name in {*declared("built")} - {*flags.typed}:
             values[name] = FLAGS[name].default
+    if "dataset" in flags.typed and os.path.isfile(os.path.join(flags.dataset, "meta.json")):
+        check_kind(replace(flags, task=saved["task"]), path, flags.dataset)
     if not flags.trains:
         values["early_stop"] = None
     return replace(flags, **values)
+
+
+def check_kind(flags, file, path):
+    """Raise StoreError unless the store at `path` is of the kind that the checkpoint `file` was trained on: a graph, or many
+    small ones."""
+    form = read_meta(path)["format"]
+    if form.endswith("graphs") == TASKS[flags.task].placed:
+        raise StoreError(
+            f"checkpoint {file} is of --task {flags.task}, {path} holds {FORMATS[form].partition(':')[0]}"
+        )
 
 
 def common_state(ranks, flags):
@@ -340,6 +378,13 @@ def check_graph(ranks, state, path, plan, task):
         check_widths(task, plan, graph, path)
         numbers = numbers_of_types(ranks, task, plan, graph, path)
         name_features(ranks, store, graph["feature_names"], path)
+        here = getattr(store, "kept_as", None)
+        if graph["kept_as"] not in (None, here):
+            trained = graph["kept_as"] or "not rounded"
+            ranks.say(
+                f"data    features are {here or 'not rounded'}, those that the network was trained on {trained}"
+                ": scores may differ"
+            )
         files = {f"{name}.npy": "none" for name in COLUMNS} | digests(store)
         was = graph["files"]
         if hasattr(store, "class_names") and (
@@ -349,10 +394,12 @@ def check_graph(ranks, state, path, plan, task):
             store.renumber(class_names=graph["classes"] and [*map(str, graph["classes"])])
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not plan.trains:
+        ranks.say(other_times(plan, task, graph["times"]))
         if other and "dataset" not in plan.typed:
             ranks.say(
                 f"data    {', '.join(other)} of {store.path} changed since this checkpoint was trained"
             )
+        ranks.say(tell_trained(task, plan, state, files))
         return numbers
     if other:
         raise StoreError(
@@ -365,6 +412,49 @@ def check_graph(ranks, state, path, plan, task):
             f"this run has {plan.total_batch}"
         )
     return None
+
+
+def tell_trained(task, plan, state, files):
+    """Give a task what its checkpoint was trained on -> the line to print if that cannot be told for its data. files:
+    {name: digest} of these."""
+    was = state["graph"]["files"]
+    changed = [
+        name
+        for name in {**was, **files}
+        if name.startswith(task.told_by) and was.get(name, "") != files.get(name, "")
+    ]
+    why = f"{', '.join(changed)} is not the same" if changed else ""
+    if not task.keyed:
+        other = [
+            name for name in declared("of_data") if getattr(plan, name) != state["flags"][name]
+        ]
+        why = why or other and "other pairs are held out"
+    elif state["trained"] is None:  # an early checkpoint
+        return ""
+    elif NAMES in {**was, **files}:
+        one = NAMES not in was or NAMES not in files
+        why = "only one of the two graphs has names of nodes" if one else ""
+    if not why:
+        task.trained = state["trained"]
+        return ""
+    scored = any(len(task.store.split[part]) for part in SPLITS[1:])
+    line = f"data    scores may be of {task.examples} that were trained on, which cannot be told: {why}"
+    return line if scored else ""
+
+
+def other_times(plan, task, was):
+    """Return a line if times of nodes are hardly in the unit of those trained on. was: [low, high, time_unit] or None."""
+    if was is None or plan.temporal == "off" or task.timed_pairs:
+        return ""
+    *was, unit = was
+    here = task.store.meta.get("time_unit")
+    _, times = timed_seeds(plan, task, task.store)
+    low, high = bulk(times)
+    why = unlike(was, (low, high))
+    if unit != here:
+        why = f"the {'first' if unit else 'second'} are dates, in microseconds, the others numbers"
+    spans = f"{span_of(*was, unit)}, here {span_of(low, high, here)}"
+    return why and f"data    times of nodes were {spans}: {why}"
 
 
 def check_widths(task, plan, graph, path):

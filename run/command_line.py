@@ -66,6 +66,15 @@ def check_values(parser, flags):
     """Reject a network that cannot work, and flags that were typed but have no effect, or not the one they name."""
     task = TASKS[flags.task]
     conv = flags.layer
+    whose = "" if "task" in flags.typed or not flags.resume else f" (the task of {flags.resume})"
+    unused = {name: why + whose for why, names in task.unused.items() for name in names.split()}
+    for name, flag in FLAGS.items():
+        value = getattr(flags, name)
+        if name not in flags.typed or value == flag.default and flag.default_is_off:
+            continue
+        for why in [unused.get(name), *(need(flags) for need in flag.needs)]:
+            if why:
+                parser.error(f"{spelled(name, value)} {why}")
     hops = len(flags.fanout)
     if hops != flags.num_layers:
         parser.error(
@@ -82,15 +91,6 @@ def check_values(parser, flags):
         )
     if flags.task == "graph" and flags.precision == "fp64":
         parser.error("--precision fp64 is not for --task graph: take fp32")
-    whose = "" if "task" in flags.typed or not flags.resume else f" (the task of {flags.resume})"
-    unused = {name: why + whose for why, names in task.unused.items() for name in names.split()}
-    for name, flag in FLAGS.items():
-        value = getattr(flags, name)
-        if name not in flags.typed or value == flag.default and flag.default_is_off:
-            continue
-        for why in [unused.get(name), *(need(flags) for need in flag.needs)]:
-            if why:
-                parser.error(f"{spelled(name, value)} {why}")
 
 
 def check_files(parser, flags):
@@ -110,10 +110,13 @@ def check_files(parser, flags):
             )
     for flag, declared in FLAGS.items():
         name = getattr(flags, flag)
-        if not declared.endings or name is None:
+        folder = declared.kind.get("metavar") == "DIR"
+        if name is None or not (declared.endings or folder):
             continue
         path = Path(name).absolute()
         check_name(path)
+        if folder:
+            continue
         if not name.endswith(declared.endings):
             parser.error(
                 f"--{flag} {name}: give a name that ends in {' or '.join(declared.endings)}"

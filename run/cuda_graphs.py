@@ -53,9 +53,9 @@ GRAPH_RTOL = 0.02  # max relative difference between their inputs, and their los
 def averages_in_place(args, store, *dtypes):
     """Return whether the first layer gets neighbour means computed straight from features of these dtypes, not rows.
     That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less. Codes are decoded in
-    the same pass where a GPU holds them."""
+    the same pass where they are on the device that trains."""
     kinds = {torch.float32, torch.bfloat16}
-    if args.mode in ("auto", MODES[0]) and codes_of(store.features) is not store.features:
+    if args.mode in ("auto", MODES[0], MODES[3]) and codes_of(store.features) is not store.features:
         kinds.add(torch.int8)
     plain = conv_of(args.model) is SAGEConv and not store.node_types
     plain = plain and not args.edge_features and not args.input_dropout
@@ -407,7 +407,8 @@ class Slot(StaticBatch):
         if coded or table.dtype == out.dtype:
             ring.gather(table, ids, out, **coded)
         else:
-            out.copy_(ring.gather(table, ids))
+            rows = ring.gather(table, ids)
+            out.copy_(ring.decode(rows, ids) if table is ring.features else rows)
 
     def fetch(self, number, drawn, batch):
         """Sample and fetch a batch in its own shapes -> the Batch completed."""

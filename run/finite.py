@@ -36,7 +36,8 @@ def all_finite(ranks, loss, model, optimizer):
 
 
 def check_features(ranks, store, dtype):
-    """Raise StoreError for features beyond the range of the training dtype; print a line for unusually large ones."""
+    """Raise StoreError for features beyond the range of the training dtype; print a line for unusually large ones, and for
+    columns that rounding, of the store or to that dtype, leaves with few different values."""
     records = store.meta["files"].values()
     end = torch.finfo(dtype).max
     # of rows that may change it is not known
@@ -49,3 +50,7 @@ def check_features(ranks, store, dtype):
         )
     if feature > UNUSUAL:
         ranks.say(f"data    {largest}: scale each column if the loss does not fall")
+    if rounded := store.meta.get("rounded"):
+        ranks.say(f"data    {rounded}")
+    if hasattr(store, "loss_as") and (loss := store.loss_as(dtype)):
+        ranks.say(f"data    features are trained on as {str(dtype)[6:]}: {loss}")

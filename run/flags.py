@@ -241,9 +241,9 @@ def folder_to_write(flags):
     path = os.path.abspath(flags.export)
     if os.path.exists(os.path.join(path, "meta.json")):
         return "is a store: give a folder of its own"
-    if os.path.exists(path) and not os.path.isdir(path):
-        return "is a file: give the name of a folder"
     while not os.path.isdir(path):
+        if os.path.lexists(path):
+            return f"cannot be made: {path} is no folder"
         path = os.path.dirname(path)
     if not os.access(path, os.W_OK):
         return f"cannot be written in {path}"
@@ -353,7 +353,7 @@ class Flags:
         "labor: same random draws for N steps in a row, so that rows are reused",
         needs=[shared_draws],
     )
-    temporal: str = fixed(
+    temporal: str = of_data(
         one_of("auto", "at", "before", "off"),
         "auto",
         "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
@@ -361,7 +361,7 @@ class Flags:
     window: int | None = fixed(
         TIME,
         None,
-        "a seed sees only edges later than its time minus N (default: all)",
+        "seeds see only edges of the last N (dates: microseconds; default: all)",
         needs=[edge_times],
     )
     batch_size: int | None = kept(
@@ -457,7 +457,7 @@ class Flags:
         one_of("bce", "softmax"), "bce", "bce: each pair alone; softmax: edge against its negatives"
     )
     pairs: str | None = free(
-        text("FILE.npy"), None, "node ids [n, 2] whose scores --predict writes", needs=[prediction]
+        text("FILE"), None, "node ids [n, 2], .npy or a table, to score", needs=[prediction]
     )
 
     lr: float = kept(RATE, 0.003, "Adam's learning rate", group="optimisation")

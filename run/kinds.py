@@ -4,6 +4,7 @@ import argparse
 import math
 import re
 from contextlib import suppress
+from functools import partial
 
 from model import CONVS
 from run.own_model import words_of
@@ -14,6 +15,7 @@ def model_or(others):
     """Make an argparse type: a layer's name, FILE.py:NAME, or one of the other names, those of models of graphs."""
 
     def parse(text):
+        text = spelling([*CONVS, *others], text)
         file, _, name = text.rpartition(":")
         if text in CONVS or text in others or file.endswith(".py") and name.isidentifier():
             return text
@@ -41,8 +43,9 @@ def fanout(text):
 
 def size(text):
     """Parse '4GiB', '4G' (the same), '512MiB' or a number of bytes -> bytes, an int."""
-    units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9}
-    units |= {f"{unit}ib": units[unit] for unit in "kmg"}
+    units = {"": 1}
+    for power, unit in enumerate("kmgt", 1):
+        units |= {unit: 1024**power, f"{unit}ib": 1024**power, f"{unit}b": 1000**power}
     number, unit = re.fullmatch(r"([0-9.]*)\s*(.*)", text.strip().lower(), re.DOTALL).groups()
     with suppress(KeyError, ValueError):
         return int(float(number) * units[unit])
@@ -67,14 +70,28 @@ def positive(kind, zero=False, below=None):
     return parse
 
 
+def spelling(choices, text):
+    """Return the one of the choices that a text is but for upper case, - and _, else the text: 'ROC-AUC' -> 'roc_auc'."""
+    plain = lambda word: word.lower().replace("-", "_")  # noqa: E731
+    return next((choice for choice in choices if plain(choice) == plain(text)), text)
+
+
 def one_of(*choices):
     """Make the options of a flag with these values."""
-    return {"choices": choices}
+    return {"choices": choices, "type": partial(spelling, choices)}
 
 
 def text(stands_for):
-    """Make the options of a flag that takes any text, called `stands_for` in --help."""
-    return {"metavar": stands_for}
+    """Make the options of a flag that takes any text but none, called `stands_for` in --help."""
+
+    def parse(text):
+        if not text:
+            raise argparse.ArgumentTypeError(
+                f"'' is empty: give {stands_for}, or leave the flag out"
+            )
+        return text
+
+    return parsed_by(parse, stands_for)
 
 
 def parsed_by(function, stands_for):

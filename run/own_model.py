@@ -37,8 +37,10 @@ def is_own(model):
 
 
 def conv_of(model):
-    """Return the layer that a value of --model names, a subclass of `Conv`, or None for a network of a file; `Conv` itself
+    """Return the layer that a value of --model names or is, a subclass of `Conv`, or None for a network of a file; `Conv` itself
     stands for the models of a task that has its own. A file is run, so do not call this for a checkpoint's."""
+    if isinstance(model, type):
+        return model
     if not is_own(model):
         return CONVS.get(model, Conv)
     made, _ = load(model)

@@ -76,6 +76,8 @@ def settle(ranks, flags, task):
         used, of_columns = edge_data(flags, task, store)
         if flags.edge_features is None and flags.conv:
             values |= dict(edge_features=used.features is not None)
+        if flags.temporal == "auto" and used.time is not None:
+            values["temporal"] = "at"
         options = memory_options(ranks, flags, task, used)
         mode, line, warning = choose_mode(store, flags.gpus, flags.mode, **options)
         lines += fits_split(flags, store, mode, options)
@@ -297,6 +299,7 @@ def place_data(ranks, plan, task, used):
         gather=gather_rows,
         aggregate=self_and_mean if in_place else None,
         scale=getattr(store.features, "scale", None),
+        ends=getattr(store.features, "ends", None),
     )
     return sampler, ring
 
@@ -336,7 +339,10 @@ def over_machines(ranks, plan, store, machines, features):
     if isinstance(stored := codes_of(store.features), MmapFeatures):
         # the page cache has to hold this machine's part alone
         stored.reserve(0, share=1 / len(machines))
-    ranks.say(plan.verbose and f"memory  features are split over {len(machines)} machines")
+    each = (
+        f"each reads its {features.shape[0] // len(machines):,} rows and asks the others for theirs"
+    )
+    ranks.say(f"memory  features are split over {len(machines)} machines: {each}")
     return SplitFeatures(features, [*zip(ends, owners)], Exchange(ranks))
 
 

@@ -114,7 +114,8 @@ def placements(
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
     typed = store.edge_type.itemsize + 8 if types else 0  # types and ids of the edges
     batch += sum(edges) * typed
-    columns = [getattr(store, name) for name in ("indptr", "indices", "labels", *COLUMNS)]
+    read = [name for name, column in COLUMNS.items() if not column.asked]
+    columns = [getattr(store, name) for name in ("indptr", "indices", "labels", *read)]
     graph = sum(column.nbytes for column in columns if column is not None)
     table = row_bytes * store.features.shape[0]
     step = {mode: count * batch + compute for mode, count in held.items()}

@@ -20,11 +20,13 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from disk.files import StoreError, plural, readable_size, write_whole
-from run.flags import UNLIMITED
+from run.flags import UNLIMITED, spelled
 from tasks.metrics import METRICS, scores_line
 
 # step: forward, backward and optimizer as CUDA graphs
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "step", "stall")
+# flags without effect where nothing is trained
+OF_TRAINING = "lr lr_schedule weight_decay early_stop accumulate checkpoint_activations".split()
 
 
 class Clock:
@@ -238,6 +240,20 @@ class Report:
         self.tell("", {"exact": figures, "seed": self.flags.seed})
         self.results(figures)
 
+    def others(self, examples, fresh, scores):
+        """Report how many examples of each part a checkpoint was trained on, and the scores of the others. fresh: of `Task.fresh`.
+        scores: {part: score, {metric: value} or None}."""
+        if not fresh:
+            return
+        counts = {part: int((~mask).sum()) for part, mask in fresh.items()}
+        for part, mask in fresh.items():
+            score = scores[part]
+            score = scores_line(score) if isinstance(score, dict) else percent(score)
+            of = f"{counts[part]:,} of {len(mask):,} {part} {examples}"
+            line = f"trained the checkpoint was trained on {of}; without them {part} {score}"
+            self.result = f"{line}\n{self.result}"
+        self.tell("", {"trained_on": counts, "without_them": scores})
+
     def print_result(self):
         """Print the final scores: the last line of a run, after an empty one unless others of --runs follow."""
         if self.leads and self.result:
@@ -256,7 +272,10 @@ class Report:
         if self.flags.runs > 1:
             file = self.flags.checkpoint
             again = f"go on with this seed by --resume {file} --checkpoint {file}"
-        kept = again if self.flags.checkpoint else "nothing kept: no --checkpoint"
+        lost = "nothing kept: no --checkpoint"
+        if self.flags.export:
+            lost += ", and --export writes a network whose training has ended"
+        kept = again if self.flags.checkpoint else lost
         self.tell(f"stopped in epoch {epoch} after step {step}; {kept}", {"stopped": [epoch, step]})
 
     def curve(self, task, best):
@@ -351,7 +370,7 @@ def hardware(ranks):
     """Describe the machine of a run, as a dict for --log."""
     cpu = platform.processor()
     with suppress(OSError, TypeError):  # no such file, or no such line as on ARM
-        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text("utf-8"))[1]
     return {
         "host": platform.node(),
         "cpu": cpu,
@@ -376,7 +395,10 @@ def describe(run, file, epoch, step):
     if file and trained:
         lines.append(f"resume  from epoch {epoch + 1}, step {step + 1}")
     elif file:
-        lines.append(f"resume  after epoch {epoch}: nothing is trained")
+        why = f", as --epochs is {plan.epochs}" * plan.trains
+        if idle := [spelled(name) for name in OF_TRAINING if name in plan.typed]:
+            why += f": no effect of {', '.join(idle)}"
+        lines.append(f"resume  after epoch {epoch}: nothing is trained{why}")
     if plan.trains and plan.checkpoint not in (None, file) and os.path.isfile(plan.checkpoint):
         resume = "auto" if plan.runs == 1 else plan.checkpoint
         lines.append(
@@ -470,12 +492,13 @@ def stages_line(figures):
     return f"{line}; meanwhile {beside}" if beside else line
 
 
-def best_line(plan, epoch, score):
+def best_line(plan, start, epoch, score):
     """Format the line of the epoch whose weights are kept; training that found them in its last tenth may have ended
-    too early."""
-    last = plan.trains and 10 * epoch > 9 * plan.epochs
+    too early. start: epochs before this run."""
+    epochs = max(start, plan.epochs)
+    last = plan.trains and 10 * epoch > 9 * epochs
     more = "; it is among the last, more --epochs may help" * last
-    return f"best    weights of epoch {epoch} of {plan.epochs}: valid {score}{more}"
+    return f"best    weights of epoch {epoch} of {epochs}: valid {score}{more}"
 
 
 def kept_line(plan, task):

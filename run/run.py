@@ -9,6 +9,7 @@ logits = run.exact()                 # of all nodes from all their neighbours
 import copy
 import sys
 from contextlib import nullcontext
+from functools import cached_property
 
 import torch
 
@@ -113,6 +114,13 @@ class Run:
         self.custom = own_model.conv_of(plan.model) is None
         self.by_layers = layerwise(model) and self.used.time is None
 
+    @cached_property
+    def trained(self):
+        """Keys of the training examples, int64 [n], ascending; None if the task has none."""
+        if not self.task.keyed:
+            return None
+        return self.task.keys(self.store.split["train"]).sort().values
+
     def loader(self, seeds, **options):
         """Build the NodeLoader of this rank's part of every step, from the plan; `options` override it."""
         plan = self.plan
@@ -208,7 +216,10 @@ class Run:
                 if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
                     options["x"] = self.ring.features
                     if self.ring.scale is not None:
-                        options["x"] = CodedFeatures(self.ring.features, self.ring.scale)
+                        coded = CodedFeatures(
+                            self.ring.features, self.ring.scale, ends=self.ring.ends
+                        )
+                        options["x"] = coded
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
                 options["rank"] = ranks.local_rank
                 options["world"] = ranks.local_world

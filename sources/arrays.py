@@ -6,6 +6,7 @@ x, edge_index = arrays.features(), arrays.edge_index()    # [V, F], dense or the
 arrays.close(len(y), edge_index.shape[1])                 # lists unused arrays, refuses those that might matter
 """
 
+import collections
 import contextlib
 import functools
 import importlib
@@ -19,8 +20,8 @@ import numpy as np
 import torch
 
 from disk.columns import COLUMNS, EDGE_WEIGHT
-from disk.convert import adjacency, array_like, integers, is_sparse, refuse, shaped
-from disk.files import StoreError, free_host_bytes, reading
+from disk.convert import adjacency, array_like, column_names, integers, is_sparse, refuse, shaped
+from disk.files import StoreError, free_host_bytes, plural, reading
 from sources.splits import PARTS
 from sources.tables import LIKE_NUMBERS, MISSING, form_of, short
 
@@ -29,8 +30,10 @@ FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")
 LABELS = ("labels", "y", "label", "node_labels")
 # what a saved Data or HeteroData may hold besides tensors, in torch_geometric.data
 PYG = """data.Data data.DataEdgeAttr data.DataTensorAttr hetero_data.HeteroData feature_store.TensorAttr graph_store.EdgeAttr
-graph_store.EdgeLayout storage.BaseStorage storage.NodeStorage storage.EdgeStorage storage.GlobalStorage"""
+graph_store.EdgeLayout storage.BaseStorage storage.NodeStorage storage.EdgeStorage storage.GlobalStorage storage.AttrType"""
 SAVED = "if you trust it, two lines of Python read it: see docs/data.md"
+# classes of these names may mean that there is no label
+UNKNOWN = "unknown unk unlabeled unlabelled missing undefined unspecified unassigned notlabeled nolabel".split()
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
 
 
@@ -46,23 +49,40 @@ def open_npz(file, ignore=()) -> "Arrays":
 
 
 def saved_graph(file):
-    """Load a PyG `Data` or `HeteroData` written by torch.save, without running code of the file."""
+    """Load a PyG `Data` or `HeteroData`, or a list of `Data`, written by torch.save, without running code of the file."""
     with reading(file):
         with zipfile.ZipFile(file) as archive:
             if damaged := archive.testzip():  # torch ignores checksums
                 raise ValueError(f"{damaged} in it is damaged")
-        classes = []
-        for name in PYG.split():
-            module, _, kind = name.rpartition(".")
-            classes.append(getattr(importlib.import_module(f"torch_geometric.data.{module}"), kind))
+        # torch refuses to fill a defaultdict, in which PyG remembers names
+        classes = [(lambda *_: {}, "collections.defaultdict")]
+        with contextlib.suppress(ModuleNotFoundError):
+            for name in PYG.split():
+                module, _, kind = name.rpartition(".")
+                module = importlib.import_module(f"torch_geometric.data.{module}")
+                classes += filter(
+                    None, [getattr(module, kind, None)]
+                )  # AttrType is of later versions
+        pyg = len(classes) > 1
+        before = torch.serialization.get_safe_globals()
+        classes += [kind for kind in before if kind is not collections.defaultdict]
         try:
-            with torch.serialization.safe_globals(classes):
-                graph = torch.load(file, "cpu", weights_only=True)
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(classes)
+            graph = torch.load(file, "cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL (\S+)", str(error))
+            if not pyg:
+                takes = "it takes torch_geometric.data: pip install torch_geometric"
+                raise StoreError(f"{file} cannot be read: {takes}") from error
             more = f"more than a PyG Data of tensors ({named[1] if named else 'code'}); {SAVED}"
             raise StoreError(f"{file} holds {more}") from error
-        if not hasattr(graph, "edge_index") and not hasattr(graph, "edge_types"):
+        finally:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(before)
+        if isinstance(graph, dict) and "total_batch" in graph:
+            raise StoreError(f"{file} is a checkpoint of train.py: give it to --resume")
+        if not (is_list(graph) or hasattr(graph, "edge_index") or hasattr(graph, "edge_types")):
             raise StoreError(f"{file} holds a {type(graph).__name__} and no PyG Data; {SAVED}")
     return graph
 
@@ -80,10 +100,14 @@ def _read(archive, member):
 
 
 def of_object(graph, extra, ignore=(), file=None) -> "Arrays":
-    """Get the arrays of a DGLGraph or PyG Data under the names of an .npz file; `extra` {name: array} replaces theirs.
-    file: that it was read from."""
+    """Get the arrays of a DGLGraph, a PyG Data or a list of Data under the names of an .npz file; `extra` {name: array}
+    replaces theirs. file: that it was read from."""
     kind = file or type(graph).__name__
-    if hasattr(graph, "ndata"):
+    if isinstance(graph, torch.utils.data.Dataset) and len(graph) == 1:
+        graph = graph[0]  # of PyG
+    if is_list(graph):
+        arrays = _of_graphs(kind, graph, "labels" not in extra)
+    elif hasattr(graph, "ndata"):
         arrays = {}
         single = len(graph.ntypes) == len(graph.canonical_etypes) == 1
         # a graph may be restricted to some formats
@@ -113,7 +137,8 @@ def of_object(graph, extra, ignore=(), file=None) -> "Arrays":
         arrays = graph.to_dict() if hasattr(graph, "to_dict") else vars(graph)
         arrays = _with_edge_index(dict(arrays))
     else:
-        raise StoreError(f"no graph is read from a {kind}: give a file, a DGLGraph or a PyG Data")
+        forms = "a file, a DGLGraph, a PyG Data or a list of PyG Data"
+        raise StoreError(f"no graph is read from a {kind}: give {forms}")
     replaced = []
     for names in (FEATURES, LABELS, sum(PARTS.values(), [])):
         if extra.keys() & {*names}:
@@ -121,10 +146,60 @@ def of_object(graph, extra, ignore=(), file=None) -> "Arrays":
     kept = {name: v for name, v in arrays.items() if name.partition(":")[0] not in replaced}
     # of the only type of nodes, whose edges may have several
     suffix = next((n.removeprefix("num_nodes") for n in arrays if n.startswith("num_nodes:")), "")
-    arrays = Arrays(kind, kept | {name + suffix: v for name, v in extra.items()}, ignore=ignore)
-    if not (arrays.find(*FEATURES) or arrays.of_types):
-        raise StoreError(f"the {kind} has no features: give them as features=")
-    return arrays
+    return Arrays(kind, kept | {name + suffix: v for name, v in extra.items()}, ignore=ignore)
+
+
+def is_list(graphs) -> bool:
+    """Return whether an object is a list of PyG graphs, or a data set of several."""
+    several = isinstance(graphs, list | tuple | torch.utils.data.Dataset) and len(graphs)
+    return bool(several) and all(hasattr(graph, "edge_index") for graph in graphs)
+
+
+def _of_graphs(kind, graphs, answers) -> dict:
+    """Join the arrays of PyG graphs as `molecules` reads them, y only if `answers`; of an attribute without a use the value
+    of one graph."""
+    graphs = [dict(g.to_dict() if hasattr(g, "to_dict") else vars(g)) for g in graphs]
+    graphs = [_with_edge_index(graph) for graph in graphs]
+    ends = []
+    for i, graph in enumerate(graphs):
+        ends.append(integers(f"{kind}: edge_index of graph {i}", graph.pop("edge_index"), 2, "m"))
+    edges = [pairs.shape[1] for pairs in ends]
+    x = _parts(kind, graphs, "x", [graph.pop("num_nodes", None) for graph in graphs])
+    if not x:
+        raise StoreError(f"the graphs of the {kind} have no x: give features, such as degrees")
+    e = _parts(kind, graphs, "edge_attr", edges) or [np.zeros((n, 1), np.uint8) for n in edges]
+    y = _parts(kind, graphs, "y", [1] * len(graphs))
+    arrays = {}
+    for graph in graphs:
+        arrays |= graph
+    arrays |= {
+        "node_offsets": np.cumsum([0, *map(len, x)]),
+        "edge_offsets": np.cumsum([0, *edges]),
+        "edge_index_local": np.concatenate(ends, 1),
+    }
+    parts = {"x": x, "edge_attr": e}
+    if y and answers:
+        parts["targets" if y[0].dtype.kind == "f" else "labels"] = y
+    return arrays | {name: np.concatenate(rows) for name, rows in parts.items() if rows}
+
+
+def _parts(kind, graphs, name, counts) -> list:
+    """Take an attribute out of graphs {name: value}, of which all have it or none -> its rows of each graph [n, width],
+    where n is one of `counts`, any if that is None."""
+    parts = []
+    values = [graph.pop(name, None) for graph in graphs]
+    for i, (value, count) in enumerate(zip(values, counts)):
+        called = f"{kind}: {name} of graph {i}"
+        if value is None and parts or value is not None and len(parts) < i:
+            raise StoreError(f"{called} is there, of others not: all graphs need it, or none")
+        if value is None:
+            continue
+        rows = np.asarray(array_like(called, value))
+        if rows.ndim < 2:
+            rows = rows.reshape((1, -1) if name == "y" else (-1, 1))
+        width = parts[0].shape[1] if parts else "width"
+        parts.append(shaped(called, rows, "n" if count is None else count, width))
+    return parts
 
 
 def equal_sums(x) -> str:
@@ -254,7 +329,7 @@ class Arrays:
             taken |= {*column.aliases}
             if name is None:
                 continue
-            values = self[name]
+            values = self.read(name, "biufM" if column.timed else "biuf")
             if not column.width and values.shape[1:] == (1,):
                 values = values.reshape(-1)
             arrays[column.name] = values
@@ -280,6 +355,7 @@ class Arrays:
         elif values.ndim == 2 and len(some := values[(values >= 0).any(1)]):
             if (some.sum(1) <= 1).all() and np.isin(some, (0, 1)).all():
                 raise StoreError(f"{self.called(name)} is one-hot: use argmax(1), -1 where no 1 is")
+        refuse(values < -1, self.called(name), values, "labels are 0 or more, or -1 for none")
         if values.dtype.kind != "f":
             values = values.astype(np.int8) if values.dtype == bool else values
             return integers(self.called(name), values)
@@ -300,11 +376,17 @@ class Arrays:
         cells = np.char.strip(values.astype(str))
         labelled = ~np.isin(cells, [*MISSING, "-1"])
         names, index = np.unique(cells[labelled], return_inverse=True)
-        unclear = [name for name in names.tolist() if name.lower() in LIKE_NUMBERS]
-        if unclear and len(names) > 1:
-            clear = next(name for name in names.tolist() if name != unclear[0])
-            both = f"{short(unclear[0])} and {short(clear)}: call the class otherwise, and write nothing for no label"
-            raise StoreError(f"{self.called(name)} holds {both}")
+        for number, word in enumerate(names.tolist()):
+            plain = re.sub(r"[\W_]", "", word.lower())
+            if word.lower() in LIKE_NUMBERS:
+                cure = (
+                    "rename it if it is a class, write nothing if it means that there is no label"
+                )
+                raise StoreError(f"{self.called(name)} holds {short(word)}: {cure}")
+            if plain in UNKNOWN:
+                count = plural(int((index == number).sum()), "node")
+                cure = "if it means that there is no label, write nothing in its place"
+                self.say(f"{name} has {short(word)} as a class, of {count}: {cure}")
         if all(form_of(name) == "d" for name in names.tolist()):
             order = sorted(range(len(names)), key=lambda i: (int(names[i]), names[i]))
             index = np.argsort(order)[index]
@@ -323,7 +405,11 @@ class Arrays:
             return self._csr_rows(row_normalize)
         if row_normalize is not None:
             raise self.error("row_normalize has no effect: it is for a CSR matrix of features")
-        return None if name is None else self.shaped(name, "V", "F")
+        if name is None:
+            return None
+        values = self.shaped(name, "V", "F")
+        # a DataFrame has names, too
+        return values if column_names(self._values[name]) is None else self._values[name]
 
     def _csr_rows(self, row_normalize):
         """Make dense rows of feat_indptr, feat_indices, feat_data (or ones) and feat_shape; repeated entries add up."""

@@ -29,7 +29,7 @@ TABLES = {  # flag of build: what it takes, help
     "--features": ("FILE", "tables: a row of numbers per node"),
     "--labels": ("FILE", "tables: a label per node, -1 if unlabelled"),
     **{f"--{part}": ("FILE", f"tables: ids of the {part} nodes") for part in SPLITS},
-    **{f"--{c.flag.replace('_', '-')}": c.usage() for c in COLUMNS.values()},
+    **{f"--{c.flag.replace('_', '-')}": c.usage() for c in COLUMNS.values() if not c.asked},
 }
 
 
@@ -59,6 +59,7 @@ def make_parser():
     add("--symmetrize", action="store_true", help="add the reverse of every edge")
     add("--drop-self-loops", action="store_true", help="leave out edges from a node to itself")
     add("--drop-duplicates", action="store_true", help="keep one of several equal edges")
+    add("--edge-order", action="store_true", help="keep the number of each edge in the order given")
     add("--seed", type=int, help="draws the split if there is none (default: that of each run)")
     for name, text in (
         ("info", "print sizes, degrees, options, source"),

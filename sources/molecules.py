@@ -17,6 +17,9 @@ from features import prefetch
 # graphs of a batch
 MOLECULES = 4096
 CRYSTALS = 16
+# names of arrays: where the edges of graphs begin, features of nodes and of edges, ends of edges
+BONDS = ("bond_offsets", "atom_feat", "bond_feat", "bond_index_local")
+EDGES = ("edge_offsets", "x", "edge_attr", "edge_index_local")
 MOST_CANDIDATES = 1 << 14  # most atoms and periodic images to search for neighbours in a crystal
 
 
@@ -27,36 +30,57 @@ def molecules(arrays):
         arrays: `Arrays`: `node_offsets` and `bond_offsets` [G+1], `atom_feat` [N, F], `bond_feat` [B, D],
             `bond_index_local` [2, B] (each bond once, atoms numbered from 0 in each graph; the reverse is added),
             `targets` [G] or [G, T], numbers, or `labels`: classes [G], or 0 and 1 [G, T]; see `build_graphs`. Optional:
-            `edge_vector` [B, 3] from the first to the second atom of each bond.
+            `edge_vector` [B, 3] from the first to the second atom of each bond. Or, as of a list of PyG graphs, whose
+            edges are kept as they are: `edge_offsets` [G+1], `x` [N, F], `edge_attr` [B, D], `edge_index_local` [2, B].
     """
-    x = arrays.shaped("atom_feat", "N", "F")
-    e = arrays.shaped("bond_feat", "B", "D")
-    ends = arrays.integers("bond_index_local", 2, len(e))
+    ways = 1 if arrays.find("edge_offsets") else 2
+    offsets, of_nodes, of_edges, ends = EDGES if ways == 1 else BONDS
+    x = arrays.shaped(of_nodes, "N", "F")
+    e = arrays.shaped(of_edges, "B", "D")
+    ends = arrays.integers(ends, 2, len(e))
     nodes = _offsets(arrays, "node_offsets", len(x), 1)
-    bonds = _offsets(arrays, "bond_offsets", len(e), 0, len(nodes))
+    bonds = _offsets(arrays, offsets, len(e), 0, len(nodes))
+    if ways == 1:
+        x = _categories(arrays, of_nodes, x)
+        e = _categories(arrays, of_edges, e)
     vectors = None
     if arrays.find("edge_vector"):
         vectors = arrays.shaped("edge_vector", len(e), 3)
-    y = _answers(arrays, arrays.find("targets", "labels", needed=True), len(nodes) - 1)
+    name = arrays.find("targets", "labels", needed=True)
+    y = _answers(arrays, name, len(nodes) - 1)
+    if ways == 1 and name == "targets" and (np.isnan(y) | (y == 0) | (y == 1)).all():
+        arrays.say(
+            "y holds floats, targets of a regression, although all are 0 or 1: labels are integers"
+        )
 
     def batch(first):
         last = min(first + MOLECULES, len(y))
-        twice = np.repeat(np.arange(bonds[first], bonds[last]), 2)  # each bond, then its reverse
-        edge_index = ends[:, twice]
-        edge_index[:, 1::2] = edge_index[::-1, 1::2].copy()
-        signs = np.resize([1, -1], (len(twice), 1))
+        rows = np.repeat(np.arange(bonds[first], bonds[last]), ways)
+        edge_index = ends[:, rows]
+        if ways == 2:  # each bond, then its reverse
+            edge_index[:, 1::2] = edge_index[::-1, 1::2].copy()
+        signs = np.resize([1, -1][:ways], (len(rows), 1))
         return block_diagonal(
             num_nodes=np.diff(nodes[first : last + 1]),
-            num_edges=2 * np.diff(bonds[first : last + 1]),
+            num_edges=ways * np.diff(bonds[first : last + 1]),
             edge_index=edge_index,
             x=x[nodes[first] : nodes[last]],
-            e=e[twice],
+            e=e[rows],
             y=y[first:last],
-            edge_vector=None if vectors is None else signs * vectors[twice],
+            edge_vector=None if vectors is None else signs * vectors[rows],
         )
 
     batches = map(batch, range(0, len(y), MOLECULES))
-    return batches, len(y), {"edges": "both directions of each bond"}
+    return batches, len(y), {"edges": ["as given", "both directions of each bond"][ways - 1]}
+
+
+def _categories(arrays, name, values):
+    """Return features that are whole numbers from 0 to 255 as uint8, which stands for categories; print that."""
+    if values.dtype.kind not in "iu" or values.size and not 0 <= values.min() <= values.max() < 256:
+        return values
+    if values.dtype != np.uint8:
+        arrays.say(f"{name} holds whole numbers, taken for categories: floats are numbers")
+    return values.astype(np.uint8)
 
 
 def crystals(arrays, radius):

@@ -25,7 +25,7 @@ from disk.checks import DRAWN, check_labels, check_split, counted_from_one, draw
 from disk.columns import COLUMNS, EDGE_FEATURES, EDGE_TIME, EDGE_TYPE, NODE_TIME
 from disk.files import StoreError, reading
 from disk.graphs import build_graphs
-from sources.arrays import FEATURES, Arrays, equal_sums, of_object, open_npz
+from sources.arrays import FEATURES, Arrays, equal_sums, is_list, of_object, open_npz
 from sources.graph_tables import read_tables
 from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
@@ -88,8 +88,7 @@ def prepare(
     built = functools.partial(os.path.isfile, target / "meta.json")  # where Path.is_file may raise
     if not built():
         # one process builds, the others wait for the lock
-        with reading(f"--root {root}"):
-            root.mkdir(parents=True, exist_ok=True)
+        with reading(f"--root {root}"), files.folder_for(root):
             with files.locked(root):
                 if not built():
                     try:
@@ -191,9 +190,10 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     docs/data.md lists the names that arrays may have, and what is drawn if there is no split or there are no features.
 
     Args:
-        source: a DGLGraph; a PyG `Data`; an .npz file, or a .pt file of `torch.save(data, file)`, with parameters of
-            `NPZ` after a colon; or a table of edges.
-        features, labels: [V, F] and [V] in place of the graph's, if it has one node type; for tables, files of tables.
+        source: a DGLGraph; a PyG `Data`, or a list of them, which are small graphs; an .npz file, or a .pt file of
+            `torch.save(data, file)`, with parameters of `NPZ` after a colon; or a table of edges.
+        features, labels: [V, F] and [V] in place of the graph's, if it has one node type; for tables, files of tables;
+            for a list of G graphs, labels [G] or [G, T].
         split: dict of node ids or masks in place of the graph's (for tables: of files of ids); or the number, from 0,
             of the only one of the graph's splits to keep.
         ignore: names of arrays to leave out; for tables, of columns.
@@ -215,7 +215,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     extra = {name: values for name, values in extra.items() if values is not None}
     columns = {}
     for name, column in COLUMNS.items():
-        if (where := options.pop(column.flag, None)) is not None:
+        if not column.asked and (where := options.pop(column.flag, None)) is not None:
             columns[name] = where
     npz = npz_file(kind) if is_file else None
     tables = is_file and not npz
@@ -223,6 +223,8 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     idle = params.keys() - {"ignore"} if tables else columns
     if npz or several_types:  # which hold features, labels and split themselves
         idle = {*extra, *idle}
+    elif is_list(source):
+        idle = {*idle, *extra.keys() & {"features"}}
     if idle:
         raise StoreError(f"{kind}: {min(idle)} has no effect on a graph of this kind")
     # large tables pass through files on the disk of the store
@@ -370,15 +372,10 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         arrays.say(f"it has no features: {half}, the others are trained on; {how}")
     build_store(path, **graph, split=split or None, source=source, **options)
     meta = files.read_meta(path)
-    if labels is not None and labels.ndim == 1:
-        empty = np.setdiff1d(np.arange(meta["num_classes"]), labels).tolist()
-        if empty:
-            which = f"{len(empty)} of {meta['num_classes']} classes have no node"
-            arrays.say(f"{which}: {', '.join(map(str, empty[:8]))}{', ...' * (len(empty) > 8)}")
     if one_way := meta["edges"]["one_way"]:
         share = f"{one_way:,} of {meta['edges']['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
-    if not options.get("node_names"):
+    if options.get("node_names") is None:
         graph = (np.load(path / f"{name}.npy", mmap_mode="r") for name in ("indptr", "indices"))
         for kind in counted_from_one(meta, *graph):
             node = f"node 0 of type {kind}" if kind else "node 0"
@@ -398,19 +395,21 @@ def _say_whose_times(arrays, graph):
 
 
 def _labels_as_features(arrays, labels, split, num_classes, random):
-    """Turn the labels of half of the training nodes into features -> (split without these nodes, one-hot [V, C], words
+    """Turn the labels of half of the training nodes into features -> (split without these nodes, 0 and 1 [V, C], words
     that say so)."""
-    if labels.ndim == 2 or isinstance(split, list):
-        raise arrays.error("it has no features, and not just one label per node and one split")
+    if isinstance(split, list):
+        raise arrays.error(
+            f"it has no features, and {len(split)} splits: keep one, as split=0 does"
+        )
     split = check_split(split, labels)
     shown, split["train"] = np.split(random.permutation(split["train"]), [len(split["train"]) // 2])
     features = np.zeros((len(labels), num_classes), np.float32)
-    features[shown, labels[shown]] = 1
-    return (
-        split,
-        features,
-        f"half of the training nodes ({len(shown):,}) show their label as feature",
-    )
+    if labels.ndim == 2:
+        features[shown] = labels[shown] == 1
+    else:
+        features[shown, labels[shown]] = 1
+    words = f"half of the training nodes ({len(shown):,}) show their labels as features"
+    return split, features, words
 
 
 def _symmetrized(graph, asked):

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -163,7 +164,9 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
 
 
 def view_of(store, **attributes):
-    """Return a shallow copy of a store with other or further attributes."""
+    """Return a shallow copy of a store, or of a named tuple as `Graph`, with other or further attributes."""
+    if isinstance(store, tuple):
+        return SimpleNamespace(**{"num_nodes": store.num_nodes, **store._asdict(), **attributes})
     view = type(store).__new__(type(store))  # copy.copy would open a GraphStore again
     vars(view).update(vars(store) | attributes)
     return view

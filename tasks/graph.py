@@ -43,6 +43,7 @@ class GraphTask(Task):
     examples = "graphs"
     placed = False
     models = MODELS
+    told_by = "graphs."
     metrics = tuple(dict.fromkeys(("roc_auc", *metrics_with("of_logits"))))
     widths = "node_dim edge_dim target_dim class_dim node_dtype edge_dtype labels".split()
     unused = {
@@ -107,6 +108,8 @@ class GraphTask(Task):
             which = f"{noun} {int(none.int().argmax())} of {len(none)}" if len(none) > 1 else noun
             raise StoreError(f"{graphs.path}: no training graph has a {which}")
         count = present[:train].sum(0)
+        if self.labels and y.shape[1] == 1 and len(y[:train][present[:train]].unique()) == 1:
+            say("labels  all training graphs are of one class: there is nothing to learn")
         self.mean = y[:train].where(present[:train], 0).double().sum(0) / count
         # with the mean in the place of what is missing, which adds nothing to the sum of squares
         deviation = y[:train].double().where(present[:train], self.mean).std(0, correction=0)
@@ -229,9 +232,8 @@ class GraphTask(Task):
         error = (output - y.where(present, output.detach())) / network.std
         return mean_of_present(error.square(), present).sum()
 
-    def scores(self, run, part):
-        """Compute the metrics of a part -> {name: value}, the same on all ranks; None without graphs."""
-        ids = self.store.split[part]
+    def scores(self, run, ids):
+        """Compute the metrics of graphs -> {name: value}, the same on all ranks; None without graphs."""
         if not ids.numel():
             return None
         both = lambda batch: torch.cat([run.model(batch.blocks[0]), batch.y.double()], 1)  # noqa: E731
@@ -247,10 +249,15 @@ class GraphTask(Task):
         return None if value is None else {self.metric: value}
 
     def validate(self, run):
-        return {"valid": self.scores(run, "valid")}, None
+        return {"valid": self.scores(run, self.store.split["valid"])}, None
 
     def evaluate(self, run, report):
-        return report.scores({part: self.scores(run, part) for part in self.store.split})
+        split = self.store.split
+        exact = report.scores({part: self.scores(run, ids) for part, ids in split.items()})
+        fresh = self.fresh()
+        others = {part: self.scores(run, split[part][mask]) for part, mask in fresh.items()}
+        report.others(self.examples, fresh, others)
+        return exact
 
     def lines(self, args, split, parameters):
         yield f"graphs  {self.store.path}: {len(self.store):,} graphs; {split}"

@@ -1,6 +1,8 @@
 """Node classification: loss, validation on sampled neighbourhoods, exact scores and predictions."""
 
+import hashlib
 from functools import partial
+from itertools import compress
 
 import numpy as np
 import torch
@@ -15,10 +17,17 @@ from tasks.task import (
     Task,
     described,
     gnn,
+    names_of_nodes,
     numbered_columns,
     open_graph,
     rows_of_nodes,
 )
+
+
+def hash_of(name):
+    """Hash a name to 64 bits, as an int64."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 class NodeTask(Task):
@@ -34,6 +43,7 @@ class NodeTask(Task):
         "is for --task link, --task is node": OF_LINKS,
         "is for --task graph, --task is node": OF_GRAPHS,
     }
+    told_by = "features."
     classes_agree = True
     padded = True
     class_weight = None  # [C], of --class-weights
@@ -57,6 +67,9 @@ class NodeTask(Task):
         store.check_split()
         # multi-label; for a graph without labels see `predict_as`
         self.several = store.labels.dim() == 2
+        classes = store.labels[store.split["train"]].unique()
+        if args.trains and not self.several and len(classes) == 1:
+            say("split   all training nodes are of one class: there is nothing to learn")
         if self.several and args.class_weights != "none":
             raise StoreError(
                 f"--class-weights {args.class_weights}: the nodes of {path} have several labels; leave it out"
@@ -70,6 +83,18 @@ class NodeTask(Task):
                 raise StoreError(
                     f"--metric {self.metric}: the validation nodes of {path} are of one class"
                 )
+
+    def keys(self, ids):
+        """Return the ids or, of nodes with names, hashes of these."""
+        names = names_of_nodes(self.store)
+        if names is None:
+            return ids
+        wanted = torch.zeros(self.store.num_nodes, dtype=torch.bool)
+        wanted[ids] = True
+        keys = torch.zeros(len(wanted), dtype=torch.int64)
+        hashes = [hash_of(name) for name in compress(names, wanted.tolist())]
+        keys[wanted] = torch.tensor(hashes, dtype=torch.int64)
+        return keys[ids]
 
     def visible_labels(self):
         split = split_of(self.store, self.number or 0)
@@ -140,6 +165,12 @@ class NodeTask(Task):
         if run.by_layers:
             how += ", layer by layer"
         report.exact(self.title, exact, how)
+        others = {}
+        fresh = self.fresh()
+        for part, mask in fresh.items():
+            nodes = store.split[part][mask]
+            others[part] = score(self.metric, logits[nodes], store.labels[nodes])
+        report.others(self.examples, fresh, others)
         if args.predict:
             what = args.predict_what
             if what == "embeddings":

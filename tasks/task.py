@@ -1,5 +1,6 @@
 """The interface of a task (node, link or graph), with defaults that most of them share."""
 
+from contextlib import suppress
 from itertools import islice
 
 import numpy as np
@@ -7,11 +8,12 @@ import torch
 
 from disk.checks import edge_line
 from disk.columns import NAMES, described_types, read_names
-from disk.files import StoreError, plural
+from disk.files import SPLITS, StoreError, plural
 from model import GNN, is_gnn
 from relational import NodeInputs
 from store import GraphStore
 
+MOST_HOPS = 8  # tried for a user's network that does not run with those of --fanout
 CHUNK = 1 << 22  # numbers of a table of predictions converted at a time
 OF_GRAPHS = "max_nodes max_edges"  # flags of --task graph
 OF_LINKS = "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
@@ -34,6 +36,8 @@ class Task:
         timed_pairs: each example has its own time; else examples are nodes, with the times `node_time`.
         padded: `loss` skips rows of y that are -1: a step can be CUDA graphs. excludes: `draw` leaves edges out of a step.
         several: whether a node has several labels; None where that is no question.
+        keyed: checkpoints know the examples that they were trained on, by `keys`; told_by: how the names of the files begin
+            that number the examples. trained: of a checkpoint that is only used, int64 [n] keys; None: unknown.
         store: the open data, with split {part: ids of its examples}. draw, load_batch, limits: see `NodeLoader`.
     """
 
@@ -52,6 +56,8 @@ class Task:
     placed = True
     embeds = False
     timed_pairs = False
+    keyed = True
+    trained = None
     draw = None
     load_batch = None
     limits = None
@@ -87,6 +93,20 @@ class Task:
     def seeds(self):
         """Return the ids of all nodes that may be seeds."""
         return self.store.split["train"]
+
+    def keys(self, ids):
+        """Return what identifies examples, int64 of the shape of ids."""
+        return ids
+
+    def fresh(self):
+        """Return {part: bool [n], which of its examples the checkpoint was not trained on} of the held-out parts of which it
+        was trained on some."""
+        if self.trained is None:
+            return {}
+        parts = [self.store.split[part] for part in SPLITS[1:]]
+        fresh = ~torch.isin(self.keys(torch.cat(parts)), self.trained)
+        masks = zip(SPLITS[1:], fresh.split([*map(len, parts)]))
+        return {part: mask for part, mask in masks if not mask.all()}
 
     def num_scored(self):
         """Return how many validation examples the metric is computed from."""
@@ -182,11 +202,16 @@ def in_chunks(count, width):
         yield slice(first, min(first + step, count))
 
 
+def names_of_nodes(store):
+    """Yield the names of the nodes, in order; None without names."""
+    record = store.meta["files"].get(NAMES)
+    return read_names(store.path, record) if record else None
+
+
 def rows_of_nodes(store, outputs, columns):
     """Yield a table of all nodes in chunks, {column: values}: `node`, its name or, without names, its number, within its
     `type` if nodes have types; and what columns(rows of the outputs [V, n]) returns."""
-    record = store.meta["files"].get(NAMES)
-    names = read_names(store.path, record) if record else None
+    names = names_of_nodes(store)
     types = np.array([*store.node_types])
     ends = np.cumsum([count for count, _ in store.node_types.values()])
     for rows in in_chunks(*outputs.shape):
@@ -198,7 +223,7 @@ def rows_of_nodes(store, outputs, columns):
             node = node - np.array([0, *ends])[kind]
         if names:
             node = [*islice(names, len(node))]
-            if record["dtype"] == "int64":
+            if store.meta["files"][NAMES]["dtype"] == "int64":
                 node = np.array(node, np.int64)
         yield {**table, "node": node, **columns(outputs[rows])}
 
@@ -231,6 +256,23 @@ def gnn(args, widths, out_dim):
 
 
 def output_of_own(width, network, batch):
+    """Run a user's network on a batch -> float [S, width]; StoreError for other output, and for another number of blocks
+    than the network needs."""
+    try:
+        return checked_output(width, network, batch)
+    except (ValueError, LookupError) as error:
+        needed = hops_needed(width, network, batch)
+        if needed is None:
+            raise
+        given = plural(len(batch.blocks), "number")
+        example = ",".join(["10"] * needed)
+        raise StoreError(
+            f"--fanout has {given}, and the model does not run with as many blocks, but with {needed}: "
+            f"give a number for each of its layers, such as --fanout {example}"
+        ) from error
+
+
+def checked_output(width, network, batch):
     """Run a user's network on a batch -> float [S, width]; StoreError for other output."""
     edges = {"edges": batch.edges} if batch.edges else {}
     output = network(batch.blocks, batch.x, **edges)
@@ -243,3 +285,22 @@ def output_of_own(width, network, batch):
     raise StoreError(
         f"the model returned {actual} for {S} seeds: a row of {width} logits for each is needed"
     )
+
+
+@torch.no_grad()
+def hops_needed(width, network, batch):
+    """Return a number of blocks, up to MOST_HOPS, with which a user's network runs where it does not with the batch's, or
+    None. Fewer blocks are those nearest to the seeds; before more, each node is its own only neighbour."""
+    hops = len(batch.blocks)
+    outer = batch.blocks[0]
+    own = torch.arange(outer.num_src + 1, dtype=outer.indptr.dtype, device=outer.indptr.device)
+    own = type(outer)(own, own[:-1], outer.src_nodes)
+    for count in {*range(1, MOST_HOPS + 1)} - {hops}:
+        blocks = [*[own] * (count - hops), *batch.blocks[-count:]]
+        x = batch.x[: blocks[0].num_src]
+        edges = tuple(rows.new_zeros(own.num_edges, rows.shape[1]) for rows in batch.edges[:1])
+        edges = [*edges * (count - hops), *batch.edges[-count:]]
+        with suppress(Exception):
+            checked_output(width, network, batch._replace(blocks=blocks, x=x, edges=edges))
+            return count
+    return None

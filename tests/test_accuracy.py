@@ -224,13 +224,15 @@ cora => error: cora is no flag; --help lists them
 --model net.py:Sparse => Sparse has eye in its state_dict, and a checkpoint holds dense tensors
 --model net.py:Own => Own has _extra_state in its state_dict, and a checkpoint holds
 --model net.py:Grows => net.py:Grows makes parameters in forward, which are not trained
+--model net.py:Net => --fanout has 3 numbers, .*, but with 2: .* such as --fanout 10,10
+--model net.py:Net --fanout 3 => --fanout has 1 number, .*, but with 2: .* such as --fanout 10,10
 --model net.py:Net --model-args hiden=3 => called as Net.in_dim, num_classes, hiden=3.: .*'hiden'
 --model net.py:Net --model-args 3 => '3': write NAME=VALUE
 --model net.py:Net --model-args hidden=8,hidden=9 => hidden is given more than once
 --model net.py:Scored --task link => Scored has a `scorer`: --task link gives the network one of
 --model net.py:Net --model-args widths=[3,4],hidden=3 => num_classes, widths=.3, 4., hidden=3.:
 --model net.py:Net --hidden 64 => --hidden 64 is for the built-in models
---model GAT => 'GAT': choose one of sage, sage-pool, .*rgat, or FILE.py:
+--model GTA => 'GTA': choose one of sage, sage-pool, .*rgat, or FILE.py:
 --model alignn => --model alignn is not for --task node, which has sage, .*rgat
 --task graph --model gcn => --model gcn is not for --task graph, which has edge-gated, alignn
 --task graph --model net.py:Net => net.py:Net is not for --task graph, which has edge-gated, alignn
@@ -264,12 +266,13 @@ def test_bad_flags_get_one_sentence_and_code_2(row, tiny, tmp_path, monkeypatch,
 
 def test_own_model_that_raises_is_shown_with_its_traceback(tiny, tmp_path):
     file, missing = tmp_path / "net.py", "No module named 'nosuchmodule'"
-    few = "ValueError: zip() argument 2 is shorter than argument 1"
-    for text, said in ((OWN_LAYERS, few), ("import nosuchmodule", missing)):
+    wrong = OWN_LAYERS.replace("outputs = []", "outputs = [int('x')]")
+    invalid = "ValueError: invalid literal for int() with base 10: 'x'"
+    for text, said in ((wrong, invalid), ("import nosuchmodule", missing)):
         file.write_text(text)
-        words = f"--dataset {tiny} --gpus 0 --fanout 3,3,3 --model {file}:Net"
+        words = f"--dataset {tiny} --gpus 0 --fanout 3,3 --model {file}:Net"
         shown = _train(words, code=1)
-        assert said in shown and (text is not OWN_LAYERS or f'File "{file}", line ' in shown)
+        assert said in shown and (text is not wrong or f'File "{file}", line ' in shown)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
@@ -401,7 +404,7 @@ def test_graph_task_with_two_processes_checkpoints_and_resumes(tmp_path, capsys)
     "metric, said, labels",
     [
         ("roc_auc", "2 classes: 0, 1\n", lambda y: y > 5),
-        ("roc_auc", "2 classes: 0, 1\n", np.zeros_like),  # of one class: there is no ROC-AUC
+        ("roc_auc", "all training graphs are of one class", np.zeros_like),  # no ROC-AUC
         ("roc_auc", "2 classes: -1, 1\n", lambda y: np.where(y > 5, 1, -1)),
         ("roc_auc", "2 classes: 1, 2\n", lambda y: np.where(y > 5, 1, 2)),
         ("roc_auc", "2 classes: -7, 20000001\n", lambda y: np.where(y > 5, 20000001, -7)),

@@ -1,6 +1,7 @@
 """Tests of python -m bench and of what README.md shows."""
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import model
 import train
 from bench import __main__ as bench
 from bench import accuracy as bench_accuracy
@@ -26,9 +28,22 @@ from disk.files import StoreError
 from disk.graphs import block_diagonal
 from native import build
 from run import flags
+from sampler import NeighborSampler
 from sources import cli
-from tests.common import DATA, HERE, OWN_MODELS, TINY, _dgl, _end, _fork, _readme_blocks, _train
-from tests.stores import _events, _save_npz
+from store import GraphStore
+from tests.common import (
+    DATA,
+    HERE,
+    OWN_MODELS,
+    TINY,
+    _as_lists,
+    _dgl,
+    _end,
+    _fork,
+    _readme_blocks,
+    _train,
+)
+from tests.stores import _edges, _events, _save_npz
 
 
 def test_what_is_damaged_or_forged_is_fine_or_refused_in_a_sentence(tmp_path):
@@ -500,6 +515,145 @@ def test_the_example_of_an_own_graph_runs_from_top_to_bottom(tmp_path, monkeypat
     assert Path("papers.png").read_bytes().startswith(b"\x89PNG")
 
 
+# lines of docs/leaving_dgl.md: a part of the left cell, what DGL computes; a part of the right one, what it is compared by. A
+# graph is g in DGL; `stored` builds a store of it with options.
+LINES_OF_DGL = [
+    (
+        "dgl.to_bidirected(g)",
+        "edges(dgl.to_bidirected(g))",
+        "symmetrize=True, drop_duplicates=True",
+        "edges(stored({}))",
+    ),
+    (
+        "dgl.add_reverse_edges(g, exclude_self=False)",
+        "edges(dgl.add_reverse_edges(g, exclude_self=False))",
+        "symmetrize=True",
+        "edges(stored({}))",
+    ),
+    ("`AddReverse`", "edges(dgl.AddReverse()(g))", "symmetrize=True", "edges(stored({}))"),
+    ("dgl.to_simple(g)", "edges(dgl.to_simple(g))", "drop_duplicates=True", "edges(stored({}))"),
+    (
+        "dgl.remove_self_loop(g)",
+        "edges(dgl.remove_self_loop(g))",
+        "drop_self_loops=True",
+        "edges(stored({}))",
+    ),
+    ("g.in_degrees()", "g.in_degrees()", "graph.indptr.diff()", "{}"),
+    ('g.edata["w"]', 'g.edata["w"][graph.edge_order].float()', "graph.edge_weight", "{}"),
+    ("srcdata[dgl.NID]", "theirs.srcdata[dgl.NID]", "block.src_nodes", "{}"),
+    ("block.num_src_nodes()", "theirs.num_src_nodes()", "block.num_src", "{}"),
+    (
+        "block.edata[dgl.EID]",
+        "edges_of_block(theirs)",
+        "graph.given_edges(block.edge_ids)",
+        "g.find_edges({})[0]",
+    ),
+    ('adj_tensors("csc")', 'theirs.adj_tensors("csc")[1]', "block.indices", "{}"),
+    ("block.edges()", "torch.stack(theirs.edges())", "block.to_pyg()[0]", "{}"),
+    (
+        "block.update_all",
+        "averaged(theirs, h)",
+        "mean_neighbours(block.indptr, block.indices, h)",
+        "{}",
+    ),
+    (
+        "edge_softmax(block, scores)",
+        "dgl.nn.functional.edge_softmax(theirs, scores)",
+        "edge_softmax(scores, block.to_pyg()[0][1], block.num_dst)",
+        "{}",
+    ),
+    ("a DGL layer that stays", "theirs_conv(theirs, h)", "conv(block.to_dgl(), h)", "{}"),
+    (
+        '`SAGEConv(in_dim, out_dim, "mean")',
+        "theirs_conv(theirs, (h, h[:S]))",
+        "SAGEConv(in_dim, out_dim)",
+        "ours_conv(block, h)",
+    ),
+    (
+        '"reverse_id"',
+        "without",
+        "sampler.sample(..., exclude=graph.stored_edges(eids))",
+        "again(eids)",
+    ),
+]
+
+
+def test_lines_for_those_who_leave_dgl_do_what_dgl_does(tmp_path, monkeypatch):
+    dgl = _dgl()
+    monkeypatch.chdir(tmp_path)
+    text = (HERE / "docs/leaving_dgl.md").read_text()
+    rng = np.random.default_rng(0)
+    arrays = {"edge_index": rng.integers(0, 60, (2, 500)), "x": rng.random((60, 8), np.float32)}
+    names = {**arrays, "y": np.arange(60) % 3, "w": rng.random(500) * (rng.random(500) < 0.8)}
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(compile(block, "leaving_dgl.md", "exec"), names)
+    graph, sampler, block, g = (names[name] for name in ("graph", "sampler", "block", "g"))
+    lost = {*names["eids"].tolist()} & {
+        e for b in names["without"] for e in graph.given_edges(b.edge_ids).tolist()
+    }
+    assert not lost and (graph.edge_weight[block.edge_ids] > 0).all()
+    theirs = block.to_dgl()
+    h = torch.from_numpy(rng.random((block.num_src, 8), np.float32))
+    conv = dgl.nn.SAGEConv(8, 5, "mean")
+    ours = names["GNN"](8, 5, 5, conv="sage", num_layers=1).layers[0]
+    ours.load_state_dict(names["of_dgl"](conv))
+    count = itertools.count()
+
+    def edges(of):
+        if hasattr(of, "indptr"):
+            return torch.tensor(_edges(of)).T
+        src, dst = (ends.tolist() for ends in of.edges())
+        return torch.tensor(sorted(zip(src, dst))).T
+
+    def averaged(graph, h):
+        graph.srcdata["h"] = h
+        graph.update_all(dgl.function.copy_u("h", "m"), dgl.function.mean("m", "h"))
+        return graph.dstdata["h"]
+
+    def stored(**options):
+        return GraphStore.open(names["build"](g, tmp_path / f"store-{next(count)}", **options))
+
+    names |= {
+        "S": block.num_dst,
+        "scores": torch.randn(block.num_edges, 2),
+        "edges_of_block": lambda b: b.srcdata[dgl.NID][b.edges()[0].long()],
+        "again": lambda e: sampler.sample(torch.arange(9), 0, exclude=graph.stored_edges(e)),
+        **{"theirs": theirs, "h": h, "conv": conv, "theirs_conv": conv, "ours_conv": ours},
+        **{"edges": edges, "averaged": averaged, "stored": stored},
+    }
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")]
+    for left, dgls, right, compared in LINES_OF_DGL:
+        assert any(left in cells[0] and right in cells[1] for cells in rows), (left, right)
+        wanted = eval(dgls, names)
+        found = eval(compared.format(right), names)
+        if isinstance(wanted, list):
+            assert _as_lists(wanted) == _as_lists(found)
+        else:
+            wanted, found = map(torch.as_tensor, (wanted, found))
+            torch.testing.assert_close(found, wanted, check_dtype=False, msg=left)
+    looped = dgl.add_self_loop(g)
+    mlp = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 6))
+    feats = g.ndata["feat"]
+    for kind, layer, on in (
+        ("sage", dgl.nn.SAGEConv(8, 6, "mean"), g),
+        ("sage-pool", dgl.nn.SAGEConv(8, 6, "pool"), g),
+        ("gcn", dgl.nn.GraphConv(8, 6), looped),
+        ("gat", dgl.nn.GATv2Conv(8, 2, 3), looped),
+        ("gin", dgl.nn.GINConv(mlp, "sum", 0.3, learn_eps=True), g),
+        ("gin", dgl.nn.GINConv(mlp, "sum", 0.3), g),
+    ):
+        options = {"heads": 3} if kind == "gat" else {}
+        inner = names["GNN"](8, 6, 6, conv=kind, num_layers=2, **options).eval().layers[0]
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter)
+        inner.load_state_dict(names["of_dgl"](layer))
+        everything = NeighborSampler(graph.indptr, graph.indices, [-1]).sample(torch.arange(60), 0)
+        given = graph.features.tensor[everything[0].src_nodes.long()]
+        degree = model.graph_degrees(graph.indptr, graph.indices)[everything[0].src_nodes.long()]
+        out = inner(everything[0], given, degree if inner.uses_degree else None)
+        torch.testing.assert_close(out, layer(on, feats).flatten(1))
+
+
 def test_readme_python_blocks_run(tmp_path, monkeypatch):
     """README's Python blocks in order, on a small graph under the names they use; those of DGL and PyG if installed."""
     monkeypatch.chdir(tmp_path)
@@ -525,6 +679,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
     names |= {short.get(name, name): values for name, values in _events(400, 4000).items()}
     # the fields of PyG's Data that are read
     data = {name: torch.from_numpy(names[name]) for name in ("edge_index", "x", "y")}
+    names["list_of_pyg_data"] = [types.SimpleNamespace(**data | {"y": i}) for i in (0, 1)]
     names["dgl_graph_or_pyg_data"] = types.SimpleNamespace(**data)
     blocks = _readme_blocks("python")
     assert len(blocks) >= 4
@@ -543,7 +698,7 @@ def test_readme_python_blocks_run(tmp_path, monkeypatch):
                 "edge_index": [[0] * 400, [1] * 400],
                 "x": np.zeros((800, 3), np.float32),
                 "e": np.zeros((400, 2), np.uint8),
-                "y": np.zeros((400, 1), np.float32),
+                "y": np.zeros(400, np.float32),
             }
             given = {**names, **many, "another_batch": block_diagonal(**many)}
         exec(compile(block, "README.md", "exec"), given)

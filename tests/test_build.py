@@ -303,7 +303,7 @@ def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
     w, t = rng.integers(1, 9, 3000) / 8, rng.integers(0, 50, 3000)
     e, when = rng.integers(0, 9, (3000, 2)).astype(np.float32), np.arange(200)
     columns = {"edge_weight": w, "edge_time": t, "edge_features": e, "node_time": when}
-    changes = dict(symmetrize=True, drop_duplicates=True, drop_self_loops=True)
+    changes = dict(symmetrize=True, drop_duplicates=True, drop_self_loops=True, edge_order=True)
     reference = build_store("reference", **args, **changes, **columns)
     own = {"x": args["features"], "y": args["labels"], "edge_index": edges}
     parts = {f"{name}_idx": ids for name, ids in SPLIT.items()}
@@ -430,7 +430,11 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
         ("edata.rank is not used here", dgls(rank=ones), {}),
         ("adj_t has values other than 1, beside edge_weight", weighted, {}),
         ("num_nodes is 200, and", pygs(edge_index=None, adj_t=plain, **few), {}),
-        ("SimpleNamespace has no features", pygs(x=None), {}),
+        (
+            "it has no array features or x or",
+            pygs(x=None, y=None, train_mask=None, test_mask=None),
+            {},
+        ),
         ("no split=2: it has 2 splits, and", pygs(train_mask=splits), {"split": 2}),
         ("adj_t is a list: a sparse matrix", pygs(edge_index=None, adj_t=[[0, 1]]), {}),
         (r"x has shape \[\]: \[V, F\]", pygs(x=3), {}),
@@ -460,6 +464,17 @@ def test_saved_data_of_pyg_is_a_graph_and_no_other_pickle_runs(tmp_path, monkeyp
     typed["paper"].x, typed["paper", "cites", "paper"].edge_index = graph.x, graph.edge_index
     torch.save(typed, "typed.pt")
     assert GraphStore.open(prepare("typed.pt", "data")).num_nodes == 200
+    transforms = pytest.importorskip("torch_geometric.transforms")
+    for number, change in enumerate(
+        (data.Data.sort, transforms.ToUndirected(), transforms.ToSparseTensor())
+    ):
+        torch.save(change(graph.clone()), f"{number}.pt")
+        assert GraphStore.open(prepare(f"{number}.pt", "data")).num_nodes == 200
+    small = [data.Data(x=graph.x[:4], edge_index=torch.tensor([[i], [0]]), y=i) for i in range(4)]
+    torch.save(small, "list.pt")
+    assert len(_prepared("list.pt", "data")) == 4
+    small[2].ran = _Runs()
+    torch.save(small, "ran.pt")
     whole = Path("g.pt").read_bytes()
     Path("damaged.pt").write_bytes(whole.replace(graph.x.numpy().tobytes()[:99], bytes(99)))
     Path("cut.pt").write_bytes(whole[:-100])
@@ -472,6 +487,7 @@ def test_saved_data_of_pyg_is_a_graph_and_no_other_pickle_runs(tmp_path, monkeyp
             "code.pt",
             r"code.pt holds more than a PyG Data of tensors .\S+system.; if you trust it, two",
         ),
+        ("ran.pt", r"ran.pt holds more than a PyG Data of tensors .\S+system.; if you trust"),
         ("pair.pt", "pair.pt holds a tuple and no PyG Data"),
         ("tensors.pt", "tensors.pt holds a dict and no PyG Data; if you trust it, two lines of"),
         ("damaged.pt", "damaged.pt cannot be read: .* is damaged"),
@@ -480,6 +496,8 @@ def test_saved_data_of_pyg_is_a_graph_and_no_other_pickle_runs(tmp_path, monkeyp
         _refuses(said, prepare, file, "data")
         _refuses(said, datasets.build, file, "built-of-it")
     assert "ran" not in capsys.readouterr().out
+    pair = torch.load("pair.pt", weights_only=False)  # as docs/data.md says
+    assert not GraphStore.open(datasets.build(data.Data.from_dict(pair[0]), "pair")).node_types
     monkeypatch.setitem(sys.modules, "torch_geometric.data.data", None)
     _refuses("g.pt cannot be read: .*torch_geometric.data", prepare, "g.pt", "data")
 
@@ -487,6 +505,65 @@ def test_saved_data_of_pyg_is_a_graph_and_no_other_pickle_runs(tmp_path, monkeyp
 class _Runs:
     def __reduce__(self):
         return os.system, ("echo ran",)
+
+
+def test_a_list_of_pyg_graphs_is_a_data_set_of_small_graphs(tmp_path, capsys):
+    """Edges as they are; y of integers are labels, of floats targets."""
+    rng = np.random.default_rng(0)
+
+    def graph(i, **changes):
+        n, m = 2 + i % 3, 1 + i % 4
+        ends = torch.from_numpy(rng.integers(0, n, (2, m)))
+        arrays = {"x": torch.full((n, 2), i), "edge_index": ends, "edge_attr": torch.rand(m)}
+        arrays |= {"y": torch.tensor([i % 2]), "smiles": "CC", **changes}
+        return types.SimpleNamespace(**{n: a for n, a in arrays.items() if a is not ...})
+
+    def built(graphs, name, **options):
+        return GraphDataset.open(datasets.build(graphs, tmp_path / name, **options))
+
+    graphs = [graph(i) for i in range(12)]
+    found = built(graphs, "a", split={"train": range(9), "test": [9, 10, 11]})
+    said = capsys.readouterr().out
+    assert "x holds whole numbers, taken for categories" in said and "not used: smiles" in said
+    assert found.classes == [0, 1] and [len(ids) for ids in found.split.values()] == [8, 1, 3]
+    for i, given in enumerate(graphs):
+        one = found.batch([i])
+        ends = one.indices, torch.repeat_interleave(one.indptr.diff()), one.e[:, 0]
+        expected = *given.edge_index.tolist(), given.edge_attr.tolist()
+        assert sorted(zip(*map(torch.Tensor.tolist, ends))) == sorted(zip(*expected))
+        assert one.x.dtype == torch.uint8 and one.x.tolist() == given.x.tolist()
+        assert one.y.tolist() == [[i % 2]]
+    for name, value, labels in (
+        ("float", torch.tensor([[0.5, torch.nan]]), False),
+        ("number", 1.5, False),
+        ("int", 3, True),
+    ):
+        found = built(
+            [graph(0, y=value, edge_attr=...), graph(1, y=0 * value, edge_attr=...)], name
+        )
+        assert found.labels is labels and found.batch([0]).y[0, 0] == np.ravel(value)[0]
+        assert found.edge_dim == 1 and not found.batch([0, 1]).e.any()
+    assert built([graph(0), graph(1)], "given", labels=[7, 9]).classes == [7, 9]
+    capsys.readouterr()
+    built([graph(0, y=0.0), graph(1, y=1.0)], "said")
+    assert "targets of a regression, although all are 0 or 1" in capsys.readouterr().out
+    for message, second, options in (
+        (
+            "edge_attr of graph 1 is there, of others not|edge_attr of graph 1",
+            {"edge_attr": ...},
+            {},
+        ),
+        (r"x of graph 1 has shape \[3, 3\]: \[n, 2\]", {"x": torch.ones(3, 3)}, {}),
+        (r"y of graph 1 has shape \[3, 2\]: \[1, 1\]", {"y": torch.ones(3, 2)}, {}),
+        (r"edge_attr of graph 1 has shape \[9, 1\]: \[2, 1\]", {"edge_attr": torch.ones(9)}, {}),
+        ("edge_index of graph 1 has dtype float32", {"edge_index": torch.ones(2, 2)}, {}),
+        ("edge 1 goes from node 9 to node 0", {"edge_index": torch.tensor([[9, 0], [0, 0]])}, {}),
+        ("idx is not used here, and may matter: .*ignore=idx", {"idx": 3}, {}),
+        ("list: features has no effect on", {}, {"features": [1]}),
+    ):
+        _refuses(message, built, [graph(0), graph(1, **second)], "bad", **options)
+    _refuses("the graphs of the list have no x: give features", built, [graph(0, x=...)], "bad")
+    _refuses("no graph is read from a list", built, [types.SimpleNamespace(x=1)], "bad")
 
 
 def test_store_builds_from_pyg_in_the_forms_that_people_have_arrays_in(tmp_path, capsys):

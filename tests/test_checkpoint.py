@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import stat
+import sys
 import threading
 import types
 import zipfile
@@ -43,7 +44,7 @@ from tests.common import (
     _train,
     _wait_for,
 )
-from tests.stores import _refuses
+from tests.stores import _refuses, _small_disk
 
 SMALL = " ".join(map(str, COMMON))
 OWN = """
@@ -77,7 +78,8 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     assert _code(f"--resume {tmp_path}/four.pt --batch-dependency 2") == 2
     assert "was made with --batch-dependency 3, this run has 2" in capsys.readouterr().err
     assert _code(f"--resume {tmp_path}/four.pt --lr 0.01 --gpus 0") == 0
-    assert "changed" not in capsys.readouterr().out
+    assert "changed" not in (out := capsys.readouterr().out)
+    assert "epoch 4: nothing is trained, as --epochs is 4: no effect of --lr\n" in out
     assert _code(f"--resume {tmp_path}/four.pt --batch-size 50 --accumulate 2 --gpus 0") == 0
     assert "changed  batch-size 100 -> 50, accumulate 1 -> 2\n" in capsys.readouterr().out
     _, straight = _run_here(tmp_path, words, "--lr-schedule constant --lr 0.01")
@@ -511,6 +513,23 @@ def test_heads_of_early_rgat_are_not_read_into_a_layer_of_a_file():
         assert checkpoint.settled_flags(saved, graph, weights)["heads"] == heads
 
 
+def _load_file(path):
+    """Read a safetensors file -> {name: tensor}, as `safetensors.torch.load_file`."""
+    data = Path(path).read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    assert header.pop("__metadata__") == {"format": "pt"} and end % 8 == 0
+    weights = {}
+    for name, place in header.items():
+        first, last = place["data_offsets"]
+        dtype = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}[place["dtype"]]
+        assert first % dtype.itemsize == 0
+        values = torch.frombuffer(bytearray(data[end + first : end + last]), dtype=dtype)
+        weights[name] = values.view(place["shape"])
+    assert end + max(place["data_offsets"][1] for place in header.values()) == len(data)
+    return weights
+
+
 @pytest.mark.parametrize("words", ["", "--norm batch --model gcn", "--task link --scorer distmult"])
 def test_an_exported_model_is_what_was_trained(words, tiny, tmp_path, capsys):
     folder = tmp_path / "made" / "here"
@@ -520,18 +539,7 @@ def test_an_exported_model_is_what_was_trained(words, tiny, tmp_path, capsys):
     assert train.main(command.split()) == 0
     assert "wrote " in (said := capsys.readouterr().out) and "is lost" not in said
     network = checkpoint.load_model(kept)
-    data = (folder / "model.safetensors").read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    assert header.pop("__metadata__") == {"format": "pt"} and end % 8 == 0
-    weights = {}
-    for name, place in header.items():
-        first, last = place["data_offsets"]
-        assert first % {"F32": 4, "I64": 8}[place["dtype"]] == 0
-        dtype = {"F32": torch.float32, "I64": torch.int64}[place["dtype"]]
-        values = torch.frombuffer(bytearray(data[end + first : end + last]), dtype=dtype)
-        weights[name] = values.view(place["shape"])
-    assert end + max(place["data_offsets"][1] for place in header.values()) == len(data)
+    weights = _load_file(folder / "model.safetensors")
     expected = network.state_dict()
     assert {*weights} == {*expected}
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -547,21 +555,185 @@ def test_an_exported_model_is_what_was_trained(words, tiny, tmp_path, capsys):
         assert (again / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_the_documented_lines_load_an_exported_model(tiny, tmp_path, monkeypatch):
-    pytest.importorskip("safetensors")
-    command = f"--dataset {tiny} {SMALL} --export {tmp_path}/cora_model --predict {tmp_path}/p.npy"
-    assert train.main([*command.split(), "--predict-what", "logits"]) == 0
+EXPORTED = {  # flags, custom network of a file
+    "plain": ("", None),
+    "edge features": ("--model rgcn --edge-features --bases 2", None),
+    "types": ("--dataset synthetic-mag:scale=0.0005 --model rgat --fanout 2,2 --hidden 8", None),
+    "links": ("--task link --scorer mlp", None),
+    "graphs": ("--task graph --dataset m.npz --model edge-gated", None),
+    "layer": ("--model own.py:MeanConv", "MeanConv"),
+    "network": ("--model own.py:Net", "Net"),
+}
+OWN_LAYER = """
+from model import Conv, Linear
+
+class MeanConv(Conv):
+    def __init__(self, in_dim, out_dim):
+        super().__init__()
+        self.out_dim = out_dim
+        self.linear = Linear(2 * in_dim, out_dim)
+
+    def combine(self, near):
+        return self.linear(near.self_and_mean())
+"""
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_the_documented_lines_load_an_exported_model(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {}
+    library = types.SimpleNamespace(load_file=_load_file)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", library)
+    Path("own.py").write_text(OWN + OWN_LAYER)
+    edges = {"edge_features": np.random.default_rng(0).random((3000, 2), "f")}
+    edges |= {"edge_type": np.arange(3000) % 3}
+    build_store("g", **_graph(), **edges)
+    atoms = {"node_offsets": np.arange(41), "atom_feat": np.random.default_rng(0).random((40, 3))}
+    bonds = {"bond_offsets": np.zeros(41, int), "bond_feat": np.ones((0, 1))}
+    bonds |= {"bond_index_local": np.zeros((2, 0), int)}
+    np.savez("m.npz", **atoms, **bonds, targets=np.arange(40.0))
+    words, custom = EXPORTED[kind]
+    command = "--epochs 1 --gpus 0 --root root --export cora_model --checkpoint run.pt"
+    if "--dataset" not in words:
+        words += " --dataset g --fanout 3,3"
+    if custom != "Net" and "--hidden" not in words:
+        words += " --hidden 16"
+    assert _code(command, words) == 0
     text = Path(checkpoint.__file__).parents[1].joinpath("docs/models.md").read_text()
-    exec(re.search(r"```python\n(import json\n.*?)```", text, re.DOTALL)[1], names)
-    graph = GraphStore.open(tiny)
-    logits = inference(names["net"], graph.indptr, graph.indices, graph.features)
-    assert np.array_equal(logits.numpy(), np.load("p.npy"))
+    loads = re.findall(r"```python\n(import json\n.*?)```", text, re.DOTALL)
+    assert len(loads) == 2
+    if custom:
+        made = {}
+        exec(Path("own.py").read_text(), made)
+        own = made[custom] if custom == "MeanConv" else made[custom](5, 4)
+        with pytest.raises(disk.StoreError, match="these are weights of own.py"):
+            exec(loads[0], {})
+        loads[0] = loads[0].replace("(config)", "(config, own)")
+    loads = [lines for lines in loads if kind == "plain" or "described_network" in lines]
+    expected = torch.load("run.pt", weights_only=True)
+    expected = expected["best"]["model"] or expected["model"]
+    for lines in loads:
+        names = {"own": own} if custom else {}
+        exec(lines, names)
+        weights = names["net"].state_dict()
+        assert not names["net"].training and {*weights} == {*expected}
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+        if kind == "plain":
+            graph = GraphStore.open("g")
+            logits = inference(names["net"], graph.indptr, graph.indices, graph.features)
+            again = "--resume run.pt --predict p.npy --predict-what logits --gpus 0"
+            assert _code(again) == 0 and np.array_equal(logits.numpy(), np.load("p.npy"))
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tiny, tmp_path, capsys):
     (tmp_path / "file").touch()
-    for path, why in ((f"{tmp_path}/file", ""), (f"{tmp_path}/file/in", ""), (tiny, "is a store")):
+    inside = f"cannot be made: {tmp_path}/file is no folder"
+    for path, why in (
+        (f"{tmp_path}/file", inside),
+        (f"{tmp_path}/file/in", inside),
+        (tiny, "is a store"),
+    ):
         assert _code(f"--dataset {tiny} --gpus 0 --export {path}") == 2
-        assert f"--export {path} {why}" in capsys.readouterr().err
+        out, err = capsys.readouterr()
+        assert f"--export {path} {why}" in err and not out
+
+
+def test_a_full_disk_for_an_export_leaves_the_scores_of_a_run(tiny, tmp_path, capsys):
+    with _small_disk(tmp_path, 4096) as small:
+        assert _code(f"--dataset {tiny} {SMALL} --epochs 1 --export {small}/x") == 2
+        out, err = capsys.readouterr()
+        assert "\nresult  accuracy: test " in out and "could not be written: No space left" in err
+
+
+def test_scores_of_examples_that_were_trained_on_are_told_apart(tmp_path, capsys):
+    """By names where nodes have them, else by row numbers in the same features; else a line says that it is unknown."""
+    graph = _graph(num_nodes=300, width=6, classes=4)
+    parts = np.arange(300).reshape(3, 100)
+    a, b, c = parts
+    other = [np.r_[a[:30], c[:70]], b, np.r_[a[30:], c[70:]]]  # test: 70 trained on
+    names = [f"Ürün {node}" for node in range(300)]
+    order = np.random.default_rng(0).permutation(300)
+    place = np.argsort(order)
+    moved = {
+        "edge_index": place[graph["edge_index"]],
+        "features": graph["features"][order],
+        "labels": graph["labels"][order],
+        "node_names": [names[node] for node in order],
+    }
+
+    def built(name, split, **arrays):
+        split = dict(zip(disk.SPLITS, split))
+        return build_store(tmp_path / name, **{**graph, **arrays, "split": split})
+
+    paths = {"plain": built("plain", parts), "named": built("named", parts, node_names=names)}
+    for name, path in paths.items():
+        _run_here(tmp_path, f"--dataset {path}", *COMMON, "--epochs 1")
+        (tmp_path / "here.pt").rename(tmp_path / f"{name}.pt")
+    shifted = graph["features"] + 1
+    said = "the checkpoint was trained on 70 of 100 test nodes; without them test "
+    unknown = "nodes that were trained on, which cannot be told: "
+    for by, path, expected in (
+        ("plain", paths["plain"], None),
+        ("plain", built("plain, split again", other), said),
+        (
+            "plain",
+            built("shifted", other, features=shifted),
+            f"{unknown}features.npy is not the same",
+        ),
+        ("plain", built("named, split again", other, node_names=names), f"{unknown}only one of"),
+        ("named", tmp_path / "named, split again", said),
+        ("named", built("moved", [place[ids] for ids in other], **moved), said),
+    ):
+        capsys.readouterr()
+        flags = ["--predict", tmp_path / "p.npy", "--log", tmp_path / "log"]
+        words = ["--resume", tmp_path / f"{by}.pt", "--dataset", path, *flags]
+        assert _code(*words) == 0
+        out = capsys.readouterr().out
+        assert expected in out if expected else "trained on" not in out, out
+        if expected == said:
+            store = GraphStore.open(path)
+            ids = torch.tensor([names.index(n) for n in store.node_names() or names])
+            nodes = store.split["test"][ids[store.split["test"]] >= 200]
+            right = torch.from_numpy(np.load(tmp_path / "p.npy"))[nodes] == store.labels[nodes]
+            line = _log(tmp_path / "log")[-1]
+            score = right.double().mean().item()
+            assert line["without_them"] == {"test": pytest.approx(score)}
+            assert line["trained_on"] == {"test": 70} and f"{said}{100 * score:.2f}%" in out
+    state = torch.load(tmp_path / "plain.pt", weights_only=True)
+    assert state["trained"].tolist() == list(range(100))
+    torch.save({**state, "trained": torch.zeros(3)}, tmp_path / "forged.pt")
+    _refuses("no list of int64", checkpoint.read_checkpoint, tmp_path / "forged.pt")
+    del state["trained"]  # as early checkpoints
+    torch.save(state, tmp_path / "early.pt")
+    words = f"--resume {tmp_path}/early.pt --dataset {paths['plain']}"
+    assert _code(words, f"--predict {tmp_path}/p.npy") == 0
+
+
+def test_graphs_and_pairs_that_were_trained_on_are_told(tiny, tmp_path, capsys):
+    """Graphs by their numbers in the same file; of pairs only that others may be held out."""
+    atoms = {"node_offsets": np.arange(41), "atom_feat": np.random.default_rng(0).random((40, 3))}
+    bonds = {"bond_offsets": np.zeros(41, int), "bond_feat": np.ones((0, 1))}
+    molecules = {**atoms, **bonds, "bond_index_local": np.zeros((2, 0), int)}
+    ids = np.arange(40)
+    for name, first, last, shift in (("a", 20, 30, 0), ("b", 10, 15, 0), ("c", 20, 30, 1)):
+        split = {"train_idx": ids[:first], "val_idx": ids[first:last], "test_idx": ids[last:]}
+        np.savez(tmp_path / f"{name}.npz", **molecules, **split, targets=ids + 0.5 + shift)
+    edges = build_store(tmp_path / "g", **_graph(width=16))
+    common = f"--gpus 0 --root {tmp_path} --epochs 1 --hidden 8 --checkpoint"
+    assert _code(f"{common} {tmp_path}/m.pt --task graph --dataset {tmp_path}/a.npz") == 0
+    assert _code(f"{common} {tmp_path}/l.pt --task link --dataset {tiny} --fanout 2") == 0
+    unknown = "that were trained on, which cannot be told: "
+    for words, said in (
+        (f"m.pt --dataset {tmp_path}/a.npz", None),
+        (f"m.pt --dataset {tmp_path}/b.npz", "on 5 of 5 valid graphs; without them valid n/a"),
+        (f"m.pt --dataset {tmp_path}/b.npz", "on 5 of 25 test graphs; without them test RMSE "),
+        (f"m.pt --dataset {tmp_path}/c.npz", f"graphs {unknown}graphs.lmdb is not the same"),
+        (f"l.pt --dataset {tiny}", None),
+        (f"l.pt --dataset {tiny} --edge-split 50/25/25", f"edges {unknown}other pairs are held"),
+        (f"l.pt --dataset {tiny} --edge-split none", None),
+        (f"l.pt --dataset {edges}", f"edges {unknown}indices.npy, indptr.npy is not the same"),
+    ):
+        capsys.readouterr()
+        again = f"--gpus 0 --root {tmp_path} --export {tmp_path}/out --resume {tmp_path}/{words}"
+        assert _code(again) == 0
+        out = capsys.readouterr().out
+        assert said in out if said else "trained on" not in out, out

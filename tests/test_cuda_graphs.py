@@ -1083,8 +1083,10 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
     assert not cuda_graphs.averages_in_place(sage, data, torch.int8)  # integers, not codes
     data.features = CodedFeatures(torch.zeros(3, 2, dtype=torch.int8), torch.ones(2, 2))
     assert cuda_graphs.averages_in_place(sage, data, torch.int8, torch.bfloat16)
-    for mode, dtype in (("cpu-cpu", torch.int8), ("pinned-cuda", torch.float32)):
-        sage.mode = mode  # there, rows are decoded on the CPU; a row a node moves over PCIe
+    sage.mode = "cpu-cpu"
+    assert cuda_graphs.averages_in_place(sage, data, torch.int8)
+    for mode, dtype in (("cpu-cuda", torch.int8), ("pinned-cuda", torch.float32)):
+        sage.mode = mode  # codes move as they are; a row a node moves over PCIe
         assert not cuda_graphs.averages_in_place(sage, data, dtype)
 
 
@@ -1319,6 +1321,7 @@ class _Order(TorchDispatchMode):
 @pytest.fixture
 def order(monkeypatch):
     order = _Order(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with order:
         yield order
 

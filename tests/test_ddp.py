@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import ddp
 import train
 from run.checkpoint import digests
+from run.flags import make_parser
 from store import GraphStore, build_store
 from tests.common import (
     HERE,
@@ -480,6 +481,43 @@ def test_each_rank_tells_nccl_which_gpu_it_has(monkeypatch):
         with pytest.raises(StopIteration):
             ddp._run(nothing, ddp.Ranks(5, 8, 1, 4, gpus), None, ())
     assert told == {"gloo": None, "cpu:gloo,cuda:nccl": torch.device("cuda:1")}
+
+
+@pytest.mark.parametrize(
+    "environment, threads",
+    [
+        ({}, 2),
+        ({"OMP_NUM_THREADS": "3"}, None),
+        ({"OMP_NUM_THREADS": "1"}, None),
+        ({"OMP_NUM_THREADS": "3", "RANK": "0", "WORLD_SIZE": "2"}, None),
+        ({"OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "2"}, 2),  # torchrun's default
+    ],
+)
+def test_ranks_share_the_cores_unless_a_person_says_otherwise(environment, threads, monkeypatch):
+    given = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5))
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    ddp.share_cores(2)
+    assert given == [threads] * (threads is not None)
+
+
+def test_flags_that_torchrun_takes_for_its_own_have_another_name():
+    from torch.distributed.run import get_args_parser
+
+    theirs = [*get_args_parser()._option_string_actions]
+    ours = make_parser()._option_string_actions
+    is_free = lambda flag: not any(word.startswith(flag) for word in theirs)  # noqa: E731
+    for flag, action in ours.items():
+        names = [name for name in action.option_strings if name.startswith("--")]
+        assert flag == "--help" or not flag.startswith("--") or any(map(is_free, names)), flag
+
+
+def test_more_gpus_than_there_are_is_one_sentence():
+    with pytest.raises(ValueError, match="gpus is 2: of CUDA GPUs torch sees 0 on this machine"):
+        ddp.launch(_fails, 2, "raise", gpus=2)
 
 
 def _fails(ranks, how):

@@ -13,10 +13,11 @@ import ddp
 import train
 from inference import inference
 from model import CONVS
+from run import edge_data
 from run.run import open_run
 from sampler import NeighborSampler
 from sources.prepare import build
-from store import GraphStore, build_store
+from store import GraphStore, build_store, info
 from tests.common import (
     _as_lists,
     _code,
@@ -28,7 +29,7 @@ from tests.common import (
     _train,
     _with_flags,
 )
-from tests.stores import _events, _rewrite_meta
+from tests.stores import _events, _refuses, _rewrite_meta
 
 
 @pytest.fixture
@@ -338,6 +339,236 @@ def test_a_store_with_times_of_nodes_that_do_nothing_says_so(tmp_path, capsys):
         assert said in capsys.readouterr().out
     assert _code(f"--dataset {path} --gpus 0 --temporal at") == 2
     assert f"has no times of edges (edge_time); {anew}" in capsys.readouterr().err
+
+
+DAY = np.datetime64("2024-01-31") + np.arange(6)
+RING = np.stack([np.arange(6), np.roll(np.arange(6), -1)])
+DOORS = ["store", "typed", "npz", "csv", "parquet", "pyg", "dgl"]
+
+
+def _by_door(door, folder, **times):
+    """Build a store of a ring with these edge_time [6] and node_time [6], which come as `door` says."""
+    x, y, split = np.eye(6, dtype=np.float32), np.arange(6) % 2, {"train": [0, 1], "test": [2, 3]}
+    path, number = folder / "s", len([*folder.iterdir()])
+    if path.exists():
+        path = folder / f"s{number}"
+    if door == "store":
+        return build_store(path, edge_index=RING, features=x, labels=y, split=split, **times)
+    if door == "typed":
+        of = {"edge_time": ("a", "to", "a"), "node_time": "a"}
+        return build_store(
+            path,
+            node_types={"a": 6},
+            edge_index={("a", "to", "a"): RING},
+            features={"a": x},
+            labels={"a": y},
+            split=split,
+            **{name: {of[name]: values} for name, values in times.items()},
+        )
+    if door == "npz":
+        parts = {f"{part}_idx": ids for part, ids in split.items()}
+        np.savez(folder / "a.npz", edge_index=RING, x=x, y=y, **times, **parts)
+        return build(folder / "a.npz", path)
+    if door in ("pyg", "dgl"):
+        tensors = {name: torch.from_numpy(values) for name, values in times.items()}
+        if door == "pyg":
+            data = pytest.importorskip("torch_geometric.data").Data(
+                edge_index=torch.from_numpy(RING), x=torch.from_numpy(x), **tensors
+            )
+        else:
+            data = _dgl().graph(tuple(torch.from_numpy(RING)))
+            data.ndata["feat"] = torch.from_numpy(x)
+            data.ndata["time"] = tensors["node_time"]
+            data.edata["time"] = tensors["edge_time"]
+        return build(data, path, labels=y, split=split)
+    tables = {"e": {"src": RING[0], "dst": RING[1], "t": times["edge_time"]}}
+    tables |= {"x": {f"f{i}": x[:, i] for i in range(6)}, "y": {"label": y}}
+    tables |= {"t": {"t": times["node_time"]}, **{part: {"id": s} for part, s in split.items()}}
+    for name, columns in tables.items():
+        if door == "parquet":
+            table = pytest.importorskip("pyarrow").table(columns)
+            importlib.import_module("pyarrow.parquet").write_table(
+                table, folder / f"{name}.parquet"
+            )
+        else:
+            rows = [columns, *zip(*columns.values())]
+            text = "".join(",".join(map(str, row)) + "\n" for row in rows)
+            (folder / f"{name}.csv").write_text(text)
+    files = {name: str(folder / f"{name}.{door}") for name in tables}
+    split = {part: files[part] for part in split}
+    options = {"times": "t", "node_times": files["t"], "split": split}
+    return build(files["e"], path, features=files["x"], labels=files["y"], **options)
+
+
+BAD_TIMES = [  # the time of row 3, what is said
+    (np.array("NaT", "M8[ns]"), "a missing time"),
+    (np.array(-(2**63)), "NaT as a number, a missing time"),
+    (np.array(-(2**63) // 10**9), "NaT as a number, a missing time"),
+    (np.array(np.nan), "a missing time"),
+    (np.array(2.5), "whole numbers are needed"),
+    (np.array(1.7e9, "f"), "float32 rounds whole numbers above 16,777,216"),
+    (
+        np.array("2024-01-31T00:00:00.000000001", "M8[ns]"),
+        "microseconds: round it|no time, written as",
+    ),
+]
+
+
+@pytest.mark.parametrize("column", ["edge_time", "node_time"])
+@pytest.mark.parametrize("door", DOORS)
+def test_times_that_are_none_are_refused_by_every_door(door, column, tmp_path):
+    for value, said in BAD_TIMES:
+        if value.dtype.kind == "M" and door in ("pyg", "dgl"):  # torch has no dates
+            continue
+        if value.dtype == np.float32 and door == "csv":  # text has no dtype
+            continue
+        times = {name: np.zeros(6, value.dtype) for name in ("edge_time", "node_time")}
+        times[column][3] = value
+        row = rf"({column}( of [a,to]+)?\[3\]|line 5: 't'|line 4: 't')"
+        _refuses(f"{row} is .*({said})", _by_door, door, tmp_path, **times)
+
+
+@pytest.mark.parametrize("door", DOORS[:5])
+@pytest.mark.parametrize("dtype", ["M8[D]", "M8[s]", "M8[ns]", "zoned"])
+def test_dates_are_stored_in_microseconds_by_every_door(dtype, door, tmp_path, capsys):
+    times = DAY.astype("M8[us]" if dtype == "zoned" else dtype)
+    given = {"edge_time": times, "node_time": times}
+    if dtype == "zoned" and door == "csv":
+        given["edge_time"] = [f"{time}Z" for time in times]
+    elif dtype == "zoned" and door == "parquet":
+        pa = pytest.importorskip("pyarrow")
+        given["edge_time"] = pa.array(times, pa.timestamp("ms", "Europe/Rome"))
+    elif dtype == "zoned":
+        pandas = pytest.importorskip("pandas")
+        given["edge_time"] = pandas.Series(times).dt.tz_localize("UTC").dt.tz_convert("Asia/Tokyo")
+        if door == "npz":
+            return
+    graph = GraphStore.open(_by_door(door, tmp_path, **given))
+    wanted = DAY.astype("M8[us]").astype(int).tolist()
+    assert graph.node_time.tolist() == wanted and sorted(graph.edge_time.tolist()) == wanted
+    assert graph.meta["time_unit"] == "us"
+    assert "time 2024-01-31T00:00:00 to 2024-02-05T00:00:00, nodes' time 2024" in info(graph.path)
+    given["node_time"] = np.arange(6)
+    said = "edge_time( of a,to,a)? holds dates and node_time( of a)? numbers: give both as dates"
+    _refuses(said, _by_door, door, tmp_path, **given)
+    words = f"--dataset {graph.path} --gpus 0 --epochs 1 --fanout 2 --model rgcn --window {10**12}"
+    if door == "typed":
+        assert _code(words) == 0
+        assert f"of the last {10**12} microseconds, in" in capsys.readouterr().out
+
+
+UNIX = 1_600_000_000
+IN_ONE_UNIT = [  # times of edges, of seeds: low, high; whether a run takes them
+    ((0, 1000), (0, 1000), True),
+    ((0, 1000), (1000, 1000), True),
+    ((0, 1000), (1001, 1100), True),
+    ((0, 1000), (5000, 9000), True),
+    ((0, 1000), (10**6, 10**6), True),  # the end of time
+    ((0, 1000), (2**62, 2**62), True),
+    ((0, 0), (1990, 2020), True),  # of edges nothing is known
+    ((0, 1), (1990, 2020), True),
+    ((1990, 2015), (2016, 2020), True),
+    ((0, 10**5), (10**4, 2 * 10**4), True),
+    ((-(10**9), 10**9), (UNIX, UNIX + 10**6), True),
+    ((UNIX, UNIX + 86400), (UNIX + 10**8, UNIX + 10**8 + 86400), True),
+    ((10**8, UNIX), (UNIX, UNIX), True),
+    ((UNIX, UNIX + 10**6), (UNIX * 1000, (UNIX + 10**6) * 1000), False),
+    ((UNIX * 10**9, (UNIX + 10**6) * 10**9), (UNIX, UNIX), False),
+    ((UNIX * 10**9, (UNIX + 10**6) * 10**9), (UNIX * 10**6, UNIX * 10**6), False),
+    ((20100101, 20151231), (UNIX, UNIX + 10**6), False),
+    ((1990, 2015), (UNIX, UNIX + 10**6), False),
+    ((0, 1000), (UNIX, UNIX + 10**6), False),
+    ((0, 1000), (0, 10**6), False),
+    ((0, 10**6), (0, 1000), False),
+    ((0, 1000), (0, 7 * 10**8), False),
+    ((16000, 18000), (UNIX, UNIX + 10**6), False),
+]
+
+
+@pytest.mark.parametrize("edges, seeds, taken", IN_ONE_UNIT)
+def test_times_in_two_units_are_refused(edges, seeds, taken, tmp_path, capsys):
+    """A few nodes without a time, which have 0, change nothing."""
+    rng = np.random.default_rng(0)
+    times = {"edge_time": rng.integers(edges[0], edges[1] + 1, 3000)}
+    times["node_time"] = rng.integers(seeds[0], seeds[1] + 1, 200)
+    times["node_time"][:2] = 0
+    path = _store(tmp_path / "g", **times)
+    code = _code(f"--dataset {path} --gpus 0 --epochs 1 --fanout 2 --batch-size 100 --model sage")
+    out, err = capsys.readouterr()
+    assert code == (0 if taken else 2)
+    if not taken:
+        assert re.search(r"times of edges are .*, of seeds .*; give times in one unit, or", err)
+        return
+    store = GraphStore.open(path)
+    nodes = store.split["train"]
+    seen = total = count = 0
+    for v in nodes.tolist():
+        when = store.edge_time[store.indptr[v] : store.indptr[v + 1]]
+        seen += int((when <= store.node_time[v]).sum())
+        total += len(when)
+        count += len(when) > 0
+    ends = [int(t) for t in (*store.edge_time.aminmax(), *store.node_time[nodes].aminmax())]
+    spans = "times of edges are {} to {}; times of seeds are {} to {}".format(*ends)
+    assert f"{count} training seeds see {seen / total:.1%} of the edges into them; {spans}" in out
+
+
+def test_of_long_lists_some_edges_stand_for_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(edge_data, "LONG", 4)
+    graph = GraphStore.open(_store(tmp_path / "g", edge_time=np.arange(3000)))
+    nodes = torch.arange(0, 200, 3)
+    places, index, weight = edge_data.edges_into(graph, nodes)
+    assert len(places) < 5 * len(nodes) < len(graph.indices) / 3
+    first, last = graph.indptr[nodes], graph.indptr[nodes + 1]
+    assert ((places >= first[index]) & (places < last[index])).all()
+    degrees = torch.bincount(index, weight.double(), len(nodes))
+    assert ((degrees >= last - first) & (degrees < last - first + weight.max())).all()
+
+
+def test_seeds_that_see_no_edge_are_refused(tmp_path, capsys):
+    given = {"edge_time": np.arange(3000) + 50, "node_time": np.full(200, 40)}
+    late = _store(tmp_path / "late", **given)
+    given["node_time"] = np.full(200, 9999)
+    early = _store(tmp_path / "early", **given)
+    links = "--task link --temporal at --batch-size 100"
+    words = "--gpus 0 --epochs 1 --fanout 2"
+    none = r"none of \d+ training seeds sees an edge into it: times of edges .*; give times in one"
+    for path, more, said in (
+        (late, "", none + " unit, edges from .*, or --temporal off"),
+        (early, "--window 9", none + " unit and a longer --window than 9, edges from"),
+    ):
+        assert _code(f"--dataset {path} {words}", more) == 2
+        assert re.search(said, capsys.readouterr().err)
+    assert _code(f"--dataset {early} {words}", links) == 0
+    assert re.search(r"training ends of pairs see [\d.]+% of the edges", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("how", ["--window 80", "--sampler latest", "--temporal before", ""])
+def test_a_model_trained_with_times_does_not_predict_without(how, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    times = rng.integers(UNIX, UNIX + 100, 3200)
+    given = {"edge_time": times[200:], "node_time": times[:200]}
+    path = _store(tmp_path / "g", **given)
+    other = _store(tmp_path / "without")
+    slower = {name: values * 1000 for name, values in given.items()}
+    slower = _store(tmp_path / "slower", **slower)
+    file, words = tmp_path / "c.pt", "--gpus 0 --fanout 2 --epochs 1"
+    assert _code(f"--dataset {path} {words} --checkpoint {file}", how) == 0
+    predict = f"--gpus 0 --resume {file} --predict {tmp_path}/p.npy --dataset"
+    assert _code(f"{predict} {other}") == 2
+    assert "has no times of edges (edge_time); --temporal off" in capsys.readouterr().err
+    assert _code(f"{predict} {other} --temporal off") == 0
+    assert _code(f"{predict} {path}") == 0
+    assert "times of nodes were" not in capsys.readouterr().out
+    assert _code(f"{predict} {slower}") == 0
+    said = "the first look like seconds since 1970, the second like milliseconds since 1970"
+    assert f"times of nodes were {UNIX}"[:-2] in (out := capsys.readouterr().out) and said in out
+    state = torch.load(file, weights_only=True)  # as checkpoints of before
+    del state["graph"]["times"]
+    state["flags"]["temporal"] = "auto"
+    torch.save(state, file)
+    if how[:5] in ("--win", "--sam"):
+        assert _code(f"{predict} {other}") == 2
+        assert "--temporal" in capsys.readouterr().err
 
 
 def test_train_says_what_is_missing(tiny, tmp_path, capsys, monkeypatch):

@@ -19,6 +19,7 @@ import torch
 import features
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from model import gather_rows, self_and_mean
+from native import layers as native_layers
 from sampler import Block, NeighborSampler
 from tests.common import _forkserver
 
@@ -104,8 +105,19 @@ def test_features_ring_aggregates_the_first_hop(copies):
     scale = torch.rand(2, 3)
     ring = FeatureRing(codes, labels, scale=scale, **options)
     ring.copies = copies
-    near = (codes * scale[0] + scale[1])[plain.src_nodes.long()]
+    decoded = codes * scale[0] + scale[1]
+    near = decoded[plain.src_nodes.long()]
     torch.testing.assert_close(ring.fetch(0, bare).x, self_and_mean(*plain[:2], near).double())
+    # float32 rows in the slot, without a table of their codes
+    ring = FeatureRing(codes, labels, slots=1, gather=gather_rows, scale=scale)
+    ids = torch.tensor([7, 199, 7])
+    assert torch.equal(ring.fetch(0, _seed_blocks(ids)).x, decoded[ids])
+    assert (
+        ring.buffers["rows"][0].numel() == 64
+        and native_layers.gather_rows(codes, ids, torch.empty(3, 3), scale=scale) is not None
+    )
+    with pytest.raises(IndexError, match="not all rows of features with 200 rows"):
+        native_layers.gather_rows(codes, torch.tensor([-1]), torch.empty(1, 3), scale=scale)
 
 
 # placement and shared memory

@@ -41,6 +41,11 @@ def test_loader_from_edge_index_is_a_stable_list_of_neighbours(dtype):
             assert (indptr.dtype, indices.dtype) == (torch.int64, torch.int32)
             assert indptr[-1] == M == indices.numel()
             assert [indices[a:b].tolist() for a, b in itertools.pairwise(indptr.tolist())] == lists
+            *same, order = loader.from_edge_index(given, V, edge_order=True)
+            assert all(map(torch.equal, same, (indptr, indices)))
+            assert torch.equal(edge_index[0].long()[order], indices.long())
+            ends = edge_index[1].long() * V + edge_index[0].long()
+            assert torch.equal(order, ends.argsort(stable=True))
     for bad, words in (
         (torch.zeros(3, 2).long(), r"\[3, 2\]: \[2, M\] is needed"),
         (torch.ones(2, 3), "float32"),
@@ -447,6 +452,12 @@ def test_loader_leaves_data_in_host_memory_whatever_the_default_device(backend, 
                     net(batch.blocks, batch.x).sum().backward()
             logits = inference(net, one.indptr, one.indices, one.features)
             assert logits.device.type == "cpu" and logits.isfinite().all()
+
+
+def test_loader_without_a_gpu_says_so():
+    graph, seeds = _for_loading()
+    said = "device is cuda: torch sees no CUDA GPU here; give device='cpu'"
+    _refuses(said, loader.NodeLoader, graph, seeds, [3], device="cuda", error=ValueError)
 
 
 def test_ring_with_too_few_slots_says_how_many():

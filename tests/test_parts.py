@@ -245,6 +245,7 @@ def _same_run(tmp_path, whole, counts, words, other=""):
         for name in {"loss", "valid_sampled", "valid", "exact"}.intersection(*entries):
             assert entries[0][name] == entries[1][name]
     assert f"graph   {folder}/part-0: " in printed[0]
+    assert f"\nmemory  features are split over {len(counts)} machines: each reads " in printed[0]
 
 
 @pytest.mark.parametrize(
@@ -338,6 +339,9 @@ def test_one_process_says_what_a_part_needs(tmp_path, capsys):
     words = f"--dataset {folder}/part-1 --gpus 0"
     assert _code(words) == 2
     assert "part-1: parts of a store take --split-features and" in capsys.readouterr().err
+    assert _code(f"--dataset {folder} --gpus 0") == 2
+    said = f"it holds 2 parts of one, part-0, part-1: give {folder}/part-0 or another, with"
+    assert said in capsys.readouterr().err
     assert _code(words, "--dry-run", "--gpus 2 --free-gpu 80GB") == 0
     printed = capsys.readouterr().out
     assert "features 6.1 KB: part 1 of 2, with features of nodes 100 to 199\n" in printed

@@ -330,6 +330,9 @@ def test_datasets_ogb_download_fails(tmp_path, monkeypatch):
         _refuses(said, prepare, "ogbn-arxiv", tmp_path, progress=False)
     _refuses("failed", prepare, "ogbn-arxiv", tmp_path, progress=False)
     assert not list(tmp_path.glob("ogbn*"))
+    monkeypatch.setenv("RINGBLOCK_PLANETOID_URL", server.url)
+    _refuses("failed", prepare, "cora", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_datasets_ogb_damaged_archive(tmp_path):

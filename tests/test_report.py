@@ -21,7 +21,7 @@ from disk.graphs import build_graphs
 from run import report
 from sources import prepare as datasets
 from store import GraphStore, build_store
-from tests.common import COMMON, _code, _end, _fork, _graph, _run_here, _split
+from tests.common import COMMON, _code, _end, _fork, _graph, _run_here, _split, _start
 from tests.stores import _graphs
 
 
@@ -113,17 +113,19 @@ def test_peak_memory_and_sizes_are_those_of_this_process_in_three_digits(monkeyp
 
 
 def test_a_best_epoch_among_the_last_asks_for_more_epochs():
-    for epochs, epoch, trains, late in (
-        (40, 36, True, False),
-        (40, 37, True, True),
-        (40, 40, True, True),
-        (40, 40, False, False),
-        (10, 9, True, False),
-        (1, 1, True, True),
+    for epochs, start, epoch, trains, late in (
+        (40, 0, 36, True, False),
+        (40, 0, 37, True, True),
+        (40, 10, 40, True, True),
+        (40, 40, 40, False, False),
+        (10, 0, 9, True, False),
+        (1, 0, 1, True, True),
+        (3, 40, 35, True, False),  # resumed with fewer than are done
     ):
         args = types.SimpleNamespace(epochs=epochs, trains=trains)
-        line = report.best_line(args, epoch, "87.13% (sampled)")
-        said = f"best    weights of epoch {epoch} of {epochs}: valid 87.13% (sampled)"
+        line = report.best_line(args, start, epoch, "87.13% (sampled)")
+        of = max(epochs, start)
+        said = f"best    weights of epoch {epoch} of {of}: valid 87.13% (sampled)"
         assert line == said + "; it is among the last, more --epochs may help" * late
 
 
@@ -336,6 +338,35 @@ def test_predictions_come_back_in_the_names_of_tables(tmp_path, capsys, monkeypa
     assert list(table) == ["source", "destination", "score"]
     assert table.iloc[:, :2].to_numpy().tolist() == pairs.tolist()
     assert list(_predicted(tmp_path, link, *COMMON)) == list(h)
+
+
+def test_names_come_back_where_the_locale_has_no_utf8(tmp_path):
+    """The terminal gets escapes; files are UTF-8 in any locale."""
+    rng = np.random.default_rng(0)
+    names = [f"Ürün {i}" for i in range(90)]
+    edges = [f"{names[a]},{names[b]}" for a, b in rng.integers(0, 90, (400, 2))]
+    rows = [f"{name},{x:.3f},{y:.3f}" for name, (x, y) in zip(names, rng.normal(size=(90, 2)))]
+    labels = [f"{name},sınıf {i % 3}" for i, name in enumerate(names)]
+    for file, head, lines in (
+        ("e.csv", "src,dst", edges),
+        ("x.csv", "id,şeker,b", rows),
+        ("y.csv", "id,label", labels),
+    ):
+        (tmp_path / file).write_text("\n".join([head, *lines, ""]), encoding="utf-8")
+    env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    files = "--predict çıktı/ürün.csv --checkpoint çıktı/ç.pt --log çıktı/ö --export çıktı/ağ"
+    (tmp_path / "çıktı").mkdir()
+    for script, words in (
+        ("store.py", "build e.csv adı --features x.csv --labels y.csv"),
+        ("train.py", f"--dataset adı {' '.join(COMMON)} --epochs 1 --procs 2 {files}"),
+    ):
+        process = _start(words, script=script, env=env, cwd=tmp_path)
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0 and "Traceback" not in output, output
+        assert output.isascii() and "\\" in output
+    written = (tmp_path / "çıktı/ürün.csv").read_text("utf-8").splitlines()
+    assert [line.split(",")[0] for line in written[1:]] == [f'"{name}"' for name in names]
+    assert {line.split(",")[1] for line in written[1:]} <= {f'"sınıf {i}"' for i in range(3)}
 
 
 def test_a_table_of_predictions_on_a_full_disk_or_without_pyarrow(tmp_path, monkeypatch, capsys):

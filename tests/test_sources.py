@@ -152,8 +152,17 @@ def _refused_npz():
         ("y is one-hot", dict(y=np.eye(4)[y])),
         (r"one-hot.*, -1 where", dict(y=np.where(y[::-1, None] != 1, np.eye(4)[y], -1))),
         (r"y\[7\] is 2.5: .* node regression, are not", dict(y=np.where(ids == 7, 2.5, 1))),
+        (r"bad.npz: y\[7\] is -2: labels are 0 or more", dict(y=np.where(ids == 7, -2, 1))),
+        ("no features, and 3 splits: keep one, as split=0", dict(x=None, train_masks=splits)),
+        (
+            "nodes with several labels each need a split of their own: train_idx",
+            dict(x=None, y=np.eye(4, 3, dtype=int)[y] + np.eye(4, 3, 1, int)[y]),
+        ),
         (r"y\[7\] is inf", dict(y=np.where(ids == 7, np.inf, 1))),
-        ("y holds NA and 1: call the class otherwise", dict(y=np.array(["1", "NA"] * 100))),
+        (
+            "y holds NA: rename it if it is a class, write nothing if it",
+            dict(y=np.array(["1", "NA"] * 100)),
+        ),
         (r"edges has shape \[2, 9\]: \[M, 2\]", dict(edge_index=None, edges=np.zeros((2, 9), int))),
         ("has features and x, which mean the same.*ignore=x", dict(features=np.ones((200, 2)))),
         ("w is not used here, and may matter.*ignore=w", dict(w=times)),
@@ -351,7 +360,11 @@ def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
         (y.astype(float), y, ""),
         (y[:, None].astype(">i4"), y, ""),
         (y > 1, y > 1, ""),
-        (y % 2 * 9, y % 2 * 9, "8 of 10 classes have no node: 1, 2, 3, 4, 5, 6, 7, 8\n"),
+        (
+            y % 2 * 9,
+            y % 2 * 9,
+            "8 of 10 classes have no node: 1, 2, 3, 4, 5, 6, 7, 8; labels number",
+        ),
         (np.float32(np.where(y, y, np.nan)), np.where(y, y, -1), "50 of 200 in y are NaN"),
         (text[y], [1, 0, 3, 2] * 50, "y is text: 4 classes"),
         (odd[y], [1, -1, -1, 0] * 50, "y is text: 2 classes"),
@@ -377,6 +390,38 @@ def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
     assert _sums(path) == _sums(datasets.build(file, tmp_path / "again", ignore=ignore))
     _save_npz(file, edge_index=None, edges=np.array([[0, 1], [2, 3]]), train_idx=[1])
     assert _edges(_opened(file, tmp_path)) == [(0, 1), (2, 3)]
+
+
+def test_several_labels_of_half_of_the_training_nodes_become_features(tmp_path, capsys):
+    labels = np.random.default_rng(0).integers(-1, 2, (200, 3))
+    labels[:, 0] = 1
+    content = _save_npz(tmp_path / "y.npz", x=None, y=labels, train_idx=np.arange(90))
+    graph = _opened(tmp_path / "y.npz", tmp_path)
+    assert (
+        "half of the training nodes (45) show their labels as features" in capsys.readouterr().out
+    )
+    shown = np.setdiff1d(np.arange(90), graph.split["train"])
+    x = np.zeros((200, 3))
+    x[shown] = labels[shown] == 1
+    assert len(shown) == 45 and np.array_equal(graph.features.tensor, x)
+    del content["x"]  # of an object the same
+    other = datasets.build(types.SimpleNamespace(**content), tmp_path / "other")
+    assert np.array_equal(GraphStore.open(other).features.tensor, x)
+
+
+def test_classes_that_may_be_none_and_one_class_alone_are_said(tmp_path, capsys):
+    kinds = np.array(["1", "unknown", "Not labeled", "2"])
+    _save_npz(tmp_path / "y.npz", y=kinds[np.arange(200) % 4])
+    graph = _opened(tmp_path / "y.npz", tmp_path)
+    said = capsys.readouterr().out
+    for name in ("unknown", "Not labeled"):
+        assert f"y.npz: y has {name} as a class, of 50 nodes: if it means that there is no" in said
+    assert graph.num_classes == 4
+    for name, labels in (("four", graph.labels), ("one", np.full(200, 2))):
+        path = _store(tmp_path / name, labels=labels)
+        assert _code(f"--dataset {path} --epochs 1 --fanout 2 --gpus 0") == 0
+        said = "split   all training nodes are of one class: there is nothing to learn"
+        assert (said in capsys.readouterr().out) == (name == "one")
 
 
 def test_datasets_npz_one_way_edges_are_said(tmp_path, capsys):

@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from disk.columns import COLUMNS, Column
 from disk.convert import Rows
 from disk.files import StoreError
 from disk.graphs import GraphDataset, build_graphs
-from sources import cli, prepare
+from sources import cli, graph_tables, prepare
 from store import GraphStore, build_store, verify
 from tests.common import _code, _graph, _run_here, _store
 from tests.stores import (
@@ -104,6 +105,75 @@ def test_pickled_store_of_several_splits(tmp_path, backend):
     _refuses("rebuilt after it was opened", pickle.dumps, graph)
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_is_written_to_a_mapped_tensor_stays_in_its_process(tmp_path, monkeypatch, refused):
+    """Where the kernel refuses such maps, tensors are still read."""
+    options = {"edge_features": np.ones((3000, 1)), "backend": "mmap"}
+    path = _store(tmp_path / "g", **options)
+    mapped = disk.mmap.mmap
+    if refused:
+
+        def only_to_read(*args, **options):
+            if len(args) > 2:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            return mapped(*args, **options)
+
+        monkeypatch.setattr(disk.mmap, "mmap", only_to_read)
+    graph, other = GraphStore.open(path), GraphStore.open(path)
+    assert torch.equal(graph.features[:], torch.from_numpy(_graph()["features"]))
+    if refused:
+        return
+    of = lambda graph: [graph.indptr, graph.indices, graph.edge_features, graph.split["train"]]  # noqa: E731
+    for tensor in of(graph):
+        tensor[:2] = 2
+    again = pickle.loads(pickle.dumps(graph))
+    assert all(map(torch.equal, of(again), of(graph)))
+    graph.features.tensor[0] = 7.0
+    assert graph.features[[0]].tolist() == [[7.0] * 5]
+    assert not any(map(torch.equal, of(graph), of(other)))
+    assert other.features[[0]].tolist() != [[7.0] * 5] and verify(path) == []
+    _refuses("rows of its features were written in this process", pickle.dumps, graph)
+
+
+def test_rounding_that_leaves_few_values_is_reported(tmp_path, capsys):
+    """Of a store, a table and of what is trained on; and a checkpoint of other rounding."""
+    x = np.random.default_rng(0).standard_normal((200, 5))
+    for number, kind in enumerate(("int8", "bfloat16", "float16", None)):
+        build_store(tmp_path / f"{number}", **_graph() | {"features": x}, feature_dtype=kind)
+    assert capsys.readouterr().out == ""
+    x[3, 1] = -999
+    x[:, 2] = x[:, 3] = x[:, 4] = 1700000000 + np.arange(200)
+    graph = _graph() | {"features": x.copy(), "feature_names": [*"abcde"]}
+    for kind, said in (
+        ("int8", "column b (3 of 200)"),
+        ("bfloat16", "columns c (1 of 200), d (1 of 200), e (1 of 200)"),
+    ):
+        path = build_store(tmp_path / kind, **graph, feature_dtype=kind)
+        line = f"features kept as {kind}: few different values are left of {said}, in 200 rows looked at"
+        assert capsys.readouterr().out == f"{line}\n"
+        assert _code(f"--dataset {path} --epochs 1 --fanout 2,2 --hidden 4 --gpus 0") == 0
+        assert f"data    {line}" in capsys.readouterr().out
+    x[:, 0] = x[:, 2]
+    np.savez(
+        tmp_path / "g.npz", **{k: v for k, v in _graph().items() if k != "split"} | {"features": x}
+    )
+    words = f"--root {tmp_path} --dataset {tmp_path}/g.npz --fanout 2,2 --hidden 4 --gpus 0"
+    assert _code(f"{words} --epochs 1 --checkpoint {tmp_path}/c.pt") == 0
+    said = "trained on as float32: few different values are left of columns 0 (3 of 200), 2 (3 of 200), 3 (3 of 200) and 1 more"
+    assert said in capsys.readouterr().out
+    predict = f"{words} --resume {tmp_path}/c.pt --predict {tmp_path}/p.csv"
+    assert _code(f"{predict} --feature-dtype int8") == 0
+    said = "features are int8, those that the network was trained on not rounded: scores may differ"
+    assert said in capsys.readouterr().out
+    assert _code(predict) == 0 and "scores may differ" not in capsys.readouterr().out
+    np.savetxt(tmp_path / "x.csv", x[:, :3], delimiter=",", header="a,b,time", comments="")
+    graph_tables.features(tmp_path / "x.csv", tmp_path)
+    assert (
+        "float32: few different values are left of columns a (3 of 200), time (3 of 200)"
+        in capsys.readouterr().out
+    )
+
+
 def _columns_slowly(edges, options, node_time=None):
     """Compute in plain Python what the store holds of edges (source, destination, type, time, number), in its order;
     node_time: times of their sources in place of theirs."""
@@ -160,7 +230,8 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     node_time = rng.integers(-3, 3, V) if rng.random() < 0.5 else None
     of_sources = None if "edge_time" in given else node_time
     nodes |= {} if node_time is None else {"node_time": node_time}
-    path = build_store(tmp_path / "g", **graph, **nodes, **given, **options)
+    ordered = {"edge_order": bool(rng.integers(2))}
+    path = build_store(tmp_path / "g", **graph, **nodes, **given, **options, **ordered)
     found, none = GraphStore.open(path), np.zeros(M, int)
     keys = {"edge_type": kinds, "edge_time": times}
     by = [keys[name] if name in given else none for name in keys]
@@ -172,6 +243,27 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     assert np.repeat(np.arange(V), np.diff(found.indptr)).tolist() == [row[0] for row in expected]
     assert found.indices.tolist() == [row[1] for row in expected]
     numbers = torch.tensor([row[-1] for row in expected], dtype=torch.int64)
+    if ordered["edge_order"]:
+        assert torch.equal(found.edge_order, numbers)
+        assert torch.equal(found.given_edges(torch.arange(len(numbers))), numbers)
+        for wrong, said in (
+            ([-1], "0. is -1: pos"),
+            ([len(numbers)], "lie in"),
+            (None, " is None"),
+        ):
+            _refuses(f"positions.*{said}", found.given_edges, wrong)
+        asked = rng.permutation(numbers.unique())
+        positions = [np.flatnonzero(numbers == number).tolist() for number in asked]
+        assert found.stored_edges(asked).tolist() == sum(positions, [])
+        lacking = np.setdiff1d(np.arange(-1, M + 1), numbers)
+        _refuses(
+            f"edges.0. is {lacking[-1]}: stored edges have numbers up to",
+            found.stored_edges,
+            lacking[-1:],
+        )
+    else:
+        for ask in (found.given_edges, found.stored_edges):
+            _refuses("g does not have the order .*edge_order=True", ask, [0])
     for name, values in (
         ("edge_weight", torch.as_tensor(weights).float()),
         ("edge_time", torch.from_numpy(times)),
@@ -315,7 +407,7 @@ def _bad_inputs():
         "node 49 is in split 'train' and in 'valid'": {"split": {"train": ok, "valid": [70, 49]}},
         "node n49 is in split 'train' and in 'valid'": {
             "split": {"train": ok, "valid": [70, 49]},
-            "node_names": [f"n{i}" for i in range(200)],
+            "node_names": np.array([f"n{i}" for i in range(200)]),
         },
         "node 4 more than once": {"split": {"train": [4, 9, 4]}},
         "node 1 more than once; a mask is of bool": {"split": {"train": [0, 1, 1]}},
@@ -338,7 +430,9 @@ def _bad_inputs():
         r"edge_weight\[0\] is 1e-50": {"edge_weight": w.astype(float) * 1e-50},
         "edge_weight has dtype .*complex128": {"edge_weight": w * 1j},
         r"edge_time\[0\] is 0.5: whole numbers are needed": {"edge_time": w / 2},
-        "edge_time cannot be read: .* BFloat16": {"edge_time": torch.ones(3000).bfloat16()},
+        r"edge_time\[0\] is 512.0: bfloat16 rounds .* above 256": {
+            "edge_time": torch.full((3000,), 512).bfloat16()
+        },
         r"whole numbers below 2\^63": {"edge_time": np.full(3000, 2**64 - 1, np.uint64)},
         r"\[3000\]: an array \[200\] is needed, a row for each node": {"node_time": w},
         r"edge_features\[2999, 1\] is nan": {"edge_features": holed},
@@ -368,6 +462,78 @@ def test_store_takes_arrays_in_the_forms_that_people_have_them_in(tmp_path, monk
     said = "features is sparse: dense it takes 4,000 bytes, and 1,000 are free"
     sparse = forms["features"][-4]
     _refuses(said, build_store, tmp_path / "large", **{**given, "features": sparse})
+
+
+def test_columns_of_a_data_frame_are_feature_names(tmp_path):
+    """Also of objects, and of nodes of several types, where a name says of which."""
+    frame, numbered = (_forms(_graph()["features"])[5] for _ in range(2))
+    frame.columns = [*"abcde"]
+    plain = types.SimpleNamespace(x=frame, edge_index=_graph()["edge_index"])
+    kinds = {"edge_index": {("p", "r", "q"): [[0], [0]]}, "node_types": {"p": 200, "q": 200}}
+    parts = {"p": frame, "q": frame[["b", "a"]]}
+    for number, (build, args, expected) in enumerate(
+        (
+            (_store, {"features": frame}, [*"abcde"]),
+            (_store, {"features": frame, "feature_names": [*"vwxyz"]}, [*"vwxyz"]),
+            (_store, {"features": numbered}, None),
+            (lambda path, source: prepare.build(source, path), {"source": plain}, [*"abcde"]),
+            (build_store, {**kinds, "features": {"q": frame}}, [*"abcde"]),
+            (
+                build_store,
+                {**kinds, "features": parts},
+                ["a of p, b of q", "b of p, a of q", "c of p", "d of p", "e of p"],
+            ),
+            (build_store, {**kinds, "features": {**parts, "p": numbered}}, None),
+        )
+    ):
+        graph = GraphStore.open(build(path=tmp_path / str(number), **args))
+        assert graph.feature_names == expected or number == 6, number
+    assert graph.feature_names[:3] == ["b of q", "a of q", "column 2"]
+    twice = {"features": frame[["a", "a"]]}
+    _refuses("feature_names has 2 names, 1 of them different", _store, tmp_path / "b", **twice)
+
+
+def test_a_build_says_which_feature_tells_the_label_and_what_labels_lack(tmp_path, capsys):
+    """By value, whatever its name; not what chance may do, nor values that are nearly all different."""
+    rng = np.random.default_rng(0)
+    y, x = rng.integers(0, 3, 2000), rng.normal(size=(2000, 3))
+    several = rng.integers(0, 2, (2000, 4))
+    some = {"train": np.arange(1900)}
+    tells = lambda column: {"features": np.column_stack([x, column])}  # noqa: E731
+    frame = pytest.importorskip("pandas").DataFrame({"a": x[:, 0], "isFraud": y * 7})
+    typed = {
+        "node_types": {"a": 5, "b": 2000},
+        "edge_index": {("a", "r", "b"): [[0], [0]]},
+        "features": {"a": np.ones((5, 2)), "b": frame},
+        "labels": {"b": y},
+    }
+    for number, (args, said) in enumerate(
+        (
+            ({}, ""),
+            (tells(y), "tell the label of all 60 training nodes: [:, 3]; leave out what was"),
+            ({**tells(np.array([7, 3, 5])[y]), "feature_dtype": "int8"}, "nodes: [:, 3]; leave"),
+            ({"features": frame, "backend": "lmdb"}, "of all 60 training nodes: isFraud; leave"),
+            (typed, "of all 60 training nodes: isFraud of b; leave"),
+            (
+                {**tells(y * 9 + rng.integers(0, 9, 2000)), "split": some},
+                "drawn from 1,900: [:, 3]",
+            ),
+            ({**tells(y + rng.random(2000) / 2), "split": some}, ""),
+            ({**tells(y), "split": {"train": [0, 1, 2]}}, ""),
+            ({**tells(y == 1), "split": some}, ""),
+            ({**tells(several[:, 2]), "labels": several, "split": some}, "1,900: [:, 3]; leave"),
+            ({"labels": y + 10}, "10 of 13 classes have no node: 0, 1, 2, 3, 4, 5, 6, 7, ..."),
+            ({"labels": y + 10, "num_classes": 13}, ""),
+            (
+                {"features": np.zeros((2000, 20000), bool)},
+                "16,384 of 20,000 features were compared",
+            ),
+        )
+    ):
+        given = {"edge_index": [[0], [1]], "features": x, "labels": y, **args}
+        build_store(tmp_path / str(number), **given)
+        out = capsys.readouterr().out
+        assert said in out and bool(said) == bool(out), (number, out)
 
 
 def _contents(path):
@@ -714,7 +880,7 @@ def test_a_column_without_a_use_is_named_and_not_lost_on_resuming(tmp_path, monk
         again = f"--resume {tmp_path}/here.pt --dataset {path} {words} 2"
         assert _code(again) == 2
         assert f"of other data: {lost}.npy in {path} is not the same" in capsys.readouterr().err
-    fuller = build_store(tmp_path / "fuller", **_graph(), **weights, **targets)
+    fuller = build_store(tmp_path / "fuller", **_graph(), **weights, **targets, edge_order=True)
     assert _code(f"--resume {tmp_path}/here.pt --dataset {fuller} {words} 2") == 0
 
 

@@ -365,6 +365,43 @@ def test_a_flag_is_one_record_that_says_what_resuming_does_with_it(tiny, tmp_pat
     assert [*plan.values()] == [*flags.FLAGS, "total_batch", "steps"]
 
 
+def test_choices_are_taken_in_any_case_and_empty_names_are_refused(capsys):
+    words = (
+        "--model SAGE-Pool --metric ROC-AUC --norm Layer --mode CPU_CPU --sampler LABOR --gpus 0"
+    )
+    args = train.parse_args(words.split())
+    taken = args.model, args.metric, args.norm, args.mode, args.sampler
+    assert taken == ("sage-pool", "roc_auc", "layer", "cpu-cpu", "labor")
+    assert train.parse_args("--task Graph --model ALIGNN --gpus 0".split()).model == "alignn"
+    for words, said in (
+        ("--export=", "argument --export: '' is empty: give DIR"),
+        ("--resume=", "argument --resume: '' is empty: give FILE"),
+        ("--dataset=", "argument --dataset: '' is empty: give NAME"),
+        (f"--export={'y' * 256}", "yyy... is a name of 256 bytes: at most 255"),
+        (f"--root={'y/' * 2200}", "... is a path of "),
+    ):
+        assert _code(words, "--gpus 0") == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_graphs_is_not_for_one_graph_and_back(tiny, tmp_path, capsys):
+    atoms = {"node_offsets": np.arange(9), "bond_offsets": np.zeros(9, int), "atom_feat": np.eye(8)}
+    bonds = {"bond_feat": np.ones((0, 1)), "bond_index_local": np.zeros((2, 0), int)}
+    np.savez(tmp_path / "m.npz", **atoms, **bonds, targets=np.arange(8.0))
+    words = f"--root {tmp_path} --gpus 0 --epochs 1 --hidden 8"
+    many, one = tmp_path / "m.pt", tmp_path / "n.pt"
+    assert _code(words, f"--task graph --dataset {tmp_path}/m.npz --checkpoint {many}") == 0
+    assert _code(words, f"--dataset {tiny} --fanout 2 --checkpoint {one}") == 0
+    for file, data, said in (
+        (many, tiny, "is of --task graph, .* holds one graph"),
+        (one, f"{tmp_path}/m.npz", "is of --task node, .* holds many small graphs"),
+    ):
+        for more in (f"--predict {tmp_path}/p.npy", "--epochs 2"):
+            capsys.readouterr()
+            assert _code(f"--resume {file} --dataset {data} --root {tmp_path} --gpus 0", more) == 2
+            assert re.search(said, err := capsys.readouterr().err), err
+
+
 def test_checkpoints_from_before_a_flag_stand_for_its_default(tiny, tmp_path):
     _run_here(tmp_path, f"--dataset {tiny}", *COMMON, "--epochs 1 --weight-decay 0.5")
     state = torch.load(tmp_path / "here.pt", weights_only=True)
@@ -381,7 +418,7 @@ def test_checkpoints_from_before_a_flag_stand_for_its_default(tiny, tmp_path):
 def test_sizes_are_bytes_in_the_units_that_people_write():
     for text, size in (("4G", 4 << 30), ("4GiB", 4 << 30), ("3m", 3 << 20), ("512K", 512 << 10)):
         assert kinds.size(text) == size
-    assert [kinds.size(text) for text in ("4GB", "1.5 kb", "70")] == [4 * 10**9, 1500, 70]
+    assert [kinds.size(text) for text in ("4GB", "1.5 kb", "2tb")] == [4 * 10**9, 1500, 2 * 10**12]
 
 
 def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypatch, capsys):
@@ -400,9 +437,19 @@ def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypat
     assert _code("--gpus 0 --procs 2") == 2
     said = "--procs 2 has no effect under torchrun: use its --nproc-per-node"
     assert said in capsys.readouterr().err
+
     monkeypatch.setenv("RANK", "2")  # of a second machine, counted from 1
     with pytest.raises(SystemExit, match="RANK is 2: with WORLD_SIZE 2 ranks are 0 to 1"):
         train.main("--gpus 0".split())
+
+    def stop(ranks, args):
+        raise StopIteration(args.gpus)
+
+    monkeypatch.setattr(train, "common_state", stop)
+    for started, count in ((2, 2), (4, 4), (8, 4)):  # processes of torchrun, GPUs to plan for
+        ranks = ddp.Ranks(world=started, local_world=started, gpus=4)
+        with pytest.raises(StopIteration, match=f"^{count}$"):
+            train.train(ranks, flags.Flags(gpus=4), None)
 
 
 @pytest.mark.parametrize("script", ["train.py", "store.py", "bench/__main__.py"])

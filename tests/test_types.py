@@ -3,6 +3,7 @@
 import functools
 import importlib
 import itertools
+import pickle
 import re
 from collections import Counter
 
@@ -202,6 +203,13 @@ def test_types_with_times_in_a_window(pointing, tmp_path):
         ("--model sage", "lists are by type, then time, and --model sage sees no types"),
     ):
         assert complaint in _train(words, words_, code=2)
+    arrays = dict(np.load(pointing / "timed.npz"))
+    arrays["edge_time"] += 1_600_000_000
+    arrays["node_time"] += 1_600_000_000
+    arrays["edge_time"][arrays["edge_type"] == 1] *= 1000
+    np.savez(tmp_path / "units.npz", **arrays)
+    said = _train(words, f"--model rgcn --dataset {tmp_path}/units.npz", code=2)
+    assert re.search("times of edges 1 are .* milliseconds since 1970, the second .* seconds", said)
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
@@ -246,20 +254,22 @@ def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
     more = {"edge_weight": {k: rng.random(90).astype(np.float32) for k in ENDS}}
     more["edge_time"] = {k: rng.integers(0, 99, 90) for k in ENDS}
     more["node_time"] = {"paper": rng.integers(0, 50, 50)}
-    path = build_store(tmp_path / "g", **given, **more, symmetrize=True, backend=backend)
+    options = {"symmetrize": True, "backend": backend, "edge_order": True}
+    path = build_store(tmp_path / "g", **given, **more, **options)
     graph = GraphStore.open(path)
     assert verify(path) == [] and "50 paper (8 features), 7 place" in info(path)
     assert graph.node_types == {"paper": (50, 8), "place": (7, 3), "author": (30, 0)}
     names = ["author,writes,paper", "author,at,place", "paper,cites,paper"]
     assert graph.edge_types == [*names, "paper,rev_writes,author", "place,rev_at,author"]
     first, wanted = {"paper": 0, "place": 50, "author": 57}, {}
-    for (a, name, b), (src, dst) in given["edge_index"].items():
+    for i, ((a, name, b), (src, dst)) in enumerate(given["edge_index"].items()):
         columns = (more[column][a, name, b] for column in ("edge_weight", "edge_time"))
-        forth = [*zip(src + first[a], dst + first[b], *columns)]
+        forth = [*zip(src + first[a], dst + first[b], *columns, range(90 * i, 90 * i + 90))]
         back = [(v, u, *rest) for u, v, *rest in forth]
         wanted[f"{a},{name},{b}"] = sorted(forth + back * (a == b))
         wanted |= {f"{b},rev_{name},{a}": sorted(back)} if a != b else {}
-    assert _edges_by_type(graph, "edge_weight", "edge_time") == wanted
+    assert _edges_by_type(graph, "edge_weight", "edge_time", "edge_order") == wanted
+    assert graph.given_edges(graph.stored_edges([7, 200])).tolist() == [7, 7, 200, 200]
     rows = graph.features.gather(torch.arange(57))
     assert torch.equal(rows[:50], torch.from_numpy(given["features"]["paper"]))
     assert torch.equal(rows[50:, :3], torch.from_numpy(given["features"]["place"]).float())
@@ -274,6 +284,55 @@ def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
     for wrong in (5, [5], [["a", "b", []]], *other_rows * (backend == "mmap")):
         _rewrite_meta(path, **(graph.meta | {"node_types": wrong}))
         _refuses("cannot be read", GraphStore.open, path)
+
+
+@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
+def test_each_type_of_nodes_has_a_scale_of_its_own_in_int8(backend, tmp_path, capsys):
+    """Counts of places beside papers in [0, 1]: no type has codes of another's range; one scale of all still opens."""
+    given = _typed()
+    x = given["features"]
+    x["place"] = np.arange(21, dtype=np.float32).reshape(7, 3) * 1000
+    path = build_store(tmp_path / "g", **given, feature_dtype="int8", backend=backend)
+    graph = GraphStore.open(path)
+    assert "few different values" not in capsys.readouterr().out
+    rows = graph.features[:]
+    true = torch.zeros(57, 8)
+    for name, part in (("paper", slice(0, 50)), ("place", slice(50, 57))):
+        of_type = torch.from_numpy(x[name])
+        true[part, : of_type.shape[1]] = of_type
+        step = (true[part].amax(0) - true[part].amin(0)) / 255
+        assert ((rows[part] - true[part]).abs() <= 0.501 * step).all()
+    assert not rows[50:, 3:].any() and torch.equal(
+        pickle.loads(pickle.dumps(graph)).features[:], rows
+    )
+    plain = {
+        name: rows[: len(of)] if name == "paper" else rows[50:, :3]
+        for name, of in x.items()
+        if of is not None
+    }
+    stores = graph, GraphStore.open(build_store(tmp_path / "plain", **given | {"features": plain}))
+    words = "--fanout 3,3 --hidden 8 --dropout 0 --gpus 0 --prefetch 0 --model rgcn"
+    found = []
+    for store, cache in itertools.product(stores, ("", "--cache 200", "--cache 1MB")):
+        flags = train.parse_args(f"{words} {cache} --dataset {store.path}".split())
+        run = open_run(ddp.Ranks(), flags, store.path)
+        (batch,) = run.loader(run.store.split["train"])
+        found.append((batch.x, run.forward(batch), run.exact()))
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+    loaders = (NodeLoader(store, store.split["train"], [3, 3], seed=1) for store in stores)
+    assert all(torch.equal(*(batch.x for batch in pair)) for pair in zip(*loaders, strict=True))
+    if backend == "lmdb":
+        graph.features.put_rows(torch.tensor([50]), rows[51:52])
+        why = "rows.0, 0. is 1.0.*e.30: its column was built for 0 to 18000"
+        _refuses(why, graph.features.put_rows, torch.tensor([50]), torch.full((1, 8), 1e30))
+    x["place"][0, 0] = 1e9
+    build_store(tmp_path / "far", **given, feature_dtype="int8")
+    assert "left of column 0 of place (2 of 7), in 57 rows" in capsys.readouterr().out
+    one = graph.features.scale[1].tolist()
+    _rewrite_meta(path, **(graph.meta | {"feature_scale": one}))
+    old = GraphStore.open(path).features
+    assert old.ends is None and torch.equal(old[50:], graph.features[50:])
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -424,6 +483,18 @@ REFUSED_FILES = [  # what is said, changes of the arrays of a file
 ]
 
 
+def test_reverses_that_are_there_are_not_added(tmp_path):
+    """As ToUndirected of PyG names them; the other types get theirs."""
+    given, more = _typed(), {}
+    for a, name, b in ENDS[1:]:
+        more[b, f"rev_{name}", a] = given["edge_index"][a, name, b][::-1, ::-1]
+    given["edge_index"] |= more
+    graph = GraphStore.open(build_store(tmp_path / "g", **given, symmetrize=True))
+    added = "paper,rev_writes,author"
+    assert graph.edge_types == [*map(",".join, given["edge_index"]), added]
+    assert graph.num_edges == 90 * 6
+
+
 @pytest.mark.parametrize("said, change", REFUSED_FILES)
 def test_typed_files_refuse(said, change, tmp_path):
     _refuses(said, prepare.build, _npz(tmp_path / "t.npz", **change), tmp_path / "g")
@@ -432,8 +503,9 @@ def test_typed_files_refuse(said, change, tmp_path):
 
 def _reverse(start):
     """Return a graph with one more edge type, named like a reverse, and --symmetrize."""
-    named = [*ENDS, (start, "rev_at", "author")]
-    return {"edge_index": dict.fromkeys(named, [[0], [0]]), "symmetrize": True}
+    edges = dict.fromkeys(ENDS, [[0], [0]])
+    edges[start, "rev_at", "author"] = [[1], [0]]
+    return {"edge_index": edges, "symmetrize": True}
 
 
 EMPTY = {"node_types": dict.fromkeys(COUNTS, 0), "features": {}, "labels": None, "split": None}
@@ -461,14 +533,17 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("the type 0 has no name", {"node_types": {**COUNTS, 0: 3}}),
     ("the type 'a,b' has no name", {"edge_index": {("author", "a,b", "paper"): [[0], [0]]}}),
     (
-        r"node_time of paper\[0\] is nan: whole numbers",
+        r"node_time of paper\[0\] is nan: a missing time",
         {"node_time": {"paper": np.full(50, np.nan)}},
     ),
-    (r"edge_time of \w+,\w+,\w+\[0\] is 2049: .*float16, .*rounds it", {"edge_time": ROUNDED}),
-    (r"edge_time of \w+,\w+,\w+\[0\] is 9007199254740993: .*float64", {"edge_time": WIDE}),
+    (r"edge_weight of \w+,\w+,\w+\[0\] is 2049: .*float16, .*rounds", {"edge_weight": ROUNDED}),
+    (r"edge_weight of \w+,\w+,\w+\[0\] is 9007199254740993: .*float64", {"edge_weight": WIDE}),
     (r"features of author\[0, 0\] is 2049: .*rounds it: give them", {"features": COARSE}),
     ("split is of nodes with labels, and no type of nodes has any", {"labels": None}),
-    ("symmetrize adds edges place,rev_at,author, which are", _reverse("place")),
+    (
+        "edges place,rev_at,author are not the reverses of author,at,place: rename",
+        _reverse("place"),
+    ),
     ("there are 0 nodes", EMPTY),
 ]
 
