@@ -17,14 +17,12 @@ import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ddp
 import loader
 import model
-import sampler
 import train
 from features import CachedFeatures, FeatureRing
 from loader import Batch, Graph, NodeLoader
@@ -267,22 +265,12 @@ def test_a_step_of_a_typed_graph_is_a_cuda_graph(emulated_graphs, conv, options,
     s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", **law)
     draws = _sampling_on_gpu(s, tmp_path)
     ring = _graph_ring(net, x, labels, slots=2, **features)
-    make = lambda net: adam.Adam(net.parameters(), lr=0.01, eps=2**-10, fused=True)  # noqa: E731
-    graphs = _step_graphs(draws, ring, net, make(net), nodes, batch_size=size)
-    batches, optimizer = _batches(nodes, size, load_batch=graphs.load_batch), make(plain)
+    graphs = _step_graphs(draws, ring, net, _adam(net), nodes, batch_size=size)
     assert graphs.captured
-    for _ in range(2):
-        losses = 0
-        for batch, so_far in _epoch(graphs, batches):
-            blocks = draws.sample(batch.seeds, batch.global_step)
-            eager, key = ring.fetch(1, blocks), sampler.mix(sampler.mix(5) ^ batch.global_step)
-            logits = plain(blocks, eager.x, key=key, edges=eager.edges or None)
-            loss = F.cross_entropy(logits, labels[batch.seeds], reduction="sum")
-            (loss / batch.total).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses += loss.item()
-            assert so_far == pytest.approx(losses, rel=1e-4)
+    static = _steps(graphs, _batches(nodes, size, load_batch=graphs.load_batch))
+    eager = _steps(_eager(graphs, plain), _batches(nodes, size, sampler=draws, ring=ring))
+    ours, theirs = ([loss for _, loss in steps] for steps in (static, eager))
+    assert ours == pytest.approx(theirs, rel=1e-4)
     for one, other in zip(net.parameters(), plain.parameters()):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
@@ -330,24 +318,11 @@ def test_captured_adam_steps_in_pieces_have_the_same_bits(monkeypatch):
     assert len(sizes) < 130 and sum(sizes) == sum(p.numel() for p in params)
 
 
-def _plain_loop(net, draws, ring, batches, labels):
-    optimizer, losses = _adam(net), []
-    for seeds, step, total in batches:
-        blocks = draws.sample(seeds, step, relabel_outer=not ring.first_hop)
-        plain, key = ring.fetch(0, blocks), sampler.mix(sampler.mix(5) ^ step)
-        given = {"aggregated": ring.first_hop, "key": key, "edges": plain.edges}
-        logits = net(plain.blocks, plain.x, **given)
-        y = labels[seeds]
-        if y.dim() > 1:
-            loss = 0.2 * F.binary_cross_entropy_with_logits(logits, y.float(), reduction="sum")
-        else:
-            loss = F.cross_entropy(logits, y, reduction="sum")
-        (loss / total).backward()
-        optimizer.param_groups[0]["lr"] = 2.0 ** -(7 + step // 5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def _eager(graphs, net):
+    """Return the eager stepper of the same run for another network."""
+    run = copy.copy(graphs.run)
+    run.model = net
+    return train.Eager(run, net, _adam(net))
 
 
 @pytest.mark.parametrize("conv, degree", [("gcn", 6), ("sage", 0)])
@@ -404,7 +379,7 @@ def _steps(graphs, batches):
 def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     emulated_graphs, conv, room, options, tmp_path, monkeypatch
 ):
-    """Also if capture is refused, with batches that do not fit, and from checkpoints; compared with a plain loop."""
+    """Also if capture is refused, with batches that do not fit, and from checkpoints; compared with eager steps."""
     nodes, refused = torch.randperm(300)[:53], "refused" in room
     several, dtype = options.pop("several", False), options.pop("dtype", torch.float)
     labels = torch.randint(2, (300, 5)).to(torch.int8) if several else torch.randint(5, (300,))
@@ -415,7 +390,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     if refused:
         graph = lambda: (_ for _ in ()).throw(RuntimeError("no capture here"))  # noqa: E731
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
-    ends, taken = [], {}
+    ends = []
     for parts in ([("on", 10)], [("off", 4), ("on", 3), ("off", 3)]):
         given, state, place, repeated, losses = first, None, None, 0, []
         for word, count in parts:  # each goes on from the checkpoint of the one before
@@ -431,7 +406,6 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
                 batches.load_state_dict(place)
             for batch, loss in itertools.islice(_steps(graphs, batches), count):
                 assert torch.equal(batch.y, labels[batch.seeds])
-                taken[batch.global_step] = batch.seeds, batch.global_step, batch.total
                 losses.append(loss)
                 place = batches.state_dict()
             repeated += graphs.repeated
@@ -442,8 +416,9 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     assert ends[0].pop(0) == ends[1].pop(0) == losses
     assert len(ends[0]) > 20 and all(map(torch.equal, *ends))
     net = copy.deepcopy(first)
-    by_hand = _plain_loop(net, *_small_run(tmp_path, net, labels, x, **law), taken.values(), labels)
-    assert losses == pytest.approx(by_hand, rel=1e-4)
+    draws, ring = _small_run(tmp_path, net, labels, x, **law)
+    eager = _steps(_eager(graphs, net), _batches(nodes, sampler=draws, ring=ring))
+    assert losses == pytest.approx([loss for _, loss in eager], rel=1e-4)
     theirs = [*net.parameters()]
     torch.testing.assert_close(ends[0][: len(theirs)], theirs, rtol=1e-4, atol=1e-6)
 
@@ -598,11 +573,10 @@ def test_a_task_s_loss_is_that_of_every_stepper(emulated_graphs, word, tmp_path,
     nodes, (draws, ring, net, optimizer) = torch.randperm(300)[:74], _run_of(tmp_path)
     eager_net = copy.deepcopy(net)
     graphs = _step_graphs(draws, ring, net, optimizer, nodes, word, accumulate=3)
-    run = copy.copy(graphs.run)
-    run.model, sums = eager_net, []
+    sums = []
     for stepper, options in (
         (graphs, {"load_batch": graphs.load_batch}),
-        (train.Eager(run, eager_net, _adam(eager_net)), {"sampler": draws, "ring": ring}),
+        (_eager(graphs, eager_net), {"sampler": draws, "ring": ring}),
     ):
         *_, (_, losses) = _epoch(stepper, _batches(nodes, accumulate=3, **options))
         sums.append(losses)
@@ -673,9 +647,7 @@ def test_a_step_of_drawn_batches_is_a_cuda_graph(
             stepper = graphs = _step_graphs(draws, ring, net, _adam(net), examples, word, task=task)
             options = {"load_batch": graphs.load_batch}
         else:
-            run = copy.copy(graphs.run)
-            run.model = net
-            stepper = train.Eager(run, net, _adam(net))
+            stepper = _eager(graphs, net)
             options = {"sampler": draws, "ring": ring, "draw": task.draw}
         steps = [
             (b.y.clone(), losses) for b, losses in _epoch(stepper, _batches(examples, **options))
