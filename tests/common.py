@@ -86,8 +86,8 @@ def _in_fork(output, cwd, function, args):
     # tqdm's default lock is a system semaphore, which a killed process would leave behind
     tqdm.set_lock(threading.RLock())
     os.chdir(cwd)
-    torch.set_num_threads(torch.get_num_threads())  # see tests/parallel.py, also for the next
-    gc.freeze()
+    torch.set_num_threads(torch.get_num_threads())  # see tests/parallel.py
+    gc.freeze()  # as there
     spawn = torch.multiprocessing.start_processes
     torch.multiprocessing.spawn = functools.partial(spawn, start_method="fork")
     default = functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL)
