@@ -166,9 +166,10 @@ def _checked(given) -> _Checked:
     drawn = isinstance(split, dict) and not split and labelled and labels.ndim == 1
     if drawn:
         split = checks.drawn_per_class(labels, np.random.default_rng(0))
-    if given.node_names is not None:
-        columns.check_names(given.node_names, num_nodes)
-    split = checks.check_splits(split, labels, given.node_names)
+    node_names = None if given.node_names is None else [*given.node_names]
+    if node_names is not None:
+        columns.check_names(node_names, num_nodes)
+    split = checks.check_splits(split, labels, node_names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
     carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
     names = (
@@ -198,7 +199,7 @@ def _checked(given) -> _Checked:
         **entries,
     }
     arrays = {"labels": labels, **split, **carried}
-    return _Checked(edges, features, arrays, given.node_names, meta)
+    return _Checked(edges, features, arrays, node_names, meta)
 
 
 def _block_rows(asked, row_bytes) -> int:
@@ -289,17 +290,24 @@ def _write_features(path, graph, progress) -> dict:
     kept_as = meta["feature_dtype"]
     ends = typed.ends_of_types(meta.get("node_types", []))
     features, scale = checks.feature_scale(graph.features, kept_as, ends, path, progress)
-    rounded = checks.RoundedRows(*shape, ends)
+    rounded = _rounded_rows(meta, shape)
     given = {"rounded": rounded, "progress": progress}
     rows = checks.feature_rows(features, kept_as, scale, ends, **given)
     if scale is not None:
         meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
     record = _write_rows(file, meta, shape, rows)
-    types = [name for name, _, width in meta.get("node_types", []) if width]
-    if loss := rounded.loss(meta.get("feature_names"), types if ends is not None else [""]):
+    if loss := rounded.loss(meta.get("feature_names")):
         meta |= {"rounded": f"features kept as {kept_as}: {loss}"}
         print(meta["rounded"])
     return {file.name: {**record, "largest": rounded.largest}}
+
+
+def _rounded_rows(meta, shape):
+    """Return a sample of the feature rows [rows, F] of a store, by type."""
+    types = meta.get("node_types", [])
+    ends = typed.ends_of_types(types)
+    names = [""] if ends is None else [name for name, _, width in types if width]
+    return convert.RoundedRows(*shape, ends, names)
 
 
 def _write_rows(file, meta, shape, chunks) -> dict:
@@ -333,6 +341,7 @@ class GraphStore:
             has rows only for the types with features, which come first. edge_types: names of the edge types.
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
         has_features: False where no type of nodes has any; F is then 1, the width of a table of one 0.
+        kept_as: what float features are rounded to, one of KEPT_AS; "" if they are not.
         part: (m, N) of a store made by `split`, whose features are `PartFeatures`; else None. whole: {file of which
             it has a part: SHA-256 of the file in the store that was split}.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
@@ -397,6 +406,9 @@ class GraphStore:
             kinds = () if ends is None else (len(ends),)
             scale = scale.view(*kinds, 2, self.feature_dim)
             self.features = CodedFeatures(self.features, scale, self.path, ends)
+        kept = meta["feature_dtype"]
+        rounded = kept in convert.KEPT_AS and (kept != "int8" or scale is not None)
+        self.kept_as = kept if rounded else ""
         self._opened = {**vars(self), "split": self._splits}
 
     def _open_features(self, shape, free):
@@ -545,6 +557,17 @@ class GraphStore:
             )
         order = torch.tensor([self.feature_names.index(name) for name in names])
         self.features, self.feature_names = ReorderedFeatures(self.features, order), names
+
+    def loss_as(self, dtype) -> str:
+        """Describe the columns of the features that have few different values as `dtype`, see `convert.RoundedRows`; "" if
+        there are none. Rows of a part of a store are not looked at."""
+        features = self.features
+        if self.part or features.dtype in (dtype, torch.uint8):
+            return ""
+        sample = _rounded_rows(self.meta, features.shape)
+        rows = features.gather(sample.ids)
+        sample.add(0, rows, rows.to(dtype))
+        return sample.loss(self.feature_names)
 
     def take_features(self, features):
         """Read other features of the same graph; if they are kept as codes, `features` are codes, too."""

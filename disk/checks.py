@@ -7,7 +7,7 @@ Invalid values raise StoreError.
 """
 
 import math
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,6 @@ from disk.convert import (
     edge_pairs,
     encode,
     integers,
-    largest_of,
     part_ids,
     refuse,
     row_dtype,
@@ -38,9 +37,6 @@ from disk.files import SPLITS, StoreError, plural
 
 MAX_CLASSES = 1 << 24  # the logits of 1,024 seeds then take 64 GiB
 MAX_SPLITS = 1 << 16
-SAMPLED = 1024  # rows of a type whose values are counted before and after rounding, at most
-SAMPLED_VALUES = 1 << 22  # the same of all columns
-NAMED = 3  # columns
 EDGE_CHUNK = 1 << 22  # edges read at a time
 # with up to EXACT edges the reverse of each is looked up, with more those of SAMPLE random edges
 EXACT = 1 << 20
@@ -149,7 +145,7 @@ def telling(x, y, width) -> list[int]:
     """Find the columns of x [n, F] each of whose values, a tenth as many as rows at most or as many as classes, occurs
     with one label only of y, [n] or one of [n, C] -> their numbers. Chance would make one among `width` columns so in
     fewer than one of a hundred graphs."""
-    found = torch.zeros(x.shape[1], dtype=torch.bool)
+    found = torch.zeros(x.shape[1], dtype=torch.bool, device="cpu")
     x, order = x.t().sort(1)
     new = x[:, 1:] != x[:, :-1]
     count = 1 + new.sum(1)
@@ -218,68 +214,6 @@ def checked_rows(features, progress):
             raise StoreError(f"{actual}, [{width}] {announced} was announced")
         check_finite("features", chunk, first)
         yield first, chunk.detach().cpu()
-
-
-class RoundedRows:
-    """Feature rows before and after they are rounded: a sample, evenly spaced among the rows of each type.
-
-    Args: rows: number of all rows. width: F. ends: None, or where the rows of each type end, int64 [T].
-    """
-
-    def __init__(self, rows, width, ends=None):
-        bounds = [0, rows] if ends is None else [0, *ends.tolist()]
-        most = max(1, min(SAMPLED, SAMPLED_VALUES // width))
-        parts = [
-            torch.arange(a, b, -(-(b - a) // most) or 1, device="cpu") for a, b in pairwise(bounds)
-        ]
-        self.bounds = [0, *accumulate(map(len, parts))]
-        self.ids = torch.cat(parts)
-        self.largest = 0.0
-        self.before = []
-        self.after = []
-
-    def add(self, first, before, after):
-        """Take those of the sample of a chunk of rows, whose first row is `first`."""
-        self.largest = max(self.largest, largest_of(before))
-        ends = torch.tensor([first, first + len(before)], device="cpu")
-        start, stop = torch.searchsorted(self.ids, ends).tolist()
-        at = self.ids[start:stop] - first
-        self.before.append(before[at])
-        self.after.append(after[at])
-
-    def loss(self, names=None, types=("",)) -> str:
-        """Describe the columns that keep half as many different values as they had, or fewer, and far fewer than a dtype
-        has; "" if there are none. names: of the columns, F; types: of nodes, T."""
-        if not self.before:
-            return ""
-        before, after = map(torch.cat, (self.before, self.after))
-        if before.dtype == after.dtype:
-            return ""
-        levels = 256
-        if after.is_floating_point():
-            levels = int(2 / torch.finfo(after.dtype).eps)
-        lost = []
-        for kind, (a, b) in zip(types, pairwise(self.bounds)):
-            had = _different(before[a:b])
-            have = _different(after[a:b])
-            for column in (2 * have <= had.clamp(max=levels // 4)).nonzero().flatten().tolist():
-                name = names[column] if names else column
-                of = f" of {kind}" if kind else ""
-                lost.append(f"{name}{of} ({have[column]} of {had[column]})")
-        if not lost:
-            return ""
-        more = f" and {len(lost) - NAMED:,} more" if len(lost) > NAMED else ""
-        columns = f"column{'s' * (len(lost) > 1)} {', '.join(lost[:NAMED])}{more}"
-        return (
-            f"few different values are left of {columns}, in {plural(len(before), 'row')} looked at"
-        )
-
-
-def _different(rows):
-    """Count the different values of each column."""
-    if not len(rows):
-        return torch.zeros(rows.shape[1], dtype=torch.int64, device="cpu")
-    return rows.sort(0).values.diff(dim=0).ne(0).sum(0) + 1
 
 
 def feature_rows(features, dtype, scale, ends, *, rounded, progress):

@@ -11,6 +11,7 @@ This file needs disk/files.py, numpy and torch.
 import math
 import tempfile
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.files import SPLITS, StoreError, free_host_bytes, progress_bar, reading
+from disk.files import SPLITS, StoreError, free_host_bytes, plural, progress_bar, reading
 
 VALID = ("val", "valid", "validation")  # names of the part called valid
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
 # dtypes that float features may be rounded to; int8 for codes, 256 evenly spaced values of each column
 KEPT_AS = ("bfloat16", "float16", "int8")
 ROW_BYTES = 1 << 24  # bytes of rows handled at a time
+SAMPLED = 1024  # rows of a type whose values are counted before and after rounding, at most
+SAMPLED_VALUES = 1 << 22  # the same of all columns
+NAMED = 3  # columns
 DATE = "datetime64[us]"  # dates are stored in microseconds since 1970, UTC
 # what NaT of numpy and pandas becomes as an integer, also divided by 10^3, 10^6 or 10^9, rounded either way
 NO_DATE = sorted(
@@ -333,6 +337,69 @@ def spool(folder, chunks, dtype, *row) -> np.memmap:
 def largest_of(rows) -> float:
     """Return the largest absolute value of a tensor, 0 if it is empty."""
     return max(map(abs, map(float, rows.aminmax()))) if rows.numel() else 0.0
+
+
+class RoundedRows:
+    """Feature rows before and after they are rounded: a sample, evenly spaced among the rows of each type.
+
+    Args: rows: number of all rows. width: F. ends: None, or where the rows of each type end, int64 [T]; types: its names.
+    """
+
+    def __init__(self, rows, width, ends=None, types=("",)):
+        self.types = types
+        bounds = [0, rows] if ends is None else [0, *ends.tolist()]
+        most = max(1, min(SAMPLED, SAMPLED_VALUES // width))
+        parts = [
+            torch.arange(a, b, -(-(b - a) // most) or 1, device="cpu") for a, b in pairwise(bounds)
+        ]
+        self.bounds = [0, *accumulate(map(len, parts))]
+        self.ids = torch.cat(parts)
+        self.largest = 0.0
+        self.before = []
+        self.after = []
+
+    def add(self, first, before, after):
+        """Take those of the sample of a chunk of rows, whose first row is `first`."""
+        self.largest = max(self.largest, largest_of(before))
+        ends = torch.tensor([first, first + len(before)], device="cpu")
+        start, stop = torch.searchsorted(self.ids, ends).tolist()
+        at = self.ids[start:stop] - first
+        self.before.append(before[at])
+        self.after.append(after[at])
+
+    def loss(self, names=None) -> str:
+        """Describe the columns that keep half as many different values as they had, or fewer, and far fewer than a dtype
+        has; "" if there are none. names: of the columns, F."""
+        if not self.before:
+            return ""
+        before, after = map(torch.cat, (self.before, self.after))
+        if before.dtype == after.dtype:
+            return ""
+        levels = 256
+        if after.is_floating_point():
+            levels = int(2 / torch.finfo(after.dtype).eps)
+        lost = []
+        for kind, (a, b) in zip(self.types, pairwise(self.bounds)):
+            had = _different(before[a:b])
+            have = _different(after[a:b])
+            for column in (2 * have <= had.clamp(max=levels // 4)).nonzero().flatten().tolist():
+                name = names[column] if names else column
+                of = f" of {kind}" if kind else ""
+                lost.append(f"{name}{of} ({have[column]} of {had[column]})")
+        if not lost:
+            return ""
+        more = f" and {len(lost) - NAMED:,} more" if len(lost) > NAMED else ""
+        columns = f"column{'s' * (len(lost) > 1)} {', '.join(lost[:NAMED])}{more}"
+        return (
+            f"few different values are left of {columns}, in {plural(len(before), 'row')} looked at"
+        )
+
+
+def _different(rows):
+    """Count the different values of each column."""
+    if not len(rows):
+        return torch.zeros(rows.shape[1], dtype=torch.int64, device="cpu")
+    return rows.sort(0).values.diff(dim=0).ne(0).sum(0) + 1
 
 
 class RowsByIndex:

@@ -74,11 +74,7 @@ def flatten(given) -> dict:
             different = values.keys() - edges.keys()
         if different:
             raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
-    for column in COLUMNS.values():
-        if given.columns.get(column.name) is True and column.asked:  # counted through all types
-            counts = [pairs.shape[1] for pairs in edges.values()]
-            numbers = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
-            of_edges[column.name] = dict(zip(edges, numbers))
+    of_edges |= _numbers_asked(given, edges)
     dates = _whole_times(of_edges, of_nodes)
     if given.symmetrize:
         _add_reverses(edges, of_edges)
@@ -104,10 +100,7 @@ def flatten(given) -> dict:
     counts = [pairs.shape[1] for pairs in edges.values()]
     columns[EDGE_TYPE.name] = np.repeat(np.arange(len(edges)), counts)
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
-    tables = {}
-    for name in filter(lambda name: features.get(name) is not None, names):
-        title = f"features of {name}"
-        tables[name] = shaped(title, array_like(title, features[name]), node_types[name], "F")
+    tables = _tables(features, names, node_types)
     widths = {name: table.shape[1] for name, table in tables.items()}
     return {
         "node_types": {name: (node_types[name], widths.get(name, 0)) for name in names},
@@ -116,9 +109,7 @@ def flatten(given) -> dict:
         "columns": columns,
         "always": always,
         "features": _joined(tables),
-        "feature_names": _feature_names(
-            {n: features[n] for n in tables}, max([1, *widths.values()])
-        ),
+        "feature_names": _feature_names(features, widths),
         "symmetrize": False,
         **_labels(labels, given.split, first, node_types),
     }
@@ -197,6 +188,14 @@ def _check_names(node_types, edge_index):
             raise StoreError(f"the type {word!r} has no name: printable text without a comma")
 
 
+def _numbers_asked(given, edges) -> dict:
+    """Return {column: {type: numbers of its edges}} if a build is asked to keep them, counted through all types."""
+    counts = [pairs.shape[1] for pairs in edges.values()]
+    numbers = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+    asked = [c.name for c in COLUMNS.values() if c.asked and given.columns.get(c.name) is True]
+    return {name: dict(zip(edges, numbers)) for name in asked}
+
+
 def _edges(kind, node_types, pairs) -> np.ndarray:
     """Check the edges of a type -> int64 [2, M_r]."""
     source, _, destination = kind
@@ -263,10 +262,19 @@ def _node_column(column, values, first, node_types) -> np.ndarray:
     return _spread(column.name, parts, first, node_types, rest)
 
 
-def _feature_names(tables, width):
-    """Name each of the `width` columns of the joined features after those of the DataFrames among {type: table}, with the
-    type where several have features; None without any."""
-    names = {kind: column_names(table) for kind, table in tables.items()}
+def _tables(features, names, node_types) -> dict:
+    """Return the features {type: [V_t, F_t]} as arrays, of the types that have any, in the order of `names`."""
+    tables = {}
+    for name in filter(lambda name: features.get(name) is not None, names):
+        title = f"features of {name}"
+        tables[name] = shaped(title, array_like(title, features[name]), node_types[name], "F")
+    return tables
+
+
+def _feature_names(tables, widths):
+    """Name the columns of the joined features after those of the DataFrames among {type: table}, with the type where
+    several have features; None without any. widths: {type: F_t}."""
+    names = {kind: column_names(tables[kind]) for kind in widths}
     if not any(names.values()):
         return None
     if len(names) == 1:
@@ -274,7 +282,7 @@ def _feature_names(tables, width):
     return [
         ", ".join(f"{name[j]} of {kind}" for kind, name in names.items() if name and j < len(name))
         or f"column {j}"
-        for j in range(width)
+        for j in range(max(widths.values()))
     ]
 
 

@@ -42,7 +42,6 @@ from pathlib import Path
 import torch
 
 from disk.columns import COLUMNS, EDGE_ORDER, NAMES, span_of
-from disk.convert import KEPT_AS
 from disk.files import FORMATS, SPLITS, StoreError, read_meta, reading, write_whole
 from model import CONVS
 from run.edge_data import bulk, timed_seeds, unlike
@@ -105,7 +104,7 @@ def described_run(run):
         **{name: store.meta.get(name, 0) for name in run.task.widths},
         **names_of(store),
         "feature_names": getattr(store, "feature_names", None),
-        "kept_as": kept_as(store),
+        "kept_as": getattr(store, "kept_as", None),
         "several": run.task.several,
         "times": None,
     }
@@ -379,7 +378,7 @@ def check_graph(ranks, state, path, plan, task):
         check_widths(task, plan, graph, path)
         numbers = numbers_of_types(ranks, task, plan, graph, path)
         name_features(ranks, store, graph["feature_names"], path)
-        here = kept_as(store)
+        here = getattr(store, "kept_as", None)
         if graph["kept_as"] not in (None, here):
             trained = graph["kept_as"] or "not rounded"
             ranks.say(
@@ -508,13 +507,6 @@ def numbers_of_types(ranks, task, plan, graph, path):
         ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
         numbers = torch.tensor([was.index(kind) for kind in here])
     return numbers
-
-
-def kept_as(store):
-    """Return what the features of a store are rounded to: one of KEPT_AS, or "" if they are not."""
-    kept = store.meta.get("feature_dtype")
-    coded = "feature_scale" in store.meta
-    return kept if kept in KEPT_AS and (coded or kept != "int8") else ""
 
 
 def name_features(ranks, store, was, path):

@@ -4,7 +4,6 @@ import math
 
 import torch
 
-from disk.checks import RoundedRows
 from disk.files import StoreError
 
 LOOK = 16  # optimizer steps between checks of the loss on a GPU
@@ -53,11 +52,5 @@ def check_features(ranks, store, dtype):
         ranks.say(f"data    {largest}: scale each column if the loss does not fall")
     if rounded := store.meta.get("rounded"):
         ranks.say(f"data    {rounded}")
-    features = getattr(store, "features", None)
-    if features is None or store.part or features.dtype in (dtype, torch.uint8):
-        return
-    sample = RoundedRows(*features.shape)
-    rows = features.gather(sample.ids)
-    sample.add(0, rows, rows.to(dtype))
-    if loss := sample.loss(store.feature_names):
+    if hasattr(store, "loss_as") and (loss := store.loss_as(dtype)):
         ranks.say(f"data    features are trained on as {str(dtype)[6:]}: {loss}")

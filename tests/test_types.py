@@ -287,13 +287,14 @@ def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
-def test_each_type_of_nodes_has_a_scale_of_its_own_in_int8(backend, tmp_path):
+def test_each_type_of_nodes_has_a_scale_of_its_own_in_int8(backend, tmp_path, capsys):
     """Counts of places beside papers in [0, 1]: no type has codes of another's range; one scale of all still opens."""
     given = _typed()
     x = given["features"]
     x["place"] = np.arange(21, dtype=np.float32).reshape(7, 3) * 1000
     path = build_store(tmp_path / "g", **given, feature_dtype="int8", backend=backend)
     graph = GraphStore.open(path)
+    assert "few different values" not in capsys.readouterr().out
     rows = graph.features[:]
     true = torch.zeros(57, 8)
     for name, part in (("paper", slice(0, 50)), ("place", slice(50, 57))):
@@ -325,6 +326,9 @@ def test_each_type_of_nodes_has_a_scale_of_its_own_in_int8(backend, tmp_path):
         graph.features.put_rows(torch.tensor([50]), rows[51:52])
         why = "rows.0, 0. is 1.0.*e.30: its column was built for 0 to 18000"
         _refuses(why, graph.features.put_rows, torch.tensor([50]), torch.full((1, 8), 1e30))
+    x["place"][0, 0] = 1e9
+    build_store(tmp_path / "far", **given, feature_dtype="int8")
+    assert "left of column 0 of place (2 of 7), in 57 rows" in capsys.readouterr().out
     one = graph.features.scale[1].tolist()
     _rewrite_meta(path, **(graph.meta | {"feature_scale": one}))
     old = GraphStore.open(path).features
