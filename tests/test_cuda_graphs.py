@@ -362,12 +362,12 @@ def _steps(graphs, batches):
 @pytest.mark.parametrize(
     "conv, room, options",
     [
-        ("sage", "enough", dict(norm="layer", residual=True, replace=True)),
+        ("sage", "enough", dict(norm="layer", replace=True, dtype=torch.bfloat16)),
         ("sage", "tight", dict(dtype=torch.int8)),
         ("sage", "tight", dict(method="labor", batch_dependency=3, dtype=torch.int8)),
-        ("sage", "enough", dict(weighted=True, dtype=torch.bfloat16)),
+        ("sage", "tight", dict(weighted=True)),
         ("sage", "tight, refused", dict(input_dropout=0.3, edge_dim=3, several=True)),
-        ("sage-pool", "tight", dict(norm="layer", replace=True)),
+        ("sage-pool", "tight", dict(norm="layer", residual=True, replace=True)),
         ("gcn", "tight, refused", dict(weighted=True, edge_dim=3)),
         ("gcn", "tight", dict(method="labor", layer_dependency=True, dtype=torch.bfloat16)),
         ("gcn", "enough", dict(recompute=True, dtype=torch.int8, several=True)),
