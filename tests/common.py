@@ -11,6 +11,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import atexit
 import ctypes
 import functools
+import gc
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -87,6 +88,7 @@ def _in_fork(output, cwd, function, args):
     tqdm.set_lock(threading.RLock())
     os.chdir(cwd)
     torch.set_num_threads(torch.get_num_threads())  # see tests/parallel.py
+    gc.freeze()  # as there
     spawn = torch.multiprocessing.start_processes
     torch.multiprocessing.spawn = functools.partial(spawn, start_method="fork")
     default = functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL)
