@@ -64,7 +64,7 @@ def averages_in_place(args, store, *dtypes):
 
 def counted(args, task, used):
     """Return whether a node's degree tells how many of its edges a run draws, see `Rule`."""
-    return SAMPLERS[args.sampler].counted and used.time is None and not task.excludes
+    return SAMPLERS[args.sampler].counted and used.time is None and not task.of_pairs
 
 
 def in_one_kernel(args, task, used, *dtypes):

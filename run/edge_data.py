@@ -147,7 +147,7 @@ def types_used(args, store):
 def times_used(args, task, store, by_type):
     """Edges later than a seed are hidden from it, if both have times and --temporal does not say otherwise. by_type:
     whether the model sees types of edges."""
-    timed = store.edge_time is not None and (task.timed_pairs or store.node_time is not None)
+    timed = store.edge_time is not None and (task.of_pairs or store.node_time is not None)
     temporal = args.temporal
     if temporal == "off" or temporal == "auto" and not timed:
         return {}, unused_times(args, store, timed)
@@ -174,7 +174,7 @@ def times_used(args, task, store, by_type):
     strict = temporal == "before"
     times = {"time": store.edge_time, "window": args.window, "strict": strict}
     who = "the ends of a pair and its negatives"
-    if not task.timed_pairs:
+    if not task.of_pairs:
         times["seed_time"] = store.node_time
         who = "seeds"
     when = "before their own time" if strict else "at their own time or before it"
@@ -206,7 +206,7 @@ def edges_seen(args, task, store, strict):
     if args.window:
         since = at - args.window
         seen &= (when > since) | (since > at)  # `since` wrapped around
-    noun = "ends of pairs" if task.timed_pairs else "seeds"
+    noun = "ends of pairs" if task.of_pairs else "seeds"
     which = f"{len(seed.unique()):,} {'training ' * args.trains}{noun}"
     if args.trains and not seen.any():
         window = f" and a longer --window than {args.window}" * bool(args.window)
@@ -224,7 +224,7 @@ def edges_seen(args, task, store, strict):
 
 def timed_seeds(args, task, store):
     """Sample training seeds, or nodes if nothing is trained -> (nodes int64 [n], their times [n])."""
-    if task.timed_pairs:
+    if task.of_pairs:
         pairs = store.pairs["train"]
         step = -(-len(pairs) // SEEDS)
         return pairs[::step].flatten(), store.pair_times["train"][::step].repeat_interleave(2)

@@ -76,7 +76,7 @@ def model_of_the_task(flags):
 def used_width(flags):
     """Refuse --hidden of a network of a file, which has its own width, unless its outputs are embeddings."""
     # of another task the embeddings of any network
-    if not TASKS[flags.task].embeds:
+    if not TASKS[flags.task].of_pairs:
         return built_in_model(flags)
 
 

@@ -109,7 +109,7 @@ class Run:
         self.model = model
         self.digest = digest
         # for links, exact inference is as of the end of time: it sees all edges
-        self.used = used._replace(time=None) if task.timed_pairs else used
+        self.used = used._replace(time=None) if task.of_pairs else used
         # a user's network, with torch's dropout
         self.custom = own_model.conv_of(plan.model) is None
         self.by_layers = layerwise(model) and self.used.time is None
@@ -117,7 +117,7 @@ class Run:
     @cached_property
     def trained(self):
         """Keys of the training examples, int64 [n], ascending; None if the task has none."""
-        if not self.task.keyed:
+        if self.task.of_pairs:
             return None
         return self.task.keys(self.store.split["train"]).sort().values
 

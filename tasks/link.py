@@ -521,11 +521,8 @@ class LinkTask(Task):
     name = "link"
     examples = "edges"
     temporal = "off"
-    timed_pairs = True
+    of_pairs = True
     padded = True
-    excludes = True
-    embeds = True
-    keyed = False
     told_by = "indptr.", "indices."
     metrics = metrics_with("of_ranks") + metrics_with("of_pairs")
     widths = "feature_dim", "edge_dim", "num_edge_types", "node_types"

@@ -4,7 +4,6 @@ import errno
 import functools
 import importlib.util
 import io
-import json
 import math
 import os
 import pickle
@@ -524,8 +523,11 @@ def load_file(monkeypatch):
         torch.save(weights, content := io.BytesIO())
         return content.getvalue()
 
+    def load(path):
+        return torch.load(io.BytesIO(Path(path).read_bytes()))
+
     spec = types.SimpleNamespace()
-    library = types.SimpleNamespace(save=save, load_file=torch.load, __spec__=spec)
+    library = types.SimpleNamespace(save=save, load_file=load, __spec__=spec)
     for name in ("safetensors", "safetensors.torch"):
         monkeypatch.setitem(sys.modules, name, library)
     return library.load_file

@@ -1053,7 +1053,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
             "the sampler's kernels are not there",
         ),
         ("--fanout 4,49", dict(used=EdgeData(time=1)), "the sampler's kernels are not there"),
-        ("--fanout 4,49", dict(excludes=True), "the sampler's kernels are not there"),
+        ("--fanout 4,49", dict(of_pairs=True), "the sampler's kernels are not there"),
         ("", dict(padded=False), "the loss of --task node may count padding"),
         ("", dict(labels=torch.zeros(3, 2)), "the sampler's kernels are not there"),
         ("--model gin", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
@@ -1066,7 +1066,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
         s = NeighborSampler(indptr, indices, [4, 3], backend="torch")
         has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData()}
-        has |= {"placed": True, "padded": True, "excludes": False}
+        has |= {"placed": True, "padded": True, "of_pairs": False}
         data = types.SimpleNamespace(**{**has, **ring, **changed})
         data.store = data
         run = dict(plan=args, sampler=s, ring=data, store=data, task=data, used=data.used)
