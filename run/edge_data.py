@@ -159,18 +159,21 @@ def times_used(args, task, store, by_type):
             lacks += "; --temporal off predicts from all edges"
         raise StoreError(f"--temporal {args.temporal}: {store.path} has no times of {lacks}")
     if args.layer.whole_graph:
-        why = "divides by the degrees of the whole graph"
         *able, last = [n for n in plain_layers() if n in layers_where(whole_graph=False)]
-        instead = f"take {', '.join(able)} or {last}, or --temporal off"
-        raise StoreError(f"--model {args.model} {why}: {instead}")
-    if store.edge_type is not None and not by_type:
-        instead = f"take {' or '.join(layers_where(uses_types=True))}, or --temporal off"
         raise StoreError(
-            f"{store.path}: lists are by type, then time, and --model {args.model} sees no types: {instead}"
+            f"--model {args.model} divides by the degrees of the whole graph: "
+            f"take {', '.join(able)} or {last}, or --temporal off"
+        )
+    if store.edge_type is not None and not by_type:
+        raise StoreError(
+            f"{store.path}: lists are by type, then time, and --model {args.model} sees no types: "
+            f"take {' or '.join(layers_where(uses_types=True))}, or --temporal off"
         )
     if str(args.fanout[0]).startswith("any="):
-        why = "lists are sorted by type, then time: give numbers by type, or --temporal off"
-        raise StoreError(f"--fanout any= draws from all types together, and {why}")
+        raise StoreError(
+            "--fanout any= draws from all types together, and lists are sorted by type, then time: "
+            "give numbers by type, or --temporal off"
+        )
     strict = temporal == "before"
     times = {"time": store.edge_time, "window": args.window, "strict": strict}
     who = "the ends of a pair and its negatives"
@@ -304,9 +307,10 @@ def unused_times(args, store, timed):
     those of a checkpoint, unless a run that only predicts has --temporal off."""
     needed = args.trains or args.temporal != "off"
     if needed and args.window:
-        see = "--temporal off predicts from all edges" * (not args.trains)
-        lacks = f"--window {args.window} is of times, and seeds of {store.path} have none"
-        raise StoreError("; ".join(filter(None, (lacks, see))))
+        raise StoreError(
+            f"--window {args.window} is of times, and seeds of {store.path} have none"
+            + "; --temporal off predicts from all edges" * (not args.trains)
+        )
     if needed and args.sampler == LATEST.name:
         raise StoreError(
             "--sampler latest needs times of edges and nodes"
