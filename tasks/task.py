@@ -1,6 +1,5 @@
 """The interface of a task (node, link or graph), with defaults that most of them share."""
 
-from contextlib import suppress
 from itertools import islice
 
 import numpy as np
@@ -13,7 +12,6 @@ from model import GNN, is_gnn
 from relational import NodeInputs
 from store import GraphStore
 
-MOST_HOPS = 8  # tried for a user's network that does not run with those of --fanout
 CHUNK = 1 << 22  # numbers of a table of predictions converted at a time
 OF_GRAPHS = "max_nodes max_edges"  # flags of --task graph
 OF_LINKS = "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
@@ -220,26 +218,20 @@ def gnn(args, widths, out_dim):
 
 
 def output_of_own(width, network, batch):
-    """Run a user's network on a batch -> float [S, width]; StoreError for other output, and for another number of blocks
-    than the network needs."""
-    try:
-        return checked_output(width, network, batch)
-    except (ValueError, LookupError) as error:
-        needed = hops_needed(width, network, batch)
-        if needed is None:
-            raise
-        given = plural(len(batch.blocks), "number")
-        example = ",".join(["10"] * needed)
-        raise StoreError(
-            f"--fanout has {given}, and the model does not run with as many blocks, but with {needed}: "
-            f"give a number for each of its layers, such as --fanout {example}"
-        ) from error
-
-
-def checked_output(width, network, batch):
-    """Run a user's network on a batch -> float [S, width]; StoreError for other output."""
+    """Run a user's network on a batch -> float [S, width]; StoreError for other output, and if it fails with another number of
+    blocks than its lists of layers have."""
     edges = {"edges": batch.edges} if batch.edges else {}
-    output = network(batch.blocks, batch.x, **edges)
+    try:
+        output = network(batch.blocks, batch.x, **edges)
+    except (ValueError, LookupError) as error:
+        lists = [part for part in network.modules() if isinstance(part, torch.nn.ModuleList)]
+        layers, *others = {*map(len, lists)} or [0]
+        if others or layers in (0, len(batch.blocks)):
+            raise
+        raise StoreError(
+            f"--fanout has {plural(len(batch.blocks), 'number')}, and the model fails with as many blocks ({error}), but "
+            f"has lists of {layers}: give a number for each of its layers, such as --fanout {','.join(['10'] * layers)}"
+        ) from error
     S = batch.blocks[-1].num_dst
     actual = type(output).__name__
     if isinstance(output, torch.Tensor):
@@ -249,22 +241,3 @@ def checked_output(width, network, batch):
     raise StoreError(
         f"the model returned {actual} for {S} seeds: a row of {width} logits for each is needed"
     )
-
-
-@torch.no_grad()
-def hops_needed(width, network, batch):
-    """Return a number of blocks, up to MOST_HOPS, with which a user's network runs where it does not with the batch's, or
-    None. Fewer blocks are those nearest to the seeds; before more, each node is its own only neighbour."""
-    hops = len(batch.blocks)
-    outer = batch.blocks[0]
-    own = torch.arange(outer.num_src + 1, dtype=outer.indptr.dtype, device=outer.indptr.device)
-    own = type(outer)(own, own[:-1], outer.src_nodes)
-    for count in {*range(1, MOST_HOPS + 1)} - {hops}:
-        blocks = [*[own] * (count - hops), *batch.blocks[-count:]]
-        x = batch.x[: blocks[0].num_src]
-        edges = tuple(rows.new_zeros(own.num_edges, rows.shape[1]) for rows in batch.edges[:1])
-        edges = [*edges * (count - hops), *batch.edges[-count:]]
-        with suppress(Exception):
-            checked_output(width, network, batch._replace(blocks=blocks, x=x, edges=edges))
-            return count
-    return None
