@@ -373,10 +373,9 @@ def check_graph(ranks, state, path, plan, task):
         name_features(ranks, store, graph["feature_names"], path)
         here = getattr(store, "kept_as", None)
         if graph["kept_as"] not in (None, here):
-            trained = graph["kept_as"] or "not rounded"
             ranks.say(
-                f"data    features are {here or 'not rounded'}, those that the network was trained on {trained}"
-                ": scores may differ"
+                f"data    features are {here or 'not rounded'}, those that the network was trained on "
+                f"{graph['kept_as'] or 'not rounded'}: scores may differ"
             )
         files = {f"{name}.npy": "none" for name in COLUMNS} | digests(store)
         was = graph["files"]

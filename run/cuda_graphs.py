@@ -57,9 +57,9 @@ def averages_in_place(args, store, *dtypes):
     kinds = {torch.float32, torch.bfloat16}
     if args.mode in ("auto", MODES[0], MODES[3]) and codes_of(store.features) is not store.features:
         kinds.add(torch.int8)
-    plain = conv_of(args.model) is SAGEConv and not store.node_types
-    plain = plain and not args.edge_features and not args.input_dropout
-    return plain and kinds.issuperset(dtypes) and args.mode != "pinned-cuda"
+    if store.node_types or args.edge_features or args.input_dropout or args.mode == "pinned-cuda":
+        return False
+    return conv_of(args.model) is SAGEConv and kinds.issuperset(dtypes)
 
 
 def counted(args, task, used):

@@ -216,16 +216,12 @@ class Run:
                 if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
                     options["x"] = self.ring.features
                     if self.ring.scale is not None:
-                        coded = CodedFeatures(
+                        options["x"] = CodedFeatures(
                             self.ring.features, self.ring.scale, ends=self.ring.ends
                         )
-                        options["x"] = coded
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
-                options["rank"] = ranks.local_rank
-                options["world"] = ranks.local_world
-                options["total"] = ranks.sum_here
-                if store.part:
-                    options["total"] = x.answering(ranks.sum_here)
+                total = x.answering(ranks.sum_here) if store.part else ranks.sum_here
+                options |= {"rank": ranks.local_rank, "world": ranks.local_world, "total": total}
             try:
                 with reading_all_edges():
                     logits = inference(model, graph.indptr, graph.indices, layers=layers, **options)
