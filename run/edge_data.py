@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.columns import ALWAYS, COLUMNS, span_of, types_called
+from disk.columns import ALWAYS, span_of, types_called
 from disk.files import StoreError
 from model import layers_where, plain_layers
 from run.own_model import takes_edges
@@ -63,19 +63,7 @@ def edge_data(args, task, store):
     times, of_times = times_used(args, task, store, by_type=bool(types))
     weights, of_weights = weights_used(args, store)
     lines += of_types + of_times + of_weights
-    lines = [f"edges   {line}" for line in lines] + without_use(store)
-    return EdgeData(**features, **types, **times, **weights), lines
-
-
-def without_use(store):
-    """Return a line for each column of the store that `EdgeData` has no field for."""
-    lines = []
-    for name, column in COLUMNS.items():
-        field = name.removeprefix("edge_").replace("node_", "seed_")
-        unused = field not in EdgeData._fields and not column.asked
-        if getattr(store, name) is not None and unused:
-            lines.append(f"{column.of}s   values of {name} are not used by this run")
-    return lines
+    return EdgeData(**features, **types, **times, **weights), [f"edges   {line}" for line in lines]
 
 
 def features_used(args, store):
