@@ -416,7 +416,7 @@ def tell_trained(task, plan, state, files):
         if name.startswith(task.told_by) and was.get(name, "") != files.get(name, "")
     ]
     why = f"{', '.join(changed)} is not the same" if changed else ""
-    if task.of_pairs:
+    if task.are_links:
         other = [
             name for name in declared("of_data") if getattr(plan, name) != state["flags"][name]
         ]
@@ -436,7 +436,7 @@ def tell_trained(task, plan, state, files):
 
 def other_times(plan, task, was):
     """Return a line if times of nodes are hardly in the unit of those trained on. was: [low, high, time_unit] or None."""
-    if was is None or plan.temporal == "off" or task.of_pairs:
+    if was is None or plan.temporal == "off" or task.are_links:
         return ""
     *was, unit = was
     here = task.store.meta.get("time_unit")

@@ -1,7 +1,6 @@
 """Which columns of edges and nodes a run uses, and the lines printed about them.
 
 used, lines = edge_data(args, task, store)    # columns that --model, --sampler and --temporal take
-model.degrees = degrees_at(sampler)    # for layers that divide by degrees, where seeds have times
 """
 
 import re
@@ -13,9 +12,10 @@ from torch import Tensor
 
 from disk.columns import ALWAYS, span_of, types_called
 from disk.files import StoreError
+from extras.times import RULE as LATEST
+from extras.weights import RULE as WEIGHTED
 from model import layers_where, plain_layers
 from run.own_model import takes_edges
-from sampler import LATEST, WEIGHTED, seen_at
 
 SEEDS = 1 << 12  # seeds, and edges of the graph, whose times are compared
 LONG = 1 << 10  # edges of a list that are looked at
@@ -135,7 +135,7 @@ def types_used(args, store):
 def times_used(args, task, store, by_type):
     """Edges later than a seed are hidden from it, if both have times and --temporal does not say otherwise. by_type:
     whether the model sees types of edges."""
-    timed = store.edge_time is not None and (task.of_pairs or store.node_time is not None)
+    timed = store.edge_time is not None and (task.are_links or store.node_time is not None)
     temporal = args.temporal
     if temporal == "off" or temporal == "auto" and not timed:
         return {}, unused_times(args, store, timed)
@@ -165,7 +165,7 @@ def times_used(args, task, store, by_type):
     strict = temporal == "before"
     times = {"time": store.edge_time, "window": args.window, "strict": strict}
     who = "the ends of a pair and its negatives"
-    if not task.of_pairs:
+    if not task.are_links:
         times["seed_time"] = store.node_time
         who = "seeds"
     when = "before their own time" if strict else "at their own time or before it"
@@ -197,7 +197,7 @@ def edges_seen(args, task, store, strict):
     if args.window:
         since = at - args.window
         seen &= (when > since) | (since > at)  # `since` wrapped around
-    noun = "ends of pairs" if task.of_pairs else "seeds"
+    noun = "ends of pairs" if task.are_links else "seeds"
     which = f"{len(seed.unique()):,} {'training ' * args.trains}{noun}"
     if args.trains and not seen.any():
         window = f" and a longer --window than {args.window}" * bool(args.window)
@@ -215,7 +215,7 @@ def edges_seen(args, task, store, strict):
 
 def timed_seeds(args, task, store):
     """Sample training seeds, or nodes if nothing is trained -> (nodes int64 [n], their times [n])."""
-    if task.of_pairs:
+    if task.are_links:
         pairs = store.pairs["train"]
         step = -(-len(pairs) // SEEDS)
         return pairs[::step].flatten(), store.pair_times["train"][::step].repeat_interleave(2)
@@ -356,24 +356,3 @@ def hops(fanout, used):
                     raise StoreError(f"--fanout {hop}: {names[i]} is there twice")
                 fanouts[-1][i] = int(k)
     return fanouts
-
-
-def degrees_at(sampler):
-    """Return a function degrees(block) -> [N, 2]: out- and in-degree of each source node at its time, both the number
-    of edges in its neighbour list that it may see. sampler: NeighborSampler with times."""
-    spec = sampler.spec
-
-    def in_torch(nodes, times):
-        nodes = nodes.to(spec.indptr.device).long()
-        first = spec.indptr[nodes]
-        degrees = spec.indptr[nodes + 1] - first
-        times = times.to(first.device)
-        options = {"strict": spec.strict, "window": spec.window}
-        return seen_at(spec.edge_times, first, degrees, times, **options)[1]
-
-    count = getattr(sampler.engine, "degrees", in_torch)
-
-    def at_times(block):
-        return count(block.src_nodes, block.src_times).unsqueeze(1).expand(-1, 2)
-
-    return at_times

@@ -19,6 +19,7 @@ import torch
 from ddp import under_torchrun
 from disk.files import RANK_BYTES, free_host_bytes
 from disk.terminal import Parser
+from extras import rules
 from features import MODES
 from model import CONVS, NORMS, Conv, layers_where
 from run.kinds import (
@@ -41,7 +42,6 @@ from run.kinds import (
     text,
 )
 from run.own_model import conv_of
-from sampler import SAMPLERS
 from tasks.graph import GraphTask
 from tasks.link import LinkTask
 from tasks.node import NodeTask
@@ -49,6 +49,7 @@ from tasks.node import NodeTask
 SEEDS = 1024  # default of --batch-size
 UNLIMITED = 1 << 20  # the same where --max-nodes or --max-edges end a batch
 TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
+SAMPLERS = rules()
 
 # ---- what a flag needs to have an effect: functions of all flags that return what speaks against it, or None
 
@@ -75,7 +76,7 @@ def model_of_the_task(flags):
 def used_width(flags):
     """Refuse --hidden of a network of a file, which has its own width, unless its outputs are embeddings."""
     # of another task the embeddings of any network
-    if not TASKS[flags.task].of_pairs:
+    if not TASKS[flags.task].are_links:
         return built_in_model(flags)
 
 

@@ -14,11 +14,11 @@ from functools import cached_property
 import torch
 
 from disk.files import StoreError
+from extras.times import degrees_at
 from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn
 from run import own_model
-from run.edge_data import degrees_at
 from run.flags import TASKS
 from run.placement import (
     all_features,
@@ -109,7 +109,7 @@ class Run:
         self.model = model
         self.digest = digest
         # for links, exact inference is as of the end of time: it sees all edges
-        self.used = used._replace(time=None) if task.of_pairs else used
+        self.used = used._replace(time=None) if task.are_links else used
         # a user's network, with torch's dropout
         self.custom = own_model.conv_of(plan.model) is None
         self.by_layers = layerwise(model) and self.used.time is None
@@ -117,7 +117,7 @@ class Run:
     @cached_property
     def trained(self):
         """Keys of the training examples, int64 [n], ascending; None if the task has none."""
-        if self.task.of_pairs:
+        if self.task.are_links:
             return None
         return self.task.keys(self.store.split["train"]).sort().values
 

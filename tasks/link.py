@@ -520,7 +520,7 @@ class LinkTask(Task):
     name = "link"
     examples = "edges"
     temporal = "off"
-    of_pairs = True
+    are_links = True
     padded = True
     told_by = "indptr.", "indices."
     metrics = metrics_with("of_ranks") + metrics_with("of_pairs")

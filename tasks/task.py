@@ -31,7 +31,7 @@ class Task:
         classes_agree: the default of --residual may depend on how often neighbours share a class.
         placed: --mode places graph and features; else the task reads batches, see tasks/graph.py, and has `obstacle`,
             `blank`, `completed` and `pad` for CUDA graphs of them.
-        of_pairs: examples are pairs of nodes: outputs, of any network, are embeddings of width --hidden, each example has
+        are_links: examples are pairs of nodes: outputs, of any network, are embeddings of width --hidden, each example has
             a time of its own, and `draw` leaves edges out of a step. Else they are nodes, with the times `node_time`, or graphs.
         padded: `loss` skips rows of y that are -1: a step can be CUDA graphs.
         several: whether a node has several labels; None where that is no question.
@@ -66,7 +66,7 @@ class Task:
     prior = 0.0
     classes_agree = False
     placed = True
-    of_pairs = False
+    are_links = False
     trained = None
     draw = None
     load_batch = None

@@ -26,12 +26,13 @@ import loader
 import model
 import sampler
 import train
+from extras.times import degrees_at
 from features import CachedFeatures, FeatureRing
 from loader import Batch, Graph, NodeLoader
 from native import build, sampler_gpu
 from relational import NodeInputs
 from run import adam, cuda_graphs, own_model
-from run.edge_data import EdgeData, degrees_at
+from run.edge_data import EdgeData
 from run.report import Clock
 from run.run import Run
 from sampler import Block, NeighborSampler
@@ -1053,7 +1054,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
             "the sampler's kernels are not there",
         ),
         ("--fanout 4,49", dict(used=EdgeData(time=1)), "the sampler's kernels are not there"),
-        ("--fanout 4,49", dict(of_pairs=True), "the sampler's kernels are not there"),
+        ("--fanout 4,49", dict(are_links=True), "the sampler's kernels are not there"),
         ("", dict(padded=False), "the loss of --task node may count padding"),
         ("", dict(labels=torch.zeros(3, 2)), "the sampler's kernels are not there"),
         ("--model gin", dict(node_types={"a": (3, 1)}), "the sampler's kernels are not there"),
@@ -1066,7 +1067,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
         s = NeighborSampler(indptr, indices, [4, 3], backend="torch")
         has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData()}
-        has |= {"placed": True, "padded": True, "of_pairs": False}
+        has |= {"placed": True, "padded": True, "are_links": False}
         data = types.SimpleNamespace(**{**has, **ring, **changed})
         data.store = data
         run = dict(plan=args, sampler=s, ring=data, store=data, task=data, used=data.used)
