@@ -157,13 +157,15 @@ class Ranks(NamedTuple):
         self.sum(0)
 
     @contextmanager
-    def patience(self, limit=timedelta(days=2)):
-        """Context in which one rank may work for hours: the others wait at its end, up to `limit`, not TIMEOUT."""
-        group = dist.new_group(backend="gloo", timeout=limit) if self.world > 1 else None
+    def patience(self):
+        """Context in which one rank may work for hours: the others wait at its end, up to two days, not TIMEOUT."""
+        if self.world == 1:
+            yield
+            return
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=2))
         yield
-        if group is not None:
-            dist.barrier(group)
-            dist.destroy_process_group(group)
+        dist.barrier(group)
+        dist.destroy_process_group(group)
 
     def part(self, n):
         """Return this rank's contiguous slice of n items: the slices cover each item once, sizes differ by <= 1."""
@@ -227,9 +229,10 @@ def launch(worker, nprocs, *args, gpus=0):
             sys.exit(code)
         return
     if worker.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        needed = "define it in a file, from which processes can import it"
-        name = getattr(worker, "__name__", worker)
-        raise ValueError(f"{name} is defined in a notebook or session: {needed}")
+        raise ValueError(
+            f"{getattr(worker, '__name__', worker)} is defined in a notebook or session: "
+            "define it in a file, from which processes can import it"
+        )
     # The parent hosts the rendezvous on a free loopback port: torch's own store would listen on every address.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -266,8 +269,10 @@ def _join(worker, args, gpus):
             store = dist.PrefixStore(f"attempt {attempt}", store)
         _run(worker, Ranks(rank, world, local_rank, local_world, gpus), store, args)
     except (ValueError, dist.DistError) as error:
-        by = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-        sys.exit(f"ranks cannot join by {by}: {str(error).splitlines()[0]}")
+        sys.exit(
+            "ranks cannot join by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: "
+            f"{str(error).splitlines()[0]}"
+        )
 
 
 @contextmanager
@@ -379,8 +384,10 @@ def _run(worker, ranks, store, args):
             time.sleep(3)
             # without the place in gloo's code, and its advice
             why = re.sub(r"\[\S*gloo\S*\] |\. This is typically.*", "", str(error).splitlines()[0])
-            lost = f"rank {ranks.rank} lost another rank, which ended or does not answer: {why}"
-            print(lost, file=sys.stderr)
+            print(
+                f"rank {ranks.rank} lost another rank, which ended or does not answer: {why}",
+                file=sys.stderr,
+            )
         else:
             traceback.print_exc()
         code = 1

@@ -23,8 +23,9 @@ try:
 except ImportError as error:
     if not (error.path and error.name == "model"):
         raise
-    hides = "it hides the model.py that inference.py needs; rename it"
-    raise ImportError(f"{error}: {hides}") from None
+    raise ImportError(
+        f"{error}: it hides the model.py that inference.py needs; rename it"
+    ) from None
 
 CHUNK = 65536  # destinations at a time
 CHUNK_EDGES = 1 << 19
@@ -138,13 +139,12 @@ def inference(
 def check_layerwise(model, V):
     """Raise ValueError unless `inference` can run a network layer by layer on a graph of V nodes."""
     if not layerwise(model):
-        needs = "finish(i, h, h_dst), `layers` of Conv without hooks, and no forward, embed or step overridden alone"
-        needs += "; pass the network in a wrapper, not the wrapper"
-        batches = (
-            f"NodeLoader(graph, torch.arange({V}), [-1, -1], shuffle=False), a -1 for each layer"
+        raise ValueError(
+            f"inference goes layer by layer: {type(model).__name__} needs finish(i, h, h_dst), `layers` of Conv without "
+            "hooks, and no forward, embed or step overridden alone; pass the network in a wrapper, not the wrapper; any "
+            f"other network runs in batches of NodeLoader(graph, torch.arange({V}), [-1, -1], shuffle=False), a -1 for "
+            "each layer"
         )
-        needs += f"; any other network runs in batches of {batches}"
-        raise ValueError(f"inference goes layer by layer: {type(model).__name__} needs {needs}")
 
 
 @contextmanager
@@ -180,8 +180,9 @@ def checked_part(indptr, indices, rank, world):
         steps = indptr[a : b + 1].diff()
         inside = 0 <= int(indptr[a]) and int(indptr[b]) <= len(indices)
         if not inside or bool((steps < 0).any()):
-            where = f"an offset in indptr of nodes {a} to {b - 1} is out of range or decreases"
-            raise IndexError(f"the graph is damaged: {where}")
+            raise IndexError(
+                f"the graph is damaged: an offset in indptr of nodes {a} to {b - 1} is out of range or decreases"
+            )
     for part in indices[int(indptr[first]) : int(indptr[last])].split(PIECE):
         check_nodes(part, len(indptr) - 1)
     return first, last
@@ -203,8 +204,9 @@ def checked_features(x, V, inputs):
         raise ValueError(f"x is a {kind}: a dense tensor or array [V, F] is needed")
     rows = x.shape[0]
     if rows != V and (inputs is None or len(inputs.linears) and rows < inputs.first):
-        sizes = f"x has {rows} rows, indptr is of {V} nodes"
-        raise ValueError(f"{sizes}: a row for each node is needed")
+        raise ValueError(
+            f"x has {rows} rows, indptr is of {V} nodes: a row for each node is needed"
+        )
     return readable(x)
 
 
@@ -322,8 +324,10 @@ class Layerwise(NamedTuple):
         )
         for place in places:
             if place.lacks:
-                text = f"exact inference is slower: GPU memory has no room for {place.lacks}"
-                warnings.warn(text, stacklevel=4)
+                warnings.warn(
+                    f"exact inference is slower: GPU memory has no room for {place.lacks}",
+                    stacklevel=4,
+                )
             try:
                 return self.apply_at(place, i, h, unchanged, width)
             except torch.cuda.OutOfMemoryError:
@@ -442,7 +446,9 @@ def _nameless_file(size):
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
-            where = f"{size / 1e9:.1f} GB for a layer's rows in {tempfile.gettempdir()}"
-            reason = f"no room for {where}: set TMPDIR to a larger disk ({error.strerror})"
-            raise OSError(error.errno, reason) from error
+            raise OSError(
+                error.errno,
+                f"no room for {size / 1e9:.1f} GB for a layer's rows in {tempfile.gettempdir()}: "
+                f"set TMPDIR to a larger disk ({error.strerror})",
+            ) from error
         return os.dup(file.fileno())

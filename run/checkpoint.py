@@ -43,7 +43,7 @@ import torch
 
 from disk.columns import COLUMNS, EDGE_ORDER, NAMES, span_of
 from disk.files import FORMATS, SPLITS, StoreError, read_meta, reading, write_whole
-from model import CONVS
+from model import CONVS, Conv
 from run.edge_data import bulk, timed_seeds, unlike
 from run.flags import (
     FLAGS,
@@ -61,18 +61,10 @@ from run.kinds import ON_OFF
 from run.own_model import is_own, load
 
 # widths that early checkpoints lack, and what they stand for
-LATER_WIDTHS = dict(
-    num_edge_types=0,
-    node_types=0,
-    edge_types=0,
-    class_dim=0,
-    labels=None,
-    several=None,
-    classes=None,
-    feature_names=None,
-    times=None,
-    kept_as=None,
-)
+LATER_WIDTHS = {
+    **dict.fromkeys("num_edge_types node_types edge_types class_dim".split(), 0),
+    **dict.fromkeys("labels several classes feature_names times kept_as".split()),
+}
 # the only names a pickle may contain
 HARMLESS = r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage"
 
@@ -260,9 +252,10 @@ def settled_flags(flags, graph, weights):
 def parsed_flags(saved):
     """Return what the command-line parser makes of a checkpoint's flags, with those that early ones lack -> Flags."""
     words = []
+    early = {"heads": Conv.heads, "weights": "best" if saved.get("early_stop") else "last"}
     for name in SAVED:
         flag = FLAGS[name]
-        value = saved.get(name, flag.older(saved) if flag.older else flag.default)
+        value = {name: flag.default, **early, **saved}[name]
         if value is not None and (value is not False or flag.kind is ON_OFF):
             words.append(spelled(name, value, "="))
 
@@ -380,10 +373,9 @@ def check_graph(ranks, state, path, plan, task):
         name_features(ranks, store, graph["feature_names"], path)
         here = getattr(store, "kept_as", None)
         if graph["kept_as"] not in (None, here):
-            trained = graph["kept_as"] or "not rounded"
             ranks.say(
-                f"data    features are {here or 'not rounded'}, those that the network was trained on {trained}"
-                ": scores may differ"
+                f"data    features are {here or 'not rounded'}, those that the network was trained on "
+                f"{graph['kept_as'] or 'not rounded'}: scores may differ"
             )
         files = {f"{name}.npy": "none" for name in COLUMNS} | digests(store)
         was = graph["files"]
@@ -424,7 +416,7 @@ def tell_trained(task, plan, state, files):
         if name.startswith(task.told_by) and was.get(name, "") != files.get(name, "")
     ]
     why = f"{', '.join(changed)} is not the same" if changed else ""
-    if not task.keyed:
+    if task.are_links:
         other = [
             name for name in declared("of_data") if getattr(plan, name) != state["flags"][name]
         ]
@@ -444,7 +436,7 @@ def tell_trained(task, plan, state, files):
 
 def other_times(plan, task, was):
     """Return a line if times of nodes are hardly in the unit of those trained on. was: [low, high, time_unit] or None."""
-    if was is None or plan.temporal == "off" or task.timed_pairs:
+    if was is None or plan.temporal == "off" or task.are_links:
         return ""
     *was, unit = was
     here = task.store.meta.get("time_unit")

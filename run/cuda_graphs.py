@@ -58,14 +58,14 @@ def averages_in_place(args, store, *dtypes):
     kinds = {torch.float32, torch.bfloat16}
     if args.mode in ("auto", MODES[0], MODES[3]) and codes_of(store.features) is not store.features:
         kinds.add(torch.int8)
-    plain = conv_of(args.model) is SAGEConv and not store.node_types
-    plain = plain and not args.edge_features and not args.input_dropout
-    return plain and kinds.issuperset(dtypes) and args.mode != "pinned-cuda"
+    if store.node_types or args.edge_features or args.input_dropout or args.mode == "pinned-cuda":
+        return False
+    return conv_of(args.model) is SAGEConv and kinds.issuperset(dtypes)
 
 
 def counted(args, task, used):
     """Return whether a node's degree tells how many of its edges a run draws, see `Rule`."""
-    return rules()[args.sampler].counted and used.time is None and not task.excludes
+    return rules()[args.sampler].counted and used.time is None and not task.are_links
 
 
 def in_one_kernel(args, task, used, *dtypes):
@@ -324,26 +324,26 @@ class Slot(StaticBatch):
             kernels.static(block)
         self.seeds = blocks[-1].src_nodes[: rows[0]]
         self.nodes = blocks[0].src_nodes
-        self.x = ring.features.new_zeros(len(self.nodes), ring.width, dtype=ring.dtype)
+        x = ring.features.new_zeros(len(self.nodes), ring.width, dtype=ring.dtype)
         if in_one_kernel:  # the outermost block has no edges: they are averaged when drawn
             none = self.nodes[:0]
             blocks.insert(0, Block(none, none, self.nodes))
-            if not self.frame.aggregate(ring.features, self.x, **ring.coded):
+            if not self.frame.aggregate(ring.features, x, **ring.coded):
                 raise RuntimeError("the kernel of the outermost hop cannot be compiled")
         self.labelled = y is None
         if self.labelled:
             y = ring.labels.new_empty(rows[0], *ring.labels.shape[1:])
-        self.y = torch.full_like(y, -1, device=ring.labels.device)
+        y = torch.full_like(y, -1, device=ring.labels.device)
         if self.labelled:
-            self.frame.look_up(ring.labels, self.y)
+            self.frame.look_up(ring.labels, y)
         self.listed = None
         self.edges = None  # [E, D] features of the edges of all blocks, from the seeds outward
         edges = ()
         if ring.edge_features is not None:
             width = ring.edge_features.shape[1]
-            self.edges = self.x.new_zeros(sum(places), width)
+            self.edges = x.new_zeros(sum(places), width)
             edges = self.edges.split(places)[::-1]
-        super().__init__(Batch(blocks, self.x, self.y, edges=edges), self.frame.step, ring.stream)
+        super().__init__(Batch(blocks, x, y, edges=edges), self.frame.step, ring.stream)
 
     @staticmethod
     def measure(run):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.columns import ALWAYS, COLUMNS, span_of, types_called
+from disk.columns import ALWAYS, span_of, types_called
 from disk.files import StoreError
 from extras.times import RULE as LATEST
 from extras.weights import RULE as WEIGHTED
@@ -63,19 +63,7 @@ def edge_data(args, task, store):
     times, of_times = times_used(args, task, store, by_type=bool(types))
     weights, of_weights = weights_used(args, store)
     lines += of_types + of_times + of_weights
-    lines = [f"edges   {line}" for line in lines] + without_use(store)
-    return EdgeData(**features, **types, **times, **weights), lines
-
-
-def without_use(store):
-    """Return a line for each column of the store that `EdgeData` has no field for."""
-    lines = []
-    for name, column in COLUMNS.items():
-        field = name.removeprefix("edge_").replace("node_", "seed_")
-        unused = field not in EdgeData._fields and not column.asked
-        if getattr(store, name) is not None and unused:
-            lines.append(f"{column.of}s   values of {name} are not used by this run")
-    return lines
+    return EdgeData(**features, **types, **times, **weights), [f"edges   {line}" for line in lines]
 
 
 def features_used(args, store):
@@ -147,7 +135,7 @@ def types_used(args, store):
 def times_used(args, task, store, by_type):
     """Edges later than a seed are hidden from it, if both have times and --temporal does not say otherwise. by_type:
     whether the model sees types of edges."""
-    timed = store.edge_time is not None and (task.timed_pairs or store.node_time is not None)
+    timed = store.edge_time is not None and (task.are_links or store.node_time is not None)
     temporal = args.temporal
     if temporal == "off" or temporal == "auto" and not timed:
         return {}, unused_times(args, store, timed)
@@ -159,22 +147,25 @@ def times_used(args, task, store, by_type):
             lacks += "; --temporal off predicts from all edges"
         raise StoreError(f"--temporal {args.temporal}: {store.path} has no times of {lacks}")
     if args.layer.whole_graph:
-        why = "divides by the degrees of the whole graph"
         *able, last = [n for n in plain_layers() if n in layers_where(whole_graph=False)]
-        instead = f"take {', '.join(able)} or {last}, or --temporal off"
-        raise StoreError(f"--model {args.model} {why}: {instead}")
-    if store.edge_type is not None and not by_type:
-        instead = f"take {' or '.join(layers_where(uses_types=True))}, or --temporal off"
         raise StoreError(
-            f"{store.path}: lists are by type, then time, and --model {args.model} sees no types: {instead}"
+            f"--model {args.model} divides by the degrees of the whole graph: "
+            f"take {', '.join(able)} or {last}, or --temporal off"
+        )
+    if store.edge_type is not None and not by_type:
+        raise StoreError(
+            f"{store.path}: lists are by type, then time, and --model {args.model} sees no types: "
+            f"take {' or '.join(layers_where(uses_types=True))}, or --temporal off"
         )
     if str(args.fanout[0]).startswith("any="):
-        why = "lists are sorted by type, then time: give numbers by type, or --temporal off"
-        raise StoreError(f"--fanout any= draws from all types together, and {why}")
+        raise StoreError(
+            "--fanout any= draws from all types together, and lists are sorted by type, then time: "
+            "give numbers by type, or --temporal off"
+        )
     strict = temporal == "before"
     times = {"time": store.edge_time, "window": args.window, "strict": strict}
     who = "the ends of a pair and its negatives"
-    if not task.timed_pairs:
+    if not task.are_links:
         times["seed_time"] = store.node_time
         who = "seeds"
     when = "before their own time" if strict else "at their own time or before it"
@@ -206,7 +197,7 @@ def edges_seen(args, task, store, strict):
     if args.window:
         since = at - args.window
         seen &= (when > since) | (since > at)  # `since` wrapped around
-    noun = "ends of pairs" if task.timed_pairs else "seeds"
+    noun = "ends of pairs" if task.are_links else "seeds"
     which = f"{len(seed.unique()):,} {'training ' * args.trains}{noun}"
     if args.trains and not seen.any():
         window = f" and a longer --window than {args.window}" * bool(args.window)
@@ -224,7 +215,7 @@ def edges_seen(args, task, store, strict):
 
 def timed_seeds(args, task, store):
     """Sample training seeds, or nodes if nothing is trained -> (nodes int64 [n], their times [n])."""
-    if task.timed_pairs:
+    if task.are_links:
         pairs = store.pairs["train"]
         step = -(-len(pairs) // SEEDS)
         return pairs[::step].flatten(), store.pair_times["train"][::step].repeat_interleave(2)
@@ -304,9 +295,10 @@ def unused_times(args, store, timed):
     those of a checkpoint, unless a run that only predicts has --temporal off."""
     needed = args.trains or args.temporal != "off"
     if needed and args.window:
-        see = "--temporal off predicts from all edges" * (not args.trains)
-        lacks = f"--window {args.window} is of times, and seeds of {store.path} have none"
-        raise StoreError("; ".join(filter(None, (lacks, see))))
+        raise StoreError(
+            f"--window {args.window} is of times, and seeds of {store.path} have none"
+            + "; --temporal off predicts from all edges" * (not args.trains)
+        )
     if needed and args.sampler == LATEST.name:
         raise StoreError(
             "--sampler latest needs times of edges and nodes"

@@ -9,7 +9,6 @@ import argparse
 import importlib.util
 import os
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -77,7 +76,7 @@ def model_of_the_task(flags):
 def used_width(flags):
     """Refuse --hidden of a network of a file, which has its own width, unless its outputs are embeddings."""
     # of another task the embeddings of any network
-    if not TASKS[flags.task].embeds:
+    if not TASKS[flags.task].are_links:
         return built_in_model(flags)
 
 
@@ -272,7 +271,6 @@ class Flag:
         needs: functions, see above; of a value that was typed each has to return None.
         default_is_off: its default asks for nothing, so that it needs nothing.
         endings: of the file that it names, for flags that write one.
-        older: function(flags of a checkpoint) -> value of checkpoints that lack it; None: they stand for the default.
     """
 
     resume: str
@@ -284,7 +282,6 @@ class Flag:
     needs: tuple = ()
     endings: tuple = ()
     default_is_off: bool = True
-    older: Callable | None = None
 
 
 def flag(resume, kind, default, help, **options):
@@ -403,7 +400,6 @@ class Flags:
         None,
         f"attention heads (default: {', '.join(f'{CONVS[name].heads} for {name}' for name in layers_taking('heads'))})",
         needs=[layer_with("heads")],
-        older=lambda saved: Conv.heads,
     )
     bases: int = fixed(
         COUNT_OR_0,
@@ -487,7 +483,6 @@ class Flags:
         None,
         "final weights: of the epoch with the best validation --metric, or the last (default: best; last for links and graphs, and without validation nodes)",
         needs=[no_early_stop],
-        older=lambda saved: "best" if saved["early_stop"] else "last",
     )
     seed: int = fixed(
         SEED, 0, "for initial weights, drawn splits, order, sampling and dropout (default: 0)"
@@ -604,7 +599,7 @@ class Flags:
         text("DIR"),
         None,
         "write the trained network as model.safetensors and config.json",
-        needs=[one_run, folder_to_write],
+        needs=[one_run, library("safetensors"), folder_to_write],
     )
     verbose: bool = free(SWITCH, False, "also print memory plan, settings and stage times")
     log: str | None = free(

@@ -99,10 +99,8 @@ def load(model):
 def takes_edges(model):
     """Return whether the network of --model accepts edge features, and whether it requires them."""
     make, _ = load(model)
-    if hasattr(make, "forward"):
-        argument = inspect.signature(make.forward).parameters.get("edges")
-    else:
-        argument = inspect.signature(make).parameters.get("edge_dim")
+    name = "edges" if hasattr(make, "forward") else "edge_dim"
+    argument = inspect.signature(getattr(make, "forward", make)).parameters.get(name)
     return argument is not None, argument is not None and argument.default is argument.empty
 
 

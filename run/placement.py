@@ -205,7 +205,7 @@ def check_memory(ranks, plan, task):
         f"--num-layers {plan.num_layers}" if weights > free else f"--batch-size {plan.batch_size}"
     )
     smaller = [f"--hidden {plan.hidden}", other]
-    if batch > free and task.embeds:
+    if batch > free and task.are_links:
         smaller.append(f"--negatives {plan.negatives}")
     kind = "GPU memory" if ranks.gpus else "memory"
     raise StoreError(

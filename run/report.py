@@ -25,6 +25,7 @@ from tasks.metrics import METRICS, scores_line
 
 # step: forward, backward and optimizer as CUDA graphs
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "step", "stall")
+DRAWN = 8  # training steps in a timeline
 # flags without effect where nothing is trained
 OF_TRAINING = "lr lr_schedule weight_decay early_stop accumulate checkpoint_activations".split()
 
@@ -82,11 +83,11 @@ def write_picture(path, figure):
     write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
 
 
-def draw_timeline(laps, path, steps=8):
+def draw_timeline(laps, path):
     """Draw a Gantt chart of the first training steps to a .png file, one row per stage and thread; laps: of a Clock."""
     from matplotlib.figure import Figure
 
-    ends = sorted(end for stage, _, end, _ in laps if stage in ("optimizer", "step"))[:steps]
+    ends = sorted(end for stage, _, end, _ in laps if stage in ("optimizer", "step"))[:DRAWN]
     if not ends:
         return  # an epoch that was resumed at its end has no steps
     rows = {}
@@ -223,8 +224,8 @@ class Report:
     def scores(self, scores):
         """Report the final scores of links or graphs, {part: {metric: value} or None} -> {"part metric": value}."""
         lines = [f"{part:<5}  {scores_line(values)}" for part, values in self.known(scores)]
-        others = [f"{'':8}{line}" for line in lines[:-1]]
-        self.result = "\n".join([*others, *(f"result  {line}" for line in lines[-1:])])
+        heads = [" " * 8] * (len(lines) - 1) + ["result  "]
+        self.result = "\n".join(head + line for head, line in zip(heads, lines))
         self.tell("", {"scores": scores})
         exact = {}
         for part, values in scores.items():
@@ -249,9 +250,10 @@ class Report:
         for part, mask in fresh.items():
             score = scores[part]
             score = scores_line(score) if isinstance(score, dict) else percent(score)
-            of = f"{counts[part]:,} of {len(mask):,} {part} {examples}"
-            line = f"trained the checkpoint was trained on {of}; without them {part} {score}"
-            self.result = f"{line}\n{self.result}"
+            self.result = (
+                f"trained the checkpoint was trained on {counts[part]:,} of {len(mask):,} {part} {examples}; "
+                f"without them {part} {score}\n{self.result}"
+            )
         self.tell("", {"trained_on": counts, "without_them": scores})
 
     def print_result(self):
@@ -516,10 +518,10 @@ def advice(ranks, figures):
     alone = units * (seconds - exchange)
     if alone >= seconds:
         return ""
-    sharing = "" if ranks.gpus or ranks.local_world == 1 else "share cores and "
-    spent = f"{ranks.world} processes {sharing}spend {exchange:.2f} of {seconds:.2f} s on the exchange of gradients"
-    sum_of = f"{units} x {seconds - exchange:.2f} = " if units > 1 else ""
-    return f"advice  {spent}: one alone would take about {sum_of}{alone:.2f} s"
+    return (
+        f"advice  {ranks.world} processes spend {exchange:.2f} of {seconds:.2f} s on the exchange of gradients: "
+        f"one alone would take about {alone:.2f} s"
+    )
 
 
 def percent(accuracy):

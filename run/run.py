@@ -109,7 +109,7 @@ class Run:
         self.model = model
         self.digest = digest
         # for links, exact inference is as of the end of time: it sees all edges
-        self.used = used._replace(time=None) if task.timed_pairs else used
+        self.used = used._replace(time=None) if task.are_links else used
         # a user's network, with torch's dropout
         self.custom = own_model.conv_of(plan.model) is None
         self.by_layers = layerwise(model) and self.used.time is None
@@ -117,7 +117,7 @@ class Run:
     @cached_property
     def trained(self):
         """Keys of the training examples, int64 [n], ascending; None if the task has none."""
-        if not self.task.keyed:
+        if self.task.are_links:
             return None
         return self.task.keys(self.store.split["train"]).sort().values
 
@@ -216,16 +216,12 @@ class Run:
                 if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
                     options["x"] = self.ring.features
                     if self.ring.scale is not None:
-                        coded = CodedFeatures(
+                        options["x"] = CodedFeatures(
                             self.ring.features, self.ring.scale, ends=self.ring.ends
                         )
-                        options["x"] = coded
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
-                options["rank"] = ranks.local_rank
-                options["world"] = ranks.local_world
-                options["total"] = ranks.sum_here
-                if store.part:
-                    options["total"] = x.answering(ranks.sum_here)
+                total = x.answering(ranks.sum_here) if store.part else ranks.sum_here
+                options |= {"rank": ranks.local_rank, "world": ranks.local_world, "total": total}
             try:
                 with reading_all_edges():
                     logits = inference(model, graph.indptr, graph.indices, layers=layers, **options)

@@ -162,12 +162,13 @@ class GraphTask(Task):
         self.copies = CudaCopies(ranks.device, args.sample_threads) if ranks.gpus else None
 
     def obstacle(self):
+        """Return why batches that are read have no static shapes, or None."""
         if self.limits is None or len(self.limits.most) < 2:
             return "only --max-nodes and --max-edges together make shapes static"
         return "nothing bounds the pairs of edges of the model" if self.pairs else None
 
     def blank(self):
-        """Padding needs a node and a graph more than fit: its nodes are of the last graph, which has no answer."""
+        """Return the tensors of a batch, in the static shapes of CUDA graphs, in host memory. Padding needs a node and a graph more than fit: its nodes are of the last graph, which has no answer."""
         nodes, edges = self.limits.most
         train = self.store.split["train"]
         graphs = min(self.most, self.limits.most_examples(train)) + 1
@@ -176,6 +177,7 @@ class GraphTask(Task):
         return [t.new_zeros(n, *t.shape[1:]) for t, n in zip(tensors, rows)]
 
     def pad(self, drawn, *tensors):
+        """Write what `draw` has read, in `Drawn`, into tensors like those of `blank`; padding has no part in the loss."""
         graph = drawn.options["graph"]
         _, indices, _, x, _, y, *_ = tensors
         nodes = len(x) - len(graph.x)
@@ -211,6 +213,7 @@ class GraphTask(Task):
         return self.completed(batch, *tensors)
 
     def completed(self, batch, *tensors):
+        """Return a Batch with these tensors as its blocks, x and y."""
         *graph, ids = tensors
         graph = GraphBatch(*graph)
         return batch._replace(blocks=[graph, ids], x=graph.x, y=graph.y)

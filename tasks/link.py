@@ -75,8 +75,6 @@ class Negatives:
         if degrees is not None:  # integers have the same sum on every device
             weights = (degrees.double().pow(0.75) * 1024).long()
             self.upto = F.pad(weights.cumsum(0), (1, 0))
-        if num_nodes < 2 or self.upto is not None and not self.upto[-1]:
-            raise StoreError(f"no negatives: the graph has {num_nodes} nodes, or none with an edge")
 
     def same_type(self, nodes):
         """Look up the range of ids of each node's type -> (first, end), int64 of the shape of nodes."""
@@ -522,11 +520,8 @@ class LinkTask(Task):
     name = "link"
     examples = "edges"
     temporal = "off"
-    timed_pairs = True
+    are_links = True
     padded = True
-    excludes = True
-    embeds = True
-    keyed = False
     told_by = "indptr.", "indices."
     metrics = metrics_with("of_ranks") + metrics_with("of_pairs")
     widths = "feature_dim", "edge_dim", "num_edge_types", "node_types"

@@ -34,9 +34,6 @@ def score(metric, logits, y):
     for one that is missing and left out. None without labels, and for the ROC-AUC of one class alone; NotFinite for a
     logit that is NaN or infinite. metric: name of one of METRICS with `of_logits`.
     """
-    choices = metrics_with("of_logits")
-    if metric not in choices:
-        raise ValueError(f"metric {metric!r} is unknown: choose one of {', '.join(choices)}")
     if not (y >= 0).any():
         return None
     check_scores(logits)
@@ -134,11 +131,6 @@ def mean_of_present(values, present):
     return values.where(present, 0).mean(1) * share
 
 
-def mean_reciprocal(ranks):
-    """Compute the mean reciprocal rank (MRR) of ranks [n], counted from 1."""
-    return ranks.double().reciprocal().mean().item()
-
-
 def hits_at(k, ranks):
     """Compute Hits@k: the share of ranks [n], counted from 1, up to k."""
     return (ranks <= k).double().mean().item()
@@ -182,7 +174,7 @@ METRICS = (
     Metric("accuracy", "accuracy", of_logits=accuracy),
     Metric("roc_auc", "ROC-AUC", of_logits=mean_roc_auc, of_pairs=roc_auc),
     Metric("f1", "F1", of_logits=f1),
-    Metric("mrr", "MRR", of_ranks=mean_reciprocal),
+    Metric("mrr", "MRR", of_ranks=lambda ranks: ranks.double().reciprocal().mean().item()),
     Metric("hits@1", "Hits@1", of_ranks=partial(hits_at, 1)),
     Metric("hits@10", "Hits@10", of_ranks=partial(hits_at, 10)),
     Metric("ap", "AP", of_pairs=average_precision),

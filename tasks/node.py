@@ -97,6 +97,8 @@ class NodeTask(Task):
         return keys[ids]
 
     def visible_labels(self):
+        """Return the ids of the nodes whose labels the architecture may depend on: training and validation nodes of one
+        split, whatever split a seed takes, so that all --runs train the same network."""
         split = split_of(self.store, self.number or 0)
         self.store.check_split(split)
         return torch.cat([split["train"], split["valid"]])

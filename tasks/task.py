@@ -1,6 +1,5 @@
 """The interface of a task (node, link or graph), with defaults that most of them share."""
 
-from contextlib import suppress
 from itertools import islice
 
 import numpy as np
@@ -13,7 +12,6 @@ from model import GNN, is_gnn
 from relational import NodeInputs
 from store import GraphStore
 
-MOST_HOPS = 8  # tried for a user's network that does not run with those of --fanout
 CHUNK = 1 << 22  # numbers of a table of predictions converted at a time
 OF_GRAPHS = "max_nodes max_edges"  # flags of --task graph
 OF_LINKS = "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
@@ -31,21 +29,35 @@ class Task:
             weights; weight decay is prior / T for T training examples.
         widths: keys of the data's meta.json that the network is built from.
         classes_agree: the default of --residual may depend on how often neighbours share a class.
-        placed: --mode places graph and features; else the task reads batches: `obstacle`, `blank`, `completed` and `pad` are
-            what CUDA graphs of them need. embeds: outputs, of any network, are embeddings of width --hidden.
-        timed_pairs: each example has its own time; else examples are nodes, with the times `node_time`.
-        padded: `loss` skips rows of y that are -1: a step can be CUDA graphs. excludes: `draw` leaves edges out of a step.
+        placed: --mode places graph and features; else the task reads batches, see tasks/graph.py, and has `obstacle`,
+            `blank`, `completed` and `pad` for CUDA graphs of them.
+        are_links: examples are pairs of nodes: outputs, of any network, are embeddings of width --hidden, each example has
+            a time of its own, and `draw` leaves edges out of a step. Else they are nodes, with the times `node_time`, or graphs.
+        padded: `loss` skips rows of y that are -1: a step can be CUDA graphs.
         several: whether a node has several labels; None where that is no question.
-        keyed: checkpoints know the examples that they were trained on, by `keys`; told_by: how the names of the files begin
-            that number the examples. trained: of a checkpoint that is only used, int64 [n] keys; None: unknown.
+        told_by: how the names of the files begin that number the examples. trained: `keys` of the examples that a
+            checkpoint that is only used was trained on, int64 [n]; None: unknown, as for pairs.
         store: the open data, with split {part: ids of its examples}. draw, load_batch, limits: see `NodeLoader`.
+
+    Each task also has:
+        network(args, widths, custom=None): static, as a checkpoint is read without data: the network that the flags describe,
+            or `custom` of a user's file; widths: dict, of the data, such as `feature_dim` and `num_classes`.
+        attach(ranks, args, used, indptr, indices): take the graph where --mode has placed it; used: its `EdgeData`.
+        loss(network, output, y): the loss, summed over the examples of a batch; y: store.labels[seeds], or what `draw` or
+            `load_batch` gave. In a CUDA graph (`padded`) rows of -1 fill y up, and rows of padding the output: they have
+            no part in it.
+        validate(run): evaluate the validation part -> ({name: value}, the score for --early-stop, larger is better, or
+            None). The epoch line prints `valid_sampled`, from 0 to 1, or `valid`, a dict; None without a validation part.
+        score_text(score): format the validation score of the best epoch, where `weights` may be "best".
+        evaluate(run, report): report exact scores and write predictions -> {part: score}.
+        lines(args, split, parameters): yield lines that describe data, model and sampling.
+        visible_labels(): with `classes_agree`, ids of the nodes whose labels the architecture may depend on.
     """
 
     title = "scores"
     metrics = ()
     metric = None
     padded = False
-    excludes = False
     several = None
     models = None
     unused = {}
@@ -54,18 +66,11 @@ class Task:
     prior = 0.0
     classes_agree = False
     placed = True
-    embeds = False
-    timed_pairs = False
-    keyed = True
+    are_links = False
     trained = None
     draw = None
     load_batch = None
     limits = None
-
-    @staticmethod
-    def network(args, widths, custom=None):
-        """Return the network that the flags describe, or `custom` of a user's file; widths: dict, of the data, such as
-        `feature_dim` and `num_classes`. It has no `self`: a checkpoint is read without data."""
 
     def build(self, args, custom=None):
         """Return the `network` for the open data."""
@@ -79,12 +84,8 @@ class Task:
         if not cls.placed:
             return cls.widths
         conv = args.layer
-        unseen = set()
-        if not conv.sees_edges(args.edge_features):
-            unseen.add("edge_dim")
-        if not conv.uses_types:
-            unseen.add("num_edge_types")
-        return [name for name in cls.widths if name not in unseen]
+        seen = {"edge_dim": conv.sees_edges(args.edge_features), "num_edge_types": conv.uses_types}
+        return [name for name in cls.widths if seen.get(name, True)]
 
     def seeds_per_example(self, args):
         """Return how many seed nodes an example has, at most."""
@@ -112,29 +113,9 @@ class Task:
         """Return how many validation examples the metric is computed from."""
         return len(self.store.split["valid"])
 
-    def visible_labels(self):
-        """Return the ids of the nodes whose labels the architecture may depend on if `classes_agree`: those of training
-        and validation nodes of one split, whatever split a seed takes, so that all --runs train the same network."""
-
     def predict_as(self, several):
         """Predict several labels a node, or one, as the network of a checkpoint does."""
         self.several = several
-
-    def attach(self, ranks, args, used, indptr, indices):
-        """Take the graph where --mode has placed it; used: its `EdgeData`."""
-
-    def obstacle(self):
-        """Return why batches that are read have no static shapes, or None."""
-        return f"batches of --task {self.name} have shapes of their own"
-
-    def blank(self):
-        """Return the tensors of a batch that is read, in the static shapes of CUDA graphs, in host memory."""
-
-    def completed(self, batch, *tensors):
-        """Return a Batch with these tensors as its blocks, x and y."""
-
-    def pad(self, drawn, *tensors):
-        """Write what `draw` has read, in `Drawn`, into tensors like those of `blank`; padding has no part in the loss."""
 
     def set_buffers(self, network):
         """Set buffers of a new network that depend on the data."""
@@ -146,25 +127,6 @@ class Task:
             edges = batch.edges or None
             return network(batch.blocks, batch.x, key=key, aggregated=first, edges=edges)
         return output_of_own(self.store.num_classes, network, batch)
-
-    def loss(self, network, output, y):
-        """Return the loss, summed over the examples of a batch; y: store.labels[seeds], or what `draw` or `load_batch` gave.
-        In a CUDA graph (`padded`) rows of -1 fill y up, and rows of padding the output: they have no part in it."""
-
-    def validate(self, run):
-        """Evaluate the validation part -> ({name: value}, the score for --early-stop, larger is better, or None).
-
-        The epoch line prints `valid_sampled`, from 0 to 1, or `valid`, a dict; None without a validation part.
-        """
-
-    def evaluate(self, run, report):
-        """Report exact scores and write predictions -> {part: score}."""
-
-    def score_text(self, score):
-        """Format the validation score of the best epoch."""
-
-    def lines(self, args, split, parameters):
-        """Yield lines that describe data, model and sampling."""
 
 
 def open_graph(args, path, say):
@@ -256,26 +218,20 @@ def gnn(args, widths, out_dim):
 
 
 def output_of_own(width, network, batch):
-    """Run a user's network on a batch -> float [S, width]; StoreError for other output, and for another number of blocks
-    than the network needs."""
-    try:
-        return checked_output(width, network, batch)
-    except (ValueError, LookupError) as error:
-        needed = hops_needed(width, network, batch)
-        if needed is None:
-            raise
-        given = plural(len(batch.blocks), "number")
-        example = ",".join(["10"] * needed)
-        raise StoreError(
-            f"--fanout has {given}, and the model does not run with as many blocks, but with {needed}: "
-            f"give a number for each of its layers, such as --fanout {example}"
-        ) from error
-
-
-def checked_output(width, network, batch):
-    """Run a user's network on a batch -> float [S, width]; StoreError for other output."""
+    """Run a user's network on a batch -> float [S, width]; StoreError for other output, and if it fails with another number of
+    blocks than its lists of layers have."""
     edges = {"edges": batch.edges} if batch.edges else {}
-    output = network(batch.blocks, batch.x, **edges)
+    try:
+        output = network(batch.blocks, batch.x, **edges)
+    except (ValueError, LookupError) as error:
+        lists = [part for part in network.modules() if isinstance(part, torch.nn.ModuleList)]
+        layers, *others = {*map(len, lists)} or [0]
+        if others or layers in (0, len(batch.blocks)):
+            raise
+        raise StoreError(
+            f"--fanout has {plural(len(batch.blocks), 'number')}, and the model fails with as many blocks ({error}), but "
+            f"has lists of {layers}: give a number for each of its layers, such as --fanout {','.join(['10'] * layers)}"
+        ) from error
     S = batch.blocks[-1].num_dst
     actual = type(output).__name__
     if isinstance(output, torch.Tensor):
@@ -285,22 +241,3 @@ def checked_output(width, network, batch):
     raise StoreError(
         f"the model returned {actual} for {S} seeds: a row of {width} logits for each is needed"
     )
-
-
-@torch.no_grad()
-def hops_needed(width, network, batch):
-    """Return a number of blocks, up to MOST_HOPS, with which a user's network runs where it does not with the batch's, or
-    None. Fewer blocks are those nearest to the seeds; before more, each node is its own only neighbour."""
-    hops = len(batch.blocks)
-    outer = batch.blocks[0]
-    own = torch.arange(outer.num_src + 1, dtype=outer.indptr.dtype, device=outer.indptr.device)
-    own = type(outer)(own, own[:-1], outer.src_nodes)
-    for count in {*range(1, MOST_HOPS + 1)} - {hops}:
-        blocks = [*[own] * (count - hops), *batch.blocks[-count:]]
-        x = batch.x[: blocks[0].num_src]
-        edges = tuple(rows.new_zeros(own.num_edges, rows.shape[1]) for rows in batch.edges[:1])
-        edges = [*edges * (count - hops), *batch.edges[-count:]]
-        with suppress(Exception):
-            checked_output(width, network, batch._replace(blocks=blocks, x=x, edges=edges))
-            return count
-    return None

@@ -225,8 +225,8 @@ cora => error: cora is no flag; --help lists them
 --model net.py:Sparse => Sparse has eye in its state_dict, and a checkpoint holds dense tensors
 --model net.py:Own => Own has _extra_state in its state_dict, and a checkpoint holds
 --model net.py:Grows => net.py:Grows makes parameters in forward, which are not trained
---model net.py:Net => --fanout has 3 numbers, .*, but with 2: .* such as --fanout 10,10
---model net.py:Net --fanout 3 => --fanout has 1 number, .*, but with 2: .* such as --fanout 10,10
+--model net.py:Net => --fanout has 3 numbers, .*, but has lists of 2: .* such as --fanout 10,10
+--model net.py:Net --fanout 3 => --fanout has 1 number, .*, but has lists of 2: .* such as --fanout 10,10
 --model net.py:Net --model-args hiden=3 => called as Net.in_dim, num_classes, hiden=3.: .*'hiden'
 --model net.py:Net --model-args 3 => '3': write NAME=VALUE
 --model net.py:Net --model-args hidden=8,hidden=9 => hidden is given more than once

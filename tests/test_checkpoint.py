@@ -2,8 +2,8 @@
 
 import errno
 import functools
+import importlib.util
 import io
-import json
 import math
 import os
 import pickle
@@ -513,25 +513,28 @@ def test_heads_of_early_rgat_are_not_read_into_a_layer_of_a_file():
         assert checkpoint.settled_flags(saved, graph, weights)["heads"] == heads
 
 
-def _load_file(path):
-    """Read a safetensors file -> {name: tensor}, as `safetensors.torch.load_file`."""
-    data = Path(path).read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    assert header.pop("__metadata__") == {"format": "pt"} and end % 8 == 0
-    weights = {}
-    for name, place in header.items():
-        first, last = place["data_offsets"]
-        dtype = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}[place["dtype"]]
-        assert first % dtype.itemsize == 0
-        values = torch.frombuffer(bytearray(data[end + first : end + last]), dtype=dtype)
-        weights[name] = values.view(place["shape"])
-    assert end + max(place["data_offsets"][1] for place in header.values()) == len(data)
-    return weights
+@pytest.fixture
+def load_file(monkeypatch):
+    """`load_file` of safetensors.torch; where the library is not installed, its two functions are torch's."""
+    if importlib.util.find_spec("safetensors"):
+        return importlib.import_module("safetensors.torch").load_file
+
+    def save(weights, metadata):
+        torch.save(weights, content := io.BytesIO())
+        return content.getvalue()
+
+    def load(path):
+        return torch.load(io.BytesIO(Path(path).read_bytes()))
+
+    spec = types.SimpleNamespace()
+    library = types.SimpleNamespace(save=save, load_file=load, __spec__=spec)
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, library)
+    return library.load_file
 
 
 @pytest.mark.parametrize("words", ["", "--norm batch --model gcn", "--task link --scorer distmult"])
-def test_an_exported_model_is_what_was_trained(words, tiny, tmp_path, capsys):
+def test_an_exported_model_is_what_was_trained(words, load_file, tiny, tmp_path, capsys):
     folder = tmp_path / "made" / "here"
     kept = tmp_path / "run.pt"
     command = f"--dataset {tiny} {SMALL} {words} --epochs 1"
@@ -539,7 +542,7 @@ def test_an_exported_model_is_what_was_trained(words, tiny, tmp_path, capsys):
     assert train.main(command.split()) == 0
     assert "wrote " in (said := capsys.readouterr().out) and "is lost" not in said
     network = checkpoint.load_model(kept)
-    weights = _load_file(folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors")
     expected = network.state_dict()
     assert {*weights} == {*expected}
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -579,10 +582,8 @@ class MeanConv(Conv):
 
 
 @pytest.mark.parametrize("kind", EXPORTED)
-def test_the_documented_lines_load_an_exported_model(kind, tmp_path, monkeypatch):
+def test_the_documented_lines_load_an_exported_model(kind, load_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    library = types.SimpleNamespace(load_file=_load_file)
-    monkeypatch.setitem(sys.modules, "safetensors.torch", library)
     Path("own.py").write_text(OWN + OWN_LAYER)
     edges = {"edge_features": np.random.default_rng(0).random((3000, 2), "f")}
     edges |= {"edge_type": np.arange(3000) % 3}
@@ -624,7 +625,9 @@ def test_the_documented_lines_load_an_exported_model(kind, tmp_path, monkeypatch
             assert _code(again) == 0 and np.array_equal(logits.numpy(), np.load("p.npy"))
 
 
-def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tiny, tmp_path, capsys):
+def test_an_export_that_cannot_be_written_is_refused_at_the_start(
+    load_file, tiny, tmp_path, capsys, monkeypatch
+):
     (tmp_path / "file").touch()
     inside = f"cannot be made: {tmp_path}/file is no folder"
     for path, why in (
@@ -635,9 +638,12 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tiny, tmp_path,
         assert _code(f"--dataset {tiny} --gpus 0 --export {path}") == 2
         out, err = capsys.readouterr()
         assert f"--export {path} {why}" in err and not out
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert _code(f"--dataset {tiny} --gpus 0 --export x") == 2
+    assert "--export x needs: pip install safetensors" in capsys.readouterr().err
 
 
-def test_a_full_disk_for_an_export_leaves_the_scores_of_a_run(tiny, tmp_path, capsys):
+def test_a_full_disk_for_an_export_leaves_the_scores_of_a_run(load_file, tiny, tmp_path, capsys):
     with _small_disk(tmp_path, 4096) as small:
         assert _code(f"--dataset {tiny} {SMALL} --epochs 1 --export {small}/x") == 2
         out, err = capsys.readouterr()
@@ -708,7 +714,7 @@ def test_scores_of_examples_that_were_trained_on_are_told_apart(tmp_path, capsys
     assert _code(words, f"--predict {tmp_path}/p.npy") == 0
 
 
-def test_graphs_and_pairs_that_were_trained_on_are_told(tiny, tmp_path, capsys):
+def test_graphs_and_pairs_that_were_trained_on_are_told(load_file, tiny, tmp_path, capsys):
     """Graphs by their numbers in the same file; of pairs only that others may be held out."""
     atoms = {"node_offsets": np.arange(41), "atom_feat": np.random.default_rng(0).random((40, 3))}
     bonds = {"bond_offsets": np.zeros(41, int), "bond_feat": np.ones((0, 1))}

@@ -945,7 +945,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
         (f"--model {own}:Mine", edges, kernels),
         ("--model gat", edges, kernels),
         ("--fanout 4,49", dict(used=EdgeData(time=1)), kernels),
-        ("--fanout 4,49", dict(excludes=True), kernels),
+        ("--fanout 4,49", dict(are_links=True), kernels),
         ("", dict(labels=torch.zeros(3, 2)), kernels),
         *((f"--model {words}", typed, kernels) for words in ("gin", "rgcn", "rgcn --fanout 4,49")),
         (f"--model {own}:Net", {}, kernels),
@@ -959,7 +959,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
         s = NeighborSampler(indptr, indices, [4, 3], backend="torch")
         has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData()}
-        has |= {"placed": True, "padded": True, "excludes": False}
+        has |= {"placed": True, "padded": True, "are_links": False}
         data = types.SimpleNamespace(**{**has, **ring, **changed})
         data.store = data
         run = dict(plan=args, sampler=s, ring=data, store=data, task=data, used=data.used)

@@ -128,7 +128,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
     ),
     "links": (
         "tasks/link.py tasks/edge_split.py native/links.cu",
-        "LinkTask|[nN]egatives|scorer|edge_split|timed_pairs|OF_LINKS|load_links",
+        "LinkTask|[nN]egatives|scorer|edge_split|are_links|OF_LINKS|load_links",
     ),
     "small graphs": (
         "tasks/graph.py tasks/regressor.py disk/graphs.py sources/graph_tables.py sources/molecules.py native/line_graph.c",
