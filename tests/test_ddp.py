@@ -93,7 +93,7 @@ def _elastic(*words):
 
 def test_torchrun_brings_a_killed_rank_back(tiny, tmp_path):
     straight, back, log = (tmp_path / name for name in ("straight.pt", "c.pt", "log"))
-    common = f"--dataset {tiny} {SMALL_STEPS}"
+    common = f"--dataset {tiny} {SMALL_STEPS} --epochs 12"
     _train(common, f"--procs 2 --checkpoint {straight}")
     files = f"--checkpoint {back} --checkpoint-every 5 --log-file {log}"
     process = _fork(tmp_path / "out", _elastic, *f"{common} {files}".split())

@@ -15,7 +15,7 @@ from store import GraphStore, build_store, verify
 from tasks import metrics, regressor
 from tasks.graph import GraphTask
 from tasks.regressor import ALIGNN, Regressor, line_graph
-from tests.common import _graph, _log, _run_here, _same_for_any_number_of_processes, _store, _train
+from tests.common import _code, _graph, _log, _run_here, _same_for_any_number_of_processes, _store
 from tests.stores import _graphs, _refuses, _save_npz
 
 
@@ -354,7 +354,7 @@ def test_missing_targets_of_graphs(tmp_path):
     _refuses("no training graph has a target 1 of 2", GraphTask, flags, path, lambda line: None)
 
 
-def test_train_several_labels_a_node(tmp_path):
+def test_train_several_labels_a_node(tmp_path, capsys):
     """BCE, micro-F1 by default; predictions are 0 and 1, or probabilities; 1 and 2 processes agree."""
     rng = np.random.default_rng(0)
     y = (rng.random((600, 5)) < 0.3).astype(
@@ -385,7 +385,8 @@ def test_train_several_labels_a_node(tmp_path):
     here = right >= 0
     f1 = metrics.f1(found[test] * here, right * here)
     assert found.dtype == torch.int8 and f1 == pytest.approx(exact)
-    _train(f"--resume {one} --predict {tmp_path}/s.npy --predict-what scores --gpus 0")
+    again = f"--resume {one} --predict-what scores --gpus 0 --predict {tmp_path}"
+    assert _code(f"{again}/s.npy") == 0
     scores = np.load(tmp_path / "s.npy")
     assert scores.dtype == np.float32 and ((scores > 0.5) == found.numpy()).all()
     assert 0 < scores.min() < scores.max() < 1
@@ -394,15 +395,19 @@ def test_train_several_labels_a_node(tmp_path):
     kinds = ("none", {}), ("plain", {"labels": y[:, 0], "split": split}), ("unsplit", {"labels": y})
     for name, labels in kinds:
         build_store(tmp_path / name, **unlabelled, **labels, symmetrize=True)
-    again = f"--resume {one} --predict {tmp_path}/n.npy --predict-what scores --gpus 0"
     for name in ("none", "unsplit"):
-        _train(f"{again} --dataset {tmp_path}/{name}")
-        assert np.array_equal(np.load(tmp_path / "n.npy"), scores)
-        (tmp_path / "n.npy").unlink()
-    said = "unsplit has no split, and none is drawn for several labels a node: "
-    assert said in _train(f"--dataset {tmp_path}/unsplit --gpus 0", code=2)
+        assert _code(f"{again}/{name}.npy --dataset {tmp_path}/{name}") == 0
+        assert np.array_equal(np.load(tmp_path / f"{name}.npy"), scores)
     assert not any(map(len, GraphStore.open(tmp_path / "unsplit").split.values()))
-    assert "of several labels a node, " in _train(f"{again} --dataset {tmp_path}/plain", code=2)
+    for words, said in (
+        (
+            "--gpus 0 --dataset unsplit",
+            "unsplit has no split, and none is drawn for several labels",
+        ),
+        (f"{again}/n.npy --dataset plain", "of several labels a node, "),
+    ):
+        assert _code(words.replace("--dataset ", f"--dataset {tmp_path}/")) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("metric", ["roc_auc", "f1"])
@@ -421,7 +426,7 @@ def test_train_by_another_metric(metric, tiny, tmp_path):
         assert log[-1]["exact"][part] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_roc_auc_that_is_not_defined(tmp_path):
+def test_a_roc_auc_that_is_not_defined(tmp_path, capsys):
     """In validation it is refused before training; in another part it is left out."""
     graph = _graph(num_nodes=60, classes=2)
     one = np.flatnonzero(np.asarray(graph["labels"]) == 1)
@@ -432,8 +437,8 @@ def test_a_roc_auc_that_is_not_defined(tmp_path):
         build_store(tmp_path / name, **(graph | {"split": split}))
     words = "--fanout 2 --epochs 1 --gpus 0 --metric roc_auc"
     words += f" --log {tmp_path}/log --dataset {tmp_path}"
-    assert "the validation nodes of" in _train(f"{words}/bad", code=2)
-    _train(f"{words}/good --runs 2")
+    assert _code(f"{words}/bad") == 2 and "the validation nodes of" in capsys.readouterr().err
+    assert _code(f"{words}/good --runs 2") == 0
     assert _log(tmp_path / "log")[-1]["mean"].keys() == {"train", "valid"}
 
 
