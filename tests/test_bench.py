@@ -517,7 +517,7 @@ block.edges() | torch.stack(theirs.edges()) | block.to_pyg()[0] | {}
 block.update_all | averaged(theirs, h) | mean_neighbours(block.indptr, block.indices, h) | {}
 edge_softmax(block, scores) | dgl.nn.functional.edge_softmax(theirs, scores) | edge_softmax(scores, block.to_pyg()[0][1], block.num_dst) | {}
 a DGL layer that stays | theirs_conv(theirs, h) | conv(block.to_dgl(), h) | {}
-`SAGEConv(in_dim, out_dim, "mean")` | theirs_conv(theirs, (h, h[:S])) | SAGEConv(in_dim, out_dim) | ours_conv(block, h)
+`SAGEConv(in_dim, out_dim, "mean") | theirs_conv(theirs, (h, h[:S])) | SAGEConv(in_dim, out_dim) | ours_conv(block, h)
 "reverse_id" | without | sampler.sample(..., exclude=graph.stored_edges(eids)) | again(eids)
 """
 
