@@ -96,13 +96,13 @@ def test_the_number_of_processes_changes_nothing(tmp_path, net):
 def test_memory_does_not_grow_over_epochs(tmp_path):
     """47 batches of different sizes. Heap fragmentation is 0.1 %; unbounded oneDNN caches would be 7 %."""
     graph = "synthetic:nodes=10000,degree=20,features=100,classes=16,train=6000"
-    words = f"--dataset {graph} --batch-size 128 --fanout 4,4,4 --hidden 128 --epochs 4 --gpus 0"
+    words = f"--dataset {graph} --batch-size 128 --fanout 5,5,5 --hidden 256 --epochs 4 --gpus 0"
     process = _start(words, f"--root {tmp_path} --log {tmp_path}/log")
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     peak = [entry["peak_bytes"] for entry in _log(tmp_path / "log")[:4]]
     print(f"peak of epoch 4 over that of epoch 2: {peak[3] / peak[1]:.3f}")
-    assert peak[3] < 1.02 * peak[1], peak
+    assert peak[3] < 1.03 * peak[1], peak
 
 
 def _trims():
