@@ -437,6 +437,11 @@ def _threads(work, count=4):
         [future.result() for future in futures]
 
 
+def _rows(table):
+    """Split a table of text, a line a row with | between the cells -> list of rows, lists of text."""
+    return [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()]
+
+
 def _split(words):
     """Split a command line into words; a string may hold several."""
     parts = (word.split() if isinstance(word, str) else [str(word)] for word in words)

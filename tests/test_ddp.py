@@ -93,7 +93,7 @@ def _elastic(*words):
 
 def test_torchrun_brings_a_killed_rank_back(tiny, tmp_path):
     straight, back, log = (tmp_path / name for name in ("straight.pt", "c.pt", "log"))
-    common = f"--dataset {tiny} {SMALL_STEPS}"
+    common = f"--dataset {tiny} {SMALL_STEPS} --epochs 12"
     _train(common, f"--procs 2 --checkpoint {straight}")
     files = f"--checkpoint {back} --checkpoint-every 5 --log-file {log}"
     process = _fork(tmp_path / "out", _elastic, *f"{common} {files}".split())
@@ -105,27 +105,6 @@ def test_torchrun_brings_a_killed_rank_back(tiny, tmp_path):
     output = _end(process)
     assert "resume  from epoch" in output, output
     assert _same_weights(straight, back) and _gone(ranks)
-
-
-def test_two_hosts_equal_one(tiny, tmp_path):
-    """Two launchers with one rank each, as on two machines; torchrun's reaction to a lost rank is tested above."""
-    common = f"--dataset {tiny} {SMALL_STEPS} --epochs 4"
-    files = [tmp_path / "one.pt", tmp_path / "two.pt"]
-    expected = _start_fork(tmp_path / "out", common, f"--procs 2 --checkpoint {files[0]}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launched = "WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1".split()
-    launched = {**dict(word.split("=") for word in launched), "MASTER_PORT": str(port)}
-    words = f"{common} --checkpoint {files[1]}"
-    hosts = [_start(words, env={**launched, "RANK": str(rank)}) for rank in range(2)]
-    try:
-        printed = [host.communicate(timeout=600)[0] for host in hosts]
-    finally:
-        [host.kill() for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], printed
-    _end(expected)
-    assert _same_weights(*files)
 
 
 def _as_rank(variables, *words):
@@ -151,33 +130,41 @@ def _on_machines(folder, counts, *words):
     return processes
 
 
+def _same_logs(*files):
+    """Assert that runs had the same losses and scores -> their logs."""
+    logs = [*map(_log, files)]
+    for entries in zip(*logs, strict=True):
+        for name in {"loss", "valid_sampled", "valid", "exact"}.intersection(*entries):
+            assert entries[0][name] == entries[1][name]
+    return logs
+
+
 @pytest.mark.parametrize(
     "counts, words",
     [
         ([1, 1], "--sample-threads 2"),
         ([2, 1], "--cache 20KiB --model gat --prefetch 0 --accumulate 2"),
-        ([1, 1], "--task link"),
+        ([1, 1], "--task link --edge-split 10/40/50"),
     ],
 )
 def test_split_features_change_no_bit(counts, words, tiny, tmp_path):
-    """Batches are sampled on several threads, and asked for in order; the last one is smaller."""
-    common = (
-        f"--dataset {tiny} --gpus 0 --fanout 5,3 --hidden 32 --epochs 2 --batch-size 70 {words}"
-    )
-    for name, split in (("a", ""), ("b", "--split-features")):
-        files = f"--checkpoint {tmp_path}/{name}.pt --log {tmp_path}/{name}"
-        for process in _on_machines(tmp_path, counts, common, files, split):
+    """Batches are sampled on several threads, and asked for in order; the last one is smaller. Without split features the
+    ranks of one machine, and of two, have the same result."""
+    common = f"--dataset {tiny} --gpus 0 --fanout 5,3 --hidden 16 --batch-size 70 {words} --epochs"
+    epochs = 1 if "link" in words else 2
+    files = [f"--checkpoint {tmp_path}/{name}.pt --log {tmp_path}/{name}" for name in "abc"]
+    for split, file in zip(("", "--split-features"), files):
+        for process in _on_machines(tmp_path, counts, common, epochs, file, split):
             _end(process)
     assert _same_weights(tmp_path / "a.pt", tmp_path / "b.pt")
-    logs = [_log(tmp_path / name) for name in "ab"]
-    for entries in zip(*logs, strict=True):
-        for name in {"loss", "valid_sampled", "valid", "exact"}.intersection(*entries):
-            assert entries[0][name] == entries[1][name]
+    counted = _same_logs(tmp_path / "a", tmp_path / "b")[1][epochs - 1]
     if "link" not in words:
-        counts = logs[1][1]
         # the other machine holds half of the rows, the less popular ones
-        share = counts["split_bytes_received"] / (counts["split_rows"] * 16 * 4)
-        assert 0.2 < share < 0.6 and counts["split_seconds"] > 0
+        share = counted["split_bytes_received"] / (counted["split_rows"] * 16 * 4)
+        assert 0.2 < share < 0.6 and counted["split_seconds"] > 0
+    if "threads" in words:
+        _train(common, epochs, files[2], "--procs 2")
+        assert _same_weights(tmp_path / "a.pt", tmp_path / "c.pt")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -317,10 +304,7 @@ def test_ranks_are_bound_near_their_gpus(tmp_path, monkeypatch):
 @pytest.mark.parametrize("script", ["train.py", "store.py"])
 def test_ctrl_c_during_the_imports_leaves_no_traceback(script):
     process = _start(script=script)
-    deadline = time.monotonic() + 60
-    maps = Path(f"/proc/{process.pid}/maps")
-    while "libtorch" not in maps.read_text() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    _wait_for(lambda: "libtorch" in _proc(process.pid, "maps"), process, pause=0.001)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT and output == "", output
@@ -357,32 +341,47 @@ def _listening(pids):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("when", ["ranks import torch", "training"])
-def test_no_rank_outlives_its_parent(when, number, tiny, tmp_path):
+def test_no_rank_outlives_a_parent_that_ends_while_it_imports_torch(number, tiny):
     """A terminal sends Ctrl-C to the whole process group, and the import would end in a traceback; SIGKILL goes to the
-    parent alone. The real script with spawned ranks; forks are tested with other signals."""
-    words = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3 --epochs 10000"
-    process = _start(words, f"--checkpoint {tmp_path}/c.pt", start_new_session=True)
+    parent alone. The real script with spawned ranks."""
+    process = _start(f"--dataset {tiny} --gpus 0 --procs 2", start_new_session=True)
 
     def importing():  # ranks alone: a child that the parent forks maps torch, too
         ranks = [p for p in _running_below(process.pid) if "spawn_main" in _proc(p, "cmdline")]
         return [rank for rank in ranks if "torch" in _proc(rank, "maps")]
 
-    training = when == "training"
-    _wait_for((tmp_path / "c.pt").is_file if training else importing, process, pause=0.001)
+    _wait_for(importing, process, pause=0.001)
     family = _running_below(process.pid)
-    if training:  # connections are of this machine alone
-        loopback = {"0100007F", "0" * 24 + "0100007F", "0000000000000000FFFF00000100007F"}
-        assert _listening(family) <= loopback
-    else:
-        blocked = int(re.search(r"SigBlk:\s*(\w+)", _proc(importing()[0], "status"))[1], 16)
-        assert blocked >> signal.SIGINT - 1 & 1
+    blocked = int(re.search(r"SigBlk:\s*(\w+)", _proc(importing()[0], "status"))[1], 16)
+    assert blocked >> signal.SIGINT - 1 & 1
     os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
     output, _ = process.communicate(timeout=60)
     assert _gone(family, 60) and "Traceback" not in output, output
-    if training and number == signal.SIGINT:
-        assert process.returncode == 128 + signal.SIGINT and "stopped in epoch" in output, output
-        assert [path.name for path in tmp_path.iterdir()] == ["c.pt"]
+
+
+def _in_a_session(*words):
+    os.setsid()
+    return train.main([*words])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_its_parent(number, tiny, tmp_path):
+    words = f"--dataset {tiny} --gpus 0 --procs 2 --batch-size 50 --fanout 3,3 --epochs 10000"
+    words += f" --checkpoint {tmp_path}/c.pt"
+    process = _fork(tmp_path / "out", _in_a_session, *words.split())
+    _wait_for((tmp_path / "c.pt").is_file, process)
+    family = _running_below(process.pid)
+    # connections are of this machine alone
+    loopback = {"0100007F", "0" * 24 + "0100007F", "0000000000000000FFFF00000100007F"}
+    assert len(family) == 3 and _listening(family) <= loopback
+    if number == signal.SIGKILL:
+        process.kill()
+        assert _gone(family, 60)
+        return
+    os.killpg(process.pid, number)
+    output = _end(process, 128 + number)
+    assert _gone(family, 60) and "Traceback" not in output and "stopped in epoch" in output
+    assert {path.name for path in tmp_path.iterdir()} == {"c.pt", "out"}
 
 
 def _ignoring_hangups(*words):
@@ -483,25 +482,22 @@ def test_each_rank_tells_nccl_which_gpu_it_has(monkeypatch):
     assert told == {"gloo": None, "cpu:gloo,cuda:nccl": torch.device("cuda:1")}
 
 
-@pytest.mark.parametrize(
-    "environment, threads",
-    [
-        ({}, 2),
-        ({"OMP_NUM_THREADS": "3"}, None),
-        ({"OMP_NUM_THREADS": "1"}, None),
-        ({"OMP_NUM_THREADS": "3", "RANK": "0", "WORLD_SIZE": "2"}, None),
-        ({"OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "2"}, 2),  # torchrun's default
-    ],
-)
-def test_ranks_share_the_cores_unless_a_person_says_otherwise(environment, threads, monkeypatch):
-    given = []
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_ranks_share_the_cores_unless_a_person_says_otherwise(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5))
-    monkeypatch.setattr(torch, "set_num_threads", given.append)
-    ddp.share_cores(2)
-    assert given == [threads] * (threads is not None)
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2"}
+    for asked, under, expected in (
+        (None, {}, [2]),
+        ("3", {}, []),
+        ("1", {}, []),
+        ("3", torchrun, []),
+        ("1", torchrun, [2]),  # torchrun's default
+    ):
+        given = []
+        monkeypatch.setattr(torch, "set_num_threads", given.append)
+        environment = under if asked is None else {**under, "OMP_NUM_THREADS": asked}
+        monkeypatch.setattr(os, "environ", environment)
+        ddp.share_cores(2)
+        assert given == expected, environment
 
 
 def test_flags_that_torchrun_takes_for_its_own_have_another_name():

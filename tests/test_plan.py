@@ -22,7 +22,7 @@ from run.plan import batches_ahead, choose_mode, estimate, placements, weight_by
 from run.run import open_run
 from sampler import NeighborSampler
 from store import GraphStore, build_store
-from tests.common import _code, _emulated, _frame, _graph
+from tests.common import _code, _emulated, _frame, _graph, _rows
 from tests.stores import _graphs
 
 
@@ -158,27 +158,17 @@ def test_gpus_hold_together_what_one_has_no_room_for(tmp_path, capsys):
     assert "\nmode           cuda-cuda\n" in text and "would hold" not in text
 
 
-@pytest.mark.parametrize(
-    "words, graphs",
-    [
-        ("", 2),
-        ("--model gcn", 3),
-        ("--sampler labor", 3),
-        ("--sampler labor --batch-dependency 2", 3),
-        ("--task link", 3),
-        ("--accumulate 2", 2),
-    ],
-)
-def test_a_run_estimates_with_the_hops_of_its_step_graphs(words, graphs, tmp_path, monkeypatch):
-    sizes = "--fanout 3,2,2 --batch-size 10 --hidden 8 --prefetch 1"
-    args = train.parse_args([*sizes.split(), *words.split()])
-    args = replace(args, gpus=1, precision="tf32")
-    asked = []
+def test_a_run_estimates_with_the_hops_of_its_step_graphs(tmp_path, monkeypatch):
+    asked, graph = [], _plain_store(tmp_path / "g")
     choose = lambda *_, **sizes: (asked.append(sizes["graphs"]), 1 / 0)  # noqa: E731
     monkeypatch.setattr(placement, "choose_mode", choose)
-    with pytest.raises(ZeroDivisionError):
-        open_run(ddp.Ranks(), args, _plain_store(tmp_path / "g").path)
-    assert asked == [graphs]
+    sizes = "--fanout 3,2,2 --batch-size 10 --hidden 8 --prefetch 1"
+    labor = "--sampler labor, --sampler labor --batch-dependency 2"
+    for words in f"--lr 1, --accumulate 2, --model gcn, --task link, {labor}".split(", "):
+        args = replace(train.parse_args(f"{sizes} {words}".split()), gpus=1, precision="tf32")
+        with pytest.raises(ZeroDivisionError):
+            open_run(ddp.Ranks(), args, graph.path)
+    assert asked == [2, 2, 3, 3, 3, 3]
 
 
 def test_ranks_have_one_mode_and_share_memory_with_those_of_their_machine(tmp_path, monkeypatch):
@@ -273,21 +263,22 @@ def test_estimate_chooses_by_what_is_free(tmp_path, monkeypatch, capsys):
         assert said in lines and "mode           none fits" in lines
 
 
+TOO_LARGE = """
+--fanout 3,3,3 --hidden 2000000            | 128 TB, .*; lower --hidden 2000000 or --num-layers 3$
+--fanout 3,3,3 --hidden 2147483647         | --hidden 2147483647: .*overflow
+--fanout 9,9,9,9,9,9,9,9,9 --hidden 300000 | hidden 300000 or --num-layers 9$
+--fanout 3,3,3 --hidden 70000              | free for each process; lower --hidden 70000
+--task link --negatives 100000000          | a batch at least .*batch-size 1024 or --negatives
+--task graph --hidden 1000000              | lower --hidden 1000000 or --num-layers 3$
+"""
+
+
 def test_a_run_whose_weights_cannot_fit_is_refused_before_anything_is_allocated(tmp_path, capsys):
     path = _plain_store(tmp_path / "g").path
     graphs = build_graphs(tmp_path / "graphs", [_graphs(20)], split={"train": range(20)})
-    node = f"--gpus 0 --dataset {path} --fanout 3,3,3"
-    link, of_graphs = f"{node} --task link", f"--gpus 0 --task graph --dataset {graphs}"
-    for words, said in (
-        (f"{node} --hidden 2000000", "128 TB, .*; lower --hidden 2000000 or --num-layers 3$"),
-        (f"{node} --hidden {2**31 - 1}", "--hidden 2147483647: .*overflow"),
-        (f"{node} --fanout 9 --num-layers 9 --hidden 300000", "hidden 300000 or --num-layers 9$"),
-        (f"{node} --hidden 70000", " free for each process; lower --hidden 70000"),
-        (f"{link} --negatives 100000000", "a batch at least .*batch-size 1024 or --negatives"),
-        (f"{of_graphs} --hidden 1000000", "lower --hidden 1000000 or --num-layers 3$"),
-    ):
-        words = words.replace("--fanout 3,3,3 --fanout 9", "--fanout 9,9,9,9,9,9,9,9,9")
-        assert _code(words, "--epochs 1") == 2
+    for words, said in _rows(TOO_LARGE):
+        data = graphs if "graph" in words else path
+        assert _code(f"--gpus 0 --epochs 1 --dataset {data}", words) == 2
         assert re.search(said, (error := capsys.readouterr().err).strip()), error
 
 

@@ -146,11 +146,11 @@ WRONG_PLANETOID = [
 ]
 
 
-@pytest.mark.parametrize("part, change, message", WRONG_PLANETOID)
-def test_datasets_planetoid_files_that_make_no_graph(tmp_path, part, change, message):
-    _planetoid_files(tmp_path, change=(part, change))
-    _refuses(message, prepare, "cora", tmp_path, progress=False)
-    assert not list(tmp_path.glob("cora-*"))
+def test_datasets_planetoid_files_that_make_no_graph(tmp_path):
+    for part, change, message in WRONG_PLANETOID:
+        _planetoid_files(tmp_path, change=(part, change))
+        _refuses(message, prepare, "cora", tmp_path, progress=False)
+        assert not list(tmp_path.glob("cora-*"))
 
 
 class _Server:

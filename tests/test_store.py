@@ -4,7 +4,6 @@ import copy
 import errno
 import itertools
 import json
-import math
 import os
 import pickle
 import shutil
@@ -32,6 +31,7 @@ from tests.stores import (
     _refuses,
     _reseal,
     _rewrite_meta,
+    _save_npz,
     _sums,
 )
 
@@ -54,20 +54,19 @@ def test_store_round_trip(tmp_path, monkeypatch, backend, dtype):
     assert sizes == (200, 3000, 5, 4)
     assert graph.indptr.dtype == torch.int64 and graph.indices.dtype == torch.int32
     assert _edges(graph) == sorted(zip(*args["edge_index"].tolist()))
-    assert np.array_equal(graph.labels.numpy(), args["labels"])
-    for name, ids in args["split"].items():
-        assert np.array_equal(graph.split[name].numpy(), ids)
+    stored = {"labels": graph.labels, **graph.split}
+    given = {"labels": args["labels"], **args["split"]}
+    assert all(np.array_equal(stored[name], values) for name, values in given.items())
     assert graph.features.shape == (200, 5) and graph.features.dtype == dtype
     pickled = [pickle.dumps(thing) for thing in (graph, graph.features)]
     again, features = map(pickle.loads, pickled)
     assert torch.equal(again.indices, graph.indices) and max(map(len, pickled)) < 1000
     graph.labels[0] = -1  # of this process, and of those that it pickles the graph for
-    assert np.array_equal(GraphStore.open(path).labels.numpy(), args["labels"])
+    assert np.array_equal(GraphStore.open(path).labels, args["labels"])
     graph.split["train"], graph.edge_weight = graph.split["train"][:2], torch.ones(3000)
     again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(graph))))
-    for name in ("labels", "edge_weight"):
-        assert torch.equal(getattr(again, name), getattr(graph, name))
-    assert all(torch.equal(again.split[name], ids) for name, ids in graph.split.items())
+    for of in (lambda g: g.labels, lambda g: g.edge_weight, lambda g: g.split["train"]):
+        assert torch.equal(of(again), of(graph))
     monkeypatch.setattr(store, "free_host_bytes", lambda: 900)
     monkeypatch.chdir(tmp_path)
     large = GraphStore.open("g").features
@@ -105,24 +104,22 @@ def test_pickled_store_of_several_splits(tmp_path, backend):
     _refuses("rebuilt after it was opened", pickle.dumps, graph)
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_what_is_written_to_a_mapped_tensor_stays_in_its_process(tmp_path, monkeypatch, refused):
+def test_what_is_written_to_a_mapped_tensor_stays_in_its_process(tmp_path, monkeypatch):
     """Where the kernel refuses such maps, tensors are still read."""
-    options = {"edge_features": np.ones((3000, 1)), "backend": "mmap"}
-    path = _store(tmp_path / "g", **options)
+    path = _store(tmp_path / "g", edge_features=np.ones((3000, 1)), backend="mmap")
+    x = torch.from_numpy(_graph()["features"])
     mapped = disk.mmap.mmap
-    if refused:
 
-        def only_to_read(*args, **options):
-            if len(args) > 2:
-                raise OSError(errno.ENOMEM, "Cannot allocate memory")
-            return mapped(*args, **options)
+    def only_to_read(*args, **options):
+        if len(args) > 2:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return mapped(*args, **options)
 
-        monkeypatch.setattr(disk.mmap, "mmap", only_to_read)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(disk.mmap, "mmap", only_to_read)
+        read = GraphStore.open(path).features[:]
     graph, other = GraphStore.open(path), GraphStore.open(path)
-    assert torch.equal(graph.features[:], torch.from_numpy(_graph()["features"]))
-    if refused:
-        return
+    assert torch.equal(read, graph.features[:]) and torch.equal(read, x)
     of = lambda graph: [graph.indptr, graph.indices, graph.edge_features, graph.split["train"]]  # noqa: E731
     for tensor in of(graph):
         tensor[:2] = 2
@@ -144,34 +141,33 @@ def test_rounding_that_leaves_few_values_is_reported(tmp_path, capsys):
     x[3, 1] = -999
     x[:, 2] = x[:, 3] = x[:, 4] = 1700000000 + np.arange(200)
     graph = _graph() | {"features": x.copy(), "feature_names": [*"abcde"]}
-    for kind, said in (
-        ("int8", "column b (3 of 200)"),
-        ("bfloat16", "columns c (1 of 200), d (1 of 200), e (1 of 200)"),
+    words = f"--root {tmp_path} --fanout 2,2 --hidden 4 --gpus 0 --dataset {tmp_path}"
+    few = "few different values are left of column"
+    for kind, of in (
+        ("int8", " b (3 of 200)"),
+        ("bfloat16", "s c (1 of 200), d (1 of 200), e (1 of 200)"),
     ):
-        path = build_store(tmp_path / kind, **graph, feature_dtype=kind)
-        line = f"features kept as {kind}: few different values are left of {said}, in 200 rows looked at"
-        assert capsys.readouterr().out == f"{line}\n"
-        assert _code(f"--dataset {path} --epochs 1 --fanout 2,2 --hidden 4 --gpus 0") == 0
+        build_store(tmp_path / kind, **graph, feature_dtype=kind)
+        line = f"features kept as {kind}: {few}{of}, in 200 rows looked at\n"
+        assert capsys.readouterr().out == line
+        assert _code(f"{words}/{kind} --epochs 1") == 0
         assert f"data    {line}" in capsys.readouterr().out
     x[:, 0] = x[:, 2]
-    np.savez(
-        tmp_path / "g.npz", **{k: v for k, v in _graph().items() if k != "split"} | {"features": x}
-    )
-    words = f"--root {tmp_path} --dataset {tmp_path}/g.npz --fanout 2,2 --hidden 4 --gpus 0"
-    assert _code(f"{words} --epochs 1 --checkpoint {tmp_path}/c.pt") == 0
-    said = "trained on as float32: few different values are left of columns 0 (3 of 200), 2 (3 of 200), 3 (3 of 200) and 1 more"
-    assert said in capsys.readouterr().out
-    predict = f"{words} --resume {tmp_path}/c.pt --predict {tmp_path}/p.csv"
-    assert _code(f"{predict} --feature-dtype int8") == 0
-    said = "features are int8, those that the network was trained on not rounded: scores may differ"
-    assert said in capsys.readouterr().out
-    assert _code(predict) == 0 and "scores may differ" not in capsys.readouterr().out
+    _save_npz(tmp_path / "g.npz", x=x)
+    predict = f"--resume {tmp_path}/c.pt --predict {tmp_path}/p.csv"
+    differ = "those that the network was trained on not rounded: scores may differ"
+    columns = "s 0 (3 of 200), 2 (3 of 200), 3 (3 of 200) and 1 more"
+    for more, said in (
+        (f"--epochs 1 --checkpoint {tmp_path}/c.pt", f"trained on as float32: {few}{columns}"),
+        (f"{predict} --feature-dtype int8", f"features are int8, {differ}"),
+    ):
+        assert _code(f"{words}/g.npz", more) == 0
+        assert said in capsys.readouterr().out
+    assert _code(f"{words}/g.npz", predict) == 0 and differ not in capsys.readouterr().out
     np.savetxt(tmp_path / "x.csv", x[:, :3], delimiter=",", header="a,b,time", comments="")
     graph_tables.features(tmp_path / "x.csv", tmp_path)
-    assert (
-        "float32: few different values are left of columns a (3 of 200), time (3 of 200)"
-        in capsys.readouterr().out
-    )
+    said = f"float32: {few}s a (3 of 200), time (3 of 200)"
+    assert said in capsys.readouterr().out
 
 
 def _columns_slowly(edges, options, node_time=None):
@@ -294,20 +290,13 @@ def test_store_verify_names_the_changed_file_and_old_stores_open(tmp_path):
     assert "weight, features 2 x float64, time 0 to 8, nodes' time 0 to 199" in said
     assert "format            3" in said
     sealed = (path / "meta.json").read_bytes()
-    for name, position, value in (
-        ("indptr", 5, 1 << 40),
-        ("indices", 3, 200),
-        ("labels", 9, 4),
-        ("train", 0, 10**6),
-        ("indptr", 0, 1),
-        ("edge_weight", 0, -1),
-        ("edge_time", 0, 99),
-        ("edge_features", 0, math.nan),
-    ):
+    changes = "indptr 5, indices 3, labels 9, train 0, indptr 0, edge_weight 0, edge_time 0, edge_features 0"
+    for change in changes.split(", "):
+        name, position = change.split()
         good = (path / f"{name}.npy").read_bytes()
-        _reseal(path, name, position, value)
+        _reseal(path, name, int(position), 200)
         resealed = [p[:12] for p in verify(path)]  # what opening looks at
-        assert resealed == ["indptr.npy: "] * ((name, position) == ("indptr", 0))
+        assert resealed == ["indptr.npy: "] * (change == "indptr 0")
         (path / "meta.json").write_bytes(sealed)
         (problem,) = verify(path)
         assert problem.startswith(f"{name}.npy: its sha256")
@@ -394,10 +383,7 @@ def _bad_inputs():
             "features": x.astype(object)
         },
         "features cannot be read: it has masked entries": {"features": np.ma.masked_less(x, 1)},
-        "edge_index has parts of lengths 2 and 3: one is needed": {
-            "edge_index": ([0, 1], [0, 1, 2])
-        },
-        r"lengths 8 and 9": {"edge_index": (edge[0], edge[1][:-1])},
+        "edge_index has parts of lengths 8 and 9: one is": {"edge_index": (edge[0], edge[1][:-1])},
         r"edge_index has shape \[3, 3\]: \[200, 200\] is needed": {
             "edge_index": torch.eye(3).to_sparse()
         },
@@ -543,10 +529,10 @@ def _contents(path):
     return [values.double().tolist() for values in rows]
 
 
-@pytest.mark.parametrize("message", _bad_inputs())
-def test_store_refuses_bad_input_and_leaves_nothing(tmp_path, message):
-    _refuses(message, _store, tmp_path / "g", **_bad_inputs()[message])
-    assert list(tmp_path.iterdir()) == []
+def test_store_refuses_bad_input_and_leaves_nothing(tmp_path):
+    for message, changes in _bad_inputs().items():
+        _refuses(message, _store, tmp_path / "g", **changes)
+        assert not any(tmp_path.iterdir()), message
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "?"])
@@ -563,19 +549,15 @@ def test_store_takes_every_layout_of_an_array(tmp_path, dtype):
     layouts = x, x.astype(f">{dtype}"), np.asfortranarray(x), gaps, x[::-1].copy()[::-1], frozen
     edges = np.asfortranarray(args["edge_index"].astype(">u4"))
     other = {"labels": args["labels"].astype(">i2"), "edge_index": edges}
-    for number, features in enumerate((*layouts, torch.from_numpy(x), turned)):
+    for number, features in enumerate((*layouts, torch.from_numpy(x), turned, x.tolist())):
         made = build_store(tmp_path / str(number), **{**args, **other, "features": features})
         graph = GraphStore.open(made)
-        assert graph.features.dtype == want.dtype
-        assert torch.equal(graph.features.gather(torch.arange(60)), want)
+        if isinstance(features, list):
+            want = want.to({"f": torch.float64, "b": torch.uint8}.get(x.dtype.kind, torch.int64))
+        assert graph.features.dtype == want.dtype and torch.equal(graph.features[:], want)
         assert graph.labels.tolist() == args["labels"].tolist()
         assert graph.split["test"].tolist() == [5, 9]
         assert _edges(graph) == sorted(zip(*args["edge_index"].tolist()))
-    arrays = {name: args[name].tolist() for name in ("edge_index", "labels")}
-    lists = {**args, **arrays, "features": x.tolist()}
-    graph = GraphStore.open(build_store(tmp_path / "list", **lists))
-    wide = {"f": torch.float64, "b": torch.uint8}.get(x.dtype.kind, torch.int64)
-    assert graph.features.dtype == wide
 
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
@@ -589,38 +571,33 @@ def test_features_are_indexed_as_arrays_are(backend, tmp_path):
         for ids in (np.array([7, 0, 7]), np.arange(200) % 3 == 0, slice(-9, None, 2), slice(0, 0)):
             given = [ids] if isinstance(ids, slice) else [ids, ids.tolist(), torch.from_numpy(ids)]
             assert all(np.array_equal(features[form], rows[ids]) for form in given)
-        for error, words, bad in (
-            (IndexError, "node 200 is out of range", [200]),
-            (IndexError, "node -1 is out of range", [-1]),
-            (StoreError, r"ids has shape \[\]: \[n\] is needed", 3),
-            (StoreError, r"ids, a mask, has shape \[3\]: \[200\] is", torch.ones(3) > 0),
+        for words, bad in (
+            ("node 200 is out of range", [200]),
+            ("node -1 is out of range", [-1]),
+            (r"ids has shape \[\]: \[n\] is needed", 3),
+            (r"ids, a mask, has shape \[3\]: \[200\] is", torch.ones(3) > 0),
         ):
-            _refuses(words, features.__getitem__, bad, error=error)
+            _refuses(words, features.__getitem__, bad, error=(StoreError, IndexError))
         assert repr(features).endswith("Features([200, 5], torch.float32)")
     _store(tmp_path / "copy", features=reordered.features)
     assert np.array_equal(GraphStore.open(tmp_path / "copy").features[:], x[:, ::-1])
 
 
-def test_a_store_is_shown_by_its_sizes(tmp_path):
-    args = {**_graph(), "split": {"train": [0, 1]}}
-    graph = GraphStore.open(build_store(tmp_path / "g", **args, edge_weight=np.ones(3000)))
+def test_a_store_is_shown_by_its_sizes_and_says_what_is_wrong_with_an_argument(tmp_path):
+    graph = GraphStore.open(_store(tmp_path / "g", edge_weight=np.ones(3000)))
     assert repr(graph) == (
         f"GraphStore(path={str(tmp_path / 'g')!r}, num_nodes=200, num_edges=3000, features=[200, 5], "
-        "labels=[200], num_classes=4, train=[2], valid=[0], test=[0], edge_weight=[3000])"
+        "labels=[200], num_classes=4, train=[50], valid=[30], test=[70], edge_weight=[3000])"
     )
-
-
-def test_store_says_what_is_wrong_with_an_argument(tmp_path):
-    good, ids = GraphStore.open(_store(tmp_path / "good")).features, torch.arange(2)
+    ids, rows = torch.arange(2), graph.features
     for message, call, *args in (
-        ("ids is list: an int32", good.gather, [1, 2]),
-        (r"ids is \[2\] torch.bool", good.gather, ids.bool()),
-        (r"out is \[2, 5\] float32: torch.float32", good.gather, ids, np.zeros((2, 5), "f4")),
-        ("put_rows needs a store with backend lmdb", good.put_rows, ids[:1], torch.ones(1, 5)),
+        ("ids is list: an int32", rows.gather, [1, 2]),
+        (r"ids is \[2\] torch.bool", rows.gather, ids.bool()),
+        (r"out is \[2, 5\] float32: torch.float32", rows.gather, ids, np.zeros((2, 5), "f4")),
+        ("put_rows needs a store with backend lmdb", rows.put_rows, ids[:1], torch.ones(1, 5)),
     ):
         _refuses(message, call, *args)
     _store(tmp_path / "many_classes", num_classes=5000, labels=np.arange(200) + 4000)
-    assert {entry.name for entry in tmp_path.iterdir()} == {"good", "many_classes"}
 
 
 def test_store_what_is_built_can_be_opened(tmp_path, monkeypatch):
@@ -638,10 +615,8 @@ def test_store_what_is_built_can_be_opened(tmp_path, monkeypatch):
         [1 << 20, 1 << 20], np.float32, iter(())
     )  # for int8 they are written to a file first
     wide = {"features": rows, "edge_index": [[0], [1]]}
-    wide |= {"labels": np.zeros(1 << 20, int), "split": {"train": [0]}}
-    for backend, dtype, size in (("mmap", None, 4.4), ("lmdb", None, 4.4), ("mmap", "int8", 5.5)):
+    for size, options in ((4.4, {}), (4.4, {"backend": "lmdb"}), (5.5, {"feature_dtype": "int8"})):
         said = f"no room for .*it takes about {size} TB, .* free"
-        options = {"backend": backend, "feature_dtype": dtype}
         _refuses(said, build_store, tmp_path / "s", **wide, **options)
     assert list(tmp_path.iterdir()) == []
 
@@ -686,26 +661,20 @@ def test_store_existing_target_stays(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"g", "h"}
 
 
-@pytest.mark.parametrize("backend", ["mmap", "lmdb"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_store_build_that_fails_leaves_nothing(tmp_path, error, backend):
-    def rows():
+def test_store_build_that_fails_leaves_nothing_and_removes_what_dead_builds_left(tmp_path):
+    def rows(error):
         yield np.zeros((100, 5), np.float32)
         raise error
 
-    with pytest.raises(error):
-        path = tmp_path / "a" / "b" / "g"
-        _store(path, backend=backend, features=Rows((200, 5), np.float32, rows()))
-    assert list(path.parent.iterdir()) == []
-    assert [file.name for file in _store(path).parent.iterdir()] == ["g"]
-
-
-def test_store_removes_what_dead_builds_left(tmp_path):
-    left = tmp_path / f".g.{0:016x}.part"
-    left.mkdir()
-    (left / "indices.npy").write_bytes(b"half")
-    path = _store(tmp_path / "g")
-    assert list(tmp_path.iterdir()) == [path]
+    path = tmp_path / "a" / "b" / "g"
+    left = path.with_name(f".g.{0:016x}.part")
+    for backend, error in itertools.product(("mmap", "lmdb"), (RuntimeError, KeyboardInterrupt)):
+        left.mkdir(parents=True)
+        (left / "indices.npy").write_bytes(b"half")
+        with pytest.raises(error):
+            _store(path, backend=backend, features=Rows((200, 5), np.float32, rows(error)))
+        assert not any(path.parent.iterdir())
+    _store(path)
 
 
 def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
@@ -726,9 +695,9 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
                 assert cli.main(["verify", str(folder)]) == 1
                 if not name.endswith("_dim") or kind is GraphStore:
                     _refuses("cannot be read|is not from|format", kind.open, folder)
-    for name, value in (("node_dim", 3), ("node_dtype", "float32"), ("target_dtype", "float64")):
+    for change in ({"node_dim": 3}, {"node_dtype": "float32"}, {"target_dtype": "float64"}):
         # sane by itself, not what is in the file
-        _rewrite_meta(many, **{**of_many, name: value})
+        _rewrite_meta(many, **{**of_many, **change})
         assert graphs.verify(many)[0].startswith("graphs.lmdb: ")
     label = meta["files"]["labels.npy"]
     for record in (None, {}, dict(label, bytes="9")):
@@ -784,8 +753,7 @@ def test_nodes_are_looked_up_by_name(kind, tmp_path):
     """Integers and text of any shape, as a dictionary finds them."""
     rng = np.random.default_rng(0)
     names = NAMES_OF[kind](rng)
-    graph = GraphStore.open(build_store(tmp_path / "g", **_graph(), node_names=names))
-    row_of = {name: row for row, name in enumerate(names)}
+    graph = GraphStore.open(_store(tmp_path / "g", node_names=names))
     for shape in ((), (7,), (30, 2), (2, 0), (0, 2)):
         rows = rng.integers(0, 200, shape)
         given = np.array(names)[rows]
@@ -796,7 +764,6 @@ def test_nodes_are_looked_up_by_name(kind, tmp_path):
         for form in forms if shape else forms[:1]:
             ids = graph.node_ids(form)
             assert ids.dtype == torch.int64 and ids.tolist() == rows.tolist()
-            assert ids.flatten().tolist() == [row_of[name] for name in given.flatten().tolist()]
     such = f"names of nodes are such as {names[0]!r}, {names[1]!r}, {names[2]!r} .nodes.txt."
     for bad, unknown in ((["zoe", names[3]], "zoe"), ([[201, 0]], "201"), ([-1], "-1")):
         _refuses(f"ids has node {unknown!r}: {such}", graph.node_ids, bad)
@@ -830,13 +797,7 @@ def test_a_record_is_all_that_a_column_takes(tmp_path, monkeypatch, capsys):
     args = _graph()
     target = np.random.default_rng(0).random(200)
     path = build_store(tmp_path / "arrays", **args, node_target=target)
-    np.savez(
-        tmp_path / "a.npz",
-        edge_index=args["edge_index"],
-        x=args["features"],
-        y=args["labels"],
-        target=target,
-    )
+    _save_npz(tmp_path / "a.npz", target=target)
     npz = prepare.build(tmp_path / "a.npz", tmp_path / "npz", symmetrize=True)
     for name, rows in (("edges", args["edge_index"].T), ("x", args["features"]), ("t", target)):
         np.savetxt(tmp_path / f"{name}.csv", rows, "%.17g", ",")
@@ -867,29 +828,28 @@ def test_a_column_is_not_lost_on_resuming(tmp_path, monkeypatch, capsys):
     record = _column()
     monkeypatch.setitem(COLUMNS, record.name, record)
     targets = {record.name: np.zeros(200)}
-    weights = {"edge_weight": np.ones(_graph()["edge_index"].shape[1])}
-    full = build_store(tmp_path / "full", **_graph(), **weights, **targets)
+    weights = {"edge_weight": np.ones(3000)}
+    full = _store(tmp_path / "full", **weights, **targets)
     words = "--gpus 0 --fanout 3,3 --hidden 8 --epochs"
     _run_here(tmp_path, f"--dataset {full} {words} 1")
     assert "edges   weights of edges are not used: --sampler weighted" in capsys.readouterr().out
     for lost, kept in (("edge_weight", targets), ("node_target", weights)):
-        path = build_store(tmp_path / lost, **_graph(), **kept)
+        path = _store(tmp_path / lost, **kept)
         again = f"--resume {tmp_path}/here.pt --dataset {path} {words} 2"
         assert _code(again) == 2
         assert f"of other data: {lost}.npy in {path} is not the same" in capsys.readouterr().err
-    fuller = build_store(tmp_path / "fuller", **_graph(), **weights, **targets, edge_order=True)
+    fuller = _store(tmp_path / "fuller", **weights, **targets, edge_order=True)
     assert _code(f"--resume {tmp_path}/here.pt --dataset {fuller} {words} 2") == 0
 
 
 def test_an_unknown_column_is_refused(tmp_path):
     said = "build_store has no argument edge_wieght: columns are edge_weight, edge_type, edge_time"
     for form in ({}, {"edge_index": {("a", "to", "a"): [[0], [0]]}, "node_types": {"a": 1}}):
-        given = {**_graph(), **form, "edge_wieght": np.ones(3000)}
-        _refuses(said, build_store, tmp_path / "g", **given, error=TypeError)
+        _refuses(said, _store, tmp_path / "g", **form, edge_wieght=np.ones(3000), error=TypeError)
 
 
 def test_nodes_without_names_are_looked_up_by_row(tmp_path):
-    graph = GraphStore.open(build_store(tmp_path / "g", **_graph()))
+    graph = GraphStore.open(_store(tmp_path / "g"))
     for ids in ([0, 199], np.array([[5], [7]], np.uint8), torch.tensor(3), []):
         found = graph.node_ids(ids)
         assert found.dtype == torch.int64 and found.tolist() == np.asarray(ids).tolist()
@@ -903,7 +863,7 @@ def test_nodes_without_names_are_looked_up_by_row(tmp_path):
 
 
 def test_a_damaged_list_of_names_is_refused(tmp_path):
-    graph = GraphStore.open(build_store(tmp_path / "g", **_graph(), node_names=range(200)))
+    graph = GraphStore.open(_store(tmp_path / "g", node_names=range(200)))
     file = graph.path / "nodes.txt"
     whole = file.read_bytes()
     shifted, cut, broken = b"\n" + whole[:-1], whole[:-1], b"\xff" + whole[1:]
