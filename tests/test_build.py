@@ -197,7 +197,7 @@ build e.csv h --features NOSUCH.csv --labels e.csv => NOSUCH.csv
 build NOSUCH.csv h => NOSUCH.csv cannot be read: No such file
 build NOSUCH.npz h => NOSUCH.npz cannot be read: No such file
 build plain.csv h TABLES --weights 4 => 4 is neither a file nor one of
-build plain.csv h TABLES --weights edges.csv --times 3 => edges.csv has 2 columns: one is
+build plain.csv h TABLES --weights edges.csv --times 3 => edges.csv has 2 columns for edge_weight: one is
 build plain.csv h TABLES --times 3 --weights y.csv => an array \[3000\] is needed, a row for each edge
 build own.npz h --weights 3 => edge_weight has no effect on
 build own.npz h --features NOSUCH.csv => own.npz: features has no effect on
@@ -244,39 +244,40 @@ def test_store_commands_that_cannot_be_meant_are_one_sentence(tmp_path, monkeypa
     assert sorted(os.listdir()) == before
 
 
+# a name of --dataset => what it says
+NAMES = """
+e.csv => e.csv is no store, .npz or .pt file: python store.py build e.csv my_store
+other.csv => ^other.csv cannot be read: No such file
+./cora/x => ^./cora/x cannot be read: No such file
+g.mtx => g.mtx is a Matrix Market file and no table: docs/data.md
+data.pt => ^data.pt cannot be read: No such file or directory$
+folder => folder is no store: there is no folder/meta.json
+ogbn_arxv => 'ogbn_arxv' is unknown: did you mean ogbn-arxiv. Else give one of synthetic,
+Cora:x=1 => cora has no parameter 'x=1': it takes none
+Synthetic_MAG:x=1 => synthetic-mag has no parameter 'x=1'
+OGBN_papers100m:x=1 => ogbn-papers100M has no parameter 'x=1'
+own.npz:nonsense => no parameter 'nonsense': write NAME=VALUE with row_normalize
+own.npz:split=1,split=2 => split is given twice
+own.npz:split=1.5 => split='1.5' is no int
+reddit => synthetic, synthetic-mag, cora.*ogbn-products
+synthetic:size=4 => 'size=4'.*nodes, degree
+synthetic:nodes=0 => nodes=0
+synthetic:train=200000 => train=200000
+synthetic:noise=nan => noise
+nothing.npz => nothing.npz cannot be read: No such file
+"""
+
+
 def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _save_npz("own.npz", train_idx=[1, 2])
     Path("folder").mkdir()
     Path("e.csv").write_text("0,1\n")
     Path("g.mtx").write_text("%%MatrixMarket matrix coordinate\n")
-    for name, message in (
-        ("e.csv", "e.csv is no store, .npz or .pt file: python store.py build e.csv my_store"),
-        ("other.csv", "^other.csv cannot be read: No such file"),
-        ("./cora/x", "^./cora/x cannot be read: No such file"),
-        ("g.mtx", "g.mtx is a Matrix Market file and no table: docs/data.md"),
-        ("data.pt", "^data.pt cannot be read: No such file or directory$"),
-        ("z" * 5000, "is unknown: give one of"),
-        ("folder", "folder is no store: there is no folder/meta.json"),
-        (
-            "ogbn_arxv",
-            "'ogbn_arxv' is unknown: did you mean ogbn-arxiv. Else give one of synthetic, ",
-        ),
-        ("Cora:x=1", "cora has no parameter 'x=1'"),
-        ("Synthetic_MAG:x=1", "synthetic-mag has no parameter 'x=1'"),
-        ("OGBN_papers100m:x=1", "ogbn-papers100M has no parameter 'x=1'"),
-        ("own.npz:nonsense", "no parameter 'nonsense': write NAME=VALUE with row_normalize"),
-        ("own.npz:split=1,split=2", "split is given twice"),
-        ("own.npz:split=1.5", "split='1.5' is no int"),
-        ("cora:x=1", "no parameter 'x=1': it takes none"),
-        ("reddit", "synthetic, synthetic-mag, cora.*ogbn-products"),
-        ("synthetic:size=4", "'size=4'.*nodes, degree"),
-        ("synthetic:nodes=0", "nodes=0"),
-        ("synthetic:train=200000", "train=200000"),
-        ("synthetic:noise=nan", "noise"),
-        ("nothing.npz", "nothing.npz cannot be read: No such file"),
-    ):
+    for row in NAMES.strip().splitlines():
+        name, message = row.split(" => ")
         _refuses(message, prepare, name, "data")
+    _refuses("is unknown: give one of", prepare, "z" * 5000, "data")
     assert not list(Path("data").glob("*"))
     _refuses("nodes=0", prepare, "synthetic:nodes=0", Path("deep/root"))
     assert not list(Path("deep/root").glob("*"))
@@ -290,9 +291,6 @@ def test_store_build_seed_draws_a_split(tmp_path):
     _save_npz(tmp_path / "drawn.npz", y=np.arange(200) % 2)
     assert cli.main(["build", f"{tmp_path}/drawn.npz", f"{tmp_path}/s", "--seed", "3"]) == 0
     assert GraphStore.open(tmp_path / "s").meta["source"]["seed"] == 3
-    data = dict(edge_index=torch.tensor([[0], [1]]), x=torch.ones(3, 1), y=torch.arange(3))
-    data = types.SimpleNamespace(**data, train_mask=torch.ones(3).bool())
-    _refuses("SimpleNamespace: seed 1 has no effect", datasets.build, data, tmp_path / "t", seed=1)
 
 
 def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
