@@ -277,7 +277,7 @@ class FeatureRing:
         """Fetch rows ids [n] of a table, or aggregate a block -> [n, F] on the device, as `dtype` or the table's."""
         if self._has(table):
             rows = self._read(table, ids.to(self.device, non_blocking=True), block)
-        elif self.copies and getattr(table, "kept_on", None) == self.device.type:
+        elif self.copies and stated(table).kept_on == self.device.type:
             upload = lambda missing: self._fill(slot, name, table.features, missing)  # noqa: E731
             rows = table.gather(ids, missing=upload)
         else:
@@ -340,6 +340,31 @@ class FeatureRing:
         there = table is self.features and (self.on_device or not self.copies)
         there = there and isinstance(table, torch.Tensor)
         return there and self.coded and self.gather is not take
+
+
+class Features:
+    """Base of features that are no tensor, with what the ring and the loader ask of them. Subclasses have .shape, .dtype and
+    .gather, and say what differs.
+
+    Attributes:
+        collective: whether all processes gather together: equally often, in the same order.
+        looking_ahead: context manager of an iterator over sampled batches, inside which they are fetched, on one thread; or
+            None: batches are sampled and fetched together.
+        kept_on: type of the device of a cache, whose `gather` takes a function that uploads what is missing; or None.
+    """
+
+    collective = False
+    looking_ahead = None
+    kept_on = None
+
+    def counts(self):
+        """Return {name: number} of what was read since the start."""
+        return {}
+
+
+def stated(features):
+    """Return features that say what they are, a `Features`; for others, such as a tensor, one that says nothing."""
+    return features if isinstance(features, Features) else Features()
 
 
 def codes_of(features):
@@ -530,7 +555,7 @@ class _HostArray:
 # ---- features split over machines
 
 
-class SplitFeatures:
+class SplitFeatures(Features):
     """Features of which each machine holds a part of the rows: a process asks one process of each machine for the rows of
     a batch by id. Therefore all processes have to gather equally often, in the same order: for a batch without nodes, too.
 
@@ -538,18 +563,16 @@ class SplitFeatures:
         table: features [V, F] in host memory, from which this process reads rows of its machine's part for the others.
         parts: (the id after the last row, the rank to ask for its rows) of each part, by ids.
         exchange: the all-to-all between the processes, such as `Exchange` of ddp.py.
-
-    Attributes:
-        collective: True, see `NodeLoader`.
     """
 
     collective = True
+    # fetched on one thread, while others sample
+    looking_ahead = staticmethod(nullcontext)
 
     def __init__(self, table, parts, exchange):
         self.table = table
         self.shape = tuple(table.shape)
         self.dtype = table.dtype
-        self.large = getattr(table, "large", False)
         self.ends, self.owners = torch.tensor(parts, device="cpu").T.contiguous()
         self.exchange = exchange
         self.sent_as = torch.int32 if self.shape[0] < 1 << 31 else torch.int64  # ids
@@ -665,7 +688,7 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
     return held
 
 
-class CachedFeatures:
+class CachedFeatures(Features):
     """Features with a static cache of the hottest rows: on the GPU for features in host memory, in RAM for a store.
     Rows in the cache stay as they are now: those that `put_rows` changes later need a cache made later.
 
@@ -686,7 +709,9 @@ class CachedFeatures:
         self.device = getattr(features, "device", torch.device("cpu"))
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
-        self.collective = getattr(features, "collective", False)
+        self.collective = stated(features).collective
+        if self.collective:
+            self.looking_ahead = nullcontext
         # rows of misses read at a time: a large temporary costs more in page faults than in copying
         self.piece = _rows_of_a_chunk(features)
         # ascending, so that a disk is read sequentially
@@ -705,8 +730,8 @@ class CachedFeatures:
         return self.hits / max(1, self.lookups)
 
     def counts(self):
-        """Return the counts of the features behind the cache, if they have any."""
-        return self.features.counts() if hasattr(self.features, "counts") else {}
+        """Return the share of rows found in the cache, and the counts of the features behind it."""
+        return {"cache_hit_rate": self.hit_rate, **stated(self.features).counts()}
 
     def __getitem__(self, ids):
         return self.gather(torch.as_tensor(ids))

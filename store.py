@@ -343,6 +343,7 @@ class GraphStore:
         kept_as: what float features are rounded to, one of KEPT_AS; "" if they are not.
         part: (m, N) of a store made by `split`, whose features are `PartFeatures`; else None. whole: {file of which
             it has a part: SHA-256 of the file in the store that was split}.
+        large: whether the features, of a part those of all parts, exceed the free memory.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
 
@@ -390,6 +391,8 @@ class GraphStore:
         rows = sum(count for count, width in self.node_types.values() if width)
         self.has_features = rows > 0 or not self.node_types
         rows = max(rows, 1) if self.node_types else self.num_nodes
+        dtype = getattr(torch, meta["feature_dtype"])
+        self.large = rows * self.feature_dim * dtype.itemsize > free
         self.part = None
         self.whole = {}
         if (part := meta.get("part")) is not None:
@@ -398,7 +401,12 @@ class GraphStore:
                 raise ValueError(f"it is part {number} of {of}, of {rows} rows")
             self.part = number, of
             self.whole = dict(meta["whole"])
-        self.features = self._open_features((rows, self.feature_dim), free)
+        shape = rows, self.feature_dim
+        first, stop = part_bounds(rows, *self.part) if self.part else (0, rows)
+        self._rows = self._open_rows((stop - first, self.feature_dim), dtype, free)
+        self.features = self._rows
+        if self.part:
+            self.features = PartFeatures(self._rows, first, shape, self.path)
         if (scale := meta.get("feature_scale")) is not None:
             scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
             ends = typed.ends_of_types(types) if scale.dim() == 3 else None
@@ -410,19 +418,9 @@ class GraphStore:
         self.kept_as = kept if rounded else ""
         self._opened = {**vars(self), "split": self._splits}
 
-    def _open_features(self, shape, free):
-        """Open the features [rows, F]; they are large if they exceed `free` bytes of memory."""
-        if self.part:
-            first, stop = part_bounds(shape[0], *self.part)
-            rows = self._open_rows((stop - first, shape[1]), free)
-            large = math.prod(shape) * rows.dtype.itemsize > free
-            return PartFeatures(rows, first, shape, large, self.path)
-        return self._open_rows(shape, free)
-
-    def _open_rows(self, shape, free):
-        """Open all rows that are in this store, [rows, F]."""
+    def _open_rows(self, shape, dtype, free):
+        """Open all rows that are in this store, [rows, F]; they are large if they exceed `free` bytes of memory."""
         meta = self.meta
-        dtype = getattr(torch, meta["feature_dtype"])
         large = math.prod(shape) * dtype.itemsize > free
         file = BACKENDS[meta["backend"]]
         if meta["backend"] == "lmdb":
@@ -613,7 +611,14 @@ def _written(value) -> bool:
     return isinstance(value, Tensor) and not value.is_inference() and value._version > 0
 
 
-class MmapFeatures(convert.RowsByIndex):
+class StoredFeatures(convert.RowsByIndex):
+    """Features that are pickled as the path of their store."""
+
+    def __reduce__(self):
+        return getattr, (GraphStore.open(self._path), "features")
+
+
+class MmapFeatures(StoredFeatures):
     """Feature rows in a memory-mapped array.
 
     A table larger than the free memory is not read through the map but, with a C compiler, by many requests at a time
@@ -634,9 +639,6 @@ class MmapFeatures(convert.RowsByIndex):
         if not large:
             self.tensor = table
         self.reserve(0)  # opens the file: the store may be renamed or removed later
-
-    def __reduce__(self):
-        return getattr, (GraphStore.open(self._path), "features")
 
     def reader(self) -> RowReader | None:
         """Return a reader of these rows from disk; None without a file, Linux or a C compiler."""
@@ -683,7 +685,7 @@ class MmapFeatures(convert.RowsByIndex):
         raise StoreError("put_rows needs a store with backend lmdb: rows of mmap stay as built")
 
 
-class CodedFeatures(convert.RowsByIndex):
+class CodedFeatures(StoredFeatures):
     """Feature rows float32 that are kept as codes of 8 bits, see `checks.feature_scale`.
 
     Attributes:
@@ -699,10 +701,6 @@ class CodedFeatures(convert.RowsByIndex):
         self.ends = ends
         self._path = path
         self.shape = tuple(codes.shape)
-        self.large = getattr(codes, "large", False)
-
-    def __reduce__(self):
-        return getattr, (GraphStore.open(self._path), "features")
 
     def gather(self, ids, out=None) -> Tensor:
         """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
@@ -729,29 +727,21 @@ class CodedFeatures(convert.RowsByIndex):
             refuse(beyond, "rows", rows, f"its column was built for {ends}")
         self.codes.put_rows(ids, codes.to(torch.int8))
 
-    def verify(self):
-        """Raise StoreError for the first block whose checksum does not match."""
-        self.codes.verify()
 
-
-class PartFeatures(convert.RowsByIndex):
+class PartFeatures(StoredFeatures):
     """The feature rows of a part of a store, by the node ids of the whole: rows `first` to `stop` - 1.
 
     Attributes:
-        shape, dtype: (V, F) of all parts together, torch dtype. large: True if these exceed the free memory.
+        shape, dtype: (V, F) of all parts together, torch dtype.
     """
 
-    def __init__(self, rows, first, shape, large, path):
+    def __init__(self, rows, first, shape, path):
         self._rows = rows
         self.first = first
         self.stop = first + rows.shape[0]
         self.shape = tuple(shape)
         self.dtype = rows.dtype
-        self.large = large
         self._path = path
-
-    def __reduce__(self):
-        return getattr, (GraphStore.open(self._path), "features")
 
     def _local(self, ids):
         """Return where rows ids [n] are in this part; StoreError if one is in another part."""
@@ -773,10 +763,6 @@ class PartFeatures(convert.RowsByIndex):
         convert.gather_target(self, ids, rows, "rows")
         self._rows.put_rows(self._local(ids), rows)
 
-    def verify(self):
-        """Raise StoreError for the first block whose checksum does not match."""
-        self._rows.verify()
-
 
 class ReorderedFeatures(convert.RowsByIndex):
     """Feature rows whose columns are read in another order. features: those of a `GraphStore`; order: int64 [F],
@@ -784,7 +770,8 @@ class ReorderedFeatures(convert.RowsByIndex):
 
     def __init__(self, features, order):
         self._features, self._order = features, order
-        self.shape, self.dtype, self.large = features.shape, features.dtype, features.large
+        self.shape = features.shape
+        self.dtype = features.dtype
 
     def gather(self, ids, out=None) -> Tensor:
         """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
@@ -877,7 +864,7 @@ def verify(path) -> list[str]:
     def check(path):
         graph = GraphStore.open(path)
         if graph.meta["backend"] == "lmdb":
-            graph.features.verify()
+            graph._rows.verify()
 
     return lmdb_rows.verify_directory(path, FORMAT, check)
 

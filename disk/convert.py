@@ -403,7 +403,13 @@ def _different(rows):
 
 
 class RowsByIndex:
-    """Base of features: `features[ids]` for those with .shape, .dtype and .gather(ids)."""
+    """Base of features of a store: `features[ids]` for those with .shape, .dtype and .gather(ids).
+
+    Attributes:
+        scale, ends: those of `CodedFeatures`; None where rows are kept as they are read.
+    """
+
+    scale = ends = None
 
     def __getitem__(self, ids) -> Tensor:
         """Gather the rows of a list or array of ids [n], of a mask bool [V] or of a slice -> [n, F]."""

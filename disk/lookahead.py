@@ -133,8 +133,14 @@ class LookaheadCache(CachedFeatures):
         self.gathered = 0
 
     def counts(self):
-        """Return counts since the start: rows gathered, rows hit in memory, bytes read from disk or page cache."""
-        return {"rows": self.lookups, "hits": self.hits, "bytes_read": self.reader.bytes_read}
+        """Return counts since the start: share of rows hit in memory, rows gathered, rows hit, bytes read from disk or page
+        cache."""
+        return {
+            **super().counts(),
+            "rows": self.lookups,
+            "hits": self.hits,
+            "bytes_read": self.reader.bytes_read,
+        }
 
     @contextmanager
     def looking_ahead(self, batches):

@@ -269,7 +269,7 @@ def place_data(ranks, plan, task, used):
     dtype = torch.float64 if plan.precision == "fp64" else torch.float32
     if plan.precision == "bf16" and plan.conv:  # a user's network: under autocast
         dtype = torch.bfloat16
-    check_features(ranks, store, dtype)
+    check_features(ranks, task, dtype)
     if not task.placed:
         task.attach(ranks, plan)
         return None, None
@@ -298,8 +298,8 @@ def place_data(ranks, plan, task, used):
         device=ranks.device,
         gather=gather_rows,
         aggregate=self_and_mean if in_place else None,
-        scale=getattr(store.features, "scale", None),
-        ends=getattr(store.features, "ends", None),
+        scale=store.features.scale,
+        ends=store.features.ends,
     )
     return sampler, ring
 
