@@ -7,7 +7,7 @@ Copy this file into your own code: it needs only torch. A block is anything with
     model = GNN(in_dim, hidden, num_classes, conv="gat", heads=4, num_layers=3)
     logits = model(blocks, x)                       # x: features of blocks[0].src_nodes -> a row for each seed
     model = GNN(in_dim, hidden, num_classes, conv="gine", edge_dim=8, num_layers=3)     # or "gat"
-    logits = model(blocks, x, edges=[e[block.edge_ids] for block in blocks])            # e [M, 8], of all edges
+    logits = model(blocks, x, edges=[e[block.edge_ids] for block in blocks])            # e [M, 8], as `indices`
 
 With the folder native/ beside it, gathers, means, ReLU with dropout and attention are fused in C and
 CUDA, and runs repeat to the last bit. Torch operations add with atomics on a GPU, so the last bits of gradients and

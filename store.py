@@ -166,9 +166,10 @@ def _checked(given) -> _Checked:
     drawn = isinstance(split, dict) and not split and labelled and labels.ndim == 1
     if drawn:
         split = checks.drawn_per_class(labels, np.random.default_rng(0))
-    if given.node_names is not None:
-        columns.check_names(given.node_names, num_nodes)
-    split = checks.check_splits(split, labels, given.node_names)
+    node_names = None if given.node_names is None else [*given.node_names]
+    if node_names is not None:
+        columns.check_names(node_names, num_nodes)
+    split = checks.check_splits(split, labels, node_names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
     carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
     names = (
@@ -198,7 +199,7 @@ def _checked(given) -> _Checked:
         **entries,
     }
     arrays = {"labels": labels, **split, **carried}
-    return _Checked(edges, features, arrays, given.node_names, meta)
+    return _Checked(edges, features, arrays, node_names, meta)
 
 
 def _block_rows(asked, row_bytes) -> int:

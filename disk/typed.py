@@ -74,11 +74,7 @@ def flatten(given) -> dict:
             different = values.keys() - edges.keys()
         if different:
             raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
-    for column in COLUMNS.values():
-        if given.columns.get(column.name) is True and column.asked:  # counted through all types
-            counts = [pairs.shape[1] for pairs in edges.values()]
-            numbers = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
-            of_edges[column.name] = dict(zip(edges, numbers))
+    of_edges |= _numbers_asked(given, edges)
     dates = _whole_times(of_edges, of_nodes)
     if given.symmetrize:
         _add_reverses(edges, of_edges)
@@ -195,6 +191,14 @@ def _check_names(node_types, edge_index):
     for word in (*node_types, *itertools.chain(*edge_index)):
         if not isinstance(word, str) or not word.isprintable() or not word or "," in word:
             raise StoreError(f"the type {word!r} has no name: printable text without a comma")
+
+
+def _numbers_asked(given, edges) -> dict:
+    """Return {column: {type: numbers of its edges}} if a build is asked to keep them, counted through all types."""
+    counts = [pairs.shape[1] for pairs in edges.values()]
+    numbers = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
+    asked = [c.name for c in COLUMNS.values() if c.asked and given.columns.get(c.name) is True]
+    return {name: dict(zip(edges, numbers)) for name in asked}
 
 
 def _edges(kind, node_types, pairs) -> np.ndarray:

@@ -457,7 +457,7 @@ class Flags:
         one_of("bce", "softmax"), "bce", "bce: each pair alone; softmax: edge against its negatives"
     )
     pairs: str | None = free(
-        text("FILE.npy"), None, "node ids [n, 2] whose scores --predict writes", needs=[prediction]
+        text("FILE"), None, "node ids [n, 2], .npy or a table, to score", needs=[prediction]
     )
 
     lr: float = kept(RATE, 0.003, "Adam's learning rate", group="optimisation")

@@ -4,10 +4,13 @@
     y = of_nodes("y.csv", nodes, "labels")                    # float64 [V] or [V, C], NaN: no label; or text [V]
     edge_index, more = edges("edges.csv", folder, nodes, {"edge_weight": ["w"]})        # int64 [2, M]
 
-Rows of features are the nodes 0 to V-1, unless there is a column of ids: a permutation of 0 to V-1 reorders the rows,
-other ids and text name the nodes in row order. Each function prints how it read the columns.
+Rows of features are the nodes 0 to V-1, unless there is a column of ids, wherever it stands (`_id_column`): a permutation
+of 0 to V-1 reorders the rows, other ids and text name the nodes in row order. A table of edges names its ends
+(`_end_columns`); another table of the same edges is joined to it by its ends, by ids of edges, or by row (`edge_rows`). Each
+function prints how it read the columns.
 """
 
+import functools
 import os
 import re
 
@@ -17,7 +20,20 @@ import torch
 from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
 from disk.convert import DATE, SAMPLED, RoundedRows, spool
 from disk.files import StoreError, plural
-from sources.tables import ID, MISSING, NUMBER, TIME, opened, short, stacked
+from sources.tables import (
+    ID,
+    MISSING,
+    NUMBER,
+    TIME,
+    meanings,
+    opened,
+    short,
+    stacked,
+    trimmed,
+    whole_number,
+    whole_of,
+    words_of,
+)
 
 SLICE = 1 << 20  # edges renumbered at a time
 # names of columns, in lower case, that hold a split
@@ -44,26 +60,54 @@ def read_tables(file, tables, columns, folder, ignore):
     ignore = dict.fromkeys(ignore, 0)
     arrays = {}
     keep = {}
-    arrays["features"], nodes = features(tables.pop("features"), folder, ignore)
-    for name, source in {**tables, **columns}.items():
+    own_files = {}
+    of_features = tables.pop("features")
+    sources = {**tables, **columns}
+    called = _called_elsewhere(
+        [source for name, source in sources.items() if name not in OF_EDGES], file, ignore
+    )
+    arrays["features"], nodes = features(of_features, folder, ignore, called)
+    for name, source in sources.items():
         if name not in OF_EDGES:
             arrays[name] = of_nodes(source, nodes, name, ignore)
         elif os.path.isfile(source):
-            arrays |= edge_rows(source, folder, name, ignore)
+            own_files[name] = source
         else:
             keep[name] = source.split(",") if COLUMNS[name].width else [source]
-    arrays["edge_index"], kept = edges(file, folder, nodes, keep, ignore)
+    ids = set()
+    for source in own_files.values():
+        with opened(source, ignore, nodes.heads) as table:
+            ids |= {table.names[j] for j in _edge_ids(table)}
+    arrays["edge_index"], kept = edges(file, folder, nodes, keep, ignore, ids=ids)
+    keys = Keys(file, nodes, arrays["edge_index"], kept.pop("ids", {}))
+    for name, source in own_files.items():
+        arrays |= edge_rows(source, folder, name, ignore, keys)
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
     return arrays | kept, nodes
 
 
+def _called_elsewhere(of_nodes, of_edges, ignore) -> set[str]:
+    """Return the names by which other tables may call the ids of the nodes: names of columns of the tables of nodes, and
+    what the names of two ends have in common."""
+    called = set()
+    for file in of_nodes:
+        with opened(file, dict.fromkeys(ignore, 0)) as table:
+            names = table.names or ()
+            ids = {names[j] for j in table.named("id")}
+            called |= ids or {name for name in names if not meanings(name)}
+    with opened(of_edges, dict.fromkeys(ignore, 0)) as table:
+        if not table.named("source"):
+            called |= {" ".join(stem) for stem, _ in _twins(table)}
+    return called
+
+
 class Nodes:
     """How tables refer to the V nodes, the rows of the feature table `source`: by number, or by `names` [V], integers
-    or strings. by_row: whether row i of a table without ids is node i. feature_names: of the columns, or None; class_names:
-    of the columns of several labels, or None."""
+    or strings. by_row: whether row i of a table without ids is node i. id_name: of the column of ids, or None. feature_names:
+    of the columns, or None; class_names: of the columns of several labels, or None."""
 
-    feature_names = class_names = None
+    id_name = feature_names = class_names = None
 
     def __init__(self, count, source, names=None, by_row=True):
         self.count = count
@@ -72,6 +116,30 @@ class Nodes:
         self.by_row = by_row
         self._numbers = {name: i for i, name in enumerate(names or ())}
         self.kind = str if names and type(names[0]) is str else ID  # of cells that refer to nodes
+
+    @functools.cached_property
+    def _trimmed(self):
+        spaced = self.kind is str and any(name != name.strip() for name in self.names)
+        return frozenset(map(str.strip, self.names)) if spaced else self._numbers
+
+    def has(self, cell) -> bool:
+        """Whether a cell of `Table.sample` may refer to a node."""
+        if self.kind is str:
+            return cell in self._trimmed
+        number = whole_of(cell)
+        if number is None or not self.names:
+            return number is not None and 0 <= number < self.count
+        return number in self._numbers
+
+    def heads(self, rows) -> bool:
+        """Whether the first of some rows of a table is its header: columns below hold names of nodes alone, where it has
+        no such names, or it has the name of the column of ids."""
+        first, *rest = rows
+        if self.kind is not str or any(a in b for a, b in zip(first, zip(*rest))):
+            return False
+        of_nodes = [all(map(self.has, column)) for column in zip(*rest)]
+        named = [cell for cell, of in zip(first, of_nodes) if of and self.has(cell)]
+        return (any(of_nodes) or self.id_name in first) and not named
 
     def check_header(self, table, columns):
         """Refuse a header whose cells in these columns are names of nodes: it may be a row."""
@@ -91,25 +159,48 @@ class Nodes:
             has = f"{self.source} has {self.count:,}{'' if self.names else ', from 0'}"
             hint = "" if table.names or first + row else HEADER
             cell = short(str(cells[row])) or "''"
+            if self.kind is str and (name := cells[row].strip().strip('"')) in self._trimmed:
+                cell = repr(cells[row])
+                hint = f"; {name!r} differs by spaces or quotes alone: write both alike"
             raise table.error(first + row, f"there is no node {cell}: {has}{hint}")
         return nodes
 
 
-def features(file, folder, ignore=()):
+def _id_column(table, ids, things="nodes") -> int | None:
+    """Choose among the columns that may hold the ids of the rows: the only one whose cells all differ, if there are several;
+    StoreError for two of these, or for none."""
+    if len(ids) < 2:
+        return next(iter(ids), None)
+    distinct = table.distinct(ids)
+    if len(distinct) == 1:
+        return distinct[0]
+    both = " and ".join(map(table.column, (distinct or ids)[:2]))
+    if not distinct:
+        raise StoreError(f"{table.name}: {both} look like ids of the {things}, and both repeat")
+    drop = "keep one"
+    if table.names:
+        of_pandas = [j for j in distinct if re.match("Unnamed|index$|__index", table.names[j])]
+        j = (of_pandas or distinct)[0]
+        drop = f"if {table.column(j)} holds none, drop it{table.flag(j)}"
+    raise StoreError(f"{table.name}: {both} look like ids of the {things}: {drop}")
+
+
+def features(file, folder, ignore=(), called=()):
     """Spool a table with one row per node to a file in `folder` -> (memmap float32 [V, F], its `Nodes`).
 
-    A column of ids is not a feature. It is recognised by its name (id, node, index, ..., or for the first column
-    anything that ends in id), or is the first column if that holds text; a first column of another name that holds the
-    numbers 0 to V-1 or 1 to V in any order is refused. A column of lists is as many features as a list has numbers.
+    A column of ids is not a feature, wherever it stands. It is recognised by its name (see `Table.named`; `called`: the names
+    that other tables have for it), or else is the column of text. A first column of another name that holds the numbers 0 to
+    V-1 or 1 to V in any order is refused. A column of lists is as many features as a list has numbers.
     """
     with opened(file, ignore) as table:
-        text = [0] if table.kinds[0] == "text" else []
-        ids = table.named("id")
-        if len(ids) > 1:
-            both = " and ".join(map(table.column, ids[:2]))
-            one = f"if the first holds none, drop it{table.flag(ids[0])}"
-            raise StoreError(f"{file}: {both} look like ids of the nodes: {one}")
-        node = next(iter([*ids, *text]), None)
+        named = table.named("id")
+        for j, name in enumerate(table.names or ()):
+            if {name, " ".join(words_of(name))} & {*called} and table.identifies(j):
+                named.append(j)
+        texts = [j for j, kind in enumerate(table.kinds) if kind == "text"]
+        # text that repeats is no feature either: `read` refuses it by its name
+        texts = [j for j in texts if j == 0 or table.identifies(j)]
+        node = _id_column(table, sorted({*named}) or texts)
         kept = [j for j in range(table.width) if j != node]
         for j in table.named("label"):
             cure = f"drop {table.column(j)}{table.flag(j)}, or rename it if it is none"
@@ -121,19 +212,21 @@ def features(file, folder, ignore=()):
             )
         if not kept:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
+        for j in {*named} - {node}:
+            table.notes.append(f"{table.column(j)} repeats and is a feature")
         kinds = table.measures(kept)
-        firsts = []  # values of the first column
+        counting = [j for j in kept if node is None and table.identifies(j)]
+        values = {j: [] for j in ([node] if node is not None else counting)}
         if node is not None:
             kinds[node] = str
-        first = node or 0
 
         rounded = RoundedRows(SAMPLED, 1)
 
         def rows():
             start = 0
             for _, columns in table.read(kinds):
-                if kinds[first] is not list:
-                    firsts.append(columns[first])
+                for j, parts in values.items():
+                    parts.append(columns[j])
                 x = stacked(columns, kept, np.float32)
                 if start < SAMPLED:
                     as_read = torch.from_numpy(stacked(columns, kept, np.float64))
@@ -144,17 +237,30 @@ def features(file, folder, ignore=()):
         x = spool(folder, rows(), np.float32, sum(table.widths[j] for j in kept))
         nodes = Nodes(len(x), file)
         if node is not None:
-            x, nodes = _name(table, folder, x, table.identified(node, firsts), node)
-        elif len(kept) > 1 and len(x) > 1 and firsts:
-            values = np.sort(np.concatenate(firsts))
-            if values[0] in (0, 1) and np.array_equal(values, values[0] + np.arange(len(x))):
-                cure = f"call it id or drop it{table.flag(0)}"
-                raise StoreError(f"{file}: {table.column(0)} counts the rows: {cure}")
+            x, nodes = _name(table, folder, x, table.identified(node, values[node]), node)
+            nodes.id_name = table.names and table.names[node]
+        elif len(kept) > 1 and len(x) > 1:
+            _check_counting(table, values)
         nodes.feature_names = table.names and _names_of(table, kept)
         if loss := rounded.loss(nodes.feature_names):
             table.notes.append(f"read as float32: {loss}")
         table.say(plural(x.shape[1], "feature"))
     return x, nodes
+
+
+def _check_counting(table, columns):
+    """Refuse a first column that holds the numbers 0 to V-1 or 1 to V in any order; name others in a line. columns: {column:
+    parts of its values}."""
+    for j, parts in columns.items():
+        values = np.sort(np.concatenate(parts))
+        if values[0] not in (0, 1) or not np.array_equal(
+            values, values[0] + np.arange(len(values))
+        ):
+            continue
+        if j == 0:
+            cure = f"call it id or drop it{table.flag(0)}"
+            raise StoreError(f"{table.name}: {table.column(0)} counts the rows: {cure}")
+        table.notes.append(f"{table.column(j)} counts the rows: call it id if it names the nodes")
 
 
 def _names_of(table, kept) -> list[str]:
@@ -213,7 +319,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing):
         elif j == node:
             columns[j] = pyarrow.chunked_array(values)
         else:
-            columns[j] = table.identified(j, values)
+            columns[j] = table.identified(j, [*map(trimmed, values)])
     if node is None:
         if table.rows < nodes.count:
             rows = f"{table.name} has {table.rows:,} rows"
@@ -239,20 +345,19 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
             no label, or text [V]; a column of nodes of a store: its values [V]; both may have a column of ids as well, with
             which labels may be for some nodes only. Other names: a column of ids of distinct nodes -> int64 [n].
     """
-    with opened(file, ignore) as table:
-        node = next(iter(table.named("id")), None)
+    with opened(file, ignore, nodes.heads) as table:
         is_labels = name == "labels"
         column = COLUMNS.get(name)
-        if is_labels and table.width > 1 + (node is not None) and (parts := _parts_of_split(table)):
+        if (
+            is_labels
+            and table.width > 1 + bool(table.named("id"))
+            and (parts := _parts_of_split(table))
+        ):
             cure = f"give ids of nodes as --train FILE, and drop it{table.flag(*parts)}"
             raise StoreError(
                 f"{file}: {table.column(parts[0])} looks like a split, not like a label: {cure}"
             )
-        if not (is_labels or column):
-            node = 0 if table.width == 1 else None
-        elif node is None and table.width == 2:
-            named = table.named("label")
-            node = 1 - named[0] if is_labels and len(named) == 1 else 0
+        node = _ids_of_nodes(table, nodes, name)
         columns = [j for j in range(table.width) if j != node]
         several = is_labels and all(table.kinds[j] in ("whole", "real", "empty") for j in columns)
         if len(columns) != (is_labels or name in COLUMNS) and not (columns and several):
@@ -283,6 +388,22 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
     y = np.full((nodes.count, len(columns)), empty, cells.dtype)
     y[rows] = cells
     return y if len(columns) > 1 else y[:, 0]
+
+
+def _ids_of_nodes(table, nodes, name) -> int | None:
+    """Find the column of ids in a table for nodes, see `of_nodes`: by its name, or that of the features' column of ids, or
+    because all of its cells are nodes; of two columns else the first."""
+    if name != "labels" and name not in COLUMNS:
+        return 0 if table.width == 1 else None
+    names = table.names or ()
+    ids = {*table.named("id"), *(j for j, name in enumerate(names) if name == nodes.id_name)}
+    if not ids and (nodes.kind is str or table.width == 2):
+        others = table.named("label" if name == "labels" else "more of an edge")
+        refer = [j for j in range(table.width) if j not in others and table.kinds[j] != "list"]
+        ids = [j for j in refer if table.identifies(j) and all(map(nodes.has, table.sample(j)))]
+        if table.width == 2 and len(ids) != 1:
+            ids = refer[:1]
+    return _id_column(table, sorted(ids))
 
 
 def _parts_of_split(table, having="") -> list[int]:
@@ -316,43 +437,189 @@ def _check_labels(table, j, cells, count):
         raise table.error(row, f"{table.column(j)} is {short(cell)!r}: {why}")
 
 
-def edges(file, folder, nodes, keep=(), ignore=()):
+def edges(file, folder, nodes, keep=(), ignore=(), *, ids=()):
     """Spool a table with one row per edge to a file in `folder` -> (edge_index int64 [2, M], mapped; {name in `keep`:
-    values as in `edge_rows`}).
+    values as in `edge_rows`, "ids": {name in `ids`: pyarrow array of strings [M]}}).
 
-    Source and destination are the columns of these names (or src, from, u, head; dst, to, v, tail; ...), else the first two.
-    keep: {name of a column of a store: columns of the table, by name or number from 1}; other columns are refused.
+    Source and destination are the columns that `_end_columns` finds, else the first two.
+    keep: {name of a column of a store: columns of the table, by name or number from 1}. ids: names of columns that other
+    tables of these edges have as ids, too. Other columns are refused.
     """
-    with opened(file, ignore) as table:
-        ends = _end_columns(table)
-        nodes.check_header(table, ends)
+    with opened(file, ignore, nodes.heads) as table:
         kept = {name: [_column(table, w) for w in words] for name, words in dict(keep).items()}
+        ends = _end_columns(table, nodes, sum(kept.values(), []))
+        nodes.check_header(table, ends)
+        keys = [j for j in range(table.width) if table.names and table.names[j] in ids]
         taken = [*ends, *sum(kept.values(), [])]
         if twice := [j for j in taken if taken.count(j) > 1]:
             raise StoreError(f"{file}: {table.column(twice[0])} is used for two things")
-        if extra := [j for j in range(table.width) if j not in taken]:
+        if extra := [j for j in range(table.width) if j not in [*taken, *keys]]:
             columns = short(", ".join(map(table.column, extra)))
             cure = f"drop it{table.flag(*extra)}, or name it, as by --weights"
             raise StoreError(f"{file}: no use for {columns}: {cure}")
-        arrays = _spooled(table, folder, {"ends": ends, **kept}, nodes)
+        keys = [j for j in keys if j not in taken]
+        arrays = _spooled(table, folder, {"ends": ends, **kept}, nodes, keys)
         table.say(*(f"{name} from {', '.join(map(table.column, js))}" for name, js in kept.items()))
     return arrays.pop("ends").T, arrays
 
 
-def edge_rows(file, folder, name, ignore):
+def pairs_of_table(file, store, say=print) -> np.ndarray:
+    """Read pairs of nodes of a store from a table of sources and destinations, as in a table of edges -> their names, int64 or
+    text, or their numbers if they have none, [n, 2]. say: prints a line."""
+    names = store.node_names()
+    numbers = [whole_number(name, "d") for name in names or ()]
+    names = names if None in numbers else numbers
+    nodes = Nodes(store.num_nodes, store.path, names)
+    with opened(file, heads=nodes.heads) as table:
+        ends = _end_columns(table, nodes)
+        nodes.check_header(table, ends)
+        if extra := [j for j in range(table.width) if j not in ends]:
+            columns = short(", ".join(map(table.column, extra)))
+            raise StoreError(f"{file}: no use for {columns}: pairs are two columns of nodes")
+        parts = [
+            [nodes.numbers(table, first, cells[j]) for j in ends]
+            for first, cells in table.read(dict.fromkeys(ends, nodes.kind))
+        ]
+        table.say(say=say)
+    pairs = np.concatenate(parts, 1).T
+    return np.array(nodes.names)[pairs] if nodes.names else pairs
+
+
+class Keys:
+    """What tells the M edges of a table apart, for other tables of the same edges: ends [2, M] and ids {name: pyarrow array
+    of strings [M]}. source: the table; nodes: its `Nodes`."""
+
+    def __init__(self, source, nodes, ends, ids):
+        self.source = source
+        self.nodes = nodes
+        self.ends = ends
+        self.ids = ids
+
+    def of_ends(self, ends):
+        """Pack the ends [2, n] of edges into a pyarrow array of n integers."""
+        import pyarrow
+
+        return pyarrow.array(ends[0] * self.nodes.count + ends[1])
+
+    def counted(self):
+        """Return the numbers of the edges as a pyarrow array of strings."""
+        import pyarrow
+
+        return pyarrow.array(np.arange(self.ends.shape[1])).cast("string")
+
+    def called(self, key) -> str:
+        """Name an edge by its key, for messages."""
+        if type(key) is str:
+            return key
+        names = self.nodes.names or range(self.nodes.count)
+        return " -> ".join(str(names[node]) for node in divmod(key, self.nodes.count))
+
+    def have_ends(self, table, columns) -> bool:
+        """Whether two columns hold the ends of an edge in each of the first rows, of nodes with numbers."""
+        if self.nodes.kind is str or "list" in [table.kinds[j] for j in columns]:
+            return False
+        cells = [table.sample(j) for j in columns]
+        if not all(map(self.nodes.has, [*cells[0], *cells[1]])):
+            return False
+        ends = [
+            self.nodes.numbers(table, 0, np.array([whole_of(cell) for cell in of])) for of in cells
+        ]
+        return bool(np.isin(self.of_ends(np.array(ends)), self.of_ends(self.ends)).all())
+
+    def joined(self, table, of_edges, of_rows):
+        """Find the row of each edge, by equal keys, pyarrow arrays [M] -> int64 [M], or None if they are in order."""
+        import pyarrow.compute as compute
+
+        if of_rows.equals(of_edges):
+            return None
+        for source, cells in ((self.source, of_edges), (table.name, of_rows)):
+            if len(cells.unique()) < len(cells):
+                counts = cells.value_counts()
+                twice = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
+                why = "its rows and those of the edges cannot be joined, unless both have one order"
+                raise StoreError(
+                    f"{source} has the edge {self.called(twice)} more than once: {why}"
+                )
+        order = compute.index_in(of_edges, value_set=of_rows)
+        if order.null_count:
+            lost = of_edges[order.is_null().index(True).as_py()].as_py()
+            lost = f"no row for the edge {self.called(lost)} of {self.source}"
+            raise StoreError(f"{table.name} has {lost}")
+        if len(of_rows) > len(of_edges):
+            row = compute.is_in(of_rows, value_set=of_edges).index(False).as_py()
+            edge = self.called(of_rows[row].as_py())
+            raise table.error(row, f"{self.source} has no edge {edge}")
+        return order.to_numpy().astype(np.int64)
+
+
+def edge_rows(file, folder, name, ignore, keys):
     """Spool a separate table with one row per edge -> {name: mapped edge_features float32 [M, D], edge_weight float64 [M],
-    edge_type int64 [M] or edge_time [M], int64 or datetime64[us] for dates}; see `_spooled`."""
-    with opened(file, ignore) as table:
-        if not COLUMNS[name].width and table.width != 1:
-            raise StoreError(f"{file} has {table.width} columns: one is needed, of {name}")
-        arrays = _spooled(table, folder, {name: list(range(table.width))})
-        table.say(f"taken as {name}")
+    edge_type int64 [M] or edge_time [M], int64 or datetime64[us] for dates}; see `_spooled`.
+
+    keys: `Keys` of the edges. Rows are joined to these by the columns of ends, if there are such, or by a column of ids that
+    the table of edges has, too, or that holds 0 to M-1; else row i is of edge i.
+    """
+    with opened(file, ignore, keys.nodes.heads) as table:
+        ends = _found_ends(table, keys.nodes) if table.width > 1 else None
+        if ends is None and table.width > 2 and keys.have_ends(table, [0, 1]):
+            ends = [0, 1]
+        ids = _id_column(table, [j for j in _edge_ids(table) if j not in (ends or ())], "edges")
+        named = ids is not None and table.names[ids] in keys.ids
+        columns = [j for j in range(table.width) if j != ids and j not in (ends or ())]
+        if not columns or len(columns) > 1 and not COLUMNS[name].width:
+            needed = "some are" if COLUMNS[name].width else "one is"
+            count = plural(len(columns), "column")
+            raise StoreError(f"{file} has {count} for {name}: {needed} needed")
+        fields = {name: columns, **({"ends": ends} if ends else {})}
+        by_ids = named or ids is not None and not ends
+        arrays = _spooled(table, folder, fields, keys.nodes, [ids] if by_ids else [])
+        order = None
+        how = "row by row"
+        if by_ids:
+            how = f"by {table.column(ids)}"
+            known = keys.ids[table.names[ids]] if named else keys.counted()
+            order = keys.joined(table, known, arrays.pop("ids")[table.names[ids]])
+        if ends:
+            of_rows = keys.of_ends(arrays.pop("ends").T)
+            both = f"{table.column(ends[0])} and {table.column(ends[1])}"
+            if not by_ids:
+                how = f"by {both}" if ids is None else f"by {both}, {table.column(ids)} not used"
+                order = keys.joined(table, keys.of_ends(keys.ends), of_rows)
+            elif not (of_rows if order is None else of_rows.take(order)).equals(
+                keys.of_ends(keys.ends)
+            ):
+                raise StoreError(f"{file}: {both} are not the ends of the edges in {keys.source}")
+        if order is not None:
+            types = arrays.pop("edge_types", None)
+            arrays = {name: _ordered(folder, arrays[name], order)}
+            if types:
+                arrays |= _numbered_types(types, arrays[name])
+        table.say(f"taken as {name}, {how}")
         return arrays
 
 
-def _spooled(table, folder, fields, nodes=None):
-    """Spool `fields` {name: columns} of a table of edges as records in one file -> {name: view of its field}. Types that
-    are text are numbered in the order of their first rows; "edge_types" then holds their names."""
+def _edge_ids(table) -> list[int]:
+    """List the columns that may hold ids of edges."""
+    other = {*table.named("source"), *table.named("destination"), *table.named("more of an edge")}
+    return [j for j in table.named("id") if j not in other]
+
+
+def _ordered(folder, values, order):
+    """Spool rows of `values` in another order."""
+    parts = np.array_split(order, len(order) // 4096 + 1)
+    return spool(folder, (values[part] for part in parts), values.dtype, *values.shape[1:])
+
+
+def _numbered_types(names, types) -> dict:
+    """Number types [M] that have names in the order of their first edges -> {name: array} for both."""
+    order = np.argsort(np.unique(types, return_index=True)[1])
+    return {"edge_types": [names[old] for old in order], EDGE_TYPE.name: np.argsort(order)[types]}
+
+
+def _spooled(table, folder, fields, nodes, keys=()):
+    """Spool `fields` {name: columns} of a table of edges as records in one file -> {name: view of its field, "ids": {name of
+    a column in `keys`: its cells, a pyarrow array of strings}}. Types that are text are numbered in the order of their
+    first rows; "edge_types" then holds their names."""
     ends = fields.get("ends", ())
     record = []
     kinds = {}
@@ -372,11 +639,16 @@ def _spooled(table, folder, fields, nodes=None):
     texts = [j for j in fields.get(EDGE_TYPE.name, ()) if table.may_be_text(j)]
     kinds |= dict.fromkeys(texts, str)
     numbers = {}
+    ids = {j: [] for j in keys}
+    kinds |= {j: str if table.may_be_text(j) else ID for j in keys}
 
     def chunks():
         for first, columns in table.read(kinds):
+            for j, parts in ids.items():
+                parts.append(pyarrow.array(columns[j]).cast("string"))
             columns |= {j: nodes.numbers(table, first, columns[j]) for j in ends}
             for j in texts:
+                columns[j] = trimmed(columns[j])
                 coded = columns[j].dictionary_encode()
                 names = coded.dictionary.to_pylist()
                 if missing := [name for name in names if name in MISSING]:
@@ -389,9 +661,9 @@ def _spooled(table, folder, fields, nodes=None):
                 chunk[name] = stacked(columns, which, record[name].base)
             yield chunk
 
-    rows = spool(folder, chunks(), record)
     import pyarrow
 
+    rows = spool(folder, chunks(), record)
     arrays = {name: rows[name] for name in fields}
     for name in arrays.keys() & COLUMNS.keys():
         if not COLUMNS[name].width:
@@ -405,6 +677,9 @@ def _spooled(table, folder, fields, nodes=None):
         elif not np.array_equal(names, np.arange(len(names))):
             codes = np.array_split(arrays[EDGE_TYPE.name], len(rows) // SLICE + 1)
             arrays[EDGE_TYPE.name] = spool(folder, (names[part] for part in codes), np.int64)
+    if keys:
+        ids = {table.names[j]: pyarrow.chunked_array(parts) for j, parts in ids.items()}
+        arrays["ids"] = {name: cells.combine_chunks() for name, cells in ids.items()}
     return arrays
 
 
@@ -418,16 +693,56 @@ def _column(table, word) -> int:
     raise StoreError(f"{short(word)} is neither a file nor one of {table.name}'s columns, {names}")
 
 
-def _end_columns(table) -> list[int]:
-    """Find the columns of sources and of destinations."""
-    sources = table.named("source")
-    destinations = table.named("destination")
+def _end_columns(table, nodes, taken=()) -> list[int]:
+    """Find the columns of sources and of destinations, see `_found_ends`; else they are the first two that are not `taken`."""
     if table.width < 2:
         raise StoreError(f"{table.name} has one column: two are needed, with a comma between them")
+    ends = _found_ends(table, nodes, taken)
+    if ends is None:
+        ends = [j for j in range(table.width) if j not in taken][:2]
+        ends = ends if len(ends) == 2 else [0, 1]
+    if not (table.named("source") and table.named("destination")):
+        source, destination = map(table.column, ends)
+        table.notes.append(f"{source} taken as source, {destination} as destination")
+    return ends
+
+
+def _found_ends(table, nodes, taken=()) -> list[int] | None:
+    """Find the columns of sources and of destinations: by known names; by the name of the ids, as protein_a and protein_b
+    are of `protein`; if names of nodes are text, as the two columns of such names. None without; StoreError for one."""
+    sources = table.named("source")
+    destinations = table.named("destination")
     if len(sources) == len(destinations) == 1:
         return sources + destinations
     if sources or destinations:
         names = short(", ".join(table.names))
         raise StoreError(f"{table.name} has the columns {names}: call one source, one destination")
-    table.notes.append(f"{table.column(0)} taken as source, {table.column(1)} as destination")
-    return [0, 1]
+    of_ids = words_of(nodes.id_name or "")
+    twins = [(stem, pair) for stem, pair in _twins(table) if not {*pair} & {*taken}]
+    pairs = [pair for stem, pair in twins if stem == of_ids or "id" in meanings("".join(stem))]
+    if len(pairs) != 1 and nodes.kind is str:
+        free = [j for j in range(table.width) if j not in taken and table.kinds[j] != "list"]
+        of_nodes = [j for j in free if all(map(nodes.has, table.sample(j)))]
+        pairs = [pair for _, pair in twins if {*pair} == {*of_nodes}] or [of_nodes]
+    return pairs[0] if len(pairs) == 1 and len(pairs[0]) == 2 else None
+
+
+def _twins(table) -> list:
+    """List the pairs of columns whose names differ in the last word or in the first, such as user1 and user2 -> (words that
+    they share, the numbers of the columns in the order of the words that differ: letters, digits, or source and target)."""
+    words = [words_of(name) for name in table.names or ()]
+    twins = []
+    for k, last in enumerate(words):
+        for j, first in enumerate(words[:k]):
+            for stem, other, a, b in (
+                (first[:-1], last[:-1], first[-1:], last[-1:]),
+                (first[1:], last[1:], first[:1], last[:1]),
+            ):
+                if not stem or stem != other or a == b:
+                    continue
+                kinds = meanings(a[0]) | meanings(b[0])
+                if {"source", "destination"} <= kinds:
+                    twins.append((stem, [j, k] if "source" in meanings(a[0]) else [k, j]))
+                elif len(a[0]) == len(b[0]) == 1:
+                    twins.append((stem, [j, k] if a < b else [k, j]))
+    return twins

@@ -375,7 +375,7 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
     if one_way := meta["edges"]["one_way"]:
         share = f"{one_way:,} of {meta['edges']['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
-    if not options.get("node_names"):
+    if options.get("node_names") is None:
         graph = (np.load(path / f"{name}.npy", mmap_mode="r") for name in ("indptr", "indices"))
         for kind in counted_from_one(meta, *graph):
             node = f"node 0 of type {kind}" if kind else "node 0"

@@ -16,8 +16,10 @@ different numbers; else it is text, and so are strings in parquet.
 import bz2
 import contextlib
 import csv
+import functools
 import gzip
 import io
+import json
 import lzma
 import re
 import shlex
@@ -61,7 +63,7 @@ MEANINGS = {  # what a column holds: the names by which it is recognised
     "source": "source src from u head subject",
     "destination": "destination dest dst target to v tail object",
     "label": "label labels class category target y",
-    "id": "id node nodeid nid index unnamed0 indexlevel0",  # the last two are pandas'
+    "id": "id node nodeid nid uid key index unnamed0 indexlevel0",  # the last two are pandas'
     "more of an edge": "weight w time timestamp t type relation edgetype",
 }
 
@@ -69,7 +71,8 @@ MEANINGS = {  # what a column holds: the names by which it is recognised
 class Table:
     """A table in a seekable binary file, whose rows can be read once.
 
-    ignore: {name of a column to leave out: number of tables that had it}, which is counted up.
+    ignore: {name of a column to leave out: number of tables that had it}, which is counted up. heads: function of the
+    cells of the first rows -> whether the first is a header, where its names are not known.
 
     Attributes:
         names: list of the columns' names, or None; one without a name has that of pandas, "Unnamed: 0" for the first.
@@ -81,11 +84,13 @@ class Table:
         notes: phrases on what was guessed, for `say`.
     """
 
-    def __init__(self, stream, name, ignore=()):
+    def __init__(self, stream, name, ignore=(), heads=lambda rows: False):
         self.name = str(name)
         self.names, self.rows, self.notes = None, 0, []
         self._stream, self._skipped, self._separator = stream, 0, None
         self._ignore = ignore
+        self._heads = heads
+        self._index = ()  # names of the columns that are the index of pandas
         self._forms = {}
         self._asked = {}
         with reading(self.name):
@@ -98,7 +103,8 @@ class Table:
                 self._guess_parquet()
             else:
                 rows = self._guess_text() or [[""] * self.width]
-                self.kinds = list(map(kind_of, zip(*rows)))
+                self._first_cells = [*zip(*rows)]
+                self.kinds = list(map(kind_of, self._first_cells))
                 self.widths = [1] * self.width
         self._columns = range(self.width)  # of the file
         self.places = [*self._columns]
@@ -127,17 +133,18 @@ class Table:
         """Read the rows in batches -> yields (number of the first row, {column: values}).
 
         Args:
-            kinds: {column: kind}, each column of the table once. int and float: numbers in any form -> int64 or float64
+            kinds: {column: kind} of the columns to read. int and float: numbers in any form -> int64 or float64
                 [r]. ID: whole numbers as they are printed -> int64 [r]. TIME: whole numbers in any form -> int64 [r], or
                 dates -> datetime64[us] [r], see `dated`. str -> pyarrow array of r strings. list: lists of one length ->
                 float64 [r, length].
             missing: allow empty cells and `nan` among float and int, read as NaN; else they are errors. Text keeps them.
         """
         self._asked = kinds
-        types = [self._type(j, kinds[j]) for j in range(self.width)]
+        types = {j: self._type(j, kind) for j, kind in kinds.items()}
         with reading(self.name):
             for batch in self._batches(types):
-                first, self.rows = self.rows, self.rows + len(batch[0])
+                first = self.rows
+                self.rows += len(next(iter(batch.values())))
                 values = {j: self._values(first, j, kinds[j], batch[j], missing) for j in kinds}
                 yield first, values
         if not self.rows:
@@ -184,15 +191,12 @@ class Table:
         return values
 
     def _text(self, first, j, cells):
-        """Return the cells of a batch without spaces and quotes around them."""
+        """Return the cells of a batch as they are written, without quotes around them."""
         import pyarrow.compute as compute
 
         cells = cells.fill_null("")
         broken = compute.match_substring_regex(cells, "[\r\n]").to_numpy(zero_copy_only=False)
         self._refuse(first, j, broken, "has a quote that does not end in its line")
-        cells = compute.utf8_trim_whitespace(cells)
-        if self._separator:  # pyarrow keeps quotes that follow a space
-            cells = compute.replace_substring_regex(cells, '^"(.*)"$', r"\1")
         return cells
 
     def _times(self, first, j, cells) -> np.ndarray:
@@ -201,7 +205,7 @@ class Table:
         import pyarrow.compute as compute
 
         if cells.type == "string":
-            text = self._text(first, j, cells)
+            text = trimmed(self._text(first, j, cells))
             missing = compute.is_in(text, pyarrow.array([*MISSING, "NaT"]))
             text = compute.if_else(missing, None, text)
             text = compute.replace_substring_regex(text, r"([.][0-9]{6})000", r"\1")  # nanoseconds
@@ -228,7 +232,7 @@ class Table:
         """Read whole numbers, written in one form in the whole column."""
         values, form = as_printed(cells, self._forms.get(j))
         if values is None:
-            cells = self._text(first, j, cells)
+            cells = trimmed(self._text(first, j, cells))
             values, form = as_printed(cells, self._forms.get(j))
         self._forms[j] = form
         if values is None:
@@ -257,7 +261,7 @@ class Table:
         missing cells, or list of str; a note says why a column with numbers is text."""
         form, numbers = None, []
         for part in parts if self.kinds[j] != "text" else ():
-            values, form = as_printed(part, form)
+            values, form = as_printed(trimmed(part), form)
             if values is None:
                 break
             numbers.append(values)
@@ -266,8 +270,10 @@ class Table:
                 return np.concatenate(numbers)
         cells = [cell for part in parts for cell in part.to_pylist()]
         if self._separator and any(map(NUMBER.fullmatch, cells)):
-            why = next(cell for cell in cells if not is_printed(cell, form))
-            self.notes.append(f"{self.column(j)} is text, not numbers, because of {short(why)}")
+            why = next(cell for cell in cells if not is_printed(cell.strip(), form))
+            why, first = (repr(short(cell)) for cell in (why, cells[0]))
+            beside = f" beside {first}" * (why != first)
+            self.notes.append(f"{self.column(j)} is text, not numbers, because of {why}{beside}")
         return cells
 
     def _refuse(self, first, j, bad, problem, values=None):
@@ -294,35 +300,77 @@ class Table:
         return flag(*(self.names[j] for j in columns)) if self.names else ""
 
     def named(self, meaning) -> list[int]:
-        """List the columns whose names have a meaning, one of MEANINGS."""
-        return [j for j, name in enumerate(self.names or ()) if meaning in meanings(name, j)]
+        """List the columns whose names have a meaning, one of MEANINGS. Those of ids are also the index of pandas, and names
+        that end in id, as "userid" and "acid" do, if the column `identifies` its rows."""
+        found = [j for j, name in enumerate(self.names or ()) if meaning in meanings(name)]
+        if meaning != "id":
+            return found
+        index = [j for j, name in enumerate(self.names or ()) if name in self._index]
+        perhaps = [j for j, name in enumerate(self.names or ()) if name.lower().endswith("id")]
+        perhaps = [j for j in perhaps if not meanings(self.names[j]) and self.identifies(j)]
+        return sorted({*found, *index, *perhaps})
+
+    def sample(self, j) -> list[str]:
+        """Return the cells of a column in the first rows, without spaces around them."""
+        if self._separator:
+            return self._first_cells[self.places[j]]
+        batch = self._first_batch
+        cells = batch.column(self.places[j]).to_pylist() if batch else ()
+        return ["" if cell is None else str(cell).strip() for cell in cells]
+
+    @functools.cached_property
+    def _first_batch(self):
+        return next(self._file.iter_batches(SAMPLE), None)
+
+    def identifies(self, j) -> bool:
+        """Whether a column may hold ids of the rows: text or whole numbers, in the first rows all different."""
+        if self.kinds[j] in ("list", "empty", "dates"):
+            return False
+        cells = self.sample(j)
+        whole = self.kinds[j] != "real" or None not in map(whole_of, filter(None, cells))
+        return whole and len({*cells}) == len(cells)
+
+    def distinct(self, columns) -> list[int]:
+        """List those of some columns whose cells all differ, in a second reading of the file."""
+        import pyarrow
+
+        cells = {j: [] for j in columns}
+        with opened(self.name, dict.fromkeys(self._ignore, 0), self._heads) as again:
+            for batch in again._batches(dict.fromkeys(columns, "string")):
+                for j in columns:
+                    cells[j].append(batch[j])
+        cells = {j: pyarrow.chunked_array(parts) for j, parts in cells.items()}
+        return [j for j in columns if len(cells[j].unique()) == len(cells[j])]
 
     def error(self, row, problem) -> StoreError:
         """Make a StoreError that names the file and the line of a row."""
         return StoreError(f"{self.name}, line {self._skipped + row + 1}: {problem}")
 
-    def say(self, *notes):
+    def say(self, *notes, say=print):
         """Print one line: what was guessed, the number of rows, and `notes`."""
         rows = plural(self.rows, "row")
-        print(f"{Path(self.name).name}: {', '.join([*self.notes, rows, *notes])}")
+        say(f"{Path(self.name).name}: {', '.join([*self.notes, rows, *notes])}")
 
     def _batches(self, types):
-        """Yield the columns of each batch; pyarrow's errors are reworded with the line and the column's name."""
+        """Yield the columns {column: cells} of `types` {column: type} in each batch; pyarrow's errors are reworded with the
+        line and the column's name."""
         import pyarrow.csv
 
         if self._separator is None:
-            for batch in self._file.iter_batches(max(1, (1 << 20) // sum(self.widths))):
-                columns = []
-                for j, kind in enumerate(types):
+            read = [self.names[j] for j in types]
+            size = max(1, (1 << 20) // sum(self.widths[j] for j in types))
+            for batch in self._file.iter_batches(size, columns=read):
+                columns = {}
+                for j, kind in types.items():
                     hint = f"; correct it or drop the column{self.flag(j)}"
                     with reading(f"{self.name}: {self.column(j)}", hint):
-                        column = batch.column(self.places[j])
-                        columns.append(column.cast(kind) if kind else column)
+                        column = batch.column(self.names[j])
+                        columns[j] = column.cast(kind) if kind else column
                 yield columns
             return
         names = [*map(str, self._columns)]
-        kept = [*map(str, self.places)]
-        types = dict(zip(kept, types))
+        kept = [str(self.places[j]) for j in types]
+        of_kept = dict(zip(kept, types.values()))
         read = dict(use_threads=False, block_size=BLOCK, skip_rows=self._skipped)
         try:
             for batch in pyarrow.csv.open_csv(
@@ -330,10 +378,10 @@ class Table:
                 pyarrow.csv.ReadOptions(**read, column_names=names),
                 pyarrow.csv.ParseOptions(delimiter=self._separator),
                 pyarrow.csv.ConvertOptions(
-                    column_types=types, include_columns=kept, null_values=[*MISSING]
+                    column_types=of_kept, include_columns=kept, null_values=[*MISSING]
                 ),
             ):
-                yield batch.columns
+                yield dict(zip(types, batch.columns))
         except ValueError as error:
             message, hint = str(error).replace("CSV parse error: Row #", "line "), ""
             if at := re.match(CONVERSION, message):
@@ -342,7 +390,7 @@ class Table:
                 message = f"line {at[2]}: {self.column(j)} is no {kind}{message[at.end() :]}"
                 dates = re.search("invalid value '[0-9]{4}-", message)
                 times = "dates in every row or in none"
-                which = times if self._asked[j] is TIME else DATES
+                which = times if self._asked.get(j) is TIME else DATES
                 cure = f"write {which}," if dates else "correct it"
                 hint = f"; {cure} or drop the column{self.flag(j)}"
             if re.search(f"invalid value '{COMMA.pattern}'", message):
@@ -361,6 +409,9 @@ class Table:
                 give = f"give numbers or text, or drop it{flag(column)}"
                 raise StoreError(f"{self.name}: {column!r} holds {of}: {give}")
         self.names = schema.names
+        if pandas := (schema.metadata or {}).get(b"pandas"):
+            index = json.loads(pandas).get("index_columns", ())
+            self._index = [name for name in index if name in self.names]
         self.width = len(self.names)
         self.notes = [plural(self.width, "column"), f"header {short(','.join(self.names))}"]
         self.widths = [1] * self.width
@@ -406,18 +457,21 @@ class Table:
         self._stream.seek(0)
         cells = [cells_of(line, self._separator) for line in lines]
         rows = [row for row in cells if len(row) == self.width]  # `read` refuses the others
-        if is_header(rows):
+        known = is_header(rows)
+        by_nodes = not known and self._heads(rows)
+        if known or by_nodes:
             self.names = [name or f"Unnamed: {j}" for j, name in enumerate(rows.pop(0))]
             self._skipped += 1
         elif above:  # numpy writes a header as a comment
             names = cells_of(above.lstrip("#% "), self._separator)
-            if len(names) == self.width and any(map(meanings, names, range(self.width))):
+            if len(names) == self.width and (any(map(meanings, names)) or like_id(names[0])):
                 self.names = names
         name = {"\t": "tab", " ": "space"}.get(self._separator, repr(self._separator))
         by = f" by separator {name}" * (self.width > 1)
         header = "no header"
         if self.names:
             header = f"header {short(self._separator.join(self.names))}"
+            header += ", which names no nodes" * by_nodes
         elif cells[0] == ["0", "1"]:
             header += " (0,1 is a row: if pandas wrote it, put names in its place)"
         self.notes = [plural(self.width, "column") + by, header]
@@ -431,7 +485,7 @@ def is_header(rows) -> bool:
     width = len(first)
     counted = [str(j) for j in range(width)]
     counts = width > 2 or width == 2 and all(kind_of(row) == "real" for row in rest)
-    index = width > 1 and first[1:] == counted[:-1] and meanings(first[0], 0)
+    index = width > 1 and first[1:] == counted[:-1] and (meanings(first[0]) or like_id(first[0]))
     if rest and (index or counts and first == counted):
         raise ValueError(f"its first row is {short(','.join(first))}: write names, such as id,a,b")
     # pandas leaves the name of the index empty
@@ -441,20 +495,32 @@ def is_header(rows) -> bool:
         return False
     if any(all(map(numeric, column)) for column in zip(*rest)):
         return True
-    named = any(map(meanings, first, range(len(first))))
+    named = any(map(meanings, first)) or like_id(first[0])
     return named and not set(first) & {cell for row in rest for cell in row}
 
 
-def meanings(name, j) -> set[str]:
-    """Return those of MEANINGS that fit the name of column j, also if "node" or "id" follow: `from_node_id`. The first
-    column holds ids, too, if its name is empty or ends in id."""
+def meanings(name) -> set[str]:
+    """Return those of MEANINGS that fit the name of a column, also if "node" or "id" follow: `from_node_id`. A name whose
+    last word is id, as in user_id and userId, is that of ids unless it is that of a label."""
     word = re.sub(r"[\W_]", "", name.lower())
     forms = {word, word.removesuffix("id").removesuffix("node")}
     fitting = {meaning for meaning, words in MEANINGS.items() if forms & {*words.split()}}
     if word.endswith(("label", "labels")):
         fitting.add("label")
-    like_id = word == "" or word.endswith("id") and "label" not in fitting
-    return fitting | {"id"} if j == 0 and like_id else fitting
+    of_ids = words_of(name)[-1:] == ["id"] and "label" not in fitting
+    return fitting | {"id"} if of_ids else fitting
+
+
+def like_id(name) -> bool:
+    """Whether the first column may hold ids by its name: pandas leaves that of the index empty."""
+    return name == "" or name.lower().endswith("id")
+
+
+def words_of(name) -> list[str]:
+    """Split the name of a column into words in lower case: source_id, SourceID and "Source Id" are source and id, user1 is
+    user and 1."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[^\W\d_])(?=\d)", " ", name)
+    return [word for word in re.split(r"[\W_]+", spaced.lower()) if word]
 
 
 def flag(*names) -> str:
@@ -577,6 +643,13 @@ def as_printed(cells, form):
     return _digits(cells) if form else None, form
 
 
+def trimmed(cells):
+    """Return a pyarrow array of strings without spaces around them, and without quotes, which pyarrow keeps after a space."""
+    import pyarrow.compute as compute
+
+    return compute.replace_substring_regex(compute.utf8_trim_whitespace(cells), '^"(.*)"$', r"\1")
+
+
 def _digits(cells) -> np.ndarray | None:
     """Read text as whole numbers without a sign + or zeros in front -> int64 [r], or float64 with NaN for null; None if
     a cell is written otherwise."""
@@ -600,18 +673,25 @@ def _digits(cells) -> np.ndarray | None:
     return numbers.to_numpy(zero_copy_only=False)
 
 
+def whole_of(cell) -> int | None:
+    """Return the whole number in a cell, however it is written, or None."""
+    if WHOLE.fullmatch(cell):
+        return int(cell)
+    return int(float(cell)) if NUMBER.fullmatch(cell) and float(cell).is_integer() else None
+
+
 def numeric(cell) -> bool:
     """Whether a cell is a number, perhaps with a decimal comma, which `Table.read` refuses."""
     return bool(NUMBER.fullmatch(cell) or COMMA.fullmatch(cell))
 
 
 @contextlib.contextmanager
-def opened(file, ignore=()):
-    """Context manager: the `Table` in a file."""
+def opened(file, ignore=(), heads=lambda rows: False):
+    """Context manager: the `Table` in a file; see there."""
     with reading(file):
         stream = open(file, "rb")
     with stream:
-        yield Table(stream, file, ignore)
+        yield Table(stream, file, ignore, heads)
 
 
 def stacked(columns, which, dtype) -> np.ndarray:

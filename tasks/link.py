@@ -30,6 +30,7 @@ from disk.files import SPLITS, StoreError, plural, reading, sha256_of
 from loader import from_edge_index
 from native import kernels
 from sampler import expand, mix, random_bits
+from sources.graph_tables import pairs_of_table
 from sources.splits import say_empty_parts
 from tasks.edge_split import HELD_OUT, Edges, checked_pairs, counts_of, split_edges, view_of
 from tasks.metrics import METRICS, metrics_with, ranking
@@ -566,7 +567,7 @@ class LinkTask(Task):
         self.evaluation = Evaluation(self.store)
         self._say_what_is_not_ranked(say)
         if args.pairs:  # refused before anything is trained
-            self._read_pairs(args.pairs, edge_type)
+            self._read_pairs(args.pairs, edge_type, say)
 
     def _say_what_is_not_ranked(self, say):
         left_out = {part: ~some.ranked for part, some in self.evaluation.examples.items()}
@@ -577,12 +578,15 @@ class LinkTask(Task):
                 "MRR and Hits leave these pairs out"
             )
 
-    def _read_pairs(self, file, edge_type):
-        """Read the file of --pairs. asked: int64 [n, 2] nodes; named: [n, 2] as in the file."""
+    def _read_pairs(self, file, edge_type, say):
+        """Read the file of --pairs, an array or a table. asked: int64 [n, 2] nodes; named: [n, 2] as in the file."""
         with reading(name := f"--pairs {file}"):
-            pairs = np.load(file, allow_pickle=False)
-            if not isinstance(pairs, np.ndarray):
-                raise ValueError("it holds several arrays, an .npy file holds one")
+            with open(file, "rb") as stream:
+                is_array = stream.read(6) == b"\x93NUMPY"
+            if is_array:
+                pairs = np.load(file, allow_pickle=False)
+            else:
+                pairs = pairs_of_table(file, self.store, lambda line: say(f"pairs   {line}"))
             self.asked = checked_pairs(name, pairs, self.store, edge_type)
             self.named = np.char.decode(pairs, "utf-8") if pairs.dtype.kind == "S" else pairs
 

@@ -11,7 +11,6 @@ from disk.columns import NAMES, described_types, read_names
 from disk.files import SPLITS, StoreError, plural
 from model import GNN, is_gnn
 from relational import NodeInputs
-from sampler import Block
 from store import GraphStore
 
 MOST_HOPS = 8  # tried for a user's network that does not run with those of --fanout
@@ -295,7 +294,7 @@ def hops_needed(width, network, batch):
     hops = len(batch.blocks)
     outer = batch.blocks[0]
     own = torch.arange(outer.num_src + 1, dtype=outer.indptr.dtype, device=outer.indptr.device)
-    own = Block(own, own[:-1], outer.src_nodes)
+    own = type(outer)(own, own[:-1], outer.src_nodes)
     for count in {*range(1, MOST_HOPS + 1)} - {hops}:
         blocks = [*[own] * (count - hops), *batch.blocks[-count:]]
         x = batch.x[: blocks[0].num_src]

@@ -207,6 +207,19 @@ def test_pairs_are_given_by_the_names_of_nodes(kind, tmp_path, capsys):
     assert _code(words + f"/0.npy --dataset {graph.path} --checkpoint {tmp_path}/l.pt") == 0
     assert counts in (out := capsys.readouterr().out)
     assert ("files of pairs hold names of nodes" in out) == (kind != "none")
+    table = tmp_path / "pairs.csv"
+    pairs = names[np.array(rows["test"])]
+    written = f"--gpus 0 --resume {tmp_path}/l.pt --edge-split none --predict {tmp_path}/t.csv"
+    assert _code(written, f"--pairs {asked}") == 0
+    scored = (tmp_path / "t.csv").read_text()
+    for header, order in (("source,target\n", [0, 1]), ("id_2,id_1\n", [1, 0]), ("", [0, 1])):
+        cells = pairs[:, order].astype(str)
+        table.write_text(header + "".join(map("{0[0]},{0[1]}\n".format, cells)))
+        assert _code(written, f"--pairs {table}") == 0
+        assert (tmp_path / "t.csv").read_text() == scored
+    table.write_text("source,target\n-5,zoe\n")
+    assert _code(written, f"--pairs {table}") == 2
+    assert re.search("pairs.csv, line 2|pairs.csv: line 2", capsys.readouterr().err)
     again = f"--gpus 0 --resume {tmp_path}/l.pt --edge-split none --pairs {asked}"
     np.save(asked, other[np.array(rows["test"])])
     assert _code(again, f"--dataset {theirs.path} --predict {tmp_path}/2.npy") == 0

@@ -407,7 +407,7 @@ def _bad_inputs():
         "node 49 is in split 'train' and in 'valid'": {"split": {"train": ok, "valid": [70, 49]}},
         "node n49 is in split 'train' and in 'valid'": {
             "split": {"train": ok, "valid": [70, 49]},
-            "node_names": [f"n{i}" for i in range(200)],
+            "node_names": np.array([f"n{i}" for i in range(200)]),
         },
         "node 4 more than once": {"split": {"train": [4, 9, 4]}},
         "node 1 more than once; a mask is of bool": {"split": {"train": [0, 1, 1]}},
