@@ -197,6 +197,10 @@ class FeatureRing:
         self.copied = [None] * slots  # event: copies out of the slot are done
         self.began = [None] * slots  # event: the copy of x began
 
+    def counts(self):
+        """Return the counts of the features, see `Features`."""
+        return stated(self.features).counts()
+
     def stream(self, slot, blocks=()):
         """Context with the slot's stream as current CUDA stream: sample on the GPU in it, to overlap with training."""
         return self.copies.stream(slot, blocks) if self.copies else nullcontext()
@@ -291,10 +295,11 @@ class FeatureRing:
         if self.scale is None or rows.is_floating_point():
             return rows
         steps, offsets = self.scale.unbind(-2)
-        if self.ends is None:
-            return rows.to(steps.dtype).mul_(steps).add_(offsets)
-        types = torch.bucketize(ids.to(self.device), self.ends, right=True)
-        return rows.to(steps.dtype).mul_(steps[types]).add_(offsets[types])
+        if self.ends is not None:
+            types = torch.bucketize(ids.to(self.device), self.ends, right=True)
+            steps = steps[types]
+            offsets = offsets[types]
+        return rows.to(steps.dtype).mul_(steps).add_(offsets)
 
     def _fill(self, slot, name, table, ids, block=None):
         """Read rows into the slot's buffer -> [n, F]: a view of the buffer or, with a GPU, the copy there. On CPU with

@@ -669,21 +669,10 @@ class MmapFeatures(StoredFeatures):
         free = free_host_bytes()
         return free // 8 if self.stays(free // 8) else free // 2
 
-    def gather(self, ids, out=None) -> Tensor:
-        """Gather rows -> [n, F].
-
-        Args:
-            ids: int32 or int64 [n] node ids, in any order, repeats allowed; IndexError if one is out of range.
-            out: [n, F] of this dtype to write into and return; None: a new tensor.
-        """
-        out = convert.gather_target(self, ids, out)
+    def _read(self, ids, out):
         if self._reader and out.is_contiguous():
             return self._reader.read(ids, out)
         return torch.index_select(self._table, 0, ids, out=out)
-
-    def put_rows(self, ids, rows):
-        """Raise StoreError: rows of a memory-mapped array do not change."""
-        raise StoreError("put_rows needs a store with backend lmdb: rows of mmap stay as built")
 
 
 class CodedFeatures(StoredFeatures):
@@ -704,21 +693,17 @@ class CodedFeatures(StoredFeatures):
         self.shape = tuple(codes.shape)
 
     def gather(self, ids, out=None) -> Tensor:
-        """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
-        codes = self.codes
-        if isinstance(codes, Tensor):
-            ids = ids.to(codes.device)
-        codes = codes[ids] if isinstance(codes, Tensor) else codes.gather(ids)
+        """Gather rows -> [n, F], by default on the device of the codes."""
+        if isinstance(self.codes, Tensor):
+            ids = ids.to(self.codes.device)
+            codes = self.codes[ids]
+        else:
+            codes = self.codes.gather(ids)
         steps, offsets = convert.steps_and_offsets(self.scale, self.ends, ids)
-        if out is None:
-            return codes.float().mul_(steps).add_(offsets)
-        return convert.gather_target(self, ids, out).copy_(codes).mul_(steps).add_(offsets)
+        rows = codes.float() if out is None else convert.gather_target(self, ids, out).copy_(codes)
+        return rows.mul_(steps).add_(offsets)
 
-    def put_rows(self, ids, rows):
-        """Replace rows, see `LmdbFeatures.put_rows`; StoreError for a value beyond the range of its column as built."""
-        ids = torch.as_tensor(ids)
-        rows = torch.as_tensor(rows)
-        convert.gather_target(self, ids, rows, "rows")
+    def _put(self, ids, rows):
         steps, offsets = convert.steps_and_offsets(self.scale, self.ends, ids)
         codes = convert.encode(rows, steps, offsets)
         beyond = codes != codes.clamp(-128, 127)
@@ -752,16 +737,10 @@ class PartFeatures(StoredFeatures):
                 raise StoreError(f"{self._path}: the features of node {node} are elsewhere: {held}")
         return ids - self.first
 
-    def gather(self, ids, out=None) -> Tensor:
-        """Gather rows -> [n, F]; see `MmapFeatures.gather`. StoreError for an id of another part."""
-        out = convert.gather_target(self, ids, out)
+    def _read(self, ids, out):
         return self._rows.gather(self._local(ids), out)
 
-    def put_rows(self, ids, rows):
-        """Replace rows of this part, see `LmdbFeatures.put_rows`; StoreError for an id of another part."""
-        ids = torch.as_tensor(ids)
-        rows = torch.as_tensor(rows)
-        convert.gather_target(self, ids, rows, "rows")
+    def _put(self, ids, rows):
         self._rows.put_rows(self._local(ids), rows)
 
 
@@ -770,13 +749,12 @@ class ReorderedFeatures(convert.RowsByIndex):
     the column of `features` that each column is."""
 
     def __init__(self, features, order):
-        self._features, self._order = features, order
+        self._features = features
+        self._order = order
         self.shape = features.shape
         self.dtype = features.dtype
 
-    def gather(self, ids, out=None) -> Tensor:
-        """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
-        out = convert.gather_target(self, ids, out)
+    def _read(self, ids, out):
         return torch.index_select(self._features.gather(ids), 1, self._order, out=out)
 
 

@@ -403,13 +403,39 @@ def _different(rows):
 
 
 class RowsByIndex:
-    """Base of features of a store: `features[ids]` for those with .shape, .dtype and .gather(ids).
+    """Base of features of a store. Subclasses have .shape, .dtype, `_read(ids, out)`, which fills and returns `out`, and
+    `_put(ids, rows)` if rows may change.
 
     Attributes:
         scale, ends: those of `CodedFeatures`; None where rows are kept as they are read.
     """
 
     scale = ends = None
+
+    def gather(self, ids, out=None) -> Tensor:
+        """Gather rows -> [n, F].
+
+        Args:
+            ids: int32 or int64 [n] node ids, in any order, repeats allowed; IndexError if one is out of range.
+            out: [n, F] of this dtype to write into and return; None: a new tensor.
+        """
+        return self._read(ids, gather_target(self, ids, out))
+
+    def put_rows(self, ids, rows):
+        """Replace rows, with backend lmdb: atomically, readers see all of them or none, after a crash as well.
+
+        Args:
+            ids: int32 or int64 [n] node ids; of an id that repeats, the last row counts.
+            rows: [n, F] of this dtype, finite. All blocks to be changed are held in memory.
+
+        Raises IndexError for an id out of range, StoreError for invalid rows, values beyond the range of a column of codes,
+        another backend or a full disk; then nothing is changed.
+        """
+        ids = torch.as_tensor(ids)
+        self._put(ids, gather_target(self, ids, torch.as_tensor(rows), "rows"))
+
+    def _put(self, ids, rows):
+        raise StoreError("put_rows needs a store with backend lmdb: rows of mmap stay as built")
 
     def __getitem__(self, ids) -> Tensor:
         """Gather the rows of a list or array of ids [n], of a mask bool [V] or of a slice -> [n, F]."""

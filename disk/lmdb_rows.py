@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from disk import files
-from disk.convert import RowsByIndex, as_numpy, check_finite, gather_target
+from disk.convert import RowsByIndex, as_numpy, check_finite
 from disk.files import StoreError, reading
 
 READ_THREADS = 32  # they mostly wait for the disk, whatever the number of cores
@@ -275,9 +273,8 @@ class LmdbFeatures(RowsByIndex):
     def __reduce__(self):
         return LmdbFeatures, (self.file.path, self.shape, self.dtype, self.block_rows, self.large)
 
-    def gather(self, ids, out=None) -> Tensor:
-        """Copy rows of one snapshot, looking up each block once; see `MmapFeatures.gather`."""
-        out = gather_target(self, ids, out)
+    def _read(self, ids, out):
+        """Copy rows of one snapshot, looking up each block once."""
         target = as_numpy(out)
         if self.large:  # many threads wait for the disk first: get() reads a page of each value
             blocks = np.unique(ids.numpy() // self.block_rows)
@@ -295,19 +292,9 @@ class LmdbFeatures(RowsByIndex):
         self.file.read(copy)
         return out
 
-    def put_rows(self, ids, rows):
-        """Replace rows atomically: readers see all of them or none, after a crash as well.
-
-        Args:
-            ids: int32 or int64 [n] node ids; of an id that repeats, the last row counts.
-            rows: [n, F] of this dtype, finite. All blocks to be changed are held in memory.
-
-        Raises IndexError for an id out of range, StoreError for invalid rows or a full disk; then nothing is changed.
-        """
-        ids = torch.as_tensor(ids)
-        rows = torch.as_tensor(rows)
-        source = as_numpy(gather_target(self, ids, rows, "rows"))
+    def _put(self, ids, rows):
         check_finite("rows", rows)
+        source = as_numpy(rows)
         with self.file.transaction(write=True) as txn:
             _forget_sha256(self.file.path)
             for number, where, at in self._blocks(ids):

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from disk.files import StoreError
-from features import stated
 from loader import seeds_at
 from sources.splits import choose_split, split_of
 from tasks.metrics import METRICS, binary_cross_entropy, cross_entropy, metrics_with, score
@@ -65,7 +64,6 @@ class NodeTask(Task):
         idle = not args.trains and store.num_splits == 1 and "split" not in args.typed
         self.number = None if idle else args.split
         choose_split(store, self.number, seed=args.seed, turn=args.turn, say=say)
-        store.check_split()
         # multi-label; for a graph without labels see `predict_as`
         self.several = store.labels.dim() == 2
         if self.several and args.class_weights != "none":
@@ -136,7 +134,7 @@ class NodeTask(Task):
             times = None if self.times is None else self.times[nodes]
             logits = run.sampled(nodes, times)
             result = score(self.metric, logits, self.store.labels[nodes])
-        return {"valid_sampled": result, **stated(run.ring.features).counts()}, result
+        return {"valid_sampled": result, **run.ring.counts()}, result
 
     def evaluate(self, run, report):
         args = run.plan
