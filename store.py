@@ -129,8 +129,10 @@ def build_store(
     if isinstance(edge_index, dict) and not convert.is_sparse(edge_index):
         vars(given).update(typed.flatten(given))
     elif node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
-        form = "edge_index as {(source type, name, destination type): [2, M]}"
-        raise StoreError(f"node_types is for a graph that is given by type: give {form}")
+        raise StoreError(
+            "node_types is for a graph that is given by type: give "
+            "edge_index as {(source type, name, destination type): [2, M]}"
+        )
     graph = _checked(given)
     with files.complete_or_not_there(Path(path), _bytes_needed(graph)) as building:
         _write_store(building, graph, progress)
@@ -535,9 +537,9 @@ class GraphStore:
     def _order(self):
         order = getattr(self, columns.EDGE_ORDER.name)
         if order is None:
-            how = "build it with edge_order=True (--edge-order)"
             raise StoreError(
-                f"{self.path} does not have the order in which edges were given: {how}"
+                f"{self.path} does not have the order in which edges were given: "
+                "build it with edge_order=True (--edge-order)"
             )
         return order
 
@@ -585,8 +587,9 @@ class GraphStore:
     def numbered_split(self, number):
         """Return {part: ids} of one of the store's splits, counted from 0; StoreError if there is no such split."""
         if not 0 <= number < self.num_splits:
-            has = f"{self.path} has {self.num_splits}, counted from 0"
-            raise StoreError(f"split {number} is out of range: {has}")
+            raise StoreError(
+                f"split {number} is out of range: {self.path} has {self.num_splits}, counted from 0"
+            )
         return {  # of several splits [K, n] a row without its padding
             name: ids if ids.dim() == 1 else ids[number][ids[number] >= 0]
             for name, ids in self._splits.items()
@@ -600,8 +603,12 @@ class GraphStore:
         end = self.num_classes if self.labels.dim() == 1 else 2
         for name, ids in split.items():
             labels = self.labels[ids]
-            why = f"labels lie in [0, {end}); rebuild the store"
-            refuse(labels >= end, f"{self.path}: of split {name!r} labels", labels, why)
+            refuse(
+                labels >= end,
+                f"{self.path}: of split {name!r} labels",
+                labels,
+                f"labels lie in [0, {end}); rebuild the store",
+            )
 
     def _map(self, name, kind, **options) -> Tensor:
         return files.map_npy(self.path, name, self.meta["files"][name], kind, **options)
@@ -709,8 +716,12 @@ class CodedFeatures(StoredFeatures):
         beyond = codes != codes.clamp(-128, 127)
         for at in beyond.nonzero()[:1]:
             step, offset = (of.expand_as(rows)[tuple(at)] for of in (steps, offsets))
-            ends = f"{offset - 128 * step:.6g} to {offset + 127 * step:.6g}"
-            refuse(beyond, "rows", rows, f"its column was built for {ends}")
+            refuse(
+                beyond,
+                "rows",
+                rows,
+                f"its column was built for {offset - 128 * step:.6g} to {offset + 127 * step:.6g}",
+            )
         self.codes.put_rows(ids, codes.to(torch.int8))
 
 
@@ -733,8 +744,10 @@ class PartFeatures(StoredFeatures):
         """Return where rows ids [n] are in this part; StoreError if one is in another part."""
         for node in map(int, ids.aminmax()) if len(ids) else ():
             if not self.first <= node < self.stop:
-                held = f"this part has rows {self.first:,} to {self.stop - 1:,}"
-                raise StoreError(f"{self._path}: the features of node {node} are elsewhere: {held}")
+                raise StoreError(
+                    f"{self._path}: the features of node {node} are elsewhere: "
+                    f"this part has rows {self.first:,} to {self.stop - 1:,}"
+                )
         return ids - self.first
 
     def _read(self, ids, out):

@@ -55,8 +55,10 @@ def check_features(features, kept_as):
         raise StoreError(f"features has shape {list(shape)}: [V, F] is needed, neither of them 0")
     dtype = row_dtype("features", features)
     if kept_as and (kept_as not in KEPT_AS or "float" not in dtype):
-        kinds = f"features of floats can be kept as {' or '.join(KEPT_AS)}"
-        raise StoreError(f"feature_dtype {kept_as} with features of {dtype}: {kinds}")
+        raise StoreError(
+            f"feature_dtype {kept_as} with features of {dtype}: "
+            f"features of floats can be kept as {' or '.join(KEPT_AS)}"
+        )
     return int(shape[0]), int(shape[1]), kept_as or dtype
 
 
@@ -64,8 +66,10 @@ def check_names(names, width) -> list[str]:
     """Check the names of the feature columns -> list of F different strings."""
     names = [*map(str, names)]
     if not width == len(names) == len({*names}):
-        given = f"feature_names has {len(names)} names, {len({*names})} of them different"
-        raise StoreError(f"{given}: {width} different ones are needed, one a column")
+        raise StoreError(
+            f"feature_names has {len(names)} names, {len({*names})} of them different"
+            f": {width} different ones are needed, one a column"
+        )
     return names
 
 
@@ -79,8 +83,10 @@ def check_labels(labels, num_nodes, num_classes):
         raise StoreError(f"labels: none of the {num_nodes} nodes has a label, all are -1")
     if labels.ndim == 2:
         if not 2 <= labels.shape[1] <= MAX_CLASSES or num_classes not in (None, labels.shape[1]):
-            shapes = f"labels is {list(labels.shape)} and num_classes {num_classes}"
-            raise StoreError(f"{shapes}: with several labels per node, 2 <= C <= {MAX_CLASSES:,}")
+            raise StoreError(
+                f"labels is {list(labels.shape)} and num_classes {num_classes}"
+                f": with several labels per node, 2 <= C <= {MAX_CLASSES:,}"
+            )
         why = "several labels per node are each 0 or 1, or -1 for a missing one"
         refuse((labels < -1) | (labels > 1), "labels", labels, why)
         if (labels == -1).any() and not (labels == 0).any():
@@ -90,8 +96,10 @@ def check_labels(labels, num_nodes, num_classes):
         num_classes = max(int(labels.max()) + 1, 1)
         present = len(np.unique(labels[labels >= 0])) if num_classes > 1000 else 1
         if num_classes > 1000 + 10 * present:
-            used = f"labels run up to {num_classes - 1:,} and {present:,} different ones occur"
-            raise StoreError(f"{used}: number them from 0, each class is a row of the last layer")
+            raise StoreError(
+                f"labels run up to {num_classes - 1:,} and {present:,} different ones occur"
+                f": number them from 0, each class is a row of the last layer"
+            )
     if not 1 <= num_classes <= MAX_CLASSES:
         raise StoreError(f"num_classes is {num_classes}: from 1 to {MAX_CLASSES:,} are possible")
     bad = (labels < -1) | (labels >= num_classes)
@@ -111,9 +119,11 @@ def doubts(store, counted) -> list[str]:
         used = labels[labels >= 0].unique()
         empty = np.setdiff1d(np.arange(store.num_classes), used).tolist()
         if empty:
-            which = f"{len(empty)} of {store.num_classes} classes have no node"
             listed = ", ".join(map(str, empty[:8])) + ", ..." * (len(empty) > 8)
-            lines.append(f"{which}: {listed}; labels number the classes from 0")
+            lines.append(
+                f"{len(empty)} of {store.num_classes} classes have no node"
+                f": {listed}; labels number the classes from 0"
+            )
     width = store.feature_dim
     train = store.split["train"]
     nodes = train[train < store.features.shape[0]].numpy()
@@ -136,8 +146,9 @@ def doubts(store, counted) -> list[str]:
         of = f"all {len(nodes):,} training nodes"
         if len(nodes) < len(train):
             of = f"{len(nodes):,} training nodes, drawn from {len(train):,}"
-        cure = "leave out what was made from labels"
-        lines.append(f"features that alone tell the label of {of}: {listed}; {cure}")
+        lines.append(
+            f"features that alone tell the label of {of}: {listed}; leave out what was made from labels"
+        )
     return lines
 
 
@@ -210,8 +221,10 @@ def checked_rows(features, progress):
     for first, chunk in chunked("features", features, progress=progress):
         chunk = as_rows("features", chunk)
         if chunk.dtype != getattr(torch, announced) or chunk.shape[1:] != (width,):
-            actual = f"features has rows of {list(chunk.shape[1:])} {chunk.dtype}"
-            raise StoreError(f"{actual}, [{width}] {announced} was announced")
+            raise StoreError(
+                f"features has rows of {list(chunk.shape[1:])} {chunk.dtype}"
+                f", [{width}] {announced} was announced"
+            )
         check_finite("features", chunk, first)
         yield first, chunk.detach().cpu()
 

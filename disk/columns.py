@@ -49,8 +49,13 @@ def check_weights(name, weights):
         exact = chunk.double()  # torch compares no uint16, uint32 and uint64
         kept = chunk.float()
         bad = ~(torch.isfinite(kept) & (exact >= 0)) | (kept == 0) & (exact > 0)
-        why = "a weight says how likely an edge is drawn: float32 must hold it, finite and positive or 0"
-        refuse(bad, name, chunk, why, first)
+        refuse(
+            bad,
+            name,
+            chunk,
+            "a weight says how likely an edge is drawn: float32 must hold it, finite and positive or 0",
+            first,
+        )
     if isinstance(weights, torch.Tensor):
         weights = weights.float()  # numpy has no bfloat16
     return np.asarray(weights), {}
@@ -59,8 +64,12 @@ def check_weights(name, weights):
 def check_types(name, types):
     """Refuse what is no number of a type; num_edge_types is the largest one + 1."""
     types = integers(name, types)
-    why = f"types are numbered from 0, and there are up to {MOST_TYPES:,}"
-    refuse((types < 0) | (types >= MOST_TYPES), name, types, why)
+    refuse(
+        (types < 0) | (types >= MOST_TYPES),
+        name,
+        types,
+        f"types are numbered from 0, and there are up to {MOST_TYPES:,}",
+    )
     count = int(types.max(initial=0)) + 1
     return types.astype(types_dtype(count)), {"num_edge_types": count}
 
@@ -209,8 +218,10 @@ class Column:
         fits = shape[:1] == (rows,) and len(shape) <= 1 + bool(self.width) and 0 not in shape[1:]
         if not fits or isinstance(values, Rows):
             width = ", D" if self.width else ""
-            needed = f"an array [{rows}{width}] is needed, a row for each {self.of}"
-            raise StoreError(f"{self.name} is a {type(values).__name__} {[*shape]}: {needed}")
+            raise StoreError(
+                f"{self.name} is a {type(values).__name__} {[*shape]}: "
+                f"an array [{rows}{width}] is needed, a row for each {self.of}"
+            )
         return self.check(self.name, values)
 
 
@@ -331,8 +342,9 @@ def check_columns(values, edges, edge_types):
         types = meta["num_edge_types"]
         distinct = types <= len({*names}) == len(names)
         if not (distinct and all(map(str.isprintable, names))):
-            needed = f"{types} different names of printable text are needed"
-            raise StoreError(f"edge_types {names}: {needed}")
+            raise StoreError(
+                f"edge_types {names}: {types} different names of printable text are needed"
+            )
         meta["num_edge_types"] = len(names)
         checked[EDGE_TYPE.name] = checked[EDGE_TYPE.name].astype(
             types_dtype(len(names)), copy=False
@@ -345,8 +357,10 @@ def check_units(units):
     dates = [name for name, unit in units.items() if unit]
     numbers = [name for name, unit in units.items() if not unit]
     if dates and numbers:
-        how = "give both as dates, or both as whole numbers in one unit"
-        raise StoreError(f"{dates[0]} holds dates and {numbers[0]} numbers: {how}")
+        raise StoreError(
+            f"{dates[0]} holds dates and {numbers[0]} numbers: "
+            "give both as dates, or both as whole numbers in one unit"
+        )
 
 
 def check_names(names, num_nodes):
@@ -385,8 +399,9 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
     values = np.asarray(array_like(name, values))
     if names is None:
         if values.dtype.kind in "US":
-            why = "the nodes have no names: row numbers, integers, are needed"
-            raise StoreError(f"{name} is text, and {why}")
+            raise StoreError(
+                f"{name} is text, and the nodes have no names: row numbers, integers, are needed"
+            )
         ids = integers(name, values)
         bad = ids[(ids < 0) | (ids >= num_nodes)]
         if bad.size:
@@ -396,8 +411,9 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
         with reading(name):
             values = np.char.decode(values, "utf-8")
     if values.size and values.dtype.kind not in "iuU":
-        needed = "names of nodes, text or integers, are needed"
-        raise StoreError(f"{name} has dtype {values.dtype}: {needed}")
+        raise StoreError(
+            f"{name} has dtype {values.dtype}: names of nodes, text or integers, are needed"
+        )
     distinct, which = np.unique(values, return_inverse=True)
     rows = dict.fromkeys(map(str, distinct.tolist()), -1)
     first = []
@@ -409,8 +425,9 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
     ids = np.array([*rows.values()], np.int64)[which].reshape(values.shape)
     if (ids < 0).any():
         unknown = str(values[ids < 0][0])
-        such = f"names of nodes are such as {', '.join(first)} (nodes.txt)"
-        raise StoreError(f"{name} has node {unknown!r}: {such}")
+        raise StoreError(
+            f"{name} has node {unknown!r}: names of nodes are such as {', '.join(first)} (nodes.txt)"
+        )
     return torch.from_numpy(np.asarray(ids))
 
 

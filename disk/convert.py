@@ -193,8 +193,10 @@ def edge_pairs(name, values, num_sources, num_destinations):
         shaped(name, values, num_sources, num_destinations)
         values, weights, _ = adjacency(name, values)
         if weights is not None:
-            how = "give it as [rows, columns] of its entries, and values that are weights as edge_weight"
-            raise StoreError(f"{name} is a matrix with values other than 1: {how}")
+            raise StoreError(
+                f"{name} is a matrix with values other than 1: "
+                "give it as [rows, columns] of its entries, and values that are weights as edge_weight"
+            )
     return shaped(name, array_like(name, values), 2, "M")
 
 

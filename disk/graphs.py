@@ -272,8 +272,9 @@ class GraphDataset:
             raise StoreError("a batch has no graphs (y is empty): at least one is needed")
         for name, rows, (width, dtype) in zip((*PARTS, "edge_vector"), batch[3:], self._kinds):
             if rows.shape[1:] != (width,) or rows.dtype != dtype:
-                actual = f"{list(rows.shape)} {rows.dtype}"
-                raise StoreError(f"{name} rows are {actual}, not {width} {dtype}")
+                raise StoreError(
+                    f"{name} rows are {list(rows.shape)} {rows.dtype}, not {width} {dtype}"
+                )
             if name != "target":
                 check_finite(f"{name} rows", rows)
         check_answers("target rows", batch.y, self.labels)

@@ -104,8 +104,10 @@ class LmdbFile:
                 else:
                     if not self._overtaken(txn):
                         return result
-        why = "a writer changes it too fast for a reader that may not write to its folder"
-        raise StoreError(f"{self.path}: no consistent snapshot in {PATIENCE} s: {why}")
+        raise StoreError(
+            f"{self.path}: no consistent snapshot in {PATIENCE} s: "
+            "a writer changes it too fast for a reader that may not write to its folder"
+        )
 
     def _overtaken(self, txn):
         return not self._env.flags()["lock"] and self._env.info()["last_txnid"] > txn.id() + 1

@@ -245,8 +245,12 @@ def places_of(order, edges) -> np.ndarray:
     first = np.searchsorted(numbers, edges)
     counts = np.searchsorted(numbers, edges, "right") - first
     largest = np.max(order, initial=-1)
-    why = f"stored edges have numbers up to {largest}, less those of dropped duplicates and self-loops"
-    refuse(counts == 0, "edges", edges, why)
+    refuse(
+        counts == 0,
+        "edges",
+        edges,
+        f"stored edges have numbers up to {largest}, less those of dropped duplicates and self-loops",
+    )
     before = np.cumsum(counts) - counts
     return places[np.arange(counts.sum()) + np.repeat(first - before, counts)]
 
@@ -255,6 +259,11 @@ def checked_indices(indices, num_nodes, progress):
     """Yield chunks of `indices` as int64, in the order given, their node ids checked."""
     for first, chunk in chunked("indices", indices, EDGE_CHUNK, progress):
         chunk = integers("indices", chunk)
-        why = f"node ids lie in [0, {num_nodes})"
-        refuse((chunk < 0) | (chunk >= num_nodes), "indices", chunk, why, first)
+        refuse(
+            (chunk < 0) | (chunk >= num_nodes),
+            "indices",
+            chunk,
+            f"node ids lie in [0, {num_nodes})",
+            first,
+        )
         yield chunk

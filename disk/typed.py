@@ -205,14 +205,19 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
     """Check the edges of a type -> int64 [2, M_r]."""
     source, _, destination = kind
     if unknown := {source, destination} - node_types.keys():
-        sizes = f"sizes are given of {', '.join(node_types)} alone"
-        raise StoreError(f"edges {','.join(kind)} join {min(unknown)}: {sizes}")
+        raise StoreError(
+            f"edges {','.join(kind)} join {min(unknown)}: sizes are given of {', '.join(node_types)} alone"
+        )
     name = f"edges {','.join(kind)}"
     pairs = edge_pairs(name, pairs, node_types[source], node_types[destination])
     pairs = integers(name, pairs)
     for row, end in zip(pairs, (source, destination)):
-        why = f"ids of {end} lie in [0, {node_types[end]})"
-        refuse((row < 0) | (row >= node_types[end]), name, row, why)
+        refuse(
+            (row < 0) | (row >= node_types[end]),
+            name,
+            row,
+            f"ids of {end} lie in [0, {node_types[end]})",
+        )
     return pairs
 
 
@@ -306,8 +311,13 @@ def _converted(name, rows, dtype, first=0):
     """Convert rows to the dtype that all types get; StoreError for a whole number that it would round."""
     kept = rows.to(dtype)
     if dtype.is_floating_point and not rows.is_floating_point():
-        why = f"{dtype}, which the values of all types are stored as, rounds it: give them in one dtype"
-        refuse(kept.long() != rows.long(), name, rows, why, first)
+        refuse(
+            kept.long() != rows.long(),
+            name,
+            rows,
+            f"{dtype}, which the values of all types are stored as, rounds it: give them in one dtype",
+            first,
+        )
     return kept
 
 

@@ -137,8 +137,14 @@ def fits_split(flags, store, mode, options):
     if flags.gpus < 2 or mode == MODES[0] or flags.mode != "auto" or flags.split_features:
         return []
     modes, _ = estimate(store, flags.gpus, **{**options, "split": flags.gpus})
-    advice = f"--split-features would hold them in the memory of {flags.gpus} GPUs together, for mode {MODES[0]}"
-    return [f"memory  {advice}"] if modes[MODES[0]].fits else []
+    return (
+        [
+            f"memory  "
+            f"--split-features would hold them in the memory of {flags.gpus} GPUs together, for mode {MODES[0]}"
+        ]
+        if modes[MODES[0]].fits
+        else []
+    )
 
 
 def memory_lines(ranks, flags, task):
@@ -383,8 +389,9 @@ def over_gpus(ranks, features):
     except (OSError, RuntimeError) as error:
         if lost_another(error):
             raise  # that rank says why
-        instead = "--mode pinned-cuda without it keeps them in host memory"
-        raise StoreError(f"--split-features: {error}; {instead}") from error
+        raise StoreError(
+            f"--split-features: {error}; --mode pinned-cuda without it keeps them in host memory"
+        ) from error
 
 
 def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):
