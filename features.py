@@ -187,9 +187,9 @@ class FeatureRing:
         self.on_device = self._has(features)
         self.gather = gather or take
         self.aggregate = aggregate
-        known = isinstance(features, torch.Tensor)
-        known = known and (features.is_floating_point() or bool(self.coded))
-        self.first_hop = aggregate is not None and known
+        self.first_hop = False
+        if aggregate is not None and isinstance(features, torch.Tensor):
+            self.first_hop = features.is_floating_point() or bool(self.coded)
         self.width = features.shape[1] * (2 if self.first_hop else 1)
         self.convert = dtype or (None if scale is None else scale.dtype)
         self.dtype = self.convert or features.dtype
@@ -232,10 +232,11 @@ class FeatureRing:
                 moved, y = self._move(slot, blocks, y) if self.copies else (blocks, y)
                 outer = (moved if self.on_device else blocks)[0]
                 nodes = outer.src_nodes
-                aggregated = outer if self.first_hop else None
                 if self.features.shape[0] < self.labels.shape[0]:
                     nodes = nodes[nodes < self.features.shape[0]]
-                x = self._bring(slot, "rows", self.features, nodes, aggregated)
+                x = self._bring(
+                    slot, "rows", self.features, nodes, outer if self.first_hop else None
+                )
             finally:  # also if something fails after a copy has started
                 ready = self.copies and self.copies.event()
                 self.copied[slot] = ready
@@ -342,9 +343,13 @@ class FeatureRing:
         return self.aggregate(block.indptr, block.indices, table, ids, out, **coded)
 
     def _decodes(self, table):  # whether rows gathered from it are decoded on the way
-        there = table is self.features and (self.on_device or not self.copies)
-        there = there and isinstance(table, torch.Tensor)
-        return there and self.coded and self.gather is not take
+        return (
+            table is self.features
+            and isinstance(table, torch.Tensor)
+            and (self.on_device or not self.copies)
+            and self.coded
+            and self.gather is not take
+        )
 
 
 class Features:
@@ -552,9 +557,12 @@ class _HostArray:
         self.host = host
         # numpy has no bfloat16: declare int16
         array = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
-        data = host.data_ptr(), False  # False: not read-only, which torch would refuse
-        interface = {"shape": array.shape, "typestr": array.dtype.str, "data": data, "version": 3}
-        self.__cuda_array_interface__ = interface
+        self.__cuda_array_interface__ = {
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (host.data_ptr(), False),  # False: not read-only, which torch would refuse
+            "version": 3,
+        }
 
 
 # ---- features split over machines
@@ -586,8 +594,11 @@ class SplitFeatures(Features):
 
     def counts(self):
         """Return counts since the start: rows gathered, bytes of rows received from others, seconds that took."""
-        names = "rows", "bytes_received", "seconds"
-        return {f"split_{name}": getattr(self, name) for name in names}
+        return {
+            "split_rows": self.rows,
+            "split_bytes_received": self.bytes_received,
+            "split_seconds": self.seconds,
+        }
 
     def gather(self, ids, out=None):
         """Gather rows ids [n] from all parts -> [n, F]."""
@@ -598,8 +609,7 @@ class SplitFeatures(Features):
         asked = owner.bincount(minlength=self.exchange.world)
         wanted = self.exchange(asked).tolist()
         asked = asked.tolist()
-        theirs = self.exchange(ids[order].to(self.sent_as), asked, wanted)
-        answers = take(self.table, theirs)
+        answers = take(self.table, self.exchange(ids[order].to(self.sent_as), asked, wanted))
         # as bytes: not every backend knows bfloat16
         rows = self.exchange(answers.view(torch.uint8), wanted, asked).view(self.dtype)
         if out is None:

@@ -434,7 +434,7 @@ def plural(number, noun) -> str:
 def info_lines(lines, graph) -> str:
     """Format {name: value} and what all formats have (split, source, files), one per line."""
     meta = graph.meta
-    several = f", the first of {graph.num_splits}" if getattr(graph, "num_splits", 1) > 1 else ""
+    several = f", the first of {graph.num_splits}" if graph.num_splits > 1 else ""
     drawn = ", drawn by seed 0" if "split" in meta else ""
     lines = {
         **lines,

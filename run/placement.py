@@ -45,9 +45,17 @@ def settle(ranks, flags, task):
     store = task.store
     lines = []
     examples = max(len(store.split["train"]), 1)  # 0 without labels, when nothing is trained
-    passes = {"batch_size": flags.batch_size, "accumulate": flags.accumulate, "world": ranks.world}
-    order = {"seed": flags.seed, "limits": task.limits}
-    loader = NodeLoader(store, store.split["train"], [], load_batch=len, **passes, **order)
+    loader = NodeLoader(
+        store,
+        store.split["train"],
+        [],
+        batch_size=flags.batch_size,
+        accumulate=flags.accumulate,
+        world=ranks.world,
+        seed=flags.seed,
+        limits=task.limits,
+        load_batch=len,
+    )
     steps = max(loader.steps, 1)
     values = {
         "metric": task.metric,
@@ -58,7 +66,7 @@ def settle(ranks, flags, task):
     }
     if flags.weight_decay is None:
         values["weight_decay"] = task.prior / examples
-    if flags.turn and flags.split is None and getattr(store, "num_splits", 1) > 1:
+    if flags.turn and flags.split is None and store.num_splits > 1:
         # that of a checkpoint of one seed of --runs
         values["split"] = flags.turn % store.num_splits
     if flags.residual is None:
@@ -66,8 +74,8 @@ def settle(ranks, flags, task):
         lines.append(f"model   {line}")
     if flags.precision is None:
         values["precision"] = "tf32" if has_tf32(ranks, flags) else "fp32"
-    avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
-    if flags.precision == "bf16" and avx2 and not ranks.gpus:
+    bf16_on_cpu = flags.precision == "bf16" and not ranks.gpus
+    if bf16_on_cpu and torch.backends.cpu.get_cpu_capability() == "AVX2":
         lines.append("precision  bf16 is slower than fp32 on this processor, which has no AVX-512")
     used = EdgeData()
     cores = 1
@@ -75,7 +83,7 @@ def settle(ranks, flags, task):
     if task.placed:
         used, of_columns = edge_data(flags, task, store)
         if flags.edge_features is None and flags.conv:
-            values |= dict(edge_features=used.features is not None)
+            values["edge_features"] = used.features is not None
         if flags.temporal == "auto" and used.time is not None:
             values["temporal"] = "at"
         options = memory_options(ranks, flags, task, used)
@@ -122,8 +130,8 @@ def memory_options(ranks, flags, task, used):
     free_gpu = flags.free_gpu
     if free_gpu is None:
         free_gpu = torch.cuda.mem_get_info()[0] if ranks.gpus else 0
-    of_ranks = ranks.gather((free_gpu, free_host_bytes(), torch.get_num_threads()))
-    free_gpu, free_host, cores = map(min, zip(*of_ranks))
+    mine = free_gpu, free_host_bytes(), torch.get_num_threads()
+    free_gpu, free_host, cores = map(min, zip(*ranks.gather(mine)))
     return {
         "procs": ranks.local_world,
         "free_gpu": free_gpu or None,
@@ -137,14 +145,10 @@ def fits_split(flags, store, mode, options):
     if flags.gpus < 2 or mode == MODES[0] or flags.mode != "auto" or flags.split_features:
         return []
     modes, _ = estimate(store, flags.gpus, **{**options, "split": flags.gpus})
-    return (
-        [
-            f"memory  "
-            f"--split-features would hold them in the memory of {flags.gpus} GPUs together, for mode {MODES[0]}"
-        ]
-        if modes[MODES[0]].fits
-        else []
-    )
+    if not modes[MODES[0]].fits:
+        return []
+    where = f"in the memory of {flags.gpus} GPUs together, for mode {MODES[0]}"
+    return [f"memory  --split-features would hold them {where}"]
 
 
 def memory_lines(ranks, flags, task):
@@ -174,8 +178,9 @@ def memory_lines(ranks, flags, task):
     if arrays > free_host:
         where = "rows are read from the mapped file's disk, behind --cache"
     if store.indices.nbytes > free_host // 2:
-        lists = readable_size(store.indices.nbytes)
-        where += f", and neighbour lists as they are sampled ({lists})"
+        where += (
+            f", and neighbour lists as they are sampled ({readable_size(store.indices.nbytes)})"
+        )
     lines["features"] = (
         f"mmap: graph and features take {readable_size(arrays)} and {readable_size(free_host)} of host "
         f"memory are free: {where}; lmdb is for rows that change while others read them"
