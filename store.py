@@ -170,7 +170,7 @@ def _checked(given) -> _Checked:
         split = checks.drawn_per_class(labels, np.random.default_rng(0))
     node_names = None if given.node_names is None else [*given.node_names]
     if node_names is not None:
-        columns.check_names(node_names, num_nodes)
+        columns.check_node_names(node_names, num_nodes)
     split = checks.check_splits(split, labels, node_names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
     carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
@@ -178,7 +178,7 @@ def _checked(given) -> _Checked:
         convert.column_names(given.features) if given.feature_names is None else given.feature_names
     )
     if names is not None:
-        entries["feature_names"] = checks.check_names(names, width)
+        entries["feature_names"] = columns.check_names("feature_names", names, width)
     if (always := getattr(given, "always", None)) is not None:
         carried[columns.EDGE_TIME.name][always] = columns.ALWAYS
     if given.node_types is not None:
@@ -220,15 +220,13 @@ def _bytes_needed(graph) -> int:
     spooled = isinstance(rows, convert.Rows) and meta["feature_dtype"] == "int8"
     if spooled and convert.row_dtype("features", rows) != "int8":
         row_bytes *= 5  # with the float32 rows, which are written to a file first
-    need = meta["num_nodes"] * 16 + graph.features.shape[0] * row_bytes
+    need = meta["num_nodes"] * 16 + rows.shape[0] * row_bytes
     options = meta["options"]
     if options["drop_self_loops"] or options["drop_duplicates"]:
         return need
     of_edges = graph.arrays.keys() & columns.OF_EDGES
-    edge_bytes = 4 + sum(graph.arrays[n].nbytes for n in of_edges) // max(meta["num_edges"], 1)
-    if _times_of_sources(graph) is not None:
-        edge_bytes += 8
-    return need + (meta["num_edges"] << options["symmetrize"]) * edge_bytes
+    size = meta["num_edges"] * 4 + sum(graph.arrays[name].nbytes for name in of_edges)
+    return need + (size << options["symmetrize"])
 
 
 def _times_of_sources(graph):
@@ -432,7 +430,7 @@ class GraphStore:
             if record["shape"] != [*shape]:
                 raise ValueError(f"{file} has rows {record['shape']}, not {[*shape]}")
             return LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
-        kind = files.Kind(files.storage_dtype(meta["feature_dtype"]), [*shape])
+        kind = files.storage_dtype(meta["feature_dtype"]), [*shape]
         table = self._table = self._map(file, kind, ahead=not large)
         head = meta["files"][file]["bytes"] - table.nbytes
         graph = self.indptr.nbytes + self.indices.nbytes
@@ -611,7 +609,7 @@ class GraphStore:
             )
 
     def _map(self, name, kind, **options) -> Tensor:
-        return files.map_npy(self.path, name, self.meta["files"][name], kind, **options)
+        return files.map_npy(self.path, name, self.meta["files"][name], *kind, **options)
 
 
 def _written(value) -> bool:
@@ -802,12 +800,8 @@ def split(path, count, target=None, progress=False) -> Path:
         raise StoreError(f"{path} is damaged: {problems[0]}")
     meta = graph.meta
     file = BACKENDS[meta["backend"]]
-    others = {name: record for name, record in meta["files"].items() if name != file}
-    need = meta["files"][file]["bytes"]
-    above = next(folder for folder in target.absolute().parents if folder.exists())
-    if above.stat().st_dev != path.stat().st_dev:
-        need += count * sum(record["bytes"] for record in others.values())
-    with files.complete_or_not_there(target, need) as building:
+    others = meta["files"].keys() - {file}
+    with files.complete_or_not_there(target, meta["files"][file]["bytes"]) as building:
         for number in range(count):
             part = building / f"part-{number}"
             part.mkdir()

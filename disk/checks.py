@@ -62,17 +62,6 @@ def check_features(features, kept_as):
     return int(shape[0]), int(shape[1]), kept_as or dtype
 
 
-def check_names(names, width) -> list[str]:
-    """Check the names of the feature columns -> list of F different strings."""
-    names = [*map(str, names)]
-    if not width == len(names) == len({*names}):
-        raise StoreError(
-            f"feature_names has {len(names)} names, {len({*names})} of them different"
-            f": {width} different ones are needed, one a column"
-        )
-    return names
-
-
 def check_labels(labels, num_nodes, num_classes):
     """Check labels -> (int64 [V], or int8 [V, C] of 0 and 1 if multi-label; C, counted if None). -1: no label."""
     if labels is None:

@@ -11,6 +11,7 @@ The names of the nodes are lines of nodes.txt: node i is called what line i + 1 
 width of the edges' features. This file needs disk/files.py, disk/convert.py, numpy and torch.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
@@ -30,7 +31,7 @@ from disk.convert import (
     row_dtype,
     whole_times,
 )
-from disk.files import Kind, StoreError, check_size, file_record, reading, storage_dtype, write_npy
+from disk.files import StoreError, check_size, file_record, reading, storage_dtype, write_npy
 
 NAMES = "nodes.txt"
 MOST_TYPES = 1 << 15
@@ -205,11 +206,11 @@ class Column:
         metavar, help = USAGE[self.of]
         return self.metavar or metavar, self.help or help
 
-    def kind(self, meta) -> Kind:
-        """Return what meta.json implies for its file."""
+    def kind(self, meta):
+        """Return the dtype and the shape that meta.json implies for its file."""
         rows = meta[f"num_{self.of}s"]
         dtype = self.dtype if isinstance(self.dtype, str) else self.dtype(meta)
-        return Kind(dtype, [rows, meta.get(self.width)] if self.width else [rows])
+        return dtype, [rows, meta.get(self.width)] if self.width else [rows]
 
     def checked(self, values, rows):
         """Check what a person gives for `rows` edges or nodes -> see `check`."""
@@ -296,14 +297,15 @@ OF_EDGES = [column.name for column in COLUMNS.values() if column.of == "edge"]
 
 
 def array_kinds(meta):
-    """Return what meta.json implies for the arrays that a store may have, the split and the features aside -> {name: `Kind`}."""
+    """Return what meta.json implies for the arrays that a store may have, the split and the features aside -> {name: (dtype,
+    shape)}."""
     nodes = meta["num_nodes"]
-    labels = Kind("int64", [nodes])
+    labels = "int64", [nodes]
     if meta["files"]["labels.npy"]["dtype"] == "int8":
-        labels = Kind("int8", [nodes, meta["num_classes"]])
+        labels = "int8", [nodes, meta["num_classes"]]
     return {
-        "indptr": Kind("int64", [nodes + 1]),
-        "indices": Kind("int32" if nodes < 1 << 31 else "int64", [meta["num_edges"]]),
+        "indptr": ("int64", [nodes + 1]),
+        "indices": ("int32" if nodes < 1 << 31 else "int64", [meta["num_edges"]]),
         "labels": labels,
         **{name: column.kind(meta) for name, column in COLUMNS.items()},
     }
@@ -338,17 +340,12 @@ def check_columns(values, edges, edge_types):
     if edge_types is not None:
         if EDGE_TYPE.name not in checked:
             raise StoreError("edge_types names types, and there is no edge_type")
-        meta["edge_types"] = names = [*map(str, edge_types)]
-        types = meta["num_edge_types"]
-        distinct = types <= len({*names}) == len(names)
-        if not (distinct and all(map(str.isprintable, names))):
-            raise StoreError(
-                f"edge_types {names}: {types} different names of printable text are needed"
-            )
-        meta["num_edge_types"] = len(names)
-        checked[EDGE_TYPE.name] = checked[EDGE_TYPE.name].astype(
-            types_dtype(len(names)), copy=False
-        )
+        count = max(meta["num_edge_types"], len(edge_types))
+        meta["edge_types"] = names = check_names("edge_types", edge_types, count)
+        if not all(map(str.isprintable, names)):
+            raise StoreError(f"edge_types {names}: names of printable text are needed")
+        meta["num_edge_types"] = count
+        checked[EDGE_TYPE.name] = checked[EDGE_TYPE.name].astype(types_dtype(count), copy=False)
     return checked, meta
 
 
@@ -363,17 +360,22 @@ def check_units(units):
         )
 
 
-def check_names(names, num_nodes):
-    """Raise StoreError unless there are V distinct names of one line each."""
-    if len(names) != num_nodes:
-        raise StoreError(f"node_names has {len(names)} names: {num_nodes} are needed, one a node")
-    seen = set()
-    for node, name in enumerate(map(str, names)):
-        if name in seen:
-            raise StoreError(f"node_names holds {name!r} more than once")
+def check_names(what, names, count) -> list[str]:
+    """Convert names to strings; StoreError unless there are `count` different ones."""
+    names = [*map(str, names)]
+    if len(names) != count:
+        raise StoreError(f"{what} has {len(names)} names: {count} are needed")
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise StoreError(f"{what} holds {name!r} more than once")
+    return names
+
+
+def check_node_names(names, num_nodes):
+    """Raise StoreError unless there are V different names of one line each."""
+    for node, name in enumerate(check_names("node_names", names, num_nodes)):
         if "\n" in name or "\r" in name or name != name.encode(errors="replace").decode():
             raise StoreError(f"node_names: name {node}, {name!r}, is not one line of text")
-        seen.add(name)
 
 
 def read_names(path, record):

@@ -459,18 +459,20 @@ def check_ids(ids, count):
 def gather_target(features, ids, out, name="out") -> Tensor:
     """Check the ids [n] and `out` [n, F] of a gather -> `out`, or a new tensor if it is None."""
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 1:
-        raise StoreError(f"ids is {_kind(ids)}: an int32 or int64 tensor [n] is needed")
+        raise StoreError(f"ids is {kind_of(ids)}: an int32 or int64 tensor [n] is needed")
     check_ids(ids, features.shape[0])
     shape = (len(ids), features.shape[1])
     if out is None:
         return torch.empty(shape, dtype=features.dtype, device="cpu")
     if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != features.dtype:
-        raise StoreError(f"{name} is {_kind(out)}: {features.dtype} {list(shape)} is needed")
+        raise StoreError(f"{name} is {kind_of(out)}: {features.dtype} {list(shape)} is needed")
     return out
 
 
 def kind_of(value) -> str:
-    """Name the type of what was given, for messages: "None", "a list"."""
+    """Name what was given, for messages: "None", "a list", of an array its shape and dtype."""
+    if hasattr(value, "dtype"):
+        return f"{[*value.shape]} {value.dtype}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
@@ -482,7 +484,3 @@ def shown(kind, fields) -> str:
             value = [len(value)]
         parts.append(f"{name}={[*value.shape] if hasattr(value, 'shape') else repr(value)}")
     return f"{kind}({', '.join(parts)})"
-
-
-def _kind(v):
-    return f"{list(v.shape)} {v.dtype}" if hasattr(v, "dtype") else type(v).__name__

@@ -3,7 +3,7 @@
     with complete_or_not_there(path, need) as building:       # a hidden directory, renamed to path, a Path, at the end
         record = write_npy(building / "labels.npy", "int64", [V], chunks)
         write_meta(building, meta, {"labels.npy": record})
-    labels = map_npy(path, "labels.npy", record, Kind("int64", [V]))    # a tensor over the file, shared by all processes
+    labels = map_npy(path, "labels.npy", record, "int64", [V])    # a tensor over the file, shared by all processes
     write_whole("ids.npy", lambda file: np.save(file, ids))   # a single file: either its old or its new content
 
 Arrays are .npy files of format 1.0; meta.json holds the size and the SHA-256 of every file that never changes, and a
@@ -27,7 +27,6 @@ import struct
 import sys
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -343,17 +342,10 @@ def regular(file) -> os.stat_result:
 # ---- reading
 
 
-class Kind(NamedTuple):
-    """What an array of a store has to be."""
-
-    dtype: str | np.dtype
-    shape: list | None = None  # None: any
-
-
-def map_npy(path, name, record, kind, *, ahead=True) -> Tensor:
-    """Memory-map a .npy file -> tensor; StoreError unless its size is as recorded and it is of this `Kind`. ahead: let
-    the kernel read ahead; False for random access. Processes share its pages; what is written to it stays in this process."""
-    dtype, shape = kind
+def map_npy(path, name, record, dtype, shape=None, *, ahead=True) -> Tensor:
+    """Memory-map a .npy file -> tensor; StoreError unless its size is as recorded and it is of this dtype and shape, a list,
+    None: any. ahead: let the kernel read ahead; False for random access. Processes share its pages; what is written to it
+    stays in this process."""
     file = check_size(path, name, record)
     with reading(file, "; rebuild the store"):
         array = np.lib.format.open_memmap(file, "r")
@@ -389,8 +381,10 @@ def _copy_on_write(file):
 
 def map_split(path, files):
     """Map the files of a split -> {part: int64 ids [n], or [K, n] for K splits}."""
-    names = {name: f"{name}.npy" for name in SPLITS}
-    split = {n: map_npy(path, file, files[file], Kind("int64")) for n, file in names.items()}
+    split = {}
+    for name in SPLITS:
+        file = f"{name}.npy"
+        split[name] = map_npy(path, file, files[file], "int64")
     if len({ids.shape[:-1] for ids in split.values()}) > 1 or split["train"].dim() not in (1, 2):
         raise StoreError(f"{path}: the shapes of its split do not fit together; rebuild the store")
     return split
