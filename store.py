@@ -48,7 +48,7 @@ from torch import Tensor
 
 from disk import checks, columns, convert, files, lmdb_rows, sort, typed
 from disk.columns import refuse_unknown
-from disk.convert import refuse
+from disk.convert import refuse, within
 from disk.files import StoreError, free_host_bytes, reading
 from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, library
@@ -124,7 +124,7 @@ def build_store(
     Returns the path; raises StoreError for invalid input, a target that exists, a full disk.
     """
     refuse_unknown(columns.keys())
-    given = SimpleNamespace(**locals())
+    given = SimpleNamespace(**locals(), always=None)
     # scipy has sparse matrices that are dicts
     if isinstance(edge_index, dict) and not convert.is_sparse(edge_index):
         vars(given).update(typed.flatten(given))
@@ -179,8 +179,8 @@ def _checked(given) -> _Checked:
     )
     if names is not None:
         entries["feature_names"] = columns.check_names("feature_names", names, width)
-    if (always := getattr(given, "always", None)) is not None:
-        carried[columns.EDGE_TIME.name][always] = columns.ALWAYS
+    if given.always is not None:
+        carried[columns.EDGE_TIME.name][given.always] = columns.ALWAYS
     if given.node_types is not None:
         entries["node_types"] = [[name, *of] for name, of in given.node_types.items()]
     if drawn:
@@ -231,8 +231,9 @@ def _bytes_needed(graph) -> int:
 
 def _times_of_sources(graph):
     """Return the times of the nodes if edges have those of their sources: they have none of their own; else None."""
-    own = columns.EDGE_TIME.name in graph.arrays
-    return None if own else graph.arrays.get(columns.NODE_TIME.name)
+    if columns.EDGE_TIME.name in graph.arrays:
+        return None
+    return graph.arrays.get(columns.NODE_TIME.name)
 
 
 def _write_store(path, graph, progress):
@@ -288,11 +289,11 @@ def _write_features(path, graph, progress) -> dict:
     file = path / BACKENDS[meta["backend"]]
     shape = [graph.features.shape[0], meta["feature_dim"]]
     kept_as = meta["feature_dtype"]
-    ends = typed.ends_of_types(meta.get("node_types", []))
+    types = meta.get("node_types", [])
+    ends = typed.ends_of_types(types)
     features, scale = checks.feature_scale(graph.features, kept_as, ends, path, progress)
-    rounded = _rounded_rows(meta, shape)
-    given = {"rounded": rounded, "progress": progress}
-    rows = checks.feature_rows(features, kept_as, scale, ends, **given)
+    rounded = convert.RoundedRows(*shape, types)
+    rows = checks.feature_rows(features, kept_as, scale, ends, rounded=rounded, progress=progress)
     if scale is not None:
         meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
     record = _write_rows(file, meta, shape, rows)
@@ -300,14 +301,6 @@ def _write_features(path, graph, progress) -> dict:
         meta |= {"rounded": f"features kept as {kept_as}: {loss}"}
         print(meta["rounded"])
     return {file.name: {**record, "largest": rounded.largest}}
-
-
-def _rounded_rows(meta, shape):
-    """Return a sample of the feature rows [rows, F] of a store, by type."""
-    types = meta.get("node_types", [])
-    ends = typed.ends_of_types(types)
-    names = [""] if ends is None else [name for name, _, width in types if width]
-    return convert.RoundedRows(*shape, ends, names)
 
 
 def _write_rows(file, meta, shape, chunks) -> dict:
@@ -480,7 +473,8 @@ class GraphStore:
 
     def node_names(self) -> list[str] | None:
         """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""
-        return None if (names := self._names()) is None else [*names]
+        names = self._names()
+        return names and [*names]
 
     def node_ids(self, values, name="ids") -> Tensor:
         """Look up nodes -> their rows in features, labels and predictions, int64 of the shape of `values`.
@@ -510,8 +504,7 @@ class GraphStore:
         """
         order = self._order()
         places = torch.from_numpy(convert.integers("positions", positions))
-        wrong = (places < 0) | (places >= len(order))
-        refuse(wrong, "positions", places, f"positions in indices lie in [0, {len(order)})")
+        within("positions", places, len(order), "positions in indices")
         return order[places].to(getattr(positions, "device", "cpu"))
 
     def stored_edges(self, edges) -> Tensor:
@@ -543,7 +536,7 @@ class GraphStore:
 
     def _names(self):
         record = self.meta["files"].get(columns.NAMES)
-        return None if record is None else columns.read_names(self.path, record)
+        return record and columns.read_names(self.path, record)
 
     def take_columns(self, names):
         """Put the columns of `features` into the order of `names`, which are `feature_names` in any order; StoreError for
@@ -562,7 +555,7 @@ class GraphStore:
         features = self.features
         if self.part or features.dtype in (dtype, torch.uint8):
             return ""
-        sample = _rounded_rows(self.meta, features.shape)
+        sample = convert.RoundedRows(*features.shape, self.meta.get("node_types", []))
         rows = features.gather(sample.ids)
         sample.add(0, rows, rows.to(dtype))
         return sample.loss(self.feature_names)
@@ -650,9 +643,13 @@ class MmapFeatures(StoredFeatures):
         """Return a reader of these rows from disk; None without a file, Linux or a C compiler."""
         if self._path is None or library() is None:
             return None
-        file = self._path / BACKENDS["mmap"]
-        row_bytes = self.shape[1] * self.dtype.itemsize
-        return RowReader(file, self._head, row_bytes, self.shape[0], direct=not self.stays())
+        return RowReader(
+            self._path / BACKENDS["mmap"],
+            self._head,
+            self.shape[1] * self.dtype.itemsize,
+            self.shape[0],
+            direct=not self.stays(),
+        )
 
     def reserve(self, count, share=1):
         """Leave `count` more bytes of memory to others than the table's pages, of which only a share is read from here on,
@@ -793,8 +790,10 @@ def split(path, count, target=None, progress=False) -> Path:
     if not graph.has_features:
         raise StoreError(f"{path} has no features to split")
     if not 2 <= count <= features.shape[0]:
-        rows = files.plural(features.shape[0], "row")
-        raise StoreError(f"{path} cannot be split into {count}: it has {rows} of features")
+        raise StoreError(
+            f"{path} cannot be split into {count}: "
+            f"it has {files.plural(features.shape[0], 'row')} of features"
+        )
     files.refuse_existing(target)
     if problems := verify(path):
         raise StoreError(f"{path} is damaged: {problems[0]}")

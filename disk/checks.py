@@ -91,8 +91,8 @@ def check_labels(labels, num_nodes, num_classes):
             )
     if not 1 <= num_classes <= MAX_CLASSES:
         raise StoreError(f"num_classes is {num_classes}: from 1 to {MAX_CLASSES:,} are possible")
-    bad = (labels < -1) | (labels >= num_classes)
-    refuse(bad, "labels", labels, f"labels lie in [0, {num_classes}), or are -1")
+    why = f"labels lie in [0, {num_classes}), or are -1"
+    refuse((labels < -1) | (labels >= num_classes), "labels", labels, why)
     return labels, num_classes
 
 
@@ -105,8 +105,8 @@ def doubts(store, counted) -> list[str]:
     labels = store.labels
     lines = []
     if counted and store.labelled and labels.dim() == 1:
-        used = labels[labels >= 0].unique()
-        empty = np.setdiff1d(np.arange(store.num_classes), used).tolist()
+        nodes_of = labels[labels >= 0].bincount(minlength=store.num_classes)
+        empty = (nodes_of == 0).nonzero().flatten().tolist()
         if empty:
             listed = ", ".join(map(str, empty[:8])) + ", ..." * (len(empty) > 8)
             lines.append(
@@ -118,7 +118,7 @@ def doubts(store, counted) -> list[str]:
     nodes = train[train < store.features.shape[0]].numpy()
     cells = COMPARED // labels[:1].numel()
     rows = min(max(cells // width, 256), 1024)
-    nodes = np.random.default_rng(0).permutation(nodes)[:rows]
+    nodes = torch.from_numpy(np.random.default_rng(0).permutation(nodes)[:rows])
     columns = np.unique(np.linspace(0, width - 1, min(width, cells // rows)).astype(np.int64))
     if len(nodes) < 2:
         return lines
@@ -126,10 +126,9 @@ def doubts(store, counted) -> list[str]:
         lines.append(f"{len(columns):,} of {width:,} features were compared with the labels")
     if not len(columns):
         return lines
-    step = max(COMPARED // width, 1)
-    parts = [torch.from_numpy(nodes[a : a + step]) for a in range(0, len(nodes), step)]
+    parts = nodes.split(max(COMPARED // width, 1))
     x = torch.cat([store.features.gather(part)[:, columns].double() for part in parts])
-    if found := telling(x, labels[torch.from_numpy(nodes)], width):
+    if found := telling(x, labels[nodes], width):
         names = store.feature_names or [f"[:, {j}]" for j in range(width)]
         listed = ", ".join(names[columns[j]] for j in found[:8]) + ", ..." * (len(found) > 8)
         of = f"all {len(nodes):,} training nodes"
@@ -242,9 +241,8 @@ def feature_scale(features, dtype, ends, folder, progress):
     if dtype != "int8" or row_dtype("features", features) == dtype:
         return features, None
     bounds = [0, features.shape[0]] if ends is None else [0, *ends.tolist()]
-    low = torch.full(
-        (len(bounds) - 1, features.shape[1]), torch.inf, dtype=torch.float64, device="cpu"
-    )
+    shape = len(bounds) - 1, features.shape[1]
+    low = torch.full(shape, torch.inf, dtype=torch.float64, device="cpu")
     high = -low
 
     def chunks():
@@ -264,10 +262,9 @@ def feature_scale(features, dtype, ends, folder, progress):
     high, low = (of.masked_fill_(of.isinf(), 0) for of in (high, low))  # types without nodes
     steps = ((high - low) / 255).float()
     offsets = (low + 128 * steps.double()).float()
-    far = (128 * steps + offsets.abs()).isinf()
-    why = "int8 needs a range within float32"
-    for beyond, values in zip(far, high):
-        refuse(beyond, "the largest of each column of features", values, why)
+    what = "the largest of each column of features"
+    for beyond, values in zip((128 * steps + offsets.abs()).isinf(), high):
+        refuse(beyond, what, values, "int8 needs a range within float32")
     scale = torch.stack([steps, offsets], 1)
     return features, scale[0] if ends is None else scale
 
@@ -278,13 +275,13 @@ def check_splits(splits, labels, names=None):
         return check_split(splits, labels, names=names)
     if not 1 <= len(splits) <= MAX_SPLITS:
         raise StoreError(f"split is a list of {len(splits)}: 1 to {MAX_SPLITS} are possible")
-    checked = []
+    rows = {name: [] for name in SPLITS}
     for number, split in enumerate(splits):
         try:
-            checked.append(check_split(split, labels, names=names))
+            for name, ids in check_split(split, labels, names=names).items():
+                rows[name].append(torch.from_numpy(ids))
         except StoreError as error:
             raise StoreError(f"split {number} of {len(splits)}: {error}") from error
-    rows = {name: [as_rows(name, s[name]) for s in checked] for name in SPLITS}
     return {n: pad_sequence(ids, True, padding_value=-1).numpy() for n, ids in rows.items()}
 
 
@@ -439,8 +436,8 @@ def edge_line(store) -> str:
         "one_way": f"{rounded} % without a reverse, messages go one way",
     }
     unusual = ", ".join(text for name, text in words.items() if counted[name])
-    looked_up, every = counted["one_way_of"], "every edge"
-    if looked_up < store.num_edges:
+    every = "every edge"
+    if (looked_up := counted["one_way_of"]) < store.num_edges:
         every = f"each of {plural(looked_up, 'edge')} drawn"
     unusual = unusual or f"no duplicates or self loops, {every} has its reverse"
     return f"{store.num_edges:,} edges: {unusual}"

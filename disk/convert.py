@@ -264,6 +264,11 @@ def refuse(bad, name, values, why, first=0):
         raise StoreError(f"{name}[{place}] is {value}: {why}")
 
 
+def within(name, values, end, kind, first=0):
+    """Raise StoreError for the first value outside [0, end), as "NAME[3] is 9: KIND lie in [0, 5)"; see `refuse`."""
+    refuse((values < 0) | (values >= end), name, values, f"{kind} lie in [0, {end})", first)
+
+
 def whole_times(name, values, refuse=refuse) -> np.ndarray:
     """Convert times to int64, or dates (datetime64 of any unit) to datetime64[us]; StoreError for missing ones, fractions,
     and numbers from which on their dtype rounds. refuse: as below, to name rows of a table."""
@@ -344,17 +349,20 @@ def largest_of(rows) -> float:
 class RoundedRows:
     """Feature rows before and after they are rounded: a sample, evenly spaced among the rows of each type.
 
-    Args: rows: number of all rows. width: F. ends: None, or where the rows of each type end, int64 [T]; types: its names.
+    Args: rows: number of all rows. width: F. types: (name, nodes, feature width or 0) of each type of nodes; may be empty.
     """
 
-    def __init__(self, rows, width, ends=None, types=("",)):
-        self.types = types
-        bounds = [0, rows] if ends is None else [0, *ends.tolist()]
+    def __init__(self, rows, width, types=()):
+        counts = {name: count for name, count, of_type in types if of_type}
+        if len(counts) < 2:
+            counts = {"": rows}
+        self.types = [*counts]
         most = max(1, min(SAMPLED, SAMPLED_VALUES // width))
         parts = [
-            torch.arange(a, b, -(-(b - a) // most) or 1, device="cpu") for a, b in pairwise(bounds)
+            torch.arange(a, b, -(-(b - a) // most) or 1, device="cpu")
+            for a, b in pairwise(accumulate(counts.values(), initial=0))
         ]
-        self.bounds = [0, *accumulate(map(len, parts))]
+        self.bounds = [*accumulate(map(len, parts), initial=0)]
         self.ids = torch.cat(parts)
         self.largest = 0.0
         self.before = []

@@ -205,10 +205,10 @@ def check_lmdb(path, name, record):
             and (meta.root == EMPTY or 1 < meta.root <= meta.last)
             for meta in metas
         )
-        in_turn = newer.txn == older.txn + 1 and metas[newer.txn % 2] is newer
+        sound = sound and newer.txn == older.txn + 1 and metas[newer.txn % 2] is newer
         # a file starts empty and only grows
-        grows = older.last <= newer.last and (older.txn > 0 or older.root == EMPTY)
-        if not (sound and in_turn and grows):
+        sound = sound and older.last <= newer.last and (older.txn > 0 or older.root == EMPTY)
+        if not sound:
             raise ValueError("its header makes no sense")
         # free pages at the end may never have been written
         if (newer.last + 1) * page_size > size:
@@ -235,7 +235,7 @@ def write_blocks(path, dtype, shape, chunks, block_rows) -> dict:
     """Write chunks of rows as LMDB blocks of `block_rows` rows; returns the record for meta.json."""
     blocks = (_block_value(rows) for rows in _regroup(chunks, block_rows))
     file = LmdbFile(path, sync=False)
-    while batch := list(itertools.islice(blocks, 1024)):
+    while batch := [*itertools.islice(blocks, 1024)]:
         file.append(batch)
     return files.file_record(path, dtype, shape)
 
@@ -314,23 +314,26 @@ class LmdbFeatures(RowsByIndex):
 
     def _block(self, txn, number, check=False) -> np.ndarray:
         """View block `number` as [rows, F], valid inside the transaction; check: compare its checksum as well."""
-        value = txn.get(key(number))
+        value = txn.get(key(number), b"")
         rows = min(self.block_rows, self.shape[0] - number * self.block_rows)
         width = self.shape[1]
         itemsize = self._storage.itemsize
-        if value is not None and len(value) == BLOCK_HEADER.size + rows * width * itemsize:
+        if len(value) == BLOCK_HEADER.size + rows * width * itemsize:
             *head, crc = BLOCK_HEADER.unpack_from(value)
             block = np.frombuffer(value, self._storage, offset=BLOCK_HEADER.size)
-            block = block.reshape(rows, width)
-            fits = head == [b"RBK2", rows, width, itemsize]
-            if fits and not (check and zlib.crc32(block) != crc):
-                return block
+            if head == [b"RBK2", rows, width, itemsize]:
+                if not check or zlib.crc32(block) == crc:
+                    return block.reshape(rows, width)
         raise StoreError(f"{self.file.path}: block {number} is missing or damaged; rebuild it")
 
     def verify(self):
         """Raise StoreError for the first block whose checksum does not match."""
-        blocks = range(-(-self.shape[0] // self.block_rows))
-        self.file.read(lambda txn: [self._block(txn, n, check=True).size for n in blocks])
+
+        def check(txn):
+            for number in range(-(-self.shape[0] // self.block_rows)):
+                self._block(txn, number, check=True)
+
+        self.file.read(check)
 
 
 def _forget_sha256(file):
@@ -365,12 +368,11 @@ def verify_directory(path, form, check) -> list[str]:
         try:
             check_file = check_lmdb if name.endswith(".lmdb") else files.check_size
             check_file(path, name, record)
-            if "sha256" not in record:
+            if (wanted := record.get("sha256")) is None:
                 check_structure(path / name)
                 continue
             with reading(path / name):
                 digest = files.sha256_of(path / name).hexdigest()
-                wanted = record["sha256"]
                 if digest != wanted:
                     raise StoreError(f"its sha256 is {digest[:12]}, not {wanted[:12]}")
         except StoreError as error:

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from disk.convert import chunked, integers, refuse
+from disk.convert import chunked, integers, refuse, within
 from disk.files import StoreError, progress_bar
 
 EDGE_CHUNK = 1 << 22  # edges handled at a time
@@ -259,11 +259,5 @@ def checked_indices(indices, num_nodes, progress):
     """Yield chunks of `indices` as int64, in the order given, their node ids checked."""
     for first, chunk in chunked("indices", indices, EDGE_CHUNK, progress):
         chunk = integers("indices", chunk)
-        refuse(
-            (chunk < 0) | (chunk >= num_nodes),
-            "indices",
-            chunk,
-            f"node ids lie in [0, {num_nodes})",
-            first,
-        )
+        within("indices", chunk, num_nodes, "node ids", first)
         yield chunk

@@ -33,6 +33,7 @@ from disk.convert import (
     refuse,
     row_dtype,
     shaped,
+    within,
 )
 from disk.files import StoreError, reading
 
@@ -212,12 +213,7 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
     pairs = edge_pairs(name, pairs, node_types[source], node_types[destination])
     pairs = integers(name, pairs)
     for row, end in zip(pairs, (source, destination)):
-        refuse(
-            (row < 0) | (row >= node_types[end]),
-            name,
-            row,
-            f"ids of {end} lie in [0, {node_types[end]})",
-        )
+        within(name, row, node_types[end], f"ids of {end}")
     return pairs
 
 
