@@ -771,9 +771,14 @@ class CachedFeatures(Features):
             # a miss copies row 0, overwritten below: cheaper than selecting the hits
             rows = position.clamp_(min=0).to(on, non_blocking=True)
             torch.index_select(self.cache, 0, rows, out=out)
+        self._read(ids, misses, out, missing)
+        return out
+
+    def _read(self, ids, misses, out, missing):
+        """Copy rows ids[misses] to out[misses]; see `gather`."""
+        on = out.device
         # `missing` is called once: again, it would refill the slot's buffer during the copy out of it
         at_once = missing or self.collective
         for some in [misses] if at_once else misses.split(self.piece):
             rows = missing(ids[some]) if missing else take(self.features, ids[some]).to(on)
             out.index_copy_(0, some.to(on, non_blocking=True), rows)
-        return out

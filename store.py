@@ -671,7 +671,7 @@ class MmapFeatures(StoredFeatures):
         free = free_host_bytes()
         return free // 8 if self.stays(free // 8) else free // 2
 
-    def _read(self, ids, out):
+    def read(self, ids, out):
         if self._reader and out.is_contiguous():
             return self._reader.read(ids, out)
         return torch.index_select(self._table, 0, ids, out=out)
@@ -745,7 +745,7 @@ class PartFeatures(StoredFeatures):
                 )
         return ids - self.first
 
-    def _read(self, ids, out):
+    def read(self, ids, out):
         return self._rows.gather(self._local(ids), out)
 
     def _put(self, ids, rows):
@@ -762,7 +762,7 @@ class ReorderedFeatures(convert.RowsByIndex):
         self.shape = features.shape
         self.dtype = features.dtype
 
-    def _read(self, ids, out):
+    def read(self, ids, out):
         return torch.index_select(self._features.gather(ids), 1, self._order, out=out)
 
 

@@ -413,7 +413,7 @@ def _different(rows):
 
 
 class RowsByIndex:
-    """Base of features of a store. Subclasses have .shape, .dtype, `_read(ids, out)`, which fills and returns `out`, and
+    """Base of features of a store. Subclasses have .shape, .dtype, `read(ids, out)`, which fills and returns `out`, and
     `_put(ids, rows)` if rows may change.
 
     Attributes:
@@ -429,7 +429,7 @@ class RowsByIndex:
             ids: int32 or int64 [n] node ids, in any order, repeats allowed; IndexError if one is out of range.
             out: [n, F] of this dtype to write into and return; None: a new tensor.
         """
-        return self._read(ids, gather_target(self, ids, out))
+        return self.read(ids, gather_target(self, ids, out))
 
     def put_rows(self, ids, rows):
         """Replace rows, with backend lmdb: atomically, readers see all of them or none, after a crash as well.

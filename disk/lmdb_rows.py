@@ -149,8 +149,7 @@ class LmdbFile:
         if lock:  # a hole in this memory-mapped file would kill the process on a full disk
             handle = os.open(f"{self.path}-lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             with open(handle, "r+b"):
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(handle, 0, 1 << 16)
+                os.posix_fallocate(handle, 0, 1 << 16)
         options = dict(
             path=os.fsencode(self.path),
             subdir=False,
@@ -275,7 +274,7 @@ class LmdbFeatures(RowsByIndex):
     def __reduce__(self):
         return LmdbFeatures, (self.file.path, self.shape, self.dtype, self.block_rows, self.large)
 
-    def _read(self, ids, out):
+    def read(self, ids, out):
         """Copy rows of one snapshot, looking up each block once."""
         target = as_numpy(out)
         if self.large:  # many threads wait for the disk first: get() reads a page of each value

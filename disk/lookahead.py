@@ -223,14 +223,9 @@ class LookaheadCache(CachedFeatures):
 
     def gather(self, ids, out=None):
         """Copy rows `ids` [n] to `out`, or a new tensor, [n, F]; StoreError if the disk fails."""
-        out = gather_target(self, ids, out)
-        position = self.position[ids]
-        hits = (position >= 0).nonzero().squeeze(1)
-        misses = (position < 0).nonzero().squeeze(1)
-        out.index_copy_(0, hits, self.cache.index_select(0, position[hits]))
-        self.reader.read(ids[misses], out, misses)
-        with self.lock:
-            self.hits += len(hits)
-            self.lookups += len(ids)
-            self.gathered += 1
+        out = super().gather(ids, gather_target(self, ids, out))
+        self.gathered += 1
         return out
+
+    def _read(self, ids, misses, out, missing):
+        self.reader.read(ids[misses], out, misses)

@@ -83,7 +83,7 @@ def settle(ranks, flags, task):
     if task.placed:
         used, of_columns = edge_data(flags, task, store)
         if flags.edge_features is None and flags.conv:
-            values["edge_features"] = used.features is not None
+            values |= dict(edge_features=used.features is not None)
         if flags.temporal == "auto" and used.time is not None:
             values["temporal"] = "at"
         options = memory_options(ranks, flags, task, used)
