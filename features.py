@@ -748,9 +748,6 @@ class CachedFeatures(Features):
         """Return the share of rows found in the cache, and the counts of the features behind it."""
         return {"cache_hit_rate": self.hit_rate, **stated(self.features).counts()}
 
-    def __getitem__(self, ids):
-        return self.gather(torch.as_tensor(ids))
-
     def gather(self, ids, out=None, missing=None):
         """Gather rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.
 

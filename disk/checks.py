@@ -293,17 +293,16 @@ def check_split(split, labels, item="node", names=None):
         raise StoreError(f"split is a {type(split).__name__}: {form}")
     given = by_part("split", split)
     split = {n: part_ids(f"split {n!r}", given.get(n, ()), len(labels)) for n in SPLITS}
+    unlabelled = (labels < 0).reshape(len(labels), -1).all(1)
     owner = np.full(len(labels), -1, np.int8)
     for part, (name, ids) in enumerate(split.items()):
         inside = (ids >= 0) & (ids < len(labels))
         again = np.ones(len(ids), bool)
         again[np.unique(ids, return_index=True)[1]] = False
-        unlabelled = labels[ids * inside] < 0
-        unlabelled = unlabelled if labels.ndim == 1 else unlabelled.all(1)
         for bad, why in (
             (~inside, f": {item} ids lie in [0, {len(labels)})"),
             (again, " more than once" + "; a mask is of bool" * int(ids.max(initial=0) < 2)),
-            (unlabelled, ", which has no label (-1)"),
+            (unlabelled[ids * inside], ", which has no label (-1)"),
         ):
             if bad.any():
                 wrong = ids[bad][0]
@@ -314,7 +313,7 @@ def check_split(split, labels, item="node", names=None):
             taken = names[taken] if names else taken
             raise StoreError(f"{item} {taken} is in split {other!r} and in {name!r}")
         owner[ids] = part
-    if item == "node" and given and not len(split["train"]) and (labels >= 0).any():
+    if item == "node" and given and not len(split["train"]) and not unlabelled.all():
         raise StoreError("split 'train' is empty: at least one node is needed")
     return split
 
@@ -420,13 +419,10 @@ def _keys(rows, columns, count) -> np.ndarray:
 
 
 def edge_line(store) -> str:
-    """Describe what is unusual about a store's edges in one line; of a large store built without counts only the number."""
+    """Describe what is unusual about a store's edges in one line; of a store without counts only their number."""
     counted = store.meta.get("edges")
     if type(counted) is not dict or any(type(counted.get(name)) is not int for name in COUNTED):
-        if store.num_edges > EXACT:
-            return f"{store.num_edges:,} edges"
-        types = None if store.edge_type is None else store.edge_type.numpy()
-        counted = count_edges(store.indptr.numpy(), store.indices.numpy(), types)
+        return f"{store.num_edges:,} edges"
     share = 100 * counted["one_way"] / max(counted["one_way_of"], 1)
     rounded = "over 99" if 99 < share < 100 else "under 1" if share < 1 else f"{share:.0f}"
     words = {

@@ -69,10 +69,11 @@ def reading(path, advice=""):
             message = f"{type(error).__name__} {message}".strip()
         if "allow_pickle" in message:  # an array of Python objects, as of a column of pandas
             advice = "; save text by .astype(str)"
-        if getattr(error, "errno", None) not in (None, errno.ENOENT):
+        number = getattr(error, "errno", None)
+        if number not in (None, errno.ENOENT):
             advice = ""  # the system refused, which tells nothing about the file
-        full = getattr(error, "errno", None) in FULL  # of the disk that temporary files go to
-        problem = "takes temporary files" if full else "cannot be read"
+        # the disk that temporary files go to
+        problem = "takes temporary files" if number in FULL else "cannot be read"
         raise StoreError(f"{path} {problem}: {message[:300]}{advice}") from error
 
 
@@ -97,10 +98,10 @@ def complete_or_not_there(path, need):
         if error.errno in FULL:
             above = next(folder for folder in path.absolute().parents if folder.exists())
             free = readable_size(shutil.disk_usage(above).free)
-            takes = (
+            raise StoreError(
+                f"no room for {path}: {error.strerror}; "
                 f"it takes about {readable_size(need)}, more if edges are sorted; {free} are free"
-            )
-            raise StoreError(f"no room for {path}: {error.strerror}; {takes}") from error
+            ) from error
         refuse_existing(path)  # another process completed it first
         raise StoreError(f"cannot build {path}: {error.strerror or error}") from error
 
@@ -307,11 +308,10 @@ def read_meta(path, form=None) -> dict:
     if not os.path.lexists(file):
         text = f"{path} is no store: there is no {file}"
         if parts := sorted(part.parent for part in Path(path).glob("part-*/meta.json")):
-            has = f"it holds {plural(len(parts), 'part')} of one, {', '.join(p.name for p in parts[:3])}"
             text = (
-                f"{path} is no store: {has}{', ...' if len(parts) > 3 else ''}: give {parts[0]} or"
+                f"{path} is no store: it holds {plural(len(parts), 'part')} of one: give {parts[0]} or "
+                "another, with train.py --split-features a different one on each machine"
             )
-            text += " another, with train.py --split-features a different one on each machine"
         raise StoreError(text)
     with reading(file, "; rebuild the store"):
         if regular(file).st_size > 1 << 24:
@@ -323,8 +323,10 @@ def read_meta(path, form=None) -> dict:
         if form and meta["format"] != form:
             raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
         if (version := meta.get("format_version")) not in READABLE:
-            readable = f"this code reads {READABLE[0]} to {READABLE[-1]}"
-            raise StoreError(f"{path}: store format {version!r:.200}; {readable}; rebuild it")
+            raise StoreError(
+                f"{path}: store format {version!r:.200}; "
+                f"this code reads {READABLE[0]} to {READABLE[-1]}; rebuild it"
+            )
         if data != dump_meta(meta):
             raise ValueError("it was altered: its checksum does not match")
     return meta

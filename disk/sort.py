@@ -27,10 +27,10 @@ class SortBy(NamedTuple):
     """What edges are sorted by before their sources, and where their order goes."""
 
     order: BinaryIO  # file for int64 [M'], the number in the input of each sorted edge
-    types: np.ndarray | None = None  # integers [M]
-    times: np.ndarray | None = None  # integers [M]
+    types: np.ndarray | None  # integers [M]
+    times: np.ndarray | None  # integers [M]
     # int64 [V]: an edge, also a reverse, has the time of its source
-    node_time: np.ndarray | None = None
+    node_time: np.ndarray | None
 
 
 def edge_chunks(edges, options, numbered):

@@ -33,7 +33,7 @@ from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from sampler import METHODS, SAMPLERS, UNIFORM, DamagedGraph, NeighborSampler
-from store import BACKENDS, MmapFeatures, ReorderedFeatures, described_part, part_bounds
+from store import BACKENDS, MmapFeatures, described_part, part_bounds
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
 LEAST_STEPS = 200  # optimizer steps of the default --epochs, at least: small graphs need many
@@ -211,16 +211,14 @@ def check_memory(ranks, plan, task):
     parts = f"weights{', gradients and moments' * plan.trains} {readable_size(weights)}"
     if batch:
         parts += f", a batch at least {readable_size(batch)}"
-    other = (
-        f"--num-layers {plan.num_layers}" if weights > free else f"--batch-size {plan.batch_size}"
-    )
-    smaller = [f"--hidden {plan.hidden}", other]
-    if batch > free and task.embeds:
-        smaller.append(f"--negatives {plan.negatives}")
-    kind = "GPU memory" if ranks.gpus else "memory"
+    smaller = f"--hidden {plan.hidden} or --num-layers {plan.num_layers}"
+    if weights <= free:
+        smaller = f"--hidden {plan.hidden} or --batch-size {plan.batch_size}"
+        if task.embeds:
+            smaller += f" or --negatives {plan.negatives}"
     raise StoreError(
-        f"this run cannot fit: {parts}, and {readable_size(free)} of {kind} are free for each process"
-        f"; lower {' or '.join(smaller)}"
+        f"this run cannot fit: {parts}, and {readable_size(free)} of {'GPU ' * bool(ranks.gpus)}memory "
+        f"are free for each process; lower {smaller}"
     )
 
 
@@ -445,12 +443,10 @@ def cached(ranks, plan, task, used, features):
             f"memory  features stay on disk behind a cache of {readable_size(budget)}; --cache sets it"
         )
     if plan.lookahead is not None and not (looks_ahead and budget):
-        needs = "needs a --cache in front of memory-mapped features, in mode cpu-cpu"
-        if isinstance(store.features, ReorderedFeatures):
-            needs += ", with columns in the checkpoint's order"
-        if plan.split_features:
-            needs += ", without --split-features"
-        raise StoreError(f"--lookahead {plan.lookahead} {needs}")
+        raise StoreError(
+            f"--lookahead {plan.lookahead} needs a --cache in front of memory-mapped features, with columns "
+            "in the checkpoint's order, in mode cpu-cpu and without --split-features"
+        )
     if budget and plan.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
     if not budget or plan.mode == "cuda-cuda":
