@@ -33,7 +33,7 @@ from disk.convert import (
     spool,
     steps_and_offsets,
 )
-from disk.files import SPLITS, StoreError, plural
+from disk.files import SPLITS, StoreError, listed, plural
 
 MAX_CLASSES = 1 << 24  # the logits of 1,024 seeds then take 64 GiB
 MAX_SPLITS = 1 << 16
@@ -108,10 +108,9 @@ def doubts(store, counted) -> list[str]:
         nodes_of = labels[labels >= 0].bincount(minlength=store.num_classes)
         empty = (nodes_of == 0).nonzero().flatten().tolist()
         if empty:
-            listed = ", ".join(map(str, empty[:8])) + ", ..." * (len(empty) > 8)
             lines.append(
-                f"{len(empty)} of {store.num_classes} classes have no node"
-                f": {listed}; labels number the classes from 0"
+                f"{len(empty)} of {store.num_classes} classes have no node: {listed(empty)}; "
+                "labels number the classes from 0"
             )
     width = store.feature_dim
     train = store.split["train"]
@@ -130,12 +129,12 @@ def doubts(store, counted) -> list[str]:
     x = torch.cat([store.features.gather(part)[:, columns].double() for part in parts])
     if found := telling(x, labels[nodes], width):
         names = store.feature_names or [f"[:, {j}]" for j in range(width)]
-        listed = ", ".join(names[columns[j]] for j in found[:8]) + ", ..." * (len(found) > 8)
+        named = listed([names[columns[j]] for j in found])
         of = f"all {len(nodes):,} training nodes"
         if len(nodes) < len(train):
             of = f"{len(nodes):,} training nodes, drawn from {len(train):,}"
         lines.append(
-            f"features that alone tell the label of {of}: {listed}; leave out what was made from labels"
+            f"features that alone tell the label of {of}: {named}; leave out what was made from labels"
         )
     return lines
 
@@ -279,7 +278,7 @@ def check_splits(splits, labels, names=None):
     for number, split in enumerate(splits):
         try:
             for name, ids in check_split(split, labels, names=names).items():
-                rows[name].append(torch.from_numpy(ids))
+                rows[name].append(as_rows(name, ids))
         except StoreError as error:
             raise StoreError(f"split {number} of {len(splits)}: {error}") from error
     return {n: pad_sequence(ids, True, padding_value=-1).numpy() for n, ids in rows.items()}

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.files import SPLITS, StoreError, free_host_bytes, plural, progress_bar, reading
+from disk.files import SPLITS, StoreError, free_host_bytes, listed, plural, progress_bar, reading
 
 VALID = ("val", "valid", "validation")  # names of the part called valid
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
@@ -398,10 +398,9 @@ class RoundedRows:
                 lost.append(f"{name}{of} ({have[column]} of {had[column]})")
         if not lost:
             return ""
-        more = f" and {len(lost) - NAMED:,} more" if len(lost) > NAMED else ""
-        columns = f"column{'s' * (len(lost) > 1)} {', '.join(lost[:NAMED])}{more}"
         return (
-            f"few different values are left of {columns}, in {plural(len(before), 'row')} looked at"
+            f"few different values are left of {plural(len(lost), 'column')}, {listed(lost, NAMED)}, "
+            f"in {plural(len(before), 'row')} looked at"
         )
 
 

@@ -427,6 +427,11 @@ def plural(number, noun) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def listed(values, most=8) -> str:
+    """Format values: [1, 2, 3] -> "1, 2, 3"; of more than `most` only these."""
+    return ", ".join(map(str, values[:most])) + ", ..." * (len(values) > most)
+
+
 def info_lines(lines, graph) -> str:
     """Format {name: value} and what all formats have (split, source, files), one per line."""
     meta = graph.meta

@@ -229,8 +229,7 @@ class GraphDataset:
         """Describe the labels, as '2 classes: -1, 1'."""
         if self.classes is None:
             return f"{self.target_dim} a graph, each 0 or 1"
-        shown = ", ".join(map(str, self.classes[:8])) + ", ..." * (len(self.classes) > 8)
-        return f"{len(self.classes)} classes: {shown}"
+        return f"{len(self.classes)} classes: {files.listed(self.classes)}"
 
     def check_split(self):
         """Raise StoreError unless the split is valid; training calls this first."""

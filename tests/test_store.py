@@ -145,8 +145,8 @@ def test_rounding_that_leaves_few_values_is_reported(tmp_path, capsys):
     x[:, 2] = x[:, 3] = x[:, 4] = 1700000000 + np.arange(200)
     graph = _graph() | {"features": x.copy(), "feature_names": [*"abcde"]}
     for kind, said in (
-        ("int8", "column b (3 of 200)"),
-        ("bfloat16", "columns c (1 of 200), d (1 of 200), e (1 of 200)"),
+        ("int8", "1 column, b (3 of 200)"),
+        ("bfloat16", "3 columns, c (1 of 200), d (1 of 200), e (1 of 200)"),
     ):
         path = build_store(tmp_path / kind, **graph, feature_dtype=kind)
         line = f"features kept as {kind}: few different values are left of {said}, in 200 rows looked at"
@@ -159,7 +159,7 @@ def test_rounding_that_leaves_few_values_is_reported(tmp_path, capsys):
     )
     words = f"--root {tmp_path} --dataset {tmp_path}/g.npz --fanout 2,2 --hidden 4 --gpus 0"
     assert _code(f"{words} --epochs 1 --checkpoint {tmp_path}/c.pt") == 0
-    said = "trained on as float32: few different values are left of columns 0 (3 of 200), 2 (3 of 200), 3 (3 of 200) and 1 more"
+    said = "trained on as float32: few different values are left of 4 columns, 0 (3 of 200), 2 (3 of 200), 3 (3 of 200), ..."
     assert said in capsys.readouterr().out
     predict = f"{words} --resume {tmp_path}/c.pt --predict {tmp_path}/p.csv"
     assert _code(f"{predict} --feature-dtype int8") == 0
@@ -169,7 +169,7 @@ def test_rounding_that_leaves_few_values_is_reported(tmp_path, capsys):
     np.savetxt(tmp_path / "x.csv", x[:, :3], delimiter=",", header="a,b,time", comments="")
     graph_tables.features(tmp_path / "x.csv", tmp_path)
     assert (
-        "float32: few different values are left of columns a (3 of 200), time (3 of 200)"
+        "float32: few different values are left of 2 columns, a (3 of 200), time (3 of 200)"
         in capsys.readouterr().out
     )
 
