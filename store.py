@@ -260,9 +260,10 @@ def _write_graph(path, graph, progress) -> dict:
     if as_given and columns.out_of_order(indptr, types, times) is None:
         chunks = sort.checked_indices(edges.indices, edges.num_nodes, progress)
     elif isinstance(edges.indices, convert.Rows):
-        why = "there are no graph options, and its lists must rise in edge_type and edge_time"
-        why += ", which node_time needs" * (of_sources is not None)
-        raise StoreError(f"indices given as Rows is stored as it is: {why}")
+        raise StoreError(
+            "indices given as Rows is stored as it is: there are no graph options, its lists must rise in "
+            "edge_type and edge_time, and node_time needs edge_time"
+        )
     else:
         if graph.arrays.keys() & columns.OF_EDGES or of_sources is not None:
             by = sort.SortBy(tempfile.TemporaryFile(dir=path), types, times, of_sources)
@@ -454,8 +455,10 @@ class GraphStore:
             if any(map(_written, tensors)):
                 same = False
                 if name == "_table":
-                    why = "rows of its features were written in this process, and another reads the file's"
-                    raise StoreError(f"{self.path}: {why}: build a store of them")
+                    raise StoreError(
+                        f"{self.path}: rows of its features were written in this process, "
+                        "and another reads the file's: build a store of them"
+                    )
             if not same or name == "labels" and not torch.equal(value, now.labels):
                 changed[name] = value
         return GraphStore.open, (self.path,), changed
@@ -467,8 +470,9 @@ class GraphStore:
             fields |= {"labels": self.labels, "num_classes": self.num_classes, **self.split}
         if self.node_types:
             fields["node_types"] = self.node_types
-        stored = {name: getattr(self, name) for name in columns.COLUMNS}
-        fields |= {name: values for name, values in stored.items() if values is not None}
+        for name in columns.COLUMNS:
+            if (values := getattr(self, name)) is not None:
+                fields[name] = values
         return convert.shown("GraphStore", fields)
 
     def node_names(self) -> list[str] | None:
@@ -864,7 +868,7 @@ def info(path) -> str:
     features = f"{width} x {kept_as}, backend {graph.meta['backend']}"
     if graph.part:
         features += f"; {described_part(graph)}"
-    several = " labels, several a node" if graph.labels.dim() == 2 else ""
+    classes = f"{graph.num_classes}{' labels, several a node' * (graph.labels.dim() == 2)}"
     lines = {
         "nodes": f"{graph.num_nodes:,}",
         "types": columns.described_types(graph.node_types) or "one",
@@ -872,7 +876,7 @@ def info(path) -> str:
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": features,
         "columns": columns.described(graph),
-        "classes": f"{graph.num_classes}{several}" if graph.labelled else "no labels",
+        "classes": classes if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",
     }
     return files.info_lines(lines, graph)

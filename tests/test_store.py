@@ -357,7 +357,7 @@ def _bad_inputs():
         r"indptr\[1\] is 5: the next is smaller": {**csc, "indptr": [0, 5, 3, *[9] * 198]},
         "from 0 to 0": {**csc, "indptr": [0] * 201},
         r"indptr has shape \[2\]": {**csc, "indptr": [0, 9]},
-        "rise in edge_type and edge_time, which node_time needs": {
+        "rise in edge_type and edge_time, and node_time needs edge_time": {
             **streamed,
             "node_time": range(200),
         },
