@@ -383,9 +383,11 @@ class GraphStore:
             self.sampling_threads = SAMPLERS
         types = meta.get("node_types", [])
         self.node_types = {str(name): (int(count), int(width)) for name, count, width in types}
-        rows = sum(count for count, width in self.node_types.values() if width)
-        self.has_features = rows > 0 or not self.node_types
-        rows = max(rows, 1) if self.node_types else self.num_nodes
+        rows = self.num_nodes
+        if self.node_types:
+            rows = sum(count for count, width in self.node_types.values() if width)
+        self.has_features = rows > 0
+        rows = max(rows, 1)
         dtype = getattr(torch, meta["feature_dtype"])
         self.large = rows * self.feature_dim * dtype.itemsize > free
         self.part = None
@@ -396,12 +398,11 @@ class GraphStore:
                 raise ValueError(f"it is part {number} of {of}, of {rows} rows")
             self.part = number, of
             self.whole = dict(meta["whole"])
-        shape = rows, self.feature_dim
-        first, stop = part_bounds(rows, *self.part) if self.part else (0, rows)
+        first, stop = part_bounds(rows, *(self.part or (0, 1)))
         self._rows = self._open_rows((stop - first, self.feature_dim), dtype, free)
         self.features = self._rows
         if self.part:
-            self.features = PartFeatures(self._rows, first, shape, self.path)
+            self.features = PartFeatures(self._rows, first, (rows, self.feature_dim), self.path)
         if (scale := meta.get("feature_scale")) is not None:
             scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
             ends = typed.ends_of_types(types) if scale.dim() == 3 else None

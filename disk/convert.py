@@ -405,9 +405,7 @@ class RoundedRows:
 
 
 def _different(rows):
-    """Count the different values of each column."""
-    if not len(rows):
-        return torch.zeros(rows.shape[1], dtype=torch.int64, device="cpu")
+    """Count the different values of each column, 1 if there are no rows."""
     return rows.sort(0).values.diff(dim=0).ne(0).sum(0) + 1
 
 

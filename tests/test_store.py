@@ -613,7 +613,7 @@ def test_a_store_is_shown_by_its_sizes(tmp_path):
 def test_store_says_what_is_wrong_with_an_argument(tmp_path):
     good, ids = GraphStore.open(_store(tmp_path / "good")).features, torch.arange(2)
     for message, call, *args in (
-        ("ids is list: an int32", good.gather, [1, 2]),
+        ("ids is a list: an int32", good.gather, [1, 2]),
         (r"ids is \[2\] torch.bool", good.gather, ids.bool()),
         (r"out is \[2, 5\] float32: torch.float32", good.gather, ids, np.zeros((2, 5), "f4")),
         ("put_rows needs a store with backend lmdb", good.put_rows, ids[:1], torch.ones(1, 5)),
