@@ -189,19 +189,22 @@ class GraphDataset:
         split: dict of int64 graph ids for "train", "valid" and "test".
         node_dim, edge_dim, target_dim: F, D, T. node_dtype, edge_dtype, target_dtype: torch dtypes.
         vector_dim: 3, or 0 without edge_vector.
+        num_splits, feature_names, kept_as, whole: as of a `GraphStore` without them.
         labels: whether y holds labels; False: targets; None in a store that does not say.
-        classes: the different labels of graphs with one each, ints in ascending order; else None.
+        class_names: those in meta.json, text. classes: the different labels of graphs with one each, ints in ascending order; else None.
         path: the directory. meta: the contents of meta.json, and `class_dim`: how many classes, if more than two, else 0.
     """
 
     num_splits = 1
+    feature_names = kept_as = None
+    whole = {}
 
     def __init__(self, path, meta, sync=True):
         self.labels = meta.get("labels")
-        names = meta.get("classes", ())
-        self.classes = [*map(int, names)] or None
+        self.class_names = names = meta.get("classes")
+        self.classes = None if names is None else [*map(int, names)]
         self.path = Path(path).absolute()
-        self.meta = meta | {"class_dim": len(names) if len(names) > 2 else 0}
+        self.meta = meta | {"class_dim": len(names) if names and len(names) > 2 else 0}
         self.file = LmdbFile(self.path / "graphs.lmdb", sync)
         self._kinds = [(meta[f"{n}_dim"], getattr(torch, meta[f"{n}_dtype"])) for n in PARTS]
         for name, (width, dtype) in zip(PARTS, self._kinds):
