@@ -168,8 +168,9 @@ def _checked(given) -> _Checked:
     drawn = isinstance(split, dict) and not split and labelled and labels.ndim == 1
     if drawn:
         split = checks.drawn_per_class(labels, np.random.default_rng(0))
-    node_names = None if given.node_names is None else [*given.node_names]
+    node_names = given.node_names
     if node_names is not None:
+        node_names = [*node_names]
         columns.check_node_names(node_names, num_nodes)
     split = checks.check_splits(split, labels, node_names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
@@ -606,6 +607,10 @@ class GraphStore:
                 f"labels lie in [0, {end}); rebuild the store",
             )
 
+    def verify(self):
+        """Raise StoreError for the first block of features in LMDB whose checksum does not match."""
+        self._rows.verify()
+
     def _map(self, name, kind, **options) -> Tensor:
         return files.map_npy(self.path, name, self.meta["files"][name], *kind, **options)
 
@@ -850,13 +855,7 @@ def described_part(graph) -> str:
 
 def verify(path) -> list[str]:
     """Compare a whole store with its checksums -> list of problems; see `lmdb_rows.verify_directory`."""
-
-    def check(path):
-        graph = GraphStore.open(path)
-        if graph.meta["backend"] == "lmdb":
-            graph._rows.verify()
-
-    return lmdb_rows.verify_directory(path, FORMAT, check)
+    return lmdb_rows.verify_directory(path, FORMAT, lambda path: GraphStore.open(path).verify())
 
 
 def info(path) -> str:

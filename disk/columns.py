@@ -192,10 +192,6 @@ class Column:
         """Whether it holds times: whole numbers or dates."""
         return self.check is check_times
 
-    def __post_init__(self):
-        if self.of == "node" and self.elsewhere is None:
-            raise TypeError(f"{self.name}: a column of nodes needs `elsewhere`")
-
     @property
     def asked(self):
         """True for the numbers of edges, see `flag`."""

@@ -809,7 +809,7 @@ def _target(name, values):
     return np.asarray(values, np.float32), {}
 
 
-def _column(elsewhere=lambda values: np.nan):
+def _column():
     """Declare a further column of nodes."""
     return Column(
         "node_target",
@@ -819,7 +819,7 @@ def _column(elsewhere=lambda values: np.nan):
         aliases=("node_target", "target"),
         flag="node_targets",
         describe=lambda graph: "targets",
-        elsewhere=elsewhere,
+        elsewhere=lambda values: np.nan,
     )
 
 
@@ -856,11 +856,8 @@ def test_a_record_is_all_that_a_column_takes(tmp_path, monkeypatch, capsys):
     assert str(GraphStore.open(typed).node_target.tolist()) == "[nan, nan, 1.0, 2.0, 3.0]"
 
 
-def test_a_column_of_nodes_says_what_types_without_it_have_and_takes_a_file():
-    with pytest.raises(TypeError, match="node_target: a column of nodes needs `elsewhere`"):
-        _column(None)
-    record = _column()
-    assert record.usage() == ("FILE", "tables: a row per node")
+def test_a_column_of_nodes_takes_a_file():
+    assert _column().usage() == ("FILE", "tables: a row per node")
 
 
 def test_a_column_without_a_use_is_named_and_not_lost_on_resuming(tmp_path, monkeypatch, capsys):
