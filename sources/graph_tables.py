@@ -348,11 +348,8 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
     with opened(file, ignore, nodes.heads) as table:
         is_labels = name == "labels"
         column = COLUMNS.get(name)
-        if (
-            is_labels
-            and table.width > 1 + bool(table.named("id"))
-            and (parts := _parts_of_split(table))
-        ):
+        parts = _parts_of_split(table) if is_labels else ()
+        if parts and table.width > 1 + bool(table.named("id")):
             cure = f"give ids of nodes as --train FILE, and drop it{table.flag(*parts)}"
             raise StoreError(
                 f"{file}: {table.column(parts[0])} looks like a split, not like a label: {cure}"
