@@ -83,7 +83,7 @@ def of_graphs(arrays, count, choice, seed) -> dict:
 
 
 def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
-    """Set the split of an open GraphStore to the one to train with; StoreError if it is not valid, see `check_split`.
+    """Set the split of an open GraphStore to the one to train with.
 
     Args:
         number: of one of the graph's splits, from 0; None: `turn` decides.
@@ -97,7 +97,6 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
         raise StoreError(f"--split {number} has no effect: {graph.path} has {count} split")
     taken = turn % graph.num_splits if number is None else number
     graph.take_split(split_of(graph, taken, seed))
-    graph.check_split()
     if drawn:
         say(f"split   {DRAWN}, by seed {seed}")
     elif graph.num_splits > 1:

@@ -64,6 +64,7 @@ class NodeTask(Task):
         idle = not args.trains and store.num_splits == 1 and "split" not in args.typed
         self.number = None if idle else args.split
         choose_split(store, self.number, seed=args.seed, turn=args.turn, say=say)
+        store.check_split()
         # multi-label; for a graph without labels see `predict_as`
         self.several = store.labels.dim() == 2
         classes = store.labels[store.split["train"]].unique()
