@@ -609,7 +609,8 @@ class GraphStore:
 
     def verify(self):
         """Raise StoreError for the first block of features in LMDB whose checksum does not match."""
-        self._rows.verify()
+        if self.meta["backend"] == "lmdb":
+            self._rows.verify()
 
     def _map(self, name, kind, **options) -> Tensor:
         return files.map_npy(self.path, name, self.meta["files"][name], *kind, **options)

@@ -87,7 +87,7 @@ def check_labels(labels, num_nodes, num_classes):
         if num_classes > 1000 + 10 * present:
             raise StoreError(
                 f"labels run up to {num_classes - 1:,} and {present:,} different ones occur"
-                f": number them from 0, each class is a row of the last layer"
+                ": number them from 0, each class is a row of the last layer"
             )
     if not 1 <= num_classes <= MAX_CLASSES:
         raise StoreError(f"num_classes is {num_classes}: from 1 to {MAX_CLASSES:,} are possible")
@@ -292,7 +292,7 @@ def check_split(split, labels, item="node", names=None):
         raise StoreError(f"split is a {type(split).__name__}: {form}")
     given = by_part("split", split)
     split = {n: part_ids(f"split {n!r}", given.get(n, ()), len(labels)) for n in SPLITS}
-    unlabelled = (labels < 0).reshape(len(labels), -1).all(1)
+    unlabelled = (labels < 0).all(tuple(range(1, labels.ndim)))
     owner = np.full(len(labels), -1, np.int8)
     for part, (name, ids) in enumerate(split.items()):
         inside = (ids >= 0) & (ids < len(labels))

@@ -336,8 +336,9 @@ def check_columns(values, edges, edge_types):
     if edge_types is not None:
         if EDGE_TYPE.name not in checked:
             raise StoreError("edge_types names types, and there is no edge_type")
-        count = max(meta["num_edge_types"], len(edge_types))
-        meta["edge_types"] = names = check_names("edge_types", edge_types, count)
+        names = [*edge_types]
+        count = max(meta["num_edge_types"], len(names))
+        meta["edge_types"] = names = check_names("edge_types", names, count)
         if not all(map(str.isprintable, names)):
             raise StoreError(f"edge_types {names}: names of printable text are needed")
         meta["num_edge_types"] = count

@@ -441,9 +441,6 @@ class RowsByIndex:
         ids = torch.as_tensor(ids)
         self._put(ids, gather_target(self, ids, torch.as_tensor(rows), "rows"))
 
-    def verify(self):
-        """Raise StoreError for the first rows that differ from a checksum of their own, which only LMDB has."""
-
     def _put(self, ids, rows):
         raise StoreError("put_rows needs a store with backend lmdb: rows of mmap stay as built")
 
