@@ -149,7 +149,8 @@ class LmdbFile:
         if lock:  # a hole in this memory-mapped file would kill the process on a full disk
             handle = os.open(f"{self.path}-lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             with open(handle, "r+b"):
-                os.posix_fallocate(handle, 0, 1 << 16)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(handle, 0, 1 << 16)
         options = dict(
             path=os.fsencode(self.path),
             subdir=False,

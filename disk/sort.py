@@ -207,7 +207,8 @@ def _on_disk(folder, count, dtype) -> np.ndarray:
     """Create an array [count] in an unnamed temporary file in `folder`."""
     with tempfile.TemporaryFile(dir=folder) as file:
         # a hole would kill the process on a full disk
-        os.posix_fallocate(file.fileno(), 0, count * np.dtype(dtype).itemsize)
+        if hasattr(os, "posix_fallocate"):  # a hole would kill the process on a full disk
+            os.posix_fallocate(file.fileno(), 0, count * np.dtype(dtype).itemsize)
         return np.memmap(file, dtype, "r+", shape=count)
 
 
