@@ -187,15 +187,19 @@ class FeatureRing:
         self.on_device = self._has(features)
         self.gather = gather or take
         self.aggregate = aggregate
-        known = isinstance(features, torch.Tensor)
-        known = known and (features.is_floating_point() or bool(self.coded))
-        self.first_hop = aggregate is not None and known
+        self.first_hop = False
+        if aggregate is not None and isinstance(features, torch.Tensor):
+            self.first_hop = features.is_floating_point() or bool(self.coded)
         self.width = features.shape[1] * (2 if self.first_hop else 1)
         self.convert = dtype or (None if scale is None else scale.dtype)
         self.dtype = self.convert or features.dtype
         self.buffers = {name: [None] * slots for name in ("rows", "edges", "rest")}
         self.copied = [None] * slots  # event: copies out of the slot are done
         self.began = [None] * slots  # event: the copy of x began
+
+    def counts(self):
+        """Return the counts of the features, see `Features`."""
+        return stated(self.features).counts()
 
     def stream(self, slot, blocks=()):
         """Context with the slot's stream as current CUDA stream: sample on the GPU in it, to overlap with training."""
@@ -228,10 +232,11 @@ class FeatureRing:
                 moved, y = self._move(slot, blocks, y) if self.copies else (blocks, y)
                 outer = (moved if self.on_device else blocks)[0]
                 nodes = outer.src_nodes
-                aggregated = outer if self.first_hop else None
                 if self.features.shape[0] < self.labels.shape[0]:
                     nodes = nodes[nodes < self.features.shape[0]]
-                x = self._bring(slot, "rows", self.features, nodes, aggregated)
+                x = self._bring(
+                    slot, "rows", self.features, nodes, outer if self.first_hop else None
+                )
             finally:  # also if something fails after a copy has started
                 ready = self.copies and self.copies.event()
                 self.copied[slot] = ready
@@ -277,7 +282,7 @@ class FeatureRing:
         """Fetch rows ids [n] of a table, or aggregate a block -> [n, F] on the device, as `dtype` or the table's."""
         if self._has(table):
             rows = self._read(table, ids.to(self.device, non_blocking=True), block)
-        elif self.copies and getattr(table, "kept_on", None) == self.device.type:
+        elif self.copies and stated(table).kept_on == self.device.type:
             upload = lambda missing: self._fill(slot, name, table.features, missing)  # noqa: E731
             rows = table.gather(ids, missing=upload)
         else:
@@ -291,10 +296,11 @@ class FeatureRing:
         if self.scale is None or rows.is_floating_point():
             return rows
         steps, offsets = self.scale.unbind(-2)
-        if self.ends is None:
-            return rows.to(steps.dtype).mul_(steps).add_(offsets)
-        types = torch.bucketize(ids.to(self.device), self.ends, right=True)
-        return rows.to(steps.dtype).mul_(steps[types]).add_(offsets[types])
+        if self.ends is not None:
+            types = torch.bucketize(ids.to(self.device), self.ends, right=True)
+            steps = steps[types]
+            offsets = offsets[types]
+        return rows.to(steps.dtype).mul_(steps).add_(offsets)
 
     def _fill(self, slot, name, table, ids, block=None):
         """Read rows into the slot's buffer -> [n, F]: a view of the buffer or, with a GPU, the copy there. On CPU with
@@ -337,9 +343,38 @@ class FeatureRing:
         return self.aggregate(block.indptr, block.indices, table, ids, out, **coded)
 
     def _decodes(self, table):  # whether rows gathered from it are decoded on the way
-        there = table is self.features and (self.on_device or not self.copies)
-        there = there and isinstance(table, torch.Tensor)
-        return there and self.coded and self.gather is not take
+        return (
+            table is self.features
+            and isinstance(table, torch.Tensor)
+            and (self.on_device or not self.copies)
+            and self.coded
+            and self.gather is not take
+        )
+
+
+class Features:
+    """Base of features that are no tensor, with what the ring and the loader ask of them. Subclasses have .shape, .dtype and
+    .gather, and say what differs.
+
+    Attributes:
+        collective: whether all processes gather together: equally often, in the same order.
+        looking_ahead: context manager of an iterator over sampled batches, inside which they are fetched, on one thread; or
+            None: batches are sampled and fetched together.
+        kept_on: type of the device of a cache, whose `gather` takes a function that uploads what is missing; or None.
+    """
+
+    collective = False
+    looking_ahead = None
+    kept_on = None
+
+    def counts(self):
+        """Return {name: number} of what was read since the start."""
+        return {}
+
+
+def stated(features):
+    """Return features that say what they are, a `Features`; for others, such as a tensor, one that says nothing."""
+    return features if isinstance(features, Features) else Features()
 
 
 def codes_of(features):
@@ -522,15 +557,18 @@ class _HostArray:
         self.host = host
         # numpy has no bfloat16: declare int16
         array = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
-        data = host.data_ptr(), False  # False: not read-only, which torch would refuse
-        interface = {"shape": array.shape, "typestr": array.dtype.str, "data": data, "version": 3}
-        self.__cuda_array_interface__ = interface
+        self.__cuda_array_interface__ = {
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (host.data_ptr(), False),  # False: not read-only, which torch would refuse
+            "version": 3,
+        }
 
 
 # ---- features split over machines
 
 
-class SplitFeatures:
+class SplitFeatures(Features):
     """Features of which each machine holds a part of the rows: a process asks one process of each machine for the rows of
     a batch by id. Therefore all processes have to gather equally often, in the same order: for a batch without nodes, too.
 
@@ -538,18 +576,16 @@ class SplitFeatures:
         table: features [V, F] in host memory, from which this process reads rows of its machine's part for the others.
         parts: (the id after the last row, the rank to ask for its rows) of each part, by ids.
         exchange: the all-to-all between the processes, such as `Exchange` of ddp.py.
-
-    Attributes:
-        collective: True, see `NodeLoader`.
     """
 
     collective = True
+    # fetched on one thread, while others sample
+    looking_ahead = staticmethod(nullcontext)
 
     def __init__(self, table, parts, exchange):
         self.table = table
         self.shape = tuple(table.shape)
         self.dtype = table.dtype
-        self.large = getattr(table, "large", False)
         self.ends, self.owners = torch.tensor(parts, device="cpu").T.contiguous()
         self.exchange = exchange
         self.sent_as = torch.int32 if self.shape[0] < 1 << 31 else torch.int64  # ids
@@ -558,8 +594,11 @@ class SplitFeatures:
 
     def counts(self):
         """Return counts since the start: rows gathered, bytes of rows received from others, seconds that took."""
-        names = "rows", "bytes_received", "seconds"
-        return {f"split_{name}": getattr(self, name) for name in names}
+        return {
+            "split_rows": self.rows,
+            "split_bytes_received": self.bytes_received,
+            "split_seconds": self.seconds,
+        }
 
     def gather(self, ids, out=None):
         """Gather rows ids [n] from all parts -> [n, F]."""
@@ -570,8 +609,7 @@ class SplitFeatures:
         asked = owner.bincount(minlength=self.exchange.world)
         wanted = self.exchange(asked).tolist()
         asked = asked.tolist()
-        theirs = self.exchange(ids[order].to(self.sent_as), asked, wanted)
-        answers = take(self.table, theirs)
+        answers = take(self.table, self.exchange(ids[order].to(self.sent_as), asked, wanted))
         # as bytes: not every backend knows bfloat16
         rows = self.exchange(answers.view(torch.uint8), wanted, asked).view(self.dtype)
         if out is None:
@@ -665,7 +703,7 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
     return held
 
 
-class CachedFeatures:
+class CachedFeatures(Features):
     """Features with a static cache of the hottest rows: on the GPU for features in host memory, in RAM for a store.
     Rows in the cache stay as they are now: those that `put_rows` changes later need a cache made later.
 
@@ -686,7 +724,9 @@ class CachedFeatures:
         self.device = getattr(features, "device", torch.device("cpu"))
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
-        self.collective = getattr(features, "collective", False)
+        self.collective = stated(features).collective
+        if self.collective:
+            self.looking_ahead = nullcontext
         # rows of misses read at a time: a large temporary costs more in page faults than in copying
         self.piece = _rows_of_a_chunk(features)
         # ascending, so that a disk is read sequentially
@@ -705,11 +745,8 @@ class CachedFeatures:
         return self.hits / max(1, self.lookups)
 
     def counts(self):
-        """Return the counts of the features behind the cache, if they have any."""
-        return self.features.counts() if hasattr(self.features, "counts") else {}
-
-    def __getitem__(self, ids):
-        return self.gather(torch.as_tensor(ids))
+        """Return the share of rows found in the cache, and the counts of the features behind it."""
+        return {"cache_hit_rate": self.hit_rate, **stated(self.features).counts()}
 
     def gather(self, ids, out=None, missing=None):
         """Gather rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.
@@ -731,9 +768,14 @@ class CachedFeatures:
             # a miss copies row 0, overwritten below: cheaper than selecting the hits
             rows = position.clamp_(min=0).to(on, non_blocking=True)
             torch.index_select(self.cache, 0, rows, out=out)
+        self._read(ids, misses, out, missing)
+        return out
+
+    def _read(self, ids, misses, out, missing):
+        """Copy rows ids[misses] to out[misses]; see `gather`."""
+        on = out.device
         # `missing` is called once: again, it would refill the slot's buffer during the copy out of it
         at_once = missing or self.collective
         for some in [misses] if at_once else misses.split(self.piece):
             rows = missing(ids[some]) if missing else take(self.features, ids[some]).to(on)
             out.index_copy_(0, some.to(on, non_blocking=True), rows)
-        return out

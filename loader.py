@@ -22,7 +22,7 @@ from disk.columns import EDGE_FEATURES, EDGE_TYPE
 from disk.convert import as_tensor, edge_pairs, integers, is_sparse, kind_of, shown
 
 try:
-    from features import Batch, FeatureRing, codes_of, prefetch
+    from features import Batch, FeatureRing, codes_of, prefetch, stated
     from sampler import NeighborSampler, fanout_list, mix, outside
 except ImportError as error:
     if not (error.path and error.name in ("features", "sampler")):
@@ -357,23 +357,20 @@ class NodeLoader:
         epoch, first = self.epoch, self.step
         if not self.shuffle and (epoch, first) == self.reached:
             first = 0  # the loop was left, not resumed by another loader
-        if copies := getattr(self.ring, "copies", None):
-            copies.follow()  # features may have changed since the last epoch
-        features = getattr(self.ring, "features", None)
-        looking_ahead = getattr(features, "looking_ahead", None)
+        if self.ring and self.ring.copies:
+            self.ring.copies.follow()  # features may have changed since the last epoch
+        features = stated(self.ring and self.ring.features)
         with ExitStack() as stack:
             self.looping = True
             stack.callback(setattr, self, "looping", False)
             parts = self._parts(epoch, first)
-            options = self.options
-            if getattr(features, "collective", False):
-                # all processes fetch the same batches, in this order: also those begun when a loop is left
-                options = {**options, "finish": True}
-                looking_ahead = nullcontext
-            if looking_ahead:
+            # all processes fetch the same batches, in this order: also those begun when a loop is left
+            options = {**self.options, "finish": features.collective}
+            if features.looking_ahead:
                 # blocks wait in memory for their rows: 120 MB for a thousand batches with 10,000 input nodes each
                 sampled = prefetch(self._sample, parts, **options)
-                parts = stack.enter_context(looking_ahead(stack.enter_context(closing(sampled))))
+                sampled = stack.enter_context(closing(sampled))
+                parts = stack.enter_context(features.looking_ahead(sampled))
                 options = {**options, "threads": 1}  # its plans are executed in order
             stream = stack.enter_context(closing(prefetch(self._make, parts, **options)))
             steps = self._steps(epoch)

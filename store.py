@@ -48,7 +48,7 @@ from torch import Tensor
 
 from disk import checks, columns, convert, files, lmdb_rows, sort, typed
 from disk.columns import refuse_unknown
-from disk.convert import refuse
+from disk.convert import refuse, within
 from disk.files import StoreError, free_host_bytes, reading
 from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, library
@@ -124,13 +124,15 @@ def build_store(
     Returns the path; raises StoreError for invalid input, a target that exists, a full disk.
     """
     refuse_unknown(columns.keys())
-    given = SimpleNamespace(**locals())
+    given = SimpleNamespace(**locals(), always=None)
     # scipy has sparse matrices that are dicts
     if isinstance(edge_index, dict) and not convert.is_sparse(edge_index):
         vars(given).update(typed.flatten(given))
     elif node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
-        form = "edge_index as {(source type, name, destination type): [2, M]}"
-        raise StoreError(f"node_types is for a graph that is given by type: give {form}")
+        raise StoreError(
+            "node_types is for a graph that is given by type: give "
+            "edge_index as {(source type, name, destination type): [2, M]}"
+        )
     graph = _checked(given)
     with files.complete_or_not_there(Path(path), _bytes_needed(graph)) as building:
         _write_store(building, graph, progress)
@@ -166,9 +168,10 @@ def _checked(given) -> _Checked:
     drawn = isinstance(split, dict) and not split and labelled and labels.ndim == 1
     if drawn:
         split = checks.drawn_per_class(labels, np.random.default_rng(0))
-    node_names = None if given.node_names is None else [*given.node_names]
+    node_names = given.node_names
     if node_names is not None:
-        columns.check_names(node_names, num_nodes)
+        node_names = [*node_names]
+        columns.check_node_names(node_names, num_nodes)
     split = checks.check_splits(split, labels, node_names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
     carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
@@ -176,9 +179,9 @@ def _checked(given) -> _Checked:
         convert.column_names(given.features) if given.feature_names is None else given.feature_names
     )
     if names is not None:
-        entries["feature_names"] = checks.check_names(names, width)
-    if (always := getattr(given, "always", None)) is not None:
-        carried[columns.EDGE_TIME.name][always] = columns.ALWAYS
+        entries["feature_names"] = columns.check_names("feature_names", names, width)
+    if given.always is not None:
+        carried[columns.EDGE_TIME.name][given.always] = columns.ALWAYS
     if given.node_types is not None:
         entries["node_types"] = [[name, *of] for name, of in given.node_types.items()]
     if drawn:
@@ -218,21 +221,20 @@ def _bytes_needed(graph) -> int:
     spooled = isinstance(rows, convert.Rows) and meta["feature_dtype"] == "int8"
     if spooled and convert.row_dtype("features", rows) != "int8":
         row_bytes *= 5  # with the float32 rows, which are written to a file first
-    need = meta["num_nodes"] * 16 + graph.features.shape[0] * row_bytes
+    need = meta["num_nodes"] * 16 + rows.shape[0] * row_bytes
     options = meta["options"]
     if options["drop_self_loops"] or options["drop_duplicates"]:
         return need
     of_edges = graph.arrays.keys() & columns.OF_EDGES
-    edge_bytes = 4 + sum(graph.arrays[n].nbytes for n in of_edges) // max(meta["num_edges"], 1)
-    if _times_of_sources(graph) is not None:
-        edge_bytes += 8
-    return need + (meta["num_edges"] << options["symmetrize"]) * edge_bytes
+    size = meta["num_edges"] * 4 + sum(graph.arrays[name].nbytes for name in of_edges)
+    return need + (size << options["symmetrize"])
 
 
 def _times_of_sources(graph):
     """Return the times of the nodes if edges have those of their sources: they have none of their own; else None."""
-    own = columns.EDGE_TIME.name in graph.arrays
-    return None if own else graph.arrays.get(columns.NODE_TIME.name)
+    if columns.EDGE_TIME.name in graph.arrays:
+        return None
+    return graph.arrays.get(columns.NODE_TIME.name)
 
 
 def _write_store(path, graph, progress):
@@ -259,9 +261,10 @@ def _write_graph(path, graph, progress) -> dict:
     if as_given and columns.out_of_order(indptr, types, times) is None:
         chunks = sort.checked_indices(edges.indices, edges.num_nodes, progress)
     elif isinstance(edges.indices, convert.Rows):
-        why = "there are no graph options, and its lists must rise in edge_type and edge_time"
-        why += ", which node_time needs" * (of_sources is not None)
-        raise StoreError(f"indices given as Rows is stored as it is: {why}")
+        raise StoreError(
+            "indices given as Rows is stored as it is: there are no graph options, its lists must rise in "
+            "edge_type and edge_time, and node_time needs edge_time"
+        )
     else:
         if graph.arrays.keys() & columns.OF_EDGES or of_sources is not None:
             by = sort.SortBy(tempfile.TemporaryFile(dir=path), types, times, of_sources)
@@ -288,11 +291,11 @@ def _write_features(path, graph, progress) -> dict:
     file = path / BACKENDS[meta["backend"]]
     shape = [graph.features.shape[0], meta["feature_dim"]]
     kept_as = meta["feature_dtype"]
-    ends = typed.ends_of_types(meta.get("node_types", []))
+    types = meta.get("node_types", [])
+    ends = typed.ends_of_types(types)
     features, scale = checks.feature_scale(graph.features, kept_as, ends, path, progress)
-    rounded = _rounded_rows(meta, shape)
-    given = {"rounded": rounded, "progress": progress}
-    rows = checks.feature_rows(features, kept_as, scale, ends, **given)
+    rounded = convert.RoundedRows(*shape, types)
+    rows = checks.feature_rows(features, kept_as, scale, ends, rounded=rounded, progress=progress)
     if scale is not None:
         meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
     record = _write_rows(file, meta, shape, rows)
@@ -300,14 +303,6 @@ def _write_features(path, graph, progress) -> dict:
         meta |= {"rounded": f"features kept as {kept_as}: {loss}"}
         print(meta["rounded"])
     return {file.name: {**record, "largest": rounded.largest}}
-
-
-def _rounded_rows(meta, shape):
-    """Return a sample of the feature rows [rows, F] of a store, by type."""
-    types = meta.get("node_types", [])
-    ends = typed.ends_of_types(types)
-    names = [""] if ends is None else [name for name, _, width in types if width]
-    return convert.RoundedRows(*shape, ends, names)
 
 
 def _write_rows(file, meta, shape, chunks) -> dict:
@@ -344,6 +339,7 @@ class GraphStore:
         kept_as: what float features are rounded to, one of KEPT_AS; "" if they are not.
         part: (m, N) of a store made by `split`, whose features are `PartFeatures`; else None. whole: {file of which
             it has a part: SHA-256 of the file in the store that was split}.
+        large: whether the features, of a part those of all parts, exceed the free memory.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
 
@@ -388,9 +384,13 @@ class GraphStore:
             self.sampling_threads = SAMPLERS
         types = meta.get("node_types", [])
         self.node_types = {str(name): (int(count), int(width)) for name, count, width in types}
-        rows = sum(count for count, width in self.node_types.values() if width)
-        self.has_features = rows > 0 or not self.node_types
-        rows = max(rows, 1) if self.node_types else self.num_nodes
+        rows = self.num_nodes
+        if self.node_types:
+            rows = sum(count for count, width in self.node_types.values() if width)
+        self.has_features = rows > 0
+        rows = max(rows, 1)
+        dtype = getattr(torch, meta["feature_dtype"])
+        self.large = rows * self.feature_dim * dtype.itemsize > free
         self.part = None
         self.whole = {}
         if (part := meta.get("part")) is not None:
@@ -399,7 +399,11 @@ class GraphStore:
                 raise ValueError(f"it is part {number} of {of}, of {rows} rows")
             self.part = number, of
             self.whole = dict(meta["whole"])
-        self.features = self._open_features((rows, self.feature_dim), free)
+        first, stop = part_bounds(rows, *(self.part or (0, 1)))
+        self._rows = self._open_rows((stop - first, self.feature_dim), dtype, free)
+        self.features = self._rows
+        if self.part:
+            self.features = PartFeatures(self._rows, first, (rows, self.feature_dim), self.path)
         if (scale := meta.get("feature_scale")) is not None:
             scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
             ends = typed.ends_of_types(types) if scale.dim() == 3 else None
@@ -411,19 +415,9 @@ class GraphStore:
         self.kept_as = kept if rounded else ""
         self._opened = {**vars(self), "split": self._splits}
 
-    def _open_features(self, shape, free):
-        """Open the features [rows, F]; they are large if they exceed `free` bytes of memory."""
-        if self.part:
-            first, stop = part_bounds(shape[0], *self.part)
-            rows = self._open_rows((stop - first, shape[1]), free)
-            large = math.prod(shape) * rows.dtype.itemsize > free
-            return PartFeatures(rows, first, shape, large, self.path)
-        return self._open_rows(shape, free)
-
-    def _open_rows(self, shape, free):
-        """Open all rows that are in this store, [rows, F]."""
+    def _open_rows(self, shape, dtype, free):
+        """Open all rows that are in this store, [rows, F]; they are large if they exceed `free` bytes of memory."""
         meta = self.meta
-        dtype = getattr(torch, meta["feature_dtype"])
         large = math.prod(shape) * dtype.itemsize > free
         file = BACKENDS[meta["backend"]]
         if meta["backend"] == "lmdb":
@@ -432,7 +426,7 @@ class GraphStore:
             if record["shape"] != [*shape]:
                 raise ValueError(f"{file} has rows {record['shape']}, not {[*shape]}")
             return LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
-        kind = files.Kind(files.storage_dtype(meta["feature_dtype"]), [*shape])
+        kind = files.storage_dtype(meta["feature_dtype"]), [*shape]
         table = self._table = self._map(file, kind, ahead=not large)
         head = meta["files"][file]["bytes"] - table.nbytes
         graph = self.indptr.nbytes + self.indices.nbytes
@@ -463,8 +457,10 @@ class GraphStore:
             if any(map(_written, tensors)):
                 same = False
                 if name == "_table":
-                    why = "rows of its features were written in this process, and another reads the file's"
-                    raise StoreError(f"{self.path}: {why}: build a store of them")
+                    raise StoreError(
+                        f"{self.path}: rows of its features were written in this process, "
+                        "and another reads the file's: build a store of them"
+                    )
             if not same or name == "labels" and not torch.equal(value, now.labels):
                 changed[name] = value
         return GraphStore.open, (self.path,), changed
@@ -476,13 +472,15 @@ class GraphStore:
             fields |= {"labels": self.labels, "num_classes": self.num_classes, **self.split}
         if self.node_types:
             fields["node_types"] = self.node_types
-        stored = {name: getattr(self, name) for name in columns.COLUMNS}
-        fields |= {name: values for name, values in stored.items() if values is not None}
+        for name in columns.COLUMNS:
+            if (values := getattr(self, name)) is not None:
+                fields[name] = values
         return convert.shown("GraphStore", fields)
 
     def node_names(self) -> list[str] | None:
         """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""
-        return None if (names := self._names()) is None else [*names]
+        names = self._names()
+        return names and [*names]
 
     def node_ids(self, values, name="ids") -> Tensor:
         """Look up nodes -> their rows in features, labels and predictions, int64 of the shape of `values`.
@@ -512,8 +510,7 @@ class GraphStore:
         """
         order = self._order()
         places = torch.from_numpy(convert.integers("positions", positions))
-        wrong = (places < 0) | (places >= len(order))
-        refuse(wrong, "positions", places, f"positions in indices lie in [0, {len(order)})")
+        within("positions", places, len(order), "positions in indices")
         return order[places].to(getattr(positions, "device", "cpu"))
 
     def stored_edges(self, edges) -> Tensor:
@@ -537,15 +534,15 @@ class GraphStore:
     def _order(self):
         order = getattr(self, columns.EDGE_ORDER.name)
         if order is None:
-            how = "build it with edge_order=True (--edge-order)"
             raise StoreError(
-                f"{self.path} does not have the order in which edges were given: {how}"
+                f"{self.path} does not have the order in which edges were given: "
+                "build it with edge_order=True (--edge-order)"
             )
         return order
 
     def _names(self):
         record = self.meta["files"].get(columns.NAMES)
-        return None if record is None else columns.read_names(self.path, record)
+        return record and columns.read_names(self.path, record)
 
     def take_columns(self, names):
         """Put the columns of `features` into the order of `names`, which are `feature_names` in any order; StoreError for
@@ -564,7 +561,7 @@ class GraphStore:
         features = self.features
         if self.part or features.dtype in (dtype, torch.uint8):
             return ""
-        sample = _rounded_rows(self.meta, features.shape)
+        sample = convert.RoundedRows(*features.shape, self.meta.get("node_types", []))
         rows = features.gather(sample.ids)
         sample.add(0, rows, rows.to(dtype))
         return sample.loss(self.feature_names)
@@ -587,8 +584,9 @@ class GraphStore:
     def numbered_split(self, number):
         """Return {part: ids} of one of the store's splits, counted from 0; StoreError if there is no such split."""
         if not 0 <= number < self.num_splits:
-            has = f"{self.path} has {self.num_splits}, counted from 0"
-            raise StoreError(f"split {number} is out of range: {has}")
+            raise StoreError(
+                f"split {number} is out of range: {self.path} has {self.num_splits}, counted from 0"
+            )
         return {  # of several splits [K, n] a row without its padding
             name: ids if ids.dim() == 1 else ids[number][ids[number] >= 0]
             for name, ids in self._splits.items()
@@ -602,11 +600,20 @@ class GraphStore:
         end = self.num_classes if self.labels.dim() == 1 else 2
         for name, ids in split.items():
             labels = self.labels[ids]
-            why = f"labels lie in [0, {end}); rebuild the store"
-            refuse(labels >= end, f"{self.path}: of split {name!r} labels", labels, why)
+            refuse(
+                labels >= end,
+                f"{self.path}: of split {name!r} labels",
+                labels,
+                f"labels lie in [0, {end}); rebuild the store",
+            )
+
+    def verify(self):
+        """Raise StoreError for the first block of features in LMDB whose checksum does not match."""
+        if self.meta["backend"] == "lmdb":
+            self._rows.verify()
 
     def _map(self, name, kind, **options) -> Tensor:
-        return files.map_npy(self.path, name, self.meta["files"][name], kind, **options)
+        return files.map_npy(self.path, name, self.meta["files"][name], *kind, **options)
 
 
 def _written(value) -> bool:
@@ -614,7 +621,14 @@ def _written(value) -> bool:
     return isinstance(value, Tensor) and not value.is_inference() and value._version > 0
 
 
-class MmapFeatures(convert.RowsByIndex):
+class StoredFeatures(convert.RowsByIndex):
+    """Features that are pickled as the path of their store."""
+
+    def __reduce__(self):
+        return getattr, (GraphStore.open(self._path), "features")
+
+
+class MmapFeatures(StoredFeatures):
     """Feature rows in a memory-mapped array.
 
     A table larger than the free memory is not read through the map but, with a C compiler, by many requests at a time
@@ -636,16 +650,17 @@ class MmapFeatures(convert.RowsByIndex):
             self.tensor = table
         self.reserve(0)  # opens the file: the store may be renamed or removed later
 
-    def __reduce__(self):
-        return getattr, (GraphStore.open(self._path), "features")
-
     def reader(self) -> RowReader | None:
         """Return a reader of these rows from disk; None without a file, Linux or a C compiler."""
         if self._path is None or library() is None:
             return None
-        file = self._path / BACKENDS["mmap"]
-        row_bytes = self.shape[1] * self.dtype.itemsize
-        return RowReader(file, self._head, row_bytes, self.shape[0], direct=not self.stays())
+        return RowReader(
+            self._path / BACKENDS["mmap"],
+            self._head,
+            self.shape[1] * self.dtype.itemsize,
+            self.shape[0],
+            direct=not self.stays(),
+        )
 
     def reserve(self, count, share=1):
         """Leave `count` more bytes of memory to others than the table's pages, of which only a share is read from here on,
@@ -667,24 +682,13 @@ class MmapFeatures(convert.RowsByIndex):
         free = free_host_bytes()
         return free // 8 if self.stays(free // 8) else free // 2
 
-    def gather(self, ids, out=None) -> Tensor:
-        """Gather rows -> [n, F].
-
-        Args:
-            ids: int32 or int64 [n] node ids, in any order, repeats allowed; IndexError if one is out of range.
-            out: [n, F] of this dtype to write into and return; None: a new tensor.
-        """
-        out = convert.gather_target(self, ids, out)
+    def read(self, ids, out):
         if self._reader and out.is_contiguous():
             return self._reader.read(ids, out)
         return torch.index_select(self._table, 0, ids, out=out)
 
-    def put_rows(self, ids, rows):
-        """Raise StoreError: rows of a memory-mapped array do not change."""
-        raise StoreError("put_rows needs a store with backend lmdb: rows of mmap stay as built")
 
-
-class CodedFeatures(convert.RowsByIndex):
+class CodedFeatures(StoredFeatures):
     """Feature rows float32 that are kept as codes of 8 bits, see `checks.feature_scale`.
 
     Attributes:
@@ -700,83 +704,63 @@ class CodedFeatures(convert.RowsByIndex):
         self.ends = ends
         self._path = path
         self.shape = tuple(codes.shape)
-        self.large = getattr(codes, "large", False)
-
-    def __reduce__(self):
-        return getattr, (GraphStore.open(self._path), "features")
 
     def gather(self, ids, out=None) -> Tensor:
-        """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
-        codes = self.codes
-        if isinstance(codes, Tensor):
-            ids = ids.to(codes.device)
-        codes = codes[ids] if isinstance(codes, Tensor) else codes.gather(ids)
+        """Gather rows -> [n, F], by default on the device of the codes."""
+        if isinstance(self.codes, Tensor):
+            ids = ids.to(self.codes.device)
+            codes = self.codes[ids]
+        else:
+            codes = self.codes.gather(ids)
         steps, offsets = convert.steps_and_offsets(self.scale, self.ends, ids)
-        if out is None:
-            return codes.float().mul_(steps).add_(offsets)
-        return convert.gather_target(self, ids, out).copy_(codes).mul_(steps).add_(offsets)
+        rows = codes.float() if out is None else convert.gather_target(self, ids, out).copy_(codes)
+        return rows.mul_(steps).add_(offsets)
 
-    def put_rows(self, ids, rows):
-        """Replace rows, see `LmdbFeatures.put_rows`; StoreError for a value beyond the range of its column as built."""
-        ids = torch.as_tensor(ids)
-        rows = torch.as_tensor(rows)
-        convert.gather_target(self, ids, rows, "rows")
+    def _put(self, ids, rows):
         steps, offsets = convert.steps_and_offsets(self.scale, self.ends, ids)
         codes = convert.encode(rows, steps, offsets)
         beyond = codes != codes.clamp(-128, 127)
         for at in beyond.nonzero()[:1]:
             step, offset = (of.expand_as(rows)[tuple(at)] for of in (steps, offsets))
-            ends = f"{offset - 128 * step:.6g} to {offset + 127 * step:.6g}"
-            refuse(beyond, "rows", rows, f"its column was built for {ends}")
+            refuse(
+                beyond,
+                "rows",
+                rows,
+                f"its column was built for {offset - 128 * step:.6g} to {offset + 127 * step:.6g}",
+            )
         self.codes.put_rows(ids, codes.to(torch.int8))
 
-    def verify(self):
-        """Raise StoreError for the first block whose checksum does not match."""
-        self.codes.verify()
 
-
-class PartFeatures(convert.RowsByIndex):
+class PartFeatures(StoredFeatures):
     """The feature rows of a part of a store, by the node ids of the whole: rows `first` to `stop` - 1.
 
     Attributes:
-        shape, dtype: (V, F) of all parts together, torch dtype. large: True if these exceed the free memory.
+        shape, dtype: (V, F) of all parts together, torch dtype.
     """
 
-    def __init__(self, rows, first, shape, large, path):
+    def __init__(self, rows, first, shape, path):
         self._rows = rows
         self.first = first
         self.stop = first + rows.shape[0]
         self.shape = tuple(shape)
         self.dtype = rows.dtype
-        self.large = large
         self._path = path
-
-    def __reduce__(self):
-        return getattr, (GraphStore.open(self._path), "features")
 
     def _local(self, ids):
         """Return where rows ids [n] are in this part; StoreError if one is in another part."""
         for node in map(int, ids.aminmax()) if len(ids) else ():
             if not self.first <= node < self.stop:
-                held = f"this part has rows {self.first:,} to {self.stop - 1:,}"
-                raise StoreError(f"{self._path}: the features of node {node} are elsewhere: {held}")
+                raise StoreError(
+                    f"{self._path}: the features of node {node} are elsewhere: "
+                    f"this part has rows {self.first:,} to {self.stop - 1:,}"
+                )
         return ids - self.first
 
-    def gather(self, ids, out=None) -> Tensor:
-        """Gather rows -> [n, F]; see `MmapFeatures.gather`. StoreError for an id of another part."""
-        out = convert.gather_target(self, ids, out)
+    def read(self, ids, out):
         return self._rows.gather(self._local(ids), out)
 
-    def put_rows(self, ids, rows):
-        """Replace rows of this part, see `LmdbFeatures.put_rows`; StoreError for an id of another part."""
-        ids = torch.as_tensor(ids)
-        rows = torch.as_tensor(rows)
-        convert.gather_target(self, ids, rows, "rows")
+    def _put(self, ids, rows):
         self._rows.put_rows(self._local(ids), rows)
-
-    def verify(self):
-        """Raise StoreError for the first block whose checksum does not match."""
-        self._rows.verify()
 
 
 class ReorderedFeatures(convert.RowsByIndex):
@@ -784,12 +768,12 @@ class ReorderedFeatures(convert.RowsByIndex):
     the column of `features` that each column is."""
 
     def __init__(self, features, order):
-        self._features, self._order = features, order
-        self.shape, self.dtype, self.large = features.shape, features.dtype, features.large
+        self._features = features
+        self._order = order
+        self.shape = features.shape
+        self.dtype = features.dtype
 
-    def gather(self, ids, out=None) -> Tensor:
-        """Gather rows -> [n, F]; see `MmapFeatures.gather`."""
-        out = convert.gather_target(self, ids, out)
+    def read(self, ids, out):
         return torch.index_select(self._features.gather(ids), 1, self._order, out=out)
 
 
@@ -817,19 +801,17 @@ def split(path, count, target=None, progress=False) -> Path:
     if not graph.has_features:
         raise StoreError(f"{path} has no features to split")
     if not 2 <= count <= features.shape[0]:
-        rows = files.plural(features.shape[0], "row")
-        raise StoreError(f"{path} cannot be split into {count}: it has {rows} of features")
+        raise StoreError(
+            f"{path} cannot be split into {count}: "
+            f"it has {files.plural(features.shape[0], 'row')} of features"
+        )
     files.refuse_existing(target)
     if problems := verify(path):
         raise StoreError(f"{path} is damaged: {problems[0]}")
     meta = graph.meta
     file = BACKENDS[meta["backend"]]
-    others = {name: record for name, record in meta["files"].items() if name != file}
-    need = meta["files"][file]["bytes"]
-    above = next(folder for folder in target.absolute().parents if folder.exists())
-    if above.stat().st_dev != path.stat().st_dev:
-        need += count * sum(record["bytes"] for record in others.values())
-    with files.complete_or_not_there(target, need) as building:
+    others = meta["files"].keys() - {file}
+    with files.complete_or_not_there(target, meta["files"][file]["bytes"]) as building:
         for number in range(count):
             part = building / f"part-{number}"
             part.mkdir()
@@ -874,13 +856,7 @@ def described_part(graph) -> str:
 
 def verify(path) -> list[str]:
     """Compare a whole store with its checksums -> list of problems; see `lmdb_rows.verify_directory`."""
-
-    def check(path):
-        graph = GraphStore.open(path)
-        if graph.meta["backend"] == "lmdb":
-            graph.features.verify()
-
-    return lmdb_rows.verify_directory(path, FORMAT, check)
+    return lmdb_rows.verify_directory(path, FORMAT, lambda path: GraphStore.open(path).verify())
 
 
 def info(path) -> str:
@@ -893,7 +869,7 @@ def info(path) -> str:
     features = f"{width} x {kept_as}, backend {graph.meta['backend']}"
     if graph.part:
         features += f"; {described_part(graph)}"
-    several = " labels, several a node" if graph.labels.dim() == 2 else ""
+    classes = f"{graph.num_classes}{' labels, several a node' * (graph.labels.dim() == 2)}"
     lines = {
         "nodes": f"{graph.num_nodes:,}",
         "types": columns.described_types(graph.node_types) or "one",
@@ -901,7 +877,7 @@ def info(path) -> str:
         "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
         "features": features,
         "columns": columns.described(graph),
-        "classes": f"{graph.num_classes}{several}" if graph.labelled else "no labels",
+        "classes": classes if graph.labelled else "no labels",
         "options": ", ".join(graph.options) or "none",
     }
     return files.info_lines(lines, graph)

@@ -33,7 +33,7 @@ from disk.convert import (
     spool,
     steps_and_offsets,
 )
-from disk.files import SPLITS, StoreError, plural
+from disk.files import SPLITS, StoreError, listed, plural
 
 MAX_CLASSES = 1 << 24  # the logits of 1,024 seeds then take 64 GiB
 MAX_SPLITS = 1 << 16
@@ -55,18 +55,11 @@ def check_features(features, kept_as):
         raise StoreError(f"features has shape {list(shape)}: [V, F] is needed, neither of them 0")
     dtype = row_dtype("features", features)
     if kept_as and (kept_as not in KEPT_AS or "float" not in dtype):
-        kinds = f"features of floats can be kept as {' or '.join(KEPT_AS)}"
-        raise StoreError(f"feature_dtype {kept_as} with features of {dtype}: {kinds}")
+        raise StoreError(
+            f"feature_dtype {kept_as} with features of {dtype}: "
+            f"features of floats can be kept as {' or '.join(KEPT_AS)}"
+        )
     return int(shape[0]), int(shape[1]), kept_as or dtype
-
-
-def check_names(names, width) -> list[str]:
-    """Check the names of the feature columns -> list of F different strings."""
-    names = [*map(str, names)]
-    if not width == len(names) == len({*names}):
-        given = f"feature_names has {len(names)} names, {len({*names})} of them different"
-        raise StoreError(f"{given}: {width} different ones are needed, one a column")
-    return names
 
 
 def check_labels(labels, num_nodes, num_classes):
@@ -79,8 +72,10 @@ def check_labels(labels, num_nodes, num_classes):
         raise StoreError(f"labels: none of the {num_nodes} nodes has a label, all are -1")
     if labels.ndim == 2:
         if not 2 <= labels.shape[1] <= MAX_CLASSES or num_classes not in (None, labels.shape[1]):
-            shapes = f"labels is {list(labels.shape)} and num_classes {num_classes}"
-            raise StoreError(f"{shapes}: with several labels per node, 2 <= C <= {MAX_CLASSES:,}")
+            raise StoreError(
+                f"labels is {list(labels.shape)} and num_classes {num_classes}"
+                f": with several labels per node, 2 <= C <= {MAX_CLASSES:,}"
+            )
         why = "several labels per node are each 0 or 1, or -1 for a missing one"
         refuse((labels < -1) | (labels > 1), "labels", labels, why)
         if (labels == -1).any() and not (labels == 0).any():
@@ -90,12 +85,14 @@ def check_labels(labels, num_nodes, num_classes):
         num_classes = max(int(labels.max()) + 1, 1)
         present = len(np.unique(labels[labels >= 0])) if num_classes > 1000 else 1
         if num_classes > 1000 + 10 * present:
-            used = f"labels run up to {num_classes - 1:,} and {present:,} different ones occur"
-            raise StoreError(f"{used}: number them from 0, each class is a row of the last layer")
+            raise StoreError(
+                f"labels run up to {num_classes - 1:,} and {present:,} different ones occur"
+                ": number them from 0, each class is a row of the last layer"
+            )
     if not 1 <= num_classes <= MAX_CLASSES:
         raise StoreError(f"num_classes is {num_classes}: from 1 to {MAX_CLASSES:,} are possible")
-    bad = (labels < -1) | (labels >= num_classes)
-    refuse(bad, "labels", labels, f"labels lie in [0, {num_classes}), or are -1")
+    why = f"labels lie in [0, {num_classes}), or are -1"
+    refuse((labels < -1) | (labels >= num_classes), "labels", labels, why)
     return labels, num_classes
 
 
@@ -108,18 +105,19 @@ def doubts(store, counted) -> list[str]:
     labels = store.labels
     lines = []
     if counted and store.labelled and labels.dim() == 1:
-        used = labels[labels >= 0].unique()
-        empty = np.setdiff1d(np.arange(store.num_classes), used).tolist()
+        nodes_of = labels[labels >= 0].bincount(minlength=store.num_classes)
+        empty = (nodes_of == 0).nonzero().flatten().tolist()
         if empty:
-            which = f"{len(empty)} of {store.num_classes} classes have no node"
-            listed = ", ".join(map(str, empty[:8])) + ", ..." * (len(empty) > 8)
-            lines.append(f"{which}: {listed}; labels number the classes from 0")
+            lines.append(
+                f"{len(empty)} of {store.num_classes} classes have no node: {listed(empty)}; "
+                "labels number the classes from 0"
+            )
     width = store.feature_dim
     train = store.split["train"]
     nodes = train[train < store.features.shape[0]].numpy()
     cells = COMPARED // labels[:1].numel()
     rows = min(max(cells // width, 256), 1024)
-    nodes = np.random.default_rng(0).permutation(nodes)[:rows]
+    nodes = torch.from_numpy(np.random.default_rng(0).permutation(nodes)[:rows])
     columns = np.unique(np.linspace(0, width - 1, min(width, cells // rows)).astype(np.int64))
     if len(nodes) < 2:
         return lines
@@ -127,17 +125,17 @@ def doubts(store, counted) -> list[str]:
         lines.append(f"{len(columns):,} of {width:,} features were compared with the labels")
     if not len(columns):
         return lines
-    step = max(COMPARED // width, 1)
-    parts = [torch.from_numpy(nodes[a : a + step]) for a in range(0, len(nodes), step)]
+    parts = nodes.split(max(COMPARED // width, 1))
     x = torch.cat([store.features.gather(part)[:, columns].double() for part in parts])
-    if found := telling(x, labels[torch.from_numpy(nodes)], width):
+    if found := telling(x, labels[nodes], width):
         names = store.feature_names or [f"[:, {j}]" for j in range(width)]
-        listed = ", ".join(names[columns[j]] for j in found[:8]) + ", ..." * (len(found) > 8)
+        named = listed([names[columns[j]] for j in found])
         of = f"all {len(nodes):,} training nodes"
         if len(nodes) < len(train):
             of = f"{len(nodes):,} training nodes, drawn from {len(train):,}"
-        cure = "leave out what was made from labels"
-        lines.append(f"features that alone tell the label of {of}: {listed}; {cure}")
+        lines.append(
+            f"features that alone tell the label of {of}: {named}; leave out what was made from labels"
+        )
     return lines
 
 
@@ -210,8 +208,10 @@ def checked_rows(features, progress):
     for first, chunk in chunked("features", features, progress=progress):
         chunk = as_rows("features", chunk)
         if chunk.dtype != getattr(torch, announced) or chunk.shape[1:] != (width,):
-            actual = f"features has rows of {list(chunk.shape[1:])} {chunk.dtype}"
-            raise StoreError(f"{actual}, [{width}] {announced} was announced")
+            raise StoreError(
+                f"features has rows of {list(chunk.shape[1:])} {chunk.dtype}"
+                f", [{width}] {announced} was announced"
+            )
         check_finite("features", chunk, first)
         yield first, chunk.detach().cpu()
 
@@ -240,9 +240,8 @@ def feature_scale(features, dtype, ends, folder, progress):
     if dtype != "int8" or row_dtype("features", features) == dtype:
         return features, None
     bounds = [0, features.shape[0]] if ends is None else [0, *ends.tolist()]
-    low = torch.full(
-        (len(bounds) - 1, features.shape[1]), torch.inf, dtype=torch.float64, device="cpu"
-    )
+    shape = len(bounds) - 1, features.shape[1]
+    low = torch.full(shape, torch.inf, dtype=torch.float64, device="cpu")
     high = -low
 
     def chunks():
@@ -262,10 +261,9 @@ def feature_scale(features, dtype, ends, folder, progress):
     high, low = (of.masked_fill_(of.isinf(), 0) for of in (high, low))  # types without nodes
     steps = ((high - low) / 255).float()
     offsets = (low + 128 * steps.double()).float()
-    far = (128 * steps + offsets.abs()).isinf()
-    why = "int8 needs a range within float32"
-    for beyond, values in zip(far, high):
-        refuse(beyond, "the largest of each column of features", values, why)
+    what = "the largest of each column of features"
+    for beyond, values in zip((128 * steps + offsets.abs()).isinf(), high):
+        refuse(beyond, what, values, "int8 needs a range within float32")
     scale = torch.stack([steps, offsets], 1)
     return features, scale[0] if ends is None else scale
 
@@ -276,13 +274,13 @@ def check_splits(splits, labels, names=None):
         return check_split(splits, labels, names=names)
     if not 1 <= len(splits) <= MAX_SPLITS:
         raise StoreError(f"split is a list of {len(splits)}: 1 to {MAX_SPLITS} are possible")
-    checked = []
+    rows = {name: [] for name in SPLITS}
     for number, split in enumerate(splits):
         try:
-            checked.append(check_split(split, labels, names=names))
+            for name, ids in check_split(split, labels, names=names).items():
+                rows[name].append(as_rows(name, ids))
         except StoreError as error:
             raise StoreError(f"split {number} of {len(splits)}: {error}") from error
-    rows = {name: [as_rows(name, s[name]) for s in checked] for name in SPLITS}
     return {n: pad_sequence(ids, True, padding_value=-1).numpy() for n, ids in rows.items()}
 
 
@@ -294,17 +292,16 @@ def check_split(split, labels, item="node", names=None):
         raise StoreError(f"split is a {type(split).__name__}: {form}")
     given = by_part("split", split)
     split = {n: part_ids(f"split {n!r}", given.get(n, ()), len(labels)) for n in SPLITS}
+    unlabelled = (labels < 0).all(tuple(range(1, labels.ndim)))
     owner = np.full(len(labels), -1, np.int8)
     for part, (name, ids) in enumerate(split.items()):
         inside = (ids >= 0) & (ids < len(labels))
         again = np.ones(len(ids), bool)
         again[np.unique(ids, return_index=True)[1]] = False
-        unlabelled = labels[ids * inside] < 0
-        unlabelled = unlabelled if labels.ndim == 1 else unlabelled.all(1)
         for bad, why in (
             (~inside, f": {item} ids lie in [0, {len(labels)})"),
             (again, " more than once" + "; a mask is of bool" * int(ids.max(initial=0) < 2)),
-            (unlabelled, ", which has no label (-1)"),
+            (unlabelled[ids * inside], ", which has no label (-1)"),
         ):
             if bad.any():
                 wrong = ids[bad][0]
@@ -315,7 +312,7 @@ def check_split(split, labels, item="node", names=None):
             taken = names[taken] if names else taken
             raise StoreError(f"{item} {taken} is in split {other!r} and in {name!r}")
         owner[ids] = part
-    if item == "node" and given and not len(split["train"]) and (labels >= 0).any():
+    if item == "node" and given and not len(split["train"]) and not unlabelled.all():
         raise StoreError("split 'train' is empty: at least one node is needed")
     return split
 
@@ -421,13 +418,10 @@ def _keys(rows, columns, count) -> np.ndarray:
 
 
 def edge_line(store) -> str:
-    """Describe what is unusual about a store's edges in one line; of a large store built without counts only the number."""
+    """Describe what is unusual about a store's edges in one line; of a store without counts only their number."""
     counted = store.meta.get("edges")
     if type(counted) is not dict or any(type(counted.get(name)) is not int for name in COUNTED):
-        if store.num_edges > EXACT:
-            return f"{store.num_edges:,} edges"
-        types = None if store.edge_type is None else store.edge_type.numpy()
-        counted = count_edges(store.indptr.numpy(), store.indices.numpy(), types)
+        return f"{store.num_edges:,} edges"
     share = 100 * counted["one_way"] / max(counted["one_way_of"], 1)
     rounded = "over 99" if 99 < share < 100 else "under 1" if share < 1 else f"{share:.0f}"
     words = {
@@ -437,8 +431,8 @@ def edge_line(store) -> str:
         "one_way": f"{rounded} % without a reverse, messages go one way",
     }
     unusual = ", ".join(text for name, text in words.items() if counted[name])
-    looked_up, every = counted["one_way_of"], "every edge"
-    if looked_up < store.num_edges:
+    every = "every edge"
+    if (looked_up := counted["one_way_of"]) < store.num_edges:
         every = f"each of {plural(looked_up, 'edge')} drawn"
     unusual = unusual or f"no duplicates or self loops, {every} has its reverse"
     return f"{store.num_edges:,} edges: {unusual}"

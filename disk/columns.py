@@ -11,6 +11,7 @@ The names of the nodes are lines of nodes.txt: node i is called what line i + 1 
 width of the edges' features. This file needs disk/files.py, disk/convert.py, numpy and torch.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
@@ -30,7 +31,7 @@ from disk.convert import (
     row_dtype,
     whole_times,
 )
-from disk.files import Kind, StoreError, check_size, file_record, reading, storage_dtype, write_npy
+from disk.files import StoreError, check_size, file_record, reading, storage_dtype, write_npy
 
 NAMES = "nodes.txt"
 MOST_TYPES = 1 << 15
@@ -49,8 +50,13 @@ def check_weights(name, weights):
         exact = chunk.double()  # torch compares no uint16, uint32 and uint64
         kept = chunk.float()
         bad = ~(torch.isfinite(kept) & (exact >= 0)) | (kept == 0) & (exact > 0)
-        why = "a weight says how likely an edge is drawn: float32 must hold it, finite and positive or 0"
-        refuse(bad, name, chunk, why, first)
+        refuse(
+            bad,
+            name,
+            chunk,
+            "a weight says how likely an edge is drawn: float32 must hold it, finite and positive or 0",
+            first,
+        )
     if isinstance(weights, torch.Tensor):
         weights = weights.float()  # numpy has no bfloat16
     return np.asarray(weights), {}
@@ -59,8 +65,12 @@ def check_weights(name, weights):
 def check_types(name, types):
     """Refuse what is no number of a type; num_edge_types is the largest one + 1."""
     types = integers(name, types)
-    why = f"types are numbered from 0, and there are up to {MOST_TYPES:,}"
-    refuse((types < 0) | (types >= MOST_TYPES), name, types, why)
+    refuse(
+        (types < 0) | (types >= MOST_TYPES),
+        name,
+        types,
+        f"types are numbered from 0, and there are up to {MOST_TYPES:,}",
+    )
     count = int(types.max(initial=0)) + 1
     return types.astype(types_dtype(count)), {"num_edge_types": count}
 
@@ -182,10 +192,6 @@ class Column:
         """Whether it holds times: whole numbers or dates."""
         return self.check is check_times
 
-    def __post_init__(self):
-        if self.of == "node" and self.elsewhere is None:
-            raise TypeError(f"{self.name}: a column of nodes needs `elsewhere`")
-
     @property
     def asked(self):
         """True for the numbers of edges, see `flag`."""
@@ -196,11 +202,11 @@ class Column:
         metavar, help = USAGE[self.of]
         return self.metavar or metavar, self.help or help
 
-    def kind(self, meta) -> Kind:
-        """Return what meta.json implies for its file."""
+    def kind(self, meta):
+        """Return the dtype and the shape that meta.json implies for its file."""
         rows = meta[f"num_{self.of}s"]
         dtype = self.dtype if isinstance(self.dtype, str) else self.dtype(meta)
-        return Kind(dtype, [rows, meta.get(self.width)] if self.width else [rows])
+        return dtype, [rows, meta.get(self.width)] if self.width else [rows]
 
     def checked(self, values, rows):
         """Check what a person gives for `rows` edges or nodes -> see `check`."""
@@ -209,8 +215,10 @@ class Column:
         fits = shape[:1] == (rows,) and len(shape) <= 1 + bool(self.width) and 0 not in shape[1:]
         if not fits or isinstance(values, Rows):
             width = ", D" if self.width else ""
-            needed = f"an array [{rows}{width}] is needed, a row for each {self.of}"
-            raise StoreError(f"{self.name} is a {type(values).__name__} {[*shape]}: {needed}")
+            raise StoreError(
+                f"{self.name} is a {type(values).__name__} {[*shape]}: "
+                f"an array [{rows}{width}] is needed, a row for each {self.of}"
+            )
         return self.check(self.name, values)
 
 
@@ -285,14 +293,15 @@ OF_EDGES = [column.name for column in COLUMNS.values() if column.of == "edge"]
 
 
 def array_kinds(meta):
-    """Return what meta.json implies for the arrays that a store may have, the split and the features aside -> {name: `Kind`}."""
+    """Return what meta.json implies for the arrays that a store may have, the split and the features aside -> {name: (dtype,
+    shape)}."""
     nodes = meta["num_nodes"]
-    labels = Kind("int64", [nodes])
+    labels = "int64", [nodes]
     if meta["files"]["labels.npy"]["dtype"] == "int8":
-        labels = Kind("int8", [nodes, meta["num_classes"]])
+        labels = "int8", [nodes, meta["num_classes"]]
     return {
-        "indptr": Kind("int64", [nodes + 1]),
-        "indices": Kind("int32" if nodes < 1 << 31 else "int64", [meta["num_edges"]]),
+        "indptr": ("int64", [nodes + 1]),
+        "indices": ("int32" if nodes < 1 << 31 else "int64", [meta["num_edges"]]),
         "labels": labels,
         **{name: column.kind(meta) for name, column in COLUMNS.items()},
     }
@@ -327,16 +336,13 @@ def check_columns(values, edges, edge_types):
     if edge_types is not None:
         if EDGE_TYPE.name not in checked:
             raise StoreError("edge_types names types, and there is no edge_type")
-        meta["edge_types"] = names = [*map(str, edge_types)]
-        types = meta["num_edge_types"]
-        distinct = types <= len({*names}) == len(names)
-        if not (distinct and all(map(str.isprintable, names))):
-            needed = f"{types} different names of printable text are needed"
-            raise StoreError(f"edge_types {names}: {needed}")
-        meta["num_edge_types"] = len(names)
-        checked[EDGE_TYPE.name] = checked[EDGE_TYPE.name].astype(
-            types_dtype(len(names)), copy=False
-        )
+        names = [*edge_types]
+        count = max(meta["num_edge_types"], len(names))
+        meta["edge_types"] = names = check_names("edge_types", names, count)
+        if not all(map(str.isprintable, names)):
+            raise StoreError(f"edge_types {names}: names of printable text are needed")
+        meta["num_edge_types"] = count
+        checked[EDGE_TYPE.name] = checked[EDGE_TYPE.name].astype(types_dtype(count), copy=False)
     return checked, meta
 
 
@@ -345,21 +351,28 @@ def check_units(units):
     dates = [name for name, unit in units.items() if unit]
     numbers = [name for name, unit in units.items() if not unit]
     if dates and numbers:
-        how = "give both as dates, or both as whole numbers in one unit"
-        raise StoreError(f"{dates[0]} holds dates and {numbers[0]} numbers: {how}")
+        raise StoreError(
+            f"{dates[0]} holds dates and {numbers[0]} numbers: "
+            "give both as dates, or both as whole numbers in one unit"
+        )
 
 
-def check_names(names, num_nodes):
-    """Raise StoreError unless there are V distinct names of one line each."""
-    if len(names) != num_nodes:
-        raise StoreError(f"node_names has {len(names)} names: {num_nodes} are needed, one a node")
-    seen = set()
-    for node, name in enumerate(map(str, names)):
-        if name in seen:
-            raise StoreError(f"node_names holds {name!r} more than once")
+def check_names(what, names, count) -> list[str]:
+    """Convert names to strings; StoreError unless there are `count` different ones."""
+    names = [*map(str, names)]
+    if len(names) != count:
+        raise StoreError(f"{what} has {len(names)} names: {count} are needed")
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise StoreError(f"{what} holds {name!r} more than once")
+    return names
+
+
+def check_node_names(names, num_nodes):
+    """Raise StoreError unless there are V different names of one line each."""
+    for node, name in enumerate(check_names("node_names", names, num_nodes)):
         if "\n" in name or "\r" in name or name != name.encode(errors="replace").decode():
             raise StoreError(f"node_names: name {node}, {name!r}, is not one line of text")
-        seen.add(name)
 
 
 def read_names(path, record):
@@ -385,8 +398,9 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
     values = np.asarray(array_like(name, values))
     if names is None:
         if values.dtype.kind in "US":
-            why = "the nodes have no names: row numbers, integers, are needed"
-            raise StoreError(f"{name} is text, and {why}")
+            raise StoreError(
+                f"{name} is text, and the nodes have no names: row numbers, integers, are needed"
+            )
         ids = integers(name, values)
         bad = ids[(ids < 0) | (ids >= num_nodes)]
         if bad.size:
@@ -396,8 +410,9 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
         with reading(name):
             values = np.char.decode(values, "utf-8")
     if values.size and values.dtype.kind not in "iuU":
-        needed = "names of nodes, text or integers, are needed"
-        raise StoreError(f"{name} has dtype {values.dtype}: {needed}")
+        raise StoreError(
+            f"{name} has dtype {values.dtype}: names of nodes, text or integers, are needed"
+        )
     distinct, which = np.unique(values, return_inverse=True)
     rows = dict.fromkeys(map(str, distinct.tolist()), -1)
     first = []
@@ -409,8 +424,9 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
     ids = np.array([*rows.values()], np.int64)[which].reshape(values.shape)
     if (ids < 0).any():
         unknown = str(values[ids < 0][0])
-        such = f"names of nodes are such as {', '.join(first)} (nodes.txt)"
-        raise StoreError(f"{name} has node {unknown!r}: {such}")
+        raise StoreError(
+            f"{name} has node {unknown!r}: names of nodes are such as {', '.join(first)} (nodes.txt)"
+        )
     return torch.from_numpy(np.asarray(ids))
 
 

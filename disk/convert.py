@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk.files import SPLITS, StoreError, free_host_bytes, plural, progress_bar, reading
+from disk.files import SPLITS, StoreError, free_host_bytes, listed, plural, progress_bar, reading
 
 VALID = ("val", "valid", "validation")  # names of the part called valid
 DTYPES = ("float32", "float16", "bfloat16", "float64", "uint8", "int8", "int16", "int32", "int64")
@@ -193,8 +193,10 @@ def edge_pairs(name, values, num_sources, num_destinations):
         shaped(name, values, num_sources, num_destinations)
         values, weights, _ = adjacency(name, values)
         if weights is not None:
-            how = "give it as [rows, columns] of its entries, and values that are weights as edge_weight"
-            raise StoreError(f"{name} is a matrix with values other than 1: {how}")
+            raise StoreError(
+                f"{name} is a matrix with values other than 1: "
+                "give it as [rows, columns] of its entries, and values that are weights as edge_weight"
+            )
     return shaped(name, array_like(name, values), 2, "M")
 
 
@@ -260,6 +262,11 @@ def refuse(bad, name, values, why, first=0):
         # nanoseconds would print as a number
         value = value if isinstance(value, np.datetime64) else value.item()
         raise StoreError(f"{name}[{place}] is {value}: {why}")
+
+
+def within(name, values, end, kind, first=0):
+    """Raise StoreError for the first value outside [0, end), as "NAME[3] is 9: KIND lie in [0, 5)"; see `refuse`."""
+    refuse((values < 0) | (values >= end), name, values, f"{kind} lie in [0, {end})", first)
 
 
 def whole_times(name, values, refuse=refuse) -> np.ndarray:
@@ -342,17 +349,20 @@ def largest_of(rows) -> float:
 class RoundedRows:
     """Feature rows before and after they are rounded: a sample, evenly spaced among the rows of each type.
 
-    Args: rows: number of all rows. width: F. ends: None, or where the rows of each type end, int64 [T]; types: its names.
+    Args: rows: number of all rows. width: F. types: (name, nodes, feature width or 0) of each type of nodes; may be empty.
     """
 
-    def __init__(self, rows, width, ends=None, types=("",)):
-        self.types = types
-        bounds = [0, rows] if ends is None else [0, *ends.tolist()]
+    def __init__(self, rows, width, types=()):
+        counts = {name: count for name, count, of_type in types if of_type}
+        if len(counts) < 2:
+            counts = {"": rows}
+        self.types = [*counts]
         most = max(1, min(SAMPLED, SAMPLED_VALUES // width))
         parts = [
-            torch.arange(a, b, -(-(b - a) // most) or 1, device="cpu") for a, b in pairwise(bounds)
+            torch.arange(a, b, -(-(b - a) // most) or 1, device="cpu")
+            for a, b in pairwise(accumulate(counts.values(), initial=0))
         ]
-        self.bounds = [0, *accumulate(map(len, parts))]
+        self.bounds = [*accumulate(map(len, parts), initial=0)]
         self.ids = torch.cat(parts)
         self.largest = 0.0
         self.before = []
@@ -388,22 +398,51 @@ class RoundedRows:
                 lost.append(f"{name}{of} ({have[column]} of {had[column]})")
         if not lost:
             return ""
-        more = f" and {len(lost) - NAMED:,} more" if len(lost) > NAMED else ""
-        columns = f"column{'s' * (len(lost) > 1)} {', '.join(lost[:NAMED])}{more}"
         return (
-            f"few different values are left of {columns}, in {plural(len(before), 'row')} looked at"
+            f"few different values are left of {plural(len(lost), 'column')}, {listed(lost, NAMED)}, "
+            f"in {plural(len(before), 'row')} looked at"
         )
 
 
 def _different(rows):
-    """Count the different values of each column."""
-    if not len(rows):
-        return torch.zeros(rows.shape[1], dtype=torch.int64, device="cpu")
+    """Count the different values of each column, 1 if there are no rows."""
     return rows.sort(0).values.diff(dim=0).ne(0).sum(0) + 1
 
 
 class RowsByIndex:
-    """Base of features: `features[ids]` for those with .shape, .dtype and .gather(ids)."""
+    """Base of features of a store. Subclasses have .shape, .dtype, `read(ids, out)`, which fills and returns `out`, and
+    `_put(ids, rows)` if rows may change.
+
+    Attributes:
+        scale, ends: those of `CodedFeatures`; None where rows are kept as they are read.
+    """
+
+    scale = ends = None
+
+    def gather(self, ids, out=None) -> Tensor:
+        """Gather rows -> [n, F].
+
+        Args:
+            ids: int32 or int64 [n] node ids, in any order, repeats allowed; IndexError if one is out of range.
+            out: [n, F] of this dtype to write into and return; None: a new tensor.
+        """
+        return self.read(ids, gather_target(self, ids, out))
+
+    def put_rows(self, ids, rows):
+        """Replace rows, with backend lmdb: atomically, readers see all of them or none, after a crash as well.
+
+        Args:
+            ids: int32 or int64 [n] node ids; of an id that repeats, the last row counts.
+            rows: [n, F] of this dtype, finite. All blocks to be changed are held in memory.
+
+        Raises IndexError for an id out of range, StoreError for invalid rows, values beyond the range of a column of codes,
+        another backend or a full disk; then nothing is changed.
+        """
+        ids = torch.as_tensor(ids)
+        self._put(ids, gather_target(self, ids, torch.as_tensor(rows), "rows"))
+
+    def _put(self, ids, rows):
+        raise StoreError("put_rows needs a store with backend lmdb: rows of mmap stay as built")
 
     def __getitem__(self, ids) -> Tensor:
         """Gather the rows of a list or array of ids [n], of a mask bool [V] or of a slice -> [n, F]."""
@@ -425,18 +464,20 @@ def check_ids(ids, count):
 def gather_target(features, ids, out, name="out") -> Tensor:
     """Check the ids [n] and `out` [n, F] of a gather -> `out`, or a new tensor if it is None."""
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim != 1:
-        raise StoreError(f"ids is {_kind(ids)}: an int32 or int64 tensor [n] is needed")
+        raise StoreError(f"ids is {kind_of(ids)}: an int32 or int64 tensor [n] is needed")
     check_ids(ids, features.shape[0])
     shape = (len(ids), features.shape[1])
     if out is None:
         return torch.empty(shape, dtype=features.dtype, device="cpu")
     if not isinstance(out, Tensor) or tuple(out.shape) != shape or out.dtype != features.dtype:
-        raise StoreError(f"{name} is {_kind(out)}: {features.dtype} {list(shape)} is needed")
+        raise StoreError(f"{name} is {kind_of(out)}: {features.dtype} {list(shape)} is needed")
     return out
 
 
 def kind_of(value) -> str:
-    """Name the type of what was given, for messages: "None", "a list"."""
+    """Name what was given, for messages: "None", "a list", of an array its shape and dtype."""
+    if hasattr(value, "dtype"):
+        return f"{[*value.shape]} {value.dtype}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
@@ -448,7 +489,3 @@ def shown(kind, fields) -> str:
             value = [len(value)]
         parts.append(f"{name}={[*value.shape] if hasattr(value, 'shape') else repr(value)}")
     return f"{kind}({', '.join(parts)})"
-
-
-def _kind(v):
-    return f"{list(v.shape)} {v.dtype}" if hasattr(v, "dtype") else type(v).__name__

@@ -3,7 +3,7 @@
     with complete_or_not_there(path, need) as building:       # a hidden directory, renamed to path, a Path, at the end
         record = write_npy(building / "labels.npy", "int64", [V], chunks)
         write_meta(building, meta, {"labels.npy": record})
-    labels = map_npy(path, "labels.npy", record, Kind("int64", [V]))    # a tensor over the file, shared by all processes
+    labels = map_npy(path, "labels.npy", record, "int64", [V])    # a tensor over the file, shared by all processes
     write_whole("ids.npy", lambda file: np.save(file, ids))   # a single file: either its old or its new content
 
 Arrays are .npy files of format 1.0; meta.json holds the size and the SHA-256 of every file that never changes, and a
@@ -27,7 +27,6 @@ import struct
 import sys
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -70,10 +69,11 @@ def reading(path, advice=""):
             message = f"{type(error).__name__} {message}".strip()
         if "allow_pickle" in message:  # an array of Python objects, as of a column of pandas
             advice = "; save text by .astype(str)"
-        if getattr(error, "errno", None) not in (None, errno.ENOENT):
+        number = getattr(error, "errno", None)
+        if number not in (None, errno.ENOENT):
             advice = ""  # the system refused, which tells nothing about the file
-        full = getattr(error, "errno", None) in FULL  # of the disk that temporary files go to
-        problem = "takes temporary files" if full else "cannot be read"
+        # the disk that temporary files go to
+        problem = "takes temporary files" if number in FULL else "cannot be read"
         raise StoreError(f"{path} {problem}: {message[:300]}{advice}") from error
 
 
@@ -98,10 +98,10 @@ def complete_or_not_there(path, need):
         if error.errno in FULL:
             above = next(folder for folder in path.absolute().parents if folder.exists())
             free = readable_size(shutil.disk_usage(above).free)
-            takes = (
+            raise StoreError(
+                f"no room for {path}: {error.strerror}; "
                 f"it takes about {readable_size(need)}, more if edges are sorted; {free} are free"
-            )
-            raise StoreError(f"no room for {path}: {error.strerror}; {takes}") from error
+            ) from error
         refuse_existing(path)  # another process completed it first
         raise StoreError(f"cannot build {path}: {error.strerror or error}") from error
 
@@ -308,11 +308,10 @@ def read_meta(path, form=None) -> dict:
     if not os.path.lexists(file):
         text = f"{path} is no store: there is no {file}"
         if parts := sorted(part.parent for part in Path(path).glob("part-*/meta.json")):
-            has = f"it holds {plural(len(parts), 'part')} of one, {', '.join(p.name for p in parts[:3])}"
             text = (
-                f"{path} is no store: {has}{', ...' if len(parts) > 3 else ''}: give {parts[0]} or"
+                f"{path} is no store: it holds {plural(len(parts), 'part')} of one: give {parts[0]} or "
+                "another, with train.py --split-features a different one on each machine"
             )
-            text += " another, with train.py --split-features a different one on each machine"
         raise StoreError(text)
     with reading(file, "; rebuild the store"):
         if regular(file).st_size > 1 << 24:
@@ -324,8 +323,10 @@ def read_meta(path, form=None) -> dict:
         if form and meta["format"] != form:
             raise StoreError(f"{path} holds {FORMATS[meta['format']]}")
         if (version := meta.get("format_version")) not in READABLE:
-            readable = f"this code reads {READABLE[0]} to {READABLE[-1]}"
-            raise StoreError(f"{path}: store format {version!r:.200}; {readable}; rebuild it")
+            raise StoreError(
+                f"{path}: store format {version!r:.200}; "
+                f"this code reads {READABLE[0]} to {READABLE[-1]}; rebuild it"
+            )
         if data != dump_meta(meta):
             raise ValueError("it was altered: its checksum does not match")
     return meta
@@ -343,17 +344,10 @@ def regular(file) -> os.stat_result:
 # ---- reading
 
 
-class Kind(NamedTuple):
-    """What an array of a store has to be."""
-
-    dtype: str | np.dtype
-    shape: list | None = None  # None: any
-
-
-def map_npy(path, name, record, kind, *, ahead=True) -> Tensor:
-    """Memory-map a .npy file -> tensor; StoreError unless its size is as recorded and it is of this `Kind`. ahead: let
-    the kernel read ahead; False for random access. Processes share its pages; what is written to it stays in this process."""
-    dtype, shape = kind
+def map_npy(path, name, record, dtype, shape=None, *, ahead=True) -> Tensor:
+    """Memory-map a .npy file -> tensor; StoreError unless its size is as recorded and it is of this dtype and shape, a list,
+    None: any. ahead: let the kernel read ahead; False for random access. Processes share its pages; what is written to it
+    stays in this process."""
     file = check_size(path, name, record)
     with reading(file, "; rebuild the store"):
         array = np.lib.format.open_memmap(file, "r")
@@ -389,8 +383,10 @@ def _copy_on_write(file):
 
 def map_split(path, files):
     """Map the files of a split -> {part: int64 ids [n], or [K, n] for K splits}."""
-    names = {name: f"{name}.npy" for name in SPLITS}
-    split = {n: map_npy(path, file, files[file], Kind("int64")) for n, file in names.items()}
+    split = {}
+    for name in SPLITS:
+        file = f"{name}.npy"
+        split[name] = map_npy(path, file, files[file], "int64")
     if len({ids.shape[:-1] for ids in split.values()}) > 1 or split["train"].dim() not in (1, 2):
         raise StoreError(f"{path}: the shapes of its split do not fit together; rebuild the store")
     return split
@@ -431,10 +427,15 @@ def plural(number, noun) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def listed(values, most=8) -> str:
+    """Format values: [1, 2, 3] -> "1, 2, 3"; of more than `most` only these."""
+    return ", ".join(map(str, values[:most])) + ", ..." * (len(values) > most)
+
+
 def info_lines(lines, graph) -> str:
     """Format {name: value} and what all formats have (split, source, files), one per line."""
     meta = graph.meta
-    several = f", the first of {graph.num_splits}" if getattr(graph, "num_splits", 1) > 1 else ""
+    several = f", the first of {graph.num_splits}" if graph.num_splits > 1 else ""
     drawn = ", drawn by seed 0" if "split" in meta else ""
     lines = {
         **lines,

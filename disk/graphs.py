@@ -79,9 +79,8 @@ def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y, edge_vector=Non
     e = as_rows("e", e)
     y = as_rows("y", y)
     y = y.unsqueeze(1) if y.dim() == 1 else y
-    if edge_vector is None:
-        vectors = torch.empty(len(e), 0)
-    else:
+    vectors = torch.empty(len(e), 0)
+    if edge_vector is not None:
         vectors = shaped("edge_vector", as_rows("edge_vector", edge_vector), len(e), 3).float()
     total = int(num_nodes.sum())
     first = np.cumsum(num_nodes) - num_nodes
@@ -93,9 +92,9 @@ def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y, edge_vector=Non
     )
     limit = np.repeat(num_nodes, num_edges)
     bad = np.flatnonzero((np.minimum(src, dst) < 0) | (np.maximum(src, dst) >= limit))
-    if len(bad):
-        ends = f"from node {src[bad[0]]} to node {dst[bad[0]]}"
-        raise StoreError(f"edge {bad[0]} goes {ends}: its graph has {limit[bad[0]]} nodes")
+    for edge in bad[:1]:
+        ends = f"from node {src[edge]} to node {dst[edge]}"
+        raise StoreError(f"edge {edge} goes {ends}: its graph has {limit[edge]} nodes")
     shift = np.repeat(first, num_edges)
     order = np.argsort((dst + shift) * total + src, kind="stable")
     indptr = np.zeros(total + 1, np.int32)
@@ -138,8 +137,11 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
     first = next(batches, None)
     if first is None:
         raise StoreError("batches is empty: at least one batch of graphs is needed")
-    source = json.loads(json.dumps(source))
-    meta = {"format": FORMAT, "format_version": files.VERSION, "source": source}
+    meta = {
+        "format": FORMAT,
+        "format_version": files.VERSION,
+        "source": json.loads(json.dumps(source)),
+    }
     for name, rows in zip(PARTS, first[3:]):
         dtype = row_dtype(f"{name} rows", rows)
         shaped(f"{name} rows", rows, "n", "width")
@@ -162,15 +164,19 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
         if meta["labels"] and meta["target_dim"] > 1 and 0 not in values:
             raise StoreError("several labels per graph are each 0 or 1: there is no 0")
         if meta["labels"] and meta["target_dim"] == 1:
-            meta["classes"] = list(map(str, classes_among(values)))
+            meta["classes"] = [*map(str, classes_among(values))]
         if split is None:
             split = drawn_graphs(count, np.random.default_rng(0))
             meta["split"] = DRAWN_GRAPHS
         split = check_split(split, np.zeros(count, np.int64), "graph")
-        size = graphs.file.path.stat().st_size
-        record = {"dtype": "bytes", "shape": [], "bytes": size, "largest": largest}
-        # identifies the graphs of the split, which `append` leaves as they are
-        record["built"] = files.sha256_of(graphs.file.path).hexdigest()
+        record = {
+            "dtype": "bytes",
+            "shape": [],
+            "bytes": graphs.file.path.stat().st_size,
+            "largest": largest,
+            # identifies the graphs of the split, which `append` leaves as they are
+            "built": files.sha256_of(graphs.file.path).hexdigest(),
+        }
         files.write_meta(building, meta, {"graphs.lmdb": record, **write_arrays(building, split)})
         GraphDataset.open(building)
     return path
@@ -183,18 +189,22 @@ class GraphDataset:
         split: dict of int64 graph ids for "train", "valid" and "test".
         node_dim, edge_dim, target_dim: F, D, T. node_dtype, edge_dtype, target_dtype: torch dtypes.
         vector_dim: 3, or 0 without edge_vector.
+        num_splits, feature_names, kept_as, whole: as of a `GraphStore` without them.
         labels: whether y holds labels; False: targets; None in a store that does not say.
-        classes: the different labels of graphs with one each, ints in ascending order; else None.
+        class_names: those in meta.json, text. classes: the different labels of graphs with one each, ints in ascending order; else None.
         path: the directory. meta: the contents of meta.json, and `class_dim`: how many classes, if more than two, else 0.
     """
 
+    num_splits = 1
+    feature_names = kept_as = None
+    whole = {}
+
     def __init__(self, path, meta, sync=True):
         self.labels = meta.get("labels")
-        names = meta.get("classes")
-        self.classes = None if names is None else list(map(int, names))
-        count = len(names or ())
+        self.class_names = names = meta.get("classes")
+        self.classes = None if names is None else [*map(int, names)]
         self.path = Path(path).absolute()
-        self.meta = meta | {"class_dim": count if count > 2 else 0}
+        self.meta = meta | {"class_dim": len(names) if names and len(names) > 2 else 0}
         self.file = LmdbFile(self.path / "graphs.lmdb", sync)
         self._kinds = [(meta[f"{n}_dim"], getattr(torch, meta[f"{n}_dtype"])) for n in PARTS]
         for name, (width, dtype) in zip(PARTS, self._kinds):
@@ -222,8 +232,7 @@ class GraphDataset:
         """Describe the labels, as '2 classes: -1, 1'."""
         if self.classes is None:
             return f"{self.target_dim} a graph, each 0 or 1"
-        shown = ", ".join(map(str, self.classes[:8])) + ", ..." * (len(self.classes) > 8)
-        return f"{len(self.classes)} classes: {shown}"
+        return f"{len(self.classes)} classes: {files.listed(self.classes)}"
 
     def check_split(self):
         """Raise StoreError unless the split is valid; training calls this first."""
@@ -272,8 +281,9 @@ class GraphDataset:
             raise StoreError("a batch has no graphs (y is empty): at least one is needed")
         for name, rows, (width, dtype) in zip((*PARTS, "edge_vector"), batch[3:], self._kinds):
             if rows.shape[1:] != (width,) or rows.dtype != dtype:
-                actual = f"{list(rows.shape)} {rows.dtype}"
-                raise StoreError(f"{name} rows are {actual}, not {width} {dtype}")
+                raise StoreError(
+                    f"{name} rows are {list(rows.shape)} {rows.dtype}, not {width} {dtype}"
+                )
             if name != "target":
                 check_finite(f"{name} rows", rows)
         check_answers("target rows", batch.y, self.labels)

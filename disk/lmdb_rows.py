@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from disk import files
-from disk.convert import RowsByIndex, as_numpy, check_finite, gather_target
+from disk.convert import RowsByIndex, as_numpy, check_finite
 from disk.files import StoreError, reading
 
 READ_THREADS = 32  # they mostly wait for the disk, whatever the number of cores
@@ -106,8 +104,10 @@ class LmdbFile:
                 else:
                     if not self._overtaken(txn):
                         return result
-        why = "a writer changes it too fast for a reader that may not write to its folder"
-        raise StoreError(f"{self.path}: no consistent snapshot in {PATIENCE} s: {why}")
+        raise StoreError(
+            f"{self.path}: no consistent snapshot in {PATIENCE} s: "
+            "a writer changes it too fast for a reader that may not write to its folder"
+        )
 
     def _overtaken(self, txn):
         return not self._env.flags()["lock"] and self._env.info()["last_txnid"] > txn.id() + 1
@@ -205,10 +205,10 @@ def check_lmdb(path, name, record):
             and (meta.root == EMPTY or 1 < meta.root <= meta.last)
             for meta in metas
         )
-        in_turn = newer.txn == older.txn + 1 and metas[newer.txn % 2] is newer
+        sound = sound and newer.txn == older.txn + 1 and metas[newer.txn % 2] is newer
         # a file starts empty and only grows
-        grows = older.last <= newer.last and (older.txn > 0 or older.root == EMPTY)
-        if not (sound and in_turn and grows):
+        sound = sound and older.last <= newer.last and (older.txn > 0 or older.root == EMPTY)
+        if not sound:
             raise ValueError("its header makes no sense")
         # free pages at the end may never have been written
         if (newer.last + 1) * page_size > size:
@@ -235,7 +235,7 @@ def write_blocks(path, dtype, shape, chunks, block_rows) -> dict:
     """Write chunks of rows as LMDB blocks of `block_rows` rows; returns the record for meta.json."""
     blocks = (_block_value(rows) for rows in _regroup(chunks, block_rows))
     file = LmdbFile(path, sync=False)
-    while batch := list(itertools.islice(blocks, 1024)):
+    while batch := [*itertools.islice(blocks, 1024)]:
         file.append(batch)
     return files.file_record(path, dtype, shape)
 
@@ -275,9 +275,8 @@ class LmdbFeatures(RowsByIndex):
     def __reduce__(self):
         return LmdbFeatures, (self.file.path, self.shape, self.dtype, self.block_rows, self.large)
 
-    def gather(self, ids, out=None) -> Tensor:
-        """Copy rows of one snapshot, looking up each block once; see `MmapFeatures.gather`."""
-        out = gather_target(self, ids, out)
+    def read(self, ids, out):
+        """Copy rows of one snapshot, looking up each block once."""
         target = as_numpy(out)
         if self.large:  # many threads wait for the disk first: get() reads a page of each value
             blocks = np.unique(ids.numpy() // self.block_rows)
@@ -295,19 +294,9 @@ class LmdbFeatures(RowsByIndex):
         self.file.read(copy)
         return out
 
-    def put_rows(self, ids, rows):
-        """Replace rows atomically: readers see all of them or none, after a crash as well.
-
-        Args:
-            ids: int32 or int64 [n] node ids; of an id that repeats, the last row counts.
-            rows: [n, F] of this dtype, finite. All blocks to be changed are held in memory.
-
-        Raises IndexError for an id out of range, StoreError for invalid rows or a full disk; then nothing is changed.
-        """
-        ids = torch.as_tensor(ids)
-        rows = torch.as_tensor(rows)
-        source = as_numpy(gather_target(self, ids, rows, "rows"))
+    def _put(self, ids, rows):
         check_finite("rows", rows)
+        source = as_numpy(rows)
         with self.file.transaction(write=True) as txn:
             _forget_sha256(self.file.path)
             for number, where, at in self._blocks(ids):
@@ -325,23 +314,26 @@ class LmdbFeatures(RowsByIndex):
 
     def _block(self, txn, number, check=False) -> np.ndarray:
         """View block `number` as [rows, F], valid inside the transaction; check: compare its checksum as well."""
-        value = txn.get(key(number))
+        value = txn.get(key(number), b"")
         rows = min(self.block_rows, self.shape[0] - number * self.block_rows)
         width = self.shape[1]
         itemsize = self._storage.itemsize
-        if value is not None and len(value) == BLOCK_HEADER.size + rows * width * itemsize:
+        if len(value) == BLOCK_HEADER.size + rows * width * itemsize:
             *head, crc = BLOCK_HEADER.unpack_from(value)
             block = np.frombuffer(value, self._storage, offset=BLOCK_HEADER.size)
-            block = block.reshape(rows, width)
-            fits = head == [b"RBK2", rows, width, itemsize]
-            if fits and not (check and zlib.crc32(block) != crc):
-                return block
+            if head == [b"RBK2", rows, width, itemsize]:
+                if not check or zlib.crc32(block) == crc:
+                    return block.reshape(rows, width)
         raise StoreError(f"{self.file.path}: block {number} is missing or damaged; rebuild it")
 
     def verify(self):
         """Raise StoreError for the first block whose checksum does not match."""
-        blocks = range(-(-self.shape[0] // self.block_rows))
-        self.file.read(lambda txn: [self._block(txn, n, check=True).size for n in blocks])
+
+        def check(txn):
+            for number in range(-(-self.shape[0] // self.block_rows)):
+                self._block(txn, number, check=True)
+
+        self.file.read(check)
 
 
 def _forget_sha256(file):
@@ -376,12 +368,11 @@ def verify_directory(path, form, check) -> list[str]:
         try:
             check_file = check_lmdb if name.endswith(".lmdb") else files.check_size
             check_file(path, name, record)
-            if "sha256" not in record:
+            if (wanted := record.get("sha256")) is None:
                 check_structure(path / name)
                 continue
             with reading(path / name):
                 digest = files.sha256_of(path / name).hexdigest()
-                wanted = record["sha256"]
                 if digest != wanted:
                     raise StoreError(f"its sha256 is {digest[:12]}, not {wanted[:12]}")
         except StoreError as error:

@@ -52,8 +52,9 @@ class KeptPages:
         """Append to the window a batch that reads rows `ids`, integers [n]."""
         check_ids(ids, self.reader.rows)
         ids = ids.to(torch.int64).contiguous()
-        table = self.reader.offset, self.reader.row_bytes, mmap.PAGESIZE
-        if self.code.pages_expect(self.state, ids, len(ids), *table):
+        offset = self.reader.offset
+        row_bytes = self.reader.row_bytes
+        if self.code.pages_expect(self.state, ids, len(ids), offset, row_bytes, mmap.PAGESIZE):
             raise StoreError("no memory to look further ahead: give a smaller --lookahead")
 
     def plan(self):
@@ -133,8 +134,14 @@ class LookaheadCache(CachedFeatures):
         self.gathered = 0
 
     def counts(self):
-        """Return counts since the start: rows gathered, rows hit in memory, bytes read from disk or page cache."""
-        return {"rows": self.lookups, "hits": self.hits, "bytes_read": self.reader.bytes_read}
+        """Return counts since the start: share of rows hit in memory, rows gathered, rows hit, bytes read from disk or page
+        cache."""
+        return {
+            **super().counts(),
+            "rows": self.lookups,
+            "hits": self.hits,
+            "bytes_read": self.reader.bytes_read,
+        }
 
     @contextmanager
     def looking_ahead(self, batches):
@@ -199,8 +206,9 @@ class LookaheadCache(CachedFeatures):
             self.room = 0
         plans = self.room and world == 1
         if self.lookahead is None:
-            tensors = [tensor for block in batch.blocks for tensor in block if tensor is not None]
-            size = sum(tensor.nbytes for tensor in tensors) + 20 * rows
+            size = 20 * rows
+            for block in batch.blocks:
+                size += sum(tensor.nbytes for tensor in block if tensor is not None)
             fitting = (self.budget / 4 + self.room / 32) / size
             self.lookahead = int(min(TOUCHES * table / touched, fitting)) + 1 if plans else 0
         if not self.room:
@@ -208,22 +216,16 @@ class LookaheadCache(CachedFeatures):
         places = -(-self.room // mmap.PAGESIZE)  # as many as fit, from the start of the file
         if plans:
             self.pages = KeptPages(self.reader, places, self.lookahead)
-        first = places * rank // world
-        end = places * (rank + 1) // world
+        part = places * rank // world, places * (rank + 1) // world
         threading.Thread(
-            target=read_in_order, args=(self.reader, first, end), name="in order", daemon=True
+            target=read_in_order, args=(self.reader, *part), name="in order", daemon=True
         ).start()
 
     def gather(self, ids, out=None):
         """Copy rows `ids` [n] to `out`, or a new tensor, [n, F]; StoreError if the disk fails."""
-        out = gather_target(self, ids, out)
-        position = self.position[ids]
-        hits = (position >= 0).nonzero().squeeze(1)
-        misses = (position < 0).nonzero().squeeze(1)
-        out.index_copy_(0, hits, self.cache.index_select(0, position[hits]))
-        self.reader.read(ids[misses], out, misses)
-        with self.lock:
-            self.hits += len(hits)
-            self.lookups += len(ids)
-            self.gathered += 1
+        out = super().gather(ids, gather_target(self, ids, out))
+        self.gathered += 1
         return out
+
+    def _read(self, ids, misses, out, missing):
+        self.reader.read(ids[misses], out, misses)

@@ -85,8 +85,10 @@ class RowReader:
             places = places.to(torch.int64).contiguous()
         room = len(out if places is None else places) >= len(ids) and out.is_cpu
         if not room or not out.is_contiguous() or out.nbytes != len(out) * self.row_bytes:
-            needed = f"{len(ids)} rows of {self.row_bytes} bytes, without gaps, are needed"
-            raise ValueError(f"out is {list(out.shape)} {out.dtype}: {needed}")
+            raise ValueError(
+                f"out is {list(out.shape)} {out.dtype}: "
+                f"{len(ids)} rows of {self.row_bytes} bytes, without gaps, are needed"
+            )
         depth = max(1, min(DEPTH, (1 << 26) // self.row_bytes))
         failed_at = torch.empty(1, dtype=torch.int64, device="cpu")
         table = self.file, self.offset, self.row_bytes, self.block, depth

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from disk.convert import chunked, integers, refuse
+from disk.convert import chunked, integers, refuse, within
 from disk.files import StoreError, progress_bar
 
 EDGE_CHUNK = 1 << 22  # edges handled at a time
@@ -27,10 +27,10 @@ class SortBy(NamedTuple):
     """What edges are sorted by before their sources, and where their order goes."""
 
     order: BinaryIO  # file for int64 [M'], the number in the input of each sorted edge
-    types: np.ndarray | None = None  # integers [M]
-    times: np.ndarray | None = None  # integers [M]
+    types: np.ndarray | None  # integers [M]
+    times: np.ndarray | None  # integers [M]
     # int64 [V]: an edge, also a reverse, has the time of its source
-    node_time: np.ndarray | None = None
+    node_time: np.ndarray | None
 
 
 def edge_chunks(edges, options, numbered):
@@ -206,6 +206,7 @@ def _ranges(edges, options, numbered, folder, progress):
 def _on_disk(folder, count, dtype) -> np.ndarray:
     """Create an array [count] in an unnamed temporary file in `folder`."""
     with tempfile.TemporaryFile(dir=folder) as file:
+        # a hole would kill the process on a full disk
         if hasattr(os, "posix_fallocate"):  # a hole would kill the process on a full disk
             os.posix_fallocate(file.fileno(), 0, count * np.dtype(dtype).itemsize)
         return np.memmap(file, dtype, "r+", shape=count)
@@ -245,8 +246,12 @@ def places_of(order, edges) -> np.ndarray:
     first = np.searchsorted(numbers, edges)
     counts = np.searchsorted(numbers, edges, "right") - first
     largest = np.max(order, initial=-1)
-    why = f"stored edges have numbers up to {largest}, less those of dropped duplicates and self-loops"
-    refuse(counts == 0, "edges", edges, why)
+    refuse(
+        counts == 0,
+        "edges",
+        edges,
+        f"stored edges have numbers up to {largest}, less those of dropped duplicates and self-loops",
+    )
     before = np.cumsum(counts) - counts
     return places[np.arange(counts.sum()) + np.repeat(first - before, counts)]
 
@@ -255,6 +260,5 @@ def checked_indices(indices, num_nodes, progress):
     """Yield chunks of `indices` as int64, in the order given, their node ids checked."""
     for first, chunk in chunked("indices", indices, EDGE_CHUNK, progress):
         chunk = integers("indices", chunk)
-        why = f"node ids lie in [0, {num_nodes})"
-        refuse((chunk < 0) | (chunk >= num_nodes), "indices", chunk, why, first)
+        within("indices", chunk, num_nodes, "node ids", first)
         yield chunk

@@ -90,8 +90,10 @@ def begin():
     if sys.version_info < (3, 10):  # noqa: UP036
         sys.exit(f"Python {sys.version.split()[0]} is too old: Python 3.10 to 3.13 are needed")
     if missing := [name for name in NEEDED if not importlib.util.find_spec(name)]:
-        how = f"{sys.executable} -m pip install -r requirements.txt"
-        sys.exit(f"{', '.join(missing)} cannot be imported by this Python: {how}")
+        sys.exit(
+            f"{', '.join(missing)} cannot be imported by this Python: "
+            f"{sys.executable} -m pip install -r requirements.txt"
+        )
     while (number := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(number, True)
     os.close(number)

@@ -33,6 +33,7 @@ from disk.convert import (
     refuse,
     row_dtype,
     shaped,
+    within,
 )
 from disk.files import StoreError, reading
 
@@ -78,6 +79,7 @@ def flatten(given) -> dict:
     dates = _whole_times(of_edges, of_nodes)
     if given.symmetrize:
         _add_reverses(edges, of_edges)
+    counts = [pairs.shape[1] for pairs in edges.values()]
     columns = {}
     always = None
     for name, values in of_nodes.items():
@@ -89,15 +91,12 @@ def flatten(given) -> dict:
             if kind not in own:
                 times[kind] = columns[NODE_TIME.name][first[kind[0]] + sources]
         timed = own | {kind for kind in edges if kind[0] in of_nodes[NODE_TIME.name]}
-        always = np.concatenate(
-            [np.full(pairs.shape[1], kind not in timed) for kind, pairs in edges.items()]
-        )
+        always = np.repeat([kind not in timed for kind in edges], counts)
     for name, values in of_edges.items():
         columns[name] = _edge_column(COLUMNS[name], values, edges)
     if dates:
         for name in filter(lambda name: COLUMNS[name].timed, columns):
             columns[name] = np.asarray(columns[name]).view(DATE)
-    counts = [pairs.shape[1] for pairs in edges.values()]
     columns[EDGE_TYPE.name] = np.repeat(np.arange(len(edges)), counts)
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
     tables = _tables(features, names, node_types)
@@ -164,16 +163,18 @@ def _labels(labels, split, first, node_types) -> dict:
     ((kind, values),) = labels.items()
     values = integers(f"labels of {kind}", values)
     refuse(values < -1, f"labels of {kind}", values, "labels are 0 or more, or -1 for none")
-    joined = _spread("labels", {kind: values}, first, node_types, -1)
-    if split is None:
-        return {"labels": joined, "split": None}
-    splits = split if isinstance(split, list) else [split]
-    count = len(values)
+    splits = split if isinstance(split, list) else [split or {}]
     moved = [
-        {part: first[kind] + part_ids(f"split {part!r}", ids, count) for part, ids in one.items()}
+        {
+            part: first[kind] + part_ids(f"split {part!r}", ids, len(values))
+            for part, ids in one.items()
+        }
         for one in splits
     ]
-    return {"labels": joined, "split": moved if splits is split else moved[0]}
+    return {
+        "labels": _spread("labels", {kind: values}, first, node_types, -1),
+        "split": moved if splits is split else moved[0],
+    }
 
 
 def _check_names(node_types, edge_index):
@@ -200,14 +201,14 @@ def _edges(kind, node_types, pairs) -> np.ndarray:
     """Check the edges of a type -> int64 [2, M_r]."""
     source, _, destination = kind
     if unknown := {source, destination} - node_types.keys():
-        sizes = f"sizes are given of {', '.join(node_types)} alone"
-        raise StoreError(f"edges {','.join(kind)} join {min(unknown)}: {sizes}")
+        raise StoreError(
+            f"edges {','.join(kind)} join {min(unknown)}: sizes are given of {', '.join(node_types)} alone"
+        )
     name = f"edges {','.join(kind)}"
     pairs = edge_pairs(name, pairs, node_types[source], node_types[destination])
     pairs = integers(name, pairs)
     for row, end in zip(pairs, (source, destination)):
-        why = f"ids of {end} lie in [0, {node_types[end]})"
-        refuse((row < 0) | (row >= node_types[end]), name, row, why)
+        within(name, row, node_types[end], f"ids of {end}")
     return pairs
 
 
@@ -223,8 +224,10 @@ def _add_reverses(edges, columns):
         if reverse in given:
             _check_reverses(kind, reverse, edges)
             continue
-        reverse = kind if source == destination else reverse
-        parts = [pairs[::-1]] if reverse != kind else [pairs, pairs[::-1]]
+        parts = [pairs[::-1]]
+        if source == destination:
+            reverse = kind
+            parts = [pairs, pairs[::-1]]
         edges[reverse] = np.concatenate(parts, 1)
         for values in (values for values in columns.values() if kind in values):
             values[reverse] = torch.cat([as_rows("edges", values[kind])] * len(parts))
@@ -234,20 +237,25 @@ def _check_reverses(kind, reverse, edges):
     """Raise StoreError unless the edges of a type are the reverses of another's."""
     ends = edges[kind], edges[reverse][::-1]
     if not np.array_equal(*(pairs[:, np.lexsort(pairs)] for pairs in ends)):
-        kinds = f"{','.join(reverse)} are not the reverses of {','.join(kind)}"
-        raise StoreError(f"symmetrize: edges {kinds}: rename or drop one of the types")
+        raise StoreError(
+            f"symmetrize: edges {','.join(reverse)} are not the reverses of {','.join(kind)}: "
+            "rename or drop one of the types"
+        )
 
 
 def _edge_column(column, values, edges) -> torch.Tensor:
     """Join a column {type: values} in the order of the edges {type: pairs}."""
+    rows = {}
     with reading(column.name):
-        rows = {f"{column.name} of {','.join(k)}": as_rows(column.name, values[k]) for k in edges}
+        for kind, pairs in edges.items():
+            label = f"{column.name} of {','.join(kind)}"
+            part = as_rows(column.name, values[kind])
+            if column.width and part.dim() == 1:
+                part = part[:, None]
+            rows[label] = shaped(label, part, pairs.shape[1], *part.shape[1:])
         if column.width:
-            rows = {n: part[:, None] if part.dim() == 1 else part for n, part in rows.items()}
             width = max(part.shape[1] for part in rows.values())
             rows = {n: pad(part, (0, width - part.shape[1])) for n, part in rows.items()}
-        for (label, part), pairs in zip(rows.items(), edges.values()):
-            shaped(label, part, pairs.shape[1], *part.shape[1:])
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in rows.values()))
         return torch.cat([_converted(*item, dtype) for item in rows.items()])
 
@@ -292,7 +300,7 @@ def _joined(tables):
         raise StoreError(f"features of {empty[0]} have no columns: leave them out")
     if len(tables) < 2:
         return next(iter(tables.values()), np.zeros((1, 1), np.float32))
-    dtypes = [getattr(torch, row_dtype(f"features of {n}", t)) for n, t in tables.items()]
+    dtypes = (getattr(torch, row_dtype(f"features of {n}", t)) for n, t in tables.items())
     dtype = functools.reduce(torch.promote_types, dtypes)
     width = max(t.shape[1] for t in tables.values())
 
@@ -310,8 +318,13 @@ def _converted(name, rows, dtype, first=0):
     """Convert rows to the dtype that all types get; StoreError for a whole number that it would round."""
     kept = rows.to(dtype)
     if dtype.is_floating_point and not rows.is_floating_point():
-        why = f"{dtype}, which the values of all types are stored as, rounds it: give them in one dtype"
-        refuse(kept.long() != rows.long(), name, rows, why, first)
+        refuse(
+            kept.long() != rows.long(),
+            name,
+            rows,
+            f"{dtype}, which the values of all types are stored as, rounds it: give them in one dtype",
+            first,
+        )
     return kept
 
 

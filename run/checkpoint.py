@@ -95,8 +95,8 @@ def described_run(run):
     graph = {
         **{name: store.meta.get(name, 0) for name in run.task.widths},
         **names_of(store),
-        "feature_names": getattr(store, "feature_names", None),
-        "kept_as": getattr(store, "kept_as", None),
+        "feature_names": store.feature_names,
+        "kept_as": store.kept_as,
         "several": run.task.several,
         "times": None,
     }
@@ -125,10 +125,7 @@ def claimed(path):
 
 def names_of(store):
     """Return {"edge_types": names, "classes": names} of a store, in the order of their numbers; None without names."""
-    return {
-        "edge_types": store.meta.get("edge_types"),
-        "classes": getattr(store, "class_names", store.meta.get("classes")),
-    }
+    return {"edge_types": store.meta.get("edge_types"), "classes": store.class_names}
 
 
 def digests(store):
@@ -139,7 +136,7 @@ def digests(store):
         for name, record in store.meta["files"].items()
         if name != f"{EDGE_ORDER.name}.npy"  # which no run reads
     }
-    for name, digest in getattr(store, "whole", {}).items():
+    for name, digest in store.whole.items():
         # rows of a part may have changed
         files[name] = files.get(name) and digest
     if (scale := store.meta.get("feature_scale")) is not None:
@@ -371,7 +368,7 @@ def check_graph(ranks, state, path, plan, task):
         check_widths(task, plan, graph, path)
         numbers = numbers_of_types(ranks, task, plan, graph, path)
         name_features(ranks, store, graph["feature_names"], path)
-        here = getattr(store, "kept_as", None)
+        here = store.kept_as
         if graph["kept_as"] not in (None, here):
             ranks.say(
                 f"data    features are {here or 'not rounded'}, those that the network was trained on "
@@ -379,9 +376,7 @@ def check_graph(ranks, state, path, plan, task):
             )
         files = {f"{name}.npy": "none" for name in COLUMNS} | digests(store)
         was = graph["files"]
-        if hasattr(store, "class_names") and (
-            graph["classes"] or files.get("labels.npy") != was.get("labels.npy")
-        ):
+        if task.placed and (graph["classes"] or files.get("labels.npy") != was.get("labels.npy")):
             # predictions are of the checkpoint's classes
             store.renumber(class_names=graph["classes"] and [*map(str, graph["classes"])])
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
@@ -504,7 +499,7 @@ def numbers_of_types(ranks, task, plan, graph, path):
 def name_features(ranks, store, was, path):
     """Put the feature columns of a store into the order of names `was` of the checkpoint at `path`; StoreError for other
     names. If one of them has no names, columns go by position, and a line says so."""
-    here = getattr(store, "feature_names", None)
+    here = store.feature_names
     if not (here and was):
         lacks = f"{store.path} has" if was else "the checkpoint has"
         ranks.say((here or was) and f"data    features go by position: {lacks} no names of columns")

@@ -35,9 +35,10 @@ def all_finite(ranks, loss, model, optimizer):
     return not ranks.sum(not math.isfinite(total + loss))[0]
 
 
-def check_features(ranks, store, dtype):
+def check_features(ranks, task, dtype):
     """Raise StoreError for features beyond the range of the training dtype; print a line for unusually large ones, and for
     columns that rounding, of the store or to that dtype, leaves with few different values."""
+    store = task.store
     records = store.meta["files"].values()
     end = torch.finfo(dtype).max
     # of rows that may change it is not known
@@ -52,5 +53,5 @@ def check_features(ranks, store, dtype):
         ranks.say(f"data    {largest}: scale each column if the loss does not fall")
     if rounded := store.meta.get("rounded"):
         ranks.say(f"data    {rounded}")
-    if hasattr(store, "loss_as") and (loss := store.loss_as(dtype)):
+    if task.placed and (loss := store.loss_as(dtype)):
         ranks.say(f"data    features are trained on as {str(dtype)[6:]}: {loss}")

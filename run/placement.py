@@ -34,7 +34,7 @@ from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from sampler import UNIFORM, DamagedGraph, NeighborSampler
-from store import BACKENDS, MmapFeatures, ReorderedFeatures, described_part, part_bounds
+from store import BACKENDS, MmapFeatures, described_part, part_bounds
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
 LEAST_STEPS = 200  # optimizer steps of the default --epochs, at least: small graphs need many
@@ -46,9 +46,17 @@ def settle(ranks, flags, task):
     store = task.store
     lines = []
     examples = max(len(store.split["train"]), 1)  # 0 without labels, when nothing is trained
-    passes = {"batch_size": flags.batch_size, "accumulate": flags.accumulate, "world": ranks.world}
-    order = {"seed": flags.seed, "limits": task.limits}
-    loader = NodeLoader(store, store.split["train"], [], load_batch=len, **passes, **order)
+    loader = NodeLoader(
+        store,
+        store.split["train"],
+        [],
+        batch_size=flags.batch_size,
+        accumulate=flags.accumulate,
+        world=ranks.world,
+        seed=flags.seed,
+        limits=task.limits,
+        load_batch=len,
+    )
     steps = max(loader.steps, 1)
     values = {
         "metric": task.metric,
@@ -59,7 +67,7 @@ def settle(ranks, flags, task):
     }
     if flags.weight_decay is None:
         values["weight_decay"] = task.prior / examples
-    if flags.turn and flags.split is None and getattr(store, "num_splits", 1) > 1:
+    if flags.turn and flags.split is None and store.num_splits > 1:
         # that of a checkpoint of one seed of --runs
         values["split"] = flags.turn % store.num_splits
     if flags.residual is None:
@@ -67,8 +75,8 @@ def settle(ranks, flags, task):
         lines.append(f"model   {line}")
     if flags.precision is None:
         values["precision"] = "tf32" if has_tf32(ranks, flags) else "fp32"
-    avx2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
-    if flags.precision == "bf16" and avx2 and not ranks.gpus:
+    bf16_on_cpu = flags.precision == "bf16" and not ranks.gpus
+    if bf16_on_cpu and torch.backends.cpu.get_cpu_capability() == "AVX2":
         lines.append("precision  bf16 is slower than fp32 on this processor, which has no AVX-512")
     used = EdgeData()
     cores = 1
@@ -123,8 +131,8 @@ def memory_options(ranks, flags, task, used):
     free_gpu = flags.free_gpu
     if free_gpu is None:
         free_gpu = torch.cuda.mem_get_info()[0] if ranks.gpus else 0
-    of_ranks = ranks.gather((free_gpu, free_host_bytes(), torch.get_num_threads()))
-    free_gpu, free_host, cores = map(min, zip(*of_ranks))
+    mine = free_gpu, free_host_bytes(), torch.get_num_threads()
+    free_gpu, free_host, cores = map(min, zip(*ranks.gather(mine)))
     return {
         "procs": ranks.local_world,
         "free_gpu": free_gpu or None,
@@ -138,8 +146,10 @@ def fits_split(flags, store, mode, options):
     if flags.gpus < 2 or mode == MODES[0] or flags.mode != "auto" or flags.split_features:
         return []
     modes, _ = estimate(store, flags.gpus, **{**options, "split": flags.gpus})
-    advice = f"--split-features would hold them in the memory of {flags.gpus} GPUs together, for mode {MODES[0]}"
-    return [f"memory  {advice}"] if modes[MODES[0]].fits else []
+    if not modes[MODES[0]].fits:
+        return []
+    where = f"in the memory of {flags.gpus} GPUs together, for mode {MODES[0]}"
+    return [f"memory  --split-features would hold them {where}"]
 
 
 def memory_lines(ranks, flags, task):
@@ -169,8 +179,9 @@ def memory_lines(ranks, flags, task):
     if arrays > free_host:
         where = "rows are read from the mapped file's disk, behind --cache"
     if store.indices.nbytes > free_host // 2:
-        lists = readable_size(store.indices.nbytes)
-        where += f", and neighbour lists as they are sampled ({lists})"
+        where += (
+            f", and neighbour lists as they are sampled ({readable_size(store.indices.nbytes)})"
+        )
     lines["features"] = (
         f"mmap: graph and features take {readable_size(arrays)} and {readable_size(free_host)} of host "
         f"memory are free: {where}; lmdb is for rows that change while others read them"
@@ -201,16 +212,14 @@ def check_memory(ranks, plan, task):
     parts = f"weights{', gradients and moments' * plan.trains} {readable_size(weights)}"
     if batch:
         parts += f", a batch at least {readable_size(batch)}"
-    other = (
-        f"--num-layers {plan.num_layers}" if weights > free else f"--batch-size {plan.batch_size}"
-    )
-    smaller = [f"--hidden {plan.hidden}", other]
-    if batch > free and task.are_links:
-        smaller.append(f"--negatives {plan.negatives}")
-    kind = "GPU memory" if ranks.gpus else "memory"
+    smaller = f"--hidden {plan.hidden} or --num-layers {plan.num_layers}"
+    if weights <= free:
+        smaller = f"--hidden {plan.hidden} or --batch-size {plan.batch_size}"
+        if task.are_links:
+            smaller += f" or --negatives {plan.negatives}"
     raise StoreError(
-        f"this run cannot fit: {parts}, and {readable_size(free)} of {kind} are free for each process"
-        f"; lower {' or '.join(smaller)}"
+        f"this run cannot fit: {parts}, and {readable_size(free)} of {'GPU ' * bool(ranks.gpus)}memory "
+        f"are free for each process; lower {smaller}"
     )
 
 
@@ -270,7 +279,7 @@ def place_data(ranks, plan, task, used):
     dtype = torch.float64 if plan.precision == "fp64" else torch.float32
     if plan.precision == "bf16" and plan.conv:  # a user's network: under autocast
         dtype = torch.bfloat16
-    check_features(ranks, store, dtype)
+    check_features(ranks, task, dtype)
     if not task.placed:
         task.attach(ranks, plan)
         return None, None
@@ -299,8 +308,8 @@ def place_data(ranks, plan, task, used):
         device=ranks.device,
         gather=gather_rows,
         aggregate=self_and_mean if in_place else None,
-        scale=getattr(store.features, "scale", None),
-        ends=getattr(store.features, "ends", None),
+        scale=store.features.scale,
+        ends=store.features.ends,
     )
     return sampler, ring
 
@@ -384,8 +393,9 @@ def over_gpus(ranks, features):
     except (OSError, RuntimeError) as error:
         if lost_another(error):
             raise  # that rank says why
-        instead = "--mode pinned-cuda without it keeps them in host memory"
-        raise StoreError(f"--split-features: {error}; {instead}") from error
+        raise StoreError(
+            f"--split-features: {error}; --mode pinned-cuda without it keeps them in host memory"
+        ) from error
 
 
 def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):
@@ -435,12 +445,10 @@ def cached(ranks, plan, task, used, features):
             f"memory  features stay on disk behind a cache of {readable_size(budget)}; --cache sets it"
         )
     if plan.lookahead is not None and not (looks_ahead and budget):
-        needs = "needs a --cache in front of memory-mapped features, in mode cpu-cpu"
-        if isinstance(store.features, ReorderedFeatures):
-            needs += ", with columns in the checkpoint's order"
-        if plan.split_features:
-            needs += ", without --split-features"
-        raise StoreError(f"--lookahead {plan.lookahead} {needs}")
+        raise StoreError(
+            f"--lookahead {plan.lookahead} needs a --cache in front of memory-mapped features, with columns "
+            "in the checkpoint's order, in mode cpu-cpu and without --split-features"
+        )
     if budget and plan.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
     if not budget or plan.mode == "cuda-cuda":

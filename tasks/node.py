@@ -140,19 +140,13 @@ class NodeTask(Task):
             times = None if self.times is None else self.times[nodes]
             logits = run.sampled(nodes, times)
             result = score(self.metric, logits, self.store.labels[nodes])
-        figures = {"valid_sampled": result}
-        features = run.ring.features
-        if hasattr(features, "hit_rate"):
-            figures["cache_hit_rate"] = features.hit_rate
-        if hasattr(features, "counts"):
-            figures.update(features.counts())
-        return figures, result
+        return {"valid_sampled": result, **run.ring.counts()}, result
 
     def evaluate(self, run, report):
         args = run.plan
         store = self.store
         # true if it is on any rank: each compared with the memory free at its own start
-        if run.ranks.sum(store.features.large)[0] and not args.predict:
+        if run.ranks.sum(store.large)[0] and not args.predict:
             report.tell(
                 f"result  {self.title} n/a: the features do not fit into memory; --predict computes it",
                 {"exact": None},

@@ -328,7 +328,7 @@ def test_one_process_says_what_a_part_needs(tmp_path, capsys):
     assert _code(words) == 2
     assert "part-1: parts of a store take --split-features and" in capsys.readouterr().err
     assert _code(f"--dataset {folder} --gpus 0") == 2
-    said = f"it holds 2 parts of one, part-0, part-1: give {folder}/part-0 or another, with"
+    said = f"it holds 2 parts of one: give {folder}/part-0 or another, with"
     assert said in capsys.readouterr().err
     assert _code(words, "--dry-run", "--gpus 2 --free-gpu 80GB") == 0
     printed = capsys.readouterr().out

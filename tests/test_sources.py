@@ -488,18 +488,15 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
     line = checks.edge_line(GraphStore.open(stored))
     words = r"\d+ duplicates, \d+ self loops, 3 isolated nodes, 9\d % without a reverse"
     assert re.fullmatch(f"2,000 edges: {words}, messages go one way", line)
-    for damaged in (..., {**expected, "one_way": "x"}, 7):  # not there, or no counts: counted anew
+    for damaged in (..., {**expected, "one_way": "x"}, 7):  # not there, or no counts
         _rewrite_meta(stored, edges=damaged)
-        assert checks.edge_line(GraphStore.open(stored)) == line
+        assert checks.edge_line(GraphStore.open(stored)) == "2,000 edges"
     kinds = np.arange(2000) % 3  # edges of different types are no duplicates
     distinct = len(set(zip(src.tolist(), dst.tolist(), kinds.tolist())))
     typed = GraphStore.open(build_store(tmp_path / "t", **graph, edge_type=kinds))
-    for damaged in (typed.meta["edges"], ...):
-        typed.meta["edges"] = damaged
-        assert f" {2000 - distinct} duplicate" in checks.edge_line(typed)
+    assert f" {2000 - distinct} duplicate" in checks.edge_line(typed)
     monkeypatch.setattr(checks, "EXACT", 100)
     monkeypatch.setattr(checks, "SAMPLE", 1000)
-    assert checks.edge_line(GraphStore.open(stored)) == "2,000 edges"
     sample = checks.count_edges(indptr, csc["indices"])
     assert sample["one_way_of"] == 1000
     assert abs(sample["one_way"] / 1000 - expected["one_way"] / 2000) < 0.05
