@@ -127,10 +127,9 @@ def doubts(store, counted) -> list[str]:
         lines.append(f"{len(columns):,} of {width:,} features were compared with the labels")
     if not len(columns):
         return lines
-    step = max(COMPARED // width, 1)
-    parts = [torch.from_numpy(nodes[a : a + step]) for a in range(0, len(nodes), step)]
-    x = torch.cat([store.features.gather(part)[:, columns].double() for part in parts])
-    if found := telling(x, labels[torch.from_numpy(nodes)], width):
+    nodes = torch.from_numpy(nodes)
+    x = store.features.gather(nodes)[:, columns].double()
+    if found := telling(x, labels[nodes], width):
         names = store.feature_names or [f"[:, {j}]" for j in range(width)]
         listed = ", ".join(names[columns[j]] for j in found[:8]) + ", ..." * (len(found) > 8)
         of = f"all {len(nodes):,} training nodes"
