@@ -13,6 +13,7 @@ function prints how it read the columns.
 import functools
 import os
 import re
+import tempfile
 from itertools import combinations
 
 import numpy as np
@@ -224,7 +225,7 @@ def features(file, folder, ignore=(), called=()):
             start = 0
             for _, columns in table.read(kinds):
                 if node is not None:
-                    ids.append({node: columns.pop(node)})
+                    ids.append(columns[node])
                 columns = [columns[j] for j in kept]
                 x = stacked(columns, np.float32)
                 if start < SAMPLED:
@@ -236,11 +237,14 @@ def features(file, folder, ignore=(), called=()):
         x = spool(folder, rows(), np.float32, sum(table.widths[j] for j in kept))
         nodes = Nodes(len(x), file)
         if node is not None:
-            x, nodes = _name(table, folder, x, table.identified(node, joined(ids)[node]), node)
+            x, nodes = _name(table, folder, x, table.identified(node, joined(ids)), node)
             nodes.id_name = table.names and table.names[node]
         elif len(kept) > 1 and len(x) > 1:
             _check_counting(table, kept, x)
-        nodes.feature_names = table.names and _names_of(table, kept)
+        widths = [(table.names[j], table.widths[j]) for j in kept] if table.names else ()
+        nodes.feature_names = table.names and [
+            f"{name}[{i}]" if width > 1 else name for name, width in widths for i in range(width)
+        ]
         if loss := rounded.loss(nodes.feature_names):
             table.notes.append(f"read as float32: {loss}")
         table.say(plural(x.shape[1], "feature"))
@@ -263,16 +267,6 @@ def _check_counting(table, kept, x):
             cure = f"call it id or drop it{table.flag(0)}"
             raise StoreError(f"{table.name}: {table.column(0)} counts the rows: {cure}")
         table.notes.append(f"{table.column(j)} counts the rows: call it id if it names the nodes")
-
-
-def _names_of(table, kept) -> list[str]:
-    """Name the numbers of some columns: by the column, and for a column of lists `name[0]`, `name[1]`, ..."""
-    names = []
-    for j in kept:
-        name = table.names[j]
-        width = table.widths[j]
-        names += [name] if width == 1 else [f"{name}[{i}]" for i in range(width)]
-    return names
 
 
 def _name(table, folder, x, ids, node):
@@ -307,7 +301,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing):
             hint = "" if table.names else HEADER
             raise table.error(nodes.count, f"more rows than in {nodes.source}{hint}")
         parts.append(columns)
-    columns = joined(parts)
+    columns = {j: joined([part[j] for part in parts]) for j in kinds}
     for j, kind in kinds.items():
         if kind is str and j != node:
             columns[j] = table.identified(j, trimmed(columns[j]))
@@ -420,16 +414,18 @@ def _check_labels(table, j, cells, count):
     table.refuse(0, j, bad, f"is {how}: {why}", cells)
 
 
-def edges(file, folder, nodes, keep=(), ignore=(), *, ids=()):
+def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
     """Spool a table with one row per edge to a file in `folder` -> (edge_index int64 [2, M], mapped; {name in `keep`:
     values as in `edge_rows`, "ids": {name in `ids`: pyarrow array of strings [M]}}).
 
     Source and destination are the columns that `_end_columns` finds, else the first two.
-    keep: {name of a column of a store: columns of the table, by name or number from 1}. ids: names of columns that other
-    tables of these edges have as ids, too. Other columns are refused.
+    keep: {name of a column of a store: columns of the table, by name or number from 1}; None: there can be none. ids: names
+    of columns that other tables of these edges have as ids, too. Other columns are refused. say: prints a line.
     """
     with opened(file, ignore, nodes.heads) as table:
-        kept = {name: [_column(table, w) for w in words] for name, words in dict(keep).items()}
+        kept = {
+            name: [_column(table, w) for w in words] for name, words in dict(keep or ()).items()
+        }
         ends = _end_columns(table, nodes, sum(kept.values(), []))
         nodes.check_header(table, ends)
         keys = [j for j in range(table.width) if table.names and table.names[j] in ids]
@@ -439,10 +435,12 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=()):
         if extra := [j for j in range(table.width) if j not in [*taken, *keys]]:
             columns = short(", ".join(map(table.column, extra)))
             cure = f"drop it{table.flag(*extra)}, or name it, as by --weights"
+            cure = "pairs are two columns of nodes" if keep is None else cure
             raise StoreError(f"{file}: no use for {columns}: {cure}")
         keys = [j for j in keys if j not in taken]
         arrays = _spooled(table, folder, {"ends": ends, **kept}, nodes, keys)
-        table.say(*(f"{name} from {', '.join(map(table.column, js))}" for name, js in kept.items()))
+        notes = [f"{name} from {', '.join(map(table.column, js))}" for name, js in kept.items()]
+        table.say(*notes, say=say)
     return arrays.pop("ends").T, arrays
 
 
@@ -455,16 +453,7 @@ def pairs_of_table(file, store, say=print) -> np.ndarray:
     numbers = digits(pyarrow.array(names or [], "string"))
     names = names if not names or numbers is None else numbers.tolist()
     nodes = Nodes(store.num_nodes, store.path, names)
-    with opened(file, heads=nodes.heads) as table:
-        ends = _end_columns(table, nodes)
-        nodes.check_header(table, ends)
-        if extra := [j for j in range(table.width) if j not in ends]:
-            columns = short(", ".join(map(table.column, extra)))
-            raise StoreError(f"{file}: no use for {columns}: pairs are two columns of nodes")
-        parts = table.read(dict.fromkeys(ends, nodes.kind))
-        cells = joined([cells for _, cells in parts])
-        pairs = np.stack([nodes.numbers(table, 0, cells[j]) for j in ends], 1)
-        table.say(say=say)
+    pairs = edges(file, tempfile.gettempdir(), nodes, None, say=say)[0].T
     return np.array(nodes.names)[pairs] if nodes.names else pairs
 
 
@@ -615,7 +604,7 @@ def _spooled(table, folder, fields, nodes, keys=()):
         record.append((name, dtype, (sum(table.widths[j] for j in which),)))
     record = np.dtype(record, align=True)
     numbers = {}
-    ids = []
+    ids = {table.names[j]: [] for j in keys}
 
     def type_codes(first, j, cells):
         coded = written(cells).dictionary_encode()
@@ -627,7 +616,8 @@ def _spooled(table, folder, fields, nodes, keys=()):
 
     def chunks():
         for first, columns in table.read(kinds):
-            ids.append({table.names[j]: columns[j] for j in keys})
+            for j in keys:
+                ids[table.names[j]].append(columns[j])
             for j in fields.get("ends", ()):
                 columns[j] = nodes.numbers(table, first, columns[j])
             for j in fields.get(EDGE_TYPE.name, ()):
@@ -652,7 +642,7 @@ def _spooled(table, folder, fields, nodes, keys=()):
         else:
             arrays[EDGE_TYPE.name] = _ordered(folder, names, arrays[EDGE_TYPE.name])
     if keys:
-        arrays["ids"] = {name: cells.combine_chunks() for name, cells in joined(ids).items()}
+        arrays["ids"] = {name: joined(parts).combine_chunks() for name, parts in ids.items()}
     return arrays
 
 

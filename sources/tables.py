@@ -577,16 +577,12 @@ def written(cells):
     return compute.if_else(compute.is_in(cells, pyarrow.array(MISSING)), None, cells)
 
 
-def joined(parts) -> dict:
-    """Join the columns of batches, a list of {column: cells} -> {column: all cells, chunked if they are pyarrow's}."""
+def joined(parts):
+    """Join the cells of a column of several batches: a chunked array of pyarrow's, or an array of numpy's."""
     import pyarrow
 
-    columns = {j: [part[j] for part in parts] for j in parts[0]}
-    of_numpy = {j: isinstance(cells[0], np.ndarray) for j, cells in columns.items()}
-    return {
-        j: np.concatenate(cells) if of_numpy[j] else pyarrow.chunked_array(cells)
-        for j, cells in columns.items()
-    }
+    of_numpy = isinstance(parts[0], np.ndarray)
+    return np.concatenate(parts) if of_numpy else pyarrow.chunked_array(parts)
 
 
 def whole_of(cell) -> int | None:
