@@ -241,10 +241,13 @@ def features(file, folder, ignore=(), called=()):
             nodes.id_name = table.names and table.names[node]
         elif len(kept) > 1 and len(x) > 1:
             _check_counting(table, kept, x)
-        widths = [(table.names[j], table.widths[j]) for j in kept] if table.names else ()
-        nodes.feature_names = table.names and [
-            f"{name}[{i}]" if width > 1 else name for name, width in widths for i in range(width)
-        ]
+        if table.names:
+            widths = [(table.names[j], table.widths[j]) for j in kept]
+            nodes.feature_names = [
+                f"{name}[{i}]" if width > 1 else name
+                for name, width in widths
+                for i in range(width)
+            ]
         if loss := rounded.loss(nodes.feature_names):
             table.notes.append(f"read as float32: {loss}")
         table.say(plural(x.shape[1], "feature"))

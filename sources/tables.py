@@ -262,13 +262,13 @@ class Table:
         numbers = None if self.kinds[j] == "text" else as_printed(cells)
         if numbers is not None:
             return numbers
-        row = first_bad(cells, lambda part: as_printed(part) is None)
-        cells = cells.to_pylist()
-        if self._separator and any(map(NUMBER.fullmatch, cells)):
-            why, first = (repr(short(cell)) for cell in (cells[row], cells[0]))
+        text = cells.to_pylist()
+        if self._separator and any(map(NUMBER.fullmatch, text)):
+            row = first_bad(cells, lambda part: as_printed(part) is None)
+            why, first = (repr(short(cell)) for cell in (text[row], text[0]))
             beside = f" beside {first}" * (why != first)
             self.notes.append(f"{self.column(j)} is text, not numbers, because of {why}{beside}")
-        return cells
+        return text
 
     def refuse(self, first, j, bad, problem, values=None):
         """Refuse the first cell of a column where `bad` [r] is true. first: row of bad[0]; problem: with {} for the value."""
@@ -374,11 +374,16 @@ class Table:
         if pandas := (schema.metadata or {}).get(b"pandas"):
             self._index = json.loads(pandas).get("index_columns", ())
         self.notes = [plural(len(self.names), "column"), f"header {short(','.join(self.names))}"]
-        first = next(self._file.iter_batches(SAMPLE), None)
-        cells = (
-            [column.to_pylist() for column in first.columns] if first else [()] * len(self.names)
-        )
-        return [*map(kind_of_type, schema.types)], cells
+        kinds = [*map(kind_of_type, schema.types)]
+        cells = [()] * len(kinds)
+        if first := next(self._file.iter_batches(SAMPLE), None):
+            # dates may be finer than those of Python
+            plain = [kind not in ("dates", "other") for kind in kinds]
+            cells = [
+                column.to_pylist() if of else [None] * len(column)
+                for of, column in zip(plain, first.columns)
+            ]
+        return kinds, cells
 
     def _guess_text(self, heads):
         """Skip comments and guess separator and header; set names and notes -> as `_guess_parquet`."""
