@@ -180,14 +180,10 @@ def _id_column(table, ids, things="nodes") -> int | None:
     if len(distinct) == 1:
         return distinct[0]
     both = " and ".join(map(table.column, (distinct or ids)[:2]))
-    if not distinct:
-        raise StoreError(f"{table.name}: {both} look like ids of the {things}, and both repeat")
-    drop = "keep one"
-    if table.names:
-        of_pandas = [j for j in distinct if re.match("Unnamed|index$|__index", table.names[j])]
-        j = (of_pandas or distinct)[0]
-        drop = f"if {table.column(j)} holds none, drop it{table.flag(j)}"
-    raise StoreError(f"{table.name}: {both} look like ids of the {things}: {drop}")
+    first = (distinct or ids)[0]
+    why = f"if {table.column(first)} holds none, drop it{table.flag(first)}"
+    why = why if distinct else "both repeat"
+    raise StoreError(f"{table.name}: {both} look like ids of the {things}: {why}")
 
 
 def features(file, folder, ignore=(), called=()):
@@ -636,7 +632,8 @@ def _spooled(table, folder, fields, nodes, keys=()):
     for name in arrays.keys() & COLUMNS.keys():
         if not COLUMNS[name].width:
             arrays[name] = rows[name][:, 0]
-            if COLUMNS[name].timed and table.dated(fields[name][0]):
+            # dates in parquet, or text none of which is a number
+            if COLUMNS[name].timed and table.kinds[fields[name][0]] in ("dates", "text"):
                 arrays[name] = arrays[name].view(DATE)
     for j in fields.get(EDGE_TYPE.name, ()):
         names = table.identified(j, pyarrow.array([*numbers]))

@@ -144,7 +144,7 @@ class Table:
         Args:
             kinds: {column: kind} of the columns to read. int and float: numbers in any form -> int64 or float64
                 [r]. ID: whole numbers as they are printed -> int64 [r]. TIME: whole numbers in any form -> int64 [r], or
-                dates -> datetime64[us] [r], see `dated`. str -> pyarrow array of r strings. list: as float, or lists of
+                dates -> datetime64[us] [r]. str -> pyarrow array of r strings. list: as float, or lists of
                 one length -> float64 [r, length].
             missing: allow empty cells and `nan` among float and int, read as NaN; else they are errors. Text keeps them.
         """
@@ -174,10 +174,6 @@ class Table:
             return None
         # whole numbers may be written as floats
         return "float64" if kind in (float, list) or has == "real" else "int64"
-
-    def dated(self, j) -> bool:
-        """Whether a column of times holds dates: in parquet by its type, else where no cell is a number."""
-        return self.kinds[j] in ("text", "dates")
 
     def _values(self, first, j, kind, cells, missing):
         """Convert a column of a batch to what `read` yields, checking it."""
@@ -283,7 +279,8 @@ class Table:
 
     def flag(self, *columns) -> str:
         """Return the flag that drops columns, in brackets, for messages."""
-        return flag(*(self.names[j] for j in columns)) if self.names else ""
+        names = ",".join(self.names[j] for j in columns) if self.names else ""
+        return f" (--ignore {shlex.quote(names)})" if names else ""
 
     def named(self, meaning) -> list[int]:
         """List the columns whose names have a meaning, one of MEANINGS. Those of ids are also the index of pandas, and names
@@ -482,11 +479,6 @@ def words_of(name) -> list[str]:
     user and 1."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[^\W\d_])(?=\d)", " ", name)
     return [word for word in re.split(r"[\W_]+", spaced.lower()) if word]
-
-
-def flag(*names) -> str:
-    """Return the flag that drops columns with these names, in brackets, for messages."""
-    return f" (--ignore {shlex.quote(','.join(names))})"
 
 
 def cells_of(line, separator) -> list[str]:
