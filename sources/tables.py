@@ -259,7 +259,8 @@ class Table:
         if numbers is not None:
             return numbers
         text = cells.to_pylist()
-        if self._separator and any(map(NUMBER.fullmatch, text)):
+        typed = not self._separator and self.kinds[j] == "text"
+        if not typed and any(map(NUMBER.fullmatch, text)):
             row = first_bad(cells, lambda part: as_printed(part) is None)
             why, first = (repr(short(cell)) for cell in (text[row], text[0]))
             beside = f" beside {first}" * (why != first)
