@@ -11,7 +11,6 @@
     python -m bench labor --fanout 5,5 --runs 5  # accuracy with LABOR and its dependent draws
     python -m bench types --runs 20 --threads 1  # R-GCN on AIFB beside its paper
     python -m bench mag --fanout 25,20 --hidden 128    # R-GCN on ogbn-mag's shape, beside GraphBolt's with --graphbolt PYTHON
-    python -m bench network --machines 2,3 --rate 1,10    # features split over machines, in network namespaces; needs root
     python -m bench roofline                     # lower bounds for a step's kernels on H100 and H200; needs no GPU
     python -m bench predict                      # what limits our kernels on an H200, and how long they take; needs no GPU
     python -m bench gpu                          # on a CUDA GPU: all what only a GPU can tell, in 4 minutes
@@ -54,11 +53,10 @@ DATASETS = {
     "accuracy": "all",
     "labor": "all",
     "mag": "synthetic-mag:scale=1,classes=349",
-    "network": "synthetic:nodes=200000,features=128,train=0.1,valid=0",
 }
 # command: the module with its bench_COMMAND
 MODULES = {
-    **{name: name for name in "sampler store network roofline predict gpu attack picture".split()},
+    **{name: name for name in "sampler store roofline predict gpu attack picture".split()},
     **dict.fromkeys(("step", "link", "mag", "scaling"), "step"),
     **dict.fromkeys(("inference", "layers"), "inference"),
     **dict.fromkeys(("accuracy", "labor", "types"), "accuracy"),
@@ -70,11 +68,6 @@ size = positive(float, zero=True)
 def numbers(text):
     """Parse '15,10' -> [15, 10]."""
     return [whole(k) for k in text.split(",")]
-
-
-def rates(text):
-    """Parse '1,2.5' -> [1.0, 2.5]."""
-    return [size(rate) for rate in text.split(",")]
 
 
 def make_parser():
@@ -90,7 +83,7 @@ def make_parser():
     add(
         "--rounds",
         type=whole,
-        help="timed (default: 20; scaling, gpu: 5; network: 1); attack: cases per kind",
+        help="timed (default: 20; scaling, gpu: 5); attack: cases per kind",
     )
     add("--json", metavar="FILE", help="also write the figures to this file")
     # sampler, step, layers, link, inference, scaling, mag
@@ -109,9 +102,6 @@ def make_parser():
     add("--features-gb", type=size, default=0.5, help="store: size of the features to train on")
     add("--cache-gb", type=size, default=0.1, help="store: size of the row cache")
     add("--batches", type=whole, default=40, help="store: per run; the first quarter is not timed")
-    # network
-    add("--machines", default="2,3", type=numbers, help="network: numbers of machines")
-    add("--rate", default="0,1,10", type=rates, help="network: Gbit/s of their links; 0: no limit")
     # accuracy, labor, types
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")
     add(
@@ -126,7 +116,7 @@ def make_parser():
     add("--seed", type=int, default=0, help="attack: seed of the cases")
     add("--only", metavar="KIND", help="attack: only cases of this kind")
     add("--case", type=int, metavar="N", help="attack, with --only: one case, with all it prints")
-    add("--parts", metavar="A,B", help="gpu, network, store: only these parts")
+    add("--parts", metavar="A,B", help="gpu, store: only these parts")
     return parser
 
 
@@ -144,7 +134,7 @@ def main(argv=None):
     if what == "scaling" and any(args.batch_size % procs for procs in args.procs):
         parser.error(f"--batch-size {args.batch_size} must be a multiple of each of --procs")
     args.dataset = args.dataset or DATASETS.get(what, WORKLOAD)
-    args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "attack": -1, "network": 1}.get(what, 20)
+    args.rounds = args.rounds or {"scaling": 5, "gpu": 5, "attack": -1}.get(what, 20)
     if args.minutes is None:
         args.minutes = 4 if gpu else 10
     args.threads = args.threads or (torch.get_num_threads() if gpu else 2)

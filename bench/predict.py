@@ -42,6 +42,7 @@ LATENCY = 550  # cycles of a read
 LINES = 0.57  # of L1, a cycle
 START = 2.0  # us
 GROUP = 8  # rows that a thread loads at a time, as in layers.cu
+TILE = 32  # places of a hub's list that are summed first
 
 
 class Counts(NamedTuple):
@@ -91,27 +92,37 @@ def self_and_mean(a):
 
 
 def self_and_mean_grad(a):
-    trips, reads = of_lists(a, GROUP, 1)
-    return Work((a.run, *trips), *reads)
+    trips, reads = of_lists(a, 1, group=2)
+    return Work((*of_runs(a), *trips), *reads)
 
 
-def of_lists(a, group, row):
-    """A thread that reads its sources' lists in groups, then what is left -> trips of its loops, reads."""
-    groups = (a.sizes // group).double()
-    alone = (a.sizes % group).double()
-    a.sizes = groups + alone  # each is two reads
-    loops = [groups, alone] if group > 1 else [a.sizes.double()]
-    return [trips.mean().item() for trips in loops], of_rows(a, row, 2)
+def of_runs(a):
+    """The trips of the loop over a thread's rows; that over a tile has no other."""
+    return () if a.tiles else (a.run,)
+
+
+def of_lists(a, row, group=1):
+    """A thread that sums over its sources' lists, or a hub's tile -> trips of its two loops, reads. Edges are read in
+    groups; a hub's whole tiles, one less than fit into its list, are read as sums."""
+    tiles = (a.sizes // TILE - 1).clamp(min=0).double()
+    edges = a.sizes - TILE * tiles
+    if a.tiles:  # most are of no hub and end at once
+        share = tiles.sum().item() / a.N
+        reads = 2 * TILE / group
+        return (share, TILE), (2 + share * reads, 2 + reads)
+    a.sizes = tiles / 2 + (edges / group).ceil()  # of two reads each
+    pieces = (tiles + 1).mean().item()
+    return (pieces, edges.mean().item() / pieces), of_rows(a, row, 2)
 
 
 def max_neighbours_grad(a):
-    trips, reads = of_lists(a, 1, 1)
+    trips, reads = of_lists(a, 1)
     return Work((*trips,), *reads)
 
 
 def attention_source_grad(a):
-    trips, reads = of_lists(a, 1, 2)
-    return Work((a.run, *trips), *reads, guarded=a.S / a.N)  # destinations have self-loops
+    trips, reads = of_lists(a, 2)
+    return Work((*of_runs(a), *trips), *reads, guarded=a.S / a.N)  # destinations have self-loops
 
 
 def attention_target_grad(a):
@@ -206,7 +217,7 @@ def alone(source, kernel):
 
 def specialised(source, kernel, values):
     """Return the source of a kernel as it runs in a launch, with loops that are not unrolled by the compiler alone."""
-    source = alone(source, kernel)
+    source = alone(source, kernel).replace("BY_TWO for", "ONE_BY_ONE for")
     body = source.index("{", source.index(f"KERNEL {kernel}(")) + 1
     source = source[:body] + known(values) + source[body:]
     kept = r"(?<!UNROLL )(?<!ONE_BY_ONE )\bfor \((?!int half|int q = 0; q < half)"
@@ -276,7 +287,7 @@ def counts(launch, sizes):
     values = {name.removeprefix("part."): value for name, value in launch.values.items()}
     a = types.SimpleNamespace(**{"run": 1, "sizes": sizes, **values})
     if edges := values.get("indices", values.get("dst")):
-        a.degree = edges[0] / values.get("S", 1)
+        a.degree = edges[0] / (values.get("S") or 1)
     constants = re.findall(r"#define (\w*LANES|\w+_GROUP) (\d+)", launch.source)
     for constant, value in reversed(constants):  # the first definition counts
         setattr(a, constant, int(value))
@@ -326,7 +337,7 @@ def edges_of_sources(args, store):
 def nearest(launch, of_sources):
     """Return the one of `edges_of_sources` that is nearest in size to a launch's block: by sources, as lists of edges by
     source may be of all hops, else by edges."""
-    if sources := launch.values.get("N"):
+    if (sources := launch.values.get("N")) and not launch.values.get("tiles"):
         return min(of_sources, key=lambda sizes: abs(len(sizes) - sources))
     shape = launch.values.get("indices")
     edges = shape[0] if isinstance(shape, tuple) else 0

@@ -157,6 +157,8 @@ class Noted:
             table = 2 * SECTOR if 4 * given["b"].V > CACHE else 0
             rows, edges = (hop.rows, hop.places) if hop else (0, given["end"])
             return of_row * rows, (of_edge + asked * table) * edges
+        if given.get("tiles") is not None:  # what it reads of hubs, the next launch does not
+            return 0, 0
         edges, in_order, gathered = given.get("indices", given.get("destination")), 0, 0
         rows = given.get("n") if edges is None else edges.numel()
         if "b" in given:  # this kernel draws neighbours and also reads the destinations' rows

@@ -144,7 +144,7 @@ def telling(x, y, width) -> list[int]:
     """Find the columns of x [n, F] each of whose values, a tenth as many as rows at most or as many as classes, occurs
     with one label only of y, [n] or one of [n, C] -> their numbers. Chance would make one among `width` columns so in
     fewer than one of a hundred graphs."""
-    found = torch.zeros(x.shape[1], dtype=torch.bool)
+    found = torch.zeros(x.shape[1], dtype=torch.bool, device="cpu")
     x, order = x.t().sort(1)
     new = x[:, 1:] != x[:, :-1]
     count = 1 + new.sum(1)

@@ -100,10 +100,7 @@ def flatten(given) -> dict:
     counts = [pairs.shape[1] for pairs in edges.values()]
     columns[EDGE_TYPE.name] = np.repeat(np.arange(len(edges)), counts)
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
-    tables = {}
-    for name in filter(lambda name: features.get(name) is not None, names):
-        title = f"features of {name}"
-        tables[name] = shaped(title, array_like(title, features[name]), node_types[name], "F")
+    tables = _tables(features, names, node_types)
     widths = {name: table.shape[1] for name, table in tables.items()}
     return {
         "node_types": {name: (node_types[name], widths.get(name, 0)) for name in names},
@@ -112,9 +109,7 @@ def flatten(given) -> dict:
         "columns": columns,
         "always": always,
         "features": _joined(tables),
-        "feature_names": _feature_names(
-            {n: features[n] for n in tables}, max([1, *widths.values()])
-        ),
+        "feature_names": _feature_names(features, widths),
         "symmetrize": False,
         **_labels(labels, given.split, first, node_types),
     }
@@ -267,10 +262,19 @@ def _node_column(column, values, first, node_types) -> np.ndarray:
     return _spread(column.name, parts, first, node_types, rest)
 
 
-def _feature_names(tables, width):
-    """Name each of the `width` columns of the joined features after those of the DataFrames among {type: table}, with the
-    type where several have features; None without any."""
-    names = {kind: column_names(table) for kind, table in tables.items()}
+def _tables(features, names, node_types) -> dict:
+    """Return the features {type: [V_t, F_t]} as arrays, of the types that have any, in the order of `names`."""
+    tables = {}
+    for name in filter(lambda name: features.get(name) is not None, names):
+        title = f"features of {name}"
+        tables[name] = shaped(title, array_like(title, features[name]), node_types[name], "F")
+    return tables
+
+
+def _feature_names(tables, widths):
+    """Name the columns of the joined features after those of the DataFrames among {type: table}, with the type where
+    several have features; None without any. widths: {type: F_t}."""
+    names = {kind: column_names(tables[kind]) for kind in widths}
     if not any(names.values()):
         return None
     if len(names) == 1:
@@ -278,7 +282,7 @@ def _feature_names(tables, width):
     return [
         ", ".join(f"{name[j]} of {kind}" for kind, name in names.items() if name and j < len(name))
         or f"column {j}"
-        for j in range(width)
+        for j in range(max(widths.values()))
     ]
 
 

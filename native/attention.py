@@ -170,15 +170,14 @@ class _Attend(torch.autograd.Function):
             to_target=to_target,
             to_attn=to_attn,
         )
-        lists = Lists.of(code, near, N, dst, edges=True)
-        code.run(
+        Lists.of(code, near, N, dst).run(
             "attention_source_grad",
-            of_source["runs"] * K,
+            near,
+            heads=K,
+            columns=2 * K * D,
             indptr=near.indptr,
-            **lists.of_source,
             **through,
             **of_source,
-            edge=lists.edge,
             S=S,
             N=N,
             source=source,
@@ -282,7 +281,7 @@ class _EdgeSums(torch.autograd.Function):
         size = {"width": width, "whole": aligned(width, h, by, grad), "edges": edges}
         other = {"numbers": len(edges), "slopes": None, "to_scores": None}
         to_by = code.edge_matrix_grad(near, dst, by, K=1, source=h, rows=grad, **size, **other)
-        lists = Lists.of(code, near, N, dst, edges=True)
+        lists = Lists.of(code, near, N, dst)
         code.run(
             "edge_sums_grad",
             N,

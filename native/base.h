@@ -18,6 +18,7 @@ typedef long long i64;
 #define FN static __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define ONE_BY_ONE _Pragma("unroll 1")
+#define BY_TWO _Pragma("unroll 2")
 #define FAIL __trap()
 // Threads that share a row, and the sum of what each of them has. They are a warp, of which no thread
 // may be missing. A C compiler, which runs threads one after another, has one thread for a row.
@@ -41,6 +42,8 @@ template <class T> FN void store_same(T *p, T value) { *(volatile T *)p = value;
 #define UNROLL
 #endif
 #define ONE_BY_ONE
+#define BY_TWO
+#define min(a, b) ((a) < (b) ? (a) : (b))
 #define FN static inline
 #define FAIL abort()
 #define store_same(p, value) __atomic_store_n(p, value, 0)

@@ -31,6 +31,7 @@ FLAGS = [
     "-shared",
 ]
 VECTORS = {"self_and_mean": 2}  # of columns, that a GPU's thread has, where they are not one
+TILE = 32  # as in layers.cu
 RUN = 16  # at most this many rows of a gradient are summed by one GPU thread for the bias
 ENOUGH = 1 << 21  # elements of the gradient per such row: leaves half a million threads
 
@@ -248,16 +249,15 @@ class Code:
         S, width = grad.shape
         if scales.alpha is None:
             width //= 2
-        lists = Lists.of(self, near, num_src, shares=True, beta=scales.beta)
+        lists = Lists.of(self, near, num_src, beta=scales.beta)
         out = grad.new_empty(num_src, width)
         runs = {"runs": num_src, "run": 1} if kept is None else self.runs(out)
         sums = None
         if runs["run"] > 1:
             sums = grad.new_empty(runs["runs"], width, dtype=torch.float32)
-        self.run(
+        lists.run(
             "self_and_mean_grad",
-            runs["runs"],
-            **lists.of_source,
+            near,
             share=lists.share,
             grad=grad,
             alpha=scales.alpha,
@@ -337,35 +337,33 @@ class Lists:
     Attributes:
         weighted: whether there is a beta.
         of_source: int32 start [N + 1], size [N], and destination [E] of each edge.
-        edge, share: int32 [E] and float32 [E] (beta [S] or 1, over the destination's edges), or None.
+        edge, share: int32 [E] and float32 [E] (beta [S] or 1, over the destination's edges).
         dst: int32 [E] the destination of each edge of the block.
     """
 
     @classmethod
-    def of(cls, code, near, num_src, dst=None, *, beta=None, **wanted):
-        """Return the lists of a block, its own if it is static. dst: its `destinations`, if they are at hand. wanted: edges,
-        shares."""
+    def of(cls, code, near, num_src, dst=None, *, beta=None):
+        """Return the lists of a block, its own if it is static. dst: its `destinations`, if they are at hand."""
         indices = near.indices
         if not is_static(near):
-            return cls(code, near, num_src, dst, beta=beta, **wanted)
+            return cls(code, near, num_src, dst, beta=beta)
         if indices.lists is None:
-            indices.lists = cls(code, near, num_src, beta=beta, edges=True, shares=True)
+            indices.lists = cls(code, near, num_src, beta=beta)
         lists = indices.lists
         lists.weighted |= beta is not None
         if lists.weighted:  # by another layer, perhaps
             lists.put_in_order(near, beta)
         return lists
 
-    def __init__(self, code, near, num_src, dst=None, *, edges=False, shares=False, beta=None):
+    def __init__(self, code, near, num_src, dst=None, *, beta=None):
         self.code = code
         self.dst = dst
         self.weighted = beta is not None
         indices = near.indices
         self.sizes = torch.empty(num_src + 1, dtype=torch.int32, device=indices.device)
         rows = self.sizes.new_empty(5, indices.numel())
-        self.slot, self.unordered, destination, edge, share = rows
-        self.edge = edge if edges else None
-        self.share = share if shares else None
+        self.slot, self.unordered, destination, self.edge, share = rows
+        self.share = share.view(torch.float32)
         start = torch.empty_like(self.sizes)
         self.of_source = {"start": start, "size": self.sizes[1:], "destination": destination}
         self.fill(near, dst, beta)
@@ -395,6 +393,20 @@ class Lists:
         self.unordered, destination, self.edge, share = arrays
         self.share = share.view(torch.float32)
         self.of_source = {"start": start, "size": sizes[1:], "destination": destination}
+
+    def run(self, kernel, near, *, heads=1, columns=0, **values):
+        """Run a kernel that sums over the lists, on a GPU first on tiles of them: see layers.cu. columns: of a tile's sums, if
+        they are not `width`."""
+        values |= {"indices": near.indices, "edge": self.edge, **self.of_source}
+        values |= {"end": self.of_source["start"][-1:], "tile_sums": None, "tiles": None}
+        if not self.code.on_cpu:
+            tiles = near.indices.numel() // TILE + 1
+            sums = self.share.new_empty(tiles, columns or values["width"])
+            rows = {"S": 0, "N": tiles, "runs": tiles, "run": 1, "kept": None, "sums": None}
+            of_tiles = {name: rows.get(name, value) for name, value in values.items()}
+            self.code.run(kernel, tiles * heads, **of_tiles | {"tiles": sums})
+            values["tile_sums"] = sums
+        self.code.run(kernel, values.get("runs", values["N"]) * heads, **values)
 
     def put_in_order(self, near, beta=None):
         """Order each source's edges, and compute their shares."""

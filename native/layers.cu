@@ -64,8 +64,8 @@ KERNEL list_in_order(const ID *indptr, const ID *indices, const int *dst, int E,
   int at = first;
   for (int q = first; q < last; q++) at += list[q] < e;
   destination[at] = s;
-  if (edge) edge[at] = e;
-  if (share) share[at] = (beta ? beta[s] : 1.0f) / (float)count_edges_of(indptr, indices, s);
+  edge[at] = e;
+  share[at] = (beta ? beta[s] : 1.0f) / (float)count_edges_of(indptr, indices, s);
 }
 
 // Adam step for rows [n] of a weight and its moments, by their gradient grad [n, width]; negative
@@ -212,38 +212,63 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
 #endif
 }
 
+// The lists of hubs would keep one thread busy while all others are done. So a kernel that sums over
+// lists by source is launched twice: the first launch has tiles of TILE places, counted from the first
+// list's, as rows and puts the sums of those which are of one source into `tiles`; the second adds them
+// up as `tile_sums`, with the places around them.
+#define TILE 32  // as in kernels.py
+#ifdef HOST
+#define WHOLE_TILE 0
+#define STOP last
+#else
+#define WHOLE_TILE (tile_sums && (q - start[0]) % TILE == 0 && q + TILE <= last)
+#define STOP min(last, q + TILE - (q - start[0]) % TILE)
+#endif
+#define TILE_SUM(stride) tile_sums + (q - start[0]) / TILE * (i64)(stride) + column
+// Set source u and the places q to last - 1 of its list or of a tile.
+#define LIST_OR_TILE(row)                      \
+  i64 u = row;                                 \
+  int q = start[0] + (int)(row) * TILE, last;  \
+  if (tiles && q >= *end) return;              \
+  if (tiles) u = indices[edge[q]];             \
+  last = start[u] + size[u];                   \
+  if (tiles && q + TILE > last) return;        \
+  if (tiles) last = q + TILE;                  \
+  else q = start[u]
+
 // grad: of the pair [S, 2 width] or, with alpha, of the sum [S, width]. With kept, out [N, width]
 // is the gradient of the input of ReLU and dropout. Each column has `runs` threads with `run` rows
 // each; sums [runs, width], unless null, gets the sums of out over each thread's rows.
-KERNEL self_and_mean_grad(const int *start, const int *size, const int *destination,
-                          const float *share, const IN *grad, const float *alpha,
-                          const float *gamma, int S, int N, int width, int whole,
-                          const kept_t *kept, float scale, int runs, int run, float *sums,
-                          OUT *out) {
+KERNEL self_and_mean_grad(const ID *indices, const int *edge, const int *start, const int *size,
+                          const int *end, const int *destination, const float *share,
+                          const IN *grad, const float *alpha, const float *gamma, int S, int N,
+                          int width, int whole, const kept_t *kept, float scale, int runs, int run,
+                          const float *tile_sums, float *tiles, float *sums, OUT *out) {
   ROW_AND_COLUMN(runs);
   const int stride = alpha ? width : 2 * width;
   const IN *of_mean = grad + stride - width;
   floats_t added = all_of(0);
-  for (i64 u = row * run; u < N && u < (row + 1) * run; u++) {
-    const int first = start[u], last = first + size[u];
+  for (i64 at = row * run; at < N && at < (row + 1) * run; at++) {
+    LIST_OR_TILE(at);
     const float by = gamma ? gamma[u] : 1.0f;
     FETCH_DESTINATIONS(u + run - 1, of_mean + column, stride);
     floats_t sum = all_of(0);
     if (u < S) sum = load(grad + u * stride + column, whole, left) * (alpha ? alpha[u] : 1.0f);
-    int q = first;
-    for (; q + GROUP <= last; q += GROUP) {
-      floats_t v[GROUP];
-      float part[GROUP];
-      UNROLL for (int j = 0; j < GROUP; j++) {
-        v[j] = load(of_mean + (i64)destination[q + j] * stride + column, whole, left);
-        part[j] = share[q + j] * by;
+    while (q < last) {
+      if (WHOLE_TILE) {
+        sum = sum + load_floats(TILE_SUM(width), whole, left);
+        q += TILE;
+        continue;
       }
-      UNROLL for (int j = 0; j < GROUP; j++) sum = sum + v[j] * part[j];
+      const int stop = STOP;
+      BY_TWO for (; q < stop; q++) {
+        const float part = share[q] * by;
+        sum = sum + load(of_mean + (i64)destination[q] * stride + column, whole, left) * part;
+      }
     }
-    // most sources have an edge or two: a group with idle slots would cost them all its instructions
-    ONE_BY_ONE for (; q < last; q++) {
-      const float part = share[q] * by;
-      sum = sum + load(of_mean + (i64)destination[q] * stride + column, whole, left) * part;
+    if (tiles) {
+      store_floats(tiles + at * width + column, whole, left, sum);
+      return;
     }
     if (kept) sum = keep(WHERE_KEPT(u), sum, scale);
     store(out + u * width + column, whole, left, sum);
@@ -287,23 +312,34 @@ KERNEL max_neighbours(const ID *indptr, const ID *indices, const IN *h, int S, i
   store(out + row * width + column, whole, left, best);
   store_ints(winner + row * width + column, whole, left, from);
 }
-KERNEL max_neighbours_grad(const int *start, const int *size, const int *destination,
-                           const IN *grad, const int *winner, int N, int width, int whole,
-                           OUT *out) {
+KERNEL max_neighbours_grad(const ID *indices, const int *edge, const int *start, const int *size,
+                           const int *end, const int *destination, const IN *grad,
+                           const int *winner, int N, int width, int whole, const float *tile_sums,
+                           float *tiles, OUT *out) {
   ROW_AND_COLUMN(N);
-  floats_t sum = all_of(0);
-  const int u = (int)row, first = start[u], last = first + size[u];
+  LIST_OR_TILE(row);
   FETCH_DESTINATIONS(u, grad + column, width);
   FETCH_DESTINATIONS(u, winner + column, width);
-  int before = -1;  // a duplicate edge, whose destination is that of the edge before, wins once
-  ONE_BY_ONE for (int q = first; q < last; q++) {
-    const int s = destination[q];
-    const ints_t from = load_ints(winner + (i64)s * width + column, whole, left);
-    const floats_t g = load(grad + (i64)s * width + column, whole, left);
-    sum = sum + choose(from == (s == before ? -1 : u), g, all_of(0));
-    before = s;
+  floats_t sum = all_of(0);
+  while (q < last) {
+    if (WHOLE_TILE) {
+      sum = sum + load_floats(TILE_SUM(width), whole, left);
+      q += TILE;
+      continue;
+    }
+    // a duplicate edge, whose destination is that of the edge before, wins once
+    int before = q > start[u] ? destination[q - 1] : -1;
+    const int stop = STOP;
+    ONE_BY_ONE for (; q < stop; q++) {
+      const int s = destination[q];
+      const ints_t from = load_ints(winner + (i64)s * width + column, whole, left);
+      const floats_t g = load(grad + (i64)s * width + column, whole, left);
+      sum = sum + choose(from == (s == before ? -1 : (int)u), g, all_of(0));
+      before = s;
+    }
   }
-  store(out + row * width + column, whole, left, sum);
+  if (tiles) store_floats(tiles + row * width + column, whole, left, sum);
+  else store(out + row * width + column, whole, left, sum);
 }
 
 // A destination's attention weights are that of its self-loop, then those of its edges. Number i of
@@ -461,29 +497,48 @@ KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int K, 
   }
   store_floats(to_attn + row * width + column, whole, left, added);
 }
-// Gradient of source, through the scores and through the weighted sum.
-KERNEL attention_source_grad(const ID *indptr, const int *start, const int *size,
-                             const int *destination, const int *edge, int S, int N, int K,
-                             int width, int whole, const int *slopes, const IN *source,
-                             const float *attn, const float *weights, const float *to_scores,
-                             const IN *grad, int runs, int run, OUT *out, float *to_attn) {
+// Gradient of source, through the scores and through the weighted sum: of tiles two sums each.
+KERNEL attention_source_grad(const ID *indptr, const ID *indices, const int *edge,
+                             const int *start, const int *size, const int *end,
+                             const int *destination, int S, int N, int K, int width, int whole,
+                             const int *slopes, const IN *source, const float *attn,
+                             const float *weights, const float *to_scores, const IN *grad,
+                             int runs, int run, const float *tile_sums, float *tiles, OUT *out,
+                             float *to_attn) {
   ROW_AND_COLUMN((i64)runs * K);
   const i64 part = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
-  const floats_t a = load_floats(attn + head * width + column, whole, left);
+  const i64 stride = (i64)K * width, from = head * width + column;
+  const floats_t a = load_floats(attn + from, whole, left);
   floats_t added = all_of(0);
-  for (i64 u = part * run; u < N && u < (part + 1) * run; u++) {
-    FETCH_DESTINATIONS(u + run - 1, grad + head * width + column, (i64)K * width);
-    const int first = start[u], count = size[u];
+  for (i64 at = part * run; at < N && at < (part + 1) * run; at++) {
+    LIST_OR_TILE(at);
+    FETCH_DESTINATIONS(u + run - 1, grad + head * width + column, stride);
     floats_t sums = all_of(0), sum = all_of(0);
-    for (int q = u < S ? -1 : 0; q < count; q++) {  // -1: the self-loop
-      const i64 s = q < 0 ? u : destination[first + q];
-      const i64 at = (s + (q < 0 ? (i64)indptr[u] : edge[first + q] + 1)) * K + head;
-      sums = sums + slopes_of(slopes, at, width, column) * to_scores[at];
-      sum = sum + load(grad + (s * K + head) * width + column, whole, left) * ROUND(weights[at]);
+    if (u < S) q--;  // the self-loop
+    while (q < last) {
+      const int own = q < start[u];
+      if (!own && WHOLE_TILE) {
+        const float *of = TILE_SUM(2 * stride) + head * width;
+        sums = sums + load_floats(of, whole, left);
+        sum = sum + load_floats(of + stride, whole, left);
+        q += TILE;
+        continue;
+      }
+      const int stop = own ? q + 1 : STOP;
+      ONE_BY_ONE for (; q < stop; q++) {
+        const i64 s = own ? u : destination[q];
+        const i64 place = (s + (own ? (i64)indptr[u] : edge[q] + 1)) * K + head;
+        sums = sums + slopes_of(slopes, place, width, column) * to_scores[place];
+        sum = sum + load(grad + s * stride + from, whole, left) * ROUND(weights[place]);
+      }
     }
-    const i64 from = (u * K + head) * width + column;
-    added = added + sums * load(source + from, whole, left);
-    store(out + from, whole, left, sum + a * sums);
+    if (tiles) {
+      store_floats(tiles + 2 * at * stride + from, whole, left, sums);
+      store_floats(tiles + (2 * at + 1) * stride + from, whole, left, sum);
+      return;
+    }
+    added = added + sums * load(source + u * stride + from, whole, left);
+    store(out + u * stride + from, whole, left, sum + a * sums);
   }
   store_floats(to_attn + row * width + column, whole, left, added);
 }
@@ -648,9 +703,9 @@ void list_by_source(const ID *indptr, const ID *indices, const int *dst, i64 E, 
   for (i64 e = 0; e < E; e++) {
     i64 q = start[indices[e]] + size[indices[e]]++;
     destination[q] = dst[e];
-    if (edge) edge[q] = (int)e;
+    edge[q] = (int)e;
     const ID count = indptr[dst[e] + 1] - indptr[dst[e]];
-    if (share) share[q] = (beta ? beta[dst[e]] : 1.0f) / (float)count;
+    share[q] = (beta ? beta[dst[e]] : 1.0f) / (float)count;
   }
 }
 #endif

@@ -359,10 +359,9 @@ class _MaxNeighbours(torch.autograd.Function):
         N = ctx.num_src
         width = grad.shape[1]
         out = grad.new_empty(N, width)
-        ctx.code.run(
+        Lists.of(ctx.code, near, N).run(
             "max_neighbours_grad",
-            N,
-            **Lists.of(ctx.code, near, N).of_source,
+            near,
             grad=grad,
             winner=winner,
             N=N,

@@ -103,9 +103,6 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
         another = "; --split K takes another" if number is None else ""
         say(f"split   number {taken} of {graph.num_splits}, counted from 0{another}")
     say_empty_parts(graph.split, "nodes", say)
-    labels = graph.labels[graph.split["train"]]
-    if labels.dim() == 1 and len(labels.unique()) == 1:
-        say("split   all training nodes are of one class: there is nothing to learn")
 
 
 def split_of(graph, number, seed=0) -> dict:

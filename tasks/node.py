@@ -67,6 +67,9 @@ class NodeTask(Task):
         store.check_split()
         # multi-label; for a graph without labels see `predict_as`
         self.several = store.labels.dim() == 2
+        classes = store.labels[store.split["train"]].unique()
+        if args.trains and not self.several and len(classes) == 1:
+            say("split   all training nodes are of one class: there is nothing to learn")
         if self.several and args.class_weights != "none":
             raise StoreError(
                 f"--class-weights {args.class_weights}: the nodes of {path} have several labels; leave it out"

@@ -20,7 +20,7 @@ import model
 import train
 from bench import __main__ as bench
 from bench import accuracy as bench_accuracy
-from bench import attack, harm, network, picture, predict, roofline, tools
+from bench import attack, harm, picture, predict, roofline, tools
 from bench import gpu as bench_gpu
 from bench.gpu_graph import SHAPES, first_pairs, make_graph, store_of, with_columns
 from bench.tools import exit_code
@@ -208,8 +208,7 @@ gpu => python -m bench: gpu needs a CUDA GPU
 attack --only nosuch => python -m bench: --only nosuch: one of mmap, lmdb
 store --parts build,x => python -m bench: --parts x: choose from build,train
 picture => python -m bench: nothing to draw
-network => python -m bench: network needs root and the commands ip, tc
-network --rate 1,-1 => argument --rate: '-1' is not a number of at least 0
+gpu --minutes -1 => argument --minutes: '-1' is not a number of at least 0
 """
 
 
@@ -217,26 +216,11 @@ network --rate 1,-1 => argument --rate: '-1' is not a number of at least 0
 def test_bench_refuses_in_a_sentence(row, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "geteuid", lambda: 1)
     words, complaint = row.split(" => ")
     assert exit_code(bench.main, words.split()) == 2
     said = capsys.readouterr()
     assert complaint in said.err.splitlines()[-1], said.err
     assert words != "gpu" or not said.out  # as "measured on the CPU"
-
-
-def test_bench_network_limits_links_and_leaves_nothing(tmp_path):
-    """10 MB at 1 Gbit/s take 80 ms; a burst is free."""
-    interfaces = Path("/proc/self/net/dev").read_text()
-    try:
-        with network.joined(2, 1) as machines:
-            sent = [[0, 10_000_000], [1_000_000, 0]]
-            lines = network.outputs(machines, network.all_to_alls, sent)
-    except StoreError as error:  # no root
-        pytest.skip(str(error))
-    assert max(rank[-1]["ms"] for rank in lines) > 75
-    assert not any(Path(f"/proc/{pid}").exists() for pid in machines)
-    assert Path("/proc/self/net/dev").read_text().count(":") == interfaces.count(":")
 
 
 def test_bench_accuracy_trains_on_the_largest_component(tmp_path, monkeypatch):

@@ -338,6 +338,43 @@ def test_sums_over_many_rows_are_products_on_a_gpu(kernels, monkeypatch):
         torch.testing.assert_close(made, rows.sum(0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("most", [31, 300])
+def test_the_lists_of_hubs_are_summed_in_tiles(cuda_layers, most, monkeypatch):
+    """Always in the same order. Maxima of lists without a whole tile have the bits of the CPU, where there are no tiles; a
+    tile may begin with a duplicate edge."""
+    indptr, indices = _layer_block(np.random.default_rng(23), 100, 120, torch.int32, degree=12)
+    indices[::3] = torch.arange(len(indices[::3])) % 119
+    indices[100 : 100 + most] = 7
+    indices[indices == 7] = torch.where(torch.arange((indices == 7).sum()) < most, 7, 8).int()
+    short = torch.bincount(indices, minlength=120) < 32
+    h, target = torch.randn(120, 12), torch.randn(100, 12)
+    pair, (alpha, beta) = torch.randn(100, 24), torch.rand(2, 100)
+    gamma = torch.rand(120)
+    results = []
+    for functions, attend in (
+        (layers_gpu, attention_gpu),
+        (layers_gpu, attention_gpu),
+        (fused, attention),
+    ):
+        block = indptr, indices.clone()
+        if len(results) == 1:
+            kernels_gpu.static(types.SimpleNamespace(indptr=block[0], indices=block[1]))
+        mean = _with_grads(lambda x: functions.self_and_mean(*block, x), pair, h)  # noqa: B023
+        scaled = lambda x: functions.own_plus_mean(*block, x, alpha, beta, gamma=gamma)  # noqa: B023, E731
+        best = lambda x: functions.max_neighbours(*block, x)  # noqa: B023, E731
+        attended = lambda x, y: attend.attend(*block, x, y, torch.ones(3, 4))  # noqa: B023, E731
+        both = _with_grads(attended, target, h, target)
+        results.append(
+            [mean[1], _with_grads(scaled, target, h)[1], _with_grads(best, target, h)[1], both[1]]
+        )
+    ours, again, on_cpu = results
+    assert all(map(torch.equal, ours, again)) and (most < 32 or not short[7])
+    for one, other in zip(ours, on_cpu):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    assert short.sum() > 40 and torch.equal(ours[2][short], on_cpu[2][short])
+    assert cuda_layers.count("attention_source_grad") == 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_activated_as_they_are_read_are_those_of_a_separate_pass(cuda_layers, dtype):
     """The last thread of a row may have one vector of columns, or a part of one."""
@@ -432,6 +469,7 @@ def test_cuda_layers_address_rows_in_64_bits(cuda_layers, dtype, monkeypatch):
         "destination": torch.arange(far, far + N).int(),
         "N": N,
         "whole": 1,
+        **dict.fromkeys(["indices", "edge", "end", "tile_sums", "tiles"]),
     }
     out = torch.empty(N, width // 2, dtype=dtype)
     code.run(
