@@ -112,8 +112,7 @@ def doubts(store, counted) -> list[str]:
         empty = np.setdiff1d(np.arange(store.num_classes), used).tolist()
         if empty:
             which = f"{len(empty)} of {store.num_classes} classes have no node"
-            listed = ", ".join(map(str, empty[:8])) + ", ..." * (len(empty) > 8)
-            lines.append(f"{which}: {listed}; labels number the classes from 0")
+            lines.append(f"{which}: {_listed(empty)}; labels number the classes from 0")
     width = store.feature_dim
     train = store.split["train"]
     nodes = train[train < store.features.shape[0]].numpy()
@@ -131,13 +130,18 @@ def doubts(store, counted) -> list[str]:
     x = store.features.gather(nodes)[:, columns].double()
     if found := telling(x, labels[nodes], width):
         names = store.feature_names or [f"[:, {j}]" for j in range(width)]
-        listed = ", ".join(names[columns[j]] for j in found[:8]) + ", ..." * (len(found) > 8)
+        listed = _listed([names[columns[j]] for j in found])
         of = f"all {len(nodes):,} training nodes"
         if len(nodes) < len(train):
             of = f"{len(nodes):,} training nodes, drawn from {len(train):,}"
         cure = "leave out what was made from labels"
         lines.append(f"features that alone tell the label of {of}: {listed}; {cure}")
     return lines
+
+
+def _listed(names) -> str:
+    """List up to eight names for messages."""
+    return ", ".join(map(str, names[:8])) + ", ..." * (len(names) > 8)
 
 
 def telling(x, y, width) -> list[int]:

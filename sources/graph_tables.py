@@ -15,6 +15,7 @@ import os
 import re
 import tempfile
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -194,14 +195,14 @@ def features(file, folder, ignore=(), called=()):
     V-1 or 1 to V in any order is refused. A column of lists is as many features as a list has numbers.
     """
     with opened(file, ignore) as table:
-        named = table.named("id")
+        named = {*table.named("id")}
         for j, name in enumerate(table.names or ()):
             if {name, " ".join(words_of(name))} & {*called} and table.identifies(j):
-                named.append(j)
+                named.add(j)
         texts = [j for j, kind in enumerate(table.kinds) if kind == "text"]
         # text that repeats is no feature either: `read` refuses it by its name
         texts = [j for j in texts if j == 0 or table.identifies(j)]
-        node = _id_column(table, sorted({*named}) or texts)
+        node = _id_column(table, sorted(named) or texts)
         kept = [j for j in range(table.width) if j != node]
         for j in table.named("label"):
             cure = f"drop {table.column(j)}{table.flag(j)}, or rename it if it is none"
@@ -209,7 +210,7 @@ def features(file, folder, ignore=(), called=()):
         _refuse_splits(table, "feature", "^is|mask$")
         if not kept:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
-        for j in {*named} - {node}:
+        for j in named - {node}:
             table.notes.append(f"{table.column(j)} repeats and is a feature")
         kinds = dict.fromkeys(kept, list)
         if node is not None:
@@ -456,15 +457,13 @@ def pairs_of_table(file, store, say=print) -> np.ndarray:
     return np.array(nodes.names)[pairs] if nodes.names else pairs
 
 
-class Keys:
-    """What tells the M edges of a table apart, for other tables of the same edges: ends [2, M] and ids {name: pyarrow array
-    of strings [M]}. source: the table; nodes: its `Nodes`."""
+class Keys(NamedTuple):
+    """What tells the M edges of a table apart, for other tables of the same edges."""
 
-    def __init__(self, source, nodes, ends, ids):
-        self.source = source
-        self.nodes = nodes
-        self.ends = ends
-        self.ids = ids
+    source: str  # file of the table
+    nodes: Nodes
+    ends: np.ndarray  # int64 [2, M]
+    ids: dict  # {name of a column: pyarrow array of strings [M]}
 
     def of_ends(self, ends):
         """Pack the ends [2, n] of edges into a pyarrow array of n integers."""
@@ -566,8 +565,7 @@ def edge_rows(file, folder, name, ignore, keys):
 
 def _edge_ids(table) -> list[int]:
     """List the columns that may hold ids of edges."""
-    other = {*table.named("source"), *table.named("destination"), *table.named("more of an edge")}
-    return [j for j in table.named("id") if j not in other]
+    return [j for j in table.named("id") if meanings(table.names[j]) <= {"id"}]
 
 
 def _ordered(folder, values, order):
