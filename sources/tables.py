@@ -422,7 +422,7 @@ class Table:
             self._skipped += 1
         elif above:  # numpy writes a header as a comment
             names = cells_of(above.lstrip("#% "), self._separator)
-            if len(names) == width and (any(map(meanings, names)) or like_id(names[0])):
+            if len(names) == width and are_known(names):
                 self.names = names
         name = {"\t": "tab", " ": "space"}.get(self._separator, repr(self._separator))
         by = f" by separator {name}" * (width > 1)
@@ -444,7 +444,7 @@ def is_header(rows) -> bool:
     width = len(first)
     counted = [str(j) for j in range(width)]
     counts = width > 2 or width == 2 and all(kind_of(row) == "real" for row in rest)
-    index = width > 1 and first[1:] == counted[:-1] and (meanings(first[0]) or like_id(first[0]))
+    index = width > 1 and first[1:] == counted[:-1] and are_known(first[:1])
     if rest and (index or counts and first == counted):
         raise ValueError(f"its first row is {short(','.join(first))}: write names, such as id,a,b")
     # pandas leaves the name of the index empty
@@ -454,8 +454,7 @@ def is_header(rows) -> bool:
         return False
     if any(all(map(numeric, column)) for column in zip(*rest)):
         return True
-    named = any(map(meanings, first)) or like_id(first[0])
-    return named and not set(first) & {cell for row in rest for cell in row}
+    return are_known(first) and not set(first) & {cell for row in rest for cell in row}
 
 
 def meanings(name) -> set[str]:
@@ -470,9 +469,10 @@ def meanings(name) -> set[str]:
     return fitting | {"id"} if of_ids else fitting
 
 
-def like_id(name) -> bool:
-    """Whether the first column may hold ids by its name: pandas leaves that of the index empty."""
-    return name == "" or name.lower().endswith("id")
+def are_known(names) -> bool:
+    """Whether one of these names of columns has a meaning, or the first may be that of ids; pandas leaves its index's empty."""
+    first = names[0].lower()
+    return first == "" or first.endswith("id") or any(map(meanings, names))
 
 
 def words_of(name) -> list[str]:
