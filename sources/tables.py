@@ -89,7 +89,7 @@ class Table:
         width: number of columns, without those left out. places: [width] their numbers in the file, from 0.
         rows: number of rows read so far.
         kinds: [width] "whole", "real", "text" (no cell is a number), "mixed" or "empty", judged by the first rows, or by
-            the type in parquet, where there are also "list" and "dates".
+            the type in parquet, where there are also "list" (of numbers), "dates" and "other".
         widths: [width] numbers in a cell: 1, or those of a list.
         notes: phrases on what was guessed, for `say`.
     """
