@@ -199,9 +199,12 @@ def features(file, folder, ignore=(), called=()):
         for j, name in enumerate(table.names or ()):
             if {name, " ".join(words_of(name))} & {*called} and table.identifies(j):
                 named.add(j)
-        texts = [j for j, kind in enumerate(table.kinds) if kind == "text"]
         # text that repeats is no feature either: `read` refuses it by its name
-        texts = [j for j in texts if j == 0 or table.identifies(j)]
+        texts = [
+            j
+            for j, kind in enumerate(table.kinds)
+            if kind == "text" and (j == 0 or table.identifies(j))
+        ]
         node = _id_column(table, sorted(named) or texts)
         kept = [j for j in range(table.width) if j != node]
         for j in table.named("label"):
