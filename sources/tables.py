@@ -200,8 +200,9 @@ class Table:
         import pyarrow.compute as compute
 
         cells = cells.fill_null("")
-        broken = compute.match_substring_regex(cells, "[\r\n]").to_numpy(zero_copy_only=False)
-        self.refuse(first, j, broken, "has a quote that does not end in its line")
+        for end in "\r\n":  # faster than a pattern of both
+            broken = compute.match_substring(cells, end).to_numpy(zero_copy_only=False)
+            self.refuse(first, j, broken, "has a quote that does not end in its line")
         return cells
 
     def _times(self, first, j, cells) -> np.ndarray:
@@ -231,6 +232,7 @@ class Table:
     def _printed(self, first, j, cells) -> np.ndarray:
         """Read whole numbers, written in one form in the whole column: that of the first."""
         like = next((cell for cell in self.sample(j) if cell not in MISSING), None)
+        cells = self._text(first, j, cells)
         values = as_printed(cells, like)
         if values is None:
             row = first_bad(cells, lambda part: as_printed(part, like) is None)
