@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 import sampler
 import train
+from extras.exclude import edge_set
 from native import build, sampler_gpu
 from sources import prepare as datasets
 from store import build_store
@@ -356,12 +357,12 @@ def _on_kernels(s, folder, **options):
     backend = _emulated(s, folder, **options)
 
     def sample(seeds, step, times=None, exclude=None, relabel_outer=True):
-        exclude = None if exclude is None else s._edge_set(exclude)
+        exclude = None if exclude is None else edge_set(exclude, s.indices, ordered=False)
         blocks = backend.sample(seeds, step, relabel_outer, exclude, times)
         if blocks is None:
             raise ValueError("kernels found a seed that is no node or comes twice")
         blocks = blocks[::-1]
-        return blocks if s.edge_type is None else list(map(s._with_types, blocks))
+        return blocks if s.edge_type is None else list(map(s.spec.label, blocks))
 
     return sample, backend
 

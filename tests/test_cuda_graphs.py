@@ -26,12 +26,13 @@ import loader
 import model
 import sampler
 import train
+from extras.times import degrees_at
 from features import CachedFeatures, FeatureRing
 from loader import Batch, Graph, NodeLoader
 from native import build, sampler_gpu
 from relational import NodeInputs
 from run import adam, cuda_graphs, own_model
-from run.edge_data import EdgeData, degrees_at
+from run.edge_data import EdgeData
 from run.report import Clock
 from run.run import Run
 from sampler import Block, NeighborSampler

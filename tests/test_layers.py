@@ -165,16 +165,18 @@ def test_cuda_layers_are_a_program_for_nvrtc(ids, rows):
 def test_cuda_sampler_kernels_stay_in_registers(ids, arch):
     dtype = {"i32": torch.int32, "i64": torch.int64}[ids]
     of_types = {"TYPE": "unsigned char"} if arch == "sm_90" else {}
-    text = build.read_source("sampler.cu", ID=sampler_gpu.IDS[dtype], WEIGHT="double", **of_types)
+    of_types |= {"ID": sampler_gpu.IDS[dtype], "WEIGHT": "double"}
+    programs = [
+        build.read_source("sampler.cu", rule, **of_types)
+        for rule in ("positions", "labor", "weights")
+    ]
     wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
     codes = wide.to(torch.int8)
     rows = codes if arch == "sm_80" else wide, odd if ids == "i64" else wide
     outer, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
-    links = build.read_source("links.cu", ID=sampler_gpu.IDS[dtype], WEIGHT="double")
-    found = (
-        _cuda_resources(text, arch) | _cuda_resources(outer, arch) | _cuda_resources(links, arch)
-    )
-    assert {(stack, spilled) for _, stack, spilled in found.values()} == {(0, 0)}, found
+    programs += [outer, build.read_source("links.cu", ID=sampler_gpu.IDS[dtype])]
+    found = [used for text in programs for used in _cuda_resources(text, arch).values()]
+    assert {(stack, spilled) for _, stack, spilled in found} == {(0, 0)}, found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
