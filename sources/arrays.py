@@ -23,7 +23,7 @@ from disk.columns import COLUMNS, EDGE_WEIGHT
 from disk.convert import adjacency, array_like, column_names, integers, is_sparse, refuse, shaped
 from disk.files import StoreError, free_host_bytes, plural, reading
 from sources.splits import PARTS
-from sources.tables import LIKE_NUMBERS, MISSING, form_of, short
+from sources.tables import LIKE_NUMBERS, MISSING, short
 
 EDGES = ("edge_index", "edges")
 FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")
@@ -387,7 +387,7 @@ class Arrays:
                 count = plural(int((index == number).sum()), "node")
                 cure = "if it means that there is no label, write nothing in its place"
                 self.say(f"{name} has {short(word)} as a class, of {count}: {cure}")
-        if all(form_of(name) == "d" for name in names.tolist()):
+        if all(re.fullmatch("-?[0-9]{1,20}", name) for name in names.tolist()):
             order = sorted(range(len(names)), key=lambda i: (int(names[i]), names[i]))
             index = np.argsort(order)[index]
             names = names[order]

@@ -13,6 +13,9 @@ function prints how it read the columns.
 import functools
 import os
 import re
+import tempfile
+from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,17 +28,18 @@ from sources.tables import (
     MISSING,
     NUMBER,
     TIME,
+    digits,
+    joined,
     meanings,
     opened,
     short,
     stacked,
     trimmed,
-    whole_number,
     whole_of,
     words_of,
+    written,
 )
 
-SLICE = 1 << 20  # edges renumbered at a time
 # names of columns, in lower case, that hold a split
 SPLIT = re.compile(
     "(is)?(train|val|valid|validation|test|dev)(ing)?(mask|set|idx)?|(cv)?fold|split|subset"
@@ -63,9 +67,8 @@ def read_tables(file, tables, columns, folder, ignore):
     own_files = {}
     of_features = tables.pop("features")
     sources = {**tables, **columns}
-    called = _called_elsewhere(
-        [source for name, source in sources.items() if name not in OF_EDGES], file, ignore
-    )
+    of_nodes_alone = [source for name, source in sources.items() if name not in OF_EDGES]
+    called = _called_elsewhere(of_nodes_alone, file, ignore)
     arrays["features"], nodes = features(of_features, folder, ignore, called)
     for name, source in sources.items():
         if name not in OF_EDGES:
@@ -92,11 +95,11 @@ def _called_elsewhere(of_nodes, of_edges, ignore) -> set[str]:
     what the names of two ends have in common."""
     called = set()
     for file in of_nodes:
-        with opened(file, dict.fromkeys(ignore, 0)) as table:
+        with opened(file, ignore) as table:
             names = table.names or ()
             ids = {names[j] for j in table.named("id")}
             called |= ids or {name for name in names if not meanings(name)}
-    with opened(of_edges, dict.fromkeys(ignore, 0)) as table:
+    with opened(of_edges, ignore) as table:
         if not table.named("source"):
             called |= {" ".join(stem) for stem, _ in _twins(table)}
     return called
@@ -119,17 +122,20 @@ class Nodes:
 
     @functools.cached_property
     def _trimmed(self):
-        spaced = self.kind is str and any(name != name.strip() for name in self.names)
-        return frozenset(map(str.strip, self.names)) if spaced else self._numbers
+        return {name.strip(): i for name, i in self._numbers.items()}
 
-    def has(self, cell) -> bool:
-        """Whether a cell of `Table.sample` may refer to a node."""
+    def find(self, cell) -> int | None:
+        """Return the number of the node that a cell of `Table.sample` may refer to; None if there is none."""
         if self.kind is str:
-            return cell in self._trimmed
+            return self._trimmed.get(cell)
         number = whole_of(cell)
-        if number is None or not self.names:
-            return number is not None and 0 <= number < self.count
-        return number in self._numbers
+        if self.names:
+            return self._numbers.get(number)
+        return number if number is not None and 0 <= number < self.count else None
+
+    def have(self, cells) -> bool:
+        """Whether all cells of `Table.sample` may refer to nodes."""
+        return None not in map(self.find, cells)
 
     def heads(self, rows) -> bool:
         """Whether the first of some rows of a table is its header: columns below hold names of nodes alone, where it has
@@ -137,8 +143,8 @@ class Nodes:
         first, *rest = rows
         if self.kind is not str or any(a in b for a, b in zip(first, zip(*rest))):
             return False
-        of_nodes = [all(map(self.has, column)) for column in zip(*rest)]
-        named = [cell for cell, of in zip(first, of_nodes) if of and self.has(cell)]
+        of_nodes = [self.have(column) for column in zip(*rest)]
+        named = [cell for cell, of in zip(first, of_nodes) if of and self.have([cell])]
         return (any(of_nodes) or self.id_name in first) and not named
 
     def check_header(self, table, columns):
@@ -167,22 +173,18 @@ class Nodes:
 
 
 def _id_column(table, ids, things="nodes") -> int | None:
-    """Choose among the columns that may hold the ids of the rows: the only one whose cells all differ, if there are several;
-    StoreError for two of these, or for none."""
+    """Choose among the columns that may hold the ids of the rows: the only one whose cells differ in the first rows, if there
+    are several; StoreError for two of these, or for none."""
     if len(ids) < 2:
         return next(iter(ids), None)
-    distinct = table.distinct(ids)
+    distinct = [j for j in ids if table.identifies(j)]
     if len(distinct) == 1:
         return distinct[0]
     both = " and ".join(map(table.column, (distinct or ids)[:2]))
-    if not distinct:
-        raise StoreError(f"{table.name}: {both} look like ids of the {things}, and both repeat")
-    drop = "keep one"
-    if table.names:
-        of_pandas = [j for j in distinct if re.match("Unnamed|index$|__index", table.names[j])]
-        j = (of_pandas or distinct)[0]
-        drop = f"if {table.column(j)} holds none, drop it{table.flag(j)}"
-    raise StoreError(f"{table.name}: {both} look like ids of the {things}: {drop}")
+    first = (distinct or ids)[0]
+    why = f"if {table.column(first)} holds none, drop it{table.flag(first)}"
+    why = why if distinct else "both repeat"
+    raise StoreError(f"{table.name}: {both} look like ids of the {things}: {why}")
 
 
 def features(file, folder, ignore=(), called=()):
@@ -193,43 +195,41 @@ def features(file, folder, ignore=(), called=()):
     V-1 or 1 to V in any order is refused. A column of lists is as many features as a list has numbers.
     """
     with opened(file, ignore) as table:
-        named = table.named("id")
+        named = {*table.named("id")}
         for j, name in enumerate(table.names or ()):
             if {name, " ".join(words_of(name))} & {*called} and table.identifies(j):
-                named.append(j)
-        texts = [j for j, kind in enumerate(table.kinds) if kind == "text"]
+                named.add(j)
         # text that repeats is no feature either: `read` refuses it by its name
-        texts = [j for j in texts if j == 0 or table.identifies(j)]
-        node = _id_column(table, sorted({*named}) or texts)
+        texts = [
+            j
+            for j, kind in enumerate(table.kinds)
+            if kind == "text" and (j == 0 or table.identifies(j))
+        ]
+        node = _id_column(table, sorted(named) or texts)
         kept = [j for j in range(table.width) if j != node]
         for j in table.named("label"):
             cure = f"drop {table.column(j)}{table.flag(j)}, or rename it if it is none"
             raise StoreError(f"{file}: features must not tell the label: {cure}")
-        for j in _parts_of_split(table, "^is|mask$"):
-            cure = f"drop it{table.flag(j)}, or rename it"
-            raise StoreError(
-                f"{file}: {table.column(j)} looks like a split, not like a feature: {cure}"
-            )
+        _refuse_splits(table, "feature", "^is|mask$")
         if not kept:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
-        for j in {*named} - {node}:
+        for j in named - {node}:
             table.notes.append(f"{table.column(j)} repeats and is a feature")
-        kinds = table.measures(kept)
-        counting = [j for j in kept if node is None and table.identifies(j)]
-        values = {j: [] for j in ([node] if node is not None else counting)}
+        kinds = dict.fromkeys(kept, list)
         if node is not None:
             kinds[node] = str
-
+        ids = []
         rounded = RoundedRows(SAMPLED, 1)
 
         def rows():
             start = 0
             for _, columns in table.read(kinds):
-                for j, parts in values.items():
-                    parts.append(columns[j])
-                x = stacked(columns, kept, np.float32)
+                if node is not None:
+                    ids.append(columns[node])
+                columns = [columns[j] for j in kept]
+                x = stacked(columns, np.float32)
                 if start < SAMPLED:
-                    as_read = torch.from_numpy(stacked(columns, kept, np.float64))
+                    as_read = torch.from_numpy(stacked(columns, np.float64))
                     rounded.add(start, as_read, torch.from_numpy(x))
                 start += len(x)
                 yield x
@@ -237,25 +237,34 @@ def features(file, folder, ignore=(), called=()):
         x = spool(folder, rows(), np.float32, sum(table.widths[j] for j in kept))
         nodes = Nodes(len(x), file)
         if node is not None:
-            x, nodes = _name(table, folder, x, table.identified(node, values[node]), node)
+            x, nodes = _name(table, folder, x, table.identified(node, joined(ids)), node)
             nodes.id_name = table.names and table.names[node]
         elif len(kept) > 1 and len(x) > 1:
-            _check_counting(table, values)
-        nodes.feature_names = table.names and _names_of(table, kept)
+            _check_counting(table, kept, x)
+        if table.names:
+            widths = [(table.names[j], table.widths[j]) for j in kept]
+            nodes.feature_names = [
+                f"{name}[{i}]" if width > 1 else name
+                for name, width in widths
+                for i in range(width)
+            ]
         if loss := rounded.loss(nodes.feature_names):
             table.notes.append(f"read as float32: {loss}")
         table.say(plural(x.shape[1], "feature"))
     return x, nodes
 
 
-def _check_counting(table, columns):
-    """Refuse a first column that holds the numbers 0 to V-1 or 1 to V in any order; name others in a line. columns: {column:
-    parts of its values}."""
-    for j, parts in columns.items():
-        values = np.sort(np.concatenate(parts))
-        if values[0] not in (0, 1) or not np.array_equal(
-            values, values[0] + np.arange(len(values))
-        ):
+def _check_counting(table, kept, x):
+    """Refuse a first column that holds the numbers 0 to V-1 or 1 to V in any order; name others in a line. x [V, F]: the
+    features, of the columns `kept`."""
+    first = 0
+    for j in kept:
+        values = x[:, first]
+        first += table.widths[j]
+        if not table.identifies(j) or values.min() not in (0, 1):
+            continue
+        counted = np.arange(len(x), dtype=np.float32) + values.min()
+        if not np.array_equal(np.sort(values), counted):
             continue
         if j == 0:
             cure = f"call it id or drop it{table.flag(0)}"
@@ -263,44 +272,28 @@ def _check_counting(table, columns):
         table.notes.append(f"{table.column(j)} counts the rows: call it id if it names the nodes")
 
 
-def _names_of(table, kept) -> list[str]:
-    """Name the numbers of some columns: by the column, and for a column of lists `name[0]`, `name[1]`, ..."""
-    names = []
-    for j in kept:
-        name = table.names[j]
-        width = table.widths[j]
-        names += [name] if width == 1 else [f"{name}[{i}]" for i in range(width)]
-    return names
-
-
 def _name(table, folder, x, ids, node):
     """Take the ids of the rows as names of the nodes; if they are 0 to V-1, sort the rows by them -> (x, `Nodes`)."""
     column = table.column(node)
-    if not isinstance(ids, list) and ids.dtype.kind == "f":
-        row = int(np.isnan(ids).argmax())
-        raise table.error(row, f"{column} is empty, nan or infinite: an id is needed")
     different, counts = np.unique(ids, return_counts=True)
+    empty = np.array([cell == "" or cell != cell for cell in ids])  # or NaN
+    table.refuse(0, node, empty, "is empty: an id is needed")
     if (counts > 1).any():
         again = short(str(different[counts.argmax()]))
         raise StoreError(f"{table.name}: {column} holds ids, but {again!r} occurs more than once")
-    if different[0] == "":
-        raise StoreError(f"{table.name}: {column} holds ids, but one is empty")
     if isinstance(ids, list) or not np.array_equal(different, np.arange(len(x))):
         table.notes.append(f"{column} names the nodes, such as {short(str(ids[0]))}")
         return x, Nodes(len(x), table.name, list(ids), by_row=False)
     table.notes.append(f"{column} numbers the nodes")
     if not (in_order := np.array_equal(ids, different)):
         table.notes.append("the rows are put in their order")
-        rows = np.array_split(np.argsort(ids), len(x) // 4096 + 1)
-        x = spool(folder, (x[part] for part in rows), np.float32, x.shape[1])
+        x = _ordered(folder, x, np.argsort(ids))
     return x, Nodes(len(x), table.name, by_row=in_order)
 
 
 def _rows_of_nodes(table, nodes, node, kinds, missing):
     """Read a table with one row per node or, if column `node` holds ids, for some nodes -> (int64 [n], distinct nodes;
     {column: values [n], or those that `Table.identified` returns for text})."""
-    import pyarrow
-
     if node is None and not nodes.by_row:
         raise StoreError(f"{table.name} has no column of ids: it needs one, as {nodes.source} has")
     if node is not None:
@@ -311,15 +304,10 @@ def _rows_of_nodes(table, nodes, node, kinds, missing):
             hint = "" if table.names else HEADER
             raise table.error(nodes.count, f"more rows than in {nodes.source}{hint}")
         parts.append(columns)
-    columns = {}
+    columns = {j: joined([part[j] for part in parts]) for j in kinds}
     for j, kind in kinds.items():
-        values = [part[j] for part in parts]
-        if kind is not str:
-            columns[j] = np.concatenate(values)
-        elif j == node:
-            columns[j] = pyarrow.chunked_array(values)
-        else:
-            columns[j] = table.identified(j, [*map(trimmed, values)])
+        if kind is str and j != node:
+            columns[j] = table.identified(j, trimmed(columns[j]))
     if node is None:
         if table.rows < nodes.count:
             rows = f"{table.name} has {table.rows:,} rows"
@@ -348,12 +336,8 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
     with opened(file, ignore, nodes.heads) as table:
         is_labels = name == "labels"
         column = COLUMNS.get(name)
-        parts = _parts_of_split(table) if is_labels else ()
-        if parts and table.width > 1 + bool(table.named("id")):
-            cure = f"give ids of nodes as --train FILE, and drop it{table.flag(*parts)}"
-            raise StoreError(
-                f"{file}: {table.column(parts[0])} looks like a split, not like a label: {cure}"
-            )
+        if is_labels and table.width > 1 + bool(table.named("id")):
+            _refuse_splits(table, "label")
         node = _ids_of_nodes(table, nodes, name)
         columns = [j for j in range(table.width) if j != node]
         several = is_labels and all(table.kinds[j] in ("whole", "real", "empty") for j in columns)
@@ -364,9 +348,8 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
-        kinds = dict.fromkeys(columns, TIME if column and column.timed else float)
-        if is_labels:
-            kinds |= {j: str for j in columns if table.may_be_text(j)}
+        kind = str if is_labels else TIME if column and column.timed else float
+        kinds = dict.fromkeys(columns, kind)
         rows, cells = _rows_of_nodes(table, nodes, node, kinds, is_labels)
         for j in columns if is_labels else ():
             _check_labels(table, j, cells[j], len(columns))
@@ -396,54 +379,56 @@ def _ids_of_nodes(table, nodes, name) -> int | None:
     ids = {*table.named("id"), *(j for j, name in enumerate(names) if name == nodes.id_name)}
     if not ids and (nodes.kind is str or table.width == 2):
         others = table.named("label" if name == "labels" else "more of an edge")
-        refer = [j for j in range(table.width) if j not in others and table.kinds[j] != "list"]
-        ids = [j for j in refer if table.identifies(j) and all(map(nodes.has, table.sample(j)))]
+        refer = [j for j in range(table.width) if j not in others]
+        ids = [j for j in refer if table.identifies(j) and nodes.have(table.sample(j))]
         if table.width == 2 and len(ids) != 1:
             ids = refer[:1]
     return _id_column(table, sorted(ids))
 
 
-def _parts_of_split(table, having="") -> list[int]:
-    """List the columns whose names say that they hold a split, and match the pattern `having`."""
-    words = [re.sub(r"[\W_\d]", "", name.lower()) for name in table.names or ()]
-    return [j for j, word in enumerate(words) if SPLIT.fullmatch(word) and re.search(having, word)]
+def _refuse_splits(table, thing, having=""):
+    """Refuse a column whose name says that it holds a split, if it matches the pattern `having`, as a feature or a label."""
+    for j, name in enumerate(table.names or ()):
+        word = re.sub(r"[\W_\d]", "", name.lower())
+        if SPLIT.fullmatch(word) and re.search(having, word):
+            problem = f"{table.column(j)} looks like a split, not like a {thing}"
+            cure = f"drop it{table.flag(j)} and give ids of nodes as --train FILE, or rename it"
+            raise StoreError(f"{table.name}: {problem}: {cure}")
 
 
 def _check_labels(table, j, cells, count):
-    """Refuse what is no label in one of `count` columns of them: text in one of several, fractions in csv, numbers below -1."""
-    if not isinstance(cells, list):
+    """Refuse what is no label in one of `count` columns of them: text in one of several, fractions, numbers below -1."""
+    why = "labels are 0 or more, or -1 for none"
+    how = "{:g}"
+    if isinstance(cells, list):
+        how = "{!r:.60}"
+        why = "labels are whole numbers or text (node regression is not supported)"
+        fitting = {"0", "1", "-1", *MISSING}
+        if count == 1:
+            if table.kinds[j] == "text" or not all(
+                cell in MISSING or NUMBER.fullmatch(cell) for cell in cells
+            ):
+                return  # names of classes
+            fitting = {cell for cell in cells if cell in MISSING or float(cell).is_integer()}
+        bad = np.array([cell not in fitting for cell in cells])
+    else:
         bad = (cells < -1) | (cells > (1 if count > 1 else np.inf))
-        if bad.any():
-            row = int(bad.argmax())
-            why = (
-                "of several labels each is 0, 1 or empty"
-                if count > 1
-                else "labels are 0 or more, or -1 for none"
-            )
-            raise table.error(row, f"{table.column(j)} is {cells[row]:g}: {why}")
-        return
-    numbers = all(cell in MISSING or NUMBER.fullmatch(cell) for cell in cells)
-    fractions = numbers and table.kinds[j] != "text"
-    for row, cell in enumerate(cells):
-        if count > 1 and cell not in ("0", "1", "-1", *MISSING):
-            why = "of several labels each is 0, 1 or empty"
-        elif fractions and cell not in MISSING and not float(cell).is_integer():
-            why = "labels are whole numbers or text (node regression is not supported)"
-        else:
-            continue
-        raise table.error(row, f"{table.column(j)} is {short(cell)!r}: {why}")
+    why = "of several labels each is 0, 1 or empty" if count > 1 else why
+    table.refuse(0, j, bad, f"is {how}: {why}", cells)
 
 
-def edges(file, folder, nodes, keep=(), ignore=(), *, ids=()):
+def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
     """Spool a table with one row per edge to a file in `folder` -> (edge_index int64 [2, M], mapped; {name in `keep`:
     values as in `edge_rows`, "ids": {name in `ids`: pyarrow array of strings [M]}}).
 
     Source and destination are the columns that `_end_columns` finds, else the first two.
-    keep: {name of a column of a store: columns of the table, by name or number from 1}. ids: names of columns that other
-    tables of these edges have as ids, too. Other columns are refused.
+    keep: {name of a column of a store: columns of the table, by name or number from 1}; None: there can be none. ids: names
+    of columns that other tables of these edges have as ids, too. Other columns are refused. say: prints a line.
     """
     with opened(file, ignore, nodes.heads) as table:
-        kept = {name: [_column(table, w) for w in words] for name, words in dict(keep).items()}
+        kept = {
+            name: [_column(table, w) for w in words] for name, words in dict(keep or ()).items()
+        }
         ends = _end_columns(table, nodes, sum(kept.values(), []))
         nodes.check_header(table, ends)
         keys = [j for j in range(table.width) if table.names and table.names[j] in ids]
@@ -453,56 +438,41 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=()):
         if extra := [j for j in range(table.width) if j not in [*taken, *keys]]:
             columns = short(", ".join(map(table.column, extra)))
             cure = f"drop it{table.flag(*extra)}, or name it, as by --weights"
+            cure = "pairs are two columns of nodes" if keep is None else cure
             raise StoreError(f"{file}: no use for {columns}: {cure}")
         keys = [j for j in keys if j not in taken]
         arrays = _spooled(table, folder, {"ends": ends, **kept}, nodes, keys)
-        table.say(*(f"{name} from {', '.join(map(table.column, js))}" for name, js in kept.items()))
+        notes = [f"{name} from {', '.join(map(table.column, js))}" for name, js in kept.items()]
+        table.say(*notes, say=say)
     return arrays.pop("ends").T, arrays
 
 
 def pairs_of_table(file, store, say=print) -> np.ndarray:
     """Read pairs of nodes of a store from a table of sources and destinations, as in a table of edges -> their names, int64 or
     text, or their numbers if they have none, [n, 2]. say: prints a line."""
+    import pyarrow
+
     names = store.node_names()
-    numbers = [whole_number(name, "d") for name in names or ()]
-    names = names if None in numbers else numbers
+    numbers = digits(pyarrow.array(names or [], "string"))
+    names = names if not names or numbers is None else numbers.tolist()
     nodes = Nodes(store.num_nodes, store.path, names)
-    with opened(file, heads=nodes.heads) as table:
-        ends = _end_columns(table, nodes)
-        nodes.check_header(table, ends)
-        if extra := [j for j in range(table.width) if j not in ends]:
-            columns = short(", ".join(map(table.column, extra)))
-            raise StoreError(f"{file}: no use for {columns}: pairs are two columns of nodes")
-        parts = [
-            [nodes.numbers(table, first, cells[j]) for j in ends]
-            for first, cells in table.read(dict.fromkeys(ends, nodes.kind))
-        ]
-        table.say(say=say)
-    pairs = np.concatenate(parts, 1).T
+    pairs = edges(file, tempfile.gettempdir(), nodes, None, say=say)[0].T
     return np.array(nodes.names)[pairs] if nodes.names else pairs
 
 
-class Keys:
-    """What tells the M edges of a table apart, for other tables of the same edges: ends [2, M] and ids {name: pyarrow array
-    of strings [M]}. source: the table; nodes: its `Nodes`."""
+class Keys(NamedTuple):
+    """What tells the M edges of a table apart, for other tables of the same edges."""
 
-    def __init__(self, source, nodes, ends, ids):
-        self.source = source
-        self.nodes = nodes
-        self.ends = ends
-        self.ids = ids
+    source: str  # file of the table
+    nodes: Nodes
+    ends: np.ndarray  # int64 [2, M]
+    ids: dict  # {name of a column: pyarrow array of strings [M]}
 
     def of_ends(self, ends):
         """Pack the ends [2, n] of edges into a pyarrow array of n integers."""
         import pyarrow
 
         return pyarrow.array(ends[0] * self.nodes.count + ends[1])
-
-    def counted(self):
-        """Return the numbers of the edges as a pyarrow array of strings."""
-        import pyarrow
-
-        return pyarrow.array(np.arange(self.ends.shape[1])).cast("string")
 
     def called(self, key) -> str:
         """Name an edge by its key, for messages."""
@@ -512,18 +482,13 @@ class Keys:
         return " -> ".join(str(names[node]) for node in divmod(key, self.nodes.count))
 
     def have_ends(self, table, columns) -> bool:
-        """Whether two columns hold the ends of an edge in each of the first rows, of nodes with numbers."""
-        if self.nodes.kind is str or "list" in [table.kinds[j] for j in columns]:
+        """Whether two columns hold the ends of an edge in each of the first rows."""
+        pairs = [[self.nodes.find(cell) for cell in table.sample(j)] for j in columns]
+        if None in sum(pairs, []):
             return False
-        cells = [table.sample(j) for j in columns]
-        if not all(map(self.nodes.has, [*cells[0], *cells[1]])):
-            return False
-        ends = [
-            self.nodes.numbers(table, 0, np.array([whole_of(cell) for cell in of])) for of in cells
-        ]
-        return bool(np.isin(self.of_ends(np.array(ends)), self.of_ends(self.ends)).all())
+        return bool(np.isin(self.of_ends(np.array(pairs)), self.of_ends(self.ends)).all())
 
-    def joined(self, table, of_edges, of_rows):
+    def order(self, table, of_edges, of_rows):
         """Find the row of each edge, by equal keys, pyarrow arrays [M] -> int64 [M], or None if they are in order."""
         import pyarrow.compute as compute
 
@@ -556,34 +521,40 @@ def edge_rows(file, folder, name, ignore, keys):
     keys: `Keys` of the edges. Rows are joined to these by the columns of ends, if there are such, or by a column of ids that
     the table of edges has, too, or that holds 0 to M-1; else row i is of edge i.
     """
+    import pyarrow
+
     with opened(file, ignore, keys.nodes.heads) as table:
-        ends = _found_ends(table, keys.nodes) if table.width > 1 else None
+        ends = None
+        if table.width > 1:
+            ends = _found_ends(table, keys.nodes)
         if ends is None and table.width > 2 and keys.have_ends(table, [0, 1]):
             ends = [0, 1]
-        ids = _id_column(table, [j for j in _edge_ids(table) if j not in (ends or ())], "edges")
+        ends = ends or []
+        ids = _id_column(table, [j for j in _edge_ids(table) if j not in ends], "edges")
         named = ids is not None and table.names[ids] in keys.ids
-        columns = [j for j in range(table.width) if j != ids and j not in (ends or ())]
+        columns = [j for j in range(table.width) if j not in [ids, *ends]]
         if not columns or len(columns) > 1 and not COLUMNS[name].width:
             needed = "some are" if COLUMNS[name].width else "one is"
             count = plural(len(columns), "column")
             raise StoreError(f"{file} has {count} for {name}: {needed} needed")
-        fields = {name: columns, **({"ends": ends} if ends else {})}
         by_ids = named or ids is not None and not ends
+        fields = {name: columns, "ends": ends}
         arrays = _spooled(table, folder, fields, keys.nodes, [ids] if by_ids else [])
         order = None
         how = "row by row"
         if by_ids:
             how = f"by {table.column(ids)}"
-            known = keys.ids[table.names[ids]] if named else keys.counted()
-            order = keys.joined(table, known, arrays.pop("ids")[table.names[ids]])
+            counted = pyarrow.array(np.arange(keys.ends.shape[1])).cast("string")
+            known = keys.ids[table.names[ids]] if named else counted
+            order = keys.order(table, known, arrays.pop("ids")[table.names[ids]])
+        ends_of_rows = arrays.pop("ends").T
         if ends:
-            of_rows = keys.of_ends(arrays.pop("ends").T)
             both = f"{table.column(ends[0])} and {table.column(ends[1])}"
             if not by_ids:
                 how = f"by {both}" if ids is None else f"by {both}, {table.column(ids)} not used"
-                order = keys.joined(table, keys.of_ends(keys.ends), of_rows)
-            elif not (of_rows if order is None else of_rows.take(order)).equals(
-                keys.of_ends(keys.ends)
+                order = keys.order(table, keys.of_ends(keys.ends), keys.of_ends(ends_of_rows))
+            elif not np.array_equal(
+                ends_of_rows if order is None else ends_of_rows[:, order], keys.ends
             ):
                 raise StoreError(f"{file}: {both} are not the ends of the edges in {keys.source}")
         if order is not None:
@@ -597,8 +568,7 @@ def edge_rows(file, folder, name, ignore, keys):
 
 def _edge_ids(table) -> list[int]:
     """List the columns that may hold ids of edges."""
-    other = {*table.named("source"), *table.named("destination"), *table.named("more of an edge")}
-    return [j for j in table.named("id") if j not in other]
+    return [j for j in table.named("id") if meanings(table.names[j]) <= {"id"}]
 
 
 def _ordered(folder, values, order):
@@ -617,66 +587,63 @@ def _spooled(table, folder, fields, nodes, keys=()):
     """Spool `fields` {name: columns} of a table of edges as records in one file -> {name: view of its field, "ids": {name of
     a column in `keys`: its cells, a pyarrow array of strings}}. Types that are text are numbered in the order of their
     first rows; "edge_types" then holds their names."""
-    ends = fields.get("ends", ())
+    import pyarrow
+
     record = []
-    kinds = {}
+    kinds = dict.fromkeys(keys, str)
     for name, which in fields.items():
         column = COLUMNS.get(name)
-        dtype = column.cells if column else np.int64
-        kind = int if dtype is np.int64 else float
-        if column and column.timed:
-            kind = TIME
-            dtype = np.int64
-        record.append((name, dtype, (sum(table.widths[j] for j in which),)))
+        kind = nodes.kind
+        dtype = np.int64
+        if column:
+            # types may be text
+            kind = str if column is EDGE_TYPE else TIME if column.timed else float
+            kind = list if column.width else kind
+            dtype = np.int64 if column.timed else column.cells
         kinds |= dict.fromkeys(which, kind)
-        if column and column.width:
-            kinds |= table.measures(which)
+        record.append((name, dtype, (sum(table.widths[j] for j in which),)))
     record = np.dtype(record, align=True)
-    kinds |= {j: nodes.kind for j in ends}
-    texts = [j for j in fields.get(EDGE_TYPE.name, ()) if table.may_be_text(j)]
-    kinds |= dict.fromkeys(texts, str)
     numbers = {}
-    ids = {j: [] for j in keys}
-    kinds |= {j: str if table.may_be_text(j) else ID for j in keys}
+    ids = {table.names[j]: [] for j in keys}
+
+    def type_codes(first, j, cells):
+        coded = written(cells).dictionary_encode()
+        missing = coded.is_null().to_numpy(zero_copy_only=False)
+        table.refuse(first, j, missing, "is empty or nan")
+        names = coded.dictionary.to_pylist()
+        codes = np.array([numbers.setdefault(name, len(numbers)) for name in names])
+        return codes[coded.indices.to_numpy()]
 
     def chunks():
         for first, columns in table.read(kinds):
-            for j, parts in ids.items():
-                parts.append(pyarrow.array(columns[j]).cast("string"))
-            columns |= {j: nodes.numbers(table, first, columns[j]) for j in ends}
-            for j in texts:
-                columns[j] = trimmed(columns[j])
-                coded = columns[j].dictionary_encode()
-                names = coded.dictionary.to_pylist()
-                if missing := [name for name in names if name in MISSING]:
-                    row = first + columns[j].index(missing[0]).as_py()
-                    raise table.error(row, f"{table.column(j)} is empty or nan")
-                codes = np.array([numbers.setdefault(name, len(numbers)) for name in names])
-                columns[j] = codes[coded.indices.to_numpy()]
+            for j in keys:
+                ids[table.names[j]].append(columns[j])
+            for j in fields.get("ends", ()):
+                columns[j] = nodes.numbers(table, first, columns[j])
+            for j in fields.get(EDGE_TYPE.name, ()):
+                columns[j] = type_codes(first, j, columns[j])
             chunk = np.empty(table.rows - first, record)
             for name, which in fields.items():
-                chunk[name] = stacked(columns, which, record[name].base)
+                if which:
+                    chunk[name] = stacked([columns[j] for j in which], record[name].base)
             yield chunk
-
-    import pyarrow
 
     rows = spool(folder, chunks(), record)
     arrays = {name: rows[name] for name in fields}
     for name in arrays.keys() & COLUMNS.keys():
         if not COLUMNS[name].width:
             arrays[name] = rows[name][:, 0]
-            if COLUMNS[name].timed and table.dated(fields[name][0]):
+            # dates in parquet, or text none of which is a number
+            if COLUMNS[name].timed and table.kinds[fields[name][0]] in ("dates", "text"):
                 arrays[name] = arrays[name].view(DATE)
-    for j in texts:
-        names = table.identified(j, [pyarrow.array([*numbers])])
+    for j in fields.get(EDGE_TYPE.name, ()):
+        names = table.identified(j, pyarrow.array([*numbers]))
         if isinstance(names, list):
             arrays["edge_types"] = names
-        elif not np.array_equal(names, np.arange(len(names))):
-            codes = np.array_split(arrays[EDGE_TYPE.name], len(rows) // SLICE + 1)
-            arrays[EDGE_TYPE.name] = spool(folder, (names[part] for part in codes), np.int64)
+        else:
+            arrays[EDGE_TYPE.name] = _ordered(folder, names, arrays[EDGE_TYPE.name])
     if keys:
-        ids = {table.names[j]: pyarrow.chunked_array(parts) for j, parts in ids.items()}
-        arrays["ids"] = {name: cells.combine_chunks() for name, cells in ids.items()}
+        arrays["ids"] = {name: joined(parts).combine_chunks() for name, parts in ids.items()}
     return arrays
 
 
@@ -718,28 +685,29 @@ def _found_ends(table, nodes, taken=()) -> list[int] | None:
     twins = [(stem, pair) for stem, pair in _twins(table) if not {*pair} & {*taken}]
     pairs = [pair for stem, pair in twins if stem == of_ids or "id" in meanings("".join(stem))]
     if len(pairs) != 1 and nodes.kind is str:
-        free = [j for j in range(table.width) if j not in taken and table.kinds[j] != "list"]
-        of_nodes = [j for j in free if all(map(nodes.has, table.sample(j)))]
+        free = [j for j in range(table.width) if j not in taken]
+        of_nodes = [j for j in free if nodes.have(table.sample(j))]
         pairs = [pair for _, pair in twins if {*pair} == {*of_nodes}] or [of_nodes]
     return pairs[0] if len(pairs) == 1 and len(pairs[0]) == 2 else None
 
 
 def _twins(table) -> list:
-    """List the pairs of columns whose names differ in the last word or in the first, such as user1 and user2 -> (words that
-    they share, the numbers of the columns in the order of the words that differ: letters, digits, or source and target)."""
+    """List the pairs of columns whose names differ in one word, such as user1 and user2 -> (words that they share, the numbers
+    of the columns in the order of the words that differ: letters, digits, or source and target)."""
     words = [words_of(name) for name in table.names or ()]
     twins = []
-    for k, last in enumerate(words):
-        for j, first in enumerate(words[:k]):
-            for stem, other, a, b in (
-                (first[:-1], last[:-1], first[-1:], last[-1:]),
-                (first[1:], last[1:], first[:1], last[:1]),
-            ):
-                if not stem or stem != other or a == b:
-                    continue
-                kinds = meanings(a[0]) | meanings(b[0])
-                if {"source", "destination"} <= kinds:
-                    twins.append((stem, [j, k] if "source" in meanings(a[0]) else [k, j]))
-                elif len(a[0]) == len(b[0]) == 1:
-                    twins.append((stem, [j, k] if a < b else [k, j]))
+    for j, k in combinations(range(len(words)), 2):
+        pairs = [*zip(words[j], words[k])]
+        differing = [(a, b) for a, b in pairs if a != b]
+        if len(words[j]) != len(words[k]) or len(pairs) < 2 or len(differing) != 1:
+            continue
+        a, b = differing[0]
+        if {"source", "destination"} <= meanings(a) | meanings(b):
+            in_order = "source" in meanings(a)
+        elif len(a) == len(b) == 1:
+            in_order = a < b
+        else:
+            continue
+        stem = [a for a, b in pairs if a == b]
+        twins.append((stem, [j, k] if in_order else [k, j]))
     return twins

@@ -232,11 +232,11 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
         shutil.rmtree(path, ignore_errors=True)
         _refuses(complaint, _built, tmp_path, **{**contents, part: content})
     for text, said in (
-        ("a,1\nb,2\nb,3\n", "'b' occurs more than once"),
-        ("a,1\n,2\n", "one is empty"),
+        ("a,1\nb,2\nb,3\n", "holds ids, but 'b' occurs more than once"),
+        ("a,1\n,2\n", "line 2: column 1 is empty: an id is needed"),
     ):
         x = _table_file(tmp_path / "x.csv", text)
-        _refuses(f"holds ids, but {said}", graph_tables.features, x, tmp_path)
+        _refuses(said, graph_tables.features, x, tmp_path)
     if str(names[0]).isalpha():
         one_way = {**contents, "e": f"citing,cited\n{names[0]},{names[1]}\n"}
         shutil.rmtree(path, ignore_errors=True)
@@ -589,7 +589,7 @@ DATES = r"""
 2024-01-31T00:02Z, 2024-01-31 02:01:00+02:00 => 2 1
 2024-01-31,  => e.csv, line 3: 'when' is NaT: a missing time
 2024-01-31, 31.01.2024 => e.csv, line 3: 'when' is no time, .*: '31.01.2024'
-2024-01-31, 1706659200 => line 2: 'when' is no number: .*; write dates in every row or
+2024-01-31, 1706659200 => line 2: 'when' is no whole number .*; write .* for times a date in every row
 2024-01-31T00:02Z, 2024-01-31 02:01 => line 3: 'when' is no time, .* with a zone .* in
 2024-01-31 00:00:00.0000001, 2024-01-31 => line 2: 'when' is no time, written as
 1e9, 3 => numbers
@@ -884,7 +884,7 @@ def test_tables_parquet(tmp_path, monkeypatch):
     x = np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32)
     names, columns = ["#a", 'b"', "c,", " d", "é", ""], {f"f{j}": x[:, j] for j in range(3)}
     table = write("x", id=names, **columns)
-    _refuses("but one is empty", graph_tables.features, table, tmp_path)
+    _refuses("line 6: 'id' is empty", graph_tables.features, table, tmp_path)
     names[5] = "f"
     found, nodes = graph_tables.features(write("x", id=names, **columns), tmp_path)
     assert np.array_equal(found, x) and nodes.names == names
