@@ -218,10 +218,10 @@ def load_host(name, source, flags):
     """Compile CUDA source as C whose method `run`, as that of `Kernels`, runs a kernel's threads on those of torch's OpenMP
     runtime, which a compiler's own would compete with (on one if torch has none); those of a row one after another, if the
     kernel has a `width`. As `load_c`."""
-    numbered = re.sub(r"^(\w*KERNEL \w+\()", r"\1i64 row_, int part_, ", source, flags=re.MULTILINE)
+    numbered = re.sub(r"^(KERNEL \w+\()", r"\1i64 row_, int part_, ", source, flags=re.MULTILINE)
     text = ["#define HOST", numbered]
     text.append("void (*parallel)(void (*)(void *), void *, unsigned, unsigned);")
-    kernels = signatures(source, r"\w*KERNEL")
+    kernels = signatures(source)
     for kernel, arguments in kernels.items():
         declared = [f"{c_type} {name}" for name, c_type in arguments.items()]
         read = ", ".join(f"t.{name}" for name in arguments)

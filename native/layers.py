@@ -135,21 +135,38 @@ def gather_rows(features, ids, out=None, *, scale=None):
         return None
     if scale is not None:
         return _gather_codes(features, ids, out, scale)
-    out = features.new_empty(ids.numel(), width) if out is None else out
-    like = out.dtype, out.device, out.shape
-    fits = like == (features.dtype, features.device, (ids.numel(), width))
-    if not (fits and out.is_contiguous() and features.is_contiguous()):
-        return None
-    if is_gpu(features.device):
-        return _gather_words(features, ids, out)
-    code = functions([ids], features, out)
-    if code is None:
-        return None
     n = ids.numel()
-    bad = ids.new_zeros(1)
-    ahead = 4 + 3072 // (width * out.itemsize + 1)  # some fifty cache lines
-    code.run("fetch_rows", n, h=features, ids=ids, n=n, V=V, F=width, ahead=ahead, out=out, bad=bad)
-    _check_rows(ids, features, bad)
+    out = features.new_empty(n, width) if out is None else out
+    like = out.dtype, out.device, ids.device, out.shape
+    fits = like == (features.dtype, features.device, features.device, (n, width))
+    fits = fits and ids.dtype in IDS and not features.is_meta
+    if not fits or not all(t.is_contiguous() for t in (features, ids, out)):
+        return None
+    row = width * features.itemsize
+    starts = features.data_ptr() | out.data_ptr()
+    size = next(size for size in (16, 4, 2, 1) if not (row | starts) % size)
+    words = row // size
+    # one program serves all types
+    code = load(torch.int32, torch.float32, torch.float32, features.device)
+    if code is None or n * words >= 1 << 32:
+        return None
+    bad = ids.new_zeros(1, dtype=torch.int32) if code.on_cpu else None
+    code.run(
+        "gather_rows",
+        n if code.on_cpu else n * words,
+        table=features,
+        ids=ids,
+        n=n,
+        words=words,
+        word_bytes=size,
+        id_bytes=ids.itemsize,
+        V=V,
+        ahead=4 + 3072 // (row + 1),  # some fifty cache lines
+        bad=bad,
+        out=out,
+    )
+    if code.on_cpu:
+        _check_rows(ids, features, bad)
     return out
 
 
@@ -179,35 +196,6 @@ def _gather_codes(codes, ids, out, scale):
         width=width,
         whole=aligned(width, codes, scale, out),
         V=len(codes),
-        out=out,
-    )
-    return out
-
-
-def _gather_words(features, ids, out):
-    """Gather rows of any dtype, as words of 16, 4, 2 or 1 bytes."""
-    row = features.shape[1] * features.itemsize
-    starts = features.data_ptr() | out.data_ptr()
-    size = next(size for size in (16, 4, 2, 1) if not (row | starts) % size)
-    fits = ids.dtype in IDS and ids.is_contiguous() and ids.device == features.device
-    if not fits or ids.numel() * row // size >= 1 << 32:
-        return None
-    # one program serves all types
-    code = load(torch.int32, torch.float32, torch.float32, features.device)
-    if code is None:
-        return None
-    n = ids.numel()
-    words = row // size
-    code.run(
-        "gather_rows",
-        n * words,
-        table=features,
-        ids=ids,
-        n=n,
-        words=words,
-        word_bytes=size,
-        id_bytes=ids.itemsize,
-        V=len(features),
         out=out,
     )
     return out
