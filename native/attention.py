@@ -49,7 +49,7 @@ def attend(
     fits = code and numbers * len(attn) < 1 << 32
     fits = fits and source.shape[1] == target.shape[1] == attn.numel()
     fits = fits and near.S == S and (dropout.nodes is None or dropout.nodes.numel() == S)
-    if code is None or source.dtype != target.dtype or attn.dtype != torch.float32 or not fits:
+    if not fits or source.dtype != target.dtype or attn.dtype != torch.float32:
         return None
     if self_rows is not None and learned(source, target, attn, by):
         return None

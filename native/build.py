@@ -274,19 +274,16 @@ def load_cuda(name, source, device):
 
 
 class Kernels:
-    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: of `signatures`.
+    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: of `signatures`."""
 
-    options: for NVRTC, such as ("--use_fast_math",).
-    """
-
-    def __init__(self, name, source, device, options=()):
+    def __init__(self, name, source, device):
         self.device = device
         self.index = device.index
         self.signatures = signatures(source)
         self._threads = threading.local()  # each host thread has its own Launch of each kernel
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-        make = lambda path: path.write_bytes(compile_cuda(source, arch, options)[0])  # noqa: E731
-        key = "\0".join([source, arch, str(torch.version.cuda), *options])
+        make = lambda path: path.write_bytes(compile_cuda(source, arch)[0])  # noqa: E731
+        key = "\0".join([source, arch, str(torch.version.cuda)])
         with cached(f"{name}-{arch}", key, ".cubin", make) as path:
             image = path.read_bytes()
         self._driver = load_driver()
@@ -389,8 +386,8 @@ _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def compile_cuda(source, arch, options=()):
-    """Compile CUDA C++ for an architecture such as "sm_90" -> (module for cuModuleLoadData, NVRTC's log). OSError
-    without NVRTC; RuntimeError, with the first error, if the source does not compile.
+    """Compile CUDA C++ for an architecture such as "sm_90", with options of NVRTC -> (module for cuModuleLoadData, NVRTC's
+    log). OSError without NVRTC; RuntimeError, with the first error, if the source does not compile.
 
     For a GPU newer than NVRTC knows this is PTX of the latest architecture before it, which the driver compiles. With
     the option --ptxas-options=-v the log has the registers and local memory of each kernel.
