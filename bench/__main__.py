@@ -80,11 +80,7 @@ def make_parser():
     add("--batch-size", type=whole, default=1024)
     add("--hidden", type=whole, default=256)
     add("--threads", type=whole, help="threads of every contender (default: 2; gpu: one per core)")
-    add(
-        "--rounds",
-        type=whole,
-        help="timed (default: 20; scaling, gpu: 5); attack: cases per kind",
-    )
+    add("--rounds", type=whole, help="timed (default: 20; scaling, gpu: 5); attack: cases per kind")
     add("--json", metavar="FILE", help="also write the figures to this file")
     # sampler, step, layers, link, inference, scaling, mag
     add("--graphbolt", metavar="PYTHON", help="sampler, store, mag: GraphBolt's interpreter")

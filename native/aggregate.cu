@@ -26,9 +26,10 @@ KERNEL pick_aggregate(batch_t b, part_t part, const in_t *features, i64 width,
   if (row < part.state->num_dst) {
     v = b.src[row];
     start = b.law.indptr[v];
-    i64 degree = degree_of(&b, v);
-    n = (int)(b.law.rule == REPLACE ? degree ? K : 0 : degree < K ? degree : K);
-    choose(K, part.state->key, (ID)v, (unsigned)degree, K, n, b.law.rule == REPLACE, place);
+    hop_t hop = {0, K};
+    row_t list = {start, degree_of(&b, v)};
+    n = (int)count_list(&b.law, &hop, &list);
+    choose(K, part.state->key, (ID)v, (unsigned)list.degree, K, n, b.law.rule == REPLACE, place);
   }
   read_nodes(K, &b, start, place, n, node);
   float scale = n ? 1.0f / (float)n : 0.0f;

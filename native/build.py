@@ -58,12 +58,15 @@ def _kind(c_type):
     return ctypes.c_void_p if "*" in c_type else _NUMBERS.get(c_type)
 
 
-def read_source(file, **defines):
-    """Return the text of a source file of this folder: `defines` as macros, then the file with its includes inlined."""
+def read_source(file, rule="positions", **defines):
+    """Return the text of a source file of this folder: `defines` as macros, then the file with its includes inlined, "@rule"
+    as rules/RULE.h."""
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    text = Path(__file__).with_name(file).read_text("utf-8")
+    text = (
+        Path(__file__).parent.joinpath(file.replace("@rule", f"rules/{rule}.h")).read_text("utf-8")
+    )
     included = re.compile('^#include "(.*)"$', re.MULTILINE)
-    return macros + included.sub(lambda match: read_source(match[1]), text)
+    return macros + included.sub(lambda match: read_source(match[1], rule), text)
 
 
 def signatures(source, result="KERNEL"):
@@ -111,6 +114,19 @@ def fill(struct, **values):
     for name, value in values.items():
         setattr(struct, name, value.data_ptr() if isinstance(value, Tensor) else value)
     return struct
+
+
+def law_fields(law):
+    """Return the fields of law_t of rule.h of a `sampler.Law`; the struct that they are filled into must not outlive it."""
+    return {
+        "indptr": law.indptr,
+        "indices": law.indices,
+        "column": law.rule.column,
+        "rule": law.rule.number,
+        "V": law.num_nodes,
+        "M": law.indices.numel(),
+        **law.native,
+    }
 
 
 def _warn_once(name, text, error):

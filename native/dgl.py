@@ -15,6 +15,9 @@ class Backend:
     """Sample with DGL's sample_neighbors or sample_labors and to_block, and DGL's random numbers."""
 
     def __init__(self, spec):
+        for option in spec.options:
+            if option != "weights":
+                raise ValueError(f"backend 'dgl' has no {option}; use 'native' or 'torch'")
         # one thread at a time seeds and uses DGL's generator
         self.spec = spec
         self.dgl = import_dgl()
@@ -23,8 +26,8 @@ class Backend:
         arrays = spec.indptr, spec.indices, spec.indices.new_empty(0)
         csc = tuple(t.to(torch.int32 if small else torch.int64) for t in arrays)
         self.graph = self.dgl.graph(("csc", csc), num_nodes=spec.num_nodes)
-        if spec.weights is not None:
-            self.graph.edata["weight"] = spec.weights
+        if spec.rule.column is not None:
+            self.graph.edata["weight"] = spec.rule.column
 
     def sample(self, seeds, hops, exclude, times):
         if exclude is not None:
@@ -50,7 +53,7 @@ class Backend:
                 self.graph,
                 dst,
                 hop.k,
-                prob=None if spec.weights is None else "weight",
+                prob=None if spec.rule.column is None else "weight",
                 replace=spec.rule.repeats,
             )
         theirs = dgl.to_block(picked, dst)

@@ -162,7 +162,7 @@ def compile_for(device, name, text):
 @functools.cache
 def load_links(ids, device):
     """Compile links.cu for node ids of this dtype, as `compile_for`."""
-    text = build.read_source("links.cu", ID=IDS[ids], WEIGHT="double")
+    text = build.read_source("links.cu", ID=IDS[ids])
     return compile_for(device, "links", text)
 
 

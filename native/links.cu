@@ -2,11 +2,11 @@
 // written as torch operations.
 #include "rule.h"
 
-LOWER_BOUND(ids_below, ID)
 // The index in sources of the first edge source -> destination, or where it would be.
 FN i64 place_of(const i64 *indptr, const ID *sources, i64 source, i64 destination) {
-  i64 start = indptr[destination];
-  return start + ids_below(sources + start, indptr[destination + 1] - start, source);
+  i64 place = indptr[destination];
+  BISECT(place, indptr[destination + 1] - place, sources[at] < source)
+  return place;
 }
 FN int is_edge(const i64 *indptr, const ID *sources, i64 source, i64 destination) {
   i64 place = place_of(indptr, sources, source, destination);

@@ -127,7 +127,7 @@ static inline hop_t hop_of(const job_t *job, i64 row) {
 }
 
 static inline row_t row_of(const job_t *job, i64 row) {
-  row_t list = {job->start[row], job->degree[row], 0, 0, 0};
+  row_t list = {job->start[row], job->degree[row]};
   if (job->num_excluded) {
     list.gaps = job->excluded + job->gap[row];
     list.num_gaps = job->num_gaps[row];
@@ -174,7 +174,7 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
     n = still_open;
   }
   for (i64 row = first; row < end; row++) {
-    row_t list = {job->start[row], at[row - first] - job->start[row], 0, 0, 0};
+    row_t list = {job->start[row], at[row - first] - job->start[row]};
     cut_by_window(&list, &job->law, time_of(job, row));
     job->start[row] = list.start;
     job->degree[row] = list.degree;
@@ -185,7 +185,7 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
 // `excluded_before` is enough.
 static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
   for (i64 row = first; row < end; row++) {
-    row_t list = {job->start[row], job->degree[row], 0, 0, 0};
+    row_t list = {job->start[row], job->degree[row]};
     i64 low = job->excluded_before[list.start >> job->shift];
     i64 high = job->excluded_before[(list.start + list.degree >> job->shift) + 1];
     if (low < high) exclude(&list, job->excluded + low, high - low);
@@ -193,13 +193,6 @@ static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
     job->gap[row] = low < high ? list.gaps - job->excluded : 0;
     job->num_gaps[row] = list.num_gaps;
   }
-}
-
-// Prefetch the start of a list that will be read to the end. (GCC drops calls of a function that
-// only prefetches, unless it is always inlined.)
-static inline __attribute__((always_inline)) void fetch_list(const law_t *law, i64 start) {
-  if (law->rule == LABOR) __builtin_prefetch(&law->indices[start]);
-  if (law->rule == WEIGHTED) __builtin_prefetch(&law->weights[start]);
 }
 
 static int count_chunk(job_t *job, i64 chunk, scratch_t *unused) {
@@ -218,7 +211,7 @@ static int count_chunk(job_t *job, i64 chunk, scratch_t *unused) {
   if (job->law.edge_times && !job->law.types) cut_chunk_by_time(job, first, end);
   if (job->num_excluded) exclude_from_chunk(job, first, end);
   for (i64 row = first; row < end; row++) {
-    fetch_list(&job->law, job->start[MIN(row + 8, end - 1)]);
+    FETCH_LIST(&job->law, job->start[MIN(row + 8, end - 1)]);
     row_t list = row_of(job, row);
     hop_t hop = hop_of(job, row);
     i64 count = count_row(&job->law, &hop, &list);
@@ -292,33 +285,15 @@ static inline ID number_of(slot_t *table, u64 at, layout_t layout, const ID *src
 
 // ---- picks and gather
 
-// Floyd's algorithm for n rows at a time, which the compiler vectorizes: picks[i][row] is draw i of
-// a row, hash[row] its mix(key ^ v), and every degree is above k. Makes the same draws as
-// pick_list() in rule.h.
-static void floyd(i64 n, i64 k, const u64 *restrict hash, const uint32_t *restrict degree,
-                  uint32_t (*restrict picks)[ROWS]) {
-  uint32_t taken[ROWS];
-  for (i64 i = 0; i < k; i++) {
-    uint32_t *restrict pick = picks[i];
-    for (i64 row = 0; row < n; row++) {
-      pick[row] = (uint32_t)below(mix(hash[row] ^ (u64)i) >> 32, degree[row] - k + i + 1);
-      taken[row] = 0;
-    }
-    for (i64 earlier = 0; earlier < i; earlier++)
-      for (i64 row = 0; row < n; row++) taken[row] |= picks[earlier][row] == pick[row];
-    for (i64 row = 0; row < n; row++)
-      pick[row] = taken[row] ? (uint32_t)(degree[row] - k + i) : pick[row];
-  }
-}
-
-// Lists that floyd() draws together: k edges of each, written to positions from `at` on.
+FLOYD(floyd_wide, uint32_t)
+// Lists that floyd_wide() draws together: k edges of each, written to positions from `at` on.
 typedef struct {
   i64 n, k, at[ROWS], start[ROWS];
   uint32_t degree[ROWS], picks[VECTOR_K][ROWS];
   u64 hash[ROWS];
 } wide_t;
 static void draw_wide(wide_t *wide, i64 *positions) {
-  if (wide->n) floyd(wide->n, wide->k, wide->hash, wide->degree, wide->picks);
+  floyd_wide(wide->n, wide->k, wide->hash, wide->degree, wide->picks[0], ROWS);
   for (i64 i = 0; i < wide->n; i++)
     for (i64 pick = 0; pick < wide->k; pick++)
       positions[wide->at[i] + pick] = wide->start[i] + wide->picks[pick][i];
@@ -327,7 +302,7 @@ static void draw_wide(wide_t *wide, i64 *positions) {
 // Do pick_list() now, or add the list to `wide`, to be drawn with others.
 static inline void pick_soon(wide_t *wide, const law_t *law, const hop_t *hop, u64 v,
                              const row_t *list, i64 n, i64 at, scratch_t *scratch) {
-  int fits = law->rule == UNIFORM && n < list->degree && hop->k <= VECTOR_K && !list->num_gaps;
+  int fits = POSITIONS && law->rule == UNIFORM && n < list->degree && hop->k <= VECTOR_K && !list->num_gaps;
   if (!fits || (wide->n && hop->k != wide->k)) {
     if (n) pick_list(law, hop, v, list, n, scratch->positions + at, scratch->best + at);
     return;
@@ -370,7 +345,7 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   wide_t wide;
   wide.n = 0;
   for (i64 row = first; row < end; row++) {
-    fetch_list(&job->law, job->start[MIN(row + 8, end - 1)]);
+    FETCH_LIST(&job->law, job->start[MIN(row + 8, end - 1)]);
     u64 v = (u64)job->dst[row];
     i64 at = job->offsets[row] - base, count = job->offsets[row + 1] - job->offsets[row];
     row_t list = row_of(job, row);

@@ -24,11 +24,11 @@ FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
   return sum;
 }
 
-// Count the edges of a row if its degree is enough for that: rules UNIFORM and REPLACE, without
-// excluded edges.
+// Count the edges of a row by a rule of positions, without cuts or a split.
 FN void count_by_degree(const batch_t *b, const part_t *part, i64 i, ID v) {
-  i64 degree = degree_of(b, v), least = b->law.rule == REPLACE ? (degree ? part->k : 0) : degree;
-  tally(b->count, part->row_sums, part->rows, i, part->k < 0 || least < part->k ? least : part->k);
+  hop_t hop = {0, part->k};
+  row_t row = {0, degree_of(b, v)};
+  tally(b->count, part->row_sums, part->rows, i, count_list(&b->law, &hop, &row));
 }
 // Write where the edges of row i begin, or, for i = N, where the last row's end -> that place.
 FN i64 open_row(const batch_t *b, const part_t *part, i64 i, i64 N) {
@@ -112,7 +112,7 @@ KERNEL begin(batch_t b, part_t part, i64 hops, i64 counts, i64 threads) {
     know_group(&b, i, b.groups ? b.groups[i] : i);
     if (known) put_pair(&b, i, (ID)node, b.group[i]);
   } else if (known) atomicMin(&b.table[node], (int)(b.input->offset + i));
-  if (counts) count_by_degree(&b, &part, i, b.src[i]);
+  if (POSITIONS && counts) count_by_degree(&b, &part, i, b.src[i]);
 }
 KERNEL count(batch_t b, part_t part) {
   THREAD(part.state->num_dst);
@@ -181,7 +181,7 @@ KERNEL number(batch_t b, part_t part, part_t next, i64 counts) {
       }
       b.number[part.first + i] = (int)at;
       b.src[at] = node;
-      if (counts) count_by_degree(&b, &next, at, node);
+      if (POSITIONS && counts) count_by_degree(&b, &next, at, node);
     }
     if (i == last) {
       i64 wanted = at + mine;
@@ -189,7 +189,7 @@ KERNEL number(batch_t b, part_t part, part_t next, i64 counts) {
       if (wanted > part.next_rows) report(&b, FULL);
     }
   }
-  if (counts && i < N) count_by_degree(&b, &next, i, b.src[i]);
+  if (POSITIONS && counts && i < N) count_by_degree(&b, &next, i, b.src[i]);
 }
 // Replace the node of each edge of the first `hops` hops (positions start .. end - 1) by its local
 // id, or -1 in the padding, and add it to the list of its source; set all sums to zero for the next
@@ -213,10 +213,19 @@ KERNEL list_hops(batch_t b, i64 end, const int *start, int *list) {
   list[start[state->sources + b.local[i]] + b.slot[i]] = (int)(i - state->first);
 }
 
+// Count the edges that nodes see at these times; 0 for those below 0, which are padding.
+KERNEL degrees_at(batch_t b, i64 n, const ID *nodes, const i64 *times, i64 *degrees) {
+  THREAD(n);
+  degrees[i] = 0;
+  if (nodes[i] < 0) return;
+  row_t row = {b.law.indptr[nodes[i]], degree_of(&b, nodes[i])};
+  cut_by_time(&row, &b.law, times[i]);
+  degrees[i] = row.degree;
+}
 FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
   THREAD(part->rows + 1);
   i64 N = part->state->num_dst, at = open_row(b, part, i, N);
-  if (i >= N) return;
+  if (!POSITIONS || i >= N) return;
   ID v = b->src[i], node[MOST];
   i64 start = b->law.indptr[v];
   int n = (int)edges_of(b, part, i, at);
@@ -232,15 +241,6 @@ FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
     put_edge(b, part, at + j, node[j]);
     if (part->edge_dst) part->edge_dst[at + j] = (int)i;
   }
-}
-// Count the edges that nodes see at these times; 0 for those below 0, which are padding.
-KERNEL degrees_at(batch_t b, i64 n, const ID *nodes, const i64 *times, i64 *degrees) {
-  THREAD(n);
-  degrees[i] = 0;
-  if (nodes[i] < 0) return;
-  row_t row = {b.law.indptr[nodes[i]], degree_of(&b, nodes[i]), 0, 0, 0};
-  cut_by_time(&row, &b.law, times[i]);
-  degrees[i] = row.degree;
 }
 KERNEL pick_8(batch_t b, part_t part) { pick_up_to(8, &b, &part); }
 KERNEL pick_16(batch_t b, part_t part) { pick_up_to(16, &b, &part); }

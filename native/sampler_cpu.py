@@ -1,6 +1,6 @@
 """The C backend of sampler.py: samples a hop and builds its block on the CPU, compiled at first use.
 
-sampler.py has the sampling rule (in C: rule.h) and the passes of a hop: degrees, prefix sum, picks, gather, relabel.
+sampler.py has the law of sampling (in C: rule.h, rules/) and the passes of a hop: degrees, prefix sum, picks, gather, relabel.
 This docstring describes when sampler.c runs each pass.
 
 The passes are bound by memory latency, not arithmetic. A degree is a random read of `indptr`, a picked neighbour's id
@@ -45,23 +45,24 @@ Job = build.struct_type(build.read_source("sampler.c"), "job_t")
 
 
 def load(spec):
-    """Make a Backend for a `sampler.SamplingSpec`; None, after one warning, if the C code cannot be compiled."""
-    weights = spec.weights
-    if weights is not None and weights.dtype not in TYPES:  # float16, bfloat16
-        weights = weights.float()
-    spec = spec._replace(weights=weights)
+    """Make a Backend for a `sampler.Law`; None, after one warning, if the C code cannot be compiled."""
+    rule = spec.rule
     defines = {"ID": TYPES[spec.indices.dtype], "HOME": "u" + TYPES[spec.indices.dtype]}
-    defines["WEIGHT"] = TYPES[torch.float32 if weights is None else weights.dtype]
-    if spec.edge_type is not None:
-        defines["TYPE"] = TYPES[spec.edge_type.dtype]
-    library = _library(**defines)
-    of_pairs = _library(**defines, PAIRS=1) if spec.pairs else library
+    if rule.column is not None:
+        if rule.column.dtype not in TYPES:  # float16, bfloat16
+            rule = rule._replace(column=rule.column.float())
+        defines["WEIGHT"] = TYPES[rule.column.dtype]
+    if spec.split:
+        defines["TYPE"] = TYPES[spec.split.types.dtype]
+    library = _library(rule.header, **defines)
+    of_pairs = _library(rule.header, **defines, PAIRS=1) if spec.pairing else library
+    spec = spec._replace(rule=rule)
     return Backend(spec, library, of_pairs) if library and of_pairs else None
 
 
 @functools.cache
-def _library(**defines):
-    return build.load_c("sampler", build.read_source("sampler.c", **defines), FLAGS)
+def _library(rule, **defines):
+    return build.load_c("sampler", build.read_source("sampler.c", rule, **defines), FLAGS)
 
 
 class Backend:
@@ -71,7 +72,7 @@ class Backend:
         self.spec = spec
         self.library = library
         self.of_pairs = of_pairs  # the library for batches of several groups, see sampler.c
-        self.job = build.fill(Job(), **spec.law())
+        self.job = build.fill(Job(), **build.law_fields(spec))
         self.idle = []  # working memory that no batch uses
         self.slots = 0  # of the table after the last batch: the next one needs about as many
 
@@ -164,7 +165,7 @@ class Backend:
         local = dst.new_empty(E)
         edges = spec.indptr.new_empty(E) if spec.edge_ids else None
         edge_group = None if group is None else dst.new_empty(E)
-        types = None if spec.edge_type is None else spec.edge_type.new_empty(E)
+        types = spec.split.types.new_empty(E) if spec.split else None
         fill(local=local, edges=edges, edge_type=types, edge_group=edge_group)
         src, src_group = dst, group
         if hop.relabel:

@@ -71,7 +71,6 @@ def aggregate_source(ids, k, features, out):
     vec = 4 if features.shape[1] % 4 == 0 and aligned else 1
     defines = {
         "ID": IDS[ids],
-        "WEIGHT": "double",
         "IN": (ROWS | CODES)[features.dtype],
         "OUT": ROWS[out.dtype],
         "VEC": vec,
@@ -104,25 +103,27 @@ class Backend:
     `Frame`, which takes 4 bytes per node of the graph.
 
     Args:
-        spec: `SamplingSpec` of sampler.py. fanouts: list of k, from the seeds outward. seed: int.
+        spec: `Law` of sampler.py. fanouts: list of k, from the seeds outward. seed: int.
         compiled: function (name, CUDA source) -> build.Kernels or None.
     """
 
     def __init__(self, spec, fanouts, seed, compiled):
-        weights = None if spec.weights is None else spec.weights.double()
-        self.spec = spec._replace(weights=weights)
+        rule = spec.rule
+        if rule.column is not None:
+            rule = rule._replace(column=rule.column.double())
+        self.spec = spec._replace(rule=rule)
         self.fanouts = fanouts
         self.seed = seed
         self.compiled = compiled
         defines = {"ID": IDS[spec.indices.dtype], "WEIGHT": "double"}
-        if spec.edge_type is not None:
-            defines["TYPE"] = TYPES[spec.edge_type.dtype]
-        self.kernels = compiled("sampler", build.read_source("sampler.cu", **defines))
+        if spec.split:
+            defines["TYPE"] = TYPES[spec.split.types.dtype]
+        self.kernels = compiled("sampler", build.read_source("sampler.cu", rule.header, **defines))
         # for kernels that need no frame
         self.outcome = spec.indices.new_zeros(ctypes.sizeof(Outcome) // 8, dtype=torch.int64)
-        self.graph = build.fill(Batch(), outcome=self.outcome, **self.spec.law())
+        self.graph = build.fill(Batch(), outcome=self.outcome, **build.law_fields(self.spec))
         self.num_nodes = spec.num_nodes
-        self.timed = spec.edge_times is not None
+        self.timed = spec.timed
         # edges to allocate for each hop that once lacked room: what it wanted, and a quarter more
         self.most = [0] * len(fanouts)
         self.resting = []  # idle frames; pop and append are atomic
@@ -130,8 +131,7 @@ class Backend:
     def counts(self, excludes):
         """Return whether a node's degree tells how many of its edges are drawn; excludes: some may be left out."""
         spec = self.spec
-        whole_lists = not (excludes or spec.pairs) and spec.edge_type is None
-        return spec.rule.counted and whole_lists
+        return spec.rule.counted and not (excludes or spec.cuts or spec.split or spec.pairing)
 
     def aggregates(self, excludes):
         """Return whether one kernel can draw and average the outermost hop, see `Frame.aggregate`."""
@@ -202,7 +202,7 @@ class Backend:
         places = []
         for k, most in zip(self.fanouts, self.most):
             # at another time, or for another seed, a node has its edges again
-            again = rows[-1] if self.spec.pairs else 1
+            again = rows[-1] if self.spec.pairing else 1
             room = rows[-1] * k if self.spec.rule.repeats else num_edges * again
             bounded = k > 0 and self.spec.rule.bounded
             if bounded:
@@ -212,9 +212,9 @@ class Backend:
                 room = min(room, most or min(int(1.25 * usual * rows[-1]) + 4096, ROOM))
             places.append(max(room, 1))
             sources = rows[-1] + places[-1]
-            rows.append(sources if self.spec.pairs else min(sources, self.num_nodes))
+            rows.append(sources if self.spec.pairing else min(sources, self.num_nodes))
         if S + sum(places) >= (
-            NONE // 4 if self.spec.pairs else NONE
+            NONE // 4 if self.spec.pairing else NONE
         ):  # slots have to fit an int, too
             raise ValueError(
                 f"a batch of up to {sum(places)} edges is too large; use smaller batches"
@@ -266,7 +266,7 @@ class Frame:
         self.listing = None
         self.base = 0
         self.parts = [Part(hop, k) for hop, k in enumerate(backend.fanouts)]
-        slots = 0 if spec.pairs else backend.num_nodes
+        slots = 0 if spec.pairing else backend.num_nodes
         self.table = self.ids.new_empty(slots, dtype=torch.int32)
         self.pairs = self.ids.new_empty(0, dtype=torch.int64)
         states = ("states", State * (L + 1))
@@ -278,8 +278,14 @@ class Frame:
         self.num_dst = states[:, State.num_dst.offset // 8]
         for part, state in zip(self.parts, states):
             part.state = state.data_ptr()
-        self.batch = Batch(one_draw=spec.one_draw, seed=backend.seed & (2**64 - 1))
-        build.fill(self.batch, outcome=self.results, states=states, table=self.table, **spec.law())
+        self.batch = Batch(one_draw=spec.rule.one_draw, seed=backend.seed & (2**64 - 1))
+        build.fill(
+            self.batch,
+            outcome=self.results,
+            states=states,
+            table=self.table,
+            **build.law_fields(spec),
+        )
 
     def _integers(self, n, pinned=False):
         """Allocate n int64 zeros, on the GPU or in pinned memory."""
@@ -313,7 +319,7 @@ class Frame:
         b.wins = self._room("wins", max(words))
         b.excluded = self._room("excluded", excludes, torch.int64)
         b.excludes = excludes
-        if spec.weights is not None:
+        if spec.rule.column is not None:
             b.best = self._room("best", self.positions, torch.float64)
         lengths = [n // 64 + n // 4096 + 2 for pair in zip(rows, words) for n in pair]
         *sums, num_sums = accumulate(lengths, initial=0)
@@ -331,7 +337,7 @@ class Frame:
         for part, n, sources in zip(self.parts, rows, [*rows[1:], 0]):
             part.rows = n
             part.next_rows = sources
-        if spec.pairs:
+        if spec.pairing:
             b.group = self._room("group", max(rows))
             b.slots = 1 << (2 * self.positions).bit_length()
             if self.pairs.numel() < b.slots:
@@ -474,7 +480,7 @@ class Frame:
             num_seeds=S,
             offset=self.base,
             num_excluded=num_excluded,
-            key_step=step // self.backend.spec.batch_dependency,
+            key_step=step // self.backend.spec.rule.steps,
         )
         self.sent = len(self.given)
         given = self.given[self.head :]
@@ -503,7 +509,7 @@ class Frame:
         """Start sampling on the current stream. A CUDA graph can capture this, for seeds from the same device as when it
         was captured."""
         self.input[: self.sent].copy_(self.given[: self.sent], non_blocking=True)
-        if self.backend.spec.pairs:
+        if self.backend.spec.pairing:
             self.pairs.fill_(-1)
         stream = self.kernels.stream()
         for launch, threads in self.steps:

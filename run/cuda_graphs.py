@@ -35,13 +35,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from extras import rules
 from features import MODES, Batch, codes_of
 from model import SAGEConv
 from native import kernels, sampler_gpu
 from relational import NodeInputs
 from run.finite import LossSum
 from run.own_model import conv_of, is_own, load
-from sampler import SAMPLERS, Block
+from sampler import Block
 
 MEASURED = 16  # batches whose sizes decide the static shapes
 ELSEWHERE = "another rank cannot have them"
@@ -64,7 +65,7 @@ def averages_in_place(args, store, *dtypes):
 
 def counted(args, task, used):
     """Return whether a node's degree tells how many of its edges a run draws, see `Rule`."""
-    return SAMPLERS[args.sampler].counted and used.time is None and not task.excludes
+    return rules()[args.sampler].counted and used.time is None and not task.excludes
 
 
 def in_one_kernel(args, task, used, *dtypes):

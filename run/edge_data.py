@@ -1,7 +1,6 @@
 """Which columns of edges and nodes a run uses, and the lines printed about them.
 
 used, lines = edge_data(args, task, store)    # columns that --model, --sampler and --temporal take
-model.degrees = degrees_at(sampler)    # for layers that divide by degrees, where seeds have times
 """
 
 import re
@@ -13,9 +12,10 @@ from torch import Tensor
 
 from disk.columns import ALWAYS, COLUMNS, span_of, types_called
 from disk.files import StoreError
+from extras.times import RULE as LATEST
+from extras.weights import RULE as WEIGHTED
 from model import layers_where, plain_layers
 from run.own_model import takes_edges
-from sampler import LATEST, WEIGHTED, seen_at
 
 SEEDS = 1 << 12  # seeds, and edges of the graph, whose times are compared
 LONG = 1 << 10  # edges of a list that are looked at
@@ -364,24 +364,3 @@ def hops(fanout, used):
                     raise StoreError(f"--fanout {hop}: {names[i]} is there twice")
                 fanouts[-1][i] = int(k)
     return fanouts
-
-
-def degrees_at(sampler):
-    """Return a function degrees(block) -> [N, 2]: out- and in-degree of each source node at its time, both the number
-    of edges in its neighbour list that it may see. sampler: NeighborSampler with times."""
-    spec = sampler.spec
-
-    def in_torch(nodes, times):
-        nodes = nodes.to(spec.indptr.device).long()
-        first = spec.indptr[nodes]
-        degrees = spec.indptr[nodes + 1] - first
-        times = times.to(first.device)
-        options = {"strict": spec.strict, "window": spec.window}
-        return seen_at(spec.edge_times, first, degrees, times, **options)[1]
-
-    count = getattr(sampler.engine, "degrees", in_torch)
-
-    def at_times(block):
-        return count(block.src_nodes, block.src_times).unsqueeze(1).expand(-1, 2)
-
-    return at_times

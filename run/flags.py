@@ -20,6 +20,7 @@ import torch
 from ddp import under_torchrun
 from disk.files import RANK_BYTES, free_host_bytes
 from disk.terminal import Parser
+from extras import rules
 from features import MODES
 from model import CONVS, NORMS, Conv, layers_where
 from run.kinds import (
@@ -42,7 +43,6 @@ from run.kinds import (
     text,
 )
 from run.own_model import conv_of
-from sampler import SAMPLERS
 from tasks.graph import GraphTask
 from tasks.link import LinkTask
 from tasks.node import NodeTask
@@ -50,6 +50,7 @@ from tasks.node import NodeTask
 SEEDS = 1024  # default of --batch-size
 UNLIMITED = 1 << 20  # the same where --max-nodes or --max-edges end a batch
 TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
+SAMPLERS = rules()
 
 # ---- what a flag needs to have an effect: functions of all flags that return what speaks against it, or None
 

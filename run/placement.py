@@ -13,6 +13,7 @@ import torch
 from ddp import Exchange, lost_another
 from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
+from extras import rules
 from features import (
     MODES,
     CachedFeatures,
@@ -32,7 +33,7 @@ from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
-from sampler import METHODS, SAMPLERS, UNIFORM, DamagedGraph, NeighborSampler
+from sampler import UNIFORM, DamagedGraph, NeighborSampler
 from store import BACKENDS, MmapFeatures, ReorderedFeatures, described_part, part_bounds
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
@@ -390,9 +391,10 @@ def over_gpus(ranks, features):
 def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):
     """Build the NeighborSampler of the flags; used: EdgeData, the columns it draws by."""
     fanout = hops(fanout, used)
-    rule = SAMPLERS[plan.sampler]
+    rule = rules()[plan.sampler]
     # what only predicts may do without the weights or times that the rule needs
-    drawn = rule.name in METHODS and (rule.needs is None or used.time is not None)
+    columns = {None: True, "weights": used.weight, "edge_times": used.time}
+    drawn = columns[rule.needs] is not None
     try:
         return NeighborSampler(
             indptr,

@@ -14,11 +14,11 @@ from functools import cached_property
 import torch
 
 from disk.files import StoreError
+from extras.times import degrees_at
 from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn
 from run import own_model
-from run.edge_data import degrees_at
 from run.flags import TASKS
 from run.placement import (
     all_features,

@@ -11,6 +11,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import atexit
 import ctypes
 import functools
+import gc
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -36,6 +37,7 @@ from tqdm import tqdm
 
 import sampler
 import train
+from extras.exclude import edge_set
 from native import build, sampler_gpu
 from sources import prepare as datasets
 from store import build_store
@@ -86,6 +88,7 @@ def _in_fork(output, cwd, function, args):
     tqdm.set_lock(threading.RLock())
     os.chdir(cwd)
     torch.set_num_threads(torch.get_num_threads())  # see tests/parallel.py
+    gc.freeze()  # as there
     spawn = torch.multiprocessing.start_processes
     torch.multiprocessing.spawn = functools.partial(spawn, start_method="fork")
     default = functools.partial(signal.signal, signal.SIGTERM, signal.SIG_DFL)
@@ -356,12 +359,12 @@ def _on_kernels(s, folder, **options):
     backend = _emulated(s, folder, **options)
 
     def sample(seeds, step, times=None, exclude=None, relabel_outer=True):
-        exclude = None if exclude is None else s._edge_set(exclude)
+        exclude = None if exclude is None else edge_set(exclude, s.indices, ordered=False)
         blocks = backend.sample(seeds, step, relabel_outer, exclude, times)
         if blocks is None:
             raise ValueError("kernels found a seed that is no node or comes twice")
         blocks = blocks[::-1]
-        return blocks if s.edge_type is None else list(map(s._with_types, blocks))
+        return blocks if s.edge_type is None else list(map(s.spec.label, blocks))
 
     return sample, backend
 

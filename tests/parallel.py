@@ -1,6 +1,7 @@
 """A plugin of pytest: run the tests in as many processes as there are cores; with `pytest -s` in one, in order."""
 
 import atexit
+import gc
 import itertools
 import multiprocessing.connection
 import os
@@ -78,6 +79,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
+    gc.freeze()  # what all tests imported is not searched by each gc.collect()
     option, cores = session.config.option, getattr(os, "sched_getaffinity", lambda _: [0])(0)
     workers = min(len(cores), 8, len(session.items) // 8)
     one = option.capture == "no" or option.usepdb or option.collectonly

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -49,8 +50,8 @@ PAPER = f"--fanout 10,10 --hidden 64 --lr 0.01 --weight-decay 5e-4 --dataset {DA
 MINES = "--dataset mines.npz --hidden 32 --fanout 8,8 --lr 0.01 --epochs 60 --metric roc_auc"
 LEARNT = {  # data and what is special: flags, least exact test score
     # at most 2 % below the accuracy in ../shared/data/README.md
-    "coauthor_cs": (f"{PAPER}/coauthor_cs.npz --model sage --epochs 9 --batch-size 100", 0.905),
-    "cora": (f"{PAPER}/cora.npz --model gcn --epochs 20 --batch-size 35 --runs 3", 0.795),
+    "coauthor_cs": (f"{PAPER}/coauthor_cs.npz --model sage --epochs 6 --batch-size 100", 0.905),
+    "cora": (f"{PAPER}/cora.npz --model gcn --epochs 20 --batch-size 35 --runs 2", 0.795),
     "cora, defaults": (f"--dataset {DATA}/cora.npz --epochs 50", 0.7799),
     "built-in": (f"--epochs {ENOUGH['sage']}", 0.85),
     **{
@@ -85,7 +86,7 @@ def test_accuracy_is_what_papers_and_experience_say(name, tmp_path):
     output = _train(words, "--root . --gpus 0 --log log", cwd=tmp_path)
     scores = [entry["exact"]["test"] for entry in _log(tmp_path / "log") if "exact" in entry]
     print(f"{name}: {np.mean(scores):.4f} +- {np.std(scores):.4f}")
-    assert len(scores) == (3 if "--runs 3" in words else 1) and np.mean(scores) > least, scores
+    assert len(scores) == (2 if "--runs 2" in words else 1) and np.mean(scores) > least, scores
     assert "mines" not in name or (", residual" in output) == (name != "mines, sage")
     # 140 training nodes are one step an epoch; the weight decay of Planetoid's papers
     small = "50 epochs of 1 step, each of 1,024 nodes; learning rate 0.003, weight decay 0.0005"
@@ -250,17 +251,17 @@ BAD_FLAGS += [
 ]
 
 
-@pytest.mark.parametrize("row", BAD_FLAGS)
-def test_bad_flags_get_one_sentence_and_code_2(row, tiny, tmp_path, monkeypatch, capsys):
-    words, complaint = row.split(" => ")
-    words = words.replace("LICENSE", str(HERE / "LICENSE")).split()
-    words += ["--root", "root", *([] if "--dataset" in words else ["--dataset", tiny])]
+def test_bad_flags_get_one_sentence_and_code_2(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(OWN_LAYERS + FAULTY)
-    assert _code(*words) == 2
-    error = capsys.readouterr().err
-    assert re.search(complaint, error) and "Traceback" not in error, error
-    assert len(error.strip().splitlines()[-1]) < 500
+    for row in BAD_FLAGS:
+        words, complaint = row.split(" => ")
+        words = words.replace("LICENSE", str(HERE / "LICENSE")).split()
+        words += ["--root", "root", *([] if "--dataset" in words else ["--dataset", tiny])]
+        assert _code(*words) == 2, row
+        error = capsys.readouterr().err
+        assert re.search(complaint, error) and "Traceback" not in error, (row, error)
+        assert len(error.strip().splitlines()[-1]) < 500, row
     assert not list(tmp_path.rglob("*.npy"))
 
 
@@ -587,9 +588,9 @@ def test_own_model_trains_resumes_and_predicts(library, tiny, tmp_path):
     _train(predict, f"--predict {tmp_path}/one.npy")
     one, graph = np.load(tmp_path / "one.npy"), GraphStore.open(tiny)
     if library == "mymodel.py":
-        for earlier in (False, True):
-            said = _train(own, f"--epochs 2 --checkpoint {half}")
-            assert (f"replace {half} of an earlier run" in said) == earlier
+        shutil.copy(tmp_path / "full.pt", half)
+        said = _train(own, f"--epochs 2 --checkpoint {half}")
+        assert f"replace {half} of an earlier run" in said and "earlier run" not in output
         # arguments are the checkpoint's
         _train(f"--resume {half} --model {file}:Net --epochs 4 --checkpoint {half} --gpus 0")
         assert _same_weights(tmp_path / "full.pt", half)

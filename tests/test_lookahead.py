@@ -204,7 +204,7 @@ def _min_reads(trace, places):
     return misses
 
 
-@pytest.mark.parametrize("pages, count, most, traces", [(7, 9, 5, 150), (300, 200, 40, 1)])
+@pytest.mark.parametrize("pages, count, most, traces", [(7, 9, 5, 40), (300, 200, 40, 1)])
 def test_a_longer_window_reads_less_down_to_the_fewest_reads(pages, count, most, traces):
     rng = np.random.default_rng(0)
     for _ in range(traces):
@@ -416,7 +416,7 @@ def _told(monkeypatch):
     return planned, dropped
 
 
-@pytest.mark.parametrize("width, budget", [(256, 0), (256, 307200), (100, 0), (1300, 260_000)])
+@pytest.mark.parametrize("width, budget", [(256, 307200), (100, 0), (1300, 260_000)])
 def test_the_page_cache_keeps_the_pages_that_are_planned(width, budget, tmp_path, monkeypatch):
     graph, file = _on_disk(tmp_path, monkeypatch, width)
     rows = LookaheadCache(graph.features, budget, 40)

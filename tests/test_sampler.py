@@ -853,8 +853,8 @@ def test_native_code_under_address_and_undefined_behaviour_sanitizers(tmp_path):
     command, environment = [sys.executable, "-c", SANITIZED], {**os.environ, **changes}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "clean", done.stderr[-3000:]
-    # node ids and weights of 4 and 8 bytes, with and without times
-    assert len(list((tmp_path / "ringblock").iterdir())) == 8
+    # node ids of 4 and 8 bytes, with and without times: of positions, LABOR, weights of 4 and of 8 bytes
+    assert len(list((tmp_path / "ringblock").iterdir())) == 16
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -909,6 +909,7 @@ REFUSED = [  # error, what it says, arguments of NeighborSampler
     (ValueError, "fanouts", dict(fanouts=[3, 0])),
     (ValueError, "fanouts.*replace", dict(fanouts=[-1], replace=True)),
     (ValueError, "method 'walk'.*labor", dict(method="walk")),
+    (TypeError, "no option walk", dict(walk=True)),
     (ValueError, "layer_dep.* is for method 'labor', not 'uni", dict(layer_dependency=True)),
     (ValueError, "batch_dependency is 0", dict(method="labor", batch_dependency=0)),
     (TypeError, "'float'", dict(method="labor", batch_dependency=1.5)),

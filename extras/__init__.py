@@ -1,0 +1,76 @@
+"""What sampler.py works without, a file each, imported when it is used. A file has a `RULE`, a `law(law, check, **options)`
+that adds to a `Law` of sampler.py what options of NeighborSampler ask for, or both."""
+
+import functools
+import importlib
+from pathlib import Path
+
+import torch
+
+# sampling rules beside the uniform one, of `method` and --sampler: the module of each
+RULES = dict(labor=".labor", weighted=".weights", latest=".times")
+# further options of NeighborSampler: those of each module, and what they are unless given
+OPTIONS = {
+    ".labor": dict(layer_dependency=False, batch_dependency=1),
+    ".weights": dict(weights=None),
+    ".types": dict(edge_type=None, by_type=True, type_numbers=None),
+    ".times": dict(edge_times=None, strict=False, window=None),
+    ".disjoint": dict(disjoint=False),
+}
+
+
+def _file(name):
+    return Path(__file__).with_name(f"{name[1:]}.py")
+
+
+@functools.cache
+def extra(name):
+    """Import a module of this folder, ".labor"; ImportError if its file is not there."""
+    if not _file(name).exists():
+        raise ImportError(f"this takes extras/{_file(name).name}: copy it beside the others")
+    return importlib.import_module(name, __name__)
+
+
+def rules():
+    """Return {name: Rule} of the sampling rules whose files are there."""
+    from sampler import UNIFORM
+
+    there = [extra(name).RULE for name in RULES.values() if _file(name).exists()]
+    return {rule.name: rule for rule in (UNIFORM, *there)}
+
+
+def with_options(law, method, options, check):
+    """Return a `Law` with a rule, None for that which it has, and further options of NeighborSampler. check: validate columns."""
+    if method:
+        if method not in RULES:
+            known = ", ".join([law.rule.name, *RULES])
+            raise ValueError(f"method {method!r} is unknown; use one of {known}")
+        law = law.ruled(extra(RULES[method]).RULE, f"method {method!r}")
+    by_type = any(isinstance(k, list) for k in law.fanouts)
+    for file, unless in OPTIONS.items():
+        asked = {
+            n: v for n, default in unless.items() if (v := options.pop(n, default)) is not default
+        }
+        law = law._replace(options=(*law.options, *asked))
+        if asked or by_type and file == ".types":
+            law = extra(file).law(law, check, **asked)
+    if options:
+        raise TypeError(f"NeighborSampler has no option {' or '.join(options)}")
+    if law.rule.needs and law.rule.needs not in law.options:
+        raise ValueError(f"{law.rule.name} needs {law.rule.needs}")
+    if check:
+        _check_order(law)
+    return law
+
+
+def _check_order(law):
+    """Raise ValueError unless each list ascends by the columns of `law.sorted_by`."""
+    indptr, M = law.indptr, law.indices.numel()
+    same = torch.ones(max(M - 1, 0), dtype=torch.bool, device=indptr.device)
+    same[indptr[(indptr > 0) & (indptr < M)] - 1] = False  # across the border of two lists
+    for name, values in law.sorted_by.items():
+        if (drops := (same & (values[1:] < values[:-1])).nonzero()).numel():
+            v = int(torch.searchsorted(indptr, drops[0] + 1, right=True)) - 1
+            how = ", then ".join(n[5:].rstrip("s") for n in law.sorted_by)
+            raise ValueError(f"{name} decreases in the list of node {v}; sort each list by {how}")
+        same &= values[1:] == values[:-1]

@@ -1,0 +1,33 @@
+"""Draws by edge weight, without replacement (Efraimidis-Spirakis 2006); edges of weight 0 are never taken.
+
+NeighborSampler(..., weights=weights)
+"""
+
+import torch
+
+from sampler import Rule, of
+
+
+def _keep_heaviest(law, lists, edges, row, place):
+    """Mask [E] of the k largest log(uniform) / weight of each list. place: [E] of an edge in it."""
+    weight = law.rule.column[edges].double()
+    uniform = (lists.bits(row, lists.v[row], place).double() + 0.5) * 2.0**-32
+    order = torch.argsort(uniform.log_().div_(weight), descending=True, stable=True)
+    # sort by row again, each row's largest key first
+    order = order[torch.argsort(row[order], stable=True)]
+    rank = torch.empty_like(place).scatter_(0, order, place)
+    return (rank < of(lists.k, row)) & (weight > 0)
+
+
+RULE = Rule(
+    "weighted", help="by edge weight", keep=_keep_heaviest, needs="weights", header="weights"
+)
+
+
+def law(law, check, weights):
+    """weights: float [M], in the order of `indices` as all columns here, not negative."""
+    weights = law.column("float16, bfloat16, float32 or float64", weights=weights)
+    if check and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+        raise ValueError("weights contains a negative, infinite or NaN value")
+    law = law if law.rule is RULE else law.ruled(RULE, "weights")
+    return law._replace(rule=RULE._replace(column=weights))
