@@ -988,10 +988,10 @@ def is_gnn(model, steps=("forward", "embed", "step")):
     return isinstance(model, GNN) and not overrides(model, GNN, steps)
 
 
-def graph_degrees(indptr, indices, step=1 << 24):
+def graph_degrees(indptr, indices):
     """Compute out- and in-degree of all nodes -> float32 [V, 2], in host memory; IndexError if indices has a bad id."""
     out = torch.zeros(indptr.numel() - 1, dtype=torch.int64, device=indices.device)
-    for part in indices.split(step):
+    for part in indices.split(1 << 24):  # which bincount converts to int64
         check_nodes(part, out.numel())
         out += torch.bincount(part, minlength=out.numel())
     return torch.stack([out.cpu(), indptr.diff().cpu()], 1).float()

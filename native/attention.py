@@ -3,12 +3,9 @@
 See layers.py, which has the same functions: they return None for tensors that they cannot handle.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from .kernels import (
-    Code,
     Dropout,
     InEdges,
     Lists,
@@ -52,7 +49,7 @@ def attend(
     fits = code and numbers * len(attn) < 1 << 32
     fits = fits and source.shape[1] == target.shape[1] == attn.numel()
     fits = fits and near.S == S and (dropout.nodes is None or dropout.nodes.numel() == S)
-    if code is None or source.dtype != target.dtype or attn.dtype != torch.float32 or not fits:
+    if not fits or source.dtype != target.dtype or attn.dtype != torch.float32:
         return None
     if self_rows is not None and learned(source, target, attn, by):
         return None
@@ -61,16 +58,8 @@ def attend(
         by = attn.new_empty(0, attn.numel())
     if not _fits(edges, by, numbers if len(by) else 0, target, attn):
         return None
-    of_edges = edges.contiguous()
-    attention = _Attention(near, of_edges, dropout, code)
-    return _Attend.apply(source, target, attn.contiguous(), by.contiguous(), attention)
-
-
-class _Attention(NamedTuple):
-    near: InEdges
-    edges: torch.Tensor
-    dropout: Dropout
-    code: Code
+    given = near, edges.contiguous(), dropout, code
+    return _Attend.apply(source, target, attn.contiguous(), by.contiguous(), given)
 
 
 class _Attend(torch.autograd.Function):
@@ -143,7 +132,6 @@ class _Attend(torch.autograd.Function):
         source, target, attn, by, edges, dst, weights, dropped, slopes, *near = saved
         near = InEdges(*near)
         code = ctx.code
-        grad = grad.contiguous()
         S = len(target)
         N = len(source)
         E = len(dst)
@@ -274,7 +262,6 @@ class _EdgeSums(torch.autograd.Function):
         h, by, edges, *near = ctx.saved_tensors
         near = InEdges(*near)
         code = ctx.code
-        grad = grad.contiguous()
         N, width = h.shape
         out = torch.empty_like(h)
         dst = destinations(code, near)

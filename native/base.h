@@ -35,7 +35,6 @@ template <class T> FN void store_same(T *p, T value) { *(volatile T *)p = value;
 #include <string.h>
 #ifdef HOST
 #define KERNEL static inline void
-#define HOST_KERNEL KERNEL
 #define UNROLL _Pragma("GCC unroll 16")
 #else
 #define KERNEL void

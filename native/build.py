@@ -234,10 +234,10 @@ def load_host(name, source, flags):
     """Compile CUDA source as C whose method `run`, as that of `Kernels`, runs a kernel's threads on those of torch's OpenMP
     runtime, which a compiler's own would compete with (on one if torch has none); those of a row one after another, if the
     kernel has a `width`. As `load_c`."""
-    numbered = re.sub(r"^(\w*KERNEL \w+\()", r"\1i64 row_, int part_, ", source, flags=re.MULTILINE)
+    numbered = re.sub(r"^(KERNEL \w+\()", r"\1i64 row_, int part_, ", source, flags=re.MULTILINE)
     text = ["#define HOST", numbered]
     text.append("void (*parallel)(void (*)(void *), void *, unsigned, unsigned);")
-    kernels = signatures(source, r"\w*KERNEL")
+    kernels = signatures(source)
     for kernel, arguments in kernels.items():
         declared = [f"{c_type} {name}" for name, c_type in arguments.items()]
         read = ", ".join(f"t.{name}" for name in arguments)
@@ -290,19 +290,16 @@ def load_cuda(name, source, device):
 
 
 class Kernels:
-    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: of `signatures`.
+    """The kernels of a source on one GPU, `device`; see `load_cuda`. signatures: of `signatures`."""
 
-    options: for NVRTC, such as ("--use_fast_math",).
-    """
-
-    def __init__(self, name, source, device, options=()):
+    def __init__(self, name, source, device):
         self.device = device
         self.index = device.index
         self.signatures = signatures(source)
         self._threads = threading.local()  # each host thread has its own Launch of each kernel
         arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-        make = lambda path: path.write_bytes(compile_cuda(source, arch, options)[0])  # noqa: E731
-        key = "\0".join([source, arch, str(torch.version.cuda), *options])
+        make = lambda path: path.write_bytes(compile_cuda(source, arch)[0])  # noqa: E731
+        key = "\0".join([source, arch, str(torch.version.cuda)])
         with cached(f"{name}-{arch}", key, ".cubin", make) as path:
             image = path.read_bytes()
         self._driver = load_driver()
@@ -405,8 +402,8 @@ _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def compile_cuda(source, arch, options=()):
-    """Compile CUDA C++ for an architecture such as "sm_90" -> (module for cuModuleLoadData, NVRTC's log). OSError
-    without NVRTC; RuntimeError, with the first error, if the source does not compile.
+    """Compile CUDA C++ for an architecture such as "sm_90", with options of NVRTC -> (module for cuModuleLoadData, NVRTC's
+    log). OSError without NVRTC; RuntimeError, with the first error, if the source does not compile.
 
     For a GPU newer than NVRTC knows this is PTX of the latest architecture before it, which the driver compiles. With
     the option --ptxas-options=-v the log has the registers and local memory of each kernel.

@@ -132,15 +132,15 @@ def learned(*tensors):
 
 
 def once_differentiable(backward):
-    """Decorate a backward pass to refuse create_graph=True: with torch's decorator of this name, torch.autograd.grad leaves
-    the terms of second derivatives that pass through it out, in silence."""
+    """Decorate a backward pass of kernels, which read a contiguous gradient, to refuse create_graph=True: with torch's
+    decorator of this name, torch.autograd.grad leaves the terms of second derivatives that pass through it out, in silence."""
 
     @functools.wraps(backward)
     def once(ctx, grad):
         if torch.is_grad_enabled():
             instead = "with model.fused = None, torch operations, gat and gine have them"
             raise RuntimeError(f"create_graph=True: kernels have no second derivatives; {instead}")
-        return backward(ctx, grad)
+        return backward(ctx, grad.contiguous())
 
     return once
 
@@ -316,13 +316,12 @@ def aligned(width, *rows):
     return int(width % 4 == 0 and all(t.data_ptr() % 16 == 0 for t in rows))
 
 
-def destinations(code, near, out=None):
+def destinations(code, near):
     """Compute the destination of each edge -> int32 [E]; a static block's are at hand once it has `Lists`."""
     indptr, indices, _ = near
-    if out is None and is_static(near) and indices.lists:
+    if is_static(near) and indices.lists:
         return indices.lists.dst
-    if out is None:
-        out = torch.empty(indices.numel(), dtype=torch.int32, device=indices.device)
+    out = torch.empty(indices.numel(), dtype=torch.int32, device=indices.device)
     code.run("destinations", near.S, indptr=indptr, S=near.S, dst=out)
     return out
 
@@ -357,39 +356,28 @@ class Lists:
 
     def __init__(self, code, near, num_src, dst=None, *, beta=None):
         self.code = code
-        self.dst = dst
         self.weighted = beta is not None
-        indices = near.indices
-        self.sizes = torch.empty(num_src + 1, dtype=torch.int32, device=indices.device)
-        rows = self.sizes.new_empty(5, indices.numel())
-        self.slot, self.unordered, destination, self.edge, share = rows
-        self.share = share.view(torch.float32)
-        start = torch.empty_like(self.sizes)
-        self.of_source = {"start": start, "size": self.sizes[1:], "destination": destination}
-        self.fill(near, dst, beta)
-
-    def fill(self, near, dst=None, beta=None):
-        """List the edges that the block has by now."""
-        start, size, destination = self.of_source.values()
         indptr, indices, _ = near
         E = indices.numel()
-        self.dst = destinations(self.code, near, self.dst) if dst is None else dst
-        self.sizes.zero_()
-        if self.code.on_cpu:
-            block = indptr, indices, self.dst, E, len(size)
-            lists = start, size, beta, destination, self.edge, self.share
-            self.code.compiled.list_by_source(*block, *lists)
+        sizes = torch.zeros(num_src + 1, dtype=torch.int32, device=indices.device)
+        start = torch.empty_like(sizes)
+        slot, *arrays = sizes.new_empty(5, E)
+        self.use(destinations(code, near) if dst is None else dst, sizes, start, arrays)
+        if code.on_cpu:
+            block = indptr, indices, self.dst, E, num_src
+            lists = start, sizes[1:], beta, arrays[1], self.edge, self.share
+            code.compiled.list_by_source(*block, *lists)
             return
-        run = functools.partial(self.code.run, **near.edges, S=near.S, slot=self.slot)
-        run("list_sizes", E, size=size)
-        torch.cumsum(self.sizes, 0, dtype=torch.int32, out=start)
+        run = functools.partial(code.run, **near.edges, S=near.S, slot=slot)
+        run("list_sizes", E, size=sizes[1:])
+        torch.cumsum(sizes, 0, dtype=torch.int32, out=start)
         run("list_edges", E, start=start, list=self.unordered)
         self.put_in_order(near, beta)
 
     def use(self, dst, sizes, start, arrays):
-        """Take the memory in which a sampler counts the block's edges and lists them: arrays as `rows` above."""
+        """Take the memory in which a sampler counts the block's edges and lists them: int32 arrays [4, E] of edges in any
+        order, then destinations, edges and shares in order."""
         self.dst = dst
-        self.sizes = sizes
         self.unordered, destination, self.edge, share = arrays
         self.share = share.view(torch.float32)
         self.of_source = {"start": start, "size": sizes[1:], "destination": destination}

@@ -225,12 +225,21 @@ KERNEL self_and_mean(const ID *indptr, const ID *indices, const IN *h, const ID 
 #define STOP min(last, q + TILE - (q - start[0]) % TILE)
 #endif
 #define TILE_SUM(stride) tile_sums + (q - start[0]) / TILE * (i64)(stride) + column
+#define ADD_WHOLE_TILE                                     \
+  if (WHOLE_TILE) {                                        \
+    sum = sum + load_floats(TILE_SUM(width), whole, left); \
+    q += TILE;                                             \
+    continue;                                              \
+  }                                                        \
+  (void)0
 // Set source u and the places q to last - 1 of its list or of a tile.
 #define LIST_OR_TILE(row)                      \
   i64 u = row;                                 \
   int q = start[0] + (int)(row) * TILE, last;  \
-  if (tiles && q >= *end) return;              \
-  if (tiles) u = indices[edge[q]];             \
+  if (tiles) {                                 \
+    if (q >= *end) return;                     \
+    u = indices[edge[q]];                      \
+  }                                            \
   last = start[u] + size[u];                   \
   if (tiles && q + TILE > last) return;        \
   if (tiles) last = q + TILE;                  \
@@ -255,11 +264,7 @@ KERNEL self_and_mean_grad(const ID *indices, const int *edge, const int *start, 
     floats_t sum = all_of(0);
     if (u < S) sum = load(grad + u * stride + column, whole, left) * (alpha ? alpha[u] : 1.0f);
     while (q < last) {
-      if (WHOLE_TILE) {
-        sum = sum + load_floats(TILE_SUM(width), whole, left);
-        q += TILE;
-        continue;
-      }
+      ADD_WHOLE_TILE;
       const int stop = STOP;
       BY_TWO for (; q < stop; q++) {
         const float part = share[q] * by;
@@ -322,11 +327,7 @@ KERNEL max_neighbours_grad(const ID *indices, const int *edge, const int *start,
   FETCH_DESTINATIONS(u, winner + column, width);
   floats_t sum = all_of(0);
   while (q < last) {
-    if (WHOLE_TILE) {
-      sum = sum + load_floats(TILE_SUM(width), whole, left);
-      q += TILE;
-      continue;
-    }
+    ADD_WHOLE_TILE;
     // a duplicate edge, whose destination is that of the edge before, wins once
     int before = q > start[u] ? destination[q - 1] : -1;
     const int stop = STOP;
@@ -355,15 +356,24 @@ FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, 
   const place_t place = {row, i < E ? (i64)indices[i] : own, row + (i < E ? i + 1 : indptr[row])};
   return place;
 }
+// Split a number i below 1 << 32 into that of a row and that of one of its heads.
+#define ROW_AND_HEAD(row, i) \
+  const i64 row = (unsigned)(i) / (unsigned)K, head = (unsigned)(i) % (unsigned)K
 // Set a thread's place and head, and where the message and the destination's row begin: from, to.
 #define PLACE_AND_HEAD(self_rows)                                                   \
   THREAD((i64)(E + S) * K);                                                         \
-  const i64 head = (unsigned)i % (unsigned)K, number = (unsigned)i / (unsigned)K;   \
+  ROW_AND_HEAD(number, i);                                                          \
   const place_t place = find_place(indptr, indices, self_rows, dst, E, number);     \
   if (place.source < 0) return;                                                     \
   if (!head && number + 16 < E)                                                     \
     FETCH(source, (i64)K * D, (i64)K * D, indices, number + 16, number + 17);       \
   const i64 from = (place.source * K + head) * D, to = (place.row * K + head) * D
+// Set a thread's destination and head, and its places: first to last - 1.
+#define PLACES_OF_ROW              \
+  THREAD((i64)S * K);              \
+  ROW_AND_HEAD(row, i);            \
+  const i64 first = indptr[row] + row; \
+  const i64 last = first + 1 + count_edges_of(indptr, indices, row)
 #define ROUND(weight) UP(IN)(DOWN(IN)(weight))  // to the type of the rows that it multiplies
 
 // What an edge's features add to a thread's columns: edge [wide] times the columns at `by` of a
@@ -379,16 +389,12 @@ FN floats_t of_edge(const float *edge, int wide, const float *by, i64 stride, in
 KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, int S, int K,
                          i64 seed, const i64 *step, i64 layer, int drop, float scale,
                          float *weights, float *dropped) {
-  THREAD((i64)S * K);
-  const i64 row = (unsigned)i / (unsigned)K, head = (unsigned)i % (unsigned)K,
-            first = indptr[row] + row;
-  const i64 last = first + 1 + count_edges_of(indptr, indices, row);
+  PLACES_OF_ROW;
   float top = weights[first * K + head], sum = 0;
   for (i64 at = first + 1; at < last; at++) top = fmaxf(top, weights[at * K + head]);
   for (i64 at = first; at < last; at++)
     sum += weights[at * K + head] = expf(weights[at * K + head] - top);
-  const i64 node = nodes ? nodes[row] : row;
-  const u64 key = mix(dropout_seed((u64)seed, step, (u64)layer) ^ ~(u64)node);
+  const u64 key = mix(LAYER_SEED ^ ~(u64)NODE_OF(row));
   for (i64 at = first; at < last; at++) {
     float weight = weights[at * K + head] /= sum;
     if (!drop) continue;
@@ -400,10 +406,7 @@ KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, i
 KERNEL attention_softmax_grad(const ID *indptr, const ID *indices, int S, int K,
                               const float *weights, const float *dropped, float scale,
                               float *grad) {
-  THREAD((i64)S * K);
-  const i64 row = (unsigned)i / (unsigned)K, head = (unsigned)i % (unsigned)K,
-            first = indptr[row] + row;
-  const i64 last = first + 1 + count_edges_of(indptr, indices, row);
+  PLACES_OF_ROW;
   float sum = 0;
   for (i64 at = first; at < last; at++) {
     i64 q = at * K + head;
@@ -441,8 +444,8 @@ KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows
 KERNEL attention_sum(const ID *indptr, const ID *indices, const ID *self_rows, int S, int K,
                      int width, int whole, const float *weights, const IN *source, OUT *out) {
   ROW_AND_COLUMN((i64)S * K);
-  const i64 s = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K,
-            self = self_rows ? self_rows[s] : s;
+  ROW_AND_HEAD(s, row);
+  const i64 self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
   const float *weight = weights + (first + s) * K + head;
   FETCH_SOURCES(s, source + head * width + column, (i64)K * width);
@@ -483,7 +486,7 @@ KERNEL attention_target_grad(const ID *indptr, const ID *indices, int S, int K, 
                              const float *to_scores, int runs, int run, OUT *to_target,
                              float *to_attn) {
   ROW_AND_COLUMN((i64)runs * K);
-  const i64 part = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
+  ROW_AND_HEAD(part, row);
   const floats_t a = load_floats(attn + head * width + column, whole, left);
   floats_t added = all_of(0);
   for (i64 s = part * run; s < S && s < (part + 1) * run; s++) {
@@ -506,7 +509,7 @@ KERNEL attention_source_grad(const ID *indptr, const ID *indices, const int *edg
                              int runs, int run, const float *tile_sums, float *tiles, OUT *out,
                              float *to_attn) {
   ROW_AND_COLUMN((i64)runs * K);
-  const i64 part = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
+  ROW_AND_HEAD(part, row);
   const i64 stride = (i64)K * width, from = head * width + column;
   const floats_t a = load_floats(attn + from, whole, left);
   floats_t added = all_of(0);
@@ -580,7 +583,7 @@ KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, const int *dst, int
                         const int *slopes, const float *edges, int wide, const float *by,
                         const float *to_scores, int runs, float *to_by) {
   ROW_AND_COLUMN((i64)runs * K);
-  const i64 run = (unsigned)row / (unsigned)K, head = (unsigned)row % (unsigned)K;
+  ROW_AND_HEAD(run, row);
   const i64 first = (u64)run * (unsigned)numbers / (unsigned)runs;
   const i64 last = (u64)(run + 1) * (unsigned)numbers / (unsigned)runs;
   const i64 stride = (i64)K * width, from = head * width + column;
@@ -638,23 +641,34 @@ KERNEL column_sums(const IN *rows, int n, int width, int whole, int runs, int ru
   store_floats(sums + row * width + column, whole, left, sum);
 }
 
-// Gather rows of any type as words of 16, 4, 2 or 1 bytes; ids have 4 or 8 bytes: those of edges are
-// int64 in any graph.
+// Gather rows of any type; ids have 4 or 8 bytes: those of edges are int64 in any graph. On a GPU a
+// thread has a word of 16, 4, 2 or 1 bytes of a row. On the host it has the row, prefetched `ahead`
+// rows early, and `bad` counts ids out of range.
+#define ID_AT(row) (id_bytes == 8 ? ((const i64 *)ids)[row] : ((const int *)ids)[row])
 KERNEL gather_rows(const void *table, const void *ids, int n, int words, int word_bytes,
-                   int id_bytes, i64 V, void *out) {
+                   int id_bytes, i64 V, int ahead, int *bad, void *out) {
+#ifdef HOST
+  THREAD(n);
+  const i64 bytes = (i64)words * word_bytes, id = ID_AT(i);
+  const char *rows = (const char *)table, *soon = rows + ID_AT(min(i + ahead, n - 1)) * bytes;
+  for (i64 c = 0; c < bytes; c += 64) __builtin_prefetch(soon + c);
+  __builtin_prefetch(soon + bytes - 1);
+  if ((u64)id < (u64)V) memcpy((char *)out + i * bytes, rows + id * bytes, bytes);
+  else atomicAdd(bad, 1);
+#else
   THREAD((i64)n * words);
-  const i64 row = (unsigned)i / (unsigned)words, column = (unsigned)i % (unsigned)words;
-  const i64 id = id_bytes == 8 ? ((const i64 *)ids)[row] : ((const int *)ids)[row];
-  const i64 from = id * words + column, to = row * words + column;
+  const i64 id = ID_AT((unsigned)i / (unsigned)words);
+  const i64 from = id * words + (unsigned)i % (unsigned)words;
   typedef struct ALIGN(16) {
     int x[4];
   } word_t;
-  const word_t nothing = {{0, 0, 0, 0}};
+  const word_t nothing = {{0}};
   if (id >= V) FAIL;
-  if (word_bytes == 16) ((word_t *)out)[to] = id < 0 ? nothing : ((const word_t *)table)[from];
-  else if (word_bytes == 4) ((int *)out)[to] = id < 0 ? 0 : ((const int *)table)[from];
-  else if (word_bytes == 2) ((short *)out)[to] = id < 0 ? 0 : ((const short *)table)[from];
-  else ((char *)out)[to] = id < 0 ? 0 : ((const char *)table)[from];
+  if (word_bytes == 16) ((word_t *)out)[i] = id < 0 ? nothing : ((const word_t *)table)[from];
+  else if (word_bytes == 4) ((int *)out)[i] = id < 0 ? 0 : ((const int *)table)[from];
+  else if (word_bytes == 2) ((short *)out)[i] = id < 0 ? 0 : ((const short *)table)[from];
+  else ((char *)out)[i] = id < 0 ? 0 : ((const char *)table)[from];
+#endif
 }
 
 // Gather rows of codes and decode them.
@@ -664,8 +678,10 @@ KERNEL gather_codes(const IN *table, const ID *ids, const float *steps, int n, i
   const i64 id = ids[row];
   if (id >= V) FAIL;
   floats_t v = all_of(0);
-  if (id >= 0) v = load(table + id * width + column, whole, left);
-  if (id >= 0) v = decode(v, steps + column, width, whole, left);
+  if (id >= 0) {
+    v = load(table + id * width + column, whole, left);
+    v = decode(v, steps + column, width, whole, left);
+  }
   store(out + row * width + column, whole, left, v);
 }
 
@@ -680,17 +696,6 @@ int fits_block(const ID *indptr, const ID *indices, const ID *self_rows, i64 S, 
   for (i64 e = 0; e < E; e++) signs |= indices[e] | (N - 1 - indices[e]);
   for (i64 s = 0; self_rows && s < S; s++) signs |= self_rows[s] | (N - 1 - self_rows[s]);
   return S >= 0 && signs >= 0 && indptr[0] == 0 && indptr[S] == E;
-}
-
-// Gather rows ids [n] of h [V, F], prefetched `ahead` rows early; `bad` counts ids out of range.
-HOST_KERNEL fetch_rows(const IN *h, const ID *ids, i64 n, i64 V, i64 F, i64 ahead, IN *out,
-                       ID *bad) {
-  THREAD(n);
-  const i64 bytes = F * sizeof(IN), soon = ids[i + ahead < n ? i + ahead : i];
-  for (i64 c = 0; c < F; c += 64 / sizeof(IN)) __builtin_prefetch(h + soon * F + c);
-  __builtin_prefetch(h + soon * F + F - 1);
-  if ((u64)(i64)ids[i] < (u64)V) memcpy(out + i * F, h + (i64)ids[i] * F, bytes);
-  else atomicAdd(bad, 1);
 }
 
 // List the edges of each source in order, as `list_*` do on a GPU. size [N] starts at zero.

@@ -116,7 +116,6 @@ class _SelfAndMean(torch.autograd.Function):
         *saved, h_dst = ctx.saved_tensors
         near = InEdges(*saved[: len(InEdges._fields)])
         scales = Scales(*saved[len(near) :])
-        grad = grad.contiguous()
         to_alpha = None
         to_h = None
         if ctx.needs_input_grad[0]:
@@ -135,21 +134,38 @@ def gather_rows(features, ids, out=None, *, scale=None):
         return None
     if scale is not None:
         return _gather_codes(features, ids, out, scale)
-    out = features.new_empty(ids.numel(), width) if out is None else out
-    like = out.dtype, out.device, out.shape
-    fits = like == (features.dtype, features.device, (ids.numel(), width))
-    if not (fits and out.is_contiguous() and features.is_contiguous()):
-        return None
-    if is_gpu(features.device):
-        return _gather_words(features, ids, out)
-    code = functions([ids], features, out)
-    if code is None:
-        return None
     n = ids.numel()
-    bad = ids.new_zeros(1)
-    ahead = 4 + 3072 // (width * out.itemsize + 1)  # some fifty cache lines
-    code.run("fetch_rows", n, h=features, ids=ids, n=n, V=V, F=width, ahead=ahead, out=out, bad=bad)
-    _check_rows(ids, features, bad)
+    out = features.new_empty(n, width) if out is None else out
+    like = out.dtype, out.device, ids.device, out.shape
+    fits = like == (features.dtype, features.device, features.device, (n, width))
+    fits = fits and ids.dtype in IDS and not features.is_meta
+    if not fits or not all(t.is_contiguous() for t in (features, ids, out)):
+        return None
+    row = width * features.itemsize
+    starts = features.data_ptr() | out.data_ptr()
+    size = next(size for size in (16, 4, 2, 1) if not (row | starts) % size)
+    words = row // size
+    # one program serves all types
+    code = load(torch.int32, torch.float32, torch.float32, features.device)
+    if code is None or n * words >= 1 << 32:
+        return None
+    bad = ids.new_zeros(1, dtype=torch.int32) if code.on_cpu else None
+    code.run(
+        "gather_rows",
+        n if code.on_cpu else n * words,
+        table=features,
+        ids=ids,
+        n=n,
+        words=words,
+        word_bytes=size,
+        id_bytes=ids.itemsize,
+        V=V,
+        ahead=4 + 3072 // (row + 1),  # some fifty cache lines
+        bad=bad,
+        out=out,
+    )
+    if code.on_cpu:
+        _check_rows(ids, features, bad)
     return out
 
 
@@ -184,35 +200,6 @@ def _gather_codes(codes, ids, out, scale):
     return out
 
 
-def _gather_words(features, ids, out):
-    """Gather rows of any dtype, as words of 16, 4, 2 or 1 bytes."""
-    row = features.shape[1] * features.itemsize
-    starts = features.data_ptr() | out.data_ptr()
-    size = next(size for size in (16, 4, 2, 1) if not (row | starts) % size)
-    fits = ids.dtype in IDS and ids.is_contiguous() and ids.device == features.device
-    if not fits or ids.numel() * row // size >= 1 << 32:
-        return None
-    # one program serves all types
-    code = load(torch.int32, torch.float32, torch.float32, features.device)
-    if code is None:
-        return None
-    n = ids.numel()
-    words = row // size
-    code.run(
-        "gather_rows",
-        n * words,
-        table=features,
-        ids=ids,
-        n=n,
-        words=words,
-        word_bytes=size,
-        id_bytes=ids.itemsize,
-        V=len(features),
-        out=out,
-    )
-    return out
-
-
 def relu_dropout(h, nodes, seed, drop):
     """Compute dropout(relu(h)) in place, with model.py's mask."""
     code = functions([nodes], h, h) if nodes is None or nodes.shape == h.shape[:1] else None
@@ -234,7 +221,6 @@ class _ReluDropout(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (kept,) = ctx.saved_tensors
-        grad = grad.contiguous()
         S, width = grad.shape
         out = torch.empty_like(grad)
         ctx.code.run(
@@ -298,7 +284,6 @@ class _NormRelu(torch.autograd.Function):
         normed = _Normed(*ctx.saved_tensors)
         code, whole, scale = ctx.given
         S, width = grad.shape
-        grad = grad.contiguous()
         run = -(-S // RUNS) or 1
         runs = -(-S // run)
         sums = normed.gamma.new_empty(runs, 2 * width)
@@ -355,7 +340,6 @@ class _MaxNeighbours(torch.autograd.Function):
     def backward(ctx, grad):
         *saved, winner = ctx.saved_tensors
         near = InEdges(*saved)
-        grad = grad.contiguous()
         N = ctx.num_src
         width = grad.shape[1]
         out = grad.new_empty(N, width)
@@ -404,15 +388,10 @@ def cross_entropy(logits, y):
     Args:
         logits: [S, C]. y: int64 [S], below 0 for rows that do not count.
     """
-    fits = (
-        is_gpu(logits.device)
-        and logits.dim() == 2
-        and logits.shape[1]
-        and y.shape == logits.shape[:1]
-    )
-    if not fits or y.dtype != torch.int64 or y.device != logits.device or not y.is_contiguous():
-        return None
-    code = functions([], logits, logits)
+    kind = torch.int64, logits.device, logits.shape[:1]
+    fits = is_gpu(logits.device) and logits.numel() and y.is_contiguous()
+    fits = fits and (y.dtype, y.device, y.shape) == kind
+    code = functions([], logits, logits) if fits else None
     return None if code is None else _CrossEntropy.apply(logits, y, code)
 
 
@@ -533,7 +512,7 @@ class _Stack(torch.autograd.Function):
         saved = ctx.saved_tensors
         plan = ctx.plan
         grads = []
-        rows = grad = grad.contiguous()
+        rows = grad
         # as long as the longest sum: layers have no more rows than the outermost one
         ones = grad.new_ones(len(saved[1]), dtype=torch.float32) if is_gpu(grad.device) else None
         for i in reversed(range(len(plan.nears))):
@@ -560,7 +539,7 @@ def linear(x, weight, bias=None):
     long = is_gpu(x.device) and x.dim() == 2 and len(x) >= LONG
     ours = long or _for_onednn(x, weight)
     if ours and not torch.is_autocast_enabled(x.device.type) and not followed():
-        return (_LongLinear if long else _Linear).apply(x, weight, bias)
+        return _Linear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -596,9 +575,10 @@ def column_sums(rows, ones):
 
 
 def bias_grad(grad):
-    """Return the sums of the columns of many rows grad [n, D] on a GPU, first over runs of them."""
+    """Return the sums of the columns of rows grad [n, D]; of many on a GPU first over runs of them."""
     n, width = grad.shape
-    code = None if learned(grad) else functions([], grad, grad)
+    torchs = learned(grad) or not is_gpu(grad.device)
+    code = None if torchs else functions([], grad, grad)
     if code is None:
         return grad.sum(0)
     runs = code.runs(grad)
@@ -622,20 +602,10 @@ class _Linear(torch.autograd.Function):
         return product(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):  # [S, D]
-        x, weight = ctx.saved_tensors
-        grad = grad.contiguous()
-        to_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
-        to_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        return to_x, (x.t() @ grad).t(), to_bias
-
-
-class _LongLinear(_Linear):
-    @staticmethod
     def backward(ctx, grad):  # [S, D]; differentiable
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        to_x = grad @ weight if ctx.needs_input_grad[0] else None
+        to_x = linear(grad, weight.t()) if ctx.needs_input_grad[0] else None
         to_bias = bias_grad(grad) if ctx.needs_input_grad[2] else None
-        return to_x, weight_grad(grad, x), to_bias
+        to_weight = weight_grad(grad, x) if is_gpu(x.device) else (x.t() @ grad).t()
+        return to_x, to_weight, to_bias

@@ -161,10 +161,9 @@ FN float total(floats_t v) {
   return v[0];
 }
 FN floats_t leaky(floats_t z) { return choose(z > 0.0f, z, z * 0.2f); }
-FN floats_t slope(floats_t z) { return choose(z > 0.0f, all_of(1.0f), all_of(0.2f)); }
 // Slopes of `width` columns, a bit each: a thread's columns are the same bit of COLUMNS words.
-#define SLOPE_WORDS(width) (((width) + 32 * COLUMNS - 1) / (32 * COLUMNS) * COLUMNS)
 #define SLOPE_WORD(column) ((column) / (32 * COLUMNS) * COLUMNS)
+#define SLOPE_WORDS(width) SLOPE_WORD((width) + 32 * COLUMNS - 1)
 #define SLOPE_BIT(column) ((int)(1u << (column) / COLUMNS % 32))
 // Backward of ReLU and dropout: g * scale `where` their result was above 0, else 0.
 FN floats_t keep(ints_t where, floats_t g, float scale) {
