@@ -293,6 +293,7 @@ typedef struct {
   u64 hash[ROWS];
 } wide_t;
 static void draw_wide(wide_t *wide, i64 *positions) {
+  if (!wide->n) return;  // k is not set
   floyd_wide(wide->n, wide->k, wide->hash, wide->degree, wide->picks[0], ROWS);
   for (i64 i = 0; i < wide->n; i++)
     for (i64 pick = 0; pick < wide->k; pick++)

@@ -21,10 +21,10 @@ HERE = Path(__file__).resolve().parents[1]
 # Size is counted in tokens without docstrings and comments: lines may be as many as reading needs. A number is raised only
 # in a commit that says what the tokens bought.
 LIMITS = {
-    "tokens of product Python": 145_100,
-    "tokens of C and CUDA": 29_000,
-    "tokens of bench": 37_200,
-    "tokens of tests": 181_500,
+    "tokens of product Python": 155_100,
+    "tokens of C and CUDA": 28_500,
+    "tokens of bench": 34_400,
+    "tokens of tests": 189_300,
     "lines of README": 200,
     "longest file": 1_006,
     "functions above 80 lines": 0,
@@ -33,10 +33,10 @@ LIMITS = {
     "tuple assignments of several expressions": 0,
     "names of layers, rules, columns outside their declarations": 2,
     "attributes set from outside": 2,
-    "entries in the root": 23,
+    "entries in the root": 24,
     "floors of imports": 10,
     "modules in a circle": 0,
-    "arrows": 218,
+    "arrows": 229,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import itertools
 import math
+import multiprocessing
 import os
 import pickle
 import re
@@ -726,6 +727,27 @@ def test_native_code_is_compiled_once_by_processes_that_start_together(tmp_path)
     for compiler in ("/no/such/compiler", "false"):  # one warning and the torch backend
         (output,) = _use(tmp_path / compiler[-3:], CC=compiler, XDG_CACHE_HOME=str(folder))
         assert output.startswith("torch 1 ") and "apt install gcc" in output
+
+
+def test_chunks_without_lists_to_draw_do_not_read_what_the_stack_held(tmp_path):
+    """All edges of each list are taken: the kernel's record of lists that are drawn together stays unset."""
+    dirty = "void dirty(void) { volatile char stack[1 << 20]; for (int i = 0; i < 1 << 20; i++) stack[i] = 1; }"
+    library = build.load_c("test", dirty, ["-O0", "-shared", "-fPIC"])
+    if library is None:
+        pytest.skip("no C compiler")
+    indptr, indices = _random_graph(np.random.default_rng(0), 50, 5)
+    s = NeighborSampler(indptr, indices, [1000], backend="native", threads=1)
+
+    def draw():
+        library.dirty()
+        s.sample(torch.arange(50), 0)
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=draw)
+    process.start()
+    process.join(30)
+    process.kill()
+    assert process.exitcode == 0
 
 
 def test_ctrl_c_while_arguments_are_converted_is_no_ctypes_error(monkeypatch):
