@@ -599,7 +599,7 @@ class Flags:
         text("DIR"),
         None,
         "write the trained network as model.safetensors and config.json",
-        needs=[one_run, library("safetensors"), folder_to_write],
+        needs=[one_run, folder_to_write, library("safetensors")],
     )
     verbose: bool = free(SWITCH, False, "also print memory plan, settings and stage times")
     log: str | None = free(
