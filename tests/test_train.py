@@ -380,7 +380,7 @@ def test_choices_are_taken_in_any_case_and_empty_names_are_refused(capsys):
     assert train.parse_args("--task Graph --model ALIGNN --gpus 0".split()).model == "alignn"
     empty = {"export": "DIR", "resume": "FILE", "dataset": "NAME"}
     bad = {f"--{name}=": f"argument --{name}: '' is empty: give {of}" for name, of in empty.items()}
-    bad[f"--export={'y' * 256}"] = "yyy... is a name of 256 bytes: at most 255"
+    bad[f"--root={'y' * 256}"] = "yyy... is a name of 256 bytes: at most 255"
     bad[f"--root={'y/' * 2200}"] = "... is a path of "
     for words, said in bad.items():
         assert _code(words, "--gpus 0") == 2
