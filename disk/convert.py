@@ -371,8 +371,7 @@ class RoundedRows:
     def add(self, first, before, after):
         """Take those of the sample of a chunk of rows, whose first row is `first`."""
         self.largest = max(self.largest, largest_of(before))
-        ends = torch.tensor([first, first + len(before)], device="cpu")
-        start, stop = torch.searchsorted(self.ids, ends).tolist()
+        start, stop = np.searchsorted(self.ids.numpy(), [first, first + len(before)])
         at = self.ids[start:stop] - first
         self.before.append(before[at])
         self.after.append(after[at])

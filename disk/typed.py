@@ -163,6 +163,7 @@ def _labels(labels, split, first, node_types) -> dict:
     ((kind, values),) = labels.items()
     values = integers(f"labels of {kind}", values)
     refuse(values < -1, f"labels of {kind}", values, "labels are 0 or more, or -1 for none")
+    joined = _spread("labels", {kind: values}, first, node_types, -1)
     splits = split if isinstance(split, list) else [split or {}]
     moved = [
         {
@@ -171,10 +172,7 @@ def _labels(labels, split, first, node_types) -> dict:
         }
         for one in splits
     ]
-    return {
-        "labels": _spread("labels", {kind: values}, first, node_types, -1),
-        "split": moved if splits is split else moved[0],
-    }
+    return {"labels": joined, "split": moved if splits is split else moved[0]}
 
 
 def _check_names(node_types, edge_index):

@@ -290,6 +290,7 @@ def place_data(ranks, plan, task, used):
     indptr, indices, labels, features = graph
     if plan.split_features and plan.mode != MODES[0]:
         features = over_machines(ranks, plan, store, machines, features)
+    stored = store.features
     if store.part:  # exact inference reads all rows
         store.take_features(features)
     features = cached(ranks, plan, task, used, features)
@@ -308,8 +309,8 @@ def place_data(ranks, plan, task, used):
         device=ranks.device,
         gather=gather_rows,
         aggregate=self_and_mean if in_place else None,
-        scale=store.features.scale,
-        ends=store.features.ends,
+        scale=stored.scale,
+        ends=stored.ends,
     )
     return sampler, ring
 

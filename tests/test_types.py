@@ -320,7 +320,7 @@ def test_each_type_of_nodes_has_a_scale_of_its_own_in_int8(backend, tmp_path, ca
         _refuses(why, graph.features.put_rows, torch.tensor([50]), torch.full((1, 8), 1e30))
     x["place"][0, 0] = 1e9
     build_store(tmp_path / "far", **given, feature_dtype="int8")
-    assert "left of column 0 of place (2 of 7), in 57 rows" in capsys.readouterr().out
+    assert "left of 1 column, 0 of place (2 of 7), in 57 rows" in capsys.readouterr().out
     one = graph.features.scale[1].tolist()
     _rewrite_meta(path, **(graph.meta | {"feature_scale": one}))
     old = GraphStore.open(path).features
