@@ -124,6 +124,7 @@ def _end(process, *codes):
 @pytest.fixture(autouse=True)
 def _before_each_test(request, monkeypatch):
     torch.manual_seed(0)  # a test draws the same numbers whichever ran before it
+    torch.set_num_threads(1)  # a run in this process may have set more, which a fork has not
     if not request.node.get_closest_marker("gpu"):
         # for a process that has used one
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
