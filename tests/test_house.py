@@ -24,7 +24,7 @@ LIMITS = {
     "tokens of product Python": 155_100,
     "tokens of C and CUDA": 28_500,
     "tokens of bench": 34_400,
-    "tokens of tests": 189_300,
+    "tokens of tests": 189_500,
     "lines of README": 200,
     "longest file": 1_006,
     "functions above 80 lines": 0,
