@@ -206,7 +206,6 @@ def _ranges(edges, options, numbered, folder, progress):
 def _on_disk(folder, count, dtype) -> np.ndarray:
     """Create an array [count] in an unnamed temporary file in `folder`."""
     with tempfile.TemporaryFile(dir=folder) as file:
-        # a hole would kill the process on a full disk
         if hasattr(os, "posix_fallocate"):  # a hole would kill the process on a full disk
             os.posix_fallocate(file.fileno(), 0, count * np.dtype(dtype).itemsize)
         return np.memmap(file, dtype, "r+", shape=count)
