@@ -242,7 +242,9 @@ def _write_store(path, graph, progress):
     records = _write_graph(path, graph, progress)
     names = ["indptr", "indices", *graph.arrays.keys() & {columns.EDGE_TYPE.name}]
     arrays = [np.load(path / f"{name}.npy", mmap_mode="r") for name in names]
-    counts = {"num_edges": len(arrays[1]), "edges": checks.count_edges(*arrays)}
+    node_types = graph.meta.get("node_types", [["", graph.meta["num_nodes"], 0]])
+    counted = checks.count_edges(*arrays, node_types=node_types)
+    counts = {"num_edges": len(arrays[1]), "edges": counted}
     if graph.node_names is not None:
         records[columns.NAMES] = columns.write_names(path, graph.node_names)
     records |= _write_features(path, graph, progress)

@@ -478,6 +478,7 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
         "isolated": 150 - len({node for pair in pairs for node in pair}),
         "one_way": sum(count for (u, v), count in pairs.items() if (v, u) not in pairs),
         "one_way_of": 2000,
+        "from_one": [],
     }
     assert expected["duplicates"] and expected["self_loops"] and expected["isolated"]
     monkeypatch.setattr(checks, "EDGE_CHUNK", 100)
@@ -488,9 +489,8 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
     line = checks.edge_line(GraphStore.open(stored))
     words = r"\d+ duplicates, \d+ self loops, 3 isolated nodes, 9\d % without a reverse"
     assert re.fullmatch(f"2,000 edges: {words}, messages go one way", line)
-    for damaged in (..., {**expected, "one_way": "x"}, 7):  # not there, or no counts
-        _rewrite_meta(stored, edges=damaged)
-        assert checks.edge_line(GraphStore.open(stored)) == "2,000 edges"
+    _rewrite_meta(stored, edges=...)  # as in stores of before
+    assert checks.edge_line(GraphStore.open(stored)) == "2,000 edges"
     kinds = np.arange(2000) % 3  # edges of different types are no duplicates
     distinct = len(set(zip(src.tolist(), dst.tolist(), kinds.tolist())))
     typed = GraphStore.open(build_store(tmp_path / "t", **graph, edge_type=kinds))
