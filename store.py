@@ -150,6 +150,7 @@ class _Checked(NamedTuple):
     arrays: dict  # labels, the parts of the split and the columns, by name
     node_names: Any  # V names, or None
     meta: dict  # entries of meta.json that are known before the edges are sorted
+    ordered: bool  # whether the order in which edges were given is kept
 
 
 def _checked(given) -> _Checked:
@@ -202,7 +203,8 @@ def _checked(given) -> _Checked:
         **entries,
     }
     arrays = {"labels": labels, **split, **carried}
-    return _Checked(edges, features, arrays, node_names, meta)
+    ordered = given.columns.get(columns.EDGE_ORDER.name) is True
+    return _Checked(edges, features, arrays, node_names, meta, ordered)
 
 
 def _block_rows(asked, row_bytes) -> int:
@@ -268,7 +270,7 @@ def _write_graph(path, graph, progress) -> dict:
             "edge_type and edge_time, and node_time needs edge_time"
         )
     else:
-        if graph.arrays.keys() & columns.OF_EDGES or of_sources is not None:
+        if graph.arrays.keys() & columns.OF_EDGES or of_sources is not None or graph.ordered:
             by = sort.SortBy(tempfile.TemporaryFile(dir=path), types, times, of_sources)
         indptr = np.zeros(edges.num_nodes + 1, np.int64)
         chunks = sort.sorted_sources(edges, indptr, options, path, by=by, progress=progress)
@@ -284,6 +286,9 @@ def _write_graph(path, graph, progress) -> dict:
     records |= columns.write_arrays(path, {"indptr": indptr, **graph.arrays}, order)
     if of_sources is not None:
         records |= columns.write_arrays(path, {columns.EDGE_TIME.name: of_sources}, written)
+    if graph.ordered:
+        numbers = np.arange(len(written)) if order is None else order
+        records |= columns.write_arrays(path, {columns.EDGE_ORDER.name: numbers})
     return records
 
 

@@ -92,34 +92,14 @@ def check_features(name, rows):
     return as_numpy(rows) if tensor else np.asarray(rows), meta
 
 
-class Numbers:
-    """The numbers 0 to M - 1 of the given edges, an array [M] that takes no memory."""
-
-    dtype = np.dtype(np.int64)
-
-    def __init__(self, count):
-        self.shape = (count,)
-        self.nbytes = 8 * count
-
-    def __len__(self):
-        return self.shape[0]
-
-    def __getitem__(self, cut):
-        return np.arange(*cut.indices(len(self)))
-
-    def take(self, numbers, axis):
-        """Return the numbers at some positions, which they are."""
-        return numbers
-
-
 def check_order(name, numbers):
     """Refuse what are no whole numbers."""
-    return numbers if isinstance(numbers, Numbers) else integers(name, numbers), {}
+    return integers(name, numbers), {}
 
 
-def latest(times) -> int:
+def latest(times):
     """Return the latest of some times, 0 of none."""
-    return int(times.max()) if times.size else 0
+    return times.max() if times.size else 0
 
 
 # ---- what `GraphStore` and the log say about a column of an open graph
@@ -315,7 +295,7 @@ def refuse_unknown(names):
 
 def check_columns(values, edges, edge_types):
     """Check `values` {name of a column: what a person gives, or None} of a graph with these `GivenEdges`, and the names of
-    the edge types.
+    the edge types. edge_order=True asks for a column that follows from sorting.
 
     Returns ({name: numpy array} of those that are not None; their entries for meta.json).
     """
@@ -325,9 +305,7 @@ def check_columns(values, edges, edge_types):
     for name, column in COLUMNS.items():
         rows = getattr(edges, f"num_{column.of}s")
         value = values.get(name)
-        if column.asked and isinstance(value, bool):
-            value = Numbers(rows) if value else None
-        if value is not None:
+        if value is not None and not (column.asked and isinstance(value, bool)):
             checked[name], entries = column.checked(value, rows)
             meta |= entries
             if column.timed:
