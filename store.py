@@ -356,8 +356,6 @@ class GraphStore:
         records = meta["files"]
         for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
             setattr(self, name, meta[name])
-        if type(self.num_classes) is not int or not 1 <= self.num_classes <= checks.MAX_CLASSES:
-            raise ValueError(f"it has num_classes = {self.num_classes!r:.200}")
         self.labelled = meta.get("labelled", True)
         self.feature_names = meta.get("feature_names")
         source = meta.get("source")
@@ -365,10 +363,13 @@ class GraphStore:
         # of a synthetic graph their number
         self.class_names = [*map(str, classes)] if isinstance(classes, list) else None
         self.options = [name for name, on in meta["options"].items() if on]
-        kinds = columns.array_kinds(meta)
-        for name, kind in kinds.items():
-            stored = name not in columns.COLUMNS or f"{name}.npy" in records
-            setattr(self, name, self._map(f"{name}.npy", kind) if stored else None)
+        for name, rows in columns.rows_of_arrays(meta).items():
+            values = None
+            if name not in columns.COLUMNS or f"{name}.npy" in records:
+                values = self._map(f"{name}.npy")
+                if len(values) != rows:
+                    raise ValueError(f"{name}.npy has {len(values)} rows, not {rows}")
+            setattr(self, name, values)
         self.num_edge_types = meta.get("num_edge_types", 0)
         self.edge_types = meta.get("edge_types")
         self.edge_dim = 0
@@ -387,7 +388,7 @@ class GraphStore:
         self.sampling_threads = None
         free = free_host_bytes()
         if self.indices.nbytes > free // 2:
-            self.sampled_indices = self._map("indices.npy", kinds["indices"], ahead=False)
+            self.sampled_indices = self._map("indices.npy", ahead=False)
             self.sampling_threads = SAMPLERS
         types = meta.get("node_types", [])
         self.node_types = {str(name): (int(count), int(width)) for name, count, width in types}
@@ -427,15 +428,14 @@ class GraphStore:
         meta = self.meta
         large = math.prod(shape) * dtype.itemsize > free
         file = BACKENDS[meta["backend"]]
+        record = meta["files"][file]
+        if record["shape"] != [*shape]:
+            raise ValueError(f"{file} has rows {record['shape']}, not {[*shape]}")
         if meta["backend"] == "lmdb":
-            record = meta["files"][file]
             lmdb_rows.check_lmdb(self.path, file, record)
-            if record["shape"] != [*shape]:
-                raise ValueError(f"{file} has rows {record['shape']}, not {[*shape]}")
             return LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
-        kind = files.storage_dtype(meta["feature_dtype"]), [*shape]
-        table = self._table = self._map(file, kind, ahead=not large)
-        head = meta["files"][file]["bytes"] - table.nbytes
+        table = self._table = self._map(file, ahead=not large)
+        head = record["bytes"] - table.nbytes
         graph = self.indptr.nbytes + self.indices.nbytes
         return MmapFeatures(table.view(dtype), large, self.path, head, graph)
 
@@ -619,8 +619,8 @@ class GraphStore:
         if self.meta["backend"] == "lmdb":
             self._rows.verify()
 
-    def _map(self, name, kind, **options) -> Tensor:
-        return files.map_npy(self.path, name, self.meta["files"][name], *kind, **options)
+    def _map(self, name, **options) -> Tensor:
+        return files.map_npy(self.path, name, self.meta["files"][name], **options)
 
 
 def _written(value) -> bool:

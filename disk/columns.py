@@ -152,18 +152,17 @@ class Column:
     _: KW_ONLY
     of: str  # "edge" or "node": it has a row for each
     check: Callable  # see above
-    # of the file; where it follows from meta.json, dtype(meta), that of the checked array
-    dtype: str | Callable
     # names of its array in .npz files, PyG and, after "edata.", DGL; those of an earlier column are that one's
     aliases: tuple
     # of `store.py build` for tables, with underscores as an argument of sources.prepare.build; None: no data of a run,
     # but numbers of the edges, which a build is asked to keep by NAME=True
     flag: str | None
     describe: Callable  # of an open graph -> words for the log
+    dtype: str | None = None  # of the file; None: that of the checked array
     metavar: str | None = None  # of the flag, as `help`; None: as in USAGE
     help: str | None = None
     cells: type = np.float64  # of tables; those of int64 identify, and may be text to be numbered
-    width: str = ""  # entry of meta.json with the width of its rows; "": [M] or [V]
+    wide: bool = False  # whether its rows are vectors: [M, D] or [V, D]
     # of nodes, which need it: its values [n] of some types -> that of nodes of types without it
     elsewhere: Callable | None = None
 
@@ -182,19 +181,13 @@ class Column:
         metavar, help = USAGE[self.of]
         return self.metavar or metavar, self.help or help
 
-    def kind(self, meta):
-        """Return the dtype and the shape that meta.json implies for its file."""
-        rows = meta[f"num_{self.of}s"]
-        dtype = self.dtype if isinstance(self.dtype, str) else self.dtype(meta)
-        return dtype, [rows, meta.get(self.width)] if self.width else [rows]
-
     def checked(self, values, rows):
         """Check what a person gives for `rows` edges or nodes -> see `check`."""
         values = array_like(self.name, values)
         shape = tuple(values.shape)
-        fits = shape[:1] == (rows,) and len(shape) <= 1 + bool(self.width) and 0 not in shape[1:]
+        fits = shape[:1] == (rows,) and len(shape) <= 1 + self.wide and 0 not in shape[1:]
         if not fits or isinstance(values, Rows):
-            width = ", D" if self.width else ""
+            width = ", D" if self.wide else ""
             raise StoreError(
                 f"{self.name} is a {type(values).__name__} {[*shape]}: "
                 f"an array [{rows}{width}] is needed, a row for each {self.of}"
@@ -215,7 +208,6 @@ EDGE_TYPE = Column(  # its relation, numbered from 0; each neighbour list is sor
     "edge_type",
     of="edge",
     check=check_types,
-    dtype=lambda meta: types_dtype(meta.get("num_edge_types", 0)),
     aliases=("edge_type", "edata.edge_type", "edata.etype", "edata._TYPE"),
     flag="types",
     cells=np.int64,
@@ -234,8 +226,7 @@ EDGE_FEATURES = Column(  # for layers that see edges
     "edge_features",
     of="edge",
     check=check_features,
-    dtype=lambda meta: storage_dtype(meta.get("edge_dtype", "float32")),
-    width="edge_dim",
+    wide=True,
     aliases=("edge_features", "edge_attr", "edata.feat", "edata.edge_features", "edata.edge_attr"),
     flag="edge_features",
     metavar="COLUMNS",
@@ -272,19 +263,10 @@ COLUMNS = {
 OF_EDGES = [column.name for column in COLUMNS.values() if column.of == "edge"]
 
 
-def array_kinds(meta):
-    """Return what meta.json implies for the arrays that a store may have, the split and the features aside -> {name: (dtype,
-    shape)}."""
-    nodes = meta["num_nodes"]
-    labels = "int64", [nodes]
-    if meta["files"]["labels.npy"]["dtype"] == "int8":
-        labels = "int8", [nodes, meta["num_classes"]]
-    return {
-        "indptr": ("int64", [nodes + 1]),
-        "indices": ("int32" if nodes < 1 << 31 else "int64", [meta["num_edges"]]),
-        "labels": labels,
-        **{name: column.kind(meta) for name, column in COLUMNS.items()},
-    }
+def rows_of_arrays(meta) -> dict:
+    """Return how many rows the arrays have that a store may have, the split and the features aside -> {name: rows}."""
+    rows = {"indptr": meta["num_nodes"] + 1, "indices": meta["num_edges"], "labels": meta["num_nodes"]}
+    return rows | {name: meta[f"num_{column.of}s"] for name, column in COLUMNS.items()}
 
 
 def refuse_unknown(names):
@@ -423,7 +405,7 @@ def write_arrays(path, arrays, order=None) -> dict:
     for name, array in arrays.items():
         column = COLUMNS.get(name)
         dtype = array.dtype
-        if column and isinstance(column.dtype, str):
+        if column and column.dtype:
             dtype = np.dtype(column.dtype)
         dtype = storage_dtype("uint8" if dtype == np.bool_ else dtype)
         rows = order if column and column.of == "edge" else None

@@ -95,7 +95,8 @@ def flatten(given) -> dict:
     columns = {}
     always = None
     for name, values in of_nodes.items():
-        values = {kind: np.asarray(part) for kind, part in values.items()}
+        dtype = None if COLUMNS[name].timed else COLUMNS[name].dtype
+        values = {kind: np.asarray(part, dtype) for kind, part in values.items()}
         rest = COLUMNS[name].elsewhere(np.concatenate([*values.values()]))
         columns[name] = _spread(name, values, first, node_types, rest)
     if NODE_TIME.name in of_nodes:
@@ -166,7 +167,7 @@ def _checked_columns(columns, sizes) -> dict:
                 units[title] = part.dtype.kind == "M"
             else:
                 part = as_rows(title, values)
-            if column.width and part.ndim == 1:
+            if column.wide and part.ndim == 1:
                 part = part[:, None]
             checked[name][kind] = shaped(title, part, sizes[kind], *part.shape[1:])
     check_units(units)
@@ -263,7 +264,7 @@ def _edge_column(column, values, kinds):
     if column.timed:
         return np.concatenate(parts)
     with reading(column.name):
-        if column.width:
+        if column.wide:
             width = max(part.shape[1] for part in parts)
             parts = [pad(part, (0, width - part.shape[1])) for part in parts]
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))

@@ -330,7 +330,7 @@ class Arrays:
             if name is None:
                 continue
             values = self.read(name, "biufM" if column.timed else "biuf")
-            if not column.width and values.shape[1:] == (1,):
+            if not column.wide and values.shape[1:] == (1,):
                 values = values.reshape(-1)
             arrays[column.name] = values
             called = f" (called {name})" if name != column.name else ""

@@ -76,7 +76,7 @@ def read_tables(file, tables, columns, folder, ignore):
         elif os.path.isfile(source):
             own_files[name] = source
         else:
-            keep[name] = source.split(",") if COLUMNS[name].width else [source]
+            keep[name] = source.split(",") if COLUMNS[name].wide else [source]
     ids = set()
     for source in own_files.values():
         with opened(source, ignore, nodes.heads) as table:
@@ -533,8 +533,8 @@ def edge_rows(file, folder, name, ignore, keys):
         ids = _id_column(table, [j for j in _edge_ids(table) if j not in ends], "edges")
         named = ids is not None and table.names[ids] in keys.ids
         columns = [j for j in range(table.width) if j not in [ids, *ends]]
-        if not columns or len(columns) > 1 and not COLUMNS[name].width:
-            needed = "some are" if COLUMNS[name].width else "one is"
+        if not columns or len(columns) > 1 and not COLUMNS[name].wide:
+            needed = "some are" if COLUMNS[name].wide else "one is"
             count = plural(len(columns), "column")
             raise StoreError(f"{file} has {count} for {name}: {needed} needed")
         by_ids = named or ids is not None and not ends
@@ -598,7 +598,7 @@ def _spooled(table, folder, fields, nodes, keys=()):
         if column:
             # types may be text
             kind = str if column is EDGE_TYPE else TIME if column.timed else float
-            kind = list if column.width else kind
+            kind = list if column.wide else kind
             dtype = np.int64 if column.timed else column.cells
         kinds |= dict.fromkeys(which, kind)
         record.append((name, dtype, (sum(table.widths[j] for j in which),)))
@@ -631,7 +631,7 @@ def _spooled(table, folder, fields, nodes, keys=()):
     rows = spool(folder, chunks(), record)
     arrays = {name: rows[name] for name in fields}
     for name in arrays.keys() & COLUMNS.keys():
-        if not COLUMNS[name].width:
+        if not COLUMNS[name].wide:
             arrays[name] = rows[name][:, 0]
             # dates in parquet, or text none of which is a number
             if COLUMNS[name].timed and table.kinds[fields[name][0]] in ("dates", "text"):
