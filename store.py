@@ -216,20 +216,14 @@ def _block_rows(asked, row_bytes) -> int:
 
 
 def _bytes_needed(graph) -> int:
-    """Estimate the size of a store before it is written; without its edges if some may be dropped."""
+    """Estimate the size of a store before it is written: its nodes and features, and its edges unless some may be dropped."""
     meta = graph.meta
     row_bytes = meta["feature_dim"] * files.storage_dtype(meta["feature_dtype"]).itemsize
-    rows = graph.features
-    spooled = isinstance(rows, convert.Rows) and meta["feature_dtype"] == "int8"
-    if spooled and convert.row_dtype("features", rows) != "int8":
-        row_bytes *= 5  # with the float32 rows, which are written to a file first
-    need = meta["num_nodes"] * 16 + rows.shape[0] * row_bytes
+    need = meta["num_nodes"] * 16 + graph.features.shape[0] * row_bytes
     options = meta["options"]
     if options["drop_self_loops"] or options["drop_duplicates"]:
         return need
-    of_edges = graph.arrays.keys() & columns.OF_EDGES
-    size = meta["num_edges"] * 4 + sum(graph.arrays[name].nbytes for name in of_edges)
-    return need + (size << options["symmetrize"])
+    return need + (meta["num_edges"] * 4 << options["symmetrize"])
 
 
 def _times_of_sources(graph):
@@ -402,9 +396,7 @@ class GraphStore:
         self.part = None
         self.whole = {}
         if (part := meta.get("part")) is not None:
-            number, of = map(int, part)
-            if not 0 <= number < of <= rows:
-                raise ValueError(f"it is part {number} of {of}, of {rows} rows")
+            number, of = part
             self.part = number, of
             self.whole = dict(meta["whole"])
         first, stop = part_bounds(rows, *(self.part or (0, 1)))

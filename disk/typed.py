@@ -19,15 +19,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from disk.columns import (
-    COLUMNS,
-    EDGE_ORDER,
-    EDGE_TIME,
-    EDGE_TYPE,
-    NODE_TIME,
-    OF_EDGES,
-    check_units,
-)
+from disk.columns import COLUMNS, EDGE_ORDER, EDGE_TIME, EDGE_TYPE, NODE_TIME, OF_EDGES, check_units
 from disk.convert import (
     Rows,
     array_like,

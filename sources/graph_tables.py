@@ -164,10 +164,7 @@ class Nodes:
             row = int(bad.argmax())
             has = f"{self.source} has {self.count:,}{'' if self.names else ', from 0'}"
             hint = "" if table.names or first + row else HEADER
-            cell = short(str(cells[row])) or "''"
-            if self.kind is str and (name := cells[row].strip().strip('"')) in self._trimmed:
-                cell = repr(cells[row])
-                hint = f"; {name!r} differs by spaces or quotes alone: write both alike"
+            cell = short(repr(cells[row]) if self.kind is str else str(cells[row]))
             raise table.error(first + row, f"there is no node {cell}: {has}{hint}")
         return nodes
 
@@ -433,8 +430,6 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
         nodes.check_header(table, ends)
         keys = [j for j in range(table.width) if table.names and table.names[j] in ids]
         taken = [*ends, *sum(kept.values(), [])]
-        if twice := [j for j in taken if taken.count(j) > 1]:
-            raise StoreError(f"{file}: {table.column(twice[0])} is used for two things")
         if extra := [j for j in range(table.width) if j not in [*taken, *keys]]:
             columns = short(", ".join(map(table.column, extra)))
             cure = f"drop it{table.flag(*extra)}, or name it, as by --weights"
