@@ -88,7 +88,7 @@ def build_store(
 
     Arrays may be numpy arrays, torch tensors or anything with .shape, .dtype and slicing (a memmap), which is then read
     a piece at a time; also what docs/data.md lists as "From Python". Neighbour lists are sorted by edge_type, edge_time and source, in bounded memory (disk/sort.py);
-    indptr and indices are stored as given unless an option is set or their lists are out of order.
+    indptr and indices without types and times are stored as given unless an option is set.
 
     Args:
         path: directory to create, with its parents.
@@ -254,18 +254,18 @@ def _write_graph(path, graph, progress) -> dict:
     types = graph.arrays.get(columns.EDGE_TYPE.name)
     times = graph.arrays.get(columns.EDGE_TIME.name)
     of_sources = _times_of_sources(graph)
-    as_given = edges.edge_index is None and of_sources is None and not any(options.values())
+    sorts = [types, times, of_sources]
+    as_given = edges.edge_index is None and not any(options.values())
     by = None
-    if as_given and columns.out_of_order(indptr, types, times) is None:
+    if as_given and all(keys is None for keys in sorts):
         chunks = sort.checked_indices(edges.indices, edges.num_nodes, progress)
     elif isinstance(edges.indices, convert.Rows):
         raise StoreError(
-            "indices given as Rows is stored as it is: there are no graph options, its lists must rise in "
-            "edge_type and edge_time, and node_time needs edge_time"
+            "indices given as Rows is stored as it is: there are no graph options, types and times"
         )
     else:
         if graph.arrays.keys() & columns.OF_EDGES or of_sources is not None or graph.ordered:
-            by = sort.SortBy(tempfile.TemporaryFile(dir=path), types, times, of_sources)
+            by = sort.SortBy(tempfile.TemporaryFile(dir=path), *sorts)
         indptr = np.zeros(edges.num_nodes + 1, np.int64)
         chunks = sort.sorted_sources(edges, indptr, options, path, by=by, progress=progress)
     dtype = "int32" if edges.num_nodes < 1 << 31 else "int64"

@@ -30,6 +30,7 @@ from disk.convert import (
     refuse,
     row_dtype,
     whole_times,
+    within,
 )
 from disk.files import StoreError, check_size, file_record, reading, storage_dtype, write_npy
 
@@ -340,16 +341,13 @@ def read_names(path, record):
     in meta.json."""
     file = check_size(path, NAMES, record)
     count = 0
-    lacks = f"it does not have {record['shape'][0]:,} whole lines"
     with reading(file, "; rebuild the store"):
         with open(file, encoding="utf-8", newline="\n") as lines:
             for line in lines:
-                if not line.endswith("\n"):
-                    raise ValueError(lacks)
                 count += 1
                 yield line[:-1]
         if count != record["shape"][0]:
-            raise ValueError(lacks)
+            raise ValueError(f"it has {count:,} lines, not {record['shape'][0]:,}")
 
 
 def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
@@ -357,18 +355,13 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
     of the nodes, in order, which are read once; None: values are row numbers."""
     values = np.asarray(array_like(name, values))
     if names is None:
-        if values.dtype.kind in "US":
+        if values.dtype.kind == "U":
             raise StoreError(
                 f"{name} is text, and the nodes have no names: row numbers, integers, are needed"
             )
         ids = integers(name, values)
-        bad = ids[(ids < 0) | (ids >= num_nodes)]
-        if bad.size:
-            raise StoreError(f"{name} has node {bad[0]}: node ids lie in [0, {num_nodes})")
+        within(name, ids, num_nodes, "node ids")
         return torch.from_numpy(ids)
-    if values.dtype.kind == "S":
-        with reading(name):
-            values = np.char.decode(values, "utf-8")
     if values.size and values.dtype.kind not in "iuU":
         raise StoreError(
             f"{name} has dtype {values.dtype}: names of nodes, text or integers, are needed"
@@ -417,24 +410,6 @@ def write_arrays(path, arrays, order=None) -> dict:
         shape = [count, *array.shape[1:]]
         records[file] = write_npy(path / file, dtype, shape, chunks)
     return records
-
-
-def out_of_order(indptr, types, times) -> int | None:
-    """Return the first edge that breaks the order by type, then time, within its neighbour list, or None. indptr: int64
-    [V+1]; types, times: [M] numpy arrays or None."""
-    ranks = [keys for keys in (times, types) if keys is not None]  # in rising order of precedence
-    step = chunk_rows(indptr)
-    for a in range(0, len(ranks[0]) - 1 if ranks else 0, step):
-        wrong = False
-        for keys in ranks:
-            chunk = keys[a : a + step + 1]
-            wrong = (chunk[1:] < chunk[:-1]) | (chunk[1:] == chunk[:-1]) & wrong
-        falls = np.flatnonzero(wrong) + a + 1
-        # except where a new list begins
-        falls = falls[indptr[np.searchsorted(indptr, falls)] != falls]
-        if len(falls):
-            return int(falls[0])
-    return None
 
 
 def described_types(node_types) -> str:

@@ -145,20 +145,6 @@ def _part_beside(path, make):
 
 
 @contextlib.contextmanager
-def folder_for(path):
-    """Context manager: a folder, made if necessary, and then removed again if the block fails and leaves it empty."""
-    made = not path.is_dir()
-    path.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        if made:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-        raise
-
-
-@contextlib.contextmanager
 def locked(path, at_once=0):
     """Context manager: a file or folder locked exclusively; the kernel drops the lock with the process. at_once:
     LOCK_NB raises OSError if it is locked already, 0 waits."""

@@ -553,10 +553,7 @@ def edge_rows(file, folder, name, ignore, keys):
             ):
                 raise StoreError(f"{file}: {both} are not the ends of the edges in {keys.source}")
         if order is not None:
-            types = arrays.pop("edge_types", None)
-            arrays = {name: _ordered(folder, arrays[name], order)}
-            if types:
-                arrays |= _numbered_types(types, arrays[name])
+            arrays[name] = _ordered(folder, arrays[name], order)
         table.say(f"taken as {name}, {how}")
         return arrays
 
@@ -570,12 +567,6 @@ def _ordered(folder, values, order):
     """Spool rows of `values` in another order."""
     parts = np.array_split(order, len(order) // 4096 + 1)
     return spool(folder, (values[part] for part in parts), values.dtype, *values.shape[1:])
-
-
-def _numbered_types(names, types) -> dict:
-    """Number types [M] that have names in the order of their first edges -> {name: array} for both."""
-    order = np.argsort(np.unique(types, return_index=True)[1])
-    return {"edge_types": [names[old] for old in order], EDGE_TYPE.name: np.argsort(order)[types]}
 
 
 def _spooled(table, folder, fields, nodes, keys=()):

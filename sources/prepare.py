@@ -88,7 +88,8 @@ def prepare(
     built = functools.partial(os.path.isfile, target / "meta.json")  # where Path.is_file may raise
     if not built():
         # one process builds, the others wait for the lock
-        with reading(f"--root {root}"), files.folder_for(root):
+        with reading(f"--root {root}"):
+            root.mkdir(parents=True, exist_ok=True)
             with files.locked(root):
                 if not built():
                     try:

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from disk.convert import Rows, shaped, spool
-from disk.files import SPLITS, StoreError, folder_for, progress_bar, reading, sync
+from disk.files import SPLITS, StoreError, progress_bar, reading, sync
 from sources.tables import Table
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
@@ -164,8 +164,7 @@ def planetoid(name, root) -> dict:
         if not file.is_file():
             file = Path(root) / "planetoid" / file.name
             url = os.environ.get("RINGBLOCK_PLANETOID_URL", PLANETOID_URL)
-            with folder_for(file.parent):
-                download(f"{url}/{file.name}", file)
+            download(f"{url}/{file.name}", file)
         with reading(file):
             parts[part] = np.loadtxt(file, np.int64, ndmin=1) if "." in part else _unpickled(file)
     train = len(parts["y"])

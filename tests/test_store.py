@@ -342,12 +342,12 @@ def _bad_inputs():
         r"indptr\[1\] is 5: the next is smaller": {**csc, "indptr": [0, 5, 3, *[9] * 198]},
         "from 0 to 0": {**csc, "indptr": [0] * 201},
         r"indptr has shape \[2\]": {**csc, "indptr": [0, 9]},
-        "rise in edge_type and edge_time, and node_time needs edge_time": {
+        "stored as it is: there are no graph options, types and times": {
             **streamed,
             "node_time": range(200),
         },
         "feature_names has 4 names: 5 are needed": {"feature_names": [*"abcd"]},
-        "its lists must rise in edge_type and edge_time": {**streamed, "edge_time": range(9)[::-1]},
+        r"indices given as Rows is stored as it is": {**streamed, "edge_time": range(9)[::-1]},
         r"indices\[1\] is 200": {**csc, "indptr": [0] * 200 + [2], "indices": [0, 200]},
         "indices cannot be read: .* BFloat16": {**csc, "indptr": [0] * 200 + [5], "indices": bf16},
         r"labels\[0\] is 4": {"labels": np.full(200, 4)},
@@ -846,8 +846,8 @@ def test_nodes_without_names_are_looked_up_by_row(tmp_path):
         found = graph.node_ids(ids)
         assert found.dtype == torch.int64 and found.tolist() == np.asarray(ids).tolist()
     for bad, said in (
-        ([0, 200], r"ids has node 200: node ids lie in \[0, 200\)"),
-        ([-1], "ids has node -1"),
+        ([0, 200], r"ids\[1\] is 200: node ids lie in \[0, 200\)"),
+        ([-1], r"ids\[0\] is -1"),
         (["7"], "ids is text, and the nodes have no names: row numbers, integers, are needed"),
         ([1.5], "ids has dtype float64: integers are needed"),
     ):
