@@ -226,13 +226,6 @@ def _bytes_needed(graph) -> int:
     return need + (meta["num_edges"] * 4 << options["symmetrize"])
 
 
-def _times_of_sources(graph):
-    """Return the times of the nodes if edges have those of their sources: they have none of their own; else None."""
-    if columns.EDGE_TIME.name in graph.arrays:
-        return None
-    return graph.arrays.get(columns.NODE_TIME.name)
-
-
 def _write_store(path, graph, progress):
     """Write every file of a store, meta.json last."""
     records = _write_graph(path, graph, progress)
@@ -253,7 +246,8 @@ def _write_graph(path, graph, progress) -> dict:
     indptr = edges.indptr
     types = graph.arrays.get(columns.EDGE_TYPE.name)
     times = graph.arrays.get(columns.EDGE_TIME.name)
-    of_sources = _times_of_sources(graph)
+    # edges without times get those of their sources
+    of_sources = graph.arrays.get(columns.NODE_TIME.name) if times is None else None
     sorts = [types, times, of_sources]
     as_given = edges.edge_index is None and not any(options.values())
     by = None
@@ -465,16 +459,11 @@ class GraphStore:
         return GraphStore.open, (self.path,), changed
 
     def __repr__(self):
-        fields = {"path": str(self.path), "num_nodes": self.num_nodes, "num_edges": self.num_edges}
-        fields["features"] = self.features
-        if self.labelled:
-            fields |= {"labels": self.labels, "num_classes": self.num_classes, **self.split}
-        if self.node_types:
-            fields["node_types"] = self.node_types
-        for name in columns.COLUMNS:
-            if (values := getattr(self, name)) is not None:
-                fields[name] = values
-        return convert.shown("GraphStore", fields)
+        names = ["num_nodes", "num_edges", "features", *columns.COLUMNS]
+        names += ["labels", "num_classes"] if self.labelled else []
+        fields = {name: getattr(self, name) for name in names} | self.split
+        fields |= {"node_types": self.node_types or None, "path": str(self.path)}
+        return convert.shown("GraphStore", {n: v for n, v in fields.items() if v is not None})
 
     def node_names(self) -> list[str] | None:
         """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""

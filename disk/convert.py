@@ -170,13 +170,10 @@ def adjacency(name, matrix):
             rows, columns = matrix.indices()
             values = matrix.values()
             count = matrix.shape[0]
-        elif hasattr(matrix, "csr"):
+        else:  # of torch_sparse
             indptr, columns, values = matrix.csr()
             rows = torch.repeat_interleave(indptr.diff())
             count = len(indptr) - 1
-        else:
-            kind = type(matrix).__name__
-            raise StoreError(f"{name} is a {kind}: a sparse matrix of scipy or torch is needed")
         if values is not None and bool((values == 1).all()):
             values = None
         return torch.stack([rows, columns]), values, count

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from disk.convert import Rows, shaped, spool
+from disk.convert import Rows, spool
 from disk.files import SPLITS, StoreError, progress_bar, reading, sync
 from sources.tables import Table
 
@@ -172,14 +172,10 @@ def planetoid(name, root) -> dict:
     num_allx = len(parts["allx"])
     num_nodes = max(num_allx + len(test), len(parts["graph"]))
 
-    for part, rows in dict(allx=num_allx, ally=num_allx, tx=len(test), ty=len(test)).items():
-        shaped(f"ind.{name}.{part}", parts[part], rows, "F")
     # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.
     nodes = np.append(np.arange(num_allx), test)
     x = np.concatenate([parts["allx"], parts["tx"]])
     y = np.concatenate([parts["ally"], parts["ty"]])
-    if not np.isin(y, (0, 1)).all():
-        raise StoreError(f"ind.{name}.ally or ty holds values other than 0 and 1")
     features = np.zeros((num_nodes, x.shape[1]), np.float32)
     onehot = np.zeros((num_nodes, y.shape[1]), np.int64)
     features[nodes] = x

@@ -581,8 +581,8 @@ def test_features_are_indexed_as_arrays_are(backend, tmp_path):
 def test_a_store_is_shown_by_its_sizes_and_says_what_is_wrong_with_an_argument(tmp_path):
     graph = GraphStore.open(_store(tmp_path / "g", edge_weight=np.ones(3000)))
     assert repr(graph) == (
-        f"GraphStore(path={str(tmp_path / 'g')!r}, num_nodes=200, num_edges=3000, features=[200, 5], "
-        "labels=[200], num_classes=4, train=[50], valid=[30], test=[70], edge_weight=[3000])"
+        "GraphStore(num_nodes=200, num_edges=3000, features=[200, 5], edge_weight=[3000], labels=[200], "
+        f"num_classes=4, train=[50], valid=[30], test=[70], path={str(tmp_path / 'g')!r})"
     )
     ids, rows = torch.arange(2), graph.features
     for message, call, *args in (
