@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 try:
+    from extras.dgl import DGLAdapter, import_dgl  # noqa: F401  re-exported
     from native import sampler_cpu, sampler_gpu
-    from native.dgl import DGLAdapter, import_dgl  # noqa: F401  re-exported
 except ImportError:
     sampler_cpu = None
 try:
@@ -85,7 +85,7 @@ class Block(NamedTuple):
 
     def to_dgl(self):
         """Convert to a DGL block with dgl.NID set, and dgl.EID and dgl.ETYPE from edge_ids and edge_type, if any."""
-        from native.dgl import to_dgl
+        from extras.dgl import to_dgl
 
         return to_dgl(self)
 
@@ -275,7 +275,7 @@ class NeighborSampler:
         """Make the engine of the backend; where native is unavailable that becomes torch, after a warning."""
         engine = None
         if self.backend == "dgl":
-            from native.dgl import Backend
+            from extras.dgl import Backend
 
             engine = Backend(self.spec)
         elif self.backend != "torch":

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # before the slow imports; does not return
     folder = Path(__file__).absolute().parent
-    needed = ("disk", "native", "sources", "features.py")
+    needed = ("disk", "extras", "native", "sources", "features.py")
     if lacking := [name for name in needed if not (folder / name).exists()]:
         text = f"the command line needs {' and '.join(lacking)}, too: copy them to {folder}"
         print(f"store.py: {text}", file=sys.stderr)
@@ -46,12 +46,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk import checks, columns, convert, files, lmdb_rows, sort, typed
+from disk import checks, columns, convert, files, lmdb_rows, sort
 from disk.columns import refuse_unknown
 from disk.convert import refuse, within
 from disk.files import StoreError, free_host_bytes, reading
 from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, library
+from extras import typed
 
 FORMAT = "ringblock-graph"
 OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
@@ -109,7 +110,7 @@ def build_store(
         feature_names: F different names of the columns of features; with them predictions go by name, not by position.
             None: those of a DataFrame.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
-            are dicts by type, see `flatten` of disk/typed.py.
+            are dicts by type, see `flatten` of extras/typed.py.
         backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
             half the bytes of float32. "int8": to one of 256 values of their column, evenly spaced from its smallest to its
             largest; read as float32.
