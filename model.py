@@ -841,9 +841,7 @@ class GNN(nn.Module):
         if norm == "batch" and recompute:
             raise ValueError("norm 'batch' would count a recomputed batch twice: take 'layer'")
         if bool(num_types) != make.uses_types or bases and not num_types:
-            with_types = (
-                " and ".join(layers_where(uses_types=True)) or "layers of extras/relational.py"
-            )
+            with_types = " and ".join(layers_where(uses_types=True)) or "layers of extras/"
             needs = f"{with_types} need types of edges, others have no use for them"
             raise ValueError(
                 f"conv {make.name!r} with num_types {num_types}, bases {bases}: {needs}"

@@ -13,7 +13,7 @@ blocks of rows (backend "lmdb"). It appears only when it is complete; all proces
     python store.py split PATH 4    # into parts for four machines, each with a quarter of the features
 
 V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
-v are indices[indptr[v]:indptr[v+1]]; disk/columns.py lists the other arrays. To copy this file, also take disk/ and
+v are indices[indptr[v]:indptr[v+1]]; disk/columns.py lists the other arrays. To copy this file, also take disk/, extras/ and
 native/; they need torch, numpy and tqdm (lmdb for backend "lmdb"). The command line is
 sources/cli.py: for it copy sources/ and features.py, too.
 
@@ -52,7 +52,7 @@ from disk.convert import refuse, within
 from disk.files import StoreError, free_host_bytes, reading
 from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, library
-from extras import typed
+from extras import extra
 
 FORMAT = "ringblock-graph"
 OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
@@ -128,7 +128,7 @@ def build_store(
     given = SimpleNamespace(**locals(), always=None)
     # scipy has sparse matrices that are dicts
     if isinstance(edge_index, dict) and not convert.is_sparse(edge_index):
-        vars(given).update(typed.flatten(given))
+        vars(given).update(extra(".typed").flatten(given))
     elif node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
         raise StoreError(
             "node_types is for a graph that is given by type: give "
@@ -293,7 +293,7 @@ def _write_features(path, graph, progress) -> dict:
     shape = [graph.features.shape[0], meta["feature_dim"]]
     kept_as = meta["feature_dtype"]
     types = meta.get("node_types", [])
-    ends = typed.ends_of_types(types)
+    ends = columns.ends_of_types(types)
     features, scale = checks.feature_scale(graph.features, kept_as, ends, path, progress)
     rounded = convert.RoundedRows(*shape, types)
     rows = checks.feature_rows(features, kept_as, scale, ends, rounded=rounded, progress=progress)
@@ -407,7 +407,7 @@ class GraphStore:
             self.features = PartFeatures(self._rows, first, (rows, self.feature_dim), self.path)
         if (scale := meta.get("feature_scale")) is not None:
             scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
-            ends = typed.ends_of_types(types) if scale.dim() == 3 else None
+            ends = columns.ends_of_types(types) if scale.dim() == 3 else None
             kinds = () if ends is None else (len(ends),)
             scale = scale.view(*kinds, 2, self.feature_dim)
             self.features = CodedFeatures(self.features, scale, self.path, ends)
