@@ -266,7 +266,11 @@ OF_EDGES = [column.name for column in COLUMNS.values() if column.of == "edge"]
 
 def rows_of_arrays(meta) -> dict:
     """Return how many rows the arrays have that a store may have, the split and the features aside -> {name: rows}."""
-    rows = {"indptr": meta["num_nodes"] + 1, "indices": meta["num_edges"], "labels": meta["num_nodes"]}
+    rows = {
+        "indptr": meta["num_nodes"] + 1,
+        "indices": meta["num_edges"],
+        "labels": meta["num_nodes"],
+    }
     return rows | {name: meta[f"num_{column.of}s"] for name, column in COLUMNS.items()}
 
 

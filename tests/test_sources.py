@@ -189,7 +189,10 @@ def _refused_npz():
         ("may not contain negative values", {**csr, "feat_indptr": np.append([0, 9], ids[1:])}),
         ("CSR .*200 rows need 201 offsets from 0", {**csr, "feat_indptr": np.arange(201) + 1}),
         ("CSR .*400 rows need 401 offsets from 0", {**csr, "feat_shape": [400, 5]}),
-        ("CSR .*is sparse: dense it takes .* bytes, and .* are free", {**csr, "feat_shape": [200, 1 << 40]}),
+        (
+            "CSR .*is sparse: dense it takes .* bytes, and .* are free",
+            {**csr, "feat_shape": [200, 1 << 40]},
+        ),
         ("x cannot be read", dict(x=np.array([{}] * 200, object))),
     ]
 
