@@ -82,6 +82,12 @@ def check_labels(labels, num_nodes, num_classes):
         return labels.astype(np.int8), labels.shape[1]
     if num_classes is None:
         num_classes = max(int(labels.max()) + 1, 1)
+        present = len(np.unique(labels[labels >= 0])) if num_classes > 1000 else 1
+        if num_classes > 1000 + 10 * present:
+            raise StoreError(
+                f"labels run up to {num_classes - 1:,} and {present:,} different ones occur"
+                ": number them from 0, each class is a row of the last layer"
+            )
     if not 1 <= num_classes <= MAX_CLASSES:
         raise StoreError(
             f"num_classes is {num_classes}, of labels numbered from 0: "

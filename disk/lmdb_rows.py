@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from disk import files
 from disk.convert import RowsByIndex, as_numpy, check_finite
 from disk.files import StoreError, reading
 
+READ_THREADS = 32  # they mostly wait for the disk, whatever the number of cores
 EMPTY = (1 << 64) - 1  # root page of an empty tree
 # magic, rows, row width, bytes per element, CRC-32 of the rows that follow
 BLOCK_HEADER = struct.Struct("<4sIIII")
@@ -275,6 +277,14 @@ class LmdbFeatures(RowsByIndex):
     def read(self, ids, out):
         """Copy rows of one snapshot, looking up each block once."""
         target = as_numpy(out)
+        if self.large:  # many threads wait for the disk first: get() reads a page of each value
+            blocks = np.unique(ids.numpy() // self.block_rows)
+
+            def touch(blocks):
+                self.file.read(lambda txn: [txn.get(key(n)) for n in blocks.tolist()].clear())
+
+            with ThreadPoolExecutor(READ_THREADS) as pool:
+                list(pool.map(touch, np.array_split(blocks, 4 * READ_THREADS)))
 
         def copy(txn):
             for number, where, rows in self._blocks(ids):

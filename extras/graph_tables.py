@@ -430,6 +430,8 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
         nodes.check_header(table, ends)
         keys = [j for j in range(table.width) if table.names and table.names[j] in ids]
         taken = [*ends, *sum(kept.values(), [])]
+        if twice := [j for j in taken if taken.count(j) > 1]:
+            raise StoreError(f"{file}: {table.column(twice[0])} is used for two things")
         if extra := [j for j in range(table.width) if j not in [*taken, *keys]]:
             columns = short(", ".join(map(table.column, extra)))
             cure = f"drop it{table.flag(*extra)}, or name it, as by --weights"

@@ -176,6 +176,8 @@ def planetoid(name, root) -> dict:
     nodes = np.append(np.arange(num_allx), test)
     x = np.concatenate([parts["allx"], parts["tx"]])
     y = np.concatenate([parts["ally"], parts["ty"]])
+    if not np.isin(y, (0, 1)).all():
+        raise StoreError(f"ind.{name}.ally or ty holds values other than 0 and 1")
     features = np.zeros((num_nodes, x.shape[1]), np.float32)
     onehot = np.zeros((num_nodes, y.shape[1]), np.int64)
     features[nodes] = x

@@ -38,8 +38,13 @@ MAG = dict(
     local=0.5,  # share of edges within a class
     noise=1.0,  # standard deviation per feature; centroids have length 1
 )
-LEAST = dict(nodes=1, features=1, classes=1, degree=1e-6, scale=1e-6)  # of others 0
-MOST = dict(seed=1 << 63)  # of others 2^31
+RANGES = {  # lowest and highest values
+    **dict.fromkeys(("nodes", "features", "classes"), (1, 1 << 31)),
+    **dict.fromkeys(("train", "valid", "community"), (0, 1 << 31)),
+    **dict.fromkeys(("local", "mixed"), (0, 1)),
+    **dict(seed=(0, 1 << 63), degree=(1e-6, 1 << 20), sigma=(0, 4), noise=(0, 1e30)),
+    "scale": (1e-6, 10),
+}
 MAG_NODES = dict(paper=736_389, author=1_134_649, institution=8_740, field_of_study=59_965)
 MAG_EDGES = {
     ("author", "affiliated_with", "institution"): 1_043_998,
@@ -85,8 +90,7 @@ def synthetic_mag(parameters) -> dict:
 def checked(name, parameters):
     """Return the parameters as attributes; StoreError for one out of its range."""
     for key, value in parameters.items():
-        low = LEAST.get(key, 0)
-        high = MOST.get(key, 1 << 31)
+        low, high = RANGES[key]
         if not low <= value <= high:
             raise StoreError(f"{name}: {key}={value} is out of range: {low} to {high}")
     return types.SimpleNamespace(**parameters)
