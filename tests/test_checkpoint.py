@@ -196,6 +196,14 @@ def test_a_checkpoint_is_tied_to_its_graph_and_predicts_for_others(tmp_path, cap
     assert _code(words, f"--task graph --dataset {tmp_path}/m.npz") == 0
     assert _code(*resume, "--root", tmp_path, f"--dataset {tmp_path}/n.npz --epochs 2") == 2
     assert "graphs.lmdb" in capsys.readouterr().err
+    assert _code(f"--dataset {path} --checkpoint {tmp_path}/n.pt --epochs 1", *COMMON) == 0
+    for other, data, said in (
+        (*resume, path, "is of --task graph, .* holds one graph"),
+        (f"--resume {tmp_path}/n.pt", tmp_path / "m.npz", "is of --task node, .* holds many"),
+    ):
+        for more in (f"--predict {tmp_path}/p.npy", "--epochs 2"):
+            assert _code(other, "--root", tmp_path, "--gpus 0 --dataset", data, more) == 2
+            assert re.search(said, err := capsys.readouterr().err), err
     for test in (0, 1):
         np.savez(tmp_path / "s.npz", test=[[0, 1 + test]])
         if not test:
