@@ -28,7 +28,6 @@ from disk import files as disk
 from inference import inference
 from run import checkpoint, flags
 from sampler import Block
-from sources.prepare import build
 from store import GraphStore, build_store
 from tests.common import (
     COMMON,
@@ -251,20 +250,15 @@ def test_predictions_go_by_the_names_of_the_feature_columns(model, backend, tmp_
     (tmp_path / "net.py").write_text(OWN)
     model = f"{tmp_path}/net.py:Net" if model == "net" else model
     graph, names = _graph(width=3), ["age", "income", "rooms"]
-    x, order = graph["features"], [2, 0, 1]
-    for name, rows, header in (
-        ("edges", graph["edge_index"].T, "source,destination"),
-        ("y", graph["labels"][:, None], "label"),
-        ("x", x, ",".join(names)),
-        ("other", x[:, order], ",".join(names[j] for j in order)),
-        ("renamed", x, "age,salary,rooms"),
-        ("unnamed", x, ""),
+    x, order, paths = graph.pop("features"), [2, 0, 1], {}
+    for name, rows, columns in (
+        ("x", x, names),
+        ("other", x[:, order], [names[j] for j in order]),
+        ("renamed", x, ["age", "salary", "rooms"]),
+        ("unnamed", x, None),
     ):
-        np.savetxt(tmp_path / f"{name}.csv", rows, "%.9g", ",", header=header, comments="")
-    paths = {name: tmp_path / f"{name}.store" for name in ("x", "other", "renamed", "unnamed")}
-    for name, path in paths.items():
-        tables = {"features": tmp_path / f"{name}.csv", "labels": tmp_path / "y.csv"}
-        build(tmp_path / "edges.csv", path, **tables, seed=0, backend=backend)
+        given = {**graph, "features": rows, "feature_names": columns, "backend": backend}
+        paths[name] = build_store(tmp_path / name, **given)
     stores = {name: GraphStore.open(path) for name, path in paths.items()}
     assert stores["x"].feature_names == names and stores["unnamed"].feature_names is None
     words = f"--fanout 3,3 --batch-size 100 --gpus 0 --model {model} --epochs 2"

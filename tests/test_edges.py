@@ -298,19 +298,20 @@ def _by_door(door, folder, given, **options):
     return build(files["e"], path, split={part: files[part] for part in split}, **options)
 
 
-@pytest.mark.parametrize("door", "store npz csv parquet dgl".split())
+@pytest.mark.parametrize("door", "store typed npz csv parquet dgl".split())
 def test_with_times_of_nodes_alone_no_seed_sees_a_newer_node(door, tmp_path, capsys):
     """An edge, also an added reverse, has the time of its source."""
     given = _graph() | {"node_time": np.random.default_rng(0).integers(0, 100, 200)}
     del given["num_classes"]
-    symmetrize = door in ("store", "parquet", "dgl")
+    symmetrize = door in ("typed", "parquet", "dgl")
     path = _by_door(door, tmp_path, given, symmetrize=symmetrize)
     said = "edges have no times: each gets that of its source (node_time)"
-    assert door == "store" or said in capsys.readouterr().out
+    assert door in ("store", "typed") or said in capsys.readouterr().out
     graph = GraphStore.open(path)
     assert graph.node_time.tolist() == given["node_time"].tolist()
     assert torch.equal(graph.edge_time, graph.node_time[graph.indices.long()])
-    words = f"--dataset {path} --gpus 0 --model gin --fanout 7,3 --batch-size 20".split()
+    words = f"--dataset {path} --gpus 0 --fanout 7,3 --batch-size 20 --model"
+    words = f"{words} {'rgcn' if door == 'typed' else 'gin'}".split()
     run = open_run(ddp.Ranks(), train.parse_args(words), path)
     assert "seeds see edges at their own time or before" in capsys.readouterr().out
     for block in itertools.chain(*(b.blocks for b in run.loader(graph.split["train"]))):
