@@ -549,6 +549,17 @@ def _code(*words, main=train.main):
         return stop.code
 
 
+def _says(capsys, said, *words, code=0):
+    """Run train.py in this process, assert its exit code and that it prints `said`, a text or a regular expression."""
+    capsys.readouterr()
+    assert _code(*words) == code
+    text = "".join(capsys.readouterr())
+    assert said in text or re.search(said, text), text
+
+
+_stops = functools.partial(_says, code=2)
+
+
 def _readme_blocks(language):
     """Return the code blocks of a language in README and docs/, README first; docs/own_graph.md is one example."""
     pages = [HERE / "README.md", *sorted((HERE / "docs").glob("*.md"))]

@@ -317,16 +317,6 @@ def test_ctrl_c_during_the_exit_leaves_no_traceback():
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-def test_paths_are_printed_whatever_the_encoding_of_stdout():
-    show = "print(chr(0x6F22) + chr(0xDCFF), flush=True)"
-    code = f"import subprocess, sys; from disk import terminal; terminal.begin(); {show}"
-    code += f"; subprocess.run([sys.executable, '-c', {show!r}])"  # as a rank does
-    options = {"cwd": HERE, "env": {**os.environ, "PYTHONIOENCODING": "latin-1"}}
-    assert subprocess.check_output([sys.executable, "-c", code], **options, text=True) == (
-        "\\u6f22\\udcff\n" * 2
-    )
-
-
 def _listening(pids):
     """Return the addresses, as the kernel writes them, on which processes accept connections."""
     sockets = set()
