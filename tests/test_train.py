@@ -2,7 +2,6 @@
 
 import ast
 import ctypes
-import dataclasses
 import functools
 import os
 import re
@@ -28,7 +27,6 @@ from model import SAGE
 from run import allocator, flags, kinds, placement
 from sources import cli
 from store import GraphStore
-from tasks.node import NodeTask
 from tests.common import (
     COMMON,
     HERE,
@@ -185,28 +183,6 @@ def test_interruptions_change_no_bit(kind, tiny, tmp_path):
     assert _same_weights(tmp_path / "straight.pt", tmp_path / "resumed.pt"), moments
 
 
-def test_switches_that_must_not_change_the_result(tiny, tmp_path):
-    """Recomputed activations, an LMDB store with a cache; torch operations beside native ones: tests/test_layers.py."""
-    common = "--hidden 16 --epochs 2 --dropout 0 --lr 0.01 --batch-size 200"
-    drawn = f"--dataset {tiny} --fanout 5,5 {common}"
-    log, expected = _run_here(tmp_path, drawn)
-
-    def same(log_and_model, rtol):
-        for a, b in zip(log[:2], log_and_model[0][:2]):
-            assert a["loss"] == pytest.approx(b["loss"], rel=rtol)
-        torch.testing.assert_close(log_and_model[1], expected, rtol=0.02, atol=2e-3)
-
-    same(_run_here(tmp_path, drawn, "--checkpoint-activations"), 1e-6)
-    # no first hop from the table
-    lmdb = f"--dataset {TINY} --backend lmdb --fanout 5,5 {common}"
-    same(_run_here(tmp_path, lmdb), 1e-4)
-    rounded = _run_here(tmp_path, lmdb, "--feature-dtype bfloat16")[0]
-    assert rounded[0]["loss"] != log[0]["loss"] == pytest.approx(rounded[0]["loss"], rel=0.01)
-    cached = _run_here(tmp_path, lmdb, "--cache 100KiB")
-    same(cached, 1e-4)
-    assert 0.3 < cached[0][-2]["cache_hit_rate"] < 1
-
-
 @pytest.mark.parametrize("name", model.plain_layers())
 def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch):
     words = f"--dataset {tiny} --model {name} --fanout 5,5 --hidden 16 --norm layer --residual"
@@ -342,20 +318,6 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
         hidden = flag.default is None or flag.default is False
         said = next(a.help for a in parser._actions if a.dest == name)
         assert said and (hidden or "default" in said), name
-
-
-def test_a_flag_is_one_record_that_says_what_resuming_does_with_it(tiny, tmp_path, monkeypatch):
-    with pytest.raises(TypeError):
-        flags.flag(kinds.COUNT, 1, "a flag without a word about resuming")
-    words = {flag.resume for flag in flags.FLAGS.values()}
-    assert words == {"fixed", "of_data", "kept", "built", "alike", "free"}
-    typed = train.parse_args(["--dataset", tiny, "--gpus", "0", "--fanout", "3,3"])
-    plan = placement.settle(ddp.Ranks(), typed, NodeTask(typed, tiny))[0]
-    assert type(typed) is flags.Flags and type(plan) is flags.Plan
-    for record in (typed, plan):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            record.epochs = 3
-    assert [*plan.values()] == [*flags.FLAGS, "total_batch", "steps"]
 
 
 def test_choices_are_taken_in_any_case_and_empty_names_are_refused(capsys):

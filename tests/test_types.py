@@ -239,12 +239,13 @@ def _npz(file, **changes):
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
 def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
-    given, rng = _typed(), np.random.default_rng(1)
+    given, rng = _wide(), np.random.default_rng(1)
+    wide = given.pop("edge_features")
     more = {"edge_weight": {k: rng.random(90).astype(np.float32) for k in ENDS}}
     more["edge_time"] = {k: rng.integers(0, 99, 90) for k in ENDS}
-    more["node_time"] = {"paper": rng.integers(0, 50, 50)}
-    options = {"symmetrize": True, "backend": backend, "edge_order": True}
-    path = build_store(tmp_path / "g", **given, **more, **options)
+    times = {"paper": rng.integers(0, 50, 50)}
+    options = {"symmetrize": True, "backend": backend, "edge_order": True, "node_time": times}
+    path = build_store(tmp_path / "g", **given, **more, edge_features=wide, **options)
     graph = GraphStore.open(path)
     assert verify(path) == [] and "50 paper (8 features), 7 place" in info(path)
     assert graph.node_types == {"paper": (50, 8), "place": (7, 3), "author": (30, 0)}
@@ -252,12 +253,15 @@ def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
     assert graph.edge_types == [*names, "paper,rev_writes,author", "place,rev_at,author"]
     first, wanted = {"paper": 0, "place": 50, "author": 57}, {}
     for i, ((a, name, b), (src, dst)) in enumerate(given["edge_index"].items()):
+        rows = np.zeros((90, 4), np.float32)  # narrower ones get zeros
+        rows[:, : 1 if i == 0 else i + 2] = wide[a, name, b].reshape(90, -1)
         columns = (more[column][a, name, b] for column in ("edge_weight", "edge_time"))
-        forth = [*zip(src + first[a], dst + first[b], *columns, range(90 * i, 90 * i + 90))]
+        columns = *columns, rows.tolist(), range(90 * i, 90 * i + 90)
+        forth = [*zip(src + first[a], dst + first[b], *columns)]
         back = [(v, u, *rest) for u, v, *rest in forth]
         wanted[f"{a},{name},{b}"] = sorted(forth + back * (a == b))
         wanted |= {f"{b},rev_{name},{a}": sorted(back)} if a != b else {}
-    assert _edges_by_type(graph, "edge_weight", "edge_time", "edge_order") == wanted
+    assert _edges_by_type(graph, *more, "edge_features", "edge_order") == wanted
     assert graph.given_edges(graph.stored_edges([7, 200])).tolist() == [7, 7, 200, 200]
     features = np.zeros((57, 8), np.float32)
     features[:50] = given["features"]["paper"]
@@ -393,17 +397,13 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path, capsys):
 
 
 def test_arrays_in_place_of_those_of_the_only_type_of_nodes(tmp_path):
-    dgl, pyg = _dgl(), pytest.importorskip("torch_geometric.data").HeteroData()
     ends, given = torch.arange(9), {"features": np.eye(9, 2), "labels": np.arange(9) % 2}
-    pyg["n"].x = torch.zeros(9, 4)
-    pyg["n", "a", "n"].edge_index = pyg["n", "b", "n"].edge_index = torch.stack([ends, ends])
-    two = dgl.heterograph({("n", name, "n"): (ends, ends) for name in "ab"})
-    for name, source in {"pyg": pyg, "dgl": two}.items():
-        path = prepare.build(source, tmp_path / name, **given, split={"train": [3]})
-        graph = GraphStore.open(path)
-        assert graph.features.tensor.tolist() == given["features"].tolist()
-        assert graph.labels.tolist() == given["labels"].tolist() and graph.num_edge_types == 2
-        assert graph.split["train"].tolist() == [3]
+    two = _dgl().heterograph({("n", name, "n"): (ends, ends) for name in "ab"})
+    two.ndata["feat"] = torch.zeros(9, 4)
+    graph = GraphStore.open(prepare.build(two, tmp_path / "g", **given, split={"train": [3]}))
+    assert graph.features.tensor.tolist() == given["features"].tolist()
+    assert graph.labels.tolist() == given["labels"].tolist() and graph.num_edge_types == 2
+    assert graph.split["train"].tolist() == [3]
 
 
 def test_hgt_of_the_documentation_is_pygs(tmp_path, monkeypatch):
@@ -517,20 +517,6 @@ def _wide():
     rng = np.random.default_rng(1)
     values = {kind: rng.random((90, 2 + i), np.float32) for i, kind in enumerate(ENDS)}
     return _typed() | {"edge_features": values | {ENDS[0]: values[ENDS[0]][:, 0]}}
-
-
-def test_edge_features_of_several_widths_are_padded(tmp_path):
-    """As the features of nodes are."""
-    given = _wide()
-    made = GraphStore.open(build_store(tmp_path / "a", **given))
-    for number, values in enumerate(given["edge_features"].values()):
-        wanted = np.zeros((90, 4), np.float32)
-        wanted[:, : values[0].size] = values.reshape(90, -1)
-        rows = made.edge_features[made.edge_type == number]
-        assert sorted(rows.tolist()) == sorted(wanted.tolist())
-    none = {"edge_index": {ENDS[0]: [[], []]}, "edge_features": {ENDS[0]: np.empty((0, 9))}}
-    some = {name: {**given[name], **values} for name, values in none.items()}
-    assert GraphStore.open(build_store(tmp_path / "c", **{**given, **some})).edge_dim == 9
 
 
 def test_typed_graphs_keep_what_is_narrow(tmp_path):
