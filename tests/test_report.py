@@ -222,18 +222,14 @@ def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_without_labels(tmp
     for task, array in (("node", "int64 [200]"), ("link", "float32 [200, 16]")):
         _run_here(tmp_path, f"--task {task} --dataset {path}", *COMMON, "--epochs 1")
         resume = [f"--resume {tmp_path}/here.pt --predict {tmp_path}/p.npy --gpus 0"]
-        for dataset, exact in ((path, True), (plain, task == "link")):
+        for dataset in (path, plain):
             capsys.readouterr()
             edges = ["--edge-split none"] if task == "link" and dataset is plain else []
             assert _code(*resume, f"--dataset {dataset}", *edges) == 0
             output = capsys.readouterr().out
             written, _, result = output.rpartition(f"\nwrote {tmp_path}/p.npy: {array}\n")
             assert written and "n/a" not in output and "learning rate" not in output
-            result = result.strip("\n").splitlines()
-            assert len(result) == (exact and not edges) * (2 if task == "link" else 1), output
-            if result:
-                said = "test   MRR" if task == "link" else "accuracy: test "
-                assert result[-1].startswith(f"result  {said}")
+            assert ("\nresult  " in result) == (dataset is path), output
 
 
 def test_a_run_says_whether_its_model_is_kept_and_how_to_use_it(tiny, tmp_path, capsys):
@@ -402,15 +398,11 @@ def test_tensorboard_gets_the_figures_and_flags_of_a_run(tiny, tmp_path, monkeyp
     module = types.SimpleNamespace(SummaryWriter=lambda folder: writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     monkeypatch.setitem(sys.modules, "tensorboard", types.SimpleNamespace(__spec__=module))
-    told = report.Report(ddp.Ranks(), types.SimpleNamespace(log=None, tensorboard="board"))
-    told.tell("", {"epoch": 1, "loss": 0.5, "valid_sampled": 0.9})
-    told.tell("", {"epoch": 2, "loss": 0.25, "valid": {"mrr": 0.75}})
-    told.tell("", {"epoch": 3, "valid": None})
-    assert shown == {"loss": (0.25, 2), "valid_sampled": (0.9, 1), "valid/mrr": (0.75, 2)}
-    words = f"--dataset {tiny} --fanout 3,3 --epochs 2 --tensorboard {tmp_path}/board"
+    words = f"--task link --dataset {tiny} --fanout 3,3 --epochs 2 --tensorboard {tmp_path}/board"
     log, _ = _run_here(tmp_path, words)
-    assert shown["loss"] == (log[1]["loss"], 2) and shown["flags"]["batch_size"]
-    assert shown["known"]["exact/test"] == log[-1]["exact"]["test"]
+    assert shown["loss"] == (log[1]["loss"], 2) and shown["flags"]["batch_size"] == 1024
+    assert shown["valid/mrr"] == (log[1]["valid"]["mrr"], 2)
+    assert shown["known"]["exact/test_mrr"] == log[-1]["scores"]["test"]["mrr"]
 
 
 def test_bf16_without_hardware_is_said(tiny, tmp_path, monkeypatch, capsys):
