@@ -543,7 +543,7 @@ def _bought(folder, users, items, often=0.5, full=0, **changes):
     rng = np.random.default_rng(0)
     bought = rng.random((users, items)) < often
     bought[:full] = True
-    source, destination = np.repeat(bought.nonzero(), 2, axis=1)  # each twice: degrees do not tell
+    source, destination = bought.nonzero()
     kind = "user", "buys", "item"
     sizes = {"user": users, "item": items}
     features = {name: rng.normal(size=(n, 8)).astype(np.float32) for name, n in sizes.items()}
@@ -561,7 +561,7 @@ def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_pa
     monkeypatch.setattr(link, "CHUNK", 40)
     timed = kind == "timed"
     rng = np.random.default_rng(1)
-    times = {"edge_time": rng.integers(0, 50, 240)} if timed else {}
+    times = {"edge_time": rng.integers(0, 50, 120)} if timed else {}
     whole = _bought(tmp_path, 20, 6, 0.4, full, **times)
     graph = link.split_edges(whole, "40/20/40", timed=timed)
     evaluation = link.Evaluation(graph)
@@ -598,6 +598,25 @@ def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_pa
     if timed:
         spread = torch.arange(7) * len(pairs) // 7  # of all times
         assert torch.equal(few.nodes[few.pairs], graph.pairs["test"][spread])
+
+
+def test_nothing_is_without_negatives_but_what_has_an_edge_to_every_node(monkeypatch):
+    """Also with repeated edges, self-loops and types of a single node, in chunks."""
+    monkeypatch.setattr(link, "CHUNK", 5)
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        counts = rng.integers(1, 5, 1 + seed % 3).tolist()
+        nodes = sum(counts)
+        ends = torch.from_numpy(rng.integers(0, nodes, (2, int(rng.integers(0, 4 * nodes)))))
+        edges = link.Edges(*link.from_edge_index(ends, nodes))
+        pairs = torch.from_numpy(rng.integers(0, nodes, (40, 2)))
+        there = {*_tuples(ends.T)} | {(u, u) for u in range(nodes)}
+        kinds = np.repeat(np.arange(len(counts)), counts)
+        expected = [
+            all((u, w) in there for w in np.flatnonzero(kinds == kinds[v]).tolist())
+            for u, v in pairs.tolist()
+        ]
+        assert link.Negatives(edges, nodes, counts=counts).without(pairs).tolist() == expected
 
 
 def test_a_ranking_of_nothing_chooses_no_epoch(tmp_path, capsys):
