@@ -287,12 +287,6 @@ def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
     assert len(prepare(long[:200] + ".npz", "data", progress=False).name) < 120
 
 
-def test_store_build_seed_draws_a_split(tmp_path):
-    _save_npz(tmp_path / "drawn.npz", y=np.arange(200) % 2)
-    assert cli.main(["build", f"{tmp_path}/drawn.npz", f"{tmp_path}/s", "--seed", "3"]) == 0
-    assert GraphStore.open(tmp_path / "s").meta["source"]["seed"] == 3
-
-
 def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
     """The same store from arrays, .npz, DGL, PyG, and tables with columns by name, number or file, one compressed."""
     monkeypatch.chdir(tmp_path)

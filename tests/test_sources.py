@@ -4,6 +4,7 @@ import collections
 import functools
 import io
 import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -112,9 +113,8 @@ def test_datasets_npz_word_counts(tmp_path, capsys):
     )
     csr["feat_indptr"][1:] -= 2  # a node without a word, first; the last one's are left over
     _save_npz(file, **csr, feat_data=data, x=None)
-    _refuses(
-        "CSR matrix of features .* all input arrays must have the same", prepare, file, tmp_path
-    )
+    said = "CSR matrix of features .* all input arrays must have the same"
+    _refuses(said, prepare, file, tmp_path)
     csr["feat_indptr"][-1] += 2
     csr["feat_indices"][10:12] = 2  # the same word twice: its counts are added
     capsys.readouterr()
@@ -141,57 +141,47 @@ def test_datasets_npz_word_counts(tmp_path, capsys):
     assert x.dtype == torch.float16 and x[0, 0] == 3000  # sums in float16 end at 2,048
 
 
-def _refused_npz():
-    """Return [(part of the message, changes of a valid file, --dataset parameters)] of what must not become a store."""
-    mask, y, ids = np.arange(200) < 50, np.arange(200) % 4, np.arange(200)
-    csr = {"x": None, "feat_indptr": np.arange(201), "feat_indices": ids % 5}
-    splits, times = np.stack([mask, ~mask, mask]), np.ones(3000)
-    return [
-        ("no array edge_index or edges; its arrays are x, y", dict(edge_index=None)),
-        ("it has a split, and no labels", dict(y=None, train_idx=[0, 1])),
-        ("y is one-hot", dict(y=np.eye(4)[y])),
-        (r"one-hot.*, -1 where", dict(y=np.where(y[::-1, None] != 1, np.eye(4)[y], -1))),
-        (r"y\[7\] is 2.5: .* node regression, are not", dict(y=np.where(ids == 7, 2.5, 1))),
-        (r"bad.npz: y\[7\] is -2: labels are 0 or more", dict(y=np.where(ids == 7, -2, 1))),
-        ("no features, and 3 splits: keep one, as split=0", dict(x=None, train_masks=splits)),
-        (
-            "nodes with several labels each need a split of their own: train_idx",
-            dict(x=None, y=np.eye(4, 3, dtype=int)[y] + np.eye(4, 3, 1, int)[y]),
-        ),
-        (r"y\[7\] is inf", dict(y=np.where(ids == 7, np.inf, 1))),
-        (
-            "y holds NA: rename it if it is a class, write nothing if it",
-            dict(y=np.array(["1", "NA"] * 100)),
-        ),
-        (r"edges has shape \[2, 9\]: \[M, 2\]", dict(edge_index=None, edges=np.zeros((2, 9), int))),
-        ("has features and x, which mean the same.*ignore=x", dict(features=np.ones((200, 2)))),
-        ("w is not used here, and may matter.*ignore=w", dict(w=times)),
-        ("trainmask is not used here", dict(trainmask=mask)),
-        ("no array nothing; its arrays are", {}, ":ignore=nothing"),
-        ("num_nodes is 300", dict(num_nodes=300)),
-        ("has val_idx, but no train_idx", dict(val_idx=[1, 2])),
-        ("train_idx and train_mask, which mean the", dict(train_idx=[1, 2], train_mask=mask)),
-        (r"train_idx is \[199\]: a mask is", dict(train_idx=mask[1:])),
-        ("train_mask holds values other than 0 and 1", dict(train_mask=2 * mask)),
-        (r"train_idx is \[2, 5, 2\]: ids are \[n\]", dict(train_idx=ids[:20].reshape(2, 5, 2))),
-        ("split 1 of 2: .* holds node 11 more than", dict(train_idx=[[0, 1], [11, 11]])),
-        ("2 and 3 splits in train_masks, val_", dict(train_masks=splits, val_masks=~splits[:2])),
-        ("no split=3: it has 3 splits", dict(train_masks=splits), ":split=3"),
-        ("no split=0: it has 1 split, and", dict(train_mask=mask), ":split=0"),
-        ("radius has no effect: it holds one graph", {}, ":radius=3"),
-        ("row_normalize has no effect: it is for a CSR matrix", {}, ":row_normalize=0"),
-        ("CSR .*: found negative index -1", {**csr, "feat_indices": np.full(200, -1)}),
-        ("size is 5 but found index 199", {**csr, "feat_indices": ids, "feat_shape": [200, 5]}),
-        ("feat_data holds <U1", {**csr, "feat_data": np.full(200, "a")}),
-        (r"feat_data\[3\] is -1.*row_normalize=0", {**csr, "feat_data": np.where(ids == 3, -1, 1)}),
-        ("nnz from values: 3", {**csr, "feat_data": np.ones(3)}),
-        (r"features\[7, 2\] is nan", {**csr, "feat_data": np.where(ids == 7, np.nan, 1)}),
-        ("may not contain negative values", {**csr, "feat_indptr": np.append([0, 9], ids[1:])}),
-        ("CSR .*200 rows need 201 offsets from 0", {**csr, "feat_indptr": np.arange(201) + 1}),
-        ("CSR .*400 rows need 401 offsets from 0", {**csr, "feat_shape": [400, 5]}),
-        ("CSR .*bytes when dense, and .* are free", {**csr, "feat_shape": [200, 1 << 40]}),
-        ("x cannot be read", dict(x=np.array([{}] * 200, object))),
-    ]
+# parameters of --dataset and arrays of an .npz file of four nodes and three edges => what refuses it
+REFUSED_NPZ = r"""
+{"edge_index": null} => no array edge_index or edges; its arrays are x, y
+{"y": null, "train_idx": [0, 1]} => it has a split, and no labels
+{"y": [[1, 0], [0, 1], [1, 0], [0, 1]]} => y is one-hot
+{"y": [[1, 0], [0, 1], [-1, -1], [0, 1]]} => one-hot.*, -1 where
+{"y": [1, 1, 2.5, 1]} => y\[2\] is 2.5: .* node regression, are not
+{"y": [1, 1, -2, 1]} => bad.npz: y\[2\] is -2: labels are 0 or more
+{"y": [1, 1, Infinity, 1]} => y\[2\] is inf
+{"y": ["1", "NA", "1", "NA"]} => y holds NA: rename it if it is a class, write nothing if it
+{"x": null, "train_masks": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]} => no features, and 3 splits: keep one, as split=0
+{"x": null, "y": [[1, 1], [0, 1], [1, 1], [0, 1]]} => nodes with several labels each need a split of their own: train_idx
+{"edge_index": null, "edges": [[0, 1, 2], [1, 2, 3]]} => edges has shape \[2, 3\]: \[M, 2\]
+{"features": [[1], [1], [1], [1]]} => has features and x, which mean the same.*ignore=x
+{"w": [1, 1, 1]} => w is not used here, and may matter.*ignore=w
+{"trainmask": [1, 0, 0, 0]} => trainmask is not used here
+:ignore=nothing {} => no array nothing; its arrays are
+{"num_nodes": 300} => num_nodes is 300
+{"val_idx": [1, 2]} => has val_idx, but no train_idx
+{"train_idx": [1, 2], "train_mask": [1, 0, 0, 0]} => train_idx and train_mask, which mean the
+{"train_idx": [true, false, true]} => train_idx is \[3\]: a mask is
+{"train_mask": [0, 2, 0, 2]} => train_mask holds values other than 0 and 1
+{"train_idx": [[[0, 1], [2, 3], [0, 1]]]} => train_idx is \[1, 3, 2\]: ids are \[n\]
+{"train_idx": [[0, 1], [3, 3]]} => split 1 of 2: .* holds node 3 more than
+{"train_masks": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]], "val_masks": [[0, 0, 0, 1], [0, 0, 0, 1]]} => 2 and 3 splits in train_masks, val_
+:split=3 {"train_masks": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]} => no split=3: it has 3 splits
+:split=0 {"train_mask": [1, 0, 0, 0]} => no split=0: it has 1 split, and
+:radius=3 {} => radius has no effect: it holds one graph
+:row_normalize=0 {} => row_normalize has no effect: it is for a CSR matrix
+CSR {"feat_indices": [-1, 0, 1, 0]} => CSR .*: found negative index -1
+CSR {"feat_indices": [0, 199, 1, 0], "feat_shape": [4, 5]} => size is 5 but found index 199
+CSR {"feat_data": ["a", "a", "a", "a"]} => feat_data holds <U1
+CSR {"feat_data": [1, 1, -1, 1]} => feat_data\[2\] is -1.*row_normalize=0
+CSR {"feat_data": [1, 1, 1]} => nnz from values: 3
+CSR {"feat_data": [1, 1, NaN, 1]} => features\[2, 1\] is nan
+CSR {"feat_indptr": [0, 3, 2, 3, 4]} => may not contain negative values
+CSR {"feat_indptr": [1, 2, 3, 4, 5]} => CSR .*4 rows need 5 offsets from 0
+CSR {"feat_shape": [400, 5]} => CSR .*400 rows need 401 offsets from 0
+CSR {"feat_shape": [4, 1099511627776]} => CSR .*bytes when dense, and .* are free
+{"x": [{}, {}, {}, {}]} => x cannot be read
+"""
 
 
 def test_datasets_npz_bad_files(tmp_path):
@@ -199,9 +189,15 @@ def test_datasets_npz_bad_files(tmp_path):
     for content in (b"no zip", b""):
         file.write_bytes(content)
         _refuses("cannot be read", prepare, file, tmp_path)
-    for message, entries, *option in _refused_npz():
-        _save_npz(file, **entries)
-        _refuses(message, prepare, "".join([str(file), *option]), tmp_path, progress=False)
+    graph = {"edge_index": [[0, 1, 2], [1, 2, 3]], "x": np.ones((4, 2)), "y": [0, 1, 0, 1]}
+    csr = {"x": None, "feat_indptr": range(5), "feat_indices": [0, 1, 1, 0]}
+    for row in REFUSED_NPZ.strip().splitlines():
+        changes, message = row.split(" => ")
+        option, brace, changes = changes.partition("{")
+        arrays = graph | (csr if option == "CSR " else {}) | json.loads(brace + changes)
+        np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
+        name = str(file) + option.removeprefix("CSR").strip()
+        _refuses(message, prepare, name, tmp_path, progress=False)
         assert list(tmp_path.iterdir()) == [file]
     # where the system refuses to look, as in a folder that another user closed
     _refuses("--root n+ cannot be read: File name", prepare, "synthetic", "n" * 300)
@@ -264,7 +260,9 @@ def test_a_graph_without_a_split_gets_the_same_one_however_it_is_built(tmp_path,
     args = {**_graph(), "split": None}
     _save_npz(tmp_path / "a.npz")
     arrays = build_store(tmp_path / "arrays", **args)
-    file = datasets.build(tmp_path / "a.npz", tmp_path / "file")
+    file = datasets.build(tmp_path / "a.npz", tmp_path / "file", seed=3)
+    assert GraphStore.open(file).meta["source"]["seed"] == 3
+    file = datasets.build(tmp_path / "a.npz", tmp_path / "again")
     old = build_store(tmp_path / "old", **{**args, "split": {}})
     _rewrite_meta(old, split=..., source={"dataset": "a.npz", "split": checks.DRAWN})
     trained = {}
@@ -284,23 +282,20 @@ def test_a_graph_without_a_split_gets_the_same_one_however_it_is_built(tmp_path,
 
 @pytest.mark.parametrize("word", ["val", "valid", "validation"])
 def test_the_validation_part_has_three_names(word, tmp_path):
-    args, split = _graph(), {"train": [0, 1], word: [2, 3], "test": [4]}
-    data = {"x": args["features"], "y": args["labels"], "edge_index": args["edge_index"]}
+    split = {"train": [0, 1], word: [2, 3], "test": [4]}
     _save_npz(tmp_path / "a.npz", train_idx=[0, 1], **{f"{word}_mask": _mask([2, 3])})
     small = disk_graphs.build_graphs(tmp_path / "many", [_graphs(9)], split=split)
     assert disk_graphs.GraphDataset.open(small).split["valid"].tolist() == [2, 3]
     for path in (
-        build_store(tmp_path / "one", **{**args, "split": split}),
-        build_store(tmp_path / "two", **{**args, "split": [split, split]}),
-        datasets.build(types.SimpleNamespace(**data), tmp_path / "data", split=split),
+        _store(tmp_path / "one", split=split),
+        _store(tmp_path / "two", split=[split, split]),
         datasets.build(tmp_path / "a.npz", tmp_path / "file"),
     ):
         graph = GraphStore.open(path)
         assert graph.split["valid"].tolist() == [2, 3] and "split" not in graph.meta
-    twice = {"split": {**split, "val": [2], "valid": [3]}}
-    data = types.SimpleNamespace(**data)
-    for make, given in ((datasets.build, (data, tmp_path / "no")), (_store, (tmp_path / "no",))):
-        _refuses("split has .*, which mean the same: keep one", make, *given, **twice)
+    twice = {**split, "val": [2], "valid": [3]}
+    said = "split has .*, which mean the same: keep one"
+    _refuses(said, _store, tmp_path / "no", split=twice)
 
 
 def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
@@ -505,11 +500,15 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
     clean = GraphStore.open(clean)
     assert "every edge has its reverse" in checks.edge_line(clean)
     clean.num_edges, clean.meta["edges"] = 10**7, {**dict.fromkeys(expected, 0), "one_way_of": 9000}
-    assert checks.edge_line(clean).endswith(", each of 9,000 edges drawn has its reverse")
-    for one_way, share in ((1, "under 1"), (4500, "50"), (8999, "over 99"), (9000, "100")):
+    for one_way, said in (
+        (0, "10,000,000 edges: no duplicates or self loops, each of 9,000 edges drawn has its reverse"),
+        (1, ": under 1 % without a reverse, messages go one way"),
+        (4500, ": 50 % without"),
+        (8999, ": over 99 % without"),
+        (9000, ": 100 % without"),
+    ):
         clean.meta["edges"]["one_way"] = one_way
-        line = f"10,000,000 edges: {share} % without a reverse, messages go one way"
-        assert checks.edge_line(clean) == line
+        assert said in checks.edge_line(clean)
 
 
 def test_train_says_at_every_run_what_is_missing_from_its_graph(tmp_path, capsys):

@@ -248,6 +248,9 @@ SPELLED = """
 -0 0
 0x7 7
 4. 5
+4.0 5.0 415 =>
+5.000e+00 6.000e+00 7.000e+00 5.00e+00 =>
+1.000e+00 2.000e+00 3.000e+00 1000 =>
 4e0 5
 4a 5a
 0xE000000000 962072674304
@@ -281,7 +284,7 @@ def test_tables_identify_by_text_unless_all_cells_are_printed_numbers(
     tmp_path, capsys, monkeypatch, row, suffix
 ):
     """Ids, types and labels alike, also if the cell that decides is not in the first batch."""
-    cells, _, numbers = (part.split() for part in row.partition(" => "))
+    cells, _, numbers = (part.split() for part in row.partition(" =>"))
     numbers = [*map(int, numbers)] if suffix == "csv" else []
     monkeypatch.setattr(tables, "SAMPLE", 3)
     monkeypatch.setattr(tables, "BLOCK", 64)
