@@ -23,7 +23,7 @@ from sources import prepare as datasets
 from sources.prepare import prepare
 from store import GraphStore, build_store
 from tests.common import HERE, _code, _dgl, _graph, _store
-from tests.stores import _edge_forms, _forms, _mask, _molecules, _refuses, _save_npz, _sums
+from tests.stores import _cases, _edge_forms, _forms, _mask, _molecules, _refuses, _save_npz, _sums
 
 # three cells of copper, with 4, 1 and 2 atoms, and two molecules, with two and three atoms
 CRYSTALS = """
@@ -93,7 +93,7 @@ def test_periodic_neighbours_are_those_of_a_supercell():
 
 
 def _prepared(file, folder):
-    return GraphDataset.open(prepare(file, folder, progress=False))
+    return GraphDataset.open(prepare(file, folder))
 
 
 def test_datasets_molecules(tmp_path):
@@ -158,14 +158,13 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
     assert "not used: forces" in capsys.readouterr().out
     assert prepare(tmp_path / "good.npz", tmp_path, seed=7) == good.path
     assert _prepared(f"{tmp_path}/good.npz:radius=3", tmp_path).batch([0]).x.shape == (4, 1)
-    for row in REFUSED_GRAPHS.strip().splitlines():
-        changes, message = row.split(" => ")
+    for changes, message in _cases(REFUSED_GRAPHS):
         name, changes = changes.split(" ", 1)
         kind = name.partition(":")[0]
         arrays = given[kind] | json.loads(changes)
         np.savez(tmp_path / "bad.npz", **{n: a for n, a in arrays.items() if a is not None})
         name = name.replace(kind, f"{tmp_path}/bad.npz")
-        _refuses(message, prepare, name, tmp_path, progress=False)
+        _refuses(message, prepare, name, tmp_path)
 
 
 def _same(path, reference):
@@ -221,7 +220,7 @@ def test_store_commands_that_cannot_be_meant_are_one_sentence(tmp_path, monkeypa
     _molecules("m.npz")
     Path("e.csv").write_text("0,1\n")
     Path("e.csv.gz").write_bytes(gzip.compress(b"1,2\n3\n"))
-    before, rows = sorted(os.listdir()), REFUSED.strip().splitlines()
+    before, rows = sorted(os.listdir()), _cases(REFUSED)
     for path, complaint in (
         (".", r"\. exists already"),
         ("..", r"\.\. exists already"),
@@ -229,14 +228,13 @@ def test_store_commands_that_cannot_be_meant_are_one_sentence(tmp_path, monkeypa
         ("x" * 256, "is a name of 256 bytes"),
         ("own.npz/s", "cannot build own.npz/s.*(Not a directory|File exists)"),
     ):
-        rows += [f"build own.npz {path} => {complaint}"]
-        rows += [f"build edges.csv {path} TABLES => {complaint}"]
-    for row in rows:
-        words, complaint = row.split(" => ")
+        rows += [(f"build own.npz {path}", complaint)]
+        rows += [(f"build edges.csv {path} TABLES", complaint)]
+    for words, complaint in rows:
         words = words.replace("TABLES", "--features x.csv --labels y.csv")
         code = _code(words, main=cli.main)
         said = capsys.readouterr().err
-        assert code == 2 and re.search(complaint, said), (row, said)
+        assert code == 2 and re.search(complaint, said), (words, said)
         assert said.count("\n") == 1 or "is no flag" in said
     assert sorted(os.listdir()) == before
 
@@ -271,8 +269,7 @@ def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
     Path("folder").mkdir()
     Path("e.csv").write_text("0,1\n")
     Path("g.mtx").write_text("%%MatrixMarket matrix coordinate\n")
-    for row in NAMES.strip().splitlines():
-        name, message = row.split(" => ")
+    for name, message in _cases(NAMES):
         _refuses(message, prepare, name, "data")
     _refuses("is unknown: give one of", prepare, "z" * 5000, "data")
     assert not list(Path("data").glob("*"))
@@ -281,7 +278,7 @@ def test_dataset_names_that_cannot_be_meant(tmp_path, monkeypatch):
     # a long name is no fault
     assert cli.main(["build", "own.npz", long := "y" * 250]) == 0
     shutil.copy("own.npz", long[:200] + ".npz")
-    assert len(prepare(long[:200] + ".npz", "data", progress=False).name) < 120
+    assert len(prepare(long[:200] + ".npz", "data").name) < 120
 
 
 def test_store_columns_from_every_source(tmp_path, capsys, monkeypatch):
@@ -538,8 +535,7 @@ def test_a_list_of_pyg_graphs_is_a_data_set_of_small_graphs(tmp_path, capsys):
     capsys.readouterr()
     built([graph(0, y=0.0), graph(1, y=1.0)], "said")
     assert "targets of a regression, although all are 0 or 1" in capsys.readouterr().out
-    for row in REFUSED_LIST.strip().splitlines():
-        changes, message = row.split(" => ")
+    for changes, message in _cases(REFUSED_LIST):
         second = {name: a and torch.tensor(a) for name, a in json.loads(changes).items()}
         _refuses(message, built, [graph(0), graph(1, **second)], "bad")
     _refuses("list: features has no effect on", built, [graph(0), graph(1)], "bad", features=[1])

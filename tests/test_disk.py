@@ -28,7 +28,7 @@ from disk.graphs import verify as verify_graphs
 from sources import cli
 from store import GraphStore, build_store, verify
 from tests.common import _end, _fork, _graph, _in_child, _store, _threads
-from tests.stores import _graphs, _refuses, _small_disk, _sums
+from tests.stores import _cases, _graphs, _refuses, _small_disk, _sums
 
 
 def _lmdb(path, rows, block_rows=None):
@@ -337,8 +337,7 @@ def test_store_graphs_refuse_what_makes_no_graph(tmp_path):
         ("target rows has shape", [good._replace(y=good.y[:, 0])], {}),
     ):
         _refuses(words, build_graphs, tmp_path / "b", batches, **split)
-    for row in REFUSED_BLOCKS.strip().splitlines():
-        arrays, words = row.split(" => ")
+    for arrays, words in _cases(REFUSED_BLOCKS):
         *sizes, x, e, y = json.loads(arrays)
         _refuses(words, block_diagonal, *sizes, x=x, e=e, y=y)
     rows = {name: np.ones((1, 1), dtype) for name, dtype in (("e", ">f8"), ("y", ">i4"))}
@@ -383,8 +382,7 @@ def test_store_graphs_with_labels(tmp_path, capsys):
     assert GraphDataset.open(numbers).labels is False and GraphDataset.open(numbers).classes is None
     floats = _graphs(4)
     assert GraphDataset.open(build_graphs(tmp_path / "floats", [floats])).labels is False
-    for row in LABELS.strip().splitlines():
-        y, classes = row.split(" => ")
+    for y, classes in _cases(LABELS):
         y, target = torch.tensor(json.loads(y)).view(4, -1), tmp_path / "y"
         if classes[0] not in "[n":
             _refuses(classes, build_graphs, target, [floats._replace(y=y)], labels=True)

@@ -82,7 +82,7 @@ def _planetoid_files(folder, change=(None, None)):
 
 def test_datasets_planetoid(tmp_path, capsys):
     x, y, test, graph = _planetoid_files(tmp_path)
-    result = GraphStore.open(prepare("cora", tmp_path, progress=False))
+    result = GraphStore.open(prepare("cora", tmp_path))
     pairs = {(u, v) for u, row in graph.items() for v in row if u != v}
     assert _edges(result) == sorted(pairs | {(v, u) for u, v in pairs})
     rows = result.features.tensor
@@ -114,7 +114,7 @@ def test_datasets_planetoid_refuses_other_pickles(tmp_path):
         (b"cnumpy\nndarray\n((L1000000000000000L\ntR.", "cannot be read"),
     ):
         (tmp_path / "ind.cora.graph").write_bytes(content)
-        _refuses(message, prepare, "cora", tmp_path, progress=False)
+        _refuses(message, prepare, "cora", tmp_path)
     assert not (tmp_path / "pwned").exists() and not list(tmp_path.glob("cora-*"))
     assert public._number("f4").itemsize == 4  # which the last of these would have changed
 
@@ -149,7 +149,7 @@ WRONG_PLANETOID = [
 def test_datasets_planetoid_files_that_make_no_graph(tmp_path):
     for part, change, message in WRONG_PLANETOID:
         _planetoid_files(tmp_path, change=(part, change))
-        _refuses(message, prepare, "cora", tmp_path, progress=False)
+        _refuses(message, prepare, "cora", tmp_path)
         assert not list(tmp_path.glob("cora-*"))
 
 
@@ -250,7 +250,7 @@ def test_datasets_ogb_by_type(tmp_path, ogb_server):
         for member, data in members.items():
             archive.writestr(f"mag/{member}", data)
     ogb_server.files["mag.zip"] = content.getvalue()
-    graph = GraphStore.open(prepare("ogbn-mag", tmp_path, progress=False))
+    graph = GraphStore.open(prepare("ogbn-mag", tmp_path))
     assert graph.node_types == {"paper": (50, 4), "author": (30, 0)} and graph.num_classes == 349
     names = ["author,writes,paper", "paper,cites,paper", "paper,rev_writes,author"]
     assert graph.edge_types == names and torch.allclose(graph.features.tensor, torch.from_numpy(x))
@@ -268,8 +268,8 @@ def test_datasets_ogb(tmp_path, ogb_server, capsys, name, unlabelled):
     content, args = _ogb_zip(name, unlabelled)
     archive, _, classes, no_duplicates = public.OGB[name]
     ogb_server.files[archive] = content
-    path = prepare(name, tmp_path, progress=False)
-    assert prepare(name, tmp_path, progress=False) == path and len(ogb_server.requests) == 1
+    path = prepare(name, tmp_path)
+    assert prepare(name, tmp_path) == path and len(ogb_server.requests) == 1
     assert "reverse of every edge" in capsys.readouterr().out
     graph = GraphStore.open(path)
     pairs = list(zip(*args["edge_index"].tolist()))
@@ -284,7 +284,7 @@ def test_datasets_ogb(tmp_path, ogb_server, capsys, name, unlabelled):
     assert {p.name for p in tmp_path.iterdir()} == {archive, path.name}
 
 
-ARXIV = functools.partial(prepare, "ogbn-arxiv", progress=False)
+ARXIV = functools.partial(prepare, "ogbn-arxiv")
 DAMAGED = "if it is damaged, remove the archive"
 
 
@@ -328,7 +328,7 @@ def test_datasets_download_of_a_file_that_has_changed_meanwhile(tmp_path, ogb_se
 
 def test_datasets_ogb_download_fails(tmp_path, monkeypatch, ogb_server):
     ogb_server.files["arxiv.zip"] = b"x" * 10
-    _refuses("HTTP Error 404", prepare, "ogbn-products", tmp_path, progress=False)
+    _refuses("HTTP Error 404", prepare, "ogbn-products", tmp_path)
     (tmp_path / "arxiv.zip.part").write_bytes(b"y" * 20)
     _refuses("HTTP Error 416.*remove .*arxiv.zip.part to begin anew", ARXIV, tmp_path)
     for name in ("OGB", "PLANETOID"):  # nobody listens there

@@ -26,27 +26,27 @@ from sources.prepare import prepare
 from sources.splits import choose_split
 from store import GraphStore, build_store, verify
 from tests.common import DATA, _code, _graph, _store
-from tests.stores import _edges, _graphs, _mask, _refuses, _rewrite_meta, _save_npz, _sums
+from tests.stores import _cases, _edges, _graphs, _mask, _refuses, _rewrite_meta, _save_npz, _sums
 
 
 def _opened(dataset, root, **options):
-    return GraphStore.open(prepare(dataset, root, progress=False, **options))
+    return GraphStore.open(prepare(dataset, root, **options))
 
 
 SMALL = "synthetic:nodes=3000,degree=12,features=8,classes=5"
 
 
 def test_datasets_synthetic_is_the_same_for_the_same_seed(tmp_path, monkeypatch):
-    a = prepare(SMALL, tmp_path / "a", progress=False)
+    a = prepare(SMALL, tmp_path / "a")
     monkeypatch.setattr(os, "cpu_count", lambda: 7)
-    b = prepare(f"{SMALL},seed=0", tmp_path / "b", progress=False)
-    c = prepare(f"{SMALL},seed=1", tmp_path / "b", progress=False)
+    b = prepare(f"{SMALL},seed=0", tmp_path / "b")
+    c = prepare(f"{SMALL},seed=1", tmp_path / "b")
     assert a.name == b.name != c.name
     before = a.stat().st_mtime_ns  # a store that is there is taken
     assert prepare(SMALL, tmp_path / "a") == prepare(a) == prepare(str(a)) == a
     assert a.stat().st_mtime_ns == before
-    assert prepare(SMALL, tmp_path / "b", backend="lmdb", progress=False) != b
-    half = prepare(SMALL, tmp_path / "b", feature_dtype="bfloat16", progress=False)
+    assert prepare(SMALL, tmp_path / "b", backend="lmdb") != b
+    half = prepare(SMALL, tmp_path / "b", feature_dtype="bfloat16")
     rows = [GraphStore.open(path).features.tensor for path in (b, half)]
     assert half != b and torch.equal(rows[1], rows[0].bfloat16()) and verify(half) == []
     assert _sums(a) == _sums(b)
@@ -63,7 +63,7 @@ def test_datasets_synthetic_is_the_same_for_the_same_seed(tmp_path, monkeypatch)
 
 
 def test_datasets_two_processes_at_once(tmp_path):
-    work = functools.partial(prepare, SMALL, progress=False)
+    work = functools.partial(prepare, SMALL)
     with multiprocessing.get_context("fork").Pool(3) as pool:
         paths = {*pool.map(work, [tmp_path] * 3, chunksize=1)}
     assert len(paths) == 1 and verify(paths.pop()) == [] and len(list(tmp_path.iterdir())) == 1
@@ -75,26 +75,26 @@ def test_datasets_a_file_system_without_locks(tmp_path, monkeypatch):
         build_store(path, **graph)
 
     monkeypatch.setattr("sources.prepare.build_store", second)
-    assert verify(prepare(SMALL, tmp_path, progress=False)) == []
+    assert verify(prepare(SMALL, tmp_path)) == []
 
 
 def test_datasets_npz(tmp_path, monkeypatch):
     file = tmp_path / "own.npz"
     _save_npz(file, train_idx=np.arange(9))
-    path = prepare(file, tmp_path, progress=False)
+    path = prepare(file, tmp_path)
     assert prepare(str(file), tmp_path) == path
-    both = prepare(file, tmp_path, symmetrize=True, progress=False)
+    both = prepare(file, tmp_path, symmetrize=True)
     assert prepare(both, symmetrize=True) == both  # which it is
     _refuses("--symmetrize has no effect on .*: it is a store", prepare, path, symmetrize=True)
     with monkeypatch.context() as other:  # a later version, which makes something else of the file
         other.setattr(datasets, "RULES", datasets.RULES + 1)
-        assert prepare(file, tmp_path, progress=False) != path
+        assert prepare(file, tmp_path) != path
     _save_npz(file, seed=1, train_idx=np.arange(9))
-    assert prepare(file, tmp_path, progress=False) != path  # other contents, another store
+    assert prepare(file, tmp_path) != path  # other contents, another store
     _save_npz(file, y=np.arange(200) % 3)
-    path = prepare(file, tmp_path, seed=0, progress=False)
+    path = prepare(file, tmp_path, seed=0)
     # one graph, whatever split it is taken with
-    assert prepare(file, tmp_path, seed=1, progress=False) == path
+    assert prepare(file, tmp_path, seed=1) == path
     first, second, again = (GraphStore.open(path) for _ in range(3))
     for graph, seed in ((first, 0), (second, 1), (again, 1)):
         choose_split(graph, seed=seed)
@@ -191,13 +191,12 @@ def test_datasets_npz_bad_files(tmp_path):
         _refuses("cannot be read", prepare, file, tmp_path)
     graph = {"edge_index": [[0, 1, 2], [1, 2, 3]], "x": np.ones((4, 2)), "y": [0, 1, 0, 1]}
     csr = {"x": None, "feat_indptr": range(5), "feat_indices": [0, 1, 1, 0]}
-    for row in REFUSED_NPZ.strip().splitlines():
-        changes, message = row.split(" => ")
+    for changes, message in _cases(REFUSED_NPZ):
         option, brace, changes = changes.partition("{")
         arrays = graph | (csr if option == "CSR " else {}) | json.loads(brace + changes)
         np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
         name = str(file) + option.removeprefix("CSR").strip()
-        _refuses(message, prepare, name, tmp_path, progress=False)
+        _refuses(message, prepare, name, tmp_path)
         assert list(tmp_path.iterdir()) == [file]
     # where the system refuses to look, as in a folder that another user closed
     _refuses("--root n+ cannot be read: File name", prepare, "synthetic", "n" * 300)
@@ -248,8 +247,8 @@ def test_datasets_npz_splits(tmp_path):
         (dict(turned, test_mask=_mask(test[:9])), ":split=1", (second, valid, test[:9])),
     ):
         _save_npz(file, **entries)
-        name, options = f"{file}{option}", {"progress": False}
-        path, other = (prepare(name, tmp_path, seed=seed, **options) for seed in (0, 1))
+        name = f"{file}{option}"
+        path, other = (prepare(name, tmp_path, seed=seed) for seed in (0, 1))
         split = GraphStore.open(path).split
         assert [part.tolist() for part in split.values()] == [list(part) for part in expected]
         assert path == other, "a seed decides on nothing here"
@@ -379,7 +378,7 @@ def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
     extra = dict(edge_weight=np.ones(3000), timestamps=np.ones(3000), years=np.ones(200))
     file, ignore = tmp_path / "x.npz", ["edge_weight", "timestamps"]
     _save_npz(file, train_idx=[1, 2], **extra, names=["a", "b"], num_nodes=200)
-    path = prepare(f"{file}:ignore={'+'.join(ignore)}", tmp_path, progress=False)
+    path = prepare(f"{file}:ignore={'+'.join(ignore)}", tmp_path)
     assert "not used: years, names\n" in capsys.readouterr().out
     assert GraphStore.open(path).meta["source"] == {"dataset": "x.npz", "ignore": ignore}
     assert _sums(path) == _sums(datasets.build(file, tmp_path / "again", ignore=ignore))
@@ -427,10 +426,10 @@ def test_datasets_npz_one_way_edges_are_said(tmp_path, capsys):
         (np.stack([np.arange(50), np.arange(50) + 1]), "50 of 50 edges"),
     ):
         _save_npz(tmp_path / "e.npz", edge_index=edges, train_idx=[1, 2])
-        plain = prepare(tmp_path / "e.npz", tmp_path, progress=False)
+        plain = prepare(tmp_path / "e.npz", tmp_path)
         said = capsys.readouterr().out
         assert says in said and bool(says) == bool(said)
-        both = prepare(tmp_path / "e.npz", tmp_path, symmetrize=True, progress=False)
+        both = prepare(tmp_path / "e.npz", tmp_path, symmetrize=True)
         assert capsys.readouterr().out == "" and both != plain
         assert GraphStore.open(both).meta["options"]["symmetrize"]
     for name in (plain, "cora"):
@@ -501,7 +500,10 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
     assert "every edge has its reverse" in checks.edge_line(clean)
     clean.num_edges, clean.meta["edges"] = 10**7, {**dict.fromkeys(expected, 0), "one_way_of": 9000}
     for one_way, said in (
-        (0, "10,000,000 edges: no duplicates or self loops, each of 9,000 edges drawn has its reverse"),
+        (
+            0,
+            "10,000,000 edges: no duplicates or self loops, each of 9,000 edges drawn has its reverse",
+        ),
         (1, ": under 1 % without a reverse, messages go one way"),
         (4500, ": 50 % without"),
         (8999, ": over 99 % without"),

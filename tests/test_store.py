@@ -24,6 +24,7 @@ from sources import cli, graph_tables, prepare
 from store import GraphStore, build_store, verify
 from tests.common import _code, _graph, _run_here, _store
 from tests.stores import (
+    _cases,
     _edge_forms,
     _edges,
     _forms,
@@ -365,8 +366,7 @@ REFUSED_ARRAYS = r"""
 
 def _refused_arrays():
     """Yield (changes of build_store's arguments, part of the message), also of what JSON does not spell."""
-    for row in REFUSED_ARRAYS.strip().splitlines():
-        changes, message = row.split(" => ")
+    for changes, message in _cases(REFUSED_ARRAYS):
         yield json.loads(changes), message
     x, whole, eye = np.ones((4, 2), np.float32), np.ones((4, 2), int), torch.eye(4)
     rows = lambda *values: Rows([4, 2], np.float32, [*values])  # noqa: E731

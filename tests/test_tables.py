@@ -25,7 +25,7 @@ from disk.files import StoreError
 from sources import cli, graph_tables, tables
 from sources import prepare as datasets
 from store import GraphStore, verify
-from tests.stores import _edges, _refuses
+from tests.stores import _cases, _edges, _refuses
 
 
 def _table_file(path, content):
@@ -150,9 +150,8 @@ PACKED = [
 ]
 
 
-def _table_of(row):
+def _table_of(content, outcome):
     """Read a row of WRITTEN -> (name of the table, its bytes, outcome)."""
-    content, outcome = row.split(" => ")
     part, content = content[0], content[2:].encode().decode("unicode_escape")
     old, changed, new = content.partition(" -> ")
     if changed:
@@ -167,9 +166,9 @@ def _built(folder, **content):
     return GraphStore.open(datasets.build(files["e"], folder / "s", **args))
 
 
-@pytest.mark.parametrize("row", [*WRITTEN.strip().splitlines(), *PACKED])
+@pytest.mark.parametrize("row", [*_cases(WRITTEN), *PACKED])
 def test_tables_of_strangers(tmp_path, capsys, row):
-    part, content, outcome = _table_of(row) if isinstance(row, str) else row
+    part, content, outcome = _table_of(*row) if isinstance(row, list) else row
     if outcome != SAME and outcome[0] != "[":
         _refuses(outcome, _built, tmp_path, **{part: content})
         assert {path.stem for path in tmp_path.iterdir()} == {*GOOD}
@@ -364,9 +363,8 @@ a,b\nx ,1\nx,2\n => ["x ", "x"] 'a' names the nodes, such as x ,
 """
 
 
-@pytest.mark.parametrize("row", IDS.strip().splitlines())
-def test_tables_one_column_of_ids(tmp_path, capsys, row):
-    text, outcome = row.split(" => ")
+@pytest.mark.parametrize("text, outcome", _cases(IDS))
+def test_tables_one_column_of_ids(tmp_path, capsys, text, outcome):
     x = _table_file(tmp_path / "x.csv", text.encode().decode("unicode_escape"))
     if outcome.startswith("refused"):
         _refuses(outcome.removeprefix("refused: "), graph_tables.features, x, tmp_path)
@@ -406,10 +404,10 @@ source,target,amount\n0,1,5\n0,1,7\n1,0,6\n => refused: edge 0 -> 1 more than on
 """
 
 
-@pytest.mark.parametrize("row", JOINED.strip().splitlines())
+@pytest.mark.parametrize("row", _cases(JOINED))
 def test_tables_join_features_of_edges(tmp_path, capsys, row):
-    row = row.encode().decode("unicode_escape")
-    text, said, edges = f"{row} => 0,1\n1,2\n2,0\n".split(" => ")[:3]
+    cells = (cell.encode().decode("unicode_escape") for cell in [*row, r"0,1\n1,2\n2,0\n"])
+    text, said, edges, *_ = cells
     files = {"e": edges, "x": "f\n1\n2\n3\n", "a": text}
     files = {name: _table_file(tmp_path / f"{name}.csv", text) for name, text in files.items()}
     args = dict(features=files["x"], edge_features=str(files["a"]))
@@ -518,9 +516,8 @@ DATES = r"""
 """
 
 
-@pytest.mark.parametrize("row", DATES.strip().splitlines())
-def test_tables_times_are_numbers_or_dates(row, tmp_path):
-    cells, outcome = row.split(" => ")
+@pytest.mark.parametrize("cells, outcome", _cases(DATES))
+def test_tables_times_are_numbers_or_dates(cells, outcome, tmp_path):
     rows = "".join(f"{i},{1 - i},{cell}\n" for i, cell in enumerate(cells.split(", ")))
     file, nodes = _table_file(tmp_path / "e.csv", f"a,b,when\n{rows}"), graph_tables.Nodes(2, "x")
     args = file, tmp_path / "made", nodes, {"edge_time": ["when"]}
