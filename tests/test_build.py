@@ -23,7 +23,7 @@ from sources import prepare as datasets
 from sources.prepare import prepare
 from store import GraphStore, build_store
 from tests.common import HERE, _code, _dgl, _graph, _store
-from tests.stores import _cases, _edge_forms, _forms, _mask, _molecules, _refuses, _save_npz, _sums
+from tests.stores import _cases, _edges, _mask, _molecules, _refuses, _save_npz, _sums
 
 # three cells of copper, with 4, 1 and 2 atoms, and two molecules, with two and three atoms
 CRYSTALS = """
@@ -407,6 +407,8 @@ def test_store_build_from_dgl_and_pyg_refuses_what_is_not_used(tmp_path, capsys)
     graph = GraphStore.open(datasets.build(pygs(edge_index=..., adj_t=weighted), tmp_path / "w"))
     assert "it has edge_weight\n" in capsys.readouterr().out
     assert torch.equal(graph.indices, sources.int()) and torch.equal(graph.edge_weight, values)
+    turned = GraphStore.open(datasets.build(pygs(edge_index=csr), tmp_path / "turned"))
+    assert _edges(turned) == sorted(zip(*args["edge_index"][::-1].tolist()))
     bare = pygs(y=None, train_mask=None, test_mask=None)
     assert not GraphStore.open(datasets.build(bare, tmp_path / "bare")).labelled
     few = {"x": x[:150], "y": y[:150], "train_mask": mask[:150]}
@@ -541,27 +543,3 @@ def test_a_list_of_pyg_graphs_is_a_data_set_of_small_graphs(tmp_path, capsys):
     _refuses("list: features has no effect on", built, [graph(0), graph(1)], "bad", features=[1])
     _refuses("the graphs of the list have no x: give features", built, [graph(0, x=...)], "bad")
     _refuses("no graph is read from a list", built, [types.SimpleNamespace(x=1)], "bad")
-
-
-def test_store_builds_from_pyg_in_the_forms_that_people_have_arrays_in(tmp_path, capsys):
-    args = _graph()
-    edges = np.unique(args["edge_index"], axis=1)
-    graph = {"x": args["features"], "y": args["labels"], "edge_index": edges}
-    texts = pytest.importorskip("pandas").Series([*"abcd"], dtype="category")[graph["y"]]
-    changes = [{"edge_index": form} for form in _edge_forms(edges, 200)]
-    changes += [{"x": _forms(graph["x"])[5]}, {"y": _forms(graph["y"])[0]}, {"y": texts}]
-    # of scipy: its row v holds the sources of the edges into v
-    matrix = _edge_forms(edges[::-1].copy(), 200)[-1]
-    changes.append({"edge_index": None, "adj_t": matrix})
-
-    def build(name, change):
-        return datasets.build(types.SimpleNamespace(**{**graph, **change}), tmp_path / name)
-
-    expected = _sums(build("g", {}))
-    del expected["meta.json"]
-    for number, change in enumerate(changes):
-        assert _sums(build(str(number), change)).items() >= expected.items(), number
-    capsys.readouterr()
-    path = build("values", {"edge_index": matrix * 2.0})
-    assert "it has edge_weight\n" in capsys.readouterr().out
-    assert GraphStore.open(path).edge_weight.unique().tolist() == [2]

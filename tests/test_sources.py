@@ -25,7 +25,7 @@ from sources import prepare as datasets
 from sources.prepare import prepare
 from sources.splits import choose_split
 from store import GraphStore, build_store, verify
-from tests.common import DATA, _code, _graph, _store
+from tests.common import _code, _graph, _store
 from tests.stores import _cases, _edges, _graphs, _mask, _refuses, _rewrite_meta, _save_npz, _sums
 
 
@@ -346,34 +346,34 @@ def test_a_store_keeps_several_splits_of_one_graph(tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
+# labels of four nodes => what is stored => what is said
+STORED_LABELS = """
+[0.0, 1, 2, 3] => [0, 1, 2, 3]
+[[0], [1], [2], [3]] => [0, 1, 2, 3]
+[false, false, true, true] => [0, 0, 1, 1]
+[0, 9, 0, 9] => [0, 9, 0, 9] => 8 of 10 classes have no node: 1, 2, 3, 4, 5, 6, 7, 8; labels number
+[NaN, 1, 2, 0] => [-1, 1, 2, 0] => 1 of 4 in y are NaN
+["b", " a", "d", "c"] => [1, 0, 3, 2] => y is text: 4 classes
+["x", "nan", "", "a"] => [1, -1, -1, 0] => y is text: 2 classes
+["0", "1.0", "nan", "01"] => [0, 2, -1, 1] => y is text: 3 classes
+["10", "2", "-1", "0"] => [2, 1, -1, 0] => y is text: 3 classes
+"""
+
+
 def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
-    y, text = np.arange(200) % 4, np.array(["b", " a", "d", "c"])
-    odd = np.array([b"x", b"nan", b"", b"a"])
-    written, spelled = np.array(["0", "1.0", "nan", "01"]), np.array(["10", "2", "-1", "0"])
-    for labels, expected, says in (
-        (y.astype(float), y, ""),
-        (y[:, None].astype(">i4"), y, ""),
-        (y > 1, y > 1, ""),
-        (
-            y % 2 * 9,
-            y % 2 * 9,
-            "8 of 10 classes have no node: 1, 2, 3, 4, 5, 6, 7, 8; labels number",
-        ),
-        (np.float32(np.where(y, y, np.nan)), np.where(y, y, -1), "50 of 200 in y are NaN"),
-        (text[y], [1, 0, 3, 2] * 50, "y is text: 4 classes"),
-        (odd[y], [1, -1, -1, 0] * 50, "y is text: 2 classes"),
-        (written[y], [0, 2, -1, 1] * 50, "y is text: 3 classes"),
-        (spelled[y], [2, 1, -1, 0] * 50, "y is text: 3 classes"),
-    ):
-        _save_npz(tmp_path / "y.npz", y=labels, train_idx=[3, 7, 11])
-        graph = _opened(tmp_path / "y.npz", tmp_path, symmetrize=True)
-        assert graph.labels.tolist() == list(expected) and graph.num_classes == max(expected) + 1
-        said = capsys.readouterr().out
-        assert says in said and bool(says) == bool(said.replace("classes have no node", ""))
-        if "text" in says:
-            names = set(np.char.strip(labels.astype(str))) - {"", "nan"}
-            assert graph.meta["source"]["classes"] == sorted(
-                names - {"-1"}, key=lambda name: (len(name), name)
+    graph = {"edge_index": [[0, 1, 2], [1, 2, 3]], "x": np.ones((4, 2)), "train_idx": [3]}
+    for labels, expected, *says in _cases(STORED_LABELS):
+        y, expected = np.array(json.loads(labels)), json.loads(expected)
+        text = y.dtype.kind == "U"
+        for form in [y, np.char.encode(y)] if text else [y]:
+            np.savez(tmp_path / "y.npz", **graph, y=form)
+            found = _opened(tmp_path / "y.npz", tmp_path, symmetrize=True)
+            assert found.labels.tolist() == expected and found.num_classes == max(expected) + 1
+            said = capsys.readouterr().out
+            assert all(words in said for words in says) and bool(says) == bool(said)
+            names = found.class_names
+            assert not text or all(
+                k < 0 or names[k] == word.strip() for k, word in zip(expected, y)
             )
     extra = dict(edge_weight=np.ones(3000), timestamps=np.ones(3000), years=np.ones(200))
     file, ignore = tmp_path / "x.npz", ["edge_weight", "timestamps"]
@@ -386,17 +386,20 @@ def test_datasets_npz_labels_and_arrays_that_are_not_used(tmp_path, capsys):
     assert _edges(_opened(file, tmp_path)) == [(0, 1), (2, 3)]
 
 
-def test_several_labels_of_half_of_the_training_nodes_become_features(tmp_path, capsys):
-    labels = np.random.default_rng(0).integers(-1, 2, (200, 3))
-    labels[:, 0] = 1
+@pytest.mark.parametrize("several", [True, False])
+def test_labels_of_half_of_the_training_nodes_become_features(several, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, 200)
+    if several:
+        labels = np.c_[np.ones(200, int), rng.integers(-1, 2, (200, 2))]
+    told = labels == 1 if several else np.eye(3)[labels]
     content = _save_npz(tmp_path / "y.npz", x=None, y=labels, train_idx=np.arange(90))
     graph = _opened(tmp_path / "y.npz", tmp_path)
-    assert (
-        "half of the training nodes (45) show their labels as features" in capsys.readouterr().out
-    )
+    said = "half of the training nodes (45) show their labels as features"
+    assert said in capsys.readouterr().out
     shown = np.setdiff1d(np.arange(90), graph.split["train"])
     x = np.zeros((200, 3))
-    x[shown] = labels[shown] == 1
+    x[shown] = told[shown]
     assert len(shown) == 45 and np.array_equal(graph.features.tensor, x)
     del content["x"]  # of an object the same
     other = datasets.build(types.SimpleNamespace(**content), tmp_path / "other")
@@ -593,15 +596,3 @@ def test_datasets_npz_hostile_archives(tmp_path, monkeypatch):
     monkeypatch.setattr("sources.arrays.free_host_bytes", lambda: 1 << 20)
     refused("x cannot be read: 1,310,848 bytes unpacked, and 1,048,576 are")
     assert [*tmp_path.iterdir()] == [file]
-
-
-@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
-def test_datasets_arxiv_without_features(tmp_path, capsys):
-    graph = _opened(DATA / "ogbn_arxiv_nofeat.npz", tmp_path)
-    said = capsys.readouterr().out
-    assert said.count("\n") == 2 and "half of the training nodes (45,470)" in said
-    assert "not used: node_year, class_names" in said
-    assert [len(ids) for ids in graph.split.values()] == [45471, 29799, 48603]
-    assert graph.num_edges == 2315598  # what to_symmetric() makes of ogbn-arxiv
-    shown = graph.features.tensor.any(1)
-    assert shown.sum() == 45470 and not any(shown[ids].any() for ids in graph.split.values())
