@@ -704,6 +704,7 @@ def test_store_command_line(tmp_path, capsys):
 NAMES_OF = {
     "numbers": lambda rng: [str(n) for n in rng.permutation(200) + 1],
     "codes": lambda rng: [f"{n:05d}" for n in rng.permutation(200)],
+    "rows": lambda rng: None,
     "text": lambda rng: ["", "é", "a b", *(f"n{n}" for n in rng.permutation(197))],
 }
 
@@ -716,14 +717,25 @@ def test_nodes_are_looked_up_by_name(kind, tmp_path):
     graph = GraphStore.open(_store(tmp_path / "g", node_names=names))
     for shape in ((), (7,), (30, 2), (2, 0), (0, 2)):
         rows = rng.integers(0, 200, shape)
-        given = np.array(names)[rows]
-        forms = [given, given.tolist(), given.astype(object), np.char.encode(given, "utf-8")]
-        if kind == "numbers":
+        given = np.array(names)[rows] if names else rows
+        forms = [given, given.tolist()]
+        if names:
+            forms += [given.astype(object), np.char.encode(given, "utf-8")]
+        if kind in ("numbers", "rows"):
             forms += [given.astype(dtype) for dtype in ("int64", "int32", "uint8", "uint64")]
             forms.append(torch.tensor(given.astype(int)))
         for form in forms if shape else forms[:1]:
             ids = graph.node_ids(form)
             assert ids.dtype == torch.int64 and ids.tolist() == rows.tolist()
+    if not names:
+        for bad, said in (
+            ([0, 200], r"ids has node 200: node ids lie in \[0, 200\)"),
+            ([-1], "ids has node -1"),
+            (["7"], "ids is text, and the nodes have no names: row numbers, integers, are needed"),
+            ([1.5], "ids has dtype float64: integers are needed"),
+        ):
+            _refuses(said, graph.node_ids, bad)
+        return
     such = f"names of nodes are such as {names[0]!r}, {names[1]!r}, {names[2]!r} .nodes.txt."
     for bad, unknown in ((["zoe", names[3]], "zoe"), ([[201, 0]], "201"), ([-1], "-1")):
         _refuses(f"ids has node {unknown!r}: {such}", graph.node_ids, bad)
@@ -800,20 +812,6 @@ def test_an_unknown_column_is_refused(tmp_path):
     said = "build_store has no argument edge_wieght: columns are edge_weight, edge_type, edge_time"
     for form in ({}, {"edge_index": {("a", "to", "a"): [[0], [0]]}, "node_types": {"a": 1}}):
         _refuses(said, _store, tmp_path / "g", **form, edge_wieght=np.ones(3000), error=TypeError)
-
-
-def test_nodes_without_names_are_looked_up_by_row(tmp_path):
-    graph = GraphStore.open(_store(tmp_path / "g"))
-    for ids in ([0, 199], np.array([[5], [7]], np.uint8), torch.tensor(3), []):
-        found = graph.node_ids(ids)
-        assert found.dtype == torch.int64 and found.tolist() == np.asarray(ids).tolist()
-    for bad, said in (
-        ([0, 200], r"ids has node 200: node ids lie in \[0, 200\)"),
-        ([-1], "ids has node -1"),
-        (["7"], "ids is text, and the nodes have no names: row numbers, integers, are needed"),
-        ([1.5], "ids has dtype float64: integers are needed"),
-    ):
-        _refuses(said, graph.node_ids, bad)
 
 
 def test_a_damaged_list_of_names_is_refused(tmp_path):

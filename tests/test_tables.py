@@ -762,6 +762,16 @@ def test_tables_take_little_memory(tmp_path, monkeypatch):
         tracemalloc.stop()
 
 
+# columns of a parquet file of edges => what refuses them
+REFUSED_PARQUET = """
+{"src": [[1]], "dst": [[2]]} => e.parquet: 'src' holds list<.*>: give numbers or text
+{"src": [{"a": 1}], "dst": [2]} => e.parquet: 'src' holds struct<.*>: give numbers or text
+{"src": [null, 1], "dst": [1, 2]} => line 1: 'src' is empty
+{"src": [1.5], "dst": [2]} => line 1: 'src' is 1.5, which is no whole
+{"src": [1], "dst": ["x"]} => e.parquet, line 1: 'dst' is no whole number, .*: 'x'
+"""
+
+
 def test_tables_parquet(tmp_path, monkeypatch):
     import pyarrow as pa
     from pyarrow import parquet
@@ -780,20 +790,12 @@ def test_tables_parquet(tmp_path, monkeypatch):
     _refuses("e.parquet cannot be read: (Invalid|Parquet)", graph_tables.edges, *edges)
     write("e", dst=pa.array(EDGES_X_Y[0][1], pa.uint8()), src=EDGES_X_Y[0][0])
     assert graph_tables.edges(*edges)[0].tolist() == EDGES_X_Y[0]
-    for src, dst, complaint in (
-        ([[1]], [[2]], "e.parquet: 'src' holds list<.*>: give numbers or text"),
-        ([{"a": 1}], [2], "e.parquet: 'src' holds struct<.*>: give numbers or text"),
-        (
-            [1],
-            np.array([0], "datetime64[s]"),
-            "'dst' holds timestamp.*: give dates as numbers, such as days, by .*(--ignore dst)",
-        ),
-        ([None, 1], [1, 2], "line 1: 'src' is empty"),
-        ([1.5], [2], "line 1: 'src' is 1.5, which is no whole"),
-        ([1], ["x"], "e.parquet, line 1: 'dst' is no whole number, .*: 'x'"),
-    ):
-        write("e", src=src, dst=dst)
+    for columns, complaint in _cases(REFUSED_PARQUET):
+        write("e", **json.loads(columns))
         _refuses(complaint, graph_tables.edges, *edges)
+    write("e", src=[1], dst=np.array([0], "datetime64[s]"))
+    said = "'dst' holds timestamp.*: give dates as numbers, such as days, by .*(--ignore dst)"
+    _refuses(said, graph_tables.edges, *edges)
     y = write("y", label=pa.array([2, None, 0, 1, None, 1]))
     assert str(graph_tables.of_nodes(y, nodes, "labels")) == "[ 2. nan  0.  1. nan  1.]"
     x = np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32)
