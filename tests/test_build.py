@@ -127,22 +127,26 @@ def test_datasets_molecules(tmp_path):
     _refuses(few, prepare, tmp_path / "few.npz", tmp_path / "d")
 
 
+# of two molecules => classes => dtype
+ANSWERS = """
+{"labels": [-1, 1]} => [-1, 1] => float32
+{"labels": [1099511627776, 1099511627777]} => [1099511627776, 1099511627777] => float64
+{"targets": [0, 1]} => null => float32
+{"targets": [0.5, NaN]} => null => float32
+"""
+
+
 def test_labels_and_targets_of_molecules(tmp_path):
     """What an array is called says what it holds, not its values."""
-    made, fractions = _molecules(tmp_path / "m.npz"), np.linspace(0, 1, 40)
-    made.pop("targets")
-    for name, y, classes, dtype in (
-        ("labels", np.arange(40) % 2 * 2 - 1, [-1, 1], torch.float32),
-        ("targets", np.arange(40) % 2, None, torch.float32),
-        ("labels", np.arange(40) % 2 + (1 << 40), [1 << 40, (1 << 40) + 1], torch.float64),
-        ("targets", np.where(np.arange(40) % 3, fractions, np.nan), None, torch.float32),
-    ):
+    made = json.loads(MOLECULES) | {"train_idx": [0], "val_idx": [1]}
+    del made["targets"]
+    for answers, classes, dtype in _cases(ANSWERS):
+        ((name, y),) = json.loads(answers).items()
         np.savez(tmp_path / "y.npz", **made, **{name: y})
         graphs = _prepared(tmp_path / "y.npz", tmp_path / "d")
-        assert graphs.labels == (name == "labels") and graphs.classes == classes
-        found = graphs.batch(range(40)).y[:, 0]
-        assert found.dtype == dtype
-        assert np.array_equal(found.numpy(), y.astype(found.numpy().dtype), equal_nan=True)
+        assert graphs.labels == (name == "labels") and graphs.classes == json.loads(classes)
+        found = graphs.batch([0, 1]).y[:, 0].numpy()
+        assert found.dtype == dtype and np.array_equal(found, y, equal_nan=True)
 
 
 def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):

@@ -96,7 +96,6 @@ def test_rows_of_a_part_change(tmp_path):
     part.features.put_rows(torch.tensor([100, 199]), new)
     assert torch.equal(GraphStore.open(folder / "part-1").features[[199, 100]], new)
     _refuses("node 99 are elsewhere", part.features.put_rows, torch.tensor([199, 99]), new)
-    _refuses(r"rows is \[2, 5\]", part.features.put_rows, torch.tensor([199]), new)
     assert verify(part.path) == []
     changed = digests(GraphStore.open(folder / "part-1"))
     assert changed == {**digests(whole), "features.lmdb": None}  # no longer compared

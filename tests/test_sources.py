@@ -224,27 +224,28 @@ def test_typed_edges_without_features_keep_the_reverses_that_they_have(tmp_path,
     _refuses(r"edge_index has shape \[\d+\]", prepare, file, tmp_path)
 
 
+# a parameter of --dataset and arrays of an .npz file of six nodes => nodes to train on, to validate and to test
+SPLIT_ARRAYS = """
+{"train_idx": [[0], [1]], "valid_idx": [[2, 3]], "test_idx": [4, 5]} => [[0, 1], [2, 3], [4, 5]]
+{"train_mask": [true, true, false, false, false, false], "val_mask": [false, false, true, false, false, false]} => [[0, 1], [2], []]
+{"train_mask": [[1.0], [1.0], [0.0], [0.0], [0.0], [0.0]], "test_mask": [[0.0], [0.0], [0.0], [0.0], [1.0], [1.0]]} => [[0, 1], [], [4, 5]]
+{"train_idx": [true, true, false, false, false, false], "test_idx": [4, 5]} => [[0, 1], [], [4, 5]]
+:split=1 {"train_masks": [[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0]], "val_masks": [[0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 0]]} => [[2, 3], [4], []]
+:split=1 {"train_mask": [[1, 0], [1, 0], [0, 1], [0, 1], [0, 0], [0, 0]], "test_mask": [0, 0, 0, 0, 0, 1]} => [[2, 3], [], [5]]
+"""
+
+
 def test_datasets_npz_splits(tmp_path):
-    train, valid, test = np.arange(50), np.arange(50, 80), np.arange(80, 150)
-    second, file = np.arange(100, 150), tmp_path / "a.npz"
-    masks = dict(train_mask=_mask(train), val_mask=_mask(valid), test_mask=_mask(test))
-    several = dict(train_masks=np.stack([_mask(train), _mask(second)]))
-    several["val_masks"] = np.stack([_mask(valid)] * 2)
-    turned = {name.removesuffix("s"): rows.T for name, rows in several.items()}
-    ids = dict(train_idx=train[:, None], valid_idx=valid[None], test_idx=test.astype(">u2"))
-    for entries, option, expected in (
-        (ids, "", (train, valid, test)),
-        (masks, "", (train, valid, test)),
-        ({n: mask.astype(float)[:, None] for n, mask in masks.items()}, "", (train, valid, test)),
-        (dict(train_idx=_mask(train), test_idx=test), "", (train, [], test)),
-        (several, ":split=1", (second, valid, [])),
-        (dict(turned, test_mask=_mask(test[:9])), ":split=1", (second, valid, test[:9])),
-    ):
-        _save_npz(file, **entries)
-        name = f"{file}{option}"
-        path, other = (prepare(name, tmp_path, seed=seed) for seed in (0, 1))
+    file = tmp_path / "a.npz"
+    graph = {"edge_index": [[0, 1, 2], [1, 2, 3]], "x": np.ones((6, 2)), "y": [0, 1] * 3}
+    for arrays, expected in _cases(SPLIT_ARRAYS):
+        option, brace, arrays = arrays.partition("{")
+        arrays = map(np.asarray, (given := graph | json.loads(brace + arrays)).values())
+        swapped = [array.astype(array.dtype.newbyteorder(">")) for array in arrays]
+        np.savez(file, **dict(zip(given, swapped)))
+        path, other = (prepare(f"{file}{option.strip()}", tmp_path, seed=seed) for seed in (0, 1))
         split = GraphStore.open(path).split
-        assert [part.tolist() for part in split.values()] == [list(part) for part in expected]
+        assert [part.tolist() for part in split.values()] == json.loads(expected)
         assert path == other, "a seed decides on nothing here"
 
 

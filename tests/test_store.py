@@ -498,7 +498,7 @@ def test_store_refuses_bad_input_and_leaves_nothing(tmp_path):
         assert not any(tmp_path.iterdir()), message
 
 
-@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "?"])
+@pytest.mark.parametrize("dtype", "f2 f4 f8 i1 i2 i4 i8 u1 ?".split())
 def test_store_takes_every_layout_of_an_array(tmp_path, dtype):
     args = _graph(num_nodes=60, num_edges=90)
     args["split"] = {"train": np.arange(3)[::-1], "test": np.isin(np.arange(60), [5, 9])}
@@ -722,7 +722,7 @@ def test_nodes_are_looked_up_by_name(kind, tmp_path):
         if names:
             forms += [given.astype(object), np.char.encode(given, "utf-8")]
         if kind in ("numbers", "rows"):
-            forms += [given.astype(dtype) for dtype in ("int64", "int32", "uint8", "uint64")]
+            forms += [given.astype(dtype) for dtype in "int64 int32 uint8 uint64".split()]
             forms.append(torch.tensor(given.astype(int)))
         for form in forms if shape else forms[:1]:
             ids = graph.node_ids(form)

@@ -182,24 +182,6 @@ def test_tables_of_strangers(tmp_path, capsys, row):
     assert set(printed) == {"x.csv", "y.csv", "e.csv", "t.csv"}
 
 
-def test_tables_say_what_was_guessed(tmp_path, capsys):
-    def file(name, text):
-        return _table_file(tmp_path / name, text)
-
-    e = file("e.csv", "# a\n# b\n\nsrc;dst\n0;1\n1;0\n")
-    graph_tables.edges(e, tmp_path, graph_tables.Nodes(2, "x.csv"))
-    _, nodes = graph_tables.features(file("x.csv", "p,.5,1\nq,1,1\nr,0,0\n"), tmp_path)
-    graph_tables.of_nodes(file("y.csv", "r;b c\np;a\n"), nodes, "labels")
-    graph_tables.edges(file("e.csv", EDGES), tmp_path, graph_tables.Nodes(6, "x.csv"))
-    assert capsys.readouterr().out == (
-        "e.csv: 2 columns by separator ';', header src;dst, 2 rows\n"
-        "x.csv: 3 columns by separator ',', no header, column 1 names the nodes, such as p, 3 rows, 2 features\n"
-        "y.csv: 2 columns by separator ';', no header, column 1 taken as ids, column 2 as labels, 2 rows\n"
-        "e.csv: 2 columns by separator ',', no header (0,1 is a row: if pandas wrote it, put names in its place), "
-        "column 1 taken as source, column 2 as destination, 6 rows\n"
-    )
-
-
 @pytest.mark.parametrize(
     "names, ids",
     [
@@ -208,7 +190,7 @@ def test_tables_say_what_was_guessed(tmp_path, capsys):
         ([31336, 7, 0, 10**6, 5, 10], "paper_id"),
     ],
 )
-def test_tables_nodes_with_names(tmp_path, names, ids):
+def test_tables_nodes_with_names(tmp_path, capsys, names, ids):
     """Text, and integers other than 0 to V-1, are mapped to the rows of the features; the names are kept."""
     quoted = [f'"{name}"' for name in names]
     rows = zip(quoted if ids == "node" else names, X.split())
@@ -220,6 +202,7 @@ def test_tables_nodes_with_names(tmp_path, names, ids):
     }
     graph = _built(tmp_path, **contents)
     path = graph.path
+    assert "column 1 taken as ids, column 2 as labels, 6 rows" in capsys.readouterr().out
     assert _edges(graph) == sorted(zip(*EDGES_X_Y[0]))
     assert graph.features.tensor.tolist() == EDGES_X_Y[1] and graph.labels.tolist() == EDGES_X_Y[2]
     assert graph.split["train"].tolist() == [0, 2] and verify(path) == []
@@ -353,6 +336,7 @@ a,name,title\n1,x,y\n2,z,w\n => refused: 'name' and 'title' look like ids of the
 a,city,name\n1,x,y\n2,x,w\n => refused: 'city' is no number: .* drop the column
 ,user_id,a\n0,7,1\n1,8,2\n => refused: drop it .--ignore 'Unnamed: 0'
 a,rank\n.5,2\n.7,1\n => null 'rank' counts the rows: call it id
+p,.5,1\nq,1,1\nr,0,0\n => ["p", "q", "r"] x.csv: 3 columns by separator ',', no header, column 1 names the nodes, such as p, 3 rows, 2 features
 acid,paid,valid\n.5,1,0\n.7,1,0\n => null
 a,userid\n.5,31\n.7,12\n => [31, 12] 'userid' names the nodes, such as 31
 a,Key\n.5,1\n.7,0\n => null 'Key' numbers the nodes, the rows are put in their order
@@ -386,6 +370,8 @@ def test_tables_names_differ_by_spaces(tmp_path):
 # a table of features of edges, which have 5, 6, 7: how it is joined, or what refuses it; the edges if not 0-1, 1-2, 2-0
 JOINED = r"""
 amount\n5\n6\n7\n => row by row
+amount\n5\n6\n7\n => e.csv: 2 columns by separator ',', no header (0,1 is a row: if pandas wrote it, put names in its place), column 1 taken as source, column 2 as destination, 3 rows
+# a\n# b\n\nsource;target;amount\n2;0;7\n0;1;5\n1;2;6\n => a.csv: 3 columns by separator ';', header source;target;amount, 3 rows
 source,target,amount\n2,0,7\n0,1,5\n1,2,6\n => by 'source' and 'target'
 2,0,7\n0,1,5\n1,2,6\n => by column 1 and column 2
 amount,node2,node1\n7,0,2\n5,1,0\n6,2,1\n => by 'node1' and 'node2'
@@ -454,7 +440,7 @@ def test_tables_in_any_order_are_one_graph(tmp_path, seed):
     """Rows and columns of all tables in any order, as csv and parquet: ids, ends and rows of edges are found."""
     random = np.random.default_rng(seed)
     count = int(random.integers(8, 30))
-    kind = ["count", "numbers", "text", "spaces"][seed % 4]
+    kind = "count numbers text spaces".split()[seed % 4]
     names = {
         "count": [*map(str, range(count))],
         "numbers": [*map(str, random.permutation(1000)[:count] + count)],
@@ -462,7 +448,7 @@ def test_tables_in_any_order_are_one_graph(tmp_path, seed):
         "spaces": [f" n{i}\u00a0" if i % 2 else f"n{i}   " for i in range(count)],
     }[kind]
     cells = np.array(names, dtype=object) if kind in ("text", "spaces") else np.array(names, int)
-    ids = random.choice(["id", "user_id", "userId", "uid", "key", "userid", "protein", "User Id"])
+    ids = random.choice("id,user_id,userId,uid,key,userid,protein,User Id".split(","))
     x = random.standard_normal((count, 3)).astype(np.float32)
     y = random.choice(["red", "blue"], count)
     nodes = {ids: cells, **{f"f{j}": x[:, j] for j in range(3)}}
