@@ -220,7 +220,11 @@ def _bytes_needed(graph) -> int:
     """Estimate the size of a store before it is written: its nodes and features, and its edges unless some may be dropped."""
     meta = graph.meta
     row_bytes = meta["feature_dim"] * files.storage_dtype(meta["feature_dtype"]).itemsize
-    need = meta["num_nodes"] * 16 + graph.features.shape[0] * row_bytes
+    rows = graph.features
+    spooled = isinstance(rows, convert.Rows) and meta["feature_dtype"] == "int8"
+    if spooled and convert.row_dtype("features", rows) != "int8":
+        row_bytes *= 5  # with the float32 rows, which are written to a file first
+    need = meta["num_nodes"] * 16 + rows.shape[0] * row_bytes
     options = meta["options"]
     if options["drop_self_loops"] or options["drop_duplicates"]:
         return need
