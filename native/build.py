@@ -10,7 +10,7 @@
     launch(S, kernels.stream())                                  # about 1 us; also inside a CUDA graph capture
 
 NVRTC comes with torch's CUDA build. base.h explains how kernels are written. The names and types of a kernel's arguments are
-read from the source, and every call names all of them.
+read from the source: it takes those that it names from the values of a call, which kernels of one operation share.
 An argument that is neither a pointer nor a number is a struct passed by value: a ctypes.Structure (`struct_type`), whose
 fields may change between launches. Tensors must outlive the launches that use them.
 
@@ -80,12 +80,9 @@ def signatures(source, result="KERNEL"):
     return functions
 
 
-def _in_order(kernel, signature, values):
-    """Return the arguments of a kernel, {name: value}, in the order of its signature, tensors as pointers to their data;
-    KeyError for one that is missing."""
-    if len(values) != len(signature):
-        takes = f"it takes {', '.join(signature)}"
-        raise TypeError(f"kernel {kernel} is called with {', '.join(values)}: {takes}")
+def _in_order(signature, values):
+    """Return what a signature names of the values {name: value}, in its order, tensors as pointers to their data; KeyError
+    for one that is missing."""
     return [v.data_ptr() if isinstance(v := values[n], Tensor) else v or 0 for n in signature]
 
 
@@ -268,9 +265,10 @@ void run_{kernel}(int team_, i64 threads_, {", ".join(declared)}) {{
         functions = {kernel: getattr(library, f"run_{kernel}").args[0] for kernel in kernels}
 
         def run(kernel, threads, values):
-            functions[kernel](team(), threads, *_in_order(kernel, kernels[kernel], values))
+            functions[kernel](team(), threads, *_in_order(kernels[kernel], values))
 
         library.run = run
+        library.signatures = kernels
     return library
 
 
@@ -375,8 +373,8 @@ class Launch:
             self._pointers[i] = memory + end - struct.calcsize(code)
 
     def pack(self, values):
-        """Set all arguments, {name: value}."""
-        values = _in_order(self._name, self._signature, values)
+        """Set all arguments, from {name: value}."""
+        values = _in_order(self._signature, values)
         for i in reversed(self._structs):
             self._structs[i] = values.pop(i)
             self._pointers[i] = ctypes.addressof(self._structs[i])
