@@ -18,14 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-try:
-    from model import GNN, Conv, Near, check_edges, check_nodes, graph_degrees, hooked, is_gnn
-except ImportError as error:
-    if not (error.path and error.name == "model"):
-        raise
-    raise ImportError(
-        f"{error}: it hides the model.py that inference.py needs; rename it"
-    ) from None
+from model import GNN, Conv, Near, check_edges, check_nodes, graph_degrees, hooked, is_gnn
 
 CHUNK = 65536  # destinations at a time
 CHUNK_EDGES = 1 << 19

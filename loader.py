@@ -20,16 +20,8 @@ import torch
 
 from disk.columns import EDGE_FEATURES, EDGE_TYPE
 from disk.convert import as_tensor, edge_pairs, integers, is_sparse, kind_of, shown
-
-try:
-    from features import Batch, FeatureRing, codes_of, prefetch, stated
-    from sampler import NeighborSampler, fanout_list, mix, outside
-except ImportError as error:
-    if not (error.path and error.name in ("features", "sampler")):
-        raise
-    raise ImportError(
-        f"{error}: it hides the {error.name}.py that loader.py needs; rename it"
-    ) from None
+from features import Batch, FeatureRing, codes_of, prefetch, stated
+from sampler import NeighborSampler, fanout_list, mix, outside
 
 
 class Graph(NamedTuple):

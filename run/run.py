@@ -9,17 +9,22 @@ logits = run.exact()                 # of all nodes from all their neighbours
 import copy
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import nn
 
+from ddp import Ranks
 from disk.files import StoreError
 from extras.times import degrees_at
+from features import FeatureRing
 from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn
 from run import own_model
-from run.flags import TASKS
+from run.edge_data import EdgeData
+from run.flags import TASKS, Plan
 from run.placement import (
     all_features,
     check_memory,
@@ -28,9 +33,10 @@ from run.placement import (
     reading_all_edges,
     settle,
 )
-from sampler import mix
+from sampler import NeighborSampler, mix
 from store import CodedFeatures
 from tasks.metrics import check_scores
+from tasks.task import Task
 
 # up to this many edges, networks that cannot be evaluated layer by layer are evaluated full-batch
 WHOLE_GRAPH_EDGES = 1 << 22
@@ -44,20 +50,20 @@ def open_run(ranks, flags, path, fits=lambda plan, task: None):
     tf32 = plan.precision == "tf32" and ranks.gpus
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     used = used._replace(numbers=fits(plan, task))
-    if own_model.conv_of(plan.model):
+    if plan.conv:
         check_memory(ranks, plan, task)
     sampler, ring = place_data(ranks, plan, task, used)
     torch.manual_seed(plan.seed)  # of initial weights, the same on every rank
     model, digest = build_model(plan, task, used)
     place_model(ranks, model, plan, task, sampler)
-    return Run(ranks, plan, task, used=used, sampler=sampler, ring=ring, model=model, digest=digest)
+    return Run(ranks, plan, task, used, sampler, ring, model, digest)
 
 
 def build_model(plan, task, used):
     """Build the network, with random weights -> (network, SHA-256 of its file or None)."""
     store = task.store
     digest = own_model.load(plan.model)[1] if own_model.is_own(plan.model) else None
-    if own_model.conv_of(plan.model):
+    if plan.conv:
         return task.build(plan), digest
     if store.features.shape[0] < store.num_nodes:
         raise StoreError(
@@ -94,25 +100,27 @@ def place_model(ranks, model, plan, task, sampler):
             model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
 
 
+@dataclass
 class Run:
     """Plan, data and network of a run. digest: SHA-256 of the file of a user's network, else None. by_layers: exact
     inference goes layer by layer, which it cannot with times: a node's row in each layer then depends on the time at
-    which it is seen."""
+    which it is seen. custom: the network is a user's, with torch's dropout."""
 
-    def __init__(self, ranks, plan, task, *, used, sampler, ring, model, digest=None):
-        self.ranks = ranks
-        self.plan = plan
-        self.task = task
-        self.store = task.store
-        self.sampler = sampler
-        self.ring = ring
-        self.model = model
-        self.digest = digest
-        # for links, exact inference is as of the end of time: it sees all edges
-        self.used = used._replace(time=None) if task.are_links else used
-        # a user's network, with torch's dropout
-        self.custom = own_model.conv_of(plan.model) is None
-        self.by_layers = layerwise(model) and self.used.time is None
+    ranks: Ranks
+    plan: Plan
+    task: Task
+    used: EdgeData
+    sampler: NeighborSampler | None
+    ring: FeatureRing | None
+    model: nn.Module
+    digest: str | None = None
+
+    def __post_init__(self):
+        self.store = self.task.store
+        if self.task.are_links:  # exact inference is as of the end of time: it sees all edges
+            self.used = self.used._replace(time=None)
+        self.custom = own_model.conv_of(self.plan.model) is None
+        self.by_layers = layerwise(self.model) and self.used.time is None
 
     @cached_property
     def trained(self):

@@ -153,20 +153,13 @@ class NodeTask(Task):
             )
             return dict.fromkeys(store.split)
         logits = run.exact()
-        exact = {
-            part: score(self.metric, logits[nodes], store.labels[nodes])
-            for part, nodes in store.split.items()
-        }
+        scored = lambda nodes: score(self.metric, logits[nodes], store.labels[nodes])  # noqa: E731
+        exact = {part: scored(nodes) for part, nodes in store.split.items()}
         how = "exact: all neighbours"
         if run.by_layers:
             how += ", layer by layer"
         report.exact(self.title, exact, how)
-        others = {}
-        fresh = self.fresh()
-        for part, mask in fresh.items():
-            nodes = store.split[part][mask]
-            others[part] = score(self.metric, logits[nodes], store.labels[nodes])
-        report.others(self.examples, fresh, others)
+        report.others(self, scored)
         if args.predict:
             what = args.predict_what
             if what == "embeddings":

@@ -1,11 +1,9 @@
 """Tests: loader.py."""
 
 import functools
-import importlib.util
 import itertools
 import json
 import re
-import sys
 import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -379,23 +377,6 @@ def test_loader_takes_arrays_in_the_forms_that_people_have_them_in():
         (r"features is \[\]: \[300, F\] is needed", {"features": 3}, seeds),
     ):
         _refuses(said, loader.NodeLoader, graph._replace(**change), ids, [4], error=ValueError)
-
-
-@pytest.mark.parametrize(
-    "ours, theirs", [("loader", "features"), ("loader", "sampler"), ("inference", "model")]
-)
-def test_a_file_of_the_users_that_hides_one_of_ours_is_named(ours, theirs, monkeypatch):
-    hidden = types.ModuleType(theirs)
-    hidden.__file__ = f"/theirs/{theirs}.py"
-    spec = importlib.util.spec_from_file_location("again", sys.modules[ours].__file__)
-    again = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, theirs, hidden)
-    said = f"/theirs/{theirs}.py.*: it hides the {theirs}.py that {ours}.py needs; rename it"
-    _refuses(said, spec.loader.exec_module, again, error=ImportError)
-    monkeypatch.setitem(sys.modules, theirs, None)  # there is none
-    _refuses(
-        f"import of {theirs} halted; None in", spec.loader.exec_module, again, error=ImportError
-    )
 
 
 def test_loader_takes_repeated_seeds_where_a_draw_makes_them_distinct():
