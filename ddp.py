@@ -44,7 +44,7 @@ TIMEOUT = timedelta(minutes=30)  # of a collective
 OF_GLOO = re.compile("gloo|pair closure", re.IGNORECASE)
 LOOPBACK = "127.0.0.1"
 # SIGHUP: the terminal was closed; nohup ignores it
-STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 class Ranks(NamedTuple):
@@ -363,8 +363,7 @@ def _run(worker, ranks, store, args):
     share_cores(ranks.local_world)
     if ranks.gpus:
         torch.cuda.set_device(ranks.device)
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
+        os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
     backend = "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo"
     where = {}
     if store is not None:

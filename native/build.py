@@ -33,7 +33,6 @@ import sys
 import tempfile
 import threading
 import warnings
-from glob import glob
 from pathlib import Path
 
 import torch
@@ -306,16 +305,12 @@ class Kernels:
         with self.current():
             self.bind()
             code = self._driver.cuModuleLoadData(ctypes.byref(module), image)
-            self.check(code, "cuModuleLoadData")
+            check_driver(code, f"cuModuleLoadData on {device}")
             for kernel in self.signatures:
                 self._functions[kernel] = ctypes.c_void_p()
                 pointer = ctypes.byref(self._functions[kernel])
                 code = self._driver.cuModuleGetFunction(pointer, module, kernel.encode())
-                self.check(code, kernel)
-
-    def check(self, code, action):
-        """Raise RuntimeError unless a driver call returned 0."""
-        check_driver(code, f"{action} on {self.device}")
+                check_driver(code, f"{kernel} on {device}")
 
     def bind(self):
         """Bind the current GPU's context to this host thread, as any call of the CUDA runtime does."""
@@ -389,7 +384,8 @@ class Launch:
             self._kernels.bind()
             code = self._go(self._function, *grid, 0, stream, self._pointers, None)
         if code:
-            self._kernels.check(code, f"kernel {self._name} of {threads} threads")
+            where = f"of {threads} threads on {self._kernels.device}"
+            check_driver(code, f"kernel {self._name} {where}")
 
 
 # what torch.compile uses: twenty times as fast as torch.cuda.current_stream; None if torch has no CUDA
@@ -446,16 +442,12 @@ def compile_cuda(source, arch, options=()):
 
 def _nvrtc():
     """Load the libnvrtc of torch's CUDA build, or the system's."""
-    major = str(torch.version.cuda or "").split(".")[0]
     folder = Path(torch.__file__).parent
-    wheels = [f"{folder.parent}/nvidia/{part}/lib" for part in (f"cu{major}", "cuda_nvrtc")]
-    paths = [p for at in (*wheels, f"{folder}/lib") for p in sorted(glob(f"{at}/libnvrtc*.so*"))]
-    paths = [path for path in paths if "builtins" not in path and ".alt." not in path]
-    # libcaffe2_nvrtc.so finds the libnvrtc that torch was linked with
-    names = [f"libnvrtc.so.{major}", *paths, f"{folder}/lib/libcaffe2_nvrtc.so", "libnvrtc.so"]
-    for name in names:
+    wheels = sorted(folder.parent.glob("nvidia/*/lib/libnvrtc.so*"))
+    # the first finds the libnvrtc that torch was linked with, but only beside a driver
+    for name in (folder / "lib/libcaffe2_nvrtc.so", *wheels, "libnvrtc.so"):
         with contextlib.suppress(OSError):
-            library = ctypes.CDLL(name)
+            library = ctypes.CDLL(str(name))
             library.nvrtcGetErrorString.restype = ctypes.c_char_p
             return library
     raise OSError("no libnvrtc, part of torch's CUDA build (pip install nvidia-cuda-nvrtc)")

@@ -35,10 +35,10 @@ def fanout(text):
     hops = re.sub(r"\s*,\s*", ",", text.strip())
     if re.fullmatch(f"{hop}(,{hop})*|any={number}(,{number})*", hops):
         return [part if "=" in part else int(part) for part in hops.split(",")]
-    how = "write numbers above 0 and below 10^9, or -1 for all: 15,10,5; by types writes=10:cites=5 or any=15,10"
-    if " " in text:
-        how = f"put commas between the hops: {','.join(re.split('[ ,]+', text.strip()))}"
-    raise argparse.ArgumentTypeError(f"{text!r}: {how}")
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: write numbers above 0 and below 10^9, or -1 for all, with commas between the hops: 15,10,5; "
+        "by types writes=10:cites=5 or any=15,10"
+    )
 
 
 def size(text):
@@ -60,11 +60,9 @@ def positive(kind, zero=False, below=None):
         with suppress(ValueError):
             if 0 < (value := kind(text)) < below or zero and value == 0:
                 return value
-        limit = f" and below {below}" if below < math.inf else ""
-        comma = f": write {text.replace(',', '.')}" if re.fullmatch(r"\d+,\d+", text) else ""
+        limit = f" and below {below}" if below < math.inf else ", such as 0.5"
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a {'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
-            f"{limit}{comma * (kind is float)}"
+            f"{text!r} is not a {'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}{limit}"
         )
 
     return parse

@@ -257,7 +257,7 @@ class Run:
             "edges": drawn.features is not None,
             "shuffle": False,
             "accumulate": 1,
-            "draw": None if times is None else seeds_at(times),
+            "draw": times if times is None else seeds_at(times),
         }
         if store.num_edges <= WHOLE_GRAPH_EDGES and times is None:
             options |= {"batch_size": -(-store.num_nodes // self.ranks.world), "depth": 0}
