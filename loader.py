@@ -21,7 +21,7 @@ import torch
 from disk.columns import EDGE_FEATURES, EDGE_TYPE
 from disk.convert import as_tensor, edge_pairs, integers, is_sparse, kind_of, shown
 from features import Batch, FeatureRing, codes_of, prefetch, stated
-from sampler import NeighborSampler, fanout_list, mix, outside
+from sampler import NeighborSampler, mix, outside
 
 
 class Graph(NamedTuple):
@@ -169,12 +169,8 @@ def _sampler(graph, fanouts, *, seed, edges, types):
     indices = _tensor("indices", getattr(graph, "sampled_indices", graph.indices))
     disk_threads = getattr(graph, "sampling_threads", None)  # if the graph stays on disk
     kinds = getattr(graph, EDGE_TYPE.name, None)
-    fanouts = fanout_list(fanouts)
-    if types and kinds is None or not types and any(isinstance(k, list) for k in fanouts):
-        raise ValueError(
-            f"types is {types}, fanouts {fanouts}: types=True and a graph with edge_type "
-            "are needed to draw by type"
-        )
+    if types and kinds is None:
+        raise ValueError(f"types is {types}: a graph with edge_type is needed to draw by type")
     return NeighborSampler(
         indptr,
         indices,

@@ -343,17 +343,17 @@ def over_machines(ranks, plan, store, machines, features):
     if len(machines) == 1:
         raise StoreError(
             f"--split-features in --mode {plan.mode} needs several machines: the processes of one share the rows in its "
-            f"memory already{ranks.gpus and f'; --mode {MODES[0]} splits them over its GPUs' or ''}"
+            f"memory already; --mode {MODES[0]} splits them over its GPUs"
         )
     ends = [part_bounds(features.shape[0], m, len(machines))[1] for m in range(len(machines))]
     owners = [there[ranks.local_rank % len(there)] for there in machines]
     if isinstance(stored := codes_of(store.features), MmapFeatures):
         # the page cache has to hold this machine's part alone
         stored.reserve(0, share=1 / len(machines))
-    each = (
-        f"each reads its {features.shape[0] // len(machines):,} rows and asks the others for theirs"
+    ranks.say(
+        f"memory  features are split over {len(machines)} machines: each reads its "
+        f"{features.shape[0] // len(machines):,} rows and asks the others for theirs"
     )
-    ranks.say(f"memory  features are split over {len(machines)} machines: {each}")
     return SplitFeatures(features, [*zip(ends, owners)], Exchange(ranks))
 
 
@@ -406,28 +406,25 @@ def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):
     # what only predicts may do without the weights or times that the rule needs
     columns = {None: True, "weights": used.weight, "edge_times": used.time}
     drawn = columns[rule.needs] is not None
-    try:
-        return NeighborSampler(
-            indptr,
-            indices,
-            fanout,
-            method=rule.name if drawn else UNIFORM.name,
-            layer_dependency=plan.layer_dependency,
-            batch_dependency=plan.batch_dependency,
-            weights=used.weight,
-            edge_times=used.time,
-            strict=used.strict,
-            window=used.window,
-            edge_type=used.type,
-            by_type=used.type is None or isinstance(fanout[0], list),
-            type_numbers=used.numbers,
-            seed=plan.seed,
-            edge_ids=used.features is not None,
-            check=False,
-            threads=threads,
-        )
-    except ValueError as error:  # flags of a checkpoint that no command line has
-        raise StoreError(f"--sampler {plan.sampler}: {error}") from error
+    return NeighborSampler(
+        indptr,
+        indices,
+        fanout,
+        method=rule.name if drawn else UNIFORM.name,
+        layer_dependency=plan.layer_dependency,
+        batch_dependency=plan.batch_dependency,
+        weights=used.weight,
+        edge_times=used.time,
+        strict=used.strict,
+        window=used.window,
+        edge_type=used.type,
+        by_type=used.type is None or isinstance(fanout[0], list),
+        type_numbers=used.numbers,
+        seed=plan.seed,
+        edge_ids=used.features is not None,
+        check=False,
+        threads=threads,
+    )
 
 
 def cached(ranks, plan, task, used, features):

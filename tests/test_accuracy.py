@@ -242,7 +242,7 @@ BAD_FLAGS = BAD_FLAGS.strip().splitlines() + [
 # where the system refuses to look, as in a folder that another user closed
 BAD_FLAGS += [f"--log {'n' * 300}/log => a file cannot be written there"]
 BAD_FLAGS += [
-    f"--fanout {text} => write numbers above 0 and below 10.9, or -1 for all: 15,10,5; by types"
+    f"--fanout {text} => write numbers above 0 and below 10.9, or -1 for all, .*: 15,10,5; by types"
     for text in "any=3,a=2 any=3:a=2 a=3:4 a=0 a=0:b=2 a=.5:b=2 =3 3,,2 a=-2 1e3 3,any=2 3000000000".split()
 ]
 
