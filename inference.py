@@ -191,9 +191,13 @@ def free_bytes(device):
 
 def checked_features(x, V, inputs):
     """Return x as a tensor, or an object with gather; ValueError unless it has the rows that a network with `inputs` takes."""
-    dense = getattr(x, "layout", torch.strided) == torch.strided
-    if not dense or not (hasattr(x, "gather") or hasattr(x, "__array_interface__")):
-        kind = f"{type(x).__name__}, sparse" if not dense else type(x).__name__
+    layout = getattr(x, "layout", torch.strided)
+    if (
+        layout != torch.strided
+        or not hasattr(x, "gather")
+        and not hasattr(x, "__array_interface__")
+    ):
+        kind = f"{type(x).__name__}, {layout}"
         raise ValueError(f"x is a {kind}: a dense tensor or array [V, F] is needed")
     rows = x.shape[0]
     if rows != V and (inputs is None or len(inputs.linears) and rows < inputs.first):

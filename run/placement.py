@@ -171,9 +171,6 @@ def memory_lines(ranks, flags, task):
         if fit.largest_batch:
             lines[mode] += f"; batches of up to {fit.largest_batch:,} seeds fit"
     lines["mode"] = best or "none fits (--free-gpu 80GB asks about another machine's GPUs)"
-    lines["steps"] = "of the shapes of their batches"
-    if options["graphs"]:
-        lines["steps"] = "of static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"
     free_host = options["free_host"]
     where = "the mapped file stays in it"
     if arrays > free_host:
@@ -209,17 +206,11 @@ def check_memory(ranks, plan, task):
         batch = (2 if plan.precision == "bf16" else itemsize) * rows * plan.hidden
     if weights + batch <= free:
         return
-    parts = f"weights{', gradients and moments' * plan.trains} {readable_size(weights)}"
-    if batch:
-        parts += f", a batch at least {readable_size(batch)}"
-    smaller = f"--hidden {plan.hidden} or --num-layers {plan.num_layers}"
-    if weights <= free:
-        smaller = f"--hidden {plan.hidden} or --batch-size {plan.batch_size}"
-        if task.are_links:
-            smaller += f" or --negatives {plan.negatives}"
     raise StoreError(
-        f"this run cannot fit: {parts}, and {readable_size(free)} of {'GPU ' * bool(ranks.gpus)}memory "
-        f"are free for each process; lower {smaller}"
+        f"this run cannot fit: weights, gradients and moments take {readable_size(weights)}, a batch at least "
+        f"{readable_size(batch)}, and {readable_size(free)} of memory are free for each process; "
+        f"lower --hidden {plan.hidden}, --num-layers {plan.num_layers} or --batch-size {plan.batch_size}"
+        f"{f', or --negatives {plan.negatives}' * task.are_links}"
     )
 
 

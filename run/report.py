@@ -271,14 +271,8 @@ class Report:
 
     def stopped(self, epoch, step):
         """Report that a signal ended training, and how to resume."""
-        again = "go on with the same command and --resume auto"
-        if self.flags.runs > 1:
-            file = self.flags.checkpoint
-            again = f"go on with this seed by --resume {file} --checkpoint {file}"
-        lost = "nothing kept: no --checkpoint"
-        if self.flags.export:
-            lost += ", and --export writes a network whose training has ended"
-        kept = again if self.flags.checkpoint else lost
+        file = self.flags.checkpoint
+        kept = f"go on with --resume {file} --checkpoint {file}" if file else "nothing is kept"
         self.tell(f"stopped in epoch {epoch} after step {step}; {kept}", {"stopped": [epoch, step]})
 
     def curve(self, task, best):
