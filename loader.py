@@ -28,9 +28,10 @@ from disk.convert import (
     part_ids,
     shaped,
     shown,
+    within,
 )
 from features import Batch, FeatureRing, codes_of, prefetch, stated
-from sampler import NeighborSampler, mix, outside
+from sampler import NeighborSampler, mix
 
 
 class Graph(NamedTuple):
@@ -63,9 +64,9 @@ def from_edge_index(edge_index, num_nodes, edge_order=False):
     ValueError for another shape, values that are not integers, or a node id outside [0, num_nodes).
     """
     edges = edge_pairs("edge_index", edge_index, num_nodes, num_nodes)
-    source, destination = edges = torch.from_numpy(integers("edge_index", edges))
-    if (bad := outside(edges, num_nodes)) is not None:
-        raise ValueError(f"edge_index has node {bad}: ids must be in [0, {num_nodes})")
+    edges = integers("edge_index", edges)
+    within("edge_index", edges, num_nodes, "nodes")
+    source, destination = torch.from_numpy(edges)
     keys = (destination * num_nodes + source).numpy()
     if edge_order:
         order = np.argsort(keys, kind="stable")

@@ -458,7 +458,7 @@ def check_widths(task, plan, graph, path):
         if store.labelled and task.several != was:
             labels = "several labels" if was else "one label"
             raise StoreError(f"{trained} of {labels} a node, {store.path} has others")
-        task.predict_as(several=bool(was))
+        task.several = bool(was)
 
 
 def numbers_of_types(ranks, task, plan, graph, path):

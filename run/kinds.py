@@ -43,12 +43,10 @@ def fanout(text):
 
 def size(text):
     """Parse '4GiB', '4G' (the same), '512MiB' or a number of bytes -> bytes, an int."""
-    units = {"": 1}
-    for power, unit in enumerate("kmgt", 1):
-        units |= {unit: 1024**power, f"{unit}ib": 1024**power, f"{unit}b": 1000**power}
-    number, unit = re.fullmatch(r"([0-9.]*)\s*(.*)", text.strip().lower(), re.DOTALL).groups()
-    with suppress(KeyError, ValueError):
-        return int(float(number) * units[unit])
+    parts = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(i?b)?", text.strip().lower())
+    with suppress(TypeError, ValueError):
+        base = 1000 if parts[3] == "b" else 1024
+        return int(float(parts[1]) * base ** " kmgt".index(parts[2] or " "))
     raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 4GiB, 512MiB or bytes")
 
 

@@ -65,7 +65,7 @@ class NodeTask(Task):
         self.number = None if idle else args.split
         choose_split(store, self.number, seed=args.seed, turn=args.turn, say=say)
         store.check_split()
-        # multi-label; for a graph without labels see `predict_as`
+        # multi-label; a graph without labels has as many as that of the checkpoint
         self.several = store.labels.dim() == 2
         classes = store.labels[store.split["train"]].unique()
         if args.trains and not self.several and len(classes) == 1:
