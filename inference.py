@@ -24,7 +24,6 @@ CHUNK = 65536  # destinations at a time
 CHUNK_EDGES = 1 << 19
 CHUNK_BYTES = 1 << 26  # of rows that are read or converted at a time
 LARGEST = 1 << 35  # bytes of a chunk on a GPU, at most: kernels count elements in 32 bits
-PIECE = 1 << 24  # edges or offsets checked at a time
 
 
 def layerwise(model):
@@ -168,16 +167,14 @@ def checked_part(indptr, indices, rank, world):
     shares = [int(indptr[-1]) * r // world for r in range(1, world)]
     bounds = [0, *(int(torch.searchsorted(indptr, share)) for share in shares), len(indptr) - 1]
     first, last = bounds[rank : rank + 2]
-    for a in range(first, last, PIECE):
-        b = min(a + PIECE, last)
-        steps = indptr[a : b + 1].diff()
-        inside = 0 <= int(indptr[a]) and int(indptr[b]) <= len(indices)
-        if not inside or bool((steps < 0).any()):
-            raise IndexError(
-                f"the graph is damaged: an offset in indptr of nodes {a} to {b - 1} is out of range or decreases"
-            )
-    for part in indices[int(indptr[first]) : int(indptr[last])].split(PIECE):
-        check_nodes(part, len(indptr) - 1)
+    ends = indptr[first : last + 1]
+    low = int(ends[0])
+    high = int(ends[-1])
+    if low < 0 or high > len(indices) or bool((ends[1:] < ends[:-1]).any()):
+        raise IndexError(
+            f"the graph is damaged: an offset in indptr of nodes {first} to {last - 1} is out of range or decreases"
+        )
+    check_nodes(indices[low:high], len(indptr) - 1)
     return first, last
 
 

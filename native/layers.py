@@ -192,7 +192,7 @@ def _gather_codes(codes, ids, out, scale):
 def relu_dropout(h, nodes, seed, drop):
     """Compute dropout(relu(h)) in place, with model.py's mask."""
     code = functions([nodes], h, h) if nodes is None or nodes.shape == h.shape[:1] else None
-    return None if code is None else _ReluDropout.apply(h, Dropout.of(nodes, seed, drop), code)
+    return code and _ReluDropout.apply(h, Dropout.of(nodes, seed, drop), code)
 
 
 class _ReluDropout(torch.autograd.Function):
@@ -228,7 +228,7 @@ def norm_relu_dropout(h, norm, nodes, seed, drop, *, residual):
         return None
     code = functions([nodes], h, h if residual is None else residual, width)
     active = Dropout.of(nodes, seed, drop)
-    return None if code is None else _NormRelu.apply(h, residual, *weights, norm.eps, active, code)
+    return code and _NormRelu.apply(h, residual, *weights, norm.eps, active, code)
 
 
 class _NormRelu(torch.autograd.Function):
@@ -274,7 +274,7 @@ def max_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
     near = InEdges(indptr, indices)
     code = of_block(near, h, h[: near.S], own=False)
-    return None if code is None else _MaxNeighbours.apply(h, near, code)
+    return code and _MaxNeighbours.apply(h, near, code)
 
 
 class _MaxNeighbours(torch.autograd.Function):
@@ -325,7 +325,7 @@ def cross_entropy(logits, y):
     fits = is_gpu(logits.device) and logits.numel() and y.is_contiguous()
     fits = fits and (y.dtype, y.device, y.shape) == kind
     code = functions([], logits, logits) if fits else None
-    return None if code is None else _CrossEntropy.apply(logits, y, code)
+    return code and _CrossEntropy.apply(logits, y, code)
 
 
 class _CrossEntropy(torch.autograd.Function):

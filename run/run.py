@@ -189,15 +189,15 @@ class Run:
         draw = lambda batch: (nodes[batch.seeds], {}, None)  # noqa: E731
         if times is not None:
             draw = seeds_at(times, nodes)
-        loader = self.loader(torch.arange(len(nodes)), shuffle=False, draw=draw)
-        return self.rows(self.model, loader, len(nodes), self.forward)
+        return self.rows(torch.arange(len(nodes)), len(nodes), self.forward, draw=draw)
 
     @torch.no_grad()
-    def rows(self, model, loader, count, output):
-        """Collect output(batch) over all batches of `loader` -> [count, C] in host memory, the same on all ranks."""
-        model.eval()
+    def rows(self, seeds, count, output, **options):
+        """Collect output(batch) over all batches of the `loader` of these seeds -> [count, C] in host memory, the same on all
+        ranks."""
+        self.model.eval()
         rows = None
-        for batch in loader:
+        for batch in self.loader(seeds, shuffle=False, **options):
             part = output(batch).cpu()
             rows = part.new_zeros(count, part.shape[1]) if rows is None else rows
             rows[batch.seeds] = part
@@ -209,7 +209,10 @@ class Run:
         With `layers`, return the output of that many first layers, [V, hidden]."""
         ranks = self.ranks
         store = self.store
-        model = copy.deepcopy(self.model).float() if self.plan.precision == "fp64" else self.model
+        self.model.eval()
+        model = self.model
+        if self.plan.precision == "fp64":
+            model = copy.deepcopy(model).float()
         if not self.by_layers:
             logits = self.exact_in_batches(model, layers)
         else:
@@ -255,13 +258,11 @@ class Run:
             "device": self.ranks.device,
             "reuse": True,
             "edges": drawn.features is not None,
-            "shuffle": False,
             "accumulate": 1,
-            "draw": times if times is None else seeds_at(times),
+            "draw": None if times is None else seeds_at(times),
         }
         if store.num_edges <= WHOLE_GRAPH_EDGES and times is None:
             options |= {"batch_size": -(-store.num_nodes // self.ranks.world), "depth": 0}
-        loader = self.loader(torch.arange(store.num_nodes), **options)
 
         def output(batch):
             if not is_gnn(model):
@@ -272,4 +273,4 @@ class Run:
                 x = model.step(i, block, x, edges=edges[i])
             return x.float()
 
-        return self.rows(model, loader, store.num_nodes, output)
+        return self.rows(torch.arange(store.num_nodes), store.num_nodes, output, **options)
