@@ -289,6 +289,8 @@ def adopted(flags, state, path):
         values["dataset"] = state["graph"]["path"]  # found there whatever --root is
         for name in {*declared("built")} - {*flags.typed}:
             values[name] = FLAGS[name].default
+    if "dataset" in flags.typed and os.path.isfile(os.path.join(flags.dataset, "meta.json")):
+        check_kind(replace(flags, task=saved["task"]), path, flags.dataset)
     if not flags.trains:
         values["early_stop"] = None
     return replace(flags, **values)
