@@ -15,7 +15,7 @@ import ddp
 import model
 import store
 import train
-from disk.graphs import build_graphs
+from extras.graph_store import build_graphs
 from inference import layerwise
 from run import placement
 from run import run as running

@@ -25,7 +25,7 @@ from bench import gpu as bench_gpu
 from bench.gpu_graph import SHAPES, first_pairs, make_graph, store_of, with_columns
 from bench.tools import exit_code
 from disk.files import StoreError
-from disk.graphs import block_diagonal
+from extras.graph_store import block_diagonal
 from native import build
 from run import flags
 from sampler import NeighborSampler

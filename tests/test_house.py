@@ -37,6 +37,7 @@ LIMITS = {
     "floors of imports": 10,
     "modules in a circle": 0,
     "arrows": 229,
+    "arrows from the core to extras": 18,
     "private names read from outside": 0,
     "fmt: skip": 0,
 }
@@ -119,7 +120,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "exclud|gaps?\\b|edge_at|_edge_set",
     ),
     "split: types": (
-        "extras/types.py native/rules/types.h relational.py disk/typed.py",
+        "extras/types.py native/rules/types.h extras/relational.py extras/typed.py",
         "edge_type|node_type|type_numbers|by_type|fanout_of|NO_TYPE|NUM_TYPES|ifn?def TYPE|TYPE \\*|next_type|num_types|type_names|types_(called|used)|uses_types|_row\\b(?=.*_list)",
     ),
     "pairing": (
@@ -127,11 +128,11 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "disjoint|src_seed|seeds_before|(self|spec|law|b|batch)(\\.|->)pairs|PAIR|put_pair|slot_of|of_pairs|(src|dst|edge|num|know)_groups?\\b|AT\\(",
     ),
     "links": (
-        "tasks/link.py tasks/edge_split.py native/links.cu",
+        "extras/links.py extras/edge_split.py native/links.cu",
         "LinkTask|[nN]egatives|scorer|edge_split|are_links|OF_LINKS|load_links",
     ),
     "small graphs": (
-        "tasks/graph.py tasks/regressor.py disk/graphs.py sources/graph_tables.py sources/molecules.py native/line_graph.c",
+        "extras/graphs.py extras/regressor.py extras/graph_store.py extras/graph_tables.py extras/molecules.py native/line_graph.c",
         "GraphTask|GraphDataset|graph_ids|max_nodes|max_edges|uses_vectors|ReadSlot|alignn|ALIGNN|line_graph|molecules|graph_tables|load_batch|Limits",
     ),
     "edge features": (
@@ -143,15 +144,15 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "int8|CodedFeatures|codes_of|coded|feature_scale|CODES|gather_codes|encode|decode",
     ),
     "split features": (
-        "native/peers.py extras/split_features.py",
+        "extras/peers.py extras/split_features.py",
         "split_features|(Split|Uneven|Part)Features|part_bounds|over_gpus|over_machines|machines_by_part|Exchange|described_part|fits_split|_write_part",
     ),
     "look-ahead cache": (
-        "disk/lookahead.py disk/reader.py native/pages.c native/rows.c",
+        "extras/lookahead.py disk/reader.py native/pages.c native/rows.c",
         "[lL]ookahead|look(s|ing)_ahead|RowReader|sampling_threads|sampled_indices|KeptPages",
     ),
     "CUDA graphs": (
-        "run/cuda_graphs.py native/aggregate.cu",
+        "extras/step_graphs.py native/aggregate.cu",
         "cuda_graph|CUDAGraph|StepGraphs|capturable|captured|is_static|static_room|hops_held",
     ),
     "names": (
@@ -162,8 +163,8 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "run/plan.py",
         "choose_mode|placements|memory_lines|check_memory|memory_options|dry_run|weight_bytes|largest_batch|advice",
     ),
-    "tables": ("sources/tables.py", "pyarrow|[.]csv|[.]parquet|table_library|rows_of_nodes"),
-    "DGL and PyG": ("native/dgl.py", "dgl|DGL|to_pyg|torch_geometric|PyG"),
+    "tables": ("extras/tables.py", "pyarrow|[.]csv|[.]parquet|table_library|rows_of_nodes"),
+    "DGL and PyG": ("extras/dgl.py", "dgl|DGL|to_pyg|torch_geometric|PyG"),
     "pictures, traces": (
         "extras/pictures.py",
         "timeline|tensorboard|profile\\b|[.]curve|draw_curve|matplotlib|SummaryWriter",
@@ -373,7 +374,14 @@ def _house():
     def floor(module):
         return 1 + max(map(floor, arrows[module] - {*circle}), default=0)
 
+    to_extras = [
+        f"{module} -> {other}"
+        for module, others in arrows.items()
+        for other in others
+        if other.startswith("extras.") and not module.startswith("extras.")
+    ]
     findings = {
+        "arrows from the core to extras": to_extras,
         "functions above 80 lines": long,
         "functions of over 5 positional parameters": found(_crowded),
         "tuples of over 3 values returned": found(_long_returns),
@@ -517,17 +525,17 @@ from model import SAGE
 indptr, indices = torch.tensor([0, 1, 2]), torch.tensor([1, 0])
 assert inference(SAGE(3, 4, 2, num_layers=2), indptr, indices, torch.ones(2, 3)).shape == (2, 2)
 """,
-    "relational model": """
+    "model extras": """
 import torch
 from collections import namedtuple
 from model import GNN
-from relational import NodeInputs, RGCNConv
+from extras.relational import NodeInputs, RGCNConv
 values = map(torch.tensor, ([0, 1], [1], [2, 0], [1]))
 block = namedtuple("Block", "indptr indices src_nodes edge_type")(*values)
 net = GNN(3, 4, 2, conv=RGCNConv, num_types=2, num_layers=1, inputs=NodeInputs([(2, 3), (1, 0)], 4))
 assert net([block], torch.ones(1, 3)).shape == (1, 2)
 """,
-    "store disk native": """
+    "store disk native extras": """
 import numpy as np, torch
 from store import GraphStore, build_store, verify
 split = {"train": [0], "valid": [1], "test": [2]}
