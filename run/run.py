@@ -15,15 +15,12 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from ddp import Ranks
 from disk.files import StoreError
 from extras.times import degrees_at
-from features import FeatureRing
 from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn
 from run import own_model
-from run.edge_data import EdgeData
 from run.flags import TASKS, Plan
 from run.placement import (
     all_features,
@@ -33,10 +30,9 @@ from run.placement import (
     reading_all_edges,
     settle,
 )
-from sampler import NeighborSampler, mix
+from sampler import mix
 from store import CodedFeatures
 from tasks.metrics import check_scores
-from tasks.task import Task
 
 # up to this many edges, networks that cannot be evaluated layer by layer are evaluated full-batch
 WHOLE_GRAPH_EDGES = 1 << 22
@@ -106,12 +102,12 @@ class Run:
     inference goes layer by layer, which it cannot with times: a node's row in each layer then depends on the time at
     which it is seen. custom: the network is a user's, with torch's dropout."""
 
-    ranks: Ranks
+    ranks: object  # `Ranks` of ddp.py
     plan: Plan
-    task: Task
-    used: EdgeData
-    sampler: NeighborSampler | None
-    ring: FeatureRing | None
+    task: object  # `Task`
+    used: object  # its `EdgeData`
+    sampler: object  # `NeighborSampler`, and
+    ring: object  # `FeatureRing`; None for a task that reads its own batches
     model: nn.Module
     digest: str | None = None
 
