@@ -272,8 +272,6 @@ def place_data(ranks, plan, task, used):
     if not task.placed:
         task.attach(ranks, plan)
         return None, None
-    if store.sampling_threads and plan.mode in MODES[2:] and plan.verbose:
-        ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
     machines = machines_by_part(ranks, plan, store)
     graph, used = placed_arrays(ranks, plan, task, used)
     indptr, indices, labels, features = graph

@@ -430,11 +430,7 @@ def where(ranks):
         return f"CPU, {threads}"
     if not ranks.gpus:
         return f"{ranks.world} CPU processes, {threads} each"
-    threads = f"{ranks.world} x {torch.cuda.get_device_name()}, {threads} each"
-    if ranks.world > 1:
-        cores = os.sched_getaffinity(0)
-        threads += f", rank 0 on cores {min(cores)}-{max(cores)}, next to its GPU"
-    return threads
+    return f"{ranks.world} x {torch.cuda.get_device_name()}, {threads} each"
 
 
 def precision(ranks, plan):
