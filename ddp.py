@@ -365,12 +365,9 @@ def _run(worker, ranks, store, args):
         torch.cuda.set_device(ranks.device)
         os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
     backend = "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo"
-    where = {}
-    if store is not None:
-        where = {"store": store, "rank": ranks.rank, "world_size": ranks.world}
-    if ranks.gpus:
-        # given device_id, NCCL connects now and never guesses a device
-        where["device_id"] = ranks.device
+    # given device_id, NCCL connects now and never guesses a device
+    where = {"rank": ranks.rank, "world_size": ranks.world, "store": store}
+    where["device_id"] = ranks.device if ranks.gpus else None
     dist.init_process_group(backend, timeout=TIMEOUT, **where)
     try:
         ranks.barrier()  # a rank that ends breaks the connections that others still make
