@@ -47,8 +47,8 @@ def test_loader_from_edge_index_is_a_stable_list_of_neighbours(dtype):
     for bad, words in (
         (torch.zeros(3, 2).long(), r"\[3, 2\]: \[2, M\] is needed"),
         (torch.ones(2, 3), "float32"),
-        (torch.tensor([[0, 50], [1, 2]]), "node 50: ids must be in .0, 50"),
-        (torch.tensor([[0, 1], [-1, 2]]), "node -1"),
+        (torch.tensor([[0, 50], [1, 2]]), "edge_index.0, 1. is 50: nodes lie in .0, 50"),
+        (torch.tensor([[0, 1], [-1, 2]]), "edge_index.1, 0. is -1: nodes lie in"),
     ):
         _refuses(words, loader.from_edge_index, bad, 50, error=ValueError)
     edges = np.unique(rng.integers(0, 50, (2, 400)), axis=1)
