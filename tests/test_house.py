@@ -1,6 +1,5 @@
 """Limits on the size and structure of the code; files meant to work alone do. python tests/test_house.py prints the figures,
-with words of a figure's name also the places: python tests/test_house.py tuple circle. `python tests/test_house.py smear`
-prints how much of each extra is outside its own files."""
+with words of a figure's name also the places: python tests/test_house.py tuple circle."""
 
 import ast
 import collections
@@ -99,98 +98,6 @@ def _tokens_of_lines(name, text):
 
 def _tokens(name, text):
     return _tokens_of_lines(name, text).total()
-
-
-EXTRAS = {  # its own files; words of lines, or of names of functions and classes, that are about it wherever they are
-    "rule: weights": (
-        "extras/weights.py native/rules/weights.h",
-        "edge_weight|WEIGHT|heaviest|weights_used|law->weights|spec.weights|weights=weights|weights is|used.weight|[bB]est\\b(?=.*(double|float64|first|out|scratch))",
-    ),
-    "rule: LABOR": (
-        "extras/labor.py native/rules/labor.h",
-        "labor|LABOR|by_source|one_draw|(batch|layer)_dependency|key_step|keep_shared|shared_draws|dependent",
-    ),
-    "cut: times": (
-        "extras/times.py native/rules/times.h",
-        "edge_time|node_time|src_times|timed\\b(?!\\()|latest|LATEST|seen_at|seeds_at|number_before|cut_\\w*by_|only_nodes_timed|[^.]strict\\b|[.>]window|window=|temporal|times_used|unused_times|degrees_at|[a-z_]\\w*=times|times is",
-    ),
-    "cut: exclude": (
-        "extras/exclude.py native/rules/exclude.h",
-        "exclud|gaps?\\b|edge_at|_edge_set",
-    ),
-    "split: types": (
-        "extras/types.py native/rules/types.h relational.py disk/typed.py",
-        "edge_type|node_type|type_numbers|by_type|fanout_of|NO_TYPE|NUM_TYPES|ifn?def TYPE|TYPE \\*|next_type|num_types|type_names|types_(called|used)|uses_types|_row\\b(?=.*_list)",
-    ),
-    "pairing": (
-        "extras/disjoint.py native/rules/pairs.h",
-        "disjoint|src_seed|seeds_before|(self|spec|law|b|batch)(\\.|->)pairs|PAIR|put_pair|slot_of|of_pairs|(src|dst|edge|num|know)_groups?\\b|AT\\(",
-    ),
-    "links": (
-        "tasks/link.py tasks/edge_split.py native/links.cu",
-        "LinkTask|[nN]egatives|scorer|edge_split|are_links|OF_LINKS|load_links",
-    ),
-    "small graphs": (
-        "tasks/graph.py tasks/regressor.py disk/graphs.py sources/graph_tables.py sources/molecules.py native/line_graph.c",
-        "GraphTask|GraphDataset|graph_ids|max_nodes|max_edges|uses_vectors|ReadSlot|alignn|ALIGNN|line_graph|molecules|graph_tables|load_batch|Limits",
-    ),
-    "edge features": (
-        "extras/edge_features.py",
-        "edge_feature|EDGE_FEATURES|edge_dim|edge_linear|edge_mean|edge_sum|edge_matrix|takes_edges|sees_edges|features_used|check_edges|[gG]ine\\b|GINE",
-    ),
-    "8-bit codes": (
-        "extras/codes.py",
-        "int8|CodedFeatures|codes_of|coded|feature_scale|CODES|gather_codes|encode|decode",
-    ),
-    "split features": (
-        "native/peers.py extras/split_features.py",
-        "split_features|(Split|Uneven|Part)Features|part_bounds|over_gpus|over_machines|machines_by_part|Exchange|described_part|fits_split|_write_part",
-    ),
-    "look-ahead cache": (
-        "disk/lookahead.py disk/reader.py native/pages.c native/rows.c",
-        "[lL]ookahead|look(s|ing)_ahead|RowReader|sampling_threads|sampled_indices|KeptPages",
-    ),
-    "CUDA graphs": (
-        "run/cuda_graphs.py native/aggregate.cu",
-        "cuda_graph|CUDAGraph|StepGraphs|capturable|captured|is_static|static_room|hops_held",
-    ),
-    "names": (
-        "extras/names.py",
-        "(node|class|feature)_names|NAMES|(read|write|check)_names|ReorderedFeatures|name_features",
-    ),
-    "memory plan": (
-        "run/plan.py",
-        "choose_mode|placements|memory_lines|check_memory|memory_options|dry_run|weight_bytes|largest_batch|advice",
-    ),
-    "tables": ("sources/tables.py", "pyarrow|[.]csv|[.]parquet|table_library|rows_of_nodes"),
-    "DGL and PyG": ("native/dgl.py", "dgl|DGL|to_pyg|torch_geometric|PyG"),
-    "pictures, traces": (
-        "extras/pictures.py",
-        "timeline|tensorboard|profile\\b|[.]curve|draw_curve|matplotlib|SummaryWriter",
-    ),
-    "own model file": (
-        "run/own_model.py",
-        "is_own|own_model|conv_of|takes_edges|output_of_own|own_network",
-    ),
-}
-
-
-def _smear():
-    """Yield (extra, tokens of its own files, tokens of other product files that are about it, the files with most of these)."""
-    sources = {n: text for n, text in _sources().items() if _side(n) in ("product", "native")}
-    for extra, (files, words) in EXTRAS.items():
-        own, smeared = 0, collections.Counter()
-        for name, text in sources.items():
-            tokens = _tokens_of_lines(name, text)
-            if name in files.split():
-                own += tokens.total()
-                continue
-            about = {i for i, line in enumerate(text.split("\n"), 1) if re.search(words, line)}
-            for node in _walked(_parsed(text)) if name.endswith(".py") else ():
-                if re.search(words, getattr(node, "name", None) or ""):
-                    about |= {*range(node.lineno, node.end_lineno + 1)}
-            smeared[name] += sum(tokens[i] for i in about)
-        yield extra, own, smeared.total(), smeared.most_common(4)
 
 
 def _imported(tree, folder):
@@ -566,11 +473,6 @@ def test_each_leaf_works_alone_in_an_empty_folder(copied, tmp_path):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["smear"]:
-        for extra, own, smeared, most in _smear():
-            where = ", ".join(f"{name} {n}" for name, n in most if n)
-            print(f"{extra:18} own files {own:6,}   outside {smeared:6,}: {where}")
-        sys.exit()
     figures, findings = _house()
     for name, figure in figures.items():
         print(f"{name:60} {figure:7,}   of {LIMITS[name]:,}")
