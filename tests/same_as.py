@@ -64,7 +64,6 @@ CASES = {
     "gine": f"{EVENTS} --model gine --temporal off",
     "gat, edge features": f"{EVENTS} --model gat --heads 2 --temporal off",
     "several labels": f"{EVENTS.replace('events', 'several')} --temporal off",
-    "csv": f"--dataset csv_store {BASE} --fanout 5,4",
     "link": LINK,
     "link, two processes": f"{LINK} --procs 2 --negatives 3",
     "link, mlp": f"{LINK} --scorer mlp --link-loss softmax --negatives 2 --early-stop 1",
@@ -80,8 +79,8 @@ CASES = {
 }
 
 
-def write_inputs(tree, folder):
-    """Graphs as files: with times, weights and features of edges; several labels a node; tables, as a store too."""
+def write_inputs(folder):
+    """Graphs as files: with times, weights and features of edges; several labels a node."""
     folder.mkdir()
     graph, random = _graph(1500, 12000, width=12), np.random.default_rng(0)
     edges, x, y = graph["edge_index"], graph["features"], graph["labels"]
@@ -90,18 +89,10 @@ def write_inputs(tree, folder):
     for name, labels, columns in (("events", y, _events(1500, 12000)), ("several", several, {})):
         arrays = {"edge_index": edges, "features": x, "labels": labels, **parts, **columns}
         np.savez(folder / f"{name}.npz", **arrays)
-    np.savetxt(folder / "edges.csv", edges.T, "%d", ",", header="src,dst", comments="")
-    np.savetxt(folder / "x.csv", x, "%.6g", ",")
-    np.savetxt(folder / "y.csv", y, "%d")
     (folder / "mymodel.py").write_text(OWN_LAYERS)
     for file in (DATA / "cora.npz", DATA / "esol.npz"):
         if file.is_file():
             shutil.copy(file, folder)
-    build = (
-        "build edges.csv csv_store --features x.csv --labels y.csv --symmetrize --drop-duplicates"
-    )
-    command = [sys.executable, tree / "store.py", *build.split()]
-    subprocess.run(command, cwd=folder, capture_output=True, check=True)
 
 
 def run(tree, folder, line):
@@ -150,8 +141,8 @@ def main(commit, *words):
         subprocess.run([*git, "add", "-q", "--detach", tree, commit], check=True)
         try:
             sides = (tree, Path(scratch, "before")), (HERE, Path(scratch, "after"))
-            for side in sides:
-                write_inputs(*side)
+            for _, folder in sides:
+                write_inputs(folder)
             for name, line in CASES.items():
                 if words and not any(word in name for word in words):
                     continue

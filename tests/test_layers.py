@@ -449,15 +449,6 @@ def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, 
     assert cuda_layers.count("relu_dropout") > 5
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_map_of_edge_features_may_have_a_bias(kernels, bias, monkeypatch):
-    block = _layer_block(np.random.default_rng(19), 9, 12, torch.int64)
-    h, edges, attn = torch.randn(12, 8), torch.randn(len(block[1]), 3), torch.randn(2, 4)
-    near, of_edge = Near(*block, h, h[:9], edges=edges), model.Linear(3, 8, bias=bias)
-    run = lambda: [near.attend(attn, h[:9], of_edge=of_edge), near.edge_sum(of_edge)]  # noqa: E731
-    _equal_to_torch(run, kernels, monkeypatch)
-
-
 def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypatch):
     """Learned rows, edge features and factors; second-order gradients."""
     indptr, indices = _layer_block(np.random.default_rng(18), 9, 12, torch.int64)

@@ -51,6 +51,8 @@ LAYERS = {
 
 def _layer(name, width, out_dim):
     layer = LAYERS[name](width, out_dim)
+    if name == "gat with edges":
+        layer.edge_linear = model.Linear(11, out_dim)  # a bias that it has not of itself
     for parameter in layer.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return layer
