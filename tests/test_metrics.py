@@ -307,25 +307,28 @@ def test_missing_targets_of_graphs(tmp_path):
     """Mean, deviation and loss are of those present; a target that no training graph has is refused."""
     y = _graphs(7).y.double()
     y[1, 0], y[4], y[6, 1] = torch.nan, torch.nan, torch.nan
-    split = {"train": range(5), "test": [5, 6]}
     said = []
-    path = build_graphs(tmp_path / "g", [_graphs(7)._replace(y=y)], split=split)
-    task = GraphTask(OF_GRAPHS, path, said.append)
+
+    def task(name):
+        graphs = [_graphs(7)._replace(y=y)]
+        split = {"train": range(5), "test": [5, 6]}
+        return GraphTask(OF_GRAPHS, build_graphs(tmp_path / name, graphs, split=split), said.append)
+
+    some = task("some")
     assert "targets 2 a graph; 4 of 14 are missing, 1 of 7 graphs left out" in said[0]
-    assert task.store.split["train"].tolist() == [0, 1, 2, 3]
+    assert some.store.split["train"].tolist() == [0, 1, 2, 3]
     columns = y[[0, 2, 3], 0], y[:4, 1]
-    assert task.mean.tolist() == pytest.approx([column.mean().item() for column in columns])
-    assert task.std.tolist() == pytest.approx([c.std(correction=0).item() for c in columns])
-    output, scale = torch.randn(5, 2, dtype=torch.float64, requires_grad=True), task.std
-    loss = task.loss(types.SimpleNamespace(std=scale), output, y[:5])
+    assert some.mean.tolist() == pytest.approx([column.mean().item() for column in columns])
+    assert some.std.tolist() == pytest.approx([c.std(correction=0).item() for c in columns])
+    output = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    loss = some.loss(some, output, y[:5])
     loss.backward()
-    parts = ((output - y[:5]) / scale).square()
+    parts = ((output - y[:5]) / some.std).square()
     by_hand = parts[[0, 2, 3]].mean(1).sum() + parts[1, 1]
     assert loss.item() == pytest.approx(by_hand.item())
     assert output.grad.isfinite().all() and not output.grad[y[:5].isnan()].any()
     y[:5, 1] = torch.nan
-    path = build_graphs(tmp_path / "h", [_graphs(7)._replace(y=y)], split=split)
-    _refuses("no training graph has a target 1 of 2", GraphTask, OF_GRAPHS, path, said.append)
+    _refuses("no training graph has a target 1 of 2", task, "none")
 
 
 def test_train_several_labels_a_node(tmp_path, capsys):
