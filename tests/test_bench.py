@@ -21,7 +21,7 @@ import model
 import train
 from bench import __main__ as bench
 from bench import accuracy as bench_accuracy
-from bench import attack, picture, predict
+from bench import attack, picture
 from bench import gpu as bench_gpu
 from bench.tools import exit_code
 from disk.graphs import block_diagonal
@@ -85,18 +85,6 @@ def test_bench_roofline_counts_what_kernels_are_launched_with(tmp_path):
             row = rows[kernel]
             assert round(1e6 * row["MB"] / row["launches"]) in (most, most - size * n)
         assert products and whole["MB"] == pytest.approx(sum(row["MB"] for row in parts))
-
-
-@pytest.mark.parametrize("model", ["sage", "gat", "sage-pool"])
-def test_bench_predict_knows_every_kernel_of_a_step(model, tmp_path, monkeypatch):
-    """Without a compiler: each thread executes 100 instructions with 32 registers."""
-    monkeypatch.setattr(predict, "compiled", lambda source, kernel: ([], 32))
-    monkeypatch.setattr(predict, "executed", lambda kernel, code, work: 100)
-    words = f"predict --dataset {TINY} --fanout 4,3 --batch-size 32 --model {model}"
-    for rows in _bench(words, tmp_path / "r.json")["kernels"].values():
-        for row in rows.values():
-            largest = max(row[limit] for limit in ("bytes", "issue", "warps", "longest", "L1"))
-            assert row["expected, us"] >= largest + predict.START * row["launches"] * 0.99
 
 
 BAD_WORDS = """

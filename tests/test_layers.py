@@ -378,9 +378,6 @@ def test_layers_on_one_static_block_have_their_own_shares(cuda_layers, last, mon
     kernels_gpu.static(types.SimpleNamespace(indptr=block[0], indices=block[1]))
     for _ in range(2):
         torch.testing.assert_close(_with_grads(sums[last], weight, h), expected)
-    places = torch.arange(len(block[1]) + 1).int()  # a row for each edge
-    rows = _with_grads(lambda x: model.mean_neighbours(places, block[1], x), h[block[1]], h)
-    torch.testing.assert_close(rows[1], torch.zeros_like(h).index_add_(0, block[1], h[block[1]]))
 
 
 @pytest.mark.parametrize("dtype, ids", [(torch.float, torch.int32), (torch.bfloat16, torch.int64)])
@@ -829,11 +826,6 @@ def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, dtype, tmp_path):
     code.run("self_and_mean_grad", N, **lists, **given, grad=table)
     assert torch.equal(given["out"], h[:, width // 2 :])
     if dtype == torch.float32:
-        winner = moments[0].view(torch.int32)
-        winner[-N:] = places[:, None]
-        out = torch.empty_like(h)
-        code.run("max_neighbours_grad", N, **lists, grad=table, winner=winner, width=width, out=out)
-        assert torch.equal(out, h)
         rows, rates = torch.tensor([1, far, -1]), torch.tensor([0.1, 1.0])
         numbers = dict(first=0.0, second=0.0, eps=0.0, rates=rates)
         assert kernels.adam_rows(rows, torch.ones(3, width), *moments, table, **numbers)
