@@ -219,7 +219,7 @@ class NodeLoader:
         depth: batches prepared ahead of the one in use; 0: none, as for features that require a gradient, which change.
         threads: how many threads prepare them.
         reuse: True reuses depth + 1 buffers for x: faster on CPU, but x is overwritten when the next batch is asked
-            for. False: every batch may be kept. On a GPU each x is new, except in CUDA graphs (run/cuda_graphs.py).
+            for. False: every batch may be kept. On a GPU each x is new, except in CUDA graphs (extras/step_graphs.py).
         edges: True also fetches the features of each block's edges, rows of graph.edge_features [M, D], as batch.edges.
             This and edge_type are row for row with graph.indices.
         types: True samples by graph.edge_type [M], see `NeighborSampler`; fanouts may then have a number for each type.

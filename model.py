@@ -13,7 +13,7 @@ With the folder native/ beside it, gathers, means, ReLU with dropout and attenti
 CUDA, and runs repeat to the last bit. Torch operations add with atomics on a GPU, so the last bits of gradients and
 attention may differ between runs.
 
-`Conv` is what a layer is, docs/models.md has one as an example; layers for edge types are in relational.py.
+`Conv` is what a layer is, docs/models.md has one as an example; layers for edge types are in extras/relational.py.
 """
 
 from functools import partial, wraps
@@ -800,8 +800,8 @@ class GNN(nn.Module):
         residual: add each layer's input to its output, through a matrix where the widths differ.
         recompute: keep layers' inputs and recompute the rest in backward (arXiv 1604.06174): less memory, more time.
         edge_dim: width of the edge features, for layers that use them; 0: none.
-        num_types: number of edge types, bases: see `RGCNConv` of relational.py; both for layers that use types only.
-        inputs: module that makes the input of the first layer, `NodeInputs` of relational.py; None: it is x.
+        num_types: number of edge types, bases: see `RGCNConv` of extras/relational.py; both for layers that use types only.
+        inputs: module that makes the input of the first layer, `NodeInputs` of extras/relational.py; None: it is x.
 
     Attributes:
         degrees: float [V, 2], `graph_degrees` on the model's device, which layers that use degrees need
@@ -841,7 +841,7 @@ class GNN(nn.Module):
         if norm == "batch" and recompute:
             raise ValueError("norm 'batch' would count a recomputed batch twice: take 'layer'")
         if bool(num_types) != make.uses_types or bases and not num_types:
-            with_types = " and ".join(layers_where(uses_types=True)) or "layers of relational.py"
+            with_types = " and ".join(layers_where(uses_types=True)) or "layers of extras/"
             needs = f"{with_types} need types of edges, others have no use for them"
             raise ValueError(
                 f"conv {make.name!r} with num_types {num_types}, bases {bases}: {needs}"

@@ -31,7 +31,6 @@ from torch import Tensor
 
 try:
     from native import sampler_cpu, sampler_gpu
-    from native.dgl import DGLAdapter, import_dgl  # noqa: F401  re-exported
 except ImportError:
     sampler_cpu = None
 try:
@@ -43,6 +42,13 @@ except ImportError:
         raise ImportError("copy the folder extras/ beside sampler.py (in a package: from .extras)")
 
     with_options = extra
+
+
+def __getattr__(name):
+    if name in ("DGLAdapter", "import_dgl"):
+        return getattr(extra(".dgl"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 BACKENDS = ("auto", "native", "torch", "dgl")
 MOST_EDGES = (1 << 31) - 1  # of a node, as in native/: a draw has 32 bits
@@ -85,9 +91,7 @@ class Block(NamedTuple):
 
     def to_dgl(self):
         """Convert to a DGL block with dgl.NID set, and dgl.EID and dgl.ETYPE from edge_ids and edge_type, if any."""
-        from native.dgl import to_dgl
-
-        return to_dgl(self)
+        return extra(".dgl").to_dgl(self)
 
     def to_pyg(self):
         """Convert for PyG -> (edge_index [2, E] int64, e_id [E], which is edge_ids, or None, size (N, S)): conv((x, x[:S]),
@@ -275,9 +279,7 @@ class NeighborSampler:
         """Make the engine of the backend; where native is unavailable that becomes torch, after a warning."""
         engine = None
         if self.backend == "dgl":
-            from native.dgl import Backend
-
-            engine = Backend(self.spec)
+            engine = extra(".dgl").Backend(self.spec)
         elif self.backend != "torch":
             self.backend = "native"
             if sampler_cpu is None:

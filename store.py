@@ -13,7 +13,7 @@ blocks of rows (backend "lmdb"). It appears only when it is complete; all proces
     python store.py split PATH 4    # into parts for four machines, each with a quarter of the features
 
 V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
-v are indices[indptr[v]:indptr[v+1]]; disk/columns.py lists the other arrays. To copy this file, also take disk/ and
+v are indices[indptr[v]:indptr[v+1]]; disk/columns.py lists the other arrays. To copy this file, also take disk/, extras/ and
 native/; they need torch, numpy and tqdm (lmdb for backend "lmdb"). The command line is
 sources/cli.py: for it copy sources/ and features.py, too.
 
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # before the slow imports; does not return
     folder = Path(__file__).absolute().parent
-    needed = ("disk", "native", "sources", "features.py")
+    needed = ("disk", "extras", "native", "sources", "features.py")
     if lacking := [name for name in needed if not (folder / name).exists()]:
         text = f"the command line needs {' and '.join(lacking)}, too: copy them to {folder}"
         print(f"store.py: {text}", file=sys.stderr)
@@ -46,12 +46,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from disk import checks, columns, convert, files, lmdb_rows, sort, typed
+from disk import checks, columns, convert, files, lmdb_rows, sort
 from disk.columns import refuse_unknown
 from disk.convert import refuse, within
 from disk.files import StoreError, free_host_bytes, reading
 from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, library
+from extras import extra
 
 FORMAT = "ringblock-graph"
 OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
@@ -109,7 +110,7 @@ def build_store(
         feature_names: F different names of the columns of features; with them predictions go by name, not by position.
             None: those of a DataFrame.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
-            are dicts by type, see `flatten` of disk/typed.py.
+            are dicts by type, see `flatten` of extras/typed.py.
         backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
             half the bytes of float32. "int8": to one of 256 values of their column, evenly spaced from its smallest to its
             largest; read as float32.
@@ -127,7 +128,7 @@ def build_store(
     given = SimpleNamespace(**locals(), always=None)
     # scipy has sparse matrices that are dicts
     if isinstance(edge_index, dict) and not convert.is_sparse(edge_index):
-        vars(given).update(typed.flatten(given))
+        vars(given).update(extra(".typed").flatten(given))
     elif node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
         raise StoreError(
             "node_types is for a graph that is given by type: give "
@@ -292,7 +293,7 @@ def _write_features(path, graph, progress) -> dict:
     shape = [graph.features.shape[0], meta["feature_dim"]]
     kept_as = meta["feature_dtype"]
     types = meta.get("node_types", [])
-    ends = typed.ends_of_types(types)
+    ends = columns.ends_of_types(types)
     features, scale = checks.feature_scale(graph.features, kept_as, ends, path, progress)
     rounded = convert.RoundedRows(*shape, types)
     rows = checks.feature_rows(features, kept_as, scale, ends, rounded=rounded, progress=progress)
@@ -406,7 +407,7 @@ class GraphStore:
             self.features = PartFeatures(self._rows, first, (rows, self.feature_dim), self.path)
         if (scale := meta.get("feature_scale")) is not None:
             scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
-            ends = typed.ends_of_types(types) if scale.dim() == 3 else None
+            ends = columns.ends_of_types(types) if scale.dim() == 3 else None
             kinds = () if ends is None else (len(ends),)
             scale = scale.view(*kinds, 2, self.feature_dim)
             self.features = CodedFeatures(self.features, scale, self.path, ends)

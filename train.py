@@ -14,7 +14,7 @@
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --gpus 4
 
 One step is sample -> fetch -> forward -> backward -> optimizer: `Training.epoch` is the loop, and loader.py runs the
-first two ahead of it in threads. On a GPU that can read the features, `StepGraphs` of run/cuda_graphs.py takes the place of
+first two ahead of it in threads. On a GPU that can read the features, `StepGraphs` of extras/step_graphs.py takes the place of
 `Eager`. docs/design.md follows one seed node through the files.
 """
 
@@ -44,7 +44,8 @@ import torch
 
 import ddp
 from disk.files import SPLITS, StoreError, progress_bar, unread
-from run import command_line, cuda_graphs
+from extras import step_graphs
+from run import command_line
 from run.adam import Adam
 from run.allocator import announce, trim_memory
 from run.checkpoint import (
@@ -93,7 +94,7 @@ HINTS = {
 
 
 class Eager:
-    """Eager training steps, in the shapes of each batch; `StepGraphs` of run/cuda_graphs.py has the same methods.
+    """Eager training steps, in the shapes of each batch; `StepGraphs` of extras/step_graphs.py has the same methods.
     parallel: the model, wrapped in DistributedDataParallel if there are several ranks. load_batch: as for `NodeLoader`."""
 
     def __init__(self, run, parallel, optimizer):
@@ -351,7 +352,7 @@ def train(ranks, flags, path):
     if plan.weights == "last":  # resuming with --weights best later starts without an old best
         best.update(score=-math.inf, model=None)
     static = plan.trains and start < plan.epochs
-    graphs, message = cuda_graphs.build(run, optimizer) if static else (None, "")
+    graphs, message = step_graphs.build(run, optimizer) if static else (None, "")
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(plan.model)), optimizer)
     describe(run, file, start, first)
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")

@@ -43,9 +43,10 @@ import store
 import train
 from bench.harm import harm_bytes, harm_store, harm_values, other_value, pick
 from bench.tools import exit_code, print_table
-from disk import files, graphs
+from disk import files
 from disk.files import StoreError
-from disk.graphs import GraphDataset, block_diagonal, build_graphs
+from extras import graph_store
+from extras.graph_store import GraphDataset, block_diagonal, build_graphs
 from run.checkpoint import check_same, digests
 from run.placement import machines_by_part
 from sources import arrays, cli
@@ -330,7 +331,7 @@ def torn():
 WORK = {  # (function to kill, function -> what is wrong with what it left, store that it changes)
     "build": (build_it, lambda: store.verify("store") if Path("store").exists() else [], None),
     "put": (put_it, torn, "changed"),
-    "append": (append_it, lambda: graphs.verify("store"), "graphs"),
+    "append": (append_it, lambda: graph_store.verify("store"), "graphs"),
     "train": (train_it, list, None),  # resuming from the checkpoint checks more
 }
 ATTACKS = {

@@ -20,12 +20,13 @@ from torch import Tensor
 import ddp
 import train
 from bench.tools import opened
+from extras import step_graphs
+from extras.edge_split import split_edges
 from features import place
-from run import cuda_graphs, placement
+from run import placement
 from run.adam import Adam
 from run.run import open_run
 from store import MmapFeatures
-from tasks.edge_split import split_edges
 
 CHUNK = 1 << 26  # edges made at a time
 NEAR = 1000  # sources of half of the edges are among as many nodes around the destination
@@ -151,7 +152,7 @@ def place_again(indptr, indices, labels, features, mode, *, device="cpu", more=(
 
 
 def first_pairs(store, how, *args, count, **options):
-    """`split_edges` of tasks/edge_split.py, with so many pairs to train on."""
+    """`split_edges` of extras/edge_split.py, with so many pairs to train on."""
     view = split_edges(store, how, *args, **options)
     view.split["train"] = view.split["train"][:count]
     return view
@@ -174,8 +175,8 @@ class Trained:
         with (
             tempfile.TemporaryDirectory() as folder,
             mock.patch("tasks.node.open_graph", opened_as),
-            mock.patch("tasks.link.open_graph", opened_as),
-            mock.patch("tasks.link.split_edges", pairs),
+            mock.patch("extras.links.open_graph", opened_as),
+            mock.patch("extras.links.split_edges", pairs),
             mock.patch("tasks.node.choose_split", lambda *args, **options: None),
             mock.patch.object(placement, "place", place_again),
             mock.patch.object(ddp.Ranks, "say", lambda ranks, line: None),
@@ -184,7 +185,7 @@ class Trained:
             run = open_run(self.ranks, args, "made")
         options = {"lr": run.plan.lr, "weight_decay": run.plan.weight_decay}
         optimizer = Adam(run.model.parameters(), fused=True, **options)
-        graphs, self.message = cuda_graphs.build(run, optimizer)
+        graphs, self.message = step_graphs.build(run, optimizer)
         self.stepper = graphs or train.Eager(run, run.model, optimizer)
         self.run, self.steps, self.done = run, run.plan.steps, 0
 

@@ -1,7 +1,7 @@
 """python -m bench roofline: lower bounds for each kernel of a training step on a GPU, from bytes and products.
 
 No GPU is needed; where one has run the same step (results/kernels-h200.json), the times that it took are printed beside
-the bounds. The step of run/cuda_graphs.py runs on the CPU in the shapes of real batches, padded as there; our
+the bounds. The step of extras/step_graphs.py runs on the CPU in the shapes of real batches, padded as there; our
 kernels only record their arguments, torch operations what they read and write. A table larger than the L2 cache whose
 rows are gathered counts one row per edge, any other tensor counts once. Data that stays in the cache between two
 kernels is counted all the same: small kernels can be faster than this.
@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from bench.step import network
 from bench.tools import opened, print_table, read_json
+from extras import step_graphs
 from features import FeatureRing, codes_of
 from model import CONVS, gather_rows, self_and_mean
 from native import kernels, layers, sampler_gpu
-from run import cuda_graphs
 from run.adam import Adam
 from sampler import NeighborSampler
 from store import CodedFeatures
@@ -200,7 +200,7 @@ def step_costs(args, store, dtype):
     backend = sampler_gpu.Backend(sampler.engine.spec, args.fanout, 0, compiled)
     sampler = types.SimpleNamespace(sample=sampler.sample, engine=backend, edge_type=None)
     read = features.dtype, dtype
-    in_place = self_and_mean if cuda_graphs.averages_in_place(settings, store, *read) else None
+    in_place = self_and_mean if step_graphs.averages_in_place(settings, store, *read) else None
     options = dict(slots=1, gather=gather_rows, aggregate=in_place, dtype=dtype, scale=scale)
     ring = FeatureRing(features, store.labels, **options)
     conv = CONVS[args.model]
@@ -209,7 +209,7 @@ def step_costs(args, store, dtype):
     optimizer.param_groups[0]["capturable"] = True
     weight = torch.tensor(1 / args.batch_size)
     loss_sum = torch.zeros((), dtype=torch.float64)
-    _, room = cuda_graphs.static_room(sampler, task, settings, ring.first_hop)
+    _, room = step_graphs.static_room(sampler, task, settings, ring.first_hop)
 
     @functools.cache
     def load(ids, source, target, device, width=0):
@@ -224,7 +224,7 @@ def step_costs(args, store, dtype):
         patch.object(torch, "get_float32_matmul_precision", lambda: "high"),
         patch.object(torch.cuda, "Event", lambda: None),
     ):
-        slot = cuda_graphs.Slot(types.SimpleNamespace(sampler=sampler, ring=ring), room)
+        slot = step_graphs.Slot(types.SimpleNamespace(sampler=sampler, ring=ring), room)
         slot.frame.fill(slot.seeds, 0)
         for measured in (contextlib.nullcontext(), costs):  # the first run creates Adam's state
             costs.rows.clear()

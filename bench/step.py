@@ -16,15 +16,15 @@ import model
 from bench import graphbolt, tools
 from bench.inference import call_dgl, dgl_twin
 from bench.tools import Elsewhere, descend, in_memory, opened
+from extras.edge_split import Edges, split_edges
+from extras.links import Links, Scorer
+from extras.relational import NodeInputs, RGCNConv
 from features import FeatureRing
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from native import layers
-from relational import NodeInputs, RGCNConv
 from run.adam import Adam
 from sampler import NeighborSampler, import_dgl
-from tasks.edge_split import Edges, split_edges
-from tasks.link import Links, Scorer
 
 TRICKS = "sampler", "first hop", "buffers", "layers"
 WITHOUT = {  # contender: the tricks that are turned off

@@ -14,7 +14,7 @@ from bench import graphbolt, tools
 from bench.sampler import LABORS
 from bench.step import network, training
 from bench.tools import watch
-from disk.lookahead import LookaheadCache
+from extras.lookahead import LookaheadCache
 from features import CachedFeatures, expected_visits
 from model import self_and_mean
 from run.allocator import keep_freed_memory, trim_memory

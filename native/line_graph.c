@@ -1,5 +1,5 @@
 // The line graph of a batch of small graphs: pairs of bonds u -> v and v -> w, whose angle at v a model sees. Called by
-// tasks/graph.py.
+// extras/graphs.py.
 #include <stdint.h>
 
 typedef int64_t i64;

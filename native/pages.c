@@ -1,5 +1,5 @@
 // Belady's MIN over a sliding window: which pages of a file the page cache keeps, given the next batches. Called by
-// disk/lookahead.py. It keeps the pages whose next use is nearest, and no cache can read less (IBM Systems Journal 5(2),
+// extras/lookahead.py. It keeps the pages whose next use is nearest, and no cache can read less (IBM Systems Journal 5(2),
 // 1966); pages that no batch of the window uses are evicted first.
 #define _GNU_SOURCE
 #include <fcntl.h>

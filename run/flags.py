@@ -20,6 +20,8 @@ from ddp import under_torchrun
 from disk.files import RANK_BYTES, free_host_bytes
 from disk.terminal import Parser
 from extras import rules
+from extras.graphs import GraphTask
+from extras.links import LinkTask
 from features import MODES
 from model import CONVS, NORMS, Conv, layers_where
 from run.kinds import (
@@ -42,8 +44,6 @@ from run.kinds import (
     text,
 )
 from run.own_model import conv_of
-from tasks.graph import GraphTask
-from tasks.link import LinkTask
 from tasks.node import NodeTask
 
 SEEDS = 1024  # default of --batch-size

@@ -6,9 +6,9 @@ import re
 from contextlib import suppress
 from functools import partial
 
+from extras.edge_split import split_type
 from model import CONVS
 from run.own_model import words_of
-from tasks.edge_split import split_type
 
 
 def model_or(others):

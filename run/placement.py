@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import torch
 
 from ddp import Exchange, lost_another
-from disk import lookahead
 from disk.files import StoreError, free_host_bytes, readable_size
-from extras import rules
+from extras import lookahead, rules, step_graphs
+from extras.peers import shared_table
 from features import (
     MODES,
     CachedFeatures,
@@ -27,8 +27,6 @@ from features import (
 )
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
-from native.peers import shared_table
-from run import cuda_graphs
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
@@ -255,8 +253,8 @@ def sizes(flags, task, used, cores=1):
         "hidden": flags.hidden,
         "types": (flags.bases or used.num_types) * heads if conv.uses_types else 0,
         "edge_dim": 0 if used.features is None else used.features.shape[1],
-        "graphs": cuda_graphs.hops_held(flags, task, used) if flags.trains else 0,
-        "counted": cuda_graphs.counted(flags, task, used),
+        "graphs": step_graphs.hops_held(flags, task, used) if flags.trains else 0,
+        "counted": step_graphs.counted(flags, task, used),
         "timed": used.time is not None,
         "split": flags.split_features * max(flags.gpus, 1),
         "sample_threads": flags.sample_threads,
@@ -297,7 +295,7 @@ def place_data(ranks, plan, task, used):
     sampler = make_sampler(
         plan, indptr, indices, fanout=plan.fanout, used=used, threads=store.sampling_threads
     )
-    in_place = cuda_graphs.averages_in_place(plan, store, features.dtype, dtype)
+    in_place = step_graphs.averages_in_place(plan, store, features.dtype, dtype)
     task.attach(ranks, plan, used, indptr, indices)  # before the ring, whose streams wait for it
     ring = FeatureRing(
         features,

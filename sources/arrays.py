@@ -22,8 +22,8 @@ import torch
 from disk.columns import COLUMNS, EDGE_WEIGHT
 from disk.convert import adjacency, array_like, column_names, integers, is_sparse, refuse, shaped
 from disk.files import StoreError, free_host_bytes, plural, reading
+from extras.tables import LIKE_NUMBERS, MISSING, short
 from sources.splits import PARTS
-from sources.tables import LIKE_NUMBERS, MISSING, short
 
 EDGES = ("edge_index", "edges")
 FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")

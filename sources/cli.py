@@ -19,10 +19,11 @@ if __name__ == "__main__":
     terminal.begin()
 
 import store
-from disk import files, graphs
+from disk import files
 from disk.columns import COLUMNS
 from disk.convert import KEPT_AS
 from disk.files import SPLITS, StoreError
+from extras import graph_store
 from sources.prepare import build
 
 TABLES = {  # flag of build: what it takes, help
@@ -90,7 +91,7 @@ def run(command, path, **options) -> int:
     meta = {}
     with contextlib.suppress(StoreError):  # info and verify below report what is wrong
         meta = files.read_meta(path)
-    kind = graphs if meta.get("format") == graphs.FORMAT else store
+    kind = graph_store if meta.get("format") == graph_store.FORMAT else store
     if command == "verify":
         return print_problems(path, meta, kind.verify(path))
     print(kind.info(path))

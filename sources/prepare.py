@@ -24,14 +24,14 @@ from disk import convert, files
 from disk.checks import DRAWN, check_labels, check_split, counted_from_one, drawn_per_class
 from disk.columns import COLUMNS, EDGE_FEATURES, EDGE_TIME, EDGE_TYPE, NODE_TIME
 from disk.files import StoreError, reading
-from disk.graphs import build_graphs
+from extras.graph_store import build_graphs
+from extras.graph_tables import read_tables
+from extras.molecules import crystals, molecules
+from extras.tables import opened
 from sources.arrays import FEATURES, Arrays, equal_sums, is_list, of_object, open_npz
-from sources.graph_tables import read_tables
-from sources.molecules import crystals, molecules
 from sources.public import OGB, PLANETOID, ogb, planetoid
 from sources.splits import PARTS, found, of_graphs
 from sources.synthetic import MAG, SYNTHETIC, synthetic, synthetic_mag
-from sources.tables import opened
 from store import build_store
 
 # what may follow the name of an .npz file, as in mine.npz:split=3,ignore=edge_weight+time

@@ -24,7 +24,7 @@ import numpy as np
 
 from disk.convert import Rows, shaped, spool
 from disk.files import SPLITS, StoreError, folder_for, progress_bar, reading, sync
-from sources.tables import Table
+from extras.tables import Table
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
 # name: (archive, kind of split, C, drop duplicates after the reverse of every edge was added)

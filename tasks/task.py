@@ -8,8 +8,8 @@ import torch
 from disk.checks import edge_line
 from disk.columns import NAMES, described_types, read_names
 from disk.files import SPLITS, StoreError, plural
+from extras.relational import NodeInputs
 from model import GNN, is_gnn
-from relational import NodeInputs
 from store import GraphStore
 
 CHUNK = 1 << 22  # numbers of a table of predictions converted at a time
@@ -29,7 +29,7 @@ class Task:
             weights; weight decay is prior / T for T training examples.
         widths: keys of the data's meta.json that the network is built from.
         classes_agree: the default of --residual may depend on how often neighbours share a class.
-        placed: --mode places graph and features; else the task reads batches, see tasks/graph.py, and has `obstacle`,
+        placed: --mode places graph and features; else the task reads batches, see extras/graphs.py, and has `obstacle`,
             `blank`, `completed` and `pad` for CUDA graphs of them.
         are_links: examples are pairs of nodes: outputs, of any network, are embeddings of width --hidden, each example has
             a time of its own, and `draw` leaves edges out of a step. Else they are nodes, with the times `node_time`, or graphs.

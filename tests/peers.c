@@ -1,4 +1,4 @@
-// A stand-in for libcuda.so.1, as far as native/peers.py uses it: memory of a GPU is a file in memory, kept while it is mapped.
+// A stand-in for libcuda.so.1, as far as extras/peers.py uses it: memory of a GPU is a file in memory, kept while it is mapped.
 // What CUDA refuses is an error. BLOCKED="0 2": these two GPUs cannot access each other's memory. FREE: bytes of each GPU.
 #define _GNU_SOURCE
 #include <stdint.h>

@@ -13,7 +13,7 @@ import torch
 
 from disk import files as disk
 from disk.files import StoreError
-from disk.graphs import block_diagonal
+from extras.graph_store import block_diagonal
 from tests.common import _graph
 
 

@@ -12,7 +12,7 @@ import torch
 import ddp
 import model
 import train
-from disk.graphs import build_graphs
+from extras.graph_store import build_graphs
 from inference import layerwise
 from run import placement
 from run import run as running

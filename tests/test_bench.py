@@ -24,7 +24,7 @@ from bench import accuracy as bench_accuracy
 from bench import attack, picture
 from bench import gpu as bench_gpu
 from bench.tools import exit_code
-from disk.graphs import block_diagonal
+from extras.graph_store import block_diagonal
 from run import flags
 from sampler import NeighborSampler
 from sources import cli

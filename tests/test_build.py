@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from disk.graphs import GraphDataset
-from disk.graphs import verify as verify_graphs
-from sources import cli, molecules
+from extras import molecules
+from extras.graph_store import GraphDataset
+from extras.graph_store import verify as verify_graphs
+from sources import cli
 from sources import prepare as datasets
 from sources.prepare import prepare
 from store import GraphStore, build_store

@@ -24,20 +24,22 @@ import ddp
 import loader
 import model
 import train
+from extras import links as link
+from extras import step_graphs as cuda_graphs
+from extras.graphs import GraphTask
+from extras.links import LinkTask
+from extras.relational import NodeInputs
 from extras.times import degrees_at
 from features import CachedFeatures, FeatureRing
 from loader import Batch, Graph, NodeLoader
 from native import build, sampler_gpu
-from relational import NodeInputs
-from run import adam, cuda_graphs, own_model
+from run import adam, own_model
 from run.edge_data import EdgeData
 from run.report import Clock
 from run.run import Run
 from sampler import Block, NeighborSampler
 from store import CodedFeatures
-from tasks import link, metrics
-from tasks.graph import GraphTask
-from tasks.link import LinkTask
+from tasks import metrics
 from tasks.node import NodeTask
 from tests import common
 from tests.common import TINY, _end, _fork, _on_kernels, _random_graph, _run_here
@@ -103,7 +105,7 @@ def _frozen(launch):
 
 @pytest.fixture
 def emulated_graphs(request, monkeypatch):
-    """Run run/cuda_graphs.py on the emulated kernels, with `_Graph` instead of CUDA's."""
+    """Run extras/step_graphs.py on the emulated kernels, with `_Graph` instead of CUDA's."""
     request.getfixturevalue("cuda_layers")
     _emulate_graphs(monkeypatch)
 

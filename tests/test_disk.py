@@ -22,8 +22,8 @@ import store
 from disk import lmdb_rows
 from disk.convert import Rows
 from disk.files import StoreError, reading
-from disk.graphs import GraphDataset, block_diagonal, build_graphs
-from disk.graphs import verify as verify_graphs
+from extras.graph_store import GraphDataset, block_diagonal, build_graphs
+from extras.graph_store import verify as verify_graphs
 from sources import cli
 from store import GraphStore, build_store, verify
 from tests.common import _end, _fork, _graph, _in_child, _store, _threads

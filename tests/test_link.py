@@ -1,4 +1,4 @@
-"""Tests: tasks/link.py."""
+"""Tests: extras/links.py."""
 
 import collections
 import copy
@@ -13,6 +13,8 @@ import torch
 from torch.nn import functional as F
 
 import ddp
+from extras import edge_split
+from extras import links as link
 from inference import inference
 from loader import Batch, Graph, NodeLoader
 from native import kernels as on_cpu
@@ -20,7 +22,7 @@ from run import checkpoint
 from sampler import DAMAGED, DamagedGraph, NeighborSampler, hop_key
 from sources import prepare as datasets
 from store import GraphStore, build_store
-from tasks import edge_split, link, metrics
+from tasks import metrics
 from tests.common import (
     OWN_LAYERS,
     _code,

@@ -1,4 +1,4 @@
-"""Tests: disk/reader.py, disk/lookahead.py."""
+"""Tests: disk/reader.py, extras/lookahead.py."""
 
 import ctypes
 import itertools
@@ -17,9 +17,10 @@ import torch
 
 import loader
 import store
-from disk import lookahead, reader
+from disk import reader
 from disk.files import StoreError
-from disk.lookahead import LookaheadCache
+from extras import lookahead
+from extras.lookahead import LookaheadCache
 from features import FeatureRing
 from native import build
 from sampler import NeighborSampler
@@ -153,7 +154,7 @@ def test_short_and_interrupted_reads_go_on_and_errors_are_a_sentence(direct, tmp
         reader.library.cache_clear()
 
 
-# disk/lookahead.py: what is planned
+# extras/lookahead.py: what is planned
 
 
 def _planner(pages, row_bytes, places, window, offset=0):
@@ -247,7 +248,7 @@ def test_the_pages_of_rows(offset, row_bytes):
     assert [pages.tolist() for pages in pages.plan()] == [sorted(expected)] * 2
 
 
-# disk/lookahead.py: what is read
+# extras/lookahead.py: what is read
 
 
 def _large(tmp_path, monkeypatch, width=24, num_nodes=600):

@@ -1,4 +1,4 @@
-"""Tests: tasks/metrics.py, tasks/regressor.py, several labels a node."""
+"""Tests: tasks/metrics.py, extras/regressor.py, several labels a node."""
 
 import math
 import types
@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from disk.graphs import block_diagonal, build_graphs
+from extras import regressor
+from extras.graph_store import block_diagonal, build_graphs
+from extras.graphs import GraphTask
+from extras.regressor import ALIGNN, Regressor, line_graph
 from run.flags import TASKS, make_parser, parsed
 from sources.prepare import build
 from store import GraphStore, build_store, verify
-from tasks import metrics, regressor
-from tasks.graph import GraphTask
-from tasks.regressor import ALIGNN, Regressor, line_graph
+from tasks import metrics
 from tests.common import _code, _graph, _log, _run_here, _same_for_any_number_of_processes, _store
 from tests.stores import _graphs, _refuses, _save_npz
 

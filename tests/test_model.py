@@ -17,9 +17,9 @@ import torch
 import ddp
 import inference as by_layers
 import model
+from extras.relational import RGATConv, RGCNConv
 from inference import inference
 from model import GNN
-from relational import RGATConv, RGCNConv
 from sampler import Block, NeighborSampler
 from tests.common import _end, _fork, _random_graph
 from tests.stores import _refuses

@@ -16,7 +16,7 @@ import torch
 import ddp
 from ddp import Exchange
 from disk import convert, files
-from disk.graphs import build_graphs
+from extras.graph_store import build_graphs
 from features import SplitFeatures, UnevenFeatures
 from inference import inference
 from model import GNN

@@ -1,4 +1,4 @@
-"""Tests: native/peers.py: one table in the memory of several GPUs, with a stand-in for their driver, tests/peers.c."""
+"""Tests: extras/peers.py: one table in the memory of several GPUs, with a stand-in for their driver, tests/peers.c."""
 
 import ctypes
 import os
@@ -13,7 +13,8 @@ import torch
 
 import ddp
 from disk.files import StoreError
-from native import build, peers
+from extras import peers
+from native import build
 from run import placement
 from tests.common import HERE, _end, _fork
 

@@ -13,10 +13,10 @@ import store
 import train
 from disk import files as disk
 from disk.files import StoreError
-from disk.graphs import build_graphs
+from extras.graph_store import build_graphs
+from extras.relational import NodeInputs
 from features import MODES
 from model import GNN
-from relational import NodeInputs
 from run import placement
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from run.run import open_run

@@ -16,7 +16,7 @@ import torch
 import ddp
 import train
 from disk.files import StoreError
-from disk.graphs import build_graphs
+from extras.graph_store import build_graphs
 from run import report
 from sources import prepare as datasets
 from store import GraphStore, build_store

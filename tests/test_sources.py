@@ -18,7 +18,7 @@ import torch
 import store
 from disk import checks
 from disk import files as disk
-from disk import graphs as disk_graphs
+from extras import graph_store as disk_graphs
 from sources import cli
 from sources import prepare as datasets
 from sources.prepare import prepare

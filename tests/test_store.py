@@ -14,13 +14,15 @@ import pytest
 import torch
 
 import store
-from disk import convert, graphs, sort
+from disk import convert, sort
 from disk import files as disk
 from disk.columns import COLUMNS, Column
 from disk.convert import Rows
 from disk.files import StoreError
-from disk.graphs import GraphDataset, build_graphs
-from sources import cli, graph_tables, prepare
+from extras import graph_store as graphs
+from extras import graph_tables
+from extras.graph_store import GraphDataset, build_graphs
+from sources import cli, prepare
 from store import GraphStore, build_store, verify
 from tests.common import _code, _graph, _run_here, _store
 from tests.stores import (

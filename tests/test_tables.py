@@ -1,4 +1,4 @@
-"""Tests: sources/tables.py and sources/graph_tables.py."""
+"""Tests: extras/tables.py and extras/graph_tables.py."""
 
 import bz2
 import collections
@@ -22,7 +22,8 @@ import torch
 import store
 from bench.harm import other_bytes
 from disk.files import StoreError
-from sources import cli, graph_tables, tables
+from extras import graph_tables, tables
+from sources import cli
 from sources import prepare as datasets
 from store import GraphStore, verify
 from tests.stores import _edges, _refuses

@@ -13,13 +13,15 @@ import torch
 from torch.nn import functional as F
 
 import ddp
-import relational
 import train
 from bench.accuracy import read_triples
+from extras import relational
+from extras.edge_split import split_edges
+from extras.links import Evaluation, Scorer
+from extras.relational import NodeInputs, RGATConv, RGCNConv
 from inference import inference
 from loader import NodeLoader
 from model import GNN
-from relational import NodeInputs, RGATConv, RGCNConv
 from run.adam import Adam
 from run.edge_data import EdgeData, hops
 from run.kinds import fanout
@@ -27,8 +29,6 @@ from run.run import open_run
 from sampler import Block, NeighborSampler
 from sources import prepare
 from store import GraphStore, build_store, info, verify
-from tasks.edge_split import split_edges
-from tasks.link import Evaluation, Scorer
 from tests.common import (
     DATA,
     OWN_LAYERS,

@@ -114,13 +114,6 @@ def flatten(given) -> dict:
     }
 
 
-def ends_of_types(node_types):
-    """Return where the feature rows of each type end, int64 [T], of [(name, nodes, feature width or 0)] of all types; None
-    unless several types have features."""
-    counts = [count for _, count, width in node_types if width]
-    return torch.tensor(counts, device="cpu").cumsum(0) if len(counts) > 1 else None
-
-
 def _given_by_type(given) -> dict:
     """Return the arguments that are given by type, {name: {type: values}}; StoreError for those of one graph."""
     columns = {

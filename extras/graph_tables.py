@@ -23,7 +23,7 @@ import torch
 from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
 from disk.convert import DATE, SAMPLED, RoundedRows, spool
 from disk.files import StoreError, plural
-from sources.tables import (
+from extras.tables import (
     ID,
     MISSING,
     NUMBER,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from disk.convert import check_answers, check_finite, refuse, shaped
-from disk.graphs import block_diagonal
+from extras.graph_store import block_diagonal
 from features import prefetch
 
 # graphs of a batch

@@ -27,12 +27,12 @@ from torch.nn import functional as F
 
 from disk.columns import NAMES, types_called
 from disk.files import SPLITS, StoreError, plural, reading, sha256_of
+from extras.edge_split import HELD_OUT, Edges, checked_pairs, counts_of, split_edges, view_of
+from extras.graph_tables import pairs_of_table
 from loader import from_edge_index
 from native import kernels
 from sampler import expand, mix, random_bits
-from sources.graph_tables import pairs_of_table
 from sources.splits import say_empty_parts
-from tasks.edge_split import HELD_OUT, Edges, checked_pairs, counts_of, split_edges, view_of
 from tasks.metrics import METRICS, metrics_with, ranking
 from tasks.task import (
     OF_GRAPHS,

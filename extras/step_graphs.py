@@ -36,10 +36,10 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from extras import rules
+from extras.relational import NodeInputs
 from features import MODES, Batch, codes_of
 from model import SAGEConv
 from native import kernels, sampler_gpu
-from relational import NodeInputs
 from run.finite import LossSum
 from run.own_model import conv_of, is_own, load
 from sampler import Block

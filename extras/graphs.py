@@ -9,7 +9,8 @@ import math
 import torch
 
 from disk.files import StoreError, plural
-from disk.graphs import GraphBatch, GraphDataset
+from extras.graph_store import GraphBatch, GraphDataset
+from extras.regressor import MODELS
 from features import CudaCopies
 from loader import Limits
 from sources.splits import say_empty_parts
@@ -21,7 +22,6 @@ from tasks.metrics import (
     metrics_with,
     score,
 )
-from tasks.regressor import MODELS
 from tasks.task import OF_LINKS, Task
 
 

@@ -2,7 +2,7 @@
 
 Copy this file and model.py into your own code: they need only torch. Importing it makes the layers known to `GNN`.
 
-    import relational
+    from extras import relational
     model = GNN(in_dim, hidden, num_classes, conv="rgcn", num_types=R)
     logits = model(blocks, x)                       # blocks have edge_type [E]
     inputs = relational.NodeInputs(node_types, hidden)
