@@ -191,7 +191,7 @@ def _part(args, record):
         raise RuntimeError("the other half")
 
 
-def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
+def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch):
     """An exception, a crash and a timeout are written into the part's entry, and the other parts run."""
     monkeypatch.setattr(bench_gpu.gpu_parts, "START", "fork")  # to have the parts below
     parts = {name: bench_gpu.Part(_part, 60) for name in ("raises", "dies", "keeps")}
@@ -209,9 +209,7 @@ def test_bench_gpu_goes_on_after_parts_that_fail(tmp_path, monkeypatch, capfd):
         "hangs": ["stopped after 1 s"],
     }
     assert found["keeps"]["seeds"] == found["raises"]["seeds"] == 7
-    assert "FAILED  one contender: ValueError" in capfd.readouterr().out
-    for more, code in (("keeps", 0), ("keeps,x", 2), ("keeps --minutes 0", 1)):
-        assert exit_code(bench.main, f"{words} --parts {more}".split()) == code
+    assert exit_code(bench.main, f"{words} --parts keeps --minutes 0".split()) == 1
     again = json.loads(file.read_text())["parts"]
     assert again["keeps"]["failed"] == ["no time left of --minutes 0"]
     assert again["dies"] == found["dies"]  # was not run again

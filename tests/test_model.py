@@ -489,6 +489,7 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
         ("gin", "layers.0.mlp.0", torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())),
         ("gin", "layers.0.mlp", torch.nn.Sequential(model.Linear(6, 6), torch.nn.ReLU())),
         ("sage", "norms.0", model.LayerNorm(6, elementwise_affine=False)),
+        ("sage", "finish", lambda i, h, h_dst, *rest: h.tanh()),
         ("sage", "forward", None),  # its own, as accelerate's unwrap_model leaves it
     ):
         net, copies = GNN(6, 6, 3, conv=conv, num_layers=2, dropout=0.0), (x.clone(), table.clone())
