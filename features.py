@@ -17,14 +17,14 @@ overlap with its work only from pinned memory. So a few buffers, the slots of th
 A slot is refilled when both hold: the caller has asked for the batch after the one in it (`prefetch`), and copies out of
 it to a GPU are done (`FeatureRing`).
 
-"Features" are a tensor [V, F] or any object with .shape, .dtype and .gather(ids, out=None), such as an open store's.
+"Features" are a tensor [V, F] or any object with .shape, .dtype and .gather(ids, out=None), such as an open store's. What
+else they may say about themselves is listed at `Features`.
 """
 
 import math
 import mmap
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +33,17 @@ from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
+
+
+def __getattr__(name):
+    if name not in ("SplitFeatures", "UnevenFeatures"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from extras import extra
+    except ImportError:
+        raise ImportError(f"{name} needs extras/: copy that folder beside features.py") from None
+    return getattr(extra(".split"), name)
+
 
 # where graph and features live - where training runs
 MODES = ("cuda-cuda", "pinned-cuda", "cpu-cuda", "cpu-cpu")
@@ -141,21 +152,19 @@ class FeatureRing:
             in host memory that it reads in place, are gathered there without a buffer.
         streams: number of CUDA streams; slot i uses stream i % streams.
         aggregate: function (indptr, indices, features, nodes, out) -> [S, 2F], such as `self_and_mean` of model.py.
-            If features is a tensor of floats, or has a scale, the outermost hop is then aggregated straight from it,
+            If features are a tensor of floats, or of codes, the outermost hop is then aggregated straight from it,
             not gathered: x is the result for a blocks[0] with global ids in `indices` and only its destinations in
             `src_nodes`.
         dtype: of x; None: that of features. Rows are moved as stored and converted on the device.
-        gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py. It decodes
-            into `out`, as `aggregate` does, if it gets the scale too.
+        gather: function (features, ids, out, **coded) -> [n, F] for tensors, such as `gather_rows` of model.py. It
+            decodes into `out`, as `aggregate` does, if features are `coded`.
         reuse: False allocates new tensors for each batch on CPU, for callers that keep batches.
         edge_features: [M, D], row for row with the graph's `indices`; batches then have the rows of their edges, by edge_ids.
-        scale: float32 [2, F] of features that are int8 codes: each stands for code * scale[0] + scale[1] of its column.
-            They are moved as codes and decoded on the device. Or [T, 2, F], one for the rows of each type, which end
-            before the rows `ends` [T].
 
     Attributes:
+        features: the rows that are moved: those given, as they are `stored`. source: what they stand for, on the device.
         first_hop: whether x is aggregated. on_device: whether the features are on the device.
-        coded: {"scale": the scale on the device}, for gather and aggregate; empty without, and with one for each type.
+        coded, decode: see `Features`, with values on the device.
         buffers: {"rows", "edges" or "rest": buffer of each slot}; rest: blocks and labels.
     """
 
@@ -172,13 +181,12 @@ class FeatureRing:
         gather=None,
         reuse=True,
         edge_features=None,
-        scale=None,
-        ends=None,
     ):
-        self.features = features
-        self.scale = scale if scale is None else scale.to(device)
-        self.ends = ends if ends is None else ends.to(device)
-        self.coded = {} if scale is None or ends is not None else {"scale": self.scale}
+        self.features = stored(features)
+        self.source = ask(features, "over")(self.features, device)
+        self.coded = ask(self.source, "coded")
+        self.decode = ask(self.source, "decode")
+        features = self.features
         self.labels = labels
         self.edge_features = edge_features
         self.device = torch.device(device)
@@ -191,15 +199,15 @@ class FeatureRing:
         if aggregate is not None and isinstance(features, torch.Tensor):
             self.first_hop = features.is_floating_point() or bool(self.coded)
         self.width = features.shape[1] * (2 if self.first_hop else 1)
-        self.convert = dtype or (None if scale is None else scale.dtype)
-        self.dtype = self.convert or features.dtype
+        self.convert = dtype
+        self.dtype = dtype or self.source.dtype
         self.buffers = {name: [None] * slots for name in ("rows", "edges", "rest")}
         self.copied = [None] * slots  # event: copies out of the slot are done
         self.began = [None] * slots  # event: the copy of x began
 
     def counts(self):
         """Return the counts of the features, see `Features`."""
-        return stated(self.features).counts()
+        return ask(self.features, "counts")()
 
     def stream(self, slot, blocks=()):
         """Context with the slot's stream as current CUDA stream: sample on the GPU in it, to overlap with training."""
@@ -282,25 +290,14 @@ class FeatureRing:
         """Fetch rows ids [n] of a table, or aggregate a block -> [n, F] on the device, as `dtype` or the table's."""
         if self._has(table):
             rows = self._read(table, ids.to(self.device, non_blocking=True), block)
-        elif self.copies and stated(table).kept_on == self.device.type:
+        elif self.copies and ask(table, "kept_on") == self.device.type:
             upload = lambda missing: self._fill(slot, name, table.features, missing)  # noqa: E731
             rows = table.gather(ids, missing=upload)
         else:
             rows = self._fill(slot, name, table, ids, block)
         if name == "rows":
             rows = self.decode(rows, ids)
-        return rows.to(self.convert or table.dtype)
-
-    def decode(self, rows, ids):
-        """Return what rows ids [n] of `features` on the device stand for; in two operations: GPUs round like CPUs."""
-        if self.scale is None or rows.is_floating_point():
-            return rows
-        steps, offsets = self.scale.unbind(-2)
-        if self.ends is not None:
-            types = torch.bucketize(ids.to(self.device), self.ends, right=True)
-            steps = steps[types]
-            offsets = offsets[types]
-        return rows.to(steps.dtype).mul_(steps).add_(offsets)
+        return rows.to(self.convert or rows.dtype)
 
     def _fill(self, slot, name, table, ids, block=None):
         """Read rows into the slot's buffer -> [n, F]: a view of the buffer or, with a GPU, the copy there. On CPU with
@@ -353,33 +350,45 @@ class FeatureRing:
 
 
 class Features:
-    """Base of features that are no tensor, with what the ring and the loader ask of them. Subclasses have .shape, .dtype and
-    .gather, and say what differs.
+    """What the ring, the loader and placement `ask` of features, and the answers of those that do not say, as a tensor.
 
     Attributes:
         collective: whether all processes gather together: equally often, in the same order.
         looking_ahead: context manager of an iterator over sampled batches, inside which they are fetched, on one thread; or
             None: batches are sampled and fetched together.
         kept_on: type of the device of a cache, whose `gather` takes a function that uploads what is missing; or None.
+        paged: whether they have `MmapFeatures.reader`, and so pages that can be planned.
+        coded: arguments with which `gather` and `aggregate` of a ring decode rows as they read them.
     """
 
     collective = False
     looking_ahead = None
     kept_on = None
+    paged = False
+    coded = {}
+    # () -> {name: number} of what was read since the start
+    counts = dict
+    # (rows, ids) -> what rows ids [n] of those `stored` stand for
+    decode = staticmethod(lambda rows, ids: rows)
+    # (rows, device=None) -> what other rows in place of those `stored` stand for; device: where they are decoded
+    over = staticmethod(lambda rows, device=None: rows)
+    # (bytes, share=1): leave memory to others, and expect to read a share of the rows
+    reserve = staticmethod(lambda count, share=1: None)
+    # (features) -> features made of these, for processes that gather unequally often
+    uneven = staticmethod(lambda features: getattr(features, "tensor", features))
+    # of uneven features: (collective) -> one in which processes that wait answer the others; (): answer them to the end
+    answering = staticmethod(lambda collective: collective)
+    finish = staticmethod(lambda: None)
 
-    def counts(self):
-        """Return {name: number} of what was read since the start."""
-        return {}
+
+def ask(features, what):
+    """Return what features say: an attribute of `Features`."""
+    return getattr(features, what, getattr(Features, what))
 
 
-def stated(features):
-    """Return features that say what they are, a `Features`; for others, such as a tensor, one that says nothing."""
-    return features if isinstance(features, Features) else Features()
-
-
-def codes_of(features):
-    """Return the codes that features are kept as, which `FeatureRing` decodes, or features that are kept as they are."""
-    return getattr(features, "codes", features)
+def stored(features):
+    """Return the rows that features are kept as, which `FeatureRing` moves; most are kept as they are."""
+    return getattr(features, "stored", features)
 
 
 def take(features, ids, out=None):
@@ -565,95 +574,6 @@ class _HostArray:
         }
 
 
-# ---- features split over machines
-
-
-class SplitFeatures(Features):
-    """Features of which each machine holds a part of the rows: a process asks one process of each machine for the rows of
-    a batch by id. Therefore all processes have to gather equally often, in the same order: for a batch without nodes, too.
-
-    Args:
-        table: features [V, F] in host memory, from which this process reads rows of its machine's part for the others.
-        parts: (the id after the last row, the rank to ask for its rows) of each part, by ids.
-        exchange: the all-to-all between the processes, such as `Exchange` of ddp.py.
-    """
-
-    collective = True
-    # fetched on one thread, while others sample
-    looking_ahead = staticmethod(nullcontext)
-
-    def __init__(self, table, parts, exchange):
-        self.table = table
-        self.shape = tuple(table.shape)
-        self.dtype = table.dtype
-        self.ends, self.owners = torch.tensor(parts, device="cpu").T.contiguous()
-        self.exchange = exchange
-        self.sent_as = torch.int32 if self.shape[0] < 1 << 31 else torch.int64  # ids
-        self.rows = self.bytes_received = 0
-        self.seconds = 0.0
-
-    def counts(self):
-        """Return counts since the start: rows gathered, bytes of rows received from others, seconds that took."""
-        return {
-            "split_rows": self.rows,
-            "split_bytes_received": self.bytes_received,
-            "split_seconds": self.seconds,
-        }
-
-    def gather(self, ids, out=None):
-        """Gather rows ids [n] from all parts -> [n, F]."""
-        began = time.perf_counter()
-        ids = ids.long()
-        owner = self.owners[torch.bucketize(ids, self.ends, right=True)]
-        order = owner.argsort()
-        asked = owner.bincount(minlength=self.exchange.world)
-        wanted = self.exchange(asked).tolist()
-        asked = asked.tolist()
-        answers = take(self.table, self.exchange(ids[order].to(self.sent_as), asked, wanted))
-        # as bytes: not every backend knows bfloat16
-        rows = self.exchange(answers.view(torch.uint8), wanted, asked).view(self.dtype)
-        if out is None:
-            out = rows.new_empty(len(ids), self.shape[1])
-        out.index_copy_(0, order, rows)
-        self.rows += len(ids)
-        self.bytes_received += (len(ids) - asked[self.exchange.rank]) * rows[:1].nbytes
-        self.seconds += time.perf_counter() - began
-        return out
-
-
-class UnevenFeatures:
-    """`SplitFeatures`, or features that are made of their rows, for processes that gather unequally often, as in exact
-    inference. A process that waits for others answers them: by `answering`, and at its end by `finish`."""
-
-    def __init__(self, features, exchange):
-        self.features = features
-        self.shape = features.shape
-        self.exchange = exchange
-
-    def _agree(self, more):
-        """Return whether any process has more rows to gather."""
-        return bool(self.exchange(torch.full((self.exchange.world,), more, device="cpu")).any())
-
-    def gather(self, ids):
-        """Gather rows -> [n, F]."""
-        self._agree(True)
-        return self.features.gather(ids)
-
-    def answering(self, collective):
-        """Return a function like `collective`, of all processes, before which they wait for each other in `finish`."""
-
-        def waited(*values):
-            self.finish()
-            return collective(*values)
-
-        return waited
-
-    def finish(self):
-        """Answer the other processes until all of them call this."""
-        while self._agree(False):
-            self.features.gather(torch.empty(0, dtype=torch.int64, device="cpu"))
-
-
 # ---- the cache
 
 
@@ -703,7 +623,7 @@ def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
     return held
 
 
-class CachedFeatures(Features):
+class CachedFeatures:
     """Features with a static cache of the hottest rows: on the GPU for features in host memory, in RAM for a store.
     Rows in the cache stay as they are now: those that `put_rows` changes later need a cache made later.
 
@@ -724,7 +644,7 @@ class CachedFeatures(Features):
         self.device = getattr(features, "device", torch.device("cpu"))
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
-        self.collective = stated(features).collective
+        self.collective = ask(features, "collective")
         if self.collective:
             self.looking_ahead = nullcontext
         # rows of misses read at a time: a large temporary costs more in page faults than in copying
@@ -746,7 +666,7 @@ class CachedFeatures(Features):
 
     def counts(self):
         """Return the share of rows found in the cache, and the counts of the features behind it."""
-        return {"cache_hit_rate": self.hit_rate, **stated(self.features).counts()}
+        return {"cache_hit_rate": self.hit_rate, **ask(self.features, "counts")()}
 
     def gather(self, ids, out=None, missing=None):
         """Gather rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.

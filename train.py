@@ -44,7 +44,7 @@ import torch
 
 import ddp
 from disk.files import SPLITS, StoreError, progress_bar, unread
-from extras import step_graphs
+from extras import MissingExtra, step_graphs
 from run import command_line
 from run.adam import Adam
 from run.allocator import announce, trim_memory
@@ -89,6 +89,7 @@ torch.autograd.set_multithreading_enabled(False)
 HINTS = {
     DamagedGraph: "; python store.py verify names the file",
     MemoryError: "; try a smaller --batch-size or --hidden, for nodes and links also --fanout or --mode cpu-cuda",
+    MissingExtra: "",
     NotFinite: "; try a smaller --lr or scale the features; --checkpoint keeps the last finite state",
 }
 
@@ -495,7 +496,7 @@ def main(argv=None):
             dry_run(flags, path)
         else:
             ddp.launch(worker, max(flags.gpus, flags.procs), flags, path, gpus=flags.gpus)
-    except StoreError as error:
+    except (StoreError, MissingExtra) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

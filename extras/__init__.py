@@ -19,15 +19,19 @@ OPTIONS = {
 }
 
 
+class MissingExtra(ImportError):
+    """A file of this folder that is needed is not there."""
+
+
 def _file(name):
     return Path(__file__).with_name(f"{name[1:]}.py")
 
 
 @functools.cache
-def extra(name):
-    """Import a module of this folder, ".labor"; ImportError if its file is not there."""
+def extra(name, what="this"):
+    """Import a module of this folder, ".labor"; MissingExtra if its file is not there. what: takes it, for the message."""
     if not _file(name).exists():
-        raise ImportError(f"this takes extras/{_file(name).name}: copy it beside the others")
+        raise MissingExtra(f"{what} takes extras/{_file(name).name}: copy it beside the others")
     return importlib.import_module(name, __name__)
 
 

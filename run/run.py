@@ -15,6 +15,7 @@ import torch
 
 from disk.files import StoreError
 from extras.times import degrees_at
+from features import ask
 from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn
@@ -29,7 +30,6 @@ from run.placement import (
     settle,
 )
 from sampler import mix
-from store import CodedFeatures
 from tasks.metrics import check_scores
 
 # up to this many edges, networks that cannot be evaluated layer by layer are evaluated full-batch
@@ -214,19 +214,14 @@ class Run:
                 if options["types"] is not None:
                     options["types"] = options["types"].to(ranks.device)
                 if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
-                    options["x"] = self.ring.features
-                    if self.ring.scale is not None:
-                        options["x"] = CodedFeatures(
-                            self.ring.features, self.ring.scale, ends=self.ring.ends
-                        )
+                    options["x"] = self.ring.source
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
-                total = x.answering(ranks.sum_here) if store.part else ranks.sum_here
+                total = ask(x, "answering")(ranks.sum_here)
                 options |= {"rank": ranks.local_rank, "world": ranks.local_world, "total": total}
             try:
                 with reading_all_edges():
                     logits = inference(model, graph.indptr, graph.indices, layers=layers, **options)
-                if store.part:
-                    x.finish()
+                ask(x, "finish")()
             except OSError as error:
                 raise StoreError(f"no exact inference: {error}") from error
         check_scores(logits, "exact outputs")

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import features
+from extras.int8 import CodedFeatures
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from model import gather_rows, self_and_mean
 from native import layers as native_layers
@@ -103,13 +104,13 @@ def test_features_ring_aggregates_the_first_hop(copies):
         assert torch.equal(kept.x, batch.x)
     codes = torch.randint(-128, 128, (200, 3)).to(torch.int8)
     scale = torch.rand(2, 3)
-    ring = FeatureRing(codes, labels, scale=scale, **options)
+    ring = FeatureRing(CodedFeatures(codes, scale), labels, **options)
     ring.copies = copies
     decoded = codes * scale[0] + scale[1]
     near = decoded[plain.src_nodes.long()]
     torch.testing.assert_close(ring.fetch(0, bare).x, self_and_mean(*plain[:2], near).double())
     # float32 rows in the slot, without a table of their codes
-    ring = FeatureRing(codes, labels, slots=1, gather=gather_rows, scale=scale)
+    ring = FeatureRing(CodedFeatures(codes, scale), labels, slots=1, gather=gather_rows)
     ids = torch.tensor([7, 199, 7])
     assert torch.equal(ring.fetch(0, _seed_blocks(ids)).x, decoded[ids])
     assert (
@@ -386,7 +387,8 @@ def test_features_cache_of_codes_is_decoded_where_the_gpu_looks_ids_up():
     codes = torch.arange(60, dtype=torch.int8).view(20, 3)
     scale = torch.rand(2, 3)
     cache = CachedFeatures(codes, torch.rand(20), 30)
-    ring = FeatureRing(cache, torch.arange(20), slots=1, gather=gather_rows, scale=scale)
+    rows = CodedFeatures(codes, scale).over(cache)
+    ring = FeatureRing(rows, torch.arange(20), slots=1, gather=gather_rows)
     ring.on_device = True
     ids = torch.arange(20, dtype=torch.int32)
     assert torch.equal(ring.fetch(0, _seed_blocks(ids)).x, codes * scale[0] + scale[1])

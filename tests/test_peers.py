@@ -14,7 +14,6 @@ import ddp
 from disk.files import StoreError
 from extras import peers
 from native import build
-from run import placement
 from tests.common import HERE, _end, _fork
 
 
@@ -91,7 +90,7 @@ def _refused(ranks, driver, setting):
     os.environ.update(setting)
     _use(driver)
     try:
-        placement.over_gpus(ranks._replace(gpus=3), _Features(torch.zeros(30000, 100)))
+        peers.over_gpus(ranks._replace(gpus=3), _Features(torch.zeros(30000, 100)))
     except StoreError as error:
         print(f"rank {ranks.rank}: {error}", flush=True)
         ranks.barrier()
@@ -114,7 +113,7 @@ def _one_full(ranks, driver):
         os.environ["FREE"] = "1000000"
     _use(driver)
     try:
-        placement.over_gpus(ranks._replace(gpus=3), _Features(torch.zeros(30000, 100)))
+        peers.over_gpus(ranks._replace(gpus=3), _Features(torch.zeros(30000, 100)))
     except StoreError as error:
         print(f"rank {ranks.rank}: {error}", flush=True)
     return 2
