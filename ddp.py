@@ -41,13 +41,11 @@ import torch.multiprocessing as mp
 
 
 def __getattr__(name):
-    if name != "Exchange":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
+    if name == "Exchange":
         from extras import extra
-    except ImportError:
-        raise ImportError(f"{name} needs extras/: copy that folder beside ddp.py") from None
-    return extra(".split").Exchange
+
+        return extra(".split").Exchange
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 TIMEOUT = timedelta(minutes=30)  # of a collective

@@ -1,6 +1,7 @@
-"""Moving feature rows to the training step: a ring of reused buffers, prefetching, placement, a static cache.
+"""Moving feature rows to the training step: a ring of reused buffers, prefetching, placement.
 
-This file works alone: copy it into your own code.
+This file works alone: copy it into your own code. cache.py keeps the hottest rows near, extras/split.py splits rows over
+machines.
 
     indptr, indices, labels, features = place(indptr, indices, labels, features, "cpu-cuda")
     ring = FeatureRing(features, labels, slots=depth + 1, device="cuda")
@@ -24,31 +25,34 @@ else they may say about themselves is listed at `Features`.
 import math
 import mmap
 import os
-import threading
 import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
 
+# names of other files that are found here, too
+ELSEWHERE = {
+    "CachedFeatures": "cache",
+    "expected_visits": "cache",
+    "SplitFeatures": "extras.split",
+    "UnevenFeatures": "extras.split",
+}
+
 
 def __getattr__(name):
-    if name not in ("SplitFeatures", "UnevenFeatures"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from extras import extra
-    except ImportError:
-        raise ImportError(f"{name} needs extras/: copy that folder beside features.py") from None
-    return getattr(extra(".split"), name)
+    if name in ELSEWHERE:
+        return getattr(import_module(ELSEWHERE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # where graph and features live - where training runs
 MODES = ("cuda-cuda", "pinned-cuda", "cpu-cuda", "cpu-cpu")
 CHUNK_BYTES = 1 << 24  # rows copied at a time
-CHUNK_EDGES = 1 << 22  # edges handled at a time
 PIECE_BYTES = 1 << 30  # host memory registered per call: a single call cannot register very much
 
 
@@ -446,7 +450,7 @@ def place(indptr, indices, labels, features, mode, *, device="cpu", more=(), spa
     arrays = [indptr, indices, labels, getattr(features, "tensor", features), *more]
     if mode == "cuda-cuda":
         empty = lambda a: torch.empty(a.shape, dtype=a.dtype, device=device)  # noqa: E731
-        return tuple(a if getattr(a, "is_cuda", False) else _copy_rows(a, empty(a)) for a in arrays)
+        return tuple(a if getattr(a, "is_cuda", False) else copy_rows(a, empty(a)) for a in arrays)
     if mode == "pinned-cuda":
         fits = indptr.nbytes <= spare, indptr.nbytes + indices.nbytes <= spare
         graph = (a.to(device) if fit else gpu_view(a, device) for a, fit in zip(arrays, fits))
@@ -456,9 +460,9 @@ def place(indptr, indices, labels, features, mode, *, device="cpu", more=(), spa
     return tuple(arrays)
 
 
-def _copy_rows(source, target, ids=None):
+def copy_rows(source, target, ids=None):
     """Copy all rows of source, or rows ids, into target, a chunk at a time -> target."""
-    step = _rows_of_a_chunk(source)
+    step = rows_of_a_chunk(source)
     plain = ids is None and isinstance(source, torch.Tensor)
     for a in range(0, len(target), step):
         b = min(a + step, len(target))
@@ -470,7 +474,8 @@ def _copy_rows(source, target, ids=None):
     return target
 
 
-def _rows_of_a_chunk(array):
+def rows_of_a_chunk(array):
+    """Return how many rows of an array to copy at a time."""
     return max(1, CHUNK_BYTES // max(1, math.prod(array.shape[1:]) * array.dtype.itemsize))
 
 
@@ -506,7 +511,7 @@ def share(arrays, *, leads=True, total=None):
         os.close(handle)
         views.append(memory[:size].view(array.dtype).view(array.shape))
         if leads:
-            _copy_rows(array, views[-1])
+            copy_rows(array, views[-1])
     total(0)  # barrier: the copies are complete
     return views
 
@@ -572,130 +577,3 @@ class _HostArray:
             "data": (host.data_ptr(), False),  # False: not read-only, which torch would refuse
             "version": 3,
         }
-
-
-# ---- the cache
-
-
-def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
-    """Estimate the probability that each node is an input node of a batch -> float32 [V], to rank rows for a cache.
-
-    The vertex-inclusion recursion of SALIENT++ (arXiv 2305.03152), for blocks in which every hop expands all nodes of
-    the batch so far, with fresh draws. Neighbours are assumed independent. One pass over the edges per layer.
-
-    Args:
-        indptr: int64 [V+1], indices: [M], the graph. train_nodes: [T] ids of the nodes that batches take seeds from.
-        fanouts: one number per layer from the seeds outward, -1 for all neighbours. batch_size: seeds per batch.
-
-    Raises:
-        IndexError: for offsets or node ids out of range.
-    """
-    num_nodes = indptr.numel() - 1
-    num_edges = indices.numel()
-    device = indptr.device
-    degree = indptr.diff()
-    if bool((degree < 0).any()) or int(indptr[0]) != 0 or int(indptr[-1]) != num_edges:
-        raise IndexError("the graph is damaged: an offset in indptr is out of range or decreases")
-    # five values per node from here on: V may be large
-    degree = degree.float()
-    train_nodes = train_nodes.to(device)
-    seed = min(1.0, batch_size / max(1, train_nodes.numel()))
-    # probabilities that a node is in the batch, and that it has drawn a given neighbour
-    held, picked = torch.zeros(2, num_nodes, device=device)
-    held[train_nodes] = seed
-    for k in fanouts:
-        log_unpicked = held.sub_(picked)
-        if k >= 0:
-            log_unpicked.mul_((k / degree).clamp_(max=1))
-        picked.add_(log_unpicked).clamp_(0, 1)
-        torch.neg(picked, out=log_unpicked).log1p_()
-        total = torch.zeros_like(picked)
-        for a in range(0, num_edges, CHUNK_EDGES):
-            b = min(a + CHUNK_EDGES, num_edges)
-            ends = torch.tensor([a + 1, b], device=device)
-            first, last = torch.searchsorted(indptr, ends).tolist()
-            counts = indptr[first - 1 : last + 1].clamp(a, b).diff()
-            values = log_unpicked[first - 1 : last].repeat_interleave(counts, output_size=b - a)
-            total.index_add_(0, indices[a:b], values)
-        held = total.exp_()
-        held[train_nodes] *= 1 - seed
-        held.neg_().add_(1)
-    return held
-
-
-class CachedFeatures:
-    """Features with a static cache of the hottest rows: on the GPU for features in host memory, in RAM for a store.
-    Rows in the cache stay as they are now: those that `put_rows` changes later need a cache made later.
-
-    Args:
-        features: the features behind the cache. device: where to keep rows.
-        visits: [V], the larger the hotter: `expected_visits`, or the degree.
-        budget: bytes of rows to keep. A map from node to cached row takes another 4 bytes a node.
-
-    Attributes:
-        cache: [rows, F] on the device. shape, dtype: of the features. device: where `gather` looks ids up.
-        hits, lookups: rows found in the cache and rows asked for since the start. hit_rate: hits / lookups.
-    """
-
-    def __init__(self, features, visits, budget, device="cpu"):
-        self.features = features = getattr(features, "tensor", features)
-        self.shape = tuple(features.shape)
-        self.dtype = features.dtype
-        self.device = getattr(features, "device", torch.device("cpu"))
-        num_nodes, width = self.shape
-        rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
-        self.collective = ask(features, "collective")
-        if self.collective:
-            self.looking_ahead = nullcontext
-        # rows of misses read at a time: a large temporary costs more in page faults than in copying
-        self.piece = _rows_of_a_chunk(features)
-        # ascending, so that a disk is read sequentially
-        hot = visits.to(self.device).topk(rows).indices.sort().values
-        self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
-        self.position[hot] = torch.arange(rows, dtype=torch.int32, device=self.device)
-        cache = torch.empty(rows, width, dtype=self.dtype, device=device)
-        self.cache = _copy_rows(features, cache, hot)
-        self.kept_on = cache.device.type
-        self.hits = 0
-        self.lookups = 0
-        self.lock = threading.Lock()
-
-    @property
-    def hit_rate(self):
-        return self.hits / max(1, self.lookups)
-
-    def counts(self):
-        """Return the share of rows found in the cache, and the counts of the features behind it."""
-        return {"cache_hit_rate": self.hit_rate, **ask(self.features, "counts")()}
-
-    def gather(self, ids, out=None, missing=None):
-        """Gather rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.
-
-        Args:
-            ids: int32 or int64 [n] node ids, repeats allowed. out: [n, F] on the cache's device, or None.
-            missing: function of ids [m] -> their rows [m, F] on the cache's device; reads the features when None.
-        """
-        ids = ids.to(self.device)
-        on = self.cache.device
-        position = self.position.index_select(0, ids)
-        misses = (position < 0).nonzero().squeeze(1)
-        with self.lock:
-            self.hits += ids.numel() - misses.numel()
-            self.lookups += ids.numel()
-        if out is None:
-            out = torch.empty(ids.numel(), self.shape[1], dtype=self.dtype, device=on)
-        if len(self.cache):
-            # a miss copies row 0, overwritten below: cheaper than selecting the hits
-            rows = position.clamp_(min=0).to(on, non_blocking=True)
-            torch.index_select(self.cache, 0, rows, out=out)
-        self._read(ids, misses, out, missing)
-        return out
-
-    def _read(self, ids, misses, out, missing):
-        """Copy rows ids[misses] to out[misses]; see `gather`."""
-        on = out.device
-        # `missing` is called once: again, it would refill the slot's buffer during the copy out of it
-        at_once = missing or self.collective
-        for some in [misses] if at_once else misses.split(self.piece):
-            rows = missing(ids[some]) if missing else take(self.features, ids[some]).to(on)
-            out.index_copy_(0, some.to(on, non_blocking=True), rows)

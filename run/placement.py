@@ -10,9 +10,10 @@ from contextlib import contextmanager
 
 import torch
 
+from cache import CachedFeatures, expected_visits
 from disk.files import StoreError, free_host_bytes, readable_size
 from extras import extra, rules, step_graphs
-from features import MODES, CachedFeatures, FeatureRing, ask, expected_visits, place, share, stored
+from features import MODES, FeatureRing, ask, place, share, stored
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from run.allocator import trim_memory

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import cache
 import features
 from extras.int8 import CodedFeatures
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
@@ -336,7 +337,7 @@ def _sampled(indptr, indices, train, fanouts, batch_size, batches):
 @pytest.mark.parametrize("fanouts", [[4, 3], [2, 2, 2], [-1, 2]])
 def test_features_expected_visits_are_what_sampling_counts(fanouts, monkeypatch):
     indptr, indices, train = _skewed()
-    monkeypatch.setattr(features, "CHUNK_EDGES", 1000)
+    monkeypatch.setattr(cache, "CHUNK_EDGES", 1000)
     visits = expected_visits(indptr, indices, train, fanouts, 20)
     counts, batches = torch.zeros(2000), 600
     for ids in _sampled(indptr, indices, train, fanouts, 20, batches):
@@ -345,7 +346,7 @@ def test_features_expected_visits_are_what_sampling_counts(fanouts, monkeypatch)
     assert abs(visits.sum() / seen.sum() - 1) < 0.03
     noise = (visits * (1 - visits) / batches).sqrt() + 1 / batches
     assert ((visits - seen).abs() / noise).mean() < 1.5, ((visits - seen).abs() / noise).mean()
-    monkeypatch.setattr(features, "CHUNK_EDGES", 1 << 22)
+    monkeypatch.setattr(cache, "CHUNK_EDGES", 1 << 22)
     assert torch.allclose(visits, expected_visits(indptr, indices, train, fanouts, 20), atol=1e-6)
 
 
