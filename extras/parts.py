@@ -52,14 +52,6 @@ def part_bounds(rows, number, of):
     return rows * number // of, rows * (number + 1) // of
 
 
-def checked_part(part, rows):
-    """Check the entry of a meta.json: which part it is, and of how many -> (both, its `part_bounds`)."""
-    number, of = map(int, part)
-    if not 0 <= number < of <= rows:
-        raise ValueError(f"it is part {number} of {of}, of {rows} rows")
-    return (number, of), part_bounds(rows, number, of)
-
-
 def split(path, count, target=None, progress=False) -> Path:
     """Cut a store into `count` stores TARGET/part-0, part-1, ..., for as many machines (train.py --split-features), after
     comparing it with its checksums. All or none of them are there at the end.

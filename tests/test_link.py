@@ -149,7 +149,7 @@ def test_link_split_by_time_and_from_a_file(tmp_path):
     assert view.known_edges.has(*torch.tensor([no_edge]).t()).all()
     for message, arrays in (
         (r"valid is \[3\] int64: integers or names \[n, 2\] are needed", {"valid": [1, 2, 3]}),
-        (r"test has node 300: node ids lie in \[0, 300\)", {"test": [[0, 1], [0, 300]]}),
+        (r"test\[1, 1\] is 300: node ids lie in \[0, 300\)", {"test": [[0, 1], [0, 300]]}),
         ("has a part 'vel': parts are train, valid, test", {"vel": [[0, 1]]}),
         ("has 'val' and 'valid', which mean the same", {"val": [[0, 1]], "valid": [[0, 1]]}),
         (r"leave the self-loop \[7, 7\] out of valid", {"valid": [whole[5], [7, 7]]}),
