@@ -53,7 +53,7 @@ TIMEOUT = timedelta(minutes=30)  # of a collective
 OF_GLOO = re.compile("gloo|pair closure", re.IGNORECASE)
 LOOPBACK = "127.0.0.1"
 # SIGHUP: the terminal was closed; nohup ignores it
-STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 class Ranks(NamedTuple):
@@ -349,15 +349,11 @@ def _run(worker, ranks, store, args):
     share_cores(ranks.local_world)
     if ranks.gpus:
         torch.cuda.set_device(ranks.device)
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
+        os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
     backend = "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo"
-    where = {}
-    if store is not None:
-        where = {"store": store, "rank": ranks.rank, "world_size": ranks.world}
-    if ranks.gpus:
-        # given device_id, NCCL connects now and never guesses a device
-        where["device_id"] = ranks.device
+    # given device_id, NCCL connects now and never guesses a device
+    where = {"rank": ranks.rank, "world_size": ranks.world, "store": store}
+    where["device_id"] = ranks.device if ranks.gpus else None
     dist.init_process_group(backend, timeout=TIMEOUT, **where)
     try:
         ranks.barrier()  # a rank that ends breaks the connections that others still make

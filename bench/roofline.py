@@ -26,7 +26,7 @@ from extras import step_graphs
 from extras.int8 import CodedFeatures
 from features import FeatureRing, ask, stored
 from model import CONVS, gather_rows, self_and_mean
-from native import kernels, layers, sampler_gpu
+from native import build, kernels, layers, sampler_gpu
 from run.adam import Adam
 from sampler import NeighborSampler
 
@@ -139,11 +139,13 @@ class Noted:
     def __init__(self, costs, source):
         self.costs = costs
         self.source = source
+        self.signatures = build.signatures(source)
 
     def prepare(self, kernel, **given):
         return lambda threads, stream: self.run(kernel, threads, given)
 
     def run(self, kernel, threads, given):
+        given = {name: given[name] for name in self.signatures[kernel]}
         in_order, gathered = self.moved(kernel, given)
         self.costs.add(kernel, in_order, gathered)
         plain = flat(given)

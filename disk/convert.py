@@ -139,6 +139,10 @@ def _stacked(name, values):
     if type(values) not in (list, tuple):
         return np.asarray(values)
     parts = [array_like(name, part) if hasattr(part, "shape") else part for part in values]
+    rows = [part for part in parts if getattr(part, "shape", isinstance(part, list | tuple))]
+    sizes = sorted({*map(len, rows)})
+    if len(sizes) > 1:
+        raise StoreError(f"{name} has parts of lengths {sizes[0]} and {sizes[1]}: one is needed")
     tensors = parts and all(isinstance(part, Tensor) for part in parts)
     return torch.stack(parts) if tensors else np.asarray(parts)
 

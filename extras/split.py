@@ -163,15 +163,15 @@ def spread(ranks, plan, store, features):
     if len(machines) == 1:
         raise StoreError(
             f"--split-features in --mode {plan.mode} needs several machines: the processes of one share the rows in its "
-            f"memory already{ranks.gpus and f'; --mode {MODES[0]} splits them over its GPUs' or ''}"
+            f"memory already; --mode {MODES[0]} splits them over its GPUs"
         )
     ends = [part_bounds(features.shape[0], m, len(machines))[1] for m in range(len(machines))]
     owners = [there[ranks.local_rank % len(there)] for there in machines]
     # the page cache has to hold this machine's part alone
     ask(features, "reserve")(0, share=1 / len(machines))
-    each = (
-        f"each reads its {features.shape[0] // len(machines):,} rows and asks the others for theirs"
+    ranks.say(
+        f"memory  features are split over {len(machines)} machines: each reads its "
+        f"{features.shape[0] // len(machines):,} rows and asks the others for theirs"
     )
-    ranks.say(f"memory  features are split over {len(machines)} machines: {each}")
     table = getattr(features, "tensor", features)
     return SplitFeatures(table, [*zip(ends, owners)], Exchange(ranks))

@@ -142,22 +142,10 @@ class Backend:
         spec = self.spec
         S = dst.numel()
         offsets = dst.new_empty(S + 1)
-        start, degree, gap, num_gaps = work.rows(S)
         fill = functools.partial(build.fill, job)
         pointer = ctypes.byref(job)
-        fill(
-            index=hop.index,
-            k=hop.k,
-            key=hop.key,
-            S=S,
-            dst=dst,
-            dst_group=group,
-            offsets=offsets,
-            start=start,
-            degree=degree,
-            gap=gap,
-            num_gaps=num_gaps,
-        )
+        fill(index=hop.index, k=hop.k, key=hop.key)
+        fill(S=S, dst=dst, dst_group=group, offsets=offsets, **work.rows(S))
         E = self._checked(work.library.rb_count(pointer), S)
         if E >= torch.iinfo(dst.dtype).max:
             raise ValueError(f"{E} edges a hop are too many for {dst.dtype}: use smaller batches")
@@ -211,10 +199,10 @@ class WorkingMemory:
         return 1 << self.bits
 
     def rows(self, S):
-        """Return memory for start, degree, gap and num_gaps of S rows, int64 [4, S or more]."""
+        """Return memory for four values of each of S rows, int64 [S or more] by name."""
         if self.of_rows.shape[1] < S:
             self.of_rows = self.of_rows.new_empty(4, S + S // 8)
-        return self.of_rows
+        return dict(zip(("start", "degree", "gap", "num_gaps"), self.of_rows))
 
     def number(self, nodes, group, slots):
         """Empty the table, of at least `slots` slots, and number the nodes in it from 0 -> False if one is repeated."""

@@ -158,9 +158,6 @@ def memory_lines(ranks, flags, task):
         if fit.largest_batch:
             lines[mode] += f"; batches of up to {fit.largest_batch:,} seeds fit"
     lines["mode"] = best or "none fits (--free-gpu 80GB asks about another machine's GPUs)"
-    lines["steps"] = "of the shapes of their batches"
-    if options["graphs"]:
-        lines["steps"] = "of static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"
     free_host = options["free_host"]
     where = "the mapped file stays in it"
     if arrays > free_host:
@@ -196,17 +193,11 @@ def check_memory(ranks, plan, task):
         batch = (2 if plan.precision == "bf16" else itemsize) * rows * plan.hidden
     if weights + batch <= free:
         return
-    parts = f"weights{', gradients and moments' * plan.trains} {readable_size(weights)}"
-    if batch:
-        parts += f", a batch at least {readable_size(batch)}"
-    smaller = f"--hidden {plan.hidden} or --num-layers {plan.num_layers}"
-    if weights <= free:
-        smaller = f"--hidden {plan.hidden} or --batch-size {plan.batch_size}"
-        if task.are_links:
-            smaller += f" or --negatives {plan.negatives}"
     raise StoreError(
-        f"this run cannot fit: {parts}, and {readable_size(free)} of {'GPU ' * bool(ranks.gpus)}memory "
-        f"are free for each process; lower {smaller}"
+        f"this run cannot fit: weights, gradients and moments take {readable_size(weights)}, a batch at least "
+        f"{readable_size(batch)}, and {readable_size(free)} of memory are free for each process; "
+        f"lower --hidden {plan.hidden}, --num-layers {plan.num_layers} or --batch-size {plan.batch_size}"
+        f"{f', or --negatives {plan.negatives}' * task.are_links}"
     )
 
 
@@ -270,8 +261,6 @@ def place_data(ranks, plan, task, used):
     if not task.placed:
         task.attach(ranks, plan)
         return None, None
-    if store.sampling_threads and plan.mode in MODES[2:] and plan.verbose:
-        ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
     graph, used = placed_arrays(ranks, plan, task, used)
     indptr, indices, labels, features = graph
     over = ask(store.features, "over")
@@ -333,28 +322,25 @@ def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):
     # what only predicts may do without the weights or times that the rule needs
     columns = {None: True, "weights": used.weight, "edge_times": used.time}
     drawn = columns[rule.needs] is not None
-    try:
-        return NeighborSampler(
-            indptr,
-            indices,
-            fanout,
-            method=rule.name if drawn else UNIFORM.name,
-            layer_dependency=plan.layer_dependency,
-            batch_dependency=plan.batch_dependency,
-            weights=used.weight,
-            edge_times=used.time,
-            strict=used.strict,
-            window=used.window,
-            edge_type=used.type,
-            by_type=used.type is None or isinstance(fanout[0], list),
-            type_numbers=used.numbers,
-            seed=plan.seed,
-            edge_ids=used.features is not None,
-            check=False,
-            threads=threads,
-        )
-    except ValueError as error:  # flags of a checkpoint that no command line has
-        raise StoreError(f"--sampler {plan.sampler}: {error}") from error
+    return NeighborSampler(
+        indptr,
+        indices,
+        fanout,
+        method=rule.name if drawn else UNIFORM.name,
+        layer_dependency=plan.layer_dependency,
+        batch_dependency=plan.batch_dependency,
+        weights=used.weight,
+        edge_times=used.time,
+        strict=used.strict,
+        window=used.window,
+        edge_type=used.type,
+        by_type=used.type is None or isinstance(fanout[0], list),
+        type_numbers=used.numbers,
+        seed=plan.seed,
+        edge_ids=used.features is not None,
+        check=False,
+        threads=threads,
+    )
 
 
 def cached(ranks, plan, task, used, features):

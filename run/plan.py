@@ -174,7 +174,7 @@ def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
         sized = lambda n: placements(store, **{**sizes, "batch_size": n})[mode]  # noqa: E731
         largest = bisect.bisect_left(seeds, True, key=lambda n: not sized(n).fits(*room))
         line = f"host {ranks} x ({size(p.rank)} + {size(p.rank_step)} for batches)"
-        line += f" + {size(p.shared)} shared" if p.shared else ""
+        line += f" + {size(p.shared)} shared" * bool(p.shared)
         line += f" = {size(ranks * (p.rank + p.rank_step) + p.shared)} of {size(free_host)} free"
         if mode != "cpu-cpu":
             gpu = f"{size(p.gpu)} + {size(p.gpu_step)} for batches = {size(p.gpu + p.gpu_step)}"
@@ -203,10 +203,8 @@ def choose_mode(store, gpus=0, mode="auto", **options):
     line = f"mode {chosen}: {fit.line}"
     if not fit.possible:
         raise StoreError(f"{line}: this cannot work here{f'; mode {best} can' if best else ''}")
-    if fit.fits:
-        return chosen, line, ""
     warning = (
         f"a batch may be too large for the free memory: {fit.largest_batch:,} seeds fit for certain "
         "(--batch-size, --fanout, --hidden)"
     )
-    return chosen, line, warning
+    return chosen, line, "" if fit.fits else warning

@@ -147,7 +147,7 @@ BAD_FLAGS = r"""
 --batch-size 0 => --batch-size.*'0'
 --fanout 15,x => --fanout.*15,x.*15,10,5
 --lr nan => --lr.*'nan'
---lr 0,01 => --lr: '0,01' is not a number above 0: write 0.01
+--lr 0,01 => --lr: '0,01' is not a number above 0, such as 0.5
 --precision tf32 --gpus 0 => --precision tf32 needs a CUDA GPU
 --cuda-graph on --gpus 0 => --cuda-graph on needs a CUDA GPU
 --gpu-cache lots => 'lots' is no size; write it as 4GiB
@@ -155,7 +155,7 @@ BAD_FLAGS = r"""
 --device=cuda:0 => error: --device is no flag: write --gpus 1
 --num_neighbors 10 10 => error: --num-neighbors is no flag: write --fanout 15,10,5
 --fan-out 10 => error: --fan-out is no flag: did you mean --fanout
---fanout 10 10 --hidden 10 => '10 10': put commas between the hops: 10,10
+--fanout 10 10 --hidden 10 => '10 10': write numbers .*, with commas between the hops: 15,10,5
 --num-workers 4 => --num-workers is no flag: write --sample-threads N .threads. and --prefetch N
 --hidden-channels 64 => --hidden-channels is no flag: write --hidden N
 --num-hidden 64 => --num-hidden is no flag: write --hidden N
@@ -216,8 +216,8 @@ cora => error: cora is no flag; --help lists them
 --model net.py:five => the model returned torch.float32 \[600, 5\] for 600 seeds: a row of 4 logits
 --model net.py:classes => the model returned torch.int64 \[600\] for 600 seeds: a row of 4 logits
 --model net.py:fixed => fixed has no parameters that could be trained
---model net.py:lazy => lazy has lazy modules: give them the sizes of their inputs
---model net.py:norm => norm has lazy modules
+--model net.py:lazy => lazy has weight in its state_dict, .*, or give a lazy module the sizes of its input
+--model net.py:norm => norm has .* in its state_dict
 --model net.py:Sparse => Sparse has eye in its state_dict, and a checkpoint holds dense tensors
 --model net.py:Own => Own has _extra_state in its state_dict, and a checkpoint holds
 --model net.py:Grows => net.py:Grows makes parameters in forward, which are not trained
@@ -242,7 +242,7 @@ BAD_FLAGS = BAD_FLAGS.strip().splitlines() + [
 # where the system refuses to look, as in a folder that another user closed
 BAD_FLAGS += [f"--log {'n' * 300}/log => a file cannot be written there"]
 BAD_FLAGS += [
-    f"--fanout {text} => write numbers above 0 and below 10.9, or -1 for all: 15,10,5; by types"
+    f"--fanout {text} => write numbers above 0 and below 10.9, or -1 for all, .*: 15,10,5; by types"
     for text in "any=3,a=2 any=3:a=2 a=3:4 a=0 a=0:b=2 a=.5:b=2 =3 3,,2 a=-2 1e3 3,any=2 3000000000".split()
 ]
 
