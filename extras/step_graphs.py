@@ -37,7 +37,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from extras import rules
 from extras.relational import NodeInputs
-from features import MODES, Batch, codes_of
+from features import MODES, Batch, ask, stored
 from model import SAGEConv
 from native import kernels, sampler_gpu
 from run.finite import LossSum
@@ -56,7 +56,7 @@ def averages_in_place(args, store, *dtypes):
     That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less. Codes are decoded in
     the same pass where they are on the device that trains."""
     kinds = {torch.float32, torch.bfloat16}
-    if args.mode in ("auto", MODES[0], MODES[3]) and codes_of(store.features) is not store.features:
+    if args.mode in ("auto", MODES[0], MODES[3]) and ask(store.features, "coded"):
         kinds.add(torch.int8)
     if store.node_types or args.edge_features or args.input_dropout or args.mode == "pinned-cuda":
         return False
@@ -103,7 +103,7 @@ def hops_held(args, task, used):
     used: `Used` of run/placement.py."""
     if hindrances(args, task, used):
         return 0
-    return len(args.fanout) - in_one_kernel(args, task, used, codes_of(task.store.features).dtype)
+    return len(args.fanout) - in_one_kernel(args, task, used, stored(task.store.features).dtype)
 
 
 def obstacle(run):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from disk.columns import COLUMNS
 from disk.files import RANK_BYTES, StoreError, readable_size
-from features import MODES, codes_of
+from features import MODES, stored
 
 CORES_A_BATCH = 4  # as native/sampler_cpu.py takes at most
 MOST_BATCHES = 4  # sampled at once by default: rows then arrive as fast as PCIe copies them
@@ -100,7 +100,7 @@ def placements(
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)
     id_bytes = store.indices.element_size()
-    row_bytes = F * codes_of(store.features).dtype.itemsize
+    row_bytes = F * stored(store.features).dtype.itemsize
     nodes, edges = _largest_hops(V, M, fanout, batch_size)
     widths = [F] + [hidden] * (len(fanout) - 1) + [store.num_classes]
     layers = list(zip(nodes[-2::-1], widths, widths[1:]))  # outermost first
