@@ -1,7 +1,9 @@
-"""What sampler.py works without, a file each, imported when it is used. A file has a `RULE`, a `law(law, check, **options)`
-that adds to a `Law` of sampler.py what options of NeighborSampler ask for, or both."""
+"""What the rest works without, a file or a few each, listed here and imported when used: delete any.
 
-import functools
+A file may have a `RULE`; a `law(law, check, **options)` that adds to a `Law` of sampler.py what options of NeighborSampler
+ask for; a `TASK`; layers; and `flags()`, its flags of train.py, {flag of the core: {name: declared as in run/kinds.py}}, which
+--help lists behind that one."""
+
 import importlib
 from pathlib import Path
 
@@ -17,26 +19,21 @@ OPTIONS = {
     ".times": dict(edge_times=None, strict=False, window=None),
     ".disjoint": dict(disjoint=False),
 }
+# tasks of --task, layers and models of small graphs of --model
+TASKS = dict(link=".links", graph=".graphs")
+LAYERS = dict(rgcn=".relational", rgat=".relational")
+MODELS = {"edge-gated": ".regressor", "alignn": ".regressor"}
+STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
+# files with flags
+FLAGS = {file: file for file in (".links", ".graphs", ".relational", ".step_graphs", ".pictures")}
 
 
-def _file(name):
-    return Path(__file__).with_name(f"{name[1:]}.py")
-
-
-@functools.cache
 def extra(name):
     """Import a module of this folder, ".labor"; ImportError if its file is not there."""
-    if not _file(name).exists():
-        raise ImportError(f"this takes extras/{_file(name).name}: copy it beside the others")
+    file = Path(__file__).with_name(f"{name[1:]}.py")
+    if not file.exists():
+        raise ImportError(f"this takes extras/{file.name}: copy it beside the others")
     return importlib.import_module(name, __name__)
-
-
-def rules():
-    """Return {name: Rule} of the sampling rules whose files are there."""
-    from sampler import UNIFORM
-
-    there = [extra(name).RULE for name in RULES.values() if _file(name).exists()]
-    return {rule.name: rule for rule in (UNIFORM, *there)}
 
 
 def with_options(law, method, options, check):

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 
 from ddp import Exchange, lost_another
-from disk.files import StoreError, free_host_bytes, readable_size
-from extras import lookahead, rules, step_graphs
+from disk.files import StoreError, free_host_bytes, present, readable_size
+from extras import lookahead
 from extras.peers import shared_table
 from features import (
     MODES,
@@ -30,7 +30,16 @@ from model import gather_rows, self_and_mean
 from run.allocator import trim_memory
 from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
-from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
+from run.kinds import SAMPLERS
+from run.plan import (
+    averages_in_place,
+    batches_ahead,
+    choose_mode,
+    counted,
+    estimate,
+    placements,
+    weight_bytes,
+)
 from sampler import UNIFORM, DamagedGraph, NeighborSampler
 from store import BACKENDS, MmapFeatures, described_part, part_bounds
 
@@ -247,14 +256,16 @@ def sizes(flags, task, used, cores=1):
     process, if --sample-threads and --prefetch are not settled."""
     conv = flags.layer
     heads = flags.heads if "heads" in conv.takes else 1
+    steps = present("STEPS").values() if flags.trains else ()
+    held = sum(step.hops_held(flags, task, used) for step in steps)
     return {
         "fanout": draws(flags, used),
         "batch_size": flags.batch_size * task.seeds_per_example(flags),
         "hidden": flags.hidden,
         "types": (flags.bases or used.num_types) * heads if conv.uses_types else 0,
         "edge_dim": 0 if used.features is None else used.features.shape[1],
-        "graphs": step_graphs.hops_held(flags, task, used) if flags.trains else 0,
-        "counted": step_graphs.counted(flags, task, used),
+        "graphs": held,
+        "counted": counted(flags, task, used),
         "timed": used.time is not None,
         "split": flags.split_features * max(flags.gpus, 1),
         "sample_threads": flags.sample_threads,
@@ -295,7 +306,7 @@ def place_data(ranks, plan, task, used):
     sampler = make_sampler(
         plan, indptr, indices, fanout=plan.fanout, used=used, threads=store.sampling_threads
     )
-    in_place = step_graphs.averages_in_place(plan, store, features.dtype, dtype)
+    in_place = averages_in_place(plan, store, features.dtype, dtype)
     task.attach(ranks, plan, used, indptr, indices)  # before the ring, whose streams wait for it
     ring = FeatureRing(
         features,
@@ -400,7 +411,7 @@ def over_gpus(ranks, features):
 def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):
     """Build the NeighborSampler of the flags; used: EdgeData, the columns it draws by."""
     fanout = hops(fanout, used)
-    rule = rules()[plan.sampler]
+    rule = SAMPLERS[plan.sampler]
     # what only predicts may do without the weights or times that the rule needs
     columns = {None: True, "weights": used.weight, "edge_times": used.time}
     drawn = columns[rule.needs] is not None

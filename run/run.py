@@ -13,8 +13,7 @@ from functools import cached_property
 
 import torch
 
-from disk.files import StoreError
-from extras.times import degrees_at
+from disk.files import StoreError, extra
 from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn
@@ -88,7 +87,7 @@ def place_model(ranks, model, plan, task, sampler):
             "; --temporal off shows all edges"
         )
     if sampler.timed:
-        model.degrees = degrees_at(sampler)
+        model.degrees = extra(".times").degrees_at(sampler)
     else:
         with reading_all_edges():
             model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)

@@ -23,7 +23,6 @@ from disk import files
 from disk.columns import COLUMNS
 from disk.convert import KEPT_AS
 from disk.files import SPLITS, StoreError
-from extras import graph_store
 from sources.prepare import build
 
 TABLES = {  # flag of build: what it takes, help
@@ -91,7 +90,8 @@ def run(command, path, **options) -> int:
     meta = {}
     with contextlib.suppress(StoreError):  # info and verify below report what is wrong
         meta = files.read_meta(path)
-    kind = graph_store if meta.get("format") == graph_store.FORMAT else store
+    graphs = meta.get("format") == "ringblock-graphs"
+    kind = files.extra(".graph_store", path) if graphs else store
     if command == "verify":
         return print_problems(path, meta, kind.verify(path))
     print(kind.info(path))

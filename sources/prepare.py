@@ -24,13 +24,9 @@ from disk import convert, files
 from disk.checks import DRAWN, check_labels, check_split, counted_from_one, drawn_per_class
 from disk.columns import COLUMNS, EDGE_FEATURES, EDGE_TIME, EDGE_TYPE, NODE_TIME
 from disk.files import StoreError, reading
-from extras.graph_store import build_graphs
-from extras.graph_tables import read_tables
-from extras.molecules import crystals, molecules
-from extras.tables import opened
 from sources.arrays import FEATURES, Arrays, equal_sums, is_list, of_object, open_npz
 from sources.public import OGB, PLANETOID, ogb, planetoid
-from sources.splits import PARTS, found, of_graphs
+from sources.splits import PARTS, found
 from sources.synthetic import MAG, SYNTHETIC, synthetic, synthetic_mag
 from store import build_store
 
@@ -154,7 +150,7 @@ def _refuse_path(name):
     if os.path.isdir(name):
         files.read_meta(name)
     if os.path.exists(name) or os.sep in name or re.search(r"\.\w+$", name):
-        with opened(name):  # refuses what is no table
+        with files.extra(".tables", name).opened(name):  # refuses what is no table
             how = (
                 f"python store.py build {name} my_store --features FILE, if it is a table of edges"
             )
@@ -230,6 +226,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     # large tables pass through files on the disk of the store
     with reading(f"cannot build {path}: {kind}"):
         if tables:
+            read_tables = files.extra(".graph_tables", kind).read_tables
             arrays, nodes = read_tables(kind, extra, columns, path.absolute().parent, ignore)
             options = {
                 "node_names": nodes.names,
@@ -279,15 +276,8 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
     if drawn:
         source["seed"] = seed or 0
     if offsets:
-        if offsets == "node_offsets":
-            batches, count, entries = molecules(arrays)
-        else:
-            batches, count, entries = crystals(arrays, params.get("radius", 4.0))
-        source |= entries
-        split = of_graphs(arrays, count, params.get("split"), seed or 0)
-        arrays.close()
-        options = {"split": split, "progress": progress, "source": source}
-        return build_graphs(path, batches, labels=arrays.find("labels") is not None, **options)
+        small = files.extra(".molecules", arrays.source)
+        return small.build(path, arrays, params, source, seed=seed or 0, progress=progress)
     options |= {"backend": backend, "progress": progress}
     return _build_graph(path, arrays, params, source, **options)
 

@@ -351,14 +351,14 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
 
 def test_help_says_a_default_of_0(monkeypatch):
     for default in (0, 0.0):
-        further = flags.Flag("free", kinds.COUNT_OR_0, default, "a further number")
+        further = kinds.Flag("free", kinds.COUNT_OR_0, default, "a further number")
         monkeypatch.setitem(flags.FLAGS, "further", further)
         assert f"a further number (default: {default})" in flags.make_parser().format_help()
 
 
 def test_a_flag_is_one_record_that_says_what_resuming_does_with_it(tiny, tmp_path, monkeypatch):
     with pytest.raises(TypeError):
-        flags.flag(kinds.COUNT, 1, "a flag without a word about resuming")
+        kinds.Flag(kinds.COUNT, 1, "a flag without a word about resuming")
     words = {flag.resume for flag in flags.FLAGS.values()}
     assert words == {"fixed", "of_data", "kept", "built", "alike", "free"}
     typed = train.parse_args(["--dataset", tiny, "--gpus", "0", "--fanout", "3,3"])
