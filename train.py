@@ -43,7 +43,8 @@ from typing import NamedTuple
 import torch
 
 import ddp
-from disk.files import SPLITS, StoreError, present, progress_bar, unread
+from disk.files import SPLITS, StoreError, progress_bar, unread
+from extras import STEPS, MissingExtra, present
 from run import command_line
 from run.adam import Adam
 from run.allocator import announce, trim_memory
@@ -87,6 +88,7 @@ torch.autograd.set_multithreading_enabled(False)
 HINTS = {
     DamagedGraph: "; python store.py verify names the file",
     MemoryError: "; try a smaller --batch-size or --hidden, for nodes and links also --fanout or --mode cpu-cuda",
+    MissingExtra: "",
     NotFinite: "; try a smaller --lr or scale the features; --checkpoint keeps the last finite state",
 }
 
@@ -350,7 +352,7 @@ def train(ranks, flags, path):
         best.update(score=-math.inf, model=None)
     static = plan.trains and start < plan.epochs
     graphs, message = None, ""
-    for step in present("STEPS").values() if static else ():
+    for step in present(STEPS).values() if static else ():
         graphs, message = step.build(run, optimizer)
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(plan.model)), optimizer)
     describe(run, file, start, first)
@@ -494,7 +496,7 @@ def main(argv=None):
             dry_run(flags, path)
         else:
             ddp.launch(worker, max(flags.gpus, flags.procs), flags, path, gpus=flags.gpus)
-    except StoreError as error:
+    except (StoreError, MissingExtra) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

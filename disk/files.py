@@ -15,7 +15,6 @@ import errno
 import fcntl
 import glob
 import hashlib
-import importlib
 import io
 import json
 import mmap
@@ -34,10 +33,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-try:
-    import extras
-except ImportError:  # the folder is missing
-    extras = None
+from extras import MissingExtra
 
 SPLITS = ("train", "valid", "test")
 VERSION = 3
@@ -67,7 +63,8 @@ def reading(path, advice=""):
     """Turn whatever a library raises on foreign bytes into a StoreError with the file's name and that message."""
     try:
         yield
-    except (StoreError, AssertionError, NameError, BrokenPipeError):  # worded; a bug; closed stdout
+    except (StoreError, MissingExtra, AssertionError, NameError, BrokenPipeError):
+        # worded; a bug; closed stdout
         raise
     except Exception as error:
         message = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -81,30 +78,6 @@ def reading(path, advice=""):
         # the disk that temporary files go to
         problem = "takes temporary files" if number in FULL else "cannot be read"
         raise StoreError(f"{path} {problem}: {message[:300]}{advice}") from error
-
-
-def extra(name, what="this"):
-    """Import a module of extras/, ".tables" -> the module; if a file is missing, StoreError that says `what` takes it."""
-    try:
-        return importlib.import_module(name, "extras")
-    except ModuleNotFoundError as error:
-        file = error.name.replace(".", "/") + ".py"
-        raise StoreError(f"{what} takes {file}: copy it beside the others") from error
-
-
-def lacking(table, name):
-    """Return a sentence on the missing file that a name of a table of extras/__init__.py takes, else None."""
-    file = getattr(extras, table, {}).get(name)
-    try:
-        file and extra(file, name)
-    except StoreError as error:
-        return str(error)
-
-
-def present(table):
-    """Return {name: module} of a table of extras/__init__.py, without those that miss a file."""
-    files = getattr(extras, table, {})
-    return {name: extra(file) for name, file in files.items() if not lacking(table, name)}
 
 
 # ---- writing

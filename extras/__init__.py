@@ -5,7 +5,6 @@ ask for; a `TASK`; layers; and `flags()`, its flags of train.py, {flag of the co
 --help lists behind that one."""
 
 import importlib
-from pathlib import Path
 
 import torch
 
@@ -28,12 +27,35 @@ STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
 FLAGS = {file: file for file in (".links", ".graphs", ".relational", ".step_graphs", ".pictures")}
 
 
-def extra(name):
-    """Import a module of this folder, ".labor"; ImportError if its file is not there."""
-    file = Path(__file__).with_name(f"{name[1:]}.py")
-    if not file.exists():
-        raise ImportError(f"this takes extras/{file.name}: copy it beside the others")
-    return importlib.import_module(name, __name__)
+class MissingExtra(ImportError):
+    """A file of this folder that is needed is not there."""
+
+
+def extra(name, what="this"):
+    """Import a module of this folder, ".labor"; MissingExtra if its file, or another one of this folder that it imports, is not
+    there. what: takes it, for the message."""
+    try:
+        return importlib.import_module(name, __name__)
+    except ModuleNotFoundError as error:
+        folder, _, file = error.name.rpartition(".")
+        if folder != __name__:
+            raise
+        problem = f"{what} takes extras/{file}.py: copy it beside the others"
+        raise MissingExtra(problem) from error
+
+
+def lacking(table, name):
+    """Return a sentence on the missing file of a name in a table, or None."""
+    try:
+        if name in table:
+            extra(table[name], name)
+    except MissingExtra as error:
+        return str(error)
+
+
+def present(table):
+    """Return {name: module} of a table, without those that miss a file."""
+    return {name: extra(file) for name, file in table.items() if not lacking(table, name)}
 
 
 def with_options(law, method, options, check):

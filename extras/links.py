@@ -26,7 +26,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from disk.columns import NAMES, types_called
-from disk.files import SPLITS, StoreError, extra, plural, reading, sha256_of
+from disk.files import SPLITS, StoreError, plural, reading, sha256_of
+from extras import extra
 from extras.edge_split import (
     HELD_OUT,
     Edges,

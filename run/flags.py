@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+import extras
 from ddp import under_torchrun
-from disk.files import RANK_BYTES, free_host_bytes, present
+from disk.files import RANK_BYTES, free_host_bytes
 from disk.terminal import Parser
 from features import MODES
 from model import CONVS, NORMS, Conv, layers_where
@@ -55,9 +56,9 @@ from run.own_model import conv_of
 from tasks.node import NodeTask
 
 SEEDS = 1024  # default of --batch-size
-TASKS = {"node": NodeTask} | {name: of.TASK for name, of in present("TASKS").items()}
+TASKS = {"node": NodeTask} | {name: of.TASK for name, of in extras.present(extras.TASKS).items()}
 MODELS = [model for task in TASKS.values() for model in task.models or ()]  # of a task with its own
-present("LAYERS")  # `CONVS` knows the layers of modules that are imported
+extras.present(extras.LAYERS)  # `CONVS` knows the layers of modules that are imported
 
 # ---- what a flag needs to have an effect: functions of all flags that return what speaks against it, or None
 
@@ -214,7 +215,7 @@ def table_library(flags):
 
 CORE = dict(
     task=fixed(
-        one_of(*TASKS, tables=["TASKS"]),
+        one_of(*TASKS, tables=[extras.TASKS]),
         "node",
         "classify nodes, predict edges, or predict targets of small graphs",
         group="data",
@@ -245,7 +246,7 @@ CORE = dict(
         group="sampling",
     ),
     sampler=fixed(
-        one_of(*SAMPLERS, tables=["RULES"]),
+        one_of(*SAMPLERS, tables=[extras.RULES]),
         [*SAMPLERS][0],
         "; ".join(f"{name}: {rule.help}" for name, rule in SAMPLERS.items() if rule.help),
     ),
@@ -490,7 +491,7 @@ CORE = dict(
 def with_extras(flags):
     """Put the flags of extras among those of the core, each behind the one that their `flags()` names."""
     names = [*flags]
-    for module in present("FLAGS").values():
+    for module in extras.present(extras.FLAGS).values():
         for before, more in module.flags().items():
             place = names.index(before) + 1
             names[place:place] = more
@@ -540,7 +541,7 @@ class Flags(Typed):
 def unused(task):
     """Return {flag: why it has no effect} of a task's class: those of other tasks, and those that it names."""
     idle = {name: why for why, names in task.unused.items() for name in names.split()}
-    for other, module in present("TASKS").items():
+    for other, module in extras.present(extras.TASKS).items():
         if other != task.name:
             for flags in module.flags().values():
                 idle |= dict.fromkeys(flags, f"is for --task {other}, --task is {task.name}")

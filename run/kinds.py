@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from disk.files import lacking, present
+from extras import LAYERS, MODELS, RULES, lacking, present
 from model import CONVS
 from run.own_model import words_of
 from sampler import UNIFORM
 
-SAMPLERS = {UNIFORM.name: UNIFORM} | {name: of.RULE for name, of in present("RULES").items()}
+SAMPLERS = {UNIFORM.name: UNIFORM} | {name: of.RULE for name, of in present(RULES).items()}
 
 
 def model_or(others):
     """Make an argparse type: a layer's name, FILE.py:NAME, or one of the other names, those of models of graphs."""
 
     def parse(text):
-        text = spelling([*CONVS, *others], ("LAYERS", "MODELS"), text)
+        text = spelling([*CONVS, *others], (LAYERS, MODELS), text)
         file, _, name = text.rpartition(":")
         if text in CONVS or text in others or file.endswith(".py") and name.isidentifier():
             return text

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import torch
 
 from ddp import Exchange, lost_another
-from disk.files import StoreError, free_host_bytes, present, readable_size
-from extras import lookahead
+from disk.files import StoreError, free_host_bytes, readable_size
+from extras import STEPS, lookahead, present
 from extras.peers import shared_table
 from features import (
     MODES,
@@ -256,7 +256,7 @@ def sizes(flags, task, used, cores=1):
     process, if --sample-threads and --prefetch are not settled."""
     conv = flags.layer
     heads = flags.heads if "heads" in conv.takes else 1
-    steps = present("STEPS").values() if flags.trains else ()
+    steps = present(STEPS).values() if flags.trains else ()
     held = sum(step.hops_held(flags, task, used) for step in steps)
     return {
         "fanout": draws(flags, used),

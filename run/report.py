@@ -18,7 +18,8 @@ import torch
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from disk.files import StoreError, extra, plural, readable_size, write_whole
+from disk.files import StoreError, plural, readable_size, write_whole
+from extras import extra
 from loader import UNLIMITED
 from run.flags import spelled
 from tasks.metrics import METRICS, scores_line

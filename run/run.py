@@ -13,7 +13,8 @@ from functools import cached_property
 
 import torch
 
-from disk.files import StoreError, extra
+from disk.files import StoreError
+from extras import extra
 from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn

@@ -23,6 +23,7 @@ from disk import files
 from disk.columns import COLUMNS
 from disk.convert import KEPT_AS
 from disk.files import SPLITS, StoreError
+from extras import MissingExtra, extra
 from sources.prepare import build
 
 TABLES = {  # flag of build: what it takes, help
@@ -91,7 +92,7 @@ def run(command, path, **options) -> int:
     with contextlib.suppress(StoreError):  # info and verify below report what is wrong
         meta = files.read_meta(path)
     graphs = meta.get("format") == "ringblock-graphs"
-    kind = files.extra(".graph_store", path) if graphs else store
+    kind = extra(".graph_store", path) if graphs else store
     if command == "verify":
         return print_problems(path, meta, kind.verify(path))
     print(kind.info(path))
@@ -125,7 +126,7 @@ def main(argv=None) -> int:
         code = run(**vars(make_parser().parse_args(words)))
         print(end="", flush=True)
         return code
-    except StoreError as error:
+    except (StoreError, MissingExtra) as error:
         print(f"store.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

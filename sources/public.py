@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from disk.convert import Rows, shaped, spool
-from disk.files import SPLITS, StoreError, extra, folder_for, progress_bar, reading, sync
+from disk.files import SPLITS, StoreError, folder_for, progress_bar, reading, sync
+from extras import extra
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
 # name: (archive, kind of split, C, drop duplicates after the reverse of every edge was added)

@@ -7,7 +7,8 @@ import torch
 
 from disk.checks import edge_line
 from disk.columns import NAMES, described_types, read_names
-from disk.files import SPLITS, StoreError, extra, plural
+from disk.files import SPLITS, StoreError, plural
+from extras import extra
 from model import GNN, is_gnn
 from store import GraphStore
 
