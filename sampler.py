@@ -222,8 +222,8 @@ class NeighborSampler:
             and random numbers), or "auto": native where available, else torch; the attribute says which.
         check: validate the graph once, here; without, `sample` raises DamagedGraph when it reads a bad offset or id.
         threads: of one `sample` call of the C backend; default torch.get_num_threads(), at most 4.
-        options: weights, edge_times, strict, window, edge_type, by_type, type_numbers, disjoint, layer_dependency,
-            batch_dependency: see `OPTIONS` of extras/, whose files explain them.
+        options: weights, edge_times, strict, window, edge_type, by_type, type_numbers, num_types, disjoint,
+            layer_dependency, batch_dependency: see `OPTIONS` of extras/, whose files explain them.
 
     Raises:
         ValueError, TypeError: for invalid arguments; the message names the value and what is accepted.

@@ -1,8 +1,8 @@
-"""What the rest works without, a file or a few each, listed here and imported when used: delete any.
+"""What the core works without, a file or a few each, listed here and imported when used: delete any.
 
-A file may have a `RULE`; a `law(law, check, **options)` that adds to a `Law` of sampler.py what options of NeighborSampler
-ask for; a `TASK`; layers; and `flags()`, its flags of train.py, {flag of the core: {name: declared as in run/kinds.py}}, which
---help lists behind that one."""
+For sampler.py a file has a `RULE`, a `law(law, check, **options)` that adds to a `Law` what options of NeighborSampler ask
+for, or both. For a run it has a `use(flags, task, store)`, which returns entries of `Used` of run/placement.py; a `TASK`; layers;
+and `flags()`: {flag of the core: {name: flag declared as in run/kinds.py}}, which --help lists behind that one."""
 
 import importlib
 
@@ -14,14 +14,22 @@ RULES = dict(labor=".labor", weighted=".weights", latest=".times")
 OPTIONS = {
     ".labor": dict(layer_dependency=False, batch_dependency=1),
     ".weights": dict(weights=None),
-    ".types": dict(edge_type=None, by_type=True, type_numbers=None),
+    ".types": dict(edge_type=None, by_type=True, type_numbers=None, num_types=0),
     ".times": dict(edge_times=None, strict=False, window=None),
     ".disjoint": dict(disjoint=False),
 }
+# columns of a store: the module whose `use` says what a run takes of each
+COLUMNS = dict(
+    edge_features=".edge_features",
+    edge_type=".types",
+    edge_time=".times",
+    node_time=".times",
+    edge_weight=".weights",
+)
 # tasks of --task, layers and models of small graphs of --model
 TASKS = dict(link=".links", graph=".graphs")
 LAYERS = dict(rgcn=".relational", rgat=".relational")
-MODELS = {"edge-gated": ".regressor", "alignn": ".regressor"}
+MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
 STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
 # files with flags
 FLAGS = {file: file for file in (".links", ".graphs", ".relational", ".step_graphs", ".pictures")}
@@ -58,6 +66,15 @@ def present(table):
     return {name: extra(file) for name, file in table.items() if not lacking(table, name)}
 
 
+def used(flags, task, store):
+    """Return what `use` of each module returns whose file is there; MissingExtra for a column of a module that is not."""
+    for column, name in COLUMNS.items():
+        if getattr(store, column, None) is not None:
+            extra(name, f"{column} of {store.path}")
+    modules = dict.fromkeys(present(COLUMNS | RULES).values())
+    return [module.use(flags, task, store) for module in modules]
+
+
 def with_options(law, method, options, check):
     """Return a `Law` with a rule, None for that which it has, and further options of NeighborSampler. check: validate columns."""
     if method:
@@ -80,6 +97,18 @@ def with_options(law, method, options, check):
     if check:
         _check_order(law)
     return law
+
+
+def number_before(edge_times, start, degree, times, strict):
+    """Count each list's edges no later than its time (earlier if strict), by vectorized binary search -> int64 [S]."""
+    count = torch.zeros_like(degree)
+    before = start - 1
+    for bit in reversed(range(int(degree.max()).bit_length() if degree.numel() else 0)):
+        more = count + (1 << bit)  # count them all if the last of them is early enough
+        last = edge_times.index_select(0, (before + more).clamp_(max=edge_times.numel() - 1))
+        early = ((last < times) if strict else (last <= times)) & (more <= degree)
+        count = torch.where(early, more, count)
+    return count
 
 
 def _check_order(law):

@@ -8,7 +8,9 @@ import torch
 
 from sampler import mix, signed
 
-from .times import Pairs
+from . import extra
+
+Pairs = extra(".times", "disjoint").Pairs
 
 
 class OfSeeds(Pairs):

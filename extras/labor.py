@@ -25,6 +25,16 @@ RULE = Rule(
 )
 
 
+def use(flags, task, store):
+    """Draw by the sources with --sampler labor."""
+    options = {
+        "method": RULE.name,
+        "layer_dependency": flags.layer_dependency,
+        "batch_dependency": flags.batch_dependency,
+    }
+    return {"drawn": options} if flags.sampler == RULE.name else {}
+
+
 def law(law, check, layer_dependency=False, batch_dependency=1):
     """Reuse a node's random draw in all hops (layer_dependency): fewer distinct sources in a batch; or for this many
     consecutive steps (batch_dependency), as GraphBolt does: fewer new sources."""

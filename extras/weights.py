@@ -24,6 +24,21 @@ RULE = Rule(
 )
 
 
+def use(flags, task, store):
+    """Draw neighbours by the weights of their edges with --sampler weighted."""
+    from disk.files import StoreError
+
+    weights = store.edge_weight
+    if flags.sampler == RULE.name and weights is not None:
+        said = "neighbours are drawn by weight; exact inference counts all edges alike"
+        return {"drawn": {"weights": weights}, "lines": [said]}
+    if flags.sampler == RULE.name and flags.trains:
+        raise StoreError(f"--sampler weighted draws by weights of edges, {store.path} has none")
+    if weights is None:
+        return {}
+    return {"lines": ["weights of edges are not used: --sampler weighted draws neighbours by them"]}
+
+
 def law(law, check, weights):
     """weights: float [M], in the order of `indices` as all columns here, not negative."""
     weights = law.column("float16, bfloat16, float32 or float64", weights=weights)

@@ -231,4 +231,4 @@ def averages_in_place(args, store, *dtypes):
 
 def counted(args, task, used):
     """Return whether a node's degree tells how many of its edges a run draws, see `Rule`."""
-    return SAMPLERS[args.sampler].counted and used.time is None and not task.are_links
+    return SAMPLERS[args.sampler].counted and not used.timed and not task.are_links

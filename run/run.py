@@ -20,15 +20,8 @@ from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn
 from run import own_model
 from run.flags import TASKS
-from run.placement import (
-    all_features,
-    check_memory,
-    make_sampler,
-    place_data,
-    reading_all_edges,
-    settle,
-)
-from sampler import mix
+from run.placement import all_features, check_memory, place_data, reading_all_edges, settle
+from sampler import NeighborSampler, mix
 from store import CodedFeatures
 from tasks.metrics import check_scores
 
@@ -36,14 +29,14 @@ from tasks.metrics import check_scores
 WHOLE_GRAPH_EDGES = 1 << 22
 
 
-def open_run(ranks, flags, path, fits=lambda plan, task: None):
+def open_run(ranks, flags, path, fits=lambda plan, task: {}):
     """Open the store at a path, place it and build the network -> Run. fits: function(plan, task) that raises if the data
-    do not match the checkpoint to resume, and returns `EdgeData.numbers`."""
+    do not match the checkpoint to resume, and returns more for `Used.seen`."""
     task = TASKS[flags.task](flags, path, ranks.say)
     plan, used = settle(ranks, flags, task)
     tf32 = plan.precision == "tf32" and ranks.gpus
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    used = used._replace(numbers=fits(plan, task))
+    used = used._replace(seen=used.seen | fits(plan, task))
     if own_model.conv_of(plan.model):
         check_memory(ranks, plan, task)
     sampler, ring = place_data(ranks, plan, task, used)
@@ -69,7 +62,7 @@ def build_model(plan, task, used):
         plan.model_args or [],
         store.feature_dim,
         store.num_classes,
-        store.edge_dim if used.features is not None else 0,
+        store.edge_dim if used.edges is not None else 0,
     )
     return task.build(plan, network), digest
 
@@ -82,11 +75,6 @@ def place_model(ranks, model, plan, task, sampler):
     model.to(ranks.device, dtype)
     if not any(getattr(module, "uses_degree", False) for module in model.modules()):
         return
-    if sampler.timed and sampler.edge_type is not None:
-        raise StoreError(
-            f"--model {plan.model}: a layer counts degrees by time, and lists are sorted by type first"
-            "; --temporal off shows all edges"
-        )
     if sampler.timed:
         model.degrees = extra(".times").degrees_at(sampler)
     else:
@@ -108,11 +96,10 @@ class Run:
         self.ring = ring
         self.model = model
         self.digest = digest
-        # for links, exact inference is as of the end of time: it sees all edges
-        self.used = used._replace(time=None) if task.are_links else used
+        self.used = used
         # a user's network, with torch's dropout
         self.custom = own_model.conv_of(plan.model) is None
-        self.by_layers = layerwise(model) and self.used.time is None
+        self.by_layers = layerwise(model) and used.times is None
 
     @cached_property
     def trained(self):
@@ -207,12 +194,12 @@ class Run:
         else:
             graph = store
             x = all_features(store)
-            options = {"x": x, "edges": self.used.features, "types": self.used.seen_types()}
+            label = self.sampler.spec.label
+            types = None if label is None else label.whole_graph()
+            options = {"x": x, "edges": self.used.edges, "types": types}
             if self.sampler.indices.is_cuda:  # what the GPU reads in place is not copied again
                 graph = self.sampler
                 options["edges"] = self.ring.edge_features
-                if options["types"] is not None:
-                    options["types"] = options["types"].to(ranks.device)
                 if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
                     options["x"] = self.ring.features
                     if self.ring.scale is not None:
@@ -238,15 +225,15 @@ class Run:
         split over the ranks; else batches are of --batch-size, and each computes most of the graph again."""
         plan = self.plan
         store = self.store
-        times = self.used.seed_time
+        times = self.used.times
         fanout = [-1] * (layers or len(plan.fanout))
-        drawn = self.used._replace(weight=None)
+        seen = {"seed": plan.seed, "check": False, **self.used.seen}
         options = {
-            "sampler": make_sampler(plan, store.indptr, store.indices, fanout=fanout, used=drawn),
+            "sampler": NeighborSampler(store.indptr, store.indices, fanout, **seen),
             "ring": None,
             "device": self.ranks.device,
             "reuse": True,
-            "edges": drawn.features is not None,
+            "edges": self.used.edges is not None,
             "shuffle": False,
             "accumulate": 1,
             "draw": None if times is None else seeds_at(times),

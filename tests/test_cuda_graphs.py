@@ -34,7 +34,7 @@ from features import CachedFeatures, FeatureRing
 from loader import Batch, Graph, NodeLoader
 from native import build, sampler_gpu
 from run import adam, own_model
-from run.edge_data import EdgeData
+from run.placement import Used
 from run.report import Clock
 from run.run import Run
 from sampler import Block, NeighborSampler
@@ -171,7 +171,7 @@ def _step_graphs(
         task = object.__new__(NodeTask)  # without a data set
         task.store = types.SimpleNamespace(split={"train": nodes}, num_classes=5)
         task.class_weight = None
-    given = {"used": EdgeData(), "sampler": draws, "ring": ring, "model": net}
+    given = {"used": Used(), "sampler": draws, "ring": ring, "model": net}
     run = Run(ranks or ddp.Ranks(), args, task, **given)
     return (make or cuda_graphs.StepGraphs)(run, optimizer)
 
@@ -699,7 +699,7 @@ def test_a_step_of_small_graphs_is_a_cuda_graph(
         torch.manual_seed(3)
         net = task.build(plan)
         task.set_buffers(net)
-        run = Run(ddp.Ranks(), plan, task, used=EdgeData(), sampler=None, ring=None, model=net)
+        run = Run(ddp.Ranks(), plan, task, used=Used(), sampler=None, ring=None, model=net)
         if word == "eager":
             return run, train.Eager(run, None, _adam(net))
         assert task.obstacle() is None
@@ -929,7 +929,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
     own.write_text(_OWN)
     indptr, indices = _random_graph(np.random.default_rng(18), 50, 6)
     ring = dict(on_device=True, features=torch.zeros(3, 1))
-    typed, edges = {"node_types": {"a": (3, 1)}}, {"used": EdgeData(features=torch.zeros(3, 3))}
+    typed, edges = {"node_types": {"a": (3, 1)}}, {"used": Used(edges=torch.zeros(3, 3))}
     kernels = "the sampler's kernels are not there"  # all else would do
     for words, changed, why in (
         ("--norm batch", {}, "--norm batch"),
@@ -942,11 +942,11 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
         ("--fanout 4", {}, "one layer"),
         ("--mode cpu-cpu", dict(on_device=False), "--mode cpu-cpu"),
         ("", dict(features=None), "behind a cache"),
-        ("--model gine", dict(used=EdgeData(features=torch.zeros(0, 3))), "there are no edges"),
+        ("--model gine", dict(used=Used(edges=torch.zeros(0, 3))), "there are no edges"),
         ("", dict(padded=False), "the loss of --task node may count padding"),
         (f"--model {own}:Mine", edges, kernels),
         ("--model gat", edges, kernels),
-        ("--fanout 4,49", dict(used=EdgeData(time=1)), kernels),
+        ("--fanout 4,49", dict(used=Used(seen={"edge_times": 1})), kernels),
         ("--fanout 4,49", dict(are_links=True), kernels),
         ("", dict(labels=torch.zeros(3, 2)), kernels),
         *((f"--model {words}", typed, kernels) for words in ("gin", "rgcn", "rgcn --fanout 4,49")),
@@ -960,7 +960,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
     ):
         args = train.parse_args(["--fanout", "4,3", *words.split()])
         s = NeighborSampler(indptr, indices, [4, 3], backend="torch")
-        has = {"labels": torch.zeros(3), "node_types": {}, "used": EdgeData()}
+        has = {"labels": torch.zeros(3), "node_types": {}, "used": Used()}
         has |= {"placed": True, "padded": True, "are_links": False}
         data = types.SimpleNamespace(**{**has, **ring, **changed})
         data.store = data
