@@ -89,7 +89,7 @@ def build_store(
 
     Arrays may be numpy arrays, torch tensors or anything with .shape, .dtype and slicing (a memmap), which is then read
     a piece at a time; also what docs/data.md lists as "From Python". Neighbour lists are sorted by edge_type, edge_time and source, in bounded memory (disk/sort.py);
-    indptr and indices are stored as given unless an option is set or their lists are out of order.
+    indptr and indices without types and times are stored as given unless an option is set.
 
     Args:
         path: directory to create, with its parents.
@@ -151,6 +151,7 @@ class _Checked(NamedTuple):
     arrays: dict  # labels, the parts of the split and the columns, by name
     node_names: Any  # V names, or None
     meta: dict  # entries of meta.json that are known before the edges are sorted
+    ordered: bool  # whether the order in which edges were given is kept
 
 
 def _checked(given) -> _Checked:
@@ -203,7 +204,8 @@ def _checked(given) -> _Checked:
         **entries,
     }
     arrays = {"labels": labels, **split, **carried}
-    return _Checked(edges, features, arrays, node_names, meta)
+    ordered = given.columns.get(columns.EDGE_ORDER.name) is True
+    return _Checked(edges, features, arrays, node_names, meta, ordered)
 
 
 def _block_rows(asked, row_bytes) -> int:
@@ -215,27 +217,14 @@ def _block_rows(asked, row_bytes) -> int:
 
 
 def _bytes_needed(graph) -> int:
-    """Estimate the size of a store before it is written; without its edges if some may be dropped."""
+    """Estimate the size of a store before it is written: its nodes and features, and its edges unless some may be dropped."""
     meta = graph.meta
     row_bytes = meta["feature_dim"] * files.storage_dtype(meta["feature_dtype"]).itemsize
-    rows = graph.features
-    spooled = isinstance(rows, convert.Rows) and meta["feature_dtype"] == "int8"
-    if spooled and convert.row_dtype("features", rows) != "int8":
-        row_bytes *= 5  # with the float32 rows, which are written to a file first
-    need = meta["num_nodes"] * 16 + rows.shape[0] * row_bytes
+    need = meta["num_nodes"] * 16 + graph.features.shape[0] * row_bytes
     options = meta["options"]
     if options["drop_self_loops"] or options["drop_duplicates"]:
         return need
-    of_edges = graph.arrays.keys() & columns.OF_EDGES
-    size = meta["num_edges"] * 4 + sum(graph.arrays[name].nbytes for name in of_edges)
-    return need + (size << options["symmetrize"])
-
-
-def _times_of_sources(graph):
-    """Return the times of the nodes if edges have those of their sources: they have none of their own; else None."""
-    if columns.EDGE_TIME.name in graph.arrays:
-        return None
-    return graph.arrays.get(columns.NODE_TIME.name)
+    return need + (meta["num_edges"] * 4 << options["symmetrize"])
 
 
 def _write_store(path, graph, progress):
@@ -243,7 +232,9 @@ def _write_store(path, graph, progress):
     records = _write_graph(path, graph, progress)
     names = ["indptr", "indices", *graph.arrays.keys() & {columns.EDGE_TYPE.name}]
     arrays = [np.load(path / f"{name}.npy", mmap_mode="r") for name in names]
-    counts = {"num_edges": len(arrays[1]), "edges": checks.count_edges(*arrays)}
+    node_types = graph.meta.get("node_types", [["", graph.meta["num_nodes"], 0]])
+    counted = checks.count_edges(*arrays, node_types=node_types)
+    counts = {"num_edges": len(arrays[1]), "edges": counted}
     if graph.node_names is not None:
         records[columns.NAMES] = columns.write_names(path, graph.node_names)
     records |= _write_features(path, graph, progress)
@@ -256,19 +247,20 @@ def _write_graph(path, graph, progress) -> dict:
     indptr = edges.indptr
     types = graph.arrays.get(columns.EDGE_TYPE.name)
     times = graph.arrays.get(columns.EDGE_TIME.name)
-    of_sources = _times_of_sources(graph)
-    as_given = edges.edge_index is None and of_sources is None and not any(options.values())
+    # edges without times get those of their sources
+    of_sources = graph.arrays.get(columns.NODE_TIME.name) if times is None else None
+    sorts = [types, times, of_sources]
+    as_given = edges.edge_index is None and not any(options.values())
     by = None
-    if as_given and columns.out_of_order(indptr, types, times) is None:
+    if as_given and all(keys is None for keys in sorts):
         chunks = sort.checked_indices(edges.indices, edges.num_nodes, progress)
     elif isinstance(edges.indices, convert.Rows):
         raise StoreError(
-            "indices given as Rows is stored as it is: there are no graph options, its lists must rise in "
-            "edge_type and edge_time, and node_time needs edge_time"
+            "indices given as Rows is stored as it is: there are no graph options, types and times"
         )
     else:
-        if graph.arrays.keys() & columns.OF_EDGES or of_sources is not None:
-            by = sort.SortBy(tempfile.TemporaryFile(dir=path), types, times, of_sources)
+        if graph.arrays.keys() & columns.OF_EDGES or of_sources is not None or graph.ordered:
+            by = sort.SortBy(tempfile.TemporaryFile(dir=path), *sorts)
         indptr = np.zeros(edges.num_nodes + 1, np.int64)
         chunks = sort.sorted_sources(edges, indptr, options, path, by=by, progress=progress)
     dtype = "int32" if edges.num_nodes < 1 << 31 else "int64"
@@ -283,6 +275,9 @@ def _write_graph(path, graph, progress) -> dict:
     records |= columns.write_arrays(path, {"indptr": indptr, **graph.arrays}, order)
     if of_sources is not None:
         records |= columns.write_arrays(path, {columns.EDGE_TIME.name: of_sources}, written)
+    if graph.ordered:
+        numbers = np.arange(len(written)) if order is None else order
+        records |= columns.write_arrays(path, {columns.EDGE_ORDER.name: numbers})
     return records
 
 
@@ -350,8 +345,6 @@ class GraphStore:
         records = meta["files"]
         for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
             setattr(self, name, meta[name])
-        if type(self.num_classes) is not int or not 1 <= self.num_classes <= checks.MAX_CLASSES:
-            raise ValueError(f"it has num_classes = {self.num_classes!r:.200}")
         self.labelled = meta.get("labelled", True)
         self.feature_names = meta.get("feature_names")
         source = meta.get("source")
@@ -359,10 +352,13 @@ class GraphStore:
         # of a synthetic graph their number
         self.class_names = [*map(str, classes)] if isinstance(classes, list) else None
         self.options = [name for name, on in meta["options"].items() if on]
-        kinds = columns.array_kinds(meta)
-        for name, kind in kinds.items():
-            stored = name not in columns.COLUMNS or f"{name}.npy" in records
-            setattr(self, name, self._map(f"{name}.npy", kind) if stored else None)
+        for name, rows in columns.rows_of_arrays(meta).items():
+            values = None
+            if name not in columns.COLUMNS or f"{name}.npy" in records:
+                values = self._map(f"{name}.npy")
+                if len(values) != rows:
+                    raise ValueError(f"{name}.npy has {len(values)} rows, not {rows}")
+            setattr(self, name, values)
         self.num_edge_types = meta.get("num_edge_types", 0)
         self.edge_types = meta.get("edge_types")
         self.edge_dim = 0
@@ -381,7 +377,7 @@ class GraphStore:
         self.sampling_threads = None
         free = free_host_bytes()
         if self.indices.nbytes > free // 2:
-            self.sampled_indices = self._map("indices.npy", kinds["indices"], ahead=False)
+            self.sampled_indices = self._map("indices.npy", ahead=False)
             self.sampling_threads = SAMPLERS
         types = meta.get("node_types", [])
         self.node_types = {str(name): (int(count), int(width)) for name, count, width in types}
@@ -395,9 +391,7 @@ class GraphStore:
         self.part = None
         self.whole = {}
         if (part := meta.get("part")) is not None:
-            number, of = map(int, part)
-            if not 0 <= number < of <= rows:
-                raise ValueError(f"it is part {number} of {of}, of {rows} rows")
+            number, of = part
             self.part = number, of
             self.whole = dict(meta["whole"])
         first, stop = part_bounds(rows, *(self.part or (0, 1)))
@@ -421,15 +415,14 @@ class GraphStore:
         meta = self.meta
         large = math.prod(shape) * dtype.itemsize > free
         file = BACKENDS[meta["backend"]]
+        record = meta["files"][file]
+        if record["shape"] != [*shape]:
+            raise ValueError(f"{file} has rows {record['shape']}, not {[*shape]}")
         if meta["backend"] == "lmdb":
-            record = meta["files"][file]
             lmdb_rows.check_lmdb(self.path, file, record)
-            if record["shape"] != [*shape]:
-                raise ValueError(f"{file} has rows {record['shape']}, not {[*shape]}")
             return LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
-        kind = files.storage_dtype(meta["feature_dtype"]), [*shape]
-        table = self._table = self._map(file, kind, ahead=not large)
-        head = meta["files"][file]["bytes"] - table.nbytes
+        table = self._table = self._map(file, ahead=not large)
+        head = record["bytes"] - table.nbytes
         graph = self.indptr.nbytes + self.indices.nbytes
         return MmapFeatures(table.view(dtype), large, self.path, head, graph)
 
@@ -467,16 +460,11 @@ class GraphStore:
         return GraphStore.open, (self.path,), changed
 
     def __repr__(self):
-        fields = {"path": str(self.path), "num_nodes": self.num_nodes, "num_edges": self.num_edges}
-        fields["features"] = self.features
-        if self.labelled:
-            fields |= {"labels": self.labels, "num_classes": self.num_classes, **self.split}
-        if self.node_types:
-            fields["node_types"] = self.node_types
-        for name in columns.COLUMNS:
-            if (values := getattr(self, name)) is not None:
-                fields[name] = values
-        return convert.shown("GraphStore", fields)
+        names = ["num_nodes", "num_edges", "features", *columns.COLUMNS]
+        names += ["labels", "num_classes"] if self.labelled else []
+        fields = {name: getattr(self, name) for name in names} | self.split
+        fields |= {"node_types": self.node_types or None, "path": str(self.path)}
+        return convert.shown("GraphStore", {n: v for n, v in fields.items() if v is not None})
 
     def node_names(self) -> list[str] | None:
         """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""
@@ -613,8 +601,8 @@ class GraphStore:
         if self.meta["backend"] == "lmdb":
             self._rows.verify()
 
-    def _map(self, name, kind, **options) -> Tensor:
-        return files.map_npy(self.path, name, self.meta["files"][name], *kind, **options)
+    def _map(self, name, **options) -> Tensor:
+        return files.map_npy(self.path, name, self.meta["files"][name], **options)
 
 
 def _written(value) -> bool:

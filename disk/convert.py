@@ -50,11 +50,11 @@ def chunk_rows(array) -> int:
     return max(1, ROW_BYTES // (8 * max(1, math.prod(array.shape[1:]))))
 
 
-def chunked(name, array, rows=None, progress=False):
+def chunked(name, array, progress=False):
     """Yield (index of the first row, rows): slices of an array, or the chunks of `Rows`, which must add up."""
     count = array.shape[0]
     first = 0
-    rows = rows or chunk_rows(array)
+    rows = chunk_rows(array)
     pieces = (array[a : a + rows] for a in range(0, count, rows))
     with progress_bar(progress, total=count, desc=name, unit="row") as bar:
         for chunk in array.chunks if isinstance(array, Rows) else pieces:
@@ -139,10 +139,6 @@ def _stacked(name, values):
     if type(values) not in (list, tuple):
         return np.asarray(values)
     parts = [array_like(name, part) if hasattr(part, "shape") else part for part in values]
-    rows = [part for part in parts if getattr(part, "shape", isinstance(part, list | tuple))]
-    sizes = sorted({*map(len, rows)})
-    if len(sizes) > 1:
-        raise StoreError(f"{name} has parts of lengths {sizes[0]} and {sizes[1]}: one is needed")
     tensors = parts and all(isinstance(part, Tensor) for part in parts)
     return torch.stack(parts) if tensors else np.asarray(parts)
 
@@ -174,13 +170,10 @@ def adjacency(name, matrix):
             rows, columns = matrix.indices()
             values = matrix.values()
             count = matrix.shape[0]
-        elif hasattr(matrix, "csr"):
+        else:  # of torch_sparse
             indptr, columns, values = matrix.csr()
             rows = torch.repeat_interleave(indptr.diff())
             count = len(indptr) - 1
-        else:
-            kind = type(matrix).__name__
-            raise StoreError(f"{name} is a {kind}: a sparse matrix of scipy or torch is needed")
         if values is not None and bool((values == 1).all()):
             values = None
         return torch.stack([rows, columns]), values, count

@@ -345,7 +345,7 @@ class Arrays:
             if name is None:
                 continue
             values = self.read(name, "biufM" if column.timed else "biuf")
-            if not column.width and values.shape[1:] == (1,):
+            if not column.wide and values.shape[1:] == (1,):
                 values = values.reshape(-1)
             arrays[column.name] = values
             called = f" (called {name})" if name != column.name else ""
@@ -442,16 +442,13 @@ class Arrays:
             refuse(values < 0, self.called("feat_data"), values, why)
         dtype = np.dtype(np.float32) if counts else values.dtype
         values = values.astype(np.promote_types(dtype, np.float32))  # to add up repeats in float16
-        with reading(self.called("the CSR matrix of features")):
+        matrix = self.called("the CSR matrix of features")
+        with reading(matrix):
             if shape[0] != len(indptr) - 1 or indptr[0]:
                 raise ValueError(f"{shape[0]} rows need {shape[0] + 1} offsets from 0")
-            size = math.prod(shape) * values.itemsize
-            free = free_host_bytes()
-            if size > free:
-                raise ValueError(f"it takes {size:,} bytes when dense, and {free:,} are free")
             ends = np.stack([np.repeat(np.arange(len(indptr) - 1), np.diff(indptr)), indices])
             sparse = torch.sparse_coo_tensor(ends, values, shape, check_invariants=True)
-            dense = sparse.to_dense()
+            dense = array_like(matrix, sparse)
         how = equal_sums(dense) if normalize else "as they are"
         self.say(f"features are {'counts' if counts else 'values'}, {how}")
         return dense.to(getattr(torch, dtype.name))

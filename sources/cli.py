@@ -120,9 +120,6 @@ def main(argv=None) -> int:
     """Run the command line -> exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if "estimate" in words[:1]:
-            how = "python train.py --dataset PATH --dry-run"
-            raise StoreError(f"{how} prints the memory that training needs in each mode")
         code = run(**vars(make_parser().parse_args(words)))
         print(end="", flush=True)
         return code

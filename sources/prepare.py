@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from disk import convert, files
-from disk.checks import DRAWN, check_labels, check_split, counted_from_one, drawn_per_class
+from disk.checks import DRAWN, check_labels, check_split, drawn_per_class
 from disk.columns import COLUMNS, EDGE_FEATURES, EDGE_TIME, EDGE_TYPE, NODE_TIME
 from disk.files import StoreError, reading
 from extras import extra
@@ -85,7 +85,8 @@ def prepare(
     built = functools.partial(os.path.isfile, target / "meta.json")  # where Path.is_file may raise
     if not built():
         # one process builds, the others wait for the lock
-        with reading(f"--root {root}"), files.folder_for(root):
+        with reading(f"--root {root}"):
+            root.mkdir(parents=True, exist_ok=True)
             with files.locked(root):
                 if not built():
                     try:
@@ -362,13 +363,12 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         source["features"] = "labels of half of the training nodes"
         arrays.say(f"it has no features: {half}, the others are trained on; {how}")
     build_store(path, **graph, split=split or None, source=source, **options)
-    meta = files.read_meta(path)
-    if one_way := meta["edges"]["one_way"]:
-        share = f"{one_way:,} of {meta['edges']['one_way_of']:,} edges"
+    counted = files.read_meta(path)["edges"]
+    if one_way := counted["one_way"]:
+        share = f"{one_way:,} of {counted['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
     if options.get("node_names") is None:
-        graph = (np.load(path / f"{name}.npy", mmap_mode="r") for name in ("indptr", "indices"))
-        for kind in counted_from_one(meta, *graph):
+        for kind in counted["from_one"]:
             node = f"node 0 of type {kind}" if kind else "node 0"
             arrays.say(f"{node} has no edges: ids may start at 1")
     return path

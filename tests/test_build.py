@@ -139,8 +139,7 @@ def test_datasets_molecules_and_crystals_that_are_none(tmp_path, capsys):
         return {"lattice": lattice}
 
     for message, option, entries in (
-        (r"lattice\[1, 0, 0\] is nan: a cell is finite", "", cell(np.nan)),
-        (r"lattice\[1, 0, 0\] is 10000000.0: a cell", "", cell(np.eye(3) * 1e7)),
+        (r"images near cell\[1\] is nan", "", cell(np.nan)),
         ("bad.npz cannot be read: Singular matrix", "", cell(np.eye(3)[[0, 1, 1]])),
         (r"images near cell\[1\] is 5\d+.*: .* radius=4 ", "", cell(np.eye(3) * 0.1)),
         (r"images near cell\[0\] .*at most 16,384 within radius=60 are", ":radius=60", {}),
@@ -210,7 +209,6 @@ build own.npz h --featres x => --featres is no flag: did you mean --features.
 build own.npz h --sym => --sym is no flag: did you mean --symmetrize.
 build own.npz h --edge-time time => --edge-time is no flag: write --times COLUMN
 build own.npz h --undirected => --undirected is no flag: write --symmetrize
-estimate h --gpus 1 => python train.py --dataset PATH --dry-run prints the memory
 build nothing.pt h => nothing.pt cannot be read: No such file
 build e.csv h => e.csv holds edges alone: features are needed, .* as --features FILE
 """
@@ -229,7 +227,6 @@ def test_store_commands_that_cannot_be_meant_are_one_sentence(tmp_path, monkeypa
     for path, complaint in (
         (".", r"\. exists already"),
         ("..", r"\.\. exists already"),
-        ("nowhere/..", "has no name of its own"),
         ("x" * 256, "is a name of 256 bytes"),
         ("own.npz/s", "cannot build own.npz/s.*(Not a directory|File exists)"),
     ):

@@ -502,7 +502,7 @@ def test_store_full_disk_while_it_changes(tmp_path):
         # LMDB's lock files are there
         assert len(features.gather(torch.arange(9))) + len(graphs) == 19
         fill(small)
-        full = "lmdb cannot be written: .*; 0 B are free on its disk, and its content is unchanged"
+        full = "lmdb cannot be written: .*; 0 B are free on its disk, nothing was written"
         _refuses("No space left", features.put_rows, everything, torch.ones(4000, 20))
         _refuses(full, graphs.append, _graphs(1000))
         # nor is there room for the lock file of LMDB, where it was removed

@@ -189,7 +189,10 @@ def _refused_npz():
         ("may not contain negative values", {**csr, "feat_indptr": np.append([0, 9], ids[1:])}),
         ("CSR .*200 rows need 201 offsets from 0", {**csr, "feat_indptr": np.arange(201) + 1}),
         ("CSR .*400 rows need 401 offsets from 0", {**csr, "feat_shape": [400, 5]}),
-        ("CSR .*bytes when dense, and .* are free", {**csr, "feat_shape": [200, 1 << 40]}),
+        (
+            "CSR .*is sparse: dense it takes .* bytes, and .* are free",
+            {**csr, "feat_shape": [200, 1 << 40]},
+        ),
         ("x cannot be read", dict(x=np.array([{}] * 200, object))),
     ]
 
@@ -478,6 +481,7 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
         "isolated": 150 - len({node for pair in pairs for node in pair}),
         "one_way": sum(count for (u, v), count in pairs.items() if (v, u) not in pairs),
         "one_way_of": 2000,
+        "from_one": [],
     }
     assert expected["duplicates"] and expected["self_loops"] and expected["isolated"]
     monkeypatch.setattr(checks, "EDGE_CHUNK", 100)
@@ -488,9 +492,8 @@ def test_edges_are_counted_when_a_store_is_built(tmp_path, monkeypatch):
     line = checks.edge_line(GraphStore.open(stored))
     words = r"\d+ duplicates, \d+ self loops, 3 isolated nodes, 9\d % without a reverse"
     assert re.fullmatch(f"2,000 edges: {words}, messages go one way", line)
-    for damaged in (..., {**expected, "one_way": "x"}, 7):  # not there, or no counts
-        _rewrite_meta(stored, edges=damaged)
-        assert checks.edge_line(GraphStore.open(stored)) == "2,000 edges"
+    _rewrite_meta(stored, edges=...)  # as in stores of before
+    assert checks.edge_line(GraphStore.open(stored)) == "2,000 edges"
     kinds = np.arange(2000) % 3  # edges of different types are no duplicates
     distinct = len(set(zip(src.tolist(), dst.tolist(), kinds.tolist())))
     typed = GraphStore.open(build_store(tmp_path / "t", **graph, edge_type=kinds))
