@@ -341,7 +341,11 @@ CORE = dict(
         "none",
         "balanced: rare classes weigh as much in the loss as frequent ones",
     ),
-    epochs=kept(COUNT, None, "default: at least 10, and at least 200 optimizer steps"),
+    epochs=kept(
+        COUNT,
+        None,
+        "default: 10 to 200, as many as make 600 optimizer steps (links and graphs: 200)",
+    ),
     metric=fixed(
         one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
         None,

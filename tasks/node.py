@@ -36,6 +36,7 @@ class NodeTask(Task):
     metrics = metrics_with("of_logits")
     weights = "best"
     prior = 0.07
+    least_steps = 600
     widths = "feature_dim", "num_classes", "edge_dim", "num_edge_types", "node_types"
     told_by = "features."
     classes_agree = True

@@ -25,7 +25,8 @@ class Task:
         models: names that --model takes, described for --help by about_models; None: those of layers, and files. unused: {reason:
             flags without effect in this task, separated by spaces}.
         weights: default of --weights if there is a validation part. prior: precision of a Gaussian prior of the
-            weights; weight decay is prior / T for T training examples.
+            weights; weight decay is prior / T for T training examples. least_steps: optimizer steps that the
+            default --epochs makes, unless these are more than 200 epochs.
         widths: keys of the data's meta.json that the network is built from.
         classes_agree: the default of --residual may depend on how often neighbours share a class.
         placed: --mode places graph and features; else the task reads batches, see extras/graphs.py, and has `obstacle`,
@@ -62,6 +63,7 @@ class Task:
     unused = {}
     weights = "last"
     prior = 0.0
+    least_steps = 200
     classes_agree = False
     placed = True
     are_links = False
