@@ -54,7 +54,7 @@ def rules():
     return {rule.name: rule for rule in (UNIFORM, *there)}
 
 
-def used(flags, task, store):
+def uses(flags, task, store):
     """Return what `use` of each module returns whose file is there; MissingExtra for a column of a module that is not."""
     for column, name in COLUMNS.items():
         if getattr(store, column, None) is not None:

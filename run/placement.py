@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ddp import Exchange, lost_another
 from disk.files import StoreError, free_host_bytes, readable_size
-from extras import lookahead, step_graphs
-from extras import used as used_by_extras
+from extras import lookahead, step_graphs, uses
 from extras.peers import shared_table
 from features import (
     MODES,
@@ -46,9 +45,7 @@ class Used(NamedTuple):
     drawn: dict = {}  # options of NeighborSampler by which neighbours are drawn
     seen: dict = {}  # those by which edges are seen, also where all neighbours are taken
     edges: Tensor | None = None  # [M, D] features of edges, an input of layers
-    times: Tensor | None = (
-        None  # int64 [V] of nodes as seeds; None also where examples have their own
-    )
+    times: Tensor | None = None  # int64 [V] of nodes as seeds; examples may have others
     flags: dict = {}  # values of flags that were open
     lines: tuple = ()  # to print
 
@@ -60,7 +57,7 @@ def used_of(flags, task):
     """Ask the extras which columns of the data of a task a run uses, and how -> Used. StoreError for flags that need a column
     the store lacks, or a model that cannot use one."""
     used = Used()
-    for part in used_by_extras(flags, task, task.store):
+    for part in uses(flags, task, task.store):
         joined = {n: {**getattr(used, n), **part.get(n, {})} for n in ("drawn", "seen", "flags")}
         lines = [*used.lines, *part.get("lines", ())]
         used = used._replace(**{**part, **joined, "lines": lines})

@@ -113,7 +113,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
     ),
     "cut: times": (
         "extras/times.py extras/time_units.py native/rules/times.h",
-        "edge_time|node_time|src_times|timed\\b(?!\\()|latest|LATEST|seen_at|seeds_at|number_before|cut_\\w*by_|only_nodes_timed|[^.]strict\\b|[.>]window|window=|temporal|times_used|unused_times|degrees_at|[a-z_]\\w*=times|times is",
+        "edge_time|node_time|src_times|timed\\b(?!\\()|latest|LATEST|seen_at|seeds_at|cut_\\w*by_|only_nodes_timed|[^.]strict\\b|[.>]window|window=|temporal|times_used|unused_times|degrees_at|[a-z_]\\w*=times|times is",
     ),
     "cut: exclude": (
         "extras/exclude.py native/rules/exclude.h",

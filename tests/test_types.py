@@ -747,7 +747,7 @@ def test_train_on_links_of_one_type(mag, tmp_path, capsys):
     assert scores in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("file, model", [("timed", "rgcn"), ("typed", "own")])
+@pytest.mark.parametrize("file, model", [("timed", "rgcn"), ("typed", "rgcn"), ("typed", "own")])
 def test_a_checkpoint_knows_its_types_by_name(file, model, pointing, tmp_path, capsys):
     """The same relations in another order predict the same, also where each node sees its past; to train on, or with
     another relation, it is another graph."""
