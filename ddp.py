@@ -39,6 +39,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+
+def __getattr__(name):
+    if name == "Exchange":
+        from extras import extra
+
+        return extra(".split").Exchange
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 TIMEOUT = timedelta(minutes=30)  # of a collective
 # in gloo's errors; the second where a timeout broke a connection that others wait for
 OF_GLOO = re.compile("gloo|pair closure", re.IGNORECASE)
@@ -170,29 +179,6 @@ class Ranks(NamedTuple):
     def part(self, n):
         """Return this rank's contiguous slice of n items: the slices cover each item once, sizes differ by <= 1."""
         return slice(n * self.rank // self.world, n * (self.rank + 1) // self.world)
-
-
-class Exchange:
-    """All-to-alls of rows in host memory between all ranks, on a process group of their own: another thread may be in the
-    ranks' other collectives meanwhile. Every rank makes the same calls in the same order. rank, world: of this process, of all."""
-
-    def __init__(self, ranks):
-        self.rank = ranks.rank
-        self.world = ranks.world
-        self.group = _group_of_rows()
-
-    def __call__(self, rows, sent=None, received=None):
-        """Send the first sent[0] of `rows` to rank 0, the next sent[1] to rank 1 ... -> received[0] rows of rank 0, then those
-        of the others. None: one row to and from each."""
-        out = rows.new_empty(self.world if received is None else sum(received), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
-        return out
-
-
-@functools.cache
-def _group_of_rows():
-    """Make a group of all ranks, once in a process."""
-    return dist.new_group(backend="gloo", timeout=TIMEOUT)
 
 
 def _is_sparse(module):

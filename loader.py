@@ -30,7 +30,7 @@ from disk.convert import (
     shown,
     within,
 )
-from features import Batch, FeatureRing, codes_of, prefetch, stated
+from features import Batch, FeatureRing, ask, prefetch, stored
 from sampler import NeighborSampler, mix
 
 
@@ -131,6 +131,9 @@ def seeds_at(times, nodes=None):
         return seeds if nodes is None else nodes[seeds], {"times": times[seeds]}, None
 
     return draw
+
+
+UNLIMITED = 1 << 20  # examples of a batch that `Limits` end
 
 
 class Limits(NamedTuple):
@@ -271,10 +274,10 @@ class NodeLoader:
         if sampler is None and not load_batch:
             sampler = _sampler(graph, fanouts, seed=seed, edges=edges, types=types)
         if ring is None and not load_batch:
-            rows = codes_of(tables["features"])
+            rows = stored(tables["features"])
             depth = 0 if getattr(rows, "requires_grad", False) else depth
             ring = FeatureRing(
-                rows,
+                tables["features"],
                 tables["labels"],
                 slots=depth + 1,
                 device=device or getattr(rows, "device", "cpu"),
@@ -282,8 +285,6 @@ class NodeLoader:
                 dtype=dtype,
                 reuse=reuse,
                 edge_features=tables.get(EDGE_FEATURES.name),
-                scale=getattr(tables["features"], "scale", None),
-                ends=getattr(tables["features"], "ends", None),
             )
         self.node_sampler = sampler
         self.ring = ring
@@ -341,18 +342,18 @@ class NodeLoader:
             first = 0  # the loop was left, not resumed by another loader
         if self.ring and self.ring.copies:
             self.ring.copies.follow()  # features may have changed since the last epoch
-        features = stated(self.ring and self.ring.features)
+        features = self.ring and self.ring.features
         with ExitStack() as stack:
             self.looping = True
             stack.callback(setattr, self, "looping", False)
             parts = self._parts(epoch, first)
             # all processes fetch the same batches, in this order: also those begun when a loop is left
-            options = {**self.options, "finish": features.collective}
-            if features.looking_ahead:
+            options = {**self.options, "finish": ask(features, "collective")}
+            if looking_ahead := ask(features, "looking_ahead"):
                 # blocks wait in memory for their rows: 120 MB for a thousand batches with 10,000 input nodes each
                 sampled = prefetch(self._sample, parts, **options)
                 sampled = stack.enter_context(closing(sampled))
-                parts = stack.enter_context(features.looking_ahead(sampled))
+                parts = stack.enter_context(looking_ahead(sampled))
                 options = {**options, "threads": 1}  # its plans are executed in order
             stream = stack.enter_context(closing(prefetch(self._make, parts, **options)))
             steps = self._steps(epoch)

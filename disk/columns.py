@@ -401,13 +401,6 @@ def write_names(path, names) -> dict:
     return file_record(path / NAMES, dtype, [len(names)])
 
 
-def ends_of_types(node_types):
-    """Return where the feature rows of each type end, int64 [T], of [(name, nodes, feature width or 0)] of all types; None
-    unless several types have features."""
-    counts = [count for _, count, width in node_types if width]
-    return torch.tensor(counts, device="cpu").cumsum(0) if len(counts) > 1 else None
-
-
 def write_arrays(path, arrays, order=None) -> dict:
     """Write {name: numpy array} to files in chunks -> their records for meta.json. order: int64 [M'], the input edge that
     each stored edge comes from; None where edges are stored in the order of the input."""

@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from extras import MissingExtra
+
 SPLITS = ("train", "valid", "test")
 VERSION = 3
 # the same with features in codes, which readers of version 3 might take for integers
@@ -61,7 +63,8 @@ def reading(path, advice=""):
     """Turn whatever a library raises on foreign bytes into a StoreError with the file's name and that message."""
     try:
         yield
-    except (StoreError, AssertionError, NameError, BrokenPipeError):  # worded; a bug; closed stdout
+    except (StoreError, MissingExtra, AssertionError, NameError, BrokenPipeError):
+        # worded; a bug; closed stdout
         raise
     except Exception as error:
         message = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -70,8 +73,8 @@ def reading(path, advice=""):
         if "allow_pickle" in message:  # an array of Python objects, as of a column of pandas
             advice = "; save text by .astype(str)"
         number = getattr(error, "errno", None)
-        if number not in (None, errno.ENOENT):
-            advice = ""  # the system refused, which tells nothing about the file
+        if number not in (None, errno.ENOENT) or isinstance(error, ImportError):
+            advice = ""  # the system refused, or a file of ours is not there: that tells nothing about this one
         # the disk that temporary files go to
         problem = "takes temporary files" if number in FULL else "cannot be read"
         raise StoreError(f"{path} {problem}: {message[:300]}{advice}") from error

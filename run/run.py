@@ -17,6 +17,7 @@ from torch import nn
 
 from disk.files import StoreError
 from extras import extra
+from features import ask
 from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn
@@ -24,7 +25,6 @@ from run import own_model
 from run.flags import TASKS, Plan
 from run.placement import all_features, check_memory, place_data, reading_all_edges, settle
 from sampler import NeighborSampler, mix
-from store import CodedFeatures
 from tasks.metrics import check_scores
 
 # up to this many edges, networks that cannot be evaluated layer by layer are evaluated full-batch
@@ -207,19 +207,14 @@ class Run:
                 graph = self.sampler
                 options["edges"] = self.ring.edge_features
                 if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
-                    options["x"] = self.ring.features
-                    if self.ring.scale is not None:
-                        options["x"] = CodedFeatures(
-                            self.ring.features, self.ring.scale, ends=self.ring.ends
-                        )
+                    options["x"] = self.ring.source
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
-                total = x.answering(ranks.sum_here) if store.part else ranks.sum_here
+                total = ask(x, "answering")(ranks.sum_here)
                 options |= {"rank": ranks.local_rank, "world": ranks.local_world, "total": total}
             try:
                 with reading_all_edges():
                     logits = inference(model, graph.indptr, graph.indices, layers=layers, **options)
-                if store.part:
-                    x.finish()
+                ask(x, "finish")()
             except OSError as error:
                 raise StoreError(f"no exact inference: {error}") from error
         check_scores(logits, "exact outputs")

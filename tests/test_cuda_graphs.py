@@ -187,7 +187,7 @@ def _small_run(folder, net, labels, x, degree=6, weighted=False, **law):
     net.degrees = model.graph_degrees(indptr, indices)
     features = {}
     if x.dtype == torch.int8:
-        features["scale"] = torch.linspace(0.01, 1, 2 * x.shape[1]).view(2, -1)
+        x = CodedFeatures(x, torch.linspace(0.01, 1, 2 * x.shape[1]).view(2, -1))
     if net.edge_dim:
         law["edge_ids"] = True
         features["edge_features"] = _EDGES[: len(indices), : net.edge_dim].bfloat16()

@@ -88,7 +88,7 @@ def test_codes_are_the_nearest_of_256_values_of_their_column(tmp_path, backend, 
     monkeypatch.setattr(store, "free_host_bytes", lambda: 900)
     large = GraphStore.open(path).features
     out, ids = torch.empty(3, 5), torch.tensor([5, 199, 5])
-    assert large.codes.large and large.gather(ids, out=out) is out
+    assert large.stored.large and large.gather(ids, out=out) is out
     for rows in (again.gather(ids), out):
         assert torch.equal(rows.double(), found[ids])
     if backend == "mmap":

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+import cache
 import features
+from extras.int8 import CodedFeatures
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from model import gather_rows, self_and_mean
 from native import layers as native_layers
@@ -96,8 +98,8 @@ def test_features_ring_aggregates_the_first_hop(copies):
     s = NeighborSampler(indptr, indices, [3, 2], backend="torch")
     bare, (plain, _) = s.sample(seeds, 5, relabel_outer=False), s.sample(seeds, 5)
     expected = self_and_mean(*plain[:2], decoded[plain.src_nodes.long()]).double()
-    for rows, given in ((decoded, {}), (codes, {"scale": scale})):
-        ring = FeatureRing(rows, labels, **options, **given)
+    for rows in (decoded, CodedFeatures(codes, scale)):
+        ring = FeatureRing(rows, labels, **options)
         ring.copies = copies
         batch = ring.fetch(0, bare)
         torch.testing.assert_close(batch.x, expected)
@@ -108,7 +110,7 @@ def test_features_ring_aggregates_the_first_hop(copies):
         kept = FeatureRing(decoded, labels, reuse=False, **options).fetch(0, bare)
         torch.testing.assert_close(kept.x, expected)
     # float32 rows in the slot, without a table of their codes
-    ring = FeatureRing(codes, labels, slots=1, gather=gather_rows, scale=scale)
+    ring = FeatureRing(CodedFeatures(codes, scale), labels, slots=1, gather=gather_rows)
     ids = torch.tensor([7, 199, 7])
     assert torch.equal(ring.fetch(0, _seed_blocks(ids)).x, decoded[ids])
     assert ring.buffers["rows"][0].numel() == 64
@@ -333,7 +335,7 @@ def _sampled(indptr, indices, train, fanouts, batch_size, batches):
 @pytest.mark.parametrize("fanouts", [[4, 3], [2, 2, 2], [-1, 2]])
 def test_features_expected_visits_are_what_sampling_counts(fanouts, monkeypatch):
     indptr, indices, train = _skewed()
-    monkeypatch.setattr(features, "CHUNK_EDGES", 1000)
+    monkeypatch.setattr(cache, "CHUNK_EDGES", 1000)
     visits = expected_visits(indptr, indices, train, fanouts, 20)
     counts, batches = torch.zeros(2000), 600
     for ids in _sampled(indptr, indices, train, fanouts, 20, batches):
@@ -342,7 +344,7 @@ def test_features_expected_visits_are_what_sampling_counts(fanouts, monkeypatch)
     assert abs(visits.sum() / seen.sum() - 1) < 0.03
     noise = (visits * (1 - visits) / batches).sqrt() + 1 / batches
     assert ((visits - seen).abs() / noise).mean() < 1.5, ((visits - seen).abs() / noise).mean()
-    monkeypatch.setattr(features, "CHUNK_EDGES", 1 << 22)
+    monkeypatch.setattr(cache, "CHUNK_EDGES", 1 << 22)
     assert torch.allclose(visits, expected_visits(indptr, indices, train, fanouts, 20), atol=1e-6)
 
 
@@ -384,7 +386,8 @@ def test_features_cache_of_codes_is_decoded_where_the_gpu_looks_ids_up():
     codes = torch.arange(60, dtype=torch.int8).view(20, 3)
     scale = torch.rand(2, 3)
     cache = CachedFeatures(codes, torch.rand(20), 30)
-    ring = FeatureRing(cache, torch.arange(20), slots=1, gather=gather_rows, scale=scale)
+    rows = CodedFeatures(codes, scale).over(cache)
+    ring = FeatureRing(rows, torch.arange(20), slots=1, gather=gather_rows)
     ring.on_device = True
     ids = torch.arange(20, dtype=torch.int32)
     assert torch.equal(ring.fetch(0, _seed_blocks(ids)).x, codes * scale[0] + scale[1])

@@ -18,11 +18,11 @@ import ddp
 from ddp import Exchange
 from disk import convert, files
 from extras.graph_store import build_graphs
+from extras.split import machines_by_part
 from features import SplitFeatures, UnevenFeatures
 from inference import inference
 from model import GNN
 from run.checkpoint import digests
-from run.placement import machines_by_part
 from sources import cli
 from store import GraphStore, build_store, split, verify
 from tests.common import _code, _end, _fork, _in_child, _random_graph, _same_weights, _store
@@ -72,7 +72,7 @@ def test_parts_have_all_but_others_features(kind, tmp_path, monkeypatch):
             assert same != name.startswith("features.")
         assert part.features.shape == whole.features.shape
         assert part.features.dtype == whole.features.dtype
-        held = getattr(part.features, "codes", part.features)
+        held = getattr(part.features, "stored", part.features)
         assert (held.first, held.stop) == (first, stop)
         ids = torch.randint(first, stop, (40,), dtype=torch.int32)
         assert torch.equal(part.features.gather(ids), rows[ids])

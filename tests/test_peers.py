@@ -15,7 +15,6 @@ import ddp
 from disk.files import StoreError
 from extras import peers
 from native import build
-from run import placement
 from tests.common import HERE, _end, _fork
 
 
@@ -94,9 +93,9 @@ def _refused(ranks, driver, setting, everywhere):
         os.environ.update(setting)
     _use(driver)
     try:
-        placement.over_gpus(ranks._replace(gpus=3), _Features(torch.zeros(30000, 100)))
+        peers.over_gpus(ranks._replace(gpus=3), _Features(torch.zeros(30000, 100)))
     except StoreError as error:
-        print(f"rank {ranks.rank}: {error}", flush=True)
+        print(f"rank {ranks.rank}: {error}\n", end="", flush=True)  # at once
         if everywhere:
             ranks.barrier()
     return 0 if everywhere else 2
