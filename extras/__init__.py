@@ -32,7 +32,18 @@ LAYERS = dict(rgcn=".relational", rgat=".relational")
 MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
 STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
 # files with flags
-FLAGS = {file: file for file in (".links", ".graphs", ".relational", ".step_graphs", ".pictures")}
+FLAGS = {
+    file: file
+    for file in (
+        ".times",
+        ".labor",
+        ".links",
+        ".graphs",
+        ".relational",
+        ".step_graphs",
+        ".pictures",
+    )
+}
 
 
 class MissingExtra(ImportError):

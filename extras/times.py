@@ -208,3 +208,27 @@ def degrees_at(sampler):
         return count(block.src_nodes, block.src_times).unsqueeze(1).expand(-1, 2)
 
     return at_times
+
+
+def flags():
+    """Declare the flags of times."""
+    from run.kinds import TIME, fixed, of_data, one_of
+
+    def edge_times(flags):
+        if flags.temporal == "off":
+            return "is of times, --temporal is off"
+
+    times = dict(
+        temporal=of_data(
+            one_of("auto", "at", "before", "off"),
+            "auto",
+            "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
+        ),
+        window=fixed(
+            TIME,
+            None,
+            "seeds see only edges of the last N (dates: microseconds; default: all)",
+            needs=[edge_times],
+        ),
+    )
+    return {"sampler": times}
