@@ -5,7 +5,7 @@
 
 A column is an argument of `build_store`, an attribute of `GraphStore`, NAME.npy in a store, an array of .npz files, of PyG
 and DGL graphs under any of its aliases, and a flag of `store.py build` for tables. Sorting, mirroring and dropping edges
-takes all columns of edges along. What a run does with a column is decided in run/edge_data.py.
+takes all columns of edges along. What a run does with a column is said by `use` of the file that COLUMNS of extras/__init__.py names.
 
 The names of the nodes are lines of nodes.txt: node i is called what line i + 1 says. V nodes and M edges of the graph, D
 width of the edges' features. This file needs disk/files.py, disk/convert.py, numpy and torch.

@@ -65,7 +65,7 @@ def averages_in_place(args, store, *dtypes):
 
 def counted(args, task, used):
     """Return whether a node's degree tells how many of its edges a run draws, see `Rule`."""
-    return rules()[args.sampler].counted and used.time is None and not task.are_links
+    return rules()[args.sampler].counted and not used.timed and not task.are_links
 
 
 def in_one_kernel(args, task, used, *dtypes):
@@ -75,7 +75,7 @@ def in_one_kernel(args, task, used, *dtypes):
 
 
 def hindrances(args, task, used):
-    """Return the reasons against CUDA graphs that flags, task and data give. used: `EdgeData` of the task's store."""
+    """Return the reasons against CUDA graphs that flags, task and data give. used: `Used` of run/placement.py."""
     layer = conv_of(args.model) or load(args.model)[0]
     fanout = ",".join(map(str, args.fanout))
     table = [
@@ -93,14 +93,14 @@ def hindrances(args, task, used):
         ),
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
         (not re.search("(^|,|=)-1", fanout), f"--fanout {fanout} has no bound"),
-        (used.features is None or used.features.shape[0], "there are no edges"),
+        (used.edges is None or used.edges.shape[0], "there are no edges"),
     ]
     return [reason for fine, reason in table if not fine]
 
 
 def hops_held(args, task, used):
     """Return how many hops of a batch the CUDA graphs would hold in GPU memory in cuda-cuda, 0 if there can be none.
-    used: `EdgeData` of the task's store."""
+    used: `Used` of run/placement.py."""
     if hindrances(args, task, used):
         return 0
     return len(args.fanout) - in_one_kernel(args, task, used, stored(task.store.features).dtype)

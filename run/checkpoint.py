@@ -40,10 +40,10 @@ from pathlib import Path
 
 import torch
 
-from disk.columns import COLUMNS, EDGE_ORDER, NAMES, span_of
+from disk.columns import COLUMNS, EDGE_ORDER, NAMES
 from disk.files import FORMATS, SPLITS, StoreError, read_meta, reading, write_whole
+from extras import extra
 from model import CONVS, Conv
-from run.edge_data import bulk, timed_seeds, unlike
 from run.flags import (
     FLAGS,
     SAVED,
@@ -99,9 +99,8 @@ def described_run(run):
         "several": run.task.several,
         "times": None,
     }
-    if run.used.seed_time is not None:
-        _, times = timed_seeds(run.plan, run.task, store)
-        graph["times"] = [*bulk(times), store.meta.get("time_unit")]
+    if run.used.times is not None:
+        graph["times"] = extra(".time_units").usual_times(run.plan, run.task)
     return {"flags": {name: getattr(run.plan, name) for name in SAVED}, "graph": graph}
 
 
@@ -351,8 +350,8 @@ def check_same(ranks, values):
 def check_graph(ranks, state, path, plan, task):
     """Raise StoreError unless all ranks have the same data, with the graph of the checkpoint, if state is not None, and
     as many seeds a step as there. To predict, only the widths must match, and the graph may have fewer classes and edge
-    types than the checkpoint, these in another order: returns the numbers [T] of the graph's edge types there, or None
-    if they are the same."""
+    types than the checkpoint, these in another order: returns options of NeighborSampler by which blocks have the numbers
+    there."""
     store = task.store
     # the file of --edge-split may lie in another folder
     common = {os.path.basename(name): digest for name, digest in digests(store).items()}
@@ -360,7 +359,7 @@ def check_graph(ranks, state, path, plan, task):
         common["--model's file"] = load(plan.model)[1]
     check_same(ranks, common)
     if not state:
-        return None
+        return {}
     graph = state["graph"]
     with reading(f"checkpoint {path}"):
         check_widths(task, plan, graph, path)
@@ -379,13 +378,14 @@ def check_graph(ranks, state, path, plan, task):
             store.renumber(class_names=graph["classes"] and [*map(str, graph["classes"])])
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not plan.trains:
-        ranks.say(other_times(plan, task, graph["times"]))
+        if graph["times"] and not task.are_links:
+            ranks.say(extra(".time_units").other_times(plan, task, graph["times"]))
         if other and "dataset" not in plan.typed:
             ranks.say(
                 f"data    {', '.join(other)} of {store.path} changed since this checkpoint was trained"
             )
         ranks.say(tell_trained(task, plan, state, files))
-        return numbers
+        return {} if numbers is None else {"type_numbers": numbers}
     if other:
         raise StoreError(
             f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same; "
@@ -396,7 +396,7 @@ def check_graph(ranks, state, path, plan, task):
             f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}, "
             f"this run has {plan.total_batch}"
         )
-    return None
+    return {}
 
 
 def tell_trained(task, plan, state, files):
@@ -425,21 +425,6 @@ def tell_trained(task, plan, state, files):
     scored = any(len(task.store.split[part]) for part in SPLITS[1:])
     line = f"data    scores may be of {task.examples} that were trained on, which cannot be told: {why}"
     return line if scored else ""
-
-
-def other_times(plan, task, was):
-    """Return a line if times of nodes are hardly in the unit of those trained on. was: [low, high, time_unit] or None."""
-    if was is None or plan.temporal == "off" or task.are_links:
-        return ""
-    *was, unit = was
-    here = task.store.meta.get("time_unit")
-    _, times = timed_seeds(plan, task, task.store)
-    low, high = bulk(times)
-    why = unlike(was, (low, high))
-    if unit != here:
-        why = f"the {'first' if unit else 'second'} are dates, in microseconds, the others numbers"
-    spans = f"{span_of(*was, unit)}, here {span_of(low, high, here)}"
-    return why and f"data    times of nodes were {spans}: {why}"
 
 
 def check_widths(task, plan, graph, path):

@@ -7,29 +7,57 @@ Every automatic choice is printed.
 """
 
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cache import CachedFeatures, expected_visits
 from disk.files import StoreError, free_host_bytes, readable_size
-from extras import extra, rules, step_graphs
+from extras import MissingExtra, extra, step_graphs
+from extras import used as used_by_extras
 from features import MODES, FeatureRing, ask, place, share, stored
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from run.allocator import trim_memory
-from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
-from sampler import UNIFORM, DamagedGraph, NeighborSampler
+from sampler import DamagedGraph, NeighborSampler
 from store import BACKENDS
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
 LEAST_STEPS = 200  # optimizer steps of the default --epochs, at least: small graphs need many
 
 
+class Used(NamedTuple):
+    """What a run takes of a graph beside neighbours, features and labels: entries that `use` of extras returned, together."""
+
+    drawn: dict = {}  # options of NeighborSampler by which neighbours are drawn
+    seen: dict = {}  # those by which edges are seen, also where all neighbours are taken
+    edges: Tensor | None = None  # [M, D] features of edges, an input of layers
+    times: Tensor | None = (
+        None  # int64 [V] of nodes as seeds; None also where examples have their own
+    )
+    flags: dict = {}  # values of flags that were open
+    lines: tuple = ()  # to print
+
+    options = property(lambda self: {**self.seen, **self.drawn}, doc="All of NeighborSampler.")
+    timed = property(lambda self: "edge_times" in self.options, doc="Whether seeds have times.")
+
+
+def used_of(flags, task):
+    """Ask the extras which columns of the data of a task a run uses, and how -> Used. StoreError for flags that need a column
+    the store lacks, or a model that cannot use one."""
+    used = Used()
+    for part in used_by_extras(flags, task, task.store):
+        joined = {n: {**getattr(used, n), **part.get(n, {})} for n in ("drawn", "seen", "flags")}
+        lines = [*used.lines, *part.get("lines", ())]
+        used = used._replace(**{**part, **joined, "lines": lines})
+    return used
+
+
 def settle(ranks, flags, task):
-    """Settle flags whose defaults depend on the data, the machine or other flags -> (Plan, EdgeData of the columns in
-    use)."""
+    """Settle flags whose defaults depend on the data, the machine or other flags -> (Plan, Used)."""
     store = task.store
     lines = []
     examples = max(len(store.split["train"]), 1)  # 0 without labels, when nothing is trained
@@ -65,21 +93,18 @@ def settle(ranks, flags, task):
     bf16_on_cpu = flags.precision == "bf16" and not ranks.gpus
     if bf16_on_cpu and torch.backends.cpu.get_cpu_capability() == "AVX2":
         lines.append("precision  bf16 is slower than fp32 on this processor, which has no AVX-512")
-    used = EdgeData()
+    used = Used()
     cores = 1
     mode = "store"
     if task.placed:
-        used, of_columns = edge_data(flags, task, store)
-        if flags.edge_features is None and flags.conv:
-            values |= dict(edge_features=used.features is not None)
-        if flags.temporal == "auto" and used.time is not None:
-            values["temporal"] = "at"
+        used = used_of(flags, task)
+        values |= used.flags
         options = memory_options(ranks, flags, task, used)
         mode, line, warning = choose_mode(store, flags.gpus, flags.mode, **options)
         lines += fits_split(flags, store, mode, options)
         cores = options["cores"]
         ranks.say(flags.verbose and f"memory  {line}")
-        lines += of_columns
+        lines += [f"edges   {line}" for line in used.lines]
         if warning:
             lines.append(f"memory  {warning}")
     threads, prefetch = batches_ahead(mode, cores, flags.sample_threads, flags.prefetch)
@@ -142,8 +167,7 @@ def fits_split(flags, store, mode, options):
 def memory_lines(ranks, flags, task):
     """List the lines of --dry-run about memory: sizes on disk, what each mode needs, the mode to choose."""
     store = task.store
-    used, _ = edge_data(flags, task, store)
-    options = memory_options(ranks, flags, task, used)
+    options = memory_options(ranks, flags, task, used_of(flags, task))
     modes, best = estimate(store, flags.gpus, **options)
     disk = {name: record["bytes"] for name, record in store.meta["files"].items()}
     features = disk.pop(BACKENDS[store.meta["backend"]])
@@ -231,11 +255,11 @@ def sizes(flags, task, used, cores=1):
         "fanout": draws(flags, used),
         "batch_size": flags.batch_size * task.seeds_per_example(flags),
         "hidden": flags.hidden,
-        "types": (flags.bases or used.num_types) * heads if conv.uses_types else 0,
-        "edge_dim": 0 if used.features is None else used.features.shape[1],
+        "types": (flags.bases or task.store.num_edge_types) * heads if conv.uses_types else 0,
+        "edge_dim": 0 if used.edges is None else used.edges.shape[1],
         "graphs": step_graphs.hops_held(flags, task, used) if flags.trains else 0,
         "counted": step_graphs.counted(flags, task, used),
-        "timed": used.time is not None,
+        "timed": used.timed,
         "split": flags.split_features * max(flags.gpus, 1),
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,
@@ -245,7 +269,8 @@ def sizes(flags, task, used, cores=1):
 
 def draws(flags, used):
     """Return the most neighbours drawn for a node in each hop, over all edge types; -1: all of them."""
-    by_type = [k if isinstance(k, list) else [k] for k in hops(flags.fanout, used)]
+    fanouts = used.drawn.get("fanouts", flags.fanout)
+    by_type = [k if isinstance(k, list) else [k] for k in fanouts]
     return [-1 if -1 in ks else sum(ks) for ks in by_type]
 
 
@@ -261,21 +286,21 @@ def place_data(ranks, plan, task, used):
     if not task.placed:
         task.attach(ranks, plan)
         return None, None
-    graph, used = placed_arrays(ranks, plan, task, used)
+    graph, options = placed_arrays(ranks, plan, task, used)
+    edges = options.pop("edges")
     indptr, indices, labels, features = graph
     over = ask(store.features, "over")
     if store.part:  # exact inference reads all rows
         store.take_features(over(features))
     features = cached(ranks, plan, task, used, features)
-    sampler = make_sampler(
-        plan, indptr, indices, fanout=plan.fanout, used=used, threads=store.sampling_threads
-    )
+    options = {"fanouts": plan.fanout, "threads": store.sampling_threads, **options}
+    sampler = NeighborSampler(indptr, indices, seed=plan.seed, check=False, **options)
     in_place = step_graphs.averages_in_place(plan, store, features.dtype, dtype)
     task.attach(ranks, plan, used, indptr, indices)  # before the ring, whose streams wait for it
     ring = FeatureRing(
         over(features),
         labels,
-        edge_features=used.features,
+        edge_features=edges,
         slots=plan.prefetch + 1,
         streams=plan.sample_threads,
         dtype=dtype,
@@ -292,15 +317,17 @@ def all_features(store):
 
 
 def placed_arrays(ranks, plan, task, used):
-    """Place the graph's arrays and the columns in use as --mode says -> ([indptr, indices, labels, features], used)."""
+    """Place the graph's arrays and the columns in use as --mode says -> ([indptr, indices, labels, features], options
+    of NeighborSampler and `edges`, see `Used`)."""
     store = task.store
     pinned = plan.mode == "pinned-cuda"
-    names = [n for n in ("weight", "time", "type", "features") if getattr(used, n) is not None]
     features = stored(store.features)
     if any(ranks.gather(store.part or plan.split_features)):
         features = extra(".split", "--split-features").spread(ranks, plan, store, features)
+    options = {**used.options, "edges": used.edges}
+    columns = {name: values for name, values in options.items() if isinstance(values, Tensor)}
     arrays = [store.indptr, store.sampled_indices, store.labels, features]
-    arrays += [getattr(used, name) for name in names]
+    arrays += columns.values()
     spare = 0
     try:
         if pinned:
@@ -312,35 +339,7 @@ def placed_arrays(ranks, plan, task, used):
         if not pinned:
             raise
         raise StoreError(f"--mode pinned-cuda: {error}") from error
-    return placed[:4], used._replace(**dict(zip(names, placed[4:])))
-
-
-def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):
-    """Build the NeighborSampler of the flags; used: EdgeData, the columns it draws by."""
-    fanout = hops(fanout, used)
-    rule = rules()[plan.sampler]
-    # what only predicts may do without the weights or times that the rule needs
-    columns = {None: True, "weights": used.weight, "edge_times": used.time}
-    drawn = columns[rule.needs] is not None
-    return NeighborSampler(
-        indptr,
-        indices,
-        fanout,
-        method=rule.name if drawn else UNIFORM.name,
-        layer_dependency=plan.layer_dependency,
-        batch_dependency=plan.batch_dependency,
-        weights=used.weight,
-        edge_times=used.time,
-        strict=used.strict,
-        window=used.window,
-        edge_type=used.type,
-        by_type=used.type is None or isinstance(fanout[0], list),
-        type_numbers=used.numbers,
-        seed=plan.seed,
-        edge_ids=used.features is not None,
-        check=False,
-        threads=threads,
-    )
+    return placed[:4], options | dict(zip(columns, placed[4:]))
 
 
 def cached(ranks, plan, task, used, features):
@@ -358,7 +357,7 @@ def cached(ranks, plan, task, used, features):
             size = readable_size(budget)
             ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
         if budget:
-            lookahead = looking_ahead(ranks)
+            lookahead = looking_ahead(ranks, plan)
     if plan.lookahead is not None and not lookahead:
         raise StoreError(
             f"--lookahead {plan.lookahead} needs a --cache in front of memory-mapped features, with columns "
@@ -392,11 +391,13 @@ def cached(ranks, plan, task, used, features):
     return cache
 
 
-def looking_ahead(ranks):
+def looking_ahead(ranks, plan):
     """Return the module of the cache that looks ahead; None after a line that says so if its file is not there."""
     try:
         return extra(".lookahead", "looking ahead")
-    except ImportError as error:
+    except MissingExtra as error:
+        if plan.lookahead is not None:
+            raise
         ranks.say(f"memory  rows are cached, pages are left to the kernel: {error}")
         return None
 

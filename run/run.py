@@ -16,36 +16,29 @@ import torch
 from torch import nn
 
 from disk.files import StoreError
-from extras.times import degrees_at
+from extras import extra
 from features import ask
 from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn
 from run import own_model
 from run.flags import TASKS, Plan
-from run.placement import (
-    all_features,
-    check_memory,
-    make_sampler,
-    place_data,
-    reading_all_edges,
-    settle,
-)
-from sampler import mix
+from run.placement import all_features, check_memory, place_data, reading_all_edges, settle
+from sampler import NeighborSampler, mix
 from tasks.metrics import check_scores
 
 # up to this many edges, networks that cannot be evaluated layer by layer are evaluated full-batch
 WHOLE_GRAPH_EDGES = 1 << 22
 
 
-def open_run(ranks, flags, path, fits=lambda plan, task: None):
+def open_run(ranks, flags, path, fits=lambda plan, task: {}):
     """Open the store at a path, place it and build the network -> Run. fits: function(plan, task) that raises if the data
-    do not match the checkpoint to resume, and returns `EdgeData.numbers`."""
+    do not match the checkpoint to resume, and returns more for `Used.seen`."""
     task = TASKS[flags.task](flags, path, ranks.say)
     plan, used = settle(ranks, flags, task)
     tf32 = plan.precision == "tf32" and ranks.gpus
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    used = used._replace(numbers=fits(plan, task))
+    used = used._replace(seen=used.seen | fits(plan, task))
     if plan.conv:
         check_memory(ranks, plan, task)
     sampler, ring = place_data(ranks, plan, task, used)
@@ -71,7 +64,7 @@ def build_model(plan, task, used):
         plan.model_args or [],
         store.feature_dim,
         store.num_classes,
-        store.edge_dim if used.features is not None else 0,
+        store.edge_dim if used.edges is not None else 0,
     )
     return task.build(plan, network), digest
 
@@ -84,13 +77,8 @@ def place_model(ranks, model, plan, task, sampler):
     model.to(ranks.device, dtype)
     if not any(getattr(module, "uses_degree", False) for module in model.modules()):
         return
-    if sampler.timed and sampler.edge_type is not None:
-        raise StoreError(
-            f"--model {plan.model}: a layer counts degrees by time, and lists are sorted by type first"
-            "; --temporal off shows all edges"
-        )
     if sampler.timed:
-        model.degrees = degrees_at(sampler)
+        model.degrees = extra(".times").degrees_at(sampler)
     else:
         with reading_all_edges():
             model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
@@ -105,7 +93,7 @@ class Run:
     ranks: object  # `Ranks` of ddp.py
     plan: Plan
     task: object  # `Task`
-    used: object  # its `EdgeData`
+    used: object  # its `Used`
     sampler: object  # `NeighborSampler`, and
     ring: object  # `FeatureRing`; None for a task that reads its own batches
     model: nn.Module
@@ -113,10 +101,8 @@ class Run:
 
     def __post_init__(self):
         self.store = self.task.store
-        if self.task.are_links:  # exact inference is as of the end of time: it sees all edges
-            self.used = self.used._replace(time=None)
         self.custom = own_model.conv_of(self.plan.model) is None
-        self.by_layers = layerwise(self.model) and self.used.time is None
+        self.by_layers = layerwise(self.model) and self.used.times is None
 
     @cached_property
     def trained(self):
@@ -214,12 +200,12 @@ class Run:
         else:
             graph = store
             x = all_features(store)
-            options = {"x": x, "edges": self.used.features, "types": self.used.seen_types()}
+            label = self.sampler.spec.label
+            types = None if label is None else label.whole_graph()
+            options = {"x": x, "edges": self.used.edges, "types": types}
             if self.sampler.indices.is_cuda:  # what the GPU reads in place is not copied again
                 graph = self.sampler
                 options["edges"] = self.ring.edge_features
-                if options["types"] is not None:
-                    options["types"] = options["types"].to(ranks.device)
                 if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
                     options["x"] = self.ring.source
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
@@ -240,15 +226,15 @@ class Run:
         split over the ranks; else batches are of --batch-size, and each computes most of the graph again."""
         plan = self.plan
         store = self.store
-        times = self.used.seed_time
+        times = self.used.times
         fanout = [-1] * (layers or len(plan.fanout))
-        drawn = self.used._replace(weight=None)
+        seen = {"seed": plan.seed, "check": False, **self.used.seen}
         options = {
-            "sampler": make_sampler(plan, store.indptr, store.indices, fanout=fanout, used=drawn),
+            "sampler": NeighborSampler(store.indptr, store.indices, fanout, **seen),
             "ring": None,
             "device": self.ranks.device,
             "reuse": True,
-            "edges": drawn.features is not None,
+            "edges": self.used.edges is not None,
             "accumulate": 1,
             "draw": None if times is None else seeds_at(times),
         }

@@ -110,7 +110,7 @@ class NodeTask(Task):
     def attach(self, ranks, args, used, indptr, indices):
         if args.class_weights == "balanced":
             self.class_weight = self.balanced(ranks.say).to(ranks.device)
-        self.times = used.seed_time
+        self.times = used.times
         self.draw = None if self.times is None else seeds_at(self.times)
 
     def balanced(self, say):

@@ -42,7 +42,7 @@ class Task:
     Each task also has:
         network(args, widths, custom=None): static, as a checkpoint is read without data: the network that the flags describe,
             or `custom` of a user's file; widths: dict, of the data, such as `feature_dim` and `num_classes`.
-        attach(ranks, args, used, indptr, indices): take the graph where --mode has placed it; used: its `EdgeData`.
+        attach(ranks, args, used, indptr, indices): take the graph where --mode has placed it; used: `Used` of run/placement.py.
         loss(network, output, y): the loss, summed over the examples of a batch; y: store.labels[seeds], or what `draw` or
             `load_batch` gave. In a CUDA graph (`padded`) rows of -1 fill y up, and rows of padding the output: they have
             no part in it.

@@ -12,9 +12,9 @@ import torch
 
 import ddp
 import train
+from extras import time_units
 from inference import inference
 from model import CONVS
-from run import edge_data
 from run.run import open_run
 from sampler import NeighborSampler
 from sources.prepare import build
@@ -457,10 +457,10 @@ def test_times_in_two_units_are_refused(row, tmp_path, capsys):
 
 
 def test_of_long_lists_some_edges_stand_for_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(edge_data, "LONG", 4)
+    monkeypatch.setattr(time_units, "LONG", 4)
     graph = GraphStore.open(_store(tmp_path / "g", edge_time=np.arange(3000)))
     nodes = torch.arange(0, 200, 3)
-    places, index, weight = edge_data.edges_into(graph, nodes)
+    places, index, weight = time_units.edges_into(graph, nodes)
     assert len(places) < 5 * len(nodes) < len(graph.indices) / 3
     first, last = graph.indptr[nodes], graph.indptr[nodes + 1]
     assert ((places >= first[index]) & (places < last[index])).all()

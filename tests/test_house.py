@@ -140,11 +140,11 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "edge_feature|EDGE_FEATURES|edge_dim|edge_linear|edge_mean|edge_sum|edge_matrix|takes_edges|sees_edges|features_used|check_edges|[gG]ine\\b|GINE",
     ),
     "8-bit codes": (
-        "extras/codes.py",
+        "extras/int8.py",
         "int8|CodedFeatures|codes_of|coded|feature_scale|CODES|gather_codes|encode|decode",
     ),
     "split features": (
-        "extras/peers.py extras/split_features.py",
+        "extras/peers.py extras/split.py extras/parts.py",
         "split_features|(Split|Uneven|Part)Features|part_bounds|over_gpus|over_machines|machines_by_part|Exchange|described_part|fits_split|_write_part",
     ),
     "look-ahead cache": (
@@ -558,6 +558,17 @@ if __name__ == "__main__":
 }
 
 
+def _ran_alone(folder, code):
+    """Run code in a folder, away from this tree -> its output."""
+    (folder / "use.py").write_text(code)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, "use.py"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize("copied", ALONE)
 def test_each_leaf_works_alone_in_an_empty_folder(copied, tmp_path):
     for name in copied.split():
@@ -565,12 +576,63 @@ def test_each_leaf_works_alone_in_an_empty_folder(copied, tmp_path):
             shutil.copytree(HERE / name, tmp_path / name)
         else:
             shutil.copy(HERE / f"{name}.py", tmp_path)
-    (tmp_path / "use.py").write_text(ALONE[copied])
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["OMP_NUM_THREADS"] = "1"
-    command = [sys.executable, "use.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    _ran_alone(tmp_path, ALONE[copied])
+
+
+COPY = "takes extras/FILE.py: copy it beside the others"
+DELETED = {  # an extra: its files, as FILE the first; what is then refused; words of the sentence that refuses it
+    "weights": ("weights", "train(edge_weight=ones)", COPY),
+    "times": ("times time_units", "train(edge_time=ones, node_time=ones)", COPY),
+    "types": ("types", "train('--model rgcn', edge_type=ones)", COPY),
+    "features of edges": ("edge_features", "train(edge_features=ones[:, None])", COPY),
+    "labor": ("labor", "train('--sampler labor')", "labor"),
+    "exclude": ("exclude", "train('--task link')", COPY),
+    "disjoint": ("disjoint", "NeighborSampler(*graph, [2], disjoint=True)", COPY),
+    "8-bit codes": ("int8", "train('--feature-dtype int8')", COPY),
+    "parts of a store": ("parts split", "store.split", COPY),
+    "split features": ("split peers", "features.SplitFeatures", "extras.split"),
+    "look-ahead cache": (
+        "lookahead",
+        "train('--cache 1MB'), train('--cache 1MB --lookahead 3')",
+        COPY,
+    ),
+}
+WITHOUT = """
+import contextlib, io, sys
+import numpy as np, torch
+import ddp, features, inference, loader, model, sampler, store, train as command
+from sampler import NeighborSampler
+ones = np.ones(60, int)
+graph = torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0])
+tiny = "--gpus 0 --epochs 1 --batch-size 16 --hidden 4 --fanout 2,2".split()
+assert NeighborSampler(*graph, [2]).sample(torch.tensor([0]), 0)[0].src_nodes.tolist() == [0, 1, 2]
+assert command.main([*tiny, *"--dataset synthetic:nodes=60,degree=3,features=4,classes=2".split()]) == 0
+def train(words="", **columns):
+    edges = np.stack([np.arange(60), np.arange(1, 61) % 60])
+    np.savez("g.npz", edge_index=edges, features=np.eye(60, 4, dtype="f4"), labels=np.arange(60) % 2, **columns)
+    command.main([*tiny, "--dataset", "g.npz", *words.split()])
+try:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        {refused}
+except ImportError as error:
+    said.write(str(error))
+except SystemExit as end:
+    assert end.code == 2
+print(said.getvalue().strip())
+"""
+
+
+@pytest.mark.parametrize("name", DELETED)
+def test_each_extra_can_be_deleted(name, tmp_path):
+    files, refused, word = DELETED[name]
+    left_out = {f"{file}.py" for file in files.split()}
+    for file in _sources():
+        if _side(file) in ("product", "native") and not left_out & {Path(file).name}:
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            shutil.copy(HERE / file, tmp_path / file)
+    out = _ran_alone(tmp_path, WITHOUT.replace("{refused}", refused))
+    said = out.splitlines()[-1]
+    assert word.replace("FILE", files.split()[0]) in said, out
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ from bench.accuracy import read_triples
 from extras import relational
 from extras.edge_split import split_edges
 from extras.relational import NodeInputs, RGATConv, RGCNConv
+from extras.types import hops
 from inference import inference
 from loader import NodeLoader
 from model import GNN
 from run.adam import Adam
-from run.edge_data import EdgeData, hops
 from run.kinds import fanout
 from run.run import open_run
 from sampler import Block, NeighborSampler
@@ -639,20 +639,17 @@ def test_adam_of_rows_is_sparse_adam_beside_adam():
 
 def test_fanouts_by_name():
     names = ["a,writes,p", "p,cites,p", "p,rev_writes,a"]
-    used = EdgeData(type=torch.zeros(1, dtype=torch.uint8), num_types=3, type_names=names)
     for text, lists in (
         ([5, 2], [[5] * 3, [2] * 3]),
         (["writes=10:cites=-1", 4], [[10, -1, 0], [4] * 3]),
         (["p,rev_writes,a=7"], [[0, 0, 7]]),
         (["any=5", 3], [5, 3]),
     ):
-        assert hops(text, used) == lists
-    assert hops([5, -1], used._replace(type_names=None)) == [[5] * 3, [-1] * 3]
+        assert hops(text, names) == lists
     said = "--fanout cite=3: no such type of edges; they are a,writes,p; p,cites,p"
-    _refuses(said, hops, ["cite=3"], used)
-    _refuses("cites=3:cites=4: p,cites,p is there twice", hops, ["cites=3:cites=4"], used)
-    assert hops([4, 2], EdgeData()) == [4, 2]
-    uris = used._replace(type_names=["http://a#b", "c=d", "e"])
+    _refuses(said, hops, ["cite=3"], names)
+    _refuses("cites=3:cites=4: p,cites,p is there twice", hops, ["cites=3:cites=4"], names)
+    uris = ["http://a#b", "c=d", "e"]
     assert hops(fanout("http://a#b=3:c=d=-1,5"), uris) == [[3, -1, 0], [5] * 3]
 
 
