@@ -133,6 +133,9 @@ def seeds_at(times, nodes=None):
     return draw
 
 
+UNLIMITED = 1 << 20  # examples of a batch that `Limits` end
+
+
 class Limits(NamedTuple):
     """How much a pass holds at most, where examples differ in size."""
 

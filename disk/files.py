@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from extras import MissingExtra
+
 SPLITS = ("train", "valid", "test")
 VERSION = 3
 # the same with features in codes, which readers of version 3 might take for integers
@@ -61,7 +63,8 @@ def reading(path, advice=""):
     """Turn whatever a library raises on foreign bytes into a StoreError with the file's name and that message."""
     try:
         yield
-    except (StoreError, AssertionError, NameError, BrokenPipeError):  # worded; a bug; closed stdout
+    except (StoreError, MissingExtra, AssertionError, NameError, BrokenPipeError):
+        # worded; a bug; closed stdout
         raise
     except Exception as error:
         message = getattr(error, "strerror", None) or " ".join(str(error).split())

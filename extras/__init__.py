@@ -1,12 +1,10 @@
-"""What the core works without, a file each, imported when it is used.
+"""What the core works without, a file or a few each, listed here and imported when used: delete any.
 
 For sampler.py a file has a `RULE`, a `law(law, check, **options)` that adds to a `Law` what options of NeighborSampler ask
-for, or both. For a run it has a `use(flags, task, store)`, which returns entries of `Used` of run/placement.py.
-"""
+for, or both. For a run it has a `use(flags, task, store)`, which returns entries of `Used` of run/placement.py; a `TASK`; layers;
+and `flags()`: {flag of the core: {name: flag declared as in run/kinds.py}}, which --help lists behind that one."""
 
-import functools
 import importlib
-from pathlib import Path
 
 import torch
 
@@ -28,30 +26,44 @@ COLUMNS = dict(
     node_time=".times",
     edge_weight=".weights",
 )
+# tasks of --task, layers and models of small graphs of --model
+TASKS = dict(link=".links", graph=".graphs")
+LAYERS = dict(rgcn=".relational", rgat=".relational")
+MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
+STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
+# files with flags
+FLAGS = {file: file for file in (".links", ".graphs", ".relational", ".step_graphs", ".pictures")}
 
 
 class MissingExtra(ImportError):
     """A file of this folder that is needed is not there."""
 
 
-def _file(name):
-    return Path(__file__).with_name(f"{name[1:]}.py")
-
-
-@functools.cache
 def extra(name, what="this"):
-    """Import a module of this folder, ".labor"; MissingExtra if its file is not there. what: takes it, for the message."""
-    if not _file(name).exists():
-        raise MissingExtra(f"{what} takes extras/{_file(name).name}: copy it beside the others")
-    return importlib.import_module(name, __name__)
+    """Import a module of this folder, ".labor"; MissingExtra if its file, or another one of this folder that it imports, is not
+    there. what: takes it, for the message."""
+    try:
+        return importlib.import_module(name, __name__)
+    except ModuleNotFoundError as error:
+        folder, _, file = error.name.rpartition(".")
+        if folder != __name__:
+            raise
+        problem = f"{what} takes extras/{file}.py: copy it beside the others"
+        raise MissingExtra(problem) from error
 
 
-def rules():
-    """Return {name: Rule} of the sampling rules whose files are there."""
-    from sampler import UNIFORM
+def lacking(table, name):
+    """Return a sentence on the missing file of a name in a table, or None."""
+    try:
+        if name in table:
+            extra(table[name], name)
+    except MissingExtra as error:
+        return str(error)
 
-    there = [extra(name).RULE for name in RULES.values() if _file(name).exists()]
-    return {rule.name: rule for rule in (UNIFORM, *there)}
+
+def present(table):
+    """Return {name: module} of a table, without those that miss a file."""
+    return {name: extra(file) for name, file in table.items() if not lacking(table, name)}
 
 
 def used(flags, task, store):
@@ -59,8 +71,8 @@ def used(flags, task, store):
     for column, name in COLUMNS.items():
         if getattr(store, column, None) is not None:
             extra(name, f"{column} of {store.path}")
-    names = dict.fromkeys([*COLUMNS.values(), *RULES.values()])
-    return [extra(name).use(flags, task, store) for name in names if _file(name).exists()]
+    modules = dict.fromkeys(present(COLUMNS | RULES).values())
+    return [module.use(flags, task, store) for module in modules]
 
 
 def with_options(law, method, options, check):

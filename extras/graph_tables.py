@@ -25,20 +25,19 @@ from disk.convert import DATE, SAMPLED, RoundedRows, spool
 from disk.files import StoreError, plural
 from extras.tables import (
     ID,
-    MISSING,
     NUMBER,
     TIME,
     digits,
     joined,
     meanings,
     opened,
-    short,
     stacked,
     trimmed,
     whole_of,
     words_of,
     written,
 )
+from sources.arrays import MISSING, short
 
 # names of columns, in lower case, that hold a split
 SPLIT = re.compile(

@@ -13,7 +13,8 @@ from disk.files import StoreError, plural
 from extras.graph_store import GraphBatch, GraphDataset
 from extras.regressor import MODELS
 from features import CudaCopies
-from loader import Limits
+from loader import UNLIMITED, Limits
+from run.kinds import COUNT, fixed
 from sources.splits import say_empty_parts
 from tasks.metrics import (
     binary_cross_entropy,
@@ -23,7 +24,7 @@ from tasks.metrics import (
     metrics_with,
     score,
 )
-from tasks.task import OF_LINKS, Task
+from tasks.task import Task
 
 
 def answers_and_sizes(graph):
@@ -44,11 +45,11 @@ class GraphTask(Task):
     examples = "graphs"
     placed = False
     models = MODELS
+    about_models = f"{' or '.join(MODELS)}, which sees angles (default: {[*MODELS][0]})"
     told_by = "graphs."
     metrics = tuple(dict.fromkeys(("roc_auc", *metrics_with("of_logits"))))
     widths = "node_dim edge_dim target_dim class_dim node_dtype edge_dtype labels".split()
     unused = {
-        "is for --task link, --task is graph": OF_LINKS,
         "has no effect with --task graph: leave it out": "fanout norm residual edge_features input_dropout "
         "checkpoint_activations backend mode cache split_features lookahead",
         "is not for --task graph": "sampler temporal window early_stop weights class_weights split predict runs",
@@ -156,6 +157,11 @@ class GraphTask(Task):
             num_layers=args.num_layers,
             dropout=args.dropout,
         )
+
+    @staticmethod
+    def defaults(flags):
+        limited = flags.max_nodes or flags.max_edges
+        return {"batch_size": UNLIMITED} if limited else {}
 
     def attach(self, ranks, args, *_):
         """On a GPU, prepare to copy batches to it."""
@@ -271,3 +277,18 @@ class GraphTask(Task):
         )
         layers = f"{plural(args.num_layers, 'layer')}, hidden {args.hidden}"
         yield f"model   {args.model} regressor, {layers}, {parameters}"
+
+
+TASK = GraphTask
+
+
+def flags():
+    """Declare the flags of --task graph."""
+    limit = partial(fixed, COUNT, None)
+    limits = dict(
+        max_nodes=limit(
+            "--task graph: as many graphs a pass as have N nodes at most (default: off)"
+        ),
+        max_edges=limit("--task graph: the same of edges; both may be given (default: off)"),
+    )
+    return {"accumulate": limits}

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from disk.convert import check_answers, check_finite, refuse, shaped
-from extras.graph_store import block_diagonal
+from extras.graph_store import block_diagonal, build_graphs
 from features import prefetch
+from sources.splits import of_graphs
 
 # graphs of a batch
 MOLECULES = 4096
@@ -21,6 +22,19 @@ CRYSTALS = 16
 BONDS = ("bond_offsets", "atom_feat", "bond_feat", "bond_index_local")
 EDGES = ("edge_offsets", "x", "edge_attr", "edge_index_local")
 MOST_CANDIDATES = 1 << 14  # most atoms and periodic images to search for neighbours in a crystal
+
+
+def build(path, arrays, params, source, *, seed, progress):
+    """Build a data set of the molecules or crystals in `Arrays` -> its path. params: of `NPZ`. source: for its meta.json.
+    seed: draws a split that is missing."""
+    if arrays.find("node_offsets"):
+        batches, count, entries = molecules(arrays)
+    else:
+        batches, count, entries = crystals(arrays, params.get("radius", 4.0))
+    split = of_graphs(arrays, count, params.get("split"), seed)
+    arrays.close()
+    options = {"split": split, "progress": progress, "source": source | entries}
+    return build_graphs(path, batches, labels=arrays.find("labels") is not None, **options)
 
 
 def molecules(arrays):

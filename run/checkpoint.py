@@ -55,6 +55,7 @@ from run.flags import (
     parsed,
     spelled,
     text_of,
+    unused,
 )
 from run.kinds import ON_OFF
 from run.own_model import is_own, load
@@ -272,7 +273,7 @@ def adopted(flags, state, path):
     values = {name: value for name, value in saved.items() if name not in flags.typed}
     fixed = {*(declared("fixed", "of_data") if flags.trains else declared("fixed"))}
     # refused later, with a better reason
-    fixed.difference_update(*(names.split() for names in TASKS[saved["task"]].unused.values()))
+    fixed.difference_update(unused(TASKS[saved["task"]]))
     for name in sorted(fixed, key=[*FLAGS].index):
         here = getattr(flags, name)
         was = saved[name]
@@ -329,8 +330,9 @@ def common_state(ranks, flags):
     # files may lie in another folder; what is in them is compared with the data
     del common["--dataset"]
     common["--model"] = flags.model.rpartition(":")[2]
-    common["--edge-split"] = ".npz" if flags.edge_split.endswith(".npz") else flags.edge_split
-    common |= {f"--{name}": bool(getattr(flags, name)) for name in ("predict", "pairs", "gpus")}
+    common = {name: ".npz" if value.endswith(".npz") else value for name, value in common.items()}
+    files = "predict", "pairs", "gpus"
+    common |= {f"--{name}": bool(getattr(flags, name, None)) for name in files}
     check_same(ranks, common | {"training": flags.trains})
     return state, path, flags
 

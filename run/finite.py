@@ -54,11 +54,11 @@ def check_features(ranks, task, dtype):
         ranks.say(f"data    {largest}: scale each column if the loss does not fall")
     if rounded := store.meta.get("rounded"):
         ranks.say(f"data    {rounded}")
-    rows = store.features
     # a part of a store has no rows of the others
-    if task.placed and not store.part and rows.dtype not in (dtype, torch.uint8):
-        sample = RoundedRows(*rows.shape, store.meta.get("node_types", []))
-        rows = rows.gather(sample.ids)
-        sample.add(0, rows, rows.to(dtype))
-        if loss := sample.loss(store.feature_names):
-            ranks.say(f"data    features are trained on as {str(dtype)[6:]}: {loss}")
+    if not task.placed or store.part or store.features.dtype in (dtype, torch.uint8):
+        return
+    sample = RoundedRows(*store.features.shape, store.meta.get("node_types", []))
+    rows = store.features.gather(sample.ids)
+    sample.add(0, rows, rows.to(dtype))
+    if loss := sample.loss(store.feature_names):
+        ranks.say(f"data    features are trained on as {str(dtype)[6:]}: {loss}")

@@ -14,14 +14,22 @@ from torch import Tensor
 
 from cache import CachedFeatures, expected_visits
 from disk.files import StoreError, free_host_bytes, readable_size
-from extras import MissingExtra, extra, step_graphs
+from extras import STEPS, MissingExtra, extra, present
 from extras import used as used_by_extras
 from features import MODES, FeatureRing, ask, place, share, stored
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from run.allocator import trim_memory
 from run.finite import check_features
-from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
+from run.plan import (
+    averages_in_place,
+    batches_ahead,
+    choose_mode,
+    counted,
+    estimate,
+    placements,
+    weight_bytes,
+)
 from sampler import DamagedGraph, NeighborSampler
 from store import BACKENDS
 
@@ -251,14 +259,16 @@ def sizes(flags, task, used, cores=1):
     process, if --sample-threads and --prefetch are not settled."""
     conv = flags.layer
     heads = flags.heads if "heads" in conv.takes else 1
+    steps = present(STEPS).values() if flags.trains else ()
+    held = sum(step.hops_held(flags, task, used) for step in steps)
     return {
         "fanout": draws(flags, used),
         "batch_size": flags.batch_size * task.seeds_per_example(flags),
         "hidden": flags.hidden,
         "types": (flags.bases or task.store.num_edge_types) * heads if conv.uses_types else 0,
         "edge_dim": 0 if used.edges is None else used.edges.shape[1],
-        "graphs": step_graphs.hops_held(flags, task, used) if flags.trains else 0,
-        "counted": step_graphs.counted(flags, task, used),
+        "graphs": held,
+        "counted": counted(flags, task, used),
         "timed": used.timed,
         "split": flags.split_features * max(flags.gpus, 1),
         "sample_threads": flags.sample_threads,
@@ -295,7 +305,7 @@ def place_data(ranks, plan, task, used):
     features = cached(ranks, plan, task, used, features)
     options = {"fanouts": plan.fanout, "threads": store.sampling_threads, **options}
     sampler = NeighborSampler(indptr, indices, seed=plan.seed, check=False, **options)
-    in_place = step_graphs.averages_in_place(plan, store, features.dtype, dtype)
+    in_place = averages_in_place(plan, store, features.dtype, dtype)
     task.attach(ranks, plan, used, indptr, indices)  # before the ring, whose streams wait for it
     ring = FeatureRing(
         over(features),
@@ -321,11 +331,11 @@ def placed_arrays(ranks, plan, task, used):
     of NeighborSampler and `edges`, see `Used`)."""
     store = task.store
     pinned = plan.mode == "pinned-cuda"
+    options = {**used.options, "edges": used.edges}
+    columns = {name: values for name, values in options.items() if isinstance(values, Tensor)}
     features = stored(store.features)
     if any(ranks.gather(store.part or plan.split_features)):
         features = extra(".split", "--split-features").spread(ranks, plan, store, features)
-    options = {**used.options, "edges": used.edges}
-    columns = {name: values for name, values in options.items() if isinstance(values, Tensor)}
     arrays = [store.indptr, store.sampled_indices, store.labels, features]
     arrays += columns.values()
     spare = 0

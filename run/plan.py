@@ -8,9 +8,14 @@ mode, line, warning = choose_mode(store, gpus=4, free_gpu=..., free_host=..., fa
 import bisect
 from typing import NamedTuple
 
+import torch
+
 from disk.columns import COLUMNS
 from disk.files import RANK_BYTES, StoreError, readable_size
-from features import MODES, stored
+from features import MODES, ask, stored
+from model import SAGEConv
+from run.kinds import SAMPLERS
+from run.own_model import conv_of
 
 CORES_A_BATCH = 4  # as native/sampler_cpu.py takes at most
 MOST_BATCHES = 4  # sampled at once by default: rows then arrive as fast as PCIe copies them
@@ -208,3 +213,20 @@ def choose_mode(store, gpus=0, mode="auto", **options):
         "(--batch-size, --fanout, --hidden)"
     )
     return chosen, line, "" if fit.fits else warning
+
+
+def averages_in_place(args, store, *dtypes):
+    """Return whether the first layer gets neighbour means computed straight from features of these dtypes, not rows.
+    That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less. Codes are decoded in
+    the same pass where they are on the device that trains."""
+    kinds = {torch.float32, torch.bfloat16}
+    if args.mode in ("auto", MODES[0], MODES[3]) and ask(store.features, "coded"):
+        kinds.add(torch.int8)
+    if store.node_types or args.edge_features or args.input_dropout or args.mode == "pinned-cuda":
+        return False
+    return conv_of(args.model) is SAGEConv and kinds.issuperset(dtypes)
+
+
+def counted(args, task, used):
+    """Return whether a node's degree tells how many of its edges a run draws, see `Rule`."""
+    return SAMPLERS[args.sampler].counted and not used.timed and not task.are_links

@@ -23,7 +23,7 @@ from disk import files
 from disk.columns import COLUMNS
 from disk.convert import KEPT_AS
 from disk.files import SPLITS, StoreError
-from extras import MissingExtra, extra, graph_store
+from extras import MissingExtra, extra
 from sources.prepare import build
 
 TABLES = {  # flag of build: what it takes, help
@@ -92,7 +92,8 @@ def run(command, path, **options) -> int:
     meta = {}
     with contextlib.suppress(StoreError):  # info and verify below report what is wrong
         meta = files.read_meta(path)
-    kind = graph_store if meta.get("format") == graph_store.FORMAT else store
+    graphs = meta.get("format") == "ringblock-graphs"
+    kind = extra(".graph_store", path) if graphs else store
     if command == "verify":
         return print_problems(path, meta, kind.verify(path))
     print(kind.info(path))

@@ -24,7 +24,7 @@ import numpy as np
 
 from disk.convert import Rows, spool
 from disk.files import SPLITS, StoreError, progress_bar, reading, sync
-from extras.tables import Table
+from extras import extra
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
 # name: (archive, kind of split, C, drop duplicates after the reverse of every edge was added)
@@ -73,7 +73,8 @@ class _Archive:
 
     def table(self, name, kind=int):
         """Yield chunks [n, columns] of a table of numbers."""
-        rows = Table(self.open(f"{name}.csv.gz"), f"{self.called}: {name}.csv.gz")
+        table = extra(".tables", self.called).Table
+        rows = table(self.open(f"{name}.csv.gz"), f"{self.called}: {name}.csv.gz")
         for _, columns in rows.read(dict.fromkeys(range(rows.width), kind), missing=True):
             yield np.stack(list(columns.values()), 1)
 

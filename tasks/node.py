@@ -12,8 +12,6 @@ from loader import seeds_at
 from sources.splits import choose_split, split_of
 from tasks.metrics import METRICS, binary_cross_entropy, cross_entropy, metrics_with, score
 from tasks.task import (
-    OF_GRAPHS,
-    OF_LINKS,
     Task,
     described,
     gnn,
@@ -39,10 +37,6 @@ class NodeTask(Task):
     weights = "best"
     prior = 0.07
     widths = "feature_dim", "num_classes", "edge_dim", "num_edge_types", "node_types"
-    unused = {
-        "is for --task link, --task is node": OF_LINKS,
-        "is for --task graph, --task is node": OF_GRAPHS,
-    }
     told_by = "features."
     classes_agree = True
     padded = True

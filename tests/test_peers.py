@@ -95,7 +95,7 @@ def _refused(ranks, driver, setting, everywhere):
     try:
         peers.over_gpus(ranks._replace(gpus=3), _Features(torch.zeros(30000, 100)))
     except StoreError as error:
-        print(f"rank {ranks.rank}: {error}", flush=True)
+        print(f"rank {ranks.rank}: {error}\n", end="", flush=True)  # at once
         if everywhere:
             ranks.barrier()
     return 0 if everywhere else 2
