@@ -35,10 +35,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+# names that are found here, too, and where they are
+ELSEWHERE = dict.fromkeys(("CachedFeatures", "expected_visits"), "cache")
+
 
 def __getattr__(name):
-    if name in ("CachedFeatures", "expected_visits"):
-        return getattr(import_module("cache"), name)
+    if name in ELSEWHERE:
+        return getattr(import_module(ELSEWHERE[name]), name)
     if name in ("SplitFeatures", "UnevenFeatures"):
         from extras import extra
 
