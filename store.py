@@ -10,12 +10,10 @@ blocks of rows (backend "lmdb"). It appears only when it is complete; all proces
     python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize
     python store.py info PATH       # sizes, degrees, options, source
     python store.py verify PATH     # every checksum
-    python store.py split PATH 4    # into parts for four machines, each with a quarter of the features
 
 V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
 v are indices[indptr[v]:indptr[v+1]]; disk/columns.py lists the other arrays. To copy this file, also take disk/, extras/ and
-native/; they need torch, numpy and tqdm (lmdb for backend "lmdb"). The command line is
-sources/cli.py: for it copy sources/ and features.py, too.
+native/; they need torch, numpy and tqdm (lmdb for backend "lmdb"). For the command line copy sources/ and features.py, too.
 
 meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, the
 only check of that file after the first `put_rows`. `open` checks sizes and headers and is safe on any bytes; `verify`
@@ -154,8 +152,7 @@ class GraphStore:
         class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` sets it. If the
             graph was built without a split: drawn by seed 0, or empty, see `build_store`.
-        features: `MmapFeatures` or `LmdbFeatures`, or `CodedFeatures` [extras/int8.py] of one of them, with .shape, .dtype, [ids]
-            and .gather(ids, out=None).
+        features: `MmapFeatures`, `LmdbFeatures` or `CodedFeatures`, with .shape, .dtype, [ids] and .gather(ids, out=None).
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
         sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free
             memory, a map of them without read-ahead and SAMPLERS threads.
@@ -168,8 +165,8 @@ class GraphStore:
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
         has_features: False where no type of nodes has any; F is then 1, the width of a table of one 0.
         kept_as: what float features are rounded to, one of KEPT_AS; "" if they are not.
-        part: (m, N) of a store made by `split`, whose features are `PartFeatures`; else None. whole: {file of which
-            it has a part: SHA-256 of the file in the store that was split}.
+        part: (m, N) of a part of a store, see extras/parts.py, else None. whole: {file of which it has a part: SHA-256 of
+            the file in the whole store}.
         large: whether the features, of a part those of all parts, exceed the free memory.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
@@ -225,18 +222,17 @@ class GraphStore:
         self.large = rows * self.feature_dim * dtype.itemsize > free
         self.part = None
         self.whole = dict(meta.get("whole", {}))
-        held = 0, rows
+        shape = rows, self.feature_dim
         if "part" in meta:
             parts = extra(".parts", "a part of a store")
             self.part = tuple(meta["part"])
-            held = parts.part_bounds(rows, *self.part)
-        self._rows = self._open_rows((held[1] - held[0], self.feature_dim), dtype, free)
-        self.features = self._rows
-        if self.part:
-            shape = rows, self.feature_dim
-            self.features = parts.PartFeatures(self._rows, held[0], shape, self.path)
+            first, stop = parts.part_bounds(rows, *self.part)
+            self._rows = self._open_rows((stop - first, self.feature_dim), dtype, free)
+            self.features = parts.PartFeatures(self._rows, first, shape, self.path)
+        else:
+            self.features = self._rows = self._open_rows(shape, dtype, free)
         if "feature_scale" in meta:
-            codes = extra(".int8", "a store of codes")
+            codes = extra(".int8", "a store of codes of 8 bits")
             self.features = codes.coded_features(self.features, meta, self.path)
         kept = meta["feature_dtype"]
         rounded = kept in convert.KEPT_AS and self.features.dtype.is_floating_point
