@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cache import CachedFeatures, expected_visits
 from disk.files import StoreError, free_host_bytes, readable_size
-from extras import STEPS, extra, present, uses
+from extras import STEPS, MissingExtra, extra, present, uses
 from features import MODES, FeatureRing, ask, place, share, stored
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
@@ -364,7 +364,7 @@ def cached(ranks, plan, task, used, features):
             size = readable_size(budget)
             ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
         if budget:
-            lookahead = looking_ahead(ranks)
+            lookahead = looking_ahead(ranks, plan)
     if plan.lookahead is not None and not lookahead:
         raise StoreError(
             f"--lookahead {plan.lookahead} needs a --cache in front of memory-mapped features, with columns "
@@ -398,11 +398,13 @@ def cached(ranks, plan, task, used, features):
     return cache
 
 
-def looking_ahead(ranks):
+def looking_ahead(ranks, plan):
     """Return the module of the cache that looks ahead; None after a line that says so if its file is not there."""
     try:
         return extra(".lookahead", "looking ahead")
-    except ImportError as error:
+    except MissingExtra as error:
+        if plan.lookahead is not None:
+            raise
         ranks.say(f"memory  rows are cached, pages are left to the kernel: {error}")
         return None
 

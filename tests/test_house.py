@@ -142,11 +142,11 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "edge_feature|EDGE_FEATURES|edge_dim|edge_linear|edge_mean|edge_sum|edge_matrix|takes_edges|sees_edges|features_used|check_edges|[gG]ine\\b|GINE",
     ),
     "8-bit codes": (
-        "extras/codes.py",
+        "extras/int8.py",
         "int8|CodedFeatures|codes_of|coded|feature_scale|CODES|gather_codes|encode|decode",
     ),
     "split features": (
-        "extras/peers.py extras/split_features.py",
+        "extras/peers.py extras/split.py extras/parts.py",
         "split_features|(Split|Uneven|Part)Features|part_bounds|over_gpus|over_machines|machines_by_part|Exchange|described_part|fits_split|_write_part",
     ),
     "look-ahead cache": (
@@ -591,6 +591,14 @@ DELETED = {  # an extra: its files, all for "", as FILE the first; what is then 
     "labor": ("labor", "train('--sampler labor')", COPY),
     "exclude": ("exclude", "train('--task link')", COPY),
     "disjoint": ("disjoint", "NeighborSampler(*graph, [2], disjoint=True)", COPY),
+    "8-bit codes": ("int8", "train('--feature-dtype int8')", COPY),
+    "parts of a store": ("parts split", "store.split", COPY),
+    "split features": ("split peers", "features.SplitFeatures", COPY),
+    "look-ahead cache": (
+        "lookahead",
+        "train('--cache 1MB'), train('--cache 1MB --lookahead 3')",
+        COPY,
+    ),
     "links": ("links", "train('--task link')", COPY),
     "splits of edges": ("edge_split", "train('--task link')", COPY),
     "small graphs": ("graphs", "train('--task graph', **small)", COPY),
@@ -663,9 +671,7 @@ def test_each_extra_can_be_deleted(name, tmp_path):
     take it."""
     files, refused, word = DELETED[name]
     every = [Path(file).stem for file in _sources() if file.startswith("extras/")]
-    left_out = files.split() or [
-        stem for stem in every if stem not in ("__init__", "lookahead", "peers")
-    ]
+    left_out = files.split() or {*every} - {"__init__"}
     left_out = [f"extras/{stem}.py" for stem in left_out]
     names = [*DELETED]
     others = [*names, *names][names.index(name) + 1 :][:3]
