@@ -31,8 +31,8 @@ TASKS = dict(link=".links", graph=".graphs")
 LAYERS = dict(rgcn=".relational", rgat=".relational")
 MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
 STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
-# files with flags
-FLAGS = {file: file for file in (".links", ".graphs", ".relational", ".step_graphs", ".pictures")}
+# files with flags; of two behind the same flag, the later is listed first
+FLAGS = {f: f for f in ".times .labor .links .graphs .relational .step_graphs .pictures".split()}
 
 
 class MissingExtra(ImportError):

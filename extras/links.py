@@ -541,7 +541,7 @@ class LinkTask(Task):
             store,
             args.edge_split,
             args.seed,
-            timed=args.temporal != "off",
+            timed=getattr(args, "temporal", "off") != "off",
             edge_type=edge_type,
             say=say,
         )

@@ -221,3 +221,29 @@ def degrees_at(sampler):
         return count(block.src_nodes, block.src_times).unsqueeze(1).expand(-1, 2)
 
     return at_times
+
+
+def edge_times(flags):
+    """Refuse a flag of times if edges of any time are seen."""
+    if flags.temporal == "off":
+        return "is of times, --temporal is off"
+
+
+def flags():
+    """Declare the flags of times."""
+    from run.kinds import TIME, fixed, of_data, one_of
+
+    seen = dict(
+        temporal=of_data(
+            one_of("auto", "at", "before", "off"),
+            "auto",
+            "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
+        ),
+        window=fixed(
+            TIME,
+            None,
+            "seeds see only edges of the last N (dates: microseconds; default: all)",
+            needs=[edge_times],
+        ),
+    )
+    return {"sampler": seen}

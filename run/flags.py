@@ -33,7 +33,6 @@ from run.kinds import (
     SEED,
     SIZE,
     SWITCH,
-    TIME,
     alike,
     built,
     fixed,
@@ -101,19 +100,6 @@ def layer_with_or_without_edges(flags):
     if flags.layer.edge_features == unable:
         able = [name for name, conv in CONVS.items() if conv.edge_features != unable]
         return f"is for --model {', '.join(able)}, --model is {flags.model}"
-
-
-def edge_times(flags):
-    """Refuse a flag of times if edges of any time are seen."""
-    if flags.temporal == "off":
-        return "is of times, --temporal is off"
-
-
-def shared_draws(flags):
-    """Refuse a flag of draws by source for rules that draw by destination."""
-    if not SAMPLERS[flags.sampler].by_source:
-        able = " or ".join(name for name, rule in SAMPLERS.items() if rule.by_source)
-        return f"is for --sampler {able}, --sampler is {flags.sampler}"
 
 
 def no_early_stop(flags):
@@ -249,29 +235,6 @@ CORE = dict(
         one_of(*SAMPLERS, tables=[extras.RULES]),
         [*SAMPLERS][0],
         "; ".join(f"{name}: {rule.help}" for name, rule in SAMPLERS.items() if rule.help),
-    ),
-    layer_dependency=fixed(
-        SWITCH,
-        False,
-        "labor: same random draws in all hops, for fewer input rows per batch",
-        needs=[shared_draws],
-    ),
-    batch_dependency=fixed(
-        COUNT,
-        1,
-        "labor: same random draws for N steps in a row, so that rows are reused",
-        needs=[shared_draws],
-    ),
-    temporal=of_data(
-        one_of("auto", "at", "before", "off"),
-        "auto",
-        "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
-    ),
-    window=fixed(
-        TIME,
-        None,
-        "seeds see only edges of the last N (dates: microseconds; default: all)",
-        needs=[edge_times],
     ),
     batch_size=kept(
         COUNT,
