@@ -54,6 +54,13 @@ from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, library
 from extras import extra
 
+
+def __getattr__(name):
+    if name in ("CodedFeatures", "split"):
+        return getattr(extra(".int8" if name == "CodedFeatures" else ".parts"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 FORMAT = "ringblock-graph"
 OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
@@ -220,7 +227,10 @@ def _bytes_needed(graph) -> int:
     """Estimate the size of a store before it is written: its nodes and features, and its edges unless some may be dropped."""
     meta = graph.meta
     row_bytes = meta["feature_dim"] * files.storage_dtype(meta["feature_dtype"]).itemsize
-    need = meta["num_nodes"] * 16 + graph.features.shape[0] * row_bytes
+    rows = graph.features
+    if isinstance(rows, convert.Rows) and checks.become_codes(rows, meta["feature_dtype"]):
+        row_bytes *= 5  # with the float32 rows, which are written to a file first
+    need = meta["num_nodes"] * 16 + rows.shape[0] * row_bytes
     options = meta["options"]
     if options["drop_self_loops"] or options["drop_duplicates"]:
         return need
@@ -288,20 +298,22 @@ def _write_features(path, graph, progress) -> dict:
     shape = [graph.features.shape[0], meta["feature_dim"]]
     kept_as = meta["feature_dtype"]
     types = meta.get("node_types", [])
-    ends = columns.ends_of_types(types)
-    features, scale = checks.feature_scale(graph.features, kept_as, ends, path, progress)
-    rounded = convert.RoundedRows(*shape, types)
-    rows = checks.feature_rows(features, kept_as, scale, ends, rounded=rounded, progress=progress)
-    if scale is not None:
+    features = graph.features
+    encode = None
+    if checks.become_codes(features, kept_as):
+        encoder = extra(".int8", "int8").encoder
+        features, scale, encode = encoder(features, types, path, progress)
         meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
-    record = _write_rows(file, meta, shape, rows)
+    rounded = convert.RoundedRows(*shape, types)
+    rows = checks.feature_rows(features, kept_as, encode=encode, rounded=rounded, progress=progress)
+    record = write_rows(file, meta, shape, rows)
     if loss := rounded.loss(meta.get("feature_names")):
         meta |= {"rounded": f"features kept as {kept_as}: {loss}"}
         print(meta["rounded"])
     return {file.name: {**record, "largest": rounded.largest}}
 
 
-def _write_rows(file, meta, shape, chunks) -> dict:
+def write_rows(file, meta, shape, chunks) -> dict:
     """Write chunks of feature rows as they are stored -> the file's record."""
     dtype = files.storage_dtype(meta["feature_dtype"])
     if meta["backend"] == "lmdb":
@@ -320,7 +332,8 @@ class GraphStore:
         class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` sets it. If the
             graph was built without a split: drawn by seed 0, or empty, see `build_store`.
-        features: `MmapFeatures`, `LmdbFeatures` or `CodedFeatures` of one of them, with .shape, .dtype, [ids] and .gather(ids, out=None).
+        features: `MmapFeatures` or `LmdbFeatures`, or `CodedFeatures` [extras/int8.py] of one of them, with .shape, .dtype, [ids]
+            and .gather(ids, out=None).
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
         sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free
             memory, a map of them without read-ahead and SAMPLERS threads.
@@ -389,24 +402,22 @@ class GraphStore:
         dtype = getattr(torch, meta["feature_dtype"])
         self.large = rows * self.feature_dim * dtype.itemsize > free
         self.part = None
-        self.whole = {}
-        if (part := meta.get("part")) is not None:
-            number, of = part
-            self.part = number, of
-            self.whole = dict(meta["whole"])
-        first, stop = part_bounds(rows, *(self.part or (0, 1)))
-        self._rows = self._open_rows((stop - first, self.feature_dim), dtype, free)
+        self.whole = dict(meta.get("whole", {}))
+        held = 0, rows
+        if "part" in meta:
+            parts = extra(".parts", "a part of a store")
+            self.part = tuple(meta["part"])
+            held = parts.part_bounds(rows, *self.part)
+        self._rows = self._open_rows((held[1] - held[0], self.feature_dim), dtype, free)
         self.features = self._rows
         if self.part:
-            self.features = PartFeatures(self._rows, first, (rows, self.feature_dim), self.path)
-        if (scale := meta.get("feature_scale")) is not None:
-            scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
-            ends = columns.ends_of_types(types) if scale.dim() == 3 else None
-            kinds = () if ends is None else (len(ends),)
-            scale = scale.view(*kinds, 2, self.feature_dim)
-            self.features = CodedFeatures(self.features, scale, self.path, ends)
+            shape = rows, self.feature_dim
+            self.features = parts.PartFeatures(self._rows, held[0], shape, self.path)
+        if "feature_scale" in meta:
+            codes = extra(".int8", "a store of codes")
+            self.features = codes.coded_features(self.features, meta, self.path)
         kept = meta["feature_dtype"]
-        rounded = kept in convert.KEPT_AS and (kept != "int8" or scale is not None)
+        rounded = kept in convert.KEPT_AS and self.features.dtype.is_floating_point
         self.kept_as = kept if rounded else ""
         self._opened = {**vars(self), "split": self._splits}
 
@@ -556,10 +567,7 @@ class GraphStore:
         return sample.loss(self.feature_names)
 
     def take_features(self, features):
-        """Read other features of the same graph; if they are kept as codes, `features` are codes, too."""
-        if isinstance(self.features, CodedFeatures):
-            of_codes = self.features
-            features = CodedFeatures(features, of_codes.scale, self.path, of_codes.ends)
+        """Read other features of the same graph."""
         self.features = features
 
     def renumber(self, **of_network):
@@ -639,9 +647,14 @@ class MmapFeatures(StoredFeatures):
             self.tensor = table
         self.reserve(0)  # opens the file: the store may be renamed or removed later
 
+    @property
+    def paged(self):
+        """Whether there are a file, Linux and a C compiler, and so a `reader`."""
+        return self._path is not None and library() is not None
+
     def reader(self) -> RowReader | None:
-        """Return a reader of these rows from disk; None without a file, Linux or a C compiler."""
-        if self._path is None or library() is None:
+        """Return a reader of these rows from disk, or None."""
+        if not self.paged:
             return None
         return RowReader(
             self._path / BACKENDS["mmap"],
@@ -677,81 +690,6 @@ class MmapFeatures(StoredFeatures):
         return torch.index_select(self._table, 0, ids, out=out)
 
 
-class CodedFeatures(StoredFeatures):
-    """Feature rows float32 that are kept as codes of 8 bits, see `checks.feature_scale`.
-
-    Attributes:
-        codes: `MmapFeatures`, `LmdbFeatures` or a tensor, int8 [V, F]. scale: float32 [2, F], or [T, 2, F] of each type,
-            whose rows end before `ends`, int64 [T]; on the codes' device.
-    """
-
-    dtype = torch.float32
-
-    def __init__(self, codes, scale, path=None, ends=None):
-        self.codes = codes
-        self.scale = scale
-        self.ends = ends
-        self._path = path
-        self.shape = tuple(codes.shape)
-
-    def gather(self, ids, out=None) -> Tensor:
-        """Gather rows -> [n, F], by default on the device of the codes."""
-        if isinstance(self.codes, Tensor):
-            ids = ids.to(self.codes.device)
-            codes = self.codes[ids]
-        else:
-            codes = self.codes.gather(ids)
-        steps, offsets = convert.steps_and_offsets(self.scale, self.ends, ids)
-        rows = codes.float() if out is None else convert.gather_target(self, ids, out).copy_(codes)
-        return rows.mul_(steps).add_(offsets)
-
-    def _put(self, ids, rows):
-        steps, offsets = convert.steps_and_offsets(self.scale, self.ends, ids)
-        codes = convert.encode(rows, steps, offsets)
-        beyond = codes != codes.clamp(-128, 127)
-        for at in beyond.nonzero()[:1]:
-            step, offset = (of.expand_as(rows)[tuple(at)] for of in (steps, offsets))
-            refuse(
-                beyond,
-                "rows",
-                rows,
-                f"its column was built for {offset - 128 * step:.6g} to {offset + 127 * step:.6g}",
-            )
-        self.codes.put_rows(ids, codes.to(torch.int8))
-
-
-class PartFeatures(StoredFeatures):
-    """The feature rows of a part of a store, by the node ids of the whole: rows `first` to `stop` - 1.
-
-    Attributes:
-        shape, dtype: (V, F) of all parts together, torch dtype.
-    """
-
-    def __init__(self, rows, first, shape, path):
-        self._rows = rows
-        self.first = first
-        self.stop = first + rows.shape[0]
-        self.shape = tuple(shape)
-        self.dtype = rows.dtype
-        self._path = path
-
-    def _local(self, ids):
-        """Return where rows ids [n] are in this part; StoreError if one is in another part."""
-        for node in map(int, ids.aminmax()) if len(ids) else ():
-            if not self.first <= node < self.stop:
-                raise StoreError(
-                    f"{self._path}: the features of node {node} are elsewhere: "
-                    f"this part has rows {self.first:,} to {self.stop - 1:,}"
-                )
-        return ids - self.first
-
-    def read(self, ids, out):
-        return self._rows.gather(self._local(ids), out)
-
-    def _put(self, ids, rows):
-        self._rows.put_rows(self._local(ids), rows)
-
-
 class ReorderedFeatures(convert.RowsByIndex):
     """Feature rows whose columns are read in another order. features: those of a `GraphStore`; order: int64 [F],
     the column of `features` that each column is."""
@@ -764,83 +702,6 @@ class ReorderedFeatures(convert.RowsByIndex):
 
     def read(self, ids, out):
         return torch.index_select(self._features.gather(ids), 1, self._order, out=out)
-
-
-def part_bounds(rows, number, of):
-    """Return the first row of part `number` of a table cut into `of` parts, and the one after its last."""
-    return rows * number // of, rows * (number + 1) // of
-
-
-def split(path, count, target=None, progress=False) -> Path:
-    """Cut a store into `count` stores TARGET/part-0, part-1, ..., for as many machines (train.py --split-features), after
-    comparing it with its checksums. All or none of them are there at the end.
-
-    Each has the whole graph, but of the features only its rows, see `part_bounds`. Files that are the same in all of them
-    are hard links to those of the store if they are on one file system, and else copies. target: None: PATH.parts.
-
-    Returns TARGET; raises StoreError for a damaged store, one without features or with fewer than `count` rows of them, a
-    part, a target that exists, a full disk.
-    """
-    path = Path(path)
-    target = Path(target or f"{path.absolute()}.parts")
-    graph = GraphStore.open(path)
-    features = getattr(graph.features, "codes", graph.features)
-    if graph.part:
-        raise StoreError(f"{path} is {described_part(graph)}: split the whole store")
-    if not graph.has_features:
-        raise StoreError(f"{path} has no features to split")
-    if not 2 <= count <= features.shape[0]:
-        raise StoreError(
-            f"{path} cannot be split into {count}: "
-            f"it has {files.plural(features.shape[0], 'row')} of features"
-        )
-    files.refuse_existing(target)
-    if problems := verify(path):
-        raise StoreError(f"{path} is damaged: {problems[0]}")
-    meta = graph.meta
-    file = BACKENDS[meta["backend"]]
-    others = meta["files"].keys() - {file}
-    with files.complete_or_not_there(target, meta["files"][file]["bytes"]) as building:
-        for number in range(count):
-            part = building / f"part-{number}"
-            part.mkdir()
-            for name in others:
-                files.link_or_copy(path / name, part / name)
-            _write_part(part, graph, features, (number, count), progress)
-        if files.read_meta(path) != meta:
-            raise StoreError(f"{path} changed while it was split: split it again")
-    return target
-
-
-def _write_part(path, graph, features, part, progress):
-    """Write its rows of the features, as they are kept, and the meta.json of a part (number, of how many) of an open store."""
-    first, stop = part_bounds(features.shape[0], *part)
-    step = convert.chunk_rows(features)
-
-    def pieces():
-        for a in range(first, stop, step):
-            yield convert.as_numpy(features.gather(torch.arange(a, min(a + step, stop))))
-
-    rows = convert.Rows((stop - first, features.shape[1]), features.dtype, pieces())
-    chunks = (chunk for _, chunk in convert.chunked(path.name, rows, progress=progress))
-    file = path / BACKENDS[graph.meta["backend"]]
-    whole = graph.meta["files"][file.name]
-    # "largest", if it is there, stays that of the whole
-    record = whole | _write_rows(file, graph.meta, [*rows.shape], chunks)
-    meta = graph.meta | {
-        "format_version": files.PART_VERSION,
-        "part": part,
-        "whole": {file.name: whole.get("sha256")},
-    }
-    files.write_meta(path, meta, {**graph.meta["files"], file.name: record})
-    GraphStore.open(path)
-
-
-def described_part(graph) -> str:
-    """Describe the part that an open store is: which of how many, and its feature rows."""
-    number, of = graph.part
-    first, stop = part_bounds(graph.features.shape[0], number, of)
-    return f"part {number} of {of}, with features of nodes {first:,} to {stop - 1:,}"
 
 
 def verify(path) -> list[str]:
@@ -857,7 +718,7 @@ def info(path) -> str:
     kept_as += ", codes of float32" * ("feature_scale" in graph.meta)
     features = f"{width} x {kept_as}, backend {graph.meta['backend']}"
     if graph.part:
-        features += f"; {described_part(graph)}"
+        features += f"; {extra('.parts').described_part(graph)}"
     classes = f"{graph.num_classes}{' labels, several a node' * (graph.labels.dim() == 2)}"
     lines = {
         "nodes": f"{graph.num_nodes:,}",

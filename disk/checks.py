@@ -7,7 +7,6 @@ Invalid values raise StoreError.
 """
 
 import math
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from disk.convert import (
     KEPT_AS,
-    Rows,
     array_like,
     as_numpy,
     as_rows,
@@ -24,14 +22,11 @@ from disk.convert import (
     check_finite,
     chunked,
     edge_pairs,
-    encode,
     integers,
     part_ids,
     refuse,
     row_dtype,
     shaped,
-    spool,
-    steps_and_offsets,
 )
 from disk.files import SPLITS, StoreError, listed, plural
 
@@ -218,56 +213,21 @@ def checked_rows(features, progress):
         yield first, chunk.detach().cpu()
 
 
-def feature_rows(features, dtype, scale, ends, *, rounded, progress):
-    """Yield chunks of feature rows as they are stored, in `dtype`, each checked, or their codes if there is a `scale`, see
-    `feature_scale`. rounded: `RoundedRows`, which look at them."""
+def become_codes(features, kept_as) -> bool:
+    """Return whether features of floats are kept as codes of 8 bits."""
+    return kept_as == "int8" != row_dtype("features", features)
+
+
+def feature_rows(features, dtype, *, encode, rounded, progress):
+    """Yield chunks of feature rows as they are stored, in `dtype`, each checked, or as `encode` makes codes of them unless it
+    is None. rounded: `RoundedRows`, which look at them."""
     announced = row_dtype("features", features)
     for first, chunk in checked_rows(features, progress):
-        kept = chunk if scale is not None else chunk.to(getattr(torch, dtype))
+        kept = encode(first, chunk) if encode else chunk.to(getattr(torch, dtype))
         if dtype != announced:
             refuse(kept.isinf(), "features", chunk, f"beyond the range of {dtype}", first)
-        if scale is not None:
-            ids = torch.arange(first, first + len(kept), device="cpu")
-            kept = encode(kept, *steps_and_offsets(scale, ends, ids)).clamp_(-128, 127)
-            kept = kept.to(torch.int8)
         rounded.add(first, chunk, kept)
         yield as_numpy(kept)
-
-
-def feature_scale(features, dtype, ends, folder, progress):
-    """Return (features, the scale of their codes) after a pass over the rows; `Rows`, which come once, are written to a
-    file without a name in a folder meanwhile. The scale is float32 [2, F], steps and offsets: a code of 8 bits stands for
-    code * step + offset; a step is 0 if all values are equal. It is None unless floats are kept as int8. ends: None, or
-    int64 [T], where the rows of each type end; the scale is then [T, 2, F]."""
-    if dtype != "int8" or row_dtype("features", features) == dtype:
-        return features, None
-    bounds = [0, features.shape[0]] if ends is None else [0, *ends.tolist()]
-    shape = len(bounds) - 1, features.shape[1]
-    low = torch.full(shape, torch.inf, dtype=torch.float64, device="cpu")
-    high = -low
-
-    def chunks():
-        for first, rows in checked_rows(features, progress):
-            for of_type, smallest, largest in zip(pairwise(bounds), low, high):
-                start, stop = (max(bound - first, 0) for bound in of_type)
-                if len(part := rows[start:stop]):
-                    torch.minimum(smallest, part.amin(0), out=smallest)
-                    torch.maximum(largest, part.amax(0), out=largest)
-            yield rows.float().numpy()
-
-    if isinstance(features, Rows):
-        features = spool(folder, chunks(), np.float32, features.shape[1])
-    else:
-        for _ in chunks():
-            pass
-    high, low = (of.masked_fill_(of.isinf(), 0) for of in (high, low))  # types without nodes
-    steps = ((high - low) / 255).float()
-    offsets = (low + 128 * steps.double()).float()
-    what = "the largest of each column of features"
-    for beyond, values in zip((128 * steps + offsets.abs()).isinf(), high):
-        refuse(beyond, what, values, "int8 needs a range within float32")
-    scale = torch.stack([steps, offsets], 1)
-    return features, scale[0] if ends is None else scale
 
 
 def check_splits(splits, labels, names=None):

@@ -345,13 +345,16 @@ def read_names(path, record):
     in meta.json."""
     file = check_size(path, NAMES, record)
     count = 0
+    lacks = f"it does not have {record['shape'][0]:,} whole lines"
     with reading(file, "; rebuild the store"):
         with open(file, encoding="utf-8", newline="\n") as lines:
             for line in lines:
+                if not line.endswith("\n"):
+                    raise ValueError(lacks)
                 count += 1
                 yield line[:-1]
         if count != record["shape"][0]:
-            raise ValueError(f"it has {count:,} lines, not {record['shape'][0]:,}")
+            raise ValueError(lacks)
 
 
 def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
@@ -359,13 +362,16 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
     of the nodes, in order, which are read once; None: values are row numbers."""
     values = np.asarray(array_like(name, values))
     if names is None:
-        if values.dtype.kind == "U":
+        if values.dtype.kind in "US":
             raise StoreError(
                 f"{name} is text, and the nodes have no names: row numbers, integers, are needed"
             )
         ids = integers(name, values)
         within(name, ids, num_nodes, "node ids")
         return torch.from_numpy(ids)
+    if values.dtype.kind == "S":
+        with reading(name):
+            values = np.char.decode(values, "utf-8")
     if values.size and values.dtype.kind not in "iuU":
         raise StoreError(
             f"{name} has dtype {values.dtype}: names of nodes, text or integers, are needed"
@@ -393,13 +399,6 @@ def write_names(path, names) -> dict:
     whole = all(type(name) in (int, np.int64) for name in names)
     dtype = "int64" if whole and np.asarray(names).dtype.kind == "i" else "str"
     return file_record(path / NAMES, dtype, [len(names)])
-
-
-def ends_of_types(node_types):
-    """Return where the feature rows of each type end, int64 [T], of [(name, nodes, feature width or 0)] of all types; None
-    unless several types have features."""
-    counts = [count for _, count, width in node_types if width]
-    return torch.tensor(counts, device="cpu").cumsum(0) if len(counts) > 1 else None
 
 
 def write_arrays(path, arrays, order=None) -> dict:

@@ -139,6 +139,10 @@ def _stacked(name, values):
     if type(values) not in (list, tuple):
         return np.asarray(values)
     parts = [array_like(name, part) if hasattr(part, "shape") else part for part in values]
+    rows = [part for part in parts if getattr(part, "shape", isinstance(part, list | tuple))]
+    sizes = sorted({*map(len, rows)})
+    if len(sizes) > 1:
+        raise StoreError(f"{name} has parts of lengths {sizes[0]} and {sizes[1]}: one is needed")
     tensors = parts and all(isinstance(part, Tensor) for part in parts)
     return torch.stack(parts) if tensors else np.asarray(parts)
 
@@ -312,18 +316,6 @@ def check_answers(name, y, labels):
         refuse(~missing & ((y < -1) | (y > 1)), name, y, why)
 
 
-def steps_and_offsets(scale, ends, ids):
-    """Return those of codes of rows ids [n]: [F] each, or [n, F] of a scale for each type, see `checks.feature_scale`."""
-    return scale if ends is None else scale[torch.bucketize(ids, ends, right=True)].unbind(1)
-
-
-def encode(rows, steps, offsets) -> Tensor:
-    """Compute the codes of rows [n, F], whole numbers in float64; beyond the range of their column outside [-128, 127]."""
-    steps = steps.double()
-    # any difference from a column's only value is out of range
-    return ((rows.double() - offsets) / steps.clamp(min=1e-300)).round()
-
-
 def spool(folder, chunks, dtype, *row) -> np.memmap:
     """Write chunks [r, *row] to a file without a name in a folder, to be read several times -> memmap [rows, *row]."""
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -403,13 +395,7 @@ def _different(rows):
 
 class RowsByIndex:
     """Base of features of a store. Subclasses have .shape, .dtype, `read(ids, out)`, which fills and returns `out`, and
-    `_put(ids, rows)` if rows may change.
-
-    Attributes:
-        scale, ends: those of `CodedFeatures`; None where rows are kept as they are read.
-    """
-
-    scale = ends = None
+    `_put(ids, rows)` if rows may change."""
 
     def gather(self, ids, out=None) -> Tensor:
         """Gather rows -> [n, F].

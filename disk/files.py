@@ -73,8 +73,8 @@ def reading(path, advice=""):
         if "allow_pickle" in message:  # an array of Python objects, as of a column of pandas
             advice = "; save text by .astype(str)"
         number = getattr(error, "errno", None)
-        if number not in (None, errno.ENOENT):
-            advice = ""  # the system refused, which tells nothing about the file
+        if number not in (None, errno.ENOENT) or isinstance(error, ImportError):
+            advice = ""  # the system refused, or a file of ours is not there: that tells nothing about this one
         # the disk that temporary files go to
         problem = "takes temporary files" if number in FULL else "cannot be read"
         raise StoreError(f"{path} {problem}: {message[:300]}{advice}") from error

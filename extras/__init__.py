@@ -81,7 +81,7 @@ def with_options(law, method, options, check):
         if method not in RULES:
             known = ", ".join([law.rule.name, *RULES])
             raise ValueError(f"method {method!r} is unknown; use one of {known}")
-        law = law.ruled(extra(RULES[method]).RULE, f"method {method!r}")
+        law = ruled(law, extra(RULES[method]).RULE, f"method {method!r}")
     by_type = any(isinstance(k, list) for k in law.fanouts)
     for file, unless in OPTIONS.items():
         asked = {
@@ -97,6 +97,38 @@ def with_options(law, method, options, check):
     if check:
         _check_order(law)
     return law
+
+
+def ruled(law, rule, option):
+    """Return a law with a rule, or as it is if it has this one; ValueError if another option has chosen another."""
+    from sampler import UNIFORM
+
+    if law.rule not in (UNIFORM, rule):
+        raise ValueError(f"{law.rule.name!r} and {option} exclude each other; choose one")
+    return law._replace(rule=rule)
+
+
+def column(law, dtypes, **named):
+    """Return a column of the edges, contiguous; TypeError unless it has one of the dtypes and is of the law's graph."""
+    from sampler import check_array
+
+    M = law.indices.numel()
+    ((name, values),) = named.items()
+    check_array(name, values, f"{dtypes} [M={M}]", law.indptr, M)
+    return values.contiguous()
+
+
+def pick_kept(keep, law, lists):
+    """Look at every edge of every list -> as `Rule.pick`. keep: (law, lists, edges [E], row and place in it of each [E]) -> mask
+    of the edges kept [E]."""
+    from sampler import expand, prefix_sum
+
+    edges = expand(lists.start, lists.degree)
+    row = torch.repeat_interleave(lists.degree, output_size=edges.numel())
+    place = edges - lists.start[row]
+    edges = lists.skip(edges, row) if lists.skip else edges
+    kept = keep(law, lists, edges, row, place)
+    return prefix_sum(kept)[prefix_sum(lists.degree)], edges[kept]
 
 
 def number_before(edge_times, start, degree, times, strict):

@@ -71,7 +71,7 @@ class GraphTask(Task):
             self.classes = torch.tensor(graphs.classes, dtype=torch.float64)
         self.several_classes = bool(graphs.meta["class_dim"])
         self._read_answers(say)
-        self.limits = self._limits(args, say)
+        self.limits = self._limits(args)
         if drawn := graphs.meta.get("split"):
             say(f"split   {drawn}, by seed 0 when the store was built")
         say_empty_parts(graphs.split, "graphs", say)
@@ -117,22 +117,23 @@ class GraphTask(Task):
         deviation = y[:train].double().where(present[:train], self.mean).std(0, correction=0)
         self.std = (deviation * (train / count).sqrt()).clamp(min=1e-12)
 
-    def _limits(self, args, say):
+    def _limits(self, args):
         """Return the `Limits` of --max-nodes and --max-edges, None without; StoreError for a graph that is larger."""
-        typed = {"nodes": args.max_nodes, "edges": args.max_edges}
-        columns = [j for j, most in enumerate(typed.values()) if most]
-        if not columns:
-            return None
         ids = torch.cat([*self.store.split.values()])
-        for j in columns:
-            noun, most = [*typed.items()][j]
-            largest = ids[self.sizes[ids, j].argmax()]
+        columns = []
+        limits = []
+        for j, (noun, most) in enumerate((("nodes", args.max_nodes), ("edges", args.max_edges))):
+            if not most:
+                continue
+            largest = int(ids[self.sizes[ids, j].argmax()])
             if (size := int(self.sizes[largest, j])) > most:
                 raise StoreError(
-                    f"--max-{noun} {most}: graph {int(largest)} of {self.store.path} has {size:,} {noun}"
+                    f"--max-{noun} {most}: graph {largest} of {self.store.path} has {size:,} {noun}"
                     ", the most of all: give as many or more"
                 )
-        return Limits(self.sizes[:, columns], tuple(most for most in typed.values() if most))
+            columns.append(j)
+            limits.append(most)
+        return Limits(self.sizes[:, columns], tuple(limits)) if columns else None
 
     def numbered(self, y):
         """Number stored labels [G, T] as the loss takes them: classes from 0, with -1 for a missing label. Targets stay."""
@@ -247,8 +248,7 @@ class GraphTask(Task):
         if not ids.numel():
             return None
         both = lambda batch: torch.cat([run.model(batch.blocks[0]), batch.y.double()], 1)  # noqa: E731
-        loader = run.loader(ids, shuffle=False, accumulate=1)
-        rows = run.rows(run.model, loader, len(self.store), both)
+        rows = run.rows(ids, len(self.store), both, accumulate=1)
         columns = self.store.target_dim
         output = rows[ids, :-columns]
         y = rows[ids, -columns:]
@@ -262,11 +262,9 @@ class GraphTask(Task):
         return {"valid": self.scores(run, self.store.split["valid"])}, None
 
     def evaluate(self, run, report):
-        split = self.store.split
-        exact = report.scores({part: self.scores(run, ids) for part, ids in split.items()})
-        fresh = self.fresh()
-        others = {part: self.scores(run, split[part][mask]) for part, mask in fresh.items()}
-        report.others(self.examples, fresh, others)
+        scored = partial(self.scores, run)
+        exact = report.scores({part: scored(ids) for part, ids in self.store.split.items()})
+        report.others(self, scored)
         return exact
 
     def lines(self, args, split, parameters):

@@ -4,9 +4,12 @@ them, which makes the outer hops smaller.
     NeighborSampler(..., method="labor", layer_dependency=True, batch_dependency=4)
 """
 
+from functools import partial
 from operator import index
 
 from sampler import Rule, of
+
+from . import pick_kept
 
 
 def _keep_shared(law, lists, edges, row, place):
@@ -18,7 +21,7 @@ def _keep_shared(law, lists, edges, row, place):
 RULE = Rule(
     "labor",
     help="seeds share neighbours (arXiv 2210.13339)",
-    keep=_keep_shared,
+    pick=partial(pick_kept, _keep_shared),
     header="labor",
     bounded=False,
     by_source=True,

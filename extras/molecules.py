@@ -112,13 +112,14 @@ def crystals(arrays, radius):
     lattice = arrays.shaped("lattice", len(atoms), 3, 3).astype(np.float64)
     bad = (numbers < 0) | (numbers > 118)
     refuse(bad, f"{arrays.source}: Z", numbers, "atomic numbers lie in [0, 118]")
-    check_finite(f"{arrays.source}: frac_coords", torch.from_numpy(coords))
+    for name, values in dict(frac_coords=coords, lattice=lattice).items():
+        check_finite(f"{arrays.source}: {name}", torch.from_numpy(values))
     if not 0 < radius < float("inf"):
         raise arrays.error(f"radius={radius} is no distance: a number above 0 is needed")
     candidates = atoms * (1 + 2 * radius / _heights(lattice)).prod(1)
     why = f"at most {MOST_CANDIDATES:,} within radius={radius:g} are searched; choose a smaller one"
     name = f"{arrays.source}: the number of atoms and images near cell"
-    refuse(~(candidates <= MOST_CANDIDATES), name, candidates, why)  # or NaN
+    refuse(candidates > MOST_CANDIDATES, name, candidates, why)
     y = _answers(arrays, "energy", len(atoms), atoms)
 
     def batch(first, _):

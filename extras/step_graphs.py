@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from features import Batch, codes_of
+from features import Batch, stored
 from native import kernels, sampler_gpu
 from run.finite import LossSum
 from run.kinds import alike, gpu_for, one_of
@@ -85,7 +85,7 @@ def hops_held(args, task, used):
     used: `Used` of run/placement.py."""
     if hindrances(args, task, used):
         return 0
-    return len(args.fanout) - in_one_kernel(args, task, used, codes_of(task.store.features).dtype)
+    return len(args.fanout) - in_one_kernel(args, task, used, stored(task.store.features).dtype)
 
 
 def obstacle(run):

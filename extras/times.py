@@ -8,12 +8,11 @@ A source is a pair of a node and a time, so that a node may be among the seeds, 
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from sampler import Rule, Sources, kind
 
-from . import number_before
+from . import column, number_before
 
 
 class Cut(NamedTuple):
@@ -42,42 +41,30 @@ RULE = Rule("latest", 2, "the last edges that the seed sees", needs="edge_times"
 
 
 class Pairs(Sources):
-    """Sources that are pairs: src holds node + V * index of the pair's time in `values`."""
+    """Sources that are pairs: a key is node + V * index of the pair's time in `values`."""
 
-    def __init__(self, backend, seeds, times):
-        super().__init__(backend, seeds, times)
-        self.values, number = times.unique(return_inverse=True)  # [T], [S]
-        self.pair(seeds + self.law.num_nodes * number)
+    def __init__(self, law, seeds, times):
+        self.values, numbers = self.groups(seeds, times)
+        super().__init__(law, seeds + law.num_nodes * numbers, times)
 
-    def pair(self, src):
-        """Take pairs as the sources."""
+    @staticmethod
+    def groups(seeds, times):
+        """Sort seeds into groups that share sources -> (times of the groups, the group of each seed int64 [S])."""
+        return times.unique(return_inverse=True)
+
+    def take(self, keys):
         V = self.law.num_nodes
-        self.src = src
-        self.at = src // V
-        self.nodes = src % V
+        self.keys = keys
+        self.at = keys // V
+        self.nodes = keys % V
         self.times = None if self.values is None else self.values[self.at]
 
-    def distinct(self):
-        return self.src.unique().numel() == self.src.numel()
-
-    def number(self, indptr, ids):
-        """Append pairs that are not sources yet, by first appearance -> position of each edge's pair among all."""
-        src = self.src
+    def reached(self, indptr, ids):
         at = self.at.repeat_interleave(indptr.diff(), output_size=ids.numel())
-        pairs = torch.cat([src, ids + self.law.num_nodes * at])
-        values, inverse = pairs.unique(return_inverse=True)
-        place = torch.arange(inverse.numel(), device=src.device)
-        first = torch.full_like(values, inverse.numel()).scatter_reduce_(0, inverse, place, "amin")
-        order = first.argsort()
-        number = torch.empty_like(order).scatter_(0, order, place[: order.numel()])
-        self.pair(values[order])
-        return number[inverse[src.numel() :]]
+        return ids + self.law.num_nodes * at
 
     def labelled(self, block):
         return block._replace(src_times=self.times)
-
-    def done(self):
-        pass
 
 
 def use(flags, task, store):
@@ -176,7 +163,7 @@ def law(law, check, edge_times=None, strict=False, window=None):
         )
     if window is not None and (window % 1 != 0 or not 0 < window < 1 << 63):
         raise ValueError(f"window is {window}: give an int above 0")
-    edge_times = law.column("int64", edge_times=edge_times)
+    edge_times = column(law, "int64", edge_times=edge_times)
     cut = Cut(edge_times, bool(strict), int(window or 0))
     return law._replace(
         cuts=(cut,),

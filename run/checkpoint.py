@@ -34,7 +34,6 @@ import os
 import pickletools
 import re
 import socket
-import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -112,8 +111,7 @@ def claimed(path):
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
     try:
-        if sys.platform == "linux":
-            claim.bind(f"\0ringblock-{name}")
+        claim.bind(f"\0ringblock-{name}")
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             claim.close()
@@ -449,7 +447,7 @@ def check_widths(task, plan, graph, path):
         if store.labelled and task.several != was:
             labels = "several labels" if was else "one label"
             raise StoreError(f"{trained} of {labels} a node, {store.path} has others")
-        task.predict_as(several=bool(was))
+        task.several = bool(was)
 
 
 def numbers_of_types(ranks, task, plan, graph, path):

@@ -42,20 +42,18 @@ def fanout(text):
     hops = re.sub(r"\s*,\s*", ",", text.strip())
     if re.fullmatch(f"{hop}(,{hop})*|any={number}(,{number})*", hops):
         return [part if "=" in part else int(part) for part in hops.split(",")]
-    how = "write numbers above 0 and below 10^9, or -1 for all: 15,10,5; by types writes=10:cites=5 or any=15,10"
-    if " " in text:
-        how = f"put commas between the hops: {','.join(re.split('[ ,]+', text.strip()))}"
-    raise argparse.ArgumentTypeError(f"{text!r}: {how}")
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: write numbers above 0 and below 10^9, or -1 for all, with commas between the hops: 15,10,5; "
+        "by types writes=10:cites=5 or any=15,10"
+    )
 
 
 def size(text):
     """Parse '4GiB', '4G' (the same), '512MiB' or a number of bytes -> bytes, an int."""
-    units = {"": 1}
-    for power, unit in enumerate("kmgt", 1):
-        units |= {unit: 1024**power, f"{unit}ib": 1024**power, f"{unit}b": 1000**power}
-    number, unit = re.fullmatch(r"([0-9.]*)\s*(.*)", text.strip().lower(), re.DOTALL).groups()
-    with suppress(KeyError, ValueError):
-        return int(float(number) * units[unit])
+    parts = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(i?b)?", text.strip().lower())
+    with suppress(TypeError, ValueError):
+        base = 1000 if parts[3] == "b" else 1024
+        return int(float(parts[1]) * base ** " kmgt".index(parts[2] or " "))
     raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 4GiB, 512MiB or bytes")
 
 
@@ -67,11 +65,9 @@ def positive(kind, zero=False, below=None):
         with suppress(ValueError):
             if 0 < (value := kind(text)) < below or zero and value == 0:
                 return value
-        limit = f" and below {below}" if below < math.inf else ""
-        comma = f": write {text.replace(',', '.')}" if re.fullmatch(r"\d+,\d+", text) else ""
+        limit = f" and below {below}" if below < math.inf else ", such as 0.5"
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a {'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
-            f"{limit}{comma * (kind is float)}"
+            f"{text!r} is not a {'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}{limit}"
         )
 
     return parse

@@ -170,20 +170,21 @@ class Report:
         self.tell("", {"exact": figures, "seed": self.flags.seed})
         self.results(figures)
 
-    def others(self, examples, fresh, scores):
-        """Report how many examples of each part a checkpoint was trained on, and the scores of the others. fresh: of `Task.fresh`.
-        scores: {part: score, {metric: value} or None}."""
-        if not fresh:
-            return
-        counts = {part: int((~mask).sum()) for part, mask in fresh.items()}
-        for part, mask in fresh.items():
-            score = scores[part]
+    def others(self, task, scored):
+        """Report how many examples of each part a checkpoint was trained on, and the scores of the others. scored: function
+        of their ids -> score, {metric: value} or None."""
+        counts = {}
+        scores = {}
+        for part, mask in task.fresh().items():
+            counts[part] = int((~mask).sum())
+            score = scores[part] = scored(task.store.split[part][mask])
             score = scores_line(score) if isinstance(score, dict) else percent(score)
             self.result = (
-                f"trained the checkpoint was trained on {counts[part]:,} of {len(mask):,} {part} {examples}; "
+                f"trained the checkpoint was trained on {counts[part]:,} of {len(mask):,} {part} {task.examples}; "
                 f"without them {part} {score}\n{self.result}"
             )
-        self.tell("", {"trained_on": counts, "without_them": scores})
+        if counts:
+            self.tell("", {"trained_on": counts, "without_them": scores})
 
     def print_result(self):
         """Print the final scores: the last line of a run, after an empty one unless others of --runs follow."""
@@ -199,14 +200,8 @@ class Report:
 
     def stopped(self, epoch, step):
         """Report that a signal ended training, and how to resume."""
-        again = "go on with the same command and --resume auto"
-        if self.flags.runs > 1:
-            file = self.flags.checkpoint
-            again = f"go on with this seed by --resume {file} --checkpoint {file}"
-        lost = "nothing kept: no --checkpoint"
-        if self.flags.export:
-            lost += ", and --export writes a network whose training has ended"
-        kept = again if self.flags.checkpoint else lost
+        file = self.flags.checkpoint
+        kept = f"go on with --resume {file} --checkpoint {file}" if file else "nothing is kept"
         self.tell(f"stopped in epoch {epoch} after step {step}; {kept}", {"stopped": [epoch, step]})
 
     def draw(self, name, *what):
@@ -248,10 +243,6 @@ class Report:
             if not data.rstrip().endswith(b"}"):
                 raise StoreError(f"{folder} has no room for the trace")
             write_whole(path, lambda file: file.write(data))
-            if self.leads and self.flags.gpus and b'"cat": "kernel"' not in data:
-                print(
-                    "profile the trace lacks the GPU: CUPTI, which records kernels, did not start"
-                )
 
     def results(self, figures):
         """Write the final scores, {name: value or None}, to TensorBoard, beside the flags."""
@@ -361,11 +352,7 @@ def where(ranks):
         return f"CPU, {threads}"
     if not ranks.gpus:
         return f"{ranks.world} CPU processes, {threads} each"
-    threads = f"{ranks.world} x {torch.cuda.get_device_name()}, {threads} each"
-    if ranks.world > 1:
-        cores = os.sched_getaffinity(0)
-        threads += f", rank 0 on cores {min(cores)}-{max(cores)}, next to its GPU"
-    return threads
+    return f"{ranks.world} x {torch.cuda.get_device_name()}, {threads} each"
 
 
 def precision(ranks, plan):
@@ -455,5 +442,4 @@ def peak_memory(ranks):
     # not ru_maxrss, which counts the process that started this one
     with suppress(OSError, TypeError):
         return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

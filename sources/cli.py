@@ -84,9 +84,10 @@ def run(command, path, **options) -> int:
         split = {part: file for part in SPLITS if (file := options.pop(part))}
         build(path=path, split=split or None, progress=True, **options)
     if command == "split":
-        target = store.split(path, progress=True, **options)
+        parts = extra(".parts", "split")
+        target = parts.split(path, progress=True, **options)
         for part in sorted(target.iterdir(), key=lambda part: int(part.name[5:])):
-            print(f"{part}: {store.described_part(store.GraphStore.open(part))}")
+            print(f"{part}: {parts.described_part(store.GraphStore.open(part))}")
         return 0
     meta = {}
     with contextlib.suppress(StoreError):  # info and verify below report what is wrong

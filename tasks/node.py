@@ -59,7 +59,7 @@ class NodeTask(Task):
         self.number = None if idle else args.split
         choose_split(store, self.number, seed=args.seed, turn=args.turn, say=say)
         store.check_split()
-        # multi-label; for a graph without labels see `predict_as`
+        # multi-label; a graph without labels has as many as that of the checkpoint
         self.several = store.labels.dim() == 2
         classes = store.labels[store.split["train"]].unique()
         if args.trains and not self.several and len(classes) == 1:
@@ -147,20 +147,13 @@ class NodeTask(Task):
             )
             return dict.fromkeys(store.split)
         logits = run.exact()
-        exact = {
-            part: score(self.metric, logits[nodes], store.labels[nodes])
-            for part, nodes in store.split.items()
-        }
+        scored = lambda nodes: score(self.metric, logits[nodes], store.labels[nodes])  # noqa: E731
+        exact = {part: scored(nodes) for part, nodes in store.split.items()}
         how = "exact: all neighbours"
         if run.by_layers:
             how += ", layer by layer"
         report.exact(self.title, exact, how)
-        others = {}
-        fresh = self.fresh()
-        for part, mask in fresh.items():
-            nodes = store.split[part][mask]
-            others[part] = score(self.metric, logits[nodes], store.labels[nodes])
-        report.others(self.examples, fresh, others)
+        report.others(self, scored)
         if args.predict:
             what = args.predict_what
             if what == "embeddings":

@@ -116,10 +116,6 @@ class Task:
         """Return how many validation examples the metric is computed from."""
         return len(self.store.split["valid"])
 
-    def predict_as(self, several):
-        """Predict several labels a node, or one, as the network of a checkpoint does."""
-        self.several = several
-
     def set_buffers(self, network):
         """Set buffers of a new network that depend on the data."""
 

@@ -122,7 +122,7 @@ def test_the_hint_after_ctrl_c_goes_on(tiny, tmp_path):
     _wait_for(lambda: "epoch   4" in (tmp_path / "out").read_text(), process)
     os.kill(process.pid, signal.SIGINT)
     printed = _end(process, 128 + signal.SIGINT)
-    assert "go on with the same command and --resume auto" in printed
+    assert "go on with --resume c.pt --checkpoint c.pt" in printed
     assert not (tmp_path / "c.npy").exists()
     _train(words, stopped, "--resume auto", cwd=tmp_path)
     epochs = [entry["epoch"] for entry in _log(tmp_path / "log") if "epoch" in entry]

@@ -247,12 +247,12 @@ def test_estimate_chooses_by_what_is_free(tmp_path, monkeypatch, capsys):
 
 
 TOO_LARGE = """
---fanout 3,3,3 --hidden 2000000            | 128 TB, .*; lower --hidden 2000000 or --num-layers 3$
+--fanout 3,3,3 --hidden 2000000            | 128 TB, .*; lower --hidden 2000000, --num-layers 3 or --batch-size 1024$
 --fanout 3,3,3 --hidden 2147483647         | --hidden 2147483647: .*overflow
---fanout 9,9,9,9,9,9,9,9,9 --hidden 300000 | hidden 300000 or --num-layers 9$
+--fanout 9,9,9,9,9,9,9,9,9 --hidden 300000 | hidden 300000, --num-layers 9 or
 --fanout 3,3,3 --hidden 70000              | free for each process; lower --hidden 70000
---task link --negatives 100000000          | a batch at least .*batch-size 1024 or --negatives
---task graph --hidden 1000000              | lower --hidden 1000000 or --num-layers 3$
+--task link --negatives 100000000          | a batch at least .*batch-size 1024, or --negatives
+--task graph --hidden 1000000              | lower --hidden 1000000, --num-layers 3 or
 """
 
 

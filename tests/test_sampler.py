@@ -493,8 +493,7 @@ def test_cuda_launches_are_on_the_current_stream_in_blocks_that_fit(tmp_path, mo
         _, blocks, one, _, threads, _, _, shared, on, *_ = driver.cuLaunchKernel.call_args.args
         assert (one, shared, on) == (1, 0, stream)
         assert (blocks - 1) * threads < n <= blocks * threads
-    said = "nothing is called with n, m: it takes n"
-    _refuses(said, kernels.run, "nothing", 1, {"n": 1, "m": 1}, error=TypeError)
+    _refuses("n", kernels.run, "nothing", 1, {"m": 1}, error=KeyError)
 
 
 def test_cuda_that_cannot_be_had_is_one_warning(monkeypatch):
