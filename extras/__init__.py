@@ -32,7 +32,10 @@ LAYERS = dict(rgcn=".relational", rgat=".relational")
 MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
 STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
 # files with flags; of two behind the same flag, the later is listed first
-FLAGS = {f: f for f in ".times .labor .links .graphs .relational .step_graphs .pictures".split()}
+FLAGS = {
+    f: f
+    for f in ".times .labor .links .graphs .relational .step_graphs .lookahead .pictures".split()
+}
 
 
 class MissingExtra(ImportError):

@@ -230,3 +230,17 @@ class LookaheadCache(CachedFeatures):
 
     def _read(self, ids, misses, out, missing):
         self.reader.read(ids[misses], out, misses)
+
+
+def flags():
+    """Declare the flag of the cache that looks ahead."""
+    from run.kinds import COUNT_OR_0, free
+
+    ahead = dict(
+        lookahead=free(
+            COUNT_OR_0,
+            None,
+            "CPU: keep the pages used soonest in the next N batches (default: two uses of each)",
+        )
+    )
+    return {"split_features": ahead}

@@ -363,11 +363,6 @@ CORE = dict(
         "split feature rows over the GPUs (cuda-cuda) or machines (cpu-cuda, cpu-cpu)",
         needs=[several_gpus_or_machines],
     ),
-    lookahead=free(
-        COUNT_OR_0,
-        None,
-        "CPU: keep the pages used soonest in the next N batches (default: two uses of each)",
-    ),
     prefetch=free(
         COUNT_OR_0, None, "batches prepared ahead; 0: none (default: --sample-threads + 1)"
     ),

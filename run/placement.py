@@ -368,7 +368,7 @@ def cached(ranks, plan, task, used, features):
             ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
         if budget:
             lookahead = looking_ahead(ranks)
-    if plan.lookahead is not None and not lookahead:
+    if getattr(plan, "lookahead", None) is not None and not lookahead:
         raise StoreError(
             f"--lookahead {plan.lookahead} needs a --cache in front of memory-mapped features, with columns "
             "in the checkpoint's order, in mode cpu-cpu and without --split-features"

@@ -601,6 +601,11 @@ DELETED = {  # an extra: its files, all for "", as FILE the first; what is then 
     "tables of graphs": ("graph_tables", "tables()", COPY),
     "CUDA graphs": ("step_graphs", "train('--cuda-graph off')", "--cuda-graph is no flag"),
     "pictures": ("pictures", "train('--curve c.png')", "--curve is no flag"),
+    "8-bit codes": ("int8", "train('--feature-dtype int8')", COPY),
+    "types of nodes": ("typed", "train('--dataset synthetic-mag:scale=0.0005')", COPY),
+    "parts of stores": ("parts", "tables('split')", COPY),
+    "look-ahead": ("lookahead", "train('--lookahead 2 --cache 1KiB')", "--lookahead is no flag"),
+    "DGL": ("dgl", "sampler.import_dgl()", COPY),
     "links and small graphs": ("links graphs", "train('--task link')", COPY),
     "all": ("", "train('--task link')", "extras/links.py: copy it"),
 }
@@ -623,10 +628,11 @@ def train(words="", **columns):
     one = {"edge_index": ends, "features": np.eye(60, 4, dtype="f4"), "labels": np.arange(60) % 2}
     np.savez("g.npz", **columns if "x" in columns else one | columns)
     assert command.main([*tiny, "--dataset", "g.npz", *words.split()]) == 0
-def tables():
+def tables(*more):
     np.savetxt("e.csv", ends.T, "%d", ",")
     np.savetxt("x.csv", np.eye(60, 4), "%g", ",")
     assert cli.main(f"build e.csv s{len(said)} --features x.csv".split()) == 0
+    assert not more or cli.main([*more, f"s{len(said)}", "2"]) == 0
 said = []
 for what in json.loads(sys.argv[1]):
     with contextlib.redirect_stderr(io.StringIO()) as text:
@@ -663,9 +669,7 @@ def test_each_extra_can_be_deleted(name, tmp_path):
     take it."""
     files, refused, word = DELETED[name]
     every = [Path(file).stem for file in _sources() if file.startswith("extras/")]
-    left_out = files.split() or [
-        stem for stem in every if stem not in ("__init__", "lookahead", "peers")
-    ]
+    left_out = files.split() or [stem for stem in every if stem != "__init__"]
     left_out = [f"extras/{stem}.py" for stem in left_out]
     names = [*DELETED]
     others = [*names, *names][names.index(name) + 1 :][:3]
