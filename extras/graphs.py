@@ -285,10 +285,11 @@ TASK = GraphTask
 def flags():
     """Declare the flags of --task graph."""
     limit = partial(fixed, COUNT, None)
-    limits = dict(
-        max_nodes=limit(
-            "--task graph: as many graphs a pass as have N nodes at most (default: off)"
-        ),
-        max_edges=limit("--task graph: the same of edges; both may be given (default: off)"),
-    )
-    return {"accumulate": limits}
+    return {
+        "accumulate": dict(
+            max_nodes=limit(
+                "--task graph: as many graphs a pass as have N nodes at most (default: off)"
+            ),
+            max_edges=limit("--task graph: the same of edges; both may be given (default: off)"),
+        )
+    }

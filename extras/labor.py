@@ -48,21 +48,22 @@ def flags():
     """Declare the flags of LABOR."""
     from run.kinds import COUNT, SWITCH, fixed
 
-    draws = dict(
-        layer_dependency=fixed(
-            SWITCH,
-            False,
-            "labor: same random draws in all hops, for fewer input rows per batch",
-            needs=[with_labor],
-        ),
-        batch_dependency=fixed(
-            COUNT,
-            1,
-            "labor: same random draws for N steps in a row, so that rows are reused",
-            needs=[with_labor],
-        ),
-    )
-    return {"sampler": draws}
+    return {
+        "sampler": dict(
+            layer_dependency=fixed(
+                SWITCH,
+                False,
+                "labor: same random draws in all hops, for fewer input rows per batch",
+                needs=[with_labor],
+            ),
+            batch_dependency=fixed(
+                COUNT,
+                1,
+                "labor: same random draws for N steps in a row, so that rows are reused",
+                needs=[with_labor],
+            ),
+        )
+    }
 
 
 def law(law, check, layer_dependency=False, batch_dependency=1):

@@ -690,29 +690,30 @@ TASK = LinkTask
 
 def flags():
     """Declare the flags of --task link."""
-    links = dict(
-        edge_split=of_data(
-            parsed_by(split_type, "A/B/C"),
-            "85/5/10",
-            "percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]",
-            group="links",
-        ),
-        edge_type=of_data(
-            text("TYPE"), None, "predict edges of a type, as user,buys,item (default: all)"
-        ),
-        scorer=fixed(one_of("dot", "distmult", "mlp"), "dot", "how two embeddings are scored"),
-        negatives=fixed(COUNT, 1, "negatives per training edge, none of them an edge"),
-        negatives_by=fixed(
-            one_of("uniform", "degree"), "uniform", "degree: in proportion to degree^0.75"
-        ),
-        unchecked_negatives=fixed(SWITCH, False, "negatives may be edges"),
-        link_loss=fixed(
-            one_of("bce", "softmax"),
-            "bce",
-            "bce: each pair alone; softmax: edge against its negatives",
-        ),
-        pairs=free(
-            text("FILE"), None, "node ids [n, 2], .npy or a table, to score", needs=[prediction]
-        ),
-    )
-    return {"input_dropout": links}
+    return {
+        "input_dropout": dict(
+            edge_split=of_data(
+                parsed_by(split_type, "A/B/C"),
+                "85/5/10",
+                "percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]",
+                group="links",
+            ),
+            edge_type=of_data(
+                text("TYPE"), None, "predict edges of a type, as user,buys,item (default: all)"
+            ),
+            scorer=fixed(one_of("dot", "distmult", "mlp"), "dot", "how two embeddings are scored"),
+            negatives=fixed(COUNT, 1, "negatives per training edge, none of them an edge"),
+            negatives_by=fixed(
+                one_of("uniform", "degree"), "uniform", "degree: in proportion to degree^0.75"
+            ),
+            unchecked_negatives=fixed(SWITCH, False, "negatives may be edges"),
+            link_loss=fixed(
+                one_of("bce", "softmax"),
+                "bce",
+                "bce: each pair alone; softmax: edge against its negatives",
+            ),
+            pairs=free(
+                text("FILE"), None, "node ids [n, 2], .npy or a table, to score", needs=[prediction]
+            ),
+        )
+    }

@@ -236,11 +236,12 @@ def flags():
     """Declare the flag of the cache that looks ahead."""
     from run.kinds import COUNT_OR_0, free
 
-    ahead = dict(
-        lookahead=free(
-            COUNT_OR_0,
-            None,
-            "CPU: keep the pages used soonest in the next N batches (default: two uses of each)",
+    return {
+        "split_features": dict(
+            lookahead=free(
+                COUNT_OR_0,
+                None,
+                "CPU: keep the pages used soonest in the next N batches (default: two uses of each)",
+            )
         )
-    )
-    return {"split_features": ahead}
+    }

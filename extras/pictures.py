@@ -105,10 +105,13 @@ def curve(report, task, best):
 def flags():
     """Declare the flags of pictures."""
     both = dict(needs=[one_run, training, library("matplotlib")], endings=(".png",))
-    pictures = dict(
-        curve=free(text("FILE.png"), None, "draw loss, validation score and learning rate", **both),
-        timeline=free(
-            text("FILE.png"), None, "draw the stages of the second epoch's first steps", **both
-        ),
-    )
-    return {"tensorboard": pictures}
+    return {
+        "tensorboard": dict(
+            curve=free(
+                text("FILE.png"), None, "draw loss, validation score and learning rate", **both
+            ),
+            timeline=free(
+                text("FILE.png"), None, "draw the stages of the second epoch's first steps", **both
+            ),
+        )
+    }

@@ -682,12 +682,13 @@ class StepGraphs:
 
 def flags():
     """Declare the flag of CUDA graphs."""
-    graphs = dict(
-        cuda_graph=alike(
-            one_of("auto", "on", "off"),
-            "auto",
-            "run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible",
-            needs=[gpu_for("cuda_graph", "on")],
+    return {
+        "sample_threads": dict(
+            cuda_graph=alike(
+                one_of("auto", "on", "off"),
+                "auto",
+                "run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible",
+                needs=[gpu_for("cuda_graph", "on")],
+            )
         )
-    )
-    return {"sample_threads": graphs}
+    }

@@ -220,17 +220,18 @@ def flags():
     """Declare the flags of times."""
     from run.kinds import TIME, fixed, of_data, one_of
 
-    seen = dict(
-        temporal=of_data(
-            one_of("auto", "at", "before", "off"),
-            "auto",
-            "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
-        ),
-        window=fixed(
-            TIME,
-            None,
-            "seeds see only edges of the last N (dates: microseconds; default: all)",
-            needs=[edge_times],
-        ),
-    )
-    return {"sampler": seen}
+    return {
+        "sampler": dict(
+            temporal=of_data(
+                one_of("auto", "at", "before", "off"),
+                "auto",
+                "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
+            ),
+            window=fixed(
+                TIME,
+                None,
+                "seeds see only edges of the last N (dates: microseconds; default: all)",
+                needs=[edge_times],
+            ),
+        )
+    }

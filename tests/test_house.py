@@ -114,7 +114,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "labor|LABOR|by_source|one_draw|(batch|layer)_dependency|key_step|keep_shared|shared_draws|dependent",
     ),
     "cut: times": (
-        "extras/times.py native/rules/times.h",
+        "extras/times.py extras/time_units.py native/rules/times.h",
         "edge_time|node_time|src_times|timed\\b(?!\\()|latest|LATEST|seen_at|seeds_at|number_before|cut_\\w*by_|only_nodes_timed|[^.]strict\\b|[.>]window|window=|temporal|times_used|unused_times|degrees_at|[a-z_]\\w*=times|times is",
     ),
     "cut: exclude": (
@@ -134,7 +134,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "LinkTask|[nN]egatives|scorer|edge_split|are_links|OF_LINKS|load_links",
     ),
     "small graphs": (
-        "extras/graphs.py extras/regressor.py extras/graph_store.py extras/graph_tables.py extras/molecules.py native/line_graph.c",
+        "extras/graphs.py extras/regressor.py extras/graph_store.py extras/molecules.py native/line_graph.c",
         "GraphTask|GraphDataset|graph_ids|max_nodes|max_edges|uses_vectors|ReadSlot|alignn|ALIGNN|line_graph|molecules|graph_tables|load_batch|Limits",
     ),
     "edge features": (
@@ -142,11 +142,11 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "edge_feature|EDGE_FEATURES|edge_dim|edge_linear|edge_mean|edge_sum|edge_matrix|takes_edges|sees_edges|features_used|check_edges|[gG]ine\\b|GINE",
     ),
     "8-bit codes": (
-        "extras/codes.py",
+        "extras/int8.py",
         "int8|CodedFeatures|codes_of|coded|feature_scale|CODES|gather_codes|encode|decode",
     ),
     "split features": (
-        "extras/peers.py extras/split_features.py",
+        "extras/peers.py extras/split.py extras/parts.py",
         "split_features|(Split|Uneven|Part)Features|part_bounds|over_gpus|over_machines|machines_by_part|Exchange|described_part|fits_split|_write_part",
     ),
     "look-ahead cache": (
@@ -165,7 +165,10 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "run/plan.py",
         "choose_mode|placements|memory_lines|check_memory|memory_options|dry_run|weight_bytes|largest_batch|advice",
     ),
-    "tables": ("extras/tables.py", "pyarrow|[.]csv|[.]parquet|table_library|rows_of_nodes"),
+    "tables": (
+        "extras/tables.py extras/graph_tables.py",
+        "pyarrow|[.]csv|[.]parquet|table_library|rows_of_nodes",
+    ),
     "DGL and PyG": ("extras/dgl.py", "dgl|DGL|to_pyg|torch_geometric|PyG"),
     "pictures, traces": (
         "extras/pictures.py",
