@@ -259,7 +259,8 @@ class NodeLoader:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
         if not load_batch and (sampler is None or ring is None):
             tables = _tables(graph, edges)
-        self.num_nodes = len(getattr(graph, "indptr", ())) - 1
+        indptr = getattr(graph, "indptr", None)
+        self._num_nodes = "V" if indptr is None else len(indptr) - 1  # in a mask
         self.draw = draw
         self.load_batch = load_batch
         self.seeds = seeds
@@ -304,7 +305,7 @@ class NodeLoader:
     @seeds.setter
     def seeds(self, seeds):
         # in host memory: a GPU would index it on a stream no slot waits for
-        seeds = torch.from_numpy(part_ids("seeds", seeds, self.num_nodes))
+        seeds = torch.from_numpy(part_ids("seeds", seeds, self._num_nodes))
         if not (self.draw or self.load_batch) and (again := repeated(seeds.numpy())) is not None:
             raise ValueError(
                 f"seeds has node {again} more than once: give it once, or a `draw` that samples "
