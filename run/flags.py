@@ -357,6 +357,7 @@ CORE = dict(
         "feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)",
         needs=[features_off_gpu],
     ),
+    # not beside extras/split.py: the memory plan and the loader ask for it
     split_features=alike(
         SWITCH,
         False,
