@@ -2,7 +2,7 @@
 
 For sampler.py a file has a `RULE`, a `law(law, check, **options)` that adds to a `Law` what options of NeighborSampler ask
 for, or both. For a run it has a `use(flags, task, store)`, which returns entries of `Used` of run/placement.py; a `TASK`; layers;
-and `flags()`: {flag of the core: {name: flag declared as in run/kinds.py}}, which --help lists behind that one."""
+and `flags(kinds)`: {flag of the core: {name: flag declared as in run/kinds.py}}, which --help lists behind that one."""
 
 import importlib
 

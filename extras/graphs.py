@@ -14,7 +14,6 @@ from extras.graph_store import GraphBatch, GraphDataset
 from extras.regressor import MODELS
 from features import CudaCopies
 from loader import UNLIMITED, Limits
-from run.kinds import COUNT, fixed
 from sources.splits import say_empty_parts
 from tasks.metrics import (
     binary_cross_entropy,
@@ -282,9 +281,9 @@ class GraphTask(Task):
 TASK = GraphTask
 
 
-def flags():
+def flags(kinds):
     """Declare the flags of --task graph."""
-    limit = partial(fixed, COUNT, None)
+    limit = partial(kinds.fixed, kinds.COUNT, None)
     return {
         "accumulate": dict(
             max_nodes=limit(

@@ -44,20 +44,18 @@ def with_labor(flags):
         return f"is for --sampler {RULE.name}, --sampler is {flags.sampler}"
 
 
-def flags():
+def flags(kinds):
     """Declare the flags of LABOR."""
-    from run.kinds import COUNT, SWITCH, fixed
-
     return {
         "sampler": dict(
-            layer_dependency=fixed(
-                SWITCH,
+            layer_dependency=kinds.fixed(
+                kinds.SWITCH,
                 False,
                 "labor: same random draws in all hops, for fewer input rows per batch",
                 needs=[with_labor],
             ),
-            batch_dependency=fixed(
-                COUNT,
+            batch_dependency=kinds.fixed(
+                kinds.COUNT,
                 1,
                 "labor: same random draws for N steps in a row, so that rows are reused",
                 needs=[with_labor],

@@ -232,14 +232,12 @@ class LookaheadCache(CachedFeatures):
         self.reader.read(ids[misses], out, misses)
 
 
-def flags():
+def flags(kinds):
     """Declare the flag of the cache that looks ahead."""
-    from run.kinds import COUNT_OR_0, free
-
     return {
         "split_features": dict(
-            lookahead=free(
-                COUNT_OR_0,
+            lookahead=kinds.free(
+                kinds.COUNT_OR_0,
                 None,
                 "CPU: keep the pages used soonest in the next N batches (default: two uses of each)",
             )

@@ -216,19 +216,17 @@ def edge_times(flags):
         return "is of times, --temporal is off"
 
 
-def flags():
+def flags(kinds):
     """Declare the flags of times."""
-    from run.kinds import TIME, fixed, of_data, one_of
-
     return {
         "sampler": dict(
-            temporal=of_data(
-                one_of("auto", "at", "before", "off"),
+            temporal=kinds.of_data(
+                kinds.one_of("auto", "at", "before", "off"),
                 "auto",
                 "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
             ),
-            window=fixed(
-                TIME,
+            window=kinds.fixed(
+                kinds.TIME,
                 None,
                 "seeds see only edges of the last N (dates: microseconds; default: all)",
                 needs=[edge_times],
