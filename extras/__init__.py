@@ -2,7 +2,7 @@
 
 For sampler.py a file has a `RULE`, a `law(law, check, **options)` that adds to a `Law` what options of NeighborSampler ask
 for, or both. For a run it has a `use(flags, task, store)`, which returns entries of `Used` of run/placement.py; a `TASK`; layers;
-and `flags()`: {flag of the core: {name: flag declared as in run/kinds.py}}, which --help lists behind that one."""
+and `flags(kinds)`: {flag of the core: {name: flag declared as in run/kinds.py}}, which --help lists behind that one."""
 
 import importlib
 
@@ -31,18 +31,10 @@ TASKS = dict(link=".links", graph=".graphs")
 LAYERS = dict(rgcn=".relational", rgat=".relational")
 MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
 STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
-# files with flags
+# files with flags; of two behind the same flag, the later is listed first
 FLAGS = {
-    file: file
-    for file in (
-        ".times",
-        ".labor",
-        ".links",
-        ".graphs",
-        ".relational",
-        ".step_graphs",
-        ".pictures",
-    )
+    f: f
+    for f in ".times .labor .links .graphs .relational .step_graphs .lookahead .pictures".split()
 }
 
 

@@ -210,25 +210,26 @@ def degrees_at(sampler):
     return at_times
 
 
-def flags():
+def edge_times(flags):
+    """Refuse a flag of times if edges of any time are seen."""
+    if flags.temporal == "off":
+        return "is of times, --temporal is off"
+
+
+def flags(kinds):
     """Declare the flags of times."""
-    from run.kinds import TIME, fixed, of_data, one_of
-
-    def edge_times(flags):
-        if flags.temporal == "off":
-            return "is of times, --temporal is off"
-
-    times = dict(
-        temporal=of_data(
-            one_of("auto", "at", "before", "off"),
-            "auto",
-            "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
-        ),
-        window=fixed(
-            TIME,
-            None,
-            "seeds see only edges of the last N (dates: microseconds; default: all)",
-            needs=[edge_times],
-        ),
-    )
-    return {"sampler": times}
+    return {
+        "sampler": dict(
+            temporal=kinds.of_data(
+                kinds.one_of("auto", "at", "before", "off"),
+                "auto",
+                "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
+            ),
+            window=kinds.fixed(
+                kinds.TIME,
+                None,
+                "seeds see only edges of the last N (dates: microseconds; default: all)",
+                needs=[edge_times],
+            ),
+        )
+    }

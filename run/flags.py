@@ -20,6 +20,7 @@ from disk.files import RANK_BYTES, free_host_bytes
 from disk.terminal import Parser
 from features import MODES
 from model import CONVS, NORMS, Conv, layers_where
+from run import kinds
 from run.kinds import (
     COUNT,
     COUNT_OR_0,
@@ -357,16 +358,12 @@ CORE = dict(
         "feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)",
         needs=[features_off_gpu],
     ),
+    # not beside extras/split.py: the memory plan and the loader ask for it
     split_features=alike(
         SWITCH,
         False,
         "split feature rows over the GPUs (cuda-cuda) or machines (cpu-cuda, cpu-cpu)",
         needs=[several_gpus_or_machines],
-    ),
-    lookahead=free(
-        COUNT_OR_0,
-        None,
-        "CPU: keep the pages used soonest in the next N batches (default: two uses of each)",
     ),
     prefetch=free(
         COUNT_OR_0, None, "batches prepared ahead; 0: none (default: --sample-threads + 1)"
@@ -452,10 +449,10 @@ CORE = dict(
 
 
 def with_extras(flags):
-    """Put the flags of extras among those of the core, each behind the one that their `flags()` names."""
+    """Put the flags of extras among those of the core, each behind the one that their `flags` names."""
     names = [*flags]
     for module in extras.present(extras.FLAGS).values():
-        for before, more in module.flags().items():
+        for before, more in module.flags(kinds).items():
             place = names.index(before) + 1
             names[place:place] = more
             flags = flags | more
@@ -506,7 +503,7 @@ def unused(task):
     idle = {name: why for why, names in task.unused.items() for name in names.split()}
     for other, module in extras.present(extras.TASKS).items():
         if other != task.name:
-            for flags in module.flags().values():
+            for flags in module.flags(kinds).values():
                 idle |= dict.fromkeys(flags, f"is for --task {other}, --task is {task.name}")
     return idle
 

@@ -364,8 +364,8 @@ def cached(ranks, plan, task, used, features):
             size = readable_size(budget)
             ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
         if budget:
-            lookahead = looking_ahead(ranks, plan)
-    if plan.lookahead is not None and not lookahead:
+            lookahead = looking_ahead(ranks)
+    if getattr(plan, "lookahead", None) is not None and not lookahead:
         raise StoreError(
             f"--lookahead {plan.lookahead} needs a --cache in front of memory-mapped features, with columns "
             "in the checkpoint's order, in mode cpu-cpu and without --split-features"
@@ -398,13 +398,11 @@ def cached(ranks, plan, task, used, features):
     return cache
 
 
-def looking_ahead(ranks, plan):
+def looking_ahead(ranks):
     """Return the module of the cache that looks ahead; None after a line that says so if its file is not there."""
     try:
         return extra(".lookahead", "looking ahead")
     except MissingExtra as error:
-        if plan.lookahead is not None:
-            raise
         ranks.say(f"memory  rows are cached, pages are left to the kernel: {error}")
         return None
 
