@@ -444,7 +444,11 @@ class Flags:
     edge_type: str | None = of_data(
         text("TYPE"), None, "predict edges of a type, as user,buys,item (default: all)"
     )
-    scorer: str = fixed(one_of("dot", "distmult", "mlp"), "dot", "how two embeddings are scored")
+    scorer: str = fixed(
+        one_of("ncn", "dot", "distmult", "mlp"),
+        "ncn",
+        "how pairs are scored; ncn: embeddings and common neighbours",
+    )
     negatives: int = fixed(COUNT, 1, "negatives per training edge, none of them an edge")
     negatives_by: str = fixed(
         one_of("uniform", "degree"), "uniform", "degree: in proportion to degree^0.75"
