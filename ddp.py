@@ -39,12 +39,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+
+def __getattr__(name):
+    if name == "Exchange":
+        from extras import extra
+
+        return extra(".split").Exchange
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 TIMEOUT = timedelta(minutes=30)  # of a collective
 # in gloo's errors; the second where a timeout broke a connection that others wait for
 OF_GLOO = re.compile("gloo|pair closure", re.IGNORECASE)
 LOOPBACK = "127.0.0.1"
 # SIGHUP: the terminal was closed; nohup ignores it
-STOPS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STOPS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 class Ranks(NamedTuple):
@@ -170,29 +179,6 @@ class Ranks(NamedTuple):
     def part(self, n):
         """Return this rank's contiguous slice of n items: the slices cover each item once, sizes differ by <= 1."""
         return slice(n * self.rank // self.world, n * (self.rank + 1) // self.world)
-
-
-class Exchange:
-    """All-to-alls of rows in host memory between all ranks, on a process group of their own: another thread may be in the
-    ranks' other collectives meanwhile. Every rank makes the same calls in the same order. rank, world: of this process, of all."""
-
-    def __init__(self, ranks):
-        self.rank = ranks.rank
-        self.world = ranks.world
-        self.group = _group_of_rows()
-
-    def __call__(self, rows, sent=None, received=None):
-        """Send the first sent[0] of `rows` to rank 0, the next sent[1] to rank 1 ... -> received[0] rows of rank 0, then those
-        of the others. None: one row to and from each."""
-        out = rows.new_empty(self.world if received is None else sum(received), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.group)
-        return out
-
-
-@functools.cache
-def _group_of_rows():
-    """Make a group of all ranks, once in a process."""
-    return dist.new_group(backend="gloo", timeout=TIMEOUT)
 
 
 def _is_sparse(module):
@@ -363,15 +349,11 @@ def _run(worker, ranks, store, args):
     share_cores(ranks.local_world)
     if ranks.gpus:
         torch.cuda.set_device(ranks.device)
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
+        os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
     backend = "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo"
-    where = {}
-    if store is not None:
-        where = {"store": store, "rank": ranks.rank, "world_size": ranks.world}
-    if ranks.gpus:
-        # given device_id, NCCL connects now and never guesses a device
-        where["device_id"] = ranks.device
+    # given device_id, NCCL connects now and never guesses a device
+    where = {"rank": ranks.rank, "world_size": ranks.world, "store": store}
+    where["device_id"] = ranks.device if ranks.gpus else None
     dist.init_process_group(backend, timeout=TIMEOUT, **where)
     try:
         ranks.barrier()  # a rank that ends breaks the connections that others still make

@@ -1,6 +1,7 @@
-"""Moving feature rows to the training step: a ring of reused buffers, prefetching, placement, a static cache.
+"""Moving feature rows to the training step: a ring of reused buffers, prefetching, placement.
 
-This file works alone: copy it into your own code.
+This file works alone: copy it into your own code. cache.py keeps the hottest rows near, extras/split.py splits rows over
+machines.
 
     indptr, indices, labels, features = place(indptr, indices, labels, features, "cpu-cuda")
     ring = FeatureRing(features, labels, slots=depth + 1, device="cuda")
@@ -17,27 +18,41 @@ overlap with its work only from pinned memory. So a few buffers, the slots of th
 A slot is refilled when both hold: the caller has asked for the batch after the one in it (`prefetch`), and copies out of
 it to a GPU are done (`FeatureRing`).
 
-"Features" are a tensor [V, F] or any object with .shape, .dtype and .gather(ids, out=None), such as an open store's.
+"Features" are a tensor [V, F] or any object with .shape, .dtype and .gather(ids, out=None), such as an open store's. What
+else they may say about themselves is listed at `Features`.
 """
 
 import math
 import mmap
 import os
-import threading
-import time
 import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
 
+# names of other files that are found here, too
+ELSEWHERE = {
+    "CachedFeatures": "cache",
+    "expected_visits": "cache",
+    "SplitFeatures": "extras.split",
+    "UnevenFeatures": "extras.split",
+}
+
+
+def __getattr__(name):
+    if name in ELSEWHERE:
+        return getattr(import_module(ELSEWHERE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 # where graph and features live - where training runs
 MODES = ("cuda-cuda", "pinned-cuda", "cpu-cuda", "cpu-cpu")
 CHUNK_BYTES = 1 << 24  # rows copied at a time
-CHUNK_EDGES = 1 << 22  # edges handled at a time
 PIECE_BYTES = 1 << 30  # host memory registered per call: a single call cannot register very much
 
 
@@ -141,21 +156,19 @@ class FeatureRing:
             in host memory that it reads in place, are gathered there without a buffer.
         streams: number of CUDA streams; slot i uses stream i % streams.
         aggregate: function (indptr, indices, features, nodes, out) -> [S, 2F], such as `self_and_mean` of model.py.
-            If features is a tensor of floats, or has a scale, the outermost hop is then aggregated straight from it,
+            If features are a tensor of floats, or of codes, the outermost hop is then aggregated straight from it,
             not gathered: x is the result for a blocks[0] with global ids in `indices` and only its destinations in
             `src_nodes`.
         dtype: of x; None: that of features. Rows are moved as stored and converted on the device.
-        gather: function (features, ids, out) -> [n, F] for tensors, such as `gather_rows` of model.py. It decodes
-            into `out`, as `aggregate` does, if it gets the scale too.
+        gather: function (features, ids, out, **coded) -> [n, F] for tensors, such as `gather_rows` of model.py. It
+            decodes into `out`, as `aggregate` does, if features are `coded`.
         reuse: False allocates new tensors for each batch on CPU, for callers that keep batches.
         edge_features: [M, D], row for row with the graph's `indices`; batches then have the rows of their edges, by edge_ids.
-        scale: float32 [2, F] of features that are int8 codes: each stands for code * scale[0] + scale[1] of its column.
-            They are moved as codes and decoded on the device. Or [T, 2, F], one for the rows of each type, which end
-            before the rows `ends` [T].
 
     Attributes:
+        features: the rows that are moved: those given, as they are `stored`. source: what they stand for, on the device.
         first_hop: whether x is aggregated. on_device: whether the features are on the device.
-        coded: {"scale": the scale on the device}, for gather and aggregate; empty without, and with one for each type.
+        coded, decode: see `Features`, with values on the device.
         buffers: {"rows", "edges" or "rest": buffer of each slot}; rest: blocks and labels.
     """
 
@@ -172,13 +185,12 @@ class FeatureRing:
         gather=None,
         reuse=True,
         edge_features=None,
-        scale=None,
-        ends=None,
     ):
-        self.features = features
-        self.scale = scale if scale is None else scale.to(device)
-        self.ends = ends if ends is None else ends.to(device)
-        self.coded = {} if scale is None or ends is not None else {"scale": self.scale}
+        self.features = stored(features)
+        self.source = ask(features, "over")(self.features, device)
+        self.coded = ask(self.source, "coded")
+        self.decode = ask(self.source, "decode")
+        features = self.features
         self.labels = labels
         self.edge_features = edge_features
         self.device = torch.device(device)
@@ -191,15 +203,15 @@ class FeatureRing:
         if aggregate is not None and isinstance(features, torch.Tensor):
             self.first_hop = features.is_floating_point() or bool(self.coded)
         self.width = features.shape[1] * (2 if self.first_hop else 1)
-        self.convert = dtype or (None if scale is None else scale.dtype)
-        self.dtype = self.convert or features.dtype
+        self.convert = dtype
+        self.dtype = dtype or self.source.dtype
         self.buffers = {name: [None] * slots for name in ("rows", "edges", "rest")}
         self.copied = [None] * slots  # event: copies out of the slot are done
         self.began = [None] * slots  # event: the copy of x began
 
     def counts(self):
         """Return the counts of the features, see `Features`."""
-        return stated(self.features).counts()
+        return ask(self.features, "counts")()
 
     def stream(self, slot, blocks=()):
         """Context with the slot's stream as current CUDA stream: sample on the GPU in it, to overlap with training."""
@@ -282,25 +294,14 @@ class FeatureRing:
         """Fetch rows ids [n] of a table, or aggregate a block -> [n, F] on the device, as `dtype` or the table's."""
         if self._has(table):
             rows = self._read(table, ids.to(self.device, non_blocking=True), block)
-        elif self.copies and stated(table).kept_on == self.device.type:
+        elif self.copies and ask(table, "kept_on") == self.device.type:
             upload = lambda missing: self._fill(slot, name, table.features, missing)  # noqa: E731
             rows = table.gather(ids, missing=upload)
         else:
             rows = self._fill(slot, name, table, ids, block)
         if name == "rows":
             rows = self.decode(rows, ids)
-        return rows.to(self.convert or table.dtype)
-
-    def decode(self, rows, ids):
-        """Return what rows ids [n] of `features` on the device stand for; in two operations: GPUs round like CPUs."""
-        if self.scale is None or rows.is_floating_point():
-            return rows
-        steps, offsets = self.scale.unbind(-2)
-        if self.ends is not None:
-            types = torch.bucketize(ids.to(self.device), self.ends, right=True)
-            steps = steps[types]
-            offsets = offsets[types]
-        return rows.to(steps.dtype).mul_(steps).add_(offsets)
+        return rows.to(self.convert or rows.dtype)
 
     def _fill(self, slot, name, table, ids, block=None):
         """Read rows into the slot's buffer -> [n, F]: a view of the buffer or, with a GPU, the copy there. On CPU with
@@ -353,33 +354,45 @@ class FeatureRing:
 
 
 class Features:
-    """Base of features that are no tensor, with what the ring and the loader ask of them. Subclasses have .shape, .dtype and
-    .gather, and say what differs.
+    """What the ring, the loader and placement `ask` of features, and the answers of those that do not say, as a tensor.
 
     Attributes:
         collective: whether all processes gather together: equally often, in the same order.
         looking_ahead: context manager of an iterator over sampled batches, inside which they are fetched, on one thread; or
             None: batches are sampled and fetched together.
         kept_on: type of the device of a cache, whose `gather` takes a function that uploads what is missing; or None.
+        paged: whether they have `MmapFeatures.reader`, and so pages that can be planned.
+        coded: arguments with which `gather` and `aggregate` of a ring decode rows as they read them.
     """
 
     collective = False
     looking_ahead = None
     kept_on = None
+    paged = False
+    coded = {}
+    # () -> {name: number} of what was read since the start
+    counts = dict
+    # (rows, ids) -> what rows ids [n] of those `stored` stand for
+    decode = staticmethod(lambda rows, ids: rows)
+    # (rows, device=None) -> what other rows in place of those `stored` stand for; device: where they are decoded
+    over = staticmethod(lambda rows, device=None: rows)
+    # (bytes, share=1): leave memory to others, and expect to read a share of the rows
+    reserve = staticmethod(lambda count, share=1: None)
+    # (features) -> features made of these, for processes that gather unequally often
+    uneven = staticmethod(lambda features: getattr(features, "tensor", features))
+    # of uneven features: (collective) -> one in which processes that wait answer the others; (): answer them to the end
+    answering = staticmethod(lambda collective: collective)
+    finish = staticmethod(lambda: None)
 
-    def counts(self):
-        """Return {name: number} of what was read since the start."""
-        return {}
+
+def ask(features, what):
+    """Return what features say: an attribute of `Features`."""
+    return getattr(features, what, getattr(Features, what))
 
 
-def stated(features):
-    """Return features that say what they are, a `Features`; for others, such as a tensor, one that says nothing."""
-    return features if isinstance(features, Features) else Features()
-
-
-def codes_of(features):
-    """Return the codes that features are kept as, which `FeatureRing` decodes, or features that are kept as they are."""
-    return getattr(features, "codes", features)
+def stored(features):
+    """Return the rows that features are kept as, which `FeatureRing` moves; most are kept as they are."""
+    return getattr(features, "stored", features)
 
 
 def take(features, ids, out=None):
@@ -437,7 +450,7 @@ def place(indptr, indices, labels, features, mode, *, device="cpu", more=(), spa
     arrays = [indptr, indices, labels, getattr(features, "tensor", features), *more]
     if mode == "cuda-cuda":
         empty = lambda a: torch.empty(a.shape, dtype=a.dtype, device=device)  # noqa: E731
-        return tuple(a if getattr(a, "is_cuda", False) else _copy_rows(a, empty(a)) for a in arrays)
+        return tuple(a if getattr(a, "is_cuda", False) else copy_rows(a, empty(a)) for a in arrays)
     if mode == "pinned-cuda":
         fits = indptr.nbytes <= spare, indptr.nbytes + indices.nbytes <= spare
         graph = (a.to(device) if fit else gpu_view(a, device) for a, fit in zip(arrays, fits))
@@ -447,9 +460,9 @@ def place(indptr, indices, labels, features, mode, *, device="cpu", more=(), spa
     return tuple(arrays)
 
 
-def _copy_rows(source, target, ids=None):
+def copy_rows(source, target, ids=None):
     """Copy all rows of source, or rows ids, into target, a chunk at a time -> target."""
-    step = _rows_of_a_chunk(source)
+    step = rows_of_a_chunk(source)
     plain = ids is None and isinstance(source, torch.Tensor)
     for a in range(0, len(target), step):
         b = min(a + step, len(target))
@@ -461,7 +474,8 @@ def _copy_rows(source, target, ids=None):
     return target
 
 
-def _rows_of_a_chunk(array):
+def rows_of_a_chunk(array):
+    """Return how many rows of an array to copy at a time."""
     return max(1, CHUNK_BYTES // max(1, math.prod(array.shape[1:]) * array.dtype.itemsize))
 
 
@@ -497,7 +511,7 @@ def share(arrays, *, leads=True, total=None):
         os.close(handle)
         views.append(memory[:size].view(array.dtype).view(array.shape))
         if leads:
-            _copy_rows(array, views[-1])
+            copy_rows(array, views[-1])
     total(0)  # barrier: the copies are complete
     return views
 
@@ -563,219 +577,3 @@ class _HostArray:
             "data": (host.data_ptr(), False),  # False: not read-only, which torch would refuse
             "version": 3,
         }
-
-
-# ---- features split over machines
-
-
-class SplitFeatures(Features):
-    """Features of which each machine holds a part of the rows: a process asks one process of each machine for the rows of
-    a batch by id. Therefore all processes have to gather equally often, in the same order: for a batch without nodes, too.
-
-    Args:
-        table: features [V, F] in host memory, from which this process reads rows of its machine's part for the others.
-        parts: (the id after the last row, the rank to ask for its rows) of each part, by ids.
-        exchange: the all-to-all between the processes, such as `Exchange` of ddp.py.
-    """
-
-    collective = True
-    # fetched on one thread, while others sample
-    looking_ahead = staticmethod(nullcontext)
-
-    def __init__(self, table, parts, exchange):
-        self.table = table
-        self.shape = tuple(table.shape)
-        self.dtype = table.dtype
-        self.ends, self.owners = torch.tensor(parts, device="cpu").T.contiguous()
-        self.exchange = exchange
-        self.sent_as = torch.int32 if self.shape[0] < 1 << 31 else torch.int64  # ids
-        self.rows = self.bytes_received = 0
-        self.seconds = 0.0
-
-    def counts(self):
-        """Return counts since the start: rows gathered, bytes of rows received from others, seconds that took."""
-        return {
-            "split_rows": self.rows,
-            "split_bytes_received": self.bytes_received,
-            "split_seconds": self.seconds,
-        }
-
-    def gather(self, ids, out=None):
-        """Gather rows ids [n] from all parts -> [n, F]."""
-        began = time.perf_counter()
-        ids = ids.long()
-        owner = self.owners[torch.bucketize(ids, self.ends, right=True)]
-        order = owner.argsort()
-        asked = owner.bincount(minlength=self.exchange.world)
-        wanted = self.exchange(asked).tolist()
-        asked = asked.tolist()
-        answers = take(self.table, self.exchange(ids[order].to(self.sent_as), asked, wanted))
-        # as bytes: not every backend knows bfloat16
-        rows = self.exchange(answers.view(torch.uint8), wanted, asked).view(self.dtype)
-        if out is None:
-            out = rows.new_empty(len(ids), self.shape[1])
-        out.index_copy_(0, order, rows)
-        self.rows += len(ids)
-        self.bytes_received += (len(ids) - asked[self.exchange.rank]) * rows[:1].nbytes
-        self.seconds += time.perf_counter() - began
-        return out
-
-
-class UnevenFeatures:
-    """`SplitFeatures`, or features that are made of their rows, for processes that gather unequally often, as in exact
-    inference. A process that waits for others answers them: by `answering`, and at its end by `finish`."""
-
-    def __init__(self, features, exchange):
-        self.features = features
-        self.shape = features.shape
-        self.exchange = exchange
-
-    def _agree(self, more):
-        """Return whether any process has more rows to gather."""
-        return bool(self.exchange(torch.full((self.exchange.world,), more, device="cpu")).any())
-
-    def gather(self, ids):
-        """Gather rows -> [n, F]."""
-        self._agree(True)
-        return self.features.gather(ids)
-
-    def answering(self, collective):
-        """Return a function like `collective`, of all processes, before which they wait for each other in `finish`."""
-
-        def waited(*values):
-            self.finish()
-            return collective(*values)
-
-        return waited
-
-    def finish(self):
-        """Answer the other processes until all of them call this."""
-        while self._agree(False):
-            self.features.gather(torch.empty(0, dtype=torch.int64, device="cpu"))
-
-
-# ---- the cache
-
-
-def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
-    """Estimate the probability that each node is an input node of a batch -> float32 [V], to rank rows for a cache.
-
-    The vertex-inclusion recursion of SALIENT++ (arXiv 2305.03152), for blocks in which every hop expands all nodes of
-    the batch so far, with fresh draws. Neighbours are assumed independent. One pass over the edges per layer.
-
-    Args:
-        indptr: int64 [V+1], indices: [M], the graph. train_nodes: [T] ids of the nodes that batches take seeds from.
-        fanouts: one number per layer from the seeds outward, -1 for all neighbours. batch_size: seeds per batch.
-
-    Raises:
-        IndexError: for offsets or node ids out of range.
-    """
-    num_nodes = indptr.numel() - 1
-    num_edges = indices.numel()
-    device = indptr.device
-    degree = indptr.diff()
-    if bool((degree < 0).any()) or int(indptr[0]) != 0 or int(indptr[-1]) != num_edges:
-        raise IndexError("the graph is damaged: an offset in indptr is out of range or decreases")
-    # five values per node from here on: V may be large
-    degree = degree.float()
-    train_nodes = train_nodes.to(device)
-    seed = min(1.0, batch_size / max(1, train_nodes.numel()))
-    # probabilities that a node is in the batch, and that it has drawn a given neighbour
-    held, picked = torch.zeros(2, num_nodes, device=device)
-    held[train_nodes] = seed
-    for k in fanouts:
-        log_unpicked = held.sub_(picked)
-        if k >= 0:
-            log_unpicked.mul_((k / degree).clamp_(max=1))
-        picked.add_(log_unpicked).clamp_(0, 1)
-        torch.neg(picked, out=log_unpicked).log1p_()
-        total = torch.zeros_like(picked)
-        for a in range(0, num_edges, CHUNK_EDGES):
-            b = min(a + CHUNK_EDGES, num_edges)
-            ends = torch.tensor([a + 1, b], device=device)
-            first, last = torch.searchsorted(indptr, ends).tolist()
-            counts = indptr[first - 1 : last + 1].clamp(a, b).diff()
-            values = log_unpicked[first - 1 : last].repeat_interleave(counts, output_size=b - a)
-            total.index_add_(0, indices[a:b], values)
-        held = total.exp_()
-        held[train_nodes] *= 1 - seed
-        held.neg_().add_(1)
-    return held
-
-
-class CachedFeatures(Features):
-    """Features with a static cache of the hottest rows: on the GPU for features in host memory, in RAM for a store.
-    Rows in the cache stay as they are now: those that `put_rows` changes later need a cache made later.
-
-    Args:
-        features: the features behind the cache. device: where to keep rows.
-        visits: [V], the larger the hotter: `expected_visits`, or the degree.
-        budget: bytes of rows to keep. A map from node to cached row takes another 4 bytes a node.
-
-    Attributes:
-        cache: [rows, F] on the device. shape, dtype: of the features. device: where `gather` looks ids up.
-        hits, lookups: rows found in the cache and rows asked for since the start. hit_rate: hits / lookups.
-    """
-
-    def __init__(self, features, visits, budget, device="cpu"):
-        self.features = features = getattr(features, "tensor", features)
-        self.shape = tuple(features.shape)
-        self.dtype = features.dtype
-        self.device = getattr(features, "device", torch.device("cpu"))
-        num_nodes, width = self.shape
-        rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
-        self.collective = stated(features).collective
-        if self.collective:
-            self.looking_ahead = nullcontext
-        # rows of misses read at a time: a large temporary costs more in page faults than in copying
-        self.piece = _rows_of_a_chunk(features)
-        # ascending, so that a disk is read sequentially
-        hot = visits.to(self.device).topk(rows).indices.sort().values
-        self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
-        self.position[hot] = torch.arange(rows, dtype=torch.int32, device=self.device)
-        cache = torch.empty(rows, width, dtype=self.dtype, device=device)
-        self.cache = _copy_rows(features, cache, hot)
-        self.kept_on = cache.device.type
-        self.hits = 0
-        self.lookups = 0
-        self.lock = threading.Lock()
-
-    @property
-    def hit_rate(self):
-        return self.hits / max(1, self.lookups)
-
-    def counts(self):
-        """Return the share of rows found in the cache, and the counts of the features behind it."""
-        return {"cache_hit_rate": self.hit_rate, **stated(self.features).counts()}
-
-    def gather(self, ids, out=None, missing=None):
-        """Gather rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.
-
-        Args:
-            ids: int32 or int64 [n] node ids, repeats allowed. out: [n, F] on the cache's device, or None.
-            missing: function of ids [m] -> their rows [m, F] on the cache's device; reads the features when None.
-        """
-        ids = ids.to(self.device)
-        on = self.cache.device
-        position = self.position.index_select(0, ids)
-        misses = (position < 0).nonzero().squeeze(1)
-        with self.lock:
-            self.hits += ids.numel() - misses.numel()
-            self.lookups += ids.numel()
-        if out is None:
-            out = torch.empty(ids.numel(), self.shape[1], dtype=self.dtype, device=on)
-        if len(self.cache):
-            # a miss copies row 0, overwritten below: cheaper than selecting the hits
-            rows = position.clamp_(min=0).to(on, non_blocking=True)
-            torch.index_select(self.cache, 0, rows, out=out)
-        self._read(ids, misses, out, missing)
-        return out
-
-    def _read(self, ids, misses, out, missing):
-        """Copy rows ids[misses] to out[misses]; see `gather`."""
-        on = out.device
-        # `missing` is called once: again, it would refill the slot's buffer during the copy out of it
-        at_once = missing or self.collective
-        for some in [misses] if at_once else misses.split(self.piece):
-            rows = missing(ids[some]) if missing else take(self.features, ids[some]).to(on)
-            out.index_copy_(0, some.to(on, non_blocking=True), rows)

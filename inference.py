@@ -18,20 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-try:
-    from model import GNN, Conv, Near, check_edges, check_nodes, graph_degrees, hooked, is_gnn
-except ImportError as error:
-    if not (error.path and error.name == "model"):
-        raise
-    raise ImportError(
-        f"{error}: it hides the model.py that inference.py needs; rename it"
-    ) from None
+from model import GNN, Conv, Near, check_edges, check_nodes, graph_degrees, hooked, is_gnn
 
 CHUNK = 65536  # destinations at a time
 CHUNK_EDGES = 1 << 19
 CHUNK_BYTES = 1 << 26  # of rows that are read or converted at a time
 LARGEST = 1 << 35  # bytes of a chunk on a GPU, at most: kernels count elements in 32 bits
-PIECE = 1 << 24  # edges or offsets checked at a time
 
 
 def layerwise(model):
@@ -175,16 +167,14 @@ def checked_part(indptr, indices, rank, world):
     shares = [int(indptr[-1]) * r // world for r in range(1, world)]
     bounds = [0, *(int(torch.searchsorted(indptr, share)) for share in shares), len(indptr) - 1]
     first, last = bounds[rank : rank + 2]
-    for a in range(first, last, PIECE):
-        b = min(a + PIECE, last)
-        steps = indptr[a : b + 1].diff()
-        inside = 0 <= int(indptr[a]) and int(indptr[b]) <= len(indices)
-        if not inside or bool((steps < 0).any()):
-            raise IndexError(
-                f"the graph is damaged: an offset in indptr of nodes {a} to {b - 1} is out of range or decreases"
-            )
-    for part in indices[int(indptr[first]) : int(indptr[last])].split(PIECE):
-        check_nodes(part, len(indptr) - 1)
+    ends = indptr[first : last + 1]
+    low = int(ends[0])
+    high = int(ends[-1])
+    if low < 0 or high > len(indices) or bool((ends[1:] < ends[:-1]).any()):
+        raise IndexError(
+            f"the graph is damaged: an offset in indptr of nodes {first} to {last - 1} is out of range or decreases"
+        )
+    check_nodes(indices[low:high], len(indptr) - 1)
     return first, last
 
 
@@ -198,9 +188,13 @@ def free_bytes(device):
 
 def checked_features(x, V, inputs):
     """Return x as a tensor, or an object with gather; ValueError unless it has the rows that a network with `inputs` takes."""
-    dense = getattr(x, "layout", torch.strided) == torch.strided
-    if not dense or not (hasattr(x, "gather") or hasattr(x, "__array_interface__")):
-        kind = f"{type(x).__name__}, sparse" if not dense else type(x).__name__
+    layout = getattr(x, "layout", torch.strided)
+    if (
+        layout != torch.strided
+        or not hasattr(x, "gather")
+        and not hasattr(x, "__array_interface__")
+    ):
+        kind = f"{type(x).__name__}, {layout}"
         raise ValueError(f"x is a {kind}: a dense tensor or array [V, F] is needed")
     rows = x.shape[0]
     if rows != V and (inputs is None or len(inputs.linears) and rows < inputs.first):

@@ -19,17 +19,19 @@ import numpy as np
 import torch
 
 from disk.columns import EDGE_FEATURES, EDGE_TYPE
-from disk.convert import as_tensor, edge_pairs, integers, is_sparse, kind_of, shown
-
-try:
-    from features import Batch, FeatureRing, codes_of, prefetch, stated
-    from sampler import NeighborSampler, fanout_list, mix, outside
-except ImportError as error:
-    if not (error.path and error.name in ("features", "sampler")):
-        raise
-    raise ImportError(
-        f"{error}: it hides the {error.name}.py that loader.py needs; rename it"
-    ) from None
+from disk.convert import (
+    as_tensor,
+    edge_pairs,
+    integers,
+    is_sparse,
+    kind_of,
+    part_ids,
+    shaped,
+    shown,
+    within,
+)
+from features import Batch, FeatureRing, ask, prefetch, stored
+from sampler import NeighborSampler, mix
 
 
 class Graph(NamedTuple):
@@ -62,9 +64,9 @@ def from_edge_index(edge_index, num_nodes, edge_order=False):
     ValueError for another shape, values that are not integers, or a node id outside [0, num_nodes).
     """
     edges = edge_pairs("edge_index", edge_index, num_nodes, num_nodes)
-    source, destination = edges = torch.from_numpy(integers("edge_index", edges))
-    if (bad := outside(edges, num_nodes)) is not None:
-        raise ValueError(f"edge_index has node {bad}: ids must be in [0, {num_nodes})")
+    edges = integers("edge_index", edges)
+    within("edge_index", edges, num_nodes, "nodes")
+    source, destination = torch.from_numpy(edges)
     keys = (destination * num_nodes + source).numpy()
     if edge_order:
         order = np.argsort(keys, kind="stable")
@@ -84,9 +86,9 @@ def _tensor(name, values):
     return values if as_it_is else as_tensor(name, values)
 
 
-def _tables(graph, seeds, edges):
-    """Return features, labels and, if used, edge_features as tensors; ValueError unless these and a mask of seeds have a
-    row for each node, or edge, and for what is no graph."""
+def _tables(graph, edges):
+    """Return features, labels and, if used, edge_features as tensors; ValueError unless these have a row for each node, or
+    edge, and for what is no graph."""
     if not all(hasattr(graph, name) for name in Graph._fields):
         raise ValueError(
             f"graph is {kind_of(graph)}: give GraphStore.open(path), after build(data, path) of "
@@ -95,34 +97,17 @@ def _tables(graph, seeds, edges):
         )
     V = len(graph.indptr) - 1
     M = len(graph.indices)
-    features = getattr(graph.features, "tensor", graph.features)
-    tables = {"features": (features, V), "labels": (graph.labels, V)}
-    if seeds.dtype == torch.bool:
-        tables["seeds, a mask,"] = seeds, V
+    tables = {
+        "features": _tensor("features", getattr(graph.features, "tensor", graph.features)),
+        "labels": _tensor("labels", graph.labels),
+    }
+    if not getattr(graph, "node_types", None):  # else only the first nodes have features
+        shaped("features", tables["features"], V, "F")
+    shaped("labels", tables["labels"], V, *tables["labels"].shape[1:])
     if edges:
-        tables[EDGE_FEATURES.name] = getattr(graph, EDGE_FEATURES.name, None), M
-    for name, (values, count) in tables.items():
-        values = values if values is None else _tensor(name, values)
-        tables[name] = values
-        if name == "features" and getattr(graph, "node_types", None):
-            continue  # only the first nodes have features
-        shape = [*getattr(values, "shape", (None,))]
-        table = "features" in name
-        if shape[:1] != [count] or table and len(shape) < 2:
-            actual = type(values).__name__ if shape == [None] else shape
-            needed = f"[{count}, F]" if table else f"[{count}]"
-            raise ValueError(f"{name} is {actual}: {needed} is needed, for {V} nodes and {M} edges")
+        of_edges = _tensor(EDGE_FEATURES.name, getattr(graph, EDGE_FEATURES.name, None))
+        tables[EDGE_FEATURES.name] = shaped(EDGE_FEATURES.name, of_edges, M, "F")
     return tables
-
-
-def _seeds(seeds):
-    """Convert seeds to a tensor in host memory: int [T] or bool [V]."""
-    seeds = _tensor("seeds", seeds).cpu()  # a GPU would index it on a stream no slot waits for
-    if seeds.dim() != 1:
-        raise ValueError(f"seeds is {list(seeds.shape)}: node ids [T] or a mask [V] is needed")
-    if seeds.dtype not in (torch.bool, torch.int32):
-        seeds = torch.from_numpy(integers("seeds", seeds))
-    return seeds
 
 
 def repeated(ids):
@@ -146,6 +131,9 @@ def seeds_at(times, nodes=None):
         return seeds if nodes is None else nodes[seeds], {"times": times[seeds]}, None
 
     return draw
+
+
+UNLIMITED = 1 << 20  # examples of a batch that `Limits` end
 
 
 class Limits(NamedTuple):
@@ -177,12 +165,8 @@ def _sampler(graph, fanouts, *, seed, edges, types):
     indices = _tensor("indices", getattr(graph, "sampled_indices", graph.indices))
     disk_threads = getattr(graph, "sampling_threads", None)  # if the graph stays on disk
     kinds = getattr(graph, EDGE_TYPE.name, None)
-    fanouts = fanout_list(fanouts)
-    if types and kinds is None or not types and any(isinstance(k, list) for k in fanouts):
-        raise ValueError(
-            f"types is {types}, fanouts {fanouts}: types=True and a graph with edge_type "
-            "are needed to draw by type"
-        )
+    if types and kinds is None:
+        raise ValueError(f"types is {types}: a graph with edge_type is needed to draw by type")
     return NeighborSampler(
         indptr,
         indices,
@@ -274,7 +258,9 @@ class NodeLoader:
             if value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
         if not load_batch and (sampler is None or ring is None):
-            tables = _tables(graph, _seeds(seeds), edges)
+            tables = _tables(graph, edges)
+        indptr = getattr(graph, "indptr", None)
+        self._num_nodes = "V" if indptr is None else len(indptr) - 1  # in a mask
         self.draw = draw
         self.load_batch = load_batch
         self.seeds = seeds
@@ -289,10 +275,10 @@ class NodeLoader:
         if sampler is None and not load_batch:
             sampler = _sampler(graph, fanouts, seed=seed, edges=edges, types=types)
         if ring is None and not load_batch:
-            rows = codes_of(tables["features"])
+            rows = stored(tables["features"])
             depth = 0 if getattr(rows, "requires_grad", False) else depth
             ring = FeatureRing(
-                rows,
+                tables["features"],
                 tables["labels"],
                 slots=depth + 1,
                 device=device or getattr(rows, "device", "cpu"),
@@ -300,8 +286,6 @@ class NodeLoader:
                 dtype=dtype,
                 reuse=reuse,
                 edge_features=tables.get(EDGE_FEATURES.name),
-                scale=getattr(tables["features"], "scale", None),
-                ends=getattr(tables["features"], "ends", None),
             )
         self.node_sampler = sampler
         self.ring = ring
@@ -320,8 +304,8 @@ class NodeLoader:
 
     @seeds.setter
     def seeds(self, seeds):
-        seeds = _seeds(seeds)
-        seeds = seeds.nonzero().squeeze(1) if seeds.dtype == torch.bool else seeds
+        # in host memory: a GPU would index it on a stream no slot waits for
+        seeds = torch.from_numpy(part_ids("seeds", seeds, self._num_nodes))
         if not (self.draw or self.load_batch) and (again := repeated(seeds.numpy())) is not None:
             raise ValueError(
                 f"seeds has node {again} more than once: give it once, or a `draw` that samples "
@@ -359,18 +343,18 @@ class NodeLoader:
             first = 0  # the loop was left, not resumed by another loader
         if self.ring and self.ring.copies:
             self.ring.copies.follow()  # features may have changed since the last epoch
-        features = stated(self.ring and self.ring.features)
+        features = self.ring and self.ring.features
         with ExitStack() as stack:
             self.looping = True
             stack.callback(setattr, self, "looping", False)
             parts = self._parts(epoch, first)
             # all processes fetch the same batches, in this order: also those begun when a loop is left
-            options = {**self.options, "finish": features.collective}
-            if features.looking_ahead:
+            options = {**self.options, "finish": ask(features, "collective")}
+            if looking_ahead := ask(features, "looking_ahead"):
                 # blocks wait in memory for their rows: 120 MB for a thousand batches with 10,000 input nodes each
                 sampled = prefetch(self._sample, parts, **options)
                 sampled = stack.enter_context(closing(sampled))
-                parts = stack.enter_context(features.looking_ahead(sampled))
+                parts = stack.enter_context(looking_ahead(sampled))
                 options = {**options, "threads": 1}  # its plans are executed in order
             stream = stack.enter_context(closing(prefetch(self._make, parts, **options)))
             steps = self._steps(epoch)

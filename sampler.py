@@ -14,8 +14,7 @@ Samples depend only on (random seed, step, hop, node), through a counter-based g
 backends but "dgl" return the same bits, for any number of threads and ranks and any prefetch depth.
 
 A hop is five passes over flat arrays: degrees; prefix sum (the block's indptr); picks (Floyd's algorithm: k draws, however
-long the list); gather of the picked node ids; relabelling. Destinations need no hashing, because they are the sources of
-the previous hop, and the outermost hop, by far the largest, can skip relabelling (`relabel_outer=False`).
+long the list); gather of the picked node ids; relabelling, which the outermost hop, the largest, can do without.
 
 A `Law` says how neighbours are drawn: the *rule* takes edges of a list; *cuts* leave the edges that a destination sees; a
 *split* makes several lists of one, as by type; by a *pairing* a source is more than its node. extras/ has a file for each.
@@ -122,13 +121,15 @@ class Lists(NamedTuple):
 
 class Rule(NamedTuple):
     """A sampling rule: how edges of a list are taken with torch operations, and what else depends on the rule. It draws
-    positions, or looks at every edge and keeps some; one that does neither takes the last k of a list."""
+    positions in lists, or picks edges itself; one that does neither takes the last k of a list."""
 
     name: str
     number: int = 0  # in positions.h
     help: str = ""  # of --sampler
     draw: Callable | None = None  # (lists, their numbers [R], j [k, 1]) -> positions in them [k, R]
-    keep: Callable | None = None  # (law, lists, edges, row, place) -> mask of the edges kept [E]
+    pick: Callable | None = (
+        None  # (law, lists) -> offsets [R+1] of the edges, their positions in indices [E]
+    )
     needs: str | None = None  # option of NeighborSampler without which it cannot be used
     column: Tensor | None = None  # [M] that it reads
     header: str = "positions"  # of native/rules/, the same in C and CUDA
@@ -183,19 +184,6 @@ class Law(NamedTuple):
     num_nodes = property(lambda self: self.indptr.numel() - 1, doc="V, the number of nodes.")
     timed = property(lambda self: "edge_times" in self.native, doc="Whether seeds have times.")
 
-    def ruled(self, rule, option):
-        """Return the law with a rule; ValueError if another option has chosen one."""
-        if self.rule is not UNIFORM:
-            raise ValueError(f"{self.rule.name!r} and {option} exclude each other; choose one")
-        return self._replace(rule=rule)
-
-    def column(self, dtypes, **named):
-        """Return a column of the edges, contiguous; TypeError unless it has one of the dtypes and is of this graph."""
-        M = self.indices.numel()
-        ((name, values),) = named.items()
-        check_array(name, values, f"{dtypes} [M={M}]", self.indptr, M)
-        return values.contiguous()
-
 
 class Hop(NamedTuple):
     """Fanout and random key of one hop of a batch."""
@@ -222,8 +210,8 @@ class NeighborSampler:
             and random numbers), or "auto": native where available, else torch; the attribute says which.
         check: validate the graph once, here; without, `sample` raises DamagedGraph when it reads a bad offset or id.
         threads: of one `sample` call of the C backend; default torch.get_num_threads(), at most 4.
-        options: weights, edge_times, strict, window, edge_type, by_type, type_numbers, disjoint, layer_dependency,
-            batch_dependency: see `OPTIONS` of extras/, whose files explain them.
+        options: weights, edge_times, strict, window, edge_type, by_type, type_numbers, num_types, disjoint,
+            layer_dependency, batch_dependency: see `OPTIONS` of extras/, whose files explain them.
 
     Raises:
         ValueError, TypeError: for invalid arguments; the message names the value and what is accepted.
@@ -471,21 +459,15 @@ class TorchBackend:
 
     def __init__(self, spec):
         self.spec = spec
-        # {stream: idle tables [V] from node to local id in the batch, V: none}; a batch resets its table on its stream
-        # before another batch of that stream takes it
-        self.tables = {}
 
     def sample(self, seeds, hops, exclude, times):
         """Sample each `Hop` -> a Block for each, from the seeds outward; None if a seed is repeated.
-        seeds: [S], dtype of indices. exclude: int64 [X] edge ids, ascending and distinct, or None. times: int64 [S] or
-        None."""
+        seeds: [S], dtype of indices. exclude: `Cut` of extras/exclude.py or None. times: int64 [S] or None."""
         law = self.spec
-        sources = (law.pairing or Sources)(self, seeds, times)
-        if not sources.distinct():
+        sources = (law.pairing or Sources)(law, seeds, times)
+        if sources.keys.unique().numel() < seeds.numel():
             return None
-        cuts = law.cuts
-        if exclude is not None:
-            cuts += (extra(".exclude").Cut(exclude),)
+        cuts = law.cuts if exclude is None else (*law.cuts, exclude)
         blocks = []
         for hop in hops:
             lists = sources.lists(hop)
@@ -507,7 +489,6 @@ class TorchBackend:
                 edge_ids=edges if law.edge_ids else None,
             )
             blocks.append(sources.labelled(block))
-        sources.done()
         return blocks
 
     def _pick(self, cuts, sources, lists):
@@ -516,14 +497,8 @@ class TorchBackend:
         for cut in cuts:
             lists = cut(lists, sources)
         degree = lists.degree
-        if rule.keep:  # it looks at every edge of every list
-            indptr = prefix_sum(degree)
-            edges = expand(lists.start, degree)
-            row = torch.repeat_interleave(degree, output_size=edges.numel())
-            place = edges - lists.start[row]
-            edges = lists.skip(edges, row) if lists.skip else edges
-            kept = rule.keep(self.spec, lists, edges, row, place)
-            return prefix_sum(kept)[indptr], edges[kept]
+        if rule.pick:
+            return rule.pick(self.spec, lists)
         k = lists.k
         if rule.repeats:
             draws = degree > 0
@@ -549,27 +524,20 @@ class TorchBackend:
 
 
 class Sources:
-    """The source nodes of a batch, hop by hop, numbered in a table [V] by first appearance. A pairing is a subclass."""
+    """The source nodes of a batch, hop by hop, numbered by first appearance. A pairing is a subclass, in which the key of a
+    source is more than its node."""
 
-    def __init__(self, backend, seeds, times):
-        self.backend = backend
-        self.law = backend.spec
-        self.nodes = seeds
+    def __init__(self, law, seeds, times):
+        self.law = law
+        self.take(seeds)
 
-    def distinct(self):
-        """Number the seeds -> whether none is repeated."""
-        seeds, V = self.nodes, self.law.num_nodes
-        if seeds.unique().numel() < seeds.numel():
-            return False
-        stream = torch.cuda.current_stream(seeds.device) if seeds.is_cuda else None
-        self.idle = self.backend.tables.setdefault(stream, [])
-        try:
-            self.table = self.idle.pop()  # atomic, as append is
-        except IndexError:
-            self.table = self.law.indices.new_full((V,), V)
-        numbers = torch.arange(seeds.numel(), dtype=seeds.dtype, device=seeds.device)
-        self.table.scatter_(0, seeds.long(), numbers)
-        return True
+    def take(self, keys):
+        """Take keys [N] as the sources."""
+        self.keys = self.nodes = keys
+
+    def reached(self, indptr, ids):
+        """Return the keys of the sources of edges. ids: [E] their nodes, indptr: [S+1] the edges of each destination."""
+        return ids
 
     def lists(self, hop):
         """Return the lists that a hop draws from."""
@@ -585,30 +553,23 @@ class Sources:
         return Lists(slice(None), v, start, degree, k, hop.key)
 
     def number(self, indptr, ids):
-        """Assign local ids to new nodes in ids [E], by first appearance -> position of each among the sources [E].
-        indptr: [S+1] the edges of each destination."""
-        src, table, ids = self.nodes, self.table, ids.long()
-        like = dict(dtype=src.dtype, device=src.device)
-        local = table.index_select(0, ids)
-        # edges to nodes without a local id
-        new = (local == self.law.num_nodes).nonzero().squeeze(1)
-        ids = ids[new]
-        claim = torch.arange(-ids.numel(), 0, **like)  # negative: below every local id
-        # the first edge wins, whatever the order of writes
-        table.scatter_reduce_(0, ids, claim, "amin")
-        winners = ids[table.index_select(0, ids) == claim]
-        table.scatter_(0, winners, torch.arange(src.numel(), src.numel() + winners.numel(), **like))
-        local[new] = table.index_select(0, ids)
-        self.nodes = torch.cat([src, winners.to(src.dtype)])
-        return local
+        """Append the sources of edges that are none yet -> position of each edge's among all."""
+        N = self.keys.numel()
+        keys = torch.cat([self.keys, self.reached(indptr, ids)])
+        values, order = keys.sort(stable=True)
+        begins = torch.ones_like(values, dtype=torch.bool)
+        begins[1:] = values[1:] != values[:-1]
+        first, group = order[begins].sort()  # where each key appears first
+        number = torch.empty_like(group)
+        number[group] = torch.arange(group.numel(), device=group.device)
+        self.take(keys[first])
+        place = torch.empty_like(order)
+        place[order] = number[begins.cumsum(0) - 1]
+        return place[N:]
 
     def labelled(self, block):
         """Add to a block what else is known of its sources."""
         return block
-
-    def done(self):
-        """Give back what the batch does not need any longer."""
-        self.idle.append(self.table.index_fill_(0, self.nodes.long(), self.law.num_nodes))
 
 
 def prefix_sum(counts):

@@ -54,6 +54,13 @@ from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, library
 from extras import extra
 
+
+def __getattr__(name):
+    if name in ("CodedFeatures", "split"):
+        return getattr(extra(".int8" if name == "CodedFeatures" else ".parts"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 FORMAT = "ringblock-graph"
 OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
 BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
@@ -89,7 +96,7 @@ def build_store(
 
     Arrays may be numpy arrays, torch tensors or anything with .shape, .dtype and slicing (a memmap), which is then read
     a piece at a time; also what docs/data.md lists as "From Python". Neighbour lists are sorted by edge_type, edge_time and source, in bounded memory (disk/sort.py);
-    indptr and indices are stored as given unless an option is set or their lists are out of order.
+    indptr and indices without types and times are stored as given unless an option is set.
 
     Args:
         path: directory to create, with its parents.
@@ -151,6 +158,7 @@ class _Checked(NamedTuple):
     arrays: dict  # labels, the parts of the split and the columns, by name
     node_names: Any  # V names, or None
     meta: dict  # entries of meta.json that are known before the edges are sorted
+    ordered: bool  # whether the order in which edges were given is kept
 
 
 def _checked(given) -> _Checked:
@@ -203,7 +211,8 @@ def _checked(given) -> _Checked:
         **entries,
     }
     arrays = {"labels": labels, **split, **carried}
-    return _Checked(edges, features, arrays, node_names, meta)
+    ordered = given.columns.get(columns.EDGE_ORDER.name) is True
+    return _Checked(edges, features, arrays, node_names, meta, ordered)
 
 
 def _block_rows(asked, row_bytes) -> int:
@@ -215,27 +224,17 @@ def _block_rows(asked, row_bytes) -> int:
 
 
 def _bytes_needed(graph) -> int:
-    """Estimate the size of a store before it is written; without its edges if some may be dropped."""
+    """Estimate the size of a store before it is written: its nodes and features, and its edges unless some may be dropped."""
     meta = graph.meta
     row_bytes = meta["feature_dim"] * files.storage_dtype(meta["feature_dtype"]).itemsize
     rows = graph.features
-    spooled = isinstance(rows, convert.Rows) and meta["feature_dtype"] == "int8"
-    if spooled and convert.row_dtype("features", rows) != "int8":
+    if isinstance(rows, convert.Rows) and checks.become_codes(rows, meta["feature_dtype"]):
         row_bytes *= 5  # with the float32 rows, which are written to a file first
     need = meta["num_nodes"] * 16 + rows.shape[0] * row_bytes
     options = meta["options"]
     if options["drop_self_loops"] or options["drop_duplicates"]:
         return need
-    of_edges = graph.arrays.keys() & columns.OF_EDGES
-    size = meta["num_edges"] * 4 + sum(graph.arrays[name].nbytes for name in of_edges)
-    return need + (size << options["symmetrize"])
-
-
-def _times_of_sources(graph):
-    """Return the times of the nodes if edges have those of their sources: they have none of their own; else None."""
-    if columns.EDGE_TIME.name in graph.arrays:
-        return None
-    return graph.arrays.get(columns.NODE_TIME.name)
+    return need + (meta["num_edges"] * 4 << options["symmetrize"])
 
 
 def _write_store(path, graph, progress):
@@ -243,7 +242,9 @@ def _write_store(path, graph, progress):
     records = _write_graph(path, graph, progress)
     names = ["indptr", "indices", *graph.arrays.keys() & {columns.EDGE_TYPE.name}]
     arrays = [np.load(path / f"{name}.npy", mmap_mode="r") for name in names]
-    counts = {"num_edges": len(arrays[1]), "edges": checks.count_edges(*arrays)}
+    node_types = graph.meta.get("node_types", [["", graph.meta["num_nodes"], 0]])
+    counted = checks.count_edges(*arrays, node_types=node_types)
+    counts = {"num_edges": len(arrays[1]), "edges": counted}
     if graph.node_names is not None:
         records[columns.NAMES] = columns.write_names(path, graph.node_names)
     records |= _write_features(path, graph, progress)
@@ -256,19 +257,20 @@ def _write_graph(path, graph, progress) -> dict:
     indptr = edges.indptr
     types = graph.arrays.get(columns.EDGE_TYPE.name)
     times = graph.arrays.get(columns.EDGE_TIME.name)
-    of_sources = _times_of_sources(graph)
-    as_given = edges.edge_index is None and of_sources is None and not any(options.values())
+    # edges without times get those of their sources
+    of_sources = graph.arrays.get(columns.NODE_TIME.name) if times is None else None
+    sorts = [types, times, of_sources]
+    as_given = edges.edge_index is None and not any(options.values())
     by = None
-    if as_given and columns.out_of_order(indptr, types, times) is None:
+    if as_given and all(keys is None for keys in sorts):
         chunks = sort.checked_indices(edges.indices, edges.num_nodes, progress)
     elif isinstance(edges.indices, convert.Rows):
         raise StoreError(
-            "indices given as Rows is stored as it is: there are no graph options, its lists must rise in "
-            "edge_type and edge_time, and node_time needs edge_time"
+            "indices given as Rows is stored as it is: there are no graph options, types and times"
         )
     else:
-        if graph.arrays.keys() & columns.OF_EDGES or of_sources is not None:
-            by = sort.SortBy(tempfile.TemporaryFile(dir=path), types, times, of_sources)
+        if graph.arrays.keys() & columns.OF_EDGES or of_sources is not None or graph.ordered:
+            by = sort.SortBy(tempfile.TemporaryFile(dir=path), *sorts)
         indptr = np.zeros(edges.num_nodes + 1, np.int64)
         chunks = sort.sorted_sources(edges, indptr, options, path, by=by, progress=progress)
     dtype = "int32" if edges.num_nodes < 1 << 31 else "int64"
@@ -283,6 +285,9 @@ def _write_graph(path, graph, progress) -> dict:
     records |= columns.write_arrays(path, {"indptr": indptr, **graph.arrays}, order)
     if of_sources is not None:
         records |= columns.write_arrays(path, {columns.EDGE_TIME.name: of_sources}, written)
+    if graph.ordered:
+        numbers = np.arange(len(written)) if order is None else order
+        records |= columns.write_arrays(path, {columns.EDGE_ORDER.name: numbers})
     return records
 
 
@@ -293,20 +298,22 @@ def _write_features(path, graph, progress) -> dict:
     shape = [graph.features.shape[0], meta["feature_dim"]]
     kept_as = meta["feature_dtype"]
     types = meta.get("node_types", [])
-    ends = columns.ends_of_types(types)
-    features, scale = checks.feature_scale(graph.features, kept_as, ends, path, progress)
-    rounded = convert.RoundedRows(*shape, types)
-    rows = checks.feature_rows(features, kept_as, scale, ends, rounded=rounded, progress=progress)
-    if scale is not None:
+    features = graph.features
+    encode = None
+    if checks.become_codes(features, kept_as):
+        encoder = extra(".int8", "int8").encoder
+        features, scale, encode = encoder(features, types, path, progress)
         meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
-    record = _write_rows(file, meta, shape, rows)
+    rounded = convert.RoundedRows(*shape, types)
+    rows = checks.feature_rows(features, kept_as, encode=encode, rounded=rounded, progress=progress)
+    record = write_rows(file, meta, shape, rows)
     if loss := rounded.loss(meta.get("feature_names")):
         meta |= {"rounded": f"features kept as {kept_as}: {loss}"}
         print(meta["rounded"])
     return {file.name: {**record, "largest": rounded.largest}}
 
 
-def _write_rows(file, meta, shape, chunks) -> dict:
+def write_rows(file, meta, shape, chunks) -> dict:
     """Write chunks of feature rows as they are stored -> the file's record."""
     dtype = files.storage_dtype(meta["feature_dtype"])
     if meta["backend"] == "lmdb":
@@ -325,7 +332,8 @@ class GraphStore:
         class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` sets it. If the
             graph was built without a split: drawn by seed 0, or empty, see `build_store`.
-        features: `MmapFeatures`, `LmdbFeatures` or `CodedFeatures` of one of them, with .shape, .dtype, [ids] and .gather(ids, out=None).
+        features: `MmapFeatures` or `LmdbFeatures`, or `CodedFeatures` [extras/int8.py] of one of them, with .shape, .dtype, [ids]
+            and .gather(ids, out=None).
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
         sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free
             memory, a map of them without read-ahead and SAMPLERS threads.
@@ -350,8 +358,6 @@ class GraphStore:
         records = meta["files"]
         for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
             setattr(self, name, meta[name])
-        if type(self.num_classes) is not int or not 1 <= self.num_classes <= checks.MAX_CLASSES:
-            raise ValueError(f"it has num_classes = {self.num_classes!r:.200}")
         self.labelled = meta.get("labelled", True)
         self.feature_names = meta.get("feature_names")
         source = meta.get("source")
@@ -359,10 +365,13 @@ class GraphStore:
         # of a synthetic graph their number
         self.class_names = [*map(str, classes)] if isinstance(classes, list) else None
         self.options = [name for name, on in meta["options"].items() if on]
-        kinds = columns.array_kinds(meta)
-        for name, kind in kinds.items():
-            stored = name not in columns.COLUMNS or f"{name}.npy" in records
-            setattr(self, name, self._map(f"{name}.npy", kind) if stored else None)
+        for name, rows in columns.rows_of_arrays(meta).items():
+            values = None
+            if name not in columns.COLUMNS or f"{name}.npy" in records:
+                values = self._map(f"{name}.npy")
+                if len(values) != rows:
+                    raise ValueError(f"{name}.npy has {len(values)} rows, not {rows}")
+            setattr(self, name, values)
         self.num_edge_types = meta.get("num_edge_types", 0)
         self.edge_types = meta.get("edge_types")
         self.edge_dim = 0
@@ -381,7 +390,7 @@ class GraphStore:
         self.sampling_threads = None
         free = free_host_bytes()
         if self.indices.nbytes > free // 2:
-            self.sampled_indices = self._map("indices.npy", kinds["indices"], ahead=False)
+            self.sampled_indices = self._map("indices.npy", ahead=False)
             self.sampling_threads = SAMPLERS
         types = meta.get("node_types", [])
         self.node_types = {str(name): (int(count), int(width)) for name, count, width in types}
@@ -393,26 +402,22 @@ class GraphStore:
         dtype = getattr(torch, meta["feature_dtype"])
         self.large = rows * self.feature_dim * dtype.itemsize > free
         self.part = None
-        self.whole = {}
-        if (part := meta.get("part")) is not None:
-            number, of = map(int, part)
-            if not 0 <= number < of <= rows:
-                raise ValueError(f"it is part {number} of {of}, of {rows} rows")
-            self.part = number, of
-            self.whole = dict(meta["whole"])
-        first, stop = part_bounds(rows, *(self.part or (0, 1)))
-        self._rows = self._open_rows((stop - first, self.feature_dim), dtype, free)
+        self.whole = dict(meta.get("whole", {}))
+        held = 0, rows
+        if "part" in meta:
+            parts = extra(".parts", "a part of a store")
+            self.part = tuple(meta["part"])
+            held = parts.part_bounds(rows, *self.part)
+        self._rows = self._open_rows((held[1] - held[0], self.feature_dim), dtype, free)
         self.features = self._rows
         if self.part:
-            self.features = PartFeatures(self._rows, first, (rows, self.feature_dim), self.path)
-        if (scale := meta.get("feature_scale")) is not None:
-            scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
-            ends = columns.ends_of_types(types) if scale.dim() == 3 else None
-            kinds = () if ends is None else (len(ends),)
-            scale = scale.view(*kinds, 2, self.feature_dim)
-            self.features = CodedFeatures(self.features, scale, self.path, ends)
+            shape = rows, self.feature_dim
+            self.features = parts.PartFeatures(self._rows, held[0], shape, self.path)
+        if "feature_scale" in meta:
+            codes = extra(".int8", "a store of codes")
+            self.features = codes.coded_features(self.features, meta, self.path)
         kept = meta["feature_dtype"]
-        rounded = kept in convert.KEPT_AS and (kept != "int8" or scale is not None)
+        rounded = kept in convert.KEPT_AS and self.features.dtype.is_floating_point
         self.kept_as = kept if rounded else ""
         self._opened = {**vars(self), "split": self._splits}
 
@@ -421,15 +426,14 @@ class GraphStore:
         meta = self.meta
         large = math.prod(shape) * dtype.itemsize > free
         file = BACKENDS[meta["backend"]]
+        record = meta["files"][file]
+        if record["shape"] != [*shape]:
+            raise ValueError(f"{file} has rows {record['shape']}, not {[*shape]}")
         if meta["backend"] == "lmdb":
-            record = meta["files"][file]
             lmdb_rows.check_lmdb(self.path, file, record)
-            if record["shape"] != [*shape]:
-                raise ValueError(f"{file} has rows {record['shape']}, not {[*shape]}")
             return LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
-        kind = files.storage_dtype(meta["feature_dtype"]), [*shape]
-        table = self._table = self._map(file, kind, ahead=not large)
-        head = meta["files"][file]["bytes"] - table.nbytes
+        table = self._table = self._map(file, ahead=not large)
+        head = record["bytes"] - table.nbytes
         graph = self.indptr.nbytes + self.indices.nbytes
         return MmapFeatures(table.view(dtype), large, self.path, head, graph)
 
@@ -467,16 +471,11 @@ class GraphStore:
         return GraphStore.open, (self.path,), changed
 
     def __repr__(self):
-        fields = {"path": str(self.path), "num_nodes": self.num_nodes, "num_edges": self.num_edges}
-        fields["features"] = self.features
-        if self.labelled:
-            fields |= {"labels": self.labels, "num_classes": self.num_classes, **self.split}
-        if self.node_types:
-            fields["node_types"] = self.node_types
-        for name in columns.COLUMNS:
-            if (values := getattr(self, name)) is not None:
-                fields[name] = values
-        return convert.shown("GraphStore", fields)
+        names = ["num_nodes", "num_edges", "features", *columns.COLUMNS]
+        names += ["labels", "num_classes"] if self.labelled else []
+        fields = {name: getattr(self, name) for name in names} | self.split
+        fields |= {"node_types": self.node_types or None, "path": str(self.path)}
+        return convert.shown("GraphStore", {n: v for n, v in fields.items() if v is not None})
 
     def node_names(self) -> list[str] | None:
         """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""
@@ -568,10 +567,7 @@ class GraphStore:
         return sample.loss(self.feature_names)
 
     def take_features(self, features):
-        """Read other features of the same graph; if they are kept as codes, `features` are codes, too."""
-        if isinstance(self.features, CodedFeatures):
-            of_codes = self.features
-            features = CodedFeatures(features, of_codes.scale, self.path, of_codes.ends)
+        """Read other features of the same graph."""
         self.features = features
 
     def renumber(self, **of_network):
@@ -613,8 +609,8 @@ class GraphStore:
         if self.meta["backend"] == "lmdb":
             self._rows.verify()
 
-    def _map(self, name, kind, **options) -> Tensor:
-        return files.map_npy(self.path, name, self.meta["files"][name], *kind, **options)
+    def _map(self, name, **options) -> Tensor:
+        return files.map_npy(self.path, name, self.meta["files"][name], **options)
 
 
 def _written(value) -> bool:
@@ -651,9 +647,14 @@ class MmapFeatures(StoredFeatures):
             self.tensor = table
         self.reserve(0)  # opens the file: the store may be renamed or removed later
 
+    @property
+    def paged(self):
+        """Whether there are a file, Linux and a C compiler, and so a `reader`."""
+        return self._path is not None and library() is not None
+
     def reader(self) -> RowReader | None:
-        """Return a reader of these rows from disk; None without a file, Linux or a C compiler."""
-        if self._path is None or library() is None:
+        """Return a reader of these rows from disk, or None."""
+        if not self.paged:
             return None
         return RowReader(
             self._path / BACKENDS["mmap"],
@@ -689,81 +690,6 @@ class MmapFeatures(StoredFeatures):
         return torch.index_select(self._table, 0, ids, out=out)
 
 
-class CodedFeatures(StoredFeatures):
-    """Feature rows float32 that are kept as codes of 8 bits, see `checks.feature_scale`.
-
-    Attributes:
-        codes: `MmapFeatures`, `LmdbFeatures` or a tensor, int8 [V, F]. scale: float32 [2, F], or [T, 2, F] of each type,
-            whose rows end before `ends`, int64 [T]; on the codes' device.
-    """
-
-    dtype = torch.float32
-
-    def __init__(self, codes, scale, path=None, ends=None):
-        self.codes = codes
-        self.scale = scale
-        self.ends = ends
-        self._path = path
-        self.shape = tuple(codes.shape)
-
-    def gather(self, ids, out=None) -> Tensor:
-        """Gather rows -> [n, F], by default on the device of the codes."""
-        if isinstance(self.codes, Tensor):
-            ids = ids.to(self.codes.device)
-            codes = self.codes[ids]
-        else:
-            codes = self.codes.gather(ids)
-        steps, offsets = convert.steps_and_offsets(self.scale, self.ends, ids)
-        rows = codes.float() if out is None else convert.gather_target(self, ids, out).copy_(codes)
-        return rows.mul_(steps).add_(offsets)
-
-    def _put(self, ids, rows):
-        steps, offsets = convert.steps_and_offsets(self.scale, self.ends, ids)
-        codes = convert.encode(rows, steps, offsets)
-        beyond = codes != codes.clamp(-128, 127)
-        for at in beyond.nonzero()[:1]:
-            step, offset = (of.expand_as(rows)[tuple(at)] for of in (steps, offsets))
-            refuse(
-                beyond,
-                "rows",
-                rows,
-                f"its column was built for {offset - 128 * step:.6g} to {offset + 127 * step:.6g}",
-            )
-        self.codes.put_rows(ids, codes.to(torch.int8))
-
-
-class PartFeatures(StoredFeatures):
-    """The feature rows of a part of a store, by the node ids of the whole: rows `first` to `stop` - 1.
-
-    Attributes:
-        shape, dtype: (V, F) of all parts together, torch dtype.
-    """
-
-    def __init__(self, rows, first, shape, path):
-        self._rows = rows
-        self.first = first
-        self.stop = first + rows.shape[0]
-        self.shape = tuple(shape)
-        self.dtype = rows.dtype
-        self._path = path
-
-    def _local(self, ids):
-        """Return where rows ids [n] are in this part; StoreError if one is in another part."""
-        for node in map(int, ids.aminmax()) if len(ids) else ():
-            if not self.first <= node < self.stop:
-                raise StoreError(
-                    f"{self._path}: the features of node {node} are elsewhere: "
-                    f"this part has rows {self.first:,} to {self.stop - 1:,}"
-                )
-        return ids - self.first
-
-    def read(self, ids, out):
-        return self._rows.gather(self._local(ids), out)
-
-    def _put(self, ids, rows):
-        self._rows.put_rows(self._local(ids), rows)
-
-
 class ReorderedFeatures(convert.RowsByIndex):
     """Feature rows whose columns are read in another order. features: those of a `GraphStore`; order: int64 [F],
     the column of `features` that each column is."""
@@ -776,83 +702,6 @@ class ReorderedFeatures(convert.RowsByIndex):
 
     def read(self, ids, out):
         return torch.index_select(self._features.gather(ids), 1, self._order, out=out)
-
-
-def part_bounds(rows, number, of):
-    """Return the first row of part `number` of a table cut into `of` parts, and the one after its last."""
-    return rows * number // of, rows * (number + 1) // of
-
-
-def split(path, count, target=None, progress=False) -> Path:
-    """Cut a store into `count` stores TARGET/part-0, part-1, ..., for as many machines (train.py --split-features), after
-    comparing it with its checksums. All or none of them are there at the end.
-
-    Each has the whole graph, but of the features only its rows, see `part_bounds`. Files that are the same in all of them
-    are hard links to those of the store if they are on one file system, and else copies. target: None: PATH.parts.
-
-    Returns TARGET; raises StoreError for a damaged store, one without features or with fewer than `count` rows of them, a
-    part, a target that exists, a full disk.
-    """
-    path = Path(path)
-    target = Path(target or f"{path.absolute()}.parts")
-    graph = GraphStore.open(path)
-    features = getattr(graph.features, "codes", graph.features)
-    if graph.part:
-        raise StoreError(f"{path} is {described_part(graph)}: split the whole store")
-    if not graph.has_features:
-        raise StoreError(f"{path} has no features to split")
-    if not 2 <= count <= features.shape[0]:
-        raise StoreError(
-            f"{path} cannot be split into {count}: "
-            f"it has {files.plural(features.shape[0], 'row')} of features"
-        )
-    files.refuse_existing(target)
-    if problems := verify(path):
-        raise StoreError(f"{path} is damaged: {problems[0]}")
-    meta = graph.meta
-    file = BACKENDS[meta["backend"]]
-    others = meta["files"].keys() - {file}
-    with files.complete_or_not_there(target, meta["files"][file]["bytes"]) as building:
-        for number in range(count):
-            part = building / f"part-{number}"
-            part.mkdir()
-            for name in others:
-                files.link_or_copy(path / name, part / name)
-            _write_part(part, graph, features, (number, count), progress)
-        if files.read_meta(path) != meta:
-            raise StoreError(f"{path} changed while it was split: split it again")
-    return target
-
-
-def _write_part(path, graph, features, part, progress):
-    """Write its rows of the features, as they are kept, and the meta.json of a part (number, of how many) of an open store."""
-    first, stop = part_bounds(features.shape[0], *part)
-    step = convert.chunk_rows(features)
-
-    def pieces():
-        for a in range(first, stop, step):
-            yield convert.as_numpy(features.gather(torch.arange(a, min(a + step, stop))))
-
-    rows = convert.Rows((stop - first, features.shape[1]), features.dtype, pieces())
-    chunks = (chunk for _, chunk in convert.chunked(path.name, rows, progress=progress))
-    file = path / BACKENDS[graph.meta["backend"]]
-    whole = graph.meta["files"][file.name]
-    # "largest", if it is there, stays that of the whole
-    record = whole | _write_rows(file, graph.meta, [*rows.shape], chunks)
-    meta = graph.meta | {
-        "format_version": files.PART_VERSION,
-        "part": part,
-        "whole": {file.name: whole.get("sha256")},
-    }
-    files.write_meta(path, meta, {**graph.meta["files"], file.name: record})
-    GraphStore.open(path)
-
-
-def described_part(graph) -> str:
-    """Describe the part that an open store is: which of how many, and its feature rows."""
-    number, of = graph.part
-    first, stop = part_bounds(graph.features.shape[0], number, of)
-    return f"part {number} of {of}, with features of nodes {first:,} to {stop - 1:,}"
 
 
 def verify(path) -> list[str]:
@@ -869,7 +718,7 @@ def info(path) -> str:
     kept_as += ", codes of float32" * ("feature_scale" in graph.meta)
     features = f"{width} x {kept_as}, backend {graph.meta['backend']}"
     if graph.part:
-        features += f"; {described_part(graph)}"
+        features += f"; {extra('.parts').described_part(graph)}"
     classes = f"{graph.num_classes}{' labels, several a node' * (graph.labels.dim() == 2)}"
     lines = {
         "nodes": f"{graph.num_nodes:,}",

@@ -44,7 +44,7 @@ import torch
 
 import ddp
 from disk.files import SPLITS, StoreError, progress_bar, unread
-from extras import step_graphs
+from extras import STEPS, MissingExtra, present
 from run import command_line
 from run.adam import Adam
 from run.allocator import announce, trim_memory
@@ -68,7 +68,6 @@ from run.report import (
     advice,
     best_line,
     describe,
-    draw_timeline,
     epoch_line,
     kept_line,
     peak_memory,
@@ -89,6 +88,7 @@ torch.autograd.set_multithreading_enabled(False)
 HINTS = {
     DamagedGraph: "; python store.py verify names the file",
     MemoryError: "; try a smaller --batch-size or --hidden, for nodes and links also --fanout or --mode cpu-cuda",
+    MissingExtra: "",
     NotFinite: "; try a smaller --lr or scale the features; --checkpoint keeps the last finite state",
 }
 
@@ -255,9 +255,8 @@ class Training:
                 f"--model {plan.model} "
                 "makes parameters in forward, which are not trained: make them in __init__"
             )
-        if plan.timeline and draw and run.ranks.leads:
-            with self.report.attempt("timeline"):
-                draw_timeline(trained.laps, plan.timeline)
+        if draw:
+            self.report.draw("timeline", trained.laps)
         loss = trained.figures["loss"] or 0.0
         if self.finite(loss):
             return
@@ -352,7 +351,9 @@ def train(ranks, flags, path):
     if plan.weights == "last":  # resuming with --weights best later starts without an old best
         best.update(score=-math.inf, model=None)
     static = plan.trains and start < plan.epochs
-    graphs, message = step_graphs.build(run, optimizer) if static else (None, "")
+    graphs, message = None, ""
+    for step in present(STEPS).values() if static else ():
+        graphs, message = step.build(run, optimizer)
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(plan.model)), optimizer)
     describe(run, file, start, first)
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
@@ -364,7 +365,7 @@ def train(ranks, flags, path):
         try:
             code = training.train(start, first)
         finally:  # also of a run that diverged
-            report.curve(run.task, best)
+            report.draw("curve", run.task, best)
     if code:
         return Finished(code)
     ranks.check_equal(model)
@@ -495,7 +496,7 @@ def main(argv=None):
             dry_run(flags, path)
         else:
             ddp.launch(worker, max(flags.gpus, flags.procs), flags, path, gpus=flags.gpus)
-    except StoreError as error:
+    except (StoreError, MissingExtra) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_leaves
 from bench.step import network
 from bench.tools import opened, print_table, read_json
 from extras import step_graphs
-from features import FeatureRing, codes_of
+from extras.int8 import CodedFeatures
+from features import FeatureRing, ask, stored
 from model import CONVS, gather_rows, self_and_mean
-from native import kernels, layers, sampler_gpu
+from native import build, kernels, layers, sampler_gpu
 from run.adam import Adam
 from sampler import NeighborSampler
-from store import CodedFeatures
 
 # bytes and FLOP (TF32, bf16) a second, from NVIDIA's data sheets, SXM, without sparsity
 GPUS = {"H100": (3.35e12, 495e12, 989e12), "H200": (4.8e12, 495e12, 989e12)}
@@ -139,11 +139,13 @@ class Noted:
     def __init__(self, costs, source):
         self.costs = costs
         self.source = source
+        self.signatures = build.signatures(source)
 
     def prepare(self, kernel, **given):
         return lambda threads, stream: self.run(kernel, threads, given)
 
     def run(self, kernel, threads, given):
+        given = {name: given[name] for name in self.signatures[kernel]}
         in_order, gathered = self.moved(kernel, given)
         self.costs.add(kernel, in_order, gathered)
         plain = flat(given)
@@ -184,10 +186,9 @@ class Noted:
 
 def step_costs(args, store, dtype):
     """Record the cost of a step with features and activations of this dtype -> Costs."""
-    scale = getattr(store.features, "scale", None)
-    features = codes_of(store.features)
+    features = stored(store.features)
     features = getattr(features, "tensor", features)
-    features = features.to(dtype) if scale is None else features
+    features = features if ask(store.features, "coded") else features.to(dtype)
     costs = Costs(features)
     settings = {**vars(args), "total_batch": args.batch_size}
     settings = types.SimpleNamespace(
@@ -201,8 +202,8 @@ def step_costs(args, store, dtype):
     sampler = types.SimpleNamespace(sample=sampler.sample, engine=backend, edge_type=None)
     read = features.dtype, dtype
     in_place = self_and_mean if step_graphs.averages_in_place(settings, store, *read) else None
-    options = dict(slots=1, gather=gather_rows, aggregate=in_place, dtype=dtype, scale=scale)
-    ring = FeatureRing(features, store.labels, **options)
+    options = dict(slots=1, gather=gather_rows, aggregate=in_place, dtype=dtype)
+    ring = FeatureRing(ask(store.features, "over")(features), store.labels, **options)
     conv = CONVS[args.model]
     net = network(args, store, None, 0.5, norm=conv.norm, residual=conv.residual != "no")
     optimizer = Adam(net.parameters(), lr=0.003, fused=True)
@@ -247,7 +248,7 @@ def variants(store):
     """Yield the steps that are compared: (name, dtype of activations, store); the last with features in 8 bits."""
     yield "tf32", torch.float32, store
     yield "bf16", torch.bfloat16, store
-    if codes_of(store.features) is store.features:
+    if not ask(store.features, "coded"):
         codes = torch.zeros(store.features.shape, dtype=torch.int8)
         coded = copy.copy(store)
         coded.features = CodedFeatures(codes, torch.ones(2, store.feature_dim))

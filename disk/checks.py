@@ -7,7 +7,6 @@ Invalid values raise StoreError.
 """
 
 import math
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from disk.convert import (
     KEPT_AS,
-    Rows,
     array_like,
     as_numpy,
     as_rows,
@@ -24,14 +22,11 @@ from disk.convert import (
     check_finite,
     chunked,
     edge_pairs,
-    encode,
     integers,
     part_ids,
     refuse,
     row_dtype,
     shaped,
-    spool,
-    steps_and_offsets,
 )
 from disk.files import SPLITS, StoreError, listed, plural
 
@@ -42,7 +37,6 @@ EDGE_CHUNK = 1 << 22  # edges read at a time
 EXACT = 1 << 20
 SAMPLE = 1 << 16
 COMPARED = 1 << 22  # cells of features that are compared with labels
-COUNTED = ("duplicates", "self_loops", "isolated", "one_way", "one_way_of")
 # in the meta.json of a store that was built without a split
 DRAWN = "20 nodes of each class for training, 30 for validation, the rest for testing"
 DRAWN_GRAPHS = "a tenth of the graphs for testing, a tenth for validation, the rest for training"
@@ -90,7 +84,10 @@ def check_labels(labels, num_nodes, num_classes):
                 ": number them from 0, each class is a row of the last layer"
             )
     if not 1 <= num_classes <= MAX_CLASSES:
-        raise StoreError(f"num_classes is {num_classes}: from 1 to {MAX_CLASSES:,} are possible")
+        raise StoreError(
+            f"num_classes is {num_classes}, of labels numbered from 0: "
+            f"from 1 to {MAX_CLASSES:,} are possible, each is a row of the last layer"
+        )
     why = f"labels lie in [0, {num_classes}), or are -1"
     refuse((labels < -1) | (labels >= num_classes), "labels", labels, why)
     return labels, num_classes
@@ -216,56 +213,21 @@ def checked_rows(features, progress):
         yield first, chunk.detach().cpu()
 
 
-def feature_rows(features, dtype, scale, ends, *, rounded, progress):
-    """Yield chunks of feature rows as they are stored, in `dtype`, each checked, or their codes if there is a `scale`, see
-    `feature_scale`. rounded: `RoundedRows`, which look at them."""
+def become_codes(features, kept_as) -> bool:
+    """Return whether features of floats are kept as codes of 8 bits."""
+    return kept_as == "int8" != row_dtype("features", features)
+
+
+def feature_rows(features, dtype, *, encode, rounded, progress):
+    """Yield chunks of feature rows as they are stored, in `dtype`, each checked, or as `encode` makes codes of them unless it
+    is None. rounded: `RoundedRows`, which look at them."""
     announced = row_dtype("features", features)
     for first, chunk in checked_rows(features, progress):
-        kept = chunk if scale is not None else chunk.to(getattr(torch, dtype))
+        kept = encode(first, chunk) if encode else chunk.to(getattr(torch, dtype))
         if dtype != announced:
             refuse(kept.isinf(), "features", chunk, f"beyond the range of {dtype}", first)
-        if scale is not None:
-            ids = torch.arange(first, first + len(kept), device="cpu")
-            kept = encode(kept, *steps_and_offsets(scale, ends, ids)).clamp_(-128, 127)
-            kept = kept.to(torch.int8)
         rounded.add(first, chunk, kept)
         yield as_numpy(kept)
-
-
-def feature_scale(features, dtype, ends, folder, progress):
-    """Return (features, the scale of their codes) after a pass over the rows; `Rows`, which come once, are written to a
-    file without a name in a folder meanwhile. The scale is float32 [2, F], steps and offsets: a code of 8 bits stands for
-    code * step + offset; a step is 0 if all values are equal. It is None unless floats are kept as int8. ends: None, or
-    int64 [T], where the rows of each type end; the scale is then [T, 2, F]."""
-    if dtype != "int8" or row_dtype("features", features) == dtype:
-        return features, None
-    bounds = [0, features.shape[0]] if ends is None else [0, *ends.tolist()]
-    shape = len(bounds) - 1, features.shape[1]
-    low = torch.full(shape, torch.inf, dtype=torch.float64, device="cpu")
-    high = -low
-
-    def chunks():
-        for first, rows in checked_rows(features, progress):
-            for of_type, smallest, largest in zip(pairwise(bounds), low, high):
-                start, stop = (max(bound - first, 0) for bound in of_type)
-                if len(part := rows[start:stop]):
-                    torch.minimum(smallest, part.amin(0), out=smallest)
-                    torch.maximum(largest, part.amax(0), out=largest)
-            yield rows.float().numpy()
-
-    if isinstance(features, Rows):
-        features = spool(folder, chunks(), np.float32, features.shape[1])
-    else:
-        for _ in chunks():
-            pass
-    high, low = (of.masked_fill_(of.isinf(), 0) for of in (high, low))  # types without nodes
-    steps = ((high - low) / 255).float()
-    offsets = (low + 128 * steps.double()).float()
-    what = "the largest of each column of features"
-    for beyond, values in zip((128 * steps + offsets.abs()).isinf(), high):
-        refuse(beyond, what, values, "int8 needs a range within float32")
-    scale = torch.stack([steps, offsets], 1)
-    return features, scale[0] if ends is None else scale
 
 
 def check_splits(splits, labels, names=None):
@@ -346,15 +308,17 @@ def check_stored(path, split, labels, item="node"):
         raise StoreError(f"{path}: {error}: it is damaged; rebuild the store") from error
 
 
-def count_edges(indptr, indices, types=None):
+def count_edges(indptr, indices, types=None, node_types=()):
     """Count unusual edges in one pass, EDGE_CHUNK or one neighbour list at a time; lists may be in any order.
 
     Args:
         indptr: int64 [V + 1]. indices, types: integers [M], perhaps memory-mapped; None without types.
+        node_types: as of `_counted_from_one`, empty if they do not matter.
 
     Returns:
         `duplicates`: edges that repeat another of their type; `self_loops`; `isolated`: nodes without any edge;
-        `one_way`: edges without a reverse, among the `one_way_of` edges that were looked up.
+        `one_way`: edges without a reverse, among the `one_way_of` edges that were looked up; `from_one`: types of nodes
+        whose ids may start at 1.
     """
     num_nodes = len(indptr) - 1
     num_edges = len(indices)
@@ -389,27 +353,23 @@ def count_edges(indptr, indices, types=None):
         "duplicates": duplicates,
         "self_loops": self_loops,
         "isolated": int((~touched).sum()),
+        "from_one": _counted_from_one(~touched, node_types),
         "one_way": int(counts[~exists].sum()),
         "one_way_of": len(looked_up),
     }
 
 
-def counted_from_one(meta, indptr, indices) -> list[str]:
-    """Return the node types, "" for a store without types, whose node 0 has no edge although nine of ten nodes have one:
-    their ids may start at 1. meta: of the store; indptr, indices: its arrays."""
-    types = meta.get("node_types", [["", meta["num_nodes"], 0]])
-    if meta["edges"]["isolated"] > len(types) + meta["num_nodes"] // 10:
+def _counted_from_one(isolated, node_types) -> list[str]:
+    """Return the types of nodes whose node 0 is isolated although nine of ten nodes, bool [V], are not: their ids may start
+    at 1. node_types: (name, nodes, feature width) of each, in the order of their ids."""
+    if isolated.sum() > len(node_types) + len(isolated) // 10:
         return []
-    lone = {}
+    lone = []
     first = 0
-    for name, count, _ in types:
-        if count and indptr[first] == indptr[first + 1]:
-            lone[first] = name
+    for name, count, _ in node_types:
+        lone += [name] if isolated[first : first + count][:1].any() else []
         first += count
-    for start in range(0, len(indices) if lone else 0, EDGE_CHUNK):
-        sources = indices[start : start + EDGE_CHUNK]
-        lone = {node: name for node, name in lone.items() if not (sources == node).any()}
-    return [*lone.values()]
+    return lone
 
 
 def _keys(rows, columns, count) -> np.ndarray:
@@ -419,8 +379,7 @@ def _keys(rows, columns, count) -> np.ndarray:
 
 def edge_line(store) -> str:
     """Describe what is unusual about a store's edges in one line; of a store without counts only their number."""
-    counted = store.meta.get("edges")
-    if type(counted) is not dict or any(type(counted.get(name)) is not int for name in COUNTED):
+    if (counted := store.meta.get("edges")) is None:
         return f"{store.num_edges:,} edges"
     share = 100 * counted["one_way"] / max(counted["one_way_of"], 1)
     rounded = "over 99" if 99 < share < 100 else "under 1" if share < 1 else f"{share:.0f}"

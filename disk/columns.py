@@ -5,7 +5,7 @@
 
 A column is an argument of `build_store`, an attribute of `GraphStore`, NAME.npy in a store, an array of .npz files, of PyG
 and DGL graphs under any of its aliases, and a flag of `store.py build` for tables. Sorting, mirroring and dropping edges
-takes all columns of edges along. What a run does with a column is decided in run/edge_data.py.
+takes all columns of edges along. What a run does with a column is said by `use` of the file that COLUMNS of extras/__init__.py names.
 
 The names of the nodes are lines of nodes.txt: node i is called what line i + 1 says. V nodes and M edges of the graph, D
 width of the edges' features. This file needs disk/files.py, disk/convert.py, numpy and torch.
@@ -30,6 +30,7 @@ from disk.convert import (
     refuse,
     row_dtype,
     whole_times,
+    within,
 )
 from disk.files import StoreError, check_size, file_record, reading, storage_dtype, write_npy
 
@@ -92,34 +93,14 @@ def check_features(name, rows):
     return as_numpy(rows) if tensor else np.asarray(rows), meta
 
 
-class Numbers:
-    """The numbers 0 to M - 1 of the given edges, an array [M] that takes no memory."""
-
-    dtype = np.dtype(np.int64)
-
-    def __init__(self, count):
-        self.shape = (count,)
-        self.nbytes = 8 * count
-
-    def __len__(self):
-        return self.shape[0]
-
-    def __getitem__(self, cut):
-        return np.arange(*cut.indices(len(self)))
-
-    def take(self, numbers, axis):
-        """Return the numbers at some positions, which they are."""
-        return numbers
-
-
 def check_order(name, numbers):
     """Refuse what are no whole numbers."""
-    return numbers if isinstance(numbers, Numbers) else integers(name, numbers), {}
+    return integers(name, numbers), {}
 
 
-def latest(times) -> int:
+def latest(times):
     """Return the latest of some times, 0 of none."""
-    return int(times.max()) if times.size else 0
+    return times.max() if times.size else 0
 
 
 # ---- what `GraphStore` and the log say about a column of an open graph
@@ -172,18 +153,17 @@ class Column:
     _: KW_ONLY
     of: str  # "edge" or "node": it has a row for each
     check: Callable  # see above
-    # of the file; where it follows from meta.json, dtype(meta), that of the checked array
-    dtype: str | Callable
     # names of its array in .npz files, PyG and, after "edata.", DGL; those of an earlier column are that one's
     aliases: tuple
     # of `store.py build` for tables, with underscores as an argument of sources.prepare.build; None: no data of a run,
     # but numbers of the edges, which a build is asked to keep by NAME=True
     flag: str | None
     describe: Callable  # of an open graph -> words for the log
+    dtype: str | None = None  # of the file; None: that of the checked array
     metavar: str | None = None  # of the flag, as `help`; None: as in USAGE
     help: str | None = None
     cells: type = np.float64  # of tables; those of int64 identify, and may be text to be numbered
-    width: str = ""  # entry of meta.json with the width of its rows; "": [M] or [V]
+    wide: bool = False  # whether its rows are vectors: [M, D] or [V, D]
     # of nodes, which need it: its values [n] of some types -> that of nodes of types without it
     elsewhere: Callable | None = None
 
@@ -202,19 +182,13 @@ class Column:
         metavar, help = USAGE[self.of]
         return self.metavar or metavar, self.help or help
 
-    def kind(self, meta):
-        """Return the dtype and the shape that meta.json implies for its file."""
-        rows = meta[f"num_{self.of}s"]
-        dtype = self.dtype if isinstance(self.dtype, str) else self.dtype(meta)
-        return dtype, [rows, meta.get(self.width)] if self.width else [rows]
-
     def checked(self, values, rows):
         """Check what a person gives for `rows` edges or nodes -> see `check`."""
         values = array_like(self.name, values)
         shape = tuple(values.shape)
-        fits = shape[:1] == (rows,) and len(shape) <= 1 + bool(self.width) and 0 not in shape[1:]
+        fits = shape[:1] == (rows,) and len(shape) <= 1 + self.wide and 0 not in shape[1:]
         if not fits or isinstance(values, Rows):
-            width = ", D" if self.width else ""
+            width = ", D" if self.wide else ""
             raise StoreError(
                 f"{self.name} is a {type(values).__name__} {[*shape]}: "
                 f"an array [{rows}{width}] is needed, a row for each {self.of}"
@@ -235,7 +209,6 @@ EDGE_TYPE = Column(  # its relation, numbered from 0; each neighbour list is sor
     "edge_type",
     of="edge",
     check=check_types,
-    dtype=lambda meta: types_dtype(meta.get("num_edge_types", 0)),
     aliases=("edge_type", "edata.edge_type", "edata.etype", "edata._TYPE"),
     flag="types",
     cells=np.int64,
@@ -254,8 +227,7 @@ EDGE_FEATURES = Column(  # for layers that see edges
     "edge_features",
     of="edge",
     check=check_features,
-    dtype=lambda meta: storage_dtype(meta.get("edge_dtype", "float32")),
-    width="edge_dim",
+    wide=True,
     aliases=("edge_features", "edge_attr", "edata.feat", "edata.edge_features", "edata.edge_attr"),
     flag="edge_features",
     metavar="COLUMNS",
@@ -292,19 +264,14 @@ COLUMNS = {
 OF_EDGES = [column.name for column in COLUMNS.values() if column.of == "edge"]
 
 
-def array_kinds(meta):
-    """Return what meta.json implies for the arrays that a store may have, the split and the features aside -> {name: (dtype,
-    shape)}."""
-    nodes = meta["num_nodes"]
-    labels = "int64", [nodes]
-    if meta["files"]["labels.npy"]["dtype"] == "int8":
-        labels = "int8", [nodes, meta["num_classes"]]
-    return {
-        "indptr": ("int64", [nodes + 1]),
-        "indices": ("int32" if nodes < 1 << 31 else "int64", [meta["num_edges"]]),
-        "labels": labels,
-        **{name: column.kind(meta) for name, column in COLUMNS.items()},
+def rows_of_arrays(meta) -> dict:
+    """Return how many rows the arrays have that a store may have, the split and the features aside -> {name: rows}."""
+    rows = {
+        "indptr": meta["num_nodes"] + 1,
+        "indices": meta["num_edges"],
+        "labels": meta["num_nodes"],
     }
+    return rows | {name: meta[f"num_{column.of}s"] for name, column in COLUMNS.items()}
 
 
 def refuse_unknown(names):
@@ -315,7 +282,7 @@ def refuse_unknown(names):
 
 def check_columns(values, edges, edge_types):
     """Check `values` {name of a column: what a person gives, or None} of a graph with these `GivenEdges`, and the names of
-    the edge types.
+    the edge types. edge_order=True asks for a column that follows from sorting.
 
     Returns ({name: numpy array} of those that are not None; their entries for meta.json).
     """
@@ -325,9 +292,7 @@ def check_columns(values, edges, edge_types):
     for name, column in COLUMNS.items():
         rows = getattr(edges, f"num_{column.of}s")
         value = values.get(name)
-        if column.asked and isinstance(value, bool):
-            value = Numbers(rows) if value else None
-        if value is not None:
+        if value is not None and not (column.asked and isinstance(value, bool)):
             checked[name], entries = column.checked(value, rows)
             meta |= entries
             if column.timed:
@@ -402,9 +367,7 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
                 f"{name} is text, and the nodes have no names: row numbers, integers, are needed"
             )
         ids = integers(name, values)
-        bad = ids[(ids < 0) | (ids >= num_nodes)]
-        if bad.size:
-            raise StoreError(f"{name} has node {bad[0]}: node ids lie in [0, {num_nodes})")
+        within(name, ids, num_nodes, "node ids")
         return torch.from_numpy(ids)
     if values.dtype.kind == "S":
         with reading(name):
@@ -438,13 +401,6 @@ def write_names(path, names) -> dict:
     return file_record(path / NAMES, dtype, [len(names)])
 
 
-def ends_of_types(node_types):
-    """Return where the feature rows of each type end, int64 [T], of [(name, nodes, feature width or 0)] of all types; None
-    unless several types have features."""
-    counts = [count for _, count, width in node_types if width]
-    return torch.tensor(counts, device="cpu").cumsum(0) if len(counts) > 1 else None
-
-
 def write_arrays(path, arrays, order=None) -> dict:
     """Write {name: numpy array} to files in chunks -> their records for meta.json. order: int64 [M'], the input edge that
     each stored edge comes from; None where edges are stored in the order of the input."""
@@ -452,7 +408,7 @@ def write_arrays(path, arrays, order=None) -> dict:
     for name, array in arrays.items():
         column = COLUMNS.get(name)
         dtype = array.dtype
-        if column and isinstance(column.dtype, str):
+        if column and column.dtype:
             dtype = np.dtype(column.dtype)
         dtype = storage_dtype("uint8" if dtype == np.bool_ else dtype)
         rows = order if column and column.of == "edge" else None
@@ -464,24 +420,6 @@ def write_arrays(path, arrays, order=None) -> dict:
         shape = [count, *array.shape[1:]]
         records[file] = write_npy(path / file, dtype, shape, chunks)
     return records
-
-
-def out_of_order(indptr, types, times) -> int | None:
-    """Return the first edge that breaks the order by type, then time, within its neighbour list, or None. indptr: int64
-    [V+1]; types, times: [M] numpy arrays or None."""
-    ranks = [keys for keys in (times, types) if keys is not None]  # in rising order of precedence
-    step = chunk_rows(indptr)
-    for a in range(0, len(ranks[0]) - 1 if ranks else 0, step):
-        wrong = False
-        for keys in ranks:
-            chunk = keys[a : a + step + 1]
-            wrong = (chunk[1:] < chunk[:-1]) | (chunk[1:] == chunk[:-1]) & wrong
-        falls = np.flatnonzero(wrong) + a + 1
-        # except where a new list begins
-        falls = falls[indptr[np.searchsorted(indptr, falls)] != falls]
-        if len(falls):
-            return int(falls[0])
-    return None
 
 
 def described_types(node_types) -> str:

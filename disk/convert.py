@@ -50,11 +50,11 @@ def chunk_rows(array) -> int:
     return max(1, ROW_BYTES // (8 * max(1, math.prod(array.shape[1:]))))
 
 
-def chunked(name, array, rows=None, progress=False):
+def chunked(name, array, progress=False):
     """Yield (index of the first row, rows): slices of an array, or the chunks of `Rows`, which must add up."""
     count = array.shape[0]
     first = 0
-    rows = rows or chunk_rows(array)
+    rows = chunk_rows(array)
     pieces = (array[a : a + rows] for a in range(0, count, rows))
     with progress_bar(progress, total=count, desc=name, unit="row") as bar:
         for chunk in array.chunks if isinstance(array, Rows) else pieces:
@@ -174,13 +174,10 @@ def adjacency(name, matrix):
             rows, columns = matrix.indices()
             values = matrix.values()
             count = matrix.shape[0]
-        elif hasattr(matrix, "csr"):
+        else:  # of torch_sparse
             indptr, columns, values = matrix.csr()
             rows = torch.repeat_interleave(indptr.diff())
             count = len(indptr) - 1
-        else:
-            kind = type(matrix).__name__
-            raise StoreError(f"{name} is a {kind}: a sparse matrix of scipy or torch is needed")
         if values is not None and bool((values == 1).all()):
             values = None
         return torch.stack([rows, columns]), values, count
@@ -319,18 +316,6 @@ def check_answers(name, y, labels):
         refuse(~missing & ((y < -1) | (y > 1)), name, y, why)
 
 
-def steps_and_offsets(scale, ends, ids):
-    """Return those of codes of rows ids [n]: [F] each, or [n, F] of a scale for each type, see `checks.feature_scale`."""
-    return scale if ends is None else scale[torch.bucketize(ids, ends, right=True)].unbind(1)
-
-
-def encode(rows, steps, offsets) -> Tensor:
-    """Compute the codes of rows [n, F], whole numbers in float64; beyond the range of their column outside [-128, 127]."""
-    steps = steps.double()
-    # any difference from a column's only value is out of range
-    return ((rows.double() - offsets) / steps.clamp(min=1e-300)).round()
-
-
 def spool(folder, chunks, dtype, *row) -> np.memmap:
     """Write chunks [r, *row] to a file without a name in a folder, to be read several times -> memmap [rows, *row]."""
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -410,13 +395,7 @@ def _different(rows):
 
 class RowsByIndex:
     """Base of features of a store. Subclasses have .shape, .dtype, `read(ids, out)`, which fills and returns `out`, and
-    `_put(ids, rows)` if rows may change.
-
-    Attributes:
-        scale, ends: those of `CodedFeatures`; None where rows are kept as they are read.
-    """
-
-    scale = ends = None
+    `_put(ids, rows)` if rows may change."""
 
     def gather(self, ids, out=None) -> Tensor:
         """Gather rows -> [n, F].

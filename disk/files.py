@@ -3,7 +3,7 @@
     with complete_or_not_there(path, need) as building:       # a hidden directory, renamed to path, a Path, at the end
         record = write_npy(building / "labels.npy", "int64", [V], chunks)
         write_meta(building, meta, {"labels.npy": record})
-    labels = map_npy(path, "labels.npy", record, "int64", [V])    # a tensor over the file, shared by all processes
+    labels = map_npy(path, "labels.npy", record)                  # a tensor over the file, shared by all processes
     write_whole("ids.npy", lambda file: np.save(file, ids))   # a single file: either its old or its new content
 
 Arrays are .npy files of format 1.0; meta.json holds the size and the SHA-256 of every file that never changes, and a
@@ -33,6 +33,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from extras import MissingExtra
+
 SPLITS = ("train", "valid", "test")
 VERSION = 3
 # the same with features in codes, which readers of version 3 might take for integers
@@ -61,7 +63,8 @@ def reading(path, advice=""):
     """Turn whatever a library raises on foreign bytes into a StoreError with the file's name and that message."""
     try:
         yield
-    except (StoreError, AssertionError, NameError, BrokenPipeError):  # worded; a bug; closed stdout
+    except (StoreError, MissingExtra, AssertionError, NameError, BrokenPipeError):
+        # worded; a bug; closed stdout
         raise
     except Exception as error:
         message = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -70,8 +73,8 @@ def reading(path, advice=""):
         if "allow_pickle" in message:  # an array of Python objects, as of a column of pandas
             advice = "; save text by .astype(str)"
         number = getattr(error, "errno", None)
-        if number not in (None, errno.ENOENT):
-            advice = ""  # the system refused, which tells nothing about the file
+        if number not in (None, errno.ENOENT) or isinstance(error, ImportError):
+            advice = ""  # the system refused, or a file of ours is not there: that tells nothing about this one
         # the disk that temporary files go to
         problem = "takes temporary files" if number in FULL else "cannot be read"
         raise StoreError(f"{path} {problem}: {message[:300]}{advice}") from error
@@ -110,8 +113,6 @@ def refuse_existing(path):
     """Raise StoreError unless a directory can be made at a path."""
     if os.path.lexists(path):
         raise StoreError(f"{path} exists already: remove it or choose another path")
-    if path.name in ("", ".."):
-        raise StoreError(f"{path} has no name of its own: choose another path")
     check_name(path)
 
 
@@ -144,20 +145,6 @@ def _part_beside(path, make):
                 finally:
                     _remove(part)
                 return
-
-
-@contextlib.contextmanager
-def folder_for(path):
-    """Context manager: a folder, made if necessary, and then removed again if the block fails and leaves it empty."""
-    made = not path.is_dir()
-    path.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        if made:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-        raise
 
 
 @contextlib.contextmanager
@@ -220,8 +207,6 @@ def write_whole(path, write):
         # torch.save raises RuntimeError on a full disk
         cause = error if isinstance(error, OSError) else error.__context__
         message = getattr(cause, "strerror", None) or error
-        if "requested and" in str(error):  # as numpy says it
-            message = f"no space may be left: {error}"
         raise StoreError(f"{path} could not be written: {message}") from error
 
 
@@ -344,15 +329,15 @@ def regular(file) -> os.stat_result:
 # ---- reading
 
 
-def map_npy(path, name, record, dtype, shape=None, *, ahead=True) -> Tensor:
-    """Memory-map a .npy file -> tensor; StoreError unless its size is as recorded and it is of this dtype and shape, a list,
-    None: any. ahead: let the kernel read ahead; False for random access. Processes share its pages; what is written to it
-    stays in this process."""
+def map_npy(path, name, record, *, ahead=True) -> Tensor:
+    """Memory-map a .npy file -> tensor; StoreError unless its size, dtype and shape are as recorded. ahead: let the kernel
+    read ahead; False for random access. Processes share its pages; what is written to it stays in this process."""
     file = check_size(path, name, record)
     with reading(file, "; rebuild the store"):
         array = np.lib.format.open_memmap(file, "r")
-        if array.dtype != np.dtype(dtype) or list(array.shape) != (shape or list(array.shape)):
-            raise ValueError(f"it holds {array.dtype} {list(array.shape)}, not {dtype} {shape}")
+        held = [array.dtype.name, [*array.shape]]
+        if held != (wanted := [record["dtype"], record["shape"]]):
+            raise ValueError(f"it holds {held}, not {wanted}")
         # a header of another length would shift the data
         if not array.flags.c_contiguous or array.offset + array.nbytes != record["bytes"]:
             raise ValueError("its header is damaged")
@@ -383,13 +368,7 @@ def _copy_on_write(file):
 
 def map_split(path, files):
     """Map the files of a split -> {part: int64 ids [n], or [K, n] for K splits}."""
-    split = {}
-    for name in SPLITS:
-        file = f"{name}.npy"
-        split[name] = map_npy(path, file, files[file], "int64")
-    if len({ids.shape[:-1] for ids in split.values()}) > 1 or split["train"].dim() not in (1, 2):
-        raise StoreError(f"{path}: the shapes of its split do not fit together; rebuild the store")
-    return split
+    return {name: map_npy(path, f"{name}.npy", files[f"{name}.npy"]) for name in SPLITS}
 
 
 def check_size(path, name, record) -> Path:

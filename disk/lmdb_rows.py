@@ -80,8 +80,7 @@ class LmdbFile:
             if not write:
                 raise StoreError(f"{self.path} cannot be read: {error}; rebuild it") from error
             free = files.readable_size(shutil.disk_usage(self.path.parent).free)
-            why = f"{error}; {free} are free on its disk"
-            why += ", and its content is unchanged" * self.sync
+            why = f"{error}; {free} are free on its disk, nothing was written"
             raise StoreError(f"{self.path} cannot be written: {why}") from error
         finally:
             self._permits.release()

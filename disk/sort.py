@@ -257,7 +257,7 @@ def places_of(order, edges) -> np.ndarray:
 
 def checked_indices(indices, num_nodes, progress):
     """Yield chunks of `indices` as int64, in the order given, their node ids checked."""
-    for first, chunk in chunked("indices", indices, EDGE_CHUNK, progress):
+    for first, chunk in chunked("indices", indices, progress):
         chunk = integers("indices", chunk)
         within("indices", chunk, num_nodes, "node ids", first)
         yield chunk

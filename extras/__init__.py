@@ -1,9 +1,10 @@
-"""What sampler.py works without, a file each, imported when it is used. A file has a `RULE`, a `law(law, check, **options)`
-that adds to a `Law` of sampler.py what options of NeighborSampler ask for, or both."""
+"""What the core works without, a file or a few each, listed here and imported when used: delete any.
 
-import functools
+For sampler.py a file has a `RULE`, a `law(law, check, **options)` that adds to a `Law` what options of NeighborSampler ask
+for, or both. For a run it has a `use(flags, task, store)`, which returns entries of `Used` of run/placement.py; a `TASK`; layers;
+and `flags()`: {flag of the core: {name: flag declared as in run/kinds.py}}, which --help lists behind that one."""
+
 import importlib
-from pathlib import Path
 
 import torch
 
@@ -13,30 +14,65 @@ RULES = dict(labor=".labor", weighted=".weights", latest=".times")
 OPTIONS = {
     ".labor": dict(layer_dependency=False, batch_dependency=1),
     ".weights": dict(weights=None),
-    ".types": dict(edge_type=None, by_type=True, type_numbers=None),
+    ".types": dict(edge_type=None, by_type=True, type_numbers=None, num_types=0),
     ".times": dict(edge_times=None, strict=False, window=None),
     ".disjoint": dict(disjoint=False),
 }
+# columns of a store: the module whose `use` says what a run takes of each
+COLUMNS = dict(
+    edge_features=".edge_features",
+    edge_type=".types",
+    edge_time=".times",
+    node_time=".times",
+    edge_weight=".weights",
+)
+# tasks of --task, layers and models of small graphs of --model
+TASKS = dict(link=".links", graph=".graphs")
+LAYERS = dict(rgcn=".relational", rgat=".relational")
+MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
+STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
+# files with flags
+FLAGS = {file: file for file in (".links", ".graphs", ".relational", ".step_graphs", ".pictures")}
 
 
-def _file(name):
-    return Path(__file__).with_name(f"{name[1:]}.py")
+class MissingExtra(ImportError):
+    """A file of this folder that is needed is not there."""
 
 
-@functools.cache
-def extra(name):
-    """Import a module of this folder, ".labor"; ImportError if its file is not there."""
-    if not _file(name).exists():
-        raise ImportError(f"this takes extras/{_file(name).name}: copy it beside the others")
-    return importlib.import_module(name, __name__)
+def extra(name, what="this"):
+    """Import a module of this folder, ".labor"; MissingExtra if its file, or another one of this folder that it imports, is not
+    there. what: takes it, for the message."""
+    try:
+        return importlib.import_module(name, __name__)
+    except ModuleNotFoundError as error:
+        folder, _, file = error.name.rpartition(".")
+        if folder != __name__:
+            raise
+        problem = f"{what} takes extras/{file}.py: copy it beside the others"
+        raise MissingExtra(problem) from error
 
 
-def rules():
-    """Return {name: Rule} of the sampling rules whose files are there."""
-    from sampler import UNIFORM
+def lacking(table, name):
+    """Return a sentence on the missing file of a name in a table, or None."""
+    try:
+        if name in table:
+            extra(table[name], name)
+    except MissingExtra as error:
+        return str(error)
 
-    there = [extra(name).RULE for name in RULES.values() if _file(name).exists()]
-    return {rule.name: rule for rule in (UNIFORM, *there)}
+
+def present(table):
+    """Return {name: module} of a table, without those that miss a file."""
+    return {name: extra(file) for name, file in table.items() if not lacking(table, name)}
+
+
+def used(flags, task, store):
+    """Return what `use` of each module returns whose file is there; MissingExtra for a column of a module that is not."""
+    for column, name in COLUMNS.items():
+        if getattr(store, column, None) is not None:
+            extra(name, f"{column} of {store.path}")
+    modules = dict.fromkeys(present(COLUMNS | RULES).values())
+    return [module.use(flags, task, store) for module in modules]
 
 
 def with_options(law, method, options, check):
@@ -45,7 +81,7 @@ def with_options(law, method, options, check):
         if method not in RULES:
             known = ", ".join([law.rule.name, *RULES])
             raise ValueError(f"method {method!r} is unknown; use one of {known}")
-        law = law.ruled(extra(RULES[method]).RULE, f"method {method!r}")
+        law = ruled(law, extra(RULES[method]).RULE, f"method {method!r}")
     by_type = any(isinstance(k, list) for k in law.fanouts)
     for file, unless in OPTIONS.items():
         asked = {
@@ -61,6 +97,50 @@ def with_options(law, method, options, check):
     if check:
         _check_order(law)
     return law
+
+
+def ruled(law, rule, option):
+    """Return a law with a rule, or as it is if it has this one; ValueError if another option has chosen another."""
+    from sampler import UNIFORM
+
+    if law.rule not in (UNIFORM, rule):
+        raise ValueError(f"{law.rule.name!r} and {option} exclude each other; choose one")
+    return law._replace(rule=rule)
+
+
+def column(law, dtypes, **named):
+    """Return a column of the edges, contiguous; TypeError unless it has one of the dtypes and is of the law's graph."""
+    from sampler import check_array
+
+    M = law.indices.numel()
+    ((name, values),) = named.items()
+    check_array(name, values, f"{dtypes} [M={M}]", law.indptr, M)
+    return values.contiguous()
+
+
+def pick_kept(keep, law, lists):
+    """Look at every edge of every list -> as `Rule.pick`. keep: (law, lists, edges [E], row and place in it of each [E]) -> mask
+    of the edges kept [E]."""
+    from sampler import expand, prefix_sum
+
+    edges = expand(lists.start, lists.degree)
+    row = torch.repeat_interleave(lists.degree, output_size=edges.numel())
+    place = edges - lists.start[row]
+    edges = lists.skip(edges, row) if lists.skip else edges
+    kept = keep(law, lists, edges, row, place)
+    return prefix_sum(kept)[prefix_sum(lists.degree)], edges[kept]
+
+
+def number_before(edge_times, start, degree, times, strict):
+    """Count each list's edges no later than its time (earlier if strict), by vectorized binary search -> int64 [S]."""
+    count = torch.zeros_like(degree)
+    before = start - 1
+    for bit in reversed(range(int(degree.max()).bit_length() if degree.numel() else 0)):
+        more = count + (1 << bit)  # count them all if the last of them is early enough
+        last = edge_times.index_select(0, (before + more).clamp_(max=edge_times.numel() - 1))
+        early = ((last < times) if strict else (last <= times)) & (more <= degree)
+        count = torch.where(early, more, count)
+    return count
 
 
 def _check_order(law):

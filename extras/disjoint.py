@@ -8,19 +8,21 @@ import torch
 
 from sampler import mix, signed
 
-from .times import Pairs
+from . import extra
+
+Pairs = extra(".times", "disjoint").Pairs
 
 
 class OfSeeds(Pairs):
-    """Sources that are pairs: src holds node + V * position of the pair's seed."""
+    """Sources that are pairs: a key is node + V * position of the pair's seed."""
 
-    def __init__(self, backend, seeds, times):
-        self.backend = backend
-        self.law = backend.spec
-        self.values = times
+    def __init__(self, law, seeds, times):
         self.seeds = seeds.long()
-        numbers = torch.arange(seeds.numel(), device=seeds.device)
-        self.pair(seeds + self.law.num_nodes * numbers)
+        super().__init__(law, seeds, times)
+
+    @staticmethod
+    def groups(seeds, times):
+        return times, torch.arange(seeds.numel(), device=seeds.device)
 
     def lists(self, hop):
         return super().lists(hop._replace(key=mix(signed(hop.key) ^ self.seeds[self.at])))

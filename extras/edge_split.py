@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from disk.columns import ALWAYS, EDGE_TIME, NODE_TIME, OF_EDGES, node_ids
 from disk.convert import by_part
 from disk.files import SPLITS, StoreError, reading
-from extras.times import number_before
+from extras import number_before
 from native import kernels
 from sampler import DAMAGED, DamagedGraph, expand, mix, outside, random_bits
 

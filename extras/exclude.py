@@ -9,17 +9,18 @@ from sampler import check_ids, check_range
 
 
 def edge_set(exclude, indices, ordered=True):
-    """Convert edge ids or a mask to distinct ascending ids -> int64 [X] on the graph's device; None if empty. Unless
-    `ordered`, ids are in any order and may repeat."""
+    """Convert edge ids or a mask to a `Cut` or, unless `ordered`, to ids int64 [X] on the graph's device, in any order, some
+    perhaps repeated; None if empty."""
     M = indices.numel()
     if isinstance(exclude, Tensor) and exclude.dtype == torch.bool and exclude.shape == (M,):
         edges = exclude.nonzero().squeeze(1).to(indices.device)
     else:
         check_ids("exclude", exclude, f"edge ids, or a bool mask [M={M}]")
         edges = exclude.to(indices.device, torch.int64)
-        edges = edges.unique() if ordered else edges
         check_range("exclude", edges, M, "edge")
-    return edges if edges.numel() else None
+    if not edges.numel():
+        return None
+    return Cut(edges.unique()) if ordered else edges
 
 
 class Cut(NamedTuple):
@@ -41,3 +42,12 @@ class Cut(NamedTuple):
             return edges + torch.searchsorted(kept_before, edges - before, right=True) - before
 
         return lists._replace(degree=lists.degree - num_gaps, skip=skip)
+
+    def fields(self, M):
+        """Index the edges by ranges of 2^shift of the M edges of the graph -> fields of job_t of native/sampler.c."""
+        num = self.edges.numel()
+        # about eight times as many ranges as excluded edges
+        shift = max(0, M.bit_length() - (8 * num).bit_length())
+        counts = torch.bincount(self.edges >> shift, minlength=(M >> shift) + 1)
+        before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return dict(excluded=self.edges, excluded_before=before, num_excluded=num, shift=shift)

@@ -25,20 +25,19 @@ from disk.convert import DATE, SAMPLED, RoundedRows, spool
 from disk.files import StoreError, plural
 from extras.tables import (
     ID,
-    MISSING,
     NUMBER,
     TIME,
     digits,
     joined,
     meanings,
     opened,
-    short,
     stacked,
     trimmed,
     whole_of,
     words_of,
     written,
 )
+from sources.arrays import MISSING, short
 
 # names of columns, in lower case, that hold a split
 SPLIT = re.compile(
@@ -76,7 +75,7 @@ def read_tables(file, tables, columns, folder, ignore):
         elif os.path.isfile(source):
             own_files[name] = source
         else:
-            keep[name] = source.split(",") if COLUMNS[name].width else [source]
+            keep[name] = source.split(",") if COLUMNS[name].wide else [source]
     ids = set()
     for source in own_files.values():
         with opened(source, ignore, nodes.heads) as table:
@@ -164,10 +163,7 @@ class Nodes:
             row = int(bad.argmax())
             has = f"{self.source} has {self.count:,}{'' if self.names else ', from 0'}"
             hint = "" if table.names or first + row else HEADER
-            cell = short(str(cells[row])) or "''"
-            if self.kind is str and (name := cells[row].strip().strip('"')) in self._trimmed:
-                cell = repr(cells[row])
-                hint = f"; {name!r} differs by spaces or quotes alone: write both alike"
+            cell = short(repr(cells[row]) if self.kind is str else str(cells[row]))
             raise table.error(first + row, f"there is no node {cell}: {has}{hint}")
         return nodes
 
@@ -533,8 +529,8 @@ def edge_rows(file, folder, name, ignore, keys):
         ids = _id_column(table, [j for j in _edge_ids(table) if j not in ends], "edges")
         named = ids is not None and table.names[ids] in keys.ids
         columns = [j for j in range(table.width) if j not in [ids, *ends]]
-        if not columns or len(columns) > 1 and not COLUMNS[name].width:
-            needed = "some are" if COLUMNS[name].width else "one is"
+        if not columns or len(columns) > 1 and not COLUMNS[name].wide:
+            needed = "some are" if COLUMNS[name].wide else "one is"
             count = plural(len(columns), "column")
             raise StoreError(f"{file} has {count} for {name}: {needed} needed")
         by_ids = named or ids is not None and not ends
@@ -558,10 +554,7 @@ def edge_rows(file, folder, name, ignore, keys):
             ):
                 raise StoreError(f"{file}: {both} are not the ends of the edges in {keys.source}")
         if order is not None:
-            types = arrays.pop("edge_types", None)
-            arrays = {name: _ordered(folder, arrays[name], order)}
-            if types:
-                arrays |= _numbered_types(types, arrays[name])
+            arrays[name] = _ordered(folder, arrays[name], order)
         table.say(f"taken as {name}, {how}")
         return arrays
 
@@ -575,12 +568,6 @@ def _ordered(folder, values, order):
     """Spool rows of `values` in another order."""
     parts = np.array_split(order, len(order) // 4096 + 1)
     return spool(folder, (values[part] for part in parts), values.dtype, *values.shape[1:])
-
-
-def _numbered_types(names, types) -> dict:
-    """Number types [M] that have names in the order of their first edges -> {name: array} for both."""
-    order = np.argsort(np.unique(types, return_index=True)[1])
-    return {"edge_types": [names[old] for old in order], EDGE_TYPE.name: np.argsort(order)[types]}
 
 
 def _spooled(table, folder, fields, nodes, keys=()):
@@ -598,7 +585,7 @@ def _spooled(table, folder, fields, nodes, keys=()):
         if column:
             # types may be text
             kind = str if column is EDGE_TYPE else TIME if column.timed else float
-            kind = list if column.width else kind
+            kind = list if column.wide else kind
             dtype = np.int64 if column.timed else column.cells
         kinds |= dict.fromkeys(which, kind)
         record.append((name, dtype, (sum(table.widths[j] for j in which),)))
@@ -631,7 +618,7 @@ def _spooled(table, folder, fields, nodes, keys=()):
     rows = spool(folder, chunks(), record)
     arrays = {name: rows[name] for name in fields}
     for name in arrays.keys() & COLUMNS.keys():
-        if not COLUMNS[name].width:
+        if not COLUMNS[name].wide:
             arrays[name] = rows[name][:, 0]
             # dates in parquet, or text none of which is a number
             if COLUMNS[name].timed and table.kinds[fields[name][0]] in ("dates", "text"):

@@ -5,6 +5,7 @@ python train.py --task graph --dataset crystals.npz --model alignn      # sees a
 """
 
 import math
+from functools import partial
 
 import torch
 
@@ -12,7 +13,8 @@ from disk.files import StoreError, plural
 from extras.graph_store import GraphBatch, GraphDataset
 from extras.regressor import MODELS
 from features import CudaCopies
-from loader import Limits
+from loader import UNLIMITED, Limits
+from run.kinds import COUNT, fixed
 from sources.splits import say_empty_parts
 from tasks.metrics import (
     binary_cross_entropy,
@@ -22,7 +24,7 @@ from tasks.metrics import (
     metrics_with,
     score,
 )
-from tasks.task import OF_LINKS, Task
+from tasks.task import Task
 
 
 def answers_and_sizes(graph):
@@ -43,11 +45,11 @@ class GraphTask(Task):
     examples = "graphs"
     placed = False
     models = MODELS
+    about_models = f"{' or '.join(MODELS)}, which sees angles (default: {[*MODELS][0]})"
     told_by = "graphs."
     metrics = tuple(dict.fromkeys(("roc_auc", *metrics_with("of_logits"))))
     widths = "node_dim edge_dim target_dim class_dim node_dtype edge_dtype labels".split()
     unused = {
-        "is for --task link, --task is graph": OF_LINKS,
         "has no effect with --task graph: leave it out": "fanout norm residual edge_features input_dropout "
         "checkpoint_activations backend mode cache split_features lookahead",
         "is not for --task graph": "sampler temporal window early_stop weights class_weights split predict runs",
@@ -69,7 +71,7 @@ class GraphTask(Task):
             self.classes = torch.tensor(graphs.classes, dtype=torch.float64)
         self.several_classes = bool(graphs.meta["class_dim"])
         self._read_answers(say)
-        self.limits = self._limits(args, say)
+        self.limits = self._limits(args)
         if drawn := graphs.meta.get("split"):
             say(f"split   {drawn}, by seed 0 when the store was built")
         say_empty_parts(graphs.split, "graphs", say)
@@ -115,22 +117,23 @@ class GraphTask(Task):
         deviation = y[:train].double().where(present[:train], self.mean).std(0, correction=0)
         self.std = (deviation * (train / count).sqrt()).clamp(min=1e-12)
 
-    def _limits(self, args, say):
+    def _limits(self, args):
         """Return the `Limits` of --max-nodes and --max-edges, None without; StoreError for a graph that is larger."""
-        typed = {"nodes": args.max_nodes, "edges": args.max_edges}
-        columns = [j for j, most in enumerate(typed.values()) if most]
-        if not columns:
-            return None
         ids = torch.cat([*self.store.split.values()])
-        for j in columns:
-            noun, most = [*typed.items()][j]
-            largest = ids[self.sizes[ids, j].argmax()]
+        columns = []
+        limits = []
+        for j, (noun, most) in enumerate((("nodes", args.max_nodes), ("edges", args.max_edges))):
+            if not most:
+                continue
+            largest = int(ids[self.sizes[ids, j].argmax()])
             if (size := int(self.sizes[largest, j])) > most:
                 raise StoreError(
-                    f"--max-{noun} {most}: graph {int(largest)} of {self.store.path} has {size:,} {noun}"
+                    f"--max-{noun} {most}: graph {largest} of {self.store.path} has {size:,} {noun}"
                     ", the most of all: give as many or more"
                 )
-        return Limits(self.sizes[:, columns], tuple(most for most in typed.values() if most))
+            columns.append(j)
+            limits.append(most)
+        return Limits(self.sizes[:, columns], tuple(limits)) if columns else None
 
     def numbered(self, y):
         """Number stored labels [G, T] as the loss takes them: classes from 0, with -1 for a missing label. Targets stay."""
@@ -154,6 +157,11 @@ class GraphTask(Task):
             num_layers=args.num_layers,
             dropout=args.dropout,
         )
+
+    @staticmethod
+    def defaults(flags):
+        limited = flags.max_nodes or flags.max_edges
+        return {"batch_size": UNLIMITED} if limited else {}
 
     def attach(self, ranks, args, *_):
         """On a GPU, prepare to copy batches to it."""
@@ -240,8 +248,7 @@ class GraphTask(Task):
         if not ids.numel():
             return None
         both = lambda batch: torch.cat([run.model(batch.blocks[0]), batch.y.double()], 1)  # noqa: E731
-        loader = run.loader(ids, shuffle=False, accumulate=1)
-        rows = run.rows(run.model, loader, len(self.store), both)
+        rows = run.rows(ids, len(self.store), both, accumulate=1)
         columns = self.store.target_dim
         output = rows[ids, :-columns]
         y = rows[ids, -columns:]
@@ -255,11 +262,9 @@ class GraphTask(Task):
         return {"valid": self.scores(run, self.store.split["valid"])}, None
 
     def evaluate(self, run, report):
-        split = self.store.split
-        exact = report.scores({part: self.scores(run, ids) for part, ids in split.items()})
-        fresh = self.fresh()
-        others = {part: self.scores(run, split[part][mask]) for part, mask in fresh.items()}
-        report.others(self.examples, fresh, others)
+        scored = partial(self.scores, run)
+        exact = report.scores({part: scored(ids) for part, ids in self.store.split.items()})
+        report.others(self, scored)
         return exact
 
     def lines(self, args, split, parameters):
@@ -272,3 +277,18 @@ class GraphTask(Task):
         )
         layers = f"{plural(args.num_layers, 'layer')}, hidden {args.hidden}"
         yield f"model   {args.model} regressor, {layers}, {parameters}"
+
+
+TASK = GraphTask
+
+
+def flags():
+    """Declare the flags of --task graph."""
+    limit = partial(fixed, COUNT, None)
+    limits = dict(
+        max_nodes=limit(
+            "--task graph: as many graphs a pass as have N nodes at most (default: off)"
+        ),
+        max_edges=limit("--task graph: the same of edges; both may be given (default: off)"),
+    )
+    return {"accumulate": limits}

@@ -4,9 +4,12 @@ them, which makes the outer hops smaller.
     NeighborSampler(..., method="labor", layer_dependency=True, batch_dependency=4)
 """
 
+from functools import partial
 from operator import index
 
 from sampler import Rule, of
+
+from . import pick_kept
 
 
 def _keep_shared(law, lists, edges, row, place):
@@ -18,11 +21,21 @@ def _keep_shared(law, lists, edges, row, place):
 RULE = Rule(
     "labor",
     help="seeds share neighbours (arXiv 2210.13339)",
-    keep=_keep_shared,
+    pick=partial(pick_kept, _keep_shared),
     header="labor",
     bounded=False,
     by_source=True,
 )
+
+
+def use(flags, task, store):
+    """Draw by the sources with --sampler labor."""
+    options = {
+        "method": RULE.name,
+        "layer_dependency": flags.layer_dependency,
+        "batch_dependency": flags.batch_dependency,
+    }
+    return {"drawn": options} if flags.sampler == RULE.name else {}
 
 
 def law(law, check, layer_dependency=False, batch_dependency=1):

@@ -28,23 +28,23 @@ from torch.nn import functional as F
 
 from disk.columns import NAMES, types_called
 from disk.files import SPLITS, StoreError, plural, reading, sha256_of
+from extras import extra
 from extras.common_neighbours import COMMON, CommonNeighbours, destinations_of
-from extras.edge_split import HELD_OUT, Edges, checked_pairs, counts_of, split_edges, view_of
-from extras.graph_tables import pairs_of_table
+from extras.edge_split import (
+    HELD_OUT,
+    Edges,
+    checked_pairs,
+    counts_of,
+    split_edges,
+    split_type,
+    view_of,
+)
 from native import kernels
+from run.kinds import COUNT, SWITCH, fixed, free, of_data, one_of, parsed_by, prediction, text
 from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
 from tasks.metrics import METRICS, metrics_with, ranking
-from tasks.task import (
-    OF_GRAPHS,
-    Task,
-    described,
-    gnn,
-    in_chunks,
-    numbered_columns,
-    open_graph,
-    rows_of_nodes,
-)
+from tasks.task import Task, described, gnn, in_chunks, numbered_columns, open_graph, rows_of_nodes
 
 RANKED_AGAINST = 100  # fixed negatives per pair in a graph of more than SMALL nodes
 SMALL = 1 << 14  # with up to this many nodes a pair is ranked against all of them
@@ -589,14 +589,12 @@ class LinkTask(Task):
 
     name = "link"
     examples = "edges"
-    temporal = "off"
     are_links = True
     padded = True
     told_by = "indptr.", "indices."
     metrics = metrics_with("of_ranks") + metrics_with("of_pairs")
     widths = "feature_dim", "edge_dim", "num_edge_types", "node_types"
     unused = {
-        "is for --task graph, --task is link": OF_GRAPHS,
         "is for --task node: --task link has --edge-split": "split",
         "is for --task node: the examples of --task link have no classes": "class_weights",
         "is for --task node: --task link writes embeddings, or scores of --pairs": "predict_what",
@@ -651,7 +649,8 @@ class LinkTask(Task):
             if is_array:
                 pairs = np.load(file, allow_pickle=False)
             else:
-                pairs = pairs_of_table(file, self.store, lambda line: say(f"pairs   {line}"))
+                of_table = extra(".graph_tables", name).pairs_of_table
+                pairs = of_table(file, self.store, lambda line: say(f"pairs   {line}"))
             self.asked = checked_pairs(name, pairs, self.store, edge_type)
             self.named = np.char.decode(pairs, "utf-8") if pairs.dtype.kind == "S" else pairs
 
@@ -668,6 +667,10 @@ class LinkTask(Task):
         if custom is not None and args.scorer != "dot":  # which has no parameters
             network.register_forward_hook(joined_to_scorer)
         return network
+
+    @staticmethod
+    def defaults(flags):
+        return {"temporal": "off"}
 
     def seeds_per_example(self, args):
         return 2 + args.negatives
@@ -775,3 +778,40 @@ class LinkTask(Task):
                 f"advice  a step leaves its own {args.total_batch:,} of {pairs:,} pairs out of the "
                 "messages, so that nodes have few neighbours left: give a smaller --batch-size"
             )
+
+
+TASK = LinkTask
+
+
+def flags():
+    """Declare the flags of --task link."""
+    links = dict(
+        edge_split=of_data(
+            parsed_by(split_type, "A/B/C"),
+            "85/5/10",
+            "percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]",
+            group="links",
+        ),
+        edge_type=of_data(
+            text("TYPE"), None, "predict edges of a type, as user,buys,item (default: all)"
+        ),
+        scorer=fixed(
+            one_of("ncn", "dot", "distmult", "mlp"),
+            "ncn",
+            "ncn: by embeddings and what the nodes have in common; others: by embeddings alone",
+        ),
+        negatives=fixed(COUNT, 1, "negatives per training edge, none of them an edge"),
+        negatives_by=fixed(
+            one_of("uniform", "degree"), "uniform", "degree: in proportion to degree^0.75"
+        ),
+        unchecked_negatives=fixed(SWITCH, False, "negatives may be edges"),
+        link_loss=fixed(
+            one_of("bce", "softmax"),
+            "bce",
+            "bce: each pair alone; softmax: edge against its negatives",
+        ),
+        pairs=free(
+            text("FILE"), None, "node ids [n, 2], .npy or a table, to score", needs=[prediction]
+        ),
+    )
+    return {"input_dropout": links}

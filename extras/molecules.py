@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from disk.convert import check_answers, check_finite, refuse, shaped
-from extras.graph_store import block_diagonal
+from extras.graph_store import block_diagonal, build_graphs
 from features import prefetch
+from sources.splits import of_graphs
 
 # graphs of a batch
 MOLECULES = 4096
@@ -21,6 +22,19 @@ CRYSTALS = 16
 BONDS = ("bond_offsets", "atom_feat", "bond_feat", "bond_index_local")
 EDGES = ("edge_offsets", "x", "edge_attr", "edge_index_local")
 MOST_CANDIDATES = 1 << 14  # most atoms and periodic images to search for neighbours in a crystal
+
+
+def build(path, arrays, params, source, *, seed, progress):
+    """Build a data set of the molecules or crystals in `Arrays` -> its path. params: of `NPZ`. source: for its meta.json.
+    seed: draws a split that is missing."""
+    if arrays.find("node_offsets"):
+        batches, count, entries = molecules(arrays)
+    else:
+        batches, count, entries = crystals(arrays, params.get("radius", 4.0))
+    split = of_graphs(arrays, count, params.get("split"), seed)
+    arrays.close()
+    options = {"split": split, "progress": progress, "source": source | entries}
+    return build_graphs(path, batches, labels=arrays.find("labels") is not None, **options)
 
 
 def molecules(arrays):
@@ -98,11 +112,10 @@ def crystals(arrays, radius):
     lattice = arrays.shaped("lattice", len(atoms), 3, 3).astype(np.float64)
     bad = (numbers < 0) | (numbers > 118)
     refuse(bad, f"{arrays.source}: Z", numbers, "atomic numbers lie in [0, 118]")
-    check_finite(f"{arrays.source}: frac_coords", torch.from_numpy(coords))
+    for name, values in dict(frac_coords=coords, lattice=lattice).items():
+        check_finite(f"{arrays.source}: {name}", torch.from_numpy(values))
     if not 0 < radius < float("inf"):
         raise arrays.error(f"radius={radius} is no distance: a number above 0 is needed")
-    why = "a cell is finite and smaller than a million angstrom"
-    refuse(~(np.abs(lattice) < 1e6), f"{arrays.source}: lattice", lattice, why)
     candidates = atoms * (1 + 2 * radius / _heights(lattice)).prod(1)
     why = f"at most {MOST_CANDIDATES:,} within radius={radius:g} are searched; choose a smaller one"
     name = f"{arrays.source}: the number of atoms and images near cell"

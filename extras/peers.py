@@ -15,6 +15,8 @@ import struct
 
 import torch
 
+from ddp import lost_another
+from disk.files import StoreError
 from native.build import check_driver, load_driver
 
 CHUNK_BYTES = 1 << 24  # rows copied at a time
@@ -61,6 +63,18 @@ def shared_table(features, ranks):
     torch.cuda.synchronize(ranks.device)
     ranks.gather_here(None)  # a barrier: all parts are complete
     return table
+
+
+def over_gpus(ranks, features):
+    """Copy features into the memory of this machine's GPUs together -> tensor [V, F] on each of them."""
+    try:
+        return shared_table(features, ranks)
+    except (OSError, RuntimeError) as error:
+        if lost_another(error):
+            raise  # that rank says why
+        raise StoreError(
+            f"--split-features: {error}; --mode pinned-cuda without it keeps them in host memory"
+        ) from error
 
 
 def _starts(size, ranks):

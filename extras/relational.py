@@ -454,3 +454,18 @@ class _Rows(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.weight.rows = ctx.ids, grad.contiguous()
         return None, None
+
+
+def flags():
+    """Declare the flags of layers by type."""
+    from run.kinds import COUNT_OR_0, fixed, layer_with, layers_taking
+
+    layers = dict(
+        bases=fixed(
+            COUNT_OR_0,
+            0,
+            f"{', '.join(layers_taking('bases'))}: mix the matrix of each type from N bases (default: 0, off)",
+            needs=[layer_with("bases")],
+        )
+    )
+    return {"heads": layers}

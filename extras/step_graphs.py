@@ -35,13 +35,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from extras import rules
-from extras.relational import NodeInputs
-from features import MODES, Batch, codes_of
-from model import SAGEConv
+from features import Batch, stored
 from native import kernels, sampler_gpu
 from run.finite import LossSum
+from run.kinds import alike, gpu_for, one_of
 from run.own_model import conv_of, is_own, load
+from run.plan import averages_in_place, counted
 from sampler import Block
 
 MEASURED = 16  # batches whose sizes decide the static shapes
@@ -51,23 +50,6 @@ TRIED = 3  # static steps, at least, that are compared with eager ones
 GRAPH_RTOL = 0.02  # max relative difference between their inputs, and their losses
 
 
-def averages_in_place(args, store, *dtypes):
-    """Return whether the first layer gets neighbour means computed straight from features of these dtypes, not rows.
-    That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less. Codes are decoded in
-    the same pass where they are on the device that trains."""
-    kinds = {torch.float32, torch.bfloat16}
-    if args.mode in ("auto", MODES[0], MODES[3]) and codes_of(store.features) is not store.features:
-        kinds.add(torch.int8)
-    if store.node_types or args.edge_features or args.input_dropout or args.mode == "pinned-cuda":
-        return False
-    return conv_of(args.model) is SAGEConv and kinds.issuperset(dtypes)
-
-
-def counted(args, task, used):
-    """Return whether a node's degree tells how many of its edges a run draws, see `Rule`."""
-    return rules()[args.sampler].counted and used.time is None and not task.are_links
-
-
 def in_one_kernel(args, task, used, *dtypes):
     """Return whether the graphs would draw and average the outermost hop in one kernel, see `averages_in_place`."""
     fits = counted(args, task, used) and sampler_gpu.in_registers(args.fanout[-1])
@@ -75,7 +57,7 @@ def in_one_kernel(args, task, used, *dtypes):
 
 
 def hindrances(args, task, used):
-    """Return the reasons against CUDA graphs that flags, task and data give. used: `EdgeData` of the task's store."""
+    """Return the reasons against CUDA graphs that flags, task and data give. used: `Used` of run/placement.py."""
     layer = conv_of(args.model) or load(args.model)[0]
     fanout = ",".join(map(str, args.fanout))
     table = [
@@ -93,17 +75,17 @@ def hindrances(args, task, used):
         ),
         (len(args.fanout) > 1, "one layer is too little to be worth it"),
         (not re.search("(^|,|=)-1", fanout), f"--fanout {fanout} has no bound"),
-        (used.features is None or used.features.shape[0], "there are no edges"),
+        (used.edges is None or used.edges.shape[0], "there are no edges"),
     ]
     return [reason for fine, reason in table if not fine]
 
 
 def hops_held(args, task, used):
     """Return how many hops of a batch the CUDA graphs would hold in GPU memory in cuda-cuda, 0 if there can be none.
-    used: `EdgeData` of the task's store."""
+    used: `Used` of run/placement.py."""
     if hindrances(args, task, used):
         return 0
-    return len(args.fanout) - in_one_kernel(args, task, used, codes_of(task.store.features).dtype)
+    return len(args.fanout) - in_one_kernel(args, task, used, stored(task.store.features).dtype)
 
 
 def obstacle(run):
@@ -171,7 +153,7 @@ def build(run, optimizer):
 def pad_inputs(model, padded):
     """Let a network have a row of x for every node, see `NodeInputs.pad`, or no longer."""
     for module in model.modules():
-        if isinstance(module, NodeInputs):
+        if hasattr(module, "aligned"):  # `NodeInputs` of extras/relational.py
             module.pad(padded)
 
 
@@ -696,3 +678,16 @@ class StepGraphs:
             if self.run.ranks.world > 1:
                 dist.all_reduce(self.flat)
             self._finish()
+
+
+def flags():
+    """Declare the flag of CUDA graphs."""
+    graphs = dict(
+        cuda_graph=alike(
+            one_of("auto", "on", "off"),
+            "auto",
+            "run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible",
+            needs=[gpu_for("cuda_graph", "on")],
+        )
+    )
+    return {"sample_threads": graphs}

@@ -29,6 +29,7 @@ import numpy as np
 
 from disk.convert import whole_times
 from disk.files import StoreError, plural, reading
+from sources.arrays import LIKE_NUMBERS, MISSING, short
 
 # bytes of text parsed at a time: no line may be longer, and the layout is guessed from the first
 BLOCK = 1 << 23
@@ -44,7 +45,6 @@ PRINTED = re.compile(r"-?[0-9]+(\.0+)?|-?[0-9](\.[0-9]+)e\+[0-9]+")
 NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 COMMA = re.compile(r"[+-]?[0-9]+,[0-9]+")  # 1,5
 DATES = "dates as numbers, such as days, by (x - x.min()).dt.days of pandas"
-MISSING = ("", "nan", "NaN", "NAN", "Nan", "NaT")
 COMMENT = re.compile(" *(#|%(?![0-9A-Fa-f]{2}))")  # %20 begins a name in a URL
 FOREIGN = {  # how files that are no tables begin, in lower case
     b"%%matrixmarket": "a Matrix Market file",
@@ -68,7 +68,6 @@ UNLIKE = {
     "dates": TIME,
     "other": None,
 }  # kinds of columns that can be read in one way
-LIKE_NUMBERS = {"na", "n/a", "null", "none", "inf", "-inf", "?", "-"}  # never in a header
 MEANINGS = {  # what a column holds: the names by which it is recognised
     "source": "source src from u head subject",
     "destination": "destination dest dst target to v tail object",
@@ -610,8 +609,3 @@ def stacked(columns, dtype) -> np.ndarray:
     """Put columns [r] or [r, length] side by side -> [r, n]; what float32 cannot hold becomes infinite, which a store refuses."""
     with np.errstate(over="ignore"):
         return np.column_stack(columns).astype(dtype, copy=False)
-
-
-def short(text) -> str:
-    """Shorten a text to 60 characters."""
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -8,22 +8,11 @@ A source is a pair of a node and a time, so that a node may be among the seeds, 
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from sampler import Rule, Sources, kind
 
-
-def number_before(edge_times, start, degree, times, strict):
-    """Count each list's edges no later than its time (earlier if strict), by vectorized binary search -> int64 [S]."""
-    count = torch.zeros_like(degree)
-    before = start - 1
-    for bit in reversed(range(int(degree.max()).bit_length() if degree.numel() else 0)):
-        more = count + (1 << bit)  # count them all if the last of them is early enough
-        last = edge_times.index_select(0, (before + more).clamp_(max=edge_times.numel() - 1))
-        early = ((last < times) if strict else (last <= times)) & (more <= degree)
-        count = torch.where(early, more, count)
-    return count
+from . import column, number_before
 
 
 class Cut(NamedTuple):
@@ -52,42 +41,114 @@ RULE = Rule("latest", 2, "the last edges that the seed sees", needs="edge_times"
 
 
 class Pairs(Sources):
-    """Sources that are pairs: src holds node + V * index of the pair's time in `values`."""
+    """Sources that are pairs: a key is node + V * index of the pair's time in `values`."""
 
-    def __init__(self, backend, seeds, times):
-        super().__init__(backend, seeds, times)
-        self.values, number = times.unique(return_inverse=True)  # [T], [S]
-        self.pair(seeds + self.law.num_nodes * number)
+    def __init__(self, law, seeds, times):
+        self.values, numbers = self.groups(seeds, times)
+        super().__init__(law, seeds + law.num_nodes * numbers, times)
 
-    def pair(self, src):
-        """Take pairs as the sources."""
+    @staticmethod
+    def groups(seeds, times):
+        """Sort seeds into groups that share sources -> (times of the groups, the group of each seed int64 [S])."""
+        return times.unique(return_inverse=True)
+
+    def take(self, keys):
         V = self.law.num_nodes
-        self.src = src
-        self.at = src // V
-        self.nodes = src % V
+        self.keys = keys
+        self.at = keys // V
+        self.nodes = keys % V
         self.times = None if self.values is None else self.values[self.at]
 
-    def distinct(self):
-        return self.src.unique().numel() == self.src.numel()
-
-    def number(self, indptr, ids):
-        """Append pairs that are not sources yet, by first appearance -> position of each edge's pair among all."""
-        src = self.src
+    def reached(self, indptr, ids):
         at = self.at.repeat_interleave(indptr.diff(), output_size=ids.numel())
-        pairs = torch.cat([src, ids + self.law.num_nodes * at])
-        values, inverse = pairs.unique(return_inverse=True)
-        place = torch.arange(inverse.numel(), device=src.device)
-        first = torch.full_like(values, inverse.numel()).scatter_reduce_(0, inverse, place, "amin")
-        order = first.argsort()
-        number = torch.empty_like(order).scatter_(0, order, place[: order.numel()])
-        self.pair(values[order])
-        return number[inverse[src.numel() :]]
+        return ids + self.law.num_nodes * at
 
     def labelled(self, block):
         return block._replace(src_times=self.times)
 
-    def done(self):
-        pass
+
+def use(flags, task, store):
+    """Hide edges later than a seed from it, if both have times and --temporal does not say otherwise."""
+    from disk.files import StoreError
+    from model import layers_where, plain_layers
+
+    from .time_units import edges_seen
+
+    timed = store.edge_time is not None and (task.are_links or store.node_time is not None)
+    temporal = flags.temporal
+    if temporal == "off" or temporal == "auto" and not timed:
+        return {"lines": unused(flags, store, timed)}
+    if not timed:
+        lacks = "edges (edge_time)" if store.edge_time is None else "nodes (node_time)"
+        if store.edge_time is None and store.node_time is not None:
+            lacks += f"; {anew(store)}"
+        if not flags.trains:
+            lacks += "; --temporal off predicts from all edges"
+        raise StoreError(f"--temporal {temporal}: {store.path} has no times of {lacks}")
+    if flags.layer.whole_graph:
+        *able, last = [n for n in plain_layers() if n in layers_where(whole_graph=False)]
+        raise StoreError(
+            f"--model {flags.model} divides by the degrees of the whole graph: "
+            f"take {', '.join(able)} or {last}, or --temporal off"
+        )
+    # of a network of a file it is not known
+    if store.edge_type is not None and flags.conv and not flags.conv.uses_types:
+        raise StoreError(
+            f"{store.path}: lists are by type, then time, and --model {flags.model} sees no types: "
+            f"take {' or '.join(layers_where(uses_types=True))}, or --temporal off"
+        )
+    if str(flags.fanout[0]).startswith("any="):
+        raise StoreError(
+            "--fanout any= draws from all types together, and lists are sorted by type, then time: "
+            "give numbers by type, or --temporal off"
+        )
+    strict = temporal == "before"
+    who = "the ends of a pair and its negatives" if task.are_links else "seeds"
+    when = "before their own time" if strict else "at their own time or before it"
+    if flags.window:
+        unit = " microseconds" * ("time_unit" in store.meta)
+        when += f", of the last {flags.window}{unit}"
+    lines = [f"{who} see edges {when}, in every hop; --temporal off shows them all"]
+    lines += edges_seen(flags, task, store, strict)
+    drawn = {}
+    if flags.sampler == RULE.name:
+        drawn = {"method": RULE.name}
+        lines.append("neighbours are the latest; exact inference counts all that a node may see")
+    seen = {"edge_times": store.edge_time, "strict": strict, "window": flags.window}
+    settled = {"temporal": "at"} if temporal == "auto" else {}
+    used = {"flags": settled, "lines": lines}
+    if task.are_links:  # exact inference is as of the end of time: it sees all edges
+        return used | {"drawn": seen | drawn}
+    return used | {"drawn": drawn, "seen": seen, "times": store.node_time}
+
+
+def unused(flags, store, timed):
+    """Return the lines of a run whose seeds see edges of any time; StoreError for flags that need times to draw by, also
+    those of a checkpoint, unless a run that only predicts has --temporal off."""
+    from disk.files import StoreError
+
+    needed = flags.trains or flags.temporal != "off"
+    if needed and flags.window:
+        raise StoreError(
+            f"--window {flags.window} is of times, and seeds of {store.path} have none"
+            + "; --temporal off predicts from all edges" * (not flags.trains)
+        )
+    if needed and flags.sampler == RULE.name:
+        raise StoreError(
+            "--sampler latest needs times of edges and nodes"
+            f", and --temporal at or before, here {flags.temporal}"
+        )
+    if store.edge_time is None and store.node_time is not None:
+        return [f"times of nodes are not used: edges have none (edge_time); {anew(store)}"]
+    if store.edge_time is None:
+        return []
+    why = "--temporal off" if timed else "nodes have none (node_time)"
+    return [f"times of edges are not used: {why}; seeds see edges of any time"]
+
+
+def anew(store):
+    """Say what to do with a store in which only nodes have times, as in those built before edges took times of sources."""
+    return f"build {store.path} anew: an edge then has the time of its source"
 
 
 def law(law, check, edge_times=None, strict=False, window=None):
@@ -102,7 +163,7 @@ def law(law, check, edge_times=None, strict=False, window=None):
         )
     if window is not None and (window % 1 != 0 or not 0 < window < 1 << 63):
         raise ValueError(f"window is {window}: give an int above 0")
-    edge_times = law.column("int64", edge_times=edge_times)
+    edge_times = column(law, "int64", edge_times=edge_times)
     cut = Cut(edge_times, bool(strict), int(window or 0))
     return law._replace(
         cuts=(cut,),
@@ -126,8 +187,14 @@ def times_of(law, seeds, times):
 
 def degrees_at(sampler):
     """Return a function degrees(block) -> [N, 2]: out- and in-degree of each source node at its time, both the number
-    of edges in its neighbour list that it may see. sampler: NeighborSampler with times."""
+    of edges in its neighbour list that it may see. sampler: NeighborSampler with times, and without types."""
     law = sampler.spec
+    if law.split:
+        from disk.files import StoreError
+
+        raise StoreError(
+            "a layer counts degrees by time, and lists are sorted by type first; --temporal off shows all edges"
+        )
     cut = law.cuts[0]
 
     def in_torch(nodes, times):

@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from disk.columns import COLUMNS, EDGE_TIME, EDGE_TYPE, NODE_TIME, OF_EDGES, check_units
+from disk.columns import COLUMNS, EDGE_ORDER, EDGE_TIME, EDGE_TYPE, NODE_TIME, OF_EDGES, check_units
 from disk.convert import (
-    DATE,
     Rows,
     array_like,
     as_rows,
@@ -33,6 +32,7 @@ from disk.convert import (
     refuse,
     row_dtype,
     shaped,
+    whole_times,
     within,
 )
 from disk.files import StoreError, reading
@@ -54,8 +54,6 @@ def flatten(given) -> dict:
     by_type = _given_by_type(given)
     features = by_type.pop("features", {})
     labels = by_type.pop("labels", {})
-    of_nodes = {name: dict(by_type.pop(name)) for name in by_type.keys() - {*OF_EDGES}}
-    of_edges = {name: dict(values) for name, values in by_type.items()}
     node_types = given.node_types or {}
     counts = integers("node_types", [*node_types.values()])
     refuse(counts < 0, "node_types", counts, "a number of nodes is 0 or more")
@@ -63,27 +61,36 @@ def flatten(given) -> dict:
     _check_names(node_types, given.edge_index)
     names = sorted(node_types, key=lambda name: features.get(name) is None)
     first = dict(zip(names, itertools.accumulate((node_types[n] for n in names), initial=0)))
-    for name, values in {"features": features, "labels": labels, **of_nodes}.items():
-        if unknown := values.keys() - node_types.keys():
-            raise StoreError(f"{name} of {min(unknown)}: types of nodes are {', '.join(names)}")
     if len(labels) > 1:
         raise StoreError(f"{' and '.join(labels)} have labels: keep those of one type")
     edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in given.edge_index.items()}
-    for name, values in of_edges.items():
+    sizes = node_types | {kind: pairs.shape[1] for kind, pairs in edges.items()}
+    for name, values in {"features": features, "labels": labels, **by_type}.items():
+        if name not in OF_EDGES:
+            if unknown := values.keys() - node_types.keys():
+                raise StoreError(f"{name} of {min(unknown)}: types of nodes are {', '.join(names)}")
+            continue
         different = values.keys() ^ edges.keys()
-        if name == EDGE_TIME.name and NODE_TIME.name in of_nodes:
+        if name == EDGE_TIME.name and NODE_TIME.name in by_type:
             different = values.keys() - edges.keys()
         if different:
             raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
-    of_edges |= _numbers_asked(given, edges)
-    dates = _whole_times(of_edges, of_nodes)
+    if given.columns.get(EDGE_ORDER.name) is True:  # counted through all types
+        ends = np.cumsum([sizes[kind] for kind in edges])
+        by_type[EDGE_ORDER.name] = dict(zip(edges, np.split(np.arange(ends[-1]), ends[:-1])))
+    parts = _checked_columns(by_type, sizes)
+    of_edges = {name: values for name, values in parts.items() if name in OF_EDGES}
+    of_nodes = {name: values for name, values in parts.items() if name not in OF_EDGES}
     if given.symmetrize:
         _add_reverses(edges, of_edges)
     counts = [pairs.shape[1] for pairs in edges.values()]
     columns = {}
     always = None
     for name, values in of_nodes.items():
-        columns[name] = _node_column(COLUMNS[name], values, first, node_types)
+        dtype = None if COLUMNS[name].timed else COLUMNS[name].dtype
+        values = {kind: np.asarray(part, dtype) for kind, part in values.items()}
+        rest = COLUMNS[name].elsewhere(np.concatenate([*values.values()]))
+        columns[name] = _spread(name, values, first, node_types, rest)
     if NODE_TIME.name in of_nodes:
         times = of_edges.setdefault(EDGE_TIME.name, {})
         own = {*times}
@@ -94,9 +101,6 @@ def flatten(given) -> dict:
         always = np.repeat([kind not in timed for kind in edges], counts)
     for name, values in of_edges.items():
         columns[name] = _edge_column(COLUMNS[name], values, edges)
-    if dates:
-        for name in filter(lambda name: COLUMNS[name].timed, columns):
-            columns[name] = np.asarray(columns[name]).view(DATE)
     columns[EDGE_TYPE.name] = np.repeat(np.arange(len(edges)), counts)
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
     tables = _tables(features, names, node_types)
@@ -119,7 +123,7 @@ def _given_by_type(given) -> dict:
     columns = {
         name: values
         for name, values in given.columns.items()
-        if values is not None and not (COLUMNS[name].asked and isinstance(values, bool))
+        if values is not None and not (name == EDGE_ORDER.name and isinstance(values, bool))
     }
     of_one = [EDGE_TYPE.name] if EDGE_TYPE.name in columns else []
     of_one += [name for name in ONE_GRAPH if getattr(given, name) is not None]
@@ -133,18 +137,31 @@ def _given_by_type(given) -> dict:
     return by_type
 
 
-def _whole_times(of_edges, of_nodes):
-    """Convert the times among columns {name: {type: values}} to int64, in place -> whether they are dates."""
+def _checked_columns(columns, sizes) -> dict:
+    """Convert columns {name: {type: values}} of types of `sizes` {type: edges or nodes} to arrays of times, int64 [n] or
+    datetime64[us] [n], and tensors [n] or [n, D]."""
+    checked = {}
     units = {}
-    for columns in (of_edges, of_nodes):
-        for name in filter(lambda name: COLUMNS[name].timed, columns):
-            for kind, values in columns[name].items():
-                of = kind if isinstance(kind, str) else ",".join(kind)
-                times, entries = COLUMNS[name].check(f"{name} of {of}", values)
-                columns[name][kind] = times
-                units[f"{name} of {of}"] = entries.get("time_unit")
+    for name, of_types in columns.items():
+        column = COLUMNS[name]
+        checked[name] = {}
+        for kind, values in of_types.items():
+            title = f"{name} of {called(kind)}"
+            if column.timed:
+                part = whole_times(title, values)
+                units[title] = part.dtype.kind == "M"
+            else:
+                part = as_rows(title, values)
+            if column.wide and part.ndim == 1:
+                part = part[:, None]
+            checked[name][kind] = shaped(title, part, sizes[kind], *part.shape[1:])
     check_units(units)
-    return any(units.values())
+    return checked
+
+
+def called(kind) -> str:
+    """Name a type of nodes, or of edges as "source,name,destination"."""
+    return kind if isinstance(kind, str) else ",".join(kind)
 
 
 def _labels(labels, split, first, node_types) -> dict:
@@ -155,7 +172,6 @@ def _labels(labels, split, first, node_types) -> dict:
         return {"labels": None, "split": None}
     ((kind, values),) = labels.items()
     values = integers(f"labels of {kind}", values)
-    refuse(values < -1, f"labels of {kind}", values, "labels are 0 or more, or -1 for none")
     joined = _spread("labels", {kind: values}, first, node_types, -1)
     splits = split if isinstance(split, list) else [split or {}]
     moved = [
@@ -178,14 +194,6 @@ def _check_names(node_types, edge_index):
     for word in (*node_types, *itertools.chain(*edge_index)):
         if not isinstance(word, str) or not word.isprintable() or not word or "," in word:
             raise StoreError(f"the type {word!r} has no name: printable text without a comma")
-
-
-def _numbers_asked(given, edges) -> dict:
-    """Return {column: {type: numbers of its edges}} if a build is asked to keep them, counted through all types."""
-    counts = [pairs.shape[1] for pairs in edges.values()]
-    numbers = np.split(np.arange(sum(counts)), np.cumsum(counts)[:-1])
-    asked = [c.name for c in COLUMNS.values() if c.asked and given.columns.get(c.name) is True]
-    return {name: dict(zip(edges, numbers)) for name in asked}
 
 
 def _edges(kind, node_types, pairs) -> np.ndarray:
@@ -220,8 +228,9 @@ def _add_reverses(edges, columns):
             reverse = kind
             parts = [pairs, pairs[::-1]]
         edges[reverse] = np.concatenate(parts, 1)
+        rows = np.tile(np.arange(pairs.shape[1]), len(parts))
         for values in (values for values in columns.values() if kind in values):
-            values[reverse] = torch.cat([as_rows("edges", values[kind])] * len(parts))
+            values[reverse] = values[kind][rows]
 
 
 def _check_reverses(kind, reverse, edges):
@@ -234,31 +243,18 @@ def _check_reverses(kind, reverse, edges):
         )
 
 
-def _edge_column(column, values, edges) -> torch.Tensor:
-    """Join a column {type: values} in the order of the edges {type: pairs}."""
-    rows = {}
+def _edge_column(column, values, kinds):
+    """Join a column {type: values} in the order of the types of edges."""
+    parts = [values[kind] for kind in kinds]
+    if column.timed:
+        return np.concatenate(parts)
     with reading(column.name):
-        for kind, pairs in edges.items():
-            label = f"{column.name} of {','.join(kind)}"
-            part = as_rows(column.name, values[kind])
-            if column.width and part.dim() == 1:
-                part = part[:, None]
-            rows[label] = shaped(label, part, pairs.shape[1], *part.shape[1:])
-        if column.width:
-            width = max(part.shape[1] for part in rows.values())
-            rows = {n: pad(part, (0, width - part.shape[1])) for n, part in rows.items()}
-        dtype = functools.reduce(torch.promote_types, (part.dtype for part in rows.values()))
-        return torch.cat([_converted(*item, dtype) for item in rows.items()])
-
-
-def _node_column(column, values, first, node_types) -> np.ndarray:
-    """Join a column {type: values} over all nodes."""
-    parts = {}
-    for kind, part in values.items():
-        name = f"{column.name} of {kind}"
-        parts[kind], _ = column.check(name, array_like(name, part))
-    rest = column.elsewhere(np.concatenate([*parts.values()]))
-    return _spread(column.name, parts, first, node_types, rest)
+        if column.wide:
+            width = max(part.shape[1] for part in parts)
+            parts = [pad(part, (0, width - part.shape[1])) for part in parts]
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        titles = [f"{column.name} of {called(kind)}" for kind in kinds]
+        return torch.cat([_converted(*item, dtype) for item in zip(titles, parts)])
 
 
 def _tables(features, names, node_types) -> dict:

@@ -3,12 +3,15 @@
 NeighborSampler(indptr, indices, [[10, 3], [5, 0]], edge_type=edge_type)     # 10 of type 0, 3 of type 1, ...
 """
 
+import re
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sampler import MOST_EDGES, Lists, expand, mix, of, signed
+
+from . import column
 
 NO_TYPE = -2  # fanout of a type that does not exist, as in native/rule.h
 
@@ -52,6 +55,12 @@ class Label(NamedTuple):
     numbers: Tensor | None  # int64 [T], what blocks have in place of each type
     edge_ids: bool  # whether blocks keep theirs
 
+    def whole_graph(self):
+        """Return the types [M] of all edges as blocks have them."""
+        if self.numbers is None:
+            return self.edge_type
+        return self.numbers.to(self.edge_type.device, torch.int16)[self.edge_type.int()]
+
     def __call__(self, block):
         types = block.edge_type
         if types is None:  # the C code returns them with the block
@@ -62,14 +71,74 @@ class Label(NamedTuple):
         return block._replace(edge_type=types, edge_ids=block.edge_ids if self.edge_ids else None)
 
 
-def law(law, check, edge_type=None, by_type=True, type_numbers=None):
+def use(flags, task, store):
+    """Draw neighbours by type, or from all types, for layers that need types and for any network of a file."""
+    from disk.files import StoreError
+    from model import layers_where
+
+    conv = flags.conv
+    typed = layers_where(uses_types=True)
+    if store.edge_type is not None and (conv is None or conv.uses_types):
+        names = store.edge_types or [*map(str, range(store.num_edge_types))]
+        fanouts = hops(flags.fanout, names)
+        by_type = isinstance(fanouts[0], list)
+        of = "all together"
+        if by_type:
+            of = "each of them"
+            if 0 in sum(fanouts, []):
+                of = "those it names, exact inference for all"
+        line = f"edges have {len(names)} types; --fanout is for {of}, and the model sees them"
+        return {
+            "seen": dict(edge_type=store.edge_type, num_types=len(names)),
+            "drawn": dict(fanouts=fanouts, by_type=by_type),
+            "lines": [line],
+        }
+    if not all(isinstance(hop, int) for hop in flags.fanout):
+        raise StoreError(
+            f"--fanout {','.join(map(str, flags.fanout))} names types: "
+            f"it is for {', '.join(typed)}, or a model of your own, and a graph with types"
+            f", here {store.path}"
+        )
+    if conv is not None and conv.uses_types:
+        raise StoreError(f"--model {flags.model} takes types of edges, and {store.path} has none")
+    if store.edge_type is None:
+        return {}
+    who = " and ".join(typed)
+    return {"lines": [f"types of edges are not used by --model {flags.model}: {who} take them"]}
+
+
+def hops(fanout, names):
+    """Return --fanout as NeighborSampler takes it: for each hop a number, or a list with one for each of these types."""
+    from disk.columns import types_called
+    from disk.files import StoreError
+
+    if str(fanout[0]).startswith("any="):
+        return [int(str(hop).removeprefix("any=")) for hop in fanout]
+    fanouts = []
+    for hop in fanout:
+        fanouts.append([hop if isinstance(hop, int) else 0] * len(names))
+        for name, k in re.findall(r"(.+?)=(-1|0*[1-9][0-9]{0,8})(?::|$)", str(hop)):
+            matching = types_called(name, names)
+            if not matching:
+                raise StoreError(
+                    f"--fanout {name}={k}: no such type of edges; they are {'; '.join(names)}"
+                )
+            for i in matching:
+                if fanouts[-1][i]:
+                    raise StoreError(f"--fanout {hop}: {names[i]} is there twice")
+                fanouts[-1][i] = int(k)
+    return fanouts
+
+
+def law(law, check, *, edge_type=None, by_type=True, type_numbers=None, num_types=0):
     """edge_type: uint8 or uint16 [M] below 2^15, ascending in each neighbour list. by_type: False samples as if the edges
-    had no types; not with edge_times. type_numbers: int64 [T], what blocks have in place of each type."""
+    had no types; not with edge_times. type_numbers: int64 [T], what blocks have in place of each type. num_types: how many
+    there are, if more than in edge_type, or known: unless `check`, this is then not read."""
     fanouts = law.fanouts
     all_lists = all(isinstance(k, list) for k in fanouts)
     if edge_type is None:
         raise ValueError(f"fanouts {fanouts}, by_type={by_type}: fanouts by type need edge_type")
-    types = as_signed(law.column("uint8 or uint16", edge_type=edge_type))
+    types = as_signed(column(law, "uint8 or uint16", edge_type=edge_type))
     label = Label(types, type_numbers, law.edge_ids)
     law = law._replace(label=label, edge_ids=True)
     if not by_type:
@@ -78,12 +147,12 @@ def law(law, check, edge_type=None, by_type=True, type_numbers=None):
                 f"fanouts {fanouts}: by_type=False is not for fanouts by type, nor for edge_times: lists are in type order"
             )
         return law
-    num_types = 1
-    if types.numel() and (check or not all_lists):
+    if types.numel() and (check or not (all_lists or num_types)):
         low, high = map(int, types.aminmax())
-        num_types = high + 1
         if low < 0:
             raise ValueError("edge_type has types above 32767, which is the largest")
+        num_types = max(num_types, high + 1)
+    num_types = max(num_types, 1)
     lists = [k if isinstance(k, list) else [k] * num_types for k in fanouts]
     table = torch.full((len(lists), 256 if types.dtype == torch.uint8 else 1 << 16), NO_TYPE)
     if not all(num_types <= len(numbers) <= table.shape[1] for numbers in lists):

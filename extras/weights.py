@@ -3,9 +3,13 @@
 NeighborSampler(..., weights=weights)
 """
 
+from functools import partial
+
 import torch
 
 from sampler import Rule, of
+
+from . import column, pick_kept, ruled
 
 
 def _keep_heaviest(law, lists, edges, row, place):
@@ -20,14 +24,32 @@ def _keep_heaviest(law, lists, edges, row, place):
 
 
 RULE = Rule(
-    "weighted", help="by edge weight", keep=_keep_heaviest, needs="weights", header="weights"
+    "weighted",
+    help="by edge weight",
+    pick=partial(pick_kept, _keep_heaviest),
+    needs="weights",
+    header="weights",
 )
+
+
+def use(flags, task, store):
+    """Draw neighbours by the weights of their edges with --sampler weighted."""
+    from disk.files import StoreError
+
+    weights = store.edge_weight
+    if flags.sampler == RULE.name and weights is not None:
+        said = "neighbours are drawn by weight; exact inference counts all edges alike"
+        return {"drawn": {"weights": weights}, "lines": [said]}
+    if flags.sampler == RULE.name and flags.trains:
+        raise StoreError(f"--sampler weighted draws by weights of edges, {store.path} has none")
+    if weights is None:
+        return {}
+    return {"lines": ["weights of edges are not used: --sampler weighted draws neighbours by them"]}
 
 
 def law(law, check, weights):
     """weights: float [M], in the order of `indices` as all columns here, not negative."""
-    weights = law.column("float16, bfloat16, float32 or float64", weights=weights)
+    weights = column(law, "float16, bfloat16, float32 or float64", weights=weights)
     if check and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError("weights contains a negative, infinite or NaN value")
-    law = law if law.rule is RULE else law.ruled(RULE, "weights")
-    return law._replace(rule=RULE._replace(column=weights))
+    return ruled(law, RULE, "weights")._replace(rule=RULE._replace(column=weights))

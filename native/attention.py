@@ -13,7 +13,11 @@ from .kernels import (
     destinations,
     learned,
     of_block,
+    of_values,
     once_differentiable,
+    restored,
+    save,
+    sizes,
 )
 
 
@@ -69,146 +73,56 @@ class _Attend(torch.autograd.Function):
         S = len(target)
         K, D = attn.shape
         E = near.indices.numel()
-        whole = aligned(D, source, target, attn, by)
         dst = destinations(code, near)
         weights = attn.new_empty(E + S, K)
-        dropped = torch.empty_like(weights) if dropout.drop else None
-        out = torch.empty_like(target)
         slopes = None  # of leaky ReLU, a bit each, for the backward pass
         if any(ctx.needs_input_grad):
             words = code.columns * -(-D // (32 * code.columns))
             slopes = dst.new_empty(E + S, K, words)
-        code.run(
-            "attention_scores",
-            (E + S) * K,
-            near,
-            dst=dst,
-            S=S,
-            E=E,
-            K=K,
-            D=D,
-            whole=whole,
-            source=source,
-            target=target,
-            attn=attn,
-            edges=edges,
-            wide=len(by),
-            by=by,
-            scores=weights,
-            slopes=slopes,
-        )
-        code.run(
-            "attention_softmax",
-            S * K,
-            dropout,
-            **near.edges,
-            S=S,
-            K=K,
-            weights=weights,
-            dropped=dropped,
-        )
-        code.run(
-            "attention_sum",
-            S * K,
-            near,
-            S=S,
-            K=K,
-            width=D,
-            whole=whole,
-            weights=weights if dropped is None else dropped,
-            source=source,
-            out=out,
-        )
-        ctx.code = code
-        ctx.scale = dropout.scale
-        rows = source, target, attn, by, edges, dst, weights, dropped, slopes
-        ctx.save_for_backward(*rows, *near)
+        tensors = {"source": source, "target": target, "attn": attn, "by": by, "edges": edges}
+        tensors |= {"dst": dst, "weights": weights, "slopes": slopes}
+        tensors["dropped"] = torch.empty_like(weights) if dropout.drop else weights
+        numbers = {"S": S, "E": E, "K": K, "D": D, "width": D, "wide": len(by)}
+        numbers["whole"] = aligned(D, source, target, attn, by)
+        out = torch.empty_like(target)
+        values = near._asdict() | tensors | numbers
+        code.run("attention_scores", (E + S) * K, values)
+        code.run("attention_softmax", S * K, values, dropout)
+        code.run("attention_sum", S * K, values, out=out)
+        save(ctx, code, near, tensors, **numbers, drop=dropout.drop, scale=dropout.scale)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # [S, K D]
-        saved = ctx.saved_tensors  # once: with recomputed activations torch refuses a second time
-        source, target, attn, by, edges, dst, weights, dropped, slopes, *near = saved
-        near = InEdges(*near)
-        code = ctx.code
-        S = len(target)
-        N = len(source)
-        E = len(dst)
-        K, D = attn.shape
-        whole = aligned(D, source, target, attn, by, grad)
-        to_scores = _to_scores(ctx, saved, grad, whole)
+        code, values = restored(ctx)
+        source, target, attn, by = (values[name] for name in ("source", "target", "attn", "by"))
+        near = of_values(InEdges, values)
+        places, K = values["weights"].shape
+        values |= {"grad": grad, "to_scores": torch.empty_like(values["weights"])}
+        values["whole"] &= aligned(attn.shape[1], grad)
+        code.run("attention_weight_grad", places * K, values)
+        code.run("attention_softmax_grad", len(target) * K, values)
         to_source = torch.empty_like(source)
         to_target = torch.empty_like(target)
         to_by = None
         of_target = code.runs(target)
         of_source = code.runs(source)
         # first the part of target, then that of source
-        to_attn = attn.new_empty(of_target["runs"] + of_source["runs"], K * D)
-        through = {"K": K, "width": D, "whole": whole, "slopes": slopes, "to_scores": to_scores}
-        code.run(
-            "attention_target_grad",
-            of_target["runs"] * K,
-            **near.edges,
-            **through,
-            **of_target,
-            S=S,
-            target=target,
-            attn=attn,
-            to_target=to_target,
-            to_attn=to_attn,
-        )
-        Lists.of(code, near, N, dst).run(
-            "attention_source_grad",
-            near,
-            heads=K,
-            columns=2 * K * D,
-            indptr=near.indptr,
-            **through,
-            **of_source,
-            S=S,
-            N=N,
-            source=source,
-            attn=attn,
-            weights=weights if dropped is None else dropped,
-            grad=grad,
-            out=to_source,
-            to_attn=to_attn[of_target["runs"] :],
-        )
+        to_attn = attn.new_empty(of_target["runs"] + of_source["runs"], attn.numel())
+        out = {"to_target": to_target, "to_attn": to_attn}
+        code.run("attention_target_grad", of_target["runs"] * K, values, of_target, out)
+        out = {"out": to_source, "to_attn": to_attn[of_target["runs"] :], "N": len(source)}
+        lists = Lists.of(code, near, len(source), values["dst"])
+        columns = 2 * attn.numel()
+        given = values | of_source | out
+        lists.run("attention_source_grad", near, heads=K, columns=columns, **given)
         to_attn = to_attn.sum(0)
         if len(by):
-            given = {"numbers": E + S, "source": None, "rows": None, "edges": edges}
-            to_by = code.edge_matrix_grad(near, dst, by, **through, **given)
+            to_by = code.edge_matrix_grad(values, numbers=places, source=None, rows=None)
             to_attn = to_attn + (to_by * by).sum(0)
             to_by = to_by * attn.flatten()
-        return to_source, to_target, to_attn.view(K, D), to_by, None
-
-
-def _to_scores(ctx, saved, grad, whole):
-    """Return the gradient of attention's scores [E + S, K]."""
-    source, target, attn, _, _, dst, weights, dropped, _, *near = saved
-    near = InEdges(*near)
-    code = ctx.code
-    S = len(target)
-    E = len(dst)
-    K, D = attn.shape
-    out = attn.new_empty(E + S, K)
-    size = {**near.edges, "S": S, "K": K}
-    code.run(
-        "attention_weight_grad",
-        (E + S) * K,
-        **size,
-        dst=dst,
-        E=E,
-        D=D,
-        whole=whole,
-        source=source,
-        grad=grad,
-        to_weights=out,
-    )
-    kept = {"weights": weights, "dropped": dropped, "scale": ctx.scale}
-    code.run("attention_softmax_grad", S * K, **size, **kept, grad=out)
-    return out
+        return to_source, to_target, to_attn.view_as(attn), to_by, None
 
 
 def _fits(edges, by, count, *rows):
@@ -237,49 +151,26 @@ def edge_sums(indptr, indices, h, edges, by):
 class _EdgeSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, by, edges, near, code):
-        width = h.shape[1]
-        out = h.new_empty(near.S, width)
-        code.run(
-            "edge_sums",
-            near.S,
-            **near.edges,
-            h=h,
-            edges=edges,
-            wide=len(by),
-            by=by,
-            S=near.S,
-            width=width,
-            whole=aligned(width, h, by),
-            out=out,
-        )
-        ctx.save_for_backward(h, by, edges, *near)
-        ctx.code = code
+        out = h.new_empty(near.S, h.shape[1])
+        rows = {"h": h, "by": by, "edges": edges}
+        values = {**sizes(h, by), "wide": len(by), "S": near.S, "out": out}
+        code.run("edge_sums", near.S, near, rows, values)
+        save(ctx, code, near, rows, wide=len(by))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # [S, F]
-        h, by, edges, *near = ctx.saved_tensors
-        near = InEdges(*near)
-        code = ctx.code
-        N, width = h.shape
+        code, values = restored(ctx)
+        near = of_values(InEdges, values)
+        h = values["h"]
+        N = len(h)
+        E = near.indices.numel()
         out = torch.empty_like(h)
         dst = destinations(code, near)
-        size = {"width": width, "whole": aligned(width, h, by, grad), "edges": edges}
-        other = {"numbers": len(edges), "slopes": None, "to_scores": None}
-        to_by = code.edge_matrix_grad(near, dst, by, K=1, source=h, rows=grad, **size, **other)
+        values |= {**sizes(h, values["by"], grad), "grad": grad, "K": 1, "E": E, "dst": dst}
+        other = {"numbers": E, "slopes": None, "to_scores": None}
+        to_by = code.edge_matrix_grad(values, source=h, rows=grad, **other)
         lists = Lists.of(code, near, N, dst)
-        code.run(
-            "edge_sums_grad",
-            N,
-            **lists.of_source,
-            **size,
-            edge=lists.edge,
-            h=h,
-            wide=len(by),
-            by=by,
-            grad=grad,
-            N=N,
-            out=out,
-        )
+        code.run("edge_sums_grad", N, values, lists.of_source, edge=lists.edge, N=N, out=out)
         return out, to_by, None, None, None

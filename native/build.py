@@ -10,7 +10,7 @@
     launch(S, kernels.stream())                                  # about 1 us; also inside a CUDA graph capture
 
 NVRTC comes with torch's CUDA build. base.h explains how kernels are written. The names and types of a kernel's arguments are
-read from the source, and every call names all of them.
+read from the source: it takes those that it names from the values of a call, which kernels of one operation share.
 An argument that is neither a pointer nor a number is a struct passed by value: a ctypes.Structure (`struct_type`), whose
 fields may change between launches. Tensors must outlive the launches that use them.
 
@@ -33,7 +33,6 @@ import sys
 import tempfile
 import threading
 import warnings
-from glob import glob
 from pathlib import Path
 
 import torch
@@ -80,12 +79,9 @@ def signatures(source, result="KERNEL"):
     return functions
 
 
-def _in_order(kernel, signature, values):
-    """Return the arguments of a kernel, {name: value}, in the order of its signature, tensors as pointers to their data;
-    KeyError for one that is missing."""
-    if len(values) != len(signature):
-        takes = f"it takes {', '.join(signature)}"
-        raise TypeError(f"kernel {kernel} is called with {', '.join(values)}: {takes}")
+def _in_order(signature, values):
+    """Return what a signature names of the values {name: value}, in its order, tensors as pointers to their data; KeyError
+    for one that is missing."""
     return [v.data_ptr() if isinstance(v := values[n], Tensor) else v or 0 for n in signature]
 
 
@@ -268,9 +264,10 @@ void run_{kernel}(int team_, i64 threads_, {", ".join(declared)}) {{
         functions = {kernel: getattr(library, f"run_{kernel}").args[0] for kernel in kernels}
 
         def run(kernel, threads, values):
-            functions[kernel](team(), threads, *_in_order(kernel, kernels[kernel], values))
+            functions[kernel](team(), threads, *_in_order(kernels[kernel], values))
 
         library.run = run
+        library.signatures = kernels
     return library
 
 
@@ -308,16 +305,12 @@ class Kernels:
         with self.current():
             self.bind()
             code = self._driver.cuModuleLoadData(ctypes.byref(module), image)
-            self.check(code, "cuModuleLoadData")
+            check_driver(code, f"cuModuleLoadData on {device}")
             for kernel in self.signatures:
                 self._functions[kernel] = ctypes.c_void_p()
                 pointer = ctypes.byref(self._functions[kernel])
                 code = self._driver.cuModuleGetFunction(pointer, module, kernel.encode())
-                self.check(code, kernel)
-
-    def check(self, code, action):
-        """Raise RuntimeError unless a driver call returned 0."""
-        check_driver(code, f"{action} on {self.device}")
+                check_driver(code, f"{kernel} on {device}")
 
     def bind(self):
         """Bind the current GPU's context to this host thread, as any call of the CUDA runtime does."""
@@ -375,8 +368,8 @@ class Launch:
             self._pointers[i] = memory + end - struct.calcsize(code)
 
     def pack(self, values):
-        """Set all arguments, {name: value}."""
-        values = _in_order(self._name, self._signature, values)
+        """Set all arguments, from {name: value}."""
+        values = _in_order(self._signature, values)
         for i in reversed(self._structs):
             self._structs[i] = values.pop(i)
             self._pointers[i] = ctypes.addressof(self._structs[i])
@@ -391,7 +384,8 @@ class Launch:
             self._kernels.bind()
             code = self._go(self._function, *grid, 0, stream, self._pointers, None)
         if code:
-            self._kernels.check(code, f"kernel {self._name} of {threads} threads")
+            where = f"of {threads} threads on {self._kernels.device}"
+            check_driver(code, f"kernel {self._name} {where}")
 
 
 # what torch.compile uses: twenty times as fast as torch.cuda.current_stream; None if torch has no CUDA
@@ -448,16 +442,12 @@ def compile_cuda(source, arch, options=()):
 
 def _nvrtc():
     """Load the libnvrtc of torch's CUDA build, or the system's."""
-    major = str(torch.version.cuda or "").split(".")[0]
     folder = Path(torch.__file__).parent
-    wheels = [f"{folder.parent}/nvidia/{part}/lib" for part in (f"cu{major}", "cuda_nvrtc")]
-    paths = [p for at in (*wheels, f"{folder}/lib") for p in sorted(glob(f"{at}/libnvrtc*.so*"))]
-    paths = [path for path in paths if "builtins" not in path and ".alt." not in path]
-    # libcaffe2_nvrtc.so finds the libnvrtc that torch was linked with
-    names = [f"libnvrtc.so.{major}", *paths, f"{folder}/lib/libcaffe2_nvrtc.so", "libnvrtc.so"]
-    for name in names:
+    wheels = sorted(folder.parent.glob("nvidia/*/lib/libnvrtc.so*"))
+    # the first finds the libnvrtc that torch was linked with, but only beside a driver
+    for name in (folder / "lib/libcaffe2_nvrtc.so", *wheels, "libnvrtc.so"):
         with contextlib.suppress(OSError):
-            library = ctypes.CDLL(name)
+            library = ctypes.CDLL(str(name))
             library.nvrtcGetErrorString.restype = ctypes.c_char_p
             return library
     raise OSError("no libnvrtc, part of torch's CUDA build (pip install nvidia-cuda-nvrtc)")

@@ -4,7 +4,7 @@
     code = of_block(near, h, out)                    # None: torch operations have to be used
     code.self_and_mean(near, h, out)
     lists = Lists.of(code, near, len(h))             # its edges by source, for the backward pass
-    code.run("max_neighbours_grad", N, **lists.of_source, grad=grad, winner=winner, N=N, ...)
+    lists.run("max_neighbours_grad", near, grad=grad, winner=winner, N=N, width=width, ...)
 
 layers.py puts them together. On a GPU nothing here synchronizes, and all of it can be captured in a CUDA graph.
 """
@@ -46,11 +46,6 @@ class InEdges(NamedTuple):
     @property
     def S(self):
         return self.indptr.numel() - 1
-
-    @property
-    def edges(self):
-        """The arguments of kernels that do not read own rows."""
-        return {"indptr": self.indptr, "indices": self.indices}
 
 
 class Scales(NamedTuple):
@@ -194,13 +189,14 @@ class Code:
         self.columns = compiled.columns_of_a_thread() if self.on_cpu else 4
 
     def run(self, kernel, count, /, *records, **values):
-        """Run a kernel on `count` rows, whose columns several threads share if it has a `width`, or else in so many threads.
-        records: NamedTuples, whose fields are arguments too."""
-        for record in records:
-            values.update(zip(record._fields, record))
-        if "width" in values:
-            count *= -(-self.threads(values["width"]) // VECTORS.get(kernel, 1))
-        self.compiled.run(kernel, count, values)
+        """Run a kernel on `count` rows, whose columns several threads share if it takes a `width`, or else in so many threads.
+        It takes the arguments that its signature names. records: NamedTuples or dicts of arguments, later ones count."""
+        arguments = {}
+        for record in (*records, values):
+            arguments |= record if isinstance(record, dict) else record._asdict()
+        if "width" in self.compiled.signatures[kernel]:
+            count *= -(-self.threads(arguments["width"]) // VECTORS.get(kernel, 1))
+        self.compiled.run(kernel, count, arguments)
 
     def takes(self, near, N):
         """Return whether offsets and indices of a block fit N sources; a GPU is not waited for."""
@@ -227,18 +223,9 @@ class Code:
     def self_and_mean(self, near, h, out, *, scales=UNSCALED, active=None, kept=None, steps=None):
         """Compute out [S, 2F], or out [S, F] with scales, from h [N, F] or, on a GPU, from dropout(relu(h)): `active` is its
         `Dropout`. kept: see `Code.kept`. steps: see `functions`."""
-        width = h.shape[1]
-        values = {
-            "h": h,
-            "S": len(out),
-            "width": width,
-            "whole": aligned(width, h, out),
-            "out": out,
-        }
-        if active is None:
-            self.run("plain_self_and_mean", len(out), near, scales, steps=steps, **values)
-        else:
-            self.run("self_and_mean", len(out), near, scales, active, kept=kept, **values)
+        records = near, scales, sizes(h, out), active or {}
+        kernel = "self_and_mean" if active else "plain_self_and_mean"
+        self.run(kernel, len(out), *records, S=len(out), h=h, out=out, kept=kept, steps=steps)
 
     def self_and_mean_grad(
         self, near, grad, num_src, *, scales=UNSCALED, own=True, kept=None, scale=1.0
@@ -255,60 +242,54 @@ class Code:
         sums = None
         if runs["run"] > 1:
             sums = grad.new_empty(runs["runs"], width, dtype=torch.float32)
-        lists.run(
-            "self_and_mean_grad",
-            near,
-            share=lists.share,
-            grad=grad,
-            alpha=scales.alpha,
-            gamma=scales.gamma,
-            S=S if own else 0,
-            N=num_src,
-            width=width,
-            whole=aligned(width, grad),
-            kept=kept,
-            scale=scale,
-            **runs,
-            sums=sums,
-            out=out,
-        )
+        values = {"S": S if own else 0, "N": num_src, "width": width, "whole": aligned(width, grad)}
+        values |= {**scales._asdict(), "grad": grad, "kept": kept, "scale": scale}
+        lists.run("self_and_mean_grad", near, **values, **runs, sums=sums, out=out)
         return out, out if sums is None else sums
 
     def relu_dropout(self, h, active, out=None, *, kept=None, relu=1):
         """Apply ReLU, unless relu is 0, and `Dropout` to h [S, D], in place or into `out`; kept: see `Code.kept`."""
-        S, width = h.shape
         out = h if out is None else out
-        self.run(
-            "relu_dropout",
-            S,
-            active,
-            h=h,
-            S=S,
-            width=width,
-            whole=aligned(width, h, out),
-            relu=relu,
-            kept=kept,
-            out=out,
-        )
+        self.run("relu_dropout", len(h), active, sizes(h, out), h=h, relu=relu, kept=kept, out=out)
 
-    def edge_matrix_grad(self, near, dst, by, **values):
-        """Compute the gradient [d, K width] of the matrix `by` that multiplies edge features; for `values` see the kernel.
-        dst: `destinations`."""
+    def edge_matrix_grad(self, values, **more):
+        """Compute the gradient [d, K width] of the matrix `by` that multiplies edge features; for the values see the
+        kernel."""
         runs = 1024
+        by = values["by"]
         to_by = by.new_empty(runs, *by.shape)
-        self.run(
-            "edge_matrix_grad",
-            runs * values["K"],
-            **near.edges,
-            dst=dst,
-            E=len(dst),
-            wide=len(by),
-            by=by,
-            runs=runs,
-            to_by=to_by,
-            **values,
-        )
+        given = {"runs": runs, "to_by": to_by, **more}
+        self.run("edge_matrix_grad", runs * values["K"], values, given)
         return to_by.sum(0)
+
+
+def sizes(rows, *others):
+    """Return the sizes of rows [S, width] as arguments; whole: of `aligned`, for these and others."""
+    S, width = rows.shape
+    return {"S": S, "width": width, "whole": aligned(width, rows, *others)}
+
+
+def save(ctx, code, *records, **numbers):
+    """Keep arguments of kernels for the backward pass. records: NamedTuples or dicts of tensors, which torch saves: it refuses
+    a backward pass after a change of them."""
+    tensors = {}
+    for record in records:
+        tensors |= record if isinstance(record, dict) else record._asdict()
+    ctx.names = [*tensors]
+    ctx.kept = code, numbers
+    ctx.save_for_backward(*tensors.values())
+
+
+def restored(ctx):
+    """Return what `save` has kept -> (`Code`, values), once in a backward pass: with recomputed activations torch refuses
+    a second time."""
+    code, numbers = ctx.kept
+    return code, dict(zip(ctx.names, ctx.saved_tensors)) | numbers
+
+
+def of_values(kind, values):
+    """Make a NamedTuple of this kind of {name: value}."""
+    return kind(*map(values.get, kind._fields))
 
 
 def aligned(width, *rows):
@@ -318,11 +299,11 @@ def aligned(width, *rows):
 
 def destinations(code, near):
     """Compute the destination of each edge -> int32 [E]; a static block's are at hand once it has `Lists`."""
-    indptr, indices, _ = near
+    indices = near.indices
     if is_static(near) and indices.lists:
         return indices.lists.dst
     out = torch.empty(indices.numel(), dtype=torch.int32, device=indices.device)
-    code.run("destinations", near.S, indptr=indptr, S=near.S, dst=out)
+    code.run("destinations", near.S, near, S=near.S, dst=out)
     return out
 
 
@@ -368,10 +349,10 @@ class Lists:
             lists = start, sizes[1:], beta, arrays[1], self.edge, self.share
             code.compiled.list_by_source(*block, *lists)
             return
-        run = functools.partial(code.run, **near.edges, S=near.S, slot=slot)
-        run("list_sizes", E, size=sizes[1:])
+        values = {"S": near.S, "slot": slot, "list": self.unordered, **self.of_source}
+        code.run("list_sizes", E, near, values)
         torch.cumsum(sizes, 0, dtype=torch.int32, out=start)
-        run("list_edges", E, start=start, list=self.unordered)
+        code.run("list_edges", E, near, values)
         self.put_in_order(near, beta)
 
     def use(self, dst, sizes, start, arrays):
@@ -385,33 +366,22 @@ class Lists:
     def run(self, kernel, near, *, heads=1, columns=0, **values):
         """Run a kernel that sums over the lists, on a GPU first on tiles of them: see layers.cu. columns: of a tile's sums, if
         they are not `width`."""
-        values |= {"indices": near.indices, "edge": self.edge, **self.of_source}
+        values |= {**near._asdict(), "edge": self.edge, "share": self.share, **self.of_source}
         values |= {"end": self.of_source["start"][-1:], "tile_sums": None, "tiles": None}
         if not self.code.on_cpu:
             tiles = near.indices.numel() // TILE + 1
             sums = self.share.new_empty(tiles, columns or values["width"])
             rows = {"S": 0, "N": tiles, "runs": tiles, "run": 1, "kept": None, "sums": None}
-            of_tiles = {name: rows.get(name, value) for name, value in values.items()}
-            self.code.run(kernel, tiles * heads, **of_tiles | {"tiles": sums})
+            self.code.run(kernel, tiles * heads, values, rows, tiles=sums)
             values["tile_sums"] = sums
-        self.code.run(kernel, values.get("runs", values["N"]) * heads, **values)
+        self.code.run(kernel, values.get("runs", values["N"]) * heads, values)
 
     def put_in_order(self, near, beta=None):
         """Order each source's edges, and compute their shares."""
         E = near.indices.numel()
-        self.code.run(
-            "list_in_order",
-            E,
-            **near.edges,
-            dst=self.dst,
-            E=E,
-            end=self.of_source["start"][-1:],
-            list=self.unordered,
-            beta=beta,
-            **self.of_source,
-            edge=self.edge,
-            share=self.share,
-        )
+        values = {"dst": self.dst, "E": E, "end": self.of_source["start"][-1:], "beta": beta}
+        values |= {"list": self.unordered, "edge": self.edge, "share": self.share}
+        self.code.run("list_in_order", E, near, self.of_source, values)
 
 
 def static(block):

@@ -402,27 +402,27 @@ KERNEL attention_softmax(const ID *indptr, const ID *indices, const ID *nodes, i
     dropped[at * K + head] = drop_one(weight, bytes, (int)(head % 8), drop, scale);
   }
 }
-// grad: in, of the weights after dropout; out, of the scores.
+// to_scores, a gradient: in, of the weights after dropout; out, of the scores.
 KERNEL attention_softmax_grad(const ID *indptr, const ID *indices, int S, int K,
-                              const float *weights, const float *dropped, float scale,
-                              float *grad) {
+                              const float *weights, const float *dropped, int drop, float scale,
+                              float *to_scores) {
   PLACES_OF_ROW;
   float sum = 0;
   for (i64 at = first; at < last; at++) {
     i64 q = at * K + head;
-    if (dropped) grad[q] = dropped[q] > 0 ? grad[q] * scale : 0;
-    sum += weights[q] * grad[q];
+    if (drop) to_scores[q] = dropped[q] > 0 ? to_scores[q] * scale : 0;
+    sum += weights[q] * to_scores[q];
   }
   for (i64 at = first; at < last; at++)
-    grad[at * K + head] = weights[at * K + head] * (grad[at * K + head] - sum);
+    to_scores[at * K + head] = weights[at * K + head] * (to_scores[at * K + head] - sum);
 }
 
-// source [N, K, D], target [S, K, D], attn [K, D], edges [E + S, wide], by [wide, K, D] -> scores
-// [E + S, K]: attn . leaky_relu(source + target + edges by)
+// source [N, K, D], target [S, K, D], attn [K, D], edges [E + S, wide], by [wide, K, D] -> weights
+// [E + S, K], still scores: attn . leaky_relu(source + target + edges by)
 KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows, const int *dst,
                         int S, int E, int K, int D, int whole, const IN *source, const IN *target,
                         const float *attn, const float *edges, int wide, const float *by,
-                        float *scores, int *slopes) {
+                        float *weights, int *slopes) {
   PLACE_AND_HEAD(self_rows);
   floats_t sum = all_of(0);
   ints_t bits = all_of_int(0);
@@ -438,16 +438,16 @@ KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows
     store_ints(words + SLOPE_WORD(c), 1, COLUMNS, bits);
     bits = all_of_int(0);
   }
-  scores[place.at * K + head] = total(sum);
+  weights[place.at * K + head] = total(sum);
 }
-// weights [E + S, K] of the messages source [N, K, D] -> out [S, K, D]
+// dropped, weights [E + S, K] of the messages source [N, K, D] -> out [S, K, D]
 KERNEL attention_sum(const ID *indptr, const ID *indices, const ID *self_rows, int S, int K,
-                     int width, int whole, const float *weights, const IN *source, OUT *out) {
+                     int width, int whole, const float *dropped, const IN *source, OUT *out) {
   ROW_AND_COLUMN((i64)S * K);
   ROW_AND_HEAD(s, row);
   const i64 self = self_rows ? self_rows[s] : s;
   const ID first = indptr[s], last = indptr[s + 1];
-  const float *weight = weights + (first + s) * K + head;
+  const float *weight = dropped + (first + s) * K + head;
   FETCH_SOURCES(s, source + head * width + column, (i64)K * width);
   floats_t sum = load(source + (self * K + head) * width + column, whole, left) * ROUND(*weight);
   for (ID e = first; e < last; e += GROUP) {
@@ -465,12 +465,12 @@ KERNEL attention_sum(const ID *indptr, const ID *indices, const ID *self_rows, i
 // Gradient of the weights: the gradient of out times the message.
 KERNEL attention_weight_grad(const ID *indptr, const ID *indices, const int *dst, int S, int E,
                              int K, int D, int whole, const IN *source, const IN *grad,
-                             float *to_weights) {
+                             float *to_scores) {
   PLACE_AND_HEAD(0);
   floats_t sum = all_of(0);
   for (int c = 0; c < D; c += COLUMNS)
     sum = sum + load(source + from + c, whole, D - c) * load(grad + to + c, whole, D - c);
-  to_weights[place.at * K + head] = total(sum);
+  to_scores[place.at * K + head] = total(sum);
 }
 // Slopes of leaky ReLU at a thread's columns of a place's head, from the bits of `attention_scores`.
 FN floats_t slopes_of(const int *slopes, i64 at, int width, int column) {
@@ -505,7 +505,7 @@ KERNEL attention_source_grad(const ID *indptr, const ID *indices, const int *edg
                              const int *start, const int *size, const int *end,
                              const int *destination, int S, int N, int K, int width, int whole,
                              const int *slopes, const IN *source, const float *attn,
-                             const float *weights, const float *to_scores, const IN *grad,
+                             const float *dropped, const float *to_scores, const IN *grad,
                              int runs, int run, const float *tile_sums, float *tiles, OUT *out,
                              float *to_attn) {
   ROW_AND_COLUMN((i64)runs * K);
@@ -532,7 +532,7 @@ KERNEL attention_source_grad(const ID *indptr, const ID *indices, const int *edg
         const i64 s = own ? u : destination[q];
         const i64 place = (s + (own ? (i64)indptr[u] : edge[q] + 1)) * K + head;
         sums = sums + slopes_of(slopes, place, width, column) * to_scores[place];
-        sum = sum + load(grad + s * stride + from, whole, left) * ROUND(weights[place]);
+        sum = sum + load(grad + s * stride + from, whole, left) * ROUND(dropped[place]);
       }
     }
     if (tiles) {

@@ -35,7 +35,11 @@ from .kernels import (
     learned,
     load,
     of_block,
+    of_values,
     once_differentiable,
+    restored,
+    save,
+    sizes,
 )
 
 # multiplications per thread for which compiling a product pays; the compile time is the same for any number of threads
@@ -104,26 +108,22 @@ class _SelfAndMean(torch.autograd.Function):
         width = h.shape[1]
         out = h.new_empty(near.S, 2 * width if scales.alpha is None else width)
         code.self_and_mean(near, h, out, scales=scales)
-        ctx.num_src = len(h)
-        ctx.code = code
-        # as tensors: torch then refuses a backward pass after a change of them
-        ctx.save_for_backward(*near, *scales, h[: near.S] if ctx.needs_input_grad[1] else None)
+        own = h[: near.S] if ctx.needs_input_grad[1] else None
+        save(ctx, code, near, scales, {"h_dst": own}, num_src=len(h))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F], [S]
-        *saved, h_dst = ctx.saved_tensors
-        near = InEdges(*saved[: len(InEdges._fields)])
-        scales = Scales(*saved[len(near) :])
+        code, values = restored(ctx)
+        near = of_values(InEdges, values)
         to_alpha = None
         to_h = None
         if ctx.needs_input_grad[0]:
-            own = near.self_rows is None
-            options = {"scales": scales, "own": own}
-            to_h, _ = ctx.code.self_and_mean_grad(near, grad, ctx.num_src, **options)
-        if h_dst is not None:
-            to_alpha = (grad * h_dst).float().sum(1)
+            options = {"scales": of_values(Scales, values), "own": near.self_rows is None}
+            to_h, _ = code.self_and_mean_grad(near, grad, values["num_src"], **options)
+        if values["h_dst"] is not None:
+            to_alpha = (grad * values["h_dst"]).float().sum(1)
         return to_h, to_alpha, None, None, None
 
 
@@ -184,26 +184,15 @@ def _gather_codes(codes, ids, out, scale):
         return None
     if code.on_cpu:
         _check_rows(ids, codes, ((ids < 0) | (ids >= len(codes))).any())
-    n, width = out.shape
-    code.run(
-        "gather_codes",
-        n,
-        table=codes,
-        ids=ids,
-        steps=scale,
-        n=n,
-        width=width,
-        whole=aligned(width, codes, scale, out),
-        V=len(codes),
-        out=out,
-    )
+    values = {"table": codes, "ids": ids, "steps": scale, "V": len(codes), "out": out}
+    code.run("gather_codes", len(out), values, sizes(out, codes, scale), n=len(out))
     return out
 
 
 def relu_dropout(h, nodes, seed, drop):
     """Compute dropout(relu(h)) in place, with model.py's mask."""
     code = functions([nodes], h, h) if nodes is None or nodes.shape == h.shape[:1] else None
-    return None if code is None else _ReluDropout.apply(h, Dropout.of(nodes, seed, drop), code)
+    return code and _ReluDropout.apply(h, Dropout.of(nodes, seed, drop), code)
 
 
 class _ReluDropout(torch.autograd.Function):
@@ -212,28 +201,15 @@ class _ReluDropout(torch.autograd.Function):
         kept = code.kept(h) if ctx.needs_input_grad[0] else None
         code.relu_dropout(h, active, kept=kept)
         ctx.mark_dirty(h)
-        ctx.code = code
-        ctx.scale = active.scale
-        ctx.save_for_backward(kept)
+        save(ctx, code, {"kept": kept}, scale=active.scale)
         return h
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (kept,) = ctx.saved_tensors
-        S, width = grad.shape
+        code, values = restored(ctx)
         out = torch.empty_like(grad)
-        ctx.code.run(
-            "relu_dropout_grad",
-            S,
-            kept=kept,
-            grad=grad,
-            S=S,
-            width=width,
-            whole=aligned(width, grad),
-            scale=ctx.scale,
-            out=out,
-        )
+        code.run("relu_dropout_grad", len(grad), values, sizes(grad), grad=grad, out=out)
         return out, None, None
 
 
@@ -252,47 +228,35 @@ def norm_relu_dropout(h, norm, nodes, seed, drop, *, residual):
         return None
     code = functions([nodes], h, h if residual is None else residual, width)
     active = Dropout.of(nodes, seed, drop)
-    return None if code is None else _NormRelu.apply(h, residual, *weights, norm.eps, active, code)
-
-
-class _Normed(NamedTuple):
-    """What both kernels of norm.cu read; moments and kept: written by the first."""
-
-    x: torch.Tensor
-    residual: torch.Tensor | None
-    gamma: torch.Tensor
-    moments: torch.Tensor
-    kept: torch.Tensor
+    return code and _NormRelu.apply(h, residual, *weights, norm.eps, active, code)
 
 
 class _NormRelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, residual, gamma, beta, eps, active, code):
-        S, width = h.shape
-        normed = _Normed(h, residual, gamma, gamma.new_empty(S, 2), code.kept(h))
+        S = len(h)
+        normed = {"x": h, "residual": residual, "gamma": gamma}
+        normed |= {"moments": gamma.new_empty(S, 2), "kept": code.kept(h)}
+        size = sizes(h, h if residual is None else residual, gamma, beta)
         out = torch.empty_like(h)
-        whole = aligned(width, h, h if residual is None else residual, gamma, beta)
-        given = {"beta": beta, "S": S, "whole": whole, "eps": eps, "out": out}
-        code.run("norm_relu", S * WARP, normed, active, **given)
-        ctx.save_for_backward(*normed)
-        ctx.given = code, whole, active.scale
+        code.run("norm_relu", S * WARP, normed, active, size, beta=beta, eps=eps, out=out)
+        save(ctx, code, normed, whole=size["whole"], scale=active.scale)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        normed = _Normed(*ctx.saved_tensors)
-        code, whole, scale = ctx.given
+        code, normed = restored(ctx)
         S, width = grad.shape
         run = -(-S // RUNS) or 1
         runs = -(-S // run)
-        sums = normed.gamma.new_empty(runs, 2 * width)
+        sums = normed["gamma"].new_empty(runs, 2 * width)
         out = torch.empty_like(grad)
-        given = {"S": S, "whole": whole & aligned(width, grad), "scale": scale, "out": out}
+        given = {"S": S, "whole": normed["whole"] & aligned(width, grad), "out": out}
         given |= {"grad": grad, "runs": runs, "run": run, "sums": sums}
-        code.run("norm_relu_grad", runs * WARP, normed, **given)
+        code.run("norm_relu_grad", runs * WARP, normed, given)
         to_norm = column_sums(sums, sums.new_ones(runs)).chunk(2)
-        return out, None if normed.residual is None else out, *to_norm, None, None, None
+        return out, None if normed["residual"] is None else out, *to_norm, None, None, None
 
 
 def dropout(x, nodes, seed, drop):
@@ -310,49 +274,28 @@ def max_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
     near = InEdges(indptr, indices)
     code = of_block(near, h, h[: near.S], own=False)
-    return None if code is None else _MaxNeighbours.apply(h, near, code)
+    return code and _MaxNeighbours.apply(h, near, code)
 
 
 class _MaxNeighbours(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, near, code):
-        N, width = h.shape
-        out = h.new_empty(near.S, width)
+        out = h.new_empty(near.S, h.shape[1])
         winner = torch.empty_like(out, dtype=torch.int32)
-        code.run(
-            "max_neighbours",
-            near.S,
-            **near.edges,
-            h=h,
-            S=near.S,
-            width=width,
-            whole=aligned(width, h),
-            out=out,
-            winner=winner,
-        )
-        ctx.save_for_backward(*near, winner)
-        ctx.num_src = N
-        ctx.code = code
+        values = {"h": h, **sizes(h), "S": near.S, "out": out, "winner": winner}
+        code.run("max_neighbours", near.S, near, values)
+        save(ctx, code, near, {"winner": winner}, N=len(h))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        *saved, winner = ctx.saved_tensors
-        near = InEdges(*saved)
-        N = ctx.num_src
-        width = grad.shape[1]
-        out = grad.new_empty(N, width)
-        Lists.of(ctx.code, near, N).run(
-            "max_neighbours_grad",
-            near,
-            grad=grad,
-            winner=winner,
-            N=N,
-            width=width,
-            whole=aligned(width, grad),
-            out=out,
-        )
+        code, values = restored(ctx)
+        near = of_values(InEdges, values)
+        N = values["N"]
+        out = grad.new_empty(N, grad.shape[1])
+        values |= {**sizes(grad), "grad": grad, "out": out}
+        Lists.of(code, near, N).run("max_neighbours_grad", near, **values)
         return out, None, None
 
 
@@ -367,18 +310,8 @@ def adam_rows(rows, grad, mean, square, weight, **numbers):
     code = functions([], grad, grad) if fit and grad.dtype == torch.float32 else None
     if code is None or code.on_cpu and len(rows) and int(rows.max()) >= len(weight):
         return False
-    n, width = grad.shape
-    code.run(
-        "adam_rows",
-        n,
-        rows=rows,
-        grad=grad,
-        n=n,
-        width=width,
-        whole=aligned(width, grad, *tables.values()),
-        **numbers,
-        **tables,
-    )
+    given = {"rows": rows, "grad": grad, "n": len(rows), **sizes(grad, *tables.values())}
+    code.run("adam_rows", len(rows), given, numbers, tables)
     return True
 
 
@@ -392,7 +325,7 @@ def cross_entropy(logits, y):
     fits = is_gpu(logits.device) and logits.numel() and y.is_contiguous()
     fits = fits and (y.dtype, y.device, y.shape) == kind
     code = functions([], logits, logits) if fits else None
-    return None if code is None else _CrossEntropy.apply(logits, y, code)
+    return code and _CrossEntropy.apply(logits, y, code)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -402,17 +335,8 @@ class _CrossEntropy(torch.autograd.Function):
         losses = logits.new_empty(S, dtype=torch.float32)
         to_logits = torch.empty_like(logits)
         lanes = min(C, LOSS_LANES)
-        code.run(
-            "cross_entropy",
-            S * lanes,
-            logits=logits,
-            y=y,
-            S=S,
-            C=C,
-            lanes=lanes,
-            loss=losses,
-            grad=to_logits,
-        )
+        values = {"logits": logits, "y": y, "S": S, "C": C, "lanes": lanes}
+        code.run("cross_entropy", S * lanes, values, loss=losses, grad=to_logits)
         ctx.save_for_backward(to_logits)
         return losses.sum()
 
@@ -576,15 +500,14 @@ def column_sums(rows, ones):
 
 def bias_grad(grad):
     """Return the sums of the columns of rows grad [n, D]; of many on a GPU first over runs of them."""
-    n, width = grad.shape
     torchs = learned(grad) or not is_gpu(grad.device)
     code = None if torchs else functions([], grad, grad)
     if code is None:
         return grad.sum(0)
     runs = code.runs(grad)
-    sums = grad.new_empty(runs["runs"], width, dtype=torch.float32)
-    given = {"rows": grad, "n": n, "width": width, "whole": aligned(width, grad), "sums": sums}
-    code.run("column_sums", runs["runs"], **runs, **given)
+    sums = grad.new_empty(runs["runs"], grad.shape[1], dtype=torch.float32)
+    given = {"rows": grad, "n": len(grad), "sums": sums}
+    code.run("column_sums", runs["runs"], runs, sizes(grad), given)
     return column_sums(sums, sums.new_ones(len(sums))).to(grad.dtype)
 
 

@@ -82,7 +82,7 @@ class Backend:
         disjoint = self.spec.disjoint
         job.threads = self.spec.threads or min(torch.get_num_threads(), MOST_THREADS)
         if exclude is not None:
-            excluded = self._index(exclude)
+            excluded = exclude.fields(self.spec.indices.numel())
             build.fill(job, **excluded)
         try:
             work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
@@ -90,13 +90,11 @@ class Backend:
             work = WorkingMemory(seeds.dtype)
         work.library = self.library
         group = None
-        if disjoint:
-            group = torch.arange(seeds.numel())
-            build.fill(job, seeds=seeds)
-        elif times is not None:
-            times, group = times.unique(return_inverse=True)
-            group = group if len(times) > 1 else None
-        build.fill(job, times=times)
+        if self.spec.pairing:
+            times, group = self.spec.pairing.groups(seeds, times)
+            if not disjoint and len(times) == 1:  # a node is one source, as without times
+                group = None
+        build.fill(job, times=times, seeds=seeds if disjoint else None)
         if group is not None:
             counts = group.bincount()
             work.library = self.of_pairs
@@ -120,20 +118,6 @@ class Backend:
         self.idle.append(work)
         return blocks
 
-    def _index(self, exclude):
-        """Index excluded edges int64 [X], ascending, by ranges of 2^shift edges -> fields of job_t."""
-        M = self.spec.indices.numel()
-        # about eight times as many ranges as excluded edges
-        shift = max(0, M.bit_length() - (8 * exclude.numel()).bit_length())
-        counts = torch.bincount(exclude >> shift, minlength=(M >> shift) + 1)
-        before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        return {
-            "excluded": exclude,
-            "excluded_before": before,
-            "num_excluded": exclude.numel(),
-            "shift": shift,
-        }
-
     def _hop(self, work, job, dst, group, hop):
         """Sample a hop for dst [S], which the table holds -> (Block, groups of its sources); the table then holds these.
 
@@ -142,22 +126,10 @@ class Backend:
         spec = self.spec
         S = dst.numel()
         offsets = dst.new_empty(S + 1)
-        start, degree, gap, num_gaps = work.rows(S)
         fill = functools.partial(build.fill, job)
         pointer = ctypes.byref(job)
-        fill(
-            index=hop.index,
-            k=hop.k,
-            key=hop.key,
-            S=S,
-            dst=dst,
-            dst_group=group,
-            offsets=offsets,
-            start=start,
-            degree=degree,
-            gap=gap,
-            num_gaps=num_gaps,
-        )
+        fill(index=hop.index, k=hop.k, key=hop.key)
+        fill(S=S, dst=dst, dst_group=group, offsets=offsets, **work.rows(S))
         E = self._checked(work.library.rb_count(pointer), S)
         if E >= torch.iinfo(dst.dtype).max:
             raise ValueError(f"{E} edges a hop are too many for {dst.dtype}: use smaller batches")
@@ -211,10 +183,10 @@ class WorkingMemory:
         return 1 << self.bits
 
     def rows(self, S):
-        """Return memory for start, degree, gap and num_gaps of S rows, int64 [4, S or more]."""
+        """Return memory for four values of each of S rows, int64 [S or more] by name."""
         if self.of_rows.shape[1] < S:
             self.of_rows = self.of_rows.new_empty(4, S + S // 8)
-        return self.of_rows
+        return dict(zip(("start", "degree", "gap", "num_gaps"), self.of_rows))
 
     def number(self, nodes, group, slots):
         """Empty the table, of at least `slots` slots, and number the nodes in it from 0 -> False if one is repeated."""

@@ -62,7 +62,7 @@ Batch, Part, Input, Outcome, State = (
 
 def in_registers(k):
     """Return whether pick_aggregate takes fanout k."""
-    return k in range(1, AGGREGATED + 1)
+    return 0 < k <= AGGREGATED
 
 
 def aggregate_source(ids, k, features, out):
@@ -185,14 +185,8 @@ class Backend:
     def degrees(self, nodes, times):
         """Count the edges that nodes [n] see at times int64 [n], without types -> int64 [n]; 0 for a damaged list."""
         degrees = torch.empty_like(times)
-        values = {
-            "b": self.graph,
-            "n": len(times),
-            "nodes": nodes,
-            "times": times,
-            "degrees": degrees,
-        }
-        self.kernels.run("degrees_at", len(times), values)
+        values = {"b": self.graph, "n": len(times), "nodes": nodes, "times": times}
+        self.kernels.run("degrees_at", len(times), {**values, "degrees": degrees})
         return degrees
 
     def shapes(self, S):
@@ -313,10 +307,11 @@ class Frame:
         words = [-(-n // 32) for n in places]
         first = list(accumulate(places, initial=S))
         self.positions = first[-1]
-        b.number = self._room("number", self.positions)
-        b.count = self._room("count", max(rows))
-        b.won = self._room("won", max(words))
-        b.wins = self._room("wins", max(words))
+        room = {"number": self.positions, "count": max(rows), "won": max(words), "wins": max(words)}
+        if spec.pairing:
+            room["group"] = max(rows)
+        for name, n in room.items():
+            setattr(b, name, self._room(name, n))
         b.excluded = self._room("excluded", excludes, torch.int64)
         b.excludes = excludes
         if spec.rule.column is not None:
@@ -325,20 +320,16 @@ class Frame:
         *sums, num_sums = accumulate(lengths, initial=0)
         pointer = self._room("sums", num_sums, torch.int64)
         for hop, part in enumerate(self.parts[:hops]):
-            build.fill(
-                part,
-                relabel=relabel_outer or hop + 1 < len(self.parts),
-                places=places[hop],
-                words=words[hop],
-                first=first[hop],
-                row_sums=pointer + 8 * sums[2 * hop],
-                word_sums=pointer + 8 * sums[2 * hop + 1],
-            )
+            part.relabel = relabel_outer or hop + 1 < len(self.parts)
+            part.places = places[hop]
+            part.words = words[hop]
+            part.first = first[hop]
+            part.row_sums = pointer + 8 * sums[2 * hop]
+            part.word_sums = pointer + 8 * sums[2 * hop + 1]
         for part, n, sources in zip(self.parts, rows, [*rows[1:], 0]):
             part.rows = n
             part.next_rows = sources
         if spec.pairing:
-            b.group = self._room("group", max(rows))
             b.slots = 1 << (2 * self.positions).bit_length()
             if self.pairs.numel() < b.slots:
                 self.pairs = self.pairs.new_empty(b.slots)
@@ -357,48 +348,39 @@ class Frame:
         if self.backend.timed:
             groups = None if spec.disjoint else seeds[S:]
             build.fill(b, groups=groups, times=seeds[2 * S :])
-        self.sums = pointer, num_sums
+        self.sums = {"sums": pointer, "num_sums": num_sums}
         self.steps = list(self._steps(hops))
 
     def _steps(self, hops):
         """Yield (launch, number of threads) in order."""
-        prepare, parts, b = self.kernels.prepare, self.parts[:hops], self.batch
-        sums, num_sums = self.sums
+        parts = self.parts[:hops]
         yield self._begin()
         for part, following in zip(parts, [*parts[1:], None]):
+            counts = int(self.counted and following is not None)
+            values = {"b": self.batch, "part": part, "next": following or part, "counts": counts}
+            prepare = functools.partial(self.kernels.prepare, **values)
             if not self.counted:
-                yield prepare("count", b=b, part=part), part.rows
+                yield prepare("count"), part.rows
             if self._in_registers(part.k):
-                kernel = f"pick_{next(k for k in REGISTERS if k >= part.k)}"
-                yield prepare(kernel, b=b, part=part), part.rows + 1
+                yield prepare(f"pick_{next(k for k in REGISTERS if k >= part.k)}"), part.rows + 1
             else:
-                yield prepare("pick", b=b, part=part), part.rows + 1
-                yield prepare("claim", b=b, part=part), part.places
+                yield prepare("pick"), part.rows + 1
+                yield prepare("claim"), part.places
             if part.relabel:
-                yield prepare("mark", b=b, part=part), part.words
-                number = prepare(
-                    "number",
-                    b=b,
-                    part=part,
-                    next=following or part,
-                    counts=int(self.counted and following is not None),
-                )
-                yield number, max(32 * part.words, part.rows)
+                yield prepare("mark"), part.words
+                yield prepare("number"), max(32 * part.words, part.rows)
         hops = sum(part.relabel for part in parts)
         end = parts[hops].first if hops < len(parts) else self.positions
-        finish = prepare(
-            "finish", b=b, hops=hops, start=parts[0].first, end=end, sums=sums, num_sums=num_sums
-        )
-        yield finish, max(end, num_sums)
+        given = {"b": self.batch, "hops": hops, "start": parts[0].first, "end": end, **self.sums}
+        yield self.kernels.prepare("finish", **given), max(end, self.sums["num_sums"])
 
     def _begin(self):
         b = self.batch
         part = self.parts[0]
         hops = len(self.parts)
         threads = max(part.rows * max(b.label_bytes, 1), hops, b.num_sizes)
-        counts = int(self.counted)
-        given = {"b": b, "part": part, "hops": hops, "counts": counts, "threads": threads}
-        return self.kernels.prepare("begin", **given), threads
+        given = {"b": b, "part": part, "hops": hops, "counts": int(self.counted)}
+        return self.kernels.prepare("begin", **given, threads=threads), threads
 
     def _in_registers(self, k):
         return self.counted and 0 < k <= REGISTERS[-1]
@@ -474,14 +456,12 @@ class Frame:
             self.base = NONE
         self.base -= self.positions
         S = seeds.numel()
-        build.fill(
-            self.header,
-            step=step,
-            num_seeds=S,
-            offset=self.base,
-            num_excluded=num_excluded,
-            key_step=step // self.backend.spec.rule.steps,
-        )
+        header = self.header
+        header.step = step
+        header.num_seeds = S
+        header.offset = self.base
+        header.num_excluded = num_excluded
+        header.key_step = step // self.backend.spec.rule.steps
         self.sent = len(self.given)
         given = self.given[self.head :]
         if seeds.is_cuda:
@@ -544,21 +524,11 @@ class Frame:
         text, vec = aggregate_source(spec.indices.dtype, part.k, features, out)
         kernels = self.backend.compiled("outermost-hop", text)
         if kernels:
-            launch = kernels.prepare(
-                "pick_aggregate",
-                b=self.batch,
-                part=part,
-                features=features,
-                width=features.shape[1] // vec,
-                steps=scale,
-                out=out,
-            )
+            # their memory is read and written at every start
+            self.aggregated = {"features": features, "steps": scale, "out": out}
+            given = {"b": self.batch, "part": part, "width": features.shape[1] // vec}
+            launch = kernels.prepare("pick_aggregate", **given, **self.aggregated)
             self.steps.append((launch, lanes(out, vec) * part.rows))
-            self.aggregated = (
-                features,
-                scale,
-                out,
-            )  # their memory is read and written at every start
         return kernels is not None
 
     def look_up(self, labels, y):

@@ -47,19 +47,10 @@ class Adam(torch.optim.Adam):
         cut = lambda t: t.view(-1).split(size) if t.is_contiguous() else [t]  # noqa: E731
         pieces = [[part for t in table for part in cut(t)] for table in (params, *lists[1:4])]
         counts = [n for n, p in zip(counts, params) for _ in cut(p)]
-        first, second = group["betas"]
-        torch._fused_adam_(
-            *pieces,
-            [],
-            counts,
-            lr=group["lr"],
-            beta1=first,
-            beta2=second,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-        )
+        names = "lr", "weight_decay", "eps", "amsgrad", "maximize"
+        options = {name: group[name] for name in names}
+        options["beta1"], options["beta2"] = group["betas"]
+        torch._fused_adam_(*pieces, [], counts, **options)
 
     def _step_rows(self, p, group, rows, values):
         """rows: [n] distinct, negative ones are skipped by native/layers.py. values: [n, D] their gradient."""
@@ -74,17 +65,9 @@ class Adam(torch.optim.Adam):
         square = state["exp_avg_sq"]
         rate = group["lr"] / (1 - first ** count.double())
         root = (1 - second ** count.double()).sqrt()
-        if layers.adam_rows(
-            rows,
-            values,
-            mean,
-            square,
-            p,
-            first=first,
-            second=second,
-            eps=group["eps"],
-            rates=torch.stack([rate, root]).float(),
-        ):
+        numbers = {"first": first, "second": second, "eps": group["eps"]}
+        rates = torch.stack([rate, root]).float()
+        if layers.adam_rows(rows, values, mean, square, p, **numbers, rates=rates):
             return
         m = mean[rows].lerp_(values, 1 - first)
         v = square[rows].lerp_(values.square(), 1 - second)

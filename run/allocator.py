@@ -41,8 +41,7 @@ def announce(ranks, args):
     """With --allocator tuned make malloc keep freed memory, on CPU; --verbose prints the settings."""
     setting = "left alone"
     if args.allocator == "tuned" and ranks.gpus:
-        set_to = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
-        setting = f"CUDA {set_to or 'default, as expandable segments need libnvidia-ml'}"
+        setting = f"CUDA {os.environ.get('PYTORCH_CUDA_ALLOC_CONF', 'default')}"
     elif args.allocator == "tuned":
         setting = "freed memory is kept (mallopt)" if keep_freed_memory() else "no glibc to tune"
     ranks.say(args.verbose and f"memory  allocator: {setting}; --allocator system leaves it alone")

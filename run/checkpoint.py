@@ -34,17 +34,16 @@ import os
 import pickletools
 import re
 import socket
-import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from disk.columns import COLUMNS, EDGE_ORDER, NAMES, span_of
+from disk.columns import COLUMNS, EDGE_ORDER, NAMES
 from disk.files import FORMATS, SPLITS, StoreError, read_meta, reading, write_whole
+from extras import extra
 from model import CONVS, Conv
-from run.edge_data import bulk, timed_seeds, unlike
 from run.flags import (
     FLAGS,
     SAVED,
@@ -56,6 +55,7 @@ from run.flags import (
     parsed,
     spelled,
     text_of,
+    unused,
 )
 from run.kinds import ON_OFF
 from run.own_model import is_own, load
@@ -100,9 +100,8 @@ def described_run(run):
         "several": run.task.several,
         "times": None,
     }
-    if run.used.seed_time is not None:
-        _, times = timed_seeds(run.plan, run.task, store)
-        graph["times"] = [*bulk(times), store.meta.get("time_unit")]
+    if run.used.times is not None:
+        graph["times"] = extra(".time_units").usual_times(run.plan, run.task)
     return {"flags": {name: getattr(run.plan, name) for name in SAVED}, "graph": graph}
 
 
@@ -112,8 +111,7 @@ def claimed(path):
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()
     try:
-        if sys.platform == "linux":
-            claim.bind(f"\0ringblock-{name}")
+        claim.bind(f"\0ringblock-{name}")
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             claim.close()
@@ -275,7 +273,7 @@ def adopted(flags, state, path):
     values = {name: value for name, value in saved.items() if name not in flags.typed}
     fixed = {*(declared("fixed", "of_data") if flags.trains else declared("fixed"))}
     # refused later, with a better reason
-    fixed.difference_update(*(names.split() for names in TASKS[saved["task"]].unused.values()))
+    fixed.difference_update(unused(TASKS[saved["task"]]))
     for name in sorted(fixed, key=[*FLAGS].index):
         here = getattr(flags, name)
         was = saved[name]
@@ -332,8 +330,9 @@ def common_state(ranks, flags):
     # files may lie in another folder; what is in them is compared with the data
     del common["--dataset"]
     common["--model"] = flags.model.rpartition(":")[2]
-    common["--edge-split"] = ".npz" if flags.edge_split.endswith(".npz") else flags.edge_split
-    common |= {f"--{name}": bool(getattr(flags, name)) for name in ("predict", "pairs", "gpus")}
+    common = {name: ".npz" if value.endswith(".npz") else value for name, value in common.items()}
+    files = "predict", "pairs", "gpus"
+    common |= {f"--{name}": bool(getattr(flags, name, None)) for name in files}
     check_same(ranks, common | {"training": flags.trains})
     return state, path, flags
 
@@ -353,8 +352,8 @@ def check_same(ranks, values):
 def check_graph(ranks, state, path, plan, task):
     """Raise StoreError unless all ranks have the same data, with the graph of the checkpoint, if state is not None, and
     as many seeds a step as there. To predict, only the widths must match, and the graph may have fewer classes and edge
-    types than the checkpoint, these in another order: returns the numbers [T] of the graph's edge types there, or None
-    if they are the same."""
+    types than the checkpoint, these in another order: returns options of NeighborSampler by which blocks have the numbers
+    there."""
     store = task.store
     # the file of --edge-split may lie in another folder
     common = {os.path.basename(name): digest for name, digest in digests(store).items()}
@@ -362,7 +361,7 @@ def check_graph(ranks, state, path, plan, task):
         common["--model's file"] = load(plan.model)[1]
     check_same(ranks, common)
     if not state:
-        return None
+        return {}
     graph = state["graph"]
     with reading(f"checkpoint {path}"):
         check_widths(task, plan, graph, path)
@@ -381,13 +380,14 @@ def check_graph(ranks, state, path, plan, task):
             store.renumber(class_names=graph["classes"] and [*map(str, graph["classes"])])
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not plan.trains:
-        ranks.say(other_times(plan, task, graph["times"]))
+        if graph["times"] and not task.are_links:
+            ranks.say(extra(".time_units").other_times(plan, task, graph["times"]))
         if other and "dataset" not in plan.typed:
             ranks.say(
                 f"data    {', '.join(other)} of {store.path} changed since this checkpoint was trained"
             )
         ranks.say(tell_trained(task, plan, state, files))
-        return numbers
+        return {} if numbers is None else {"type_numbers": numbers}
     if other:
         raise StoreError(
             f"checkpoint {path} is of other data: {', '.join(other)} in {store.path} is not the same; "
@@ -398,7 +398,7 @@ def check_graph(ranks, state, path, plan, task):
             f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}, "
             f"this run has {plan.total_batch}"
         )
-    return None
+    return {}
 
 
 def tell_trained(task, plan, state, files):
@@ -429,21 +429,6 @@ def tell_trained(task, plan, state, files):
     return line if scored else ""
 
 
-def other_times(plan, task, was):
-    """Return a line if times of nodes are hardly in the unit of those trained on. was: [low, high, time_unit] or None."""
-    if was is None or plan.temporal == "off" or task.are_links:
-        return ""
-    *was, unit = was
-    here = task.store.meta.get("time_unit")
-    _, times = timed_seeds(plan, task, task.store)
-    low, high = bulk(times)
-    why = unlike(was, (low, high))
-    if unit != here:
-        why = f"the {'first' if unit else 'second'} are dates, in microseconds, the others numbers"
-    spans = f"{span_of(*was, unit)}, here {span_of(low, high, here)}"
-    return why and f"data    times of nodes were {spans}: {why}"
-
-
 def check_widths(task, plan, graph, path):
     """Raise StoreError unless a task's data have the widths of the graph of the checkpoint at `path`, and give its store
     the numbers of classes and edge types there."""
@@ -462,7 +447,7 @@ def check_widths(task, plan, graph, path):
         if store.labelled and task.several != was:
             labels = "several labels" if was else "one label"
             raise StoreError(f"{trained} of {labels} a node, {store.path} has others")
-        task.predict_as(several=bool(was))
+        task.several = bool(was)
 
 
 def numbers_of_types(ranks, task, plan, graph, path):

@@ -15,12 +15,12 @@ from run.flags import (
     FLAGS,
     SEEDS,
     TASKS,
-    UNLIMITED,
     make_parser,
     model_or_default,
     parsed,
     spelled,
     text_of,
+    unused,
 )
 
 
@@ -43,19 +43,19 @@ def filled_in(flags):
         flags = replace(flags, model=model_or_default(flags))
     conv = flags.layer
     fanout = flags.fanout or [10] * (flags.num_layers or 3)
-    limited = flags.max_nodes or flags.max_edges
     values = {
         "fanout": fanout,
         "num_layers": flags.num_layers or len(fanout),
-        "batch_size": flags.batch_size or (UNLIMITED if limited else SEEDS),
+        "batch_size": flags.batch_size or SEEDS,
         "norm": flags.norm or conv.norm,
         "heads": flags.heads or conv.heads,
     }
     by_graph = task.classes_agree and conv.residual == "if classes disagree"  # `settle` decides
     if flags.residual is None and not by_graph:
         values["residual"] = conv.residual == "yes"
-    if flags.temporal == "auto":
-        values["temporal"] = task.temporal
+    for name, value in task.defaults(flags).items():
+        if getattr(flags, name) == FLAGS[name].default:
+            values[name] = value
     if flags.gpus is None:
         single = flags.procs == 1 and flags.mode != "cpu-cpu"
         values["gpus"] = int(single and torch.cuda.is_available())
@@ -67,12 +67,12 @@ def check_values(parser, flags):
     task = TASKS[flags.task]
     conv = flags.layer
     whose = "" if "task" in flags.typed or not flags.resume else f" (the task of {flags.resume})"
-    unused = {name: why + whose for why, names in task.unused.items() for name in names.split()}
+    idle = unused(task)
     for name, flag in FLAGS.items():
         value = getattr(flags, name)
         if name not in flags.typed or value == flag.default and flag.default_is_off:
             continue
-        for why in [unused.get(name), *(need(flags) for need in flag.needs)]:
+        for why in [name in idle and idle[name] + whose, *(need(flags) for need in flag.needs)]:
             if why:
                 parser.error(f"{spelled(name, value)} {why}")
     hops = len(flags.fanout)
@@ -98,7 +98,7 @@ def check_files(parser, flags):
     data = re.match(r"(.*\.(npz|pth?))(:|$)", flags.dataset, re.DOTALL)
     taken = {}
     for flag in "dataset pairs edge_split resume checkpoint predict log curve timeline".split():
-        name = getattr(flags, flag)
+        name = getattr(flags, flag, None)
         if flag == "dataset":
             name = data and data[1]
         if not name or os.path.exists(name) and not os.path.isfile(name):

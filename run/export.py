@@ -8,7 +8,7 @@ It takes `pip install safetensors`; docs/models.md has the lines that load it.
 import json
 from pathlib import Path
 
-from disk.files import StoreError, write_whole
+from disk.files import write_whole
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -19,15 +19,12 @@ def export(folder, network, config):
     from safetensors.torch import save
 
     folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"--export {folder} could not be made: {error.strerror}") from error
+    folder.mkdir(parents=True, exist_ok=True)
     verb = "replaced" if (folder / WEIGHTS).exists() else "wrote"
-    weights = {name: t.cpu().contiguous() for name, t in network.state_dict().items()}
-    # the library refuses names that share memory, as those of tied weights do
+    # copies: the library refuses names that share memory, as those of tied weights do
+    weights = {name: t.cpu().contiguous().clone() for name, t in network.state_dict().items()}
     contents = {
-        WEIGHTS: save({name: t.clone() for name, t in weights.items()}, {"format": "pt"}),
+        WEIGHTS: save(weights, {"format": "pt"}),
         CONFIG: json.dumps(config, indent=1).encode(),
     }
     for name, content in contents.items():

@@ -1,55 +1,64 @@
 """train.py's flags, each declared once, and the two records made of them.
 
 `Flags` holds what was typed, or what the checkpoint to resume or the defaults say; `Plan` what a run does, once its data
-and machine are known. Both are frozen. To add a flag, add a field to `Flags`: the parser, --help, checkpoints and
-the refusal of flags without effect follow from it.
+and machine are known. Both are frozen. To add a flag, add it to `CORE`, or to `flags` of an extra: its attribute, the
+parser, --help, checkpoints and the refusal of flags without effect follow from it.
 """
 
 import argparse
-import importlib.util
 import os
 import secrets
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import extras
 from ddp import under_torchrun
 from disk.files import RANK_BYTES, free_host_bytes
 from disk.terminal import Parser
-from extras import rules
-from extras.graphs import GraphTask
-from extras.links import LinkTask
 from features import MODES
 from model import CONVS, NORMS, Conv, layers_where
 from run.kinds import (
     COUNT,
     COUNT_OR_0,
-    EDGE_SPLIT,
     FANOUT,
     MODEL_ARGS,
     NUMBER,
     ON_OFF,
     PROBABILITY,
     RATE,
+    SAMPLERS,
     SEED,
     SIZE,
     SWITCH,
     TIME,
+    alike,
+    built,
+    fixed,
+    free,
+    gpu_for,
+    kept,
+    layer_with,
+    layers_taking,
+    library,
     model_or,
+    of_data,
     one_of,
+    one_run,
     parsed_by,
+    prediction,
     text,
+    training,
 )
 from run.own_model import conv_of
 from tasks.node import NodeTask
 
 SEEDS = 1024  # default of --batch-size
-UNLIMITED = 1 << 20  # the same where --max-nodes or --max-edges end a batch
-TASKS = {task.name: task for task in (NodeTask, LinkTask, GraphTask)}
-SAMPLERS = rules()
+TASKS = {"node": NodeTask} | {name: of.TASK for name, of in extras.present(extras.TASKS).items()}
+MODELS = [model for task in TASKS.values() for model in task.models or ()]  # of a task with its own
+extras.present(extras.LAYERS)  # `CONVS` knows the layers of modules that are imported
 
 # ---- what a flag needs to have an effect: functions of all flags that return what speaks against it, or None
 
@@ -69,7 +78,7 @@ def model_or_default(flags):
 def model_of_the_task(flags):
     """Refuse a layer where the task has models of its own, and these models elsewhere."""
     models = TASKS[flags.task].models
-    if (flags.model in GraphTask.models) != bool(models):
+    if (flags.model in MODELS) != bool(models):
         return f"is not for --task {flags.task}, which has {', '.join(models or CONVS)}"
 
 
@@ -84,21 +93,6 @@ def own_network(flags):
     """Refuse a layer: this flag is for a network of a file."""
     if flags.conv is not None:
         return f"is for --model FILE.py:NAME, --model is {flags.model}"
-
-
-def layers_taking(option):
-    """Return the names of the layers that are made with an option."""
-    return [name for name, conv in CONVS.items() if option in conv.takes]
-
-
-def layer_with(option):
-    """Make a function that refuses layers which do not take an option."""
-
-    def needs(flags):
-        if option not in flags.layer.takes:
-            return f"is for --model {' or '.join(layers_taking(option))}, --model is {flags.model}"
-
-    return needs
 
 
 def layer_with_or_without_edges(flags):
@@ -128,12 +122,6 @@ def no_early_stop(flags):
         return f"contradicts --early-stop {flags.early_stop}, which takes the best"
 
 
-def prediction(flags):
-    """Refuse a flag of predictions if none are written."""
-    if not flags.predict:
-        return "needs --predict FILE to write to"
-
-
 def logits_before_the_last_layer(flags):
     """Refuse embeddings of networks without an inner layer that could give them."""
     if flags.predict_what != "embeddings":
@@ -150,18 +138,6 @@ def checkpoint_file(flags):
         return "needs --checkpoint FILE to write to"
 
 
-def one_run(flags):
-    """Refuse a file that each of --runs would write anew."""
-    if flags.runs > 1:
-        return f"is for one run, --runs is {flags.runs}"
-
-
-def training(flags):
-    """Refuse a picture or trace of a training that does not take place."""
-    if not flags.trains:
-        return "shows training; this command only predicts"
-
-
 def gpus_here(flags):
     """Refuse more GPUs than this machine has, unless --free-gpu plans for another one."""
     count = torch.cuda.device_count() if flags.gpus else 0
@@ -171,16 +147,6 @@ def gpus_here(flags):
         return f"needs as many CUDA GPUs: give at most {count}"
     build = "" if torch.version.cuda else f"{torch.__version__} is a build for CPU; "
     return f"needs a CUDA GPU, and torch sees none: {build}see docs/gpu.md"
-
-
-def gpu_for(name, *values):
-    """Make a function that refuses these values of a flag on the CPU."""
-
-    def needs(flags):
-        if getattr(flags, name) in values and not flags.gpus:
-            return "needs a CUDA GPU and --gpus 1 or more; leave it out on CPU"
-
-    return needs
 
 
 def cpu_for_its_mode(flags):
@@ -226,16 +192,6 @@ def dry(flags):
         return "is for --dry-run; a run looks how much is free"
 
 
-def library(name):
-    """Make a function that refuses a flag whose library is not installed."""
-
-    def needs(flags):
-        if not importlib.util.find_spec(name):
-            return f"needs: pip install {name}"
-
-    return needs
-
-
 def folder_to_write(flags):
     """Refuse a folder that cannot be made or written to, and a store."""
     path = os.path.abspath(flags.export)
@@ -257,391 +213,300 @@ def table_library(flags):
 
 # ---- flags
 
-
-@dataclass(frozen=True)
-class Flag:
-    """The declaration of a flag.
-
-    Attributes:
-        resume: what a resumed run does with it: the name of the function that declares it, `fixed` and others below.
-        kind: options of argparse, see run/kinds.py.
-        default: None: it follows from other flags, the data or the machine, unless there is none.
-        help: unless it says what the default is, --help adds it.
-        group: heading in --help that begins here. also: other spellings.
-        needs: functions, see above; of a value that was typed each has to return None.
-        default_is_off: its default asks for nothing, so that it needs nothing.
-        endings: of the file that it names, for flags that write one.
-    """
-
-    resume: str
-    kind: dict
-    default: Any
-    help: str
-    group: str | None = None
-    also: tuple = ()
-    needs: tuple = ()
-    endings: tuple = ()
-    default_is_off: bool = True
-
-
-def flag(resume, kind, default, help, **options):
-    """Declare a field of `Flags`; arguments: see `Flag`."""
-    return field(default=default, metadata={"flag": Flag(resume, kind, default, help, **options)})
-
-
-# A flag is declared by the word for what a resumed run does with it
-fixed = partial(flag, "fixed")  # takes the checkpoint's value, refuses another one
-of_data = partial(flag, "of_data")  # the same, but --predict of another graph may have its own
-kept = partial(flag, "kept")  # takes the checkpoint's value unless it is typed again
-built = partial(flag, "built")  # the same, while the store is not built
-alike = partial(flag, "alike")  # takes this command's value, the same on all ranks
-free = partial(flag, "free")  # takes this command's value
-
-
-@dataclass(frozen=True)
-class Flags:
-    """The flags of a command."""
-
-    task: str = fixed(
-        one_of(*TASKS),
+CORE = dict(
+    task=fixed(
+        one_of(*TASKS, tables=[extras.TASKS]),
         "node",
         "classify nodes, predict edges, or predict targets of small graphs",
         group="data",
-    )
-    dataset: str = kept(
+    ),
+    dataset=kept(
         text("NAME"),
         "synthetic",
         "synthetic, synthetic:nodes=..., synthetic-mag, a store, an .npz or .pt file, cora, citeseer, pubmed, ogbn-arxiv, -products, -papers100M, -mag (default: synthetic)",
-    )
-    root: str = free(text("DIR"), "data", "folder for downloads and built stores")
-    backend: str = free(one_of("mmap", "lmdb"), "mmap", "feature storage of a newly built store")
-    feature_dtype: str | None = built(
+    ),
+    root=free(text("DIR"), "data", "folder for downloads and built stores"),
+    backend=free(one_of("mmap", "lmdb"), "mmap", "feature storage of a newly built store"),
+    feature_dtype=built(
         one_of("bfloat16", "float16", "int8"),
         None,
         "round float features of a new store to half the bytes; int8: to a quarter",
-    )
-    split: int | None = of_data(
+    ),
+    split=of_data(
         COUNT_OR_0,
         None,
         "which split of several, from 0 (default: the first; --runs: each in turn)",
-    )
-    symmetrize: bool = built(SWITCH, False, "add the reverse of every edge of an .npz file")
-    drop_duplicates: bool = built(SWITCH, False, "keep one of several equal edges of an .npz file")
-
-    fanout: list | None = fixed(
+    ),
+    symmetrize=built(SWITCH, False, "add the reverse of every edge of an .npz file"),
+    drop_duplicates=built(SWITCH, False, "keep one of several equal edges of an .npz file"),
+    fanout=fixed(
         FANOUT,
         None,
         "neighbours per node, hop by hop from the seeds (DGL: 5,10,15); -1: all; with edge types per type, or by name: writes=10:cites=5,writes=5 (default: 10 a layer)",
         group="sampling",
-    )
-    sampler: str = fixed(
-        one_of(*SAMPLERS),
+    ),
+    sampler=fixed(
+        one_of(*SAMPLERS, tables=[extras.RULES]),
         [*SAMPLERS][0],
         "; ".join(f"{name}: {rule.help}" for name, rule in SAMPLERS.items() if rule.help),
-    )
-    layer_dependency: bool = fixed(
+    ),
+    layer_dependency=fixed(
         SWITCH,
         False,
         "labor: same random draws in all hops, for fewer input rows per batch",
         needs=[shared_draws],
-    )
-    batch_dependency: int = fixed(
+    ),
+    batch_dependency=fixed(
         COUNT,
         1,
         "labor: same random draws for N steps in a row, so that rows are reused",
         needs=[shared_draws],
-    )
-    temporal: str = of_data(
+    ),
+    temporal=of_data(
         one_of("auto", "at", "before", "off"),
         "auto",
         "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
-    )
-    window: int | None = fixed(
+    ),
+    window=fixed(
         TIME,
         None,
         "seeds see only edges of the last N (dates: microseconds; default: all)",
         needs=[edge_times],
-    )
-    batch_size: int | None = kept(
+    ),
+    batch_size=kept(
         COUNT,
         None,
         "seeds per process and pass (default: 1,024, or as many as --max-nodes lets in)",
-    )
-    accumulate: int = kept(COUNT, 1, "forward and backward passes per optimizer step")
-    max_nodes: int | None = fixed(
-        COUNT, None, "--task graph: as many graphs a pass as have N nodes at most (default: off)"
-    )
-    max_edges: int | None = fixed(
-        COUNT, None, "--task graph: the same of edges; both may be given (default: off)"
-    )
-
-    model: str = fixed(
-        parsed_by(model_or(GraphTask.models), "NAME"),
+    ),
+    accumulate=kept(COUNT, 1, "forward and backward passes per optimizer step"),
+    model=fixed(
+        parsed_by(model_or(MODELS), "NAME"),
         [*CONVS][0],
-        f"{', '.join(CONVS)} or FILE.py:NAME (default: {[*CONVS][0]}); --task graph: {' or '.join(GraphTask.models)}, which sees angles (default: {[*GraphTask.models][0]})",
+        f"{', '.join(CONVS)} or FILE.py:NAME (default: {[*CONVS][0]})"
+        + "".join(
+            f"; --task {name}: {task.about_models}" for name, task in TASKS.items() if task.models
+        ),
         group="model",
         needs=[model_of_the_task],
         default_is_off=False,
-    )
-    model_args: list | None = fixed(
+    ),
+    model_args=fixed(
         MODEL_ARGS,
         None,
         "your model is made by NAME(features, classes, A=1, B='x') (default: none)",
         needs=[own_network],
-    )
-    hidden: int = fixed(
-        COUNT, 128, "width of the hidden layers, all heads together", needs=[used_width]
-    )
-    num_layers: int | None = fixed(
-        COUNT, None, "number of layers (default: one per fanout, else 3)"
-    )
-    heads: int | None = fixed(
+    ),
+    hidden=fixed(COUNT, 128, "width of the hidden layers, all heads together", needs=[used_width]),
+    num_layers=fixed(COUNT, None, "number of layers (default: one per fanout, else 3)"),
+    heads=fixed(
         COUNT,
         None,
         f"attention heads (default: {', '.join(f'{CONVS[name].heads} for {name}' for name in layers_taking('heads'))})",
         needs=[layer_with("heads")],
-    )
-    bases: int = fixed(
-        COUNT_OR_0,
-        0,
-        f"{', '.join(layers_taking('bases'))}: mix the matrix of each type from N bases (default: 0, off)",
-        needs=[layer_with("bases")],
-    )
-    norm: str | None = fixed(
+    ),
+    norm=fixed(
         one_of(*NORMS),
         None,
         f"after hidden layers (default: layer for {', '.join(layers_where(norm='layer'))}, else none)",
         needs=[built_in_model],
-    )
-    residual: bool | None = fixed(
+    ),
+    residual=fixed(
         ON_OFF,
         None,
         f"add each layer's input to its output (default: {', '.join(layers_where(residual='yes'))}; {', '.join(layers_where(residual='if classes disagree'))} if classes disagree)",
         needs=[built_in_model],
-    )
-    edge_features: bool | None = fixed(
+    ),
+    edge_features=fixed(
         ON_OFF,
         None,
         f"layers see the features of edges (default: {', '.join(layers_where(edge_features='can') + layers_where(edge_features='must'))} if there are any)",
         needs=[built_in_model, layer_with_or_without_edges],
-    )
-    dropout: float = fixed(
+    ),
+    dropout=fixed(
         PROBABILITY,
         0.5,
         f"probability after hidden layers and on {', '.join(layers_taking('dropout'))}'s attention, in 256ths",
         needs=[built_in_model],
-    )
-    input_dropout: float = fixed(
+    ),
+    input_dropout=fixed(
         PROBABILITY, 0.0, "probability on the input features (default: 0)", needs=[built_in_model]
-    )
-
-    edge_split: str = of_data(
-        EDGE_SPLIT,
-        "85/5/10",
-        "percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]",
-        group="links",
-    )
-    edge_type: str | None = of_data(
-        text("TYPE"), None, "predict edges of a type, as user,buys,item (default: all)"
-    )
-    scorer: str = fixed(
-        one_of("ncn", "dot", "distmult", "mlp"),
-        "ncn",
-        "how pairs are scored; ncn: embeddings and common neighbours",
-    )
-    negatives: int = fixed(COUNT, 1, "negatives per training edge, none of them an edge")
-    negatives_by: str = fixed(
-        one_of("uniform", "degree"), "uniform", "degree: in proportion to degree^0.75"
-    )
-    unchecked_negatives: bool = fixed(SWITCH, False, "negatives may be edges")
-    link_loss: str = fixed(
-        one_of("bce", "softmax"), "bce", "bce: each pair alone; softmax: edge against its negatives"
-    )
-    pairs: str | None = free(
-        text("FILE"), None, "node ids [n, 2], .npy or a table, to score", needs=[prediction]
-    )
-
-    lr: float = kept(RATE, 0.003, "Adam's learning rate", group="optimisation")
-    lr_schedule: str = kept(
-        one_of("constant", "cosine"), "constant", "cosine: falls to 0 over --epochs"
-    )
-    weight_decay: float | None = kept(
+    ),
+    lr=kept(RATE, 0.003, "Adam's learning rate", group="optimisation"),
+    lr_schedule=kept(one_of("constant", "cosine"), "constant", "cosine: falls to 0 over --epochs"),
+    weight_decay=kept(
         NUMBER, None, "Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)"
-    )
-    class_weights: str = fixed(
+    ),
+    class_weights=fixed(
         one_of("none", "balanced"),
         "none",
         "balanced: rare classes weigh as much in the loss as frequent ones",
-    )
-    epochs: int | None = kept(COUNT, None, "default: at least 10, and at least 200 optimizer steps")
-    metric: str | None = fixed(
+    ),
+    epochs=kept(COUNT, None, "default: at least 10, and at least 200 optimizer steps"),
+    metric=fixed(
         one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
         None,
         "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); labels of graphs: roc_auc, accuracy, f1 (default: roc_auc, or accuracy for more than two classes)",
-    )
-    early_stop: int | None = kept(
+    ),
+    early_stop=kept(
         COUNT, None, "after N epochs without a better --metric keep the best weights (default: off)"
-    )
-    weights: str | None = kept(
+    ),
+    weights=kept(
         one_of("best", "last"),
         None,
         "final weights: of the epoch with the best validation --metric, or the last (default: best; last for links and graphs, and without validation nodes)",
         needs=[no_early_stop],
-    )
-    seed: int = fixed(
+    ),
+    seed=fixed(
         SEED, 0, "for initial weights, drawn splits, order, sampling and dropout (default: 0)"
-    )
-    runs: int = alike(COUNT, 1, "N seeds: mean and standard deviation")
-    precision: str | None = kept(
+    ),
+    runs=alike(COUNT, 1, "N seeds: mean and standard deviation"),
+    precision=kept(
         one_of("fp32", "tf32", "bf16", "fp64"),
         None,
         "of matrix products; fp64 compares runs (default: tf32 on a GPU with it, else fp32)",
         needs=[gpu_for("precision", "tf32")],
-    )
-    checkpoint_activations: bool = kept(
+    ),
+    checkpoint_activations=kept(
         SWITCH,
         False,
         "recompute hidden layers in the backward pass: less memory, more time",
         needs=[built_in_model],
-    )
-
-    gpus: int | None = free(
+    ),
+    gpus=free(
         COUNT_OR_0,
         None,
         "GPUs, one process each; 0 trains on CPU (default: 1 if there is one)",
         group="processes and placement",
         needs=[gpus_here],
-    )
-    procs: int = free(
+    ),
+    procs=free(
         COUNT, 1, "CPU processes, with --gpus 0; they share the cores", needs=[room_for_processes]
-    )
-    mode: str = alike(
+    ),
+    mode=alike(
         one_of("auto", *MODES),
         "auto",
         "where graph and features live - where training runs",
         needs=[gpu_for("mode", *MODES[:3]), cpu_for_its_mode],
-    )
-    cache: int = free(
+    ),
+    cache=free(
         SIZE,
         0,
         "feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)",
         needs=[features_off_gpu],
-    )
-    split_features: bool = alike(
+    ),
+    split_features=alike(
         SWITCH,
         False,
         "split feature rows over the GPUs (cuda-cuda) or machines (cpu-cuda, cpu-cpu)",
         needs=[several_gpus_or_machines],
-    )
-    lookahead: int | None = free(
+    ),
+    lookahead=free(
         COUNT_OR_0,
         None,
         "CPU: keep the pages used soonest in the next N batches (default: two uses of each)",
-    )
-    prefetch: int | None = free(
+    ),
+    prefetch=free(
         COUNT_OR_0, None, "batches prepared ahead; 0: none (default: --sample-threads + 1)"
-    )
-    sample_threads: int | None = free(
+    ),
+    sample_threads=free(
         COUNT, None, "batches sampled at once (default: 1; cpu-cuda: 1 for 4 cores, up to 4)"
-    )
-    cuda_graph: str = alike(
-        one_of("auto", "on", "off"),
-        "auto",
-        "run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible",
-        needs=[gpu_for("cuda_graph", "on")],
-    )
-    allocator: str = free(
+    ),
+    allocator=free(
         one_of("tuned", "system"),
         "tuned",
         "tuned: keep freed memory (CPU), grow segments (CUDA); system: as is",
-    )
-
-    dry_run: bool = free(
+    ),
+    dry_run=free(
         SWITCH,
         False,
         "print memory of each mode and the plan, build a missing store, then stop",
         needs=[one_process],
-    )
-    free_gpu: int | None = free(
+    ),
+    free_gpu=free(
         SIZE,
         None,
         "--dry-run: plan for GPUs with so much free memory (default: this machine's)",
         needs=[dry],
-    )
-
-    checkpoint: str | None = free(
+    ),
+    checkpoint=free(
         text("FILE"),
         None,
         "write the state each epoch, on Ctrl-C (--runs: FILE-seed0)",
         group="files",
         endings=("",),
-    )
-    checkpoint_every: int | None = alike(
+    ),
+    checkpoint_every=alike(
         COUNT, None, "also write it every N optimizer steps (default: off)", needs=[checkpoint_file]
-    )
-    resume: str | None = free(
+    ),
+    resume=free(
         text("FILE"),
         None,
         "continue from a checkpoint, with its data, sampling, model and optimisation flags; auto: from the file of --checkpoint, if it exists",
         needs=[one_run],
-    )
-    predict: str | None = free(
+    ),
+    predict=free(
         text("FILE"),
         None,
         "exact predictions for every node: .npy, or .csv, .parquet with names; with --resume FILE it trains only with --epochs or --checkpoint",
         needs=[one_run, table_library],
         endings=(".npy", ".csv", ".parquet"),
-    )
-    predict_what: str = alike(
+    ),
+    predict_what=alike(
         one_of("classes", "scores", "logits", "embeddings"),
         "classes",
         "classes [V] (several labels: 0/1 [V, classes]); scores (probabilities), logits [V, classes]; embeddings: the last layer's input, [V, hidden]",
         needs=[prediction, logits_before_the_last_layer],
         default_is_off=False,
-    )
-    export: str | None = free(
+    ),
+    export=free(
         text("DIR"),
         None,
         "write the trained network as model.safetensors and config.json",
         needs=[one_run, folder_to_write, library("safetensors")],
-    )
-    verbose: bool = free(SWITCH, False, "also print memory plan, settings and stage times")
-    log: str | None = free(
+    ),
+    verbose=free(SWITCH, False, "also print memory plan, settings and stage times"),
+    log=free(
         text("FILE"),
         None,
         "append JSON lines: flags, epochs (torchrun: --log-file)",
         also=["--log-file"],
         endings=("",),
-    )
-    tensorboard: str | None = free(
+    ),
+    tensorboard=free(
         text("DIR"),
         None,
         "write each epoch's metrics for TensorBoard",
         needs=[library("tensorboard")],
-    )
-    curve: str | None = free(
-        text("FILE.png"),
-        None,
-        "draw loss, validation score and learning rate",
-        needs=[one_run, training, library("matplotlib")],
-        endings=(".png",),
-    )
-    timeline: str | None = free(
-        text("FILE.png"),
-        None,
-        "draw the stages of the second epoch's first steps",
-        needs=[one_run, training, library("matplotlib")],
-        endings=(".png",),
-    )
-    profile: str | None = free(
+    ),
+    profile=free(
         text("FILE"),
         None,
         "torch.profiler trace of epoch 2: FILE.rank0.json",
         needs=[one_run, training],
         endings=("",),
-    )
+    ),
+)
 
-    # ---- not on the command line
+
+def with_extras(flags):
+    """Put the flags of extras among those of the core, each behind the one that their `flags()` names."""
+    names = [*flags]
+    for module in extras.present(extras.FLAGS).values():
+        for before, more in module.flags().items():
+            place = names.index(before) + 1
+            names[place:place] = more
+            flags = flags | more
+    return {name: flags[name] for name in names}
+
+
+FLAGS = with_extras(CORE)
+Typed = make_dataclass("Typed", [(n, Any, flag.default) for n, flag in FLAGS.items()], frozen=True)
+
+
+@dataclass(frozen=True)
+class Flags(Typed):
+    """The flags of a command."""
+
     typed: tuple = ()  # names of the flags that were
     run: str = ""  # a name for the lines in --log
     turn: int = 0  # which of --runs
@@ -673,7 +538,14 @@ class Flags:
         return {name: value for name, value in vars(self).items() if name not in others}
 
 
-FLAGS = {f.name: f.metadata["flag"] for f in fields(Flags) if f.metadata}
+def unused(task):
+    """Return {flag: why it has no effect} of a task's class: those of other tasks, and those that it names."""
+    idle = {name: why for why, names in task.unused.items() for name in names.split()}
+    for other, module in extras.present(extras.TASKS).items():
+        if other != task.name:
+            for flags in module.flags().values():
+                idle |= dict.fromkeys(flags, f"is for --task {other}, --task is {task.name}")
+    return idle
 
 
 def declared(*words):

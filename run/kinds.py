@@ -1,27 +1,34 @@
-"""Kinds of values of flags, as options of argparse: how each is parsed, and what stands for it in --help."""
+"""How flags are declared, those of run/flags.py and those of extras: kinds of values, as options of argparse; words for what a
+resumed run does; conditions."""
 
 import argparse
+import importlib.util
 import math
 import re
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from extras.edge_split import split_type
+from extras import LAYERS, MODELS, RULES, lacking, present
 from model import CONVS
 from run.own_model import words_of
+from sampler import UNIFORM
+
+SAMPLERS = {UNIFORM.name: UNIFORM} | {name: of.RULE for name, of in present(RULES).items()}
 
 
 def model_or(others):
     """Make an argparse type: a layer's name, FILE.py:NAME, or one of the other names, those of models of graphs."""
 
     def parse(text):
-        text = spelling([*CONVS, *others], text)
+        text = spelling([*CONVS, *others], (LAYERS, MODELS), text)
         file, _, name = text.rpartition(":")
         if text in CONVS or text in others or file.endswith(".py") and name.isidentifier():
             return text
-        names = ", ".join(CONVS)
+        graphs = f"; for graphs {' or '.join(others)}" if others else ""
         raise argparse.ArgumentTypeError(
-            f"{text!r}: choose one of {names}, or FILE.py:NAME; for graphs {' or '.join(others)}"
+            f"{text!r}: choose one of {', '.join(CONVS)}, or FILE.py:NAME{graphs}"
         )
 
     return parse
@@ -35,20 +42,18 @@ def fanout(text):
     hops = re.sub(r"\s*,\s*", ",", text.strip())
     if re.fullmatch(f"{hop}(,{hop})*|any={number}(,{number})*", hops):
         return [part if "=" in part else int(part) for part in hops.split(",")]
-    how = "write numbers above 0 and below 10^9, or -1 for all: 15,10,5; by types writes=10:cites=5 or any=15,10"
-    if " " in text:
-        how = f"put commas between the hops: {','.join(re.split('[ ,]+', text.strip()))}"
-    raise argparse.ArgumentTypeError(f"{text!r}: {how}")
+    raise argparse.ArgumentTypeError(
+        f"{text!r}: write numbers above 0 and below 10^9, or -1 for all, with commas between the hops: 15,10,5; "
+        "by types writes=10:cites=5 or any=15,10"
+    )
 
 
 def size(text):
     """Parse '4GiB', '4G' (the same), '512MiB' or a number of bytes -> bytes, an int."""
-    units = {"": 1}
-    for power, unit in enumerate("kmgt", 1):
-        units |= {unit: 1024**power, f"{unit}ib": 1024**power, f"{unit}b": 1000**power}
-    number, unit = re.fullmatch(r"([0-9.]*)\s*(.*)", text.strip().lower(), re.DOTALL).groups()
-    with suppress(KeyError, ValueError):
-        return int(float(number) * units[unit])
+    parts = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(i?b)?", text.strip().lower())
+    with suppress(TypeError, ValueError):
+        base = 1000 if parts[3] == "b" else 1024
+        return int(float(parts[1]) * base ** " kmgt".index(parts[2] or " "))
     raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 4GiB, 512MiB or bytes")
 
 
@@ -60,25 +65,27 @@ def positive(kind, zero=False, below=None):
         with suppress(ValueError):
             if 0 < (value := kind(text)) < below or zero and value == 0:
                 return value
-        limit = f" and below {below}" if below < math.inf else ""
-        comma = f": write {text.replace(',', '.')}" if re.fullmatch(r"\d+,\d+", text) else ""
+        limit = f" and below {below}" if below < math.inf else ", such as 0.5"
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a {'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}"
-            f"{limit}{comma * (kind is float)}"
+            f"{text!r} is not a {'whole ' * (kind is int)}number {'of at least 0' if zero else 'above 0'}{limit}"
         )
 
     return parse
 
 
-def spelling(choices, text):
-    """Return the one of the choices that a text is but for upper case, - and _, else the text: 'ROC-AUC' -> 'roc_auc'."""
+def spelling(choices, tables, text):
+    """Return the one of the choices that a text is but for upper case, - and _, else the text: 'ROC-AUC' -> 'roc_auc'. Refuse
+    names of tables of extras/__init__.py whose files are missing."""
+    for table in tables:
+        if why := lacking(table, text):
+            raise argparse.ArgumentTypeError(why)
     plain = lambda word: word.lower().replace("-", "_")  # noqa: E731
     return next((choice for choice in choices if plain(choice) == plain(text)), text)
 
 
-def one_of(*choices):
-    """Make the options of a flag with these values."""
-    return {"choices": choices, "type": partial(spelling, choices)}
+def one_of(*choices, tables=()):
+    """Make the options of a flag with these values. tables: of extras/__init__.py, which list those of extras."""
+    return {"choices": choices, "type": partial(spelling, choices, tables)}
 
 
 def text(stands_for):
@@ -109,6 +116,99 @@ RATE = parsed_by(positive(float), "RATE")
 NUMBER = parsed_by(positive(float, zero=True), "X")
 PROBABILITY = parsed_by(positive(float, zero=True, below=1), "P")
 MODEL_ARGS = parsed_by(words_of, "A=1,B=x")
-EDGE_SPLIT = parsed_by(split_type, "A/B/C")
 FANOUT = parsed_by(fanout, "15,10,5")
 SIZE = parsed_by(size, "4GiB")
+
+
+# ---- declarations
+
+
+@dataclass(frozen=True)
+class Flag:
+    """The declaration of a flag.
+
+    Attributes:
+        resume: what a resumed run does with it: the name of the function that declares it, `fixed` and others below.
+        kind: options of argparse, see above.
+        default: None: it follows from other flags, the data or the machine, unless there is none.
+        help: unless it says what the default is, --help adds it.
+        group: heading in --help that begins here. also: other spellings.
+        needs: functions, see below; of a value that was typed each has to return None.
+        default_is_off: its default asks for nothing, so that it needs nothing.
+        endings: of the file that it names, for flags that write one.
+    """
+
+    resume: str
+    kind: dict
+    default: Any
+    help: str
+    group: str | None = None
+    also: tuple = ()
+    needs: tuple = ()
+    endings: tuple = ()
+    default_is_off: bool = True
+
+
+# A flag is declared by the word for what a resumed run does with it
+fixed = partial(Flag, "fixed")  # takes the checkpoint's value, refuses another one
+of_data = partial(Flag, "of_data")  # the same, but --predict of another graph may have its own
+kept = partial(Flag, "kept")  # takes the checkpoint's value unless it is typed again
+built = partial(Flag, "built")  # the same, while the store is not built
+alike = partial(Flag, "alike")  # takes this command's value, the same on all ranks
+free = partial(Flag, "free")  # takes this command's value
+
+
+# ---- what flags, also those of extras, need to have an effect: see run/flags.py
+
+
+def layers_taking(option):
+    """Return the names of the layers that are made with an option."""
+    return [name for name, conv in CONVS.items() if option in conv.takes]
+
+
+def layer_with(option):
+    """Make a function that refuses layers which do not take an option."""
+
+    def needs(flags):
+        if option not in flags.layer.takes:
+            return f"is for --model {' or '.join(layers_taking(option))}, --model is {flags.model}"
+
+    return needs
+
+
+def prediction(flags):
+    """Refuse a flag of predictions if none are written."""
+    if not flags.predict:
+        return "needs --predict FILE to write to"
+
+
+def one_run(flags):
+    """Refuse a file that each of --runs would write anew."""
+    if flags.runs > 1:
+        return f"is for one run, --runs is {flags.runs}"
+
+
+def training(flags):
+    """Refuse a picture or trace of a training that does not take place."""
+    if not flags.trains:
+        return "shows training; this command only predicts"
+
+
+def gpu_for(name, *values):
+    """Make a function that refuses these values of a flag on the CPU."""
+
+    def needs(flags):
+        if getattr(flags, name) in values and not flags.gpus:
+            return "needs a CUDA GPU and --gpus 1 or more; leave it out on CPU"
+
+    return needs
+
+
+def library(name):
+    """Make a function that refuses a flag whose library is not installed."""
+
+    def needs(flags):
+        if not importlib.util.find_spec(name):
+            return f"needs: pip install {name}"
+
+    return needs

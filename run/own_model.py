@@ -129,13 +129,11 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
     start = f"--model {model}: {name}"
     if not isinstance(net, nn.Module):
         raise StoreError(f"{start} returned a {type(net).__name__}, a torch.nn.Module is needed")
-    if any(map(nn.parameter.is_lazy, [*net.parameters(), *net.buffers()])):
-        raise StoreError(f"{start} has lazy modules: give them the sizes of their inputs")
     for key, value in net.state_dict().items():
         if type(value) is not torch.Tensor or value.layout != torch.strided:
             raise StoreError(
-                f"{start} has {key} in its state_dict, and a checkpoint holds dense tensors"
-                ": leave it out (persistent=False)"
+                f"{start} has {key} in its state_dict, and a checkpoint holds dense tensors: leave it out "
+                "(persistent=False), or give a lazy module the sizes of its input"
             )
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise StoreError(f"{start} has no parameters that could be trained")

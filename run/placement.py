@@ -7,40 +7,65 @@ Every automatic choice is printed.
 """
 
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ddp import Exchange, lost_another
+from cache import CachedFeatures, expected_visits
 from disk.files import StoreError, free_host_bytes, readable_size
-from extras import lookahead, rules, step_graphs
-from extras.peers import shared_table
-from features import (
-    MODES,
-    CachedFeatures,
-    FeatureRing,
-    SplitFeatures,
-    UnevenFeatures,
-    codes_of,
-    expected_visits,
-    place,
-    share,
-)
+from extras import STEPS, extra, present
+from extras import used as used_by_extras
+from features import MODES, FeatureRing, ask, place, share, stored
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from run.allocator import trim_memory
-from run.edge_data import EdgeData, edge_data, hops
 from run.finite import check_features
-from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
-from sampler import UNIFORM, DamagedGraph, NeighborSampler
-from store import BACKENDS, MmapFeatures, described_part, part_bounds
+from run.plan import (
+    averages_in_place,
+    batches_ahead,
+    choose_mode,
+    counted,
+    estimate,
+    placements,
+    weight_bytes,
+)
+from sampler import DamagedGraph, NeighborSampler
+from store import BACKENDS
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
 LEAST_STEPS = 200  # optimizer steps of the default --epochs, at least: small graphs need many
 
 
+class Used(NamedTuple):
+    """What a run takes of a graph beside neighbours, features and labels: entries that `use` of extras returned, together."""
+
+    drawn: dict = {}  # options of NeighborSampler by which neighbours are drawn
+    seen: dict = {}  # those by which edges are seen, also where all neighbours are taken
+    edges: Tensor | None = None  # [M, D] features of edges, an input of layers
+    times: Tensor | None = (
+        None  # int64 [V] of nodes as seeds; None also where examples have their own
+    )
+    flags: dict = {}  # values of flags that were open
+    lines: tuple = ()  # to print
+
+    options = property(lambda self: {**self.seen, **self.drawn}, doc="All of NeighborSampler.")
+    timed = property(lambda self: "edge_times" in self.options, doc="Whether seeds have times.")
+
+
+def used_of(flags, task):
+    """Ask the extras which columns of the data of a task a run uses, and how -> Used. StoreError for flags that need a column
+    the store lacks, or a model that cannot use one."""
+    used = Used()
+    for part in used_by_extras(flags, task, task.store):
+        joined = {n: {**getattr(used, n), **part.get(n, {})} for n in ("drawn", "seen", "flags")}
+        lines = [*used.lines, *part.get("lines", ())]
+        used = used._replace(**{**part, **joined, "lines": lines})
+    return used
+
+
 def settle(ranks, flags, task):
-    """Settle flags whose defaults depend on the data, the machine or other flags -> (Plan, EdgeData of the columns in
-    use)."""
+    """Settle flags whose defaults depend on the data, the machine or other flags -> (Plan, Used)."""
     store = task.store
     lines = []
     examples = max(len(store.split["train"]), 1)  # 0 without labels, when nothing is trained
@@ -76,21 +101,18 @@ def settle(ranks, flags, task):
     bf16_on_cpu = flags.precision == "bf16" and not ranks.gpus
     if bf16_on_cpu and torch.backends.cpu.get_cpu_capability() == "AVX2":
         lines.append("precision  bf16 is slower than fp32 on this processor, which has no AVX-512")
-    used = EdgeData()
+    used = Used()
     cores = 1
     mode = "store"
     if task.placed:
-        used, of_columns = edge_data(flags, task, store)
-        if flags.edge_features is None and flags.conv:
-            values |= dict(edge_features=used.features is not None)
-        if flags.temporal == "auto" and used.time is not None:
-            values["temporal"] = "at"
+        used = used_of(flags, task)
+        values |= used.flags
         options = memory_options(ranks, flags, task, used)
         mode, line, warning = choose_mode(store, flags.gpus, flags.mode, **options)
         lines += fits_split(flags, store, mode, options)
         cores = options["cores"]
         ranks.say(flags.verbose and f"memory  {line}")
-        lines += of_columns
+        lines += [f"edges   {line}" for line in used.lines]
         if warning:
             lines.append(f"memory  {warning}")
     threads, prefetch = batches_ahead(mode, cores, flags.sample_threads, flags.prefetch)
@@ -153,8 +175,7 @@ def fits_split(flags, store, mode, options):
 def memory_lines(ranks, flags, task):
     """List the lines of --dry-run about memory: sizes on disk, what each mode needs, the mode to choose."""
     store = task.store
-    used, _ = edge_data(flags, task, store)
-    options = memory_options(ranks, flags, task, used)
+    options = memory_options(ranks, flags, task, used_of(flags, task))
     modes, best = estimate(store, flags.gpus, **options)
     disk = {name: record["bytes"] for name, record in store.meta["files"].items()}
     features = disk.pop(BACKENDS[store.meta["backend"]])
@@ -162,16 +183,13 @@ def memory_lines(ranks, flags, task):
     lines = {"on disk": f"graph {readable_size(graph)}, features {readable_size(features)}"}
     arrays = modes["pinned-cuda"].placement.shared
     if store.part:
-        lines["on disk"] += f": {described_part(store)}"
+        lines["on disk"] += f": {extra('.parts').described_part(store)}"
         arrays = graph + features
     for mode, fit in modes.items():
         lines[mode] = fit.line
         if fit.largest_batch:
             lines[mode] += f"; batches of up to {fit.largest_batch:,} seeds fit"
     lines["mode"] = best or "none fits (--free-gpu 80GB asks about another machine's GPUs)"
-    lines["steps"] = "of the shapes of their batches"
-    if options["graphs"]:
-        lines["steps"] = "of static shapes, for CUDA graphs, in cuda-cuda and pinned-cuda"
     free_host = options["free_host"]
     where = "the mapped file stays in it"
     if arrays > free_host:
@@ -207,17 +225,11 @@ def check_memory(ranks, plan, task):
         batch = (2 if plan.precision == "bf16" else itemsize) * rows * plan.hidden
     if weights + batch <= free:
         return
-    parts = f"weights{', gradients and moments' * plan.trains} {readable_size(weights)}"
-    if batch:
-        parts += f", a batch at least {readable_size(batch)}"
-    smaller = f"--hidden {plan.hidden} or --num-layers {plan.num_layers}"
-    if weights <= free:
-        smaller = f"--hidden {plan.hidden} or --batch-size {plan.batch_size}"
-        if task.are_links:
-            smaller += f" or --negatives {plan.negatives}"
     raise StoreError(
-        f"this run cannot fit: {parts}, and {readable_size(free)} of {'GPU ' * bool(ranks.gpus)}memory "
-        f"are free for each process; lower {smaller}"
+        f"this run cannot fit: weights, gradients and moments take {readable_size(weights)}, a batch at least "
+        f"{readable_size(batch)}, and {readable_size(free)} of memory are free for each process; "
+        f"lower --hidden {plan.hidden}, --num-layers {plan.num_layers} or --batch-size {plan.batch_size}"
+        f"{f', or --negatives {plan.negatives}' * task.are_links}"
     )
 
 
@@ -247,15 +259,17 @@ def sizes(flags, task, used, cores=1):
     process, if --sample-threads and --prefetch are not settled."""
     conv = flags.layer
     heads = flags.heads if "heads" in conv.takes else 1
+    steps = present(STEPS).values() if flags.trains else ()
+    held = sum(step.hops_held(flags, task, used) for step in steps)
     return {
         "fanout": draws(flags, used),
         "batch_size": flags.batch_size * task.seeds_per_example(flags),
         "hidden": flags.hidden,
-        "types": (flags.bases or used.num_types) * heads if conv.uses_types else 0,
-        "edge_dim": 0 if used.features is None else used.features.shape[1],
-        "graphs": step_graphs.hops_held(flags, task, used) if flags.trains else 0,
-        "counted": step_graphs.counted(flags, task, used),
-        "timed": used.time is not None,
+        "types": (flags.bases or task.store.num_edge_types) * heads if conv.uses_types else 0,
+        "edge_dim": 0 if used.edges is None else used.edges.shape[1],
+        "graphs": held,
+        "counted": counted(flags, task, used),
+        "timed": used.timed,
         "split": flags.split_features * max(flags.gpus, 1),
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,
@@ -265,7 +279,8 @@ def sizes(flags, task, used, cores=1):
 
 def draws(flags, used):
     """Return the most neighbours drawn for a node in each hop, over all edge types; -1: all of them."""
-    by_type = [k if isinstance(k, list) else [k] for k in hops(flags.fanout, used)]
+    fanouts = used.drawn.get("fanouts", flags.fanout)
+    by_type = [k if isinstance(k, list) else [k] for k in fanouts]
     return [-1 if -1 in ks else sum(ks) for ks in by_type]
 
 
@@ -281,97 +296,49 @@ def place_data(ranks, plan, task, used):
     if not task.placed:
         task.attach(ranks, plan)
         return None, None
-    if store.sampling_threads and plan.mode in MODES[2:] and plan.verbose:
-        ranks.say(f"memory  {store.sampling_threads} threads read neighbour lists from the disk")
-    machines = machines_by_part(ranks, plan, store)
-    graph, used = placed_arrays(ranks, plan, task, used)
+    graph, options = placed_arrays(ranks, plan, task, used)
+    edges = options.pop("edges")
     indptr, indices, labels, features = graph
-    if plan.split_features and plan.mode != MODES[0]:
-        features = over_machines(ranks, plan, store, machines, features)
-    stored = store.features
+    over = ask(store.features, "over")
     if store.part:  # exact inference reads all rows
-        store.take_features(features)
+        store.take_features(over(features))
     features = cached(ranks, plan, task, used, features)
-    sampler = make_sampler(
-        plan, indptr, indices, fanout=plan.fanout, used=used, threads=store.sampling_threads
-    )
-    in_place = step_graphs.averages_in_place(plan, store, features.dtype, dtype)
+    options = {"fanouts": plan.fanout, "threads": store.sampling_threads, **options}
+    sampler = NeighborSampler(indptr, indices, seed=plan.seed, check=False, **options)
+    in_place = averages_in_place(plan, store, features.dtype, dtype)
     task.attach(ranks, plan, used, indptr, indices)  # before the ring, whose streams wait for it
     ring = FeatureRing(
-        features,
+        over(features),
         labels,
-        edge_features=used.features,
+        edge_features=edges,
         slots=plan.prefetch + 1,
         streams=plan.sample_threads,
         dtype=dtype,
         device=ranks.device,
         gather=gather_rows,
         aggregate=self_and_mean if in_place else None,
-        scale=stored.scale,
-        ends=stored.ends,
     )
     return sampler, ring
 
 
-def machines_by_part(ranks, plan, store):
-    """Return the ranks of each machine, in the order of their parts if stores are parts of one; StoreError, on every rank,
-    unless all stores are whole, or --split-features is given and each part is on one machine."""
-    machines = ranks.machines()
-    of_ranks = ranks.gather(store.part)
-    if {*of_ranks} == {None}:
-        return machines
-    parts = [of_ranks[there[0]] for there in machines]
-    every = [(m, len(machines)) for m in range(len(machines))]
-    if not plan.split_features or {*parts} != {*every}:
-        words = ["part {} of {}".format(*part) if part else "a whole store" for part in parts]
-        raise StoreError(
-            f"{store.path}: parts of a store take --split-features and one part on each of as many machines"
-            f", which have {', '.join(words)}"
-        )
-    if plan.mode not in MODES[2:]:
-        raise StoreError(
-            f"--mode {plan.mode} takes a whole store on each machine, {store.path} is a part: --mode cpu-cuda reads it"
-        )
-    return [machines[parts.index(part)] for part in every]
-
-
-def over_machines(ranks, plan, store, machines, features):
-    """Split features over the machines -> SplitFeatures: a process reads rows of its machine's part, and asks one process
-    of each other machine for rows of theirs."""
-    if len(machines) == 1:
-        raise StoreError(
-            f"--split-features in --mode {plan.mode} needs several machines: the processes of one share the rows in its "
-            f"memory already{ranks.gpus and f'; --mode {MODES[0]} splits them over its GPUs' or ''}"
-        )
-    ends = [part_bounds(features.shape[0], m, len(machines))[1] for m in range(len(machines))]
-    owners = [there[ranks.local_rank % len(there)] for there in machines]
-    if isinstance(stored := codes_of(store.features), MmapFeatures):
-        # the page cache has to hold this machine's part alone
-        stored.reserve(0, share=1 / len(machines))
-    each = (
-        f"each reads its {features.shape[0] // len(machines):,} rows and asks the others for theirs"
-    )
-    ranks.say(f"memory  features are split over {len(machines)} machines: {each}")
-    return SplitFeatures(features, [*zip(ends, owners)], Exchange(ranks))
-
-
 def all_features(store):
     """Return the features of all nodes as exact inference reads them: of a part of a store, ranks gather unequally often."""
-    if store.part:
-        return UnevenFeatures(store.features, codes_of(store.features).exchange)
-    return getattr(store.features, "tensor", store.features)
+    return ask(stored(store.features), "uneven")(store.features)
 
 
 def placed_arrays(ranks, plan, task, used):
-    """Place the graph's arrays and the columns in use as --mode says -> ([indptr, indices, labels, features], used)."""
+    """Place the graph's arrays and the columns in use as --mode says -> ([indptr, indices, labels, features], options
+    of NeighborSampler and `edges`, see `Used`)."""
     store = task.store
     pinned = plan.mode == "pinned-cuda"
-    names = [n for n in ("weight", "time", "type", "features") if getattr(used, n) is not None]
-    arrays = [store.indptr, store.sampled_indices, store.labels, codes_of(store.features)]
-    arrays += [getattr(used, name) for name in names]
+    options = {**used.options, "edges": used.edges}
+    columns = {name: values for name, values in options.items() if isinstance(values, Tensor)}
+    features = stored(store.features)
+    if any(ranks.gather(store.part or plan.split_features)):
+        features = extra(".split", "--split-features").spread(ranks, plan, store, features)
+    arrays = [store.indptr, store.sampled_indices, store.labels, features]
+    arrays += columns.values()
     spare = 0
-    if plan.split_features and plan.mode == MODES[0]:
-        arrays[3] = over_gpus(ranks, arrays[3])
     try:
         if pinned:
             needs = placements(store, **sizes(plan, task, used))[plan.mode]
@@ -382,68 +349,26 @@ def placed_arrays(ranks, plan, task, used):
         if not pinned:
             raise
         raise StoreError(f"--mode pinned-cuda: {error}") from error
-    return placed[:4], used._replace(**dict(zip(names, placed[4:])))
-
-
-def over_gpus(ranks, features):
-    """Copy features into the memory of this machine's GPUs together -> tensor [V, F] on each of them."""
-    try:
-        return shared_table(features, ranks)
-    except (OSError, RuntimeError) as error:
-        if lost_another(error):
-            raise  # that rank says why
-        raise StoreError(
-            f"--split-features: {error}; --mode pinned-cuda without it keeps them in host memory"
-        ) from error
-
-
-def make_sampler(plan, indptr, indices, *, fanout, used, threads=None):
-    """Build the NeighborSampler of the flags; used: EdgeData, the columns it draws by."""
-    fanout = hops(fanout, used)
-    rule = rules()[plan.sampler]
-    # what only predicts may do without the weights or times that the rule needs
-    columns = {None: True, "weights": used.weight, "edge_times": used.time}
-    drawn = columns[rule.needs] is not None
-    try:
-        return NeighborSampler(
-            indptr,
-            indices,
-            fanout,
-            method=rule.name if drawn else UNIFORM.name,
-            layer_dependency=plan.layer_dependency,
-            batch_dependency=plan.batch_dependency,
-            weights=used.weight,
-            edge_times=used.time,
-            strict=used.strict,
-            window=used.window,
-            edge_type=used.type,
-            by_type=used.type is None or isinstance(fanout[0], list),
-            type_numbers=used.numbers,
-            seed=plan.seed,
-            edge_ids=used.features is not None,
-            check=False,
-            threads=threads,
-        )
-    except ValueError as error:  # flags of a checkpoint that no command line has
-        raise StoreError(f"--sampler {plan.sampler}: {error}") from error
+    return placed[:4], options | dict(zip(columns, placed[4:]))
 
 
 def cached(ranks, plan, task, used, features):
     """Put --cache in front of the features -> the cache, one per process, of the rows that batches use most often; or
     the features as they are. Over memory-mapped features on CPU the cache looks ahead and plans the page cache too."""
     store = task.store
-    stored = codes_of(store.features)
+    rows = stored(store.features)
     budget = plan.cache
     if plan.split_features:  # processes fill their caches together
         budget = min(ranks.gather(budget))
-    mapped = plan.mode == "cpu-cpu" and isinstance(stored, MmapFeatures)
-    looks_ahead = mapped and not plan.split_features and lookahead.library() is not None
-    if looks_ahead and stored.large and not budget:
-        budget = stored.default_cache() // ranks.local_world
-        ranks.say(
-            f"memory  features stay on disk behind a cache of {readable_size(budget)}; --cache sets it"
-        )
-    if plan.lookahead is not None and not (looks_ahead and budget):
+    lookahead = None
+    if plan.mode == "cpu-cpu" and ask(rows, "paged") and not plan.split_features:
+        if rows.large and not budget:
+            budget = rows.default_cache() // ranks.local_world
+            size = readable_size(budget)
+            ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
+        if budget:
+            lookahead = looking_ahead(ranks)
+    if plan.lookahead is not None and not lookahead:
         raise StoreError(
             f"--lookahead {plan.lookahead} needs a --cache in front of memory-mapped features, with columns "
             "in the checkpoint's order, in mode cpu-cpu and without --split-features"
@@ -459,12 +384,12 @@ def cached(ranks, plan, task, used, features):
         )
     visits = visits[: features.shape[0]]  # the other nodes have no features
     trim_memory(1)  # return freed heap pages before allocating the cache
-    if mapped:
-        stored.reserve(budget * ranks.local_world)
-    if not looks_ahead:
+    if plan.mode == "cpu-cpu":
+        ask(rows, "reserve")(budget * ranks.local_world)
+    if not lookahead:
         return CachedFeatures(features, visits, budget, ranks.device)
     cache = lookahead.LookaheadCache(
-        stored,
+        rows,
         budget,
         plan.lookahead,
         hot=visits,
@@ -474,6 +399,15 @@ def cached(ranks, plan, task, used, features):
     if cache.room and plan.verbose:
         ranks.say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
     return cache
+
+
+def looking_ahead(ranks):
+    """Return the module of the cache that looks ahead; None after a line that says so if its file is not there."""
+    try:
+        return extra(".lookahead", "looking ahead")
+    except ImportError as error:
+        ranks.say(f"memory  rows are cached, pages are left to the kernel: {error}")
+        return None
 
 
 @contextmanager

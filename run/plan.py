@@ -8,9 +8,14 @@ mode, line, warning = choose_mode(store, gpus=4, free_gpu=..., free_host=..., fa
 import bisect
 from typing import NamedTuple
 
+import torch
+
 from disk.columns import COLUMNS
 from disk.files import RANK_BYTES, StoreError, readable_size
-from features import MODES, codes_of
+from features import MODES, ask, stored
+from model import SAGEConv
+from run.kinds import SAMPLERS
+from run.own_model import conv_of
 
 CORES_A_BATCH = 4  # as native/sampler_cpu.py takes at most
 MOST_BATCHES = 4  # sampled at once by default: rows then arrive as fast as PCIe copies them
@@ -100,7 +105,7 @@ def placements(
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)
     id_bytes = store.indices.element_size()
-    row_bytes = F * codes_of(store.features).dtype.itemsize
+    row_bytes = F * stored(store.features).dtype.itemsize
     nodes, edges = _largest_hops(V, M, fanout, batch_size)
     widths = [F] + [hidden] * (len(fanout) - 1) + [store.num_classes]
     layers = list(zip(nodes[-2::-1], widths, widths[1:]))  # outermost first
@@ -174,7 +179,7 @@ def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
         sized = lambda n: placements(store, **{**sizes, "batch_size": n})[mode]  # noqa: E731
         largest = bisect.bisect_left(seeds, True, key=lambda n: not sized(n).fits(*room))
         line = f"host {ranks} x ({size(p.rank)} + {size(p.rank_step)} for batches)"
-        line += f" + {size(p.shared)} shared" if p.shared else ""
+        line += f" + {size(p.shared)} shared" * bool(p.shared)
         line += f" = {size(ranks * (p.rank + p.rank_step) + p.shared)} of {size(free_host)} free"
         if mode != "cpu-cpu":
             gpu = f"{size(p.gpu)} + {size(p.gpu_step)} for batches = {size(p.gpu + p.gpu_step)}"
@@ -203,10 +208,25 @@ def choose_mode(store, gpus=0, mode="auto", **options):
     line = f"mode {chosen}: {fit.line}"
     if not fit.possible:
         raise StoreError(f"{line}: this cannot work here{f'; mode {best} can' if best else ''}")
-    if fit.fits:
-        return chosen, line, ""
     warning = (
         f"a batch may be too large for the free memory: {fit.largest_batch:,} seeds fit for certain "
         "(--batch-size, --fanout, --hidden)"
     )
-    return chosen, line, warning
+    return chosen, line, "" if fit.fits else warning
+
+
+def averages_in_place(args, store, *dtypes):
+    """Return whether the first layer gets neighbour means computed straight from features of these dtypes, not rows.
+    That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less. Codes are decoded in
+    the same pass where they are on the device that trains."""
+    kinds = {torch.float32, torch.bfloat16}
+    if args.mode in ("auto", MODES[0], MODES[3]) and ask(store.features, "coded"):
+        kinds.add(torch.int8)
+    if store.node_types or args.edge_features or args.input_dropout or args.mode == "pinned-cuda":
+        return False
+    return conv_of(args.model) is SAGEConv and kinds.issuperset(dtypes)
+
+
+def counted(args, task, used):
+    """Return whether a node's degree tells how many of its edges a run draws, see `Rule`."""
+    return SAMPLERS[args.sampler].counted and not used.timed and not task.are_links

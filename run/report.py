@@ -1,7 +1,6 @@
 """Logging: console, JSON lines, TensorBoard; stage timing, timeline, profiler trace."""
 
 import json
-import math
 import os
 import platform
 import re
@@ -20,12 +19,13 @@ from torch.profiler import record_function
 from tqdm import tqdm
 
 from disk.files import StoreError, plural, readable_size, write_whole
-from run.flags import UNLIMITED, spelled
+from extras import extra
+from loader import UNLIMITED
+from run.flags import spelled
 from tasks.metrics import METRICS, scores_line
 
 # step: forward, backward and optimizer as CUDA graphs
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "step", "stall")
-DRAWN = 8  # training steps in a timeline
 # flags without effect where nothing is trained
 OF_TRAINING = "lr lr_schedule weight_decay early_stop accumulate checkpoint_activations".split()
 
@@ -76,77 +76,6 @@ class Clock:
         for stage, start, end, _ in self.laps:
             sums[stage] += end - start
         return {stage: seconds for stage, seconds in sums.items() if seconds}
-
-
-def write_picture(path, figure):
-    """Write a figure of matplotlib to a .png file."""
-    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=120))
-
-
-def draw_timeline(laps, path):
-    """Draw a Gantt chart of the first training steps to a .png file, one row per stage and thread; laps: of a Clock."""
-    from matplotlib.figure import Figure
-
-    ends = sorted(end for stage, _, end, _ in laps if stage in ("optimizer", "step"))[:DRAWN]
-    if not ends:
-        return  # an epoch that was resumed at its end has no steps
-    rows = {}
-    laps = [lap for lap in laps if lap[1] < ends[-1]]
-    for stage, start, end, thread in sorted(laps, key=lambda lap: (STAGES.index(lap[0]), lap[3])):
-        rows.setdefault((stage, thread), []).append((1e3 * start, 1e3 * (end - start)))
-    figure = Figure(figsize=(12, 0.4 * len(rows) + 1), layout="constrained")
-    axis = figure.subplots()
-    for y, ((stage, _), bars) in enumerate(rows.items()):
-        axis.broken_barh(
-            bars,
-            (y - 0.4, 0.8),
-            # white edges would cover bars below 0.5 % of the width
-            linewidth=[width > 5 * ends[-1] for _, width in bars],
-            color=f"C{STAGES.index(stage)}",
-            edgecolor="white",
-        )
-    axis.set_yticks(range(len(rows)), [f"{stage} ({thread})" for stage, thread in rows])
-    axis.invert_yaxis()
-    axis.set_xlabel("milliseconds since the epoch began")
-    axis.set_title(
-        f"First {plural(len(ends), 'training step')} of an epoch: stages, with the threads they run on",
-        loc="left",
-    )
-    write_picture(path, figure)
-
-
-def draw_curve(epochs, path, title, metric, kept):
-    """Draw loss, validation score and learning rate of each epoch to a .png file.
-
-    Args:
-        epochs: figures of epochs, as in --log. title: of the picture.
-        metric: of the validation score. kept: number of the epoch whose weights are kept.
-    """
-    from matplotlib.figure import Figure
-
-    numbers = [figures["epoch"] for figures in epochs]
-    rows = {"training loss": [figures["loss"] for figures in epochs]}
-    valid = [figures.get("valid") or {metric: figures.get("valid_sampled")} for figures in epochs]
-    metric = metric if metric in valid[-1] else next(iter(valid[-1]))  # the first error of targets
-    if any(scores.get(metric) is not None for scores in valid):
-        rows[f"validation {metric}"] = [scores.get(metric) for scores in valid]
-    rows["learning rate"] = [figures["lr"] for figures in epochs]
-    figure = Figure(figsize=(8, 2 * len(rows) + 1), layout="constrained")
-    axes = figure.subplots(len(rows), sharex=True)
-    for color, (axis, (name, values)) in enumerate(zip(axes, rows.items())):
-        values = [math.nan if value is None else value for value in values]
-        axis.plot(numbers, values, f"C{color}", marker="o", markersize=3)
-        axis.set_ylabel(name)
-        axis.grid(alpha=0.3)
-        if kept in numbers:
-            axis.axvline(kept, color="gray", linestyle="--", linewidth=1)
-            axis.plot(kept, values[numbers.index(kept)], "ko", markersize=6)
-    axes[-1].ticklabel_format(axis="y", scilimits=(-2, 4))
-    axes[-1].xaxis.get_major_locator().set_params(integer=True)
-    axes[-1].set_xlabel("epoch")
-    where = "dashed" if kept in numbers else "before this run"
-    axes[0].set_title(f"{title}\nweights kept: epoch {kept} ({where})", loc="left")
-    write_picture(path, figure)
 
 
 def write_table(path, chunks):
@@ -241,20 +170,21 @@ class Report:
         self.tell("", {"exact": figures, "seed": self.flags.seed})
         self.results(figures)
 
-    def others(self, examples, fresh, scores):
-        """Report how many examples of each part a checkpoint was trained on, and the scores of the others. fresh: of `Task.fresh`.
-        scores: {part: score, {metric: value} or None}."""
-        if not fresh:
-            return
-        counts = {part: int((~mask).sum()) for part, mask in fresh.items()}
-        for part, mask in fresh.items():
-            score = scores[part]
+    def others(self, task, scored):
+        """Report how many examples of each part a checkpoint was trained on, and the scores of the others. scored: function
+        of their ids -> score, {metric: value} or None."""
+        counts = {}
+        scores = {}
+        for part, mask in task.fresh().items():
+            counts[part] = int((~mask).sum())
+            score = scores[part] = scored(task.store.split[part][mask])
             score = scores_line(score) if isinstance(score, dict) else percent(score)
             self.result = (
-                f"trained the checkpoint was trained on {counts[part]:,} of {len(mask):,} {part} {examples}; "
+                f"trained the checkpoint was trained on {counts[part]:,} of {len(mask):,} {part} {task.examples}; "
                 f"without them {part} {score}\n{self.result}"
             )
-        self.tell("", {"trained_on": counts, "without_them": scores})
+        if counts:
+            self.tell("", {"trained_on": counts, "without_them": scores})
 
     def print_result(self):
         """Print the final scores: the last line of a run, after an empty one unless others of --runs follow."""
@@ -270,31 +200,15 @@ class Report:
 
     def stopped(self, epoch, step):
         """Report that a signal ended training, and how to resume."""
-        again = "go on with the same command and --resume auto"
-        if self.flags.runs > 1:
-            file = self.flags.checkpoint
-            again = f"go on with this seed by --resume {file} --checkpoint {file}"
-        lost = "nothing kept: no --checkpoint"
-        if self.flags.export:
-            lost += ", and --export writes a network whose training has ended"
-        kept = again if self.flags.checkpoint else lost
+        file = self.flags.checkpoint
+        kept = f"go on with --resume {file} --checkpoint {file}" if file else "nothing is kept"
         self.tell(f"stopped in epoch {epoch} after step {step}; {kept}", {"stopped": [epoch, step]})
 
-    def curve(self, task, best):
-        """Draw --curve, of the epochs of this run. best: what train.py keeps of the best epoch."""
-        flags = self.flags
-        if not (self.leads and flags.curve):
-            return
-        if not self.epochs:
-            print(f"curve   no epoch was completed: {flags.curve} is not drawn")
-            return
-        kept = best["epoch"] if best["model"] else self.epochs[-1]["epoch"]
-        name = Path(flags.dataset).name
-        if len(name) > 70:
-            name = f"{name[:67]}..."
-        title = f"{flags.model} on {name}, seed {flags.seed}"
-        with self.attempt("curve"):
-            draw_curve(self.epochs, flags.curve, title, task.metric, kept)
+    def draw(self, name, *what):
+        """Draw what a flag of extras/pictures.py asks for; what: other arguments of the function of its name there."""
+        if self.leads and getattr(self.flags, name, None):
+            with self.attempt(name):
+                getattr(extra(".pictures"), name)(self, *what)
 
     def write(self, array, chunks):
         """Write the file of --predict and print what is in it. array: function that returns the tensor of an .npy file;
@@ -329,10 +243,6 @@ class Report:
             if not data.rstrip().endswith(b"}"):
                 raise StoreError(f"{folder} has no room for the trace")
             write_whole(path, lambda file: file.write(data))
-            if self.leads and self.flags.gpus and b'"cat": "kernel"' not in data:
-                print(
-                    "profile the trace lacks the GPU: CUPTI, which records kernels, did not start"
-                )
 
     def results(self, figures):
         """Write the final scores, {name: value or None}, to TensorBoard, beside the flags."""
@@ -442,11 +352,7 @@ def where(ranks):
         return f"CPU, {threads}"
     if not ranks.gpus:
         return f"{ranks.world} CPU processes, {threads} each"
-    threads = f"{ranks.world} x {torch.cuda.get_device_name()}, {threads} each"
-    if ranks.world > 1:
-        cores = os.sched_getaffinity(0)
-        threads += f", rank 0 on cores {min(cores)}-{max(cores)}, next to its GPU"
-    return threads
+    return f"{ranks.world} x {torch.cuda.get_device_name()}, {threads} each"
 
 
 def precision(ranks, plan):
@@ -536,5 +442,4 @@ def peak_memory(ranks):
     # not ru_maxrss, which counts the process that started this one
     with suppress(OSError, TypeError):
         return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -9,55 +9,50 @@ logits = run.exact()                 # of all nodes from all their neighbours
 import copy
 import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from disk.files import StoreError
-from extras.times import degrees_at
+from extras import extra
+from features import ask
 from inference import inference, layerwise
 from loader import NodeLoader, seeds_at
 from model import graph_degrees, is_gnn
 from run import own_model
-from run.flags import TASKS
-from run.placement import (
-    all_features,
-    check_memory,
-    make_sampler,
-    place_data,
-    reading_all_edges,
-    settle,
-)
-from sampler import mix
-from store import CodedFeatures
+from run.flags import TASKS, Plan
+from run.placement import all_features, check_memory, place_data, reading_all_edges, settle
+from sampler import NeighborSampler, mix
 from tasks.metrics import check_scores
 
 # up to this many edges, networks that cannot be evaluated layer by layer are evaluated full-batch
 WHOLE_GRAPH_EDGES = 1 << 22
 
 
-def open_run(ranks, flags, path, fits=lambda plan, task: None):
+def open_run(ranks, flags, path, fits=lambda plan, task: {}):
     """Open the store at a path, place it and build the network -> Run. fits: function(plan, task) that raises if the data
-    do not match the checkpoint to resume, and returns `EdgeData.numbers`."""
+    do not match the checkpoint to resume, and returns more for `Used.seen`."""
     task = TASKS[flags.task](flags, path, ranks.say)
     plan, used = settle(ranks, flags, task)
     tf32 = plan.precision == "tf32" and ranks.gpus
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    used = used._replace(numbers=fits(plan, task))
-    if own_model.conv_of(plan.model):
+    used = used._replace(seen=used.seen | fits(plan, task))
+    if plan.conv:
         check_memory(ranks, plan, task)
     sampler, ring = place_data(ranks, plan, task, used)
     torch.manual_seed(plan.seed)  # of initial weights, the same on every rank
     model, digest = build_model(plan, task, used)
     place_model(ranks, model, plan, task, sampler)
-    return Run(ranks, plan, task, used=used, sampler=sampler, ring=ring, model=model, digest=digest)
+    return Run(ranks, plan, task, used, sampler, ring, model, digest)
 
 
 def build_model(plan, task, used):
     """Build the network, with random weights -> (network, SHA-256 of its file or None)."""
     store = task.store
     digest = own_model.load(plan.model)[1] if own_model.is_own(plan.model) else None
-    if own_model.conv_of(plan.model):
+    if plan.conv:
         return task.build(plan), digest
     if store.features.shape[0] < store.num_nodes:
         raise StoreError(
@@ -69,7 +64,7 @@ def build_model(plan, task, used):
         plan.model_args or [],
         store.feature_dim,
         store.num_classes,
-        store.edge_dim if used.features is not None else 0,
+        store.edge_dim if used.edges is not None else 0,
     )
     return task.build(plan, network), digest
 
@@ -82,37 +77,32 @@ def place_model(ranks, model, plan, task, sampler):
     model.to(ranks.device, dtype)
     if not any(getattr(module, "uses_degree", False) for module in model.modules()):
         return
-    if sampler.timed and sampler.edge_type is not None:
-        raise StoreError(
-            f"--model {plan.model}: a layer counts degrees by time, and lists are sorted by type first"
-            "; --temporal off shows all edges"
-        )
     if sampler.timed:
-        model.degrees = degrees_at(sampler)
+        model.degrees = extra(".times").degrees_at(sampler)
     else:
         with reading_all_edges():
             model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
 
 
+@dataclass
 class Run:
     """Plan, data and network of a run. digest: SHA-256 of the file of a user's network, else None. by_layers: exact
     inference goes layer by layer, which it cannot with times: a node's row in each layer then depends on the time at
-    which it is seen."""
+    which it is seen. custom: the network is a user's, with torch's dropout."""
 
-    def __init__(self, ranks, plan, task, *, used, sampler, ring, model, digest=None):
-        self.ranks = ranks
-        self.plan = plan
-        self.task = task
-        self.store = task.store
-        self.sampler = sampler
-        self.ring = ring
-        self.model = model
-        self.digest = digest
-        # for links, exact inference is as of the end of time: it sees all edges
-        self.used = used._replace(time=None) if task.are_links else used
-        # a user's network, with torch's dropout
-        self.custom = own_model.conv_of(plan.model) is None
-        self.by_layers = layerwise(model) and self.used.time is None
+    ranks: object  # `Ranks` of ddp.py
+    plan: Plan
+    task: object  # `Task`
+    used: object  # its `Used`
+    sampler: object  # `NeighborSampler`, and
+    ring: object  # `FeatureRing`; None for a task that reads its own batches
+    model: nn.Module
+    digest: str | None = None
+
+    def __post_init__(self):
+        self.store = self.task.store
+        self.custom = own_model.conv_of(self.plan.model) is None
+        self.by_layers = layerwise(self.model) and self.used.times is None
 
     @cached_property
     def trained(self):
@@ -181,15 +171,15 @@ class Run:
         draw = lambda batch: (nodes[batch.seeds], {}, None)  # noqa: E731
         if times is not None:
             draw = seeds_at(times, nodes)
-        loader = self.loader(torch.arange(len(nodes)), shuffle=False, draw=draw)
-        return self.rows(self.model, loader, len(nodes), self.forward)
+        return self.rows(torch.arange(len(nodes)), len(nodes), self.forward, draw=draw)
 
     @torch.no_grad()
-    def rows(self, model, loader, count, output):
-        """Collect output(batch) over all batches of `loader` -> [count, C] in host memory, the same on all ranks."""
-        model.eval()
+    def rows(self, seeds, count, output, **options):
+        """Collect output(batch) over all batches of the `loader` of these seeds -> [count, C] in host memory, the same on all
+        ranks."""
+        self.model.eval()
         rows = None
-        for batch in loader:
+        for batch in self.loader(seeds, shuffle=False, **options):
             part = output(batch).cpu()
             rows = part.new_zeros(count, part.shape[1]) if rows is None else rows
             rows[batch.seeds] = part
@@ -201,32 +191,30 @@ class Run:
         With `layers`, return the output of that many first layers, [V, hidden]."""
         ranks = self.ranks
         store = self.store
-        model = copy.deepcopy(self.model).float() if self.plan.precision == "fp64" else self.model
+        self.model.eval()
+        model = self.model
+        if self.plan.precision == "fp64":
+            model = copy.deepcopy(model).float()
         if not self.by_layers:
             logits = self.exact_in_batches(model, layers)
         else:
             graph = store
             x = all_features(store)
-            options = {"x": x, "edges": self.used.features, "types": self.used.seen_types()}
+            label = self.sampler.spec.label
+            types = None if label is None else label.whole_graph()
+            options = {"x": x, "edges": self.used.edges, "types": types}
             if self.sampler.indices.is_cuda:  # what the GPU reads in place is not copied again
                 graph = self.sampler
                 options["edges"] = self.ring.edge_features
-                if options["types"] is not None:
-                    options["types"] = options["types"].to(ranks.device)
                 if self.plan.mode == "cuda-cuda":  # rows in host memory are read many times
-                    options["x"] = self.ring.features
-                    if self.ring.scale is not None:
-                        options["x"] = CodedFeatures(
-                            self.ring.features, self.ring.scale, ends=self.ring.ends
-                        )
+                    options["x"] = self.ring.source
             if ranks.world > 1 and sys.platform == "linux":  # elsewhere each computes all nodes
-                total = x.answering(ranks.sum_here) if store.part else ranks.sum_here
+                total = ask(x, "answering")(ranks.sum_here)
                 options |= {"rank": ranks.local_rank, "world": ranks.local_world, "total": total}
             try:
                 with reading_all_edges():
                     logits = inference(model, graph.indptr, graph.indices, layers=layers, **options)
-                if store.part:
-                    x.finish()
+                ask(x, "finish")()
             except OSError as error:
                 raise StoreError(f"no exact inference: {error}") from error
         check_scores(logits, "exact outputs")
@@ -238,22 +226,20 @@ class Run:
         split over the ranks; else batches are of --batch-size, and each computes most of the graph again."""
         plan = self.plan
         store = self.store
-        times = self.used.seed_time
+        times = self.used.times
         fanout = [-1] * (layers or len(plan.fanout))
-        drawn = self.used._replace(weight=None)
+        seen = {"seed": plan.seed, "check": False, **self.used.seen}
         options = {
-            "sampler": make_sampler(plan, store.indptr, store.indices, fanout=fanout, used=drawn),
+            "sampler": NeighborSampler(store.indptr, store.indices, fanout, **seen),
             "ring": None,
             "device": self.ranks.device,
             "reuse": True,
-            "edges": drawn.features is not None,
-            "shuffle": False,
+            "edges": self.used.edges is not None,
             "accumulate": 1,
             "draw": None if times is None else seeds_at(times),
         }
         if store.num_edges <= WHOLE_GRAPH_EDGES and times is None:
             options |= {"batch_size": -(-store.num_nodes // self.ranks.world), "depth": 0}
-        loader = self.loader(torch.arange(store.num_nodes), **options)
 
         def output(batch):
             if not is_gnn(model):
@@ -264,4 +250,4 @@ class Run:
                 x = model.step(i, block, x, edges=edges[i])
             return x.float()
 
-        return self.rows(model, loader, store.num_nodes, output)
+        return self.rows(torch.arange(store.num_nodes), store.num_nodes, output, **options)

@@ -22,7 +22,6 @@ import torch
 from disk.columns import COLUMNS, EDGE_WEIGHT
 from disk.convert import adjacency, array_like, column_names, integers, is_sparse, refuse, shaped
 from disk.files import StoreError, free_host_bytes, plural, reading
-from extras.tables import LIKE_NUMBERS, MISSING, short
 from sources.splits import PARTS
 
 EDGES = ("edge_index", "edges")
@@ -34,7 +33,23 @@ graph_store.EdgeLayout storage.BaseStorage storage.NodeStorage storage.EdgeStora
 SAVED = "if you trust it, two lines of Python read it: see docs/data.md"
 # classes of these names may mean that there is no label
 UNKNOWN = "unknown unk unlabeled unlabelled missing undefined unspecified unassigned notlabeled nolabel".split()
+MISSING = ("", "nan", "NaN", "NAN", "Nan", "NaT")
+LIKE_NUMBERS = {
+    "na",
+    "n/a",
+    "null",
+    "none",
+    "inf",
+    "-inf",
+    "?",
+    "-",
+}  # no names of classes or columns
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
+
+
+def short(text) -> str:
+    """Shorten a text to 60 characters."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def open_npz(file, ignore=()) -> "Arrays":
@@ -330,7 +345,7 @@ class Arrays:
             if name is None:
                 continue
             values = self.read(name, "biufM" if column.timed else "biuf")
-            if not column.width and values.shape[1:] == (1,):
+            if not column.wide and values.shape[1:] == (1,):
                 values = values.reshape(-1)
             arrays[column.name] = values
             called = f" (called {name})" if name != column.name else ""
@@ -427,16 +442,13 @@ class Arrays:
             refuse(values < 0, self.called("feat_data"), values, why)
         dtype = np.dtype(np.float32) if counts else values.dtype
         values = values.astype(np.promote_types(dtype, np.float32))  # to add up repeats in float16
-        with reading(self.called("the CSR matrix of features")):
+        matrix = self.called("the CSR matrix of features")
+        with reading(matrix):
             if shape[0] != len(indptr) - 1 or indptr[0]:
                 raise ValueError(f"{shape[0]} rows need {shape[0] + 1} offsets from 0")
-            size = math.prod(shape) * values.itemsize
-            free = free_host_bytes()
-            if size > free:
-                raise ValueError(f"it takes {size:,} bytes when dense, and {free:,} are free")
             ends = np.stack([np.repeat(np.arange(len(indptr) - 1), np.diff(indptr)), indices])
             sparse = torch.sparse_coo_tensor(ends, values, shape, check_invariants=True)
-            dense = sparse.to_dense()
+            dense = array_like(matrix, sparse)
         how = equal_sums(dense) if normalize else "as they are"
         self.say(f"features are {'counts' if counts else 'values'}, {how}")
         return dense.to(getattr(torch, dtype.name))

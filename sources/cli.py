@@ -23,7 +23,7 @@ from disk import files
 from disk.columns import COLUMNS
 from disk.convert import KEPT_AS
 from disk.files import SPLITS, StoreError
-from extras import graph_store
+from extras import MissingExtra, extra
 from sources.prepare import build
 
 TABLES = {  # flag of build: what it takes, help
@@ -84,14 +84,16 @@ def run(command, path, **options) -> int:
         split = {part: file for part in SPLITS if (file := options.pop(part))}
         build(path=path, split=split or None, progress=True, **options)
     if command == "split":
-        target = store.split(path, progress=True, **options)
+        parts = extra(".parts", "split")
+        target = parts.split(path, progress=True, **options)
         for part in sorted(target.iterdir(), key=lambda part: int(part.name[5:])):
-            print(f"{part}: {store.described_part(store.GraphStore.open(part))}")
+            print(f"{part}: {parts.described_part(store.GraphStore.open(part))}")
         return 0
     meta = {}
     with contextlib.suppress(StoreError):  # info and verify below report what is wrong
         meta = files.read_meta(path)
-    kind = graph_store if meta.get("format") == graph_store.FORMAT else store
+    graphs = meta.get("format") == "ringblock-graphs"
+    kind = extra(".graph_store", path) if graphs else store
     if command == "verify":
         return print_problems(path, meta, kind.verify(path))
     print(kind.info(path))
@@ -119,13 +121,10 @@ def main(argv=None) -> int:
     """Run the command line -> exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if "estimate" in words[:1]:
-            how = "python train.py --dataset PATH --dry-run"
-            raise StoreError(f"{how} prints the memory that training needs in each mode")
         code = run(**vars(make_parser().parse_args(words)))
         print(end="", flush=True)
         return code
-    except StoreError as error:
+    except (StoreError, MissingExtra) as error:
         print(f"store.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -21,16 +21,13 @@ import numpy as np
 import torch
 
 from disk import convert, files
-from disk.checks import DRAWN, check_labels, check_split, counted_from_one, drawn_per_class
+from disk.checks import DRAWN, check_labels, check_split, drawn_per_class
 from disk.columns import COLUMNS, EDGE_FEATURES, EDGE_TIME, EDGE_TYPE, NODE_TIME
 from disk.files import StoreError, reading
-from extras.graph_store import build_graphs
-from extras.graph_tables import read_tables
-from extras.molecules import crystals, molecules
-from extras.tables import opened
+from extras import extra
 from sources.arrays import FEATURES, Arrays, equal_sums, is_list, of_object, open_npz
 from sources.public import OGB, PLANETOID, ogb, planetoid
-from sources.splits import PARTS, found, of_graphs
+from sources.splits import PARTS, found
 from sources.synthetic import MAG, SYNTHETIC, synthetic, synthetic_mag
 from store import build_store
 
@@ -88,7 +85,8 @@ def prepare(
     built = functools.partial(os.path.isfile, target / "meta.json")  # where Path.is_file may raise
     if not built():
         # one process builds, the others wait for the lock
-        with reading(f"--root {root}"), files.folder_for(root):
+        with reading(f"--root {root}"):
+            root.mkdir(parents=True, exist_ok=True)
             with files.locked(root):
                 if not built():
                     try:
@@ -154,7 +152,7 @@ def _refuse_path(name):
     if os.path.isdir(name):
         files.read_meta(name)
     if os.path.exists(name) or os.sep in name or re.search(r"\.\w+$", name):
-        with opened(name):  # refuses what is no table
+        with extra(".tables", name).opened(name):  # refuses what is no table
             how = (
                 f"python store.py build {name} my_store --features FILE, if it is a table of edges"
             )
@@ -207,12 +205,12 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     kind = str(source) if is_file else type(source).__name__
     files.refuse_existing(path)
     params = {"ignore": list(ignore)} if ignore else {}
-    extra = dict(features=features, labels=labels)
+    given = dict(features=features, labels=labels)
     if isinstance(split, dict):
-        extra |= {f"{part}_idx": ids for part, ids in convert.by_part("split", split).items()}
+        given |= {f"{part}_idx": ids for part, ids in convert.by_part("split", split).items()}
     elif split is not None:
         params["split"] = int(split)
-    extra = {name: values for name, values in extra.items() if values is not None}
+    given = {name: values for name, values in given.items() if values is not None}
     columns = {}
     for name, column in COLUMNS.items():
         if not column.asked and (where := options.pop(column.flag, None)) is not None:
@@ -222,27 +220,28 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     several_types = len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1
     idle = params.keys() - {"ignore"} if tables else columns
     if npz or several_types:  # which hold features, labels and split themselves
-        idle = {*extra, *idle}
+        idle = {*given, *idle}
     elif is_list(source):
-        idle = {*idle, *extra.keys() & {"features"}}
+        idle = {*idle, *given.keys() & {"features"}}
     if idle:
         raise StoreError(f"{kind}: {min(idle)} has no effect on a graph of this kind")
     # large tables pass through files on the disk of the store
     with reading(f"cannot build {path}: {kind}"):
         if tables:
-            arrays, nodes = read_tables(kind, extra, columns, path.absolute().parent, ignore)
+            read_tables = extra(".graph_tables", kind).read_tables
+            arrays, nodes = read_tables(kind, given, columns, path.absolute().parent, ignore)
             options = {
                 "node_names": nodes.names,
                 "feature_names": nodes.feature_names,
                 "edge_types": arrays.pop("edge_types", None),
                 **options,
             }
-            arrays = Arrays(kind, arrays, files=extra, classes=nodes.class_names)
+            arrays = Arrays(kind, arrays, files=given, classes=nodes.class_names)
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))
         else:
-            arrays = of_object(source, extra, ignore)
+            arrays = of_object(source, given, ignore)
         return _build_arrays(path, arrays, params, seed, **options)
 
 
@@ -279,15 +278,8 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
     if drawn:
         source["seed"] = seed or 0
     if offsets:
-        if offsets == "node_offsets":
-            batches, count, entries = molecules(arrays)
-        else:
-            batches, count, entries = crystals(arrays, params.get("radius", 4.0))
-        source |= entries
-        split = of_graphs(arrays, count, params.get("split"), seed or 0)
-        arrays.close()
-        options = {"split": split, "progress": progress, "source": source}
-        return build_graphs(path, batches, labels=arrays.find("labels") is not None, **options)
+        small = extra(".molecules", arrays.source)
+        return small.build(path, arrays, params, source, seed=seed or 0, progress=progress)
     options |= {"backend": backend, "progress": progress}
     return _build_graph(path, arrays, params, source, **options)
 
@@ -371,13 +363,12 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         source["features"] = "labels of half of the training nodes"
         arrays.say(f"it has no features: {half}, the others are trained on; {how}")
     build_store(path, **graph, split=split or None, source=source, **options)
-    meta = files.read_meta(path)
-    if one_way := meta["edges"]["one_way"]:
-        share = f"{one_way:,} of {meta['edges']['one_way_of']:,} edges"
+    counted = files.read_meta(path)["edges"]
+    if one_way := counted["one_way"]:
+        share = f"{one_way:,} of {counted['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
     if options.get("node_names") is None:
-        graph = (np.load(path / f"{name}.npy", mmap_mode="r") for name in ("indptr", "indices"))
-        for kind in counted_from_one(meta, *graph):
+        for kind in counted["from_one"]:
             node = f"node 0 of type {kind}" if kind else "node 0"
             arrays.say(f"{node} has no edges: ids may start at 1")
     return path

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from disk.convert import Rows, shaped, spool
-from disk.files import SPLITS, StoreError, folder_for, progress_bar, reading, sync
-from extras.tables import Table
+from disk.convert import Rows, spool
+from disk.files import SPLITS, StoreError, progress_bar, reading, sync
+from extras import extra
 
 OGB_URL = "https://snap.stanford.edu/ogb/data/nodeproppred"
 # name: (archive, kind of split, C, drop duplicates after the reverse of every edge was added)
@@ -73,7 +73,8 @@ class _Archive:
 
     def table(self, name, kind=int):
         """Yield chunks [n, columns] of a table of numbers."""
-        rows = Table(self.open(f"{name}.csv.gz"), f"{self.called}: {name}.csv.gz")
+        table = extra(".tables", self.called).Table
+        rows = table(self.open(f"{name}.csv.gz"), f"{self.called}: {name}.csv.gz")
         for _, columns in rows.read(dict.fromkeys(range(rows.width), kind), missing=True):
             yield np.stack(list(columns.values()), 1)
 
@@ -164,8 +165,7 @@ def planetoid(name, root) -> dict:
         if not file.is_file():
             file = Path(root) / "planetoid" / file.name
             url = os.environ.get("RINGBLOCK_PLANETOID_URL", PLANETOID_URL)
-            with folder_for(file.parent):
-                download(f"{url}/{file.name}", file)
+            download(f"{url}/{file.name}", file)
         with reading(file):
             parts[part] = np.loadtxt(file, np.int64, ndmin=1) if "." in part else _unpickled(file)
     train = len(parts["y"])
@@ -173,8 +173,6 @@ def planetoid(name, root) -> dict:
     num_allx = len(parts["allx"])
     num_nodes = max(num_allx + len(test), len(parts["graph"]))
 
-    for part, rows in dict(allx=num_allx, ally=num_allx, tx=len(test), ty=len(test)).items():
-        shaped(f"ind.{name}.{part}", parts[part], rows, "F")
     # Row i of tx belongs to node test.index[i]. Citeseer lacks some of these: isolated nodes without features or label.
     nodes = np.append(np.arange(num_allx), test)
     x = np.concatenate([parts["allx"], parts["tx"]])

@@ -12,8 +12,6 @@ from loader import seeds_at
 from sources.splits import choose_split, split_of
 from tasks.metrics import METRICS, binary_cross_entropy, cross_entropy, metrics_with, score
 from tasks.task import (
-    OF_GRAPHS,
-    OF_LINKS,
     Task,
     described,
     gnn,
@@ -39,10 +37,6 @@ class NodeTask(Task):
     weights = "best"
     prior = 0.07
     widths = "feature_dim", "num_classes", "edge_dim", "num_edge_types", "node_types"
-    unused = {
-        "is for --task link, --task is node": OF_LINKS,
-        "is for --task graph, --task is node": OF_GRAPHS,
-    }
     told_by = "features."
     classes_agree = True
     padded = True
@@ -65,7 +59,7 @@ class NodeTask(Task):
         self.number = None if idle else args.split
         choose_split(store, self.number, seed=args.seed, turn=args.turn, say=say)
         store.check_split()
-        # multi-label; for a graph without labels see `predict_as`
+        # multi-label; a graph without labels has as many as that of the checkpoint
         self.several = store.labels.dim() == 2
         classes = store.labels[store.split["train"]].unique()
         if args.trains and not self.several and len(classes) == 1:
@@ -110,7 +104,7 @@ class NodeTask(Task):
     def attach(self, ranks, args, used, indptr, indices):
         if args.class_weights == "balanced":
             self.class_weight = self.balanced(ranks.say).to(ranks.device)
-        self.times = used.seed_time
+        self.times = used.times
         self.draw = None if self.times is None else seeds_at(self.times)
 
     def balanced(self, say):
@@ -153,20 +147,13 @@ class NodeTask(Task):
             )
             return dict.fromkeys(store.split)
         logits = run.exact()
-        exact = {
-            part: score(self.metric, logits[nodes], store.labels[nodes])
-            for part, nodes in store.split.items()
-        }
+        scored = lambda nodes: score(self.metric, logits[nodes], store.labels[nodes])  # noqa: E731
+        exact = {part: scored(nodes) for part, nodes in store.split.items()}
         how = "exact: all neighbours"
         if run.by_layers:
             how += ", layer by layer"
         report.exact(self.title, exact, how)
-        others = {}
-        fresh = self.fresh()
-        for part, mask in fresh.items():
-            nodes = store.split[part][mask]
-            others[part] = score(self.metric, logits[nodes], store.labels[nodes])
-        report.others(self.examples, fresh, others)
+        report.others(self, scored)
         if args.predict:
             what = args.predict_what
             if what == "embeddings":

@@ -8,13 +8,11 @@ import torch
 from disk.checks import edge_line
 from disk.columns import NAMES, described_types, read_names
 from disk.files import SPLITS, StoreError, plural
-from extras.relational import NodeInputs
+from extras import extra
 from model import GNN, is_gnn
 from store import GraphStore
 
 CHUNK = 1 << 22  # numbers of a table of predictions converted at a time
-OF_GRAPHS = "max_nodes max_edges"  # flags of --task graph
-OF_LINKS = "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs"
 
 
 class Task:
@@ -24,7 +22,8 @@ class Task:
         name: value of --task. examples: plural noun for messages. title: noun for the final scores.
         metrics: choices of --metric, the default first. metric: the one of this run, one of `metrics` or None: it is
             saved in checkpoints.
-        models: names that --model takes; None: those of layers, and files. unused: {reason: flags without effect in this task, separated by spaces}. temporal: meaning of --temporal auto.
+        models: names that --model takes, described for --help by about_models; None: those of layers, and files. unused: {reason:
+            flags without effect in this task, separated by spaces}.
         weights: default of --weights if there is a validation part. prior: precision of a Gaussian prior of the
             weights; weight decay is prior / T for T training examples.
         widths: keys of the data's meta.json that the network is built from.
@@ -42,7 +41,7 @@ class Task:
     Each task also has:
         network(args, widths, custom=None): static, as a checkpoint is read without data: the network that the flags describe,
             or `custom` of a user's file; widths: dict, of the data, such as `feature_dim` and `num_classes`.
-        attach(ranks, args, used, indptr, indices): take the graph where --mode has placed it; used: its `EdgeData`.
+        attach(ranks, args, used, indptr, indices): take the graph where --mode has placed it; used: `Used` of run/placement.py.
         loss(network, output, y): the loss, summed over the examples of a batch; y: store.labels[seeds], or what `draw` or
             `load_batch` gave. In a CUDA graph (`padded`) rows of -1 fill y up, and rows of padding the output: they have
             no part in it.
@@ -61,7 +60,6 @@ class Task:
     several = None
     models = None
     unused = {}
-    temporal = "auto"
     weights = "last"
     prior = 0.0
     classes_agree = False
@@ -86,6 +84,11 @@ class Task:
         conv = args.layer
         seen = {"edge_dim": conv.sees_edges(args.edge_features), "num_edge_types": conv.uses_types}
         return [name for name in cls.widths if seen.get(name, True)]
+
+    @staticmethod
+    def defaults(flags):
+        """Return {flag: value} that replaces the default of a flag in this task."""
+        return {}
 
     def seeds_per_example(self, args):
         """Return how many seed nodes an example has, at most."""
@@ -112,10 +115,6 @@ class Task:
     def num_scored(self):
         """Return how many validation examples the metric is computed from."""
         return len(self.store.split["valid"])
-
-    def predict_as(self, several):
-        """Predict several labels a node, or one, as the network of a checkpoint does."""
-        self.several = several
 
     def set_buffers(self, network):
         """Set buffers of a new network that depend on the data."""
@@ -205,7 +204,8 @@ def gnn(args, widths, out_dim):
         options["bases"] = args.bases
     inputs = None
     if widths.get("node_types"):
-        inputs = NodeInputs([sizes for _, *sizes in widths["node_types"]], args.hidden)
+        sizes = [sizes for _, *sizes in widths["node_types"]]
+        inputs = extra(".relational", "a graph with types of nodes").NodeInputs(sizes, args.hidden)
     return GNN(
         widths["feature_dim"],
         out_dim=out_dim,

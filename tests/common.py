@@ -484,12 +484,6 @@ def _parameters(path):
     return torch.load(path, weights_only=True)["model"]
 
 
-def _with_flags(path, **flags):
-    """Change flags in a checkpoint."""
-    state = torch.load(path, weights_only=True)
-    torch.save(state | {"flags": state["flags"] | flags}, path)
-
-
 def _same_weights(*files):
     """Return whether the models in checkpoints are equal, bit for bit."""
     first, *others = map(_parameters, files)
@@ -547,6 +541,17 @@ def _code(*words, main=train.main):
         return main(_split(words))
     except SystemExit as stop:
         return stop.code
+
+
+def _says(capsys, said, *words, code=0):
+    """Run train.py in this process, assert its exit code and that it prints `said`, a text or a regular expression."""
+    capsys.readouterr()
+    assert _code(*words) == code
+    text = "".join(capsys.readouterr())
+    assert said in text or re.search(said, text), text
+
+
+_stops = functools.partial(_says, code=2)
 
 
 def _readme_blocks(language):

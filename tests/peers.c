@@ -4,35 +4,19 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 typedef int R;
 typedef uint64_t u64;
-enum { INVALID = 1, OUT_OF_MEMORY = 2, PAGE = 2 << 20 };
-struct prop {  // CUmemAllocationProp, 32 bytes
-  int type, handle, location, device;
-  void *windows;
-  unsigned char compression, rdma;
-  unsigned short usage;
-  unsigned char reserved[4];
-};
-struct access {  // CUmemAccessDesc, 12 bytes
-  int location, device, flags;
-};
+enum { INVALID = 1, OUT_OF_MEMORY = 2, PAGE = 2 << 20, HANDLE = 1000 };  // a handle: its file + HANDLE
 // of this process
-static struct {
-  char *first;
-  u64 size, mapped, readable;
-} range;  // one at a time
-static int handles[64];  // file + 1 of each that is not released
+static char *first;  // of a range of addresses, one at a time
+static u64 reserved, mapped;
 static int open_handles;
 
-static int bad(const struct prop *p) {
-  char zero[8] = {0};
-  return p->type != 1 || p->handle != 1 || p->location != 1 || p->windows || memcmp(&p->compression, zero, 8);
-}
+// p: CUmemAllocationProp, 32 bytes: type, kind of handle, location, device, nothing else
+static int bad(const int *p) { return p[0] != 1 || p[1] != 1 || p[2] != 1 || p[4] || p[5] || p[6] || p[7]; }
 R cuGetErrorString(R code, const char **text) {
   *text = code == OUT_OF_MEMORY ? "out of memory" : "invalid argument";
   return 0;
@@ -43,73 +27,60 @@ R cuDeviceCanAccessPeer(int *can, int a, int b) {
   *can = !((a == c && b == d) || (a == d && b == c));
   return a == b ? INVALID : 0;
 }
-R cuMemGetAllocationGranularity(size_t *size, const struct prop *p, int option) {
+R cuMemGetAllocationGranularity(size_t *size, const int *p, int option) {
   *size = PAGE;
   return bad(p) ? INVALID : 0;
 }
 static R keep(u64 *handle, int file) {
-  for (int i = 0; i < 64; i++)
-    if (!handles[i]) {
-      handles[i] = file + 1;
-      *handle = i + 1000;
-      open_handles++;
-      return 0;
-    }
-  return OUT_OF_MEMORY;
+  *handle = file + HANDLE;
+  open_handles++;
+  return file < 0 ? INVALID : 0;
 }
-R cuMemCreate(u64 *handle, size_t size, const struct prop *p, u64 flags) {
+R cuMemCreate(u64 *handle, size_t size, const int *p, u64 flags) {
   if (bad(p) || !size || size % PAGE || flags) return INVALID;
   if (getenv("FREE") && size > strtoull(getenv("FREE"), 0, 10)) return OUT_OF_MEMORY;
   int file = memfd_create("gpu", 0);
   return ftruncate(file, size) ? OUT_OF_MEMORY : keep(handle, file);
 }
-static int file_of(u64 handle) { return handle - 1000 < 64 ? handles[handle - 1000] - 1 : -1; }
 R cuMemExportToShareableHandle(int *out, u64 handle, int type, u64 flags) {
-  if (file_of(handle) < 0 || type != 1 || flags) return INVALID;
-  *out = dup(file_of(handle));
-  return 0;
+  *out = dup(handle - HANDLE);
+  return *out < 0 || type != 1 || flags ? INVALID : 0;
 }
 R cuMemImportFromShareableHandle(u64 *handle, void *file, int type) {
-  int own = dup((int)(intptr_t)file);
-  return own < 0 || type != 1 ? INVALID : keep(handle, own);
+  return type != 1 ? INVALID : keep(handle, dup((int)(intptr_t)file));
 }
 R cuMemRelease(u64 handle) {
-  int file = file_of(handle);
-  if (file < 0) return INVALID;
-  handles[handle - 1000] = 0;
   open_handles--;
-  return close(file) ? INVALID : 0;
+  return close(handle - HANDLE) ? INVALID : 0;
 }
-R cuMemAddressReserve(u64 *first, size_t size, size_t alignment, u64 address, u64 flags) {
-  if (range.first || size % PAGE || alignment || address || flags) return INVALID;
-  char *p = mmap(0, size + PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  range.first = (char *)(((u64)p + PAGE - 1) & ~(u64)(PAGE - 1));
-  range.size = size;
-  *first = (u64)range.first;
+R cuMemAddressReserve(u64 *address, size_t size, size_t alignment, u64 wanted, u64 flags) {
+  if (first || size % PAGE || alignment || wanted || flags) return INVALID;
+  first = mmap(0, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  reserved = size;
+  *address = (u64)first;
   return 0;
 }
 R cuMemMap(u64 address, size_t size, size_t offset, u64 handle, u64 flags) {
   struct stat status;
   char *p = (char *)address;
-  if (file_of(handle) < 0 || fstat(file_of(handle), &status) || (u64)status.st_size != size || offset || flags) return INVALID;
-  if (p != range.first + range.mapped || range.mapped + size > range.size) return INVALID;  // one behind the other
-  range.mapped += size;
-  return mmap(p, size, PROT_NONE, MAP_SHARED | MAP_FIXED, file_of(handle), 0) == p ? 0 : INVALID;
+  if (fstat(handle - HANDLE, &status) || (u64)status.st_size != size || offset || flags) return INVALID;
+  if (p != first + mapped || mapped + size > reserved) return INVALID;  // one behind the other
+  mapped += size;
+  return mmap(p, size, PROT_NONE, MAP_SHARED | MAP_FIXED, handle - HANDLE, 0) == p ? 0 : INVALID;
 }
-R cuMemSetAccess(u64 address, size_t size, const struct access *a, size_t count) {
-  if ((char *)address != range.first || size != range.mapped || count != 1) return INVALID;
-  if (a->location != 1 || a->flags != 3) return INVALID;
-  range.readable = size;
-  return mprotect(range.first, size, PROT_READ | PROT_WRITE) ? INVALID : 0;
+// a: CUmemAccessDesc, 12 bytes: location, device, flags
+R cuMemSetAccess(u64 address, size_t size, const int *a, size_t count) {
+  if ((char *)address != first || size != mapped || count != 1 || a[0] != 1 || a[2] != 3) return INVALID;
+  return mprotect(first, size, PROT_READ | PROT_WRITE) ? INVALID : 0;
 }
 R cuMemUnmap(u64 address, size_t size) {
-  if ((char *)address != range.first || size != range.mapped) return INVALID;
-  range.mapped = 0;
-  return mmap(range.first, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED;
+  if ((char *)address != first || size != mapped) return INVALID;
+  mapped = 0;
+  return mmap(first, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED;
 }
 R cuMemAddressFree(u64 address, size_t size) {
-  if ((char *)address != range.first || size != range.size || range.mapped) return INVALID;
-  range.first = 0;
+  if ((char *)address != first || size != reserved || mapped) return INVALID;
+  first = 0;
   return munmap((void *)address, size) ? INVALID : 0;
 }
-int left(void) { return open_handles + (range.first != 0) + (range.mapped != 0); }
+int left(void) { return open_handles || first || mapped; }

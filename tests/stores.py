@@ -24,6 +24,11 @@ def _refuses(message, function, *args, error=StoreError, **options):
     assert "\n" not in str(error.value)
 
 
+def _cases(table):
+    """Split a table of text, a case a line, at => -> list of lists."""
+    return [line.split(" => ") for line in table.strip().splitlines()]
+
+
 @contextmanager
 def _small_disk(folder, size):
     """Mount a file system of `size` bytes in memory; yields its folder."""

@@ -1,5 +1,6 @@
 """Tests: features.py."""
 
+import functools
 import gc
 import itertools
 import mmap
@@ -16,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+import cache
 import features
+from extras.int8 import CodedFeatures
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from model import gather_rows, self_and_mean
 from native import layers as native_layers
@@ -87,37 +90,34 @@ def test_features_ring_grows_by_powers_of_two():
 @pytest.mark.parametrize("copies", [None, _COPIES])
 def test_features_ring_aggregates_the_first_hop(copies):
     indptr, indices, seeds = _skewed(200)
-    table, labels, seeds = torch.randn(200, 3), torch.arange(200), seeds[:9]
-    options = dict(slots=1, aggregate=self_and_mean, dtype=torch.float64)
-    ring = FeatureRing(table, labels, **options)
-    ring.copies = copies
-    assert ring.first_hop and not FeatureRing(_Rows(table), labels, **options).first_hop
-    s = NeighborSampler(indptr, indices, [3, 2], backend="torch")
-    bare, (plain, _) = s.sample(seeds, 5, relabel_outer=False), s.sample(seeds, 5)
-    batch, near = ring.fetch(0, bare), table[plain.src_nodes.long()]
-    torch.testing.assert_close(batch.x, self_and_mean(*plain[:2], near).double())
-    assert torch.equal(batch.y, seeds)
-    # without a buffer, as on a GPU that reads the features in place: in its own type
-    if not copies:
-        kept = FeatureRing(table, labels, reuse=False, **options).fetch(0, bare)
-        assert torch.equal(kept.x, batch.x)
+    labels, seeds = torch.arange(200), seeds[:9]
     codes = torch.randint(-128, 128, (200, 3)).to(torch.int8)
     scale = torch.rand(2, 3)
-    ring = FeatureRing(codes, labels, scale=scale, **options)
-    ring.copies = copies
     decoded = codes * scale[0] + scale[1]
-    near = decoded[plain.src_nodes.long()]
-    torch.testing.assert_close(ring.fetch(0, bare).x, self_and_mean(*plain[:2], near).double())
+    options = dict(slots=1, aggregate=self_and_mean, dtype=torch.float64)
+    s = NeighborSampler(indptr, indices, [3, 2], backend="torch")
+    bare, (plain, _) = s.sample(seeds, 5, relabel_outer=False), s.sample(seeds, 5)
+    expected = self_and_mean(*plain[:2], decoded[plain.src_nodes.long()]).double()
+    for rows in (decoded, CodedFeatures(codes, scale)):
+        ring = FeatureRing(rows, labels, **options)
+        ring.copies = copies
+        batch = ring.fetch(0, bare)
+        torch.testing.assert_close(batch.x, expected)
+        assert ring.first_hop and torch.equal(batch.y, seeds)
+    assert not FeatureRing(_Rows(decoded), labels, **options).first_hop
+    # without a buffer, as on a GPU that reads the features in place: in its own type
+    if not copies:
+        kept = FeatureRing(decoded, labels, reuse=False, **options).fetch(0, bare)
+        torch.testing.assert_close(kept.x, expected)
     # float32 rows in the slot, without a table of their codes
-    ring = FeatureRing(codes, labels, slots=1, gather=gather_rows, scale=scale)
+    ring = FeatureRing(CodedFeatures(codes, scale), labels, slots=1, gather=gather_rows)
     ids = torch.tensor([7, 199, 7])
     assert torch.equal(ring.fetch(0, _seed_blocks(ids)).x, decoded[ids])
-    assert (
-        ring.buffers["rows"][0].numel() == 64
-        and native_layers.gather_rows(codes, ids, torch.empty(3, 3), scale=scale) is not None
-    )
+    assert ring.buffers["rows"][0].numel() == 64
+    gather = functools.partial(native_layers.gather_rows, codes, scale=scale)
+    assert gather(ids, torch.empty(3, 3)) is not None
     with pytest.raises(IndexError, match="not all rows of features with 200 rows"):
-        native_layers.gather_rows(codes, torch.tensor([-1]), torch.empty(1, 3), scale=scale)
+        gather(torch.tensor([-1]), torch.empty(1, 3))
 
 
 # placement and shared memory
@@ -155,8 +155,8 @@ def test_features_place_keeps_or_copies(monkeypatch):
 
 def test_features_share_alone_keeps_values_and_types():
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        arrays = [*_arrays(dtype), torch.zeros(0, 4), _Rows(torch.randn(70, 9))]
-        for a, b in zip(share(arrays), [*arrays[:-1], arrays[-1].rows]):
+        arrays = [*_arrays(dtype), torch.zeros(0, 4)]
+        for a, b in zip(share([*arrays, _Rows(arrays[3])]), [*arrays, arrays[3]]):
             assert torch.equal(a, b) and a.dtype == b.dtype
             assert not a.numel() or a.data_ptr() % mmap.PAGESIZE == 0  # a page has one owner
 
@@ -335,7 +335,7 @@ def _sampled(indptr, indices, train, fanouts, batch_size, batches):
 @pytest.mark.parametrize("fanouts", [[4, 3], [2, 2, 2], [-1, 2]])
 def test_features_expected_visits_are_what_sampling_counts(fanouts, monkeypatch):
     indptr, indices, train = _skewed()
-    monkeypatch.setattr(features, "CHUNK_EDGES", 1000)
+    monkeypatch.setattr(cache, "CHUNK_EDGES", 1000)
     visits = expected_visits(indptr, indices, train, fanouts, 20)
     counts, batches = torch.zeros(2000), 600
     for ids in _sampled(indptr, indices, train, fanouts, 20, batches):
@@ -344,7 +344,7 @@ def test_features_expected_visits_are_what_sampling_counts(fanouts, monkeypatch)
     assert abs(visits.sum() / seen.sum() - 1) < 0.03
     noise = (visits * (1 - visits) / batches).sqrt() + 1 / batches
     assert ((visits - seen).abs() / noise).mean() < 1.5, ((visits - seen).abs() / noise).mean()
-    monkeypatch.setattr(features, "CHUNK_EDGES", 1 << 22)
+    monkeypatch.setattr(cache, "CHUNK_EDGES", 1 << 22)
     assert torch.allclose(visits, expected_visits(indptr, indices, train, fanouts, 20), atol=1e-6)
 
 
@@ -386,7 +386,8 @@ def test_features_cache_of_codes_is_decoded_where_the_gpu_looks_ids_up():
     codes = torch.arange(60, dtype=torch.int8).view(20, 3)
     scale = torch.rand(2, 3)
     cache = CachedFeatures(codes, torch.rand(20), 30)
-    ring = FeatureRing(cache, torch.arange(20), slots=1, gather=gather_rows, scale=scale)
+    rows = CodedFeatures(codes, scale).over(cache)
+    ring = FeatureRing(rows, torch.arange(20), slots=1, gather=gather_rows)
     ring.on_device = True
     ids = torch.arange(20, dtype=torch.int32)
     assert torch.equal(ring.fetch(0, _seed_blocks(ids)).x, codes * scale[0] + scale[1])

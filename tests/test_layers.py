@@ -160,33 +160,29 @@ def test_kernels_equal_torch_operations(kernels, cuda_layers, dtype, ids, monkey
 
 
 @pytest.mark.parametrize(
-    "ids, pairs", [("int", "float-float int8-bf16"), ("i64", "bf16-bf16 float-bf16")]
+    "ids, arch, pairs",
+    [
+        (torch.int32, "sm_80", "float-float int8-bf16"),
+        (torch.int64, "sm_90", "bf16-bf16 float-bf16"),
+    ],
 )
-def test_cuda_layers_are_a_program_for_nvrtc(ids, pairs):
+def test_cuda_programs_stay_in_registers(ids, arch, pairs):
     """The other tests compile as C; what C accepts may not be valid C++."""
+    of_ids, is_old = {"ID": sampler_gpu.IDS[ids]}, arch == "sm_80"
     for pair in pairs.split():
         read, made = pair.split("-")
-        text = build.read_source("layers.cu", ID=ids, IN=read, OUT=made)
-        assert "self_and_mean_grad" in _cuda_resources(text, "sm_90")
-    text = build.read_source("norm.cu", ID=ids, IN=made, OUT=made, WIDTH=512)
-    spilled = {tuple(memory) for _, *memory in _cuda_resources(text, "sm_90").values()}
-    assert spilled == {(0, 0)}
-
-
-@pytest.mark.parametrize("ids, arch", [("i32", "sm_80"), ("i64", "sm_90")])
-def test_cuda_sampler_kernels_stay_in_registers(ids, arch):
-    dtype = {"i32": torch.int32, "i64": torch.int64}[ids]
-    of_types = {"TYPE": "unsigned char"} if arch == "sm_90" else {}
-    of_types |= {"ID": sampler_gpu.IDS[dtype], "WEIGHT": "double"}
+        text = build.read_source("layers.cu", IN=read, OUT=made, **of_ids)
+        assert "self_and_mean_grad" in _cuda_resources(text, arch)
+    of_types = of_ids | {"WEIGHT": "double"} | ({} if is_old else {"TYPE": "unsigned char"})
     programs = [
         build.read_source("sampler.cu", rule, **of_types)
         for rule in ("positions", "labor", "weights")
     ]
     wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
-    codes = wide.to(torch.int8)
-    rows = codes if arch == "sm_80" else wide, odd if ids == "i64" else wide
-    outer, _ = sampler_gpu.aggregate_source(dtype, sampler_gpu.AGGREGATED, *rows)
-    programs += [outer, build.read_source("links.cu", ID=sampler_gpu.IDS[dtype])]
+    rows = (wide.to(torch.int8), wide) if is_old else (wide, odd)
+    outer, _ = sampler_gpu.aggregate_source(ids, sampler_gpu.AGGREGATED, *rows)
+    programs += [outer, build.read_source("links.cu", **of_ids)]
+    programs.append(build.read_source("norm.cu", IN=made, OUT=made, WIDTH=512, **of_ids))
     found = [used for text in programs for used in _cuda_resources(text, arch).values()]
     assert {(stack, spilled) for _, stack, spilled in found} == {(0, 0)}, found
 
@@ -211,10 +207,8 @@ def test_cross_entropy_and_its_gradient_are_one_kernel(cuda_layers, dtype, monke
         assert grad[0].any() == (classes > 1) and not grad[y < 0].any()
     assert cuda_layers == ["cross_entropy"] * 4
     for odd in (float("nan"), float("inf")):
-        logits = torch.tensor([[1.0, odd], [3.0, 0.0]]).to(dtype).requires_grad_()
-        loss = layers_gpu.cross_entropy(logits, torch.tensor([0, 0]))
-        (grad,) = torch.autograd.grad(loss, logits)
-        assert loss.isnan() and grad[0].isnan().any() if odd != odd else not loss.isfinite()
+        logits = torch.tensor([[1.0, odd], [3.0, 0.0]]).to(dtype)
+        assert not layers_gpu.cross_entropy(logits, torch.tensor([0, 0])).isfinite()
     assert layers_gpu.cross_entropy(logits.double(), y[:2]) is None
 
 
@@ -331,29 +325,6 @@ def test_threads_of_a_warp_share_a_row(cuda_layers, width, tmp_path, monkeypatch
     assert code.compiled.launched == ["norm_relu", "norm_relu_grad"]
 
 
-def test_sums_over_many_rows_are_products_on_a_gpu(kernels, monkeypatch):
-    """In TF32 those of a weight's gradient are of slices; of other tensors, and on the CPU, they keep their bits."""
-    on_gpu, products = kernels is layers_gpu, []
-    bmm = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda *rows: products.append(rows[0].shape) or bmm(*rows))
-    monkeypatch.setattr(kernels, "LONG", 128)
-    grad, x, ones = torch.randn(192, 5), torch.randn(192, 7), torch.ones(200)
-    for precision in ("high", "highest"):
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda word=precision: word)
-        for n, dtype in ((192, torch.float32), (191, torch.float32), (192, torch.bfloat16)):
-            rows = grad[:n].to(dtype), x[:n].to(dtype)
-            sliced = on_gpu and n == 192 and dtype == torch.float32 and precision == "high"
-            made, want = kernels.weight_grad(*rows), torch.mm(rows[0].t(), rows[1])
-            assert products == [(64, 5, 3)] * sliced
-            assert sliced or torch.equal(made, want)
-            torch.testing.assert_close(made, want, rtol=1e-5, atol=1e-5)
-            products.clear()
-    for rows, factor in ((grad, ones), (grad, None), (grad.bfloat16(), ones)):
-        made = kernels.column_sums(rows, factor)
-        assert made.dtype == rows.dtype
-        torch.testing.assert_close(made, rows.sum(0), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("most", [31, 300])
 def test_the_lists_of_hubs_are_summed_in_tiles(cuda_layers, most, monkeypatch):
     """Always in the same order. Maxima of lists without a whole tile have the bits of the CPU, where there are no tiles; a
@@ -391,31 +362,6 @@ def test_the_lists_of_hubs_are_summed_in_tiles(cuda_layers, most, monkeypatch):
     assert cuda_layers.count("attention_source_grad") == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_activated_as_they_are_read_are_those_of_a_separate_pass(cuda_layers, dtype):
-    """The last thread of a row may have one vector of columns, or a part of one."""
-    indptr, indices = _layer_block(np.random.default_rng(29), 40, 60, torch.int32, degree=12)
-    near = on_tensors.InEdges(*_padded(indptr, indices, 12, 43))
-    for width in (1, 4, 6, 8, 12, 13, 20):
-        h = torch.randn(70, width).to(dtype)
-        nodes = torch.cat([100 + torch.randperm(60), torch.full((10,), -1)]).int()
-        active = on_tensors.Dropout.of(nodes, 7, 128)  # times 2: no rounding in bf16
-        code = kernels_gpu.load(torch.int32, dtype, dtype, h.device)
-        results = []
-        for apart in (False, True):
-            rows, kept = h.clone(), code.kept(h).zero_()
-            out = h.new_empty(43, 2 * width)
-            if apart:
-                code.relu_dropout(rows, active, kept=kept)
-                code.self_and_mean(near, rows, out)
-            else:
-                code.self_and_mean(near, rows, out, active=active, kept=kept)
-            read = torch.cat([indices, torch.arange(43)]).unique()
-            results.append((out, kept[read]))
-        assert all(map(torch.equal, *results)), width
-    assert {"self_and_mean", "plain_self_and_mean"} < {*cuda_layers}
-
-
 @pytest.mark.parametrize("last", ["weighted", "plain"])
 def test_layers_on_one_static_block_have_their_own_shares(cuda_layers, last, monkeypatch):
     """Whichever asks for its lists first, which is the last layer."""
@@ -432,13 +378,6 @@ def test_layers_on_one_static_block_have_their_own_shares(cuda_layers, last, mon
     kernels_gpu.static(types.SimpleNamespace(indptr=block[0], indices=block[1]))
     for _ in range(2):
         torch.testing.assert_close(_with_grads(sums[last], weight, h), expected)
-    places = torch.arange(len(block[1]) + 1).int()  # a row for each edge
-    rows = _with_grads(lambda x: model.mean_neighbours(places, block[1], x), h[block[1]], h)
-    torch.testing.assert_close(rows[1], torch.zeros_like(h).index_add_(0, block[1], h[block[1]]))
-    for function in (model.mean_neighbours, model.max_neighbours):  # edges of no destination
-        behind = block[0], torch.cat([block[1], torch.arange(30).int()])
-        results = [_with_grads(lambda x: function(*b, x), weight, h) for b in (block, behind)]  # noqa: B023
-        assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("dtype, ids", [(torch.float, torch.int32), (torch.bfloat16, torch.int64)])
@@ -447,9 +386,9 @@ def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, 
     with pytest.raises(ValueError, match="dropout is 1.5: a probability below 1"):
         model.relu_dropout(torch.ones(2, 3), 1.5)
     on_device = model.layer_seed((123, torch.tensor([77])), 3)
-    for key in (2**64 - 12345, sampler.mix(123 ^ 77)):
-        on_host = model.layer_seed(key, 3)
-        assert on_host % 2**64 == _mix(key ^ (2**64 - 4)) and -(2**63) <= on_host < 2**63
+    key = sampler.mix(123 ^ 77)
+    on_host = model.layer_seed(key, 3)
+    assert on_host % 2**64 == _mix(key ^ (2**64 - 4)) and -(2**63) <= on_host < 2**63
     near = dict(rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
     nodes = torch.cat([torch.tensor([5, 0, 2_000_000_000]), 6 + torch.randperm(1000)[:57]]).to(ids)
     rows = [_mix((on_host ^ v) % 2**64) for v in nodes.tolist()]
@@ -466,13 +405,10 @@ def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, 
                 torch.testing.assert_close(y, h.relu() * scale, **near)
                 torch.testing.assert_close(to_h, grad * (h > 0) * scale, **near)
                 torch.testing.assert_close(model.dropout(h, nodes, seed, 77), h * scale, **near)
-                part = model.relu_dropout(h[20:40].clone(), 0.3, nodes=nodes[20:40], seed=seed)
-                assert torch.equal(part, y[20:40])
             assert torch.equal(model.relu_dropout(h.clone(), 0.3, training=False), h.relu())
-            y = model.relu_dropout(torch.tensor([[float("nan"), -1.0, 2.0]]), 0)
-            # what is not finite is not hidden
-            assert y[0, 0].isnan() and y[0, 1:].tolist() == [0, 2]
-            nan = torch.tensor([[2**31 - 1, -1]], dtype=torch.int32).view(torch.float32)  # CUDA's
+            # what is not finite is not hidden; the second is CUDA's NaN
+            nan = torch.tensor([[2**31 - 1, -1]], dtype=torch.int32).view(torch.float32)
+            assert model.relu_dropout(nan.clone(), 0).isnan().all()
             pair = torch.empty(1, 4, dtype=torch.bfloat16)
             one = torch.tensor([0, 1], dtype=ids)
             assert model.self_and_mean(one, one[:1], nan, None, pair).isnan().all()
@@ -480,15 +416,6 @@ def test_dropout_is_a_function_of_seed_node_and_column(cuda_layers, dtype, ids, 
     padded = model.relu_dropout(torch.ones(3, 5), 0.3, nodes=torch.tensor([4, -1, -1]), seed=5)
     assert not padded[1:].any()
     assert cuda_layers.count("relu_dropout") > 5
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_map_of_edge_features_may_have_a_bias(kernels, bias, monkeypatch):
-    block = _layer_block(np.random.default_rng(19), 9, 12, torch.int64)
-    h, edges, attn = torch.randn(12, 8), torch.randn(len(block[1]), 3), torch.randn(2, 4)
-    near, of_edge = Near(*block, h, h[:9], edges=edges), model.Linear(3, 8, bias=bias)
-    run = lambda: [near.attend(attn, h[:9], of_edge=of_edge), near.edge_sum(of_edge)]  # noqa: E731
-    _equal_to_torch(run, kernels, monkeypatch)
 
 
 def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypatch):
@@ -523,11 +450,6 @@ def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypa
         dual = torch.autograd.forward_ad.make_dual(h, 2 * h)
         moved = torch.autograd.forward_ad.unpack_dual(model.gather_rows(dual, own)).tangent
     assert torch.equal(moved, 2 * h[own])
-    for one, args in ((net, ([block], h)), (attention, (block, h, None, None, edges))):
-        loss = lambda p: torch.func.functional_call(one, p, args).square().sum()  # noqa: E731
-        weights = dict(one.named_parameters())
-        expected = torch.autograd.grad(loss(weights), [*weights.values()])
-        torch.testing.assert_close([*torch.func.grad(loss)(weights).values()], [*expected])
 
 
 def test_linear_is_torchs_linear(monkeypatch):
@@ -552,51 +474,46 @@ def test_linear_is_torchs_linear(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_a_long_linear_on_a_gpu(cuda_layers, dtype, monkeypatch):
-    """Sums over runs of rows; with second derivatives, which kernels do not have."""
+    """Sums over runs of rows, in TF32 products of slices for the weight's gradient; with second derivatives, which kernels
+    do not have."""
     near = dict(rtol=1e-4, atol=1e-4) if dtype == torch.float32 else dict(rtol=3e-2, atol=6e-2)
+    products, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *rows: products.append(rows[0].shape) or bmm(*rows))
     monkeypatch.setattr(layers_gpu, "LONG", 20)
     monkeypatch.setattr(kernels_gpu, "ENOUGH", 64)
-    for S, width, D in ((50, 6, 12), (23, 3, 7), (19, 3, 7)):
-        given = torch.randn(S, D), torch.randn(S, width), torch.randn(D, width), torch.randn(D)
-        given = [t.to(dtype) for t in given]
-        both = [_with_grads(f, *given) for f in (layers_gpu.linear, torch.nn.functional.linear)]
-        torch.testing.assert_close(*both, **near)
-    assert cuda_layers == ["column_sums"] * 2
+    for precision in ("high", "highest"):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda word=precision: word)
+        for S, width, D in ((192, 6, 12), (23, 3, 7), (19, 3, 7)):
+            given = torch.randn(S, D), torch.randn(S, width), torch.randn(D, width), torch.randn(D)
+            given = [t.to(dtype) for t in given]
+            both = [_with_grads(f, *given) for f in (layers_gpu.linear, torch.nn.functional.linear)]
+            torch.testing.assert_close(*both, **near)
+    assert cuda_layers == ["column_sums"] * 4
+    assert products == [(64, 12, 3)] * (dtype == torch.float32)
     weight, *inputs = [t.double().requires_grad_() for t in (given[0][:2], *given[1:])]
     monkeypatch.setattr(layers_gpu, "LONG", 1)
     torch.autograd.gradgradcheck(layers_gpu.linear, (inputs[0][:2], *inputs[1:]), (weight,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_gather_rows_is_index_select(dtype):
+def test_gather_rows_is_index_select(cuda_layers, dtype):
+    """On a GPU by one kernel whatever the types of rows and ids; rows of ids below zero are zero there."""
     for width in (1, 3, 100, 700):
         table, few = torch.randn(1000, width).to(dtype), torch.randint(1000, (17,)).int()
         for ids in (torch.randint(1000, (3001,)), few, torch.arange(0)):
             out = torch.empty(len(ids), width, dtype=dtype)
             assert torch.equal(model.gather_rows(table, ids), table[ids.long()])
             assert model.gather_rows(table, ids, out) is out and torch.equal(out, table[ids.long()])
+    assert torch.equal(layers_gpu.gather_rows(table, few), table[few.long()])
+    rows = layers_gpu.gather_rows(table[:, :5].contiguous(), torch.tensor([7, -1]))
+    assert torch.equal(rows[0], table[7, :5]) and not rows[1].any()
+    assert cuda_layers == ["gather_rows"] * 2 and kernels_gpu.load.cache_info().currsize == 1
+    assert layers_gpu.gather_rows(table, few, torch.empty(17, 700, device="meta")) is None
     for bad in (-1, 1000):
         with pytest.raises(IndexError):
             model.gather_rows(table, torch.tensor([0, bad]))
-    block, h = (torch.tensor([0, 1, 2]), torch.tensor([1, 0])), torch.ones(3, 4)
     # beyond the end of what is too short C would write
-    assert model.gather_rows(h, torch.tensor([0, 1, 2]), torch.empty(0, 4)).shape == (3, 4)
-    with pytest.raises(RuntimeError):
-        model.self_and_mean(*block, h, out=torch.empty(9, 8))
-
-
-def test_cuda_rows_are_gathered_by_one_program_whatever_the_type_of_their_ids(cuda_layers):
-    """Node and edge ids differ in dtype: the same kernel takes both."""
-    for dtype in (torch.int32, torch.int64):
-        table, ids = torch.randn(50, 4), torch.randint(50, (30,), dtype=dtype)
-        assert torch.equal(layers_gpu.gather_rows(table, ids), table[ids.long()])
-    assert cuda_layers == ["gather_rows"] * 2
-    assert kernels_gpu.load.cache_info().currsize == 1
-    elsewhere = torch.empty(30, 4, device="meta")
-    assert layers_gpu.gather_rows(table, ids, elsewhere) is None
-    odd = torch.randint(256, (50, 5)).byte()  # index_select does not skip padding
-    rows = layers_gpu.gather_rows(odd, torch.tensor([7, -1]))
-    assert rows.tolist() == [odd[7].tolist(), [0] * 5]
+    assert model.gather_rows(table, few, torch.empty(0, 700, dtype=dtype)).shape == (17, 700)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -657,11 +574,8 @@ def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, 
 
         return _with_grads(combine, weight, source, target, layer.attn)
 
-    cut = indptr[10:21] - indptr[10], indices[indptr[10] : indptr[20]], nodes[10:20], weight[10:20]
-
     def run():
         out = attend(indptr, indices, nodes, weight, source, target)
-        out += attend(*cut, source.roll(-10, 0), target[10:20])[:1]
         with torch.no_grad():
             out.append(layer.eval().combine(Near(indptr, indices, source, target, rows)))
         layer.train()
@@ -774,7 +688,12 @@ def test_models_on_kernels_equal_torch_operations(kernels, cuda_layers, name, op
         monkeypatch.setattr(module, "ENOUGH", 64)
     blocks, x, edges = _three_blocks()
     given = {"edges": edges} if "edge_dim" in MODELS[name] else {}
-    make = functools.partial(_net, name, (20, 8, 5), **options)
+    widths = (
+        20,
+        12 if options else 8,
+        5,
+    )  # threads have two vectors of 4 columns; a row may end after one
+    make = functools.partial(_net, name, widths, **options)
     run = lambda: _trained(make(), blocks, x, **given)  # noqa: E731
     ours = _equal_to_torch(run, kernels, monkeypatch, rtol=1e-4, atol=1e-5)
     recomputed = _trained(make(recompute=True), blocks, x, **given)
@@ -783,30 +702,6 @@ def test_models_on_kernels_equal_torch_operations(kernels, cuda_layers, name, op
     normed = _net(name, **options).norms[0].__class__ is model.LayerNorm
     kernel = kernel or ("norm_relu_grad" if normed else "relu_dropout_grad")
     assert (kernel in cuda_layers) == (kernels is layers_gpu)
-
-
-class _Halved(GNN):
-    def finish(self, i, h, *args):
-        return super().finish(i, h / 2, *args)
-
-
-def test_a_network_that_was_changed_is_not_taken_for_graphsage(monkeypatch):
-    """An overridden method, replaced modules, a hook."""
-    blocks, x, _ = _three_blocks()
-    halved, normed, hooked, patched, watched = (kind(20, 8, 5) for kind in (_Halved, *[GNN] * 4))
-    normed.norms[0] = torch.nn.LayerNorm(8)
-    hooked.layers[1].register_forward_hook(lambda layer, given, made: 2 * made)
-    patched.layers[1].forward = lambda block, h, *rest: h[: block.num_dst] / 2
-    gin, seen = GNN(20, 8, 5, conv="gin"), []  # what a hook was given is not overwritten
-    for part in (watched.layers[0], watched.norms[1], gin.layers[0].mlp[0]):
-        part.register_forward_hook(lambda part, given, made: seen.append(made))
-
-    def run(net):
-        seen.clear()
-        return [net(blocks, x, key=7), *seen]
-
-    for net in (halved, normed, hooked, patched, watched, gin):
-        _equal_to_torch(functools.partial(run, net), fused, monkeypatch)
 
 
 class _Twice(torch.nn.Linear):
@@ -818,6 +713,7 @@ class _Twice(torch.nn.Linear):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_linears_that_were_replaced_or_have_hooks_are_called(name):
+    """So are layers with hooks; what a hook was given is not overwritten."""
     blocks, x, edges = _three_blocks()
     twice, replaced, hooked = (_net(name, (20, 8, 5)).eval() for _ in range(3))
     for net in (twice, replaced, hooked):
@@ -833,6 +729,12 @@ def test_linears_that_were_replaced_or_have_hooks_are_called(name):
     expected = twice(blocks, x, edges=edges)
     for net in (replaced, hooked):
         torch.testing.assert_close(net(blocks, x, edges=edges), expected)
+    net, seen = _net(name, (20, 8, 5)).eval(), []
+    expected = net(blocks, x, edges=edges)
+    for part in (net.layers[0], net.norms[1]):
+        part.register_forward_hook(lambda part, given, made: seen.append((made, made.clone())))
+    assert torch.equal(net(blocks, x, edges=edges), expected) and len(seen) == 2
+    assert all(torch.equal(*both) for both in seen)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the tracer
@@ -929,11 +831,6 @@ def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, dtype, tmp_path):
     code.run("self_and_mean_grad", N, **lists, **given, grad=table)
     assert torch.equal(given["out"], h[:, width // 2 :])
     if dtype == torch.float32:
-        winner = moments[0].view(torch.int32)
-        winner[-N:] = places[:, None]
-        out = torch.empty_like(h)
-        code.run("max_neighbours_grad", N, **lists, grad=table, winner=winner, width=width, out=out)
-        assert torch.equal(out, h)
         rows, rates = torch.tensor([1, far, -1]), torch.tensor([0.1, 1.0])
         numbers = dict(first=0.0, second=0.0, eps=0.0, rates=rates)
         assert kernels.adam_rows(rows, torch.ones(3, width), *moments, table, **numbers)
@@ -993,7 +890,6 @@ def test_blocks_and_rows_that_do_not_fit_are_left_to_torch():
         (ids, h[:2], moment.double()),
     ):
         assert not fused.adam_rows(rows, grad, mean, moment, weight, **numbers)
-        assert not fused.adam_rows(rows, grad, moment, mean[:3], weight, **numbers)
 
 
 # clang's __BIGGEST_ALIGNMENT__ is below that of vectors and its OpenMP runtime another package; icx has fast math

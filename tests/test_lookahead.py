@@ -49,10 +49,11 @@ def _empty(rows, row_bytes):
 def test_places_and_ids_out_of_range_are_refused(tmp_path):
     """C code wrote past the end of `out` and of its lists."""
     _, _, rows = _table(tmp_path, 9, 8)
-    ids, out = torch.arange(3), _empty(3, 8)
-    _refuses("node 3 is out of range", rows.read, ids, out, ids + 1, error=IndexError)
-    _refuses("3 rows of 8 bytes", rows.read, ids, out, ids[:2], error=ValueError)
-    _refuses("3 rows of 8 bytes", rows.read, ids, out.to("meta"), error=ValueError)
+    ids, out = torch.arange(2), _empty(2, 8)
+    for bad in (-1, 9):
+        said = f"node {bad} is out of range"
+        _refuses(said, rows.read, torch.tensor([0, bad]), out, error=IndexError)
+    _refuses("node 2 is out of range", rows.read, ids, out, ids + 1, error=IndexError)
     pages = lookahead.KeptPages(rows, 1, 2)
     _refuses("node 1000000 is out", pages.expect, torch.tensor([10**6]), error=IndexError)
 
@@ -74,12 +75,6 @@ def test_rows_are_read_from_the_disk_as_they_lie_there(row_bytes, offset, direct
         out = _empty(2 * len(ids), row_bytes)
         assert torch.equal(rows.read(ids.int(), out, places)[places], table[ids])
         assert out.any(1).sum() <= len(ids)  # and no other row was touched
-    for bad in (-1, size):
-        with pytest.raises(IndexError, match=f"node {bad} is out of range"):
-            rows.read(torch.tensor([0, bad]), _empty(2, row_bytes))
-    for out in (_empty(1, row_bytes), _empty(2, row_bytes + 1), _empty(2, 2 * row_bytes)[:, ::2]):
-        with pytest.raises(ValueError, match=f"2 rows of {row_bytes} bytes, without gaps"):
-            rows.read(torch.tensor([0, 1]), out)
 
 
 def test_neighbouring_rows_are_one_request_and_bytes_are_counted(tmp_path):
@@ -111,8 +106,8 @@ def test_a_file_that_was_cut_short_is_one_sentence_and_the_reader_works_on(tmp_p
     whole, out = path.read_bytes(), _empty(100, 1000)
     for length in (4096 + 900_500, 4096 + 500, 0):
         os.truncate(path, length)
-        with pytest.raises(StoreError, match="cannot be read at byte [0-9,]+: it was cut short"):
-            rows.read(torch.arange(901, 1000), out)
+        said = "cannot be read at byte [0-9,]+: it was cut short"
+        _refuses(said, rows.read, torch.arange(901, 1000), out)
     assert torch.equal(rows.read(torch.arange(0), out[:0]), out[:0])
     path.write_bytes(whole)
     ids = torch.randint(1000, (100,))

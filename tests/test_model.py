@@ -19,7 +19,6 @@ import inference as by_layers
 import model
 from extras.relational import RGATConv, RGCNConv
 from inference import inference
-from loader import from_edge_index
 from model import GNN
 from sampler import Block, NeighborSampler
 from tests.common import _end, _fork, _random_graph
@@ -38,14 +37,12 @@ LAYERS = {
     "gin": model.GINConv,
     "gine": functools.partial(model.GINEConv, edge_dim=11),
     "gat with edges": functools.partial(model.GATv2Conv, heads=2, edge_dim=11),
-    "gat, mean, with edges": functools.partial(model.GATv2Conv, heads=2, mean=True, edge_dim=11),
     "rgcn": functools.partial(RGCNConv, num_types=3),
     "rgcn of many types": functools.partial(RGCNConv, num_types=16),
     "rgcn with bases": functools.partial(RGCNConv, num_types=3, bases=2),
     "rgcn with edges": functools.partial(RGCNConv, num_types=3, edge_dim=11),
     "rgcn with bases and edges": functools.partial(RGCNConv, num_types=3, bases=2, edge_dim=11),
     "rgat": functools.partial(RGATConv, num_types=3),
-    "rgat with edges": functools.partial(RGATConv, num_types=3, edge_dim=11),
     "rgat with bases": functools.partial(RGATConv, num_types=3, bases=2),
     "rgat, heads": functools.partial(RGATConv, num_types=3, heads=3, edge_dim=11),
     "rgat, mean": functools.partial(RGATConv, num_types=3, bases=2, heads=2, mean=True),
@@ -54,6 +51,8 @@ LAYERS = {
 
 def _layer(name, width, out_dim):
     layer = LAYERS[name](width, out_dim)
+    if name == "gat with edges":
+        layer.edge_linear = model.Linear(11, out_dim)  # a bias that it has not of itself
     for parameter in layer.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return layer
@@ -134,41 +133,6 @@ def test_model_layers_are_those_of_their_papers(name):
         assert low.dtype == torch.bfloat16 and (low - ours[0]).norm() < 0.05 * ours[0].norm()
 
 
-SAGE = "lin_l.weight=neigh_linear.weight lin_r.=self_linear. lin_l.bias=self_linear.bias"
-GAT = "lin_l=src_linear lin_r=dst_linear att=attn"
-RGCN = "weight=weight root=self_linear.weight bias=self_linear.bias"
-PYGS = {  # PyG's layer, and which of its parameters is which of ours
-    "sage": ("SAGEConv", {}, SAGE),
-    "sage-pool": ("SAGEConv", {"aggr": "max", "project": True}, SAGE + " lin.=pool_linear."),
-    "gcn": ("GCNConv", {}, "lin.weight=linear.weight bias=bias"),
-    "gat, mean": ("GATv2Conv", {"heads": 2, "concat": False}, GAT),
-    "gin": ("GINConv", {"train_eps": True}, "eps=eps"),
-    "gine": ("GINEConv", {"train_eps": True, "edge_dim": 11}, "eps=eps lin.=edge_linear."),
-    "rgcn": ("RGCNConv", {"num_relations": 3}, RGCN),
-}
-
-
-@pytest.mark.parametrize("name", PYGS)
-def test_layers_with_the_same_weights_are_pygs(name):
-    """What docs/dgl_pyg.md says: on an undirected graph without self-loops, from all neighbours."""
-    pyg, pairs = pytest.importorskip("torch_geometric.nn"), torch.randint(40, (2, 150))
-    pairs = pairs[:, pairs[0] != pairs[1]]
-    graph = from_edge_index(torch.cat([pairs, pairs.flip(0)], 1).unique(dim=1), 40)
-    block = NeighborSampler(*graph, [-1]).sample(torch.arange(40), 0)[0]
-    h, e = torch.randn(40, 6), torch.randn(block.num_edges, 11)
-    types = torch.arange(block.num_edges) % 3
-    layer, (kind, options, names) = _layer(name, 6, 9), PYGS[name]
-    theirs = getattr(pyg, kind)(*([layer.mlp] if "gin" in name else [6, 9]), **options)
-    for words in names.split():
-        to, of = (dict(m.named_parameters()) for m in (theirs, layer))
-        for their_name in (n for n in to if n.startswith(words.split("=")[0])):
-            values = of[their_name.replace(*words.split("="))]
-            to[their_name].data.copy_(values if name != "rgcn" or values.dim() != 2 else values.t())
-    ours = layer(block._replace(edge_type=types), h, **({"edges": e} if name == "gine" else {}))
-    given = {"gine": [e], "rgcn": [types]}.get(name, [])
-    torch.testing.assert_close(ours, theirs(h, block.to_pyg()[0], *given), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_gradients_of_a_hub_are_as_near_as_torchs(name, monkeypatch):
     """Kernels are as close to float64 as torch's float32, also for a destination with 100,000 edges."""
@@ -210,16 +174,11 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
         net = _net(name, widths).eval()
         block = Block(indptr.to(indices.dtype), indices, everyone)
         expected = net([block] * 3, x, edges=[e] * 3)
-        blocks = NeighborSampler(*graph, [-1] * 3, edge_ids=True).sample(everyone.flip(0), 0)
-        edges = [e[block.edge_ids] for block in blocks]
-        near(net(blocks, x[blocks[0].src_nodes], edges=edges), expected.flip(0))
         net.train()
         net.norms.eval()
         in_files = {"chunk": 13, "chunk_edges": 64, "memory": 0}
         for options in ({}, {"chunk": 7}, {"chunk_edges": 20}, in_files):
-            logits = inference(net, *graph, x, **given, **options)
-            near(logits, expected)
-            assert not logits.requires_grad
+            near(inference(net, *graph, x, **given, **options), expected)
         rows = _Rows(x.double())
         near(inference(net, *graph, rows, chunk=10, **given), expected)
         assert max(map(len, rows.asked)) == 10 and net.training
@@ -240,16 +199,16 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
     assert net.training and not net.eval().training  # as it was, whatever happened
     none = {"edges": e[:0]} if given else {}
     alone = inference(net, torch.zeros(91, dtype=torch.int64), indices[:0], x, **none)
+    assert not alone.requires_grad
     if net.layers[0].uses_degree:  # those of a graph with the same in-degrees
         net.degrees = model.graph_degrees(indptr, indices // 3)
         near(inference(net, *graph, x, **given), expected)
     net.degrees = None
     nobody = block._replace(indptr=0 * block.indptr, indices=indices[:0])
     near(alone, net([nobody] * 3, x, edges=[e[:0]] * 3))
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
-            low = inference(net, *graph, x, **given), net([block] * 3, x.bfloat16(), edges=[e] * 3)
-        assert all((logits - expected).norm() < 0.05 * expected.norm() for logits in low)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = inference(net, *graph, x, **given), net([block] * 3, x.bfloat16(), edges=[e] * 3)
+    assert all((logits - expected).norm() < 0.05 * expected.norm() for logits in low)
     torch.set_default_dtype(torch.float64)  # that of tensors made without one
     try:
         near(inference(net, *graph, x, **given), expected)
@@ -259,10 +218,8 @@ def test_model_inference_is_one_forward_pass_over_the_whole_graph(name, tmp_path
         near(inference(net, *graph, x, edges=e.double().numpy()), expected)
         assert not torch.allclose(inference(net, *graph, x, edges=e.flip(0)), expected, atol=0.01)
         whole = e.round()  # a store keeps features of edges in a type of their own
-        for dtype in (torch.float16, torch.int8, torch.float64):
-            both = (net([block] * 3, x, edges=[whole.to(t)] * 3) for t in (torch.float32, dtype))
-            assert torch.equal(*both)
-        _refuses("edges is None: features of each edge", net, [block] * 3, x, error=ValueError)
+        both = (net([block] * 3, x, edges=[whole.to(t)] * 3) for t in (torch.float32, torch.int8))
+        assert torch.equal(*both)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -272,43 +229,32 @@ def test_model_refuses_other_rows_than_those_of_its_blocks(name):
     blocks = NeighborSampler(*graph, [3, 3, 3], edge_ids=True).sample(torch.arange(9), 0)
     net, x, edges = _net(name), torch.randn(90, 12), [torch.randn(b.num_edges, 3) for b in blocks]
     given, graph_edges = {"edges": edges[0]} if net.edge_dim else {}, torch.randn(len(graph[1]), 3)
-    for call in (
-        lambda: net(blocks[::-1], x, edges=edges[::-1]),
-        lambda: net(blocks, torch.randn(91, 12), edges=edges),
-        lambda: net.layers[0](blocks[0], x[: blocks[0].num_src - 1], **given),
-    ):
-        _refuses("rows: .* are needed, one for each of block.src_nodes", call, error=ValueError)
-    for width in (11, 13):
-        rows = torch.randn(blocks[0].num_src, width)
-        for call in (
-            lambda: net(blocks, rows, edges=edges),
-            lambda: net.layers[0](blocks[0], rows, **given),
-            lambda: inference(net, *graph, torch.randn(90, width), edges=graph_edges),
-        ):
-            _refuses("shape|size|must match", call, error=RuntimeError)
-    with pytest.raises((RuntimeError, IndexError)):  # C code would read rows that do not exist
-        bad = blocks[0]._replace(indices=blocks[0].indices + 99)
-        net([bad, *blocks[1:]], x[bad.src_nodes], edges=edges)
+    rows, layer = x[: blocks[0].num_src], net.layers[0]
+    wide = torch.randn(90, 13)
     few = blocks[0]._replace(src_nodes=blocks[0].src_nodes[:2])
-    _refuses("x has 2 rows: .* are needed", net.layers[0], few, x[:2], **given, error=ValueError)
+    outer = NeighborSampler(*graph, [3]).sample(torch.arange(9), 0, relabel_outer=False)
+    needed = "rows: .* are needed, one for each of block.src_nodes"
+    for words, error, call in (
+        (needed, ValueError, lambda: net(blocks[::-1], x, edges=edges[::-1])),
+        (needed, ValueError, lambda: net(blocks, torch.randn(91, 12), edges=edges)),
+        (needed, ValueError, lambda: layer(blocks[0], rows[1:], **given)),
+        (needed, ValueError, lambda: layer(few, x[:2], **given)),
+        ("a block has global ids", ValueError, lambda: layer(*outer, x, **given)),
+        ("shape|size|must", RuntimeError, lambda: layer(blocks[0], wide[: len(rows)], **given)),
+        ("shape|size|must", RuntimeError, lambda: inference(net, *graph, wide, edges=graph_edges)),
+    ):
+        _refuses(words, call, error=error)
     if name == "sage":
         pair = torch.randn(2, 24)
         _refuses("x has 2 rows", net, blocks, pair, aggregated=True, error=ValueError)
     logits = net(blocks, x[blocks[0].src_nodes], edges=edges)
-    changed = blocks[1].indices.clone()
     blocks[1].indices.fill_(1 << 20)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logits.sum().backward()
-    blocks[1].indices.copy_(changed)
-    outer = NeighborSampler(*graph, [3]).sample(torch.arange(9), 0, relabel_outer=False)
-    _refuses("a block has global ids", net.layers[0], *outer, x, **given, error=ValueError)
-    if given:
-        said = "edges is .*: features of each edge, .* are needed"
-        of_block = net.layers[0], blocks[0], x[: blocks[0].num_src]
-        for wrong in (edges[0][1:], edges[0][:, 1:], edges[0][:, 0], None):
-            _refuses(said, *of_block, edges=wrong, error=ValueError)
-        for wrong in (torch.randn(5, 3), None):
-            _refuses(said, inference, net, *graph, x, edges=wrong, error=ValueError)
+    said = "edges is .*: features of each edge, .* are needed"
+    for wrong in (edges[0][1:], edges[0][:, 1:], None) if given else ():
+        _refuses(said, layer, blocks[0], rows, edges=wrong, error=ValueError)
+        _refuses(said, inference, net, *graph, x, edges=wrong, error=ValueError)
 
 
 @pytest.mark.parametrize("name", ["gat", "gcn"])
@@ -332,7 +278,7 @@ def test_model_inference_takes_the_fastest_place_that_gpu_memory_has_room_for(na
             torch.testing.assert_close(inference(net, *graph, x), expected)
         assert {*made[1:2]} == {*places}
     monkeypatch.setattr(by_layers, "free_bytes", lambda device: 1 << 36)
-    for failures in (1, 2, 3):
+    for failures in (2, 3):
         made.clear()
         out_of_memory = torch.cuda.OutOfMemoryError("out of memory")
         results = [out_of_memory] * failures + [mock.DEFAULT] * 3
@@ -468,22 +414,18 @@ def test_model_a_batch_of_one_seed_or_none_trains(conv, norm):
 
 
 def test_model_inputs_are_dropped_in_training_alone():
-    indptr, indices = _random_graph(np.random.default_rng(7), 30, 4)
-    blocks, seen = NeighborSampler(indptr, indices, [3]).sample(torch.arange(20), 0), []
-    net, x = GNN(64, 3, 3, num_layers=1, input_dropout=0.25), torch.ones(blocks[0].num_src, 64)
+    """A GIN of two classes has no layer norm, through which no gradient would pass."""
+    block, seen = Block(torch.arange(21), torch.arange(20), torch.arange(20), None), []
+    net, x = (
+        GNN(64, 3, 2, conv="gin", num_layers=1, norm="layer", input_dropout=0.25),
+        torch.ones(20, 64),
+    )
+    assert len(net.layers[0].mlp) == 3
     net.layers[0].register_forward_pre_hook(lambda layer, given: seen.append(given[1]))
     for training in (True, False):
-        net.train(training)(blocks, x)
+        net.train(training)([block], x)
     zeros = (seen[0] == 0).float().mean().item()
     assert 0.2 < zeros < 0.3 and seen[0].max() == 4 / 3 and torch.equal(seen[1], x)
-
-
-def test_model_gin_of_two_classes_has_no_norm_through_which_nothing_passes():
-    """A layer norm over two values leaves only their signs: its gradient is zero."""
-    norms = (2, "layer", None), (3, "layer", model.LayerNorm), (2, "batch", model.BatchNorm)
-    for classes, norm, kind in norms:
-        mlp = GNN(6, 8, classes, conv="gin", num_layers=2, norm=norm).layers[-1].mlp
-        assert len(mlp) == 3 + bool(kind) and (not kind or type(mlp[1]) is kind)
 
 
 def test_model_names_what_it_does_not_know():
@@ -540,15 +482,14 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
     for conv, part, other in (
         ("gcn", "layers.0", _Twice(6, 6)),
         ("sage", "layers.0.neigh_linear", torch.nn.Linear(6, 6)),
-        ("gcn", "layers.1.linear", torch.nn.Linear(6, 3)),
         ("sage", "layers.0", _Own(6)),
         ("gin", "layers.0", _Bounded(6, 6)),
         ("sage", "layers.0.combine", _Own(6).combine),
-        ("gcn", "layers.0.combine", _Own(6).combine),
         ("sage", "norms.0", torch.nn.Tanh()),
         ("gin", "layers.0.mlp.0", torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())),
         ("gin", "layers.0.mlp", torch.nn.Sequential(model.Linear(6, 6), torch.nn.ReLU())),
         ("sage", "norms.0", model.LayerNorm(6, elementwise_affine=False)),
+        ("sage", "finish", lambda i, h, h_dst, *rest: h.tanh()),
         ("sage", "forward", None),  # its own, as accelerate's unwrap_model leaves it
     ):
         net, copies = GNN(6, 6, 3, conv=conv, num_layers=2, dropout=0.0), (x.clone(), table.clone())
@@ -578,8 +519,6 @@ def test_customised_parts_are_seen_by_training_and_by_inference():
     edges = [torch.randn(block.num_edges, 3) for block in blocks]
     for conv, part, other in (  # C code would read rows of another width or number than there are
         ("gat", "layers.0.src_linear", torch.nn.Linear(6, 4)),
-        ("gat", "layers.0.dst_linear", torch.nn.Linear(6, 4)),
-        ("gat", "layers.0.edge_linear", model.Linear(3, 4, bias=False)),
         ("gine", "layers.0.edge_linear", model.Linear(3, 4)),
         ("gcn", "degrees", lambda block: torch.ones(block.num_dst - 1, 2)),
     ):

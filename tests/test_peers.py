@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -14,7 +15,6 @@ import ddp
 from disk.files import StoreError
 from extras import peers
 from native import build
-from run import placement
 from tests.common import HERE, _end, _fork
 
 
@@ -87,44 +87,36 @@ def test_gpus_hold_a_table_together(driver, tmp_path, gpus):
     _end(_fork(tmp_path / "out", ddp.launch, _tables, gpus, driver))
 
 
-def _refused(ranks, driver, setting):
-    os.environ.update(setting)
+def _refused(ranks, driver, setting, everywhere):
+    """Print what over_gpus refuses where all ranks, or rank 1 alone, have a setting."""
+    if everywhere or ranks.rank == 1:
+        os.environ.update(setting)
     _use(driver)
     try:
-        placement.over_gpus(ranks._replace(gpus=3), _Features(torch.zeros(30000, 100)))
+        peers.over_gpus(ranks._replace(gpus=3), _Features(torch.zeros(30000, 100)))
     except StoreError as error:
-        print(f"rank {ranks.rank}: {error}", flush=True)
-        ranks.barrier()
-    return 0
+        print(f"rank {ranks.rank}: {error}\n", end="", flush=True)  # at once
+        if everywhere:
+            ranks.barrier()
+    return 0 if everywhere else 2
 
 
 def test_gpus_without_access_and_memory_that_is_full_are_named(driver, tmp_path):
-    for setting, expected in (
-        ({"BLOCKED": "0 2"}, "GPU 0 cannot access the memory of GPU 2 over NVLink or PCIe"),
-        ({"FREE": "1000000"}, "cuMemCreate: CUDA error 2 (out of memory)"),
+    """Where one GPU is full, and the others lose a rank, the advice is not for these."""
+    blocked = "GPU 0 cannot access the memory of GPU 2 over NVLink or PCIe"
+    full = {"FREE": "1000000"}, "cuMemCreate: CUDA error 2 (out of memory)"
+    for setting, said, everywhere in (
+        ({"BLOCKED": "0 2"}, blocked, True),
+        (*full, True),
+        (*full, False),
     ):
-        printed = _end(_fork(tmp_path / "out", ddp.launch, _refused, 3, driver, setting))
-        assert all(f"rank {rank}: --split-features: {expected}" in printed for rank in range(3)), (
-            printed
-        )
-
-
-def _one_full(ranks, driver):
-    if ranks.rank == 1:
-        os.environ["FREE"] = "1000000"
-    _use(driver)
-    try:
-        placement.over_gpus(ranks._replace(gpus=3), _Features(torch.zeros(30000, 100)))
-    except StoreError as error:
-        print(f"rank {ranks.rank}: {error}", flush=True)
-    return 2
-
-
-def test_a_gpu_that_is_full_alone_is_the_one_named(driver, tmp_path):
-    """The others lose a rank: the advice is not for them."""
-    printed = _end(_fork(tmp_path / "out", ddp.launch, _one_full, 3, driver), 1, 2)
-    assert printed.count("--split-features: ") == 1, printed
-    assert "rank 1: --split-features: cuMemCreate: CUDA error 2 (out of memory)" in printed
+        given = 3, driver, setting, everywhere
+        process = _fork(tmp_path / f"{setting}{everywhere}", ddp.launch, _refused, *given)
+        printed = _end(process, *([0] if everywhere else [1, 2]))
+        lines = re.findall(r"rank (\d): --split-features: (.*)", printed)
+        ranks = "012" if everywhere else "1"
+        assert sorted(rank for rank, _ in lines) == [*ranks], printed
+        assert all(line.startswith(said) for _, line in lines), printed
 
 
 def test_a_handle_that_finds_no_room_among_open_files_is_a_sentence():

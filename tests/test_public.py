@@ -7,6 +7,7 @@ import http.server
 import io
 import os
 import pickle
+import shutil
 import sys
 import threading
 import types
@@ -51,10 +52,9 @@ def _planetoid_files(folder, change=(None, None)):
     x[25], y[25] = 0, 0
 
     def matrix(dense):
-        m, rows = csr(), [np.flatnonzero(row).astype(np.int32) for row in dense]
-        m._shape, m.maxprint, m.data = dense.shape, 50, np.ones(int(dense.sum()), np.float32)
-        m.indices = np.concatenate(rows)
-        m.indptr = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+        m, indptr = csr(), np.append(0, dense.sum(1).cumsum())
+        m._shape, m.maxprint, m.data = dense.shape, 50, dense[dense > 0]
+        m.indices, m.indptr = np.nonzero(dense)[1].astype(np.int32), indptr.astype(np.int32)
         return m
 
     graph = collections.defaultdict(list, {v: [] for v in range(num_nodes)})
@@ -82,7 +82,7 @@ def _planetoid_files(folder, change=(None, None)):
 
 def test_datasets_planetoid(tmp_path, capsys):
     x, y, test, graph = _planetoid_files(tmp_path)
-    result = GraphStore.open(prepare("cora", tmp_path, progress=False))
+    result = GraphStore.open(prepare("cora", tmp_path))
     pairs = {(u, v) for u, row in graph.items() for v in row if u != v}
     assert _edges(result) == sorted(pairs | {(v, u) for u, v in pairs})
     rows = result.features.tensor
@@ -114,7 +114,7 @@ def test_datasets_planetoid_refuses_other_pickles(tmp_path):
         (b"cnumpy\nndarray\n((L1000000000000000L\ntR.", "cannot be read"),
     ):
         (tmp_path / "ind.cora.graph").write_bytes(content)
-        _refuses(message, prepare, "cora", tmp_path, progress=False)
+        _refuses(message, prepare, "cora", tmp_path)
     assert not (tmp_path / "pwned").exists() and not list(tmp_path.glob("cora-*"))
     assert public._number("f4").itemsize == 4  # which the last of these would have changed
 
@@ -131,7 +131,7 @@ WRONG_PLANETOID = [
         lambda text: text.replace("22\n", "-1\n"),
         "split .test. holds node -1: node ids lie in",
     ),
-    ("test.index", lambda text: text[:-3], r"tx has shape \[7, 6\]: \[6, F\] is"),
+    ("test.index", lambda text: text[:-3], "cora cannot be read: shape mismatch"),
     (
         "graph",
         lambda graph: {**graph, 0: [10**30]},
@@ -141,15 +141,14 @@ WRONG_PLANETOID = [
     ("tx", ("indices", 0, -1), "ind.cora.tx cannot be read: .* outside of columns 0 to 5"),
     ("allx", ("indptr", 1, -3), "ind.cora.allx cannot be read"),
     ("allx", ("data", 0, np.nan), "is nan"),
-    ("ally", ("", (0, 0), 2), "ally or ty holds values other than 0 and 1"),
-    ("ally", lambda y: y[:1], r"ally has shape \[1, 3\]: \[22, F\] is"),
+    ("ally", lambda y: y[:1], "cora cannot be read: shape mismatch"),
 ]
 
 
 def test_datasets_planetoid_files_that_make_no_graph(tmp_path):
     for part, change, message in WRONG_PLANETOID:
         _planetoid_files(tmp_path, change=(part, change))
-        _refuses(message, prepare, "cora", tmp_path, progress=False)
+        _refuses(message, prepare, "cora", tmp_path)
         assert not list(tmp_path.glob("cora-*"))
 
 
@@ -182,12 +181,15 @@ class _Server:
         self.url = f"http://127.0.0.1:{self.http.server_port}/ogb"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
-    def __enter__(self):
-        return self
 
-    def __exit__(self, *_):
-        self.http.shutdown()
-        self.http.server_close()
+@pytest.fixture
+def ogb_server(monkeypatch):
+    """Let OGB's archives come from a `_Server` -> it."""
+    server = _Server({})
+    monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
 
 
 def _gz(array):
@@ -227,7 +229,7 @@ def _ogb_zip(name, unlabelled=0):
     return out.getvalue(), args
 
 
-def test_datasets_ogb_by_type(tmp_path, monkeypatch):
+def test_datasets_ogb_by_type(tmp_path, ogb_server):
     """ogbn-mag's layout, as ogb.io.read_graph_raw reads it."""
     rng, counts = np.random.default_rng(0), {"author": 30, "paper": 50}
     ends = ("author", "writes", "paper"), ("paper", "cites", "paper")
@@ -246,9 +248,8 @@ def test_datasets_ogb_by_type(tmp_path, monkeypatch):
     with zipfile.ZipFile(content, "w") as archive:
         for member, data in members.items():
             archive.writestr(f"mag/{member}", data)
-    with _Server({"mag.zip": content.getvalue()}) as server:
-        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
-        graph = GraphStore.open(prepare("ogbn-mag", tmp_path, progress=False))
+    ogb_server.files["mag.zip"] = content.getvalue()
+    graph = GraphStore.open(prepare("ogbn-mag", tmp_path))
     assert graph.node_types == {"paper": (50, 4), "author": (30, 0)} and graph.num_classes == 349
     names = ["author,writes,paper", "paper,cites,paper", "paper,rev_writes,author"]
     assert graph.edge_types == names and torch.allclose(graph.features.tensor, torch.from_numpy(x))
@@ -262,13 +263,12 @@ def test_datasets_ogb_by_type(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name, unlabelled", [("ogbn-arxiv", 0), ("ogbn-products", 20), ("ogbn-papers100M", 20)]
 )
-def test_datasets_ogb(tmp_path, monkeypatch, capsys, name, unlabelled):
+def test_datasets_ogb(tmp_path, ogb_server, capsys, name, unlabelled):
     content, args = _ogb_zip(name, unlabelled)
     archive, _, classes, no_duplicates = public.OGB[name]
-    with _Server({archive: content}) as server:
-        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
-        path = prepare(name, tmp_path, progress=False)
-        assert prepare(name, tmp_path, progress=False) == path and len(server.requests) == 1
+    ogb_server.files[archive] = content
+    path = prepare(name, tmp_path)
+    assert prepare(name, tmp_path) == path and len(ogb_server.requests) == 1
     assert "reverse of every edge" in capsys.readouterr().out
     graph = GraphStore.open(path)
     pairs = list(zip(*args["edge_index"].tolist()))
@@ -283,65 +283,55 @@ def test_datasets_ogb(tmp_path, monkeypatch, capsys, name, unlabelled):
     assert {p.name for p in tmp_path.iterdir()} == {archive, path.name}
 
 
-def test_datasets_ogb_download_is_resumed(tmp_path, monkeypatch):
-    content, _ = _ogb_zip("ogbn-arxiv")
-    with _Server({"arxiv.zip": content}) as server:
-        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
-        server.cut = 1000
-        said = f"stopped at 1000 of {len(content)} bytes"
-        _refuses(said, prepare, "ogbn-arxiv", tmp_path, progress=False)
-        assert {p.name for p in tmp_path.iterdir()} == {"arxiv.zip.part"}
-        path = prepare("ogbn-arxiv", tmp_path, progress=False)
-        assert server.requests[-1][1] == "bytes=999-"
-        # killed before the complete file had its name
-        (tmp_path / "arxiv.zip").rename(tmp_path / "arxiv.zip.part")
-        public.download(f"{server.url}/arxiv.zip", tmp_path / "arxiv.zip")
-    assert verify(path) == [] and (tmp_path / "arxiv.zip").read_bytes() == content
-    assert not list(tmp_path.glob("*.part*"))
+ARXIV = functools.partial(prepare, "ogbn-arxiv")
+DAMAGED = "if it is damaged, remove the archive"
 
 
-def test_datasets_download_of_a_file_that_has_changed_meanwhile(tmp_path, monkeypatch):
-    """A file without checksums is never made of two versions, and an archive that is does not become a store."""
-    old, now = (_ogb_zip("ogbn-arxiv", unlabelled)[0] for unlabelled in (0, 20))
-    with _Server({"arxiv.zip": old, "file": old}) as server:
-        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
-        for download in (
-            functools.partial(public.download, f"{server.url}/file", tmp_path / "file"),
-            functools.partial(prepare, "ogbn-arxiv", tmp_path, progress=False),
-        ):
-            server.cut = 1000
-            _refuses(f"stopped at 1000 of {len(old)} bytes", download)
-        server.files = {"arxiv.zip": now, "file": now}
-        public.download(f"{server.url}/file", tmp_path / "file")
-        assert (tmp_path / "file").read_bytes() == now
-        _refuses(
-            "if it is damaged, remove the archive", prepare, "ogbn-arxiv", tmp_path, progress=False
-        )
-        assert (tmp_path / "arxiv.zip").read_bytes() == old[:999] + now[999:]
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_datasets_ogb_download_fails(tmp_path, monkeypatch):
-    with _Server({"arxiv.zip": b"x" * 10}) as server:
-        monkeypatch.setenv("RINGBLOCK_OGB_URL", server.url)
-        _refuses("HTTP Error 404", prepare, "ogbn-products", tmp_path, progress=False)
-        (tmp_path / "arxiv.zip.part").write_bytes(b"y" * 20)
-        said = "HTTP Error 416.*remove .*arxiv.zip.part to begin anew"
-        _refuses(said, prepare, "ogbn-arxiv", tmp_path, progress=False)
-    _refuses("failed", prepare, "ogbn-arxiv", tmp_path, progress=False)
-    assert not list(tmp_path.glob("ogbn*"))
-    monkeypatch.setenv("RINGBLOCK_PLANETOID_URL", server.url)
-    _refuses("failed", prepare, "cora", tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-
-
-def test_datasets_ogb_damaged_archive(tmp_path):
+def test_datasets_ogb_download_is_resumed(tmp_path, ogb_server):
     content, file = _ogb_zip("ogbn-arxiv")[0], tmp_path / "arxiv.zip"
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+    ogb_server.files["arxiv.zip"], ogb_server.cut = content, 1000
+    _refuses(f"stopped at 1000 of {len(content)} bytes", ARXIV, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"arxiv.zip.part"}
+    path = ARXIV(tmp_path)
+    assert ogb_server.requests[-1][1] == "bytes=999-"
+    # killed before the complete file had its name
+    file.rename(tmp_path / "arxiv.zip.part")
+    public.download(f"{ogb_server.url}/arxiv.zip", file)
+    assert verify(path) == [] and file.read_bytes() == content
+    assert not list(tmp_path.glob("*.part*"))
+    shutil.rmtree(path)
+    with zipfile.ZipFile(file) as archive:
         place = archive.getinfo("arxiv/raw/node-feat.csv.gz")
     middle = place.header_offset + 60 + place.compress_size // 2
     for data in (content[:-100], content[:middle] + bytes(8) + content[middle + 8 :]):
         file.write_bytes(data)
-        said = "if it is damaged, remove the archive"
-        _refuses(said, prepare, "ogbn-arxiv", tmp_path, progress=False)
+        _refuses(DAMAGED, ARXIV, tmp_path)
         assert list(tmp_path.iterdir()) == [file]
+
+
+def test_datasets_download_of_a_file_that_has_changed_meanwhile(tmp_path, ogb_server):
+    """A file without checksums is never made of two versions, and an archive that is does not become a store."""
+    old, now = (_ogb_zip("ogbn-arxiv", unlabelled)[0] for unlabelled in (0, 20))
+    ogb_server.files = {"arxiv.zip": old, "file": old}
+    download = functools.partial(public.download, f"{ogb_server.url}/file")
+    for get, target in ((download, tmp_path / "file"), (ARXIV, tmp_path)):
+        ogb_server.cut = 1000
+        _refuses(f"stopped at 1000 of {len(old)} bytes", get, target)
+    ogb_server.files = {"arxiv.zip": now, "file": now}
+    download(tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == now
+    _refuses(DAMAGED, ARXIV, tmp_path)
+    assert (tmp_path / "arxiv.zip").read_bytes() == old[:999] + now[999:]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_datasets_ogb_download_fails(tmp_path, monkeypatch, ogb_server):
+    ogb_server.files["arxiv.zip"] = b"x" * 10
+    _refuses("HTTP Error 404", prepare, "ogbn-products", tmp_path)
+    (tmp_path / "arxiv.zip.part").write_bytes(b"y" * 20)
+    _refuses("HTTP Error 416.*remove .*arxiv.zip.part to begin anew", ARXIV, tmp_path)
+    for name in ("OGB", "PLANETOID"):  # nobody listens there
+        monkeypatch.setenv(f"RINGBLOCK_{name}_URL", "http://127.0.0.1:9/none")
+    _refuses("failed", ARXIV, tmp_path)
+    assert not list(tmp_path.glob("ogbn*"))
+    _refuses("failed", prepare, "cora", tmp_path / "new")

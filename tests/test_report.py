@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import re
 import resource
 import signal
 import sys
@@ -16,9 +15,9 @@ import torch
 import ddp
 import train
 from disk.files import StoreError
-from extras.graph_store import build_graphs
+from extras import pictures
 from run import report
-from sources import prepare as datasets
+from sources.prepare import build
 from store import GraphStore, build_store
 from tests.common import (
     COMMON,
@@ -29,11 +28,12 @@ from tests.common import (
     _in_child,
     _rows,
     _run_here,
+    _says,
     _split,
     _start,
+    _stops,
     _store,
 )
-from tests.stores import _graphs
 
 
 def test_each_run_in_a_log_says_what_it_was(tiny, tmp_path):
@@ -41,10 +41,8 @@ def test_each_run_in_a_log_says_what_it_was(tiny, tmp_path):
     for seed in (3, 4):
         assert _code(f"--dataset {tiny}", *COMMON, f"--epochs 2 --seed {seed} --log {log}") == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    kinds = [("flags" in line, line.get("epoch")) for line in lines]
-    assert kinds == [(True, None), (False, 1), (False, 2), (False, None)] * 2
-    first, second = ({line["run"] for line in part} for part in (lines[:4], lines[4:]))
-    assert len(first) == len(second) == 1 and first != second
+    assert [line.get("epoch") for line in lines] == [None, 1, 2, None] * 2
+    assert len({line["run"] for line in lines[:4]}) == 1 < len({line["run"] for line in lines})
     head, flags = lines[4], {"seed": 4, "fanout": [3, 3], "lr": 0.003}
     assert head["flags"].items() >= flags.items()
     assert head["versions"]["torch"] == torch.__version__ and head["hardware"]["processes"] == 1
@@ -83,36 +81,22 @@ def test_a_trace_names_the_stages_on_every_thread_and_a_timeline_is_drawn(tiny, 
 
 
 def test_the_line_of_an_epoch_fits_the_screen():
-    args = types.SimpleNamespace(epochs=100, metric="hits@1")
+    """And has the metric that is asked for, in as many digits as it needs."""
+    args = types.SimpleNamespace(epochs=100, metric="hits@10")
     seconds = dict.fromkeys(report.STAGES, 12345.67)
     figures = {"epoch": 99, "loss": 1234.56789, "seconds": 12345.678, "exchange": 12345.67}
-    figures |= {"seeds_per_s": 1.2e7, "peak_bytes": 1e12}
+    figures |= {"seeds_per_s": 1.2e7, "peak_bytes": 1e12, **seconds}
     regression = {"valid": {"rmse": 1234.5, "mae": 1234.5, "rmse_of_the_mean": 1234.5}}
-    for more in ({"valid_sampled": 0.99999}, {"valid_sampled": None}, regression, {"valid": None}):
+    links = {"valid": {"mrr": 0.5, "hits@1": 0.25, "hits@10": 3e-5}}
+    for more in ({"valid_sampled": 0.99999}, {"valid_sampled": None}, regression, links):
         for first in (0, 123_456):
-            line = report.epoch_line(args, {**figures, **more, **seconds, "first_step": first})
+            line = report.epoch_line(args, {**figures, **more, "first_step": first})
             assert len(line) <= 120 and "\n" not in line, line
-    usual = {"first_step": 0, "valid_sampled": 0.9, "loss": 0.5, "seconds": 12.5}
-    usual |= {"seeds_per_s": 17_000, "peak_bytes": 1e9, "exchange": 0.5}
-    args.metric = "f1"
-    line = report.epoch_line(args, {**figures, **dict.fromkeys(seconds, 0.5), **usual}, "nodes")
-    assert "valid F1 90.00% (sampled)  12.50 s  17,000 nodes/s  memory 0.93 GiB" in line
-    assert "  waited 0.50 s" in line
+    assert "valid MRR 0.5000  Hits@10 3e-05  12" in line, line
     line = report.stages_line(dict.fromkeys(seconds, 0.5) | {"exchange": 0.25})
     first, _, beside = line.partition("; meanwhile ")
     assert "stall 0.50  forward 0.50" in first and "sample" not in first
     assert beside == "sample 0.50  fetch 0.50  transfer 0.50  exchange 0.25"
-    args.metric = "hits@1"
-    usual = {
-        **seconds,
-        **figures,
-        **usual,
-        "valid_sampled": None,
-        "valid": {"mrr": 0.5, "hits@1": 0.25, "hits@10": 3e-5},
-    }
-    assert "valid MRR 0.5000  Hits@1 0.2500  12" in (line := report.epoch_line(args, usual)), line
-    args.metric = "hits@10"  # the metric that is asked for, in as many digits as it needs
-    assert "valid MRR 0.5000  Hits@10 3e-05  12" in (line := report.epoch_line(args, usual)), line
 
 
 def test_peak_memory_and_sizes_are_those_of_this_process_in_three_digits(monkeypatch):
@@ -168,10 +152,10 @@ def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path, monkeypatch):
     monkeypatch.setattr(axes, "set_title", lambda axis, text, loc: said.append(text))
     starts = ((stage, i + 0.1 * j) for i in range(10) for j, stage in enumerate(report.STAGES))
     laps = [(stage, start, start + 0.05, "t") for stage, start in starts]
-    report.draw_timeline(laps + [(*lap[:3], "u") for lap in laps], tmp_path / "two.png")
-    report.draw_timeline(laps, tmp_path / "one.png")
-    report.draw_timeline([], tmp_path / "none.png")
-    report.draw_timeline([("optimizer", 0.1, 0.2, "t")], tmp_path / "short.png")
+    pictures.draw_timeline(laps + [(*lap[:3], "u") for lap in laps], tmp_path / "two.png")
+    pictures.draw_timeline(laps, tmp_path / "one.png")
+    pictures.draw_timeline([], tmp_path / "none.png")
+    pictures.draw_timeline([("optimizer", 0.1, 0.2, "t")], tmp_path / "short.png")
     counts = [text.partition(" of an epoch")[0] for text in said[1:]]
     assert counts == ["First 8 training steps", "First 1 training step"]
     one, two = ((tmp_path / f"{name}.png").read_bytes() for name in ("one", "two"))
@@ -180,7 +164,7 @@ def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path, monkeypatch):
     assert not (tmp_path / "none.png").exists()
     # a bar of 1 ms in 1 s is not covered by its white edges
     laps = [("step", 0, 0.999, "GPU"), ("optimizer", 0.3, 0.301, "t")]
-    report.draw_timeline([*laps, ("step", 1, 1.001, "GPU")], tmp_path / "thin.png")
+    pictures.draw_timeline([*laps, ("step", 1, 1.001, "GPU")], tmp_path / "thin.png")
     colors = pytest.importorskip("matplotlib.image").imread(tmp_path / "thin.png")[..., :3]
     brown = torch.tensor([140, 86, 75]) / 255
     assert ((torch.tensor(colors) - brown).abs().amax(2) < 0.1).sum() > 20
@@ -214,14 +198,11 @@ def test_the_curve_of_a_run_is_that_of_its_log(tiny, tmp_path, monkeypatch, caps
         assert numbers == [1, 2, 3, 4] and values == [line[key] for line in epochs], name
     assert [name for name, *_ in rows][1] == "validation accuracy"
     assert curve.read_bytes().startswith(b"\x89PNG")
-    curve.unlink()
-    again = f"--resume {tmp_path}/here.pt --checkpoint {tmp_path}/here.pt --gpus 0 --curve {curve}"
-    assert _code(again) == 0 and not curve.exists()
-    assert "curve   no epoch was completed" in capsys.readouterr().out
+    again = f"--resume {tmp_path}/here.pt --gpus 0 --curve {curve}"
+    _says(capsys, "curve   no epoch was completed", again)
     assert _code(again, "--epochs 6 --lr 1e-9 --lr-schedule constant") == 0
     title, rows = drawn[-1]
-    epoch, where = re.search(r"kept: epoch (\d) \((.*)\)", title).groups()
-    assert rows[0][1] == [5, 6] and where == ("before this run" if epoch < "5" else "dashed")
+    assert rows[0][1] == [5, 6] and ("before this run" in title) == (best < 5)
     # the score of --metric, the first error of targets, none without validation
     figures, links = {"epoch": 1, "loss": None, "lr": 0.1}, {"mrr": 0.5, "ap": 0.25}
     errors = {"rmse": 2.0, "mae": 1.0}
@@ -230,7 +211,7 @@ def test_the_curve_of_a_run_is_that_of_its_log(tiny, tmp_path, monkeypatch, caps
         (errors, None, [("validation rmse", [1], [2])]),
         (None, None, []),
     ):
-        report.draw_curve([{**figures, "valid": valid}], curve, "t", metric, 1)
+        pictures.draw_curve([{**figures, "valid": valid}], curve, "t", metric, 1)
         assert drawn[-1][1][1:-1] == score
 
 
@@ -242,30 +223,20 @@ def test_a_run_that_predicts_says_what_it_wrote_and_no_figure_without_labels(tmp
     for task, array in (("node", "int64 [200]"), ("link", "float32 [200, 16]")):
         _run_here(tmp_path, f"--task {task} --dataset {path}", *COMMON, "--epochs 1")
         resume = [f"--resume {tmp_path}/here.pt --predict {tmp_path}/p.npy --gpus 0"]
-        for dataset, exact in ((path, True), (plain, task == "link")):
+        for dataset in (path, plain):
             capsys.readouterr()
             edges = ["--edge-split none"] if task == "link" and dataset is plain else []
             assert _code(*resume, f"--dataset {dataset}", *edges) == 0
             output = capsys.readouterr().out
             written, _, result = output.rpartition(f"\nwrote {tmp_path}/p.npy: {array}\n")
             assert written and "n/a" not in output and "learning rate" not in output
-            result = result.strip("\n").splitlines()
-            assert len(result) == (exact and not edges) * (2 if task == "link" else 1), output
-            if result:
-                said = "test   MRR" if task == "link" else "accuracy: test "
-                assert result[-1].startswith(f"result  {said}")
+            assert ("\nresult  " in result) == (dataset is path), output
 
 
-@pytest.mark.parametrize("task", ["node", "graph"])
-def test_a_run_says_whether_its_model_is_kept_and_how_to_use_it(task, tiny, tmp_path, capsys):
-    path = tiny
-    if task == "graph":
-        parts = {"train": range(12), "valid": range(12, 16), "test": range(16, 20)}
-        path = build_graphs(tmp_path / "g", [_graphs(20)], split=parts)
-    words = [f"--task {task} --dataset {path} --gpus 0 --hidden 8", f"--checkpoint {tmp_path}/c.pt"]
+def test_a_run_says_whether_its_model_is_kept_and_how_to_use_it(tiny, tmp_path, capsys):
+    words = [f"--dataset {tiny} --gpus 0 --hidden 8", f"--checkpoint {tmp_path}/c.pt"]
     lost = "keep    no --checkpoint FILE is given: the trained model is lost at the end\n"
-    use = "--predict FILE.npy uses it" if task == "node" else "--epochs N trains it further"
-    wrote = f"\nwrote {tmp_path}/c.pt; --resume {tmp_path}/c.pt {use}\n"
+    wrote = f"\nwrote {tmp_path}/c.pt; --resume {tmp_path}/c.pt --predict FILE.npy uses it\n"
     more = f"--resume {tmp_path}/c.pt --gpus 0 --epochs"
     for line, is_lost, written in (
         (f"{words[0]} --epochs 1", True, False),
@@ -285,18 +256,14 @@ def test_what_only_an_expert_wants_is_printed_with_verbose(tmp_path, capsys):
     """At most ten lines beside those of epochs; with --runs once, and the result of each seed on a line."""
     words = f"--dataset {_store(tmp_path / 'g')} --gpus 0 --fanout 3,3 --hidden 8 --epochs 2"
     expert = "allocator: ", "memory  mode cpu-cpu: host 1 x (", "seconds: stall "
-    for more, count in (("", 0), ("--verbose", 1)):
+    for more, count in (("--runs 2", 0), ("--verbose", 1)):
         assert _code(words, more) == 0
         said = capsys.readouterr().out
         assert [text in said for text in expert] == [bool(count)] * 3, said
         if not count:
-            assert len([line for line in said.splitlines() if line[:5] != "epoch"]) <= 10
-    assert _code(words, "--runs 2") == 0
-    said = capsys.readouterr().out
-    for once in ("graph   ", "data    ", "model   ", "train   ", "run     ", "result  "):
-        assert said.count(f"\n{once}") == 1, said
-    assert said.count("\nexact   accuracy: test ") == 2
-    assert "\nseed    1, run 2 of 2\n" in said
+            lines = [line.split()[0] for line in said.splitlines() if line and line[:5] != "epoch"]
+            assert len(lines) <= 16 and len({*lines} - {"seed", "exact", "best"}) <= 10, said
+            assert lines.count("exact") == 2 and lines.count("result") == 1
 
 
 def _predicted(tmp_path, *words, kind="csv"):
@@ -309,23 +276,12 @@ def _predicted(tmp_path, *words, kind="csv"):
 
 def test_predictions_come_back_in_the_names_of_tables(tmp_path, capsys, monkeypatch):
     """Names of nodes and classes, also those of the checkpoint on a graph without labels; several chunks."""
-    pandas = pytest.importorskip("pandas")
     monkeypatch.setattr("tasks.task.CHUNK", 100)
-    rng = np.random.default_rng(0)
     names = [f'the "{i}", x' for i in range(90)]
-    y = np.array(["red", "node", "blå"])[rng.integers(0, 3, 90)]
-    edges = {"source": rng.choice(names, 500), "target": rng.choice(names, 500)}
-    tables = {"e": edges, "x": {"id": names, "a": rng.normal(size=90), "b": 1.0}}
-    tables |= {"y": {"id": names[::-1], "label": y[::-1]}, "train": {"id": names[:50]}}
-    for name, columns in tables.items():
-        pandas.DataFrame(columns).to_csv(tmp_path / f"{name}.csv", index=False)
-    files = {name: str(tmp_path / f"{name}.csv") for name in tables}
-    labelled = {"labels": files["y"], "split": {"train": files["train"]}}
-    datasets.build(files["e"], tmp_path / "g", features=files["x"], **labelled)
-    datasets.build(files["e"], tmp_path / "bare", features=files["x"])
-    graph = GraphStore.open(tmp_path / "g")
-    assert graph.class_names == ["blå", "node", "red"]
-    assert GraphStore.open(tmp_path / "bare").class_names is None
+    given = {**_graph(num_nodes=90, width=2, classes=3), "node_names": names}
+    classes = {"source": {"classes": ["blå", "node", "red"]}}
+    graph = GraphStore.open(build_store(tmp_path / "g", **given, **classes))
+    build_store(tmp_path / "bare", **given | {"labels": None, "split": {}})
     _run_here(tmp_path, f"--dataset {graph.path} --epochs 2", *COMMON)
     for dataset in ("g", "bare"):
         again = f"--resume {tmp_path}/here.pt --dataset {tmp_path}/{dataset}"
@@ -355,19 +311,18 @@ def test_predictions_come_back_in_the_names_of_tables(tmp_path, capsys, monkeypa
 
 def test_names_come_back_where_the_locale_has_no_utf8(tmp_path):
     """The terminal gets escapes; files are UTF-8 in any locale."""
-    rng = np.random.default_rng(0)
     names = [f"Ürün {i}" for i in range(90)]
-    edges = [f"{names[a]},{names[b]}" for a, b in rng.integers(0, 90, (400, 2))]
-    rows = [f"{name},{x:.3f},{y:.3f}" for name, (x, y) in zip(names, rng.normal(size=(90, 2)))]
-    labels = [f"{name},sınıf {i % 3}" for i, name in enumerate(names)]
-    for file, head, lines in (
-        ("e.csv", "src,dst", edges),
-        ("x.csv", "id,şeker,b", rows),
-        ("y.csv", "id,label", labels),
+    ring = "".join(f"{name},{names[i - 7]}\n" for i, name in enumerate(names))
+    rows = "".join(f"{name},{i % 9 / 7:.3f},1\n" for i, name in enumerate(names))
+    labels = "".join(f"{name},sınıf {i % 3}\n" for i, name in enumerate(names))
+    for file, text in (
+        ("e.csv", f"src,dst\n{ring}"),
+        ("x.csv", f"id,şeker,b\n{rows}"),
+        ("y.csv", f"id,label\n{labels}"),
     ):
-        (tmp_path / file).write_text("\n".join([head, *lines, ""]), encoding="utf-8")
+        (tmp_path / file).write_text(text, encoding="utf-8")
     env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
-    files = "--predict çıktı/ürün.csv --checkpoint çıktı/ç.pt --log çıktı/ö"
+    files = "--procs 2 --predict çıktı/ürün.csv --checkpoint çıktı/ç.pt --log çıktı/ö"
     (tmp_path / "çıktı").mkdir()
     for script, words in (
         ("store.py", "build e.csv adı --features x.csv --labels y.csv"),
@@ -401,13 +356,15 @@ def test_a_table_of_predictions_on_a_full_disk_or_without_pyarrow(tmp_path, monk
         assert report.write_table(str(tmp_path / f"p.{kind}"), iter([rows, rows]))[0] == 200_000
         (tmp_path / f"p.{kind}").unlink()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert _code(f"--predict {tmp_path}/p.csv") == 2
-    assert f"--predict {tmp_path}/p.csv needs: pip install pyarrow" in capsys.readouterr().err
+    _stops(
+        capsys,
+        f"--predict {tmp_path}/p.csv needs: pip install pyarrow",
+        f"--predict {tmp_path}/p.csv",
+    )
 
 
 def test_predictions_are_numbers_where_the_data_have_no_names(tmp_path):
     """Integers that name nodes stay integers; nodes of types are counted within their type; labels name columns."""
-    pandas = pytest.importorskip("pandas")
     graph = {**_graph(num_nodes=90, width=6, classes=4), "node_names": [*range(7, 97)]}
     build_store(tmp_path / "g", **graph)
     table = _predicted(tmp_path, f"--dataset {tmp_path}/g --epochs 1", *COMMON, kind="parquet")
@@ -419,21 +376,17 @@ def test_predictions_are_numbers_where_the_data_have_no_names(tmp_path):
     for _, part in table.groupby("type"):
         assert part.node.tolist() == list(range(len(part)))
     # several labels: a column for each
-    rng = np.random.default_rng(0)
-    files = {name: str(tmp_path / f"{name}.csv") for name in "exy"}
-    pandas.DataFrame(rng.integers(0, 40, (300, 2)), columns=["source", "target"]).to_csv(
-        files["e"], index=False
-    )
-    pandas.DataFrame({"a": rng.normal(size=40), "b": 1.5}).to_csv(files["x"], index=False)
-    labels = pandas.DataFrame(rng.integers(0, 2, (40, 3)), columns=["type", "wet", "cold"])
-    labels.to_csv(files["y"], index=False)
-    split = {name: range(i, 40, 3) for i, name in enumerate(("train", "valid", "test"))}
-    for name, ids in split.items():
-        (tmp_path / name).write_text("\n".join(map(str, ids)))
-        split[name] = str(tmp_path / name)
-    several = dict(features=files["x"], labels=files["y"], split=split)
-    datasets.build(files["e"], tmp_path / "several", **several)
-    assert GraphStore.open(tmp_path / "several").class_names == list(labels)
+    labels = np.random.default_rng(0).integers(0, 2, (90, 3))
+    tables = {"e": graph["edge_index"].T, "x": graph["features"], "y": labels, "t": np.arange(50)}
+    for name, rows in tables.items():
+        head = "type,wet,cold" * (name == "y")
+        np.savetxt(tmp_path / name, rows, "%.9g", ",", header=head, comments="")
+    files = {
+        "features": tmp_path / "x",
+        "labels": tmp_path / "y",
+        "split": {"train": tmp_path / "t"},
+    }
+    build(tmp_path / "e", tmp_path / "several", **files)
     table = _predicted(tmp_path, f"--dataset {tmp_path}/several --epochs 1", *COMMON)
     assert list(table) == ["node", "class type", "wet", "cold"]
     assert table.iloc[:, 1:].isin([0, 1]).to_numpy().all()
@@ -446,15 +399,11 @@ def test_tensorboard_gets_the_figures_and_flags_of_a_run(tiny, tmp_path, monkeyp
     module = types.SimpleNamespace(SummaryWriter=lambda folder: writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     monkeypatch.setitem(sys.modules, "tensorboard", types.SimpleNamespace(__spec__=module))
-    told = report.Report(ddp.Ranks(), types.SimpleNamespace(log=None, tensorboard="board"))
-    told.tell("", {"epoch": 1, "loss": 0.5, "valid_sampled": 0.9})
-    told.tell("", {"epoch": 2, "loss": 0.25, "valid": {"mrr": 0.75}})
-    told.tell("", {"epoch": 3, "valid": None})
-    assert shown == {"loss": (0.25, 2), "valid_sampled": (0.9, 1), "valid/mrr": (0.75, 2)}
-    words = f"--dataset {tiny} --fanout 3,3 --epochs 2 --tensorboard {tmp_path}/board"
+    words = f"--task link --dataset {tiny} --fanout 3,3 --epochs 2 --tensorboard {tmp_path}/board"
     log, _ = _run_here(tmp_path, words)
-    assert shown["loss"] == (log[1]["loss"], 2) and shown["flags"]["batch_size"]
-    assert shown["known"]["exact/test"] == log[-1]["exact"]["test"]
+    assert shown["loss"] == (log[1]["loss"], 2) and shown["flags"]["batch_size"] == 1024
+    assert shown["valid/mrr"] == (log[1]["valid"]["mrr"], 2)
+    assert shown["known"]["exact/test_mrr"] == log[-1]["scores"]["test"]["mrr"]
 
 
 def test_bf16_without_hardware_is_said(tiny, tmp_path, monkeypatch, capsys):

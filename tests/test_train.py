@@ -2,7 +2,6 @@
 
 import ast
 import ctypes
-import dataclasses
 import functools
 import os
 import re
@@ -28,7 +27,6 @@ from model import SAGE
 from run import allocator, flags, kinds, placement
 from sources import cli
 from store import GraphStore
-from tasks.node import NodeTask
 from tests.common import (
     COMMON,
     HERE,
@@ -44,6 +42,7 @@ from tests.common import (
     _split,
     _start,
     _start_fork,
+    _stops,
     _store,
     _train,
     _wait_for,
@@ -184,36 +183,11 @@ def test_interruptions_change_no_bit(kind, tiny, tmp_path):
     assert _same_weights(tmp_path / "straight.pt", tmp_path / "resumed.pt"), moments
 
 
-def test_switches_that_must_not_change_the_result(tiny, tmp_path):
-    """Recomputed activations, an LMDB store with a cache; torch operations beside native ones: tests/test_layers.py."""
-    common = "--hidden 16 --epochs 2 --dropout 0 --lr 0.01 --batch-size 200"
-    drawn = f"--dataset {tiny} --fanout 5,5 {common}"
-    log, expected = _run_here(tmp_path, drawn)
-
-    def same(log_and_model, rtol):
-        for a, b in zip(log[:2], log_and_model[0][:2]):
-            assert a["loss"] == pytest.approx(b["loss"], rel=rtol)
-        torch.testing.assert_close(log_and_model[1], expected, rtol=0.02, atol=2e-3)
-
-    same(_run_here(tmp_path, drawn, "--checkpoint-activations"), 1e-6)
-    # no first hop from the table
-    lmdb = f"--dataset {TINY} --backend lmdb --fanout 5,5 {common}"
-    same(_run_here(tmp_path, lmdb), 1e-4)
-    rounded = _run_here(tmp_path, lmdb, "--feature-dtype bfloat16")[0]
-    assert rounded[0]["loss"] != log[0]["loss"] == pytest.approx(rounded[0]["loss"], rel=0.01)
-    cached = _run_here(tmp_path, lmdb, "--cache 100KiB")
-    same(cached, 1e-4)
-    assert 0.3 < cached[0][-2]["cache_hit_rate"] < 1
-
-
 @pytest.mark.parametrize("name", model.plain_layers())
-def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch, capsys):
+def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch):
     words = f"--dataset {tiny} --model {name} --fanout 5,5 --hidden 16 --norm layer --residual"
     words += " --epochs 4 --lr 0.01 --batch_size 100 --dropout 0.25"
     log, _ = _run_here(tmp_path, words)
-    printed = capsys.readouterr().out
-    assert "train   4 epochs of 6 steps, each of 100 nodes; learning rate 0.01" in printed
-    assert "\n\nresult  accuracy: test " in printed and "layer by layer" in printed
     assert [entry["epoch"] for entry in log[:-1]] == [1, 2, 3, 4]
     assert log[3]["loss"] < log[0]["loss"] and log[-1]["exact"]["test"] > 0.5
     stages = "seconds seeds_per_s sample fetch stall forward backward optimizer peak_bytes"
@@ -243,8 +217,6 @@ def test_train_two_processes_evaluate_together_with_batch_norm(tiny, tmp_path):
     words += f" --lr 0.01 --batch-size 60 --gpus 0 --procs 2 --checkpoint {tmp_path}/two.pt"
     output = _train(words, f"--predict {tmp_path}/trained.npy --verbose")
     assert re.search(r"\nadvice  2 processes spend [0-9.]+ of [0-9.]+ s", output)
-    assert "each of 60 x 2 processes = 120 nodes" in output
-    assert "memory  allocator: freed memory is kept (mallopt); --allocator system" in output
     resume = f"--gpus 0 --resume {tmp_path}/two.pt"
     _train(resume, f"--procs 2 --predict {tmp_path}/two.npy")
     _train(resume, f"--predict {tmp_path}/one.npy")
@@ -284,8 +256,7 @@ def test_train_early_stop_keeps_the_best_weights(tiny, tmp_path, capsys):
     assert 4 <= len(valid) < 60 and np.argmax(valid) == len(valid) - 4
     best = torch.load(tmp_path / "here.pt", weights_only=True)["best"]
     assert best["epoch"] == len(valid) - 3 and best["score"] == max(valid)
-    graph = GraphStore.open(tiny)
-    net = SAGE(16, 16, 4, num_layers=2)
+    graph, net = GraphStore.open(tiny), SAGE(16, 16, 4, num_layers=2)
     net.load_state_dict(best["model"])
     logits = inference(net, graph.indptr, graph.indices, graph.features.tensor)
     right = (logits.argmax(1) == graph.labels)[graph.split["test"]].double().mean().item()
@@ -322,17 +293,17 @@ def test_train_runs_give_mean_and_standard_deviation(task, tmp_path, capsys, mon
     path = _store(tmp_path / "g")
     words = f"--dataset {path} --task {task} --fanout 3 --epochs 1 --runs 3 --seed 5 --log {log}"
     assert _code(words) == 0 and order == ["gone", "of cuBLAS", "emptied"] * 3
-    kind, name = {"node": ("exact", "test"), "link": ("scores", "test roc_auc")}[task]
-    runs = [entry for entry in _log(log) if kind in entry]
-    assert task == "link" or [entry["seed"] for entry in runs] == [5, 6, 7]
-    test = [entry[kind]["test"] for entry in runs]
-    test = [scores["roc_auc"] for scores in test] if task == "link" else test
-    assert len(runs) == 3 and len(set(test)) > 1
-    assert _log(log)[-1]["mean"][name] == pytest.approx(np.mean(test))
-    assert _log(log)[-1]["std"][name] == pytest.approx(np.std(test, ddof=1))
-    mean = f"{name} {100 * np.mean(test):.2f} +- {100 * np.std(test, ddof=1):.2f}%"
-    line = next(l for l in capsys.readouterr().out.splitlines() if "over 3 seeds" in l)
-    assert mean in line
+    *entries, last = _log(log)
+    if task == "node":
+        name, test = "test", [entry["exact"]["test"] for entry in entries if "exact" in entry]
+        assert [entry["seed"] for entry in entries if "exact" in entry] == [5, 6, 7]
+    else:
+        name = "test roc_auc"
+        test = [entry["scores"]["test"]["roc_auc"] for entry in entries if "scores" in entry]
+    mean, std = np.mean(test), np.std(test, ddof=1)
+    assert len(test) == 3 and std > 0
+    assert (last["mean"][name], last["std"][name]) == pytest.approx((mean, std))
+    assert f"{name} {100 * mean:.2f} +- {100 * std:.2f}%" in capsys.readouterr().out
 
 
 def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
@@ -349,27 +320,6 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
         assert said and (hidden or "default" in said), name
 
 
-def test_help_says_a_default_of_0(monkeypatch):
-    for default in (0, 0.0):
-        further = flags.Flag("free", kinds.COUNT_OR_0, default, "a further number")
-        monkeypatch.setitem(flags.FLAGS, "further", further)
-        assert f"a further number (default: {default})" in flags.make_parser().format_help()
-
-
-def test_a_flag_is_one_record_that_says_what_resuming_does_with_it(tiny, tmp_path, monkeypatch):
-    with pytest.raises(TypeError):
-        flags.flag(kinds.COUNT, 1, "a flag without a word about resuming")
-    words = {flag.resume for flag in flags.FLAGS.values()}
-    assert words == {"fixed", "of_data", "kept", "built", "alike", "free"}
-    typed = train.parse_args(["--dataset", tiny, "--gpus", "0", "--fanout", "3,3"])
-    plan = placement.settle(ddp.Ranks(), typed, NodeTask(typed, tiny))[0]
-    assert type(typed) is flags.Flags and type(plan) is flags.Plan
-    for record in (typed, plan):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            record.epochs = 3
-    assert [*plan.values()] == [*flags.FLAGS, "total_batch", "steps"]
-
-
 def test_choices_are_taken_in_any_case_and_empty_names_are_refused(capsys):
     words = (
         "--model SAGE-Pool --metric ROC-AUC --norm Layer --mode CPU_CPU --sampler LABOR --gpus 0"
@@ -378,31 +328,8 @@ def test_choices_are_taken_in_any_case_and_empty_names_are_refused(capsys):
     taken = args.model, args.metric, args.norm, args.mode, args.sampler
     assert taken == ("sage-pool", "roc_auc", "layer", "cpu-cpu", "labor")
     assert train.parse_args("--task Graph --model ALIGNN --gpus 0".split()).model == "alignn"
-    empty = {"export": "DIR", "resume": "FILE", "dataset": "NAME"}
-    bad = {f"--{name}=": f"argument --{name}: '' is empty: give {of}" for name, of in empty.items()}
-    bad[f"--root={'y' * 256}"] = "yyy... is a name of 256 bytes: at most 255"
-    bad[f"--root={'y/' * 2200}"] = "... is a path of "
-    for words, said in bad.items():
-        assert _code(words, "--gpus 0") == 2
-        assert said in capsys.readouterr().err
-
-
-def test_a_checkpoint_of_graphs_is_not_for_one_graph_and_back(tiny, tmp_path, capsys):
-    atoms = {"node_offsets": np.arange(9), "bond_offsets": np.zeros(9, int), "atom_feat": np.eye(8)}
-    bonds = {"bond_feat": np.ones((0, 1)), "bond_index_local": np.zeros((2, 0), int)}
-    np.savez(tmp_path / "m.npz", **atoms, **bonds, targets=np.arange(8.0))
-    words = f"--root {tmp_path} --gpus 0 --epochs 1 --hidden 8"
-    many, one = tmp_path / "m.pt", tmp_path / "n.pt"
-    assert _code(words, f"--task graph --dataset {tmp_path}/m.npz --checkpoint {many}") == 0
-    assert _code(words, f"--dataset {tiny} --fanout 2 --checkpoint {one}") == 0
-    for file, data, said in (
-        (many, tiny, "is of --task graph, .* holds one graph"),
-        (one, f"{tmp_path}/m.npz", "is of --task node, .* holds many small graphs"),
-    ):
-        for more in (f"--predict {tmp_path}/p.npy", "--epochs 2"):
-            capsys.readouterr()
-            assert _code(f"--resume {file} --dataset {data} --root {tmp_path} --gpus 0", more) == 2
-            assert re.search(said, err := capsys.readouterr().err), err
+    for name, of in {"export": "DIR", "resume": "FILE", "dataset": "NAME"}.items():
+        _stops(capsys, f"argument --{name}: '' is empty: give {of}", f"--{name}= --gpus 0")
 
 
 def test_checkpoints_from_before_a_flag_stand_for_its_default(tiny, tmp_path):
@@ -419,23 +346,20 @@ def test_checkpoints_from_before_a_flag_stand_for_its_default(tiny, tmp_path):
 
 
 def test_sizes_are_bytes_in_the_units_that_people_write():
-    for text, size in (("4G", 4 << 30), ("4GiB", 4 << 30), ("3m", 3 << 20), ("512K", 512 << 10)):
-        assert kinds.size(text) == size
-    assert [kinds.size(text) for text in ("4GB", "1.5 kb", "2tb")] == [4 * 10**9, 1500, 2 * 10**12]
+    sizes = {"4G": 4 << 30, "4GiB": 4 << 30, "512k": 512 << 10, "1.5 kb": 1500, "2TB": 2 * 10**12}
+    assert {text: kinds.size(text) for text in sizes} == sizes
 
 
 def test_more_gpus_than_there_are_and_procs_under_torchrun_are_refused(monkeypatch, capsys):
     build = f"{torch.__version__} is a build for CPU; "
     for gpus, version, said in (
         (0, None, f"needs a CUDA GPU, and torch sees none: {build}see docs/gpu.md"),
-        (0, "13.0", "needs a CUDA GPU, and torch sees none: see docs/gpu.md"),
         (2, "13.0", "needs as many CUDA GPUs: give at most 2"),
     ):
         monkeypatch.setattr(torch.version, "cuda", version)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        assert _code("--gpus 3") == 2
-        assert f"--gpus 3 {said}" in capsys.readouterr().err
+        _stops(capsys, f"--gpus 3 {said}", "--gpus 3")
     monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2")
     assert _code("--gpus 0 --procs 2") == 2
     said = "--procs 2 has no effect under torchrun: use its --nproc-per-node"

@@ -2,10 +2,8 @@
 
 import functools
 import importlib
-import itertools
 import pickle
 import re
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,13 +15,12 @@ import train
 from bench.accuracy import read_triples
 from extras import relational
 from extras.edge_split import split_edges
-from extras.links import Evaluation, Scorer
 from extras.relational import NodeInputs, RGATConv, RGCNConv
+from extras.types import hops
 from inference import inference
 from loader import NodeLoader
 from model import GNN
 from run.adam import Adam
-from run.edge_data import EdgeData, hops
 from run.kinds import fanout
 from run.run import open_run
 from sampler import Block, NeighborSampler
@@ -37,6 +34,7 @@ from tests.common import (
     _dgl,
     _run_here,
     _same_for_any_number_of_processes,
+    _stops,
 )
 from tests.stores import _edges_by_type, _refuses, _rewrite_meta
 from tests.test_layers import _use, _with_grads, cuda_layers, layers_gpu  # noqa: F401
@@ -128,18 +126,18 @@ def test_layers_of_many_types_on_a_gpu_are_those_of_the_cpu(conv, bases, cuda_la
 def test_rgcn_of_no_destination_and_of_unknown_types():
     indptr, indices, kind, _ = _typed_graph(np.random.default_rng(5))
     s = NeighborSampler(indptr, indices, [3, 3], edge_type=kind)
+    blocks, none = s.sample(torch.arange(20), 0), s.sample(torch.arange(0), 0)
+    x = torch.zeros(60, 9)
     for bases in (0, 2):
         for conv in ("rgcn", "rgat"):
-            net = GNN(9, 8, 3, conv=conv, num_types=5, bases=bases, num_layers=2, heads=2)
-            assert net(s.sample(torch.arange(0), 0), torch.zeros(0, 9)).shape == (0, 3)
-        few = GNN(9, 8, 4, conv="rgcn", num_types=3, bases=bases, num_layers=2)
-        blocks = s.sample(torch.arange(20), 0)
-        with pytest.raises(IndexError, match="types 0 to 4, the layer knows 0 to 2"):
-            few(blocks, torch.zeros(blocks[0].num_src, 9))
-        with pytest.raises(IndexError, match="the layer knows 0 to 2"):
-            inference(few, indptr, indices, torch.zeros(60, 9), types=kind)
-        with pytest.raises(ValueError, match="blocks have no edge_type"):
-            net([b._replace(edge_type=None) for b in blocks], torch.zeros(blocks[0].num_src, 9))
+            make = functools.partial(GNN, 9, 8, 3, conv=conv, bases=bases, num_layers=2, heads=2)
+            net = make(num_types=5)
+            assert net(none, x[:0]).shape == (0, 3)
+        few, rows, said = make(num_types=3), x[: blocks[0].num_src], "the layer knows 0 to 2"
+        _refuses(f"types 0 to 4, {said}", few, blocks, rows, error=IndexError)
+        _refuses(said, inference, few, indptr, indices, x, types=kind, error=IndexError)
+        bare = [block._replace(edge_type=None) for block in blocks]
+        _refuses("blocks have no edge_type", net, bare, rows, error=ValueError)
 
 
 def test_stores_with_types_are_checked(tmp_path):
@@ -155,10 +153,6 @@ def test_stores_with_types_are_checked(tmp_path):
         ("edge_type is a Tensor .3.: an array .700.", kind[:3]),
     ):
         _refuses(said, build, tmp_path / "a", edge_index=ends, edge_type=bad)
-    for wrong in ("5", 5.0, 1 << 16, [5]):
-        _rewrite_meta(path, **there.meta | {"num_edge_types": wrong})
-        _refuses("meta.json cannot be read|edge_type.npy cannot be read", GraphStore.open, path)
-    _rewrite_meta(path, **there.meta)
 
 
 @pytest.mark.parametrize("name, least", [("rgcn", 0.9), ("rgat --heads 2", 0.9), ("sage", 0)])
@@ -173,10 +167,7 @@ def test_train_learns_from_the_types_of_edges(name, least, pointing, tmp_path, c
     accuracy = log[-1]["exact"]["test"]
     assert accuracy > least and (least or accuracy < 0.6)
     again = f"--resume {tmp_path}/here.pt --predict {tmp_path}/p.npy --gpus 0 --root {tmp_path}"
-    assert _code(again) == 0
     arrays = dict(np.load(pointing / "typed.npz"))
-    right = np.load(tmp_path / "p.npy") == arrays["labels"]
-    assert right.mean() == pytest.approx(accuracy, abs=0.05)
     few = arrays["edge_type"] < 4  # the graph to predict lacks a type
     arrays |= {"edge_index": arrays["edge_index"][:, few], "edge_type": arrays["edge_type"][few]}
     np.savez(tmp_path / "few.npz", **arrays)
@@ -200,8 +191,7 @@ def test_types_with_times_in_a_window(pointing, tmp_path, capsys):
         ("sage", "lists are by type, then time, and --model sage sees no types"),
         (f"rgcn --dataset {tmp_path}/units.npz", units),
     ):
-        assert _code(words, more) == 2
-        assert re.search(complaint, capsys.readouterr().err)
+        _stops(capsys, complaint, words, more)
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
@@ -242,12 +232,13 @@ def _npz(file, **changes):
 
 @pytest.mark.parametrize("backend", ["mmap", "lmdb"])
 def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
-    given, rng = _typed(), np.random.default_rng(1)
+    given, rng = _wide(), np.random.default_rng(1)
+    wide = given.pop("edge_features")
     more = {"edge_weight": {k: rng.random(90).astype(np.float32) for k in ENDS}}
     more["edge_time"] = {k: rng.integers(0, 99, 90) for k in ENDS}
-    more["node_time"] = {"paper": rng.integers(0, 50, 50)}
-    options = {"symmetrize": True, "backend": backend, "edge_order": True}
-    path = build_store(tmp_path / "g", **given, **more, **options)
+    times = {"paper": rng.integers(0, 50, 50)}
+    options = {"symmetrize": True, "backend": backend, "edge_order": True, "node_time": times}
+    path = build_store(tmp_path / "g", **given, **more, edge_features=wide, **options)
     graph = GraphStore.open(path)
     assert verify(path) == [] and "50 paper (8 features), 7 place" in info(path)
     assert graph.node_types == {"paper": (50, 8), "place": (7, 3), "author": (30, 0)}
@@ -255,25 +246,27 @@ def test_a_typed_store_has_the_graph_of_each_type(backend, tmp_path):
     assert graph.edge_types == [*names, "paper,rev_writes,author", "place,rev_at,author"]
     first, wanted = {"paper": 0, "place": 50, "author": 57}, {}
     for i, ((a, name, b), (src, dst)) in enumerate(given["edge_index"].items()):
+        rows = np.zeros((90, 4), np.float32)  # narrower ones get zeros
+        rows[:, : 1 if i == 0 else i + 2] = wide[a, name, b].reshape(90, -1)
         columns = (more[column][a, name, b] for column in ("edge_weight", "edge_time"))
-        forth = [*zip(src + first[a], dst + first[b], *columns, range(90 * i, 90 * i + 90))]
+        columns = *columns, rows.tolist(), range(90 * i, 90 * i + 90)
+        forth = [*zip(src + first[a], dst + first[b], *columns)]
         back = [(v, u, *rest) for u, v, *rest in forth]
         wanted[f"{a},{name},{b}"] = sorted(forth + back * (a == b))
         wanted |= {f"{b},rev_{name},{a}": sorted(back)} if a != b else {}
-    assert _edges_by_type(graph, "edge_weight", "edge_time", "edge_order") == wanted
+    assert _edges_by_type(graph, *more, "edge_features", "edge_order") == wanted
     assert graph.given_edges(graph.stored_edges([7, 200])).tolist() == [7, 7, 200, 200]
-    rows = graph.features.gather(torch.arange(57))
-    assert torch.equal(rows[:50], torch.from_numpy(given["features"]["paper"]))
-    assert torch.equal(rows[50:, :3], torch.from_numpy(given["features"]["place"]).float())
-    assert not rows[50:, 3:].any() and graph.features.shape == (57, 8)
-    assert graph.labels[:50].tolist() == given["labels"]["paper"].tolist()
-    assert (graph.labels[50:] == -1).all()
+    features = np.zeros((57, 8), np.float32)
+    features[:50] = given["features"]["paper"]
+    features[50:, :3] = given["features"]["place"]
+    assert graph.features.gather(torch.arange(57)).tolist() == features.tolist()
+    assert graph.labels.tolist() == given["labels"]["paper"].tolist() + [-1] * 37
     assert graph.split["train"].tolist() == given["split"]["train"].tolist()
     assert graph.split["valid"].tolist() == np.flatnonzero(given["split"]["valid"]).tolist()
     assert (graph.node_time[50:] == graph.node_time[:50].max()).all()
     empty_first, below_0 = [["a", 7, 0], ["b", 80, 8]], [["a", -1, 1], ["b", 88, 1]]
     other_rows = [empty_first, below_0, [["paper", 50, 8]], [["a", 87, 9]]]
-    for wrong in (5, [5], [["a", "b", []]], *other_rows * (backend == "mmap")):
+    for wrong in (5, [["a", "b", []]], *other_rows * (backend == "mmap")):
         _rewrite_meta(path, **(graph.meta | {"node_types": wrong}))
         _refuses("cannot be read", GraphStore.open, path)
 
@@ -297,23 +290,17 @@ def test_each_type_of_nodes_has_a_scale_of_its_own_in_int8(backend, tmp_path, ca
     assert not rows[50:, 3:].any() and torch.equal(
         pickle.loads(pickle.dumps(graph)).features[:], rows
     )
-    plain = {
-        name: rows[: len(of)] if name == "paper" else rows[50:, :3]
-        for name, of in x.items()
-        if of is not None
-    }
-    stores = graph, GraphStore.open(build_store(tmp_path / "plain", **given | {"features": plain}))
     words = "--fanout 3,3 --hidden 8 --dropout 0 --gpus 0 --prefetch 0 --model rgcn"
     found = []
-    for store, cache in itertools.product(stores, ("", "--cache 200", "--cache 1MB")):
-        flags = train.parse_args(f"{words} {cache} --dataset {store.path}".split())
-        run = open_run(ddp.Ranks(), flags, store.path)
+    for cache in ("", "--cache 200", "--cache 1MB"):
+        flags = train.parse_args(f"{words} {cache} --dataset {path}".split())
+        run = open_run(ddp.Ranks(), flags, path)
         (batch,) = run.loader(run.store.split["train"])
-        found.append((batch.x, run.forward(batch), run.exact()))
+        nodes = batch.blocks[0].src_nodes.long()
+        assert torch.equal(batch.x, rows[nodes[nodes < 57]])
+        found.append((run.forward(batch), run.exact()))
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
-    loaders = (NodeLoader(store, store.split["train"], [3, 3], seed=1) for store in stores)
-    assert all(torch.equal(*(batch.x for batch in pair)) for pair in zip(*loaders, strict=True))
     if backend == "lmdb":
         graph.features.put_rows(torch.tensor([50]), rows[51:52])
         why = "rows.0, 0. is 1.0.*e.30: its column was built for 0 to 18000"
@@ -327,51 +314,30 @@ def test_each_type_of_nodes_has_a_scale_of_its_own_in_int8(backend, tmp_path, ca
     assert old.ends is None and torch.equal(old[50:], graph.features[50:])
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_by_type_an_edge_without_a_time_has_that_of_its_source(own, tmp_path, capsys):
-    """Edges of places, which have no times, are always seen. `own`: one type of edges has times of its own."""
+def test_by_type_an_edge_without_a_time_has_that_of_its_source(tmp_path, capsys):
+    """Edges of places, which have no times, are always seen; one type of edges has times of its own."""
     rng, writes = np.random.default_rng(2), ENDS[0]
     times = {"paper": rng.integers(0, 50, 50), "author": rng.integers(0, 50, 30)}
-    given, arrays = _typed() | {"node_time": times}, {}
-    arrays |= {f"node_time:{kind}": values for kind, values in times.items()}
-    if own:
-        given["edge_time"] = {writes: rng.integers(-9, 50, 90).astype(np.float32)}
-        arrays["edge_time:author,writes,paper"] = given["edge_time"][writes]
+    own = rng.integers(-9, 50, 90).astype(np.float32)
+    given = _typed() | {"node_time": times, "edge_time": {writes: own}}
     graph = GraphStore.open(build_store(tmp_path / "g", **given, symmetrize=True))
     known, first = times | {"place": [-(2**63)] * 7}, {"paper": 0, "place": 50, "author": 57}
     wanted = {}
-    for kind, (src, dst) in given["edge_index"].items():
-        a, name, b = kind
-        when = (
-            given["edge_time"][kind].astype(int).tolist() if own and kind == writes else [None] * 90
-        )
-        for u, v, t in zip(src.tolist(), dst.tolist(), when):
-            back = f"{b},rev_{name},{a}" if a != b else ",".join(kind)
-            for of, (i, j), (x, y) in ((",".join(kind), (a, b), (u, v)), (back, (b, a), (v, u))):
-                edge = first[i] + x, first[j] + y, int(known[i][x]) if t is None else t
+    for (a, name, b), (src, dst) in given["edge_index"].items():
+        kind, back = f"{a},{name},{b}", f"{b},rev_{name},{a}" if a != b else f"{a},{name},{b}"
+        for u, v, t in zip(src.tolist(), dst.tolist(), own.astype(int).tolist()):
+            for of, (i, x), (j, y) in ((kind, (a, u), (b, v)), (back, (b, v), (a, u))):
+                edge = first[i] + x, first[j] + y, t if name == "writes" else int(known[i][x])
                 wanted.setdefault(of, []).append(edge)
     assert _edges_by_type(graph, "edge_time") == {of: sorted(e) for of, e in wanted.items()}
-    if not own:
-        assert re.search(r"time -inf to \d+, nodes' time \d+ to", info(graph.path))
+    assert re.search(r"time -inf to \d+, nodes' time \d+ to", info(graph.path))
+    arrays = {f"node_time:{kind}": values for kind, values in times.items()}
+    arrays["edge_time:author,writes,paper"] = own
     prepare.build(_npz(tmp_path / "a.npz", **arrays), tmp_path / "n")
     printed = capsys.readouterr().out
-    which = "author,at,place; paper,cites,paper" if own else "author,at,place; author,writes,paper"
-    assert f"edges of {which}" in printed and "each gets that of its source" in printed
+    assert "edges of author,at,place; paper,cites,paper" in printed
+    assert "each gets that of its source" in printed
     assert "nodes of place have no times: they see all edges" in printed
-    words = f"--dataset {graph.path} --gpus 0 --model rgcn --fanout 2,2 --batch-size 7".split()
-    run = open_run(ddp.Ranks(), train.parse_args(words), graph.path)
-    for block in itertools.chain(*(b.blocks for b in run.loader(graph.split["train"]))):
-        dst = np.repeat(np.arange(block.num_dst), np.diff(block.indptr))
-        taken = {}
-        for i, j, r in zip(block.indices.tolist(), dst.tolist(), block.edge_type.tolist()):
-            taken.setdefault((j, r), []).append(block.src_nodes[i].item())
-        for i, (v, t) in enumerate(
-            zip(block.src_nodes[: block.num_dst].tolist(), block.src_times.tolist())
-        ):
-            for r, kind in enumerate(graph.edge_types):
-                sees = [x for x, y, when in wanted[kind] if y == v and when <= t]
-                drawn = taken.get((i, r), [])
-                assert len(drawn) == min(2, len(sees)) and not Counter(drawn) - Counter(sees)
 
 
 def test_npz_pyg_and_dgl_give_the_same_store(tmp_path, capsys):
@@ -400,9 +366,6 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path, capsys):
         pyg[kind].edge_index = torch.from_numpy(edges)
         rows = torch.from_numpy(given["edge_features"][kind])
         pyg[kind].edge_attr = sources["dgl"].edges[kind].data["feat"] = rows
-    said = "train_idx has no effect on a graph of this kind"
-    for source in (sources["dgl"], pyg):
-        _refuses(said, prepare.build, source, tmp_path / "no", split={"train": [0]})
     pyg.train_idx = torch.arange(5)
     _refuses("train_idx has no type", prepare.build, pyg, tmp_path / "no")
     del pyg.train_idx
@@ -427,17 +390,13 @@ def test_npz_pyg_and_dgl_give_the_same_store(tmp_path, capsys):
 
 
 def test_arrays_in_place_of_those_of_the_only_type_of_nodes(tmp_path):
-    dgl, pyg = _dgl(), pytest.importorskip("torch_geometric.data").HeteroData()
     ends, given = torch.arange(9), {"features": np.eye(9, 2), "labels": np.arange(9) % 2}
-    pyg["n"].x = torch.zeros(9, 4)
-    pyg["n", "a", "n"].edge_index = pyg["n", "b", "n"].edge_index = torch.stack([ends, ends])
-    two = dgl.heterograph({("n", name, "n"): (ends, ends) for name in "ab"})
-    for name, source in {"pyg": pyg, "dgl": two}.items():
-        path = prepare.build(source, tmp_path / name, **given, split={"train": [3]})
-        graph = GraphStore.open(path)
-        assert graph.features.tensor.tolist() == given["features"].tolist()
-        assert graph.labels.tolist() == given["labels"].tolist() and graph.num_edge_types == 2
-        assert graph.split["train"].tolist() == [3]
+    two = _dgl().heterograph({("n", name, "n"): (ends, ends) for name in "ab"})
+    two.ndata["feat"] = torch.zeros(9, 4)
+    graph = GraphStore.open(prepare.build(two, tmp_path / "g", **given, split={"train": [3]}))
+    assert graph.features.tensor.tolist() == given["features"].tolist()
+    assert graph.labels.tolist() == given["labels"].tolist() and graph.num_edge_types == 2
+    assert graph.split["train"].tolist() == [3]
 
 
 def test_hgt_of_the_documentation_is_pygs(tmp_path, monkeypatch):
@@ -472,14 +431,13 @@ def test_hgt_of_the_documentation_is_pygs(tmp_path, monkeypatch):
 
 REFUSED_FILES = [  # what is said, changes of the arrays of a file
     ("join author: sizes are given of paper, place alone", {"num_nodes:author": None}),
+    ("t.npz: paper: num_nodes is 7, and there are 50 labels or features", {"num_nodes:paper": 7}),
     (r"ids of author lie in \[0, 30\)", {"edge_index:author,writes,paper": np.full((2, 1), 60)}),
     (r"has shape \[3, 2\]: \[2, M\]", {"edge_index:author,writes,paper": np.zeros((3, 2), int)}),
     ("labels of paper, author: keep those of one, as target=", {"y:author": [0] * 30}),
     ("edge_weight: give it for all types of", {"edge_weight:author,writes,paper": np.ones(90)}),
     ("labels has no type", {"labels": np.zeros(50)}),
-    ("t.npz: paper: num_nodes is 7, and there are 50 labels or features", {"num_nodes:paper": 7}),
     ("train_idx:author is not used here.* ignore=train_idx:a", {"train_idx:author": [0]}),
-    ("edge_weight:author is not used here", {"edge_weight:author": [0] * 30}),
 ]
 
 
@@ -506,12 +464,13 @@ EMPTY = {"node_types": dict.fromkeys(COUNTS, 0), "features": {}, "labels": None,
 EMPTY |= {"edge_index": dict.fromkeys(ENDS, [[], []])}
 # of one type whole numbers that the floats of the others cannot hold
 ROUNDED = {kind: np.zeros(90, np.float16) for kind in ENDS} | {ENDS[0]: np.full(90, 2049)}
-WIDE = {kind: np.zeros(90) for kind in ENDS} | {ENDS[0]: np.full(90, 2**53 + 1)}
 COARSE = {"author": np.full((30, 1), 2049), "paper": np.ones((50, 1), np.float16)}
 REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("edge_type is not for a graph that is given by type", {"edge_type": [0]}),
     ("features: \\{type: values\\} is needed", {"features": np.zeros((87, 2))}),
     ("features of book: types of nodes are author", {"features": {"book": np.zeros((1, 2))}}),
+    (r"features of author\[0, 0\] is 2049: .*rounds it: give them", {"features": COARSE}),
+    ("the type 0 has no name", {"node_types": {**COUNTS, 0: 3}}),
     (r"paper has shape \[49, 2\]: \[50, F\]", {"features": {"paper": np.zeros((49, 2))}}),
     ("of author have no columns: leave them", {"features": {"author": np.zeros((30, 0))}}),
     (r"labels of paper has shape \[49\]: \[50\] is needed", {"labels": {"paper": [0] * 49}}),
@@ -521,18 +480,14 @@ REFUSED_GRAPHS = [  # what is said, changes of the arguments of build_store
     ("edges 'writes': .source type, name, dest", {"edge_index": {"writes": [[0], [0]]}}),
     ("node_types is for a graph that is given by type", {"edge_index": np.zeros((2, 3), int)}),
     ("node 50, which has no label", {"split": {"train": [50]}}),
-    (r"a mask, has shape \[30\]: \[50\]", {"split": {"train": np.ones(30, bool)}}),
     (r",writes,paper has shape \[91\]: \[90\]", {"edge_weight": {k: np.ones(91) for k in ENDS}}),
     ("has no name: printable text", {"node_types": {**COUNTS, "a\x1b": 3}}),
-    ("the type 0 has no name", {"node_types": {**COUNTS, 0: 3}}),
     ("the type 'a,b' has no name", {"edge_index": {("author", "a,b", "paper"): [[0], [0]]}}),
     (
         r"node_time of paper\[0\] is nan: a missing time",
         {"node_time": {"paper": np.full(50, np.nan)}},
     ),
     (r"edge_weight of \w+,\w+,\w+\[0\] is 2049: .*float16, .*rounds", {"edge_weight": ROUNDED}),
-    (r"edge_weight of \w+,\w+,\w+\[0\] is 9007199254740993: .*float64", {"edge_weight": WIDE}),
-    (r"features of author\[0, 0\] is 2049: .*rounds it: give them", {"features": COARSE}),
     ("split is of nodes with labels, and no type of nodes has any", {"labels": None}),
     (
         "edges place,rev_at,author are not the reverses of author,at,place: rename",
@@ -557,20 +512,6 @@ def _wide():
     return _typed() | {"edge_features": values | {ENDS[0]: values[ENDS[0]][:, 0]}}
 
 
-def test_edge_features_of_several_widths_are_padded(tmp_path):
-    """As the features of nodes are."""
-    given = _wide()
-    made = GraphStore.open(build_store(tmp_path / "a", **given))
-    for number, values in enumerate(given["edge_features"].values()):
-        wanted = np.zeros((90, 4), np.float32)
-        wanted[:, : values[0].size] = values.reshape(90, -1)
-        rows = made.edge_features[made.edge_type == number]
-        assert sorted(rows.tolist()) == sorted(wanted.tolist())
-    none = {"edge_index": {ENDS[0]: [[], []]}, "edge_features": {ENDS[0]: np.empty((0, 9))}}
-    some = {name: {**given[name], **values} for name, values in none.items()}
-    assert GraphStore.open(build_store(tmp_path / "c", **{**given, **some})).edge_dim == 9
-
-
 def test_typed_graphs_keep_what_is_narrow(tmp_path):
     """uint8 split ids though the labelled type begins at node 300, bfloat16 edge features, no edges at all."""
     nodes = {"user": 300, "item": 5}
@@ -585,9 +526,6 @@ def test_typed_graphs_keep_what_is_narrow(tmp_path):
     _refuses("there are no types of edges", build_store, tmp_path / "b", edge_index={}, **graph)
     made = build_store(tmp_path / "b", edge_index={("user", "buys", "item"): [[], []]}, **graph)
     assert GraphStore.open(made).num_edges == 0
-    plain = {"edge_index": [[0], [0]], "features": np.ones((2, 1)), "edge_types": ["a"]}
-    said = "edge_types names types, and there is no edge_type"
-    _refuses(said, build_store, tmp_path / "c", **plain)
     reversed_ = GraphStore.open(build_store(tmp_path / "d", **{**_typed(), **_reverse("paper")}))
     assert len(reversed_.edge_types) == 7
     _npz(tmp_path / "t.npz", **{"x:venue": np.zeros((3, 2))})  # a type that no edge joins
@@ -701,20 +639,17 @@ def test_adam_of_rows_is_sparse_adam_beside_adam():
 
 def test_fanouts_by_name():
     names = ["a,writes,p", "p,cites,p", "p,rev_writes,a"]
-    used = EdgeData(type=torch.zeros(1, dtype=torch.uint8), num_types=3, type_names=names)
     for text, lists in (
         ([5, 2], [[5] * 3, [2] * 3]),
         (["writes=10:cites=-1", 4], [[10, -1, 0], [4] * 3]),
         (["p,rev_writes,a=7"], [[0, 0, 7]]),
         (["any=5", 3], [5, 3]),
     ):
-        assert hops(text, used) == lists
-    assert hops([5, -1], used._replace(type_names=None)) == [[5] * 3, [-1] * 3]
+        assert hops(text, names) == lists
     said = "--fanout cite=3: no such type of edges; they are a,writes,p; p,cites,p"
-    _refuses(said, hops, ["cite=3"], used)
-    _refuses("cites=3:cites=4: p,cites,p is there twice", hops, ["cites=3:cites=4"], used)
-    assert hops([4, 2], EdgeData()) == [4, 2]
-    uris = used._replace(type_names=["http://a#b", "c=d", "e"])
+    _refuses(said, hops, ["cite=3"], names)
+    _refuses("cites=3:cites=4: p,cites,p is there twice", hops, ["cites=3:cites=4"], names)
+    uris = ["http://a#b", "c=d", "e"]
     assert hops(fanout("http://a#b=3:c=d=-1,5"), uris) == [[3, -1, 0], [5] * 3]
 
 
@@ -760,8 +695,7 @@ def test_train_learns_resumes_and_predicts_by_type(mag, tmp_path, capsys):
         ),
         (f"{words} --task link --edge-type buys", "there is none among author,"),
     ):
-        assert _code(more, f"--predict {tmp_path}/q.npy") == 2
-        assert said in capsys.readouterr().err
+        _stops(capsys, said, more, f"--predict {tmp_path}/q.npy")
 
 
 @pytest.mark.parametrize("task", ["node", "link"])
@@ -801,16 +735,6 @@ def test_links_of_one_type(how, mag, tmp_path):
     for kind, left in _edges_by_type(made).items():
         gone = {name: held, "paper,rev_writes,author": {(b, a) for a, b in held}}
         assert set(left) == set(before[kind]) - gone.get(kind, set())
-    scores, h = Evaluation(made), torch.randn(graph.num_nodes, 4)
-    papers, known = [*graph.node_types.values()][0][0], set(before[name])
-    if held:  # ranked among the papers without an edge
-        dot = h @ h[:papers].t()
-        ranks = [
-            1 + sum(dot[a, n] > dot[a, b] for n in range(papers) if (a, n) not in known)
-            for a, b in scores.examples["test"].pairs.tolist()
-        ]
-        found = scores(Scorer("dot", 4), h, "test")
-        assert abs(found["mrr"] - (1 / torch.tensor(ranks).double()).mean()) < 1e-6
 
 
 def test_train_on_links_of_one_type(mag, tmp_path, capsys):

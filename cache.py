@@ -1,0 +1,140 @@
+"""A static cache of feature rows: the hottest, chosen once, on the GPU or in RAM.
+
+    visits = expected_visits(indptr, indices, train_nodes, fanouts)       # [V], the larger the hotter
+    features = CachedFeatures(features, visits, budget=1 << 30, device="cuda")     # of a `FeatureRing`
+
+To copy this file, also take features.py.
+"""
+
+import threading
+from contextlib import nullcontext
+
+import torch
+
+from features import ask, copy_rows, rows_of_a_chunk, take
+
+CHUNK_EDGES = 1 << 22  # edges handled at a time
+
+
+def expected_visits(indptr, indices, train_nodes, fanouts, batch_size=1024):
+    """Estimate the probability that each node is an input node of a batch -> float32 [V], to rank rows for a cache.
+
+    The vertex-inclusion recursion of SALIENT++ (arXiv 2305.03152), for blocks in which every hop expands all nodes of
+    the batch so far, with fresh draws. Neighbours are assumed independent. One pass over the edges per layer.
+
+    Args:
+        indptr: int64 [V+1], indices: [M], the graph. train_nodes: [T] ids of the nodes that batches take seeds from.
+        fanouts: one number per layer from the seeds outward, -1 for all neighbours. batch_size: seeds per batch.
+
+    Raises:
+        IndexError: for offsets or node ids out of range.
+    """
+    num_nodes = indptr.numel() - 1
+    num_edges = indices.numel()
+    device = indptr.device
+    degree = indptr.diff()
+    if bool((degree < 0).any()) or int(indptr[0]) != 0 or int(indptr[-1]) != num_edges:
+        raise IndexError("the graph is damaged: an offset in indptr is out of range or decreases")
+    # five values per node from here on: V may be large
+    degree = degree.float()
+    train_nodes = train_nodes.to(device)
+    seed = min(1.0, batch_size / max(1, train_nodes.numel()))
+    # probabilities that a node is in the batch, and that it has drawn a given neighbour
+    held, picked = torch.zeros(2, num_nodes, device=device)
+    held[train_nodes] = seed
+    for k in fanouts:
+        log_unpicked = held.sub_(picked)
+        if k >= 0:
+            log_unpicked.mul_((k / degree).clamp_(max=1))
+        picked.add_(log_unpicked).clamp_(0, 1)
+        torch.neg(picked, out=log_unpicked).log1p_()
+        total = torch.zeros_like(picked)
+        for a in range(0, num_edges, CHUNK_EDGES):
+            b = min(a + CHUNK_EDGES, num_edges)
+            ends = torch.tensor([a + 1, b], device=device)
+            first, last = torch.searchsorted(indptr, ends).tolist()
+            counts = indptr[first - 1 : last + 1].clamp(a, b).diff()
+            values = log_unpicked[first - 1 : last].repeat_interleave(counts, output_size=b - a)
+            total.index_add_(0, indices[a:b], values)
+        held = total.exp_()
+        held[train_nodes] *= 1 - seed
+        held.neg_().add_(1)
+    return held
+
+
+class CachedFeatures:
+    """Features with a static cache of the hottest rows: on the GPU for features in host memory, in RAM for a store.
+    Rows in the cache stay as they are now: those that `put_rows` changes later need a cache made later.
+
+    Args:
+        features: the features behind the cache. device: where to keep rows.
+        visits: [V], the larger the hotter: `expected_visits`, or the degree.
+        budget: bytes of rows to keep. A map from node to cached row takes another 4 bytes a node.
+
+    Attributes:
+        cache: [rows, F] on the device. shape, dtype: of the features. device: where `gather` looks ids up.
+        hits, lookups: rows found in the cache and rows asked for since the start. hit_rate: hits / lookups.
+    """
+
+    def __init__(self, features, visits, budget, device="cpu"):
+        self.features = features = getattr(features, "tensor", features)
+        self.shape = tuple(features.shape)
+        self.dtype = features.dtype
+        self.device = getattr(features, "device", torch.device("cpu"))
+        num_nodes, width = self.shape
+        rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
+        self.collective = ask(features, "collective")
+        if self.collective:
+            self.looking_ahead = nullcontext
+        # rows of misses read at a time: a large temporary costs more in page faults than in copying
+        self.piece = rows_of_a_chunk(features)
+        # ascending, so that a disk is read sequentially
+        hot = visits.to(self.device).topk(rows).indices.sort().values
+        self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
+        self.position[hot] = torch.arange(rows, dtype=torch.int32, device=self.device)
+        cache = torch.empty(rows, width, dtype=self.dtype, device=device)
+        self.cache = copy_rows(features, cache, hot)
+        self.kept_on = cache.device.type
+        self.hits = 0
+        self.lookups = 0
+        self.lock = threading.Lock()
+
+    @property
+    def hit_rate(self):
+        return self.hits / max(1, self.lookups)
+
+    def counts(self):
+        """Return the share of rows found in the cache, and the counts of the features behind it."""
+        return {"cache_hit_rate": self.hit_rate, **ask(self.features, "counts")()}
+
+    def gather(self, ids, out=None, missing=None):
+        """Gather rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.
+
+        Args:
+            ids: int32 or int64 [n] node ids, repeats allowed. out: [n, F] on the cache's device, or None.
+            missing: function of ids [m] -> their rows [m, F] on the cache's device; reads the features when None.
+        """
+        ids = ids.to(self.device)
+        on = self.cache.device
+        position = self.position.index_select(0, ids)
+        misses = (position < 0).nonzero().squeeze(1)
+        with self.lock:
+            self.hits += ids.numel() - misses.numel()
+            self.lookups += ids.numel()
+        if out is None:
+            out = torch.empty(ids.numel(), self.shape[1], dtype=self.dtype, device=on)
+        if len(self.cache):
+            # a miss copies row 0, overwritten below: cheaper than selecting the hits
+            rows = position.clamp_(min=0).to(on, non_blocking=True)
+            torch.index_select(self.cache, 0, rows, out=out)
+        self._read(ids, misses, out, missing)
+        return out
+
+    def _read(self, ids, misses, out, missing):
+        """Copy rows ids[misses] to out[misses]; see `gather`."""
+        on = out.device
+        # `missing` is called once: again, it would refill the slot's buffer during the copy out of it
+        at_once = missing or self.collective
+        for some in [misses] if at_once else misses.split(self.piece):
+            rows = missing(ids[some]) if missing else take(self.features, ids[some]).to(on)
+            out.index_copy_(0, some.to(on, non_blocking=True), rows)
