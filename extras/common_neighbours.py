@@ -6,7 +6,7 @@ than embeddings of the two nodes alone (NCN, arXiv 2302.00890; BUDDY, arXiv 2209
     common.against_all(sources)     # float32 [n, V, ...]: of sources with every node
 
 A common neighbour of u and v is an in-neighbour of both, other than u and v themselves: what is said about a pair does not
-depend on its own edge, nor on the reverse. Each counts once, by a function of its degree d, `BY_DEGREE`. With times it
+depend on its own edge, nor on the reverse. Each counts once, by a function of its degree d, see `by_degree`. With times it
 counts if both of its edges are seen at the time of the pair, and d is the number of edges that it has then.
 
 A column is log(1 + s) of such a sum s, in units of the weight of a node of typical degree. The last columns are about the
@@ -22,7 +22,7 @@ from loader import from_edge_index
 from native import kernels
 from sampler import expand
 
-COMMON = "common neighbours", "Salton's weights", "Adamic-Adar", "resource allocation"
+COMMON = "common neighbours", "by 1/sqrt(d)", "Adamic-Adar", "resource allocation"
 POPULARITY = "popularity"
 LAST_USE = "last use"
 CHUNK = 1 << 22  # most edges to look up at a time

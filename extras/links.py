@@ -732,8 +732,9 @@ class LinkTask(Task):
         """Report scores and write embeddings, or the logits of --pairs -> {"part name": score}."""
         args = run.plan
         h = None if self.evaluation.timed and not args.predict else run.exact()
-        exact = report.scores({part: self.scores(run, part, h) for part in HELD_OUT})
-        self._say_baselines(run, report)
+        scores = {part: self.scores(run, part, h) for part in HELD_OUT}
+        line, baselines = self._baselines(run)
+        exact = report.scores(scores, line, baselines=baselines)
         if args.predict and args.pairs:
             evaluation = self.evaluation
             scorer = run.model.scorer.on_host(h.dtype)
@@ -744,14 +745,14 @@ class LinkTask(Task):
             report.write(lambda: h, rows_of_nodes(self.store, h, numbered_columns))
         return exact
 
-    def _say_baselines(self, run, report):
-        """Report what scorers without a network reach on the same pairs."""
+    def _baselines(self, run):
+        """Evaluate scorers without a network on the same pairs -> (line to print, {part: {name: {metric: value}}})."""
         part = "test" if len(self.evaluation.examples["test"].pairs) else "valid"
         figures = self.evaluation.baselines(part, run.ranks)
         scores = [(name, values[self.metric]) for name, values in figures.items()]
         text = ", ".join(f"{name} {score:.4f}" for name, score in scores if score is not None)
         line = f"without a network  {part} {METRICS[self.metric].title}: {text}" if text else ""
-        report.tell(line, {"baselines": {part: figures}})
+        return line, {part: figures}
 
     def rows_of_pairs(self, scores):
         """Yield a table of --pairs in chunks, {column: values}: their nodes as in the file, and scores [n]."""
