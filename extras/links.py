@@ -40,7 +40,6 @@ from extras.edge_split import (
     view_of,
 )
 from native import kernels
-from run.kinds import COUNT, SWITCH, fixed, free, of_data, one_of, parsed_by, prediction, text
 from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
 from tasks.metrics import METRICS, metrics_with, ranking
@@ -221,8 +220,8 @@ def at_times(nodes, times, num_nodes):
 
 class Scorer(nn.Module):
     """Scores pairs of embeddings, as the logit of an edge: "dot", the dot product; "distmult", with a weight per column
-    (arXiv 1412.6575); "mlp", a network with one hidden layer on the elementwise product; "ncn", as distmult, plus a weighted
-    sum of what the nodes have in common (`CommonNeighbours`: so many columns)."""
+    (arXiv 1412.6575); "mlp", a network with one hidden layer on the elementwise product; "ncn", as distmult of embeddings of
+    length 3, plus a weighted sum of what the nodes have in common (`CommonNeighbours`: so many columns)."""
 
     def __init__(self, kind, width, columns=4):
         super().__init__()
@@ -241,7 +240,13 @@ class Scorer(nn.Module):
         pairs, or more columns, for "ncn"."""
         if self.kind == "mlp":
             return self.mlp(source * destination).squeeze(-1)
+        source, destination = self._scaled(source, destination)
         return self._with_common((source * self.relation * destination).sum(-1), features)
+
+    def _scaled(self, *embeddings):
+        if self.columns:
+            return [3 * F.normalize(h, dim=-1) for h in embeddings]
+        return embeddings
 
     def _with_common(self, logits, features):
         if not self.columns:
@@ -257,6 +262,7 @@ class Scorer(nn.Module):
         """Score source [n, D] with every row of table [V, D] -> logits [n, V]. features: [n, V, columns], for "ncn"."""
         if self.kind == "mlp":
             return self(source.unsqueeze(1), table)
+        source, table = self._scaled(source, table)
         return self._with_common(source * self.relation @ table.t(), features)
 
 
@@ -611,7 +617,7 @@ class LinkTask(Task):
             store,
             args.edge_split,
             args.seed,
-            timed=args.temporal != "off",
+            timed=getattr(args, "temporal", "off") != "off",
             edge_type=edge_type,
             say=say,
         )
@@ -670,7 +676,8 @@ class LinkTask(Task):
 
     @staticmethod
     def defaults(flags):
-        return {"temporal": "off"}
+        depth = {} if flags.fanout else {"num_layers": 2}
+        return {"temporal": "off", "model": "gcn", "dropout": 0.3, **depth}
 
     def seeds_per_example(self, args):
         return 2 + args.negatives
@@ -784,35 +791,43 @@ class LinkTask(Task):
 TASK = LinkTask
 
 
-def flags():
+def flags(kinds):
     """Declare the flags of --task link."""
-    links = dict(
-        edge_split=of_data(
-            parsed_by(split_type, "A/B/C"),
-            "85/5/10",
-            "percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]",
-            group="links",
-        ),
-        edge_type=of_data(
-            text("TYPE"), None, "predict edges of a type, as user,buys,item (default: all)"
-        ),
-        scorer=fixed(
-            one_of("ncn", "dot", "distmult", "mlp"),
-            "ncn",
-            "ncn: by embeddings and what the nodes have in common; others: by embeddings alone",
-        ),
-        negatives=fixed(COUNT, 1, "negatives per training edge, none of them an edge"),
-        negatives_by=fixed(
-            one_of("uniform", "degree"), "uniform", "degree: in proportion to degree^0.75"
-        ),
-        unchecked_negatives=fixed(SWITCH, False, "negatives may be edges"),
-        link_loss=fixed(
-            one_of("bce", "softmax"),
-            "bce",
-            "bce: each pair alone; softmax: edge against its negatives",
-        ),
-        pairs=free(
-            text("FILE"), None, "node ids [n, 2], .npy or a table, to score", needs=[prediction]
-        ),
-    )
-    return {"input_dropout": links}
+    return {
+        "input_dropout": dict(
+            edge_split=kinds.of_data(
+                kinds.parsed_by(split_type, "A/B/C"),
+                "85/5/10",
+                "percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]",
+                group="links",
+            ),
+            edge_type=kinds.of_data(
+                kinds.text("TYPE"),
+                None,
+                "predict edges of a type, as user,buys,item (default: all)",
+            ),
+            scorer=kinds.fixed(
+                kinds.one_of("ncn", "dot", "distmult", "mlp"),
+                "ncn",
+                "ncn: by embeddings and what the nodes have in common; others: by embeddings alone",
+            ),
+            negatives=kinds.fixed(
+                kinds.COUNT, 1, "negatives per training edge, none of them an edge"
+            ),
+            negatives_by=kinds.fixed(
+                kinds.one_of("uniform", "degree"), "uniform", "degree: in proportion to degree^0.75"
+            ),
+            unchecked_negatives=kinds.fixed(kinds.SWITCH, False, "negatives may be edges"),
+            link_loss=kinds.fixed(
+                kinds.one_of("bce", "softmax"),
+                "bce",
+                "bce: each pair alone; softmax: edge against its negatives",
+            ),
+            pairs=kinds.free(
+                kinds.text("FILE"),
+                None,
+                "node ids [n, 2], .npy or a table, to score",
+                needs=[kinds.prediction],
+            ),
+        )
+    }
