@@ -207,6 +207,8 @@ def write_whole(path, write):
         # torch.save raises RuntimeError on a full disk
         cause = error if isinstance(error, OSError) else error.__context__
         message = getattr(cause, "strerror", None) or error
+        if "requested and" in str(error):  # as numpy says it
+            message = f"no space may be left: {error}"
         raise StoreError(f"{path} could not be written: {message}") from error
 
 

@@ -18,6 +18,7 @@ P pairs of a batch have K negatives each; D is the width of an embedding.
 """
 
 import copy
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 from disk.columns import NAMES, types_called
 from disk.files import SPLITS, StoreError, plural, reading, sha256_of
 from extras import extra
+from extras.common_neighbours import COMMON, CommonNeighbours, destinations_of
 from extras.edge_split import (
     HELD_OUT,
     Edges,
@@ -37,7 +39,6 @@ from extras.edge_split import (
     split_type,
     view_of,
 )
-from loader import from_edge_index
 from native import kernels
 from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
@@ -219,30 +220,66 @@ def at_times(nodes, times, num_nodes):
 
 class Scorer(nn.Module):
     """Scores pairs of embeddings, as the logit of an edge: "dot", the dot product; "distmult", with a weight per column
-    (arXiv 1412.6575); "mlp", a network with one hidden layer on the elementwise product."""
+    (arXiv 1412.6575); "mlp", a network with one hidden layer on the elementwise product; "ncn", as distmult of embeddings of
+    length 3, plus a weighted sum of what the nodes have in common (`CommonNeighbours`: so many columns)."""
 
-    def __init__(self, kind, width):
+    def __init__(self, kind, width, columns=4):
         super().__init__()
         self.kind = kind
-        self.relation = nn.Parameter(torch.ones(width)) if kind == "distmult" else 1.0
+        self.columns = columns if kind == "ncn" else 0
+        weighted = kind in ("distmult", "ncn")
+        self.relation = nn.Parameter(torch.ones(width)) if weighted else 1.0
         if kind == "mlp":
             self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+        if self.columns:
+            self.common = nn.Linear(columns, 1)
+            nn.init.constant_(self.common.weight, 2 / columns)
 
-    def forward(self, source, destination):
-        """Score source [..., D] with destination [..., D], which broadcast -> logits [...]."""
+    def forward(self, source, destination, features=None):
+        """Score source [..., D] with destination [..., D], which broadcast -> logits [...]. features: [..., columns] of the
+        pairs, or more columns, for "ncn"."""
         if self.kind == "mlp":
             return self.mlp(source * destination).squeeze(-1)
-        return (source * self.relation * destination).sum(-1)
+        source, destination = self._scaled(source, destination)
+        return self._with_common((source * self.relation * destination).sum(-1), features)
+
+    def _scaled(self, *embeddings):
+        if self.columns:
+            return [3 * F.normalize(h, dim=-1) for h in embeddings]
+        return embeddings
+
+    def _with_common(self, logits, features):
+        if not self.columns:
+            return logits
+        features = features[..., : self.columns].to(logits.dtype)
+        return logits + self.common(features).squeeze(-1)
 
     def on_host(self, dtype):
         """Return a copy in host memory."""
         return copy.deepcopy(self).to("cpu", dtype)
 
-    def against_all(self, source, table):
-        """Score source [n, D] with every row of table [V, D] -> logits [n, V]."""
+    def against_all(self, source, table, features=None):
+        """Score source [n, D] with every row of table [V, D] -> logits [n, V]. features: [n, V, columns], for "ncn"."""
         if self.kind == "mlp":
             return self(source.unsqueeze(1), table)
-        return source * self.relation @ table.t()
+        source, table = self._scaled(source, table)
+        return self._with_common(source * self.relation @ table.t(), features)
+
+
+class Baseline(NamedTuple):
+    """A scorer without a network: a column of `CommonNeighbours`."""
+
+    column: int
+    kind = "baseline"
+    columns = True
+
+    def __call__(self, source, destination, features):
+        return features[..., self.column]
+
+    against_all = __call__
+
+    def on_host(self, dtype):
+        return self
 
 
 class Links:
@@ -251,7 +288,8 @@ class Links:
     graph: of `split_edges`. indptr, indices: its edges that carry messages, on the sampler's device. negatives: K per
     pair, drawn by `seed`; by_degree: in proportion to degree^0.75; checked: avoid the edges that carry messages.
     softmax: the loss is the cross-entropy of a pair among its negatives, else of each logit alone. exclude: leave the
-    positives of the step out of its messages; False shows the leak.
+    positives of the step out of its messages; False shows the leak. common: `CommonNeighbours` of the same edges, if the
+    scorer takes what pairs have in common.
     """
 
     def __init__(
@@ -266,8 +304,10 @@ class Links:
         checked=True,
         softmax=False,
         exclude=True,
+        common=None,
     ):
         self.count = negatives
+        self.common = common
         self.softmax = softmax
         self.exclude = exclude
         # ~2 is no step: the sampler's key of a hop is mix(mix(mix(seed) ^ step) ^ hop)
@@ -287,7 +327,8 @@ class Links:
     def draw(self, batch):
         """Draw a batch, as `draw` of a `NodeLoader` whose seeds are ids of training pairs -> (nodes: distinct ends of
         the pairs and negatives; options of the sampler, which exclude the edges of the whole step's pairs; y int64
-        [P, 2 + K]: positions among the nodes of each pair's source, destination and negatives)."""
+        [P, 2 + K]: positions among the nodes of each pair's source, destination and negatives; with `common` followed by
+        its columns for destination and negatives, the bits of float64)."""
         seeds = self._of_pairs(batch.seeds)
         pairs = self.pairs[seeds]
         key = mix(self.key ^ (batch.global_step & (1 << 64) - 1))
@@ -307,7 +348,19 @@ class Links:
             options["exclude"] = self.edges.listed(first, counts, num_edges)
         if self.times is not None:
             options["times"] = times[: last + 1]
+        if self.common:
+            y = torch.cat([y, self._features(seeds, pairs, negatives)], 1)
         return nodes[: last + 1], options, y
+
+    def _features(self, seeds, pairs, negatives):
+        """Compute what the sources of pairs [P, 2] have in common with destinations and negatives -> int64 [P, (1 + K) columns]."""
+        ends = torch.stack([pairs[:, :1].expand_as(negatives), negatives], 2)
+        ends = torch.cat([pairs.unsqueeze(1), ends], 1)  # [P, 1 + K, 2]
+        times = None
+        if self.times is not None:
+            times = self.times[seeds].repeat_interleave(ends.shape[1])
+        features = self.common.of_pairs(ends.view(-1, 2), times)
+        return features.double().view(torch.int64).view(len(pairs), -1)
 
     def _of_pairs(self, seeds):
         """Copy numbers of pairs to the device of the pairs."""
@@ -327,12 +380,16 @@ class Links:
 
     def loss(self, scorer, h, y):
         """Sum over pairs of the softmax cross-entropy, or of half the pair's binary cross-entropy plus half the mean of
-        its negatives'. h: [S, D] embeddings. y: int64 [P, 2 + K] rows of h; of -1: no pair."""
+        its negatives'. h: [S, D] embeddings. y: int64 [P, 2 + K], as from `draw`, rows of h; of -1: no pair."""
+        y, features = y.tensor_split([2 + self.count], 1)
+        if self.common:
+            features = features.contiguous().view(torch.float64).view(len(y), 1 + self.count, -1)
+            features = features.where(y[:, :1, None] >= 0, 0)  # -1 is NaN as a float64
         rows = y.clamp(min=0)
         source = h.index_select(0, rows[:, 0]).unsqueeze(1)  # [P, 1, D]
         others = h.index_select(0, rows[:, 1:].flatten())
         others = others.view(len(y), y.shape[1] - 1, h.shape[1])  # [P, 1 + K, D]
-        logits = scorer(source, others)  # [P, 1 + K]
+        logits = scorer(source, others, features)  # [P, 1 + K]
         if self.softmax:
             first = y[:, 0].clamp(max=0)
             return F.cross_entropy(logits, first, reduction="sum", ignore_index=-1)
@@ -369,16 +426,20 @@ class Evaluation:
     against fixed nodes in any graph, and at most MOST_TIMED pairs are evaluated.
 
     Attributes:
-        examples: {part: Examples}. timed: pairs have times.
+        examples: {part: Examples}. timed: pairs have times. common: `CommonNeighbours` of the edges that carry messages, for
+        scorers with `columns`.
     """
 
-    def __init__(self, graph):
+    def __init__(self, graph, strict=False):
         self.graph = graph
         self.timed = graph.pair_times is not None
+        self.common = CommonNeighbours(
+            Edges(graph.indptr, graph.indices), graph.edge_time if self.timed else None, strict
+        )
         self.negatives = Negatives(graph.known_edges, graph.num_nodes, counts=graph.node_counts)
         self.lists = None
         if graph.num_nodes <= SMALL and not self.timed:
-            self.lists = destinations_of(graph.known_edges, graph.num_nodes)
+            self.lists = destinations_of(graph.known_edges)
         self.examples = {part: self._examples(part) for part in HELD_OUT}
 
     def _examples(self, part):
@@ -413,11 +474,12 @@ class Evaluation:
         mine = ranks.part(count) if ranks else slice(None)
         pairs = examples.pairs[mine]
         others = None if examples.others is None else examples.others[mine]
+        features = partial(self.features, examples) if scorer.columns else None
         columns = [
-            score_pairs(scorer, h, pairs),
-            score_pairs(scorer, h, examples.random[mine]),
+            score_pairs(scorer, h, pairs, features),
+            score_pairs(scorer, h, examples.random[mine], features),
             # 0: with nothing to be ranked against
-            self._ranks(scorer, h, pairs, others) * examples.ranked[mine],
+            self._ranks(scorer, h, pairs, others, features) * examples.ranked[mine],
         ]
         results = torch.stack(columns, 1)
         if ranks:
@@ -428,17 +490,37 @@ class Evaluation:
         of_pairs = {name: METRICS[name].of_pairs(scores, y) for name in metrics_with("of_pairs")}
         return ranking(place[place != 0]) | of_pairs
 
-    def _ranks(self, scorer, h, pairs, others):
+    def baselines(self, part, ranks=None):
+        """Evaluate the columns of `common` as scorers -> {name: {metric: value}}, or {} without pairs."""
+        count = self.graph.num_nodes if not self.timed else len(self.examples[part].nodes)
+        h = torch.zeros(count, 1)
+        names = self.common.columns
+        found = {names[j]: self(Baseline(j), h, part, ranks) for j in range(len(names))}
+        return {name: scores for name, scores in found.items() if scores}
+
+    def features(self, examples, source, destination):
+        """Compute the features of pairs of nodes, or of indices into `nodes` of the examples, that broadcast -> [..., columns]."""
+        pairs = torch.stack(torch.broadcast_tensors(source, destination), -1)
+        times = None
+        if self.timed and examples:  # else as of the end of time
+            times = examples.times[pairs[..., 0]].flatten()
+            pairs = examples.nodes[pairs]
+        return self.common.of_pairs(pairs.view(-1, 2), times).view(*pairs.shape[:-1], -1)
+
+    def _ranks(self, scorer, h, pairs, others, features):
         """Rank each pair [n, 2] against `others` [n, K], or all nodes if None -> ranks [n], from 1."""
         width = self.graph.num_nodes if others is None else others.shape[1]
         if others is not None or scorer.kind == "mlp":
             width *= h.shape[1]
+        elif features:
+            width *= len(self.common.columns)
         places = [h.new_zeros(0)]
         for rows in torch.arange(len(pairs)).split(max(1, CHUNK // width)):
             source, destination = pairs[rows].unbind(1)
             destination = destination.unsqueeze(1)
             if others is None:
-                scores = scorer.against_all(h[source], h)
+                of_pairs = self.common.against_all(source) if features else None
+                scores = scorer.against_all(h[source], h, of_pairs)
                 sums = scores.sum(1)
                 positive = scores.gather(1, destination)
                 scores[self._left_out(source)] = -torch.inf
@@ -449,7 +531,8 @@ class Evaluation:
                 scores.scatter_(1, destination, -torch.inf)
             else:  # in one product: another would round the scores of equal embeddings otherwise
                 both = torch.cat([destination, others[rows]], 1)
-                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h))
+                of_pairs = features(source.unsqueeze(1), both) if features else None
+                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h), of_pairs)
                 sums = scores.sum(1)
                 positive = scores[:, :1]
                 scores = scores[:, 1:]
@@ -470,21 +553,15 @@ class Evaluation:
         return torch.cat([rows.repeat_interleave(counts), rows]), torch.cat([neighbours, source])
 
 
-def destinations_of(edges, num_nodes):
-    """List the destinations of each node in `Edges`, each once, in CSR form -> (indptr [V + 1], destinations [n])."""
-    destinations = torch.repeat_interleave(edges.indptr.diff())
-    reverse = torch.stack([destinations, edges.sources.long()])
-    first = F.pad((reverse[:, 1:] != reverse[:, :-1]).any(0), (1, 0), value=True)
-    return from_edge_index(reverse[:, first], num_nodes)
-
-
 @torch.no_grad()
-def score_pairs(scorer, h, pairs):
-    """Score pairs int64 [n, 2] of embeddings h [V, D] -> logits [n]; all in host memory."""
+def score_pairs(scorer, h, pairs, features=None):
+    """Score pairs int64 [n, 2] of embeddings h [V, D] -> logits [n]; all in host memory. features: function(source,
+    destination) of int64 [n] -> [n, columns], if the scorer takes them."""
     logits = [h.new_zeros(0)]
     for part in pairs.split(1 << 16):
         source, destination = part.unbind(1)
-        logits.append(scorer(h[source], h[destination]))
+        of_pairs = features(source, destination) if features else None
+        logits.append(scorer(h[source], h[destination], of_pairs))
     return torch.cat(logits)
 
 
@@ -556,7 +633,7 @@ class LinkTask(Task):
         if args.edge_split != "none":
             say_empty_parts(self.store.split, "edges", say)
         self.metric = args.metric or self.metrics[0]
-        self.evaluation = Evaluation(self.store)
+        self.evaluation = Evaluation(self.store, strict=args.temporal == "before")
         self._say_what_is_not_ranked(say)
         if args.pairs:  # refused before anything is trained
             self._read_pairs(args.pairs, edge_type, say)
@@ -591,14 +668,16 @@ class LinkTask(Task):
                 f"--model {args.model} has a `scorer`: --task link gives the network one of that name"
                 ", rename yours"
             )
-        network.add_module("scorer", Scorer(args.scorer, args.hidden))
+        columns = len(COMMON) + 2 * (args.temporal in ("at", "before"))
+        network.add_module("scorer", Scorer(args.scorer, args.hidden, columns))
         if custom is not None and args.scorer != "dot":  # which has no parameters
             network.register_forward_hook(joined_to_scorer)
         return network
 
     @staticmethod
     def defaults(flags):
-        return {"temporal": "off"}
+        depth = {} if flags.fanout else {"num_layers": 2}
+        return {"temporal": "off", "model": "gcn", "dropout": 0.3, **depth}
 
     def seeds_per_example(self, args):
         return 2 + args.negatives
@@ -621,8 +700,19 @@ class LinkTask(Task):
             by_degree=args.negatives_by == "degree",
             checked=not args.unchecked_negatives,
             softmax=args.link_loss == "softmax",
+            common=self._common(args, indptr, indices),
         )
         self.draw = self.links.draw
+
+    def _common(self, args, indptr, indices):
+        """Return the `CommonNeighbours` of --scorer ncn, else None."""
+        if args.scorer != "ncn":
+            return None
+        common = self.evaluation.common
+        if indices.device.type == "cpu":
+            return common
+        times = self.store.edge_time.to(indices.device) if self.evaluation.timed else None
+        return CommonNeighbours(Edges(indptr, indices), times, common.strict)
 
     def loss(self, network, output, y):
         return self.links.loss(network.scorer, output, y)
@@ -649,13 +739,27 @@ class LinkTask(Task):
         """Report scores and write embeddings, or the logits of --pairs -> {"part name": score}."""
         args = run.plan
         h = None if self.evaluation.timed and not args.predict else run.exact()
-        exact = report.scores({part: self.scores(run, part, h) for part in HELD_OUT})
+        scores = {part: self.scores(run, part, h) for part in HELD_OUT}
+        line, baselines = self._baselines(run)
+        exact = report.scores(scores, line, baselines=baselines)
         if args.predict and args.pairs:
-            scores = score_pairs(run.model.scorer.on_host(h.dtype), h, self.asked)
+            evaluation = self.evaluation
+            scorer = run.model.scorer.on_host(h.dtype)
+            features = partial(evaluation.features, None) if scorer.columns else None
+            scores = score_pairs(scorer, h, self.asked, features)
             report.write(lambda: scores, self.rows_of_pairs(scores))
         elif args.predict:
             report.write(lambda: h, rows_of_nodes(self.store, h, numbered_columns))
         return exact
+
+    def _baselines(self, run):
+        """Evaluate scorers without a network on the same pairs -> (line to print, {part: {name: {metric: value}}})."""
+        part = "test" if len(self.evaluation.examples["test"].pairs) else "valid"
+        figures = self.evaluation.baselines(part, run.ranks)
+        scores = [(name, values[self.metric]) for name, values in figures.items()]
+        text = ", ".join(f"{name} {score:.4f}" for name, score in scores if score is not None)
+        line = f"without a network  {part} {METRICS[self.metric].title}: {text}" if text else ""
+        return line, {part: figures}
 
     def rows_of_pairs(self, scores):
         """Yield a table of --pairs in chunks, {column: values}: their nodes as in the file, and scores [n]."""
@@ -703,7 +807,9 @@ def flags(kinds):
                 "predict edges of a type, as user,buys,item (default: all)",
             ),
             scorer=kinds.fixed(
-                kinds.one_of("dot", "distmult", "mlp"), "dot", "how two embeddings are scored"
+                kinds.one_of("ncn", "dot", "distmult", "mlp"),
+                "ncn",
+                "ncn: by embeddings and what the nodes have in common; others: by embeddings alone",
             ),
             negatives=kinds.fixed(
                 kinds.COUNT, 1, "negatives per training edge, none of them an edge"

@@ -61,8 +61,8 @@ Batch, Part, Input, Outcome, State = (
 
 
 def in_registers(k):
-    """Return whether pick_aggregate takes fanout k."""
-    return 0 < k <= AGGREGATED
+    """Return whether pick_aggregate takes fanout k, which is text if it is by type."""
+    return k in range(1, AGGREGATED + 1)
 
 
 def aggregate_source(ids, k, features, out):

@@ -30,16 +30,19 @@ def parse_args(argv, complete):
     flags = parsed(parser, argv)
     if flags.resume == "auto" and not flags.checkpoint:
         parser.error("--resume auto takes the file of --checkpoint, which is missing")
-    flags = filled_in(complete(flags))
+    completed = complete(flags)
+    flags = filled_in(completed, fresh=completed is flags)
     check_values(parser, flags)
     check_files(parser, flags)
     return flags
 
 
-def filled_in(flags):
-    """Return the flags with the defaults that depend on other flags filled in."""
+def filled_in(flags, fresh):
+    """Return the flags with the defaults that depend on other flags filled in. fresh: they are not those of a checkpoint."""
     task = TASKS[flags.task]
-    if "model" not in flags.typed:
+    defaults = task.defaults(flags) if fresh else {}
+    flags = replace(flags, **{n: defaults[n] for n in {*defaults} & {*FLAGS} - {*flags.typed}})
+    if "model" not in {*flags.typed, *defaults}:
         flags = replace(flags, model=model_or_default(flags))
     conv = flags.layer
     fanout = flags.fanout or [10] * (flags.num_layers or 3)
@@ -53,9 +56,6 @@ def filled_in(flags):
     by_graph = task.classes_agree and conv.residual == "if classes disagree"  # `settle` decides
     if flags.residual is None and not by_graph:
         values["residual"] = conv.residual == "yes"
-    for name, value in task.defaults(flags).items():
-        if name in FLAGS and getattr(flags, name) == FLAGS[name].default:
-            values[name] = value
     if flags.gpus is None:
         single = flags.procs == 1 and flags.mode != "cpu-cpu"
         values["gpus"] = int(single and torch.cuda.is_available())

@@ -150,12 +150,13 @@ class Report:
                         self.board.add_scalar(name, value, figures["epoch"])
                 self.board.flush()
 
-    def scores(self, scores):
-        """Report the final scores of links or graphs, {part: {metric: value} or None} -> {"part metric": value}."""
+    def scores(self, scores, line="", **figures):
+        """Report the final scores of links or graphs, {part: {metric: value} or None} -> {"part metric": value}. line: to print,
+        figures: for --log beside them."""
         lines = [f"{part:<5}  {scores_line(values)}" for part, values in self.known(scores)]
         heads = [" " * 8] * (len(lines) - 1) + ["result  "]
         self.result = "\n".join(head + line for head, line in zip(heads, lines))
-        self.tell("", {"scores": scores})
+        self.tell(line, {"scores": scores, **figures})
         exact = {}
         for part, values in scores.items():
             exact |= {f"{part} {name}": value for name, value in (values or {}).items()}

@@ -572,7 +572,11 @@ def _drawing_task(kind, timed):
         task = object.__new__(LinkTask)
         task.store = link.split_edges(graph, "3/48/49", timed=timed)
         csc = task.store.indptr, task.store.indices
-        task.links = link.Links(task.store, *csc, negatives=2, softmax=kind == "softmax")
+        common = link.CommonNeighbours(link.Edges(*csc), edge_time if timed else None)
+        common = common if kind == "softmax" else None
+        task.links = link.Links(
+            task.store, *csc, negatives=2, softmax=kind == "softmax", common=common
+        )
         task.draw = task.links.draw
     return task, {"edge_times": task.store.edge_time, "window": 15} if timed else {}
 
@@ -598,7 +602,7 @@ def test_a_step_of_drawn_batches_is_a_cuda_graph(
     x, labels = torch.randn(300, 20), torch.randint(5, (300,))
     first = _net(conv, (20, 8, 5), dropout=0.5, norm="layer" if conv == "gin" else "none")
     if kind != "node":
-        first.scorer = link.Scorer("mlp", 5)
+        first.scorer = link.Scorer("ncn" if kind == "softmax" else "mlp", 5)
     csc = task.store.indptr, task.store.indices
     if conv == "gcn":
         first.degrees = model.graph_degrees(*csc)

@@ -600,7 +600,7 @@ DELETED = {  # an extra: its files, all for "", as FILE the first; what is then 
         "train('--task graph', **small)",
         COPY,
     ),
-    "tables": ("tables graph_tables", "tables()", COPY),
+    "tables": ("graph_tables tables", "tables()", COPY),
     "CUDA graphs": ("step_graphs", "train('--cuda-graph off')", "--cuda-graph is no flag"),
     "pictures": ("pictures", "train('--curve c.png')", "--curve is no flag"),
     "8-bit codes": ("int8", "train('--feature-dtype int8')", COPY),

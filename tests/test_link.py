@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import ddp
-from extras import edge_split
+from extras import common_neighbours, edge_split
 from extras import links as link
 from inference import inference
-from loader import Batch, Graph, NodeLoader
+from loader import Batch, Graph, NodeLoader, from_edge_index
 from native import kernels as on_cpu
 from run import checkpoint
 from sampler import DAMAGED, DamagedGraph, NeighborSampler, hop_key
@@ -45,6 +45,7 @@ def ways(request, monkeypatch):
         kernels_gpu.load_links.cache_clear()
         monkeypatch.setattr(link, "kernels", kernels_gpu)
         monkeypatch.setattr(edge_split, "kernels", kernels_gpu)
+        monkeypatch.setattr(common_neighbours, "kernels", kernels_gpu)
 
 
 def _link_graph(folder, nodes=300, edges=1500, seed=0, symmetrize=True, **changes):
@@ -387,7 +388,48 @@ def _expected(logit, pairs, against, random):
     return {"mrr": np.mean([1 / place for place in places]), "roc_auc": np.mean(right), **hits}
 
 
-@pytest.mark.parametrize("kind", ["dot", "distmult", "mlp"])
+@pytest.mark.parametrize("timed, strict", [(False, False), (True, False), (True, True)])
+def test_what_nodes_have_in_common_is_what_plain_python_counts(timed, strict, ways):
+    """Whatever the order of the lists; nothing of it depends on the edges between the two nodes."""
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        source, destination = ends = rng.integers(0, 12, (2, 60))
+        times, when = rng.integers(0, 10, 60), rng.integers(0, 12, 50)
+        order = np.lexsort([destination, *[[source, times], [times, source]][seed % 2]][::-1])
+        order = order[np.argsort(destination[order], kind="stable")]
+        (source, destination), times = ends[:, order], times[order]
+        indptr = torch.tensor(np.append(0, np.bincount(destination, minlength=12).cumsum()))
+        edges = edge_split.Edges(indptr, torch.tensor(source, dtype=torch.int32))
+        known = common_neighbours.CommonNeighbours(
+            edges, torch.tensor(times) if timed else None, strict
+        )
+        pairs = torch.tensor(rng.integers(0, 12, (50, 2)))
+        found = known.of_pairs(pairs, torch.tensor(when) if timed else None)
+        typical = round(math.exp(np.mean(np.log(np.maximum(np.diff(indptr), 1)))))
+        weights = [lambda d: 1, lambda d: d**-0.5, lambda d: 1 / math.log(d + 1), lambda d: 1 / d]
+        for (u, v), row, now in zip(pairs.tolist(), found.tolist(), when):
+
+            def seen(node):
+                early = times < now if strict else times <= now
+                return source[(destination == node) & (early | (not timed))].tolist()  # noqa: B023
+
+            shared = ({*seen(u)} & {*seen(v)}) - {u, v}
+            degrees = [max(len(seen(w)), 1) for w in shared]
+            sums = [math.log1p(sum(g(d) for d in degrees) / g(typical)) for g in weights]
+            assert row[:5] == pytest.approx([*sums, math.log1p(len(seen(v)))], abs=1e-5)
+            if timed and seen(v):
+                here = destination == v
+                last = max(t for t in times[here].tolist() if (t < now if strict else t <= now))
+                span = times.max() - times.min() + 1
+                assert row[5] == pytest.approx(max(math.log(span / (now - last + 1)), 0), abs=1e-5)
+        if not timed:
+            every = torch.cartesian_prod(torch.arange(12), torch.arange(12))
+            others = every[:, 0] != every[:, 1]
+            rows = known.against_all(torch.arange(12)).view(144, -1)
+            torch.testing.assert_close(rows[others], known.of_pairs(every)[others])
+
+
+@pytest.mark.parametrize("kind", ["dot", "distmult", "mlp", "ncn"])
 @pytest.mark.parametrize("small", [True, False])
 def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monkeypatch):
     monkeypatch.setattr(link, "SMALL", 1 << 14 if small else 0)
@@ -398,14 +440,17 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     scorer = link.Scorer(kind, 6).double()
     known = set(_pairs_of(whole))
     h = torch.randint(-3, 4, (80, 6)).double()  # with ties
-    if kind == "distmult":
+    if kind in ("distmult", "ncn"):
         torch.nn.init.normal_(scorer.relation)
     evaluation = link.Evaluation(graph)
     found = evaluation(scorer, h, "test")
 
     def logit(_, u, v):
         product = h[u] * h[v]
-        relation = scorer.relation if kind == "distmult" else 1
+        relation = scorer.relation if kind in ("distmult", "ncn") else 1
+        if kind == "ncn":
+            shared = evaluation.common.of_pairs(torch.tensor([[u, v]]))[:, :4].double()
+            return ((product * relation).sum() + scorer.common(shared)).item()
         return (scorer.mlp(product) if kind == "mlp" else (product * relation).sum()).item()
 
     pairs = _tuples(graph.pairs["test"])
@@ -425,6 +470,8 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     ranks.gather = lambda _: rows
     assert evaluation(scorer, h, "test", ranks) == pytest.approx(found)
     assert evaluation(scorer, h, "valid")
+    if kind == "ncn":
+        return  # pairs of equal embeddings differ
     same = torch.randn(9, 1, 64).expand(9, 80, 64)  # ties, also in products that round
     ties = [evaluation(link.Scorer(kind, 64), h, "test")["mrr"] for h in same]
     assert small or ties == pytest.approx([1 / 51] * 9, rel=0.05)
@@ -515,9 +562,14 @@ def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path, capsys):
     path = datasets.prepare(spec, tmp_path, progress=False)
     words = f"{LINK} --dataset {path} {network} --fanout 10,10 --epochs 6 --batch-size 300 --metric roc_auc --early-stop 6"
     files = f"--checkpoint {tmp_path}/l.pt --log {tmp_path}/log --predict {tmp_path}/h.npy"
-    assert _code(words, files, "" if own else "--dropout 0") == 0
+    assert _code(words, files, "--scorer dot" if own else "--dropout 0") == 0
     log = _log(tmp_path / "log")
-    assert log[-2]["loss"] < log[0]["loss"] and log[-1]["scores"]["test"]["roc_auc"] > 0.6, log[-1]
+    losses = [line["loss"] for line in log if "loss" in line]
+    (scores,) = (line["scores"] for line in log if "scores" in line)
+    assert losses[-1] < losses[0] and scores["test"]["roc_auc"] > 0.6, log[-1]
+    known = link.split_edges(GraphStore.open(path), "80/10/10")
+    known = common_neighbours.CommonNeighbours(link.Edges(known.indptr, known.indices))
+    assert list(log[-1]["baselines"]["test"]) == [*known.columns]
     h = np.load(tmp_path / "h.npy")
     graph = GraphStore.open(path)
     assert h.shape == (1000, 16) and h.dtype == np.float32
@@ -526,8 +578,14 @@ def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path, capsys):
     np.save(tmp_path / "pairs.npy", pairs)
     scored = f"--pairs {tmp_path}/pairs.npy --predict {tmp_path}/s.npy"
     assert _code(again, scored, f"--log {tmp_path}/again") == 0
-    assert _log(tmp_path / "again")[-1]["scores"] == log[-1]["scores"]
-    assert np.allclose(np.load(tmp_path / "s.npy"), h[pairs].prod(1).sum(1), atol=1e-5)
+    assert scores in [line.get("scores") for line in _log(tmp_path / "again")]
+    expected = torch.tensor(h[pairs].prod(1).sum(1))
+    if not own:
+        scorer = checkpoint.load_model(tmp_path / "l.pt").scorer
+        with torch.no_grad():
+            shared = known.of_pairs(torch.tensor(pairs))
+            expected = scorer(*torch.tensor(h[pairs]).unbind(1), shared)
+    assert np.allclose(np.load(tmp_path / "s.npy"), expected, atol=1e-5)
     # all edges carry messages
     assert _code(again, f"--edge-split none --predict {tmp_path}/all.npy") == 0
     every = np.load(tmp_path / "all.npy")
@@ -610,7 +668,7 @@ def test_nothing_is_without_negatives_but_what_has_an_edge_to_every_node(monkeyp
         counts = rng.integers(1, 5, 1 + seed % 3).tolist()
         nodes = sum(counts)
         ends = torch.from_numpy(rng.integers(0, nodes, (2, int(rng.integers(0, 4 * nodes)))))
-        edges = link.Edges(*link.from_edge_index(ends, nodes))
+        edges = link.Edges(*from_edge_index(ends, nodes))
         pairs = torch.from_numpy(rng.integers(0, nodes, (40, 2)))
         there = {*_tuples(ends.T)} | {(u, u) for u in range(nodes)}
         kinds = np.repeat(np.arange(len(counts)), counts)

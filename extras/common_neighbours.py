@@ -1,0 +1,185 @@
+"""What two nodes have in common, as features of a pair: sums over their common neighbours, which tell missing edges better
+than embeddings of the two nodes alone (NCN, arXiv 2302.00890; BUDDY, arXiv 2209.15486).
+
+    common = CommonNeighbours(Edges(indptr, indices))
+    common.of_pairs(pairs)          # float32 [P, len(common.columns)]
+    common.against_all(sources)     # float32 [n, V, ...]: of sources with every node
+
+A common neighbour of u and v is an in-neighbour of both, other than u and v themselves: what is said about a pair does not
+depend on its own edge, nor on the reverse. Each counts once, by a function of its degree d, see `by_degree`. With times it
+counts if both of its edges are seen at the time of the pair, and d is the number of edges that it has then.
+
+A column is log(1 + s) of such a sum s, in units of the weight of a node of typical degree. The last columns are about the
+destination alone: log(1 + n) for n edges into it that are seen and, with times, how recent the last of them is:
+log((T + 1) / (a + 1)) for an age a, where T is the span of all times; 0 without any.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from extras.times import number_before
+from loader import from_edge_index
+from native import kernels
+from sampler import expand
+
+COMMON = "common neighbours", "by 1/sqrt(d)", "Adamic-Adar", "resource allocation"
+POPULARITY = "popularity"
+LAST_USE = "last use"
+CHUNK = 1 << 22  # most edges to look up at a time
+
+
+def by_degree(degree):
+    """Weigh common neighbours of degree int64 [n], at least 1 -> float32 [n, 4], in the order of `COMMON`."""
+    d = degree.clamp(min=1).double()
+    weights = torch.ones_like(d), d.rsqrt(), (d + 1).log().reciprocal(), d.reciprocal()
+    return torch.stack(weights, -1).float()
+
+
+class CommonNeighbours:
+    """Features of pairs from the edges that carry messages.
+
+    Args:
+        edges: `Edges`. times: int64 [M] of its `indices`; None: all edges are seen.
+        strict: edges are seen before the time of a pair; False: also at it.
+
+    Attributes:
+        columns: their names. weights: float32 [D + 1, 4] of neighbours by degree, relative to that of typical degree.
+    """
+
+    def __init__(self, edges, times=None, strict=False):
+        self.edges = edges
+        self.strict = strict
+        self.columns = (*COMMON, POPULARITY, *[LAST_USE][: times is not None])
+        indptr = edges.indptr
+        degree = indptr.diff()
+        typical = degree.clamp(min=1).double().log().mean().exp().round().long()
+        degrees = torch.arange(int(degree.max()) + 1, device=indptr.device)
+        self.weights = by_degree(degrees) / by_degree(typical)
+        self.times = self.ordered = None
+        if times is not None:  # of `sources`, and of each list in ascending order
+            self.times = times if edges.order is None else times[edges.order]
+            of_list = torch.repeat_interleave(degree)
+            order = times.argsort(stable=True)
+            self.ordered = times[order[of_list[order].argsort(stable=True)]]
+            self.span = float(times.max() - times.min()) if len(times) else 0.0
+
+    def of_pairs(self, pairs, times=None):
+        """Compute features of pairs int64 [P, 2], at times int64 [P] or, if None, with all edges -> float32 [P, columns]."""
+        at = self.times is not None and times is not None
+        seen = times if at else None
+        code = kernels.load_links(self.edges.sources.dtype, pairs.device)
+        sums = self._by_kernel(code, pairs, seen) if code else self._summed(pairs, seen)
+        return torch.cat([sums.log1p(), *self._of_destination(pairs[:, 1], times)], 1)
+
+    def _by_kernel(self, code, pairs, times):
+        sums = torch.empty(len(pairs), len(COMMON), device=pairs.device)
+        values = {
+            "pairs": pairs.contiguous(),
+            "P": len(pairs),
+            "indptr": self.edges.indptr,
+            "sources": self.edges.sources,
+            "pair_times": times if times is None else times.contiguous(),
+            "times": None if times is None else self.times,
+            "ordered": None if times is None else self.ordered,
+            "strict": self.strict,
+            "weights": self.weights,
+            "sums": sums,
+        }
+        code.run("common", len(pairs), values)
+        return sums
+
+    def _seen(self, places, times):
+        return self.times[places] < times if self.strict else self.times[places] <= times
+
+    def _degrees(self, nodes, times):
+        """Count the edges into nodes [n] that are seen at times [n], or all -> int64 [n]."""
+        start = self.edges.indptr[nodes]
+        degree = self.edges.indptr[nodes + 1] - start
+        if times is None:
+            return degree
+        return number_before(self.ordered, start, degree, times, self.strict)
+
+    def _summed(self, pairs, times):
+        """Sum over common neighbours with torch operations -> float32 [P, 4]."""
+        edges = self.edges
+        degree = edges.indptr.diff()[pairs]
+        few, many = torch.where(degree[:, :1] <= degree[:, 1:], pairs, pairs.flip(1)).unbind(1)
+        sums = torch.zeros(len(pairs), len(COMMON), device=pairs.device)
+        counts = degree.amin(1)
+        parts = (counts.cumsum(0) // CHUNK).unique_consecutive(return_counts=True)[1].tolist()
+        for rows in torch.arange(len(pairs), device=pairs.device).split(parts):
+            places = expand(edges.indptr[few[rows]], counts[rows])
+            row = rows.repeat_interleave(counts[rows])
+            if times is not None:
+                kept = self._seen(places, times[row])
+                places, row = places[kept], row[kept]
+            nodes = edges.sources[places].long()
+            kept = (nodes != pairs[row].T).all(0)
+            # each neighbour once: the first of equal ones
+            kept[1:] &= (nodes[1:] != nodes[:-1]) | (row[1:] != row[:-1])
+            nodes, row = nodes[kept], row[kept]
+            kept = self._has(nodes, many[row], None if times is None else times[row])
+            nodes, row = nodes[kept], row[kept]
+            weights = self.weights[self._degrees(nodes, None if times is None else times[row])]
+            sums.index_add_(0, row, weights)
+        return sums
+
+    def _has(self, source, destination, times):
+        """Check which edges source -> destination are there, and seen -> bool [n]."""
+        if times is None:
+            return self.edges.has(source, destination)
+        first = self.edges.place(source, destination)
+        counts = self.edges.place(source, destination, strict=False) - first
+        row = torch.repeat_interleave(counts)
+        seen = self._seen(expand(first, counts), times[row])
+        return torch.zeros_like(source, dtype=torch.bool).index_fill_(0, row[seen], True)
+
+    def _of_destination(self, nodes, times):
+        """Compute the columns of destinations [P] -> list of float32 [P, 1]."""
+        seen = times if self.times is not None else None
+        degree = self._degrees(nodes, seen)
+        columns = [degree.float().log1p()]
+        if self.times is not None:
+            last = self.ordered[(self.edges.indptr[nodes] + degree - 1).clamp(min=0)]
+            now = self.ordered.max() if seen is None else seen
+            recent = ((self.span + 1) / ((now - last).clamp(min=0) + 1)).log().clamp(min=0)
+            columns.append(torch.where(degree > 0, recent, 0).float())
+        return [column.unsqueeze(1) for column in columns]
+
+    def against_all(self, sources):
+        """Compute features of sources int64 [n] with every node, with all edges -> float32 [n, V, columns]."""
+        edges = self.edges
+        V = edges.indptr.numel() - 1
+        indptr, destinations = self._reverse()
+        first = edges.indptr[sources]
+        degree = edges.indptr[sources + 1] - first
+        row = torch.repeat_interleave(degree)
+        nodes = edges.sources[expand(first, degree)].long()
+        kept = nodes != sources[row]
+        kept[1:] &= (nodes[1:] != nodes[:-1]) | (row[1:] != row[:-1])
+        nodes, row = nodes[kept], row[kept]
+        counts = indptr.diff()[nodes]
+        others = destinations[expand(indptr[nodes], counts)].long()
+        nodes = nodes.repeat_interleave(counts)
+        row = row.repeat_interleave(counts)
+        kept = others != nodes
+        sums = torch.zeros(len(sources) * V, len(COMMON))
+        sums.index_add_(0, (row * V + others)[kept], self.weights[edges.indptr.diff()][nodes[kept]])
+        sums = sums.view(len(sources), V, -1)
+        sums[torch.arange(len(sources)), sources] = 0
+        rest = torch.cat(self._of_destination(torch.arange(V), None), 1)
+        return torch.cat([sums.log1p_(), rest.expand(len(sources), -1, -1)], 2)
+
+    def _reverse(self):
+        """List the destinations of each node's edges, each once, in CSR form -> (indptr [V + 1], destinations)."""
+        if not hasattr(self, "reverse"):
+            self.reverse = destinations_of(self.edges)
+        return self.reverse
+
+
+def destinations_of(edges):
+    """List the destinations of each node in `Edges`, each once, in CSR form -> (indptr [V + 1], destinations [n])."""
+    destinations = torch.repeat_interleave(edges.indptr.diff())
+    reverse = torch.stack([destinations, edges.sources.long()])
+    first = F.pad((reverse[:, 1:] != reverse[:, :-1]).any(0), (1, 0), value=True)
+    return from_edge_index(reverse[:, first], edges.indptr.numel() - 1)
