@@ -11,10 +11,10 @@ import torch
 
 from disk.files import StoreError, plural
 from extras.graph_store import GraphBatch, GraphDataset
-from extras.regressor import MODELS
+from extras.regressor import MODELS, POOLS
 from features import CudaCopies
 from loader import UNLIMITED, Limits
-from run.kinds import COUNT, fixed
+from run.kinds import COUNT, fixed, one_of
 from sources.splits import say_empty_parts
 from tasks.metrics import (
     binary_cross_entropy,
@@ -23,8 +23,12 @@ from tasks.metrics import (
     mean_of_present,
     metrics_with,
     score,
+    scores_line,
 )
 from tasks.task import Task
+
+ERRORS = "rmse", "mae"  # metrics of targets
+PASSES = 32  # of an epoch, by default
 
 
 def answers_and_sizes(graph):
@@ -47,12 +51,12 @@ class GraphTask(Task):
     models = MODELS
     about_models = f"{' or '.join(MODELS)}, which sees angles (default: {[*MODELS][0]})"
     told_by = "graphs."
-    metrics = tuple(dict.fromkeys(("roc_auc", *metrics_with("of_logits"))))
+    metrics = *dict.fromkeys(("roc_auc", *metrics_with("of_logits"))), *ERRORS
     widths = "node_dim edge_dim target_dim class_dim node_dtype edge_dtype labels".split()
     unused = {
         "has no effect with --task graph: leave it out": "fanout norm residual edge_features input_dropout "
         "checkpoint_activations backend mode cache split_features lookahead",
-        "is not for --task graph": "sampler temporal window early_stop weights class_weights split predict runs",
+        "is not for --task graph": "sampler temporal window class_weights split predict",
     }
 
     def __init__(self, args, path, say=print):
@@ -75,11 +79,15 @@ class GraphTask(Task):
         if drawn := graphs.meta.get("split"):
             say(f"split   {drawn}, by seed 0 when the store was built")
         say_empty_parts(graphs.split, "graphs", say)
-        self.metric = args.metric
-        if self.labels and not self.metric:
-            self.metric = "accuracy" if self.several_classes else "roc_auc"
-        elif self.metric and not self.labels:
-            raise StoreError(f"--metric {self.metric} is of labels, and {path} has targets")
+        kinds = ["targets", "labels"]
+        default = "rmse"
+        if self.labels:
+            default = "accuracy" if self.several_classes else "roc_auc"
+        self.metric = args.metric or default
+        if self.labels == (self.metric in ERRORS):
+            raise StoreError(
+                f"--metric {self.metric} is of {kinds[not self.labels]}, and {path} has {kinds[self.labels]}"
+            )
 
     def _read_answers(self, say):
         """Read all targets or labels of the split; compute mean and std, and leave out graphs without any."""
@@ -156,12 +164,16 @@ class GraphTask(Task):
             edge_dtype=getattr(torch, widths["edge_dtype"]),
             num_layers=args.num_layers,
             dropout=args.dropout,
+            pooling=args.pooling or "mean",
         )
 
-    @staticmethod
-    def defaults(flags):
-        limited = flags.max_nodes or flags.max_edges
-        return {"batch_size": UNLIMITED} if limited else {}
+    def settled(self, flags):
+        size = len(self.store.split["train"]) // PASSES
+        return {
+            "batch_size": flags.batch_size
+            or (UNLIMITED if self.limits else sorted((16, size, 1024))[1]),
+            "pooling": flags.pooling or ("sum" if self.labels else "mean"),
+        }
 
     def attach(self, ranks, args, *_):
         """On a GPU, prepare to copy batches to it."""
@@ -199,6 +211,8 @@ class GraphTask(Task):
             tensor[len(rows) :] = rest
 
     def set_buffers(self, network):
+        if network.pooling == "sum":
+            network.size.fill_(self.sizes[self.store.split["train"], 0].double().mean())
         if not self.labels:
             network.mean.copy_(self.mean)
             network.std.copy_(self.std)
@@ -251,15 +265,32 @@ class GraphTask(Task):
         rows = run.rows(ids, len(self.store), both, accumulate=1)
         columns = self.store.target_dim
         output = rows[ids, :-columns]
-        y = rows[ids, -columns:]
+        return self.scored(output, rows[ids, -columns:])
+
+    def scored(self, output, y):
+        """Compute the metrics of outputs for targets or numbered labels [G, T] -> {name: value}."""
         if not self.labels:
             return errors(output, y, self.mean)
         y = y.long().squeeze(1) if self.several_classes else y
-        value = score(self.metric, output, y)
-        return None if value is None else {self.metric: value}
+        names = dict.fromkeys((self.metric, "roc_auc", "accuracy"))
+        return {name: score(name, output, y) for name in names}
+
+    def num_scored(self):
+        """Return how many validation graphs tell the best epoch: none if they are of one class, for a ROC-AUC."""
+        ids = self.store.split["valid"]
+        if not len(ids):
+            return 0
+        y = self.read(ids).y
+        output = torch.zeros(len(y), self.store.meta["class_dim"] or y.shape[1])
+        return len(ids) * (self.scored(output, y)[self.metric] is not None)
 
     def validate(self, run):
-        return {"valid": self.scores(run, self.store.split["valid"])}, None
+        scores = self.scores(run, self.store.split["valid"])
+        watched = scores and scores[self.metric]
+        return {"valid": scores}, watched if self.labels or not watched else -watched
+
+    def score_text(self, score):
+        return scores_line({self.metric: abs(score)})
 
     def evaluate(self, run, report):
         scored = partial(self.scores, run)
@@ -291,4 +322,9 @@ def flags():
         ),
         max_edges=limit("--task graph: the same of edges; both may be given (default: off)"),
     )
-    return {"accumulate": limits}
+    pooling = fixed(
+        one_of(*POOLS),
+        None,
+        "--task graph: of the nodes of a graph (default: sum for labels, mean for targets)",
+    )
+    return {"accumulate": limits, "dropout": {"pooling": pooling}}

@@ -247,7 +247,11 @@ def settled_flags(flags, graph, weights):
 def parsed_flags(saved):
     """Return what the command-line parser makes of a checkpoint's flags, with those that early ones lack -> Flags."""
     words = []
-    early = {"heads": Conv.heads, "weights": "best" if saved.get("early_stop") else "last"}
+    early = {
+        "heads": Conv.heads,
+        "pooling": "mean",
+        "weights": "best" if saved.get("early_stop") else "last",
+    }
     for name in SAVED:
         flag = FLAGS[name]
         value = {name: flag.default, **early, **saved}[name]

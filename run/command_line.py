@@ -46,7 +46,7 @@ def filled_in(flags):
     values = {
         "fanout": fanout,
         "num_layers": flags.num_layers or len(fanout),
-        "batch_size": flags.batch_size or SEEDS,
+        "batch_size": flags.batch_size or (SEEDS if task.placed else None),
         "norm": flags.norm or conv.norm,
         "heads": flags.heads or conv.heads,
     }

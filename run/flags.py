@@ -276,7 +276,7 @@ CORE = dict(
     batch_size=kept(
         COUNT,
         None,
-        "seeds per process and pass (default: 1,024, or as many as --max-nodes lets in)",
+        "seeds per process and pass (default: 1,024; graphs: a 32nd of those to train on, from 16 to 1,024, or as many as --max-nodes lets in)",
     ),
     accumulate=kept(COUNT, 1, "forward and backward passes per optimizer step"),
     model=fixed(
@@ -345,7 +345,7 @@ CORE = dict(
     metric=fixed(
         one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
         None,
-        "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); labels of graphs: roc_auc, accuracy, f1 (default: roc_auc, or accuracy for more than two classes)",
+        "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); labels of graphs: roc_auc, accuracy, f1 (default: roc_auc, or accuracy for more than two classes), targets: rmse, mae (default: rmse)",
     ),
     early_stop=kept(
         COUNT, None, "after N epochs without a better --metric keep the best weights (default: off)"

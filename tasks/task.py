@@ -90,6 +90,10 @@ class Task:
         """Return {flag: value} that replaces the default of a flag in this task."""
         return {}
 
+    def settled(self, flags):
+        """Return {flag: value} of open flags whose defaults depend on the data of this task."""
+        return {}
+
     def seeds_per_example(self, args):
         """Return how many seed nodes an example has, at most."""
         return 1
