@@ -28,7 +28,7 @@ from tasks.metrics import (
 from tasks.task import Task
 
 ERRORS = "rmse", "mae"  # metrics of targets
-PASSES = 32  # of an epoch, by default
+PASSES = 32  # of an epoch by default, of 16 to 256 graphs
 
 
 def answers_and_sizes(graph):
@@ -51,6 +51,7 @@ class GraphTask(Task):
     models = MODELS
     about_models = f"{' or '.join(MODELS)}, which sees angles (default: {[*MODELS][0]})"
     told_by = "graphs."
+    least_steps = 1000
     metrics = *dict.fromkeys(("roc_auc", *metrics_with("of_logits"))), *ERRORS
     widths = "node_dim edge_dim target_dim class_dim node_dtype edge_dtype labels".split()
     unused = {
@@ -171,7 +172,7 @@ class GraphTask(Task):
         size = len(self.store.split["train"]) // PASSES
         return {
             "batch_size": flags.batch_size
-            or (UNLIMITED if self.limits else sorted((16, size, 1024))[1]),
+            or (UNLIMITED if self.limits else sorted((16, size, 256))[1]),
             "pooling": flags.pooling or ("sum" if self.labels else "mean"),
         }
 

@@ -276,7 +276,7 @@ CORE = dict(
     batch_size=kept(
         COUNT,
         None,
-        "seeds per process and pass (default: 1,024; graphs: a 32nd of those to train on, from 16 to 1,024, or as many as --max-nodes lets in)",
+        "seeds per process and pass (default: 1,024; graphs: a 32nd of those to train on, from 16 to 256, or as many as --max-nodes lets in)",
     ),
     accumulate=kept(COUNT, 1, "forward and backward passes per optimizer step"),
     model=fixed(
@@ -341,7 +341,9 @@ CORE = dict(
         "none",
         "balanced: rare classes weigh as much in the loss as frequent ones",
     ),
-    epochs=kept(COUNT, None, "default: at least 10, and at least 200 optimizer steps"),
+    epochs=kept(
+        COUNT, None, "default: at least 10, and at least 200 optimizer steps, 1,000 for graphs"
+    ),
     metric=fixed(
         one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
         None,

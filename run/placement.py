@@ -35,7 +35,6 @@ from sampler import DamagedGraph, NeighborSampler
 from store import BACKENDS
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
-LEAST_STEPS = 200  # optimizer steps of the default --epochs, at least: small graphs need many
 
 
 class Used(NamedTuple):
@@ -87,7 +86,7 @@ def settle(ranks, flags, task):
         "metric": task.metric,
         "total_batch": loader.total_batch,
         "steps": steps,
-        "epochs": flags.epochs or max(10, -(-LEAST_STEPS // steps)),
+        "epochs": flags.epochs or max(10, -(-task.least_steps // steps)),
         "weights": kept_weights(flags, task),
     }
     if flags.weight_decay is None:

@@ -26,6 +26,7 @@ class Task:
             flags without effect in this task, separated by spaces}.
         weights: default of --weights if there is a validation part. prior: precision of a Gaussian prior of the
             weights; weight decay is prior / T for T training examples.
+        least_steps: optimizer steps of the default --epochs, at least.
         widths: keys of the data's meta.json that the network is built from.
         classes_agree: the default of --residual may depend on how often neighbours share a class.
         placed: --mode places graph and features; else the task reads batches, see extras/graphs.py, and has `obstacle`,
@@ -62,6 +63,7 @@ class Task:
     unused = {}
     weights = "last"
     prior = 0.0
+    least_steps = 200
     classes_agree = False
     placed = True
     are_links = False
