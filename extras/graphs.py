@@ -51,7 +51,7 @@ class GraphTask(Task):
     models = MODELS
     about_models = f"{' or '.join(MODELS)}, which sees angles (default: {[*MODELS][0]})"
     told_by = "graphs."
-    least_steps = 1000
+    least_steps = 2000
     metrics = *dict.fromkeys(("roc_auc", *metrics_with("of_logits"))), *ERRORS
     widths = "node_dim edge_dim target_dim class_dim node_dtype edge_dtype labels".split()
     unused = {
@@ -173,7 +173,8 @@ class GraphTask(Task):
         return {
             "batch_size": flags.batch_size
             or (UNLIMITED if self.limits else sorted((16, size, 256))[1]),
-            "pooling": flags.pooling or ("sum" if self.labels else "mean"),
+            "pooling": flags.pooling
+            or ("sum" if self.labels or not self.store.vector_dim else "mean"),
         }
 
     def attach(self, ranks, args, *_):
@@ -326,6 +327,6 @@ def flags():
     pooling = fixed(
         one_of(*POOLS),
         None,
-        "--task graph: of the nodes of a graph (default: sum for labels, mean for targets)",
+        "--task graph: of the nodes of a graph (default: sum; mean for targets if edges have vectors, as of crystals)",
     )
     return {"accumulate": limits, "dropout": {"pooling": pooling}}

@@ -342,7 +342,7 @@ CORE = dict(
         "balanced: rare classes weigh as much in the loss as frequent ones",
     ),
     epochs=kept(
-        COUNT, None, "default: at least 10, and at least 200 optimizer steps, 1,000 for graphs"
+        COUNT, None, "default: at least 10, and at least 200 optimizer steps, 2,000 for graphs"
     ),
     metric=fixed(
         one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
