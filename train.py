@@ -187,7 +187,7 @@ class Training:
             self.save(epoch + 1, 0)
             if plan.allocator == "tuned" and not ranks.gpus:
                 level = trim_memory(level)
-        ranks.say(self.written and kept_line(plan, self.run.task))
+        ranks.say(self.written and kept_line(plan))
         return 0
 
     def epoch(self, epoch, first):

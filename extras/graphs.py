@@ -57,7 +57,7 @@ class GraphTask(Task):
     unused = {
         "has no effect with --task graph: leave it out": "fanout norm residual edge_features input_dropout "
         "checkpoint_activations backend mode cache split_features lookahead",
-        "is not for --task graph": "sampler temporal window class_weights split predict",
+        "is not for --task graph": "sampler temporal window class_weights split",
     }
 
     def __init__(self, args, path, say=print):
@@ -298,7 +298,23 @@ class GraphTask(Task):
         scored = partial(self.scores, run)
         exact = report.scores({part: scored(ids) for part, ids in self.store.split.items()})
         report.others(self, scored)
+        if run.plan.predict:
+            self.predict(run, report)
         return exact
+
+    def predict(self, run, report):
+        """Write --predict: predictions for all graphs of the store, also those without labels."""
+        what = run.plan.predict_what if self.labels else "logits"
+        self.several = self.classes is None
+        ids = torch.arange(len(self.store))
+        of = lambda batch: run.model(batch.blocks[0])  # noqa: E731
+        outputs = run.rows(ids, len(ids), of, accumulate=1)
+        if (
+            self.classes is not None and outputs.shape[1] == 1
+        ):  # the logit of the second of two classes
+            outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)
+        table = {"graph": ids.numpy(), **self.columns(what, outputs)}
+        report.write(lambda: self.predicted(what, outputs), iter([table]))
 
     def lines(self, args, split, parameters):
         yield f"graphs  {self.store.path}: {len(self.store):,} graphs; {split}"

@@ -449,7 +449,7 @@ CORE = dict(
     predict=free(
         text("FILE"),
         None,
-        "exact predictions for every node: .npy, or .csv, .parquet with names; with --resume FILE it trains only with --epochs or --checkpoint",
+        "exact predictions for every node or small graph: .npy, or .csv, .parquet with names; with --resume FILE it trains only with --epochs or --checkpoint",
         needs=[one_run, table_library],
         endings=(".npy", ".csv", ".parquet"),
     ),

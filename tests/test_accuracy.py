@@ -401,9 +401,16 @@ def test_graph_task_learns_labels_as_classes(metric, said, labels, tmp_path, cap
     np.savez(tmp_path / "b.npz", **made, labels=y)
     metric, _, more = metric.partition(" ")
     words = f"--task graph --dataset {tmp_path}/b.npz --hidden 8 --epochs 1 --num-layers 1 {more}"
-    log, _ = _run_here(tmp_path, words, "--batch-size 32 --gpus 0")
+    predict = f"--predict {tmp_path}/p.csv"
+    log, _ = _run_here(tmp_path, words, "--batch-size 32 --gpus 0", predict)
     printed = capsys.readouterr().out
     assert f"labels  {said}" in printed and "nan" not in printed
+    table = pytest.importorskip("pyarrow.csv").read_csv(tmp_path / "p.csv").to_pydict()
+    assert table.pop("graph") == [*range(80)]
+    if np.ndim(y) == 1:
+        assert {*table["class"]} <= {*y[y == y], 1} and min(table["score"]) > 0.1
+    else:
+        assert [*table] == ["0", "1"] and {*table["0"]} <= {0, 1}
     one_class = np.ndim(y) == 1 and not y.any() or "each 0 or 1\n" in said
     scores = log[-1]["scores"]["test"]
     assert [*scores] == [*dict.fromkeys((metric, "roc_auc", "accuracy"))]
@@ -695,10 +702,16 @@ def test_graph_task_learns_angles(tmp_path, capsys):
             torch.save(state, tmp_path / "here.pt")
         _, half = _run_here(tmp_path, words, f"--epochs {epochs} --resume {tmp_path}/here.pt")
         torch.testing.assert_close(one, half, rtol=0, atol=0)
+        assert _code(f"--resume {tmp_path}/here.pt --predict {tmp_path}/p.npy") == 0
+        error = np.load(tmp_path / "p.npy")[:, 0] - arrays["targets"]
+        parts = [
+            (log[-1]["scores"][part]["rmse"], n)
+            for part, n in (("train", 96), ("valid", 12), ("test", 12))
+        ]
+        assert np.square(error).sum() == pytest.approx(sum(n * e**2 for e, n in parts), rel=1e-3)
         if name == "alignn":
             for more, said in (
                 (f"--resume {tmp_path}/here.pt --model edge-gated", "--model alignn"),
-                (f"--resume {tmp_path}/here.pt --predict p.csv", "p.csv is not for --task graph"),
                 (
                     f"--model alignn --dataset {tmp_path}/flat.npz",
                     "alignn takes edge_vector [E, 3]",
