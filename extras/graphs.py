@@ -71,9 +71,6 @@ class GraphTask(Task):
         if not graphs.split["train"].numel():
             raise StoreError(f"{path} has no training graphs; build it with a split")
         self.labels = graphs.labels
-        self.classes = None
-        if graphs.classes:
-            self.classes = torch.tensor(graphs.classes, dtype=torch.float64)
         self.several_classes = bool(graphs.meta["class_dim"])
         self._read_answers(say)
         self.limits = self._limits(args)
@@ -148,11 +145,12 @@ class GraphTask(Task):
         """Number stored labels [G, T] as the loss takes them: classes from 0, with -1 for a missing label. Targets stay."""
         if not self.labels:
             return y
-        if self.classes is None:
+        if not self.store.classes:
             return y.masked_fill(y.isnan(), -1)
         values = y.double()
-        number = torch.searchsorted(self.classes, values).clamp(max=len(self.classes) - 1)
-        return number.where(self.classes[number] == values, -1)
+        classes = torch.tensor(self.store.classes, dtype=torch.float64)
+        number = torch.searchsorted(classes, values).clamp(max=len(classes) - 1)
+        return number.where(classes[number] == values, -1)
 
     @staticmethod
     def network(args, widths, custom=None):
@@ -305,13 +303,11 @@ class GraphTask(Task):
     def predict(self, run, report):
         """Write --predict: predictions for all graphs of the store, also those without labels."""
         what = run.plan.predict_what if self.labels else "logits"
-        self.several = self.classes is None
+        self.several = not self.store.classes
         ids = torch.arange(len(self.store))
         of = lambda batch: run.model(batch.blocks[0])  # noqa: E731
         outputs = run.rows(ids, len(ids), of, accumulate=1)
-        if (
-            self.classes is not None and outputs.shape[1] == 1
-        ):  # the logit of the second of two classes
+        if self.store.classes and outputs.shape[1] == 1:  # the logit of the second of two classes
             outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)
         table = {"graph": ids.numpy(), **self.columns(what, outputs)}
         report.write(lambda: self.predicted(what, outputs), iter([table]))

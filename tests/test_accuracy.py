@@ -730,13 +730,23 @@ def test_graph_task_counts_by_default(tmp_path, capsys):
         atom_feat=np.ones((n.sum(), 1), np.uint8), bond_feat=np.ones((n.sum(), 1), np.uint8)
     )
     bonds = dict(bond_offsets=offsets, bond_index_local=np.concatenate(ends, 1))
-    np.savez(tmp_path / "c.npz", **same, **bonds, node_offsets=offsets, labels=n > 6)
+    arrays = dict(**same, **bonds, node_offsets=offsets)
+    np.savez(tmp_path / "c.npz", **arrays, labels=n > 6)
     words = f"--task graph --dataset {tmp_path}/c.npz --hidden 8 --num-layers 1 --dropout 0"
     words += f" --root {tmp_path} --gpus 0 --lr 0.01"
-    assert _code(words, "--weights best --epochs 20 --early-stop 5") == 0
+    kept = f"--weights best --epochs 20 --early-stop 5 --checkpoint {tmp_path}/c.pt"
+    assert _code(words, kept) == 0
     printed = capsys.readouterr().out
     assert "of 4 steps, each of 16 graphs" in printed and "best    weights of epoch" in printed
     assert "result  test   ROC-AUC 1.0000  accuracy " in printed
+    for label, code in ((1, 0), (2, 2)):  # the classes are those of the checkpoint
+        np.savez(tmp_path / f"{label}.npz", **arrays, labels=np.maximum(1, label * (n > 6)))
+        words_there = f"--dataset {tmp_path}/{label}.npz --predict {tmp_path}/p.npy --gpus 0"
+        words_there += " --predict-what scores"
+        assert _code(f"--resume {tmp_path}/c.pt --root {tmp_path}", words_there) == code
+    assert "has 2 classes: 1, 2; the checkpoint lacks 2" in capsys.readouterr().err
+    _, second = np.load(tmp_path / "p.npy").T
+    assert second[n > 6].mean() > second[n <= 6].mean()
     _molecules(tmp_path / "c.npz")
     assert _code(words, "--early-stop 1 --metric mae --epochs 2 --runs 2") == 0
     printed = capsys.readouterr().out
