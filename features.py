@@ -35,18 +35,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-# names of other files that are found here, too
-ELSEWHERE = {
-    "CachedFeatures": "cache",
-    "expected_visits": "cache",
-    "SplitFeatures": "extras.split",
-    "UnevenFeatures": "extras.split",
-}
+# names that are found here, too, and where they are
+ELSEWHERE = dict.fromkeys(("CachedFeatures", "expected_visits"), "cache")
 
 
 def __getattr__(name):
     if name in ELSEWHERE:
         return getattr(import_module(ELSEWHERE[name]), name)
+    if name in ("SplitFeatures", "UnevenFeatures"):
+        from extras import extra
+
+        return getattr(extra(".split", name), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -200,22 +200,18 @@ class NeighborSampler:
     Args:
         indptr: int64 [V+1], indices: int32 or int64 [M]: the graph, on one device; below 2^31 edges a node.
         fanouts: neighbours sampled per node, from the seeds outward (15,10,5: 15 for each seed, 10 for each of those,
-            then 5); -1 takes all. DGL lists them in the opposite order. With edge types a number applies to each
-            type, and a list has one number per type: [[10, 3], [5, 0]].
+            then 5; DGL lists them in the opposite order); -1 takes all.
         replace: draw with replacement. method: "uniform", or "labor", "weighted" or "latest", see extras/.
         seed: any int; the same seed and step give the same blocks.
-        edge_ids: also return the position of each edge in `indices`, not its number in edges that a person gave: see
+        edge_ids: also return the position of each edge in `indices`; for its number in edges that a person gave see
             `from_edge_index` of loader.py and `GraphStore.given_edges`.
         backend: "native" (C on CPU, CUDA on GPU, compiled at first use), "torch" (any device), "dgl" (DGL's operators
             and random numbers), or "auto": native where available, else torch; the attribute says which.
         check: validate the graph once, here; without, `sample` raises DamagedGraph when it reads a bad offset or id.
         threads: of one `sample` call of the C backend; default torch.get_num_threads(), at most 4.
-        options: weights, edge_times, strict, window, edge_type, by_type, type_numbers, num_types, disjoint,
-            layer_dependency, batch_dependency: see `OPTIONS` of extras/, whose files explain them.
+        options: those of `OPTIONS` of extras/, such as weights, edge_times and edge_type: `law` of each file explains them.
 
-    Raises:
-        ValueError, TypeError: for invalid arguments; the message names the value and what is accepted.
-        ImportError: for an option whose file of extras/ is missing.
+    Raises ValueError, TypeError for invalid arguments; ImportError for an option whose file of extras/ is missing.
     """
 
     def __init__(
@@ -298,11 +294,10 @@ class NeighborSampler:
             relabel_outer: False leaves global ids in blocks[0].indices, for a model that aggregates the first layer
                 straight from the feature table; blocks[0].src_nodes then has only the destinations.
 
-        Returns a Block for each fanout; blocks[0] is the outermost hop, blocks[-1] has the seeds as destinations, and
-        blocks[i].src_nodes starts with blocks[i+1].src_nodes; new sources are numbered by first appearance.
-
-        Raises TypeError, IndexError, ValueError: seeds, times or edges of a wrong dtype, out of range, missing or unexpected;
-        repeated seeds. DamagedGraph, a subclass of IndexError: not on a GPU by backend "torch".
+        Returns a Block for each fanout, blocks[0] of the outermost hop; blocks[i].src_nodes starts with
+        blocks[i+1].src_nodes, and new sources are numbered by first appearance.
+        Raises TypeError, IndexError, ValueError: seeds, times or edges of a wrong dtype, out of range, missing, unexpected or
+        repeated. DamagedGraph, a subclass of IndexError: not on a GPU by backend "torch".
         """
         check_ids("seeds", seeds, "node ids")
         law = self.spec
@@ -313,8 +308,7 @@ class NeighborSampler:
             times = extra(".times").times_of(law, seeds, times)
         if exclude is not None:  # the CUDA kernels' backend takes ids in any order
             exclude = extra(".exclude").edge_set(exclude, law.indices, ordered=not on_gpu)
-        if on_gpu:
-            # ids are checked and keys computed on the GPU
+        if on_gpu:  # ids are checked and keys computed there
             work = (seeds, step, relabel_outer, exclude, times)
         else:
             check_range("seeds", seeds, law.num_nodes, "node")

@@ -10,12 +10,10 @@ blocks of rows (backend "lmdb"). It appears only when it is complete; all proces
     python store.py build edges.csv.gz PATH --features x.csv.gz --labels y.csv --symmetrize
     python store.py info PATH       # sizes, degrees, options, source
     python store.py verify PATH     # every checksum
-    python store.py split PATH 4    # into parts for four machines, each with a quarter of the features
 
 V nodes and M edges of the graph, F feature width, C classes. The graph is CSC over in-edges: the sources of the edges into
 v are indices[indptr[v]:indptr[v+1]]; disk/columns.py lists the other arrays. To copy this file, also take disk/, extras/ and
-native/; they need torch, numpy and tqdm (lmdb for backend "lmdb"). The command line is
-sources/cli.py: for it copy sources/ and features.py, too.
+native/; they need torch, numpy and tqdm (lmdb for backend "lmdb"). For the command line copy sources/ and features.py, too.
 
 meta.json has a checksum of itself and a SHA-256 of every file that never changes; blocks of rows in LMDB have CRCs, the
 only check of that file after the first `put_rows`. `open` checks sizes and headers and is safe on any bytes; `verify`
@@ -24,14 +22,11 @@ its file's header. Files of a store in use may be renamed or removed, but not tr
 mapped file kills the process (SIGBUS).
 """
 
-import json
 import math
 import runpy
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # before the slow imports; does not return
     folder = Path(__file__).absolute().parent
@@ -42,13 +37,13 @@ if __name__ == "__main__":  # before the slow imports; does not return
         sys.exit(2)
     runpy.run_module("sources.cli", run_name="__main__")
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from disk import checks, columns, convert, files, lmdb_rows, sort
+from disk import build, checks, columns, convert, files, lmdb_rows, sort
+from disk.build import BACKENDS, FORMAT
 from disk.columns import refuse_unknown
-from disk.convert import refuse, within
+from disk.convert import within
 from disk.files import StoreError, free_host_bytes, reading
 from disk.lmdb_rows import LmdbFeatures
 from disk.reader import RowReader, library
@@ -61,9 +56,6 @@ def __getattr__(name):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-FORMAT = "ringblock-graph"
-OPTIONS = ("symmetrize", "drop_self_loops", "drop_duplicates")
-BACKENDS = {"mmap": "features.npy", "lmdb": "features.lmdb"}
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
 KEPT = 1 / 2  # use buffered reads if the page cache has room for this share of the table
 
@@ -141,185 +133,13 @@ def build_store(
             "node_types is for a graph that is given by type: give "
             "edge_index as {(source type, name, destination type): [2, M]}"
         )
-    graph = _checked(given)
-    with files.complete_or_not_there(Path(path), _bytes_needed(graph)) as building:
-        _write_store(building, graph, progress)
+    graph = build.checked(given)
+    with files.complete_or_not_there(Path(path), build.bytes_needed(graph)) as building:
+        build.write_store(building, graph, progress)
         GraphStore.open(building)
     for line in checks.doubts(GraphStore.open(path), given.num_classes is None):
         print(f"{Path(path).name}: {line}")
     return Path(path)
-
-
-class _Checked(NamedTuple):
-    """A graph that can be written as a store."""
-
-    edges: checks.GivenEdges
-    features: Any  # as `convert.array_like` returns them
-    arrays: dict  # labels, the parts of the split and the columns, by name
-    node_names: Any  # V names, or None
-    meta: dict  # entries of meta.json that are known before the edges are sorted
-    ordered: bool  # whether the order in which edges were given is kept
-
-
-def _checked(given) -> _Checked:
-    """Check the arguments of `build_store` for one graph; features and edges, in chunks, only as they are written."""
-    if given.backend not in BACKENDS:
-        options = ", ".join(BACKENDS)
-        raise StoreError(f"backend {given.backend!r} is unknown: choose one of {options}")
-    features = convert.array_like("features", given.features)
-    rows, width, dtype = checks.check_features(features, given.feature_dtype)
-    num_nodes = rows
-    if given.node_types is not None:
-        num_nodes = sum(nodes for nodes, _ in given.node_types.values())
-    labels, num_classes = checks.check_labels(given.labels, num_nodes, given.num_classes)
-    labelled = given.labels is not None
-    split = {} if given.split is None else given.split
-    drawn = isinstance(split, dict) and not split and labelled and labels.ndim == 1
-    if drawn:
-        split = checks.drawn_per_class(labels, np.random.default_rng(0))
-    node_names = given.node_names
-    if node_names is not None:
-        node_names = [*node_names]
-        columns.check_node_names(node_names, num_nodes)
-    split = checks.check_splits(split, labels, node_names)
-    edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
-    carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
-    names = (
-        convert.column_names(given.features) if given.feature_names is None else given.feature_names
-    )
-    if names is not None:
-        entries["feature_names"] = columns.check_names("feature_names", names, width)
-    if given.always is not None:
-        carried[columns.EDGE_TIME.name][given.always] = columns.ALWAYS
-    if given.node_types is not None:
-        entries["node_types"] = [[name, *of] for name, of in given.node_types.items()]
-    if drawn:
-        entries["split"] = checks.DRAWN
-    meta = {
-        "format": FORMAT,
-        "format_version": files.VERSION,
-        "num_nodes": num_nodes,
-        "num_edges": edges.num_edges,
-        "num_classes": num_classes,
-        "feature_dim": width,
-        "feature_dtype": dtype,
-        "backend": given.backend,
-        "block_rows": _block_rows(given.block_rows, width * files.storage_dtype(dtype).itemsize),
-        "options": {name: bool(getattr(given, name)) for name in OPTIONS},
-        "source": json.loads(json.dumps(given.source)),
-        "labelled": labelled,
-        **entries,
-    }
-    arrays = {"labels": labels, **split, **carried}
-    ordered = given.columns.get(columns.EDGE_ORDER.name) is True
-    return _Checked(edges, features, arrays, node_names, meta, ordered)
-
-
-def _block_rows(asked, row_bytes) -> int:
-    """Return how many rows of features an LMDB value holds: as `asked`, or with None as many as four pages hold."""
-    rows = max(1, ((1 << 14) - 64) // row_bytes) if asked is None else int(asked)
-    if not 1 <= rows * row_bytes < 1 << 31:
-        raise StoreError(f"block_rows is {rows}: 1 or more, of less than 2 GiB, are needed")
-    return rows
-
-
-def _bytes_needed(graph) -> int:
-    """Estimate the size of a store before it is written: its nodes and features, and its edges unless some may be dropped."""
-    meta = graph.meta
-    row_bytes = meta["feature_dim"] * files.storage_dtype(meta["feature_dtype"]).itemsize
-    rows = graph.features
-    if isinstance(rows, convert.Rows) and checks.become_codes(rows, meta["feature_dtype"]):
-        row_bytes *= 5  # with the float32 rows, which are written to a file first
-    need = meta["num_nodes"] * 16 + rows.shape[0] * row_bytes
-    options = meta["options"]
-    if options["drop_self_loops"] or options["drop_duplicates"]:
-        return need
-    return need + (meta["num_edges"] * 4 << options["symmetrize"])
-
-
-def _write_store(path, graph, progress):
-    """Write every file of a store, meta.json last."""
-    records = _write_graph(path, graph, progress)
-    names = ["indptr", "indices", *graph.arrays.keys() & {columns.EDGE_TYPE.name}]
-    arrays = [np.load(path / f"{name}.npy", mmap_mode="r") for name in names]
-    node_types = graph.meta.get("node_types", [["", graph.meta["num_nodes"], 0]])
-    counted = checks.count_edges(*arrays, node_types=node_types)
-    counts = {"num_edges": len(arrays[1]), "edges": counted}
-    if graph.node_names is not None:
-        records[columns.NAMES] = columns.write_names(path, graph.node_names)
-    records |= _write_features(path, graph, progress)
-    files.write_meta(path, graph.meta | counts, records)
-
-
-def _write_graph(path, graph, progress) -> dict:
-    """Write all but the features and the names of nodes, edges and their columns in the order of neighbour lists."""
-    edges, options = graph.edges, graph.meta["options"]
-    indptr = edges.indptr
-    types = graph.arrays.get(columns.EDGE_TYPE.name)
-    times = graph.arrays.get(columns.EDGE_TIME.name)
-    # edges without times get those of their sources
-    of_sources = graph.arrays.get(columns.NODE_TIME.name) if times is None else None
-    sorts = [types, times, of_sources]
-    as_given = edges.edge_index is None and not any(options.values())
-    by = None
-    if as_given and all(keys is None for keys in sorts):
-        chunks = sort.checked_indices(edges.indices, edges.num_nodes, progress)
-    elif isinstance(edges.indices, convert.Rows):
-        raise StoreError(
-            "indices given as Rows is stored as it is: there are no graph options, types and times"
-        )
-    else:
-        if graph.arrays.keys() & columns.OF_EDGES or of_sources is not None or graph.ordered:
-            by = sort.SortBy(tempfile.TemporaryFile(dir=path), *sorts)
-        indptr = np.zeros(edges.num_nodes + 1, np.int64)
-        chunks = sort.sorted_sources(edges, indptr, options, path, by=by, progress=progress)
-    dtype = "int32" if edges.num_nodes < 1 << 31 else "int64"
-    file = path / "indices.npy"
-    most = edges.num_edges << options["symmetrize"]
-    records = {file.name: files.write_npy(file, dtype, [most], chunks)}
-    written = np.load(file, mmap_mode="r")
-    order = None
-    if by:
-        by.order.flush()
-        order = np.memmap(by.order, np.int64, "r") if len(written) else np.empty(0, np.int64)
-    records |= columns.write_arrays(path, {"indptr": indptr, **graph.arrays}, order)
-    if of_sources is not None:
-        records |= columns.write_arrays(path, {columns.EDGE_TIME.name: of_sources}, written)
-    if graph.ordered:
-        numbers = np.arange(len(written)) if order is None else order
-        records |= columns.write_arrays(path, {columns.EDGE_ORDER.name: numbers})
-    return records
-
-
-def _write_features(path, graph, progress) -> dict:
-    """Write the features -> {name of the file: its record}."""
-    meta = graph.meta
-    file = path / BACKENDS[meta["backend"]]
-    shape = [graph.features.shape[0], meta["feature_dim"]]
-    kept_as = meta["feature_dtype"]
-    types = meta.get("node_types", [])
-    features = graph.features
-    encode = None
-    if checks.become_codes(features, kept_as):
-        encoder = extra(".int8", "int8").encoder
-        features, scale, encode = encoder(features, types, path, progress)
-        meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
-    rounded = convert.RoundedRows(*shape, types)
-    rows = checks.feature_rows(features, kept_as, encode=encode, rounded=rounded, progress=progress)
-    record = write_rows(file, meta, shape, rows)
-    if loss := rounded.loss(meta.get("feature_names")):
-        meta |= {"rounded": f"features kept as {kept_as}: {loss}"}
-        print(meta["rounded"])
-    return {file.name: {**record, "largest": rounded.largest}}
-
-
-def write_rows(file, meta, shape, chunks) -> dict:
-    """Write chunks of feature rows as they are stored -> the file's record."""
-    dtype = files.storage_dtype(meta["feature_dtype"])
-    if meta["backend"] == "lmdb":
-        return lmdb_rows.write_blocks(file, dtype, shape, chunks, meta["block_rows"])
-    # the first row starts at a disk block
-    return files.write_npy(file, dtype, shape, chunks, head=4096)
 
 
 class GraphStore:
@@ -332,8 +152,7 @@ class GraphStore:
         class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` sets it. If the
             graph was built without a split: drawn by seed 0, or empty, see `build_store`.
-        features: `MmapFeatures` or `LmdbFeatures`, or `CodedFeatures` [extras/int8.py] of one of them, with .shape, .dtype, [ids]
-            and .gather(ids, out=None).
+        features: `MmapFeatures`, `LmdbFeatures` or `CodedFeatures`, with .shape, .dtype, [ids] and .gather(ids, out=None).
         feature_names: list of the names of their columns, or None; `take_columns` puts the columns into another order.
         sampled_indices, sampling_threads: arguments of a sampler: indices and None; if indices exceed half of the free
             memory, a map of them without read-ahead and SAMPLERS threads.
@@ -346,8 +165,8 @@ class GraphStore:
         num_nodes, num_edges, num_classes, feature_dim: V, M, C, F. edge_dim: D, 0 without edge_features.
         has_features: False where no type of nodes has any; F is then 1, the width of a table of one 0.
         kept_as: what float features are rounded to, one of KEPT_AS; "" if they are not.
-        part: (m, N) of a store made by `split`, whose features are `PartFeatures`; else None. whole: {file of which
-            it has a part: SHA-256 of the file in the store that was split}.
+        part: (m, N) of a part of a store, see extras/parts.py, else None. whole: {file of which it has a part: SHA-256 of
+            the file in the whole store}.
         large: whether the features, of a part those of all parts, exceed the free memory.
         labelled: False where no node has a label. path: the directory. meta: the contents of meta.json.
     """
@@ -403,18 +222,17 @@ class GraphStore:
         self.large = rows * self.feature_dim * dtype.itemsize > free
         self.part = None
         self.whole = dict(meta.get("whole", {}))
-        held = 0, rows
+        shape = rows, self.feature_dim
         if "part" in meta:
             parts = extra(".parts", "a part of a store")
             self.part = tuple(meta["part"])
-            held = parts.part_bounds(rows, *self.part)
-        self._rows = self._open_rows((held[1] - held[0], self.feature_dim), dtype, free)
-        self.features = self._rows
-        if self.part:
-            shape = rows, self.feature_dim
-            self.features = parts.PartFeatures(self._rows, held[0], shape, self.path)
+            first, stop = parts.part_bounds(rows, *self.part)
+            self._rows = self._open_rows((stop - first, self.feature_dim), dtype, free)
+            self.features = parts.PartFeatures(self._rows, first, shape, self.path)
+        else:
+            self.features = self._rows = self._open_rows(shape, dtype, free)
         if "feature_scale" in meta:
-            codes = extra(".int8", "a store of codes")
+            codes = extra(".int8", "a store of codes of 8 bits")
             self.features = codes.coded_features(self.features, meta, self.path)
         kept = meta["feature_dtype"]
         rounded = kept in convert.KEPT_AS and self.features.dtype.is_floating_point
@@ -553,18 +371,7 @@ class GraphStore:
                 f"{self.path}: columns {', '.join(names)} are asked for, it has {have}"
             )
         order = torch.tensor([self.feature_names.index(name) for name in names])
-        self.features, self.feature_names = ReorderedFeatures(self.features, order), names
-
-    def loss_as(self, dtype) -> str:
-        """Describe the columns of the features that have few different values as `dtype`, see `convert.RoundedRows`; "" if
-        there are none. Rows of a part of a store are not looked at."""
-        features = self.features
-        if self.part or features.dtype in (dtype, torch.uint8):
-            return ""
-        sample = convert.RoundedRows(*features.shape, self.meta.get("node_types", []))
-        rows = features.gather(sample.ids)
-        sample.add(0, rows, rows.to(dtype))
-        return sample.loss(self.feature_names)
+        self.features, self.feature_names = convert.ReorderedFeatures(self.features, order), names
 
     def take_features(self, features):
         """Read other features of the same graph."""
@@ -593,16 +400,8 @@ class GraphStore:
         """Raise StoreError unless all ids in a split, by default `split`, are nodes that have a label below C; for use
         before training."""
         split = self.split if split is None else split
-        checks.check_stored(self.path, split, self.labels.numpy())
         end = self.num_classes if self.labels.dim() == 1 else 2
-        for name, ids in split.items():
-            labels = self.labels[ids]
-            refuse(
-                labels >= end,
-                f"{self.path}: of split {name!r} labels",
-                labels,
-                f"labels lie in [0, {end}); rebuild the store",
-            )
+        checks.check_stored(self.path, split, self.labels.numpy(), end=end)
 
     def verify(self):
         """Raise StoreError for the first block of features in LMDB whose checksum does not match."""
@@ -690,20 +489,6 @@ class MmapFeatures(StoredFeatures):
         return torch.index_select(self._table, 0, ids, out=out)
 
 
-class ReorderedFeatures(convert.RowsByIndex):
-    """Feature rows whose columns are read in another order. features: those of a `GraphStore`; order: int64 [F],
-    the column of `features` that each column is."""
-
-    def __init__(self, features, order):
-        self._features = features
-        self._order = order
-        self.shape = features.shape
-        self.dtype = features.dtype
-
-    def read(self, ids, out):
-        return torch.index_select(self._features.gather(ids), 1, self._order, out=out)
-
-
 def verify(path) -> list[str]:
     """Compare a whole store with its checksums -> list of problems; see `lmdb_rows.verify_directory`."""
     return lmdb_rows.verify_directory(path, FORMAT, lambda path: GraphStore.open(path).verify())
@@ -712,22 +497,5 @@ def verify(path) -> list[str]:
 def info(path) -> str:
     """Return the sizes, degrees, options and source of a store, one per line."""
     graph = GraphStore.open(path)
-    degrees = np.diff(graph.indptr.numpy())
-    width = graph.feature_dim if graph.has_features else 0
-    kept_as = graph.meta["feature_dtype"]
-    kept_as += ", codes of float32" * ("feature_scale" in graph.meta)
-    features = f"{width} x {kept_as}, backend {graph.meta['backend']}"
-    if graph.part:
-        features += f"; {extra('.parts').described_part(graph)}"
-    classes = f"{graph.num_classes}{' labels, several a node' * (graph.labels.dim() == 2)}"
-    lines = {
-        "nodes": f"{graph.num_nodes:,}",
-        "types": columns.described_types(graph.node_types) or "one",
-        "edges": f"{graph.num_edges:,}",
-        "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
-        "features": features,
-        "columns": columns.described(graph),
-        "classes": classes if graph.labelled else "no labels",
-        "options": ", ".join(graph.options) or "none",
-    }
-    return files.info_lines(lines, graph)
+    part = extra(".parts").described_part(graph) if graph.part else None
+    return files.info_lines(columns.summary(graph, part), graph)

@@ -47,8 +47,8 @@ from disk import files
 from disk.files import StoreError
 from extras import graph_store
 from extras.graph_store import GraphDataset, block_diagonal, build_graphs
+from extras.split import machines_by_part
 from run.checkpoint import check_same, digests
-from run.placement import machines_by_part
 from sources import arrays, cli
 from sources.prepare import build
 from store import GraphStore

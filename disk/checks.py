@@ -298,14 +298,19 @@ def drawn_graphs(count, random):
     return dict(train=np.sort(train), valid=np.sort(valid), test=np.sort(test))
 
 
-def check_stored(path, split, labels, item="node"):
-    """Raise StoreError unless the split {part: tensor of ids} of the store at `path` is valid; one without ids is."""
+def check_stored(path, split, labels, item="node", end=1):
+    """Raise StoreError unless the split {part: tensor of ids} of the store at `path` is valid, and the labels of its nodes
+    lie below `end`; a split without ids is valid."""
     if not any(map(len, split.values())):
         return
     try:
         check_split({name: ids.numpy() for name, ids in split.items()}, labels, item)
     except StoreError as error:
         raise StoreError(f"{path}: {error}: it is damaged; rebuild the store") from error
+    for name, ids in split.items():
+        of_part = labels[ids]
+        why = f"labels lie in [0, {end}); rebuild the store"
+        refuse(of_part >= end, f"{path}: of split {name!r} labels", of_part, why)
 
 
 def count_edges(indptr, indices, types=None, node_types=()):

@@ -438,3 +438,25 @@ def described(graph) -> str:
     columns = sorted(COLUMNS.values(), key=lambda column: column.timed)
     carried = [c for c in columns if getattr(graph, c.name) is not None]
     return ", ".join(column.describe(graph) for column in carried) or "none"
+
+
+def summary(graph, part=None) -> dict:
+    """Describe an open graph -> {what: words}. part: words for the part of a store that it is."""
+    degrees = np.diff(graph.indptr.numpy())
+    width = graph.feature_dim if graph.has_features else 0
+    kept_as = graph.meta["feature_dtype"]
+    kept_as += ", codes of float32" * ("feature_scale" in graph.meta)
+    features = f"{width} x {kept_as}, backend {graph.meta['backend']}"
+    if part:
+        features += f"; {part}"
+    classes = f"{graph.num_classes}{' labels, several a node' * (graph.labels.dim() == 2)}"
+    return {
+        "nodes": f"{graph.num_nodes:,}",
+        "types": described_types(graph.node_types) or "one",
+        "edges": f"{graph.num_edges:,}",
+        "in-degree": f"min {degrees.min()}, mean {degrees.mean():.2f}, max {degrees.max():,}",
+        "features": features,
+        "columns": described(graph),
+        "classes": classes if graph.labelled else "no labels",
+        "options": ", ".join(graph.options) or "none",
+    }

@@ -2,7 +2,7 @@
 
 For sampler.py a file has a `RULE`, a `law(law, check, **options)` that adds to a `Law` what options of NeighborSampler ask
 for, or both. For a run it has a `use(flags, task, store)`, which returns entries of `Used` of run/placement.py; a `TASK`; layers;
-and `flags()`: {flag of the core: {name: flag declared as in run/kinds.py}}, which --help lists behind that one."""
+and `flags(kinds)`: {flag of the core: {name: flag declared as in run/kinds.py}}, which --help lists behind that one."""
 
 import importlib
 
@@ -31,8 +31,11 @@ TASKS = dict(link=".links", graph=".graphs")
 LAYERS = dict(rgcn=".relational", rgat=".relational")
 MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
 STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
-# files with flags
-FLAGS = {file: file for file in (".links", ".graphs", ".relational", ".step_graphs", ".pictures")}
+# files with flags; of two behind the same flag, the later is listed first
+FLAGS = {
+    f: f
+    for f in ".times .labor .links .graphs .relational .step_graphs .lookahead .pictures".split()
+}
 
 
 class MissingExtra(ImportError):
@@ -66,7 +69,7 @@ def present(table):
     return {name: extra(file) for name, file in table.items() if not lacking(table, name)}
 
 
-def used(flags, task, store):
+def uses(flags, task, store):
     """Return what `use` of each module returns whose file is there; MissingExtra for a column of a module that is not."""
     for column, name in COLUMNS.items():
         if getattr(store, column, None) is not None:

@@ -8,9 +8,7 @@ import torch
 
 from sampler import mix, signed
 
-from . import extra
-
-Pairs = extra(".times", "disjoint").Pairs
+from .times import Pairs
 
 
 class OfSeeds(Pairs):

@@ -14,7 +14,6 @@ from extras.graph_store import GraphBatch, GraphDataset
 from extras.regressor import MODELS, POOLS
 from features import CudaCopies
 from loader import UNLIMITED, Limits
-from run.kinds import COUNT, fixed, one_of
 from sources.splits import say_empty_parts
 from tasks.metrics import (
     binary_cross_entropy,
@@ -327,17 +326,17 @@ class GraphTask(Task):
 TASK = GraphTask
 
 
-def flags():
+def flags(kinds):
     """Declare the flags of --task graph."""
-    limit = partial(fixed, COUNT, None)
+    limit = partial(kinds.fixed, kinds.COUNT, None)
     limits = dict(
         max_nodes=limit(
             "--task graph: as many graphs a pass as have N nodes at most (default: off)"
         ),
         max_edges=limit("--task graph: the same of edges; both may be given (default: off)"),
     )
-    pooling = fixed(
-        one_of(*POOLS),
+    pooling = kinds.fixed(
+        kinds.one_of(*POOLS),
         None,
         "--task graph: of the nodes of a graph (default: sum; mean for targets if edges have vectors, as of crystals)",
     )

@@ -38,6 +38,32 @@ def use(flags, task, store):
     return {"drawn": options} if flags.sampler == RULE.name else {}
 
 
+def with_labor(flags):
+    """Refuse a flag of LABOR for other rules."""
+    if flags.sampler != RULE.name:
+        return f"is for --sampler {RULE.name}, --sampler is {flags.sampler}"
+
+
+def flags(kinds):
+    """Declare the flags of LABOR."""
+    return {
+        "sampler": dict(
+            layer_dependency=kinds.fixed(
+                kinds.SWITCH,
+                False,
+                "labor: same random draws in all hops, for fewer input rows per batch",
+                needs=[with_labor],
+            ),
+            batch_dependency=kinds.fixed(
+                kinds.COUNT,
+                1,
+                "labor: same random draws for N steps in a row, so that rows are reused",
+                needs=[with_labor],
+            ),
+        )
+    }
+
+
 def law(law, check, layer_dependency=False, batch_dependency=1):
     """Reuse a node's random draw in all hops (layer_dependency): fewer distinct sources in a batch; or for this many
     consecutive steps (batch_dependency), as GraphBolt does: fewer new sources."""

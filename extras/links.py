@@ -39,7 +39,6 @@ from extras.edge_split import (
 )
 from loader import from_edge_index
 from native import kernels
-from run.kinds import COUNT, SWITCH, fixed, free, of_data, one_of, parsed_by, prediction, text
 from sampler import expand, mix, random_bits
 from sources.splits import say_empty_parts
 from tasks.metrics import METRICS, metrics_with, ranking
@@ -541,7 +540,7 @@ class LinkTask(Task):
             store,
             args.edge_split,
             args.seed,
-            timed=args.temporal != "off",
+            timed=getattr(args, "temporal", "off") != "off",
             edge_type=edge_type,
             say=say,
         )
@@ -688,31 +687,41 @@ class LinkTask(Task):
 TASK = LinkTask
 
 
-def flags():
+def flags(kinds):
     """Declare the flags of --task link."""
-    links = dict(
-        edge_split=of_data(
-            parsed_by(split_type, "A/B/C"),
-            "85/5/10",
-            "percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]",
-            group="links",
-        ),
-        edge_type=of_data(
-            text("TYPE"), None, "predict edges of a type, as user,buys,item (default: all)"
-        ),
-        scorer=fixed(one_of("dot", "distmult", "mlp"), "dot", "how two embeddings are scored"),
-        negatives=fixed(COUNT, 1, "negatives per training edge, none of them an edge"),
-        negatives_by=fixed(
-            one_of("uniform", "degree"), "uniform", "degree: in proportion to degree^0.75"
-        ),
-        unchecked_negatives=fixed(SWITCH, False, "negatives may be edges"),
-        link_loss=fixed(
-            one_of("bce", "softmax"),
-            "bce",
-            "bce: each pair alone; softmax: edge against its negatives",
-        ),
-        pairs=free(
-            text("FILE"), None, "node ids [n, 2], .npy or a table, to score", needs=[prediction]
-        ),
-    )
-    return {"input_dropout": links}
+    return {
+        "input_dropout": dict(
+            edge_split=kinds.of_data(
+                kinds.parsed_by(split_type, "A/B/C"),
+                "85/5/10",
+                "percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]",
+                group="links",
+            ),
+            edge_type=kinds.of_data(
+                kinds.text("TYPE"),
+                None,
+                "predict edges of a type, as user,buys,item (default: all)",
+            ),
+            scorer=kinds.fixed(
+                kinds.one_of("dot", "distmult", "mlp"), "dot", "how two embeddings are scored"
+            ),
+            negatives=kinds.fixed(
+                kinds.COUNT, 1, "negatives per training edge, none of them an edge"
+            ),
+            negatives_by=kinds.fixed(
+                kinds.one_of("uniform", "degree"), "uniform", "degree: in proportion to degree^0.75"
+            ),
+            unchecked_negatives=kinds.fixed(kinds.SWITCH, False, "negatives may be edges"),
+            link_loss=kinds.fixed(
+                kinds.one_of("bce", "softmax"),
+                "bce",
+                "bce: each pair alone; softmax: edge against its negatives",
+            ),
+            pairs=kinds.free(
+                kinds.text("FILE"),
+                None,
+                "node ids [n, 2], .npy or a table, to score",
+                needs=[kinds.prediction],
+            ),
+        )
+    }

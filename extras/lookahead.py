@@ -230,3 +230,16 @@ class LookaheadCache(CachedFeatures):
 
     def _read(self, ids, misses, out, missing):
         self.reader.read(ids[misses], out, misses)
+
+
+def flags(kinds):
+    """Declare the flag of the cache that looks ahead."""
+    return {
+        "split_features": dict(
+            lookahead=kinds.free(
+                kinds.COUNT_OR_0,
+                None,
+                "CPU: keep the pages used soonest in the next N batches (default: two uses of each)",
+            )
+        )
+    }

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from disk import convert, files
+from disk.build import BACKENDS, write_rows
 from disk.files import StoreError
-from store import BACKENDS, GraphStore, StoredFeatures, verify, write_rows
+from store import GraphStore, StoredFeatures, verify
 
 
 class PartFeatures(StoredFeatures):

@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 from disk.files import plural, write_whole
-from run.kinds import free, library, one_run, text, training
 
 DRAWN = 8  # training steps in a timeline
 
@@ -102,13 +101,24 @@ def curve(report, task, best):
     draw_curve(epochs, flags.curve, title, task.metric, kept)
 
 
-def flags():
+def flags(kinds):
     """Declare the flags of pictures."""
-    both = dict(needs=[one_run, training, library("matplotlib")], endings=(".png",))
-    pictures = dict(
-        curve=free(text("FILE.png"), None, "draw loss, validation score and learning rate", **both),
-        timeline=free(
-            text("FILE.png"), None, "draw the stages of the second epoch's first steps", **both
-        ),
+    both = dict(
+        needs=[kinds.one_run, kinds.training, kinds.library("matplotlib")], endings=(".png",)
     )
-    return {"tensorboard": pictures}
+    return {
+        "tensorboard": dict(
+            curve=kinds.free(
+                kinds.text("FILE.png"),
+                None,
+                "draw loss, validation score and learning rate",
+                **both,
+            ),
+            timeline=kinds.free(
+                kinds.text("FILE.png"),
+                None,
+                "draw the stages of the second epoch's first steps",
+                **both,
+            ),
+        )
+    }

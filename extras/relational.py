@@ -456,16 +456,15 @@ class _Rows(torch.autograd.Function):
         return None, None
 
 
-def flags():
+def flags(kinds):
     """Declare the flags of layers by type."""
-    from run.kinds import COUNT_OR_0, fixed, layer_with, layers_taking
-
-    layers = dict(
-        bases=fixed(
-            COUNT_OR_0,
-            0,
-            f"{', '.join(layers_taking('bases'))}: mix the matrix of each type from N bases (default: 0, off)",
-            needs=[layer_with("bases")],
+    return {
+        "heads": dict(
+            bases=kinds.fixed(
+                kinds.COUNT_OR_0,
+                0,
+                f"{', '.join(kinds.layers_taking('bases'))}: mix the matrix of each type from N bases (default: 0, off)",
+                needs=[kinds.layer_with("bases")],
+            )
         )
-    )
-    return {"heads": layers}
+    }

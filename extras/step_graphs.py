@@ -38,7 +38,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from features import Batch, stored
 from native import kernels, sampler_gpu
 from run.finite import LossSum
-from run.kinds import alike, gpu_for, one_of
 from run.own_model import conv_of, is_own, load
 from run.plan import averages_in_place, counted
 from sampler import Block
@@ -680,14 +679,15 @@ class StepGraphs:
             self._finish()
 
 
-def flags():
+def flags(kinds):
     """Declare the flag of CUDA graphs."""
-    graphs = dict(
-        cuda_graph=alike(
-            one_of("auto", "on", "off"),
-            "auto",
-            "run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible",
-            needs=[gpu_for("cuda_graph", "on")],
+    return {
+        "sample_threads": dict(
+            cuda_graph=kinds.alike(
+                kinds.one_of("auto", "on", "off"),
+                "auto",
+                "run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible",
+                needs=[kinds.gpu_for("cuda_graph", "on")],
+            )
         )
-    )
-    return {"sample_threads": graphs}
+    }

@@ -208,3 +208,28 @@ def degrees_at(sampler):
         return count(block.src_nodes, block.src_times).unsqueeze(1).expand(-1, 2)
 
     return at_times
+
+
+def edge_times(flags):
+    """Refuse a flag of times if edges of any time are seen."""
+    if flags.temporal == "off":
+        return "is of times, --temporal is off"
+
+
+def flags(kinds):
+    """Declare the flags of times."""
+    return {
+        "sampler": dict(
+            temporal=kinds.of_data(
+                kinds.one_of("auto", "at", "before", "off"),
+                "auto",
+                "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
+            ),
+            window=kinds.fixed(
+                kinds.TIME,
+                None,
+                "seeds see only edges of the last N (dates: microseconds; default: all)",
+                needs=[edge_times],
+            ),
+        )
+    }

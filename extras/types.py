@@ -131,7 +131,8 @@ def hops(fanout, names):
 
 
 def law(law, check, *, edge_type=None, by_type=True, type_numbers=None, num_types=0):
-    """edge_type: uint8 or uint16 [M] below 2^15, ascending in each neighbour list. by_type: False samples as if the edges
+    """edge_type: uint8 or uint16 [M] below 2^15, ascending in each neighbour list. A fanout then is a number for each type, or
+    a list with one number per type: [[10, 3], [5, 0]]. by_type: False samples as if the edges
     had no types; not with edge_times. type_numbers: int64 [T], what blocks have in place of each type. num_types: how many
     there are, if more than in edge_type, or known: unless `check`, this is then not read."""
     fanouts = law.fanouts

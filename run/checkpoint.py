@@ -463,7 +463,7 @@ def numbers_of_types(ranks, task, plan, graph, path):
     for name, here in names_of(store).items():
         was = graph[name]
         noun = name.replace("_", " ")
-        if not (f"num_{name}" in compared or name == "edge_types" and is_own(plan.model)):
+        if not (f"num_{name}" in compared or name == "edge_types" and plan.conv is None):
             continue
         if not (here and was):
             if (here or was) and store.labelled:

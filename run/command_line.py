@@ -54,7 +54,7 @@ def filled_in(flags):
     if flags.residual is None and not by_graph:
         values["residual"] = conv.residual == "yes"
     for name, value in task.defaults(flags).items():
-        if getattr(flags, name) == FLAGS[name].default:
+        if name in FLAGS and getattr(flags, name) == FLAGS[name].default:
             values[name] = value
     if flags.gpus is None:
         single = flags.procs == 1 and flags.mode != "cpu-cpu"

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from disk.convert import RoundedRows
 from disk.files import StoreError
 
 LOOK = 16  # optimizer steps between checks of the loss on a GPU
@@ -53,5 +54,11 @@ def check_features(ranks, task, dtype):
         ranks.say(f"data    {largest}: scale each column if the loss does not fall")
     if rounded := store.meta.get("rounded"):
         ranks.say(f"data    {rounded}")
-    if task.placed and (loss := store.loss_as(dtype)):
+    # a part of a store has no rows of the others
+    if not task.placed or store.part or store.features.dtype in (dtype, torch.uint8):
+        return
+    sample = RoundedRows(*store.features.shape, store.meta.get("node_types", []))
+    rows = store.features.gather(sample.ids)
+    sample.add(0, rows, rows.to(dtype))
+    if loss := sample.loss(store.feature_names):
         ranks.say(f"data    features are trained on as {str(dtype)[6:]}: {loss}")

@@ -20,6 +20,7 @@ from disk.files import RANK_BYTES, free_host_bytes
 from disk.terminal import Parser
 from features import MODES
 from model import CONVS, NORMS, Conv, layers_where
+from run import kinds
 from run.kinds import (
     COUNT,
     COUNT_OR_0,
@@ -33,7 +34,6 @@ from run.kinds import (
     SEED,
     SIZE,
     SWITCH,
-    TIME,
     alike,
     built,
     fixed,
@@ -101,19 +101,6 @@ def layer_with_or_without_edges(flags):
     if flags.layer.edge_features == unable:
         able = [name for name, conv in CONVS.items() if conv.edge_features != unable]
         return f"is for --model {', '.join(able)}, --model is {flags.model}"
-
-
-def edge_times(flags):
-    """Refuse a flag of times if edges of any time are seen."""
-    if flags.temporal == "off":
-        return "is of times, --temporal is off"
-
-
-def shared_draws(flags):
-    """Refuse a flag of draws by source for rules that draw by destination."""
-    if not SAMPLERS[flags.sampler].by_source:
-        able = " or ".join(name for name, rule in SAMPLERS.items() if rule.by_source)
-        return f"is for --sampler {able}, --sampler is {flags.sampler}"
 
 
 def no_early_stop(flags):
@@ -250,29 +237,6 @@ CORE = dict(
         [*SAMPLERS][0],
         "; ".join(f"{name}: {rule.help}" for name, rule in SAMPLERS.items() if rule.help),
     ),
-    layer_dependency=fixed(
-        SWITCH,
-        False,
-        "labor: same random draws in all hops, for fewer input rows per batch",
-        needs=[shared_draws],
-    ),
-    batch_dependency=fixed(
-        COUNT,
-        1,
-        "labor: same random draws for N steps in a row, so that rows are reused",
-        needs=[shared_draws],
-    ),
-    temporal=of_data(
-        one_of("auto", "at", "before", "off"),
-        "auto",
-        "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
-    ),
-    window=fixed(
-        TIME,
-        None,
-        "seeds see only edges of the last N (dates: microseconds; default: all)",
-        needs=[edge_times],
-    ),
     batch_size=kept(
         COUNT,
         None,
@@ -396,16 +360,12 @@ CORE = dict(
         "feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)",
         needs=[features_off_gpu],
     ),
+    # not beside extras/split.py: the memory plan and the loader ask for it
     split_features=alike(
         SWITCH,
         False,
         "split feature rows over the GPUs (cuda-cuda) or machines (cpu-cuda, cpu-cpu)",
         needs=[several_gpus_or_machines],
-    ),
-    lookahead=free(
-        COUNT_OR_0,
-        None,
-        "CPU: keep the pages used soonest in the next N batches (default: two uses of each)",
     ),
     prefetch=free(
         COUNT_OR_0, None, "batches prepared ahead; 0: none (default: --sample-threads + 1)"
@@ -491,10 +451,10 @@ CORE = dict(
 
 
 def with_extras(flags):
-    """Put the flags of extras among those of the core, each behind the one that their `flags()` names."""
+    """Put the flags of extras among those of the core, each behind the one that their `flags` names."""
     names = [*flags]
     for module in extras.present(extras.FLAGS).values():
-        for before, more in module.flags().items():
+        for before, more in module.flags(kinds).items():
             place = names.index(before) + 1
             names[place:place] = more
             flags = flags | more
@@ -545,7 +505,7 @@ def unused(task):
     idle = {name: why for why, names in task.unused.items() for name in names.split()}
     for other, module in extras.present(extras.TASKS).items():
         if other != task.name:
-            for flags in module.flags().values():
+            for flags in module.flags(kinds).values():
                 idle |= dict.fromkeys(flags, f"is for --task {other}, --task is {task.name}")
     return idle
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from cache import CachedFeatures, expected_visits
 from disk.files import StoreError, free_host_bytes, readable_size
-from extras import STEPS, extra, present
-from extras import used as used_by_extras
+from extras import STEPS, MissingExtra, extra, present, uses
 from features import MODES, FeatureRing, ask, place, share, stored
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
@@ -43,9 +42,7 @@ class Used(NamedTuple):
     drawn: dict = {}  # options of NeighborSampler by which neighbours are drawn
     seen: dict = {}  # those by which edges are seen, also where all neighbours are taken
     edges: Tensor | None = None  # [M, D] features of edges, an input of layers
-    times: Tensor | None = (
-        None  # int64 [V] of nodes as seeds; None also where examples have their own
-    )
+    times: Tensor | None = None  # int64 [V] of nodes as seeds; examples may have others
     flags: dict = {}  # values of flags that were open
     lines: tuple = ()  # to print
 
@@ -57,7 +54,7 @@ def used_of(flags, task):
     """Ask the extras which columns of the data of a task a run uses, and how -> Used. StoreError for flags that need a column
     the store lacks, or a model that cannot use one."""
     used = Used()
-    for part in used_by_extras(flags, task, task.store):
+    for part in uses(flags, task, task.store):
         joined = {n: {**getattr(used, n), **part.get(n, {})} for n in ("drawn", "seen", "flags")}
         lines = [*used.lines, *part.get("lines", ())]
         used = used._replace(**{**part, **joined, "lines": lines})
@@ -369,7 +366,7 @@ def cached(ranks, plan, task, used, features):
             ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
         if budget:
             lookahead = looking_ahead(ranks)
-    if plan.lookahead is not None and not lookahead:
+    if getattr(plan, "lookahead", None) is not None and not lookahead:
         raise StoreError(
             f"--lookahead {plan.lookahead} needs a --cache in front of memory-mapped features, with columns "
             "in the checkpoint's order, in mode cpu-cpu and without --split-features"
@@ -406,7 +403,7 @@ def looking_ahead(ranks):
     """Return the module of the cache that looks ahead; None after a line that says so if its file is not there."""
     try:
         return extra(".lookahead", "looking ahead")
-    except ImportError as error:
+    except MissingExtra as error:
         ranks.say(f"memory  rows are cached, pages are left to the kernel: {error}")
         return None
 

@@ -38,7 +38,7 @@ LIMITS = {
     "entries in the root": 24,
     "floors of imports": 10,
     "modules in a circle": 0,
-    "arrows": 241,
+    "arrows": 246,
     "arrows from the core to extras": 0,
     "private names read from outside": 0,
     "fmt: skip": 0,
@@ -114,8 +114,8 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "labor|LABOR|by_source|one_draw|(batch|layer)_dependency|key_step|keep_shared|shared_draws|dependent",
     ),
     "cut: times": (
-        "extras/times.py native/rules/times.h",
-        "edge_time|node_time|src_times|timed\\b(?!\\()|latest|LATEST|seen_at|seeds_at|number_before|cut_\\w*by_|only_nodes_timed|[^.]strict\\b|[.>]window|window=|temporal|times_used|unused_times|degrees_at|[a-z_]\\w*=times|times is",
+        "extras/times.py extras/time_units.py native/rules/times.h",
+        "edge_time|node_time|src_times|timed\\b(?!\\()|latest|LATEST|seen_at|seeds_at|cut_\\w*by_|only_nodes_timed|[^.]strict\\b|[.>]window|window=|temporal|times_used|unused_times|degrees_at|[a-z_]\\w*=times|times is",
     ),
     "cut: exclude": (
         "extras/exclude.py native/rules/exclude.h",
@@ -134,7 +134,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "LinkTask|[nN]egatives|scorer|edge_split|are_links|OF_LINKS|load_links",
     ),
     "small graphs": (
-        "extras/graphs.py extras/regressor.py extras/graph_store.py extras/graph_tables.py extras/molecules.py native/line_graph.c",
+        "extras/graphs.py extras/regressor.py extras/graph_store.py extras/molecules.py native/line_graph.c",
         "GraphTask|GraphDataset|graph_ids|max_nodes|max_edges|uses_vectors|ReadSlot|alignn|ALIGNN|line_graph|molecules|graph_tables|load_batch|Limits",
     ),
     "edge features": (
@@ -142,11 +142,11 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "edge_feature|EDGE_FEATURES|edge_dim|edge_linear|edge_mean|edge_sum|edge_matrix|takes_edges|sees_edges|features_used|check_edges|[gG]ine\\b|GINE",
     ),
     "8-bit codes": (
-        "extras/codes.py",
+        "extras/int8.py",
         "int8|CodedFeatures|codes_of|coded|feature_scale|CODES|gather_codes|encode|decode",
     ),
     "split features": (
-        "extras/peers.py extras/split_features.py",
+        "extras/peers.py extras/split.py extras/parts.py",
         "split_features|(Split|Uneven|Part)Features|part_bounds|over_gpus|over_machines|machines_by_part|Exchange|described_part|fits_split|_write_part",
     ),
     "look-ahead cache": (
@@ -165,7 +165,10 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "run/plan.py",
         "choose_mode|placements|memory_lines|check_memory|memory_options|dry_run|weight_bytes|largest_batch|advice",
     ),
-    "tables": ("extras/tables.py", "pyarrow|[.]csv|[.]parquet|table_library|rows_of_nodes"),
+    "tables": (
+        "extras/tables.py extras/graph_tables.py",
+        "pyarrow|[.]csv|[.]parquet|table_library|rows_of_nodes",
+    ),
     "DGL and PyG": ("extras/dgl.py", "dgl|DGL|to_pyg|torch_geometric|PyG"),
     "pictures, traces": (
         "extras/pictures.py",
@@ -591,17 +594,21 @@ DELETED = {  # an extra: its files, all for "", as FILE the first; what is then 
     "labor": ("labor", "train('--sampler labor')", COPY),
     "exclude": ("exclude", "train('--task link')", COPY),
     "disjoint": ("disjoint", "NeighborSampler(*graph, [2], disjoint=True)", COPY),
-    "links": ("links", "train('--task link')", COPY),
-    "splits of edges": ("edge_split", "train('--task link')", COPY),
-    "small graphs": ("graphs", "train('--task graph', **small)", COPY),
-    "their stores": ("graph_store", "train('--task graph', **small)", COPY),
-    "molecules": ("molecules", "train('--task graph', **small)", COPY),
-    "their networks": ("regressor", "train('--task graph --model edge-gated', **small)", COPY),
-    "tables": ("tables", "tables()", COPY),
-    "tables of graphs": ("graph_tables", "tables()", COPY),
+    "links": ("links edge_split", "train('--task link')", COPY),
+    "small graphs": (
+        "graphs graph_store molecules regressor",
+        "train('--task graph', **small)",
+        COPY,
+    ),
+    "tables": ("tables graph_tables", "tables()", COPY),
     "CUDA graphs": ("step_graphs", "train('--cuda-graph off')", "--cuda-graph is no flag"),
     "pictures": ("pictures", "train('--curve c.png')", "--curve is no flag"),
-    "links and small graphs": ("links graphs", "train('--task link')", COPY),
+    "8-bit codes": ("int8", "train('--feature-dtype int8')", COPY),
+    "types of nodes": ("typed", "train('--dataset synthetic-mag:scale=0.0005')", COPY),
+    "parts of stores": ("parts", "tables('split')", COPY),
+    "split features": ("split peers", "features.SplitFeatures", COPY),
+    "look-ahead": ("lookahead", "train('--lookahead 2 --cache 1KiB')", "--lookahead is no flag"),
+    "DGL": ("dgl", "sampler.import_dgl()", COPY),
     "all": ("", "train('--task link')", "extras/links.py: copy it"),
 }
 WITHOUT = """
@@ -623,10 +630,11 @@ def train(words="", **columns):
     one = {"edge_index": ends, "features": np.eye(60, 4, dtype="f4"), "labels": np.arange(60) % 2}
     np.savez("g.npz", **columns if "x" in columns else one | columns)
     assert command.main([*tiny, "--dataset", "g.npz", *words.split()]) == 0
-def tables():
+def tables(*more):
     np.savetxt("e.csv", ends.T, "%d", ",")
     np.savetxt("x.csv", np.eye(60, 4), "%g", ",")
     assert cli.main(f"build e.csv s{len(said)} --features x.csv".split()) == 0
+    assert not more or cli.main([*more, f"s{len(said)}", "2"]) == 0
 said = []
 for what in json.loads(sys.argv[1]):
     with contextlib.redirect_stderr(io.StringIO()) as text:
@@ -663,12 +671,10 @@ def test_each_extra_can_be_deleted(name, tmp_path):
     take it."""
     files, refused, word = DELETED[name]
     every = [Path(file).stem for file in _sources() if file.startswith("extras/")]
-    left_out = files.split() or [
-        stem for stem in every if stem not in ("__init__", "lookahead", "peers")
-    ]
+    left_out = files.split() or {*every} - {"__init__"}
     left_out = [f"extras/{stem}.py" for stem in left_out]
     names = [*DELETED]
-    others = [*names, *names][names.index(name) + 1 :][:3]
+    others = [*names, *names][names.index(name) + 1 :][:2]
     asked = [refused, *(DELETED[other][1] for other in others)]
     out = _ran_alone(_copied(tmp_path, left_out), WITHOUT, json.dumps(asked))
     said, *of_others = json.loads(out.splitlines()[-1])

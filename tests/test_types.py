@@ -747,7 +747,7 @@ def test_train_on_links_of_one_type(mag, tmp_path, capsys):
     assert scores in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("file, model", [("timed", "rgcn"), ("typed", "own")])
+@pytest.mark.parametrize("file, model", [("timed", "rgcn"), ("typed", "rgcn"), ("typed", "own")])
 def test_a_checkpoint_knows_its_types_by_name(file, model, pointing, tmp_path, capsys):
     """The same relations in another order predict the same, also where each node sees its past; to train on, or with
     another relation, it is another graph."""
@@ -775,6 +775,17 @@ def test_a_checkpoint_knows_its_types_by_name(file, model, pointing, tmp_path, c
         assert _code(f"{again} --dataset {tmp_path}/{name} {more}") == 2
         is_of = f"whose edge types are a; b; c; d; e; {tmp_path}/{name} has {has}"
         assert f"was trained on a graph {is_of}" in capsys.readouterr().err
+
+
+def test_a_layer_of_a_file_that_sees_no_types_takes_them_in_any_order(pointing, tmp_path):
+    (tmp_path / "own.py").write_text("from model import SAGEConv\nclass Mine(SAGEConv): pass")
+    words = f"--gpus 0 --model {tmp_path}/own.py:Mine"
+    arrays = dict(np.load(pointing / "typed.npz"))
+    for name in ("abcde", "badce"):
+        build_store(tmp_path / name, **arrays, split={"train": np.arange(50)}, edge_types=[*name])
+    _run_here(tmp_path, f"--dataset {tmp_path}/abcde {words} --fanout 3,3 --epochs 1")
+    predict = f"{words} --resume {tmp_path}/here.pt --predict {tmp_path}/p.npy"
+    assert _code(f"{predict} --dataset {tmp_path}/badce") == 0
 
 
 def test_a_synthetic_graph_with_types_is_drawn_alike(tmp_path):
