@@ -338,6 +338,6 @@ def flags(kinds):
     pooling = kinds.fixed(
         kinds.one_of(*POOLS),
         None,
-        "--task graph: of the nodes of a graph (default: sum; mean for targets if edges have vectors, as of crystals)",
+        "--task graph: of nodes (default: sum; mean for targets if edges have vectors)",
     )
     return {"accumulate": limits, "dropout": {"pooling": pooling}}

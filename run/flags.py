@@ -240,7 +240,7 @@ CORE = dict(
     batch_size=kept(
         COUNT,
         None,
-        "seeds per process and pass (default: 1,024; graphs: a 32nd of those to train on, from 16 to 256, or as many as --max-nodes lets in)",
+        "seeds per process and pass (default: 1,024; graphs: 16 to 256, or up to --max-nodes)",
     ),
     accumulate=kept(COUNT, 1, "forward and backward passes per optimizer step"),
     model=fixed(
@@ -311,7 +311,7 @@ CORE = dict(
     metric=fixed(
         one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
         None,
-        "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); labels of graphs: roc_auc, accuracy, f1 (default: roc_auc, or accuracy for more than two classes), targets: rmse, mae (default: rmse)",
+        "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); graphs: roc_auc, accuracy, f1 (default: roc_auc; several classes: accuracy), or of targets rmse, mae",
     ),
     early_stop=kept(
         COUNT, None, "after N epochs without a better --metric keep the best weights (default: off)"
@@ -319,7 +319,7 @@ CORE = dict(
     weights=kept(
         one_of("best", "last"),
         None,
-        "final weights: of the epoch with the best validation --metric, or the last (default: best; last for links and graphs, and without validation nodes)",
+        "final: of the best epoch by validation --metric (default; links, graphs: last)",
         needs=[no_early_stop],
     ),
     seed=fixed(
@@ -403,7 +403,7 @@ CORE = dict(
     resume=free(
         text("FILE"),
         None,
-        "continue from a checkpoint, with its data, sampling, model and optimisation flags; auto: from the file of --checkpoint, if it exists",
+        "continue from a checkpoint, with its flags; auto: that of --checkpoint, if there",
         needs=[one_run],
     ),
     predict=free(
