@@ -187,7 +187,7 @@ class Training:
             self.save(epoch + 1, 0)
             if plan.allocator == "tuned" and not ranks.gpus:
                 level = trim_memory(level)
-        ranks.say(self.written and kept_line(plan, self.run.task))
+        ranks.say(self.written and kept_line(plan))
         return 0
 
     def epoch(self, epoch, first):
@@ -420,9 +420,10 @@ def train_many(ranks, flags, path):
     parts = SPLITS[::-1]
     for name in sorted(columns, key=lambda name: parts.index(name.partition(" ")[0])):
         values = columns[name]
-        spread = "" if std[name] is None else f" +- {100 * std[name]:.2f}"
+        scale, digits, unit = (1, 4, "") if "rmse" in name or "mae" in name else (100, 2, "%")
+        spread = "" if std[name] is None else f" +- {scale * std[name]:.{digits}f}"
         of = f" of {len(values)}" if len(values) < flags.runs else ""
-        line += f"  {name} {100 * mean[name]:.2f}{spread}%{of}"
+        line += f"  {name} {scale * mean[name]:.{digits}f}{spread}{unit}{of}"
     report = Report(ranks, replace(flags, tensorboard=None))
     report.tell(line, {"runs": flags.runs, "mean": mean, "std": std})
     return 0

@@ -228,6 +228,16 @@ class GraphDataset:
     def __reduce__(self):
         return GraphDataset.open, (self.path,), {"split": self.split}  # which may have been changed
 
+    def renumber(self, class_names):
+        """Number the classes as in the data set that a network was trained on; StoreError for one that is not there."""
+        names = set(self.class_names or ())
+        if other := sorted(names.difference(class_names)):
+            raise StoreError(
+                f"{self.path} has {self.kind_of_labels()}; the checkpoint lacks {files.listed(other)}"
+            )
+        self.class_names = class_names
+        self.classes = [*map(int, class_names)]
+
     def kind_of_labels(self):
         """Describe the labels, as '2 classes: -1, 1'."""
         if self.classes is None:

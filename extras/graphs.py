@@ -11,7 +11,7 @@ import torch
 
 from disk.files import StoreError, plural
 from extras.graph_store import GraphBatch, GraphDataset
-from extras.regressor import MODELS
+from extras.regressor import MODELS, POOLS
 from features import CudaCopies
 from loader import UNLIMITED, Limits
 from sources.splits import say_empty_parts
@@ -22,8 +22,12 @@ from tasks.metrics import (
     mean_of_present,
     metrics_with,
     score,
+    scores_line,
 )
 from tasks.task import Task
+
+ERRORS = "rmse", "mae"  # metrics of targets
+PASSES = 32  # of an epoch by default, of 16 to 256 graphs
 
 
 def answers_and_sizes(graph):
@@ -46,12 +50,13 @@ class GraphTask(Task):
     models = MODELS
     about_models = f"{' or '.join(MODELS)}, which sees angles (default: {[*MODELS][0]})"
     told_by = "graphs."
-    metrics = tuple(dict.fromkeys(("roc_auc", *metrics_with("of_logits"))))
+    least_steps = 2000
+    metrics = *dict.fromkeys(("roc_auc", *metrics_with("of_logits"))), *ERRORS
     widths = "node_dim edge_dim target_dim class_dim node_dtype edge_dtype labels".split()
     unused = {
         "has no effect with --task graph: leave it out": "fanout norm residual edge_features input_dropout "
         "checkpoint_activations backend mode cache split_features lookahead",
-        "is not for --task graph": "sampler temporal window early_stop weights class_weights split predict runs",
+        "is not for --task graph": "sampler temporal window class_weights split",
     }
 
     def __init__(self, args, path, say=print):
@@ -65,20 +70,21 @@ class GraphTask(Task):
         if not graphs.split["train"].numel():
             raise StoreError(f"{path} has no training graphs; build it with a split")
         self.labels = graphs.labels
-        self.classes = None
-        if graphs.classes:
-            self.classes = torch.tensor(graphs.classes, dtype=torch.float64)
         self.several_classes = bool(graphs.meta["class_dim"])
         self._read_answers(say)
         self.limits = self._limits(args)
         if drawn := graphs.meta.get("split"):
             say(f"split   {drawn}, by seed 0 when the store was built")
         say_empty_parts(graphs.split, "graphs", say)
-        self.metric = args.metric
-        if self.labels and not self.metric:
-            self.metric = "accuracy" if self.several_classes else "roc_auc"
-        elif self.metric and not self.labels:
-            raise StoreError(f"--metric {self.metric} is of labels, and {path} has targets")
+        kinds = ["targets", "labels"]
+        default = "rmse"
+        if self.labels:
+            default = "accuracy" if self.several_classes else "roc_auc"
+        self.metric = args.metric or default
+        if self.labels == (self.metric in ERRORS):
+            raise StoreError(
+                f"--metric {self.metric} is of {kinds[not self.labels]}, and {path} has {kinds[self.labels]}"
+            )
 
     def _read_answers(self, say):
         """Read all targets or labels of the split; compute mean and std, and leave out graphs without any."""
@@ -138,11 +144,12 @@ class GraphTask(Task):
         """Number stored labels [G, T] as the loss takes them: classes from 0, with -1 for a missing label. Targets stay."""
         if not self.labels:
             return y
-        if self.classes is None:
+        if not self.store.classes:
             return y.masked_fill(y.isnan(), -1)
         values = y.double()
-        number = torch.searchsorted(self.classes, values).clamp(max=len(self.classes) - 1)
-        return number.where(self.classes[number] == values, -1)
+        classes = torch.tensor(self.store.classes, dtype=torch.float64)
+        number = torch.searchsorted(classes, values).clamp(max=len(classes) - 1)
+        return number.where(classes[number] == values, -1)
 
     @staticmethod
     def network(args, widths, custom=None):
@@ -155,12 +162,17 @@ class GraphTask(Task):
             edge_dtype=getattr(torch, widths["edge_dtype"]),
             num_layers=args.num_layers,
             dropout=args.dropout,
+            pooling=args.pooling or "mean",
         )
 
-    @staticmethod
-    def defaults(flags):
-        limited = flags.max_nodes or flags.max_edges
-        return {"batch_size": UNLIMITED} if limited else {}
+    def settled(self, flags):
+        size = len(self.store.split["train"]) // PASSES
+        return {
+            "batch_size": flags.batch_size
+            or (UNLIMITED if self.limits else sorted((16, size, 256))[1]),
+            "pooling": flags.pooling
+            or ("sum" if self.labels or not self.store.vector_dim else "mean"),
+        }
 
     def attach(self, ranks, args, *_):
         """On a GPU, prepare to copy batches to it."""
@@ -198,6 +210,8 @@ class GraphTask(Task):
             tensor[len(rows) :] = rest
 
     def set_buffers(self, network):
+        if network.pooling == "sum":
+            network.size.fill_(self.sizes[self.store.split["train"], 0].double().mean())
         if not self.labels:
             network.mean.copy_(self.mean)
             network.std.copy_(self.std)
@@ -250,21 +264,52 @@ class GraphTask(Task):
         rows = run.rows(ids, len(self.store), both, accumulate=1)
         columns = self.store.target_dim
         output = rows[ids, :-columns]
-        y = rows[ids, -columns:]
+        return self.scored(output, rows[ids, -columns:])
+
+    def scored(self, output, y):
+        """Compute the metrics of outputs for targets or numbered labels [G, T] -> {name: value}."""
         if not self.labels:
             return errors(output, y, self.mean)
         y = y.long().squeeze(1) if self.several_classes else y
-        value = score(self.metric, output, y)
-        return None if value is None else {self.metric: value}
+        names = dict.fromkeys((self.metric, "roc_auc", "accuracy"))
+        return {name: score(name, output, y) for name in names}
+
+    def num_scored(self):
+        """Return how many validation graphs tell the best epoch: none if they are of one class, for a ROC-AUC."""
+        ids = self.store.split["valid"]
+        if not len(ids):
+            return 0
+        y = self.read(ids).y
+        output = torch.zeros(len(y), self.store.meta["class_dim"] or y.shape[1])
+        return len(ids) * (self.scored(output, y)[self.metric] is not None)
 
     def validate(self, run):
-        return {"valid": self.scores(run, self.store.split["valid"])}, None
+        scores = self.scores(run, self.store.split["valid"])
+        watched = scores and scores[self.metric]
+        return {"valid": scores}, watched if self.labels or not watched else -watched
+
+    def score_text(self, score):
+        return scores_line({self.metric: abs(score)})
 
     def evaluate(self, run, report):
         scored = partial(self.scores, run)
         exact = report.scores({part: scored(ids) for part, ids in self.store.split.items()})
         report.others(self, scored)
+        if run.plan.predict:
+            self.predict(run, report)
         return exact
+
+    def predict(self, run, report):
+        """Write --predict: predictions for all graphs of the store, also those without labels."""
+        what = run.plan.predict_what if self.labels else "logits"
+        self.several = not self.store.classes
+        ids = torch.arange(len(self.store))
+        of = lambda batch: run.model(batch.blocks[0])  # noqa: E731
+        outputs = run.rows(ids, len(ids), of, accumulate=1)
+        if self.store.classes and outputs.shape[1] == 1:  # the logit of the second of two classes
+            outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)
+        table = {"graph": ids.numpy(), **self.columns(what, outputs)}
+        report.write(lambda: self.predicted(what, outputs), iter([table]))
 
     def lines(self, args, split, parameters):
         yield f"graphs  {self.store.path}: {len(self.store):,} graphs; {split}"
@@ -284,11 +329,15 @@ TASK = GraphTask
 def flags(kinds):
     """Declare the flags of --task graph."""
     limit = partial(kinds.fixed, kinds.COUNT, None)
-    return {
-        "accumulate": dict(
-            max_nodes=limit(
-                "--task graph: as many graphs a pass as have N nodes at most (default: off)"
-            ),
-            max_edges=limit("--task graph: the same of edges; both may be given (default: off)"),
-        )
-    }
+    limits = dict(
+        max_nodes=limit(
+            "--task graph: as many graphs a pass as have N nodes at most (default: off)"
+        ),
+        max_edges=limit("--task graph: the same of edges; both may be given (default: off)"),
+    )
+    pooling = kinds.fixed(
+        kinds.one_of(*POOLS),
+        None,
+        "--task graph: of nodes (default: sum; mean for targets if edges have vectors)",
+    )
+    return {"accumulate": limits, "dropout": {"pooling": pooling}}

@@ -17,10 +17,12 @@ ANGLES = 40  # radial basis functions of the cosine of an angle, as in ALIGNN
 class EdgeGatedConv(nn.Module):
     """Edge-gated graph convolution with residuals (Bresson, Laurent, arXiv 1711.07553), as ALIGNN uses it. An edge's
     gate is computed from its features and those of its two ends; a node averages its neighbours' messages, each channel
-    weighted by the gates. LayerNorm replaces BatchNorm, so that a graph's output does not depend on its batch."""
+    weighted by the gates, or with `counts` adds them up. LayerNorm replaces BatchNorm, so that a graph's output does not
+    depend on its batch."""
 
-    def __init__(self, width, last):
+    def __init__(self, width, last, counts=False):
         super().__init__()
+        self.counts = counts
         self.nodes = nn.Linear(width, 4 * width)
         self.edges = nn.Linear(width, width)
         self.node_norm = nn.LayerNorm(width)
@@ -31,10 +33,13 @@ class EdgeGatedConv(nn.Module):
         root, message, gate_src, gate_dst = summable(self.nodes(h)).chunk(4, 1)
         gate = self.edges(e) + gate_src.index_select(0, src) + gate_dst.index_select(0, dst)
         weight = gate.sigmoid()
-        both = torch.cat([weight * message.index_select(0, src), weight], 1)  # [E, 2W]
-        sums = both.new_zeros(h.shape[0], both.shape[1]).index_add_(0, dst, both)
-        total, weights = sums.chunk(2, 1)
-        h = h + F.silu(self.node_norm(root + total / (weights + 1e-6)))
+        sent = weight * message.index_select(0, src)
+        if self.counts:
+            mixed = sums(sent, dst, len(h))
+        else:
+            total, weights = sums(torch.cat([sent, weight], 1), dst, len(h)).chunk(2, 1)
+            mixed = total / (weights + 1e-6)
+        h = h + F.silu(self.node_norm(root + mixed))
         if self.edge_norm is not None:
             e = e + F.silu(self.edge_norm(gate))
         return h, e
@@ -59,13 +64,26 @@ def embedding(dim, dtype, width):
     return nn.Sequential(nn.Linear(dim, width), nn.SiLU(), nn.Linear(width, width))
 
 
+def sums(rows, groups, count):
+    """Sum rows [n, ...] by group, int [n] -> [count, ...]."""
+    return rows.new_zeros(count, *rows.shape[1:]).index_add_(0, groups, rows)
+
+
 def means(rows, groups, count):
     """Average rows [n, W] by group, int [n] -> [count, W]; zero for a group without rows."""
-    rows = summable(rows)
-    sums = rows.new_zeros(count, rows.shape[1]).index_add_(0, groups, rows)
-    ones = torch.ones_like(groups)  # bincount waits for a GPU
-    sizes = ones.new_zeros(count).index_add_(0, groups, ones)
-    return sums / sizes.clamp(min=1).unsqueeze(1)
+    sizes = sums(torch.ones_like(groups), groups, count)  # bincount waits for a GPU
+    return sums(summable(rows), groups, count) / sizes.clamp(min=1).unsqueeze(1)
+
+
+def maxima(rows, groups, count):
+    """Take the maximum of rows [n, W] by group, int [n], in each column -> [count, W]; zero for a group without rows."""
+    places = groups.long().unsqueeze(1).expand_as(rows)
+    zeros = rows.new_zeros(count, rows.shape[1])
+    return zeros.scatter_reduce(0, places, rows, "amax", include_self=False)
+
+
+# of --pooling
+POOLS = {"sum": lambda rows, *groups: sums(summable(rows), *groups), "mean": means, "max": maxima}
 
 
 def line_graph(indptr, indices, vectors):
@@ -103,30 +121,48 @@ def line_graph(indptr, indices, vectors):
 
 
 class Regressor(nn.Module):
-    """Edge-gated convolutions, mean pooling over the nodes of each graph, and a two-layer head.
+    """Edge-gated convolutions, pooling over the nodes of each graph, and a two-layer head.
 
     node_dim, edge_dim: F, D; a dtype of uint8 stands for categories, others for numbers. hidden: width W. out_dim: T.
-    dropout: in the head, between its two layers, with a mask as in `GNN`, in which each graph is a row.
-    Buffers mean and std, float [T]: of the targets; the layers predict standardised ones.
+    pooling: of `POOLS`; except with "mean", layers add up messages, too. dropout: in the head, between its two layers, with a mask as in `GNN`, in which each graph is a row.
+    Buffers mean and std, float [T]: of the targets; the layers predict standardised ones. size: nodes of a graph in the mean,
+    by which sums are divided.
     """
 
     name = "edge-gated"
     uses_vectors = False
 
     def __init__(
-        self, node_dim, edge_dim, hidden, out_dim, *, node_dtype, edge_dtype, num_layers, dropout
+        self,
+        node_dim,
+        edge_dim,
+        hidden,
+        out_dim,
+        *,
+        node_dtype,
+        edge_dtype,
+        num_layers,
+        dropout,
+        pooling="mean",
     ):
         super().__init__()
+        self.pooling = pooling
         self.nodes = embedding(node_dim, node_dtype, hidden)
         self.edges = embedding(edge_dim, edge_dtype, hidden)
         last = num_layers - 1
-        self.layers = nn.ModuleList(EdgeGatedConv(hidden, i == last) for i in range(num_layers))
+        counts = pooling != "mean"
+        self.layers = nn.ModuleList(
+            EdgeGatedConv(hidden, i == last, counts) for i in range(num_layers)
+        )
         # the third does nothing: it keeps the name of the last one's weights
         inner = nn.Linear(hidden, hidden)
         self.head = nn.Sequential(inner, nn.SiLU(), nn.Identity(), nn.Linear(hidden, out_dim))
         self.drop = drop_byte(dropout)
         self.register_buffer("mean", torch.zeros(out_dim))
         self.register_buffer("std", torch.ones(out_dim))
+        # not in early checkpoints, which have means
+        if pooling == "sum":
+            self.register_buffer("size", torch.ones(()))
 
     def forward(self, graph, ids=None, key=None):
         """Predict targets [G, T] for a batch of graphs with .indptr, .indices, .graph_ids, .x, .e and .y [G, T].
@@ -139,7 +175,10 @@ class Regressor(nn.Module):
         e = self.edges(e)
         h = self.convolved(graph, dst, h, e)
         inner, activation, _, last = self.head
-        h = activation(inner(means(h, graph.graph_ids, len(graph.y))))
+        h = POOLS[self.pooling](h, graph.graph_ids, len(graph.y))
+        if self.pooling == "sum":
+            h = h / self.size
+        h = activation(inner(h))
         if self.training and self.drop:
             ids = torch.arange(len(h), device=h.device) if ids is None else ids
             seed = layer_seed(drawn_seed() if key is None else key, len(self.layers))
@@ -170,7 +209,9 @@ class ALIGNN(Regressor):
         width = self.head[0].in_features
         last = len(self.layers) - 1
         self.angles = embedding(ANGLES, torch.float32, width)
-        self.lines = nn.ModuleList(EdgeGatedConv(width, i == last) for i in range(last + 1))
+        self.lines = nn.ModuleList(
+            EdgeGatedConv(width, i == last, layer.counts) for i, layer in enumerate(self.layers)
+        )
         self.register_buffer("centres", torch.linspace(-1, 1, ANGLES), persistent=False)
 
     def convolved(self, graph, dst, h, e):

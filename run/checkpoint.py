@@ -247,7 +247,11 @@ def settled_flags(flags, graph, weights):
 def parsed_flags(saved):
     """Return what the command-line parser makes of a checkpoint's flags, with those that early ones lack -> Flags."""
     words = []
-    early = {"heads": Conv.heads, "weights": "best" if saved.get("early_stop") else "last"}
+    early = {
+        "heads": Conv.heads,
+        "pooling": "mean",
+        "weights": "best" if saved.get("early_stop") else "last",
+    }
     for name in SAVED:
         flag = FLAGS[name]
         value = {name: flag.default, **early, **saved}[name]
@@ -375,7 +379,7 @@ def check_graph(ranks, state, path, plan, task):
             )
         files = {f"{name}.npy": "none" for name in COLUMNS} | digests(store)
         was = graph["files"]
-        if task.placed and (graph["classes"] or files.get("labels.npy") != was.get("labels.npy")):
+        if graph["classes"] or task.placed and files.get("labels.npy") != was.get("labels.npy"):
             # predictions are of the checkpoint's classes
             store.renumber(class_names=graph["classes"] and [*map(str, graph["classes"])])
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]

@@ -49,7 +49,7 @@ def filled_in(flags, fresh):
     values = {
         "fanout": fanout,
         "num_layers": flags.num_layers or len(fanout),
-        "batch_size": flags.batch_size or SEEDS,
+        "batch_size": flags.batch_size or (SEEDS if task.placed else None),
         "norm": flags.norm or conv.norm,
         "heads": flags.heads or conv.heads,
     }

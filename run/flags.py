@@ -240,7 +240,7 @@ CORE = dict(
     batch_size=kept(
         COUNT,
         None,
-        "seeds per process and pass (default: 1,024, or as many as --max-nodes lets in)",
+        "seeds per process and pass (default: 1,024; graphs: 16 to 256, or up to --max-nodes)",
     ),
     accumulate=kept(COUNT, 1, "forward and backward passes per optimizer step"),
     model=fixed(
@@ -308,12 +308,12 @@ CORE = dict(
     epochs=kept(
         COUNT,
         None,
-        "default: 10 to 200, as many as make 600 optimizer steps (links and graphs: 200)",
+        "default: 10 to 200, as many as make 600 optimizer steps (links: 200, graphs: 2,000)",
     ),
     metric=fixed(
         one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
         None,
-        "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels per node); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); labels of graphs: roc_auc, accuracy, f1 (default: roc_auc, or accuracy for more than two classes)",
+        "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); graphs: roc_auc, accuracy, f1 (default: roc_auc; several classes: accuracy), or of targets rmse, mae",
     ),
     early_stop=kept(
         COUNT, None, "after N epochs without a better --metric keep the best weights (default: off)"
@@ -321,7 +321,7 @@ CORE = dict(
     weights=kept(
         one_of("best", "last"),
         None,
-        "final weights: of the epoch with the best validation --metric, or the last (default: best; last for links and graphs, and without validation nodes)",
+        "final: of the best epoch by validation --metric (default; links, graphs: last)",
         needs=[no_early_stop],
     ),
     seed=fixed(
@@ -405,13 +405,13 @@ CORE = dict(
     resume=free(
         text("FILE"),
         None,
-        "continue from a checkpoint, with its data, sampling, model and optimisation flags; auto: from the file of --checkpoint, if it exists",
+        "continue from a checkpoint, with its flags; auto: that of --checkpoint, if there",
         needs=[one_run],
     ),
     predict=free(
         text("FILE"),
         None,
-        "exact predictions for every node: .npy, or .csv, .parquet with names; with --resume FILE it trains only with --epochs or --checkpoint",
+        "exact predictions for every node or small graph: .npy, or .csv, .parquet with names; with --resume FILE it trains only with --epochs or --checkpoint",
         needs=[one_run, table_library],
         endings=(".npy", ".csv", ".parquet"),
     ),

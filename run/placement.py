@@ -7,6 +7,7 @@ Every automatic choice is printed.
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,7 @@ def used_of(flags, task):
 def settle(ranks, flags, task):
     """Settle flags whose defaults depend on the data, the machine or other flags -> (Plan, Used)."""
     store = task.store
+    flags = replace(flags, **task.settled(flags))
     lines = []
     examples = max(len(store.split["train"]), 1)  # 0 without labels, when nothing is trained
     loader = NodeLoader(

@@ -410,10 +410,9 @@ def best_line(plan, start, epoch, score):
     return f"best    weights of epoch {epoch} of {epochs}: valid {score}{more}"
 
 
-def kept_line(plan, task):
+def kept_line(plan):
     """Format the line that says how to use the checkpoint that a run has written."""
-    use = "--predict FILE.npy uses it" if task.placed else "--epochs N trains it further"
-    return f"wrote {plan.checkpoint}; --resume {plan.checkpoint} {use}"
+    return f"wrote {plan.checkpoint}; --resume {plan.checkpoint} --predict FILE.npy uses it"
 
 
 def advice(ranks, figures):

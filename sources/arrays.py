@@ -179,9 +179,17 @@ def _of_graphs(kind, graphs, answers) -> dict:
     for i, graph in enumerate(graphs):
         ends.append(integers(f"{kind}: edge_index of graph {i}", graph.pop("edge_index"), 2, "m"))
     edges = [pairs.shape[1] for pairs in ends]
-    x = _parts(kind, graphs, "x", [graph.pop("num_nodes", None) for graph in graphs])
+    nodes = [graph.pop("num_nodes", None) for graph in graphs]
+    x = _parts(kind, graphs, "x", nodes)
     if not x:
-        raise StoreError(f"the graphs of the {kind} have no x: give features, such as degrees")
+        if None in nodes:
+            raise StoreError(
+                f"the graphs of the {kind} have no x and no num_nodes: give features, such as degrees"
+            )
+        print(
+            f"{kind}: no x: only edges tell nodes apart, and --pooling sum or max sees their number"
+        )
+        x = [np.zeros((n, 1), np.uint8) for n in nodes]
     e = _parts(kind, graphs, "edge_attr", edges) or [np.zeros((n, 1), np.uint8) for n in edges]
     y = _parts(kind, graphs, "y", [1] * len(graphs))
     arrays = {}

@@ -4,22 +4,13 @@ import hashlib
 from functools import partial
 from itertools import compress
 
-import numpy as np
 import torch
 
 from disk.files import StoreError
 from loader import seeds_at
 from sources.splits import choose_split, split_of
 from tasks.metrics import METRICS, binary_cross_entropy, cross_entropy, metrics_with, score
-from tasks.task import (
-    Task,
-    described,
-    gnn,
-    names_of_nodes,
-    numbered_columns,
-    open_graph,
-    rows_of_nodes,
-)
+from tasks.task import Task, described, gnn, names_of_nodes, open_graph, rows_of_nodes
 
 
 def hash_of(name):
@@ -162,34 +153,6 @@ class NodeTask(Task):
             table = rows_of_nodes(store, logits, partial(self.columns, what))
             report.write(lambda: self.predicted(what, logits), table)
         return exact
-
-    def predicted(self, what, outputs):
-        """Turn outputs into what --predict-what names: logits or embeddings as they are, scores [n, C], classes [n] or,
-        of several labels, int8 [n, C]."""
-        if what == "classes":
-            return (outputs > 0).to(torch.int8) if self.several else outputs.argmax(1)
-        if what == "scores":
-            return outputs.sigmoid() if self.several else outputs.softmax(1)
-        return outputs
-
-    def columns(self, what, outputs):
-        """Return the columns of a table of predictions, {name: [n]}: `class` and `score`, its probability, or a column
-        for each class or label; of embeddings e0, e1, ..."""
-        rows = self.predicted(what, outputs)
-        if what == "embeddings":
-            return numbered_columns(rows)
-        count = outputs.shape[1]
-        names = (self.store.class_names or [])[:count]
-        names += map(str, range(len(names), count))
-        if rows.dim() == 1:
-            score = outputs.softmax(1).gather(1, rows.unsqueeze(1)).squeeze(1)
-            classes = rows.numpy()
-            if self.store.class_names:
-                classes = np.array(names)[classes]
-            return {"class": classes, "score": score.numpy()}
-        # beside the column of nodes
-        names = [f"class {name}" if name in ("node", "type") else name for name in names]
-        return {name: rows[:, j].numpy() for j, name in enumerate(names)}
 
     def score_text(self, score):
         return f"{self.title} {100 * score:.2f}% (sampled)"

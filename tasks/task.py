@@ -92,6 +92,10 @@ class Task:
         """Return {flag: value} that replaces the default of a flag in this task."""
         return {}
 
+    def settled(self, flags):
+        """Return {flag: value} of open flags whose defaults depend on the data of this task."""
+        return {}
+
     def seeds_per_example(self, args):
         """Return how many seed nodes an example has, at most."""
         return 1
@@ -120,6 +124,34 @@ class Task:
 
     def set_buffers(self, network):
         """Set buffers of a new network that depend on the data."""
+
+    def predicted(self, what, outputs):
+        """Turn outputs into what --predict-what names: logits or embeddings as they are, scores [n, C], classes [n] or,
+        of several labels, int8 [n, C]."""
+        if what == "classes":
+            return (outputs > 0).to(torch.int8) if self.several else outputs.argmax(1)
+        if what == "scores":
+            return outputs.sigmoid() if self.several else outputs.softmax(1)
+        return outputs
+
+    def columns(self, what, outputs):
+        """Return the columns of a table of predictions, {name: [n]}: `class` and `score`, its probability, or a column
+        for each class or label; of embeddings e0, e1, ..."""
+        rows = self.predicted(what, outputs)
+        if what == "embeddings":
+            return numbered_columns(rows)
+        count = outputs.shape[1]
+        names = (self.store.class_names or [])[:count]
+        names += map(str, range(len(names), count))
+        if rows.dim() == 1:
+            score = outputs.softmax(1).gather(1, rows.unsqueeze(1)).squeeze(1)
+            classes = rows.numpy()
+            if self.store.class_names:
+                classes = np.array(names)[classes]
+            return {"class": classes, "score": score.numpy()}
+        # beside the column of nodes or graphs
+        names = [f"class {name}" if name in ("node", "type", "graph") else name for name in names]
+        return {name: rows[:, j].numpy() for j, name in enumerate(names)}
 
     def output(self, run, network, batch, key):
         """Run the network on a batch -> logits [S, C] of the seeds, or embeddings [S, D]."""

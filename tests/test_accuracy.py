@@ -406,12 +406,21 @@ def test_graph_task_learns_labels_as_classes(metric, said, labels, tmp_path, cap
     np.savez(tmp_path / "b.npz", **made, labels=y)
     metric, _, more = metric.partition(" ")
     words = f"--task graph --dataset {tmp_path}/b.npz --hidden 8 --epochs 1 --num-layers 1 {more}"
-    log, _ = _run_here(tmp_path, words, "--batch-size 32 --gpus 0")
+    predict = f"--predict {tmp_path}/p.csv"
+    log, _ = _run_here(tmp_path, words, "--batch-size 32 --gpus 0", predict)
     printed = capsys.readouterr().out
     assert f"labels  {said}" in printed and "nan" not in printed
+    table = pytest.importorskip("pyarrow.csv").read_csv(tmp_path / "p.csv").to_pydict()
+    assert table.pop("graph") == [*range(80)]
+    if np.ndim(y) == 1:
+        assert {*table["class"]} <= {*y[y == y], 1} and min(table["score"]) > 0.1
+    else:
+        assert [*table] == ["0", "1"] and {*table["0"]} <= {0, 1}
     one_class = np.ndim(y) == 1 and not y.any() or "each 0 or 1\n" in said
     scores = log[-1]["scores"]["test"]
-    assert scores is None if one_class else [*scores] == [metric] and 0 <= scores[metric] <= 1
+    assert [*scores] == [*dict.fromkeys((metric, "roc_auc", "accuracy"))]
+    assert (scores["roc_auc"] is None) == one_class
+    assert all(0 <= score <= 1 for score in scores.values() if score is not None)
 
 
 @pytest.mark.parametrize("name, metric", [("labels", "ROC-AUC"), ("numbers", "RMSE")])
@@ -422,13 +431,13 @@ def test_graphs_of_a_store_that_does_not_say_what_they_have(name, metric, tmp_pa
     batch = _graphs(20)._replace(y=y.repeat(10, 1))
     path = build_graphs(tmp_path / name, [batch], split=split, labels=name == "labels")
     _rewrite_meta(path, labels=..., classes=...)
-    _run_here(
-        tmp_path, f"--task graph --hidden 8 --num-layers 1 --gpus 0 --dataset {path} --epochs 1"
-    )
+    words = "--task graph --hidden 8 --num-layers 1 --gpus 0 --epochs 1 --pooling mean"
+    _run_here(tmp_path, words, f"--dataset {path}")
     state = torch.load(tmp_path / "here.pt", weights_only=True)
     for width in ("labels", "class_dim", "classes"):
         del state["graph"][width]  # of an early checkpoint
     state["flags"]["metric"] = None
+    del state["flags"]["pooling"]
     torch.save(state, tmp_path / "old.pt")
     assert _code(f"--resume {tmp_path}/old.pt --epochs 2 --gpus 0") == 0
     printed = capsys.readouterr().out
@@ -699,10 +708,16 @@ def test_graph_task_learns_angles(tmp_path, capsys):
             torch.save(state, tmp_path / "here.pt")
         _, half = _run_here(tmp_path, words, f"--epochs {epochs} --resume {tmp_path}/here.pt")
         torch.testing.assert_close(one, half, rtol=0, atol=0)
+        assert _code(f"--resume {tmp_path}/here.pt --predict {tmp_path}/p.npy") == 0
+        error = np.load(tmp_path / "p.npy")[:, 0] - arrays["targets"]
+        parts = [
+            (log[-1]["scores"][part]["rmse"], n)
+            for part, n in (("train", 96), ("valid", 12), ("test", 12))
+        ]
+        assert np.square(error).sum() == pytest.approx(sum(n * e**2 for e, n in parts), rel=1e-3)
         if name == "alignn":
             for more, said in (
                 (f"--resume {tmp_path}/here.pt --model edge-gated", "--model alignn"),
-                (f"--resume {tmp_path}/here.pt --predict p.csv", "p.csv is not for --task graph"),
                 (
                     f"--model alignn --dataset {tmp_path}/flat.npz",
                     "alignn takes edge_vector [E, 3]",
@@ -710,6 +725,40 @@ def test_graph_task_learns_angles(tmp_path, capsys):
             ):
                 assert _code(words, more) == 2
                 assert said in capsys.readouterr().err
+
+
+def test_graph_task_counts_by_default(tmp_path, capsys):
+    """Cycles of alike nodes differ in nothing but their sizes, which means hide."""
+    n = np.arange(80) % 8 + 3
+    ends = [np.stack([np.arange(k), np.roll(np.arange(k), 1)]) for k in n]
+    offsets = np.concatenate([[0], n.cumsum()])
+    same = dict(
+        atom_feat=np.ones((n.sum(), 1), np.uint8), bond_feat=np.ones((n.sum(), 1), np.uint8)
+    )
+    bonds = dict(bond_offsets=offsets, bond_index_local=np.concatenate(ends, 1))
+    arrays = dict(**same, **bonds, node_offsets=offsets)
+    np.savez(tmp_path / "c.npz", **arrays, labels=n > 6)
+    words = f"--task graph --dataset {tmp_path}/c.npz --hidden 8 --num-layers 1 --dropout 0"
+    words += f" --root {tmp_path} --gpus 0 --lr 0.01"
+    kept = f"--weights best --epochs 20 --early-stop 5 --checkpoint {tmp_path}/c.pt"
+    assert _code(words, kept) == 0
+    printed = capsys.readouterr().out
+    assert "of 4 steps, each of 16 graphs" in printed and "best    weights of epoch" in printed
+    assert "result  test   ROC-AUC 1.0000  accuracy " in printed
+    for label, code in ((1, 0), (2, 2)):  # the classes are those of the checkpoint
+        np.savez(tmp_path / f"{label}.npz", **arrays, labels=np.maximum(1, label * (n > 6)))
+        words_there = f"--dataset {tmp_path}/{label}.npz --predict {tmp_path}/p.npy --gpus 0"
+        words_there += " --predict-what scores"
+        assert _code(f"--resume {tmp_path}/c.pt --root {tmp_path}", words_there) == code
+    assert "has 2 classes: 1, 2; the checkpoint lacks 2" in capsys.readouterr().err
+    _, second = np.load(tmp_path / "p.npy").T
+    assert second[n > 6].mean() > second[n <= 6].mean()
+    _molecules(tmp_path / "c.npz")
+    assert _code(words, "--early-stop 1 --metric mae --epochs 2 --runs 2") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("valid MAE ") == 2 and re.search(
+        r"over 2 seeds .*  test rmse \d\.\d{4} \+- \d\.\d{4}  ", printed
+    )
 
 
 def test_graphs_of_a_pass_are_as_many_as_fit(tmp_path, capsys):

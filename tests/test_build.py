@@ -542,5 +542,8 @@ def test_a_list_of_pyg_graphs_is_a_data_set_of_small_graphs(tmp_path, capsys):
         second = {name: a and torch.tensor(a) for name, a in json.loads(changes).items()}
         _refuses(message, built, [graph(0), graph(1, **second)], "bad")
     _refuses("list: features has no effect on", built, [graph(0), graph(1)], "bad", features=[1])
-    _refuses("the graphs of the list have no x: give features", built, [graph(0, x=...)], "bad")
+    _refuses("have no x and no num_nodes: give features", built, [graph(0, x=...)], "bad")
+    alike = [graph(i, x=..., num_nodes=2 + i % 3) for i in range(3)]
+    assert not built(alike, "alike").batch([0, 2]).x.any()
+    assert "list: no x: only edges" in capsys.readouterr().out
     _refuses("no graph is read from a list", built, [types.SimpleNamespace(x=1)], "bad")

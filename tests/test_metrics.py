@@ -10,7 +10,7 @@ import torch
 from extras import regressor
 from extras.graph_store import block_diagonal, build_graphs
 from extras.graphs import GraphTask
-from extras.regressor import ALIGNN, Regressor, line_graph
+from extras.regressor import ALIGNN, POOLS, Regressor, line_graph
 from run.flags import TASKS, make_parser, parsed
 from sources.prepare import build
 from store import GraphStore, build_store, verify
@@ -41,11 +41,16 @@ class _SlowRegressor:
                 own, message, gate_src, gate_dst = layer.nodes(h).chunk(4, 1)
                 gates = layer.edges(e) + gate_src[src] + gate_dst[dst]
                 shares = torch.sigmoid(gates)
-                mixed = own + into @ (shares * message[src]) / (into @ shares + 1e-6)
-                h = h + torch.nn.functional.silu(layer.node_norm(mixed))
+                mixed = into @ (shares * message[src])
+                if m.pooling == "mean":
+                    mixed = mixed / (into @ shares + 1e-6)
+                h = h + torch.nn.functional.silu(layer.node_norm(own + mixed))
                 if layer.edge_norm:
                     e = e + torch.nn.functional.silu(layer.edge_norm(gates))
-            outputs.append(m.head(h.mean(0)) * m.std + m.mean)
+            pooled = h.amax(0) if m.pooling == "max" else h.mean(0)
+            if m.pooling == "sum":
+                pooled = h.sum(0) / 4
+            outputs.append(m.head(pooled) * m.std + m.mean)
         return torch.stack(outputs)
 
     def enter(self, module, rows):
@@ -55,12 +60,15 @@ class _SlowRegressor:
         return module(rows)
 
 
-def test_regressor_equals_a_reference_edge_by_edge():
+@pytest.mark.parametrize("pooling", POOLS)
+def test_regressor_equals_a_reference_edge_by_edge(pooling):
     graph = _graphs(7)
     other = _graphs(4, first=7)
     torch.manual_seed(0)
     dtypes = {"node_dtype": torch.uint8, "edge_dtype": torch.float32}
-    ours = Regressor(2, 3, 8, 2, **dtypes, num_layers=3, dropout=0.0)
+    ours = Regressor(2, 3, 8, 2, **dtypes, num_layers=3, dropout=0.0, pooling=pooling)
+    if pooling == "sum":
+        ours.size.fill_(4)
     ours.mean = torch.tensor([1.0, 2.0])
     ours.std = torch.tensor([3.0, 0.5])
     torch.testing.assert_close(ours(graph), _SlowRegressor(ours)(graph), rtol=1e-4, atol=1e-5)
