@@ -112,14 +112,17 @@ class CommonNeighbours:
             row = rows.repeat_interleave(counts[rows])
             if times is not None:
                 kept = self._seen(places, times[row])
-                places, row = places[kept], row[kept]
+                places = places[kept]
+                row = row[kept]
             nodes = edges.sources[places].long()
             kept = (nodes != pairs[row].T).all(0)
             # each neighbour once: the first of equal ones
             kept[1:] &= (nodes[1:] != nodes[:-1]) | (row[1:] != row[:-1])
-            nodes, row = nodes[kept], row[kept]
+            nodes = nodes[kept]
+            row = row[kept]
             kept = self._has(nodes, many[row], None if times is None else times[row])
-            nodes, row = nodes[kept], row[kept]
+            nodes = nodes[kept]
+            row = row[kept]
             weights = self.weights[self._degrees(nodes, None if times is None else times[row])]
             sums.index_add_(0, row, weights)
         return sums
@@ -157,7 +160,8 @@ class CommonNeighbours:
         nodes = edges.sources[expand(first, degree)].long()
         kept = nodes != sources[row]
         kept[1:] &= (nodes[1:] != nodes[:-1]) | (row[1:] != row[:-1])
-        nodes, row = nodes[kept], row[kept]
+        nodes = nodes[kept]
+        row = row[kept]
         counts = indptr.diff()[nodes]
         others = destinations[expand(indptr[nodes], counts)].long()
         nodes = nodes.repeat_interleave(counts)
