@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -115,6 +116,18 @@ def _law(indptr, indices, fanouts, seeds, step, times=None, *, exclude=(), **opt
         of_edges = None if kinds is None else [kinds[e] for e in edge_ids]
         blocks.append((offsets, local, nodes, edge_ids, at, of_edges, whose))
     return blocks[::-1]
+
+
+def test_the_law_of_the_docs_is_the_samplers():
+    law = {}
+    exec(re.search("```python\n(.*?)```", (HERE / "docs/design.md").read_text(), re.DOTALL)[1], law)
+    indptr, indices = _random_graph(np.random.default_rng(3), 200, 8)
+    for step, fanouts in enumerate(([3, 2], [-1, 4, 1], [5])):
+        seeds = torch.randperm(200)[:20].int()
+        blocks = NeighborSampler(indptr, indices, fanouts, seed=9).sample(seeds, step)
+        lists = indptr.tolist(), indices.tolist(), fanouts, seeds.tolist()
+        expected = law["sample"](*lists, step=step, seed=9)
+        assert [tuple(t.tolist() for t in block[:3]) for block in blocks] == expected
 
 
 METHODS = {
