@@ -72,7 +72,7 @@ class CommonNeighbours:
         return torch.cat([sums.log1p(), *self._of_destination(pairs[:, 1], times)], 1)
 
     def _by_kernel(self, code, pairs, times):
-        sums = torch.empty(len(pairs), len(COMMON), device=pairs.device)
+        sums = torch.zeros(len(pairs), len(COMMON), device=pairs.device)
         values = {
             "pairs": pairs.contiguous(),
             "P": len(pairs),

@@ -676,8 +676,12 @@ class LinkTask(Task):
 
     @staticmethod
     def defaults(flags):
-        depth = {} if flags.fanout else {"num_layers": 2}
-        return {"temporal": "off", "model": "gcn", "dropout": 0.3, **depth}
+        values = {"temporal": "off", "dropout": 0.3}
+        if not flags.fanout:
+            values["num_layers"] = 2
+        if "temporal" not in flags.typed or flags.temporal == "off":  # gcn knows no degrees by time
+            values["model"] = "gcn"
+        return values
 
     def seeds_per_example(self, args):
         return 2 + args.negatives
@@ -809,7 +813,7 @@ def flags(kinds):
             scorer=kinds.fixed(
                 kinds.one_of("ncn", "dot", "distmult", "mlp"),
                 "ncn",
-                "ncn: by embeddings and what the nodes have in common; others: by embeddings alone",
+                "how pairs are scored; ncn: also by common neighbours",
             ),
             negatives=kinds.fixed(
                 kinds.COUNT, 1, "negatives per training edge, none of them an edge"

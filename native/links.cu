@@ -48,35 +48,33 @@ KERNEL negatives(const i64 *pairs, const i64 *numbers, i64 n, i64 count, i64 tri
   bad[i] = wrong != 0;
 }
 
-// Sum weights over the common in-neighbours of each of P pairs, but its own nodes, by their degree:
-// weights [d, 4]. pair_times: null: all edges are seen; else those whose time [of `sources`] is
-// before it (not strict: or at it). ordered: the times of each list, ascending.
-FN int is_seen(const i64 *times, i64 at, i64 time, i64 strict) {
-  return !times || (strict ? times[at] < time : times[at] <= time);
+// Whether the edge at a place of `sources` is there before a time (not strict: or at it).
+FN int is_seen(const i64 *times, i64 place, i64 time, i64 strict) {
+  return !times || (strict ? times[place] < time : times[place] <= time);
 }
+// Add up weights [d, 4] over the common in-neighbours of each of P pairs, but its own nodes, by their
+// degree d, to sums that are 0 before. pair_times and times, those of `sources`: null: all edges are
+// seen. ordered: the times of each list, ascending.
 KERNEL common(const i64 *pairs, i64 P, const i64 *indptr, const ID *sources, const i64 *pair_times,
               const i64 *times, const i64 *ordered, i64 strict, const float *weights, float *sums) {
   THREAD(P);
   i64 u = pairs[2 * i], v = pairs[2 * i + 1], time = pair_times ? pair_times[i] : 0;
   i64 few = indptr[u + 1] - indptr[u] <= indptr[v + 1] - indptr[v] ? u : v, many = u + v - few;
-  float sum[4] = {0};
-  i64 last = -1;  // neighbour that was counted or is none
+  i64 last = -1;  // the neighbour before, if its edge is seen
   for (i64 place = indptr[few]; place < indptr[few + 1]; place++) {
-    i64 node = sources[place], degree = 0;
-    if (node == last || node == u || node == v || !is_seen(times, place, time, strict)) continue;
+    i64 node = sources[place];
+    if (node == last || node == few || node == many || !is_seen(times, place, time, strict)) continue;
     last = node;
     i64 other = place_of(indptr, sources, node, many), found = 0;
     for (; !found && other < indptr[many + 1] && sources[other] == node; other++)
       found = is_seen(times, other, time, strict);
     if (!found) continue;
-    i64 start = indptr[node];
-    degree = indptr[node + 1] - start;
+    i64 start = indptr[node], degree = indptr[node + 1] - start;
     if (times) {
       i64 end = start;
       BISECT(end, degree, is_seen(ordered, at, time, strict))
       degree = end - start;
     }
-    for (int c = 0; c < 4; c++) sum[c] += weights[4 * degree + c];
+    UNROLL for (int c = 0; c < 4; c++) sums[4 * i + c] += weights[4 * degree + c];
   }
-  for (int c = 0; c < 4; c++) sums[4 * i + c] = sum[c];
 }

@@ -572,7 +572,7 @@ def _drawing_task(kind, timed):
         task = object.__new__(LinkTask)
         task.store = link.split_edges(graph, "3/48/49", timed=timed)
         csc = task.store.indptr, task.store.indices
-        common = link.CommonNeighbours(link.Edges(*csc), edge_time if timed else None)
+        common = link.CommonNeighbours(link.Edges(*csc), task.store.edge_time if timed else None)
         common = common if kind == "softmax" else None
         task.links = link.Links(
             task.store, *csc, negatives=2, softmax=kind == "softmax", common=common

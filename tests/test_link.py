@@ -450,7 +450,10 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
         relation = scorer.relation if kind in ("distmult", "ncn") else 1
         if kind == "ncn":
             shared = evaluation.common.of_pairs(torch.tensor([[u, v]]))[:, :4].double()
-            return ((product * relation).sum() + scorer.common(shared)).item()
+            directions = (
+                9 * torch.nn.functional.normalize(h[[u, v]], dim=1).prod(0) * relation
+            ).sum()
+            return (directions + scorer.common(shared)).item()
         return (scorer.mlp(product) if kind == "mlp" else (product * relation).sum()).item()
 
     pairs = _tuples(graph.pairs["test"])
