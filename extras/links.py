@@ -233,7 +233,7 @@ class Scorer(nn.Module):
             self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
         if self.columns:
             self.common = nn.Linear(columns, 1)
-            nn.init.constant_(self.common.weight, 2 / columns)
+            nn.init.constant_(self.common.weight, 0.4 / columns)
 
     def forward(self, source, destination, features=None):
         """Score source [..., D] with destination [..., D], which broadcast -> logits [...]. features: [..., columns] of the
@@ -252,7 +252,8 @@ class Scorer(nn.Module):
         if not self.columns:
             return logits
         features = features[..., : self.columns].to(logits.dtype)
-        return logits + self.common(features).squeeze(-1)
+        # times 5: Adam changes few large weights too slowly otherwise
+        return logits + 5 * self.common(features).squeeze(-1)
 
     def on_host(self, dtype):
         """Return a copy in host memory."""

@@ -453,7 +453,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
             directions = (
                 9 * torch.nn.functional.normalize(h[[u, v]], dim=1).prod(0) * relation
             ).sum()
-            return (directions + scorer.common(shared)).item()
+            return (directions + 5 * scorer.common(shared)).item()
         return (scorer.mlp(product) if kind == "mlp" else (product * relation).sum()).item()
 
     pairs = _tuples(graph.pairs["test"])
