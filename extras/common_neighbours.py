@@ -11,12 +11,15 @@ counts if both of its edges are seen at the time of the pair, and d is the numbe
 
 A column is log(1 + s) of such a sum s, in units of the weight of a node of typical degree. The last columns are about the
 destination alone: log(1 + n) for n edges into it that are seen and, with times, how recent the last of them is:
-log((T + 1) / (a + 1)) for an age a, where T is the span of all times; 0 without any.
+log((T + 1) / (a + 1)) for an age a, where T is the span of all times; 0 without any, or if that one is `ALWAYS` seen.
 """
+
+from functools import cached_property
 
 import torch
 from torch.nn import functional as F
 
+from disk.columns import ALWAYS
 from extras.times import number_before
 from loader import from_edge_index
 from native import kernels
@@ -61,14 +64,14 @@ class CommonNeighbours:
             of_list = torch.repeat_interleave(degree)
             order = times.argsort(stable=True)
             self.ordered = times[order[of_list[order].argsort(stable=True)]]
-            self.span = float(times.max() - times.min()) if len(times) else 0.0
+            dated = times[times != ALWAYS].double()
+            self.span = float(dated.max() - dated.min()) if len(dated) else 0.0
 
     def of_pairs(self, pairs, times=None):
         """Compute features of pairs int64 [P, 2], at times int64 [P] or, if None, with all edges -> float32 [P, columns]."""
-        at = self.times is not None and times is not None
-        seen = times if at else None
+        times = None if self.times is None else times
         code = kernels.load_links(self.edges.sources.dtype, pairs.device)
-        sums = self._by_kernel(code, pairs, seen) if code else self._summed(pairs, seen)
+        sums = self._by_kernel(code, pairs, times) if code else self._summed(pairs, times)
         return torch.cat([sums.log1p(), *self._of_destination(pairs[:, 1], times)], 1)
 
     def _by_kernel(self, code, pairs, times):
@@ -139,13 +142,13 @@ class CommonNeighbours:
 
     def _of_destination(self, nodes, times):
         """Compute the columns of destinations [P] -> list of float32 [P, 1]."""
-        seen = times if self.times is not None else None
-        degree = self._degrees(nodes, seen)
+        degree = self._degrees(nodes, times)
         columns = [degree.float().log1p()]
         if self.times is not None:
             last = self.ordered[(self.edges.indptr[nodes] + degree - 1).clamp(min=0)]
-            now = self.ordered.max() if seen is None else seen
-            recent = ((self.span + 1) / ((now - last).clamp(min=0) + 1)).log().clamp(min=0)
+            now = self.ordered.max() if times is None else times
+            age = (now.double() - last.double()).clamp(min=0)  # as int64 it may wrap around
+            recent = ((self.span + 1) / (age + 1)).log().clamp(min=0)
             columns.append(torch.where(degree > 0, recent, 0).float())
         return [column.unsqueeze(1) for column in columns]
 
@@ -153,7 +156,7 @@ class CommonNeighbours:
         """Compute features of sources int64 [n] with every node, with all edges -> float32 [n, V, columns]."""
         edges = self.edges
         V = edges.indptr.numel() - 1
-        indptr, destinations = self._reverse()
+        indptr, destinations = self.reverse
         first = edges.indptr[sources]
         degree = edges.indptr[sources + 1] - first
         row = torch.repeat_interleave(degree)
@@ -168,17 +171,22 @@ class CommonNeighbours:
         row = row.repeat_interleave(counts)
         kept = others != nodes
         sums = torch.zeros(len(sources) * V, len(COMMON))
-        sums.index_add_(0, (row * V + others)[kept], self.weights[edges.indptr.diff()][nodes[kept]])
+        nodes = nodes[kept]
+        sums.index_add_(0, (row * V + others)[kept], self.weights[self._degrees(nodes, None)])
         sums = sums.view(len(sources), V, -1)
         sums[torch.arange(len(sources)), sources] = 0
-        rest = torch.cat(self._of_destination(torch.arange(V), None), 1)
-        return torch.cat([sums.log1p_(), rest.expand(len(sources), -1, -1)], 2)
+        return torch.cat([sums.log1p_(), self.of_nodes.expand(len(sources), -1, -1)], 2)
 
-    def _reverse(self):
-        """List the destinations of each node's edges, each once, in CSR form -> (indptr [V + 1], destinations)."""
-        if not hasattr(self, "reverse"):
-            self.reverse = destinations_of(self.edges)
-        return self.reverse
+    @cached_property
+    def reverse(self):
+        """The destinations of each node, see `destinations_of`."""
+        return destinations_of(self.edges)
+
+    @cached_property
+    def of_nodes(self):
+        """The columns of every node as a destination, with all edges, [V, columns]."""
+        nodes = torch.arange(self.edges.indptr.numel() - 1)
+        return torch.cat(self._of_destination(nodes, None), 1)
 
 
 def destinations_of(edges):

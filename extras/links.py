@@ -317,7 +317,7 @@ class Links:
         self.times = None
         if graph.pair_times is not None:
             self.times = graph.pair_times["train"].to(indices.device)
-        self.edges = Edges(indptr, indices)
+        self.edges = common.edges if common else Edges(indptr, indices)
         self.negatives = Negatives(
             self.edges if checked else None,
             graph.num_nodes,

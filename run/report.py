@@ -244,6 +244,10 @@ class Report:
             if not data.rstrip().endswith(b"}"):
                 raise StoreError(f"{folder} has no room for the trace")
             write_whole(path, lambda file: file.write(data))
+            if self.leads and self.flags.gpus and b'"cat": "kernel"' not in data:
+                print(
+                    "profile the trace lacks the GPU: CUPTI, which records kernels, did not start"
+                )
 
     def results(self, figures):
         """Write the final scores, {name: value or None}, to TensorBoard, beside the flags."""

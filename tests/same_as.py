@@ -24,9 +24,8 @@ BASE = "--gpus 0 --epochs 2 --batch-size 128 --hidden 16 --seed 3 --weight-decay
 NODE = f"--dataset synthetic:nodes=2000,degree=8,features=16,classes=5 {BASE} --fanout 5,4"
 PREDICT = "--predict-what logits"
 EVENTS = f"--dataset events.npz {BASE} --fanout 5,4"
-LINK = (
-    f"--task link --dataset events.npz {BASE} --fanout 5,4 --model gcn --dropout 0.5 --scorer dot"
-)
+PAIRS = f"--task link --dataset events.npz {BASE} --fanout 5,4 --model gcn --dropout 0.5"
+LINK = f"{PAIRS} --scorer dot"
 TYPED = f"--dataset synthetic-mag:scale=0.0005 {BASE} --fanout 5,4"
 GRAPH = f"--task graph --dataset esol.npz {BASE} --num-layers 2 --dropout 0"
 
@@ -69,14 +68,14 @@ CASES = {
     "csv": f"--dataset csv_store {BASE} --fanout 5,4",
     "link": LINK,
     "link, two processes": f"{LINK} --procs 2 --negatives 3",
-    "link, mlp": f"{LINK[:-4]} mlp --link-loss softmax --negatives 2 --early-stop 1",
-    "link, by degree": f"{LINK[:-4]} distmult --negatives-by degree --unchecked-negatives",
+    "link, mlp": f"{PAIRS} --scorer mlp --link-loss softmax --negatives 2 --early-stop 1",
+    "link, by degree": f"{PAIRS} --scorer distmult --negatives-by degree --unchecked-negatives",
     "link, before": f"{LINK.replace('gcn', 'sage')} --temporal before",
     "link, none held": f"{LINK} --edge-split none",
     "typed": f"{TYPED} --model rgcn --procs 2",
     "typed, attention": f"{TYPED} --model rgat --bases 2",
     "typed link": f"{TYPED} --task link --edge-type cites --model rgcn --dropout 0.5 --scorer dot",
-    "link, what nodes have in common": LINK.replace("dot", "ncn"),
+    "link, what nodes have in common": f"{PAIRS} --scorer ncn",
     "graph": GRAPH,
     "graph, two processes": f"{GRAPH} --procs 2",
     "cora": f"--dataset cora.npz {BASE} --fanout 10,10 --model gcn",

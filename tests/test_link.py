@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import ddp
+import train
+from disk.columns import ALWAYS
 from extras import common_neighbours, edge_split
 from extras import links as link
 from inference import inference
@@ -395,6 +397,7 @@ def test_what_nodes_have_in_common_is_what_plain_python_counts(timed, strict, wa
         rng = np.random.default_rng(seed)
         source, destination = ends = rng.integers(0, 12, (2, 60))
         times, when = rng.integers(0, 10, 60), rng.integers(0, 12, 50)
+        times = np.where(rng.random(60) < 0.1, ALWAYS, times)
         order = np.lexsort([destination, *[[source, times], [times, source]][seed % 2]][::-1])
         order = order[np.argsort(destination[order], kind="stable")]
         (source, destination), times = ends[:, order], times[order]
@@ -420,8 +423,9 @@ def test_what_nodes_have_in_common_is_what_plain_python_counts(timed, strict, wa
             if timed and seen(v):
                 here = destination == v
                 last = max(t for t in times[here].tolist() if (t < now if strict else t <= now))
-                span = times.max() - times.min() + 1
-                assert row[5] == pytest.approx(max(math.log(span / (now - last + 1)), 0), abs=1e-5)
+                span = times.max() - times[times > ALWAYS].min() + 1
+                recent = max(math.log(int(span) / (int(now) - last + 1)), 0)
+                assert row[5] == pytest.approx(recent, abs=1e-5)
         if not timed:
             every = torch.cartesian_prod(torch.arange(12), torch.arange(12))
             others = every[:, 0] != every[:, 1]
@@ -599,6 +603,22 @@ def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path, capsys):
         assert np.allclose(exact, every, atol=1e-4)
     np.save(tmp_path / "pairs.npy", pairs + 990)
     _stops(capsys, r"--pairs .*: node ids lie in \[0, 1000\)", again, scored)
+
+
+def test_defaults_of_links_yield_to_what_is_typed_and_resumed(tmp_path):
+    def chosen(words):
+        flags = train.parse_args(f"--task link --gpus 0 {words}".split())
+        return flags.model, flags.num_layers, flags.dropout, flags.scorer
+
+    assert chosen("") == ("gcn", 2, 0.3, "ncn")
+    assert chosen("--dropout 0.5 --fanout 3,3,3 --scorer dot") == ("gcn", 3, 0.5, "dot")
+    assert chosen("--temporal before")[0] == "sage"  # gcn knows no degrees by time
+    path = _link_graph(tmp_path).path
+    words = (
+        f"--dataset {path} --model sage --dropout 0.5 --scorer dot --fanout 3 --hidden 8 --epochs 1"
+    )
+    assert _code(f"--task link --gpus 0 {words} --checkpoint {tmp_path}/l.pt") == 0
+    assert chosen(f"--resume {tmp_path}/l.pt") == ("sage", 1, 0.5, "dot")
 
 
 def _bought(folder, users, items, often=0.5, full=0, **changes):
