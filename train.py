@@ -46,7 +46,7 @@ import ddp
 from disk.files import SPLITS, StoreError, progress_bar, unread
 from extras import STEPS, MissingExtra, present
 from run import command_line
-from run.adam import Adam
+from run.adam import Adam, rate_at
 from run.allocator import announce, trim_memory
 from run.checkpoint import (
     check_graph,
@@ -166,12 +166,6 @@ class Training:
                     f"early   stopped after epoch {epoch}: no better score since epoch {self.best['epoch']}"
                 )
                 break
-            rate = plan.lr
-            if plan.lr_schedule == "cosine":
-                # 1 to 0 over all of --epochs
-                rate *= (1 + math.cos(math.pi * epoch / plan.epochs)) / 2
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
             profiled = epoch == min(start + 1, plan.epochs - 1)
             with self.report.profile() if plan.profile and profiled else nullcontext():
                 trained = self.epoch(epoch, first)
@@ -182,7 +176,7 @@ class Training:
                 self.report.stopped(epoch + 1, trained.step)
                 ranks.barrier()
                 return self.stop.exit_code
-            figures = self.validate({"epoch": epoch + 1, **trained.figures, "lr": rate})
+            figures = self.validate({"epoch": epoch + 1, **trained.figures})
             ranks.say(advice(ranks, figures) if epoch == start else "")
             self.save(epoch + 1, 0)
             if plan.allocator == "tuned" and not ranks.gpus:
@@ -199,6 +193,7 @@ class Training:
         losses = self.stepper.begin()
         count = 0
         done = first
+        rate = rate_at(plan, epoch, epoch * plan.steps + first)  # if the epoch is over
         # the loader's threads run ahead: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
         loader = run.loader(
             run.store.split["train"], timed=clock.timed, load_batch=self.stepper.load_batch
@@ -217,6 +212,8 @@ class Training:
             clock.add("stall", waiting, time.perf_counter())
             if batch.began is not None:
                 clock.events.append(("transfer", batch.began, batch.ready))
+            rate = rate_at(plan, epoch, batch.global_step)
+            self.optimizer.set_rate(rate)
             self.stepper.step(batch, clock)
             count += len(batch.y)
             if batch.last:
@@ -237,6 +234,7 @@ class Training:
         figures = {
             "first_step": first,
             "loss": loss / count if count else None,
+            "lr": rate,
             "seconds": seconds,
             "seeds_per_s": count / seconds,
             **stages,
@@ -344,7 +342,13 @@ def train(ranks, flags, path):
     run = open_run(ranks, flags, path, partial(check_graph, ranks, state, file))
     plan = run.plan
     model = run.model
-    optimizer = Adam(model.parameters(), lr=plan.lr, weight_decay=plan.weight_decay, fused=True)
+    optimizer = Adam(
+        model.parameters(),
+        lr=plan.lr,
+        weight_decay=plan.weight_decay,
+        fused=True,
+        clip_norm=plan.clip_norm,
+    )
     best = {"score": -math.inf, "epoch": 0, "model": None}  # for --weights best
     start, first = restore(run, state, file, optimizer, best) if state else (0, 0)
     del state

@@ -26,6 +26,7 @@ from run.kinds import (
     COUNT_OR_0,
     FANOUT,
     MODEL_ARGS,
+    NORM,
     NUMBER,
     ON_OFF,
     PROBABILITY,
@@ -296,7 +297,15 @@ CORE = dict(
         PROBABILITY, 0.0, "probability on the input features (default: 0)", needs=[built_in_model]
     ),
     lr=kept(RATE, 0.003, "Adam's learning rate", group="optimisation"),
-    lr_schedule=kept(one_of("constant", "cosine"), "constant", "cosine: falls to 0 over --epochs"),
+    lr_schedule=kept(
+        one_of("constant", "cosine", "linear"),
+        "constant",
+        "cosine, linear: falls to 0 over --epochs",
+    ),
+    warmup=kept(COUNT, None, "optimizer steps over which the rate rises to --lr (default: none)"),
+    clip_norm=kept(
+        NORM, None, "largest norm of the gradients of all weights together (default: any)"
+    ),
     weight_decay=kept(
         NUMBER, None, "Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)"
     ),

@@ -27,7 +27,7 @@ from tasks.metrics import METRICS, scores_line
 # step: forward, backward and optimizer as CUDA graphs
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "step", "stall")
 # flags without effect where nothing is trained
-OF_TRAINING = "lr lr_schedule weight_decay early_stop accumulate checkpoint_activations".split()
+OF_TRAINING = "lr lr_schedule warmup clip_norm weight_decay early_stop accumulate checkpoint_activations".split()
 
 
 class Clock:
@@ -346,6 +346,10 @@ def plan_lines(ranks, plan, task, model, trained):
         batch = " x ".join([f"up to {' and '.join(most)}", *parts])
         steps = f"about {steps}"
     rates = f"learning rate {plan.lr:g}, weight decay {plan.weight_decay:.2g}"
+    if plan.warmup:
+        rates += f", warm-up in {plan.warmup:,} of {plan.epochs * plan.steps:,} steps"
+    if plan.clip_norm:
+        rates += f", gradients clipped to the norm {plan.clip_norm:g}"
     lines.append(f"train   {plural(plan.epochs, 'epoch')} of {steps}, each of {batch}; {rates}")
     return lines
 

@@ -96,6 +96,16 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     assert f"\nchanged  {changes}\n" in capsys.readouterr().out
     rates = [0.05 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(4, 8)]
     assert [entry["lr"] for entry in log[:-1]] == pytest.approx(rates)
+    # six steps an epoch; a checkpoint in the warm-up goes on in it
+    words = "--epochs 3 --lr 0.05 --lr-schedule linear --warmup 15 --clip-norm 0.01"
+    warm, straight = _run_here(tmp_path, f"--dataset {tiny} {SMALL} {words}")
+    assert [entry["lr"] for entry in warm[:3]] == pytest.approx([0.02, 0.04 * 2 / 3, 0.05 / 3])
+    assert (
+        "warm-up in 15 of 18 steps, gradients clipped to the norm 0.01" in capsys.readouterr().out
+    )
+    _run_here(tmp_path, f"--dataset {tiny} {SMALL} {words} --epochs 1")
+    _, resumed = _run_here(tmp_path, f"--resume {tmp_path}/here.pt {words}")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
 def test_a_run_in_tf32_goes_on_in_fp32_on_cpu(tiny, tmp_path, capsys):
