@@ -44,7 +44,7 @@ import torch
 
 import ddp
 from disk.files import SPLITS, StoreError, progress_bar, unread
-from extras import STEPS, MissingExtra, present
+from extras import STARTS, STEPS, MissingExtra, present
 from run import command_line
 from run.adam import Adam, rate_at
 from run.allocator import announce, trim_memory
@@ -59,7 +59,7 @@ from run.checkpoint import (
 )
 from run.export import export
 from run.finite import LossSum, all_finite
-from run.flags import TASKS, of_seed
+from run.flags import TASKS, files_of_seed, of_seed
 from run.own_model import is_own
 from run.placement import check_memory, memory_lines, settle
 from run.report import (
@@ -351,6 +351,7 @@ def train(ranks, flags, path):
     )
     best = {"score": -math.inf, "epoch": 0, "model": None}  # for --weights best
     start, first = restore(run, state, file, optimizer, best) if state else (0, 0)
+    started = [module.start(run) for module in present(STARTS).values() if not state]
     del state
     if plan.weights == "last":  # resuming with --weights best later starts without an old best
         best.update(score=-math.inf, model=None)
@@ -360,6 +361,7 @@ def train(ranks, flags, path):
         graphs, message = step.build(run, optimizer)
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(plan.model)), optimizer)
     describe(run, file, start, first)
+    ranks.say("\n".join(started))
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
     report = Report(ranks, plan)
     with ddp.StopSignal(ranks) as stop:
@@ -396,10 +398,9 @@ def train_many(ranks, flags, path):
     for turn in range(flags.runs):
         seed = flags.seed + turn
         of_turn = {"seed": seed, "turn": turn, "run": f"{flags.run}-seed{seed}"}
+        of_turn |= files_of_seed(flags, seed)
         if flags.tensorboard:
             of_turn["tensorboard"] = str(Path(flags.tensorboard, f"seed{seed}"))
-        if flags.checkpoint:
-            of_turn["checkpoint"] = of_seed(flags.checkpoint, seed)
         try:
             finished = train(ranks, replace(flags, **of_turn), path)
         except NotFinite as error:

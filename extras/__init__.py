@@ -31,10 +31,11 @@ TASKS = dict(link=".links", graph=".graphs")
 LAYERS = dict(rgcn=".relational", rgat=".relational")
 MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
 STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
+STARTS = dict(init=".warm_start")  # weights to start from
 # files with flags; of two behind the same flag, the later is listed first
 FLAGS = {
     f: f
-    for f in ".times .labor .links .graphs .relational .step_graphs .lookahead .pictures".split()
+    for f in ".times .labor .links .graphs .relational .step_graphs .lookahead .pictures .warm_start".split()
 }
 
 

@@ -682,7 +682,7 @@ def flags(kinds):
             cuda_graph=kinds.alike(
                 kinds.one_of("auto", "on", "off"),
                 "auto",
-                "run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible",
+                "a step as CUDA graphs; off: kernels one by one; on: print why if not (default: auto)",
                 needs=[kinds.gpu_for("cuda_graph", "on")],
             )
         )

@@ -223,7 +223,7 @@ def flags(kinds):
             temporal=kinds.of_data(
                 kinds.one_of("auto", "at", "before", "off"),
                 "auto",
-                "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
+                "edges seen at: up to a seed's time; before: earlier; off: all (default: at; links: off)",
             ),
             window=kinds.fixed(
                 kinds.TIME,

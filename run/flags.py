@@ -112,11 +112,7 @@ def no_early_stop(flags):
 
 def logits_before_the_last_layer(flags):
     """Refuse embeddings of networks without an inner layer that could give them."""
-    if flags.predict_what != "embeddings":
-        return None
-    if flags.conv is None:
-        return f"is for the built-in models; take logits of {flags.model}"
-    if flags.num_layers == 1:
+    if flags.predict_what == "embeddings" and flags.conv and flags.num_layers == 1:
         return "would be the features with --num-layers 1"
 
 
@@ -322,7 +318,7 @@ CORE = dict(
     metric=fixed(
         one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
         None,
-        "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); graphs: roc_auc, accuracy, f1 (default: roc_auc; several classes: accuracy), or of targets rmse, mae",
+        "default: accuracy (several labels: f1); links: mrr; graphs: roc_auc; numbers: rmse",
     ),
     early_stop=kept(
         COUNT, None, "after N epochs without a better --metric keep the best weights (default: off)"
@@ -336,7 +332,9 @@ CORE = dict(
     seed=fixed(
         SEED, 0, "for initial weights, drawn splits, order, sampling and dropout (default: 0)"
     ),
-    runs=alike(COUNT, 1, "N seeds: mean and standard deviation"),
+    runs=alike(
+        COUNT, 1, "N seeds: mean and standard deviation; files get names as FILE-seed0 (default: 1)"
+    ),
     precision=kept(
         one_of("fp32", "tf32", "bf16", "fp64"),
         None,
@@ -402,11 +400,7 @@ CORE = dict(
         needs=[dry],
     ),
     checkpoint=free(
-        text("FILE"),
-        None,
-        "write the state each epoch, on Ctrl-C (--runs: FILE-seed0)",
-        group="files",
-        endings=("",),
+        text("FILE"), None, "write the state each epoch, on Ctrl-C", group="files", endings=("",)
     ),
     checkpoint_every=alike(
         COUNT, None, "also write it every N optimizer steps (default: off)", needs=[checkpoint_file]
@@ -421,13 +415,13 @@ CORE = dict(
         text("FILE"),
         None,
         "exact predictions for every node or small graph: .npy, or .csv, .parquet with names; with --resume FILE it trains only with --epochs or --checkpoint",
-        needs=[one_run, table_library],
+        needs=[table_library],
         endings=(".npy", ".csv", ".parquet"),
     ),
     predict_what=alike(
         one_of("classes", "scores", "logits", "embeddings"),
         "classes",
-        "classes [V] (several labels: 0/1 [V, classes]); scores (probabilities), logits [V, classes]; embeddings: the last layer's input, [V, hidden]",
+        "scores: probabilities; embeddings: the input of the last layer (default: classes)",
         needs=[prediction, logits_before_the_last_layer],
         default_is_off=False,
     ),
@@ -455,7 +449,7 @@ CORE = dict(
         text("FILE"),
         None,
         "torch.profiler trace of epoch 2: FILE.rank0.json",
-        needs=[one_run, training],
+        needs=[training],
         endings=("",),
     ),
 )
@@ -569,6 +563,12 @@ def of_seed(path, seed):
     """Name the file of one seed of --runs: run.pt -> run-seed3.pt."""
     path = Path(path)
     return str(path.with_name(f"{path.stem}-seed{seed}{path.suffix}"))
+
+
+def files_of_seed(flags, seed):
+    """Name the files that one seed of --runs writes, but for --log, to which all append -> {flag: file}."""
+    names = [name for name, flag in FLAGS.items() if flag.endings and name != "log"]
+    return {n: of_seed(file, seed) for n in names if (file := getattr(flags, n))}
 
 
 def spelled(name, value=True, equals=" "):

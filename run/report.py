@@ -347,7 +347,7 @@ def plan_lines(ranks, plan, task, model, trained):
         steps = f"about {steps}"
     rates = f"learning rate {plan.lr:g}, weight decay {plan.weight_decay:.2g}"
     if plan.warmup:
-        rates += f", warm-up in {plan.warmup:,} of {plan.epochs * plan.steps:,} steps"
+        rates += f", {plural(plan.warmup, 'step')} of warm-up"
     if plan.clip_norm:
         rates += f", gradients clipped to the norm {plan.clip_norm:g}"
     lines.append(f"train   {plural(plan.epochs, 'epoch')} of {steps}, each of {batch}; {rates}")

@@ -603,6 +603,11 @@ DELETED = {  # an extra: its files, all for "", as FILE the first; what is then 
     "tables": ("graph_tables tables", "tables()", COPY),
     "CUDA graphs": ("step_graphs", "train('--cuda-graph off')", "--cuda-graph is no flag"),
     "pictures": ("pictures", "train('--curve c.png')", "--curve is no flag"),
+    "warm start": (
+        "warm_start",
+        "train('--checkpoint a.pt') or train('--init a.pt')",
+        "--init is no flag",
+    ),
     "8-bit codes": ("int8", "train('--feature-dtype int8')", COPY),
     "types of nodes": ("typed", "train('--dataset synthetic-mag:scale=0.0005')", COPY),
     "parts of stores": ("parts", "tables('split')", COPY),
