@@ -3,7 +3,11 @@
 python train.py --dataset mine.npz --init run.pt --lr 0.0003
 """
 
+import re
+
 from disk.files import StoreError, listed
+
+SHAPE = "model", "hidden", "num_layers"  # flags that shape the weights
 
 
 def start(run):
@@ -11,6 +15,7 @@ def start(run):
     of another number starts fresh, as does a scorer of links; StoreError for other weights that do not fit."""
     # the flags import this file, and these modules the flags
     from run.checkpoint import files_here, names_of, read_checkpoint, tell_trained
+    from run.flags import spelled
 
     plan = run.plan
     if not plan.init:
@@ -32,8 +37,15 @@ def start(run):
             continue
         sizes = zip(was or [0], here or [0])
         wider = was and here and all(a == b or a * outputs[1] == b * outputs[0] for a, b in sizes)
-        if not (wider or name.startswith("scorer.")):
-            raise StoreError(f"--init {plan.init}: {name} is {was} there, {here} in this run")
+        last = rf"(layers|residuals)\.{plan.num_layers - 1}\.|head|mean|std"
+        # a network of a file may call them as it likes
+        of_output = wider and (plan.conv is None or re.match(last, name))
+        if not (of_output or name.startswith("scorer.")):
+            made = " ".join(f"{spelled(n)} {state['flags'][n]}" for n in SHAPE)
+            raise StoreError(
+                f"--init {plan.init}: {name} is {was or 'missing'} there, {here or 'missing'} in this run; "
+                f"it was made with {made}"
+            )
         fresh.append(name)
     run.model.load_state_dict(new | {n: t for n, t in weights.items() if n not in fresh})
     run.task.set_buffers(run.model)

@@ -396,7 +396,7 @@ def test_a_run_starts_from_the_weights_of_a_checkpoint(tiny, tmp_path, capsys):
     weights = _run_here(tmp_path, words, other)[1]
     assert "; the output starts fresh: layers.1.self_linear.weight, " in capsys.readouterr().out
     for name in first:
-        same = torch.allclose(weights[name][:4], first[name], rtol=1e-4)
+        same = torch.allclose(weights[name][: len(first[name])], first[name], rtol=1e-4)
         assert same == name.startswith("layers.0"), name
     # a training node of the first run of two is a test node of the second
     swapped = dict(zip(disk.SPLITS, parts[::-1]))
@@ -411,7 +411,7 @@ def test_a_run_starts_from_the_weights_of_a_checkpoint(tiny, tmp_path, capsys):
     _run_here(tmp_path, SMALL, "--epochs 1 --dataset", tmp_path / "there")
     for more, said in (
         (f"{tiny} --hidden 8", "self_linear.weight is [16, 16] there, [8, 16] in this run"),
-        (f"{tiny} --num-layers 3 --fanout 2,2,2", "layers.2.self_linear.weight is None there"),
+        (f"{tiny} --num-layers 3 --fanout 2,2,2", "it was made with --model sage --hidden 16 --num-layers 2"),
         (tmp_path / "here", "feature_names are f15, f14, "),
         (f"{tiny} --resume {start}", "goes on with one: give one of them"),
     ):
