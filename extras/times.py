@@ -220,7 +220,7 @@ def flags(kinds):
     """Declare the flags of times."""
     return {
         "sampler": dict(
-            temporal=kinds.of_data(
+            temporal=kinds.per_graph(
                 kinds.one_of("auto", "at", "before", "off"),
                 "auto",
                 "edges seen at: up to a seed's time; before: earlier; off: all (default: at; links: off)",

@@ -45,10 +45,10 @@ from run.kinds import (
     layers_taking,
     library,
     model_or,
-    of_data,
     one_of,
     one_run,
     parsed_by,
+    per_graph,
     prediction,
     text,
     training,
@@ -216,7 +216,7 @@ CORE = dict(
         None,
         "round float features of a new store to half the bytes; int8: to a quarter",
     ),
-    split=of_data(
+    split=per_graph(
         COUNT_OR_0,
         None,
         "which split of several, from 0 (default: the first; --runs: each in turn)",
@@ -520,7 +520,7 @@ def declared(*words):
     return [name for name, flag in FLAGS.items() if flag.resume in words]
 
 
-SAVED = declared("fixed", "of_data", "kept", "built")
+SAVED = declared("fixed", "per_graph", "kept", "built")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -559,7 +559,7 @@ def make_parser():
     return parser
 
 
-def of_seed(path, seed):
+def seed_path(path, seed):
     """Name the file of one seed of --runs: run.pt -> run-seed3.pt."""
     path = Path(path)
     return str(path.with_name(f"{path.stem}-seed{seed}{path.suffix}"))
@@ -568,7 +568,7 @@ def of_seed(path, seed):
 def files_of_seed(flags, seed):
     """Name the files that one seed of --runs writes, but for --log, to which all append -> {flag: file}."""
     names = [name for name, flag in FLAGS.items() if flag.endings and name != "log"]
-    return {n: of_seed(file, seed) for n in names if (file := getattr(flags, n))}
+    return {n: seed_path(file, seed) for n in names if (file := getattr(flags, n))}
 
 
 def spelled(name, value=True, equals=" "):
