@@ -28,7 +28,8 @@ COLUMNS = dict(
 )
 # tasks of --task, layers and models of small graphs of --model
 TASKS = dict(link=".links", graph=".graphs")
-LAYERS = dict(rgcn=".relational", rgat=".relational")
+LAYERS = {"sage-pool": ".sage_pool", "gine": ".edge_features"}
+LAYERS |= dict(rgcn=".relational", rgat=".relational")
 MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
 STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
 # files with flags; of two behind the same flag, the later is listed first

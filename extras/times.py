@@ -70,7 +70,7 @@ class Pairs(Sources):
 def use(flags, task, store):
     """Hide edges later than a seed from it, if both have times and --temporal does not say otherwise."""
     from disk.files import StoreError
-    from model import layers_where, plain_layers
+    from run.kinds import layers_where, plain_layers
 
     from .time_units import edges_seen
 

@@ -19,7 +19,7 @@ from ddp import under_torchrun
 from disk.files import RANK_BYTES, free_host_bytes
 from disk.terminal import Parser
 from features import MODES
-from model import CONVS, NORMS, Conv, layers_where
+from model import CONVS, NORMS, Conv
 from run import kinds
 from run.kinds import (
     COUNT,
@@ -42,6 +42,7 @@ from run.kinds import (
     kept,
     layer_with,
     layers_taking,
+    layers_where,
     library,
     model_or,
     of_data,
@@ -58,7 +59,6 @@ from tasks.node import NodeTask
 SEEDS = 1024  # default of --batch-size
 TASKS = {"node": NodeTask} | {name: of.TASK for name, of in extras.present(extras.TASKS).items()}
 MODELS = [model for task in TASKS.values() for model in task.models or ()]  # of a task with its own
-extras.present(extras.LAYERS)  # `CONVS` knows the layers of modules that are imported
 
 # ---- what a flag needs to have an effect: functions of all flags that return what speaks against it, or None
 

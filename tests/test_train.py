@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import ddp
-import model
 import store
 import train
 from disk import terminal
@@ -183,7 +182,7 @@ def test_interruptions_change_no_bit(kind, tiny, tmp_path):
     assert _same_weights(tmp_path / "straight.pt", tmp_path / "resumed.pt"), moments
 
 
-@pytest.mark.parametrize("name", model.plain_layers())
+@pytest.mark.parametrize("name", kinds.plain_layers())
 def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch):
     words = f"--dataset {tiny} --model {name} --fanout 5,5 --hidden 16 --norm layer --residual"
     words += " --epochs 4 --lr 0.01 --batch_size 100 --dropout 0.25"
