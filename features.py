@@ -1,7 +1,7 @@
 """Moving feature rows to the training step: a ring of reused buffers, prefetching, placement.
 
-This file works alone: copy it into your own code. cache.py keeps the hottest rows near, extras/split.py splits rows over
-machines.
+This file works alone: copy it into your own code. extras/cache.py keeps the hottest rows near, extras/split.py splits rows
+over machines.
 
     indptr, indices, labels, features = place(indptr, indices, labels, features, "cpu-cuda")
     ring = FeatureRing(features, labels, slots=depth + 1, device="cuda")
@@ -29,23 +29,19 @@ import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
 
-# names that are found here, too, and where they are
-ELSEWHERE = dict.fromkeys(("CachedFeatures", "expected_visits"), "cache")
-
 
 def __getattr__(name):
-    if name in ELSEWHERE:
-        return getattr(import_module(ELSEWHERE[name]), name)
-    if name in ("SplitFeatures", "UnevenFeatures"):
+    modules = dict.fromkeys(("CachedFeatures", "expected_visits"), ".cache")
+    modules |= dict.fromkeys(("SplitFeatures", "UnevenFeatures"), ".split")
+    if name in modules:
         from extras import extra
 
-        return getattr(extra(".split", name), name)
+        return getattr(extra(modules[name], name), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

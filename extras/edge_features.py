@@ -100,3 +100,26 @@ def use(flags, task, store):
         "edges": store.edge_features,
         "lines": [seen],
     }
+
+
+def flags(kinds):
+    """Declare the flag of edge features."""
+    able = kinds.layers_where(edge_features="can") + kinds.layers_where(edge_features="must")
+    return {
+        "residual": dict(
+            edge_features=kinds.fixed(
+                kinds.ON_OFF,
+                None,
+                f"layers see the features of edges (default: {', '.join(able)} if there are any)",
+                needs=[kinds.built_in_model, layer_with_or_without],
+            )
+        )
+    }
+
+
+def layer_with_or_without(flags):
+    """Refuse --edge-features of a layer that cannot use them, and --no-edge-features of one that needs them."""
+    unable = "no" if flags.edge_features else "must"
+    if flags.layer.edge_features == unable:
+        able = [name for name, conv in model.CONVS.items() if conv.edge_features != unable]
+        return f"is for --model {', '.join(able)}, --model is {flags.model}"

@@ -162,6 +162,12 @@ free = partial(Flag, "free")  # takes this command's value
 # ---- what flags, also those of extras, need to have an effect: see run/flags.py
 
 
+def built_in_model(flags):
+    """Refuse a network of a file: only a layer goes into the network that has this flag."""
+    if flags.conv is None:
+        return f"is for the built-in models; give {flags.model} what it needs by --model-args"
+
+
 def layers_where(**stated):
     """Return the names of the layers that state these values about themselves: layers_where(padded=True)."""
     return [n for n, c in CONVS.items() if all(getattr(c, k) == v for k, v in stated.items())]
