@@ -15,7 +15,7 @@ from torch import Tensor
 
 from disk.files import StoreError, free_host_bytes, readable_size
 from extras import CACHES, STEPS, extra, present, uses
-from features import MODES, FeatureRing, ask, place, share, stored
+from features import MODES, FeatureRing, ask, place, stored
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from run.finite import check_features
@@ -340,7 +340,8 @@ def placed_arrays(ranks, plan, task, used):
         if pinned:
             needs = placements(store, **sizes(plan, task, used))[plan.mode]
             spare = torch.cuda.mem_get_info()[0] - needs.gpu - needs.gpu_step - (plan.cache or 0)
-            arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum_here)
+            pinned = extra(".pinned", f"--mode {plan.mode}")
+            arrays = pinned.share(arrays, leads=ranks.local_rank == 0, total=ranks.sum_here)
         placed = place(*arrays[:4], plan.mode, device=ranks.device, more=arrays[4:], spare=spare)
     except (OSError, RuntimeError) as error:
         if not pinned:
