@@ -22,24 +22,24 @@ class GINEConv(GINConv, name="gine", after="gin"):
     def combine(self, near):
         count = near.indptr.diff().clamp(min=1).unsqueeze(1)
         estimate = near.edge_sum(self.edge_linear) * (near.degree[:, 1:] / count)
-        return self.mlp((1 + self.eps) * near.own + estimate.to(near.own.dtype))
+        return self.mlp((1 + self.eps) * near.x_dst + estimate.to(near.x_dst.dtype))
 
 
 def edge_sum(near, of_edge):
-    """See `Near.edge_sum` of model.py."""
+    """See `Neighborhood.edge_sum` of model.py."""
     edges = near.edges.to(of_edge.weight.dtype)
     total = None
     if factors := as_product(edges, of_edge):
-        total = model.attention.edge_sums(near.indptr, near.indices, near.sent, *factors)
+        total = model.attention.edge_sums(near.indptr, near.indices, near.messages, *factors)
     if total is None:
         dst = edge_dst(near.indptr, near.indices)
-        rows = F.relu(summable(near.sent).index_select(0, near.indices) + of_edge(edges))
-        total = rows.new_zeros(len(near.own), rows.shape[1]).index_add(0, dst, rows)
+        rows = F.relu(summable(near.messages).index_select(0, near.indices) + of_edge(edges))
+        total = rows.new_zeros(len(near.x_dst), rows.shape[1]).index_add(0, dst, rows)
     return total
 
 
 def attention_term(near, of_edge, dtype):
-    """Return what the features of a `Near` add to the scores of its edges and self-loops, as in `as_product` and as a function
+    """Return what the features of a `Neighborhood` add to the scores of its edges and self-loops, as in `as_product` and as a function
     -> [E + S, K D]."""
     edges = torch.cat([near.edges.to(dtype), near.edge_mean(dtype)])
     return as_product(edges, of_edge), lambda: of_edge(edges)
