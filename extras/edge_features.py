@@ -25,35 +25,35 @@ class GINEConv(GINConv, name="gine", after="gin"):
         return self.mlp((1 + self.eps) * near.x_dst + estimate.to(near.x_dst.dtype))
 
 
-def edge_sum(near, of_edge):
+def edge_sum(near, edge_map):
     """See `Neighborhood.edge_sum` of model.py."""
-    edges = near.edges.to(of_edge.weight.dtype)
+    edges = near.edges.to(edge_map.weight.dtype)
     total = None
-    if factors := as_product(edges, of_edge):
+    if factors := as_product(edges, edge_map):
         total = model.attention.edge_sums(near.indptr, near.indices, near.messages, *factors)
     if total is None:
         dst = edge_dst(near.indptr, near.indices)
-        rows = F.relu(summable(near.messages).index_select(0, near.indices) + of_edge(edges))
+        rows = F.relu(summable(near.messages).index_select(0, near.indices) + edge_map(edges))
         total = rows.new_zeros(len(near.x_dst), rows.shape[1]).index_add(0, dst, rows)
     return total
 
 
-def attention_term(near, of_edge, dtype):
+def attention_term(near, edge_map, dtype):
     """Return what the features of a `Neighborhood` add to the scores of its edges and self-loops, as in `as_product` and as a function
     -> [E + S, K D]."""
     edges = torch.cat([near.edges.to(dtype), near.edge_mean(dtype)])
-    return as_product(edges, of_edge), lambda: of_edge(edges)
+    return as_product(edges, edge_map), lambda: edge_map(edges)
 
 
-def as_product(edges, of_edge):
-    """Return features [n, d] and a matrix [d, D] whose product is of_edge(edges), for native/attention.py; None without it,
+def as_product(edges, edge_map):
+    """Return features [n, d] and a matrix [d, D] whose product is edge_map(edges), for native/attention.py; None without it,
     or if the linear map is customised."""
-    if not model.fused or not unchanged(of_edge):
+    if not model.fused or not unchanged(edge_map):
         return None
-    if of_edge.bias is None:
-        return edges, of_edge.weight.t()
+    if edge_map.bias is None:
+        return edges, edge_map.weight.t()
     # the bias is the weight of a constant feature 1
-    by = torch.cat([of_edge.weight, of_edge.bias.unsqueeze(1)], 1).t()
+    by = torch.cat([edge_map.weight, edge_map.bias.unsqueeze(1)], 1).t()
     return F.pad(edges, (0, 1), value=1), by
 
 

@@ -22,4 +22,4 @@ class SAGEPoolConv(Conv, name="sage-pool", after="sage"):
     def combine(self, near):
         """See `Conv`. ReLU and maximum commute: there are fewer destinations than sources."""
         pooled = relu_dropout(near.max(), 0)
-        return self.self_linear(near.own) + self.neigh_linear(pooled)
+        return self.self_linear(near.x_dst) + self.neigh_linear(pooled)
