@@ -18,9 +18,8 @@ import pytest
 import torch
 
 import ddp
-import store
 import train
-from disk import terminal
+from disk import files, terminal
 from inference import inference
 from model import SAGE
 from run import allocator, flags, kinds, placement
@@ -202,7 +201,7 @@ def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch):
     # also where the features do not fit into memory, which leaves out the accuracy otherwise
     if name == "sage":
         with monkeypatch.context() as little:
-            little.setattr(store, "free_host_bytes", lambda: 1000)
+            little.setattr(files, "free_host_bytes", lambda: 1000)
             little.setattr(placement, "choose_mode", lambda *_, **__: ("cpu-cpu", "", ""))
             assert _code(f"{resume} --predict {tmp_path}/large.npy --mode cpu-cpu") == 0
         assert (np.load(tmp_path / "large.npy") == classes).all()
