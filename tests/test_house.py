@@ -130,7 +130,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "disjoint|src_seed|seeds_before|(self|spec|law|b|batch)(\\.|->)pairs|PAIR|put_pair|slot_of|of_pairs|(src|dst|edge|num|know)_groups?\\b|AT\\(",
     ),
     "links": (
-        "extras/links.py extras/edge_split.py extras/common_neighbours.py native/links.cu",
+        "extras/links.py extras/ranking.py extras/edge_split.py extras/common_neighbours.py native/links.cu",
         "LinkTask|[nN]egatives|scorer|edge_split|are_links|OF_LINKS|load_links",
     ),
     "small graphs": (
@@ -594,7 +594,7 @@ DELETED = {  # an extra: its files, all for "", as FILE the first; what is then 
     "labor": ("labor", "train('--sampler labor')", COPY),
     "exclude": ("exclude", "train('--task link')", COPY),
     "disjoint": ("disjoint", "NeighborSampler(*graph, [2], disjoint=True)", COPY),
-    "links": ("links edge_split common_neighbours", "train('--task link')", COPY),
+    "links": ("links ranking edge_split common_neighbours", "train('--task link')", COPY),
     "small graphs": (
         "graphs graph_store molecules regressor",
         "train('--task graph', **small)",
