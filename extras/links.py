@@ -37,11 +37,28 @@ from extras.edge_split import (
     split_type,
     view_of,
 )
-from extras.ranking import Evaluation, Negatives, Scorer, at_times, distinct, score_pairs
+from extras.ranking import (
+    Evaluation,
+    Negatives,
+    Scorer,
+    at_times,
+    distinct,
+    not_ranked,
+    score_pairs,
+)
 from sampler import mix
 from sources.splits import say_empty_parts
 from tasks.metrics import METRICS, metrics_with
-from tasks.task import Task, described, gnn, in_chunks, numbered_columns, open_graph, rows_of_nodes
+from tasks.task import (
+    Task,
+    as_stored,
+    described,
+    gnn,
+    in_chunks,
+    numbered_columns,
+    open_graph,
+    rows_of_nodes,
+)
 
 # ---- training
 
@@ -336,15 +353,21 @@ class LinkTask(Task):
         return f"{METRICS[self.metric].title} {score:.4f}"
 
     def evaluate(self, run, report):
-        """Report scores and write embeddings, or the logits of --pairs -> {"part name": score}."""
+        """Report scores and write embeddings, the best destinations (--top) or logits of --pairs -> {"part name": score}."""
         args = run.plan
         h = None if self.evaluation.timed and not args.predict else run.exact()
+        scorer = run.model.scorer
         scores = {part: self.scores(run, part, h) for part in HELD_OUT}
+        for part, values in scores.items():
+            if values:
+                values |= self.evaluation.top(scorer, h, part, k=args.top or 10, ranks=run.ranks)
         line, baselines = self._baselines(run)
         exact = report.scores(scores, line, baselines=baselines)
-        if args.predict and args.pairs:
+        if args.predict and args.top:
+            report.write(None, self.recommended(run, h))
+        elif args.predict and args.pairs:
             evaluation = self.evaluation
-            scorer = run.model.scorer.on_host(h.dtype)
+            scorer = scorer.on_host(h.dtype)
             features = partial(evaluation.features, None) if scorer.columns else None
             scores = score_pairs(scorer, h, self.asked, features)
             report.write(lambda: scores, self.rows_of_pairs(scores))
@@ -360,6 +383,25 @@ class LinkTask(Task):
         text = ", ".join(f"{name} {score:.4f}" for name, score in scores if score is not None)
         line = f"without a network  {part} {METRICS[self.metric].title}: {text}" if text else ""
         return line, {part: figures}
+
+    def recommended(self, run, h):
+        """Yield a table of the --top best destinations of each source that are no edges of it, in chunks, {column: values}: names
+        of the nodes or, without names, their numbers, and scores [n]. h: [V, D] embeddings."""
+        evaluation = self.evaluation
+        scorer = run.model.scorer.on_host(h.dtype)
+        without = not_ranked(self.store.known_of_type)
+        names = self.store.node_names()
+        names = as_stored(self.store, names) if names else np.arange(len(h))
+        for kind, ids, _ in evaluation.by_type(self.store.pairs["train"]):
+            every = torch.arange(*kind)
+            best = evaluation.best(scorer, h, every, run.plan.top, ids=ids, without=without)
+            for some, nodes, scores in best:
+                left = scores.isfinite()
+                yield {
+                    "source": names[some.unsqueeze(1).expand_as(nodes)[left]],
+                    "destination": names[nodes[left]],
+                    "score": scores[left].numpy(),
+                }
 
     def rows_of_pairs(self, scores):
         """Yield a table of --pairs in chunks, {column: values}: their nodes as in the file, and scores [n]."""
@@ -389,6 +431,12 @@ class LinkTask(Task):
 
 
 TASK = LinkTask
+
+
+def ranks_all(flags):
+    """Refuse --top with --pairs, and without a table to write to."""
+    if flags.pairs or flags.predict and flags.predict.endswith(".npy"):
+        return "writes a table of all sources: give --predict FILE.csv or .parquet, and no --pairs"
 
 
 def flags(kinds):
@@ -422,6 +470,12 @@ def flags(kinds):
                 kinds.one_of("bce", "softmax"),
                 "bce",
                 "bce: each pair alone; softmax: edge against its negatives",
+            ),
+            top=kinds.free(
+                kinds.COUNT,
+                None,
+                "write the N best destinations of every source by --predict, a table; also the N of MAP@N, NDCG@N and Recall@N (default: 10)",
+                needs=[ranks_all],
             ),
             pairs=kinds.free(
                 kinds.text("FILE"),

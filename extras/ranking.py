@@ -18,13 +18,15 @@ from torch.nn import functional as F
 from disk.files import SPLITS, StoreError
 from extras.common_neighbours import CommonNeighbours, destinations_of
 from extras.edge_split import HELD_OUT, Edges
+from loader import from_edge_index
 from native import kernels
 from sampler import expand, mix, random_bits
-from tasks.metrics import METRICS, metrics_with, ranking
+from tasks.metrics import AT_K, METRICS, at_k, check_scores, metrics_with, ranking
 
 RANKED_AGAINST = 100  # fixed negatives per pair in a graph of more than SMALL nodes
 SMALL = 1 << 14  # with up to this many nodes a pair is ranked against all of them
 MOST = 1 << 17  # most pairs of a part to evaluate
+MOST_SCORES = 1 << 28  # most scores to compute for the best of each source
 MOST_TIMED = 1 << 13  # the same for pairs with times, which need separate embeddings
 CHUNK = 1 << 22  # most scores, or elements of their embeddings, to hold at a time
 TRIES = 64  # draws of a negative before all nodes are looked up
@@ -302,13 +304,12 @@ class Evaluation:
         self.negatives = Negatives(graph.known_edges, graph.num_nodes, counts=graph.node_counts)
         self.lists = None
         if graph.num_nodes <= SMALL and not self.timed:
-            self.lists = destinations_of(graph.known_edges)
+            self.lists = not_ranked(graph.known_edges)
         self.examples = {part: self._examples(part) for part in HELD_OUT}
 
     def _examples(self, part):
         pairs = self.graph.pairs[part]
-        count = min(len(pairs), MOST_TIMED if self.timed else MOST)
-        chosen = torch.arange(count) * len(pairs) // max(count, 1)
+        chosen = every_nth(len(pairs), MOST_TIMED if self.timed else MOST)
         pairs = pairs[chosen]
         key = mix(EVALUATION ^ SPLITS.index(part))
         random = self.negatives.pairs(mix(key), pairs)
@@ -386,7 +387,7 @@ class Evaluation:
                 scores = scorer.against_all(h[source], h, of_pairs)
                 sums = scores.sum(1)
                 positive = scores.gather(1, destination)
-                scores[self._left_out(source)] = -torch.inf
+                scores[listed(self.lists, source)] = -torch.inf
                 if len(self.negatives.ends) > 2:  # of several types
                     first, end = self.negatives.same_type(destination)
                     node = torch.arange(len(h))
@@ -407,13 +408,78 @@ class Evaluation:
             places.append(torch.where(sums.isfinite(), place, torch.nan))
         return torch.cat(places)
 
-    def _left_out(self, source):
-        """List what to leave out when ranking for sources [n]: themselves and their destinations -> (rows, nodes)."""
-        indptr, destinations = self.lists
-        rows = torch.arange(len(source))
-        counts = indptr.diff()[source]
-        neighbours = destinations[expand(indptr[source], counts)].long()
-        return torch.cat([rows.repeat_interleave(counts), rows]), torch.cat([neighbours, source])
+    def by_type(self, pairs):
+        """Split pairs [P, 2] by the types of their nodes -> of each (range of ids of the sources, of the destinations, pairs)."""
+        while len(pairs):
+            first, end = self.negatives.same_type(pairs)
+            same = (first == first[0]).all(1)
+            yield *zip(first[0].tolist(), end[0].tolist()), pairs[same]
+            pairs = pairs[~same]
+
+    @torch.no_grad()
+    def best(self, scorer, h, sources, k, *, ids, without):
+        """Yield the k best destinations in the range ids = (first, end) for sources int64 [n], in chunks -> (sources [m], nodes
+        int64 [m, up to k], the best first, scores, -inf where there are no more). scorer: in host memory. h: [V, D]
+        embeddings. without: `not_ranked` nodes of each source."""
+        first, end = ids
+        width = h.shape[1] if scorer.kind == "mlp" else len(self.common.columns)
+        for some in sources.split(max(1, CHUNK // (len(h) * width))):
+            features = self.common.against_all(some)[:, first:end] if scorer.columns else None
+            scores = scorer.against_all(h[some], h[first:end], features)
+            check_scores(scores)
+            rows, nodes = listed(without, some)
+            inside = (nodes >= first) & (nodes < end)
+            scores[rows[inside], nodes[inside] - first] = -torch.inf
+            scores, nodes = scores.topk(min(k, end - first))
+            yield some, nodes + first, scores
+
+    def top(self, scorer, h, part, *, k=10, ranks=None):
+        """Evaluate the k best destinations of each source of a part, among all nodes of a type but those of edges that are not
+        in this part -> MAP@k, NDCG@k and Recall@k, see `at_k`; {} where pairs have times. If these take more than MOST_SCORES
+        scores, every n-th source is evaluated."""
+        if self.timed:
+            return {}
+        scorer = scorer.on_host(h.dtype)
+        pairs = self.graph.pairs[part].unique(dim=0)
+        relevant = Edges(*from_edge_index(pairs.T, len(h)))
+        without = not_ranked(self.graph.known_of_type, relevant)
+        values = [torch.zeros(0, 3, dtype=torch.float64)]
+        for _, ids, here in self.by_type(pairs):
+            counts = here[:, 0].bincount(minlength=len(h))
+            sources = counts.nonzero().squeeze(1)
+            sources = sources[every_nth(len(sources), max(1, MOST_SCORES // len(h)))]
+            if ranks:
+                sources = sources[ranks.part(len(sources))]
+            for some, nodes, _ in self.best(scorer, h, sources, k, ids=ids, without=without):
+                hits = relevant.has(some.unsqueeze(1).expand_as(nodes), nodes)
+                values.append(at_k(k, hits, counts[some]))
+        values = torch.cat(values)
+        if ranks:
+            values = torch.cat(ranks.gather(values))
+        return {f"{name}@{k}": mean for name, mean in zip(AT_K, values.mean(0).tolist())}
+
+
+def every_nth(total, most):
+    """Choose up to `most` of `total`, spread evenly -> int64 [n]."""
+    count = min(total, most)
+    return torch.arange(count) * total // max(count, 1)
+
+
+def not_ranked(edges, but=None):
+    """List what each source is not ranked against: itself and its destinations in `Edges`, but for those in the `Edges` but ->
+    (indptr [V + 1], nodes [n]) in CSR form."""
+    indptr, destinations = destinations_of(edges)
+    nodes = torch.arange(len(indptr) - 1)
+    source = torch.cat([torch.repeat_interleave(indptr.diff()), nodes])
+    ends = torch.stack([torch.cat([destinations.long(), nodes]), source])
+    return from_edge_index(ends if but is None else ends[:, ~but.has(source, ends[0])], len(nodes))
+
+
+def listed(lists, sources):
+    """List the nodes of lists in CSR form of sources [n] -> (rows, nodes)."""
+    indptr, nodes = lists
+    counts = indptr.diff()[sources]
+    return torch.repeat_interleave(counts), nodes[expand(indptr[sources], counts)].long()
 
 
 @torch.no_grad()
