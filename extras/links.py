@@ -115,8 +115,8 @@ class Links:
         key = mix(self.key ^ (batch.global_step & (1 << 64) - 1))
         negatives, bad = self.negatives.attempts(key, seeds, pairs, self.count)
         nodes, times, y = self._ends(seeds, pairs, negatives)
-        of_step = self._of_pairs(batch.step_seeds) if self.exclude else seeds[:0]
-        first, counts = self.edges.ranges(self.pairs[of_step])
+        step_pairs = self._of_pairs(batch.step_seeds) if self.exclude else seeds[:0]
+        first, counts = self.edges.ranges(self.pairs[step_pairs])
         last = F.pad(y.flatten(), (1, 0), value=-1).amax()  # a part of a step may be empty
         # the host waits for the GPU here only
         left, last, num_edges = torch.stack([bad.sum(), last, counts.sum()]).tolist()
@@ -140,7 +140,7 @@ class Links:
         times = None
         if self.times is not None:
             times = self.times[seeds].repeat_interleave(ends.shape[1])
-        features = self.common.of_pairs(ends.view(-1, 2), times)
+        features = self.common.pair_features(ends.view(-1, 2), times)
         return features.double().view(torch.int64).view(len(pairs), -1)
 
     def _of_pairs(self, seeds):
@@ -211,7 +211,7 @@ class LinkTask(Task):
     are_links = True
     padded = True
     told_by = "indptr.", "indices."
-    metrics = metrics_with("of_ranks") + metrics_with("of_pairs")
+    metrics = metrics_with("from_ranks") + metrics_with("from_scores")
     widths = "feature_dim", "edge_dim", "num_edge_types", "node_types"
     unused = {
         "is for --task node: --task link has --edge-split": "split",
@@ -303,7 +303,7 @@ class LinkTask(Task):
         return torch.arange(self.store.num_nodes)
 
     def num_scored(self):
-        if METRICS[self.metric].of_ranks:
+        if METRICS[self.metric].from_ranks:
             return int(self.evaluation.examples["valid"].ranked.sum())
         return super().num_scored()
 
@@ -443,13 +443,13 @@ def flags(kinds):
     """Declare the flags of --task link."""
     return {
         "input_dropout": dict(
-            edge_split=kinds.of_data(
+            edge_split=kinds.per_graph(
                 kinds.parsed_by(split_type, "A/B/C"),
                 "85/5/10",
                 "percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]",
                 group="links",
             ),
-            edge_type=kinds.of_data(
+            edge_type=kinds.per_graph(
                 kinds.text("TYPE"),
                 None,
                 "predict edges of a type, as user,buys,item (default: all)",

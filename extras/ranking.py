@@ -351,8 +351,10 @@ class Evaluation:
         positive, negative, place = results.unbind(1)
         scores = torch.cat([positive, negative])
         y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
-        of_pairs = {name: METRICS[name].of_pairs(scores, y) for name in metrics_with("of_pairs")}
-        return ranking(place[place != 0]) | of_pairs
+        by_name = {
+            name: METRICS[name].from_scores(scores, y) for name in metrics_with("from_scores")
+        }
+        return ranking(place[place != 0]) | by_name
 
     def baselines(self, part, ranks=None):
         """Evaluate the columns of `common` as scorers -> {name: {metric: value}}, or {} without pairs."""
@@ -369,7 +371,7 @@ class Evaluation:
         if self.timed and examples:  # else as of the end of time
             times = examples.times[pairs[..., 0]].flatten()
             pairs = examples.nodes[pairs]
-        return self.common.of_pairs(pairs.view(-1, 2), times).view(*pairs.shape[:-1], -1)
+        return self.common.pair_features(pairs.view(-1, 2), times).view(*pairs.shape[:-1], -1)
 
     def _ranks(self, scorer, h, pairs, others, features):
         """Rank each pair [n, 2] against `others` [n, K], or all nodes if None -> ranks [n], from 1."""
@@ -383,8 +385,8 @@ class Evaluation:
             source, destination = pairs[rows].unbind(1)
             destination = destination.unsqueeze(1)
             if others is None:
-                of_pairs = self.common.against_all(source) if features else None
-                scores = scorer.against_all(h[source], h, of_pairs)
+                pair_features = self.common.against_all(source) if features else None
+                scores = scorer.against_all(h[source], h, pair_features)
                 sums = scores.sum(1)
                 positive = scores.gather(1, destination)
                 scores[listed(self.lists, source)] = -torch.inf
@@ -395,8 +397,8 @@ class Evaluation:
                 scores.scatter_(1, destination, -torch.inf)
             else:  # in one product: another would round the scores of equal embeddings otherwise
                 both = torch.cat([destination, others[rows]], 1)
-                of_pairs = features(source.unsqueeze(1), both) if features else None
-                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h), of_pairs)
+                pair_features = features(source.unsqueeze(1), both) if features else None
+                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h), pair_features)
                 sums = scores.sum(1)
                 positive = scores[:, :1]
                 scores = scores[:, 1:]
@@ -489,6 +491,6 @@ def score_pairs(scorer, h, pairs, features=None):
     logits = [h.new_zeros(0)]
     for part in pairs.split(1 << 16):
         source, destination = part.unbind(1)
-        of_pairs = features(source, destination) if features else None
-        logits.append(scorer(h[source], h[destination], of_pairs))
+        pair_features = features(source, destination) if features else None
+        logits.append(scorer(h[source], h[destination], pair_features))
     return torch.cat(logits)
