@@ -44,7 +44,7 @@ import torch
 
 import ddp
 from disk.files import SPLITS, StoreError, progress_bar, unread
-from extras import STARTS, STEPS, MissingExtra, present
+from extras import STARTS, STEPS, MissingExtra, extra, present
 from run import command_line
 from run.adam import Adam, rate_at
 from run.allocator import announce, trim_memory
@@ -57,7 +57,6 @@ from run.checkpoint import (
     restore,
     save_checkpoint,
 )
-from run.export import export
 from run.finite import LossSum, all_finite
 from run.flags import TASKS, files_of_seed, seed_path
 from run.own_model import is_own
@@ -380,7 +379,7 @@ def train(ranks, flags, path):
         ranks.say(best_line(plan, start, best["epoch"], run.task.score_text(best["score"])))
     try:
         if plan.export and ranks.leads:
-            export(plan.export, model, described_run(run))
+            extra(".export").export(plan.export, model, described_run(run))
     finally:  # scores, where a file cannot be written
         try:
             exact = run.task.evaluate(run, report)

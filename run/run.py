@@ -19,7 +19,7 @@ from disk.files import StoreError
 from extras import extra
 from features import ask
 from inference import inference, layerwise
-from loader import NodeLoader, seeds_at
+from loader import NodeLoader
 from model import graph_degrees, is_gnn
 from run import own_model
 from run.flags import TASKS, Plan
@@ -179,7 +179,7 @@ class Run:
         for the cost of a few batches; in host memory, the same on all ranks."""
         draw = lambda batch: (nodes[batch.seeds], {}, None)  # noqa: E731
         if times is not None:
-            draw = seeds_at(times, nodes)
+            draw = extra(".times").seeds_at(times, nodes)
         return self.rows(torch.arange(len(nodes)), len(nodes), self.forward, draw=draw)
 
     @torch.no_grad()
@@ -247,7 +247,7 @@ class Run:
             "reuse": True,
             "edges": self.used.edges is not None,
             "accumulate": 1,
-            "draw": None if times is None else seeds_at(times),
+            "draw": None if times is None else extra(".times").seeds_at(times),
         }
         if store.num_edges <= WHOLE_GRAPH_EDGES and times is None:
             options |= {"batch_size": -(-store.num_nodes // self.ranks.world), "depth": 0}
