@@ -148,9 +148,9 @@ def ranking(ranks):
 def r2(output, y):
     """Average 1 - (squared errors / squared deviations from the mean) over targets [n, T], where y is not NaN."""
     squares = (output - y).square().nansum(0)
-    mean_error = (y - y.nanmean(0)).square().nansum(0)
+    spread = (y - y.nanmean(0)).square().nansum(0)
     # that of a constant target is what was rounded
-    values = (1 - squares / mean_error)[mean_error > 1e-24 * y.square().nansum(0)]
+    values = (1 - squares / spread)[spread > 1e-24 * y.square().nansum(0)]
     return values.mean().item() if len(values) else None
 
 
