@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Metrics: accuracy, F1, ROC-AUC, average precision, MRR, Hits@K, MAP@K, NDCG@K, Recall@K, RMSE, MAE.
+=======
+"""Metrics: accuracy, F1, ROC-AUC, average precision, MRR, Hits@K, RMSE, MAE, R2.
+>>>>>>> graphs
 
     score("f1", logits, y)                       # y: classes [n], or 0 and 1 for each of C labels [n, C]
     roc_auc(score, y), average_precision(score, y)
@@ -149,6 +153,7 @@ def ranking(ranks):
     return {name: METRICS[name].from_ranks(ranks) for name in names}
 
 
+<<<<<<< HEAD
 def at_k(k, hits, relevant):
     """Compute average precision, NDCG and recall of lists of up to k recommendations, see AT_K -> float64 [n, 3]. hits: bool
     [n, up to k], which are relevant, the best first; relevant: int64 [n], how many there are of each list, from 1."""
@@ -160,10 +165,20 @@ def at_k(k, hits, relevant):
     return torch.stack(
         [precision, hits @ gain / gain.cumsum(0)[most - 1], hits.sum(1) / relevant], 1
     )
+=======
+def r2(output, y):
+    """Average 1 - (squared errors / squared deviations from the mean) over targets [n, T], where y is not NaN."""
+    squares = (output - y).square().nansum(0)
+    spread = (y - y.nanmean(0)).square().nansum(0)
+    # that of a constant target is what was rounded
+    values = (1 - squares / spread)[spread > 1e-24 * y.square().nansum(0)]
+    return values.mean().item() if len(values) else None
+>>>>>>> graphs
 
 
 def errors(output, y, mean):
-    """Compute RMSE and MAE of `output` [n, T], and the RMSE of predicting `mean` [T], where y is not NaN -> {name: value}."""
+    """Compute RMSE, MAE and R2 of `output` [n, T], and the RMSE of predicting `mean` [T], where y is not NaN -> {name: value}. R2
+    is averaged over targets, without those that are constant here; None if all are."""
     check_scores(output)
     y = y.double()  # squares of float32 may be infinite
     present = ~y.isnan()
@@ -172,6 +187,7 @@ def errors(output, y, mean):
     return {
         "rmse": error.square().mean().sqrt().item(),
         "mae": error.abs().mean().item(),
+        "r2": r2(output.double(), y),
         "rmse_of_the_mean": mean_error.square().mean().sqrt().item(),
     }
 
@@ -198,6 +214,7 @@ METRICS = (
     # of targets, always reported: see `errors`
     Metric("rmse", "RMSE"),
     Metric("mae", "MAE"),
+    Metric("r2", "R2"),
     Metric("rmse_of_the_mean", "RMSE of predicting the mean"),
 )
 METRICS = {metric.name: metric for metric in METRICS}
