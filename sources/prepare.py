@@ -201,8 +201,11 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         node_times: for tables, the file of a table with a time for each node. options: of `build_store`.
     """
     path = Path(path)
+    of_types = type(source) is dict
     is_file = isinstance(source, (str, os.PathLike))
     kind = str(source) if is_file else type(source).__name__
+    if of_types:
+        kind = ", ".join(Path(file).name for file in source.values())
     files.refuse_existing(path)
     params = {"ignore": list(ignore)} if ignore else {}
     given = dict(features=features, labels=labels)
@@ -216,7 +219,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         if not column.asked and (where := options.pop(column.flag, None)) is not None:
             columns[name] = where
     npz = npz_file(kind) if is_file else None
-    tables = is_file and not npz
+    tables = of_types or is_file and not npz
     several_types = len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1
     idle = params.keys() - {"ignore"} if tables else columns
     if npz or several_types:  # which hold features, labels and split themselves
@@ -229,20 +232,30 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     with reading(f"cannot build {path}: {kind}"):
         if tables:
             read_tables = extra(".graph_tables", kind).read_tables
-            arrays, nodes = read_tables(kind, given, columns, path.absolute().parent, ignore)
+            sources = source if of_types else {"": kind}
+            arrays, nodes = read_tables(sources, given, columns, path.absolute().parent, ignore)
+            classes = [of.class_names for of in nodes.values() if of.class_names]
             options = {
-                "node_names": nodes.names,
-                "feature_names": nodes.feature_names,
+                **_names_of(nodes),
                 "edge_types": arrays.pop("edge_types", None),
                 **options,
             }
-            arrays = Arrays(kind, arrays, files=given, classes=nodes.class_names)
+            arrays = Arrays(kind, arrays, files=given, classes=classes[0] if classes else None)
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))
         else:
             arrays = of_object(source, given, ignore)
         return _build_arrays(path, arrays, params, seed, **options)
+
+
+def _names_of(nodes) -> dict:
+    """Return the arguments node_names and feature_names of `build_store` for `Nodes` by type, of the type "" if there is one."""
+    features = {kind: of.feature_names for kind, of in nodes.items() if of.feature_names}
+    names = {kind: of.names for kind, of in nodes.items() if of.names}
+    if "" in nodes:
+        return {"node_names": names.get(""), "feature_names": features.get("")}
+    return {"node_names": names or None, "feature_names": features or None}
 
 
 def _draws(arrays, split=False) -> bool:
