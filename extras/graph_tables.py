@@ -29,6 +29,7 @@ from extras.tables import (
     TIME,
     digits,
     joined,
+    kind_of,
     meanings,
     opened,
     stacked,
@@ -46,7 +47,8 @@ SPLIT = re.compile(
 SEVERAL = "|"  # between several values in a cell of text
 MOST_VALUES = 100  # of a column of text that becomes features
 YEAR_2000 = np.datetime64("2000", "us")
-YEAR = np.timedelta64(31_556_952, "s")
+DECADE = np.timedelta64(315_569_520, "s")
+LARGE = 10  # mean absolute value of a feature, from which on training is slow
 HEADER = "; a header is known by names such as id, source, destination and label"
 
 
@@ -265,7 +267,7 @@ def features(file, folder, ignore=(), called=(), kind=""):
 
     A column of ids is not a feature, wherever it stands, see `_node_column`. A first column of another name that holds the
     numbers 0 to V-1 or 1 to V in any order is refused. A column of lists is as many features as a list has numbers, one of text
-    as it has values (`_categories`); dates are years since 2000. kind: name of the nodes' type, which may have no features,
+    as it has values (`_categories`); dates are decades since 2000. kind: name of the nodes' type, which may have no features,
     None.
     """
 
@@ -282,7 +284,8 @@ def features(file, folder, ignore=(), called=(), kind=""):
         if not kept and not kind:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
         dates = [j for j in kept if table.dated(j)]
-        texts = [j for j in kept if table.kinds[j] == "text" and j not in dates]
+        texts = [j for j in kept if table.kinds[j] == "text" and kind_of(table.sample(j)) == "text"]
+        texts = [j for j in texts if j not in dates]
         categories = {}
         if texts:
             with opened(file, ignore, heads) as again:
@@ -297,7 +300,7 @@ def features(file, folder, ignore=(), called=(), kind=""):
         def numbers(j, cells):
             if j in categories:
                 return _one_hot(cells, categories[j])
-            return (cells - YEAR_2000) / YEAR if j in dates else cells
+            return (cells - YEAR_2000) / DECADE if j in dates else cells
 
         def rows():
             start = 0
@@ -327,8 +330,11 @@ def features(file, folder, ignore=(), called=(), kind=""):
             nodes.feature_names = sum(names, [])
         if loss := rounded.loss(nodes.feature_names):
             table.notes.append(f"read as float32: {loss}")
+        sizes = abs(x[:SAMPLED]).mean(0) if kept else []
+        if large := [name for name, size in zip(sum(names, []), sizes) if size > LARGE]:
+            table.notes.append(f"large numbers in {short(', '.join(large))}: best scaled to -1 to 1")
         for j in dates:
-            table.notes.append(f"{table.column(j)} in years since 2000")
+            table.notes.append(f"{table.column(j)} in decades since 2000")
         for j, values in categories.items():
             table.notes.append(f"{table.column(j)} one-hot, {plural(len(values), 'value')}")
         table.say(plural(len(sum(names, [])), "feature"))
@@ -357,7 +363,8 @@ def _node_column(table, called) -> int | None:
 def _is_called(name, called) -> bool:
     """Whether the name of a column is one of `called`, which may be words, perhaps with "id" at its end."""
     words = words_of(name)
-    return bool({name, " ".join(words), " ".join(words[:-1] * (words[-1:] == ["id"]))} & {*called})
+    stem = " ".join(words[:-1] if words[1:] and words[-1] == "id" else words)
+    return bool({name, " ".join(words), stem} & {*called})
 
 
 def _feature_names(table, j, categories) -> list[str]:

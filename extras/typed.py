@@ -83,7 +83,7 @@ def flatten(given) -> dict:
                 raise StoreError(f"{name} of {min(unknown)}: types of nodes are {', '.join(names)}")
             continue
         different = values.keys() ^ edges.keys()
-        if name == EDGE_TIME.name:
+        if COLUMNS[name].timed or COLUMNS[name].wide:
             different = values.keys() - edges.keys()
         if different:
             raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
@@ -261,7 +261,10 @@ def _check_reverses(kind, reverse, edges):
 
 def _edge_column(column, values, kinds):
     """Join a column {type: values} in the order of the types of edges."""
-    parts = [values[kind] for kind in kinds]
+    parts = [
+        values[kind] if kind in values else torch.zeros(pairs.shape[1], 0, dtype=torch.uint8)
+        for kind, pairs in kinds.items()
+    ]
     if column.timed:
         return np.concatenate(parts)
     with reading(column.name):

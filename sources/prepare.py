@@ -357,13 +357,16 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
             by = f"seed {source['seed']}"
         where = "".join(f" from nodes of type {kind}" for kind in graph["labels"] if kind)
         arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
-    if NODE_TIME.name in graph:
+    if NODE_TIME.name in graph or EDGE_TIME.name in graph:
         _say_whose_times(arrays, graph)
     if not arrays.of_types:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
     else:
-        tables = graph.get(EDGE_FEATURES.name, {}).values()
-        widths = sorted({table.shape[1] if table.ndim > 1 else 1 for table in tables})
+        tables = graph.get(EDGE_FEATURES.name, {})
+        widths = {table.shape[1] if table.ndim > 1 else 1 for table in tables.values()}
+        if tables and tables.keys() < graph["edge_index"].keys():
+            widths.add("no")
+        widths = sorted(widths, key=str)
         if len(widths) > 1:
             wide = " or ".join(map(str, widths))
             arrays.say(f"edge_features have {wide} columns, by type: narrower ones get zeros")
@@ -388,12 +391,14 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
 
 
 def _say_whose_times(arrays, graph):
-    """Print which edges get the times of their sources, and which nodes have no time."""
+    """Print which edges get the times of their sources, or are always seen, and which nodes have no time."""
     kinds = graph["edge_index"].keys() - graph.get(EDGE_TIME.name, {}).keys()
+    timed = graph.get(NODE_TIME.name, {})
     if kinds:
         of = f" of {'; '.join(sorted(map(','.join, kinds)))}" * arrays.of_types
-        arrays.say(f"edges{of} have no times: each gets that of its source (node_time)")
-    if timeless := sorted(graph["node_types"].keys() - graph[NODE_TIME.name].keys()):
+        what = "each gets that of its source (node_time)" if timed else "they are always seen"
+        arrays.say(f"edges{of} have no times: {what}")
+    if timed and (timeless := sorted(graph["node_types"].keys() - timed.keys())):
         see = "they see all edges, and those that would get their time are always seen"
         arrays.say(f"nodes of {', '.join(timeless)} have no times: {see}")
 
