@@ -1,7 +1,7 @@
 """Tables of nodes and edges -> arrays: what each column holds, and which nodes it refers to.
 
     x, nodes = features("x.csv.gz", folder)                   # float32 [V, F]; a column of ids names the nodes
-    y = of_nodes("y.csv", nodes, "labels")                    # float64 [V] or [V, C], NaN: no label; or text [V]
+    y = node_column("y.csv", nodes, "labels")                    # float64 [V] or [V, C], NaN: no label; or text [V]
     edge_index, more = edges("edges.csv", folder, nodes, {"edge_weight": ["w"]})        # int64 [2, M]
 
 Rows of features are the nodes 0 to V-1, unless there is a column of ids, wherever it stands (`_id_column`): a permutation
@@ -64,19 +64,21 @@ def read_tables(sources, tables, columns, folder, ignore):
         folder: for files without a name that large arrays are mapped from.
         ignore: names of columns to leave out, of any of the tables.
     """
-    of_edges = {tuple(kind.split(",")): file for kind, file in sources.items() if "," in kind}
+    edge_keys = {tuple(kind.split(",")): file for kind, file in sources.items() if "," in kind}
     of_types = {kind: file for kind, file in sources.items() if "," not in kind}
     if "" in sources:
-        of_edges = {("", "", ""): sources[""]}
+        edge_keys = {("", "", ""): sources[""]}
         if "features" not in tables:
             with opened(sources[""]):  # refuses what is no table
                 how = "features are needed, a line for each node"
                 raise StoreError(f"{sources['']} holds edges alone: {how}, as --features FILE")
         of_types[""] = tables.pop("features")
-    for kind in of_edges:
+    for kind in edge_keys:
         if unknown := {*kind[::2]} - of_types.keys():
             types = ", ".join(of_types) or "none"
-            raise StoreError(f"{','.join(kind)} joins {min(unknown)}: types with tables are {types}")
+            raise StoreError(
+                f"{','.join(kind)} joins {min(unknown)}: types with tables are {types}"
+            )
     ignore = dict.fromkeys(ignore, 0)
     of_edge_columns = {name: source for name, source in columns.items() if name in OF_EDGES}
     of_node_tables = {
@@ -93,20 +95,20 @@ def read_tables(sources, tables, columns, folder, ignore):
 
     for kind, file in of_types.items():
         others = [of_kind for of, of_kind in of_node_tables.values() if of == kind]
-        pairs = [edges for ends, edges in of_edges.items() if {*ends[::2]} == {kind}]
+        pairs = [edges for ends, edges in edge_keys.items() if {*ends[::2]} == {kind}]
         called = {kind} | _called_elsewhere(others, pairs, ignore)
         x, nodes[kind] = features(file, folder, ignore, called, kind)
         add(kind, {"features": x, "num_nodes": nodes[kind].count})
     for name, (kind, file) in of_node_tables.items():
-        add(kind, {name: of_nodes(file, nodes[kind], name, ignore)})
+        add(kind, {name: node_column(file, nodes[kind], name, ignore)})
     used = set()
-    for kind, file in of_edges.items():
+    for kind, file in edge_keys.items():
         ends = Ends(nodes[kind[0]], nodes[kind[2]])
         found = _columns_there(file, of_edge_columns, ends) if kind[0] else of_edge_columns
         used |= found.keys()
         add(",".join(kind).strip(","), _edges_and_columns(file, folder, ends, found, ignore))
     if unused := sorted(of_edge_columns.keys() - used):
-        where = ", ".join(of_edges.values())
+        where = ", ".join(edge_keys.values())
         raise StoreError(f"none of {where} has the column {of_edge_columns[unused[0]]}")
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
@@ -152,16 +154,16 @@ def _edges_and_columns(file, folder, ends, columns, ignore):
     return {"edge_index": pairs, **kept}
 
 
-def _called_elsewhere(of_nodes, of_edges, ignore) -> set[str]:
+def _called_elsewhere(node_tables, edge_table, ignore) -> set[str]:
     """Return the names by which other tables may call the ids of the nodes: names of columns of the tables of nodes, and
     what the names of two ends have in common."""
     called = set()
-    for file in of_nodes:
+    for file in node_tables:
         with opened(file, ignore) as table:
             names = table.names or ()
             ids = {names[j] for j in table.named("id")}
             called |= ids or {name for name in names if not meanings(name)}
-    for file in of_edges:
+    for file in edge_keys:
         with opened(file, ignore) as table:
             if not table.named("source"):
                 called |= {" ".join(stem) for stem, _ in _twins(table)}
@@ -207,9 +209,9 @@ class Nodes:
         first, *rest = rows
         if self.kind is not str or any(a in b for a, b in zip(first, zip(*rest))):
             return False
-        of_nodes = [self.have(column) for column in zip(*rest)]
-        named = [cell for cell, of in zip(first, of_nodes) if of and self.have([cell])]
-        return (any(of_nodes) or self.id_name in first) and not named
+        are_nodes = [self.have(column) for column in zip(*rest)]
+        named = [cell for cell, of in zip(first, are_nodes) if of and self.have([cell])]
+        return (any(are_nodes) or self.id_name in first) and not named
 
     def numbers(self, table, first, cells) -> np.ndarray:
         """Look up the nodes that cells of `kind` refer to -> int64 [r]. first: row of the first cell, for messages."""
@@ -332,7 +334,9 @@ def features(file, folder, ignore=(), called=(), kind=""):
             table.notes.append(f"read as float32: {loss}")
         sizes = abs(x[:SAMPLED]).mean(0) if kept else []
         if large := [name for name, size in zip(sum(names, []), sizes) if size > LARGE]:
-            table.notes.append(f"large numbers in {short(', '.join(large))}: best scaled to -1 to 1")
+            table.notes.append(
+                f"large numbers in {short(', '.join(large))}: best scaled to -1 to 1"
+            )
         for j in dates:
             table.notes.append(f"{table.column(j)} in decades since 2000")
         for j, values in categories.items():
@@ -493,7 +497,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing):
     return rows, columns
 
 
-def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
+def node_column(file, nodes, name, ignore=()) -> np.ndarray:
     """Read a table for nodes.
 
     Args:
@@ -539,7 +543,7 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
 
 
 def _ids_of_nodes(table, nodes, name) -> int | None:
-    """Find the column of ids in a table for nodes, see `of_nodes`: by its name, or that of the features' column of ids, or
+    """Find the column of ids in a table for nodes, see `node_column`: by its name, or that of the features' column of ids, or
     because all of its cells are nodes; of two columns else the first."""
     if name != "labels" and name not in COLUMNS:
         return 0 if table.width == 1 else None
@@ -645,7 +649,7 @@ class Keys(NamedTuple):
     ends: np.ndarray  # int64 [2, M]
     ids: dict  # {name of a column: pyarrow array of strings [M]}
 
-    def of_ends(self, ends):
+    def end_keys(self, ends):
         """Pack the ends [2, n] of edges into a pyarrow array of n integers."""
         import pyarrow
 
@@ -664,15 +668,15 @@ class Keys(NamedTuple):
         pairs = [[*map(of.find, table.sample(j))] for of, j in zip(self.nodes, columns)]
         if None in sum(pairs, []):
             return False
-        return bool(np.isin(self.of_ends(np.array(pairs)), self.of_ends(self.ends)).all())
+        return bool(np.isin(self.end_keys(np.array(pairs)), self.end_keys(self.ends)).all())
 
-    def order(self, table, of_edges, of_rows):
+    def order(self, table, edge_keys, row_keys):
         """Find the row of each edge, by equal keys, pyarrow arrays [M] -> int64 [M], or None if they are in order."""
         import pyarrow.compute as compute
 
-        if of_rows.equals(of_edges):
+        if row_keys.equals(edge_keys):
             return None
-        for source, cells in ((self.source, of_edges), (table.name, of_rows)):
+        for source, cells in ((self.source, edge_keys), (table.name, row_keys)):
             if len(cells.unique()) < len(cells):
                 counts = cells.value_counts()
                 twice = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
@@ -680,14 +684,14 @@ class Keys(NamedTuple):
                 raise StoreError(
                     f"{source} has the edge {self.called(twice)} more than once: {why}"
                 )
-        order = compute.index_in(of_edges, value_set=of_rows)
+        order = compute.index_in(edge_keys, value_set=row_keys)
         if order.null_count:
-            lost = of_edges[order.is_null().index(True).as_py()].as_py()
+            lost = edge_keys[order.is_null().index(True).as_py()].as_py()
             lost = f"no row for the edge {self.called(lost)} of {self.source}"
             raise StoreError(f"{table.name} has {lost}")
-        if len(of_rows) > len(of_edges):
-            row = compute.is_in(of_rows, value_set=of_edges).index(False).as_py()
-            edge = self.called(of_rows[row].as_py())
+        if len(row_keys) > len(edge_keys):
+            row = compute.is_in(row_keys, value_set=edge_keys).index(False).as_py()
+            edge = self.called(row_keys[row].as_py())
             raise table.error(row, f"{self.source} has no edge {edge}")
         return order.to_numpy().astype(np.int64)
 
@@ -730,7 +734,7 @@ def edge_rows(file, folder, name, ignore, keys):
             both = f"{table.column(ends[0])} and {table.column(ends[1])}"
             if not by_ids:
                 how = f"by {both}" if ids is None else f"by {both}, {table.column(ids)} not used"
-                order = keys.order(table, keys.of_ends(keys.ends), keys.of_ends(ends_of_rows))
+                order = keys.order(table, keys.end_keys(keys.ends), keys.end_keys(ends_of_rows))
             elif not np.array_equal(
                 ends_of_rows if order is None else ends_of_rows[:, order], keys.ends
             ):
@@ -873,13 +877,13 @@ def _found_pair(table, nodes, taken=()) -> list[int] | None:
     if sources or destinations:
         names = short(", ".join(table.names))
         raise StoreError(f"{table.name} has the columns {names}: call one source, one destination")
-    of_ids = [words_of(nodes.id_name or ""), words_of(nodes.type)]
+    id_words = [words_of(nodes.id_name or ""), words_of(nodes.type)]
     twins = [(stem, pair) for stem, pair in _twins(table) if not {*pair} & {*taken}]
-    pairs = [pair for stem, pair in twins if stem in of_ids or "id" in meanings("".join(stem))]
+    pairs = [pair for stem, pair in twins if stem in id_words or "id" in meanings("".join(stem))]
     if len(pairs) != 1 and nodes.kind is str:
         free = [j for j in range(table.width) if j not in taken]
-        of_nodes = [j for j in free if nodes.have(table.sample(j))]
-        pairs = [pair for _, pair in twins if {*pair} == {*of_nodes}] or [of_nodes]
+        named = [j for j in free if nodes.have(table.sample(j))]
+        pairs = [pair for _, pair in twins if {*pair} == {*named}] or [named]
     return pairs[0] if len(pairs) == 1 and len(pairs[0]) == 2 else None
 
 

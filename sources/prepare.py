@@ -25,7 +25,7 @@ from disk.checks import DRAWN, check_labels, check_split, drawn_per_class
 from disk.columns import COLUMNS, EDGE_FEATURES, EDGE_TIME, EDGE_TYPE, NODE_TIME
 from disk.files import StoreError, reading
 from extras import extra
-from sources.arrays import FEATURES, Arrays, equal_sums, is_list, of_object, open_npz
+from sources.arrays import FEATURES, Arrays, equal_sums, from_object, is_list, open_npz
 from sources.public import OGB, PLANETOID, ogb, planetoid
 from sources.splits import PARTS, found
 from sources.synthetic import MAG, SYNTHETIC, synthetic, synthetic_mag
@@ -201,10 +201,10 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         node_times: for tables, the file of a table with a time for each node. options: of `build_store`.
     """
     path = Path(path)
-    of_types = type(source) is dict
+    is_typed = type(source) is dict
     is_file = isinstance(source, (str, os.PathLike))
     kind = str(source) if is_file else type(source).__name__
-    if of_types:
+    if is_typed:
         kind = ", ".join(Path(file).name for file in source.values())
     files.refuse_existing(path)
     params = {"ignore": list(ignore)} if ignore else {}
@@ -219,7 +219,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         if not column.asked and (where := options.pop(column.flag, None)) is not None:
             columns[name] = where
     npz = npz_file(kind) if is_file else None
-    tables = of_types or is_file and not npz
+    tables = is_typed or is_file and not npz
     several_types = len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1
     idle = params.keys() - {"ignore"} if tables else columns
     if npz or several_types:  # which hold features, labels and split themselves
@@ -232,20 +232,16 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     with reading(f"cannot build {path}: {kind}"):
         if tables:
             read_tables = extra(".graph_tables", kind).read_tables
-            sources = source if of_types else {"": kind}
+            sources = source if is_typed else {"": kind}
             arrays, nodes = read_tables(sources, given, columns, path.absolute().parent, ignore)
             classes = [of.class_names for of in nodes.values() if of.class_names]
-            options = {
-                **_names_of(nodes),
-                "edge_types": arrays.pop("edge_types", None),
-                **options,
-            }
+            options = {**_names_of(nodes), "edge_types": arrays.pop("edge_types", None), **options}
             arrays = Arrays(kind, arrays, files=given, classes=classes[0] if classes else None)
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))
         else:
-            arrays = of_object(source, given, ignore)
+            arrays = from_object(source, given, ignore)
         return _build_arrays(path, arrays, params, seed, **options)
 
 
@@ -264,7 +260,7 @@ def _draws(arrays, split=False) -> bool:
     train, valid = (arrays.find(*PARTS[part]) for part in ("train", "valid"))
     if arrays.find("node_offsets", "atom_offsets"):
         return not (train and valid)
-    if arrays.of_types:
+    if arrays.is_typed:
         return split and not any(a.find(*PARTS["train"]) for a in arrays.by_type().values())
     return not arrays.find(*FEATURES) or split and not train
 
@@ -281,7 +277,7 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
     if seed is not None and not drawn:
         raise arrays.error(f"seed {seed} has no effect: it has a split, and nothing else is drawn")
     understood = {None: "row_normalize", "atom_offsets": "radius"}.get(offsets)
-    understood = "target" if arrays.of_types else understood
+    understood = "target" if arrays.is_typed else understood
     idle = params.keys() - {"split", "ignore", understood}
     idle |= {name for name, value in options.items() if offsets and value}
     if idle:
@@ -359,7 +355,7 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
     if NODE_TIME.name in graph or EDGE_TIME.name in graph:
         _say_whose_times(arrays, graph)
-    if not arrays.of_types:
+    if not arrays.is_typed:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
     else:
         tables = graph.get(EDGE_FEATURES.name, {})
@@ -395,7 +391,7 @@ def _say_whose_times(arrays, graph):
     kinds = graph["edge_index"].keys() - graph.get(EDGE_TIME.name, {}).keys()
     timed = graph.get(NODE_TIME.name, {})
     if kinds:
-        of = f" of {'; '.join(sorted(map(','.join, kinds)))}" * arrays.of_types
+        of = f" of {'; '.join(sorted(map(','.join, kinds)))}" * arrays.is_typed
         what = "each gets that of its source (node_time)" if timed else "they are always seen"
         arrays.say(f"edges{of} have no times: {what}")
     if timed and (timeless := sorted(graph["node_types"].keys() - timed.keys())):
