@@ -64,16 +64,16 @@ def read_tables(sources, tables, columns, folder, ignore):
         folder: for files without a name that large arrays are mapped from.
         ignore: names of columns to leave out, of any of the tables.
     """
-    edge_keys = {tuple(kind.split(",")): file for kind, file in sources.items() if "," in kind}
+    edge_tables = {tuple(kind.split(",")): file for kind, file in sources.items() if "," in kind}
     of_types = {kind: file for kind, file in sources.items() if "," not in kind}
     if "" in sources:
-        edge_keys = {("", "", ""): sources[""]}
+        edge_tables = {("", "", ""): sources[""]}
         if "features" not in tables:
             with opened(sources[""]):  # refuses what is no table
                 how = "features are needed, a line for each node"
                 raise StoreError(f"{sources['']} holds edges alone: {how}, as --features FILE")
         of_types[""] = tables.pop("features")
-    for kind in edge_keys:
+    for kind in edge_tables:
         if unknown := {*kind[::2]} - of_types.keys():
             types = ", ".join(of_types) or "none"
             raise StoreError(
@@ -95,20 +95,20 @@ def read_tables(sources, tables, columns, folder, ignore):
 
     for kind, file in of_types.items():
         others = [of_kind for of, of_kind in of_node_tables.values() if of == kind]
-        pairs = [edges for ends, edges in edge_keys.items() if {*ends[::2]} == {kind}]
+        pairs = [edges for ends, edges in edge_tables.items() if {*ends[::2]} == {kind}]
         called = {kind} | _called_elsewhere(others, pairs, ignore)
         x, nodes[kind] = features(file, folder, ignore, called, kind)
         add(kind, {"features": x, "num_nodes": nodes[kind].count})
     for name, (kind, file) in of_node_tables.items():
         add(kind, {name: node_column(file, nodes[kind], name, ignore)})
     used = set()
-    for kind, file in edge_keys.items():
+    for kind, file in edge_tables.items():
         ends = Ends(nodes[kind[0]], nodes[kind[2]])
         found = _columns_there(file, of_edge_columns, ends) if kind[0] else of_edge_columns
         used |= found.keys()
         add(",".join(kind).strip(","), _edges_and_columns(file, folder, ends, found, ignore))
     if unused := sorted(of_edge_columns.keys() - used):
-        where = ", ".join(edge_keys.values())
+        where = ", ".join(edge_tables.values())
         raise StoreError(f"none of {where} has the column {of_edge_columns[unused[0]]}")
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
@@ -154,7 +154,7 @@ def _edges_and_columns(file, folder, ends, columns, ignore):
     return {"edge_index": pairs, **kept}
 
 
-def _called_elsewhere(node_tables, edge_table, ignore) -> set[str]:
+def _called_elsewhere(node_tables, edge_tables, ignore) -> set[str]:
     """Return the names by which other tables may call the ids of the nodes: names of columns of the tables of nodes, and
     what the names of two ends have in common."""
     called = set()
@@ -163,7 +163,7 @@ def _called_elsewhere(node_tables, edge_table, ignore) -> set[str]:
             names = table.names or ()
             ids = {names[j] for j in table.named("id")}
             called |= ids or {name for name in names if not meanings(name)}
-    for file in edge_keys:
+    for file in edge_tables:
         with opened(file, ignore) as table:
             if not table.named("source"):
                 called |= {" ".join(stem) for stem, _ in _twins(table)}
@@ -670,13 +670,13 @@ class Keys(NamedTuple):
             return False
         return bool(np.isin(self.end_keys(np.array(pairs)), self.end_keys(self.ends)).all())
 
-    def order(self, table, edge_keys, row_keys):
+    def order(self, table, edge_tables, row_keys):
         """Find the row of each edge, by equal keys, pyarrow arrays [M] -> int64 [M], or None if they are in order."""
         import pyarrow.compute as compute
 
-        if row_keys.equals(edge_keys):
+        if row_keys.equals(edge_tables):
             return None
-        for source, cells in ((self.source, edge_keys), (table.name, row_keys)):
+        for source, cells in ((self.source, edge_tables), (table.name, row_keys)):
             if len(cells.unique()) < len(cells):
                 counts = cells.value_counts()
                 twice = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
@@ -684,13 +684,13 @@ class Keys(NamedTuple):
                 raise StoreError(
                     f"{source} has the edge {self.called(twice)} more than once: {why}"
                 )
-        order = compute.index_in(edge_keys, value_set=row_keys)
+        order = compute.index_in(edge_tables, value_set=row_keys)
         if order.null_count:
-            lost = edge_keys[order.is_null().index(True).as_py()].as_py()
+            lost = edge_tables[order.is_null().index(True).as_py()].as_py()
             lost = f"no row for the edge {self.called(lost)} of {self.source}"
             raise StoreError(f"{table.name} has {lost}")
-        if len(row_keys) > len(edge_keys):
-            row = compute.is_in(row_keys, value_set=edge_keys).index(False).as_py()
+        if len(row_keys) > len(edge_tables):
+            row = compute.is_in(row_keys, value_set=edge_tables).index(False).as_py()
             edge = self.called(row_keys[row].as_py())
             raise table.error(row, f"{self.source} has no edge {edge}")
         return order.to_numpy().astype(np.int64)
