@@ -65,24 +65,22 @@ def read_tables(sources, tables, columns, folder, ignore):
         ignore: names of columns to leave out, of any of the tables.
     """
     edge_tables = {tuple(kind.split(",")): file for kind, file in sources.items() if "," in kind}
-    of_types = {kind: file for kind, file in sources.items() if "," not in kind}
+    node_tables = {kind: file for kind, file in sources.items() if "," not in kind}
     if "" in sources:
         edge_tables = {("", "", ""): sources[""]}
         if "features" not in tables:
             with opened(sources[""]):  # refuses what is no table
                 how = "features are needed, a line for each node"
                 raise StoreError(f"{sources['']} holds edges alone: {how}, as --features FILE")
-        of_types[""] = tables.pop("features")
-    for kind in edge_tables:
-        if unknown := {*kind[::2]} - of_types.keys():
-            types = ", ".join(of_types) or "none"
-            raise StoreError(
-                f"{','.join(kind)} joins {min(unknown)}: types with tables are {types}"
-            )
+        node_tables[""] = tables.pop("features")
+    for kind in edge_tables or [()]:
+        if len(kind) != 3 or not {*kind[::2]} <= node_tables.keys():
+            problem = f"{','.join(kind) or 'edges'}: TYPE,RELATION,TYPE=FILE is needed"
+            raise StoreError(f"{problem}, of types with a table: {', '.join(node_tables)}")
     ignore = dict.fromkeys(ignore, 0)
-    of_edge_columns = {name: source for name, source in columns.items() if name in OF_EDGES}
-    of_node_tables = {
-        name: _of_type(name, source, of_types)
+    edge_columns = {name: source for name, source in columns.items() if name in OF_EDGES}
+    tables_by_name = {
+        name: _type_and_file(name, source, node_tables)
         for name, source in (tables | columns).items()
         if name not in OF_EDGES
     }
@@ -93,29 +91,29 @@ def read_tables(sources, tables, columns, folder, ignore):
         suffix = f":{kind}" if kind else ""
         arrays.update({name + suffix: value for name, value in values.items()})
 
-    for kind, file in of_types.items():
-        others = [of_kind for of, of_kind in of_node_tables.values() if of == kind]
+    for kind, file in node_tables.items():
+        others = [other for of, other in tables_by_name.values() if of == kind]
         pairs = [edges for ends, edges in edge_tables.items() if {*ends[::2]} == {kind}]
         called = {kind} | _called_elsewhere(others, pairs, ignore)
         x, nodes[kind] = features(file, folder, ignore, called, kind)
         add(kind, {"features": x, "num_nodes": nodes[kind].count})
-    for name, (kind, file) in of_node_tables.items():
+    for name, (kind, file) in tables_by_name.items():
         add(kind, {name: node_column(file, nodes[kind], name, ignore)})
     used = set()
     for kind, file in edge_tables.items():
         ends = Ends(nodes[kind[0]], nodes[kind[2]])
-        found = _columns_there(file, of_edge_columns, ends) if kind[0] else of_edge_columns
+        found = _columns_there(file, edge_columns, ends) if kind[0] else edge_columns
         used |= found.keys()
         add(",".join(kind).strip(","), _edges_and_columns(file, folder, ends, found, ignore))
-    if unused := sorted(of_edge_columns.keys() - used):
+    if unused := sorted(edge_columns.keys() - used):
         where = ", ".join(edge_tables.values())
-        raise StoreError(f"none of {where} has the column {of_edge_columns[unused[0]]}")
+        raise StoreError(f"none of {where} has the column {edge_columns[unused[0]]}")
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
     return arrays, nodes
 
 
-def _of_type(name, source, types):
+def _type_and_file(name, source, types):
     """Split TYPE=FILE, the table of an array of nodes -> (type, file); where nodes have no types, ("", file)."""
     kind, equals, file = ("", "=", source) if "" in types else str(source).partition("=")
     if kind not in types or not equals:
@@ -670,13 +668,13 @@ class Keys(NamedTuple):
             return False
         return bool(np.isin(self.end_keys(np.array(pairs)), self.end_keys(self.ends)).all())
 
-    def order(self, table, edge_tables, row_keys):
+    def order(self, table, edge_keys, row_keys):
         """Find the row of each edge, by equal keys, pyarrow arrays [M] -> int64 [M], or None if they are in order."""
         import pyarrow.compute as compute
 
-        if row_keys.equals(edge_tables):
+        if row_keys.equals(edge_keys):
             return None
-        for source, cells in ((self.source, edge_tables), (table.name, row_keys)):
+        for source, cells in ((self.source, edge_keys), (table.name, row_keys)):
             if len(cells.unique()) < len(cells):
                 counts = cells.value_counts()
                 twice = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
@@ -684,13 +682,13 @@ class Keys(NamedTuple):
                 raise StoreError(
                     f"{source} has the edge {self.called(twice)} more than once: {why}"
                 )
-        order = compute.index_in(edge_tables, value_set=row_keys)
+        order = compute.index_in(edge_keys, value_set=row_keys)
         if order.null_count:
-            lost = edge_tables[order.is_null().index(True).as_py()].as_py()
+            lost = edge_keys[order.is_null().index(True).as_py()].as_py()
             lost = f"no row for the edge {self.called(lost)} of {self.source}"
             raise StoreError(f"{table.name} has {lost}")
-        if len(row_keys) > len(edge_tables):
-            row = compute.is_in(row_keys, value_set=edge_tables).index(False).as_py()
+        if len(row_keys) > len(edge_keys):
+            row = compute.is_in(row_keys, value_set=edge_keys).index(False).as_py()
             edge = self.called(row_keys[row].as_py())
             raise table.error(row, f"{self.source} has no edge {edge}")
         return order.to_numpy().astype(np.int64)
@@ -848,15 +846,15 @@ def _end_columns(table, nodes, taken=()) -> list[int]:
 
 def _found_ends(table, nodes, taken=()) -> list:
     """Find the columns of sources and of destinations, None for one that is not found: see `_found_pair` and, for ends of two
-    types, `_of_its_type`. StoreError for one end of a pair that is called by a known name."""
+    types, `_column_of_type`. StoreError for one end of a pair that is called by a known name."""
     if nodes.source is nodes.destination:
         return _found_pair(table, nodes.source, taken) or [None, None]
     free = [j for j in range(table.width) if j not in taken]
-    ends = [_of_its_type(table, of, end, free) for of, end in zip(nodes, nodes._fields)]
+    ends = [_column_of_type(table, of, end, free) for of, end in zip(nodes, nodes._fields)]
     return ends if ends[0] != ends[1] else [None, None]
 
 
-def _of_its_type(table, nodes, end, free) -> int | None:
+def _column_of_type(table, nodes, end, free) -> int | None:
     """Find the column among `free` that refers to nodes: by the name of their type or of their ids, as movie and movieId; if
     names are text, as the only one whose cells are such names; by a name of the `end`."""
     called = {nodes.type, nodes.id_name}
