@@ -16,7 +16,7 @@ from disk.files import StoreError, plural
 from extras.graph_store import GraphBatch, GraphDataset
 from extras.regressor import MODELS, POOLS, OwnRegressor
 from features import CudaCopies
-from loader import UNLIMITED, NodeLoader
+from loader import NodeLoader
 from sources.splits import say_empty_parts
 from tasks.metrics import (
     binary_cross_entropy,

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Metrics: accuracy, F1, ROC-AUC, average precision, MRR, Hits@K, MAP@K, NDCG@K, Recall@K, RMSE, MAE.
-=======
-"""Metrics: accuracy, F1, ROC-AUC, average precision, MRR, Hits@K, RMSE, MAE, R2.
->>>>>>> graphs
+"""Metrics: accuracy, F1, ROC-AUC, average precision, MRR, Hits@K, MAP@K, NDCG@K, Recall@K, RMSE, MAE, R2.
 
     score("f1", logits, y)                       # y: classes [n], or 0 and 1 for each of C labels [n, C]
     roc_auc(score, y), average_precision(score, y)
@@ -153,7 +149,6 @@ def ranking(ranks):
     return {name: METRICS[name].from_ranks(ranks) for name in names}
 
 
-<<<<<<< HEAD
 def at_k(k, hits, relevant):
     """Compute average precision, NDCG and recall of lists of up to k recommendations, see AT_K -> float64 [n, 3]. hits: bool
     [n, up to k], which are relevant, the best first; relevant: int64 [n], how many there are of each list, from 1."""
@@ -165,7 +160,8 @@ def at_k(k, hits, relevant):
     return torch.stack(
         [precision, hits @ gain / gain.cumsum(0)[most - 1], hits.sum(1) / relevant], 1
     )
-=======
+
+
 def r2(output, y):
     """Average 1 - (squared errors / squared deviations from the mean) over targets [n, T], where y is not NaN."""
     squares = (output - y).square().nansum(0)
@@ -173,7 +169,6 @@ def r2(output, y):
     # that of a constant target is what was rounded
     values = (1 - squares / spread)[spread > 1e-24 * y.square().nansum(0)]
     return values.mean().item() if len(values) else None
->>>>>>> graphs
 
 
 def errors(output, y, mean):

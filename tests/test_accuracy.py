@@ -13,11 +13,7 @@ import ddp
 import train
 from extras.graph_store import GraphDataset, build_graphs
 from inference import layerwise
-<<<<<<< HEAD
-from run import kinds, placement
-=======
-from run import own_model, placement
->>>>>>> graphs
+from run import kinds, own_model, placement
 from run import run as running
 from run.checkpoint import load_model, read_checkpoint
 from store import GraphStore, build_store, verify
