@@ -424,7 +424,8 @@ def train_many(ranks, flags, path):
     parts = SPLITS[::-1]
     for name in sorted(columns, key=lambda name: parts.index(name.partition(" ")[0])):
         values = columns[name]
-        scale, digits, unit = (1, 4, "") if "rmse" in name or "mae" in name else (100, 2, "%")
+        of_targets = any(metric in name for metric in ("rmse", "mae", "r2"))
+        scale, digits, unit = (1, 4, "") if of_targets else (100, 2, "%")
         spread = "" if std[name] is None else f" +- {scale * std[name]:.{digits}f}"
         of = f" of {len(values)}" if len(values) < flags.runs else ""
         line += f"  {name} {scale * mean[name]:.{digits}f}{spread}{unit}{of}"

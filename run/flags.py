@@ -54,7 +54,7 @@ from run.kinds import (
     text,
     training,
 )
-from run.own_model import conv_of
+from run.own_model import conv_of, is_own
 from tasks.node import NodeTask
 
 SEEDS = 1024  # default of --batch-size
@@ -65,22 +65,31 @@ MODELS = [model for task in TASKS.values() for model in task.models or ()]  # of
 
 
 def model_or_default(flags):
-    """Return the model, or the default of a task that has models of its own and not this one."""
+    """Return the model, or the default of a task that has models of its own and not this one, nor one of a file."""
     models = TASKS[flags.task].models or [flags.model]
-    return flags.model if flags.model in models else [*models][0]
+    return flags.model if flags.model in models or is_own(flags.model) else [*models][0]
 
 
 def model_of_the_task(flags):
     """Refuse a layer where the task has models of its own, and these models elsewhere."""
     models = TASKS[flags.task].models
+    if flags.conv is None:
+        return None
     if (flags.model in MODELS) != bool(models):
-        return f"is not for --task {flags.task}, which has {', '.join(models or CONVS)}"
+        own = "" if models is None else ", and networks of a file, not layers"
+        return f"is not for --task {flags.task}, which has {', '.join(models or CONVS)}{own}"
 
 
 def used_width(flags):
     """Refuse --hidden of a network of a file, which has its own width, unless its outputs are embeddings."""
     # of another task the embeddings of any network
     if not TASKS[flags.task].are_links:
+        return built_in_model(flags)
+
+
+def layers_or_hops(flags):
+    """Refuse --num-layers of a network of a file that gets no hops, but whole graphs."""
+    if not TASKS[flags.task].placed:
         return built_in_model(flags)
 
 
@@ -217,7 +226,9 @@ CORE = dict(
         needs=[own_network],
     ),
     hidden=fixed(COUNT, 128, "width of the hidden layers, all heads together", needs=[used_width]),
-    num_layers=fixed(COUNT, None, "number of layers (default: one per fanout, else 3)"),
+    num_layers=fixed(
+        COUNT, None, "number of layers (default: one per fanout, else 3)", needs=[layers_or_hops]
+    ),
     heads=fixed(
         COUNT,
         None,

@@ -379,7 +379,7 @@ def epoch_line(plan, figures, examples="seeds"):
     if sampled is not None:
         valid = f"{METRICS[plan.metric].title} {percent(sampled)} (sampled)"
     elif figures.get("valid"):
-        left_out = "rmse_of_the_mean", "hits@1", "hits@10"
+        left_out = "r2", "rmse_of_the_mean", "hits@1", "hits@10"
         scores = figures["valid"].items()
         valid = scores_line({k: v for k, v in scores if k not in left_out or k == plan.metric})
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""

@@ -54,18 +54,13 @@ def build_model(plan, task, used):
     digest = own_model.load(plan.model)[1] if own_model.is_own(plan.model) else None
     if plan.conv:
         return task.build(plan), digest
-    if store.features.shape[0] < store.num_nodes:
+    if task.placed and store.features.shape[0] < store.num_nodes:
         raise StoreError(
             f"--model {plan.model}: {store.path} has types of "
             "nodes without features, for which built-in models learn rows"
         )
-    network = own_model.build(
-        plan.model,
-        plan.model_args or [],
-        store.feature_dim,
-        store.num_classes,
-        store.edge_dim if used.edges is not None else 0,
-    )
+    widths = task.own_widths(used.edges is not None)
+    network = own_model.build(plan.model, plan.model_args or [], *widths, blocks=task.placed)
     if plan.predict and plan.predict_what == "embeddings" and not hasattr(network, "embeddings"):
         if used.times is not None or not layerwise(network):
             raise StoreError(

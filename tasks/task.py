@@ -78,6 +78,11 @@ class Task:
         sizes = {name: getattr(self.store, name, 0) for name in names}
         return self.network(args, self.store.meta | sizes, custom)
 
+    def own_widths(self, edges):
+        """Return widths of features, outputs and features of edges (0 unless these are used) for a network of a file."""
+        store = self.store
+        return store.feature_dim, store.num_classes, store.edge_dim if edges else 0
+
     @classmethod
     def compared(cls, args):
         """List the names of `widths` that must be the same in the data of a checkpoint."""

@@ -411,7 +411,10 @@ def test_a_run_starts_from_the_weights_of_a_checkpoint(tiny, tmp_path, capsys):
     _run_here(tmp_path, SMALL, "--epochs 1 --dataset", tmp_path / "there")
     for more, said in (
         (f"{tiny} --hidden 8", "self_linear.weight is [16, 16] there, [8, 16] in this run"),
-        (f"{tiny} --num-layers 3 --fanout 2,2,2", "it was made with --model sage --hidden 16 --num-layers 2"),
+        (
+            f"{tiny} --num-layers 3 --fanout 2,2,2",
+            "it was made with --model sage --hidden 16 --num-layers 2",
+        ),
         (tmp_path / "here", "feature_names are f15, f14, "),
         (f"{tiny} --resume {start}", "goes on with one: give one of them"),
     ):
