@@ -105,7 +105,7 @@ class GraphTask(Task):
     placed = False
     models = MODELS
     about_models = (
-        f"{' or '.join(MODELS)}, which sees angles, or FILE.py:NAME (default: {[*MODELS][0]})"
+        f"{' or '.join(MODELS)}, which sees angles, or a file's (default: {[*MODELS][0]})"
     )
     told_by = "graphs."
     least_steps = 2000
