@@ -198,7 +198,7 @@ def relu_dropout(h, nodes, seed, drop):
 class _ReluDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, active, code):
-        kept = code.kept(h) if ctx.needs_input_grad[0] else None
+        kept = code.kept(h, "relu_dropout") if ctx.needs_input_grad[0] else None
         code.relu_dropout(h, active, kept=kept)
         ctx.mark_dirty(h)
         save(ctx, code, {"kept": kept}, scale=active.scale)
@@ -236,7 +236,7 @@ class _NormRelu(torch.autograd.Function):
     def forward(ctx, h, residual, gamma, beta, eps, active, code):
         S = len(h)
         normed = {"x": h, "residual": residual, "gamma": gamma}
-        normed |= {"moments": gamma.new_empty(S, 2), "kept": code.kept(h)}
+        normed |= {"moments": gamma.new_empty(S, 2), "kept": code.kept(h, "norm_relu")}
         size = sizes(h, h if residual is None else residual, gamma, beta)
         out = torch.empty_like(h)
         code.run("norm_relu", S * WARP, normed, active, size, beta=beta, eps=eps, out=out)
@@ -408,7 +408,7 @@ class _Stack(torch.autograd.Function):
         learns = any(ctx.needs_input_grad)
         for i, (near, scales, active) in enumerate(zip(plan.nears, plan.scales, plan.active)):
             code = plan.code if i else plan.of_input
-            kept = code.kept(h) if i and learns else None
+            kept = code.kept(h, "self_and_mean") if i and learns else None
             weight, bias = (
                 w if w.dtype == plan.dtype else w.to(plan.dtype) for w in weights[2 * i : 2 * i + 2]
             )

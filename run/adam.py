@@ -18,7 +18,7 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self):
-        """Take a step: sparse gradients row by row, dense ones by torch; in captured steps in pieces."""
+        """Take a step: sparse gradients row by row, dense ones by torch; while a CUDA graph is captured in pieces."""
         for group in self.param_groups:
             for p in group["params"]:
                 rows = vars(p).pop("rows", None)  # left by `NodeInputs.aligned`: ids, gradient
@@ -27,7 +27,8 @@ class Adam(torch.optim.Adam):
                     p.grad = None  # super().step() skips it
                 if rows is not None:
                     self._step_rows(p, group, *rows)
-        if all(group["capturable"] and group["fused"] for group in self.param_groups):
+        fused = all(group["capturable"] and group["fused"] for group in self.param_groups)
+        if fused and torch.cuda.is_current_stream_capturing():
             for group in self.param_groups:
                 self._step_pieces(group)
         else:
