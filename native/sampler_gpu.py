@@ -33,7 +33,7 @@ hold them (with `excludes`, room for excluded edges, `fill` takes edges of every
         frame.start()
     frame.fill(seeds, step)
     graph.replay()
-    frame.status                         # not 0 after the replay: make the batch by `sample` instead
+    frame.status                          # not 0 after the replay: make the batch by `sample` instead
 """
 
 import ctypes
@@ -247,10 +247,11 @@ class Frame:
     """The memory and the launches that sample a batch, for one batch at a time.
 
     Attributes:
-        host_inputs: int64, pinned: an input_t, the seeds and, where edges have times, those of the seeds. input: its copy on
-            the GPU. step: int64 [1] of this.
+        host_inputs: int64, pinned: an input_t, the seeds and, where edges have times, those of the seeds.
+        input: its copy on the GPU. step: int64 [1] of this.
         results: int64 on the GPU, an outcome_t and the state_t of each hop, and one more. num_dst: int64 [L + 1] of this,
-            destinations of each hop, then the sources of the outermost one. read: pinned copy of results; host_results: as a struct.
+            destinations of each hop, then the sources of the outermost one.
+        read, host_results: pinned copy of results, as a tensor and as a struct.
         memory: the memory of the batch's blocks.
     """
 

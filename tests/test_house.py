@@ -127,7 +127,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
     ),
     "pairing": (
         "extras/disjoint.py native/rules/pairs.h",
-        "disjoint|src_seed|seeds_before|(self|spec|law|b|batch)(\\.|->)pairs|PAIR|put_pair|slot_of|of_pairs|(src|dst|edge|num|know)_groups?\\b|AT\\(",
+        "disjoint|src_seed|seeds_before|(self|spec|law|b|batch)(\\.|->)pairs|PAIR|put_pair|slot_of|grouped|(src|dst|edge|num|know)_groups?\\b|AT\\(",
     ),
     "links": (
         "extras/links.py extras/edge_split.py extras/common_neighbours.py native/links.cu",
