@@ -18,7 +18,7 @@ FN void tally(int *count, u64 *sums, i64 n, i64 i, i64 value) {
 FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
   const u64 *large = sums + n / 64 + 1;
   u64 sum = 0;
-  ONE_BY_ONE for (i64 q = LANE; q < i / 4096; q += WARP) sum += large[q];
+  for (i64 q = LANE; q < i / 4096; q += WARP) sum += large[q];
   ONE_BY_ONE for (i64 q = i / 4096 * 64 + LANE; q < i / 64; q += WARP) sum += sums[q] % COME;
   ONE_BY_ONE for (i64 q = i / 64 * 64 + LANE; q < i; q += WARP) sum += (unsigned)count[q];
   return (i64)sum_of_warp(sum);

@@ -68,11 +68,10 @@ def in_registers(k):
 def aggregate_source(ids, k, features, out):
     """Make pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (CUDA source, columns per load)."""
     aligned = not (features.data_ptr() | out.data_ptr()) % 16
-    widest = 16 // max(
-        features.element_size(), 2
-    )  # 16 bytes a load; of codes, which need more registers, 8
-    fit = (v for v in (8, 4) if v <= widest and not features.shape[1] % v)
-    vec = next(fit, 1) if aligned else 1
+    # 16 bytes a load, of codes 8: more would take too many registers
+    widest = min(16 // features.element_size(), 8)
+    fits = (v for v in (8, 4) if v <= widest and not features.shape[1] % v)
+    vec = next(fits, 1) if aligned else 1
     defines = {
         "ID": IDS[ids],
         "IN": (ROWS | CODES)[features.dtype],
