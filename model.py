@@ -381,11 +381,12 @@ class Conv(nn.Module):
         S = block.indptr.numel() - 1
         if degree is None and self.uses_degree:
             degree = block_degrees(block)
+        h, x_dst = self.with_dst(h, S)
         near = Neighborhood(
             block.indptr,
             block.indices,
             messages=self.message(h, degree),
-            x_dst=h[:S],
+            x_dst=x_dst,
             degree=None if degree is None else degree[:S],
             nodes=None if seed is None else block.src_nodes[:S],
             seed=seed,
@@ -407,6 +408,13 @@ class Conv(nn.Module):
 
     def message(self, h, degree=None):
         return h
+
+    def with_dst(self, h, S):
+        """Return h [N, F] and its first S rows. Layers of this file make a gradient of h that nothing else has: that of the
+        rows is added to it in place."""
+        if not fused or type(self).__module__ != __name__ or hooked(*self.modules()):
+            return h, h[:S]
+        return fused.with_first(h, S)
 
 
 def check_rows(block, h):
@@ -865,8 +873,11 @@ class GNN(nn.Module):
     def step(self, i, block, x, *, seed=None, edges=None):
         """Apply layer i and all that precedes the next one; seed: of the dropout after it."""
         layer = self.layers[i]
+        x_dst = None
+        if self.residuals is not None:
+            x, x_dst = layer.with_dst(x, block.indptr.numel() - 1)
         h = layer(block, x, self._degree(layer, block, x.device), seed, edges)
-        return self.finish(i, h, x[: block.indptr.numel() - 1], block.src_nodes, seed)
+        return self.finish(i, h, x_dst, block.src_nodes, seed)
 
     def _step_of_pair(self, i, block, pair, *, seed=None, edges=None):
         """`step` of own rows and means [S, 2F] of the block."""

@@ -54,8 +54,8 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self):
-        """Take a step, eager or captured: clip, then update sparse gradients row by row, dense ones by torch; in captured
-        steps in pieces. What every update has to do belongs here: both steppers of train.py call it."""
+        """Take a step, eager or captured: clip, then update sparse gradients row by row, dense ones by torch; while a CUDA
+        graph is captured in pieces. What every update has to do belongs here: both steppers of train.py call it."""
         by_row = []
         for group in self.param_groups:
             for p in group["params"]:
@@ -67,9 +67,10 @@ class Adam(torch.optim.Adam):
                     by_row.append((p, group, *rows))
         if self.clip_norm:
             self._clip([rows for _, _, *rows in by_row])
-        for of_rows in by_row:
-            self._step_rows(*of_rows)
-        if all(group["capturable"] and group["fused"] for group in self.param_groups):
+        for sparse in by_row:
+            self._step_rows(*sparse)
+        fused = all(group["capturable"] and group["fused"] for group in self.param_groups)
+        if fused and torch.cuda.is_current_stream_capturing():
             for group in self.param_groups:
                 self._step_pieces(group)
         else:
