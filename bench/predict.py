@@ -198,7 +198,7 @@ WORK = {
     "list_in_order": list_in_order,
     "cross_entropy": lambda a: Work((a.C, a.C, a.C / a.lanes), 5),
     "begin": lambda a: Work((), 5),
-    "mark": lambda a: Work((), 6, lines=random(1)),
+    "mark": lambda a: Work((1,), 6, lines=random(1)),
     "number": lambda a: Work((0, 1, 1), 10, lines=random(4)),
     "finish": lambda a: Work((a.hops,), 6, lines=random(3)),
     "list_hops": lambda a: Work((2,), 5, lines=random(3)),
