@@ -376,9 +376,9 @@ def epoch_line(plan, figures, examples="seeds"):
     if sampled is not None:
         valid = f"{METRICS[plan.metric].title} {percent(sampled)} (sampled)"
     elif figures.get("valid"):
-        left_out = "rmse_of_the_mean", "hits@1", "hits@10"
+        long = re.compile("@|rmse_of")
         scores = figures["valid"].items()
-        valid = scores_line({k: v for k, v in scores if k not in left_out or k == plan.metric})
+        valid = scores_line({k: v for k, v in scores if k == plan.metric or not long.search(k)})
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     # an epoch that was resumed after its last step has no loss
     loss = "n/a" if figures["loss"] is None else f"{figures['loss']:.4f}"
