@@ -310,7 +310,7 @@ class Evaluation:
             Edges(graph.indptr, graph.indices), graph.edge_time if self.timed else None, strict
         )
         self.negatives = Negatives(graph.known_edges, graph.num_nodes, counts=graph.node_counts)
-        self.history = self._history() if historical else None
+        self.historical = historical
         self.lists = None
         if graph.num_nodes <= SMALL and not self.timed:
             self.lists = destinations_of(graph.known_edges)
@@ -334,7 +334,7 @@ class Evaluation:
         others[ranked] = self.negatives.draw(key, numbers, pairs[ranked], RANKED_AGAINST)
         if not self.timed:
             return Examples(pairs, random, others, ranked, queries)
-        if self.history:
+        if self.historical:
             earlier = self._earlier(pairs, times, others[:, :1])
             earlier = torch.cat([pairs[:, :1], earlier], 1)
             random = torch.where(ranked.unsqueeze(1), earlier, random)
@@ -344,26 +344,21 @@ class Evaluation:
         nodes, times, place = at_times(ends, times, self.graph.num_nodes)
         return Examples(*place.tensor_split([2, 4], 1), ranked, queries, nodes, times)
 
-    def _history(self):
-        """List the pairs to train on by source, then time -> (indptr [V + 1], destinations, times)."""
-        source, nodes = self.graph.pairs["train"].unbind(1)
-        times = self.graph.pair_times["train"]
-        order = np.lexsort((times, source))
-        counts = source.bincount(minlength=self.graph.num_nodes)
-        return F.pad(counts.cumsum(0), (1, 0)), nodes[order], times[order]
-
     def _earlier(self, pairs, times, others):
         """Replace negatives int64 [P, K] by historical ones (arXiv 2207.10128): destinations to which the sources of pairs [P, 2]
         had an edge before the pairs' times [P], and have none at them. Of more than K, they are spread over time."""
-        indptr, nodes, first = self.history
+        trained = self.graph.pairs["train"]
+        first = self.graph.pair_times["train"]
+        order = np.lexsort((first, trained[:, 0]))
+        degree = trained[:, 0].bincount(minlength=self.graph.num_nodes)
         source = pairs[:, 0]
-        start = indptr[source]
-        count = number_before(first, start, indptr[source + 1] - start, times, True).unsqueeze(1)
+        start = (degree.cumsum(0) - degree)[source]
+        count = number_before(first[order], start, degree[source], times, True).unsqueeze(1)
         K = others.shape[1]
         place = ((torch.arange(K) + 0.5) * (count / K).clamp(min=1)).long()
         found = place < count
         row = found.nonzero()[:, 0]
-        nodes = nodes[start[row] + place[found]]
+        nodes = trained[order, 1][start[row] + place[found]]
         common = self.common
         dropped = common.edges.any_of(
             source[row], nodes, lambda places, i: common.times[places] == times[row[i]]

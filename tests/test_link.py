@@ -399,11 +399,33 @@ def _expected(logit, pairs, against, random):
         lists[u].append(places[-1])
     right = [(a > b) + (a == b) / 2 for a in scored[0] for b in scored[1]]
     hits = {f"hits@{k}": np.mean([place <= k for place in places]) for k in (1, 10)}
-    # with the others of the same source that are above
-    lists = [[place + i for i, place in enumerate(sorted(some))] for some in lists.values()]
-    recalls = [np.mean([place <= 3 for place in some]) for some in lists]
-    hits["Recall@3"] = np.mean(recalls) if recalls else None
+    at_3 = []  # average precision, NDCG and recall of each source's list, with all that is relevant
+    for some in lists.values():
+        some = [place + i for i, place in enumerate(sorted(some))]
+        found = [(i, place) for i, place in enumerate(some, 1) if place <= 3]
+        gains, best = (
+            [1 / math.log2(n + 1) for n in ns] for ns in (dict(found).values(), range(1, 4))
+        )
+        most = min(3, len(some))
+        precisions = sum(i / place for i, place in found) / most
+        at_3.append([precisions, sum(gains) / sum(best[:most]), len(found) / len(some)])
+    hits |= zip(("MAP@3", "NDCG@3", "Recall@3"), np.mean(at_3, 0).tolist()) if at_3 else ()
     return {"mrr": np.mean([1 / place for place in places]), "roc_auc": np.mean(right), **hits}
+
+
+def _check_best(evaluation, scorer, h, logit, known, sources):
+    """Check the best 4 destinations of the first nodes: all others, or those behind them if these are not all."""
+    first = sources % len(h)
+    rows = collections.defaultdict(list)
+    for some in evaluation.best(scorer, h, 4):
+        for u, v, score in zip(*(column.tolist() for column in some)):
+            assert v >= first and v != u and (u, v) not in known
+            assert score == pytest.approx(logit(0, u, v))
+            rows[u].append(score)
+    for u in range(sources):
+        others = [v for v in range(first, len(h)) if v != u and (u, v) not in known]
+        expected = sorted([logit(0, u, v) for v in others], reverse=True)[:4]
+        assert rows[u] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("timed, strict", [(False, False), (True, False), (True, True)])
@@ -485,6 +507,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     expected = _expected(logit, pairs, against, random.tolist())
     assert expected == {name: pytest.approx(found[name]) for name in expected}
     assert len(random) == len(pairs) and not known & set(_tuples(random))
+    _check_best(evaluation, scorer, h, logit, known, 80)
     rows = []
     for rank in range(3):
         part = ddp.Ranks(rank, 3).part
@@ -507,41 +530,6 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
         _refuses(
             "scores are not finite", evaluation, scorer, broken, "test", error=metrics.NotFinite
         )
-
-
-@pytest.mark.parametrize("kind", ["dot", "mlp", "ncn", "types"])
-def test_the_best_destinations_are_what_plain_python_finds(kind, tmp_path, monkeypatch):
-    """Without edges of the type that is predicted; with types, of nodes of the types that these go between."""
-    monkeypatch.setattr(ranking, "CHUNK", 700)
-    typed = kind == "types"
-    edges = np.random.default_rng(0).integers(0, [[20], [12]], (2, 2, 90))
-    arrays = {"edge_index": edges[1], "features": np.eye(20, dtype=np.float32)}
-    if typed:
-        kinds = ("user", "saw", "item"), ("user", "buys", "item")
-        sizes = {"user": 20, "item": 12}
-        x = {name: np.zeros((count, 1), np.float32) for name, count in sizes.items()}
-        arrays = {"edge_index": dict(zip(kinds, edges)), "features": x, "node_types": sizes}
-    whole = GraphStore.open(build_store(tmp_path / "s", **arrays))
-    graph = link.split_edges(whole, "70/10/20", edge_type=1 if typed else None)
-    evaluation = link.Evaluation(graph)
-    V = whole.num_nodes
-    torch.manual_seed(0)
-    h = torch.randn(V, 6)
-    scorer = link.Scorer("dot" if typed else kind, 6)
-    best = [torch.cat(some) for some in zip(*evaluation.best(scorer, h, 15))]
-    rows = collections.defaultdict(list)
-    for u, v, score in zip(*(column.tolist() for column in best)):
-        rows[u].append((v, score))
-    known = set(zip(*(edges[1] + [[0], [20 * typed]]).tolist()))
-    assert [*rows] == [*range(20)]
-    for u, found in rows.items():
-        left = [v for v in range(20 * typed, V) if v != u and (u, v) not in known]
-        pairs = torch.tensor([[u, v] for v in left])
-        with torch.no_grad():
-            scores = scorer(*h[pairs].unbind(1), evaluation.common.pair_features(pairs))
-        expected = sorted(zip(scores.tolist(), left), reverse=True)[:15]
-        assert [v for v, _ in found] == [v for _, v in expected]
-        assert [s for _, s in found] == pytest.approx([s for s, _ in expected], abs=1e-5)
 
 
 def _timed_links(folder, nodes=200, edges=1200, **changes):
@@ -768,14 +756,16 @@ def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_pa
         against = [some if kept else [] for some, kept in zip(against, left)]
         for some, all_free in zip(against, free):
             assert {*(some if others is None else nodes[some].tolist())} <= {*all_free}
+        logit = lambda _, u, v: (h[u] @ h[v]).item()  # noqa: E731
         found = evaluation(link.Scorer("dot", 6), h, part)
         if not any(left):
             assert [found[name] for name in metrics.metrics_with("from_ranks")] == [None] * 3
             assert 0 <= found["roc_auc"] <= 1
             continue
-        logit = lambda _, u, v: (h[u] @ h[v]).item()  # noqa: E731
         expected = _expected(logit, _tuples(places), against, random.tolist())
         assert expected == {name: pytest.approx(found[name]) for name in expected}
+    if not timed:
+        _check_best(evaluation, link.Scorer("dot", 6), h, logit, known, 20)
     monkeypatch.setattr(ranking, "MOST_TIMED", 7)
     few = link.Evaluation(graph).examples["test"]
     if timed:

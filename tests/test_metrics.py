@@ -458,30 +458,3 @@ def test_class_weights_balance_the_classes_of_training_nodes(tiny, capsys):
     capsys.readouterr()
     assert _code(*words) == 0 and "loss    a node weighs " in capsys.readouterr().out
     assert _code(*words, "--task link") == 2 and "have no classes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("k", [1, 4, 50])
-def test_recommendations_are_scored_as_plain_python_scores_lists(k):
-    """By walking along each list, in which some entries are relevant."""
-    rng = np.random.default_rng(k)
-    ranks, lists, expected = [], [], []
-    for number in range(40):
-        relevant = rng.random(30) < rng.random()
-        relevant[rng.integers(30)] = True
-        hits = gained = precisions = 0
-        for place, hit in enumerate(relevant, 1):
-            if hit:
-                ranks.append(place - hits)  # among those that are not relevant
-                lists.append(3 * number)
-                hits += 1
-                if place <= k:
-                    precisions += hits / place
-                    gained += 1 / math.log2(place + 1)
-        found = relevant[:k].sum()
-        most = min(k, hits)
-        ideal = sum(1 / math.log2(place + 1) for place in range(1, most + 1))
-        expected.append([precisions / most, gained / ideal, found / hits])
-    order = torch.from_numpy(rng.permutation(len(ranks)))
-    figures = metrics.at_k(k, torch.tensor(ranks)[order].float(), torch.tensor(lists)[order])
-    assert [*figures] == [f"MAP@{k}", f"NDCG@{k}", f"Recall@{k}"]
-    assert [*figures.values()] == pytest.approx(np.mean(expected, 0).tolist())
