@@ -453,8 +453,8 @@ def flags(kinds):
             unchecked_negatives=kinds.fixed(kinds.SWITCH, False, "negatives may be edges"),
             link_loss=kinds.fixed(
                 kinds.one_of("bce", "softmax"),
-                "bce",
-                "bce: each pair alone; softmax: edge against its negatives",
+                "softmax",
+                "softmax: edge against its negatives, as it is ranked; bce: each pair alone",
             ),
             eval_negatives=kinds.kept(
                 kinds.one_of("random", "historical"),
