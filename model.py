@@ -30,20 +30,15 @@ try:
 except ImportError:
     fused = None
 try:
-    from extras import LAYERS, extra
+    from extras import LAYERS, elsewhere, extra
+
+    __getattr__ = elsewhere(__name__)
 except ImportError:
     LAYERS = {}
 
     def extra(*ask):
         """Refuse what takes extras/."""
         raise ImportError("copy the folder extras/ beside model.py (in a package: from .extras)")
-
-
-def __getattr__(name):
-    modules = {"GINEConv": ".edge_features", "SAGEPoolConv": ".sage_pool"}
-    if name in modules:
-        return getattr(extra(modules[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # ---- steps that native/ fuses

@@ -3,6 +3,8 @@
 optimizer = Adam(model.parameters(), lr=3e-3, fused=True)
 """
 
+import math
+
 import torch
 
 from native import layers
@@ -15,6 +17,16 @@ class Adam(torch.optim.Adam):
     """torch.optim.Adam that also takes sparse gradients, such as those of `NodeInputs`: only rows with a gradient and
     their moments are updated, without weight decay, maximize and amsgrad. Like torch.optim.SparseAdam, but with
     Adam's state."""
+
+    def take_rate(self, plan, epoch):
+        """Set the learning rate of an epoch by --lr and --lr-schedule -> the rate."""
+        rate = plan.lr
+        if plan.lr_schedule == "cosine":
+            # 1 to 0 over all of --epochs
+            rate *= (1 + math.cos(math.pi * epoch / plan.epochs)) / 2
+        for group in self.param_groups:
+            group["lr"] = rate
+        return rate
 
     @torch.no_grad()
     def step(self):

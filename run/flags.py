@@ -50,9 +50,11 @@ from run.kinds import (
     parsed_by,
     per_graph,
     prediction,
+    spelled,
     text,
     training,
 )
+from run.kinds import text_of as text_of
 from run.own_model import conv_of
 from tasks.node import NodeTask
 
@@ -502,14 +504,3 @@ def seed_path(path, seed):
     """Name the file of one seed of --runs: run.pt -> run-seed3.pt."""
     path = Path(path)
     return str(path.with_name(f"{path.stem}-seed{seed}{path.suffix}"))
-
-
-def spelled(name, value=True, equals=" "):
-    """Spell a flag: batch_size -> --batch-size; with a value, as it is typed: --batch-size 8, --no-residual."""
-    flag = f"--{'no_' * (value is False)}{name}".replace("_", "-")
-    return flag if isinstance(value, bool) else f"{flag}{equals}{text_of(value)}"
-
-
-def text_of(value):
-    """Return a flag's value as it is typed: [15, 10] -> 15,10."""
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import resource
+import statistics
 import sys
 import tempfile
 import threading
@@ -18,9 +19,9 @@ import torch
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from disk.files import StoreError, plural, readable_size, write_whole
+from disk.files import SPLITS, StoreError, plural, readable_size, write_whole
 from extras import extra
-from run.flags import spelled
+from run.kinds import spelled
 from tasks.metrics import METRICS, scores_line
 
 # step: forward, backward and optimizer as CUDA graphs
@@ -185,6 +186,24 @@ class Report:
             )
         if counts:
             self.tell("", {"trained_on": counts, "without_them": scores})
+
+    def runs(self, title, columns):
+        """Report the mean and the standard deviation over --runs of scores {name: values}; some runs may lack one."""
+        mean = {name: statistics.mean(values) for name, values in columns.items()}
+        std = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in columns.items()}
+        count = self.flags.runs
+        line = ""
+        if columns:
+            line = f"\nresult  {title} over {count} seeds (mean +- standard deviation)"
+        # as each run prints them; the names of scores of links and graphs begin with a part
+        parts = SPLITS[::-1]
+        for name in sorted(columns, key=lambda name: parts.index(name.partition(" ")[0])):
+            values = columns[name]
+            scale, digits, unit = (1, 4, "") if "rmse" in name or "mae" in name else (100, 2, "%")
+            spread = "" if std[name] is None else f" +- {scale * std[name]:.{digits}f}"
+            of = f" of {len(values)}" if len(values) < count else ""
+            line += f"  {name} {scale * mean[name]:.{digits}f}{spread}{unit}{of}"
+        self.tell(line, {"runs": count, "mean": mean, "std": std})
 
     def print_result(self):
         """Print the final scores: the last line of a run, after an empty one unless others of --runs follow."""

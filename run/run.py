@@ -23,7 +23,15 @@ from loader import NodeLoader
 from model import graph_degrees, is_gnn
 from run import own_model
 from run.flags import TASKS, Plan
-from run.placement import all_features, check_memory, place_data, reading_all_edges, settle
+from run.placement import (
+    all_features,
+    check_memory,
+    memory_lines,
+    place_data,
+    reading_all_edges,
+    settle,
+)
+from run.report import plan_lines
 from sampler import NeighborSampler, mix
 from tasks.metrics import check_scores
 
@@ -82,6 +90,26 @@ def place_model(ranks, model, plan, task, sampler):
     else:
         with reading_all_edges():
             model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
+
+
+def dry_run(ranks, flags, path):
+    """Print what the data need in memory in each mode, and the plan, as training would settle it. ranks: of one process that
+    stands for all."""
+    task = TASKS[flags.task](flags, path, ranks.say)
+    if task.placed:
+        ranks.say("\n".join(memory_lines(ranks, flags, task)))
+    plan, used = settle(ranks, flags, task)
+    where = "cpu"
+    if plan.conv:
+        check_memory(ranks, plan, task)
+        where = "meta"
+    with torch.device(where):
+        model, _ = build_model(plan, task, used)
+    ranks.say("\n".join(plan_lines(ranks, plan, task, model, plan.trains)))
+    ranks.say(
+        f"plan    mode {plan.mode}, precision {plan.precision}, weights of the {plan.weights} epoch, "
+        f"{plan.prefetch} batches ahead, {plan.sample_threads} sampled at once"
+    )
 
 
 @dataclass

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import ddp
-import store
 import train
 from disk import files
 from disk.files import StoreError
@@ -284,7 +283,7 @@ def test_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
     everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     write("proc/self/cgroup", "0::/a/b\n")
     write("proc/meminfo", "MemTotal: 9000 kB\nMemFree: 10 kB\n")
-    assert 1 << 20 < files.free_host_bytes("/") <= store.free_host_bytes(tmp_path) == everything
+    assert 1 << 20 < files.free_host_bytes("/") <= files.free_host_bytes(tmp_path) == everything
     write("proc/meminfo", "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    8000 kB\n")
     assert files.free_host_bytes(tmp_path) == 8000 * 1024
     for folder, limit, free in (
