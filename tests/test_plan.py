@@ -17,7 +17,7 @@ from extras.graph_store import build_graphs
 from extras.relational import NodeInputs
 from features import MODES
 from model import GNN
-from run import placement
+from run import placement, plan
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from run.run import open_run
 from sampler import NeighborSampler
@@ -241,7 +241,7 @@ def test_estimate_chooses_by_what_is_free(tmp_path, monkeypatch, capsys):
         (ARRAYS - 1, "behind --cache"),
         (graph.indices.nbytes, "neighbour lists as they are sampled"),
     ):
-        monkeypatch.setattr(placement, "free_host_bytes", lambda: free_host)
+        monkeypatch.setattr(plan, "free_host_bytes", lambda: free_host)
         lines = _dry(f"--dataset {graph.path} --gpus 0 --fanout 2", capsys, code=2)
         assert " 0 seeds fit" not in lines
         assert said in lines and "mode           none fits" in lines
