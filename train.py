@@ -163,7 +163,7 @@ class Training:
                 break
             rate = self.optimizer.take_rate(plan, epoch)
             profiled = epoch == min(start + 1, plan.epochs - 1)
-            with self.report.profile() if plan.profile and profiled else nullcontext():
+            with self.report.traced() if profiled else nullcontext():
                 trained = self.epoch(epoch, first)
             first = 0
             self.check(trained, epoch, draw=profiled)

@@ -47,7 +47,7 @@ FLAGS = {
     ".split": "split_features",
     ".cache": "cache",
     ".export": "export",
-    ".pictures": "curve timeline",
+    ".pictures": "curve timeline profile",
 }
 
 

@@ -52,7 +52,6 @@ from run.kinds import (
     prediction,
     spelled,
     text,
-    training,
 )
 from run.kinds import text_of as text_of
 from run.own_model import conv_of
@@ -377,13 +376,6 @@ CORE = dict(
         None,
         "write each epoch's metrics for TensorBoard",
         needs=[library("tensorboard")],
-    ),
-    profile=free(
-        text("FILE"),
-        None,
-        "torch.profiler trace of epoch 2: FILE.rank0.json",
-        needs=[one_run, training],
-        endings=("",),
     ),
 )
 

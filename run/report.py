@@ -7,7 +7,6 @@ import re
 import resource
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from contextlib import contextmanager, nullcontext, suppress
@@ -225,9 +224,13 @@ class Report:
 
     def draw(self, name, *what):
         """Draw what a flag of extras/pictures.py asks for; what: other arguments of the function of its name there."""
-        if self.leads and getattr(self.flags, name, None):
+        if self.leads and getattr(self.flags, name):
             with self.attempt(name):
                 getattr(extra(".pictures"), name)(self, *what)
+
+    def traced(self):
+        """Context for the epoch that --profile traces."""
+        return extra(".pictures").profile(self) if self.flags.profile else nullcontext()
 
     def write(self, array, chunks):
         """Write the file of --predict and print what is in it. array: function that returns the tensor of an .npy file;
@@ -243,29 +246,6 @@ class Report:
             count, columns = write_table(path, chunks)
             more = ", ..." * (len(columns) > 6)
             print(f"wrote {path}: {plural(count, 'row')} of {', '.join(columns[:6])}{more}")
-
-    @contextmanager
-    def profile(self):
-        """Trace all threads (torch 2.6: only this one) with torch.profiler -> --profile FILE.rank0.json, for
-        Perfetto."""
-        every_thread = None
-        with suppress(TypeError):  # torch 2.6 has no such option
-            every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        with torch.profiler.profile(experimental_config=every_thread) as trace:
-            yield
-        path = Path(self.flags.profile)
-        path = path.with_name(f"{path.stem}.rank{self.rank}.json")
-        with self.attempt("profile"), tempfile.TemporaryDirectory() as folder:
-            exported = Path(folder, "trace.json")
-            trace.export_chrome_trace(str(exported))  # raises nothing if the disk is full
-            data = exported.read_bytes()
-            if not data.rstrip().endswith(b"}"):
-                raise StoreError(f"{folder} has no room for the trace")
-            write_whole(path, lambda file: file.write(data))
-            if self.leads and self.flags.gpus and b'"cat": "kernel"' not in data:
-                print(
-                    "profile the trace lacks the GPU: CUPTI, which records kernels, did not start"
-                )
 
     def results(self, figures):
         """Write the final scores, {name: value or None}, to TensorBoard, beside the flags."""
