@@ -30,20 +30,15 @@ try:
 except ImportError:
     fused = None
 try:
-    from extras import LAYERS, extra
+    from extras import LAYERS, elsewhere, extra
+
+    __getattr__ = elsewhere(__name__)
 except ImportError:
     LAYERS = {}
 
     def extra(*ask):
         """Refuse what takes extras/."""
         raise ImportError("copy the folder extras/ beside model.py (in a package: from .extras)")
-
-
-def __getattr__(name):
-    modules = {"GINEConv": ".edge_features", "SAGEPoolConv": ".sage_pool"}
-    if name in modules:
-        return getattr(extra(modules[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # ---- steps that native/ fuses
@@ -799,14 +794,10 @@ class GNN(nn.Module):
         if norm == "batch" and recompute:
             raise ValueError("norm 'batch' would count a recomputed batch twice: take 'layer'")
         options = {name: value for name, value in options.items() if value}
-        needs = {"edge_dim": make.edge_features == "must", "num_types": make.uses_types}
-        for name in {**needs, **options}:
-            if name in options and name not in make.takes:
-                able = ", ".join(n for n, layer in CONVS.items() if name in layer.takes)
-                problem = f"conv {make.name!r} does not take {name} {options[name]}"
-                raise ValueError(f"{problem}: {able} do" if able else problem)
-            if needs.get(name) and name not in options:
-                raise ValueError(f"conv {make.name!r} needs {name} above 0")
+        for name in options.keys() - make.takes:
+            able = ", ".join(n for n, layer in CONVS.items() if name in layer.takes) or "none"
+            what = f"{name} {options[name]}, layers that do are {able}"
+            raise ValueError(f"conv {make.name!r} does not take {what}")
         given = dict(heads=heads, dropout=dropout, norm=norm) | options
         options = {name: given[name] for name in make.takes if name in given}
         self.inputs = inputs

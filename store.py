@@ -47,15 +47,9 @@ from disk.convert import within
 from disk.files import StoreError, reading
 from disk.lmdb_rows import LmdbFeatures
 from disk.reader import MappedRows
-from extras import extra
+from extras import elsewhere, extra
 
-
-def __getattr__(name):
-    if name in ("CodedFeatures", "split"):
-        return getattr(extra(".int8" if name == "CodedFeatures" else ".parts"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
+__getattr__ = elsewhere(__name__)
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
 
 
