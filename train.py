@@ -44,9 +44,9 @@ import torch
 
 import ddp
 from disk.files import SPLITS, StoreError, progress_bar, unread
-from extras import STEPS, MissingExtra, present
+from extras import STARTS, STEPS, MissingExtra, extra, present
 from run import command_line
-from run.adam import Adam
+from run.adam import Adam, rate_at
 from run.allocator import announce, trim_memory
 from run.checkpoint import (
     check_graph,
@@ -57,9 +57,8 @@ from run.checkpoint import (
     restore,
     save_checkpoint,
 )
-from run.export import export
 from run.finite import LossSum, all_finite
-from run.flags import TASKS, seed_path
+from run.flags import TASKS, files_of_seed, seed_path
 from run.own_model import is_own
 from run.placement import check_memory, memory_lines, settle
 from run.report import (
@@ -166,12 +165,6 @@ class Training:
                     f"early   stopped after epoch {epoch}: no better score since epoch {self.best['epoch']}"
                 )
                 break
-            rate = plan.lr
-            if plan.lr_schedule == "cosine":
-                # 1 to 0 over all of --epochs
-                rate *= (1 + math.cos(math.pi * epoch / plan.epochs)) / 2
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
             profiled = epoch == min(start + 1, plan.epochs - 1)
             with self.report.profile() if plan.profile and profiled else nullcontext():
                 trained = self.epoch(epoch, first)
@@ -182,7 +175,7 @@ class Training:
                 self.report.stopped(epoch + 1, trained.step)
                 ranks.barrier()
                 return self.stop.exit_code
-            figures = self.validate({"epoch": epoch + 1, **trained.figures, "lr": rate})
+            figures = self.validate({"epoch": epoch + 1, **trained.figures})
             ranks.say(advice(ranks, figures) if epoch == start else "")
             self.save(epoch + 1, 0)
             if plan.allocator == "tuned" and not ranks.gpus:
@@ -199,6 +192,7 @@ class Training:
         losses = self.stepper.begin()
         count = 0
         done = first
+        rate = rate_at(plan, epoch, epoch * plan.steps + first)  # if the epoch is over
         # the loader's threads run ahead: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
         loader = run.loader(
             run.store.split["train"], timed=clock.timed, load_batch=self.stepper.load_batch
@@ -217,6 +211,8 @@ class Training:
             clock.add("stall", waiting, time.perf_counter())
             if batch.began is not None:
                 clock.events.append(("transfer", batch.began, batch.ready))
+            rate = rate_at(plan, epoch, batch.global_step)
+            self.optimizer.set_rate(rate)
             self.stepper.step(batch, clock)
             count += len(batch.y)
             if batch.last:
@@ -237,6 +233,7 @@ class Training:
         figures = {
             "first_step": first,
             "loss": loss / count if count else None,
+            "lr": rate,
             "seconds": seconds,
             "seeds_per_s": count / seconds,
             **stages,
@@ -344,9 +341,16 @@ def train(ranks, flags, path):
     run = open_run(ranks, flags, path, partial(check_graph, ranks, state, file))
     plan = run.plan
     model = run.model
-    optimizer = Adam(model.parameters(), lr=plan.lr, weight_decay=plan.weight_decay, fused=True)
+    optimizer = Adam(
+        model.parameters(),
+        lr=plan.lr,
+        weight_decay=plan.weight_decay,
+        fused=True,
+        clip_norm=plan.clip_norm,
+    )
     best = {"score": -math.inf, "epoch": 0, "model": None}  # for --weights best
     start, first = restore(run, state, file, optimizer, best) if state else (0, 0)
+    started = [module.start(run) for module in present(STARTS).values() if not state]
     del state
     if plan.weights == "last":  # resuming with --weights best later starts without an old best
         best.update(score=-math.inf, model=None)
@@ -356,6 +360,7 @@ def train(ranks, flags, path):
         graphs, message = step.build(run, optimizer)
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(plan.model)), optimizer)
     describe(run, file, start, first)
+    ranks.say("\n".join(started))
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
     report = Report(ranks, plan)
     with ddp.StopSignal(ranks) as stop:
@@ -374,7 +379,7 @@ def train(ranks, flags, path):
         ranks.say(best_line(plan, start, best["epoch"], run.task.score_text(best["score"])))
     try:
         if plan.export and ranks.leads:
-            export(plan.export, model, described_run(run))
+            extra(".export").export(plan.export, model, described_run(run))
     finally:  # scores, where a file cannot be written
         try:
             exact = run.task.evaluate(run, report)
@@ -392,10 +397,9 @@ def train_many(ranks, flags, path):
     for turn in range(flags.runs):
         seed = flags.seed + turn
         turn_flags = {"seed": seed, "turn": turn, "run": f"{flags.run}-seed{seed}"}
+        turn_flags |= files_of_seed(flags, seed)
         if flags.tensorboard:
             turn_flags["tensorboard"] = str(Path(flags.tensorboard, f"seed{seed}"))
-        if flags.checkpoint:
-            turn_flags["checkpoint"] = seed_path(flags.checkpoint, seed)
         try:
             finished = train(ranks, replace(flags, **turn_flags), path)
         except NotFinite as error:

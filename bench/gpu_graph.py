@@ -183,7 +183,8 @@ class Trained:
         ):
             args = train.parse_args([str(word) for word in ("--gpus", 1, *words)])
             run = open_run(self.ranks, args, "made")
-        options = {"lr": run.plan.lr, "weight_decay": run.plan.weight_decay}
+        names = "lr", "weight_decay", "clip_norm"
+        options = {name: getattr(run.plan, name) for name in names}
         optimizer = Adam(run.model.parameters(), fused=True, **options)
         graphs, self.message = step_graphs.build(run, optimizer)
         self.stepper = graphs or train.Eager(run, run.model, optimizer)

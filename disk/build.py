@@ -52,7 +52,8 @@ def checked(given) -> Checked:
     node_names = given.node_names
     if node_names is not None:
         node_names = [*node_names]
-        columns.check_node_names(node_names, num_nodes)
+        if given.node_types is None:  # else distinct within a type, see `typed.flatten`
+            columns.check_node_names("node_names", node_names, num_nodes)
     split = checks.check_splits(split, labels, node_names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
     carried, entries = columns.check_columns(given.columns, edges, given.edge_types)

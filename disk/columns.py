@@ -333,11 +333,11 @@ def check_names(what, names, count) -> list[str]:
     return names
 
 
-def check_node_names(names, num_nodes):
-    """Raise StoreError unless there are V different names of one line each."""
-    for node, name in enumerate(check_names("node_names", names, num_nodes)):
+def check_node_names(what, names, num_nodes):
+    """Raise StoreError unless there are V different names of one line each. what: they are, for messages."""
+    for node, name in enumerate(check_names(what, names, num_nodes)):
         if "\n" in name or "\r" in name or name != name.encode(errors="replace").decode():
-            raise StoreError(f"node_names: name {node}, {name!r}, is not one line of text")
+            raise StoreError(f"{what}: name {node}, {name!r}, is not one line of text")
 
 
 def read_names(path, record):

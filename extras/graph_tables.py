@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
+from disk.columns import COLUMNS, EDGE_TIME, EDGE_TYPE, OF_EDGES
 from disk.convert import DATE, SAMPLED, RoundedRows, spool
 from disk.files import StoreError, plural
 from extras.tables import (
@@ -29,6 +29,7 @@ from extras.tables import (
     TIME,
     digits,
     joined,
+    kind_of,
     meanings,
     opened,
     stacked,
@@ -43,53 +44,115 @@ from sources.arrays import MISSING, short
 SPLIT = re.compile(
     "(is)?(train|val|valid|validation|test|dev)(ing)?(mask|set|idx)?|(cv)?fold|split|subset"
 )
+SEVERAL = "|"  # between several values in a cell of text
+MOST_VALUES = 100  # of a column of text that becomes features
+YEAR_2000 = np.datetime64("2000", "us")
+DECADE = np.timedelta64(315_569_520, "s")
+LARGE = 10  # mean absolute value of a feature, from which on training is slow
 HEADER = "; a header is known by names such as id, source, destination and label"
 
 
-def read_tables(file, tables, columns, folder, ignore):
+def read_tables(sources, tables, columns, folder, ignore):
     """Read the arrays of a graph from tables -> ({name as in an .npz file: array}, with the names in `edge_types` if types
-    are text; its `Nodes`).
+    are text; {type of nodes: its `Nodes`}).
 
     Args:
-        file: the table of edges. tables: {name of an array: file of a table}; "features" is required.
-        columns: {name of a column of a store: file of a table, or columns of the table of edges}.
+        sources: {type of nodes, or "source,relation,destination" of edges: file of a table}; for a graph of one type
+            {"": the table of edges}.
+        tables: {name of an array: file of a table}, of several types TYPE=FILE; of one type "features" is required.
+        columns: {name of a column of a store: as in `tables`, or columns of the tables of edges}.
         folder: for files without a name that large arrays are mapped from.
         ignore: names of columns to leave out, of any of the tables.
     """
-    if "features" not in tables:
-        with opened(file):  # refuses what is no table
-            how = "features are needed, a line for each node"
-            raise StoreError(f"{file} holds edges alone: {how}, as --features FILE")
+    edge_tables = {tuple(kind.split(",")): file for kind, file in sources.items() if "," in kind}
+    node_tables = {kind: file for kind, file in sources.items() if "," not in kind}
+    if "" in sources:
+        edge_tables = {("", "", ""): sources[""]}
+        if "features" not in tables:
+            with opened(sources[""]):  # refuses what is no table
+                how = "features are needed, a line for each node"
+                raise StoreError(f"{sources['']} holds edges alone: {how}, as --features FILE")
+        node_tables[""] = tables.pop("features")
+    for kind in edge_tables or [()]:
+        if len(kind) != 3 or not {*kind[::2]} <= node_tables.keys():
+            problem = f"{','.join(kind) or 'edges'}: TYPE,RELATION,TYPE=FILE is needed"
+            raise StoreError(f"{problem}, of types with a table: {', '.join(node_tables)}")
     ignore = dict.fromkeys(ignore, 0)
+    edge_columns = {name: source for name, source in columns.items() if name in OF_EDGES}
+    tables_by_name = {
+        name: _type_and_file(name, source, node_tables)
+        for name, source in (tables | columns).items()
+        if name not in OF_EDGES
+    }
     arrays = {}
-    keep = {}
-    own_files = {}
-    feature_table = tables.pop("features")
-    sources = {**tables, **columns}
-    node_tables = [source for name, source in sources.items() if name not in OF_EDGES]
-    called = _called_elsewhere(node_tables, file, ignore)
-    arrays["features"], nodes = features(feature_table, folder, ignore, called)
-    for name, source in sources.items():
-        if name not in OF_EDGES:
-            arrays[name] = node_column(source, nodes, name, ignore)
-        elif os.path.isfile(source):
-            own_files[name] = source
-        else:
-            keep[name] = source.split(",") if COLUMNS[name].wide else [source]
-    ids = set()
-    for source in own_files.values():
-        with opened(source, ignore, nodes.heads) as table:
-            ids |= {table.names[j] for j in _edge_ids(table)}
-    arrays["edge_index"], kept = edges(file, folder, nodes, keep, ignore, ids=ids)
-    keys = Keys(file, nodes, arrays["edge_index"], kept.pop("ids", {}))
-    for name, source in own_files.items():
-        arrays |= edge_rows(source, folder, name, ignore, keys)
+    nodes = {}
+
+    def add(kind, values):
+        suffix = f":{kind}" if kind else ""
+        arrays.update({name + suffix: value for name, value in values.items()})
+
+    for kind, file in node_tables.items():
+        others = [other for of, other in tables_by_name.values() if of == kind]
+        pairs = [edges for ends, edges in edge_tables.items() if {*ends[::2]} == {kind}]
+        called = {kind} | _called_elsewhere(others, pairs, ignore)
+        x, nodes[kind] = features(file, folder, ignore, called, kind)
+        add(kind, {"features": x, "num_nodes": nodes[kind].count})
+    for name, (kind, file) in tables_by_name.items():
+        add(kind, {name: node_column(file, nodes[kind], name, ignore)})
+    used = set()
+    for kind, file in edge_tables.items():
+        ends = Ends(nodes[kind[0]], nodes[kind[2]])
+        found = _columns_there(file, edge_columns, ends) if kind[0] else edge_columns
+        used |= found.keys()
+        add(",".join(kind).strip(","), _edges_and_columns(file, folder, ends, found, ignore))
+    if unused := sorted(edge_columns.keys() - used):
+        where = ", ".join(edge_tables.values())
+        raise StoreError(f"none of {where} has the column {edge_columns[unused[0]]}")
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
-    return arrays | kept, nodes
+    return arrays, nodes
 
 
-def _called_elsewhere(node_tables, edge_table, ignore) -> set[str]:
+def _type_and_file(name, source, types):
+    """Split TYPE=FILE, the table of an array of nodes -> (type, file); where nodes have no types, ("", file)."""
+    kind, equals, file = ("", "=", source) if "" in types else str(source).partition("=")
+    if kind not in types or not equals:
+        raise StoreError(f"{name}: {source} is not TYPE=FILE, with a type among {', '.join(types)}")
+    return kind, file
+
+
+def _columns_there(file, columns, ends):
+    """Return those of `columns` {name: file or names of columns} that a table of edges has, and those that are files."""
+    with opened(file, heads=ends.heads) as table:
+        names = table.names or ()
+    return {
+        name: source
+        for name, source in columns.items()
+        if os.path.isfile(source) or {*_words(name, source)} <= {*names}
+    }
+
+
+def _words(name, source) -> list[str]:
+    return source.split(",") if COLUMNS[name].wide else [source]
+
+
+def _edges_and_columns(file, folder, ends, columns, ignore):
+    """Read a table of edges and its `columns` {name: file of a table, or columns of this one} -> {name of an array: values}."""
+    own_files = {name: source for name, source in columns.items() if os.path.isfile(source)}
+    keep = {name: _words(name, source) for name, source in columns.items()}
+    ids = set()
+    for name, source in own_files.items():
+        keep[name] = []
+        with opened(source, ignore, ends.heads) as table:
+            ids |= {table.names[j] for j in _edge_ids(table)}
+    pairs, kept = edges(file, folder, ends, keep, ignore, ids=ids)
+    keys = Keys(file, ends, pairs, kept.pop("ids", {}))
+    for name, source in own_files.items():
+        kept |= edge_rows(source, folder, name, ignore, keys)
+    return {"edge_index": pairs, **kept}
+
+
+def _called_elsewhere(node_tables, edge_tables, ignore) -> set[str]:
     """Return the names by which other tables may call the ids of the nodes: names of columns of the tables of nodes, and
     what the names of two ends have in common."""
     called = set()
@@ -98,17 +161,19 @@ def _called_elsewhere(node_tables, edge_table, ignore) -> set[str]:
             names = table.names or ()
             ids = {names[j] for j in table.named("id")}
             called |= ids or {name for name in names if not meanings(name)}
-    with opened(edge_table, ignore) as table:
-        if not table.named("source"):
-            called |= {" ".join(stem) for stem, _ in _twins(table)}
+    for file in edge_tables:
+        with opened(file, ignore) as table:
+            if not table.named("source"):
+                called |= {" ".join(stem) for stem, _ in _twins(table)}
     return called
 
 
 class Nodes:
     """How tables refer to the V nodes, the rows of the feature table `source`: by number, or by `names` [V], integers
-    or strings. by_row: whether row i of a table without ids is node i. id_name: of the column of ids, or None. feature_names:
-    of the columns, or None; class_names: of the columns of several labels, or None."""
+    or strings. by_row: whether row i of a table without ids is node i. type: of the nodes, "" if there is one. id_name: of the
+    column of ids, or None. feature_names: of the columns, or None; class_names: of the columns of several labels, or None."""
 
+    type = ""
     id_name = feature_names = class_names = None
 
     def __init__(self, count, source, names=None, by_row=True):
@@ -146,12 +211,6 @@ class Nodes:
         named = [cell for cell, of in zip(first, are_nodes) if of and self.have([cell])]
         return (any(are_nodes) or self.id_name in first) and not named
 
-    def check_header(self, table, columns):
-        """Refuse a header whose cells in these columns are names of nodes: it may be a row."""
-        if table.names and all(table.names[j] in self._numbers for j in columns):
-            header = short(",".join(table.names))
-            raise StoreError(f"{table.name}: its header {header} names nodes: put one above it")
-
     def numbers(self, table, first, cells) -> np.ndarray:
         """Look up the nodes that cells of `kind` refer to -> int64 [r]. first: row of the first cell, for messages."""
         cells = cells.to_pylist() if self.kind is str else cells
@@ -164,8 +223,28 @@ class Nodes:
             has = f"{self.source} has {self.count:,}{'' if self.names else ', from 0'}"
             hint = "" if table.names or first + row else HEADER
             cell = short(repr(cells[row]) if self.kind is str else str(cells[row]))
-            raise table.error(first + row, f"there is no node {cell}: {has}{hint}")
+            raise table.error(first + row, f"there is no {self.type or 'node'} {cell}: {has}{hint}")
         return nodes
+
+
+class Ends(NamedTuple):
+    """The nodes that the two ends of edges are."""
+
+    source: Nodes
+    destination: Nodes
+
+    def heads(self, rows) -> bool:
+        """Whether the first of some rows of a table is its header, see `Nodes.heads`."""
+        return all(nodes.heads(rows) for nodes in self)
+
+
+def _check_header(table, columns):
+    """Refuse a header whose cells are names of nodes: it may be a row. columns: {column: `Nodes`}."""
+    if table.names and all(
+        nodes.kind is str and nodes.have([table.names[j]]) for j, nodes in columns.items()
+    ):
+        header = short(",".join(table.names))
+        raise StoreError(f"{table.name}: its header {header} names nodes: put one above it")
 
 
 def _id_column(table, ids, things="nodes") -> int | None:
@@ -183,46 +262,54 @@ def _id_column(table, ids, things="nodes") -> int | None:
     raise StoreError(f"{table.name}: {both} look like ids of the {things}: {why}")
 
 
-def features(file, folder, ignore=(), called=()):
+def features(file, folder, ignore=(), called=(), kind=""):
     """Spool a table with one row per node to a file in `folder` -> (memmap float32 [V, F], its `Nodes`).
 
-    A column of ids is not a feature, wherever it stands. It is recognised by its name (see `Table.named`; `called`: the names
-    that other tables have for it), or else is the column of text. A first column of another name that holds the numbers 0 to
-    V-1 or 1 to V in any order is refused. A column of lists is as many features as a list has numbers.
+    A column of ids is not a feature, wherever it stands, see `_node_column`. A first column of another name that holds the
+    numbers 0 to V-1 or 1 to V in any order is refused. A column of lists is as many features as a list has numbers, one of text
+    as it has values (`_categories`); dates are decades since 2000. kind: name of the nodes' type, which may have no features,
+    None.
     """
-    with opened(file, ignore) as table:
-        named = {*table.named("id")}
-        for j, name in enumerate(table.names or ()):
-            if {name, " ".join(words_of(name))} & {*called} and table.identifies(j):
-                named.add(j)
-        # text that repeats is no feature either: `read` refuses it by its name
-        texts = [
-            j
-            for j, kind in enumerate(table.kinds)
-            if kind == "text" and (j == 0 or table.identifies(j))
-        ]
-        node = _id_column(table, sorted(named) or texts)
+
+    def heads(rows):
+        return bool(kind) and any(_is_called(cell, {kind}) for cell in rows[0])
+
+    with opened(file, ignore, heads) as table:
+        node = _node_column(table, called)
         kept = [j for j in range(table.width) if j != node]
         for j in table.named("label"):
             cure = f"drop {table.column(j)}{table.flag(j)}, or rename it if it is none"
             raise StoreError(f"{file}: features must not tell the label: {cure}")
         _refuse_splits(table, "feature", "^is|mask$")
-        if not kept:
+        if not kept and not kind:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
-        for j in named - {node}:
-            table.notes.append(f"{table.column(j)} repeats and is a feature")
+        dates = [j for j in kept if table.dated(j)]
+        texts = [j for j in kept if table.kinds[j] == "text" and kind_of(table.sample(j)) == "text"]
+        texts = [j for j in texts if j not in dates]
+        categories = {}
+        if texts:
+            with opened(file, ignore, heads) as again:
+                categories = _categories(again, texts)
         kinds = dict.fromkeys(kept, list)
+        kinds |= dict.fromkeys(dates, TIME) | dict.fromkeys(texts, str)
         if node is not None:
             kinds[node] = str
         ids = []
         rounded = RoundedRows(SAMPLED, 1)
+
+        def numbers(j, cells):
+            if j in categories:
+                return _one_hot(cells, categories[j])
+            return (cells - YEAR_2000) / DECADE if j in dates else cells
 
         def rows():
             start = 0
             for _, columns in table.read(kinds):
                 if node is not None:
                     ids.append(columns[node])
-                columns = [columns[j] for j in kept]
+                if not kept:
+                    continue
+                columns = [numbers(j, columns[j]) for j in kept]
                 x = stacked(columns, np.float32)
                 if start < SAMPLED:
                     as_read = torch.from_numpy(stacked(columns, np.float64))
@@ -230,33 +317,120 @@ def features(file, folder, ignore=(), called=()):
                 start += len(x)
                 yield x
 
-        x = spool(folder, rows(), np.float32, sum(table.widths[j] for j in kept))
-        nodes = Nodes(len(x), file)
+        names = [_feature_names(table, j, categories) for j in kept]
+        x = spool(folder, rows(), np.float32, max(1, sum(map(len, names))))
+        nodes = Nodes(table.rows, file)
         if node is not None:
             x, nodes = _name(table, folder, x, table.identified(node, joined(ids)), node)
             nodes.id_name = table.names and table.names[node]
         elif len(kept) > 1 and len(x) > 1:
-            _check_counting(table, kept, x)
+            _check_counting(table, [*zip(kept, names)], x)
+        nodes.type = kind
         if table.names:
-            widths = [(table.names[j], table.widths[j]) for j in kept]
-            nodes.feature_names = [
-                f"{name}[{i}]" if width > 1 else name
-                for name, width in widths
-                for i in range(width)
-            ]
+            nodes.feature_names = sum(names, [])
         if loss := rounded.loss(nodes.feature_names):
             table.notes.append(f"read as float32: {loss}")
-        table.say(plural(x.shape[1], "feature"))
-    return x, nodes
+        sizes = abs(x[:SAMPLED]).mean(0) if kept else []
+        if large := [name for name, size in zip(sum(names, []), sizes) if size > LARGE]:
+            table.notes.append(
+                f"large numbers in {short(', '.join(large))}: best scaled to -1 to 1"
+            )
+        for j in dates:
+            table.notes.append(f"{table.column(j)} in decades since 2000")
+        for j, values in categories.items():
+            table.notes.append(f"{table.column(j)} one-hot, {plural(len(values), 'value')}")
+        table.say(plural(len(sum(names, [])), "feature"))
+    return x if kept else None, nodes
+
+
+def _node_column(table, called) -> int | None:
+    """Find the column of ids of a table of features: by its name (see `Table.named`; `called`: the names that other tables have
+    for it), else the column of text, one that holds no dates and no lists as A|B if there is such."""
+    named = {*table.named("id")}
+    for j, name in enumerate(table.names or ()):
+        if _is_called(name, called) and table.identifies(j):
+            named.add(j)
+    texts = [
+        j
+        for j, kind in enumerate(table.kinds)
+        if kind == "text" and (j == 0 or table.identifies(j))
+    ]
+    plain = [j for j in texts if not table.dated(j) and SEVERAL not in "".join(table.sample(j))]
+    node = _id_column(table, sorted(named) or plain or texts)
+    for j in named - {node}:
+        table.notes.append(f"{table.column(j)} repeats and is a feature")
+    return node
+
+
+def _is_called(name, called) -> bool:
+    """Whether the name of a column is one of `called`, which may be words, perhaps with "id" at its end."""
+    words = words_of(name)
+    stem = " ".join(words[:-1] if words[1:] and words[-1] == "id" else words)
+    return bool({name, " ".join(words), stem} & {*called})
+
+
+def _feature_names(table, j, categories) -> list[str]:
+    """Name the features that a column becomes."""
+    name = table.column(j) if table.names is None else table.names[j]
+    if j in categories:
+        return [f"{name}={value}" for value in categories[j]]
+    width = table.widths[j]
+    return [f"{name}[{i}]" for i in range(width)] if width > 1 else [name]
+
+
+def _categories(table, columns) -> dict:
+    """Read the different values of columns of text, of which a cell may hold several, as A|B -> {column: values, sorted};
+    StoreError for one with too many, or none in two rows."""
+    found = {j: set() for j in columns}
+    counts = dict.fromkeys(columns, 0)
+    for _, cells in table.read(dict.fromkeys(columns, str)):
+        for j, values in found.items():
+            given = _values_of(cells[j])[0]
+            counts[j] += len(given)
+            values |= {*given.unique().to_pylist()}
+        if any(len(values) > MOST_VALUES for values in found.values()):
+            break
+    for j, values in found.items():
+        many = len(values) > MOST_VALUES
+        if many or len(values) == counts[j]:
+            has = f"over {MOST_VALUES} values" if many else "another value in every row"
+            cure = "or make its values nodes of a type of their own, with a table of edges to them"
+            problem = f"is text with {has}, no feature: drop it{table.flag(j)}, {cure}"
+            raise StoreError(f"{table.name}: {table.column(j)} {problem}")
+    return {j: sorted(values) for j, values in found.items()}
+
+
+def _values_of(cells):
+    """Split cells of text at SEVERAL -> (their values, a pyarrow array [n], without empty ones; the row of each, int64 [n])."""
+    import pyarrow.compute as compute
+
+    parts = compute.split_pattern(written(cells), SEVERAL)
+    counts = compute.list_value_length(parts).fill_null(0).to_numpy()
+    values = written(parts.flatten())
+    there = values.is_valid()
+    rows = np.repeat(np.arange(len(cells)), counts)
+    return values.filter(there), rows[there.to_numpy(zero_copy_only=False)]
+
+
+def _one_hot(cells, categories) -> np.ndarray:
+    """Return a column for each category, 1 where a cell holds it, else 0 -> float32 [r, n]."""
+    import pyarrow
+    import pyarrow.compute as compute
+
+    values, rows = _values_of(cells)
+    columns = compute.index_in(values, value_set=pyarrow.array(categories))
+    x = np.zeros((len(cells), len(categories)), np.float32)
+    x[rows, columns.to_numpy()] = 1
+    return x
 
 
 def _check_counting(table, kept, x):
-    """Refuse a first column that holds the numbers 0 to V-1 or 1 to V in any order; name others in a line. x [V, F]: the
-    features, of the columns `kept`."""
+    """Refuse a first column that holds the numbers 0 to V-1 or 1 to V in any order; name others in a line. kept: (column, names
+    of its features) of x [V, F]."""
     first = 0
-    for j in kept:
+    for j, names in kept:
         values = x[:, first]
-        first += table.widths[j]
+        first += len(names)
         if not table.identifies(j) or values.min() not in (0, 1):
             continue
         counted = np.arange(len(x), dtype=np.float32) + values.min()
@@ -277,14 +451,14 @@ def _name(table, folder, x, ids, node):
     if (counts > 1).any():
         again = short(str(different[counts.argmax()]))
         raise StoreError(f"{table.name}: {column} holds ids, but {again!r} occurs more than once")
-    if isinstance(ids, list) or not np.array_equal(different, np.arange(len(x))):
+    if isinstance(ids, list) or not np.array_equal(different, np.arange(len(ids))):
         table.notes.append(f"{column} names the nodes, such as {short(str(ids[0]))}")
-        return x, Nodes(len(x), table.name, list(ids), by_row=False)
+        return x, Nodes(len(ids), table.name, list(ids), by_row=False)
     table.notes.append(f"{column} numbers the nodes")
     if not (in_order := np.array_equal(ids, different)):
         table.notes.append("the rows are put in their order")
-        x = _ordered(folder, x, np.argsort(ids))
-    return x, Nodes(len(x), table.name, by_row=in_order)
+        x = _ordered(folder, x, np.argsort(ids)) if len(x) else x
+    return x, Nodes(len(ids), table.name, by_row=in_order)
 
 
 def _rows_of_nodes(table, nodes, node, kinds, missing):
@@ -309,7 +483,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing):
             rows = f"{table.name} has {table.rows:,} rows"
             raise StoreError(f"{rows}, {nodes.source} has {nodes.count:,}")
         return np.arange(nodes.count), columns
-    nodes.check_header(table, [node])
+    _check_header(table, {node: nodes})
     rows = nodes.numbers(table, 0, columns.pop(node))
     again = np.setdiff1d(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
     if len(again):
@@ -418,20 +592,29 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
     values as in `edge_rows`, "ids": {name in `ids`: pyarrow array of strings [M]}}).
 
     Source and destination are the columns that `_end_columns` finds, else the first two.
-    keep: {name of a column of a store: columns of the table, by name or number from 1}; None: there can be none. ids: names
-    of columns that other tables of these edges have as ids, too. Other columns are refused. say: prints a line.
+    nodes: `Nodes` of both ends, or `Ends`. keep: {name of a column of a store: columns of the table, by name or number from 1,
+    none of one that another table has}; None: there can be none. A column of dates is kept as times, if there are no others.
+    ids: names of columns that other tables of these edges have as ids, too. Other columns are refused. say: prints a line.
     """
+    nodes = nodes if isinstance(nodes, Ends) else Ends(nodes, nodes)
     with opened(file, ignore, nodes.heads) as table:
         kept = {
-            name: [_column(table, w) for w in words] for name, words in dict(keep or ()).items()
+            name: [_column(table, w) for w in words]
+            for name, words in dict(keep or ()).items()
+            if words
         }
         ends = _end_columns(table, nodes, sum(kept.values(), []))
-        nodes.check_header(table, ends)
+        _check_header(table, dict(zip(ends, nodes)))
         keys = [j for j in range(table.width) if table.names and table.names[j] in ids]
         taken = [*ends, *sum(kept.values(), [])]
         if twice := [j for j in taken if taken.count(j) > 1]:
             raise StoreError(f"{file}: {table.column(twice[0])} is used for two things")
-        if extra := [j for j in range(table.width) if j not in [*taken, *keys]]:
+        extra = [j for j in range(table.width) if j not in [*taken, *keys]]
+        dates = [j for j in extra if table.dated(j)]
+        if len(dates) == 1 and keep is not None and EDGE_TIME.name not in keep:
+            kept[EDGE_TIME.name] = dates
+            extra.remove(dates[0])
+        if extra:
             columns = short(", ".join(map(table.column, extra)))
             cure = f"drop it{table.flag(*extra)}, or name it, as by --weights"
             cure = "pairs are two columns of nodes" if keep is None else cure
@@ -460,7 +643,7 @@ class Keys(NamedTuple):
     """What tells the M edges of a table apart, for other tables of the same edges."""
 
     source: str  # file of the table
-    nodes: Nodes
+    nodes: Ends
     ends: np.ndarray  # int64 [2, M]
     ids: dict  # {name of a column: pyarrow array of strings [M]}
 
@@ -468,18 +651,19 @@ class Keys(NamedTuple):
         """Pack the ends [2, n] of edges into a pyarrow array of n integers."""
         import pyarrow
 
-        return pyarrow.array(ends[0] * self.nodes.count + ends[1])
+        return pyarrow.array(ends[0] * self.nodes.destination.count + ends[1])
 
     def called(self, key) -> str:
         """Name an edge by its key, for messages."""
         if type(key) is str:
             return key
-        names = self.nodes.names or range(self.nodes.count)
-        return " -> ".join(str(names[node]) for node in divmod(key, self.nodes.count))
+        pair = divmod(key, self.nodes.destination.count)
+        names = [of.names[node] if of.names else node for of, node in zip(self.nodes, pair)]
+        return " -> ".join(map(str, names))
 
     def have_ends(self, table, columns) -> bool:
         """Whether two columns hold the ends of an edge in each of the first rows."""
-        pairs = [[self.nodes.find(cell) for cell in table.sample(j)] for j in columns]
+        pairs = [[*map(of.find, table.sample(j))] for of, j in zip(self.nodes, columns)]
         if None in sum(pairs, []):
             return False
         return bool(np.isin(self.end_keys(np.array(pairs)), self.end_keys(self.ends)).all())
@@ -520,12 +704,12 @@ def edge_rows(file, folder, name, ignore, keys):
     import pyarrow
 
     with opened(file, ignore, keys.nodes.heads) as table:
-        ends = None
+        ends = [None]
         if table.width > 1:
             ends = _found_ends(table, keys.nodes)
-        if ends is None and table.width > 2 and keys.have_ends(table, [0, 1]):
+        if None in ends and table.width > 2 and keys.have_ends(table, [0, 1]):
             ends = [0, 1]
-        ends = ends or []
+        ends = [] if None in ends else ends
         ids = _id_column(table, [j for j in _edge_ids(table) if j not in ends], "edges")
         named = ids is not None and table.names[ids] in keys.ids
         columns = [j for j in range(table.width) if j not in [ids, *ends]]
@@ -580,14 +764,15 @@ def _spooled(table, folder, fields, nodes, keys=()):
     kinds = dict.fromkeys(keys, str)
     for name, which in fields.items():
         column = COLUMNS.get(name)
-        kind = nodes.kind
         dtype = np.int64
         if column:
             # types may be text
             kind = str if column is EDGE_TYPE else TIME if column.timed else float
             kind = list if column.wide else kind
             dtype = np.int64 if column.timed else column.cells
-        kinds |= dict.fromkeys(which, kind)
+            kinds |= dict.fromkeys(which, kind)
+        else:
+            kinds |= {j: of.kind for j, of in zip(which, nodes)}
         record.append((name, dtype, (sum(table.widths[j] for j in which),)))
     record = np.dtype(record, align=True)
     numbers = {}
@@ -605,8 +790,8 @@ def _spooled(table, folder, fields, nodes, keys=()):
         for first, columns in table.read(kinds):
             for j in keys:
                 ids[table.names[j]].append(columns[j])
-            for j in fields.get("ends", ()):
-                columns[j] = nodes.numbers(table, first, columns[j])
+            for j, of in zip(fields.get("ends", ()), nodes):
+                columns[j] = of.numbers(table, first, columns[j])
             for j in fields.get(EDGE_TYPE.name, ()):
                 columns[j] = type_codes(first, j, columns[j])
             chunk = np.empty(table.rows - first, record)
@@ -645,22 +830,44 @@ def _column(table, word) -> int:
 
 
 def _end_columns(table, nodes, taken=()) -> list[int]:
-    """Find the columns of sources and of destinations, see `_found_ends`; else they are the first two that are not `taken`."""
+    """Find the columns of sources and of destinations, see `_found_ends`; else they are the first that are not `taken`."""
     if table.width < 2:
         raise StoreError(f"{table.name} has one column: two are needed, with a comma between them")
     ends = _found_ends(table, nodes, taken)
-    if ends is None:
-        ends = [j for j in range(table.width) if j not in taken][:2]
-        ends = ends if len(ends) == 2 else [0, 1]
+    free = [j for j in range(table.width) if j not in [*taken, *ends]]
+    ends = [free.pop(0) if j is None and free else j for j in ends]
+    ends = [0, 1] if None in ends else ends
     if not (table.named("source") and table.named("destination")):
         source, destination = map(table.column, ends)
-        table.notes.append(f"{source} taken as source, {destination} as destination")
+        what = [of.type or end for of, end in zip(nodes, nodes._fields)]
+        table.notes.append(f"{source} taken as {what[0]}, {destination} as {what[1]}")
     return ends
 
 
-def _found_ends(table, nodes, taken=()) -> list[int] | None:
-    """Find the columns of sources and of destinations: by known names; by the name of the ids, as protein_a and protein_b
-    are of `protein`; if names of nodes are text, as the two columns of such names. None without; StoreError for one."""
+def _found_ends(table, nodes, taken=()) -> list:
+    """Find the columns of sources and of destinations, None for one that is not found: see `_found_pair` and, for ends of two
+    types, `_column_of_type`. StoreError for one end of a pair that is called by a known name."""
+    if nodes.source is nodes.destination:
+        return _found_pair(table, nodes.source, taken) or [None, None]
+    free = [j for j in range(table.width) if j not in taken]
+    ends = [_column_of_type(table, of, end, free) for of, end in zip(nodes, nodes._fields)]
+    return ends if ends[0] != ends[1] else [None, None]
+
+
+def _column_of_type(table, nodes, end, free) -> int | None:
+    """Find the column among `free` that refers to nodes: by the name of their type or of their ids, as movie and movieId; if
+    names are text, as the only one whose cells are such names; by a name of the `end`."""
+    called = {nodes.type, nodes.id_name}
+    found = [j for j in free if table.names and _is_called(table.names[j], called)]
+    if not found and nodes.kind is str:
+        found = [j for j in free if nodes.have(table.sample(j))]
+    found = found or [j for j in free if j in table.named(end)]
+    return found[0] if len(found) == 1 else None
+
+
+def _found_pair(table, nodes, taken=()) -> list[int] | None:
+    """Find two columns of nodes of one type: by known names; by the name of the ids, as protein_a and protein_b are of
+    `protein`; if names of nodes are text, as the two columns of such names."""
     sources = table.named("source")
     destinations = table.named("destination")
     if len(sources) == len(destinations) == 1:
@@ -668,9 +875,9 @@ def _found_ends(table, nodes, taken=()) -> list[int] | None:
     if sources or destinations:
         names = short(", ".join(table.names))
         raise StoreError(f"{table.name} has the columns {names}: call one source, one destination")
-    id_words = words_of(nodes.id_name or "")
+    id_words = [words_of(nodes.id_name or ""), words_of(nodes.type)]
     twins = [(stem, pair) for stem, pair in _twins(table) if not {*pair} & {*taken}]
-    pairs = [pair for stem, pair in twins if stem == id_words or "id" in meanings("".join(stem))]
+    pairs = [pair for stem, pair in twins if stem in id_words or "id" in meanings("".join(stem))]
     if len(pairs) != 1 and nodes.kind is str:
         free = [j for j in range(table.width) if j not in taken]
         named = [j for j in free if nodes.have(table.sample(j))]

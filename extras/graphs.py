@@ -7,14 +7,16 @@ python train.py --task graph --dataset crystals.npz --model alignn      # sees a
 import math
 from contextlib import closing
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from disk.files import StoreError, plural
 from extras.graph_store import GraphBatch, GraphDataset
 from extras.regressor import MODELS, POOLS, OwnRegressor
 from features import CudaCopies
-from loader import UNLIMITED, Limits, NodeLoader
+from loader import NodeLoader
 from sources.splits import say_empty_parts
 from tasks.metrics import (
     binary_cross_entropy,
@@ -28,6 +30,7 @@ from tasks.metrics import (
 from tasks.task import Task
 
 ERRORS = "rmse", "mae"  # metrics of targets
+UNLIMITED = 1 << 20  # examples of a batch that `Limits` end
 PASSES = 32  # of an epoch by default, of 16 to 256 graphs
 
 
@@ -36,6 +39,31 @@ def answers_and_sizes(graph):
     nodes = graph.graph_ids.bincount(minlength=len(graph.y))
     ends = graph.indptr.long()[nodes.cumsum(0)]
     return graph.y, torch.stack([nodes, ends.diff(prepend=ends.new_zeros(1))], 1)
+
+
+class Limits(NamedTuple):
+    """How much a pass holds at most, where examples differ in size."""
+
+    sizes: torch.Tensor  # int64 [n, k]: k sizes of each example, such as nodes and edges of a graph
+    most: tuple  # [k] the largest sum of each
+
+    unlimited = UNLIMITED
+
+    def cut(self, order, count):
+        """Cut examples [n], in this order, into passes of at most `count`, each as long as it fits -> list of their bounds
+        [passes + 1]; an example that is too large is a pass of its own."""
+        upto = np.pad(self.sizes[order].numpy().cumsum(0), ((1, 0), (0, 0)))
+        columns = [*zip(upto.T.copy(), self.most)]
+        bounds = [0]
+        while (at := bounds[-1]) < len(order):
+            ends = [int(of.searchsorted(of[at] + most, side="right")) - 1 for of, most in columns]
+            bounds.append(max(at + 1, min(at + count, *ends)))
+        return bounds
+
+    def most_examples(self, examples):
+        """Return how many of these examples a pass holds at most: as many as fit of the smallest."""
+        smallest = self.sizes[examples].sort(0).values.cumsum(0)
+        return int((smallest <= torch.tensor(self.most)).sum(0).amin())
 
 
 class GraphLoader(NodeLoader):
@@ -77,7 +105,7 @@ class GraphTask(Task):
     placed = False
     models = MODELS
     about_models = (
-        f"{' or '.join(MODELS)}, which sees angles, or FILE.py:NAME (default: {[*MODELS][0]})"
+        f"{' or '.join(MODELS)}, which sees angles, or a file's (default: {[*MODELS][0]})"
     )
     told_by = "graphs."
     least_steps = 2000

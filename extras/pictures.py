@@ -103,9 +103,7 @@ def curve(report, task, best):
 
 def flags(kinds):
     """Declare the flags of pictures."""
-    both = dict(
-        needs=[kinds.one_run, kinds.training, kinds.library("matplotlib")], endings=(".png",)
-    )
+    both = dict(needs=[kinds.training, kinds.library("matplotlib")], endings=(".png",))
     return {
         "tensorboard": dict(
             curve=kinds.free(

@@ -307,6 +307,17 @@ class Table:
         whole = self.kinds[j] != "real" or None not in map(whole_of, filter(None, cells))
         return whole and len({*cells}) == len(cells)
 
+    def dated(self, j) -> bool:
+        """Whether a column holds dates: by its type in parquet, or as text, by all cells of the first rows."""
+        if self.kinds[j] != "text":
+            return self.kinds[j] == "dates"
+        import pyarrow
+
+        with contextlib.suppress(StoreError):
+            cells = [cell for cell in self.sample(j) if cell not in MISSING]
+            return len(self._times(0, j, pyarrow.array(cells))) > 0
+        return False
+
     def error(self, row, problem) -> StoreError:
         """Make a StoreError that names the file and the line of a row."""
         return StoreError(f"{self.name}, line {self._skipped + row + 1}: {problem}")

@@ -19,7 +19,16 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from disk.columns import COLUMNS, EDGE_ORDER, EDGE_TIME, EDGE_TYPE, NODE_TIME, OF_EDGES, check_units
+from disk.columns import (
+    COLUMNS,
+    EDGE_ORDER,
+    EDGE_TIME,
+    EDGE_TYPE,
+    NODE_TIME,
+    OF_EDGES,
+    check_node_names,
+    check_units,
+)
 from disk.convert import (
     Rows,
     array_like,
@@ -37,7 +46,7 @@ from disk.convert import (
 )
 from disk.files import StoreError, reading
 
-ONE_GRAPH = ("indptr", "indices", "edge_types", "node_names", "feature_names")
+ONE_GRAPH = ("indptr", "indices", "edge_types")
 
 
 def flatten(given) -> dict:
@@ -54,6 +63,8 @@ def flatten(given) -> dict:
     by_type = _given_by_type(given)
     features = by_type.pop("features", {})
     labels = by_type.pop("labels", {})
+    node_names = by_type.pop("node_names", {})
+    feature_names = by_type.pop("feature_names", {})
     node_types = given.node_types or {}
     counts = integers("node_types", [*node_types.values()])
     refuse(counts < 0, "node_types", counts, "a number of nodes is 0 or more")
@@ -65,13 +76,14 @@ def flatten(given) -> dict:
         raise StoreError(f"{' and '.join(labels)} have labels: keep those of one type")
     edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in given.edge_index.items()}
     sizes = node_types | {kind: pairs.shape[1] for kind, pairs in edges.items()}
-    for name, values in {"features": features, "labels": labels, **by_type}.items():
+    given_names = {"node_names": node_names, "feature_names": feature_names}
+    for name, values in {"features": features, "labels": labels, **given_names, **by_type}.items():
         if name not in OF_EDGES:
             if unknown := values.keys() - node_types.keys():
                 raise StoreError(f"{name} of {min(unknown)}: types of nodes are {', '.join(names)}")
             continue
         different = values.keys() ^ edges.keys()
-        if name == EDGE_TIME.name and NODE_TIME.name in by_type:
+        if COLUMNS[name].timed or COLUMNS[name].wide:
             different = values.keys() - edges.keys()
         if different:
             raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
@@ -91,13 +103,15 @@ def flatten(given) -> dict:
         values = {kind: np.asarray(part, dtype) for kind, part in values.items()}
         rest = COLUMNS[name].elsewhere(np.concatenate([*values.values()]))
         columns[name] = _spread(name, values, first, node_types, rest)
-    if NODE_TIME.name in node_columns:
+    node_columns = node_columns.get(NODE_TIME.name, {})
+    if node_columns or EDGE_TIME.name in edge_columns:
         times = edge_columns.setdefault(EDGE_TIME.name, {})
-        own = {*times}
+        timed = {*times} | {kind for kind in edges if kind[0] in node_columns}
         for kind, (sources, _) in edges.items():
-            if kind not in own:
+            if kind not in times and kind in timed:
                 times[kind] = columns[NODE_TIME.name][first[kind[0]] + sources]
-        timed = own | {kind for kind in edges if kind[0] in node_columns[NODE_TIME.name]}
+        dtype = next(iter(times.values())).dtype
+        times |= {kind: np.zeros(edges[kind].shape[1], dtype) for kind in edges.keys() - timed}
         always = np.repeat([kind not in timed for kind in edges], counts)
     for name, values in edge_columns.items():
         columns[name] = _edge_column(COLUMNS[name], values, edges)
@@ -112,7 +126,8 @@ def flatten(given) -> dict:
         "columns": columns,
         "always": always,
         "features": _joined(tables),
-        "feature_names": _feature_names(features, widths),
+        "feature_names": _feature_names(features, widths, feature_names),
+        "node_names": _node_names(node_names, {name: node_types[name] for name in names}),
         "symmetrize": False,
         **_labels(labels, given.split, first, node_types),
     }
@@ -129,7 +144,8 @@ def _given_by_type(given) -> dict:
     single += [name for name in ONE_GRAPH if getattr(given, name) is not None]
     if single:
         raise StoreError(f"{single[0]} is not for a graph that is given by type")
-    by_type = {"features": given.features, "labels": given.labels, **columns}
+    names = ("features", "labels", "node_names", "feature_names")
+    by_type = {name: getattr(given, name) for name in names} | columns
     by_type = {name: values for name, values in by_type.items() if values is not None}
     for name, values in by_type.items():
         if not isinstance(values, dict):
@@ -245,7 +261,10 @@ def _check_reverses(kind, reverse, edges):
 
 def _edge_column(column, values, kinds):
     """Join a column {type: values} in the order of the types of edges."""
-    parts = [values[kind] for kind in kinds]
+    parts = [
+        values[kind] if kind in values else torch.zeros(pairs.shape[1], 0, dtype=torch.uint8)
+        for kind, pairs in kinds.items()
+    ]
     if column.timed:
         return np.concatenate(parts)
     with reading(column.name):
@@ -266,10 +285,19 @@ def _tables(features, names, node_types) -> dict:
     return tables
 
 
-def _feature_names(tables, widths):
-    """Name the columns of the joined features after those of the DataFrames among {type: table}, with the type where
-    several have features; None without any. widths: {type: F_t}."""
-    names = {kind: column_names(tables[kind]) for kind in widths}
+def _node_names(names, node_types):
+    """Join the names of nodes {type: names} in the order of the types {name: V_t}; nodes without names are called by their
+    number within their type. None without any."""
+    for kind, some in names.items():
+        check_node_names(f"node_names of {kind}", some, node_types[kind])
+    joined = [names.get(kind) or range(count) for kind, count in node_types.items()]
+    return [*itertools.chain(*joined)] if names else None
+
+
+def _feature_names(tables, widths, given):
+    """Name the columns of the joined features as `given` {type: names}, or after the DataFrames among {type: table}, with the
+    type where several have features; None without any. widths: {type: F_t}."""
+    names = {kind: given.get(kind) or column_names(tables[kind]) for kind in widths}
     if not any(names.values()):
         return None
     if len(names) == 1:

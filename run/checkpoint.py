@@ -142,6 +142,11 @@ def digests(store):
     return files
 
 
+def files_here(store):
+    """Return `digests`, and those of columns that the store lacks: "none"."""
+    return {f"{name}.npy": "none" for name in COLUMNS} | digests(store)
+
+
 def load_model(path, model=None):
     """Load the network of a checkpoint in eval mode, with the weights of the best epoch if the run kept them.
 
@@ -377,7 +382,7 @@ def check_graph(ranks, state, path, plan, task):
                 f"data    features are {here or 'not rounded'}, those that the network was trained on "
                 f"{graph['kept_as'] or 'not rounded'}: scores may differ"
             )
-        files = {f"{name}.npy": "none" for name in COLUMNS} | digests(store)
+        files = files_here(store)
         was = graph["files"]
         if graph["classes"] or task.placed and files.get("labels.npy") != was.get("labels.npy"):
             # predictions are of the checkpoint's classes
@@ -402,6 +407,7 @@ def check_graph(ranks, state, path, plan, task):
             f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}, "
             f"this run has {plan.total_batch}"
         )
+    task.trained = state["trained"]  # also where it began, after --init
     return {}
 
 

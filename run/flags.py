@@ -6,7 +6,6 @@ parser, --help, checkpoints and the refusal of flags without effect follow from 
 """
 
 import argparse
-import os
 import secrets
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
@@ -19,13 +18,14 @@ from ddp import under_torchrun
 from disk.files import RANK_BYTES, free_host_bytes
 from disk.terminal import Parser
 from features import MODES
-from model import CONVS, NORMS, Conv, layers_where
+from model import CONVS, NORMS, Conv
 from run import kinds
 from run.kinds import (
     COUNT,
     COUNT_OR_0,
     FANOUT,
     MODEL_ARGS,
+    NORM,
     NUMBER,
     ON_OFF,
     PROBABILITY,
@@ -36,12 +36,14 @@ from run.kinds import (
     SWITCH,
     alike,
     built,
+    built_in_model,
     fixed,
     free,
     gpu_for,
     kept,
     layer_with,
     layers_taking,
+    layers_where,
     library,
     model_or,
     one_of,
@@ -58,15 +60,8 @@ from tasks.node import NodeTask
 SEEDS = 1024  # default of --batch-size
 TASKS = {"node": NodeTask} | {name: of.TASK for name, of in extras.present(extras.TASKS).items()}
 MODELS = [model for task in TASKS.values() for model in task.models or ()]  # of a task with its own
-extras.present(extras.LAYERS)  # `CONVS` knows the layers of modules that are imported
 
 # ---- what a flag needs to have an effect: functions of all flags that return what speaks against it, or None
-
-
-def built_in_model(flags):
-    """Refuse a network of a file: only a layer goes into the network that has this flag."""
-    if flags.conv is None:
-        return f"is for the built-in models; give {flags.model} what it needs by --model-args"
 
 
 def model_or_default(flags):
@@ -104,14 +99,6 @@ def own_network(flags):
         return f"is for --model FILE.py:NAME, --model is {flags.model}"
 
 
-def layer_with_or_without_edges(flags):
-    """Refuse --edge-features of a layer that cannot use them, and --no-edge-features of one that needs them."""
-    unable = "no" if flags.edge_features else "must"
-    if flags.layer.edge_features == unable:
-        able = [name for name, conv in CONVS.items() if conv.edge_features != unable]
-        return f"is for --model {', '.join(able)}, --model is {flags.model}"
-
-
 def no_early_stop(flags):
     """Refuse --weights last with --early-stop, which goes back to the best."""
     if flags.early_stop and flags.weights == "last":
@@ -120,11 +107,7 @@ def no_early_stop(flags):
 
 def logits_before_the_last_layer(flags):
     """Refuse embeddings of networks without an inner layer that could give them."""
-    if flags.predict_what != "embeddings":
-        return None
-    if flags.conv is None:
-        return f"is for the built-in models; take logits of {flags.model}"
-    if flags.num_layers == 1:
+    if flags.predict_what == "embeddings" and flags.conv and flags.num_layers == 1:
         return "would be the features with --num-layers 1"
 
 
@@ -151,12 +134,6 @@ def cpu_for_its_mode(flags):
         return f"trains on CPU: leave out --gpus {flags.gpus}"
 
 
-def features_off_gpu(flags):
-    """Refuse a cache of rows that are all in GPU memory."""
-    if flags.mode == MODES[0]:
-        return f"has no effect: --mode {MODES[0]} has all on the GPU"
-
-
 def room_for_processes(flags):
     """Refuse --procs with GPUs, under torchrun, or beyond free memory."""
     if flags.gpus:
@@ -166,14 +143,6 @@ def room_for_processes(flags):
         return f"is too many: memory is free for {most} processes"
     if under_torchrun():
         return "has no effect under torchrun: use its --nproc-per-node"
-
-
-def several_gpus_or_machines(flags):
-    """Refuse --split-features where there is only one memory, or one copy is shared."""
-    if flags.mode == MODES[1]:
-        return f"has no effect: in --mode {MODES[1]} the GPUs of a machine share one copy"
-    if flags.gpus < 2 and not under_torchrun() and not flags.dry_run:
-        return "needs several GPUs or machines to split them over: --gpus N or torchrun --nnodes N"
 
 
 def one_process(flags):
@@ -186,19 +155,6 @@ def dry(flags):
     """Refuse --free-gpu of a run, which looks how much is free."""
     if not flags.dry_run:
         return "is for --dry-run; a run looks how much is free"
-
-
-def folder_to_write(flags):
-    """Refuse a folder that cannot be made or written to, and a store."""
-    path = os.path.abspath(flags.export)
-    if os.path.exists(os.path.join(path, "meta.json")):
-        return "is a store: give a folder of its own"
-    while not os.path.isdir(path):
-        if os.path.lexists(path):
-            return f"cannot be made: {path} is no folder"
-        path = os.path.dirname(path)
-    if not os.access(path, os.W_OK):
-        return f"cannot be written in {path}"
 
 
 def table_library(flags):
@@ -291,12 +247,6 @@ CORE = dict(
         f"add each layer's input to its output (default: {', '.join(layers_where(residual='yes'))}; {', '.join(layers_where(residual='if classes disagree'))} if classes disagree)",
         needs=[built_in_model],
     ),
-    edge_features=fixed(
-        ON_OFF,
-        None,
-        f"layers see the features of edges (default: {', '.join(layers_where(edge_features='can') + layers_where(edge_features='must'))} if there are any)",
-        needs=[built_in_model, layer_with_or_without_edges],
-    ),
     dropout=fixed(
         PROBABILITY,
         0.5,
@@ -307,7 +257,15 @@ CORE = dict(
         PROBABILITY, 0.0, "probability on the input features (default: 0)", needs=[built_in_model]
     ),
     lr=kept(RATE, 0.003, "Adam's learning rate", group="optimisation"),
-    lr_schedule=kept(one_of("constant", "cosine"), "constant", "cosine: falls to 0 over --epochs"),
+    lr_schedule=kept(
+        one_of("constant", "cosine", "linear"),
+        "constant",
+        "cosine, linear: falls to 0 over --epochs",
+    ),
+    warmup=kept(COUNT, None, "optimizer steps over which the rate rises to --lr (default: none)"),
+    clip_norm=kept(
+        NORM, None, "largest norm of the gradients of all weights together (default: any)"
+    ),
     weight_decay=kept(
         NUMBER, None, "Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)"
     ),
@@ -324,7 +282,7 @@ CORE = dict(
     metric=fixed(
         one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
         None,
-        "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); graphs: roc_auc, accuracy, f1 (default: roc_auc; several classes: accuracy), or of targets rmse, mae",
+        "default: accuracy (several labels: f1); links: mrr; graphs: roc_auc; numbers: rmse",
     ),
     early_stop=kept(
         COUNT, None, "after N epochs without a better --metric keep the best weights (default: off)"
@@ -338,7 +296,9 @@ CORE = dict(
     seed=fixed(
         SEED, 0, "for initial weights, drawn splits, order, sampling and dropout (default: 0)"
     ),
-    runs=alike(COUNT, 1, "N seeds: mean and standard deviation"),
+    runs=alike(
+        COUNT, 1, "N seeds: mean and standard deviation; files get names as FILE-seed0 (default: 1)"
+    ),
     precision=kept(
         one_of("fp32", "tf32", "bf16", "fp64"),
         None,
@@ -367,19 +327,6 @@ CORE = dict(
         "where graph and features live - where training runs",
         needs=[gpu_for("mode", *MODES[:3]), cpu_for_its_mode],
     ),
-    cache=free(
-        SIZE,
-        0,
-        "feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)",
-        needs=[features_off_gpu],
-    ),
-    # not beside extras/split.py: the memory plan and the loader ask for it
-    split_features=alike(
-        SWITCH,
-        False,
-        "split feature rows over the GPUs (cuda-cuda) or machines (cpu-cuda, cpu-cpu)",
-        needs=[several_gpus_or_machines],
-    ),
     prefetch=free(
         COUNT_OR_0, None, "batches prepared ahead; 0: none (default: --sample-threads + 1)"
     ),
@@ -404,11 +351,7 @@ CORE = dict(
         needs=[dry],
     ),
     checkpoint=free(
-        text("FILE"),
-        None,
-        "write the state each epoch, on Ctrl-C (--runs: FILE-seed0)",
-        group="files",
-        endings=("",),
+        text("FILE"), None, "write the state each epoch, on Ctrl-C", group="files", endings=("",)
     ),
     checkpoint_every=alike(
         COUNT, None, "also write it every N optimizer steps (default: off)", needs=[checkpoint_file]
@@ -423,21 +366,15 @@ CORE = dict(
         text("FILE"),
         None,
         "exact predictions for every node or small graph: .npy, or .csv, .parquet with names; with --resume FILE it trains only with --epochs or --checkpoint",
-        needs=[one_run, table_library],
+        needs=[table_library],
         endings=(".npy", ".csv", ".parquet"),
     ),
     predict_what=alike(
         one_of("classes", "scores", "logits", "embeddings"),
         "classes",
-        "classes [V] (several labels: 0/1 [V, classes]); scores (probabilities), logits [V, classes]; embeddings: the last layer's input, [V, hidden]",
+        "scores: probabilities; embeddings: the input of the last layer (default: classes)",
         needs=[prediction, logits_before_the_last_layer],
         default_is_off=False,
-    ),
-    export=free(
-        text("DIR"),
-        None,
-        "write the trained network as model.safetensors and config.json",
-        needs=[one_run, folder_to_write, library("safetensors")],
     ),
     verbose=free(SWITCH, False, "also print memory plan, settings and stage times"),
     log=free(
@@ -457,7 +394,7 @@ CORE = dict(
         text("FILE"),
         None,
         "torch.profiler trace of epoch 2: FILE.rank0.json",
-        needs=[one_run, training],
+        needs=[training],
         endings=("",),
     ),
 )
@@ -466,7 +403,7 @@ CORE = dict(
 def with_extras(flags):
     """Put the flags of extras among those of the core, each behind the one that their `flags` names."""
     names = [*flags]
-    for module in extras.present(extras.FLAGS).values():
+    for module in extras.present({file: file for file in extras.FLAGS}).values():
         for before, more in module.flags(kinds).items():
             place = names.index(before) + 1
             names[place:place] = more
@@ -475,7 +412,13 @@ def with_extras(flags):
 
 
 FLAGS = with_extras(CORE)
-Typed = make_dataclass("Typed", [(n, Any, flag.default) for n, flag in FLAGS.items()], frozen=True)
+OF_EXTRAS = {name: file for file, names in extras.FLAGS.items() for name in names.split()}
+Typed = make_dataclass(
+    "Typed",
+    [(n, Any, flag.default) for n, flag in FLAGS.items()],
+    namespace=dict.fromkeys(OF_EXTRAS.keys() - FLAGS),  # None where their files are missing
+    frozen=True,
+)
 
 
 @dataclass(frozen=True)
@@ -555,6 +498,8 @@ def make_parser():
         usage="python train.py [flags]",
         description="Train a graph neural network by neighbour sampling.",
     )
+    files = {spelled(name): file for name, file in OF_EXTRAS.items()}
+    parser.missing = {flag: extras.lacking(files, flag) for flag in files}
     for name, flag in FLAGS.items():
         if flag.group:
             group = parser.add_argument_group(flag.group)
@@ -571,6 +516,12 @@ def seed_path(path, seed):
     """Name the file of one seed of --runs: run.pt -> run-seed3.pt."""
     path = Path(path)
     return str(path.with_name(f"{path.stem}-seed{seed}{path.suffix}"))
+
+
+def files_of_seed(flags, seed):
+    """Name the files that one seed of --runs writes, but for --log, to which all append -> {flag: file}."""
+    names = [name for name, flag in FLAGS.items() if flag.endings and name != "log"]
+    return {n: seed_path(file, seed) for n in names if (file := getattr(flags, n))}
 
 
 def spelled(name, value=True, equals=" "):

@@ -20,14 +20,13 @@ from tqdm import tqdm
 
 from disk.files import StoreError, plural, readable_size, write_whole
 from extras import extra
-from loader import UNLIMITED
 from run.flags import spelled
 from tasks.metrics import METRICS, scores_line
 
 # step: forward, backward and optimizer as CUDA graphs
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "step", "stall")
 # flags without effect where nothing is trained
-OF_TRAINING = "lr lr_schedule weight_decay early_stop accumulate checkpoint_activations".split()
+OF_TRAINING = "lr lr_schedule warmup clip_norm weight_decay early_stop accumulate checkpoint_activations".split()
 
 
 class Clock:
@@ -342,10 +341,14 @@ def plan_lines(ranks, plan, task, model, trained):
     batch += f" {task.examples}"
     if task.limits:
         most = {"nodes": plan.max_nodes, "edges": plan.max_edges, task.examples: plan.batch_size}
-        most = [f"{n:,} {noun}" for noun, n in most.items() if n and n < UNLIMITED]
+        most = [f"{n:,} {noun}" for noun, n in most.items() if n and n < task.limits.unlimited]
         batch = " x ".join([f"up to {' and '.join(most)}", *parts])
         steps = f"about {steps}"
     rates = f"learning rate {plan.lr:g}, weight decay {plan.weight_decay:.2g}"
+    if plan.warmup:
+        rates += f", {plural(plan.warmup, 'step')} of warm-up"
+    if plan.clip_norm:
+        rates += f", gradients clipped to the norm {plan.clip_norm:g}"
     lines.append(f"train   {plural(plan.epochs, 'epoch')} of {steps}, each of {batch}; {rates}")
     return lines
 

@@ -19,7 +19,7 @@ from disk.files import StoreError
 from extras import extra
 from features import ask
 from inference import inference, layerwise
-from loader import NodeLoader, seeds_at
+from loader import NodeLoader
 from model import graph_degrees, is_gnn
 from run import own_model
 from run.flags import TASKS, Plan
@@ -61,6 +61,12 @@ def build_model(plan, task, used):
         )
     widths = task.own_widths(used.edges is not None)
     network = own_model.build(plan.model, plan.model_args or [], *widths, blocks=task.placed)
+    if plan.predict and plan.predict_what == "embeddings" and not hasattr(network, "embeddings"):
+        if used.times is not None or not layerwise(network):
+            raise StoreError(
+                f"--predict-what embeddings: {plan.model} needs a method embeddings(blocks, x), "
+                "which returns a row for each seed"
+            )
     return task.build(plan, network), digest
 
 
@@ -101,10 +107,13 @@ class Run:
 
     @cached_property
     def trained(self):
-        """Keys of the training examples, int64 [n], ascending; None if the task has none."""
+        """Keys of the training examples, also of a checkpoint that training began from, int64 [n], ascending; None if the
+        task has none."""
         if self.task.are_links:
             return None
-        return self.task.keys(self.store.split["train"]).sort().values
+        keys = self.task.keys(self.store.split["train"])
+        before = self.task.trained
+        return keys.sort().values if before is None else torch.cat([keys, before]).unique()
 
     def loader(self, seeds, **options):
         """Build the NodeLoader of this rank's part of every step, from the plan; `options` override it."""
@@ -165,7 +174,7 @@ class Run:
         for the cost of a few batches; in host memory, the same on all ranks."""
         draw = lambda batch: (nodes[batch.seeds], {}, None)  # noqa: E731
         if times is not None:
-            draw = seeds_at(times, nodes)
+            draw = extra(".times").seeds_at(times, nodes)
         return self.rows(torch.arange(len(nodes)), len(nodes), self.forward, draw=draw)
 
     @torch.no_grad()
@@ -183,7 +192,8 @@ class Run:
     def exact(self, layers=None):
         """Compute logits float32 [V, C] of all nodes from all their neighbours: layer by layer, on Linux split over
         the ranks of each machine; in batches, split over all ranks, for other networks.
-        With `layers`, return the output of that many first layers, [V, hidden]."""
+        With `layers`, return the output of that many first layers, [V, hidden], or, of a network that does not go layer
+        by layer and is no GNN, its `embeddings`."""
         ranks = self.ranks
         store = self.store
         self.model.eval()
@@ -222,7 +232,8 @@ class Run:
         plan = self.plan
         store = self.store
         times = self.used.times
-        fanout = [-1] * (layers or len(plan.fanout))
+        own = not is_gnn(model)
+        fanout = [-1] * (len(plan.fanout) if own else layers or len(plan.fanout))
         seen = {"seed": plan.seed, "check": False, **self.used.seen}
         options = {
             "sampler": NeighborSampler(store.indptr, store.indices, fanout, **seen),
@@ -231,14 +242,15 @@ class Run:
             "reuse": True,
             "edges": self.used.edges is not None,
             "accumulate": 1,
-            "draw": None if times is None else seeds_at(times),
+            "draw": None if times is None else extra(".times").seeds_at(times),
         }
         if store.num_edges <= WHOLE_GRAPH_EDGES and times is None:
             options |= {"batch_size": -(-store.num_nodes // self.ranks.world), "depth": 0}
 
         def output(batch):
-            if not is_gnn(model):
-                return self.task.output(self, model, batch, None).float()
+            if own:
+                network = model if layers is None else model.embeddings
+                return self.task.output(self, network, batch, None).float()
             x = model.embed(batch.blocks[0].src_nodes, batch.x)
             edges = batch.edges or [None] * len(fanout)
             for i, block in enumerate(batch.blocks):

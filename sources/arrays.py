@@ -282,7 +282,10 @@ class Arrays:
             if not colon or kind.count(",") not in (0, 2):
                 raise self.error(f"{name} has no type: call it NAME:TYPE or NAME:FROM,RELATION,TO")
             types.setdefault(kind, {})[base] = value
-        return {k: Arrays(f"{self.source}: {k}", v, suffix=f":{k}") for k, v in types.items()}
+        return {
+            k: Arrays(f"{self.source}: {k}", v, suffix=f":{k}", classes=self.classes)
+            for k, v in types.items()
+        }
 
     def error(self, text) -> StoreError:
         """Make a StoreError that names the source."""

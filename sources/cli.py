@@ -39,7 +39,12 @@ def make_parser():
     parser = terminal.Parser(prog="store.py", description="Build or read a graph store.")
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("build", help="write a store from files").add_argument
-    add("source", help="an .npz file, PyG data saved as .pt, or a table of edges (csv or parquet)")
+    add(
+        "source",
+        nargs="+",
+        help="an .npz file, PyG data saved as .pt, or a table of edges (csv or parquet); or for several types "
+        "tables TYPE=FILE of nodes and TYPE,RELATION,TYPE=FILE of edges",
+    )
     add("path", help="directory of the store")
     for flag, (kind, text) in TABLES.items():
         add(flag, metavar=kind, help=text)
@@ -82,7 +87,8 @@ def run(command, path, **options) -> int:
     """Run a sub-command -> its exit code."""
     if command == "build":
         split = {part: file for part in SPLITS if (file := options.pop(part))}
-        build(path=path, split=split or None, progress=True, **options)
+        source = by_type(options.pop("source"))
+        build(source, path, split=split or None, progress=True, **options)
     if command == "split":
         parts = extra(".parts", "split")
         target = parts.split(path, progress=True, **options)
@@ -98,6 +104,22 @@ def run(command, path, **options) -> int:
         return print_problems(path, meta, kind.verify(path))
     print(kind.info(path))
     return 0
+
+
+def by_type(words):
+    """Return the only source, or {type: file} of several TYPE=FILE."""
+    if len(words) == 1:
+        return words[0]
+    sources = {}
+    for word in words:
+        kind, equals, file = word.partition("=")
+        if not (kind and equals and file):
+            how = "TYPE=FILE of nodes, or TYPE,RELATION,TYPE=FILE of edges"
+            raise StoreError(f"{word}: several tables are given as {how}")
+        if kind in sources:
+            raise StoreError(f"{kind} has two tables, {sources[kind]} and {file}: give one")
+        sources[kind] = file
+    return sources
 
 
 def print_problems(path, meta, problems) -> int:

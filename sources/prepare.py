@@ -201,8 +201,11 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         node_times: for tables, the file of a table with a time for each node. options: of `build_store`.
     """
     path = Path(path)
+    is_typed = type(source) is dict
     is_file = isinstance(source, (str, os.PathLike))
     kind = str(source) if is_file else type(source).__name__
+    if is_typed:
+        kind = ", ".join(Path(file).name for file in source.values())
     files.refuse_existing(path)
     params = {"ignore": list(ignore)} if ignore else {}
     given = dict(features=features, labels=labels)
@@ -216,7 +219,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         if not column.asked and (where := options.pop(column.flag, None)) is not None:
             columns[name] = where
     npz = npz_file(kind) if is_file else None
-    tables = is_file and not npz
+    tables = is_typed or is_file and not npz
     several_types = len(getattr(source, "node_types", getattr(source, "ntypes", [0]))) > 1
     idle = params.keys() - {"ignore"} if tables else columns
     if npz or several_types:  # which hold features, labels and split themselves
@@ -229,20 +232,26 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     with reading(f"cannot build {path}: {kind}"):
         if tables:
             read_tables = extra(".graph_tables", kind).read_tables
-            arrays, nodes = read_tables(kind, given, columns, path.absolute().parent, ignore)
-            options = {
-                "node_names": nodes.names,
-                "feature_names": nodes.feature_names,
-                "edge_types": arrays.pop("edge_types", None),
-                **options,
-            }
-            arrays = Arrays(kind, arrays, files=given, classes=nodes.class_names)
+            sources = source if is_typed else {"": kind}
+            arrays, nodes = read_tables(sources, given, columns, path.absolute().parent, ignore)
+            classes = [of.class_names for of in nodes.values() if of.class_names]
+            options = {**_names_of(nodes), "edge_types": arrays.pop("edge_types", None), **options}
+            arrays = Arrays(kind, arrays, files=given, classes=classes[0] if classes else None)
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))
         else:
             arrays = from_object(source, given, ignore)
         return _build_arrays(path, arrays, params, seed, **options)
+
+
+def _names_of(nodes) -> dict:
+    """Return the arguments node_names and feature_names of `build_store` for `Nodes` by type, of the type "" if there is one."""
+    features = {kind: of.feature_names for kind, of in nodes.items() if of.feature_names}
+    names = {kind: of.names for kind, of in nodes.items() if of.names}
+    if "" in nodes:
+        return {"node_names": names.get(""), "feature_names": features.get("")}
+    return {"node_names": names or None, "feature_names": features or None}
 
 
 def _draws(arrays, split=False) -> bool:
@@ -344,13 +353,16 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
             by = f"seed {source['seed']}"
         where = "".join(f" from nodes of type {kind}" for kind in graph["labels"] if kind)
         arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
-    if NODE_TIME.name in graph:
+    if NODE_TIME.name in graph or EDGE_TIME.name in graph:
         _say_whose_times(arrays, graph)
     if not arrays.is_typed:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
     else:
-        tables = graph.get(EDGE_FEATURES.name, {}).values()
-        widths = sorted({table.shape[1] if table.ndim > 1 else 1 for table in tables})
+        tables = graph.get(EDGE_FEATURES.name, {})
+        widths = {table.shape[1] if table.ndim > 1 else 1 for table in tables.values()}
+        if tables and tables.keys() < graph["edge_index"].keys():
+            widths.add("no")
+        widths = sorted(widths, key=str)
         if len(widths) > 1:
             wide = " or ".join(map(str, widths))
             arrays.say(f"edge_features have {wide} columns, by type: narrower ones get zeros")
@@ -375,12 +387,14 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
 
 
 def _say_whose_times(arrays, graph):
-    """Print which edges get the times of their sources, and which nodes have no time."""
+    """Print which edges get the times of their sources, or are always seen, and which nodes have no time."""
     kinds = graph["edge_index"].keys() - graph.get(EDGE_TIME.name, {}).keys()
+    timed = graph.get(NODE_TIME.name, {})
     if kinds:
         of = f" of {'; '.join(sorted(map(','.join, kinds)))}" * arrays.is_typed
-        arrays.say(f"edges{of} have no times: each gets that of its source (node_time)")
-    if timeless := sorted(graph["node_types"].keys() - graph[NODE_TIME.name].keys()):
+        what = "each gets that of its source (node_time)" if timed else "they are always seen"
+        arrays.say(f"edges{of} have no times: {what}")
+    if timed and (timeless := sorted(graph["node_types"].keys() - timed.keys())):
         see = "they see all edges, and those that would get their time are always seen"
         arrays.say(f"nodes of {', '.join(timeless)} have no times: {see}")
 

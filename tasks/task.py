@@ -164,7 +164,9 @@ class Task:
             first = run.ring.first_hop
             edges = batch.edges or None
             return network(batch.blocks, batch.x, key=key, aggregated=first, edges=edges)
-        return output_of_own(self.store.num_classes, network, batch)
+        # of another function, `embeddings`, any width
+        width = self.store.num_classes if isinstance(network, torch.nn.Module) else None
+        return output_of_own(width, network, batch)
 
 
 def open_graph(args, path, say):
@@ -208,6 +210,11 @@ def names_of_nodes(store):
     return read_names(store.path, record) if record else None
 
 
+def as_stored(store, names):
+    """Convert names of nodes of a store, a list of text, to an array, int64 if they were integers."""
+    return np.array(names, store.meta["files"][NAMES]["dtype"])
+
+
 def rows_of_nodes(store, outputs, columns):
     """Yield a table of all nodes in chunks, {column: values}: `node`, its name or, without names, its number, within its
     `type` if nodes have types; and what columns(rows of the outputs [V, n]) returns."""
@@ -222,9 +229,7 @@ def rows_of_nodes(store, outputs, columns):
             table["type"] = types[kind]
             node = node - np.array([0, *ends])[kind]
         if names:
-            node = [*islice(names, len(node))]
-            if store.meta["files"][NAMES]["dtype"] == "int64":
-                node = np.array(node, np.int64)
+            node = as_stored(store, [*islice(names, len(node))])
         yield {**table, "node": node, **columns(outputs[rows])}
 
 
@@ -257,13 +262,14 @@ def gnn(args, widths, out_dim):
 
 
 def output_of_own(width, network, batch):
-    """Run a user's network on a batch -> float [S, width]; StoreError for other output, and if it fails with another number of
-    blocks than its lists of layers have."""
+    """Run a user's network, or its method `embeddings`, on a batch -> float [S, width], of any width if that is None; StoreError
+    for other output, and if it fails with another number of blocks than its lists of layers have."""
     edges = {"edges": batch.edges} if batch.edges else {}
     try:
         output = network(batch.blocks, batch.x, **edges)
     except (ValueError, LookupError) as error:
-        lists = [part for part in network.modules() if isinstance(part, torch.nn.ModuleList)]
+        module = getattr(network, "__self__", network)
+        lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
         layers, *others = {*map(len, lists)} or [0]
         if others or layers in (0, len(batch.blocks)):
             raise
@@ -275,8 +281,9 @@ def output_of_own(width, network, batch):
     actual = type(output).__name__
     if isinstance(output, torch.Tensor):
         actual = f"{output.dtype} {list(output.shape)}"
-        if output.is_floating_point() and output.shape == (S, width):
+        wanted = S, width or output.shape[-1]
+        if output.is_floating_point() and output.shape == wanted:
             return output
     raise StoreError(
-        f"the model returned {actual} for {S} seeds: a row of {width} logits for each is needed"
+        f"the model returned {actual} for {S} seeds: a row of {f'{width} logits' if width else 'numbers'} for each is needed"
     )

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import ddp
-import model
 import train
 from extras.graph_store import GraphDataset, build_graphs
 from inference import layerwise
-from run import own_model, placement
+from run import kinds, own_model, placement
 from run import run as running
 from run.checkpoint import load_model, read_checkpoint
 from store import GraphStore, build_store, verify
@@ -72,7 +71,7 @@ def test_accuracy_is_what_papers_and_experience_say(name, tmp_path):
     small = "50 epochs of 1 step, each of 1,024 nodes; learning rate 0.003, weight decay 0.0005"
     assert (small in output) == (name == "cora, defaults")
     learnt = " ".join(words for words, _ in LEARNT.values())
-    assert {*re.findall("--model (\\S+)", learnt)} == {*model.plain_layers()}
+    assert {*re.findall("--model (\\S+)", learnt)} == {*kinds.plain_layers()}
 
 
 ALONE = """
@@ -158,7 +157,7 @@ cora => error: cora is no flag; --help lists them
 --dropout 1 => --dropout: '1' is not a number of at least 0 and below 1
 --model gat --hidden 10 => --hidden 10 is no multiple of --heads 4
 --norm batch --checkpoint-activations => use --norm layer
---runs 3 --predict c.npy => --predict c.npy is for one run, --runs is 3
+--runs 3 --resume r.pt => --resume r.pt is for one run, --runs is 3
 --predict classes.txt => --predict classes.txt: .* ends in .npy or .csv or .parquet
 --predict nowhere/c.npy => --predict nowhere/c.npy: a file cannot be written there
 --resume nowhere.pt => nowhere.pt cannot be read: No such file
@@ -525,7 +524,7 @@ def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny, mo
         assert (settled.epochs, settled.steps) == expected
         assert settled.weight_decay == pytest.approx(0.07 / 600)
     parse = lambda name: train.parse_args(["--dataset", tiny, "--model", name])  # noqa: E731
-    norms = {name: parse(name).norm for name in model.plain_layers()}
+    norms = {name: parse(name).norm for name in kinds.plain_layers()}
     layer = dict.fromkeys(["sage-pool", "gat", "gin"], "layer")
     assert norms == {"sage": "none", "gcn": "none", **layer}
 

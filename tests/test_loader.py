@@ -14,7 +14,6 @@ import torch
 
 import ddp
 import loader
-import model
 import train
 from disk import convert
 from extras.graph_store import GraphDataset, build_graphs
@@ -22,6 +21,7 @@ from extras.graphs import GraphLoader
 from features import FeatureRing, prefetch
 from inference import inference
 from model import SAGE
+from run import kinds
 from run.checkpoint import digests
 from run.run import open_run
 from sampler import NeighborSampler
@@ -457,7 +457,7 @@ def test_features_of_every_dtype_train_in_every_model_at_every_precision(dtype, 
     turn = DTYPES_OF_FEATURES.index(dtype)
     precisions = ("fp32", "bf16", "fp64")
     for number, conv in enumerate(
-        model.plain_layers()
+        kinds.plain_layers()
     ):  # each meets each precision with three of the types
         precision, outputs = precisions[(number + turn) % 3], []
         words = f"--model {conv} --precision {precision} --fanout 3,3 --hidden 8 --dropout 0"
