@@ -446,7 +446,7 @@ def dry_run(flags, path):
     world = max(flags.gpus, flags.procs)
     ranks = Planned(world=world, local_world=world, gpus=flags.gpus)
     ddp.share_cores(world)
-    task = TASKS[flags.task](flags, path, ranks.say)
+    task = TASKS[flags.task].opened(flags, path, ranks.say)
     if task.placed:
         ranks.say("\n".join(memory_lines(ranks, flags, task)))
     plan, used = settle(ranks, flags, task)

@@ -34,7 +34,7 @@ WHOLE_GRAPH_EDGES = 1 << 22
 def open_run(ranks, flags, path, fits=lambda plan, task: {}):
     """Open the store at a path, place it and build the network -> Run. fits: function(plan, task) that raises if the data
     do not match the checkpoint to resume, and returns more for `Used.seen`."""
-    task = TASKS[flags.task](flags, path, ranks.say)
+    task = TASKS[flags.task].opened(flags, path, ranks.say)
     plan, used = settle(ranks, flags, task)
     tf32 = plan.precision == "tf32" and ranks.gpus
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -104,6 +104,8 @@ class Run:
         self.store = self.task.store
         self.custom = own_model.conv_of(self.plan.model) is None
         self.by_layers = layerwise(self.model) and self.used.times is None
+        if self.custom and getattr(self.model, "target_scale", None):
+            self.by_layers = is_gnn(self.model)  # which scales its outputs
 
     @cached_property
     def trained(self):
