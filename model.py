@@ -753,6 +753,7 @@ class GNN(nn.Module):
         residual: add each layer's input to its output, through a matrix where the widths differ.
         recompute: keep layers' inputs and recompute the rest in backward (arXiv 1604.06174): less memory, more time.
         inputs: module that makes the input of the first layer, `NodeInputs` of extras/relational.py; None: it is x.
+        target_scale: module that turns the last layer's output into targets, `Scale` of extras/regression.py; None: it is that.
         options: what else layers are made with: edge_dim, the width of the features of edges; num_types, the number of edge
             types, and bases, see `RGCNConv` of extras/relational.py.
 
@@ -779,6 +780,7 @@ class GNN(nn.Module):
         input_dropout=0.0,
         recompute=False,
         inputs=None,
+        target_scale=None,
         **options,
     ):
         super().__init__()
@@ -801,6 +803,7 @@ class GNN(nn.Module):
         given = dict(heads=heads, dropout=dropout, norm=norm) | options
         options = {name: given[name] for name in make.takes if name in given}
         self.inputs = inputs
+        self.register_module("target_scale", target_scale)
         first = in_dim if inputs is None else inputs.out_dim
         pairs = list(pairwise([first] + [hidden] * (num_layers - 1) + [out_dim]))
         self.layers = nn.ModuleList(make(*pair, **options) for pair in pairs[:-1])
@@ -846,7 +849,7 @@ class GNN(nn.Module):
             seed = layer_seed(key, len(self.layers))
             x = dropout(x, blocks[0].src_nodes, seed, drop_byte(self.input_dropout))
         if self._is_one_function() and (out := self._stack(blocks, x, aggregated, key)) is not None:
-            return out
+            return self._scaled(out)
         edges = edges or [None] * len(blocks)
         for i, (block, rows) in enumerate(zip(blocks, edges, strict=True)):
             step = self.step if i else first
@@ -906,6 +909,9 @@ class GNN(nn.Module):
         given = {"aggregated": aggregated, "scales": scales, "drops": drops}
         return fused.stack(blocks, x, weights, **given)
 
+    def _scaled(self, out):
+        return out if self.target_scale is None else self.target_scale(out)
+
     def finish(self, i, h, h_dst, nodes=None, seed=None):
         """Apply residual, norm, ReLU and dropout after layer i -> [S, D].
 
@@ -915,7 +921,7 @@ class GNN(nn.Module):
         """
         residual = None if self.residuals is None else self.residuals[i](h_dst)
         if i == len(self.norms):
-            return h if residual is None else h + residual
+            return self._scaled(h if residual is None else h + residual)
         nodes = None if nodes is None else nodes[: len(h)]
         norm = self.norms[i]
         kinds = {*CONVS.values(), *NORMS.values(), MLP, nn.ReLU}

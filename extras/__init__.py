@@ -50,6 +50,7 @@ FLAGS = {
     ".export": "export",
     ".pictures": "curve timeline profile",
     ".warm_start": "init",
+    ".regression": "loss",
 }
 
 

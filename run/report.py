@@ -382,6 +382,7 @@ def epoch_line(plan, figures, examples="seeds"):
         left_out = "r2", "rmse_of_the_mean", "hits@1", "hits@10"
         scores = figures["valid"].items()
         valid = scores_line({k: v for k, v in scores if k not in left_out or k == plan.metric})
+        valid += " (sampled)" * (plan.task == "node")
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     # an epoch that was resumed after its last step has no loss
     loss = "n/a" if figures["loss"] is None else f"{figures['loss']:.4f}"

@@ -35,7 +35,7 @@ WHOLE_GRAPH_EDGES = 1 << 22
 def open_run(ranks, flags, path, fits=lambda plan, task: {}):
     """Open the store at a path, place it and build the network -> Run. fits: function(plan, task) that raises if the data
     do not match the checkpoint to resume, and returns more for `Used.seen`."""
-    task = TASKS[flags.task](flags, path, ranks.say)
+    task = TASKS[flags.task].opened(flags, path, ranks.say)
     plan, used = settle(ranks, flags, task)
     tf32 = plan.precision == "tf32" and ranks.gpus
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -87,7 +87,7 @@ def place_model(ranks, model, plan, task, sampler):
 def dry_run(ranks, flags, path):
     """Print what the data need in memory in each mode, and the plan, as training would settle it. ranks: of one process that
     stands for all."""
-    task = TASKS[flags.task](flags, path, ranks.say)
+    task = TASKS[flags.task].opened(flags, path, ranks.say)
     if task.placed:
         tell_memory(ranks, flags, task)
     plan, used = settle(ranks, flags, task)
@@ -119,6 +119,8 @@ class Run:
         self.store = self.task.store
         self.custom = own_model.conv_of(self.plan.model) is None
         self.by_layers = layerwise(self.model) and self.used.times is None
+        if self.custom and getattr(self.model, "target_scale", None):
+            self.by_layers = is_gnn(self.model)  # which scales its outputs
 
     @cached_property
     def trained(self):

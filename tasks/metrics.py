@@ -213,6 +213,7 @@ METRICS = (
     Metric("rmse_of_the_mean", "RMSE of predicting the mean"),
 )
 METRICS = {metric.name: metric for metric in METRICS}
+ERRORS = "rmse", "mae"  # of targets, to choose by
 
 
 def metrics_with(source):
