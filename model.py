@@ -351,6 +351,8 @@ class Conv(nn.Module):
     padded = False  # reads neighbours only by methods of `Neighborhood`: CUDA graphs can hold it
     takes = ()  # options of GNN that it is made with: "heads", "dropout", "norm", "num_types", "bases"
     last_options = {}  # options that the last layer of a GNN is made with
+    # its gradient of h is memory that nothing else has, to which that of x_dst may be added; a class states it for itself
+    own_gradient = False
 
     edge_dim = 0
     one_product = False  # see `MeanConv`
@@ -405,11 +407,9 @@ class Conv(nn.Module):
         return h
 
     def with_dst(self, h, S):
-        """Return h [N, F] and its first S rows. Layers of this file make a gradient of h that nothing else has: that of the
-        rows is added to it in place."""
-        if not fused or type(self).__module__ != __name__ or hooked(*self.modules()):
-            return h, h[:S]
-        return fused.with_first(h, S)
+        """Return h [N, F] and its first S rows."""
+        in_place = fused and vars(type(self)).get("own_gradient") and not hooked(*self.modules())
+        return fused.with_first(h, S) if in_place else (h, h[:S])
 
 
 def check_rows(block, h):
@@ -525,6 +525,7 @@ class SAGEConv(MeanConv, name="sage"):
     """GraphSAGE layer, mean aggregator (Hamilton, Ying, Leskovec, arXiv 1706.02216): W_self h_v + W_neigh mean(h_u), with
     features of edges + W_edge mean(e_uv)."""
 
+    own_gradient = True
     padded = True
 
     def __init__(self, in_dim, out_dim, edge_dim=0):
@@ -568,6 +569,7 @@ class GCNConv(MeanConv, name="gcn"):
     features of edges, W_edge mean(e_uv) over v's edges is added.
     """
 
+    own_gradient = True
     uses_degree = True
     whole_graph = True
     # it mixes a node's row with its neighbours'
@@ -629,6 +631,7 @@ class GINConv(Conv, name="gin"):
     this, as in the authors' networks; without it, training on graphs of large degree may not work at all.
     """
 
+    own_gradient = True
     uses_degree = True
     norm = "layer"
     # without, it learns nothing on some graphs
@@ -664,6 +667,7 @@ class GATv2Conv(Conv, name="gat"):
         edge_dim: width of the edge features; 0: none.
     """
 
+    own_gradient = True
     edge_features = "can"
     norm = "layer"
     # it mixes a node's row with its neighbours'
