@@ -44,7 +44,7 @@ import torch
 
 import ddp
 from disk.files import SPLITS, StoreError, progress_bar, unread
-from extras import STEPS, MissingExtra, present
+from extras import STEPS, MissingExtra, extra, present
 from run import command_line
 from run.adam import Adam
 from run.allocator import announce, trim_memory
@@ -57,7 +57,6 @@ from run.checkpoint import (
     restore,
     save_checkpoint,
 )
-from run.export import export
 from run.finite import LossSum, all_finite
 from run.flags import TASKS, seed_path
 from run.own_model import is_own
@@ -374,7 +373,7 @@ def train(ranks, flags, path):
         ranks.say(best_line(plan, start, best["epoch"], run.task.score_text(best["score"])))
     try:
         if plan.export and ranks.leads:
-            export(plan.export, model, described_run(run))
+            extra(".export").export(plan.export, model, described_run(run))
     finally:  # scores, where a file cannot be written
         try:
             exact = run.task.evaluate(run, report)
@@ -420,7 +419,8 @@ def train_many(ranks, flags, path):
     parts = SPLITS[::-1]
     for name in sorted(columns, key=lambda name: parts.index(name.partition(" ")[0])):
         values = columns[name]
-        scale, digits, unit = (1, 4, "") if "rmse" in name or "mae" in name else (100, 2, "%")
+        of_targets = any(metric in name for metric in ("rmse", "mae", "r2"))
+        scale, digits, unit = (1, 4, "") if of_targets else (100, 2, "%")
         spread = "" if std[name] is None else f" +- {scale * std[name]:.{digits}f}"
         of = f" of {len(values)}" if len(values) < flags.runs else ""
         line += f"  {name} {scale * mean[name]:.{digits}f}{spread}{unit}{of}"

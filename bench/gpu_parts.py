@@ -24,7 +24,8 @@ from bench import tools
 from bench.gpu_graph import SHAPES, Trained, free, kernels_of, make_graph, with_columns
 from bench.tools import print_table, read_json
 from features import MODES, FeatureRing, gpu_view, share
-from model import SAGE, gather_rows, plain_layers
+from model import SAGE, gather_rows
+from run.kinds import plain_layers
 from sampler import NeighborSampler
 from sources import prepare
 

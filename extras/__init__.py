@@ -28,13 +28,26 @@ COLUMNS = dict(
 )
 # tasks of --task, layers and models of small graphs of --model
 TASKS = dict(link=".links", graph=".graphs")
-LAYERS = dict(rgcn=".relational", rgat=".relational")
+LAYERS = {"sage-pool": ".sage_pool", "gine": ".edge_features"}
+LAYERS |= dict(rgcn=".relational", rgat=".relational")
 MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
 STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
-# files with flags; of two behind the same flag, the later is listed first
+PLACES = {"pinned-cuda": ".pinned"}  # modes of --mode
+CACHES = dict(cache=".cache")  # what may be put in front of features
+# flags of each file; of files whose flags follow the same one in --help, the later is listed first
 FLAGS = {
-    f: f
-    for f in ".times .labor .links .graphs .relational .step_graphs .lookahead .pictures".split()
+    ".times": "temporal window",
+    ".labor": "layer_dependency batch_dependency",
+    ".links": "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs",
+    ".graphs": "max_nodes max_edges pooling",
+    ".relational": "bases",
+    ".edge_features": "edge_features",
+    ".step_graphs": "cuda_graph",
+    ".lookahead": "lookahead",
+    ".split": "split_features",
+    ".cache": "cache",
+    ".export": "export",
+    ".pictures": "curve timeline",
 }
 
 
@@ -70,7 +83,10 @@ def present(table):
 
 
 def uses(flags, task, store):
-    """Return what `use` of each module returns whose file is there; MissingExtra for a column of a module that is not."""
+    """Return what `use` of each module returns whose file is there; MissingExtra for a column, or fanouts by type, of a module
+    that is not."""
+    if any(isinstance(k, str) for k in flags.fanout):
+        extra(".types", "--fanout by type of edges")
     for column, name in COLUMNS.items():
         if getattr(store, column, None) is not None:
             extra(name, f"{column} of {store.path}")

@@ -122,7 +122,8 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
         A shallow copy of the store, where indptr, indices, num_edges and the edge columns lack the pairs of valid and
         test and their reverses: messages go along the rest. pairs: {part: int64 [n, 2], source and destination}.
         pair_times: {part: int64 [n]}, or None. split: {part: ids of its pairs}. known_edges: `Edges` of the whole graph,
-        and of pairs given that are not in it. node_counts: nodes of each type, [] without types.
+        and of pairs given that are not in it; known_of_type: of these, those of the type. node_counts: nodes of each
+        type, [] without types.
     """
     name = getattr(store, "path", "the graph")
     if getattr(store, EDGE_TIME.name, None) is None and (timed or how.startswith("time:")):
@@ -154,12 +155,14 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
     pairs = {part: pairs[part] for part in SPLITS}
+    known = joined(edges, held)
     return view_of(
         messages,
         pairs=pairs,
         pair_times={p: times_of(store, edges, pairs[p], how) for p in SPLITS} if timed else None,
         split={part: torch.arange(len(pairs[part])) for part in SPLITS},
-        known_edges=joined(edges, held),
+        known_edges=known,
+        known_of_type=known if edge_type is None else joined(typed_edges, held),
         node_counts=[count for count, _ in getattr(store, "node_types", {}).values()],
     )
 

@@ -5,15 +5,18 @@ python train.py --task graph --dataset crystals.npz --model alignn      # sees a
 """
 
 import math
+from contextlib import closing
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from disk.files import StoreError, plural
 from extras.graph_store import GraphBatch, GraphDataset
-from extras.regressor import MODELS, POOLS
+from extras.regressor import MODELS, POOLS, OwnRegressor
 from features import CudaCopies
-from loader import UNLIMITED, Limits
+from loader import NodeLoader
 from sources.splits import say_empty_parts
 from tasks.metrics import (
     binary_cross_entropy,
@@ -27,6 +30,7 @@ from tasks.metrics import (
 from tasks.task import Task
 
 ERRORS = "rmse", "mae"  # metrics of targets
+UNLIMITED = 1 << 20  # examples of a batch that `Limits` end
 PASSES = 32  # of an epoch by default, of 16 to 256 graphs
 
 
@@ -35,6 +39,58 @@ def answers_and_sizes(graph):
     nodes = graph.graph_ids.bincount(minlength=len(graph.y))
     ends = graph.indptr.long()[nodes.cumsum(0)]
     return graph.y, torch.stack([nodes, ends.diff(prepend=ends.new_zeros(1))], 1)
+
+
+class Limits(NamedTuple):
+    """How much a pass holds at most, where examples differ in size."""
+
+    sizes: torch.Tensor  # int64 [n, k]: k sizes of each example, such as nodes and edges of a graph
+    most: tuple  # [k] the largest sum of each
+
+    unlimited = UNLIMITED
+
+    def cut(self, order, count):
+        """Cut examples [n], in this order, into passes of at most `count`, each as long as it fits -> list of their bounds
+        [passes + 1]; an example that is too large is a pass of its own."""
+        upto = np.pad(self.sizes[order].numpy().cumsum(0), ((1, 0), (0, 0)))
+        columns = [*zip(upto.T.copy(), self.most)]
+        bounds = [0]
+        while (at := bounds[-1]) < len(order):
+            ends = [int(of.searchsorted(of[at] + most, side="right")) - 1 for of, most in columns]
+            bounds.append(max(at + 1, min(at + count, *ends)))
+        return bounds
+
+    def most_examples(self, examples):
+        """Return how many of these examples a pass holds at most: as many as fit of the smallest."""
+        smallest = self.sizes[examples].sort(0).values.cumsum(0)
+        return int((smallest <= torch.tensor(self.most)).sum(0).amin())
+
+
+class GraphLoader(NodeLoader):
+    """Iterate over the batches of an epoch of graphs -> (`GraphBatch`, ids int64 [G]) of each; a loop as that of a `NodeLoader`,
+    which shuffles, reads ahead, and resumes.
+
+    graphs: `GraphDataset`. ids: of the graphs, int [n] or a mask, or a part of the split, as "train"; None: all. batch_size:
+    graphs per process and pass. options: shuffle, seed, rank, world, accumulate, depth, threads and limits of `NodeLoader`.
+    """
+
+    def __init__(self, graphs, ids=None, *, batch_size=32, **options):
+        self.graphs = graphs
+        if isinstance(ids, str):
+            if ids not in graphs.split:
+                raise ValueError(f"ids is {ids!r}: the parts are {', '.join(graphs.split)}")
+            ids = graphs.split[ids]
+        ids = range(len(graphs)) if ids is None else ids
+        options.update(batch_size=batch_size, load_batch=self._read)
+        super().__init__(graphs, ids, (), **options)
+
+    def _read(self, batch, slot):
+        return batch._replace(blocks=[self.graphs.batch(batch.seeds)])
+
+    def __iter__(self):
+        with closing(super().__iter__()) as batches:
+            for batch in batches:
+                yield batch.blocks[0], batch.seeds
 
 
 class GraphTask(Task):
@@ -48,7 +104,9 @@ class GraphTask(Task):
     examples = "graphs"
     placed = False
     models = MODELS
-    about_models = f"{' or '.join(MODELS)}, which sees angles (default: {[*MODELS][0]})"
+    about_models = (
+        f"{' or '.join(MODELS)}, which sees angles, or FILE.py:NAME (default: {[*MODELS][0]})"
+    )
     told_by = "graphs."
     least_steps = 2000
     metrics = *dict.fromkeys(("roc_auc", *metrics_with("from_logits"))), *ERRORS
@@ -62,7 +120,8 @@ class GraphTask(Task):
     def __init__(self, args, path, say=print):
         self.store = graphs = GraphDataset.open(path)
         graphs.check_split()
-        if MODELS[args.model].uses_vectors and not graphs.vector_dim:
+        self.made = MODELS.get(args.model, OwnRegressor)
+        if self.made.uses_vectors and not graphs.vector_dim:
             raise StoreError(
                 f"--model {args.model} takes edge_vector [E, 3], and {path} has none: build it with one, "
                 "from an .npz file with that array or of crystals"
@@ -151,13 +210,20 @@ class GraphTask(Task):
         number = torch.searchsorted(classes, values).clamp(max=len(classes) - 1)
         return number.where(classes[number] == values, -1)
 
+    def own_widths(self, edges):
+        meta = self.store.meta
+        return meta["node_dim"], meta["class_dim"] or meta["target_dim"], meta["edge_dim"]
+
     @staticmethod
     def network(args, widths, custom=None):
+        out_dim = widths["class_dim"] or widths["target_dim"]
+        if custom is not None:
+            return OwnRegressor(custom, out_dim)
         return MODELS[args.model](
             widths["node_dim"],
             widths["edge_dim"],
             args.hidden,
-            widths["class_dim"] or widths["target_dim"],
+            out_dim,
             node_dtype=getattr(torch, widths["node_dtype"]),
             edge_dtype=getattr(torch, widths["edge_dtype"]),
             num_layers=args.num_layers,
@@ -177,14 +243,15 @@ class GraphTask(Task):
     def attach(self, ranks, args, *_):
         """On a GPU, prepare to copy batches to it."""
         self.most = args.batch_size
-        self.pairs = MODELS[args.model].uses_vectors
         self.copies = CudaCopies(ranks.device, args.sample_threads) if ranks.gpus else None
 
     def unsupported(self):
         """Return why batches that are read have no static shapes, or None."""
         if self.limits is None or len(self.limits.most) < 2:
             return "only --max-nodes and --max-edges together make shapes static"
-        return "nothing bounds the pairs of edges of the model" if self.pairs else None
+        if self.made is OwnRegressor:
+            return "a network of a file may count padding"
+        return "nothing bounds the pairs of edges of the model" if self.made.uses_vectors else None
 
     def blank(self):
         """Return the tensors of a batch, in the static shapes of CUDA graphs, in host memory. Padding needs a node and a graph more than fit: its nodes are of the last graph, which has no answer."""
@@ -319,11 +386,18 @@ class GraphTask(Task):
             f"sizes   a graph has {mean_sizes[0]:,.3g} nodes and {mean_sizes[1]:,.3g} edges in the mean, "
             f"{largest[0]:,} and {largest[1]:,} at most"
         )
-        layers = f"{plural(args.num_layers, 'layer')}, hidden {args.hidden}"
-        yield f"model   {args.model} regressor, {layers}, {parameters}"
+        layers = f" regressor, {plural(args.num_layers, 'layer')}, hidden {args.hidden}"
+        layers = "" if self.made is OwnRegressor else layers
+        yield f"model   {args.model}{layers}, {parameters}"
 
 
 TASK = GraphTask
+
+
+def built_in(flags):
+    """Refuse --pooling of a network of a file."""
+    if flags.conv is None:
+        return f"is for {' and '.join(MODELS)}; {flags.model} pools as it likes"
 
 
 def flags(kinds):
@@ -339,5 +413,6 @@ def flags(kinds):
         kinds.one_of(*POOLS),
         None,
         "--task graph: of nodes (default: sum; mean for targets if edges have vectors)",
+        needs=[built_in],
     )
     return {"accumulate": limits, "dropout": {"pooling": pooling}}

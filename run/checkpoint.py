@@ -151,7 +151,7 @@ def load_model(path, model=None):
     state = read_checkpoint(path)
     if model is None and is_own(custom := state["flags"]["model"]):
         raise StoreError(f"{path} holds weights of {custom}: build it and give it as `model`")
-    model = described_network(state) if model is None else model
+    model = described_network(state, model)
     with reading(f"checkpoint {path}"):
         model.load_state_dict(state["best"]["model"] or state["model"])
     return model.eval()

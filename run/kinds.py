@@ -15,6 +15,7 @@ from model import CONVS
 from run.own_model import words_of
 from sampler import UNIFORM
 
+present(LAYERS)  # `CONVS` knows the layers of modules that are imported
 SAMPLERS = {UNIFORM.name: UNIFORM} | {name: of.RULE for name, of in present(RULES).items()}
 
 
@@ -159,6 +160,22 @@ free = partial(Flag, "free")  # takes this command's value
 
 
 # ---- what flags, also those of extras, need to have an effect: see run/flags.py
+
+
+def built_in_model(flags):
+    """Refuse a network of a file: only a layer goes into the network that has this flag."""
+    if flags.conv is None:
+        return f"is for the built-in models; give {flags.model} what it needs by --model-args"
+
+
+def layers_where(**stated):
+    """Return the names of the layers that state these values about themselves: layers_where(padded=True)."""
+    return [n for n, c in CONVS.items() if all(getattr(c, k) == v for k, v in stated.items())]
+
+
+def plain_layers():
+    """Return the names of the layers that need neither types nor features of edges."""
+    return [n for n, c in CONVS.items() if not c.uses_types and c.edge_features != "must"]
 
 
 def layers_taking(option):

@@ -13,13 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache import CachedFeatures, expected_visits
 from disk.files import StoreError, free_host_bytes, readable_size
-from extras import STEPS, MissingExtra, extra, present, uses
-from features import MODES, FeatureRing, ask, place, share, stored
+from extras import CACHES, STEPS, extra, present, uses
+from features import MODES, FeatureRing, ask, place, stored
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
-from run.allocator import trim_memory
 from run.finite import check_features
 from run.plan import (
     averages_in_place,
@@ -268,7 +266,7 @@ def sizes(flags, task, used, cores=1):
         "graphs": held,
         "counted": counted(flags, task, used),
         "timed": used.timed,
-        "split": flags.split_features * max(flags.gpus, 1),
+        "split": bool(flags.split_features) * max(flags.gpus, 1),
         "sample_threads": flags.sample_threads,
         "prefetch": flags.prefetch,
         "cores": cores,
@@ -300,7 +298,8 @@ def place_data(ranks, plan, task, used):
     over = ask(store.features, "over")
     if store.part:  # exact inference reads all rows
         store.take_features(over(features))
-    features = cached(ranks, plan, task, used, features)
+    for cache in present(CACHES).values():
+        features = cache.cached(ranks, plan, task, used, features)
     options = {"fanouts": plan.fanout, "threads": store.sampling_threads, **options}
     sampler = NeighborSampler(indptr, indices, seed=plan.seed, check=False, **options)
     in_place = averages_in_place(plan, store, features.dtype, dtype)
@@ -340,72 +339,15 @@ def placed_arrays(ranks, plan, task, used):
     try:
         if pinned:
             needs = placements(store, **sizes(plan, task, used))[plan.mode]
-            spare = torch.cuda.mem_get_info()[0] - needs.gpu - needs.gpu_step - plan.cache
-            arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum_here)
+            spare = torch.cuda.mem_get_info()[0] - needs.gpu - needs.gpu_step - (plan.cache or 0)
+            pinned = extra(".pinned", f"--mode {plan.mode}")
+            arrays = pinned.share(arrays, leads=ranks.local_rank == 0, total=ranks.sum_here)
         placed = place(*arrays[:4], plan.mode, device=ranks.device, more=arrays[4:], spare=spare)
     except (OSError, RuntimeError) as error:
         if not pinned:
             raise
         raise StoreError(f"--mode pinned-cuda: {error}") from error
     return placed[:4], options | dict(zip(columns, placed[4:]))
-
-
-def cached(ranks, plan, task, used, features):
-    """Put --cache in front of the features -> the cache, one per process, of the rows that batches use most often; or
-    the features as they are. Over memory-mapped features on CPU the cache looks ahead and plans the page cache too."""
-    store = task.store
-    rows = stored(store.features)
-    budget = plan.cache
-    if plan.split_features:  # processes fill their caches together
-        budget = min(ranks.gather(budget))
-    lookahead = None
-    if plan.mode == "cpu-cpu" and ask(rows, "paged") and not plan.split_features:
-        if rows.large and not budget:
-            budget = rows.default_cache() // ranks.local_world
-            size = readable_size(budget)
-            ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
-        if budget:
-            lookahead = looking_ahead(ranks)
-    if getattr(plan, "lookahead", None) is not None and not lookahead:
-        raise StoreError(
-            f"--lookahead {plan.lookahead} needs a --cache in front of memory-mapped features, with columns "
-            "in the checkpoint's order, in mode cpu-cpu and without --split-features"
-        )
-    if budget and plan.mode == "cuda-cuda":
-        ranks.say("memory  --cache has no effect: all features are in GPU memory")
-    if not budget or plan.mode == "cuda-cuda":
-        return features
-    batch_size = plan.batch_size * task.seeds_per_example(plan)
-    with reading_all_edges():
-        visits = expected_visits(
-            store.indptr, store.indices, task.seeds(), draws(plan, used), batch_size
-        )
-    visits = visits[: features.shape[0]]  # the other nodes have no features
-    trim_memory(1)  # return freed heap pages before allocating the cache
-    if plan.mode == "cpu-cpu":
-        ask(rows, "reserve")(budget * ranks.local_world)
-    if not lookahead:
-        return CachedFeatures(features, visits, budget, ranks.device)
-    cache = lookahead.LookaheadCache(
-        rows,
-        budget,
-        plan.lookahead,
-        hot=visits,
-        batches=plan.epochs * plan.steps * plan.accumulate,
-        share=(ranks.local_rank, ranks.local_world),
-    )
-    if cache.room and plan.verbose:
-        ranks.say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
-    return cache
-
-
-def looking_ahead(ranks):
-    """Return the module of the cache that looks ahead; None after a line that says so if its file is not there."""
-    try:
-        return extra(".lookahead", "looking ahead")
-    except MissingExtra as error:
-        ranks.say(f"memory  rows are cached, pages are left to the kernel: {error}")
-        return None
 
 
 @contextmanager

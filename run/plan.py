@@ -12,6 +12,7 @@ import torch
 
 from disk.columns import COLUMNS
 from disk.files import RANK_BYTES, StoreError, readable_size
+from extras import PLACES, lacking
 from features import MODES, ask, stored
 from model import SAGEConv
 from run.kinds import SAMPLERS
@@ -165,7 +166,7 @@ def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
         sizes: see `placements`.
     """
     ranks = gpus or procs
-    choices = MODES[:3] if gpus else MODES[3:]
+    choices = [mode for mode in MODES[:3] if not lacking(PLACES, mode)] if gpus else MODES[3:]
     if sizes.get("split"):
         choices = [mode for mode in choices if mode != MODES[1]]
     if store.part:

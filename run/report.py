@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from disk.files import StoreError, plural, readable_size, write_whole
 from extras import extra
-from loader import UNLIMITED
 from run.flags import spelled
 from tasks.metrics import METRICS, scores_line
 
@@ -342,7 +341,7 @@ def plan_lines(ranks, plan, task, model, trained):
     batch += f" {task.examples}"
     if task.limits:
         most = {"nodes": plan.max_nodes, "edges": plan.max_edges, task.examples: plan.batch_size}
-        most = [f"{n:,} {noun}" for noun, n in most.items() if n and n < UNLIMITED]
+        most = [f"{n:,} {noun}" for noun, n in most.items() if n and n < task.limits.unlimited]
         batch = " x ".join([f"up to {' and '.join(most)}", *parts])
         steps = f"about {steps}"
     rates = f"learning rate {plan.lr:g}, weight decay {plan.weight_decay:.2g}"
@@ -376,7 +375,7 @@ def epoch_line(plan, figures, examples="seeds"):
     if sampled is not None:
         valid = f"{METRICS[plan.metric].title} {percent(sampled)} (sampled)"
     elif figures.get("valid"):
-        left_out = "rmse_of_the_mean", "hits@1", "hits@10"
+        left_out = "r2", "rmse_of_the_mean", "hits@1", "hits@10"
         scores = figures["valid"].items()
         valid = scores_line({k: v for k, v in scores if k not in left_out or k == plan.metric})
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""

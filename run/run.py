@@ -19,7 +19,7 @@ from disk.files import StoreError
 from extras import extra
 from features import ask
 from inference import inference, layerwise
-from loader import NodeLoader, seeds_at
+from loader import NodeLoader
 from model import graph_degrees, is_gnn
 from run import own_model
 from run.flags import TASKS, Plan
@@ -54,18 +54,13 @@ def build_model(plan, task, used):
     digest = own_model.load(plan.model)[1] if own_model.is_own(plan.model) else None
     if plan.conv:
         return task.build(plan), digest
-    if store.features.shape[0] < store.num_nodes:
+    if task.placed and store.features.shape[0] < store.num_nodes:
         raise StoreError(
             f"--model {plan.model}: {store.path} has types of "
             "nodes without features, for which built-in models learn rows"
         )
-    network = own_model.build(
-        plan.model,
-        plan.model_args or [],
-        store.feature_dim,
-        store.num_classes,
-        store.edge_dim if used.edges is not None else 0,
-    )
+    widths = task.own_widths(used.edges is not None)
+    network = own_model.build(plan.model, plan.model_args or [], *widths, blocks=task.placed)
     return task.build(plan, network), digest
 
 
@@ -170,7 +165,7 @@ class Run:
         for the cost of a few batches; in host memory, the same on all ranks."""
         draw = lambda batch: (nodes[batch.seeds], {}, None)  # noqa: E731
         if times is not None:
-            draw = seeds_at(times, nodes)
+            draw = extra(".times").seeds_at(times, nodes)
         return self.rows(torch.arange(len(nodes)), len(nodes), self.forward, draw=draw)
 
     @torch.no_grad()
@@ -236,7 +231,7 @@ class Run:
             "reuse": True,
             "edges": self.used.edges is not None,
             "accumulate": 1,
-            "draw": None if times is None else seeds_at(times),
+            "draw": None if times is None else extra(".times").seeds_at(times),
         }
         if store.num_edges <= WHOLE_GRAPH_EDGES and times is None:
             options |= {"batch_size": -(-store.num_nodes // self.ranks.world), "depth": 0}

@@ -1,8 +1,9 @@
-"""Metrics: accuracy, F1, ROC-AUC, average precision, MRR, Hits@K, RMSE, MAE.
+"""Metrics: accuracy, F1, ROC-AUC, average precision, MRR, Hits@K, MAP@K, NDCG@K, Recall@K, RMSE, MAE, R2.
 
     score("f1", logits, y)                       # y: classes [n], or 0 and 1 for each of C labels [n, C]
     roc_auc(score, y), average_precision(score, y)
     ranking(ranks)                               # {"mrr": ..., "hits@1": ..., "hits@10": ...}
+    at_k(10, hits, relevant)                     # of each list of recommendations; their means are MAP@10, NDCG@10, Recall@10
 
 A metric is an entry of METRICS; the tasks and the choices of --metric are made from these. Every metric depends only on
 the pairs of score and target, not on their order, and agrees with scikit-learn's of the same name, ties included. n
@@ -14,9 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch.nn import functional as F
 
 from native import layers
+
+AT_K = "MAP", "NDCG", "Recall"  # columns of `at_k`
 
 
 class NotFinite(ValueError):
@@ -145,8 +149,31 @@ def ranking(ranks):
     return {name: METRICS[name].from_ranks(ranks) for name in names}
 
 
+def at_k(k, hits, relevant):
+    """Compute average precision, NDCG and recall of lists of up to k recommendations, see AT_K -> float64 [n, 3]. hits: bool
+    [n, up to k], which are relevant, the best first; relevant: int64 [n], how many there are of each list, from 1."""
+    hits = hits.double()
+    place = torch.arange(1, hits.shape[1] + 1)
+    gain = (place + 1).double().log2().reciprocal()
+    most = relevant.clamp(max=k)
+    precision = (hits * hits.cumsum(1) / place).sum(1) / most
+    return torch.stack(
+        [precision, hits @ gain / gain.cumsum(0)[most - 1], hits.sum(1) / relevant], 1
+    )
+
+
+def r2(output, y):
+    """Average 1 - (squared errors / squared deviations from the mean) over targets [n, T], where y is not NaN."""
+    squares = (output - y).square().nansum(0)
+    spread = (y - y.nanmean(0)).square().nansum(0)
+    # that of a constant target is what was rounded
+    values = (1 - squares / spread)[spread > 1e-24 * y.square().nansum(0)]
+    return values.mean().item() if len(values) else None
+
+
 def errors(output, y, mean):
-    """Compute RMSE and MAE of `output` [n, T], and the RMSE of predicting `mean` [T], where y is not NaN -> {name: value}."""
+    """Compute RMSE, MAE and R2 of `output` [n, T], and the RMSE of predicting `mean` [T], where y is not NaN -> {name: value}. R2
+    is averaged over targets, without those that are constant here; None if all are."""
     check_scores(output)
     y = y.double()  # squares of float32 may be infinite
     present = ~y.isnan()
@@ -155,6 +182,7 @@ def errors(output, y, mean):
     return {
         "rmse": error.square().mean().sqrt().item(),
         "mae": error.abs().mean().item(),
+        "r2": r2(output.double(), y),
         "rmse_of_the_mean": mean_error.square().mean().sqrt().item(),
     }
 
@@ -181,6 +209,7 @@ METRICS = (
     # of targets, always reported: see `errors`
     Metric("rmse", "RMSE"),
     Metric("mae", "MAE"),
+    Metric("r2", "R2"),
     Metric("rmse_of_the_mean", "RMSE of predicting the mean"),
 )
 METRICS = {metric.name: metric for metric in METRICS}
@@ -201,4 +230,5 @@ def scores_line(scores):
             return "n/a"
         return f"{value:.4g}" if 0 < value < 1e-3 else f"{value:.4f}"
 
-    return "  ".join(f"{METRICS[name].title} {digits(value)}" for name, value in scores.items())
+    titles = {name: METRICS[name].title if name in METRICS else name for name in scores}
+    return "  ".join(f"{titles[name]} {digits(value)}" for name, value in scores.items())

@@ -7,7 +7,7 @@ from itertools import compress
 import torch
 
 from disk.files import StoreError
-from loader import seeds_at
+from extras import extra
 from sources.splits import choose_split, split_of
 from tasks.metrics import METRICS, binary_cross_entropy, cross_entropy, metrics_with, score
 from tasks.task import Task, described, gnn, names_of_nodes, open_graph, rows_of_nodes
@@ -97,7 +97,7 @@ class NodeTask(Task):
         if args.class_weights == "balanced":
             self.class_weight = self.balanced(ranks.say).to(ranks.device)
         self.times = used.times
-        self.draw = None if self.times is None else seeds_at(self.times)
+        self.draw = None if self.times is None else extra(".times").seeds_at(self.times)
 
     def balanced(self, say):
         """Compute the weight of each class -> float32 [C]: training nodes / (classes that these have x training nodes of the

@@ -78,6 +78,11 @@ class Task:
         sizes = {name: getattr(self.store, name, 0) for name in names}
         return self.network(args, self.store.meta | sizes, custom)
 
+    def own_widths(self, edges):
+        """Return widths of features, outputs and features of edges (0 unless these are used) for a network of a file."""
+        store = self.store
+        return store.feature_dim, store.num_classes, store.edge_dim if edges else 0
+
     @classmethod
     def compared(cls, args):
         """List the names of `widths` that must be the same in the data of a checkpoint."""
@@ -203,6 +208,11 @@ def names_of_nodes(store):
     return read_names(store.path, record) if record else None
 
 
+def as_stored(store, names):
+    """Convert names of nodes of a store, a list of text, to an array, int64 if they were integers."""
+    return np.array(names, store.meta["files"][NAMES]["dtype"])
+
+
 def rows_of_nodes(store, outputs, columns):
     """Yield a table of all nodes in chunks, {column: values}: `node`, its name or, without names, its number, within its
     `type` if nodes have types; and what columns(rows of the outputs [V, n]) returns."""
@@ -217,9 +227,7 @@ def rows_of_nodes(store, outputs, columns):
             table["type"] = types[kind]
             node = node - np.array([0, *ends])[kind]
         if names:
-            node = [*islice(names, len(node))]
-            if store.meta["files"][NAMES]["dtype"] == "int64":
-                node = np.array(node, np.int64)
+            node = as_stored(store, [*islice(names, len(node))])
         yield {**table, "node": node, **columns(outputs[rows])}
 
 

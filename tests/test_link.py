@@ -1,4 +1,4 @@
-"""Tests: extras/links.py."""
+"""Tests: extras/links.py, extras/ranking.py."""
 
 import collections
 import copy
@@ -14,7 +14,7 @@ import torch
 import ddp
 import train
 from disk.columns import ALWAYS
-from extras import common_neighbours, edge_split
+from extras import common_neighbours, edge_split, ranking
 from extras import links as link
 from inference import inference
 from loader import Batch, Graph, NodeLoader, from_edge_index
@@ -45,7 +45,7 @@ def ways(request, monkeypatch):
     elif request.param == "emulated GPU":
         request.getfixturevalue("cuda_layers")
         kernels_gpu.load_links.cache_clear()
-        monkeypatch.setattr(link, "kernels", kernels_gpu)
+        monkeypatch.setattr(ranking, "kernels", kernels_gpu)
         monkeypatch.setattr(edge_split, "kernels", kernels_gpu)
         monkeypatch.setattr(common_neighbours, "kernels", kernels_gpu)
 
@@ -298,7 +298,7 @@ def test_a_node_with_an_edge_to_nearly_every_node_has_negatives_still(monkeypatc
         assert (drawn == nodes - 1).all()
     said = "node 0 has an edge to every node.*--edge-split none --unchecked-negatives"
     _refuses(said, link.Negatives(full, nodes).draw, 7, torch.arange(20), zeros, 3)
-    assert len(calls) <= 4 * (link.TRIES + 2)  # few, however many nodes the graph has
+    assert len(calls) <= 4 * (ranking.TRIES + 2)  # few, however many nodes the graph has
 
 
 def test_a_small_type_without_negatives_costs_no_look_up_of_the_whole_graph(monkeypatch):
@@ -436,8 +436,8 @@ def test_what_nodes_have_in_common_is_what_plain_python_counts(timed, strict, wa
 @pytest.mark.parametrize("kind", ["dot", "distmult", "mlp", "ncn"])
 @pytest.mark.parametrize("small", [True, False])
 def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(link, "SMALL", 1 << 14 if small else 0)
-    monkeypatch.setattr(link, "CHUNK", 4000)
+    monkeypatch.setattr(ranking, "SMALL", 1 << 14 if small else 0)
+    monkeypatch.setattr(ranking, "CHUNK", 4000)
     whole = _link_graph(tmp_path, nodes=80, edges=300, symmetrize=False)
     graph = link.split_edges(whole, "70/10/20")
     torch.manual_seed(0)
@@ -640,8 +640,8 @@ def _bought(folder, users, items, often=0.5, full=0, **changes):
 @pytest.mark.parametrize("full", [0, 4, 20])
 def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_path, monkeypatch):
     """A user who bought everything: as plain Python counts, and for any number of ranks."""
-    monkeypatch.setattr(link, "SMALL", 1 << 14 if kind == "small" else 0)
-    monkeypatch.setattr(link, "CHUNK", 40)
+    monkeypatch.setattr(ranking, "SMALL", 1 << 14 if kind == "small" else 0)
+    monkeypatch.setattr(ranking, "CHUNK", 40)
     timed = kind == "timed"
     rng = np.random.default_rng(1)
     times = {"edge_time": rng.integers(0, 50, 120)} if timed else {}
@@ -676,7 +676,7 @@ def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_pa
         logit = lambda _, u, v: (h[u] @ h[v]).item()  # noqa: E731
         expected = _expected(logit, _tuples(places), against, random.tolist())
         assert expected == {name: pytest.approx(found[name]) for name in expected}
-    monkeypatch.setattr(link, "MOST_TIMED", 7)
+    monkeypatch.setattr(ranking, "MOST_TIMED", 7)
     few = link.Evaluation(graph).examples["test"]
     if timed:
         spread = torch.arange(7) * len(pairs) // 7  # of all times
@@ -685,7 +685,7 @@ def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_pa
 
 def test_nothing_is_without_negatives_but_what_has_an_edge_to_every_node(monkeypatch):
     """Also with repeated edges, self-loops and types of a single node, in chunks."""
-    monkeypatch.setattr(link, "CHUNK", 5)
+    monkeypatch.setattr(ranking, "CHUNK", 5)
     for seed in range(30):
         rng = np.random.default_rng(seed)
         counts = rng.integers(1, 5, 1 + seed % 3).tolist()

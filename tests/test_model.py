@@ -433,9 +433,10 @@ def test_model_names_what_it_does_not_know():
         ("conv 'GAT' is unknown: choose one of sage, sage-pool, ", {"conv": "GAT"}),
         ("norm 'group' is unknown: choose one of none, layer, batch", {"norm": "group"}),
         ("norm 'batch' would count a recomputed", {"norm": "batch", "recompute": True}),
-        ("conv 'gin' with .* 3: sage, .*gat, .* take features", {"conv": "gin", "edge_dim": 3}),
-        ("conv 'gine' with edge_dim 0: .*gine needs them", {"conv": "gine"}),
-        ("conv 'sage' with num_types 5, bases 0: rgcn and rgat need types", {"num_types": 5}),
+        ("conv 'gin' does not take edge_dim 3: sage, .*gat, .* do", {"conv": "gin", "edge_dim": 3}),
+        ("conv 'gine' needs edge_dim above 0", {"conv": "gine"}),
+        ("conv 'sage' does not take num_types 5: rgcn, rgat do", {"num_types": 5}),
+        ("conv 'rgcn' needs num_types above 0", {"conv": "rgcn"}),
         ("num_layers is 0", {"num_layers": 0}),
         ("width 8 cannot be shared by 3 heads", {"conv": "gat", "heads": 3}),
     ):

@@ -18,10 +18,8 @@ import pytest
 import torch
 
 import ddp
-import model
-import store
 import train
-from disk import terminal
+from disk import files, terminal
 from inference import inference
 from model import SAGE
 from run import allocator, flags, kinds, placement
@@ -183,7 +181,7 @@ def test_interruptions_change_no_bit(kind, tiny, tmp_path):
     assert _same_weights(tmp_path / "straight.pt", tmp_path / "resumed.pt"), moments
 
 
-@pytest.mark.parametrize("name", model.plain_layers())
+@pytest.mark.parametrize("name", kinds.plain_layers())
 def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch):
     words = f"--dataset {tiny} --model {name} --fanout 5,5 --hidden 16 --norm layer --residual"
     words += " --epochs 4 --lr 0.01 --batch_size 100 --dropout 0.25"
@@ -203,7 +201,7 @@ def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch):
     # also where the features do not fit into memory, which leaves out the accuracy otherwise
     if name == "sage":
         with monkeypatch.context() as little:
-            little.setattr(store, "free_host_bytes", lambda: 1000)
+            little.setattr(files, "free_host_bytes", lambda: 1000)
             little.setattr(placement, "choose_mode", lambda *_, **__: ("cpu-cpu", "", ""))
             assert _code(f"{resume} --predict {tmp_path}/large.npy --mode cpu-cpu") == 0
         assert (np.load(tmp_path / "large.npy") == classes).all()
