@@ -53,8 +53,7 @@ HEADER = "; a header is known by names such as id, source, destination and label
 
 
 def read_tables(sources, tables, columns, folder, ignore):
-    """Read the arrays of a graph from tables -> ({name as in an .npz file: array}, with the names in `edge_types` if types
-    are text; {argument of `build_store`: names of nodes and of features}; names of several labels, or None).
+    """Read the arrays of a graph from tables -> {name as in an .npz file: array, or list of names}.
 
     Args:
         sources: {type of nodes, or "source,relation,destination" of edges: file of a table}; for a graph of one type
@@ -77,49 +76,35 @@ def read_tables(sources, tables, columns, folder, ignore):
             types = f"of types with a table: {', '.join(node_tables)}"
             raise StoreError(f"{kind}: TYPE,RELATION,TYPE=FILE is needed, {types}")
     ignore = dict.fromkeys(ignore, 0)
-    edge_columns = {name: source for name, source in columns.items() if name in OF_EDGES}
-    others = {
-        name: _type_and_file(name, source, node_tables)
-        for name, source in (tables | columns).items()
-        if name not in OF_EDGES
-    }
+    edge_columns = {name: columns.pop(name) for name in OF_EDGES if name in columns}
     arrays = {}
     nodes = {}
     for kind, file in node_tables.items():
-        files = [other for of, other in others.values() if of == kind]
-        pairs = [edges for ends, edges in edge_tables.items() if {*ends.split(",")[::2]} == {kind}]
-        called = {kind} | _called_elsewhere(files, pairs, ignore)
+        called = {kind}
+        if not kind:
+            files = [*tables.values(), *columns.values()]
+            called = _called_elsewhere(files, sources[",,"], ignore)
         x, nodes[kind] = features(file, folder, ignore, called, kind)
         arrays |= {f"features:{kind}": x, f"num_nodes:{kind}": nodes[kind].count}
-    for name, (kind, file) in others.items():
+    for name, source in (tables | columns).items():
+        kind, _, file = ("", "", source) if "" in nodes else source.partition("=")
+        if kind not in nodes:
+            types = ", ".join(nodes)
+            raise StoreError(f"{name}: {source} is not TYPE=FILE, of the types {types}")
         arrays[f"{name}:{kind}"] = node_column(file, nodes[kind], name, ignore)
-    used = set()
     for kind, file in edge_tables.items():
         ends = Ends(*(nodes[of] for of in kind.split(",")[::2]))
         read = _edges_and_columns(file, folder, ends, edge_columns, ignore)
-        used |= read.keys()
         arrays |= {f"{name}:{kind}": values for name, values in read.items()}
-    if unused := sorted(edge_columns.keys() - used):
+    if unused := sorted(edge_columns.keys() - {name.partition(":")[0] for name in arrays}):
         where = ", ".join(edge_tables.values())
         raise StoreError(f"none of {where} has the column {edge_columns[unused[0]]}")
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
-    names = {
-        what: {kind: value for kind, of in nodes.items() if (value := getattr(of, attribute))}
-        for what, attribute in (("node_names", "names"), ("feature_names", "feature_names"))
-    }
-    if "" in nodes:
-        names = {what: values.get("") for what, values in names.items()}
-    classes = next((of.class_names for of in nodes.values() if of.class_names), None)
-    return {name.rstrip(",:"): values for name, values in arrays.items()}, names, classes
-
-
-def _type_and_file(name, source, types):
-    """Split TYPE=FILE, the table of an array of nodes -> (type, file); where nodes have no types, ("", file)."""
-    kind, _, file = ("", "", source) if "" in types else str(source).partition("=")
-    if kind not in types:
-        raise StoreError(f"{name}: {source} is not TYPE=FILE, of the types {', '.join(types)}")
-    return kind, file
+    for kind, of in nodes.items():
+        arrays |= {f"node_names:{kind}": of.names, f"class_names:{kind}": of.class_names}
+        arrays[f"feature_names:{kind}"] = of.feature_names
+    return {name.rstrip(",:"): values for name, values in arrays.items()}
 
 
 def _edges_and_columns(file, folder, ends, columns, ignore):
@@ -141,7 +126,7 @@ def _edges_and_columns(file, folder, ends, columns, ignore):
     return {"edge_index": pairs, **kept}
 
 
-def _called_elsewhere(node_tables, edge_tables, ignore) -> set[str]:
+def _called_elsewhere(node_tables, edge_table, ignore) -> set[str]:
     """Return the names by which other tables may call the ids of the nodes: names of columns of the tables of nodes, and
     what the names of two ends have in common."""
     called = set()
@@ -150,10 +135,9 @@ def _called_elsewhere(node_tables, edge_tables, ignore) -> set[str]:
             names = table.names or ()
             ids = {names[j] for j in table.named("id")}
             called |= ids or {name for name in names if not meanings(name)}
-    for file in edge_tables:
-        with opened(file, ignore) as table:
-            if not table.named("source"):
-                called |= {" ".join(stem) for stem, _ in _twins(table)}
+    with opened(edge_table, ignore) as table:
+        if not table.named("source"):
+            called |= {" ".join(stem) for stem, _ in _twins(table)}
     return called
 
 

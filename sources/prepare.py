@@ -233,10 +233,8 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         if tables:
             read_tables = extra(".graph_tables", kind).read_tables
             sources = source if is_typed else {",,": kind}
-            folder = path.absolute().parent
-            arrays, names, classes = read_tables(sources, given, columns, folder, ignore)
-            options = {**names, "edge_types": arrays.pop("edge_types", None), **options}
-            arrays = Arrays(kind, arrays, files=given, classes=classes)
+            arrays = read_tables(sources, given, columns, path.absolute().parent, ignore)
+            arrays = Arrays(kind, arrays, files=given)
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))
@@ -316,7 +314,7 @@ def _read_graph(arrays, params, source):
             kind = tuple(kind.split(",")) if kind else kind
             graph["edge_index"][kind] = of.edge_index()
             num_edges = graph["edge_index"][kind].shape[-1]
-        for name, values in of.columns().items():
+        for name, values in (of.names() | of.columns()).items():
             graph.setdefault(name, {})[kind] = values
         of.close(num_nodes, num_edges)
     if len(labelled) > 1 and target is None or target and target not in labelled:
@@ -368,7 +366,7 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
     if one_way := counted["one_way"]:
         share = f"{one_way:,} of {counted['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
-    if options.get("node_names") is None:
+    if "node_names" not in graph:
         for kind in counted["from_one"]:
             node = f"node 0 of type {kind}" if kind else "node 0"
             arrays.say(f"{node} has no edges: ids may start at 1")
