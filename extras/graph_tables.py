@@ -31,6 +31,7 @@ from extras.tables import (
     joined,
     kind_of,
     meanings,
+    SEVERAL,
     opened,
     stacked,
     trimmed,
@@ -44,11 +45,10 @@ from sources.arrays import MISSING, short
 SPLIT = re.compile(
     "(is)?(train|val|valid|validation|test|dev)(ing)?(mask|set|idx)?|(cv)?fold|split|subset"
 )
-SEVERAL = "|"  # between several values in a cell of text
 MOST_VALUES = 100  # of a column of text that becomes features
 YEAR_2000 = np.datetime64("2000", "us")
 DECADE = np.timedelta64(315_569_520, "s")
-LARGE = 10  # mean absolute value of a feature, from which on training is slow
+LARGE = 30  # a feature with larger values is named: networks learn from it slowly
 HEADER = "; a header is known by names such as id, source, destination and label"
 
 
@@ -57,54 +57,54 @@ def read_tables(sources, tables, columns, folder, ignore):
 
     Args:
         sources: {type of nodes, or "source,relation,destination" of edges: file of a table}; for a graph of one type
-            {",,": the table of edges}.
-        tables: {name of an array: file of a table}, of several types TYPE=FILE; of one type "features" is required.
+            {"": of features, or None; ",,": of edges}.
+        tables: {name of an array: file of a table}, of several types TYPE=FILE.
         columns: {name of a column of a store: as in `tables`, or columns of the tables of edges}.
         folder: for files without a name that large arrays are mapped from.
         ignore: names of columns to leave out, of any of the tables.
     """
-    edge_tables = {kind: file for kind, file in sources.items() if "," in kind}
-    node_tables = {kind: file for kind, file in sources.items() if "," not in kind}
-    if ",," in sources:
-        if "features" not in tables:
-            with opened(sources[",,"]):  # refuses what is no table
-                how = "features are needed, a line for each node"
-                raise StoreError(f"{sources[',,']} holds edges alone: {how}, as --features FILE")
-        node_tables[""] = tables.pop("features")
-    for kind in edge_tables or ["edges"]:
-        if kind.count(",") != 2 or not {*kind.split(",")[::2]} <= node_tables.keys():
-            types = f"of types with a table: {', '.join(node_tables)}"
-            raise StoreError(f"{kind}: TYPE,RELATION,TYPE=FILE is needed, {types}")
+    if None in sources.values():
+        with opened(sources[",,"]):  # refuses what is no table
+            how = "features are needed, a line for each node"
+            raise StoreError(f"{sources[',,']} holds edges alone: {how}, as --features FILE")
+    types = [kind for kind in sources if "," not in kind]
+    relations = [kind for kind in sources if "," in kind]
+    for kind in relations or ["edges"]:
+        if kind.count(",") != 2 or not {*kind.split(",")[::2]} <= {*types}:
+            those = f"of types with a table: {', '.join(types)}"
+            raise StoreError(f"{kind}: TYPE,RELATION,TYPE=FILE is needed, {those}")
     ignore = dict.fromkeys(ignore, 0)
     edge_columns = {name: columns.pop(name) for name in OF_EDGES if name in columns}
-    arrays = {}
+    others = tables | columns
     nodes = {}
-    for kind, file in node_tables.items():
+    arrays = {}
+
+    def add(kind, values):
+        arrays.update({f"{name}:{kind}".rstrip(":,"): value for name, value in values.items()})
+
+    for kind in types:
         called = {kind}
         if not kind:
-            files = [*tables.values(), *columns.values()]
-            called = _called_elsewhere(files, sources[",,"], ignore)
-        x, nodes[kind] = features(file, folder, ignore, called, kind)
-        arrays |= {f"features:{kind}": x, f"num_nodes:{kind}": nodes[kind].count}
-    for name, source in (tables | columns).items():
-        kind, _, file = ("", "", source) if "" in nodes else source.partition("=")
+            called = _called_elsewhere(others.values(), sources[",,"], ignore)
+        x, nodes[kind] = features(sources[kind], folder, ignore, called, kind)
+        add(kind, {"features": x, "num_nodes": nodes[kind].count, "node_names": nodes[kind].names})
+        add(kind, {"feature_names": nodes[kind].feature_names})
+    for name, source in others.items():
+        kind, _, file = source.partition("=") if types[0] else ("", "", source)
         if kind not in nodes:
-            types = ", ".join(nodes)
-            raise StoreError(f"{name}: {source} is not TYPE=FILE, of the types {types}")
-        arrays[f"{name}:{kind}"] = node_column(file, nodes[kind], name, ignore)
-    for kind, file in edge_tables.items():
-        ends = Ends(*(nodes[of] for of in kind.split(",")[::2]))
-        read = _edges_and_columns(file, folder, ends, edge_columns, ignore)
-        arrays |= {f"{name}:{kind}": values for name, values in read.items()}
+            those = ", ".join(types)
+            raise StoreError(f"{name}: {source} is not TYPE=FILE, of the types {those}")
+        values = node_column(file, nodes[kind], name, ignore)
+        add(kind, {name: values, "class_names": nodes[kind].class_names})
+    for kind in relations:
+        ends = Ends(*(nodes[end] for end in kind.split(",")[::2]))
+        add(kind, _edges_and_columns(sources[kind], folder, ends, edge_columns, ignore))
     if unused := sorted(edge_columns.keys() - {name.partition(":")[0] for name in arrays}):
-        where = ", ".join(edge_tables.values())
+        where = ", ".join(map(sources.get, relations))
         raise StoreError(f"none of {where} has the column {edge_columns[unused[0]]}")
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
-    for kind, of in nodes.items():
-        arrays |= {f"node_names:{kind}": of.names, f"class_names:{kind}": of.class_names}
-        arrays[f"feature_names:{kind}"] = of.feature_names
-    return {name.rstrip(",:"): values for name, values in arrays.items()}
+    return arrays
 
 
 def _edges_and_columns(file, folder, ends, columns, ignore):
@@ -205,6 +205,10 @@ class Ends(NamedTuple):
 
     source: Nodes
     destination: Nodes
+
+    def called(self) -> list[str]:
+        """Return what columns of them are called: their types, or source and destination."""
+        return [nodes.type or end for nodes, end in zip(self, self._fields)]
 
     def heads(self, rows) -> bool:
         """Whether the first of some rows of a table is its header, see `Nodes.heads`."""
@@ -310,9 +314,9 @@ def features(file, folder, ignore=(), called=(), kind=""):
             table.notes.append(f"read as float32: {loss}")
         if dates:
             table.notes.append(f"{', '.join(map(table.column, dates))} in decades since 2000")
-        large = abs(x[:SAMPLED]).mean(0) > LARGE if kept else []
-        if any(large):
-            which = short(", ".join(np.array(names)[large]))
+        sizes = abs(x[:SAMPLED]).max(0, initial=0)
+        if large := [name for name, size in zip(names, sizes) if size > LARGE]:
+            which = short(", ".join(large))
             table.notes.append(f"large numbers in {which}: best scaled to -1 to 1")
         table.say(plural(len(names), "feature"))
     return x if kept else None, nodes
@@ -320,28 +324,26 @@ def features(file, folder, ignore=(), called=(), kind=""):
 
 def _node_column(table, called) -> int | None:
     """Find the column of ids of a table of features: by its name (see `Table.named`; `called`: the names that other tables have
-    for it), else the column of text, one that holds no dates and no lists as A|B if there is such."""
+    for it), else the column of text."""
     named = {*table.named("id")}
     for j, name in enumerate(table.names or ()):
         if _is_called(name, called) and table.identifies(j):
             named.add(j)
+    # text that repeats is a category, if it is not the first column
     texts = [
         j
         for j, kind in enumerate(table.kinds)
         if kind == "text" and (j == 0 or table.identifies(j))
     ]
-    plain = [j for j in texts if not table.dated(j) and SEVERAL not in "".join(table.sample(j))]
-    node = _id_column(table, sorted(named) or plain or texts)
+    node = _id_column(table, sorted(named) or texts)
     for j in named - {node}:
         table.notes.append(f"{table.column(j)} repeats and is a feature")
     return node
 
 
 def _is_called(name, called) -> bool:
-    """Whether the name of a column is one of `called`, which may be words, perhaps with "id" at its end."""
-    words = words_of(name)
-    stem = " ".join(words[:-1] if words[1:] and words[-1] == "id" else words)
-    return bool({name, " ".join(words), stem} & {*called})
+    """Whether the name of a column, perhaps without "id", is one of `called`."""
+    return name in called or " ".join(word for word in words_of(name) if word != "id") in called
 
 
 def _one_hot(table, j, cells):
@@ -611,28 +613,19 @@ class Keys(NamedTuple):
 
     def order(self, table, edge_keys, row_keys):
         """Find the row of each edge, by equal keys, pyarrow arrays [M] -> int64 [M], or None if they are in order."""
-        import pyarrow.compute as compute
+        import pyarrow
 
         if row_keys.equals(edge_keys):
             return None
-        for source, cells in ((self.source, edge_keys), (table.name, row_keys)):
-            if len(cells.unique()) < len(cells):
-                counts = cells.value_counts()
-                twice = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
-                why = "its rows and those of the edges cannot be joined, unless both have one order"
-                raise StoreError(
-                    f"{source} has the edge {self.called(twice)} more than once: {why}"
-                )
-        order = compute.index_in(edge_keys, value_set=row_keys)
-        if order.null_count:
-            lost = edge_keys[order.is_null().index(True).as_py()].as_py()
-            lost = f"no row for the edge {self.called(lost)} of {self.source}"
-            raise StoreError(f"{table.name} has {lost}")
-        if len(row_keys) > len(edge_keys):
-            row = compute.is_in(row_keys, value_set=edge_keys).index(False).as_py()
-            edge = self.called(row_keys[row].as_py())
-            raise table.error(row, f"{self.source} has no edge {edge}")
-        return order.to_numpy().astype(np.int64)
+        codes = pyarrow.concat_arrays([edge_keys, row_keys]).dictionary_encode()
+        parts = np.split(codes.indices.to_numpy(), [len(edge_keys)])
+        counts = [np.bincount(part, minlength=len(codes.dictionary)) for part in parts]
+        if different := np.flatnonzero((counts[0] != 1) | (counts[1] != 1))[:1].tolist():
+            of_edges, rows = (plural(int(count[different[0]]), "row") for count in counts)
+            edge = self.called(codes.dictionary[different[0]].as_py())
+            problem = f"{self.source} has {of_edges} of the edge {edge}, {table.name} has {rows}"
+            raise StoreError(f"{problem}: one of each is needed, unless both have one order")
+        return np.argsort(parts[1])[parts[0]]
 
 
 def edge_rows(file, folder, name, ignore, keys):
@@ -645,12 +638,12 @@ def edge_rows(file, folder, name, ignore, keys):
     import pyarrow
 
     with opened(file, ignore, keys.nodes.heads) as table:
-        ends = [None]
+        ends = None
         if table.width > 1:
             ends = _found_ends(table, keys.nodes)
-        if None in ends and table.width > 2 and keys.have_ends(table, [0, 1]):
+        if ends is None and table.width > 2 and keys.have_ends(table, [0, 1]):
             ends = [0, 1]
-        ends = [] if None in ends else ends
+        ends = ends or []
         ids = _id_column(table, [j for j in _edge_ids(table) if j not in ends], "edges")
         named = ids is not None and table.names[ids] in keys.ids
         columns = [j for j in range(table.width) if j not in [ids, *ends]]
@@ -775,45 +768,40 @@ def _end_columns(table, nodes, taken=()) -> list[int]:
     if table.width < 2:
         raise StoreError(f"{table.name} has one column: two are needed, with a comma between them")
     ends = _found_ends(table, nodes, taken)
-    free = [j for j in range(table.width) if j not in [*taken, *ends]]
-    ends = [free.pop(0) if j is None and free else j for j in ends]
-    ends = [0, 1] if None in ends else ends
+    if ends is None:
+        ends = [j for j in range(table.width) if j not in taken][:2]
+        ends = ends if len(ends) == 2 else [0, 1]
     if not (table.named("source") and table.named("destination")):
         source, destination = map(table.column, ends)
-        what = [of.type or end for of, end in zip(nodes, nodes._fields)]
+        what = nodes.called()
         table.notes.append(f"{source} taken as {what[0]}, {destination} as {what[1]}")
     return ends
 
 
-def _found_ends(table, nodes, taken=()) -> list:
-    """Find the columns of sources and of destinations, None for one that is not found: see `_found_pair`; for ends of two types
-    those called as the type, or as its ids."""
-    if nodes.source is nodes.destination:
-        return _found_pair(table, nodes.source, taken) or [None, None]
-    ends = []
-    for of in nodes:
-        names = enumerate(table.names or ())
-        found = [j for j, name in names if _is_called(name, {of.type, of.id_name})]
-        ends.append(found[0] if len(found) == 1 and found[0] not in taken else None)
-    return ends if ends[0] != ends[1] else [None, None]
-
-
-def _found_pair(table, nodes, taken=()) -> list[int] | None:
-    """Find two columns of nodes of one type: by known names; by the name of the ids, as protein_a and protein_b are of
-    `protein`; if names of nodes are text, as the two columns of such names."""
-    sources = table.named("source")
-    destinations = table.named("destination")
-    if len(sources) == len(destinations) == 1:
-        return sources + destinations
-    if sources or destinations:
+def _found_ends(table, nodes, taken=()) -> list[int] | None:
+    """Find the columns of sources and of destinations: by known names; by the name of the ids or of the type, as protein_a and
+    protein_b are of `protein`, and user and movieId of two types; if names of nodes are text, as the two columns of such names.
+    None without; StoreError for one."""
+    of = nodes.source
+    found = [table.named(end) for end in nodes._fields]
+    if of is not nodes.destination:
+        names = [*enumerate(table.names or ())]
+        called = [[j for j, name in names if _is_called(name, {n.type, n.id_name})] for n in nodes]
+        found = called if any(called) else found
+    if [*map(len, found)] == [1, 1]:
+        return sum(found, [])
+    if any(found):
         names = short(", ".join(table.names))
-        raise StoreError(f"{table.name} has the columns {names}: call one source, one destination")
-    id_words = [words_of(nodes.id_name or ""), words_of(nodes.type)]
+        ends = ", one ".join(nodes.called())
+        raise StoreError(f"{table.name} has the columns {names}: call one {ends}")
+    if of is not nodes.destination:
+        return None
+    free = [j for j in range(table.width) if j not in taken]
+    id_words = [words_of(of.id_name or ""), words_of(of.type)]
     twins = [(stem, pair) for stem, pair in _twins(table) if not {*pair} & {*taken}]
     pairs = [pair for stem, pair in twins if stem in id_words or "id" in meanings("".join(stem))]
-    if len(pairs) != 1 and nodes.kind is str:
-        free = [j for j in range(table.width) if j not in taken]
-        named = [j for j in free if nodes.have(table.sample(j))]
+    if len(pairs) != 1 and of.kind is str:
+        named = [j for j in free if of.have(table.sample(j))]
         pairs = [pair for _, pair in twins if {*pair} == {*named}] or [named]
     return pairs[0] if len(pairs) == 1 and len(pairs[0]) == 2 else None
 

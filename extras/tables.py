@@ -35,6 +35,7 @@ from sources.arrays import LIKE_NUMBERS, MISSING, short
 BLOCK = 1 << 23
 SAMPLE = 1000  # rows from which the layout is guessed
 COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+SEVERAL = "|"  # between several values in a cell of text
 ID = "id"  # kind of a column of whole numbers that identify
 TIME = "time"  # kind of a column of times: whole numbers or dates
 WORDS = {"int64": "whole number of 64 bits", "double": "number", "string": "text"}
@@ -300,10 +301,11 @@ class Table:
         return ["" if cell is None else str(cell).strip() for cell in self._first_cells[j]]
 
     def identifies(self, j) -> bool:
-        """Whether a column may hold ids of the rows: text or whole numbers, in the first rows all different."""
-        if self.kinds[j] in ("empty", *UNLIKE):
-            return False
+        """Whether a column may hold ids of the rows: text or whole numbers, in the first rows all different, no dates and no
+        several values in a cell."""
         cells = self.sample(j)
+        if self.kinds[j] in ("empty", *UNLIKE) or self.dated(j) or SEVERAL in "".join(cells):
+            return False
         whole = self.kinds[j] != "real" or None not in map(whole_of, filter(None, cells))
         return whole and len({*cells}) == len(cells)
 

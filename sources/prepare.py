@@ -232,7 +232,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     with reading(f"cannot build {path}: {kind}"):
         if tables:
             read_tables = extra(".graph_tables", kind).read_tables
-            sources = source if is_typed else {",,": kind}
+            sources = source if is_typed else {"": given.pop("features", None), ",,": kind}
             arrays = read_tables(sources, given, columns, path.absolute().parent, ignore)
             arrays = Arrays(kind, arrays, files=given)
         elif npz:
