@@ -29,6 +29,7 @@ from extras.tables import (
     TIME,
     digits,
     joined,
+    is_text,
     kind_of,
     meanings,
     SEVERAL,
@@ -117,7 +118,7 @@ def _edges_and_columns(file, folder, ends, columns, ignore):
         if os.path.isfile(source):
             keep[name] = []
             own_files[name] = source
-            with opened(source, ignore, ends.heads) as table:
+            with opened(source, ignore, ends.source.heads) as table:
                 ids |= {table.names[j] for j in _edge_ids(table)}
     pairs, kept = edges(file, folder, ends, keep, ignore, ids=ids)
     keys = Keys(file, ends, pairs, kept.pop("ids", {}))
@@ -176,7 +177,9 @@ class Nodes:
 
     def heads(self, rows) -> bool:
         """Whether the first of some rows of a table is its header: columns below hold names of nodes alone, where it has
-        no such names, or it has the name of the column of ids."""
+        no such names, or it has the name of the column of ids. Tables of several types have one."""
+        if self.type:
+            return is_text(rows)
         first, *rest = rows
         if self.kind is not str or any(a in b for a, b in zip(first, zip(*rest))):
             return False
@@ -209,10 +212,6 @@ class Ends(NamedTuple):
     def called(self) -> list[str]:
         """Return what columns of them are called: their types, or source and destination."""
         return [nodes.type or end for nodes, end in zip(self, self._fields)]
-
-    def heads(self, rows) -> bool:
-        """Whether the first of some rows of a table is its header, see `Nodes.heads`."""
-        return all(nodes.heads(rows) for nodes in self)
 
 
 def _check_header(table, columns):
@@ -247,11 +246,7 @@ def features(file, folder, ignore=(), called=(), kind=""):
     a list has numbers; one of text, behind the others, as it has values, see `_one_hot`. kind: the nodes' type; such nodes may
     have no features, None.
     """
-
-    def heads(rows):
-        return bool(kind) and any(_is_called(cell, {kind}) for cell in rows[0])
-
-    with opened(file, ignore, heads) as table:
+    with opened(file, ignore, is_text if kind else lambda rows: False) as table:
         node = _node_column(table, called)
         kept = [j for j in range(table.width) if j != node]
         for j in table.named("label"):
@@ -540,7 +535,7 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
     ids: names of columns that other tables of these edges have as ids, too. Other columns are refused. say: prints a line.
     """
     nodes = nodes if isinstance(nodes, Ends) else Ends(nodes, nodes)
-    with opened(file, ignore, nodes.heads) as table:
+    with opened(file, ignore, nodes.source.heads) as table:
         kept = {
             name: [_column(table, word) for word in words]
             for name, words in dict(keep or ()).items()
@@ -637,7 +632,7 @@ def edge_rows(file, folder, name, ignore, keys):
     """
     import pyarrow
 
-    with opened(file, ignore, keys.nodes.heads) as table:
+    with opened(file, ignore, keys.nodes.source.heads) as table:
         ends = None
         if table.width > 1:
             ends = _found_ends(table, keys.nodes)

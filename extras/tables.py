@@ -429,9 +429,7 @@ class Table:
         self._stream.seek(0)
         cells = [cells_of(line, self._separator) for line in lines]
         rows = [row for row in cells if len(row) == width]  # `read` refuses the others
-        known = is_header(rows)
-        by_nodes = not known and heads(rows)
-        if known or by_nodes:
+        if is_header(rows) or heads(rows):
             self.names = [name or f"Unnamed: {j}" for j, name in enumerate(rows.pop(0))]
             self._skipped += 1
         elif above:  # numpy writes a header as a comment
@@ -443,7 +441,6 @@ class Table:
         header = "no header"
         if self.names:
             header = f"header {short(self._separator.join(self.names))}"
-            header += ", which names no nodes" * by_nodes
         elif cells[0] == ["0", "1"]:
             header += " (0,1 is a row: if pandas wrote it, put names in its place)"
         self.notes = [plural(width, "column") + by, header]
@@ -469,6 +466,13 @@ def is_header(rows) -> bool:
     if any(all(map(numeric, column)) for column in zip(*rest)):
         return True
     return are_known(first) and not set(first) & {cell for row in rest for cell in row}
+
+
+def is_text(rows) -> bool:
+    """Take the first row for a header, of a table that needs one; ValueError if it has numbers."""
+    if any(map(numeric, rows[0])):
+        raise ValueError(f"its first row is {short(','.join(rows[0]))}: put names of columns above it")
+    return True
 
 
 def meanings(name) -> set[str]:
