@@ -379,9 +379,9 @@ def epoch_line(plan, figures, examples="seeds"):
     if sampled is not None:
         valid = f"{METRICS[plan.metric].title} {percent(sampled)} (sampled)"
     elif figures.get("valid"):
-        left_out = "r2", "rmse_of_the_mean", "hits@1", "hits@10"
+        left_out = re.compile("@|r2|rmse_of")
         scores = figures["valid"].items()
-        valid = scores_line({k: v for k, v in scores if k not in left_out or k == plan.metric})
+        valid = scores_line({k: v for k, v in scores if k == plan.metric or not left_out.search(k)})
         valid += " (sampled)" * (plan.task == "node")
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     # an epoch that was resumed after its last step has no loss
