@@ -1,4 +1,4 @@
-"""Metrics: accuracy, F1, ROC-AUC, average precision, MRR, Hits@K, MAP@K, NDCG@K, Recall@K, RMSE, MAE.
+"""Metrics: accuracy, F1, ROC-AUC, average precision, MRR, Hits@K, MAP@K, NDCG@K, Recall@K, RMSE, MAE, R2.
 
     score("f1", logits, y)                       # y: classes [n], or 0 and 1 for each of C labels [n, C]
     roc_auc(score, y), average_precision(score, y)
@@ -165,8 +165,18 @@ def at_k(k, ranks, lists):
     }
 
 
+def r2(output, y):
+    """Average 1 - (squared errors / squared deviations from the mean) over targets [n, T], where y is not NaN."""
+    squares = (output - y).square().nansum(0)
+    spread = (y - y.nanmean(0)).square().nansum(0)
+    # that of a constant target is what was rounded
+    values = (1 - squares / spread)[spread > 1e-24 * y.square().nansum(0)]
+    return values.mean().item() if len(values) else None
+
+
 def errors(output, y, mean):
-    """Compute RMSE and MAE of `output` [n, T], and the RMSE of predicting `mean` [T], where y is not NaN -> {name: value}."""
+    """Compute RMSE, MAE and R2 of `output` [n, T], and the RMSE of predicting `mean` [T], where y is not NaN -> {name: value}. R2
+    is averaged over targets, without those that are constant here; None if all are."""
     check_scores(output)
     y = y.double()  # squares of float32 may be infinite
     present = ~y.isnan()
@@ -175,6 +185,7 @@ def errors(output, y, mean):
     return {
         "rmse": error.square().mean().sqrt().item(),
         "mae": error.abs().mean().item(),
+        "r2": r2(output.double(), y),
         "rmse_of_the_mean": mean_error.square().mean().sqrt().item(),
     }
 
@@ -201,9 +212,11 @@ METRICS = (
     # of targets, always reported: see `errors`
     Metric("rmse", "RMSE"),
     Metric("mae", "MAE"),
+    Metric("r2", "R2"),
     Metric("rmse_of_the_mean", "RMSE of predicting the mean"),
 )
 METRICS = {metric.name: metric for metric in METRICS}
+ERRORS = "rmse", "mae"  # of targets, to choose by
 
 
 def metrics_with(source):

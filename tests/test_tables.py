@@ -86,7 +86,7 @@ e   0    1\n  1    2\n  2    3\n  3    0\n  4    2\n  5    4\n => the same graph
 e target;source\n1;0\n2;1\n3;2\n0;3\n2;4\n4;5\n => the same graph
 e # an edge a line\n{EDGES} => the same graph
 x a;b\n0,5;1\n0,5;1\n0,5;1\n0,5;1\n0,5;1\n0,5;1\n => x.csv, line 2: 'a' is no number: .*'0,5': a decimal comma; write 1.5
-x a,b\n1,2024-01-07 10:00\n1,2024-01-07 10:00\n1,2024-01-07 10:00\n1,2024-01-07 10:00\n1,2024-01-07 10:00\n1,2024-01-07 10:00\n => 'b' is no number: .*; write dates as numbers
+x a,b\n1,7\n1,2024-01-07 10:00\n1,2024-01-07 10:00\n1,2024-01-07 10:00\n1,2024-01-07 10:00\n1,2024-01-07 10:00\n => 'b' is no number: .*; write dates as numbers
 x 0,5\t1,5\n0,5\t1,5\n0,5\t1,5\n0,5\t1,5\n0,5\t1,5\n0,5\t1,5\n => x.csv, line 1: column 1 is no number: .*'0,5': a decimal comma
 y id;label\n0;0,5\n1;1,5\n2;0,5\n3;1,5\n4;0,5\n5;1,5\n => [0, 1, 0, 1, 0, 1]
 e # dst,src\n{REVERSED} => the same graph
@@ -334,7 +334,7 @@ a,user_id,city_id\n1,5,1\n2,6,2\n => refused: 'user_id' and 'city_id' look like 
 a,user_id,city_id\n1,5,1\n2,5,1\n => refused: 'user_id' and 'city_id' look like .* both repeat
 a,user_id\n1,5\n2,5\n => refused: 'user_id' holds ids, but '5' occurs more than once
 a,name,title\n1,x,y\n2,z,w\n => refused: 'name' and 'title' look like ids of the nodes
-a,city,name\n1,x,y\n2,x,w\n => refused: 'city' is no number: .* drop the column
+a,city,name\n1,x,y\n2,x,w\n => ["y", "w"] 'city' one-hot, 1 value, 'name' names the nodes, such as y
 ,user_id,a\n0,7,1\n1,8,2\n => refused: drop it .--ignore 'Unnamed: 0'
 a,rank\n.5,2\n.7,1\n => null 'rank' counts the rows: call it id
 p,.5,1\nq,1,1\nr,0,0\n => ["p", "q", "r"] x.csv: 3 columns by separator ',', no header, column 1 names the nodes, such as p, 3 rows, 2 features
@@ -378,16 +378,16 @@ source,target,amount\n2,0,7\n0,1,5\n1,2,6\n => by 'source' and 'target'
 amount,node2,node1\n7,0,2\n5,1,0\n6,2,1\n => by 'node1' and 'node2'
 edge_id,amount\n2,7\n0,5\n1,6\n => by 'edge_id'
 ,amount\n2,7\n0,5\n1,6\n => by 'Unnamed: 0'
-edge_id,amount\n3,7\n1,5\n2,6\n => refused: has no row for the edge 0 of .*e.csv
-source,target,amount\n0,2,7\n0,1,5\n1,2,6\n => refused: has no row for the edge 2 -> 0
-source,target,amount\n2,0,7\n0,1,5\n1,2,6\n1,1,6\n => refused: line 5: .* no edge 1 -> 1
-source,target,amount\n2,0,7\n0,1,5\n0,1,6\n => refused: has the edge 0 -> 1 more than once
+edge_id,amount\n3,7\n1,5\n2,6\n => refused: e.csv has 1 row of the edge 0, .*a.csv has 0 rows: one of each
+source,target,amount\n0,2,7\n0,1,5\n1,2,6\n => refused: 1 row of the edge 2 -> 0, .* 0 rows
+source,target,amount\n2,0,7\n0,1,5\n1,2,6\n1,1,6\n => refused: 0 rows of the edge 1 -> 1, .* 1 row
+source,target,amount\n2,0,7\n0,1,5\n0,1,6\n => refused: 1 row of the edge 0 -> 1, .* 2 rows
 ,source,target,amount\n9,2,0,7\n8,0,1,5\n7,1,2,6\n => 'Unnamed: 0' not used
 ,edge_id,amount\n0,2,7\n1,0,5\n2,1,6\n => refused: look like ids of the edges: .*Unnamed: 0
 source,target\n2,0\n0,1\n1,2\n => refused: a.csv has 0 columns for edge_features
 source,amount\n2,7\n0,5\n1,6\n => refused: call one source, one destination
 source,target,amount\n0,1,5\n1,0,6\n0,1,7\n => it has edge_features => 0,1\n1,0\n0,1\n
-source,target,amount\n0,1,5\n0,1,7\n1,0,6\n => refused: edge 0 -> 1 more than once: .* unless both have one order => 0,1\n1,0\n0,1\n
+source,target,amount\n0,1,5\n0,1,7\n1,0,6\n => refused: 2 rows of the edge 0 -> 1, .* 2 rows: .* unless both have one order => 0,1\n1,0\n0,1\n
 """
 
 

@@ -1,9 +1,9 @@
-"""A static cache of feature rows: the hottest, chosen once, on the GPU or in RAM.
+"""--cache: a static cache of feature rows, the hottest, chosen once, on the GPU or in RAM.
 
     visits = expected_visits(indptr, indices, train_nodes, fanouts)       # [V], the larger the hotter
     features = CachedFeatures(features, visits, budget=1 << 30, device="cuda")     # of a `FeatureRing`
 
-To copy this file, also take features.py.
+To copy this file, also take features.py and extras/__init__.py.
 """
 
 import threading
@@ -11,7 +11,8 @@ from contextlib import nullcontext
 
 import torch
 
-from features import ask, copy_rows, rows_of_a_chunk, take
+from extras import MissingExtra, extra
+from features import MODES, ask, copy_rows, rows_of_a_chunk, stored, take
 
 CHUNK_EDGES = 1 << 22  # edges handled at a time
 
@@ -138,3 +139,86 @@ class CachedFeatures:
         for some in [misses] if at_once else misses.split(self.piece):
             rows = missing(ids[some]) if missing else take(self.features, ids[some]).to(on)
             out.index_copy_(0, some.to(on, non_blocking=True), rows)
+
+
+def cached(ranks, plan, task, used, features):
+    """Put --cache in front of the features -> the cache, one per process, of the rows that batches use most often; or
+    the features as they are. Over memory-mapped features on CPU the cache looks ahead and plans the page cache too."""
+    # here: the cache takes only features.py
+    from disk.files import StoreError, readable_size
+    from run.allocator import trim_memory
+    from run.placement import reading_all_edges
+
+    store = task.store
+    rows = stored(store.features)
+    budget = plan.cache
+    if plan.split_features:  # processes fill their caches together
+        budget = min(ranks.gather(budget))
+    lookahead = None
+    if plan.mode == "cpu-cpu" and ask(rows, "paged") and not plan.split_features:
+        if rows.large and not budget:
+            budget = rows.default_cache() // ranks.local_world
+            size = readable_size(budget)
+            ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
+        if budget:
+            lookahead = looking_ahead(ranks)
+    if plan.lookahead is not None and not lookahead:
+        raise StoreError(
+            f"--lookahead {plan.lookahead} needs a --cache in front of memory-mapped features, with columns "
+            "in the checkpoint's order, in mode cpu-cpu and without --split-features"
+        )
+    if budget and plan.mode == MODES[0]:
+        ranks.say("memory  --cache has no effect: all features are in GPU memory")
+    if not budget or plan.mode == MODES[0]:
+        return features
+    batch_size = plan.batch_size * task.seeds_per_example(plan)
+    with reading_all_edges():
+        visits = expected_visits(
+            store.indptr, store.indices, task.seeds(), used.draws(plan), batch_size
+        )
+    visits = visits[: features.shape[0]]  # the other nodes have no features
+    trim_memory(1)  # return freed heap pages before allocating the cache
+    if plan.mode == "cpu-cpu":
+        ask(rows, "reserve")(budget * ranks.local_world)
+    if not lookahead:
+        return CachedFeatures(features, visits, budget, ranks.device)
+    cache = lookahead.LookaheadCache(
+        rows,
+        budget,
+        plan.lookahead,
+        hot=visits,
+        batches=plan.epochs * plan.steps * plan.accumulate,
+        share=(ranks.local_rank, ranks.local_world),
+    )
+    if cache.room and plan.verbose:
+        ranks.say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
+    return cache
+
+
+def looking_ahead(ranks):
+    """Return the module of the cache that looks ahead; None after a line that says so if its file is not there."""
+    try:
+        return extra(".lookahead", "looking ahead")
+    except MissingExtra as error:
+        ranks.say(f"memory  rows are cached, pages are left to the kernel: {error}")
+        return None
+
+
+def flags(kinds):
+    """Declare the flag of the cache."""
+    return {
+        "mode": dict(
+            cache=kinds.free(
+                kinds.SIZE,
+                0,
+                "feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)",
+                needs=[features_off_gpu],
+            )
+        )
+    }
+
+
+def features_off_gpu(flags):
+    """Refuse a cache of rows that are all in GPU memory."""
+    if flags.mode == MODES[0]:
+        return f"has no effect: --mode {MODES[0]} has all on the GPU"
