@@ -261,10 +261,8 @@ class Arrays:
         suffix: ":TYPE" for the arrays of one type, which were called NAME:TYPE.
         files: {name: file} of arrays that have a file of their own, for messages.
 
-    Attributes: classes: names of the classes, or None.
+    Attributes: classes: names of the classes, or None, once names or labels are read.
     """
-
-    classes = None
 
     def __init__(self, source, values, *, ignore=(), suffix="", files=()):
         self._files = dict(files)
@@ -372,7 +370,7 @@ class Arrays:
         found = {name: self._values[name] for name in NAMES if self.find(name)}
         self._taken |= found.keys()
         found = {name: [*(v() if callable(v) else v)] for name, v in found.items()}
-        self.classes = found.pop("class_names", self.classes)
+        self.classes = found.pop("class_names", None)
         return found
 
     def labels(self):
