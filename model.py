@@ -30,20 +30,15 @@ try:
 except ImportError:
     fused = None
 try:
-    from extras import LAYERS, extra
+    from extras import LAYERS, elsewhere, extra
+
+    __getattr__ = elsewhere(__name__)
 except ImportError:
     LAYERS = {}
 
     def extra(*ask):
         """Refuse what takes extras/."""
         raise ImportError("copy the folder extras/ beside model.py (in a package: from .extras)")
-
-
-def __getattr__(name):
-    modules = {"GINEConv": ".edge_features", "SAGEPoolConv": ".sage_pool"}
-    if name in modules:
-        return getattr(extra(modules[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # ---- steps that native/ fuses
@@ -762,6 +757,7 @@ class GNN(nn.Module):
         residual: add each layer's input to its output, through a matrix where the widths differ.
         recompute: keep layers' inputs and recompute the rest in backward (arXiv 1604.06174): less memory, more time.
         inputs: module that makes the input of the first layer, `NodeInputs` of extras/relational.py; None: it is x.
+        target_scale: module that turns the last layer's output into targets, `Scale` of extras/regression.py; None: it is that.
         options: what else layers are made with: edge_dim, the width of the features of edges; num_types, the number of edge
             types, and bases, see `RGCNConv` of extras/relational.py.
 
@@ -788,6 +784,7 @@ class GNN(nn.Module):
         input_dropout=0.0,
         recompute=False,
         inputs=None,
+        target_scale=None,
         **options,
     ):
         super().__init__()
@@ -803,17 +800,14 @@ class GNN(nn.Module):
         if norm == "batch" and recompute:
             raise ValueError("norm 'batch' would count a recomputed batch twice: take 'layer'")
         options = {name: value for name, value in options.items() if value}
-        needs = {"edge_dim": make.edge_features == "must", "num_types": make.uses_types}
-        for name in {**needs, **options}:
-            if name in options and name not in make.takes:
-                able = ", ".join(n for n, layer in CONVS.items() if name in layer.takes)
-                problem = f"conv {make.name!r} does not take {name} {options[name]}"
-                raise ValueError(f"{problem}: {able} do" if able else problem)
-            if needs.get(name) and name not in options:
-                raise ValueError(f"conv {make.name!r} needs {name} above 0")
+        for name in options.keys() - make.takes:
+            able = ", ".join(n for n, layer in CONVS.items() if name in layer.takes) or "none"
+            what = f"{name} {options[name]}, layers that do are {able}"
+            raise ValueError(f"conv {make.name!r} does not take {what}")
         given = dict(heads=heads, dropout=dropout, norm=norm) | options
         options = {name: given[name] for name in make.takes if name in given}
         self.inputs = inputs
+        self.register_module("target_scale", target_scale)
         first = in_dim if inputs is None else inputs.out_dim
         pairs = list(pairwise([first] + [hidden] * (num_layers - 1) + [out_dim]))
         self.layers = nn.ModuleList(make(*pair, **options) for pair in pairs[:-1])
@@ -859,7 +853,7 @@ class GNN(nn.Module):
             seed = layer_seed(key, len(self.layers))
             x = dropout(x, blocks[0].src_nodes, seed, drop_byte(self.input_dropout))
         if self._is_one_function() and (out := self._stack(blocks, x, aggregated, key)) is not None:
-            return out
+            return self._scaled(out)
         edges = edges or [None] * len(blocks)
         for i, (block, rows) in enumerate(zip(blocks, edges, strict=True)):
             step = self.step if i else first
@@ -917,6 +911,9 @@ class GNN(nn.Module):
         given = {"aggregated": aggregated, "scales": scales, "drops": drops}
         return fused.stack(blocks, x, weights, **given)
 
+    def _scaled(self, out):
+        return out if self.target_scale is None else self.target_scale(out)
+
     def finish(self, i, h, h_dst, nodes=None, seed=None):
         """Apply residual, norm, ReLU and dropout after layer i -> [S, D].
 
@@ -926,7 +923,7 @@ class GNN(nn.Module):
         """
         residual = None if self.residuals is None else self.residuals[i](h_dst)
         if i == len(self.norms):
-            return h if residual is None else h + residual
+            return self._scaled(h if residual is None else h + residual)
         nodes = None if nodes is None else nodes[: len(h)]
         norm = self.norms[i]
         kinds = {*CONVS.values(), *NORMS.values(), MLP, nn.ReLU}

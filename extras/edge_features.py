@@ -15,7 +15,7 @@ class GINEConv(GINConv, name="gine", after="gin"):
     edge_features = "must"
     residual = "no"
 
-    def __init__(self, in_dim, out_dim, norm="none", edge_dim=0):
+    def __init__(self, in_dim, out_dim, norm="none", *, edge_dim):
         super().__init__(in_dim, out_dim, norm)
         self.edge_dim = edge_dim
         self.edge_linear = Linear(edge_dim, in_dim)

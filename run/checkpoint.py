@@ -62,7 +62,7 @@ from run.own_model import is_own, load
 
 # widths that early checkpoints lack, and what they stand for
 LATER_WIDTHS = {
-    **dict.fromkeys("num_edge_types node_types edge_types class_dim".split(), 0),
+    **dict.fromkeys("num_edge_types node_types edge_types class_dim targets".split(), 0),
     **dict.fromkeys("labels several classes feature_names times kept_as".split()),
 }
 # the only names a pickle may contain
@@ -447,7 +447,10 @@ def check_widths(task, plan, graph, path):
     for name in task.compared(plan):
         here = store.meta.get(name, 0)
         was = graph[name]
-        lenient = name in ("num_classes", "num_edge_types")  # another graph may have fewer
+        # another graph may have fewer, or none
+        lenient = (
+            name in ("num_classes", "num_edge_types") or name == "targets" and not store.labelled
+        )
         differs = was is not None and here != was
         if differs and (plan.trains or not lenient or here > was):
             raise StoreError(f"{trained} with {name} {was}, {store.path} has {here}")

@@ -296,19 +296,18 @@ def test_readme_commands_run_word_for_word(tmp_path):
     assert ran > 4
 
 
-def test_the_example_of_an_own_graph_runs_from_top_to_bottom(tmp_path, monkeypatch):
-    """All blocks of docs/own_graph.md in order, in one folder. What the shell calls `python` with runs here."""
-    pytest.importorskip("pandas"), pytest.importorskip("matplotlib")
+def _run_page(page, tmp_path, monkeypatch) -> dict:
+    """Run all blocks of a page of docs/ in order, in one folder -> its names. What the shell calls `python` with runs here."""
     monkeypatch.chdir(tmp_path)
     called = "#!/bin/bash\nprintf '%q ' \"$@\" >> called; echo >> called\n"
     (tmp_path / "python").write_text(called)
     (tmp_path / "python").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     names = {}
-    text = (HERE / "docs/own_graph.md").read_text()
+    text = (HERE / "docs" / page).read_text()
     for language, block in re.findall(r"^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         if language == "python":
-            exec(compile(block, "own_graph.md", "exec"), names)
+            exec(compile(block, page, "exec"), names)
             continue
         Path("called").write_text("")
         subprocess.run(["bash", "-ec", block], env=environment, check=True)
@@ -317,6 +316,18 @@ def test_the_example_of_an_own_graph_runs_from_top_to_bottom(tmp_path, monkeypat
             main = {"store.py": cli.main, "train.py": train.main}[script]
             few = ["--epochs", "2"] if "--runs" in words else []
             assert main([*words, *few]) == 0, command
+    return names
+
+
+def test_the_movies_of_five_tables_are_recommended_by_name(tmp_path, monkeypatch):
+    names = _run_page("movies.md", tmp_path, monkeypatch)
+    assert len(names["best"]) == len({*names["best"]}) == 10 * len(names["likes"])
+    assert names["right"] > 0.9 and not {*names["best"]} & {pair[:2] for pair in names["ratings"]}
+
+
+def test_the_example_of_an_own_graph_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    pytest.importorskip("pandas"), pytest.importorskip("matplotlib")
+    names = _run_page("own_graph.md", tmp_path, monkeypatch)
     table = names["table"]
     right = table.predicted[300:] == names["papers"].subject[300:]  # without labels
     later = names["predicted"]["class"] == names["later"].subject
