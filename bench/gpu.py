@@ -163,10 +163,10 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "law": Part(gpu_parts.law, 90, "checks"),
+    "law": Part(gpu_parts.law, 120, "checks"),
     "commands": Part(gpu_parts.commands, 120, "checks"),
-    "losses": Part(gpu_parts.losses, 100, "checks"),
-    "ranks": Part(gpu_parts.ranks, 90, "checks"),
+    "losses": Part(gpu_parts.losses, 120, "checks"),
+    "ranks": Part(gpu_parts.ranks, 120, "checks"),
     "tests": Part(gpu_parts.tests, 120, "checks"),
     "kernels": Part(gpu_parts.kernels, 100),
     "steps": Part(gpu_parts.steps, 140),
