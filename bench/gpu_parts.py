@@ -35,7 +35,7 @@ GPU_MODES = MODES[:3]
 PREDICTED = HERE / "results/predicted-h200.json"
 TWO_RANKS = ["-m", "bench.two_ranks"]
 WINDOW = 20  # steps of the plain version per timing
-ENOUGH = 6  # seconds for what is timed up to three times
+ENOUGH = 4  # seconds for what is timed up to three times
 CLOSE = {"fp32": 2e-4, "bf16": 0.03}  # largest relative difference of a loss on GPU and CPU
 
 
