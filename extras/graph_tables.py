@@ -573,7 +573,7 @@ def _check_labels(table, j, cells, count):
     how = "{:g}"
     if isinstance(cells, list):
         how = "{!r:.60}"
-        why = "labels are whole numbers or text; numbers to learn are --targets FILE"
+        why = "labels are whole numbers or text"
         fitting = {"0", "1", "-1", *MISSING}
         if count == 1:
             if table.kinds[j] == "text" or not all(
@@ -585,7 +585,7 @@ def _check_labels(table, j, cells, count):
     else:
         bad = (cells < -1) | (cells > (1 if count > 1 else np.inf))
     why = "of several labels each is 0, 1 or empty" if count > 1 else why
-    table.refuse(0, j, bad, f"is {how}: {why}", cells)
+    table.refuse(0, j, bad, f"is {how}: {why}; numbers to learn are --targets FILE", cells)
 
 
 def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
