@@ -441,10 +441,10 @@ class Flags(Typed):
 
     @property
     def trains(self):
-        """Whether this command trains: a checkpoint may also be there to predict or export only."""
+        """Whether this command trains: a checkpoint may also be there to predict, export or report only."""
         from_file = self.resume not in (None, "auto")
         on = {"epochs", "checkpoint"}.isdisjoint(self.typed)
-        return not ((self.predict or self.export) and from_file and on)
+        return not ((self.predict or self.export or self.report) and from_file and on)
 
     def settled(self, **values):
         """Return the Plan of a run, with values of what was open."""
