@@ -25,6 +25,7 @@ mapped file kills the process (SIGBUS).
 import math
 import runpy
 import sys
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,15 +48,9 @@ from disk.convert import within
 from disk.files import StoreError, reading
 from disk.lmdb_rows import LmdbFeatures
 from disk.reader import MappedRows
-from extras import extra
+from extras import elsewhere, extra
 
-
-def __getattr__(name):
-    if name in ("CodedFeatures", "split"):
-        return getattr(extra(".int8" if name == "CodedFeatures" else ".parts"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
+__getattr__ = elsewhere(__name__)
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
 
 
@@ -107,9 +102,10 @@ def build_store(
             the order of the given edges; an added reverse copies those of its edge. With node_time and no edge_time an
             edge, also an added reverse, has the time of its source. edge_order=True also stores the number of each edge in
             the order given (8 bytes an edge), for `GraphStore.given_edges` and `stored_edges`; or give numbers, int [M].
-        node_names: V distinct names of one line each. edge_types: names of the edge types.
+        node_names: V distinct names of one line each; by type {type: names}, distinct within a type. edge_types: names of the
+            edge types.
         feature_names: F different names of the columns of features; with them predictions go by name, not by position.
-            None: those of a DataFrame.
+            None: those of a DataFrame. By type {type: names}.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
             are dicts by type, see `flatten` of extras/typed.py.
         backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
@@ -304,19 +300,27 @@ class GraphStore:
         names = self._names()
         return names and [*names]
 
-    def node_ids(self, values, name="ids") -> Tensor:
+    def node_ids(self, values, name="ids", type=None) -> Tensor:
         """Look up nodes -> their rows in features, labels and predictions, int64 of the shape of `values`.
 
         Args:
             values: array or list of integers or text, of any shape. If the nodes have names, values are names, an integer
                 that of its digits: 7 is the node called "7"; else row numbers, integers. To look up n of V names takes
                 memory for n.
-            name: of the values, for messages.
+            name: of the values, for messages. type: name of the nodes' type, within which names differ and rows are counted.
 
         Raises:
-            StoreError: for another dtype, or a node that there is not; names the first.
+            StoreError: for another dtype, a node that there is not, or a name that nodes of several types have; names the first.
         """
-        return columns.node_ids(name, values, self.num_nodes, self._names())
+        names = self._names()
+        if type is None:
+            return columns.node_ids(name, values, self.num_nodes, names)
+        if type not in self.node_types:
+            types = ", ".join(self.node_types) or "none"
+            raise StoreError(f"{name}: there is no type {type!r}; types of nodes are {types}")
+        first, stop = columns.ids_of_type(self.node_types, type)
+        names = names and islice(names, first, stop)
+        return first + columns.node_ids(name, values, stop - first, names)
 
     def given_edges(self, positions) -> Tensor:
         """Return the numbers that stored edges had when they were given to `build_store` -> int64 of the shape of `positions`.

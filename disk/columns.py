@@ -381,6 +381,9 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
     first = []
     for row, node in enumerate(names):
         if node in rows:
+            if rows[node] >= 0:
+                why = "is of several types: give the type, for pairs --edge-type"
+                raise StoreError(f"{name} has node {node!r}, which {why}")
             rows[node] = row
         if row < 3:
             first.append(repr(node))
@@ -426,6 +429,13 @@ def described_types(node_types) -> str:
     """Describe the types of nodes for a log line, in the order of their ids."""
     types = node_types.items()
     return ", ".join(f"{n:,} {name} ({width or 'no'} features)" for name, (n, width) in types)
+
+
+def ids_of_type(node_types, name):
+    """Return the ids of the nodes of a type -> (first, stop)."""
+    counts = [count for count, _ in node_types.values()]
+    place = [*node_types].index(name)
+    return sum(counts[:place]), sum(counts[: place + 1])
 
 
 def types_called(name, names) -> list[int]:

@@ -229,6 +229,10 @@ class GraphTask(Task):
             pooling=args.pooling or "mean",
         )
 
+    @staticmethod
+    def defaults(flags):
+        return {"hidden": 64}
+
     def settled(self, flags):
         size = len(self.store.split["train"]) // PASSES
         return {

@@ -51,9 +51,10 @@ from run.kinds import (
     parsed_by,
     per_graph,
     prediction,
+    spelled,
     text,
-    training,
 )
+from run.kinds import text_of as text_of
 from run.own_model import conv_of, is_own
 from tasks.node import NodeTask
 
@@ -390,13 +391,6 @@ CORE = dict(
         "write each epoch's metrics for TensorBoard",
         needs=[library("tensorboard")],
     ),
-    profile=free(
-        text("FILE"),
-        None,
-        "torch.profiler trace of epoch 2: FILE.rank0.json",
-        needs=[training],
-        endings=("",),
-    ),
 )
 
 
@@ -522,14 +516,3 @@ def files_of_seed(flags, seed):
     """Name the files that one seed of --runs writes, but for --log, to which all append -> {flag: file}."""
     names = [name for name, flag in FLAGS.items() if flag.endings and name != "log"]
     return {n: seed_path(file, seed) for n in names if (file := getattr(flags, n))}
-
-
-def spelled(name, value=True, equals=" "):
-    """Spell a flag: batch_size -> --batch-size; with a value, as it is typed: --batch-size 8, --no-residual."""
-    flag = f"--{'no_' * (value is False)}{name}".replace("_", "-")
-    return flag if isinstance(value, bool) else f"{flag}{equals}{text_of(value)}"
-
-
-def text_of(value):
-    """Return a flag's value as it is typed: [15, 10] -> 15,10."""
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -23,7 +23,8 @@ from loader import NodeLoader
 from model import graph_degrees, is_gnn
 from run import own_model
 from run.flags import TASKS, Plan
-from run.placement import all_features, check_memory, place_data, reading_all_edges, settle
+from run.placement import all_features, place_data, reading_all_edges, settle, tell_memory
+from run.report import plan_lines
 from sampler import NeighborSampler, mix
 from tasks.metrics import check_scores
 
@@ -39,8 +40,6 @@ def open_run(ranks, flags, path, fits=lambda plan, task: {}):
     tf32 = plan.precision == "tf32" and ranks.gpus
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     used = used._replace(seen=used.seen | fits(plan, task))
-    if plan.conv:
-        check_memory(ranks, plan, task)
     sampler, ring = place_data(ranks, plan, task, used)
     torch.manual_seed(plan.seed)  # of initial weights, the same on every rank
     model, digest = build_model(plan, task, used)
@@ -83,6 +82,22 @@ def place_model(ranks, model, plan, task, sampler):
     else:
         with reading_all_edges():
             model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
+
+
+def dry_run(ranks, flags, path):
+    """Print what the data need in memory in each mode, and the plan, as training would settle it. ranks: of one process that
+    stands for all."""
+    task = TASKS[flags.task].opened(flags, path, ranks.say)
+    if task.placed:
+        tell_memory(ranks, flags, task)
+    plan, used = settle(ranks, flags, task)
+    with torch.device("meta" if plan.conv else "cpu"):
+        model, _ = build_model(plan, task, used)
+    ranks.say("\n".join(plan_lines(ranks, plan, task, model, plan.trains)))
+    ranks.say(
+        f"plan    mode {plan.mode}, precision {plan.precision}, weights of the {plan.weights} epoch, "
+        f"{plan.prefetch} batches ahead, {plan.sample_threads} sampled at once"
+    )
 
 
 @dataclass

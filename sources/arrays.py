@@ -28,6 +28,7 @@ from sources.splits import PARTS
 EDGES = ("edge_index", "edges")
 FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")
 LABELS = ("labels", "y", "label", "node_labels", "targets")
+NAMES = ("node_names", "feature_names", "edge_types", "class_names")
 # what a saved Data or HeteroData may hold besides tensors, in torch_geometric.data
 PYG = """data.Data data.DataEdgeAttr data.DataTensorAttr hetero_data.HeteroData feature_store.TensorAttr graph_store.EdgeAttr
 graph_store.EdgeLayout storage.BaseStorage storage.NodeStorage storage.EdgeStorage storage.GlobalStorage storage.AttrType"""
@@ -258,13 +259,14 @@ class Arrays:
         source: name of the file or object in messages. ignore: names of arrays to leave out.
         values: {name: array, tensor, or function that reads an array}; None stands for a missing one.
         suffix: ":TYPE" for the arrays of one type, which were called NAME:TYPE.
-        files: {name: file} of arrays that have a file of their own, for messages. classes: names of the classes, or None.
+        files: {name: file} of arrays that have a file of their own, for messages.
+
+    Attributes: classes: names of the classes, or None, once names or labels are read.
     """
 
-    def __init__(self, source, values, *, ignore=(), suffix="", files=(), classes=None):
+    def __init__(self, source, values, *, ignore=(), suffix="", files=()):
         self._files = dict(files)
         self.source, self.suffix = str(source), suffix
-        self.classes = classes
         self._taken = set()
         self._values = {name: value for name, value in values.items() if value is not None}
         for name in ignore:
@@ -283,10 +285,7 @@ class Arrays:
             if not colon or kind.count(",") not in (0, 2):
                 raise self.error(f"{name} has no type: call it NAME:TYPE or NAME:FROM,RELATION,TO")
             types.setdefault(kind, {})[base] = value
-        return {
-            k: Arrays(f"{self.source}: {k}", v, suffix=f":{k}", classes=self.classes)
-            for k, v in types.items()
-        }
+        return {k: Arrays(f"{self.source}: {k}", v, suffix=f":{k}") for k, v in types.items()}
 
     def error(self, text) -> StoreError:
         """Make a StoreError that names the source."""
@@ -365,6 +364,14 @@ class Arrays:
         if words:
             self.say(f"it has {', '.join(words)}")
         return arrays
+
+    def names(self):
+        """Return {argument of `build_store`: names} of nodes, features and types of edges, and take those of classes."""
+        found = {name: self._values[name] for name in NAMES if self.find(name)}
+        self._taken |= found.keys()
+        found = {name: [*(v() if callable(v) else v)] for name, v in found.items()}
+        self.classes = found.pop("class_names", None)
+        return found
 
     def labels(self):
         """Return classes int64 [V], or multi-labels [V, C] of 0 and 1; None without such an array. -1 or NaN

@@ -243,26 +243,15 @@ def build(
     with reading(f"cannot build {path}: {kind}"):
         if tables:
             read_tables = extra(".graph_tables", kind).read_tables
-            sources = source if is_typed else {"": kind}
-            arrays, nodes = read_tables(sources, given, columns, path.absolute().parent, ignore)
-            classes = [of.class_names for of in nodes.values() if of.class_names]
-            options = {**_names_of(nodes), "edge_types": arrays.pop("edge_types", None), **options}
-            arrays = Arrays(kind, arrays, files=given, classes=classes[0] if classes else None)
+            sources = source if is_typed else {"": given.pop("features", None), ",,": kind}
+            arrays = read_tables(sources, given, columns, path.absolute().parent, ignore)
+            arrays = Arrays(kind, arrays, files=given)
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))
         else:
             arrays = from_object(source, given, ignore)
         return _build_arrays(path, arrays, params, seed, **options)
-
-
-def _names_of(nodes) -> dict:
-    """Return the arguments node_names and feature_names of `build_store` for `Nodes` by type, of the type "" if there is one."""
-    features = {kind: of.feature_names for kind, of in nodes.items() if of.feature_names}
-    names = {kind: of.names for kind, of in nodes.items() if of.names}
-    if "" in nodes:
-        return {"node_names": names.get(""), "feature_names": features.get("")}
-    return {"node_names": names or None, "feature_names": features or None}
 
 
 def _draws(arrays, split=False) -> bool:
@@ -313,6 +302,7 @@ def _read_graph(arrays, params, source):
     split = None
     for kind, of in arrays.by_type().items():
         num_nodes = num_edges = None
+        names = of.names()
         if "," not in kind:
             labels = of.labels()
             features = of.features(params.get("row_normalize"))
@@ -336,7 +326,7 @@ def _read_graph(arrays, params, source):
             kind = tuple(kind.split(",")) if kind else kind
             graph["edge_index"][kind] = of.edge_index()
             num_edges = graph["edge_index"][kind].shape[-1]
-        for name, values in of.columns().items():
+        for name, values in (names | of.columns()).items():
             graph.setdefault(name, {})[kind] = values
         of.close(num_nodes, num_edges)
     if len(labelled) > 1 and target is None or target and target not in labelled:
@@ -372,10 +362,8 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
     else:
         tables = graph.get(EDGE_FEATURES.name, {})
-        widths = {table.shape[1] if table.ndim > 1 else 1 for table in tables.values()}
-        if tables and tables.keys() < graph["edge_index"].keys():
-            widths.add("no")
-        widths = sorted(widths, key=str)
+        shapes = [np.shape(tables.get(kind, [[]])) for kind in graph["edge_index"]]
+        widths = sorted({shape[1] if len(shape) > 1 else 1 for shape in shapes})
         if len(widths) > 1:
             wide = " or ".join(map(str, widths))
             arrays.say(f"edge_features have {wide} columns, by type: narrower ones get zeros")
@@ -396,7 +384,7 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
     if one_way := counted["one_way"]:
         share = f"{one_way:,} of {counted['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
-    if options.get("node_names") is None:
+    if "node_names" not in graph:
         for kind in counted["from_one"]:
             node = f"node 0 of type {kind}" if kind else "node 0"
             arrays.say(f"{node} has no edges: ids may start at 1")

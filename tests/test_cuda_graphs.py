@@ -129,6 +129,8 @@ def _emulate_graphs(monkeypatch):
     stream = types.SimpleNamespace(wait_event=nothing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", nothing)
+    capturing = lambda: bool(_Graph.recording)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
     monkeypatch.setattr(torch.cuda, "set_stream", nothing)
     monkeypatch.setattr(cuda_graphs, "captured", lambda graph, pool=None, stream=None: graph)
     _use(layers_gpu, monkeypatch)
@@ -333,6 +335,7 @@ def test_captured_adam_steps_in_pieces_have_the_same_bits(monkeypatch):
     monkeypatch.setattr(torch, "_fused_adam_", noted)
     ends = []
     for captured in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
         params = [v.clone().requires_grad_() for v in values]
         optimizer = adam.Adam(params, lr=0.01, weight_decay=0.003, fused=True)
         optimizer.param_groups[0].update(capturable=captured, lr=torch.tensor(0.01))
