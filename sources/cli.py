@@ -112,7 +112,9 @@ def by_type(words):
         return words[0]
     sources = dict(word.partition("=")[::2] for word in words)
     if len(sources) < len(words) or not all(sources.values()):
-        how = "several tables are TYPE=FILE of nodes and TYPE,RELATION,TYPE=FILE of edges, one a type"
+        how = (
+            "several tables are TYPE=FILE of nodes and TYPE,RELATION,TYPE=FILE of edges, one a type"
+        )
         raise StoreError(f"{' '.join(words)}: {how}")
     return sources
 
