@@ -48,15 +48,9 @@ from disk.convert import within
 from disk.files import StoreError, reading
 from disk.lmdb_rows import LmdbFeatures
 from disk.reader import MappedRows
-from extras import extra
+from extras import elsewhere, extra
 
-
-def __getattr__(name):
-    if name in ("CodedFeatures", "split"):
-        return getattr(extra(".int8" if name == "CodedFeatures" else ".parts"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
+__getattr__ = elsewhere(__name__)
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
 
 
@@ -68,6 +62,7 @@ def build_store(
     indices=None,
     features,
     labels=None,
+    targets=None,
     split=None,
     node_names=None,
     node_types=None,
@@ -97,6 +92,8 @@ def build_store(
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
         labels: integers [V] in [0, C), or multi-label [V, C] of 0 and 1; -1 for a missing one. No split may contain a node
             without any. None: no node has one, and the graph is for predictions and links.
+        targets: numbers to be learned in place of classes, [V] or [V, T], kept as float32; NaN for a missing one. Without a
+            split a tenth of the nodes is for valid, a tenth for test.
         split: dict with row numbers of nodes, not names, or masks bool [V], for "train" (not empty), "valid" (or "val")
             and "test" (each may be missing); disjoint. Or a list of K such splits of the same graph. None: 20 nodes of
             each class are drawn for train, 30 for valid, the rest for test, by seed 0, or in train.py by --seed; with
@@ -149,7 +146,8 @@ class GraphStore:
     Attributes:
         indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form. What is written to these and the other tensors
             stays in this process, see `files.map_npy`.
-        labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one.
+        labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one; numbers to be
+            learned: float32 [V, T], NaN for a missing one. targets: T, 0 of classes.
         class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` sets it. If the
             graph was built without a split: drawn by seed 0, or empty, see `build_store`.
@@ -179,6 +177,7 @@ class GraphStore:
         for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
             setattr(self, name, meta[name])
         self.labelled = meta.get("labelled", True)
+        self.targets = meta.get("targets", 0)
         self.feature_names = meta.get("feature_names")
         source = meta.get("source")
         classes = source.get("classes") if isinstance(source, dict) else None
@@ -388,7 +387,7 @@ class GraphStore:
         self.features = features
 
     def renumber(self, **arrays):
-        """Take num_classes, num_edge_types or class_names of a network, which may have more of them than the graph."""
+        """Take num_classes, targets, num_edge_types or class_names of a network, which may have more of them than the graph."""
         vars(self).update(arrays)
 
     def take_split(self, split):
@@ -410,7 +409,7 @@ class GraphStore:
         """Raise StoreError unless all ids in a split, by default `split`, are nodes that have a label below C; for use
         before training."""
         split = self.split if split is None else split
-        end = self.num_classes if self.labels.dim() == 1 else 2
+        end = self.num_classes if self.labels.dim() == 1 else math.inf if self.targets else 2
         checks.check_stored(self.path, split, self.labels.numpy(), end=end)
 
     def verify(self):

@@ -452,7 +452,8 @@ def summary(graph, part=None) -> dict:
     features = f"{width} x {kept_as}, backend {graph.meta['backend']}"
     if part:
         features += f"; {part}"
-    classes = f"{graph.num_classes}{' labels, several a node' * (graph.labels.dim() == 2)}"
+    several = " numbers a node" if graph.targets else " labels, several a node"
+    classes = f"{graph.num_classes}{several * (graph.labels.dim() == 2)}"
     return {
         "nodes": f"{graph.num_nodes:,}",
         "types": described_types(graph.node_types) or "one",

@@ -147,7 +147,7 @@ def cached(ranks, plan, task, used, features):
     # here: the cache takes only features.py
     from disk.files import StoreError, readable_size
     from run.allocator import trim_memory
-    from run.placement import draws, reading_all_edges
+    from run.placement import reading_all_edges
 
     store = task.store
     rows = stored(store.features)
@@ -174,7 +174,7 @@ def cached(ranks, plan, task, used, features):
     batch_size = plan.batch_size * task.seeds_per_example(plan)
     with reading_all_edges():
         visits = expected_visits(
-            store.indptr, store.indices, task.seeds(), draws(plan, used), batch_size
+            store.indptr, store.indices, task.seeds(), used.draws(plan), batch_size
         )
     visits = visits[: features.shape[0]]  # the other nodes have no features
     trim_memory(1)  # return freed heap pages before allocating the cache

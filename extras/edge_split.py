@@ -52,6 +52,15 @@ class Edges:
             exists &= self.sources.index_select(0, place * exists) == start
         return exists.view_as(source)
 
+    def any_of(self, source, destination, wanted):
+        """Check for which of source, destination int64 [n] any of the edges from one to the other is wanted -> bool [n].
+        wanted: function of their indices in `sources` [m] and, for each, which of the n it is [m] -> bool [m]."""
+        first = self.place(source, destination)
+        counts = self.place(source, destination, strict=False) - first
+        row = torch.repeat_interleave(counts)
+        row = row[wanted(expand(first, counts), row)]
+        return torch.zeros_like(source, dtype=torch.bool).index_fill_(0, row, True)
+
     def ranges(self, pairs):
         """Find the edges of each pair int64 [n, 2], then those of each reverse pair -> (index in `sources` of the first
         [2n], how many they are [2n])."""

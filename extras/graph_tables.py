@@ -45,6 +45,7 @@ from sources.arrays import MISSING, short
 SPLIT = re.compile(
     "(is)?(train|val|valid|validation|test|dev)(ing)?(mask|set|idx)?|(cv)?fold|split|subset"
 )
+ANSWERS = "labels", "targets"
 MOST_VALUES = 100  # of a column of text that becomes features
 YEAR_2000 = np.datetime64("2000", "us")
 DECADE = np.timedelta64(315_569_520, "s")
@@ -427,12 +428,12 @@ def node_column(file, nodes, name, ignore=()) -> np.ndarray:
     """Read a table for nodes.
 
     Args:
-        name: "labels": a column of numbers or text, or multi-label columns of 0 and 1 -> float64 [V] or [V, C], NaN:
+        name: "targets": columns of numbers -> float64 [V] or [V, T], NaN for a missing one; "labels": a column of numbers or text, or multi-label columns of 0 and 1 -> float64 [V] or [V, C], NaN:
             no label, or text [V]; a column of nodes of a store: its values [V]; both may have a column of ids as well, with
             which labels may be for some nodes only. Other names: a column of ids of distinct nodes -> int64 [n].
     """
     with opened(file, ignore, nodes.heads) as table:
-        is_labels = name == "labels"
+        is_labels = name in ANSWERS
         column = COLUMNS.get(name)
         if is_labels and table.width > 1 + bool(table.named("id")):
             _refuse_splits(table, "label")
@@ -446,13 +447,13 @@ def node_column(file, nodes, name, ignore=()) -> np.ndarray:
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
-        kind = str if is_labels else TIME if column and column.timed else float
+        kind = str if name == "labels" else TIME if column and column.timed else float
         kinds = dict.fromkeys(columns, kind)
         rows, cells = _rows_of_nodes(table, nodes, node, kinds, is_labels)
-        for j in columns if is_labels else ():
+        for j in columns if name == "labels" else ():
             _check_labels(table, j, cells[j], len(columns))
         table.say()
-    if is_labels and len(columns) > 1 and table.names:
+    if is_labels and (len(columns) > 1 or name == "targets") and table.names:
         nodes.class_names = [table.names[j] for j in columns]
     if not columns:
         return rows
@@ -471,12 +472,12 @@ def node_column(file, nodes, name, ignore=()) -> np.ndarray:
 def _ids_of_nodes(table, nodes, name) -> int | None:
     """Find the column of ids in a table for nodes, see `node_column`: by its name, or that of the features' column of ids, or
     because all of its cells are nodes; of two columns else the first."""
-    if name != "labels" and name not in COLUMNS:
+    if name not in (*ANSWERS, *COLUMNS):
         return 0 if table.width == 1 else None
     names = table.names or ()
     ids = {*table.named("id"), *(j for j, name in enumerate(names) if name == nodes.id_name)}
     if not ids and (nodes.kind is str or table.width == 2):
-        others = table.named("label" if name == "labels" else "more of an edge")
+        others = table.named("label" if name in ANSWERS else "more of an edge")
         refer = [j for j in range(table.width) if j not in others]
         ids = [j for j in refer if table.identifies(j) and nodes.have(table.sample(j))]
         if table.width == 2 and len(ids) != 1:
@@ -500,7 +501,7 @@ def _check_labels(table, j, cells, count):
     how = "{:g}"
     if isinstance(cells, list):
         how = "{!r:.60}"
-        why = "labels are whole numbers or text (node regression is not supported)"
+        why = "labels are whole numbers or text; numbers to learn are --targets FILE"
         fitting = {"0", "1", "-1", *MISSING}
         if count == 1:
             if table.kinds[j] == "text" or not all(

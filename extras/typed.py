@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from disk.checks import check_targets
 from disk.columns import (
     COLUMNS,
     EDGE_ORDER,
@@ -62,7 +63,8 @@ def flatten(given) -> dict:
     """
     by_type = _given_by_type(given)
     features = by_type.get("features", {})
-    labels = by_type.get("labels", {})
+    answers = "targets" if "targets" in by_type else "labels"
+    labels = by_type.get(answers, {})
     node_types = given.node_types or {}
     counts = integers("node_types", [*node_types.values()])
     refuse(counts < 0, "node_types", counts, "a number of nodes is 0 or more")
@@ -126,7 +128,7 @@ def flatten(given) -> dict:
         "feature_names": _feature_names(features, widths, by_type.get("feature_names", {})),
         "node_names": _node_names(by_type.get("node_names"), names, node_types),
         "symmetrize": False,
-        **_labels(labels, given.split, first, node_types),
+        **_labels(answers, labels, given.split, first, node_types),
     }
 
 
@@ -141,7 +143,7 @@ def _given_by_type(given) -> dict:
     single += [name for name in ONE_GRAPH if getattr(given, name) is not None]
     if single:
         raise StoreError(f"{single[0]} is not for a graph that is given by type")
-    names = ("features", "labels", "node_names", "feature_names")
+    names = ("features", "labels", "targets", "node_names", "feature_names")
     by_type = {name: getattr(given, name) for name in names} | columns
     by_type = {name: values for name, values in by_type.items() if values is not None}
     for name, values in by_type.items():
@@ -177,15 +179,20 @@ def called(kind) -> str:
     return kind if isinstance(kind, str) else ",".join(kind)
 
 
-def _labels(labels, split, first, node_types) -> dict:
-    """Return the labels {type: labels of its nodes} of one type and the split as those of one graph."""
+def _labels(name, labels, split, first, node_types) -> dict:
+    """Return the labels or, by this name, targets {type: those of its nodes} of one type and the split as those of one graph."""
     if not labels:
         if split:
             raise StoreError("split is of nodes with labels, and no type of nodes has any")
         return {"labels": None, "split": None}
     ((kind, values),) = labels.items()
-    values = integers(f"labels of {kind}", values)
-    joined = _spread("labels", {kind: values}, first, node_types, -1)
+    title = f"{name} of {kind}"
+    if name == "targets":
+        values = check_targets(title, values, node_types[kind])[0]
+    else:
+        values = integers(title, values)
+    rest = np.nan if name == "targets" else -1
+    joined = _spread(name, {kind: values}, first, node_types, rest)
     splits = split if isinstance(split, list) else [split or {}]
     moved = [
         {
@@ -194,7 +201,7 @@ def _labels(labels, split, first, node_types) -> dict:
         }
         for one in splits
     ]
-    return {"labels": joined, "split": moved if splits is split else moved[0]}
+    return {"labels": None, name: joined, "split": moved if splits is split else moved[0]}
 
 
 def _check_names(node_types, edge_index):

@@ -25,6 +25,7 @@ from run.kinds import (
     COUNT_OR_0,
     FANOUT,
     MODEL_ARGS,
+    NORM,
     NUMBER,
     ON_OFF,
     PROBABILITY,
@@ -50,9 +51,10 @@ from run.kinds import (
     parsed_by,
     per_graph,
     prediction,
+    spelled,
     text,
-    training,
 )
+from run.kinds import text_of as text_of
 from run.own_model import conv_of, is_own
 from tasks.node import NodeTask
 
@@ -106,11 +108,7 @@ def no_early_stop(flags):
 
 def logits_before_the_last_layer(flags):
     """Refuse embeddings of networks without an inner layer that could give them."""
-    if flags.predict_what != "embeddings":
-        return None
-    if flags.conv is None:
-        return f"is for the built-in models; take logits of {flags.model}"
-    if flags.num_layers == 1:
+    if flags.predict_what == "embeddings" and flags.conv and flags.num_layers == 1:
         return "would be the features with --num-layers 1"
 
 
@@ -260,7 +258,15 @@ CORE = dict(
         PROBABILITY, 0.0, "probability on the input features (default: 0)", needs=[built_in_model]
     ),
     lr=kept(RATE, 0.003, "Adam's learning rate", group="optimisation"),
-    lr_schedule=kept(one_of("constant", "cosine"), "constant", "cosine: falls to 0 over --epochs"),
+    lr_schedule=kept(
+        one_of("constant", "cosine", "linear"),
+        "constant",
+        "cosine, linear: falls to 0 over --epochs",
+    ),
+    warmup=kept(COUNT, None, "optimizer steps over which the rate rises to --lr (default: none)"),
+    clip_norm=kept(
+        NORM, None, "largest norm of the gradients of all weights together (default: any)"
+    ),
     weight_decay=kept(
         NUMBER, None, "Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)"
     ),
@@ -277,7 +283,7 @@ CORE = dict(
     metric=fixed(
         one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
         None,
-        "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); graphs: roc_auc, accuracy, f1 (default: roc_auc; several classes: accuracy), or of targets rmse, mae",
+        "default: accuracy (several labels: f1); links: mrr; graphs: roc_auc; numbers: rmse",
     ),
     early_stop=kept(
         COUNT, None, "after N epochs without a better --metric keep the best weights (default: off)"
@@ -291,7 +297,9 @@ CORE = dict(
     seed=fixed(
         SEED, 0, "for initial weights, drawn splits, order, sampling and dropout (default: 0)"
     ),
-    runs=alike(COUNT, 1, "N seeds: mean and standard deviation"),
+    runs=alike(
+        COUNT, 1, "N seeds: mean and standard deviation; files get names as FILE-seed0 (default: 1)"
+    ),
     precision=kept(
         one_of("fp32", "tf32", "bf16", "fp64"),
         None,
@@ -344,11 +352,7 @@ CORE = dict(
         needs=[dry],
     ),
     checkpoint=free(
-        text("FILE"),
-        None,
-        "write the state each epoch, on Ctrl-C (--runs: FILE-seed0)",
-        group="files",
-        endings=("",),
+        text("FILE"), None, "write the state each epoch, on Ctrl-C", group="files", endings=("",)
     ),
     checkpoint_every=alike(
         COUNT, None, "also write it every N optimizer steps (default: off)", needs=[checkpoint_file]
@@ -363,13 +367,13 @@ CORE = dict(
         text("FILE"),
         None,
         "exact predictions for every node or small graph: .npy, or .csv, .parquet with names; with --resume FILE it trains only with --epochs or --checkpoint",
-        needs=[one_run, table_library],
+        needs=[table_library],
         endings=(".npy", ".csv", ".parquet"),
     ),
     predict_what=alike(
         one_of("classes", "scores", "logits", "embeddings"),
         "classes",
-        "classes [V] (several labels: 0/1 [V, classes]); scores (probabilities), logits [V, classes]; embeddings: the last layer's input, [V, hidden]",
+        "scores: probabilities; embeddings: the input of the last layer (default: classes)",
         needs=[prediction, logits_before_the_last_layer],
         default_is_off=False,
     ),
@@ -386,13 +390,6 @@ CORE = dict(
         None,
         "write each epoch's metrics for TensorBoard",
         needs=[library("tensorboard")],
-    ),
-    profile=free(
-        text("FILE"),
-        None,
-        "torch.profiler trace of epoch 2: FILE.rank0.json",
-        needs=[one_run, training],
-        endings=("",),
     ),
 )
 
@@ -515,12 +512,7 @@ def seed_path(path, seed):
     return str(path.with_name(f"{path.stem}-seed{seed}{path.suffix}"))
 
 
-def spelled(name, value=True, equals=" "):
-    """Spell a flag: batch_size -> --batch-size; with a value, as it is typed: --batch-size 8, --no-residual."""
-    flag = f"--{'no_' * (value is False)}{name}".replace("_", "-")
-    return flag if isinstance(value, bool) else f"{flag}{equals}{text_of(value)}"
-
-
-def text_of(value):
-    """Return a flag's value as it is typed: [15, 10] -> 15,10."""
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+def files_of_seed(flags, seed):
+    """Name the files that one seed of --runs writes, but for --log, to which all append -> {flag: file}."""
+    names = [name for name, flag in FLAGS.items() if flag.endings and name != "log"]
+    return {n: seed_path(file, seed) for n in names if (file := getattr(flags, n))}

@@ -114,11 +114,23 @@ COUNT_OR_0 = parsed_by(positive(int, zero=True), "N")
 SEED = parsed_by(positive(int, zero=True, below=2**63), "N")
 TIME = parsed_by(positive(int, below=2**63), "N")
 RATE = parsed_by(positive(float), "RATE")
+NORM = parsed_by(positive(float), "NORM")
 NUMBER = parsed_by(positive(float, zero=True), "X")
 PROBABILITY = parsed_by(positive(float, zero=True, below=1), "P")
 MODEL_ARGS = parsed_by(words_of, "A=1,B=x")
 FANOUT = parsed_by(fanout, "15,10,5")
 SIZE = parsed_by(size, "4GiB")
+
+
+def spelled(name, value=True, equals=" "):
+    """Spell a flag: batch_size -> --batch-size; with a value, as it is typed: --batch-size 8, --no-residual."""
+    flag = f"--{'no_' * (value is False)}{name}".replace("_", "-")
+    return flag if isinstance(value, bool) else f"{flag}{equals}{text_of(value)}"
+
+
+def text_of(value):
+    """Return a flag's value as it is typed: [15, 10] -> 15,10."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 # ---- declarations

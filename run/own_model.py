@@ -107,7 +107,7 @@ def takes_edges(model):
     return argument is not None, argument is not None and argument.default is argument.empty
 
 
-def build(model, words, in_dim, num_classes, edge_dim=0, blocks=True):
+def build(model, words, in_dim, num_classes, edge_dim=0, *, blocks=True):
     """Build the network of --model with the `words` of --model-args for feature width in_dim and edge feature width
     edge_dim -> nn.Module. blocks: it is called with blocks, else with a `GraphBatch`. Raises StoreError as `load` does, for
     arguments that do not fit, and if the result is not a usable nn.Module."""

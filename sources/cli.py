@@ -29,6 +29,7 @@ from sources.prepare import build
 TABLES = {  # flag of build: what it takes, help
     "--features": ("FILE", "tables: a row of numbers per node"),
     "--labels": ("FILE", "tables: a label per node, -1 if unlabelled"),
+    "--targets": ("FILE", "tables: numbers to learn per node, empty if missing"),
     **{f"--{part}": ("FILE", f"tables: ids of the {part} nodes") for part in SPLITS},
     **{f"--{c.flag.replace('_', '-')}": c.usage() for c in COLUMNS.values() if not c.asked},
 }

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from disk import convert, files
-from disk.checks import DRAWN, check_labels, check_split, drawn_per_class
+from disk.checks import DRAWN, DRAWN_NODES, check_labels, check_split, drawn_nodes
 from disk.columns import COLUMNS, EDGE_FEATURES, EDGE_TIME, EDGE_TYPE, NODE_TIME
 from disk.files import StoreError, reading
 from extras import extra
@@ -182,7 +182,18 @@ def parse(text, types, name) -> dict:
     return values
 
 
-def build(source, path, *, features=None, labels=None, split=None, ignore=(), seed=None, **options):
+def build(
+    source,
+    path,
+    *,
+    features=None,
+    labels=None,
+    targets=None,
+    split=None,
+    ignore=(),
+    seed=None,
+    **options,
+):
     """Build a store at `path` -> that path.
 
     docs/data.md lists the names that arrays may have, and what is drawn if there is no split or there are no features.
@@ -191,7 +202,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         source: a DGLGraph; a PyG `Data`, or a list of them, which are small graphs; an .npz file, or a .pt file of
             `torch.save(data, file)`, with parameters of `NPZ` after a colon; or a table of edges.
         features, labels: [V, F] and [V] in place of the graph's, if it has one node type; for tables, files of tables;
-            for a list of G graphs, labels [G] or [G, T].
+            for a list of G graphs, labels [G] or [G, T]. targets: in place of labels, numbers to be learned, [V] or [V, T].
         split: dict of node ids or masks in place of the graph's (for tables: of files of ids); or the number, from 0,
             of the only one of the graph's splits to keep.
         ignore: names of arrays to leave out; for tables, of columns.
@@ -208,7 +219,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         kind = ", ".join(Path(file).name for file in source.values())
     files.refuse_existing(path)
     params = {"ignore": list(ignore)} if ignore else {}
-    given = dict(features=features, labels=labels)
+    given = dict(features=features, labels=labels, targets=targets)
     if isinstance(split, dict):
         given |= {f"{part}_idx": ids for part, ids in convert.by_part("split", split).items()}
     elif split is not None:
@@ -331,18 +342,20 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
     may start at 1."""
     graph, split = _read_graph(arrays, params, source)
     labels = next(iter(graph["labels"].values()), None)
+    numbers = labels is not None and labels.dtype.kind == "f"
     random = np.random.default_rng(source.get("seed", 0))
     if labels is None:
         arrays.say("it has no labels: a trained model can predict on it, --task link learn from it")
-    elif not split and labels.ndim == 2 and "seed" not in source:
+    elif not split and labels.ndim == 2 and not numbers and "seed" not in source:
         arrays.say("it has no split, and none is drawn of nodes with several labels each")
     elif not split:
         by = "by --seed of train.py"  # each run draws its own
         if "seed" in source:
-            split = drawn_per_class(labels, random)
+            split = drawn_nodes(labels, random)
             by = f"seed {source['seed']}"
         where = "".join(f" from nodes of type {kind}" for kind in graph["labels"] if kind)
-        arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
+        what = DRAWN_NODES if numbers else DRAWN
+        arrays.say(f"it has no split: {what} are drawn{where} ({by})")
     if NODE_TIME.name in graph or EDGE_TIME.name in graph:
         _say_whose_times(arrays, graph)
     if not arrays.is_typed:
@@ -355,6 +368,8 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
             wide = " or ".join(map(str, widths))
             arrays.say(f"edge_features have {wide} columns, by type: narrower ones get zeros")
     if graph["features"] is None:
+        if numbers:
+            arrays.find(*FEATURES, needed=True)
         num_classes = check_labels(labels, len(labels), options.get("num_classes"))[1]
         split, features, half = _labels_as_features(arrays, labels, split, num_classes, random)
         graph["features"] = features
@@ -362,6 +377,8 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         options["drop_duplicates"] = True
         source["features"] = "labels of half of the training nodes"
         arrays.say(f"it has no features: {half}, the others are trained on; {how}")
+    if numbers:
+        graph["targets"] = graph.pop("labels")
     build_store(path, **graph, split=split or None, source=source, **options)
     counted = files.read_meta(path)["edges"]
     if one_way := counted["one_way"]:
