@@ -312,15 +312,16 @@ class GraphStore:
         Raises:
             StoreError: for another dtype, a node that there is not, or a name that nodes of several types have; names the first.
         """
-        names = self._names()
         if type is None:
-            return columns.node_ids(name, values, self.num_nodes, names)
-        if type not in self.node_types:
-            types = ", ".join(self.node_types) or "none"
-            raise StoreError(f"{name}: there is no type {type!r}; types of nodes are {types}")
-        first, stop = columns.ids_of_type(self.node_types, type)
-        names = names and islice(names, first, stop)
-        return first + columns.node_ids(name, values, stop - first, names)
+            return columns.node_ids(name, values, self.num_nodes, self._names())
+        first = 0
+        for kind, (count, _) in self.node_types.items():
+            if kind == type:
+                names = self._names() and islice(self._names(), first, first + count)
+                return first + columns.node_ids(name, values, count, names)
+            first += count
+        types = ", ".join(self.node_types) or "none"
+        raise StoreError(f"{name}: there is no type {type!r}; types of nodes are {types}")
 
     def given_edges(self, positions) -> Tensor:
         """Return the numbers that stored edges had when they were given to `build_store` -> int64 of the shape of `positions`.
