@@ -187,7 +187,11 @@ class NodeLoader:
         if not load_batch and (sampler is None or ring is None):
             tables = _tables(graph, edges)
         indptr = getattr(graph, "indptr", None)
-        self._num_nodes = "V" if indptr is None else len(indptr) - 1  # in a mask
+        self._length = "V"  # of a mask
+        if indptr is not None:
+            self._length = len(indptr) - 1
+        elif hasattr(graph, "__len__"):  # small graphs
+            self._length = len(graph)
         self.draw = draw
         self.load_batch = load_batch
         self.seeds = seeds
@@ -232,7 +236,7 @@ class NodeLoader:
     @seeds.setter
     def seeds(self, seeds):
         # in host memory: a GPU would index it on a stream no slot waits for
-        seeds = torch.from_numpy(part_ids("seeds", seeds, self._num_nodes))
+        seeds = torch.from_numpy(part_ids("seeds", seeds, self._length))
         if not (self.draw or self.load_batch) and (again := repeated(seeds.numpy())) is not None:
             raise ValueError(
                 f"seeds has node {again} more than once: give it once, or a `draw` that samples "
@@ -255,7 +259,7 @@ class NodeLoader:
             "epoch": self.epoch,
             "step": self.step,
         }
-        return shown("NodeLoader", fields)
+        return shown(type(self).__name__, fields)
 
     def __iter__(self):
         if self.looping:

@@ -351,6 +351,8 @@ class Conv(nn.Module):
     padded = False  # reads neighbours only by methods of `Neighborhood`: CUDA graphs can hold it
     takes = ()  # options of GNN that it is made with: "heads", "dropout", "norm", "num_types", "bases"
     last_options = {}  # options that the last layer of a GNN is made with
+    # its gradient of h is memory that nothing else has, to which that of x_dst may be added; a class states it for itself
+    own_gradient = False
 
     edge_dim = 0
     one_product = False  # see `MeanConv`
@@ -376,11 +378,12 @@ class Conv(nn.Module):
         S = block.indptr.numel() - 1
         if degree is None and self.uses_degree:
             degree = block_degrees(block)
+        h, x_dst = self.with_dst(h, S)
         near = Neighborhood(
             block.indptr,
             block.indices,
             messages=self.message(h, degree),
-            x_dst=h[:S],
+            x_dst=x_dst,
             degree=None if degree is None else degree[:S],
             nodes=None if seed is None else block.src_nodes[:S],
             seed=seed,
@@ -402,6 +405,11 @@ class Conv(nn.Module):
 
     def message(self, h, degree=None):
         return h
+
+    def with_dst(self, h, S):
+        """Return h [N, F] and its first S rows."""
+        in_place = fused and vars(type(self)).get("own_gradient") and not hooked(*self.modules())
+        return fused.with_first(h, S) if in_place else (h, h[:S])
 
 
 def check_rows(block, h):
@@ -517,6 +525,7 @@ class SAGEConv(MeanConv, name="sage"):
     """GraphSAGE layer, mean aggregator (Hamilton, Ying, Leskovec, arXiv 1706.02216): W_self h_v + W_neigh mean(h_u), with
     features of edges + W_edge mean(e_uv)."""
 
+    own_gradient = True
     padded = True
 
     def __init__(self, in_dim, out_dim, edge_dim=0):
@@ -560,6 +569,7 @@ class GCNConv(MeanConv, name="gcn"):
     features of edges, W_edge mean(e_uv) over v's edges is added.
     """
 
+    own_gradient = True
     uses_degree = True
     whole_graph = True
     # it mixes a node's row with its neighbours'
@@ -621,6 +631,7 @@ class GINConv(Conv, name="gin"):
     this, as in the authors' networks; without it, training on graphs of large degree may not work at all.
     """
 
+    own_gradient = True
     uses_degree = True
     norm = "layer"
     # without, it learns nothing on some graphs
@@ -656,6 +667,7 @@ class GATv2Conv(Conv, name="gat"):
         edge_dim: width of the edge features; 0: none.
     """
 
+    own_gradient = True
     edge_features = "can"
     norm = "layer"
     # it mixes a node's row with its neighbours'
@@ -745,6 +757,7 @@ class GNN(nn.Module):
         residual: add each layer's input to its output, through a matrix where the widths differ.
         recompute: keep layers' inputs and recompute the rest in backward (arXiv 1604.06174): less memory, more time.
         inputs: module that makes the input of the first layer, `NodeInputs` of extras/relational.py; None: it is x.
+        target_scale: module that turns the last layer's output into targets, `Scale` of extras/regression.py; None: it is that.
         options: what else layers are made with: edge_dim, the width of the features of edges; num_types, the number of edge
             types, and bases, see `RGCNConv` of extras/relational.py.
 
@@ -771,6 +784,7 @@ class GNN(nn.Module):
         input_dropout=0.0,
         recompute=False,
         inputs=None,
+        target_scale=None,
         **options,
     ):
         super().__init__()
@@ -793,6 +807,7 @@ class GNN(nn.Module):
         given = dict(heads=heads, dropout=dropout, norm=norm) | options
         options = {name: given[name] for name in make.takes if name in given}
         self.inputs = inputs
+        self.register_module("target_scale", target_scale)
         first = in_dim if inputs is None else inputs.out_dim
         pairs = list(pairwise([first] + [hidden] * (num_layers - 1) + [out_dim]))
         self.layers = nn.ModuleList(make(*pair, **options) for pair in pairs[:-1])
@@ -838,7 +853,7 @@ class GNN(nn.Module):
             seed = layer_seed(key, len(self.layers))
             x = dropout(x, blocks[0].src_nodes, seed, drop_byte(self.input_dropout))
         if self._is_one_function() and (out := self._stack(blocks, x, aggregated, key)) is not None:
-            return out
+            return self._scaled(out)
         edges = edges or [None] * len(blocks)
         for i, (block, rows) in enumerate(zip(blocks, edges, strict=True)):
             step = self.step if i else first
@@ -856,8 +871,9 @@ class GNN(nn.Module):
     def step(self, i, block, x, *, seed=None, edges=None):
         """Apply layer i and all that precedes the next one; seed: of the dropout after it."""
         layer = self.layers[i]
+        x, x_dst = layer.with_dst(x, block.indptr.numel() - 1)
         h = layer(block, x, self._degree(layer, block, x.device), seed, edges)
-        return self.finish(i, h, x[: block.indptr.numel() - 1], block.src_nodes, seed)
+        return self.finish(i, h, x_dst, block.src_nodes, seed)
 
     def _step_of_pair(self, i, block, pair, *, seed=None, edges=None):
         """`step` of own rows and means [S, 2F] of the block."""
@@ -895,6 +911,9 @@ class GNN(nn.Module):
         given = {"aggregated": aggregated, "scales": scales, "drops": drops}
         return fused.stack(blocks, x, weights, **given)
 
+    def _scaled(self, out):
+        return out if self.target_scale is None else self.target_scale(out)
+
     def finish(self, i, h, h_dst, nodes=None, seed=None):
         """Apply residual, norm, ReLU and dropout after layer i -> [S, D].
 
@@ -904,7 +923,7 @@ class GNN(nn.Module):
         """
         residual = None if self.residuals is None else self.residuals[i](h_dst)
         if i == len(self.norms):
-            return h if residual is None else h + residual
+            return self._scaled(h if residual is None else h + residual)
         nodes = None if nodes is None else nodes[: len(h)]
         norm = self.norms[i]
         kinds = {*CONVS.values(), *NORMS.values(), MLP, nn.ReLU}

@@ -42,9 +42,9 @@ import torch
 
 import ddp
 from disk.files import StoreError, progress_bar, unread
-from extras import STEPS, MissingExtra, extra, present
+from extras import STARTS, STEPS, MissingExtra, extra, present
 from run import command_line
-from run.adam import Adam
+from run.adam import Adam, rate_at
 from run.allocator import announce, release_memory, trim_memory
 from run.checkpoint import (
     check_graph,
@@ -56,7 +56,7 @@ from run.checkpoint import (
     save_checkpoint,
 )
 from run.finite import LossSum, all_finite
-from run.flags import seed_path
+from run.flags import files_of_seed, seed_path
 from run.report import (
     Clock,
     Report,
@@ -160,7 +160,6 @@ class Training:
                     f"early   stopped after epoch {epoch}: no better score since epoch {self.best['epoch']}"
                 )
                 break
-            rate = self.optimizer.take_rate(plan, epoch)
             profiled = epoch == min(start + 1, plan.epochs - 1)
             with self.report.traced() if profiled else nullcontext():
                 trained = self.epoch(epoch, first)
@@ -171,7 +170,7 @@ class Training:
                 self.report.stopped(epoch + 1, trained.step)
                 ranks.barrier()
                 return self.stop.exit_code
-            figures = self.validate({"epoch": epoch + 1, **trained.figures, "lr": rate})
+            figures = self.validate({"epoch": epoch + 1, **trained.figures})
             ranks.say(advice(ranks, figures) if epoch == start else "")
             self.save(epoch + 1, 0)
             if plan.allocator == "tuned" and not ranks.gpus:
@@ -188,6 +187,7 @@ class Training:
         losses = self.stepper.begin()
         count = 0
         done = first
+        rate = rate_at(plan, epoch, epoch * plan.steps + first)  # if the epoch is over
         # the loader's threads run ahead: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
         loader = run.loader(
             run.store.split["train"], timed=clock.timed, load_batch=self.stepper.load_batch
@@ -206,6 +206,8 @@ class Training:
             clock.add("stall", waiting, time.perf_counter())
             if batch.began is not None:
                 clock.events.append(("transfer", batch.began, batch.ready))
+            rate = rate_at(plan, epoch, batch.global_step)
+            self.optimizer.set_rate(rate)
             self.stepper.step(batch, clock)
             count += len(batch.y)
             if batch.last:
@@ -226,6 +228,7 @@ class Training:
         figures = {
             "first_step": first,
             "loss": loss / count if count else None,
+            "lr": rate,
             "seconds": seconds,
             "seeds_per_s": count / seconds,
             **stages,
@@ -327,9 +330,16 @@ def train(ranks, flags, path):
     run = open_run(ranks, flags, path, partial(check_graph, ranks, state, file))
     plan = run.plan
     model = run.model
-    optimizer = Adam(model.parameters(), lr=plan.lr, weight_decay=plan.weight_decay, fused=True)
+    optimizer = Adam(
+        model.parameters(),
+        lr=plan.lr,
+        weight_decay=plan.weight_decay,
+        fused=True,
+        clip_norm=plan.clip_norm,
+    )
     best = {"score": -math.inf, "epoch": 0, "model": None}  # for --weights best
     start, first = restore(run, state, file, optimizer, best) if state else (0, 0)
+    started = [module.start(run) for module in present(STARTS).values() if not state]
     del state
     if plan.weights == "last":  # resuming with --weights best later starts without an old best
         best.update(score=-math.inf, model=None)
@@ -339,6 +349,7 @@ def train(ranks, flags, path):
         graphs, message = step.build(run, optimizer)
     stepper = graphs or Eager(run, ranks.wrap(model, unused=bool(run.digest)), optimizer)
     describe(run, file, start, first)
+    ranks.say("\n".join(started))
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
     report = Report(ranks, plan)
     with ddp.StopSignal(ranks) as stop:
@@ -375,10 +386,9 @@ def train_many(ranks, flags, path):
     for turn in range(flags.runs):
         seed = flags.seed + turn
         turn_flags = {"seed": seed, "turn": turn, "run": f"{flags.run}-seed{seed}"}
+        turn_flags |= files_of_seed(flags, seed)
         if flags.tensorboard:
             turn_flags["tensorboard"] = str(Path(flags.tensorboard, f"seed{seed}"))
-        if flags.checkpoint:
-            turn_flags["checkpoint"] = seed_path(flags.checkpoint, seed)
         try:
             finished = train(ranks, replace(flags, **turn_flags), path)
         except NotFinite as error:

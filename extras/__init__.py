@@ -32,6 +32,7 @@ LAYERS = {"sage-pool": ".sage_pool", "gine": ".edge_features"}
 LAYERS |= dict(rgcn=".relational", rgat=".relational")
 MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
 STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
+STARTS = dict(init=".warm_start")  # weights to start from
 PLACES = {"pinned-cuda": ".pinned"}  # modes of --mode
 CACHES = dict(cache=".cache")  # what may be put in front of features
 # flags of each file; of files whose flags follow the same one in --help, the later is listed first
@@ -48,6 +49,8 @@ FLAGS = {
     ".cache": "cache",
     ".export": "export",
     ".pictures": "curve timeline profile",
+    ".warm_start": "init",
+    ".regression": "loss",
 }
 
 

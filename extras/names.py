@@ -6,23 +6,22 @@ To copy this file, also take disk/ and extras/__init__.py.
 import numpy as np
 import torch
 
+from disk.columns import NAMES, check_names
 from disk.convert import RowsByIndex
 from disk.files import StoreError, check_size, file_record, reading
 
-FILE = "nodes.txt"
 
-
-def check(names):
-    """Raise StoreError unless names of nodes are of one line each."""
-    for node, name in enumerate(names):
+def check(what, names, num_nodes):
+    """Raise StoreError unless there are V different names of one line each. what: they are, for messages."""
+    for node, name in enumerate(check_names(what, names, num_nodes)):
         if "\n" in name or "\r" in name or name != name.encode(errors="replace").decode():
-            raise StoreError(f"node_names: name {node}, {name!r}, is not one line of text")
+            raise StoreError(f"{what}: name {node}, {name!r}, is not one line of text")
 
 
 def read(path, record):
     """Yield the names of the nodes of the store at `path`, in order; StoreError if the file is damaged. record: its entry
     in meta.json."""
-    file = check_size(path, FILE, record)
+    file = check_size(path, NAMES, record)
     count = 0
     lacks = f"it does not have {record['shape'][0]:,} whole lines"
     with reading(file, "; rebuild the store"):
@@ -51,6 +50,9 @@ def find(name, values, names):
     first = []
     for row, node in enumerate(names):
         if node in rows:
+            if rows[node] >= 0:
+                why = "is of several types: give the type, for pairs --edge-type"
+                raise StoreError(f"{name} has node {node!r}, which {why}")
             rows[node] = row
         if row < 3:
             first.append(repr(node))
@@ -65,10 +67,10 @@ def find(name, values, names):
 
 def write(path, names) -> dict:
     """Write the names of the nodes, one a line -> the record of the file for meta.json."""
-    (path / FILE).write_bytes("".join(f"{name}\n" for name in names).encode())
+    (path / NAMES).write_bytes("".join(f"{name}\n" for name in names).encode())
     whole = all(type(name) in (int, np.int64) for name in names)
     dtype = "int64" if whole and np.asarray(names).dtype.kind == "i" else "str"
-    return file_record(path / FILE, dtype, [len(names)])
+    return file_record(path / NAMES, dtype, [len(names)])
 
 
 class ReorderedFeatures(RowsByIndex):

@@ -129,9 +129,7 @@ def profile(report):
 
 def flags(kinds):
     """Declare the flags of pictures and traces."""
-    both = dict(
-        needs=[kinds.one_run, kinds.training, kinds.library("matplotlib")], endings=(".png",)
-    )
+    both = dict(needs=[kinds.training, kinds.library("matplotlib")], endings=(".png",))
     return {
         "tensorboard": dict(
             curve=kinds.free(
@@ -150,7 +148,7 @@ def flags(kinds):
                 kinds.text("FILE"),
                 None,
                 "torch.profiler trace of epoch 2: FILE.rank0.json",
-                needs=[kinds.one_run, kinds.training],
+                needs=[kinds.training],
                 endings=("",),
             ),
         )

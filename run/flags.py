@@ -25,6 +25,7 @@ from run.kinds import (
     COUNT_OR_0,
     FANOUT,
     MODEL_ARGS,
+    NORM,
     NUMBER,
     ON_OFF,
     PROBABILITY,
@@ -54,7 +55,7 @@ from run.kinds import (
     text,
 )
 from run.kinds import text_of as text_of
-from run.own_model import conv_of
+from run.own_model import conv_of, is_own
 from tasks.node import NodeTask
 
 SEEDS = 1024  # default of --batch-size
@@ -65,22 +66,31 @@ MODELS = [model for task in TASKS.values() for model in task.models or ()]  # of
 
 
 def model_or_default(flags):
-    """Return the model, or the default of a task that has models of its own and not this one."""
+    """Return the model, or the default of a task that has models of its own and not this one, nor one of a file."""
     models = TASKS[flags.task].models or [flags.model]
-    return flags.model if flags.model in models else [*models][0]
+    return flags.model if flags.model in models or is_own(flags.model) else [*models][0]
 
 
 def model_of_the_task(flags):
     """Refuse a layer where the task has models of its own, and these models elsewhere."""
     models = TASKS[flags.task].models
+    if flags.conv is None:
+        return None
     if (flags.model in MODELS) != bool(models):
-        return f"is not for --task {flags.task}, which has {', '.join(models or CONVS)}"
+        own = "" if models is None else ", and networks of a file, not layers"
+        return f"is not for --task {flags.task}, which has {', '.join(models or CONVS)}{own}"
 
 
 def used_width(flags):
     """Refuse --hidden of a network of a file, which has its own width, unless its outputs are embeddings."""
     # of another task the embeddings of any network
     if not TASKS[flags.task].are_links:
+        return built_in_model(flags)
+
+
+def layers_or_hops(flags):
+    """Refuse --num-layers of a network of a file that gets no hops, but whole graphs."""
+    if not TASKS[flags.task].placed:
         return built_in_model(flags)
 
 
@@ -98,11 +108,7 @@ def no_early_stop(flags):
 
 def logits_before_the_last_layer(flags):
     """Refuse embeddings of networks without an inner layer that could give them."""
-    if flags.predict_what != "embeddings":
-        return None
-    if flags.conv is None:
-        return f"is for the built-in models; take logits of {flags.model}"
-    if flags.num_layers == 1:
+    if flags.predict_what == "embeddings" and flags.conv and flags.num_layers == 1:
         return "would be the features with --num-layers 1"
 
 
@@ -221,7 +227,9 @@ CORE = dict(
         needs=[own_network],
     ),
     hidden=fixed(COUNT, 128, "width of the hidden layers, all heads together", needs=[used_width]),
-    num_layers=fixed(COUNT, None, "number of layers (default: one per fanout, else 3)"),
+    num_layers=fixed(
+        COUNT, None, "number of layers (default: one per fanout, else 3)", needs=[layers_or_hops]
+    ),
     heads=fixed(
         COUNT,
         None,
@@ -250,7 +258,15 @@ CORE = dict(
         PROBABILITY, 0.0, "probability on the input features (default: 0)", needs=[built_in_model]
     ),
     lr=kept(RATE, 0.003, "Adam's learning rate", group="optimisation"),
-    lr_schedule=kept(one_of("constant", "cosine"), "constant", "cosine: falls to 0 over --epochs"),
+    lr_schedule=kept(
+        one_of("constant", "cosine", "linear"),
+        "constant",
+        "cosine, linear: falls to 0 over --epochs",
+    ),
+    warmup=kept(COUNT, None, "optimizer steps over which the rate rises to --lr (default: none)"),
+    clip_norm=kept(
+        NORM, None, "largest norm of the gradients of all weights together (default: any)"
+    ),
     weight_decay=kept(
         NUMBER, None, "Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)"
     ),
@@ -267,7 +283,7 @@ CORE = dict(
     metric=fixed(
         one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
         None,
-        "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); graphs: roc_auc, accuracy, f1 (default: roc_auc; several classes: accuracy), or of targets rmse, mae",
+        "default: accuracy (several labels: f1); links: mrr; graphs: roc_auc; numbers: rmse",
     ),
     early_stop=kept(
         COUNT, None, "after N epochs without a better --metric keep the best weights (default: off)"
@@ -281,7 +297,9 @@ CORE = dict(
     seed=fixed(
         SEED, 0, "for initial weights, drawn splits, order, sampling and dropout (default: 0)"
     ),
-    runs=alike(COUNT, 1, "N seeds: mean and standard deviation"),
+    runs=alike(
+        COUNT, 1, "N seeds: mean and standard deviation; files get names as FILE-seed0 (default: 1)"
+    ),
     precision=kept(
         one_of("fp32", "tf32", "bf16", "fp64"),
         None,
@@ -334,11 +352,7 @@ CORE = dict(
         needs=[dry],
     ),
     checkpoint=free(
-        text("FILE"),
-        None,
-        "write the state each epoch, on Ctrl-C (--runs: FILE-seed0)",
-        group="files",
-        endings=("",),
+        text("FILE"), None, "write the state each epoch, on Ctrl-C", group="files", endings=("",)
     ),
     checkpoint_every=alike(
         COUNT, None, "also write it every N optimizer steps (default: off)", needs=[checkpoint_file]
@@ -353,13 +367,13 @@ CORE = dict(
         text("FILE"),
         None,
         "exact predictions for every node or small graph: .npy, or .csv, .parquet with names; with --resume FILE it trains only with --epochs or --checkpoint",
-        needs=[one_run, table_library],
+        needs=[table_library],
         endings=(".npy", ".csv", ".parquet"),
     ),
     predict_what=alike(
         one_of("classes", "scores", "logits", "embeddings"),
         "classes",
-        "classes [V] (several labels: 0/1 [V, classes]); scores (probabilities), logits [V, classes]; embeddings: the last layer's input, [V, hidden]",
+        "scores: probabilities; embeddings: the input of the last layer (default: classes)",
         needs=[prediction, logits_before_the_last_layer],
         default_is_off=False,
     ),
@@ -496,3 +510,9 @@ def seed_path(path, seed):
     """Name the file of one seed of --runs: run.pt -> run-seed3.pt."""
     path = Path(path)
     return str(path.with_name(f"{path.stem}-seed{seed}{path.suffix}"))
+
+
+def files_of_seed(flags, seed):
+    """Name the files that one seed of --runs writes, but for --log, to which all append -> {flag: file}."""
+    names = [name for name, flag in FLAGS.items() if flag.endings and name != "log"]
+    return {n: seed_path(file, seed) for n in names if (file := getattr(flags, n))}

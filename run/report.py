@@ -26,7 +26,7 @@ from tasks.metrics import METRICS, scores_line
 # step: forward, backward and optimizer as CUDA graphs
 STAGES = ("sample", "fetch", "transfer", "forward", "backward", "optimizer", "step", "stall")
 # flags without effect where nothing is trained
-OF_TRAINING = "lr lr_schedule weight_decay early_stop accumulate checkpoint_activations".split()
+OF_TRAINING = "lr lr_schedule warmup clip_norm weight_decay early_stop accumulate checkpoint_activations".split()
 
 
 class Clock:
@@ -198,7 +198,8 @@ class Report:
         parts = SPLITS[::-1]
         for name in sorted(columns, key=lambda name: parts.index(name.partition(" ")[0])):
             values = columns[name]
-            scale, digits, unit = (1, 4, "") if "rmse" in name or "mae" in name else (100, 2, "%")
+            of_targets = any(metric in name for metric in ("rmse", "mae", "r2"))
+            scale, digits, unit = (1, 4, "") if of_targets else (100, 2, "%")
             spread = "" if std[name] is None else f" +- {scale * std[name]:.{digits}f}"
             of = f" of {len(values)}" if len(values) < count else ""
             line += f"  {name} {scale * mean[name]:.{digits}f}{spread}{unit}{of}"
@@ -344,6 +345,10 @@ def plan_lines(ranks, plan, task, model, trained):
         batch = " x ".join([f"up to {' and '.join(most)}", *parts])
         steps = f"about {steps}"
     rates = f"learning rate {plan.lr:g}, weight decay {plan.weight_decay:.2g}"
+    if plan.warmup:
+        rates += f", {plural(plan.warmup, 'step')} of warm-up"
+    if plan.clip_norm:
+        rates += f", gradients clipped to the norm {plan.clip_norm:g}"
     lines.append(f"train   {plural(plan.epochs, 'epoch')} of {steps}, each of {batch}; {rates}")
     return lines
 
@@ -374,9 +379,10 @@ def epoch_line(plan, figures, examples="seeds"):
     if sampled is not None:
         valid = f"{METRICS[plan.metric].title} {percent(sampled)} (sampled)"
     elif figures.get("valid"):
-        left_out = "rmse_of_the_mean", "hits@1", "hits@10"
+        left_out = re.compile("@|r2|rmse_of")
         scores = figures["valid"].items()
-        valid = scores_line({k: v for k, v in scores if k not in left_out or k == plan.metric})
+        valid = scores_line({k: v for k, v in scores if k == plan.metric or not left_out.search(k)})
+        valid += " (sampled)" * (plan.task == "node")
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     # an epoch that was resumed after its last step has no loss
     loss = "n/a" if figures["loss"] is None else f"{figures['loss']:.4f}"

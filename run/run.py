@@ -35,7 +35,7 @@ WHOLE_GRAPH_EDGES = 1 << 22
 def open_run(ranks, flags, path, fits=lambda plan, task: {}):
     """Open the store at a path, place it and build the network -> Run. fits: function(plan, task) that raises if the data
     do not match the checkpoint to resume, and returns more for `Used.seen`."""
-    task = TASKS[flags.task](flags, path, ranks.say)
+    task = TASKS[flags.task].opened(flags, path, ranks.say)
     plan, used = settle(ranks, flags, task)
     tf32 = plan.precision == "tf32" and ranks.gpus
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -53,18 +53,19 @@ def build_model(plan, task, used):
     digest = own_model.load(plan.model)[1] if own_model.is_own(plan.model) else None
     if plan.conv:
         return task.build(plan), digest
-    if store.features.shape[0] < store.num_nodes:
+    if task.placed and store.features.shape[0] < store.num_nodes:
         raise StoreError(
             f"--model {plan.model}: {store.path} has types of "
             "nodes without features, for which built-in models learn rows"
         )
-    network = own_model.build(
-        plan.model,
-        plan.model_args or [],
-        store.feature_dim,
-        store.num_classes,
-        store.edge_dim if used.edges is not None else 0,
-    )
+    widths = task.own_widths(used.edges is not None)
+    network = own_model.build(plan.model, plan.model_args or [], *widths, blocks=task.placed)
+    if plan.predict and plan.predict_what == "embeddings" and not hasattr(network, "embeddings"):
+        if used.times is not None or not layerwise(network):
+            raise StoreError(
+                f"--predict-what embeddings: {plan.model} needs a method embeddings(blocks, x), "
+                "which returns a row for each seed"
+            )
     return task.build(plan, network), digest
 
 
@@ -86,7 +87,7 @@ def place_model(ranks, model, plan, task, sampler):
 def dry_run(ranks, flags, path):
     """Print what the data need in memory in each mode, and the plan, as training would settle it. ranks: of one process that
     stands for all."""
-    task = TASKS[flags.task](flags, path, ranks.say)
+    task = TASKS[flags.task].opened(flags, path, ranks.say)
     if task.placed:
         tell_memory(ranks, flags, task)
     plan, used = settle(ranks, flags, task)
@@ -118,13 +119,18 @@ class Run:
         self.store = self.task.store
         self.custom = own_model.conv_of(self.plan.model) is None
         self.by_layers = layerwise(self.model) and self.used.times is None
+        if self.custom and getattr(self.model, "target_scale", None):
+            self.by_layers = is_gnn(self.model)  # which scales its outputs
 
     @cached_property
     def trained(self):
-        """Keys of the training examples, int64 [n], ascending; None if the task has none."""
+        """Keys of the training examples, also of a checkpoint that training began from, int64 [n], ascending; None if the
+        task has none."""
         if self.task.are_links:
             return None
-        return self.task.keys(self.store.split["train"]).sort().values
+        keys = self.task.keys(self.store.split["train"])
+        before = self.task.trained
+        return keys.sort().values if before is None else torch.cat([keys, before]).unique()
 
     def loader(self, seeds, **options):
         """Build the NodeLoader of this rank's part of every step, from the plan; `options` override it."""
@@ -203,7 +209,8 @@ class Run:
     def exact(self, layers=None):
         """Compute logits float32 [V, C] of all nodes from all their neighbours: layer by layer, on Linux split over
         the ranks of each machine; in batches, split over all ranks, for other networks.
-        With `layers`, return the output of that many first layers, [V, hidden]."""
+        With `layers`, return the output of that many first layers, [V, hidden], or, of a network that does not go layer
+        by layer and is no GNN, its `embeddings`."""
         ranks = self.ranks
         store = self.store
         self.model.eval()
@@ -242,7 +249,8 @@ class Run:
         plan = self.plan
         store = self.store
         times = self.used.times
-        fanout = [-1] * (layers or len(plan.fanout))
+        own = not is_gnn(model)
+        fanout = [-1] * (len(plan.fanout) if own else layers or len(plan.fanout))
         seen = {"seed": plan.seed, "check": False, **self.used.seen}
         options = {
             "sampler": NeighborSampler(store.indptr, store.indices, fanout, **seen),
@@ -257,8 +265,9 @@ class Run:
             options |= {"batch_size": -(-store.num_nodes // self.ranks.world), "depth": 0}
 
         def output(batch):
-            if not is_gnn(model):
-                return self.task.output(self, model, batch, None).float()
+            if own:
+                network = model if layers is None else model.embeddings
+                return self.task.output(self, network, batch, None).float()
             x = model.embed(batch.blocks[0].src_nodes, batch.x)
             edges = batch.edges or [None] * len(fanout)
             for i, block in enumerate(batch.blocks):

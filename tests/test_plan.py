@@ -12,7 +12,7 @@ import ddp
 import train
 from disk import files
 from disk.files import StoreError
-from extras import pinned
+from extras import pinned as uva
 from extras.graph_store import build_graphs
 from extras.relational import NodeInputs
 from features import MODES
@@ -170,7 +170,7 @@ def test_ranks_have_one_mode_and_share_memory_with_those_of_their_machine(tmp_pa
     other = lambda value: least if isinstance(value, tuple) else value  # noqa: E731
     monkeypatch.setattr(ddp.Ranks, "gather", lambda self, value: [other(value), value])
     share = lambda arrays, leads, total: (shared.append(total(5, 6)), 1 / 0)  # noqa: E731
-    monkeypatch.setattr(pinned, "share", share)
+    monkeypatch.setattr(uva, "share", share)
     with pytest.raises(ZeroDivisionError):
         open_run(ranks, args, graph.path)
     assert shared == [[5, 6]]
