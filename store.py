@@ -369,18 +369,13 @@ class GraphStore:
 
     def _names(self):
         record = self.meta["files"].get(columns.NAMES)
-        return record and columns.read_names(self.path, record)
+        return record and extra(".names", "a store with names of nodes").read(self.path, record)
 
     def take_columns(self, names):
         """Put the columns of `features` into the order of `names`, which are `feature_names` in any order; StoreError for
         other names."""
-        if sorted(names) != sorted(self.feature_names or ()):
-            have = ", ".join(self.feature_names or ()) or "no names"
-            raise StoreError(
-                f"{self.path}: columns {', '.join(names)} are asked for, it has {have}"
-            )
-        order = torch.tensor([self.feature_names.index(name) for name in names])
-        self.features, self.feature_names = convert.ReorderedFeatures(self.features, order), names
+        self.features = extra(".names").reordered(self, names)
+        self.feature_names = names
 
     def take_features(self, features):
         """Read other features of the same graph."""
@@ -430,7 +425,7 @@ class StoredFeatures(convert.RowsByIndex):
     """Features that are pickled as the path of their store."""
 
     def __reduce__(self):
-        return getattr, (GraphStore.open(self._path), "features")
+        return getattr, (GraphStore.open(self.path), "features")
 
 
 class MmapFeatures(StoredFeatures, MappedRows):

@@ -57,7 +57,6 @@ from run.checkpoint import (
 )
 from run.finite import LossSum, all_finite
 from run.flags import files_of_seed, seed_path
-from run.own_model import is_own
 from run.report import (
     Clock,
     Report,
@@ -348,7 +347,7 @@ def train(ranks, flags, path):
     graphs, message = None, ""
     for step in present(STEPS).values() if static else ():
         graphs, message = step.build(run, optimizer)
-    stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(plan.model)), optimizer)
+    stepper = graphs or Eager(run, ranks.wrap(model, unused=bool(run.digest)), optimizer)
     describe(run, file, start, first)
     ranks.say("\n".join(started))
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
