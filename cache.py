@@ -7,7 +7,6 @@ To copy this file, also take features.py.
 """
 
 import threading
-from contextlib import nullcontext
 
 import torch
 
@@ -70,22 +69,22 @@ class CachedFeatures:
         features: the features behind the cache. device: where to keep rows.
         visits: [V], the larger the hotter: `expected_visits`, or the degree.
         budget: bytes of rows to keep. A map from node to cached row takes another 4 bytes a node.
+        behind: function of that map, int32 [V], -1 for rows that are not kept -> the features to read these from; None:
+            the same.
 
     Attributes:
         cache: [rows, F] on the device. shape, dtype: of the features. device: where `gather` looks ids up.
         hits, lookups: rows found in the cache and rows asked for since the start. hit_rate: hits / lookups.
     """
 
-    def __init__(self, features, visits, budget, device="cpu"):
-        self.features = features = getattr(features, "tensor", features)
+    def __init__(self, features, visits, budget, device="cpu", behind=None):
+        features = getattr(features, "tensor", features)
         self.shape = tuple(features.shape)
         self.dtype = features.dtype
         self.device = getattr(features, "device", torch.device("cpu"))
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
         self.collective = ask(features, "collective")
-        if self.collective:
-            self.looking_ahead = nullcontext
         # rows of misses read at a time: a large temporary costs more in page faults than in copying
         self.piece = rows_of_a_chunk(features)
         # ascending, so that a disk is read sequentially
@@ -95,6 +94,9 @@ class CachedFeatures:
         cache = torch.empty(rows, width, dtype=self.dtype, device=device)
         self.cache = copy_rows(features, cache, hot)
         self.kept_on = cache.device.type
+        self.features = behind(self.position) if behind else features
+        if ahead := ask(self.features, "looking_ahead"):
+            self.looking_ahead = ahead
         self.hits = 0
         self.lookups = 0
         self.lock = threading.Lock()
@@ -105,7 +107,7 @@ class CachedFeatures:
 
     def counts(self):
         """Return the share of rows found in the cache, and the counts of the features behind it."""
-        return {"cache_hit_rate": self.hit_rate, **ask(self.features, "counts")()}
+        return {**ask(self.features, "counts")(), "cache_hit_rate": self.hit_rate}
 
     def gather(self, ids, out=None, missing=None):
         """Gather rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.

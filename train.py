@@ -43,7 +43,7 @@ from typing import NamedTuple
 import torch
 
 import ddp
-from disk.files import SPLITS, StoreError, progress_bar, unread
+from disk.files import PLANNED, SPLITS, StoreError, progress_bar, unread
 from extras import STEPS, MissingExtra, present
 from run import command_line
 from run.adam import Adam
@@ -493,6 +493,7 @@ def main(argv=None):
         if argv is None and not flags.gpus:  # or torch's optimizers would make a CUDA context
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         path = None if ddp.under_torchrun() else prepare(flags)
+        os.environ[PLANNED] = str(flags.free_host or "")
         if flags.dry_run:
             dry_run(flags, path)
         else:
@@ -504,6 +505,8 @@ def main(argv=None):
         return 130
     except OSError as error:
         return unread(error)
+    finally:
+        os.environ.pop(PLANNED, None)
     return 0
 
 

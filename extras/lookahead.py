@@ -39,7 +39,7 @@ AHEAD = 1 << 21  # bytes of one read-ahead request to the kernel
 
 class KeptPages:
     """Plans which pages of a RowReader's file the page cache keeps: at first the first `places` pages, then those whose
-    next use in a window of `lookahead` batches is nearest."""
+    next use in a window of `lookahead` batches is nearest. used: pages of the batch planned last."""
 
     def __init__(self, reader, places, lookahead):
         self.reader = reader
@@ -60,7 +60,8 @@ class KeptPages:
 
     def plan(self):
         """Plan the oldest batch of the window -> (pages to read for it, pages to drop once it is gathered), sorted."""
-        lists = torch.empty(2, self.code.pages_room(self.state), dtype=torch.int64, device="cpu")
+        self.used = self.code.pages_room(self.state)
+        lists = torch.empty(2, self.used, dtype=torch.int64, device="cpu")
         counts = lists.new_empty(2)
         self.code.pages_plan(self.state, *lists, counts)
         return tuple(pages[:n].sort().values for pages, n in zip(lists, counts.tolist()))
@@ -100,12 +101,15 @@ class LookaheadCache(CachedFeatures):
         batches: expected number of batches (None: unknown); short runs plan no pages.
         share: (rank, world) among the processes of this machine that read the table. With several, no process knows the
             others' batches: each reads its part of the table in order, and the kernel decides which pages stay.
+        nearer: int32 [V], not -1 for the rows that a cache in front keeps, see `CachedFeatures`: they are never asked for.
 
     Attributes (others: `CachedFeatures`):
         room: bytes of the page cache to fill with pages; 0: it is left to the kernel, or bypassed (O_DIRECT).
     """
 
-    def __init__(self, features, budget, lookahead=None, *, hot=None, batches=None, share=(0, 1)):
+    def __init__(
+        self, features, budget, lookahead=None, *, hot=None, batches=None, share=(0, 1), nearer=None
+    ):
         shape = tuple(features.shape)
         dtype = features.dtype
         reader = features.reader()
@@ -124,7 +128,13 @@ class LookaheadCache(CachedFeatures):
             return reader.read(ids, torch.empty(len(ids), shape[1], dtype=dtype))
 
         table = types.SimpleNamespace(shape=shape, dtype=dtype, gather=gather)
-        super().__init__(table, torch.zeros(shape[0]) if hot is None else hot, budget)
+        hot = torch.zeros(shape[0]) if hot is None else hot
+        if nearer is not None:
+            hot = hot.masked_fill(nearer >= 0, -1)
+        super().__init__(table, hot, budget)
+        self.on_disk = self.position < 0  # bool [V]: rows that are in no cache
+        if nearer is not None:
+            self.on_disk &= nearer < 0
         # drop the pages just read: their rows are copied
         os.posix_fadvise(reader.file, 0, 0, os.POSIX_FADV_DONTNEED)
         self.pages = None  # KeptPages, made when the first batch shows how large a window is
@@ -133,15 +143,20 @@ class LookaheadCache(CachedFeatures):
         # batches so far
         self.planned = 0
         self.gathered = 0
+        # pages of rows on disk, over the batches planned so far: used, and not in the page cache by plan
+        self.pages_used = 0
+        self.pages_read = 0
 
     def counts(self):
         """Return counts since the start: share of rows hit in memory, rows gathered, rows hit, bytes read from disk or page
-        cache."""
+        cache, pages used and pages read from the disk by plan."""
         return {
             **super().counts(),
             "rows": self.lookups,
             "hits": self.hits,
             "bytes_read": self.reader.bytes_read,
+            "pages_used": self.pages_used,
+            "pages_read": self.pages_read,
         }
 
     @contextmanager
@@ -166,12 +181,14 @@ class LookaheadCache(CachedFeatures):
         window = deque()
         passed_on = 0
         for batch in batches:
+            nodes = batch.blocks[0].src_nodes
+            nodes = nodes[nodes < self.shape[0]]
+            nodes = nodes[self.on_disk.index_select(0, nodes)]
             if not self.started:
-                self._start(batch)
+                self._start(batch, len(nodes))
             window.append(batch)
             if self.pages:
-                nodes = batch.blocks[0].src_nodes
-                self.pages.expect(nodes[nodes < self.shape[0]])
+                self.pages.expect(nodes)
             while len(window) > min(self.lookahead, RAMP * (passed_on + 1)):
                 passed_on += 1
                 yield window.popleft(), self._plan()
@@ -184,6 +201,8 @@ class LookaheadCache(CachedFeatures):
             return None
         missing, evicted = self.pages.plan()
         self.planned += 1
+        self.pages_used += self.pages.used
+        self.pages_read += len(missing)
         self.given_up.append((self.planned, evicted))
         return missing
 
@@ -195,19 +214,19 @@ class LookaheadCache(CachedFeatures):
                 self.pages.advise(self.given_up.popleft()[1], False)
         return batch
 
-    def _start(self, batch):
-        """Choose the window and start to fill the page cache; all batches are taken to be as large as the first."""
+    def _start(self, batch, rows):
+        """Choose the window and start to fill the page cache; all batches are taken to be as large as the first, and to
+        have as many `rows` on disk."""
         self.started = True
-        rows = max(1, batch.blocks[0].num_src)
         row_bytes = self.reader.row_bytes
         table = self.shape[0] * row_bytes  # bytes
-        touched = rows * max(row_bytes, mmap.PAGESIZE)  # bytes of the pages that a batch reads
+        touched = max(1, rows) * max(row_bytes, mmap.PAGESIZE)  # bytes of the pages that a batch reads
         rank, world = self.share
         if self.batches is not None and self.batches * world * touched < table:
             self.room = 0
         plans = self.room and world == 1
         if self.lookahead is None:
-            size = 20 * rows
+            size = 20 * max(1, rows)
             for block in batch.blocks:
                 size += sum(tensor.nbytes for tensor in block if tensor is not None)
             fitting = (self.budget / 4 + self.room / 32) / size

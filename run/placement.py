@@ -351,29 +351,35 @@ def placed_arrays(ranks, plan, task, used):
 
 
 def cached(ranks, plan, task, used, features):
-    """Put --cache in front of the features -> the cache, one per process, of the rows that batches use most often; or
-    the features as they are. Over memory-mapped features on CPU the cache looks ahead and plans the page cache too."""
+    """Put caches in front of the features, of the rows that batches use most often -> the first of them, one per process, or
+    the features as they are. --cache is GPU memory in cpu-cuda and pinned-cuda; in cpu-cpu it is host memory. Over memory-mapped
+    features that stay on disk the cache in host memory looks ahead and plans the page cache too."""
     store = task.store
     rows = stored(store.features)
-    budget = plan.cache
-    if plan.split_features:  # processes fill their caches together
-        budget = min(ranks.gather(budget))
+    tiers = {"gpu": plan.cache, "host": 0}  # bytes of rows of each process
+    if plan.mode == "cpu-cpu":
+        tiers = {"gpu": 0, "host": plan.cache}
     lookahead = None
-    if plan.mode == "cpu-cpu" and ask(rows, "paged") and not plan.split_features:
-        if rows.large and not budget:
-            budget = rows.default_cache() // ranks.local_world
-            size = readable_size(budget)
-            ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
-        if budget:
+    if plan.mode in MODES[2:] and ask(rows, "paged") and not plan.split_features:
+        if rows.large and not tiers["host"]:
+            tiers["host"] = rows.default_cache() // ranks.local_world
+            size = readable_size(tiers["host"])
+            sets = "; --cache sets it" * (plan.mode == "cpu-cpu")
+            ranks.say(f"memory  features stay on disk behind a cache of {size}{sets}")
+        if tiers["host"]:
             lookahead = looking_ahead(ranks)
+        if plan.mode != "cpu-cpu" and not lookahead:
+            tiers["host"] = 0
+    if plan.split_features:  # processes fill their caches together
+        tiers = {name: min(ranks.gather(size)) for name, size in tiers.items()}
     if getattr(plan, "lookahead", None) is not None and not lookahead:
         raise StoreError(
-            f"--lookahead {plan.lookahead} needs a --cache in front of memory-mapped features, with columns "
-            "in the checkpoint's order, in mode cpu-cpu and without --split-features"
+            f"--lookahead {plan.lookahead} needs memory-mapped features, with columns in the checkpoint's order, behind a "
+            "--cache in mode cpu-cpu, or larger than memory in mode cpu-cuda, and no --split-features"
         )
-    if budget and plan.mode == "cuda-cuda":
+    if plan.cache and plan.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
-    if not budget or plan.mode == "cuda-cuda":
+    if not any(tiers.values()) or plan.mode == "cuda-cuda":
         return features
     batch_size = plan.batch_size * task.seeds_per_example(plan)
     with reading_all_edges():
@@ -382,21 +388,47 @@ def cached(ranks, plan, task, used, features):
         )
     visits = visits[: features.shape[0]]  # the other nodes have no features
     trim_memory(1)  # return freed heap pages before allocating the cache
-    if plan.mode == "cpu-cpu":
-        ask(rows, "reserve")(budget * ranks.local_world)
+    ask(rows, "reserve")(tiers["host"] * ranks.local_world)
     if not lookahead:
-        return CachedFeatures(features, visits, budget, ranks.device)
-    cache = lookahead.LookaheadCache(
-        rows,
-        budget,
-        plan.lookahead,
-        hot=visits,
-        batches=plan.epochs * plan.steps * plan.accumulate,
-        share=(ranks.local_rank, ranks.local_world),
-    )
-    if cache.room and plan.verbose:
-        ranks.say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
+        return CachedFeatures(features, visits, sum(tiers.values()), ranks.device)
+
+    def on_disk(nearer=None):
+        return lookahead.LookaheadCache(
+            rows,
+            tiers["host"],
+            plan.lookahead,
+            hot=visits,
+            batches=plan.epochs * plan.steps * plan.accumulate,
+            share=(ranks.local_rank, ranks.local_world),
+            nearer=nearer,
+        )
+
+    if not tiers["gpu"]:
+        cache = host = on_disk()
+    else:
+        cache = CachedFeatures(features, visits, tiers["gpu"], ranks.device, behind=on_disk)
+        host = cache.features
+    if plan.verbose:
+        ranks.say("\n".join(f"memory  {line}" for line in tier_lines(visits, cache, host)))
     return cache
+
+
+def tier_lines(visits, cache, host):
+    """List the tiers of features on disk: bytes, and the share of a batch's rows expected in each. visits: [V], see
+    `expected_visits`. host: the `LookaheadCache` behind `cache`, or the same."""
+    share = lambda mask: f"{visits[mask].sum().item() / max(visits.sum().item(), 1e-9):.0%} of a batch's rows expected"  # noqa: E731
+    lines = []
+    kept = ~host.on_disk
+    if cache is not host:
+        on_gpu = cache.position >= 0
+        kept &= ~on_gpu
+        lines.append(f"rows on each GPU: {readable_size(cache.cache.nbytes)}, {share(on_gpu)}")
+    lines.append(f"rows in host memory: {readable_size(host.cache.nbytes)}, {share(kept)}")
+    how = "pages of the others: read past the page cache"
+    if host.room:
+        how = f"pages of the others: up to {readable_size(host.room)} in the page cache"
+    lines.append(f"{how}, {share(host.on_disk)}")
+    return lines
 
 
 def looking_ahead(ranks):
