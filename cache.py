@@ -107,7 +107,12 @@ class CachedFeatures:
 
     def counts(self):
         """Return the share of rows found in the cache, and the counts of the features behind it."""
-        return {**ask(self.features, "counts")(), "cache_hit_rate": self.hit_rate}
+        counts = ask(self.features, "counts")()
+        counts["cache_hit_rate"] = self.hit_rate
+        if tiers := counts.get("tiers"):  # shares of all rows
+            behind = {name: (1 - self.hit_rate) * share for name, share in tiers.items()}
+            counts["tiers"] = {"GPU": self.hit_rate, **behind}
+        return counts
 
     def gather(self, ids, out=None, missing=None):
         """Gather rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.

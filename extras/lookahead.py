@@ -149,9 +149,12 @@ class LookaheadCache(CachedFeatures):
 
     def counts(self):
         """Return counts since the start: share of rows hit in memory, rows gathered, rows hit, bytes read from disk or page
-        cache, pages used and pages read from the disk by plan."""
+        cache, pages used and pages read from the disk by plan; tiers: shares of the rows that were in memory, and on pages
+        kept by plan."""
+        kept = 1 - self.pages_read / self.pages_used if self.pages_used else 0.0
         return {
             **super().counts(),
+            "tiers": {"host": self.hit_rate, "pages": (1 - self.hit_rate) * kept},
             "rows": self.lookups,
             "hits": self.hits,
             "bytes_read": self.reader.bytes_read,

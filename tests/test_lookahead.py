@@ -9,6 +9,7 @@ import threading
 import time
 import types
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from disk import reader
 from disk.files import StoreError
 from extras import lookahead
 from extras.lookahead import LookaheadCache
-from features import FeatureRing
+from features import CachedFeatures, FeatureRing
 from native import build
 from sampler import NeighborSampler
 from store import GraphStore
@@ -343,6 +344,52 @@ def test_batches_through_a_lookahead_cache_are_the_same(budget, window, tmp_path
         assert torch.equal(rows.gather(torch.tensor([5, 5, 0])), graph.x[[5, 5, 0]])
     assert threading.active_count() == threads_before
     assert found[0] == found[1] == found[2]  # whatever the threads
+
+
+@pytest.mark.parametrize("on_gpu, budget", [(0, 0), (100, 0), (100, 150), (0, 150), (300, 300)])
+def test_hits_of_each_tier_are_those_of_a_count_by_hand(on_gpu, budget, tmp_path, monkeypatch):
+    """Rows kept by a cache in front were planned, and their pages read and kept, as if they were asked for."""
+    graph, file = _on_disk(tmp_path, monkeypatch, 256)
+    hot = torch.rand(6000, generator=torch.Generator().manual_seed(0))
+    order = hot.argsort(descending=True)
+    front, host = order[:on_gpu].tolist(), order[on_gpu:][:budget].tolist()
+    monkeypatch.setattr(lookahead, "read_in_order", lambda *words: None)
+    behind = partial(LookaheadCache, graph.features, 1024 * budget, 40, hot=hot)
+    cache = CachedFeatures(graph.features, hot, 1024 * on_gpu, behind=lambda n: behind(nearer=n))
+    before = cache.features.hits, cache.features.lookups, cache.features.reader.bytes_read
+    asked = []
+
+    def gather(ids, out=None):
+        def missing(rest):  # as a ring uploads them
+            asked.append(rest)
+            return cache.features.gather(rest)
+
+        return CachedFeatures.gather(cache, ids, out, missing)
+
+    monkeypatch.setattr(cache, "gather", gather)
+    planner = _Pages(1 + 6000 // 4, -(-cache.features.room // 4096), 40)
+    rows = hits = seconds = used = planned = 0
+    for batch in _right(_loader(graph, cache, 4), graph):
+        nodes = batch.blocks[0].src_nodes.tolist()
+        rest = {*nodes} - {*front}
+        rows += len(nodes)
+        hits += len(nodes) - len(rest)
+        seconds += len(rest & {*host})
+        # behind a header of one page, in the order of the batch
+        pages = [*dict.fromkeys(1 + n // 4 for n in nodes if n not in {*front, *host})]
+        used += len(pages)
+        planner.expect(pages)
+        while len(planner.waiting) > min(40, lookahead.RAMP * (planned + 1)):
+            planner.plan()
+            planned += 1
+    while planner.waiting:
+        planner.plan()
+    counts = cache.counts()
+    assert counts["rows"] == rows - hits == sum(map(len, asked))
+    assert (counts["hits"], counts["pages_used"]) == (seconds, used)
+    assert counts["pages_read"] == planner.misses > 0 and before == (0, 0, before[2])
+    tiers = [hits / rows, seconds / rows, (1 - planner.misses / used) * (1 - (hits + seconds) / rows)]
+    assert [*counts["tiers"].values()] == pytest.approx(tiers)
 
 
 def _resident(file):
