@@ -84,7 +84,6 @@ class CachedFeatures:
         self.device = getattr(features, "device", torch.device("cpu"))
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
-        self.collective = ask(features, "collective")
         # rows of misses read at a time: a large temporary costs more in page faults than in copying
         self.piece = rows_of_a_chunk(features)
         # ascending, so that a disk is read sequentially
@@ -95,6 +94,7 @@ class CachedFeatures:
         self.cache = copy_rows(features, cache, hot)
         self.kept_on = cache.device.type
         self.features = behind(self.position) if behind else features
+        self.collective = ask(self.features, "collective")
         if ahead := ask(self.features, "looking_ahead"):
             self.looking_ahead = ahead
         self.hits = 0

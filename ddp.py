@@ -136,6 +136,14 @@ class Ranks(NamedTuple):
         firsts = sorted({*self.gather(self.rank - self.local_rank)})
         return [range(*ends) for ends in zip(firsts, [*firsts[1:], self.world])]
 
+    def group_here(self):
+        """Make a process group of the ranks of this machine, with gloo; a collective of all ranks of all machines."""
+        groups = {
+            members: dist.new_group([*members], backend="gloo", timeout=TIMEOUT)
+            for members in self.machines()
+        }
+        return next(group for members, group in groups.items() if self.rank in members)
+
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""
         if self.world > 1:

@@ -22,6 +22,7 @@ from collections import deque
 from contextlib import closing, contextmanager
 
 import torch
+import torch.distributed as dist
 
 from cache import CachedFeatures
 from disk.convert import check_ids, gather_target
@@ -79,11 +80,40 @@ class KeptPages:
             self.code.pages_close(self.state)
 
 
-def read_in_order(reader, first, end):
-    """Have the kernel read pages [first, end) of a file in order, which a disk delivers many times as fast as at
-    random."""
-    end *= mmap.PAGESIZE
-    for at in range(first * mmap.PAGESIZE, end, AHEAD):
+class Together:
+    """The processes of a machine that plan the pages of one file: the first plans for all, the others send it the rows that
+    their batches read. Each makes the same calls in the same order. group: a process group of theirs alone, with gloo."""
+
+    def __init__(self, group):
+        self.group = group
+        self.world = dist.get_world_size(group)
+        self.plans = dist.get_rank(group) == 0
+        self.first = dist.get_global_rank(group, 0)
+
+    def least(self, *numbers):
+        """Return the least of all processes for each of these integers."""
+        least = torch.tensor(numbers, device="cpu")
+        dist.all_reduce(least, dist.ReduceOp.MIN, self.group)
+        return least.tolist()
+
+    def rows(self, ids):
+        """Send rows int [n] -> those of all processes in the one that plans, none in the others."""
+        count = torch.tensor([len(ids)], device="cpu")
+        counts = [torch.empty_like(count) for _ in range(self.world)]
+        dist.all_gather(counts, count, self.group)
+        sent = ids.new_zeros(max(counts))
+        sent[: len(ids)] = ids
+        received = [torch.empty_like(sent) for _ in counts] if self.plans else None
+        dist.gather(sent, received, self.first, self.group)
+        if not self.plans:
+            return ids[:0]
+        return torch.cat([rows[:count] for rows, count in zip(received, counts)])
+
+
+def read_in_order(reader, pages):
+    """Have the kernel read the first pages of a file in order, which a disk delivers many times as fast as at random."""
+    end = pages * mmap.PAGESIZE
+    for at in range(0, end, AHEAD):
         os.posix_fadvise(reader.file, at, min(AHEAD, end - at), os.POSIX_FADV_WILLNEED)
 
 
@@ -99,8 +129,7 @@ class LookaheadCache(CachedFeatures):
             quarter of the budget plus a 32nd of `room`; 0 where no pages are planned.
         hot: [V] scores, such as `expected_visits`; the rows with the highest are kept in memory.
         batches: expected number of batches (None: unknown); short runs plan no pages.
-        share: (rank, world) among the processes of this machine that read the table. With several, no process knows the
-            others' batches: each reads its part of the table in order, and the kernel decides which pages stay.
+        together: `Together` of the processes of this machine that read the table; they gather equally often.
         nearer: int32 [V], not -1 for the rows that a cache in front keeps, see `CachedFeatures`: they are never asked for.
 
     Attributes (others: `CachedFeatures`):
@@ -108,7 +137,7 @@ class LookaheadCache(CachedFeatures):
     """
 
     def __init__(
-        self, features, budget, lookahead=None, *, hot=None, batches=None, share=(0, 1), nearer=None
+        self, features, budget, lookahead=None, *, hot=None, batches=None, together=None, nearer=None
     ):
         shape = tuple(features.shape)
         dtype = features.dtype
@@ -119,7 +148,7 @@ class LookaheadCache(CachedFeatures):
         self.budget = budget
         self.lookahead = lookahead
         self.batches = batches
-        self.share = share
+        self.together = together
         self.room = 0
         if features.stays() and not reader.direct:
             self.room = min(max(0, int(ROOM * features.room())), shape[0] * reader.row_bytes)
@@ -132,6 +161,7 @@ class LookaheadCache(CachedFeatures):
         if nearer is not None:
             hot = hot.masked_fill(nearer >= 0, -1)
         super().__init__(table, hot, budget)
+        self.collective = bool(together)
         self.on_disk = self.position < 0  # bool [V]: rows that are in no cache
         if nearer is not None:
             self.on_disk &= nearer < 0
@@ -139,10 +169,12 @@ class LookaheadCache(CachedFeatures):
         os.posix_fadvise(reader.file, 0, 0, os.POSIX_FADV_DONTNEED)
         self.pages = None  # KeptPages, made when the first batch shows how large a window is
         self.started = False
+        self.plans = False  # whether pages are planned, here or by another process
         self.given_up = deque()  # (number of a batch, pages to drop once that batch is gathered)
         # batches so far
         self.planned = 0
         self.gathered = 0
+        self.gathered_by_all = 0
         # pages of rows on disk, over the batches planned so far: used, and not in the page cache by plan
         self.pages_used = 0
         self.pages_read = 0
@@ -167,10 +199,11 @@ class LookaheadCache(CachedFeatures):
         """Context manager: iterator over `batches`, in order, each handed out once the window behind it is known. One
         thread draws and plans batches, another starts to read their pages. The window is emptied at the end."""
         planned = self._planned(batches)
+        options = {"depth": 2, "finish": self.collective}
         # the items are dummies: the function that prefetch calls takes the next planned batch
-        ahead = prefetch(lambda _, slot: next(planned, None), itertools.count(), depth=2)
+        ahead = prefetch(lambda _, slot: next(planned, None), itertools.count(), **options)
         plans = itertools.takewhile(bool, ahead)
-        begun = prefetch(lambda plan, slot: self._begin(*plan), plans, depth=2)
+        begun = prefetch(lambda plan, slot: self._begin(*plan), plans, **options)
         try:
             with closing(planned), closing(ahead), closing(begun):
                 yield begun
@@ -190,6 +223,8 @@ class LookaheadCache(CachedFeatures):
             if not self.started:
                 self._start(batch, len(nodes))
             window.append(batch)
+            if self.plans and self.together:
+                nodes = self.together.rows(nodes)
             if self.pages:
                 self.pages.expect(nodes)
             while len(window) > min(self.lookahead, RAMP * (passed_on + 1)):
@@ -199,11 +234,16 @@ class LookaheadCache(CachedFeatures):
             yield window.popleft(), self._plan()
 
     def _plan(self):
-        """Plan the oldest batch of the window -> pages to read for it, or None where no pages are planned."""
+        """Plan the oldest batch of the window -> pages to read for it, or None where no pages are planned, or by another
+        process."""
+        if not self.plans:
+            return None
+        self.planned += 1
+        if self.together:
+            self.gathered_by_all = self.together.least(self.gathered)[0]
         if not self.pages:
             return None
         missing, evicted = self.pages.plan()
-        self.planned += 1
         self.pages_used += self.pages.used
         self.pages_read += len(missing)
         self.given_up.append((self.planned, evicted))
@@ -213,7 +253,8 @@ class LookaheadCache(CachedFeatures):
         """Start to read the pages that a batch lacks, and drop those evicted by batches gathered so far -> batch."""
         if self.pages:
             self.pages.advise(missing, True)
-            while self.given_up and self.given_up[0][0] <= self.gathered:
+            gathered = self.gathered_by_all if self.together else self.gathered
+            while self.given_up and self.given_up[0][0] <= gathered:
                 self.pages.advise(self.given_up.popleft()[1], False)
         return batch
 
@@ -223,25 +264,26 @@ class LookaheadCache(CachedFeatures):
         self.started = True
         row_bytes = self.reader.row_bytes
         table = self.shape[0] * row_bytes  # bytes
-        touched = max(1, rows) * max(row_bytes, mmap.PAGESIZE)  # bytes of the pages that a batch reads
-        rank, world = self.share
-        if self.batches is not None and self.batches * world * touched < table:
+        world = self.together.world if self.together else 1
+        # bytes of the pages that a batch of all processes reads
+        touched = world * max(1, rows) * max(row_bytes, mmap.PAGESIZE)
+        if self.batches is not None and self.batches * touched < table:
             self.room = 0
-        plans = self.room and world == 1
         if self.lookahead is None:
             size = 20 * max(1, rows)
             for block in batch.blocks:
                 size += sum(tensor.nbytes for tensor in block if tensor is not None)
-            fitting = (self.budget / 4 + self.room / 32) / size
-            self.lookahead = int(min(TOUCHES * table / touched, fitting)) + 1 if plans else 0
-        if not self.room:
+            fitting = (self.budget / 4 + self.room / 32 / world) / size
+            self.lookahead = int(min(TOUCHES * table / touched, fitting)) + 1 if self.room else 0
+        if self.together:
+            self.room, self.lookahead = self.together.least(self.room, self.lookahead)
+        self.plans = self.room > 0
+        if not self.plans or self.together and not self.together.plans:
             return
         places = -(-self.room // mmap.PAGESIZE)  # as many as fit, from the start of the file
-        if plans:
-            self.pages = KeptPages(self.reader, places, self.lookahead)
-        part = places * rank // world, places * (rank + 1) // world
+        self.pages = KeptPages(self.reader, places, self.lookahead)
         threading.Thread(
-            target=read_in_order, args=(self.reader, *part), name="in order", daemon=True
+            target=read_in_order, args=(self.reader, places), name="in order", daemon=True
         ).start()
 
     def gather(self, ids, out=None):

@@ -366,12 +366,12 @@ def cached(ranks, plan, task, used, features):
             size = readable_size(tiers["host"])
             sets = "; --cache sets it" * (plan.mode == "cpu-cpu")
             ranks.say(f"memory  features stay on disk behind a cache of {size}{sets}")
-        if tiers["host"]:
-            lookahead = looking_ahead(ranks)
+    # processes fill their caches together, and plan together
+    tiers = {name: min(ranks.gather(size)) for name, size in tiers.items()}
+    if tiers["host"] and ask(rows, "paged") and not plan.split_features:
+        lookahead = looking_ahead(ranks)
         if plan.mode != "cpu-cpu" and not lookahead:
             tiers["host"] = 0
-    if plan.split_features:  # processes fill their caches together
-        tiers = {name: min(ranks.gather(size)) for name, size in tiers.items()}
     if getattr(plan, "lookahead", None) is not None and not lookahead:
         raise StoreError(
             f"--lookahead {plan.lookahead} needs memory-mapped features, with columns in the checkpoint's order, behind a "
@@ -392,6 +392,10 @@ def cached(ranks, plan, task, used, features):
     if not lookahead:
         return CachedFeatures(features, visits, sum(tiers.values()), ranks.device)
 
+    together = None
+    if max(ranks.gather(ranks.local_world)) > 1:
+        together = lookahead.Together(ranks.group_here())
+
     def on_disk(nearer=None):
         return lookahead.LookaheadCache(
             rows,
@@ -399,7 +403,7 @@ def cached(ranks, plan, task, used, features):
             plan.lookahead,
             hot=visits,
             batches=plan.epochs * plan.steps * plan.accumulate,
-            share=(ranks.local_rank, ranks.local_world),
+            together=together,
             nearer=nearer,
         )
 
