@@ -137,7 +137,15 @@ class LookaheadCache(CachedFeatures):
     """
 
     def __init__(
-        self, features, budget, lookahead=None, *, hot=None, batches=None, together=None, nearer=None
+        self,
+        features,
+        budget,
+        lookahead=None,
+        *,
+        hot=None,
+        batches=None,
+        together=None,
+        nearer=None,
     ):
         shape = tuple(features.shape)
         dtype = features.dtype

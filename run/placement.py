@@ -420,7 +420,9 @@ def cached(ranks, plan, task, used, features):
 def tier_lines(visits, cache, host):
     """List the tiers of features on disk: bytes, and the share of a batch's rows expected in each. visits: [V], see
     `expected_visits`. host: the `LookaheadCache` behind `cache`, or the same."""
-    share = lambda mask: f"{visits[mask].sum().item() / max(visits.sum().item(), 1e-9):.0%} of a batch's rows expected"  # noqa: E731
+    share = lambda mask: (
+        f"{visits[mask].sum().item() / max(visits.sum().item(), 1e-9):.0%} of a batch's rows expected"
+    )  # noqa: E731
     lines = []
     kept = ~host.on_disk
     if cache is not host:
