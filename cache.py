@@ -69,8 +69,8 @@ class CachedFeatures:
         features: the features behind the cache. device: where to keep rows.
         visits: [V], the larger the hotter: `expected_visits`, or the degree.
         budget: bytes of rows to keep. A map from node to cached row takes another 4 bytes a node.
-        behind: function of that map, int32 [V], -1 for rows that are not kept -> the features to read these from; None:
-            the same.
+        behind: function of nearer, this map, int32 [V], -1 for rows that are not kept -> the features that these are read
+            from; None: the same.
 
     Attributes:
         cache: [rows, F] on the device. shape, dtype: of the features. device: where `gather` looks ids up.
@@ -93,7 +93,7 @@ class CachedFeatures:
         cache = torch.empty(rows, width, dtype=self.dtype, device=device)
         self.cache = copy_rows(features, cache, hot)
         self.kept_on = cache.device.type
-        self.features = behind(self.position) if behind else features
+        self.features = behind(nearer=self.position) if behind else features
         self.collective = ask(self.features, "collective")
         if ahead := ask(self.features, "looking_ahead"):
             self.looking_ahead = ahead

@@ -451,8 +451,8 @@ class MmapFeatures(StoredFeatures):
         """Whether there are a file, Linux and a C compiler, and so a `reader`."""
         return self._path is not None and library() is not None
 
-    def reader(self) -> RowReader | None:
-        """Return a reader of these rows from disk, or None."""
+    def reader(self, direct=None) -> RowReader | None:
+        """Return a reader of these rows from disk, or None. direct: past the page cache; None: unless that has room."""
         if not self.paged:
             return None
         return RowReader(
@@ -460,7 +460,7 @@ class MmapFeatures(StoredFeatures):
             self._head,
             self.shape[1] * self.dtype.itemsize,
             self.shape[0],
-            direct=not self.stays(),
+            direct=not self.stays() if direct is None else direct,
         )
 
     def reserve(self, count, share=1):
@@ -477,11 +477,6 @@ class MmapFeatures(StoredFeatures):
     def stays(self, beside=0) -> bool:
         """Return whether the page cache has room for KEPT of what is read of the table with `beside` more bytes in use."""
         return self.room() - beside >= KEPT * self.share * self._table.nbytes
-
-    def default_cache(self) -> int:
-        """Return bytes for a row cache: an eighth of the free memory if `stays` holds beside it, else half."""
-        free = free_host_bytes()
-        return free // 8 if self.stays(free // 8) else free // 2
 
     def read(self, ids, out):
         if self._reader and out.is_contiguous():

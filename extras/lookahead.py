@@ -17,16 +17,18 @@ import itertools
 import mmap
 import os
 import threading
+import time
 import types
 from collections import deque
 from contextlib import closing, contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from cache import CachedFeatures
 from disk.convert import check_ids, gather_target
-from disk.files import StoreError
+from disk.files import StoreError, readable_size
 from disk.reader import library
 from features import prefetch
 
@@ -34,6 +36,7 @@ from features import prefetch
 RAMP = 2
 # average uses of each page of the table in a default window: MIN gains little from a longer one
 TOUCHES = 2
+SHARES = 1 / 8, 3 / 4  # of free memory for rows: pages get the rest, or are not kept
 ROOM = 15 / 16  # share of the free memory for pages; the rest is left to other processes
 AHEAD = 1 << 21  # bytes of one read-ahead request to the kernel
 
@@ -115,6 +118,81 @@ def read_in_order(reader, pages):
     end = pages * mmap.PAGESIZE
     for at in range(0, end, AHEAD):
         os.posix_fadvise(reader.file, at, min(AHEAD, end - at), os.POSIX_FADV_WILLNEED)
+
+
+class Tiers(NamedTuple):
+    """Where the rows of features on disk are, of a process."""
+
+    gpu: int  # bytes of the hottest rows in GPU memory
+    host: int  # and of the next in host memory
+    room: int  # bytes of pages in the page cache, of all processes; 0: none are kept
+    reads: float  # pages that a batch is expected to read from the disk
+    line: str
+
+
+def expected_reads(visits, row_bytes, room, processes=1):
+    """Estimate the pages that a batch reads from the disk if the pages used soonest are kept in `room` bytes: those whose next
+    use is less than some number of batches away, as if batches were independent.
+
+    visits: [n] probabilities that a batch reads a row, 0 for rows in memory. processes: that read batches at the same time.
+    """
+    unused = torch.log1p(-visits.clamp(max=1 - 1e-6)) * processes
+    rows = max(1, mmap.PAGESIZE // row_bytes)  # of a page
+    unused = torch.nn.functional.pad(unused, (0, -len(unused) % rows))
+    used = -torch.expm1(unused.view(-1, rows).sum(1))  # probability of each page
+    pages = max(1, row_bytes / mmap.PAGESIZE)  # of a row
+    places = room / (pages * mmap.PAGESIZE)
+    low = 0.0
+    high = 1e7
+    for _ in range(48):
+        near = (low + high) / 2
+        uses = used * near
+        if float((1 - (-uses).exp() * (1 + uses)).sum()) < places:
+            low = near
+        else:
+            high = near
+    return pages * float((used * (-used * low).exp()).sum()) / processes
+
+
+def settled_tiers(rows, visits, gpu=0, host=0, processes=1):
+    """Settle how much of which memory keeps rows and pages of `MmapFeatures` -> Tiers. gpu, host: bytes of rows of each
+    process; host=0: that one of SHARES with which fewer reads are expected. visits: [V], see `expected_visits`."""
+    row_bytes = rows.shape[1] * rows.dtype.itemsize
+    free = rows.room()
+    choices = [host] if host else [max(0, int(free * share)) // processes for share in SHARES]
+    total = float(visits.sum()) or 1.0
+
+    def tiers(host):
+        kept = visits.topk(min(len(visits), (gpu + host) // row_bytes))
+        on_gpu = float(kept.values[: gpu // row_bytes].sum()) / total
+        either = float(kept.values.sum()) / total
+        room = 0
+        if rows.stays(host * processes):
+            room = min(int(ROOM * (free - host * processes)), len(visits) * row_bytes)
+        cold = visits.index_fill(0, kept.indices, 0)
+        reads = expected_reads(cold, row_bytes, room, processes)
+        line = f"{readable_size(host)} in host memory ({either - on_gpu:.0%}), "
+        if gpu:
+            line = f"{readable_size(gpu)} on the GPU ({on_gpu:.0%}), {line}"
+        line += (
+            f"{readable_size(room)} of pages; a batch reads about {reads:,.0f} pages from the disk"
+        )
+        line = f"rows on disk, the hottest (share of a batch) in {line}"
+        return Tiers(gpu, host, room, reads, line)
+
+    return min(map(tiers, choices), key=lambda tiers: tiers.reads)
+
+
+def reads_per_second(rows):
+    """Measure how many random rows of `MmapFeatures` a disk delivers, past the page cache."""
+    reader = rows.reader(direct=True)
+    count = 0
+    began = time.perf_counter()
+    while time.perf_counter() - began < 0.5:
+        ids = torch.randint(rows.shape[0], (4096,))
+        reader.read(ids, torch.empty(len(ids), rows.shape[1], dtype=rows.dtype))
+        count += len(ids)
+    return count / (time.perf_counter() - began)
 
 
 class LookaheadCache(CachedFeatures):

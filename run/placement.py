@@ -8,6 +8,7 @@ Every automatic choice is printed.
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -350,91 +351,87 @@ def placed_arrays(ranks, plan, task, used):
     return placed[:4], options | dict(zip(columns, placed[4:]))
 
 
+def visits_of(store, plan, task, used):
+    """Estimate the probability that each row of features is in a batch -> float32 [rows], see `expected_visits`."""
+    batch_size = plan.batch_size * task.seeds_per_example(plan)
+    with reading_all_edges():
+        visits = expected_visits(
+            store.indptr, store.indices, task.seeds(), draws(plan, used), batch_size
+        )
+    return visits[: store.features.shape[0]]  # the other nodes have no features
+
+
+def row_caches(plan):
+    """Return the bytes of --cache in GPU memory, and in host memory."""
+    return (0, plan.cache) if plan.mode == "cpu-cpu" else (plan.cache, 0)
+
+
+def on_disk(ranks, plan, store):
+    """Return whether features stay on disk, behind a cache that looks ahead: the same on all ranks."""
+    rows = stored(store.features)
+    paged = plan.mode in MODES[2:] and ask(rows, "paged") and not plan.split_features
+    return all(ranks.gather(paged and (rows.large or row_caches(plan)[1] > 0)))
+
+
 def cached(ranks, plan, task, used, features):
     """Put caches in front of the features, of the rows that batches use most often -> the first of them, one per process, or
     the features as they are. --cache is GPU memory in cpu-cuda and pinned-cuda; in cpu-cpu it is host memory. Over memory-mapped
     features that stay on disk the cache in host memory looks ahead and plans the page cache too."""
     store = task.store
     rows = stored(store.features)
-    tiers = {"gpu": plan.cache, "host": 0}  # bytes of rows of each process
-    if plan.mode == "cpu-cpu":
-        tiers = {"gpu": 0, "host": plan.cache}
-    lookahead = None
-    if plan.mode in MODES[2:] and ask(rows, "paged") and not plan.split_features:
-        if rows.large and not tiers["host"]:
-            tiers["host"] = rows.default_cache() // ranks.local_world
-            size = readable_size(tiers["host"])
-            sets = "; --cache sets it" * (plan.mode == "cpu-cpu")
-            ranks.say(f"memory  features stay on disk behind a cache of {size}{sets}")
-    # processes fill their caches together, and plan together
-    tiers = {name: min(ranks.gather(size)) for name, size in tiers.items()}
-    if tiers["host"] and ask(rows, "paged") and not plan.split_features:
-        lookahead = looking_ahead(ranks)
-        if plan.mode != "cpu-cpu" and not lookahead:
-            tiers["host"] = 0
+    lookahead = looking_ahead(ranks) if on_disk(ranks, plan, store) else None
+    budget = plan.cache
+    if plan.split_features:  # processes fill their caches together
+        budget = min(ranks.gather(budget))
     if getattr(plan, "lookahead", None) is not None and not lookahead:
         raise StoreError(
             f"--lookahead {plan.lookahead} needs memory-mapped features, with columns in the checkpoint's order, behind a "
             "--cache in mode cpu-cpu, or larger than memory in mode cpu-cuda, and no --split-features"
         )
-    if plan.cache and plan.mode == "cuda-cuda":
+    if budget and plan.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
-    if not any(tiers.values()) or plan.mode == "cuda-cuda":
+    if not (budget or lookahead) or plan.mode == "cuda-cuda":
         return features
-    batch_size = plan.batch_size * task.seeds_per_example(plan)
-    with reading_all_edges():
-        visits = expected_visits(
-            store.indptr, store.indices, task.seeds(), draws(plan, used), batch_size
-        )
-    visits = visits[: features.shape[0]]  # the other nodes have no features
+    visits = visits_of(store, plan, task, used)
     trim_memory(1)  # return freed heap pages before allocating the cache
-    ask(rows, "reserve")(tiers["host"] * ranks.local_world)
     if not lookahead:
-        return CachedFeatures(features, visits, sum(tiers.values()), ranks.device)
-
+        if plan.mode == "cpu-cpu":
+            ask(rows, "reserve")(budget * ranks.local_world)
+        return CachedFeatures(features, visits, budget, ranks.device)
+    tiers = lookahead.settled_tiers(rows, visits, *row_caches(plan), ranks.local_world)
+    ranks.say(f"memory  {tiers.line}")
+    # the same on all ranks
+    host = min(ranks.gather(tiers.host))
+    rows.reserve(host * ranks.local_world)
     together = None
     if max(ranks.gather(ranks.local_world)) > 1:
         together = lookahead.Together(ranks.group_here())
-
-    def on_disk(nearer=None):
-        return lookahead.LookaheadCache(
-            rows,
-            tiers["host"],
-            plan.lookahead,
-            hot=visits,
-            batches=plan.epochs * plan.steps * plan.accumulate,
-            together=together,
-            nearer=nearer,
-        )
-
-    if not tiers["gpu"]:
-        cache = host = on_disk()
-    else:
-        cache = CachedFeatures(features, visits, tiers["gpu"], ranks.device, behind=on_disk)
-        host = cache.features
-    if plan.verbose:
-        ranks.say("\n".join(f"memory  {line}" for line in tier_lines(visits, cache, host)))
-    return cache
+    behind = partial(
+        lookahead.LookaheadCache,
+        rows,
+        host,
+        plan.lookahead,
+        hot=visits,
+        batches=plan.epochs * plan.steps * plan.accumulate,
+        together=together,
+    )
+    if not tiers.gpu:
+        return behind()
+    return CachedFeatures(features, visits, tiers.gpu, ranks.device, behind)
 
 
-def tier_lines(visits, cache, host):
-    """List the tiers of features on disk: bytes, and the share of a batch's rows expected in each. visits: [V], see
-    `expected_visits`. host: the `LookaheadCache` behind `cache`, or the same."""
-    share = lambda mask: (
-        f"{visits[mask].sum().item() / max(visits.sum().item(), 1e-9):.0%} of a batch's rows expected"
-    )  # noqa: E731
-    lines = []
-    kept = ~host.on_disk
-    if cache is not host:
-        on_gpu = cache.position >= 0
-        kept &= ~on_gpu
-        lines.append(f"rows on each GPU: {readable_size(cache.cache.nbytes)}, {share(on_gpu)}")
-    lines.append(f"rows in host memory: {readable_size(host.cache.nbytes)}, {share(kept)}")
-    how = "pages of the others: read past the page cache"
-    if host.room:
-        how = f"pages of the others: up to {readable_size(host.room)} in the page cache"
-    lines.append(f"{how}, {share(host.on_disk)}")
-    return lines
+def disk_lines(ranks, plan, task, used):
+    """List the lines of --dry-run about features that stay on disk: where rows are, and how fast this disk delivers the others."""
+    store = task.store
+    lookahead = looking_ahead(ranks) if on_disk(ranks, plan, store) else None
+    if not lookahead:
+        return []
+    rows = stored(store.features)
+    visits = visits_of(store, plan, task, used)
+    tiers = lookahead.settled_tiers(rows, visits, *row_caches(plan), ranks.local_world)
+    speed = lookahead.reads_per_second(rows)
+    batches = f"at most {speed / max(tiers.reads, 1e-9) / ranks.local_world:.3g} batches/s of each process"
+    return [f"tiers   {tiers.line}", f"disk    {speed:,.0f} random reads/s of this disk: {batches}"]
 
 
 def looking_ahead(ranks):
