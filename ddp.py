@@ -138,11 +138,8 @@ class Ranks(NamedTuple):
 
     def group_here(self):
         """Make a process group of the ranks of this machine, with gloo; a collective of all ranks of all machines."""
-        groups = {
-            members: dist.new_group([*members], backend="gloo", timeout=TIMEOUT)
-            for members in self.machines()
-        }
-        return next(group for members, group in groups.items() if self.rank in members)
+        machines = [[*ranks] for ranks in self.machines()]
+        return dist.new_subgroups_by_enumeration(machines, TIMEOUT, "gloo")[0]
 
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""

@@ -61,7 +61,7 @@ from run.export import export
 from run.finite import LossSum, all_finite
 from run.flags import TASKS, of_seed
 from run.own_model import is_own
-from run.placement import check_memory, disk_lines, memory_lines, settle
+from run.placement import cached, check_memory, memory_lines, settle
 from run.report import (
     Clock,
     Report,
@@ -446,7 +446,7 @@ def dry_run(flags, path):
         ranks.say("\n".join(memory_lines(ranks, flags, task)))
     plan, used = settle(ranks, flags, task)
     if task.placed:
-        ranks.say("\n".join(disk_lines(ranks, plan, task, used)))
+        cached(ranks, plan, task, used, task.store.features)
     where = "cpu"
     if plan.conv:
         check_memory(ranks, plan, task)

@@ -101,16 +101,9 @@ class Together:
 
     def rows(self, ids):
         """Send rows int [n] -> those of all processes in the one that plans, none in the others."""
-        count = torch.tensor([len(ids)], device="cpu")
-        counts = [torch.empty_like(count) for _ in range(self.world)]
-        dist.all_gather(counts, count, self.group)
-        sent = ids.new_zeros(max(counts))
-        sent[: len(ids)] = ids
-        received = [torch.empty_like(sent) for _ in counts] if self.plans else None
-        dist.gather(sent, received, self.first, self.group)
-        if not self.plans:
-            return ids[:0]
-        return torch.cat([rows[:count] for rows, count in zip(received, counts)])
+        received = [ids[:0]] * self.world
+        dist.gather_object(ids, received if self.plans else None, self.first, self.group)
+        return torch.cat(received)
 
 
 def read_in_order(reader, pages):
@@ -142,16 +135,14 @@ def expected_reads(visits, row_bytes, room, processes=1):
     used = -torch.expm1(unused.view(-1, rows).sum(1))  # probability of each page
     pages = max(1, row_bytes / mmap.PAGESIZE)  # of a row
     places = room / (pages * mmap.PAGESIZE)
-    low = 0.0
-    high = 1e7
-    for _ in range(48):
-        near = (low + high) / 2
-        uses = used * near
+    near = 0.0  # batches
+    step = 1e7
+    while step > 0.01:
+        step /= 2
+        uses = used * (near + step)
         if float((1 - (-uses).exp() * (1 + uses)).sum()) < places:
-            low = near
-        else:
-            high = near
-    return pages * float((used * (-used * low).exp()).sum()) / processes
+            near += step
+    return pages * float((used * (-used * near).exp()).sum()) / processes
 
 
 def settled_tiers(rows, visits, gpu=0, host=0, processes=1):
@@ -185,14 +176,12 @@ def settled_tiers(rows, visits, gpu=0, host=0, processes=1):
 
 def reads_per_second(rows):
     """Measure how many random rows of `MmapFeatures` a disk delivers, past the page cache."""
+    ids = torch.randint(rows.shape[0], (1 << 13,))
+    out = torch.empty(len(ids), rows.shape[1], dtype=rows.dtype)
     reader = rows.reader(direct=True)
-    count = 0
     began = time.perf_counter()
-    while time.perf_counter() - began < 0.5:
-        ids = torch.randint(rows.shape[0], (4096,))
-        reader.read(ids, torch.empty(len(ids), rows.shape[1], dtype=rows.dtype))
-        count += len(ids)
-    return count / (time.perf_counter() - began)
+    reader.read(ids, out)
+    return len(ids) / (time.perf_counter() - began)
 
 
 class LookaheadCache(CachedFeatures):
@@ -255,7 +244,6 @@ class LookaheadCache(CachedFeatures):
         os.posix_fadvise(reader.file, 0, 0, os.POSIX_FADV_DONTNEED)
         self.pages = None  # KeptPages, made when the first batch shows how large a window is
         self.started = False
-        self.plans = False  # whether pages are planned, here or by another process
         self.given_up = deque()  # (number of a batch, pages to drop once that batch is gathered)
         # batches so far
         self.planned = 0
@@ -309,7 +297,7 @@ class LookaheadCache(CachedFeatures):
             if not self.started:
                 self._start(batch, len(nodes))
             window.append(batch)
-            if self.plans and self.together:
+            if self.room and self.together:
                 nodes = self.together.rows(nodes)
             if self.pages:
                 self.pages.expect(nodes)
@@ -322,7 +310,7 @@ class LookaheadCache(CachedFeatures):
     def _plan(self):
         """Plan the oldest batch of the window -> pages to read for it, or None where no pages are planned, or by another
         process."""
-        if not self.plans:
+        if not self.room:
             return None
         self.planned += 1
         if self.together:
@@ -363,8 +351,7 @@ class LookaheadCache(CachedFeatures):
             self.lookahead = int(min(TOUCHES * table / touched, fitting)) + 1 if self.room else 0
         if self.together:
             self.room, self.lookahead = self.together.least(self.room, self.lookahead)
-        self.plans = self.room > 0
-        if not self.plans or self.together and not self.together.plans:
+        if not self.room or self.together and not self.together.plans:
             return
         places = -(-self.room // mmap.PAGESIZE)  # as many as fit, from the start of the file
         self.pages = KeptPages(self.reader, places, self.lookahead)

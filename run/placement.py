@@ -351,16 +351,6 @@ def placed_arrays(ranks, plan, task, used):
     return placed[:4], options | dict(zip(columns, placed[4:]))
 
 
-def visits_of(store, plan, task, used):
-    """Estimate the probability that each row of features is in a batch -> float32 [rows], see `expected_visits`."""
-    batch_size = plan.batch_size * task.seeds_per_example(plan)
-    with reading_all_edges():
-        visits = expected_visits(
-            store.indptr, store.indices, task.seeds(), draws(plan, used), batch_size
-        )
-    return visits[: store.features.shape[0]]  # the other nodes have no features
-
-
 def row_caches(plan):
     """Return the bytes of --cache in GPU memory, and in host memory."""
     return (0, plan.cache) if plan.mode == "cpu-cpu" else (plan.cache, 0)
@@ -376,7 +366,8 @@ def on_disk(ranks, plan, store):
 def cached(ranks, plan, task, used, features):
     """Put caches in front of the features, of the rows that batches use most often -> the first of them, one per process, or
     the features as they are. --cache is GPU memory in cpu-cuda and pinned-cuda; in cpu-cpu it is host memory. Over memory-mapped
-    features that stay on disk the cache in host memory looks ahead and plans the page cache too."""
+    features that stay on disk the cache in host memory looks ahead and plans the page cache too; of these --dry-run prints where
+    rows are, and how fast the disk delivers them."""
     store = task.store
     rows = stored(store.features)
     lookahead = looking_ahead(ranks) if on_disk(ranks, plan, store) else None
@@ -390,9 +381,14 @@ def cached(ranks, plan, task, used, features):
         )
     if budget and plan.mode == "cuda-cuda":
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
-    if not (budget or lookahead) or plan.mode == "cuda-cuda":
+    if not (budget or lookahead) or plan.mode == "cuda-cuda" or plan.dry_run and not lookahead:
         return features
-    visits = visits_of(store, plan, task, used)
+    batch_size = plan.batch_size * task.seeds_per_example(plan)
+    with reading_all_edges():
+        visits = expected_visits(
+            store.indptr, store.indices, task.seeds(), draws(plan, used), batch_size
+        )
+    visits = visits[: features.shape[0]]  # the other nodes have no features
     trim_memory(1)  # return freed heap pages before allocating the cache
     if not lookahead:
         if plan.mode == "cpu-cpu":
@@ -400,6 +396,13 @@ def cached(ranks, plan, task, used, features):
         return CachedFeatures(features, visits, budget, ranks.device)
     tiers = lookahead.settled_tiers(rows, visits, *row_caches(plan), ranks.local_world)
     ranks.say(f"memory  {tiers.line}")
+    if plan.dry_run:
+        speed = lookahead.reads_per_second(rows)
+        most = speed / max(tiers.reads, 1e-9) / ranks.local_world
+        ranks.say(
+            f"memory  this disk: {speed:,.0f} random rows/s, at most {most:,.1f} batches/s a process"
+        )
+        return features
     # the same on all ranks
     host = min(ranks.gather(tiers.host))
     rows.reserve(host * ranks.local_world)
@@ -418,20 +421,6 @@ def cached(ranks, plan, task, used, features):
     if not tiers.gpu:
         return behind()
     return CachedFeatures(features, visits, tiers.gpu, ranks.device, behind)
-
-
-def disk_lines(ranks, plan, task, used):
-    """List the lines of --dry-run about features that stay on disk: where rows are, and how fast this disk delivers the others."""
-    store = task.store
-    lookahead = looking_ahead(ranks) if on_disk(ranks, plan, store) else None
-    if not lookahead:
-        return []
-    rows = stored(store.features)
-    visits = visits_of(store, plan, task, used)
-    tiers = lookahead.settled_tiers(rows, visits, *row_caches(plan), ranks.local_world)
-    speed = lookahead.reads_per_second(rows)
-    batches = f"at most {speed / max(tiers.reads, 1e-9) / ranks.local_world:.3g} batches/s of each process"
-    return [f"tiers   {tiers.line}", f"disk    {speed:,.0f} random reads/s of this disk: {batches}"]
 
 
 def looking_ahead(ranks):
