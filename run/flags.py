@@ -366,7 +366,7 @@ CORE = dict(
     cache=free(
         SIZE,
         0,
-        "feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)",
+        "feature rows cached by each GPU, or process of cpu-cpu (default: see docs/disk.md)",
         needs=[features_off_gpu],
     ),
     # not beside extras/split.py: the memory plan and the loader ask for it
@@ -402,7 +402,7 @@ CORE = dict(
     free_host=free(
         SIZE,
         None,
-        "plan with so much free host memory, for caches and pages too (default: this machine's)",
+        "host memory to plan with (default: what is free)",
         needs=[free_here],
     ),
     checkpoint=free(
