@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from bench import graphbolt, tools
+from bench.pages import part_pages
 from bench.sampler import LABORS
 from bench.step import network, training
 from bench.tools import watch
@@ -137,7 +138,7 @@ def part_train(args, folder):
     return tools.print_table(f"{args.features_gb:g} GB of features", figures)
 
 
-PARTS = {"build": part_build, "train": part_train}
+PARTS = {"build": part_build, "train": part_train, "pages": part_pages}
 
 
 def bench_store(args):
