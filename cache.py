@@ -7,6 +7,7 @@ To copy this file, also take features.py.
 """
 
 import threading
+import types
 
 import torch
 
@@ -71,13 +72,14 @@ class CachedFeatures:
         budget: bytes of rows to keep. A map from node to cached row takes another 4 bytes a node.
         behind: function of nearer, this map, int32 [V], -1 for rows that are not kept -> the features that these are read
             from; None: the same.
+        keep: function of the hottest rows, as features -> tensor of them; None: a copy on the device.
 
     Attributes:
         cache: [rows, F] on the device. shape, dtype: of the features. device: where `gather` looks ids up.
         hits, lookups: rows found in the cache and rows asked for since the start. hit_rate: hits / lookups.
     """
 
-    def __init__(self, features, visits, budget, device="cpu", behind=None):
+    def __init__(self, features, visits, budget, device="cpu", behind=None, keep=None):
         features = getattr(features, "tensor", features)
         self.shape = tuple(features.shape)
         self.dtype = features.dtype
@@ -90,9 +92,14 @@ class CachedFeatures:
         hot = visits.to(self.device).topk(rows).indices.sort().values
         self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
         self.position[hot] = torch.arange(rows, dtype=torch.int32, device=self.device)
-        cache = torch.empty(rows, width, dtype=self.dtype, device=device)
-        self.cache = copy_rows(features, cache, hot)
-        self.kept_on = cache.device.type
+        if keep:
+            hottest = types.SimpleNamespace(shape=(rows, width), dtype=self.dtype)
+            hottest.gather = lambda ids, out: take(features, hot[ids])
+            self.cache = keep(hottest)
+        else:
+            cache = torch.empty(rows, width, dtype=self.dtype, device=device)
+            self.cache = copy_rows(features, cache, hot)
+        self.kept_on = self.cache.device.type
         self.features = behind(nearer=self.position) if behind else features
         self.collective = ask(self.features, "collective")
         if ahead := ask(self.features, "looking_ahead"):

@@ -13,6 +13,7 @@ faster than the hottest rows, chosen once. To copy this file, also take native/,
 disk/files.py and disk/reader.py.
 """
 
+import functools
 import itertools
 import mmap
 import os
@@ -30,13 +31,16 @@ from cache import CachedFeatures
 from disk.convert import check_ids, gather_target
 from disk.files import StoreError, readable_size
 from disk.reader import library
-from features import prefetch
+from features import prefetch, share
 
 # batches sampled per batch fetched while the window fills, so that training need not wait until it is full
 RAMP = 2
 # average uses of each page of the table in a default window: MIN gains little from a longer one
 TOUCHES = 2
-SHARES = 1 / 8, 3 / 4  # of free memory for rows: pages get the rest, or are not kept
+SHARES = (
+    (1 / 8, True),
+    (3 / 4, False),
+)  # of the free memory for rows, and whether the rest keeps pages
 ROOM = 15 / 16  # share of the free memory for pages; the rest is left to other processes
 AHEAD = 1 << 21  # bytes of one read-ahead request to the kernel
 
@@ -93,11 +97,16 @@ class Together:
         self.plans = dist.get_rank(group) == 0
         self.first = dist.get_global_rank(group, 0)
 
-    def least(self, *numbers):
-        """Return the least of all processes for each of these integers."""
-        least = torch.tensor(numbers, device="cpu")
-        dist.all_reduce(least, dist.ReduceOp.MIN, self.group)
-        return least.tolist()
+    def agreed(self, *numbers, op=dist.ReduceOp.MIN):
+        """Return the least of all processes for each of these integers, or what `op` makes of them."""
+        agreed = torch.tensor(numbers, device="cpu")
+        dist.all_reduce(agreed, op, self.group)
+        return agreed.tolist()
+
+    def keep(self, rows):
+        """Copy rows of features into memory that the processes share -> tensor."""
+        total = functools.partial(self.agreed, op=dist.ReduceOp.SUM)
+        return share([rows], leads=self.plans, total=total)[0]
 
     def rows(self, ids):
         """Send rows int [n] -> those of all processes in the one that plans, none in the others."""
@@ -117,7 +126,7 @@ class Tiers(NamedTuple):
     """Where the rows of features on disk are, of a process."""
 
     gpu: int  # bytes of the hottest rows in GPU memory
-    host: int  # and of the next in host memory
+    host: int  # and of the next in host memory, of all processes
     room: int  # bytes of pages in the page cache, of all processes; 0: none are kept
     reads: float  # pages that a batch is expected to read from the disk
     line: str
@@ -145,21 +154,20 @@ def expected_reads(visits, row_bytes, room, processes=1):
     return pages * float((used * (-used * near).exp()).sum()) / processes
 
 
-def settled_tiers(rows, visits, gpu=0, host=0, processes=1):
-    """Settle how much of which memory keeps rows and pages of `MmapFeatures` -> Tiers. gpu, host: bytes of rows of each
-    process; host=0: that one of SHARES with which fewer reads are expected. visits: [V], see `expected_visits`."""
+def settled_tiers(rows, visits, gpu=0, given=0, processes=1):
+    """Settle how much of which memory keeps rows and pages of `MmapFeatures` -> Tiers, those with which fewer reads are
+    expected: rows and pages, or rows alone, read past the page cache. gpu: bytes of rows of each process. given: of all; 0:
+    shares of the free memory. visits: [V], see `expected_visits`."""
     row_bytes = rows.shape[1] * rows.dtype.itemsize
-    free = rows.room()
-    choices = [host] if host else [max(0, int(free * share)) // processes for share in SHARES]
+    free = max(0, rows.room())
     total = float(visits.sum()) or 1.0
 
-    def tiers(host):
+    def tiers(share, keeps_pages):
+        host = given or int(free * share)
         kept = visits.topk(min(len(visits), (gpu + host) // row_bytes))
         on_gpu = float(kept.values[: gpu // row_bytes].sum()) / total
         either = float(kept.values.sum()) / total
-        room = 0
-        if rows.stays(host * processes):
-            room = min(int(ROOM * (free - host * processes)), len(visits) * row_bytes)
+        room = keeps_pages * max(0, min(int(ROOM * (free - host)), len(visits) * row_bytes))
         cold = visits.index_fill(0, kept.indices, 0)
         reads = expected_reads(cold, row_bytes, room, processes)
         line = f"{readable_size(host)} in host memory ({either - on_gpu:.0%}), "
@@ -171,7 +179,7 @@ def settled_tiers(rows, visits, gpu=0, host=0, processes=1):
         line = f"rows on disk, the hottest (share of a batch) in {line}"
         return Tiers(gpu, host, room, reads, line)
 
-    return min(map(tiers, choices), key=lambda tiers: tiers.reads)
+    return min(itertools.starmap(tiers, SHARES), key=lambda tiers: tiers.reads)
 
 
 def reads_per_second(rows):
@@ -197,6 +205,7 @@ class LookaheadCache(CachedFeatures):
         hot: [V] scores, such as `expected_visits`; the rows with the highest are kept in memory.
         batches: expected number of batches (None: unknown); short runs plan no pages.
         together: `Together` of the processes of this machine that read the table; they gather equally often.
+        room: bytes of pages to keep in the page cache; None: most of what is free, if that is enough to keep any.
         nearer: int32 [V], not -1 for the rows that a cache in front keeps, see `CachedFeatures`: they are never asked for.
 
     Attributes (others: `CachedFeatures`):
@@ -212,11 +221,12 @@ class LookaheadCache(CachedFeatures):
         hot=None,
         batches=None,
         together=None,
+        room=None,
         nearer=None,
     ):
         shape = tuple(features.shape)
         dtype = features.dtype
-        reader = features.reader()
+        reader = features.reader(None if room is None else not room)
         if library("pages") is None or reader is None:
             raise StoreError("a cache that looks ahead needs Linux and a C compiler")
         self.reader = reader
@@ -224,9 +234,9 @@ class LookaheadCache(CachedFeatures):
         self.lookahead = lookahead
         self.batches = batches
         self.together = together
-        self.room = 0
-        if features.stays() and not reader.direct:
-            self.room = min(max(0, int(ROOM * features.room())), shape[0] * reader.row_bytes)
+        if room is None:
+            room = features.stays() * max(0, int(ROOM * features.room()))
+        self.room = 0 if reader.direct else min(room, shape[0] * reader.row_bytes)
 
         def gather(ids, out):
             return reader.read(ids, torch.empty(len(ids), shape[1], dtype=dtype))
@@ -235,7 +245,7 @@ class LookaheadCache(CachedFeatures):
         hot = torch.zeros(shape[0]) if hot is None else hot
         if nearer is not None:
             hot = hot.masked_fill(nearer >= 0, -1)
-        super().__init__(table, hot, budget)
+        super().__init__(table, hot, budget, keep=together and together.keep)
         self.collective = bool(together)
         self.on_disk = self.position < 0  # bool [V]: rows that are in no cache
         if nearer is not None:
@@ -314,7 +324,7 @@ class LookaheadCache(CachedFeatures):
             return None
         self.planned += 1
         if self.together:
-            self.gathered_by_all = self.together.least(self.gathered)[0]
+            self.gathered_by_all = self.together.agreed(self.gathered)[0]
         if not self.pages:
             return None
         missing, evicted = self.pages.plan()
@@ -347,10 +357,10 @@ class LookaheadCache(CachedFeatures):
             size = 20 * max(1, rows)
             for block in batch.blocks:
                 size += sum(tensor.nbytes for tensor in block if tensor is not None)
-            fitting = (self.budget / 4 + self.room / 32 / world) / size
+            fitting = (self.budget / 4 + self.room / 32) / world / size
             self.lookahead = int(min(TOUCHES * table / touched, fitting)) + 1 if self.room else 0
         if self.together:
-            self.room, self.lookahead = self.together.least(self.room, self.lookahead)
+            self.room, self.lookahead = self.together.agreed(self.room, self.lookahead)
         if not self.room or self.together and not self.together.plans:
             return
         places = -(-self.room // mmap.PAGESIZE)  # as many as fit, from the start of the file

@@ -394,7 +394,8 @@ def cached(ranks, plan, task, used, features):
         if plan.mode == "cpu-cpu":
             ask(rows, "reserve")(budget * ranks.local_world)
         return CachedFeatures(features, visits, budget, ranks.device)
-    tiers = lookahead.settled_tiers(rows, visits, *row_caches(plan), ranks.local_world)
+    gpu, host = row_caches(plan)
+    tiers = lookahead.settled_tiers(rows, visits, gpu, host * ranks.local_world, ranks.local_world)
     ranks.say(f"memory  {tiers.line}")
     if plan.dry_run:
         speed = lookahead.reads_per_second(rows)
@@ -403,9 +404,8 @@ def cached(ranks, plan, task, used, features):
             f"memory  this disk: {speed:,.0f} random rows/s, at most {most:,.1f} batches/s a process"
         )
         return features
-    # the same on all ranks
-    host = min(ranks.gather(tiers.host))
-    rows.reserve(host * ranks.local_world)
+    host, room = map(min, zip(*ranks.gather((tiers.host, tiers.room))))
+    rows.reserve(host)
     together = None
     if max(ranks.gather(ranks.local_world)) > 1:
         together = lookahead.Together(ranks.group_here())
@@ -417,10 +417,11 @@ def cached(ranks, plan, task, used, features):
         hot=visits,
         batches=plan.epochs * plan.steps * plan.accumulate,
         together=together,
+        room=room,
     )
-    if not tiers.gpu:
+    if not gpu:
         return behind()
-    return CachedFeatures(features, visits, tiers.gpu, ranks.device, behind)
+    return CachedFeatures(features, visits, gpu, ranks.device, behind)
 
 
 def looking_ahead(ranks):
