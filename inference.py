@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model import GNN, Conv, Near, check_edges, check_nodes, graph_degrees, hooked, is_gnn
+from model import GNN, Conv, Neighborhood, check_edges, check_nodes, graph_degrees, hooked, is_gnn
 
 CHUNK = 65536  # destinations at a time
 CHUNK_EDGES = 1 << 19
@@ -306,9 +306,9 @@ class Layerwise(NamedTuple):
         """Apply layer i and what follows it to all nodes' rows h [V, F] -> [V, D], in the first place that has room."""
         layer = self.model.layers[i]
         none = _rows(h, 0, 0, self.device)
-        sent = layer.message(none, self.degree(layer, 0, 0, self.device))
-        width = sent.shape[1]
-        unchanged = sent is none
+        message = layer.message(none, self.degree(layer, 0, 0, self.device))
+        width = message.shape[1]
+        unchanged = message is none
         same = unchanged and _float_tensor(h)
         messages = 0 if same and h.device == self.device else width
         places = self.places(
@@ -341,26 +341,26 @@ class Layerwise(NamedTuple):
         out = make(layer.out_dim)
         on = place.device
         message = message.to(on)
-        own = message if unchanged else h
+        source = message if unchanged else h
         network = self.model if on == self.device else copy.deepcopy(self.model).to(on)
         layer = network.layers[i]
-        for a, b in self.chunks_of_edges(self.rows_at_once(own, on, place.grow), place.grow):
-            near = self.near(layer, a, b, message, _rows(own, a, b, on))
-            out[a:b] = network.finish(i, layer.combine(near), near.own)
+        for a, b in self.chunks_of_edges(self.rows_at_once(source, on, place.grow), place.grow):
+            near = self.near(layer, a, b, message, _rows(source, a, b, on))
+            out[a:b] = network.finish(i, layer.combine(near), near.x_dst)
         self.tables.wait()
         return out
 
-    def near(self, layer, a, b, message, own):
-        """Return what a layer combines for nodes a .. b - 1, whose rows are `own`, on the messages' device."""
+    def near(self, layer, a, b, message, x_dst):
+        """Return what a layer combines for nodes a .. b - 1, whose rows are `x_dst`, on the messages' device."""
         on = message.device
         first = int(self.indptr[a])
         last = int(self.indptr[b])
         indices = self.indices[first:last].to(on)
-        return Near(
+        return Neighborhood(
             (self.offsets[a : b + 1].to(on) - first).to(indices.dtype),
             indices,
             message,
-            own,
+            x_dst,
             self_rows=torch.arange(a, b, dtype=indices.dtype, device=on),
             degree=self.degree(layer, a, b, on),
             edges=_rows(self.edges, first, last, on) if layer.edge_dim else None,

@@ -105,8 +105,8 @@ def _tables(graph, edges):
         shaped("features", tables["features"], V, "F")
     shaped("labels", tables["labels"], V, *tables["labels"].shape[1:])
     if edges:
-        of_edges = _tensor(EDGE_FEATURES.name, getattr(graph, EDGE_FEATURES.name, None))
-        tables[EDGE_FEATURES.name] = shaped(EDGE_FEATURES.name, of_edges, M, "F")
+        edge_features = _tensor(EDGE_FEATURES.name, getattr(graph, EDGE_FEATURES.name, None))
+        tables[EDGE_FEATURES.name] = shaped(EDGE_FEATURES.name, edge_features, M, "F")
     return tables
 
 

@@ -219,17 +219,17 @@ def plain_layers():
     return [n for n, c in CONVS.items() if not c.uses_types and c.edge_features != "must"]
 
 
-class Near(NamedTuple):
+class Neighborhood(NamedTuple):
     """What a layer combines: S destinations' own rows and the messages of their neighbours, over E edges.
 
     Its methods skip edges with index -1, which end a block in a CUDA graph, and the features of these.
     """
 
     indptr: Tensor  # [S+1]: destination s has the edges indptr[s] to indptr[s + 1] - 1
-    indices: Tensor  # [E]: the message that comes over each edge, a row of `sent`
-    sent: Tensor  # [n, width]: messages
-    own: Tensor  # [S, F]: the destinations' rows
-    self_rows: Tensor | None = None  # [S]: their own messages, rows of `sent`; None: the first S
+    indices: Tensor  # [E]: the message that comes over each edge, a row of `messages`
+    messages: Tensor  # [n, width]: messages
+    x_dst: Tensor  # [S, F]: the destinations' rows
+    self_rows: Tensor | None = None  # [S]: rows of `messages`; None: the first S
     degree: Tensor | None = None  # [S, 2]: their out- and in-degree, if the layer uses_degree
     nodes: Tensor | None = None  # [S]: their ids, which key dropout; None: their positions
     seed: int | None = None  # of dropout; None: drawn from torch's CPU generator
@@ -238,43 +238,43 @@ class Near(NamedTuple):
 
     def mean(self):
         """Average the neighbours' messages -> [S, width]; zero without edges."""
-        return mean_neighbours(self.indptr, self.indices, self.sent)
+        return mean_neighbours(self.indptr, self.indices, self.messages)
 
     def max(self):
         """Take the maximum of the neighbours' messages by column -> [S, width]; zero without edges."""
-        return max_neighbours(self.indptr, self.indices, self.sent)
+        return max_neighbours(self.indptr, self.indices, self.messages)
 
     def self_and_mean(self):
         """Put each destination's own message beside the mean of its neighbours' -> [S, 2 width]."""
-        return self_and_mean(self.indptr, self.indices, self.sent, self.self_rows)
+        return self_and_mean(self.indptr, self.indices, self.messages, self.self_rows)
 
     def own_plus_mean(self, alpha, beta):
         """Add alpha [S] times the own message and beta [S] times the mean of the neighbours' -> [S, width]."""
-        block = self.indptr, self.indices, self.sent
+        block = self.indptr, self.indices, self.messages
         return own_plus_mean(*block, alpha, beta, self_rows=self.self_rows)
 
     def edge_mean(self, dtype):
         """Average the features of each destination's edges -> [S, edge_dim] of a dtype; zero without edges."""
         return edge_mean(self.indptr, self.edges.to(dtype))
 
-    def edge_sum(self, of_edge):
-        """Sum relu(message + of_edge(features of the edge)) over the neighbours -> [S, width]. of_edge: a `Linear`."""
-        edges = self.edges.to(of_edge.weight.dtype)
+    def edge_sum(self, edge_map):
+        """Sum relu(message + edge_map(features of the edge)) over the neighbours -> [S, width]. edge_map: a `Linear`."""
+        edges = self.edges.to(edge_map.weight.dtype)
         total = None
-        if factors := _as_product(edges, of_edge):
-            total = attention.edge_sums(self.indptr, self.indices, self.sent, *factors)
+        if factors := _as_product(edges, edge_map):
+            total = attention.edge_sums(self.indptr, self.indices, self.messages, *factors)
         if total is None:
             dst = edge_dst(self.indptr, self.indices)
-            rows = F.relu(summable(self.sent).index_select(0, self.indices) + of_edge(edges))
-            total = rows.new_zeros(len(self.own), rows.shape[1]).index_add(0, dst, rows)
+            rows = F.relu(summable(self.messages).index_select(0, self.indices) + edge_map(edges))
+            total = rows.new_zeros(len(self.x_dst), rows.shape[1]).index_add(0, dst, rows)
         return total
 
-    def attend(self, attn, target, *, of_edge=None, drop=0):
+    def attend(self, attn, target, *, edge_map=None, drop=0):
         """Sum the messages, the own one among them, weighted by softmax(attn . leaky_relu(message + target)) of each head.
 
         Args:
             attn: [K, D]: K heads of width D. target: [S, K D]; messages are [n, K D].
-            of_edge: `Linear` map of the features of edges, which is added inside; a self-loop has the mean of those of
+            edge_map: `Linear` map of the features of edges, which is added inside; a self-loop has the mean of those of
                 the destination's edges.
             drop: of `drop_byte`: dropout of the weights.
 
@@ -284,19 +284,19 @@ class Near(NamedTuple):
         seed = drawn_seed() if drop and self.seed is None else self.seed or 0
         drawn = self.nodes, seed, drop
         factors = fused and (None, None)
-        if of_edge is not None:
+        if edge_map is not None:
             edges = torch.cat([self.edges.to(attn.dtype), self.edge_mean(attn.dtype)])
-            factors = _as_product(edges, of_edge)
+            factors = _as_product(edges, edge_map)
         if factors:
-            block = self.indptr, self.indices, self.sent
+            block = self.indptr, self.indices, self.messages
             given = {"self_rows": self.self_rows, "drawn": drawn, "factors": factors}
             if (out := attention.attend(*block, target, attn, **given)) is not None:
                 return out
-        of_edges = None if of_edge is None else of_edge(edges)
-        return self._attend(attn, target, of_edges, drawn)
+        edge_rows = None if edge_map is None else edge_map(edges)
+        return self._attend(attn, target, edge_rows, drawn)
 
-    def _attend(self, attn, target, of_edges, drawn):
-        """`attend` in torch operations. of_edges: [E + S, K D] or None."""
+    def _attend(self, attn, target, edge_rows, drawn):
+        """`attend` in torch operations. edge_rows: [E + S, K D] or None."""
         S = len(target)
         K, D = attn.shape
         num_edges = self.indices.numel()
@@ -304,10 +304,10 @@ class Near(NamedTuple):
         dst = torch.cat([edge_dst(self.indptr, self.indices), self_loops])
         rows = self_loops.to(self.indices.dtype) if self.self_rows is None else self.self_rows
         rows = torch.cat([self.indices, rows])
-        message = summable(self.sent).index_select(0, rows)
+        message = summable(self.messages).index_select(0, rows)
         z = message + target.index_select(0, dst)
-        if of_edges is not None:
-            z = z + of_edges
+        if edge_rows is not None:
+            z = z + edge_rows
         scores = (F.leaky_relu(z.view(-1, K, D).to(attn.dtype), 0.2) * attn).sum(2)
         weights = edge_softmax(scores, dst, S)
         nodes, seed, drop = drawn
@@ -319,8 +319,8 @@ class Near(NamedTuple):
             ids = dst if nodes is None else nodes.index_select(0, dst)
             kept = _random_bytes(~ids, K, seed, (-(-K // 8) * place).unsqueeze(1)) >= drop
             weights = weights * (kept * (256 / (256 - drop))).to(weights.dtype)
-        sent = message.view(-1, K, D) * weights.to(message.dtype).unsqueeze(2)
-        total = sent.new_zeros(target.shape).index_add(0, dst, sent.view(-1, K * D))
+        weighted = message.view(-1, K, D) * weights.to(message.dtype).unsqueeze(2)
+        total = weighted.new_zeros(target.shape).index_add(0, dst, weighted.view(-1, K * D))
         return total.to(target.dtype)
 
 
@@ -330,15 +330,15 @@ def edge_mean(indptr, edges):
     return mean_neighbours(indptr, ids, edges)
 
 
-def _as_product(edges, of_edge):
-    """Return features [n, d] and a matrix [d, D] whose product is of_edge(edges), for native/attention.py; None without it,
+def _as_product(edges, edge_map):
+    """Return features [n, d] and a matrix [d, D] whose product is edge_map(edges), for native/attention.py; None without it,
     or if the linear map is customised."""
-    if not fused or not unchanged(of_edge):
+    if not fused or not unchanged(edge_map):
         return None
-    if of_edge.bias is None:
-        return edges, of_edge.weight.t()
+    if edge_map.bias is None:
+        return edges, edge_map.weight.t()
     # the bias is the weight of a constant feature 1
-    by = torch.cat([of_edge.weight, of_edge.bias.unsqueeze(1)], 1).t()
+    by = torch.cat([edge_map.weight, edge_map.bias.unsqueeze(1)], 1).t()
     return F.pad(edges, (0, 1), value=1), by
 
 
@@ -348,7 +348,7 @@ class Conv(nn.Module):
     A layer is made as Layer(in_dim, out_dim, **options), has `out_dim`, and overrides
 
         message(h, degree=None): [n, F] -> [n, width], also of no rows; the rows themselves unless overridden
-        combine(near): a `Near` -> [S, out_dim]
+        combine(near): a `Neighborhood` -> [S, out_dim]
 
     Training computes the messages of a block's sources, inference those of all nodes, once; both then call `combine`,
     inference without near.nodes and near.seed. degree is float [n, 2]: out- and in-degree of these nodes in the whole
@@ -369,9 +369,9 @@ class Conv(nn.Module):
     # residual connections by default: "no", "yes", "if classes disagree" (of neighbours)
     residual = "no"
     heads = 4  # attention heads by default, if it takes them
-    padded = False  # reads neighbours only by methods of `Near`: CUDA graphs can hold it
+    padded = False  # reads neighbours only by methods of `Neighborhood`: CUDA graphs can hold it
     takes = ()  # options of GNN that it is made with: "heads", "dropout", "norm", "num_types", "bases"
-    of_last = {}  # options that the last layer of a GNN is made with
+    last_options = {}  # options that the last layer of a GNN is made with
 
     edge_dim = 0
     one_product = False  # see `MeanConv`
@@ -395,11 +395,11 @@ class Conv(nn.Module):
             degree = block_degrees(block)
         if self.edge_dim:
             check_edges(edges, len(block.indices), self.edge_dim)
-        near = Near(
+        near = Neighborhood(
             block.indptr,
             block.indices,
-            sent=self.message(h, degree),
-            own=h[:S],
+            messages=self.message(h, degree),
+            x_dst=h[:S],
             degree=None if degree is None else degree[:S],
             nodes=None if seed is None else block.src_nodes[:S],
             seed=seed,
@@ -550,7 +550,7 @@ class SAGEConv(MeanConv, name="sage"):
         weights = self.self_linear.weight, self.neigh_linear.weight
         return torch.cat(weights, 1), self.self_linear.bias
 
-    def of_pair(self, pair):
+    def combine_pair(self, pair):
         """Apply the layer to own rows and means [S, 2F], in one product unless a linear map is customised -> [S, D]."""
         if self.plain():
             return linear(pair, *self.product())
@@ -562,9 +562,9 @@ class SAGEConv(MeanConv, name="sage"):
 
     def combine(self, near):
         if self.project_first:
-            out = self.self_linear(near.own) + near.mean()
+            out = self.self_linear(near.x_dst) + near.mean()
         else:
-            out = self.of_pair(near.self_and_mean())
+            out = self.combine_pair(near.self_and_mean())
         return self.plus_edges(out, near.indptr, near.edges)
 
 
@@ -587,7 +587,7 @@ class SAGEPoolConv(Conv, name="sage-pool"):
     def combine(self, near):
         """See `Conv`. ReLU and maximum commute: there are fewer destinations than sources."""
         pooled = relu_dropout(near.max(), 0)
-        return self.self_linear(near.own) + self.neigh_linear(pooled)
+        return self.self_linear(near.x_dst) + self.neigh_linear(pooled)
 
 
 class GCNConv(MeanConv, name="gcn"):
@@ -622,9 +622,9 @@ class GCNConv(MeanConv, name="gcn"):
         """Return alpha [S], beta [S] and gamma [N] of `own_plus_mean` for a block; degree [N, 2]."""
         degree = block_degrees(block) if degree is None else degree
         gamma = (degree[:, 0] + 1).rsqrt()
-        of_dst = degree[: len(block.indptr) - 1, 1]
-        scale = (of_dst + 1).rsqrt()
-        return scale * gamma[: len(scale)], scale * of_dst, gamma
+        dst_degree = degree[: len(block.indptr) - 1, 1]
+        scale = (dst_degree + 1).rsqrt()
+        return scale * gamma[: len(scale)], scale * dst_degree, gamma
 
     def message(self, h, degree):
         return (self.linear(h) if self.project_first else h) / (degree[:, :1] + 1).sqrt()
@@ -695,7 +695,7 @@ class GINEConv(GINConv, name="gine"):
     def combine(self, near):
         count = near.indptr.diff().clamp(min=1).unsqueeze(1)
         estimate = near.edge_sum(self.edge_linear) * (near.degree[:, 1:] / count)
-        return self.mlp((1 + self.eps) * near.own + estimate.to(near.own.dtype))
+        return self.mlp((1 + self.eps) * near.x_dst + estimate.to(near.x_dst.dtype))
 
 
 class GATv2Conv(Conv, name="gat"):
@@ -717,7 +717,7 @@ class GATv2Conv(Conv, name="gat"):
     residual = "if classes disagree"
     padded = True
     takes = ("heads", "dropout")
-    of_last = {"mean": True}
+    last_options = {"mean": True}
 
     def __init__(self, in_dim, out_dim, heads=1, *, mean=False, dropout=0.0, edge_dim=0):
         super().__init__()
@@ -739,8 +739,8 @@ class GATv2Conv(Conv, name="gat"):
 
     def combine(self, near):
         drop = drop_byte(self.dropout) if self.training else 0
-        target = self.dst_linear(near.own)
-        out = near.attend(self.attn, target, of_edge=self.edge_linear, drop=drop)
+        target = self.dst_linear(near.x_dst)
+        out = near.attend(self.attn, target, edge_map=self.edge_linear, drop=drop)
         return out.view(-1, *self.attn.shape).mean(1) if self.mean else out
 
 
@@ -859,7 +859,7 @@ class GNN(nn.Module):
         first = in_dim if inputs is None else inputs.out_dim
         pairs = list(pairwise([first] + [hidden] * (num_layers - 1) + [out_dim]))
         self.layers = nn.ModuleList(make(*pair, **options) for pair in pairs[:-1])
-        self.layers.append(make(*pairs[-1], **options, **make.of_last))
+        self.layers.append(make(*pairs[-1], **options, **make.last_options))
         self.norms = nn.ModuleList(NORMS[norm](hidden) for _ in range(num_layers - 1))
         straight = [nn.Identity() if a == b else Linear(a, b, bias=False) for a, b in pairs]
         self.residuals = nn.ModuleList(straight) if residual else None
@@ -927,7 +927,7 @@ class GNN(nn.Module):
         h_dst = None
         if self.residuals:  # contiguous: a product rounds as it does for rows that were gathered
             h_dst = pair[:, : pair.shape[1] // 2].contiguous()
-        return self.finish(i, self.layers[i].of_pair(pair), h_dst, block.src_nodes, seed)
+        return self.finish(i, self.layers[i].combine_pair(pair), h_dst, block.src_nodes, seed)
 
     def _degree(self, layer, block, device):
         """Return the degrees [N, 2] of a block's sources for a layer that uses them, if known; else None."""

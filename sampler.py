@@ -175,7 +175,7 @@ class Law(NamedTuple):
     disjoint: bool = False  # no two seeds share a source
     label: Callable | None = None  # (block) -> block with what is known of its edges
     sorted_by: dict = {}  # columns by which each list ascends, ties of one by the next; not checked here
-    native: dict = {}  # further fields of law_t of native/rule.h
+    native: dict = {}  # further fields of spec_t of native/rule.h
     options: tuple = ()  # names of those of NeighborSampler that were given
     edge_ids: bool = False  # whether blocks have edge_ids
     threads: int | None = None  # of a call in C; None: torch.get_num_threads(), at most 4

@@ -377,9 +377,9 @@ class GraphStore:
         """Read other features of the same graph."""
         self.features = features
 
-    def renumber(self, **of_network):
+    def renumber(self, **arrays):
         """Take num_classes, num_edge_types or class_names of a network, which may have more of them than the graph."""
-        vars(self).update(of_network)
+        vars(self).update(arrays)
 
     def take_split(self, split):
         """Set `split` to {part: ids}: one of the store's, see `numbered_split`, or another."""

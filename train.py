@@ -59,7 +59,7 @@ from run.checkpoint import (
 )
 from run.export import export
 from run.finite import LossSum, all_finite
-from run.flags import TASKS, of_seed
+from run.flags import TASKS, seed_path
 from run.own_model import is_own
 from run.placement import cached, check_memory, memory_lines, settle
 from run.report import (
@@ -391,13 +391,13 @@ def train_many(ranks, flags, path):
     columns = {}  # name of a score -> its values; some runs may lack one
     for turn in range(flags.runs):
         seed = flags.seed + turn
-        of_turn = {"seed": seed, "turn": turn, "run": f"{flags.run}-seed{seed}"}
+        turn_flags = {"seed": seed, "turn": turn, "run": f"{flags.run}-seed{seed}"}
         if flags.tensorboard:
-            of_turn["tensorboard"] = str(Path(flags.tensorboard, f"seed{seed}"))
+            turn_flags["tensorboard"] = str(Path(flags.tensorboard, f"seed{seed}"))
         if flags.checkpoint:
-            of_turn["checkpoint"] = of_seed(flags.checkpoint, seed)
+            turn_flags["checkpoint"] = seed_path(flags.checkpoint, seed)
         try:
-            finished = train(ranks, replace(flags, **of_turn), path)
+            finished = train(ranks, replace(flags, **turn_flags), path)
         except NotFinite as error:
             raise NotFinite(f"seed {seed}: {error}") from error
         if finished.code:
@@ -465,7 +465,7 @@ def worker(ranks, flags, path):
     files = [flags.checkpoint] if ranks.leads and flags.checkpoint else []
     if flags.runs > 1:
         seeds = range(flags.seed, flags.seed + flags.runs)
-        files = [of_seed(file, seed) for file in files for seed in seeds]
+        files = [seed_path(file, seed) for file in files for seed in seeds]
     try:
         with ExitStack() as claims:
             for file in files:

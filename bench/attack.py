@@ -136,8 +136,8 @@ def judge(case, code, good, usual):
     if NO_MEMORY.search(printed) or notes.get("peak", 0) > usual + 1.1 * MEMORY:
         return "memory", f"{(notes.get('peak', 0) - usual) >> 20} MiB more than usual; {last}"
     if code < 0:
-        of_lmdb = code == -signal.SIGBUS and named and case.kind in ("lmdb", "changed", "graphs")
-        return "sigbus" if of_lmdb else "crash", f"{signal.Signals(-code).name}; verify: {named}"
+        in_lmdb = code == -signal.SIGBUS and named and case.kind in ("lmdb", "changed", "graphs")
+        return "sigbus" if in_lmdb else "crash", f"{signal.Signals(-code).name}; verify: {named}"
     if code or "Traceback (most recent call last)" in printed:
         return "traceback", last
     if notes["strewn"]:
@@ -215,9 +215,9 @@ def attack_parts(case):
         if random.random() < 0.6:
             return harm_store(part, random)
         meta = files.read_meta(part)
-        of_part = {name: meta[name] for name in ("part", "whole")}
-        what = other_value(of_part, random)
-        (part / "meta.json").write_bytes(files.dump_meta(meta | of_part))
+        part_meta = {name: meta[name] for name in ("part", "whole")}
+        what = other_value(part_meta, random)
+        (part / "meta.json").write_bytes(files.dump_meta(meta | part_meta))
         return what, True
 
     take(case, "parts", "store", harm)

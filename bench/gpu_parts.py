@@ -109,10 +109,10 @@ def kernels(args, record):
     for model in ("gcn", "gin", "gat", "sage-pool"):
         cases[f"{model} tf32"] = graph, ["--model", model]
     with tempfile.TemporaryDirectory() as folder:
-        for name, (of_run, words) in {**cases, **others(args, folder)}.items():
+        for name, (run_args, words) in {**cases, **others(args, folder)}.items():
             with record.attempt(name):
                 words = ["--mode", "cuda-cuda", "--precision", "tf32", *words, "--prefetch", 0]
-                trained = Trained(of_run, *sizes(args), *words)
+                trained = Trained(run_args, *sizes(args), *words)
                 trained.epochs(1)
                 rows = {}
                 for kernel, (launches, us) in kernels_of(partial(trained.epochs, 1)).items():
@@ -150,10 +150,10 @@ def steps(args, record):
             cases[f"sage tf32, cpu-cuda, {threads} sampled at once"] = in_memory, words
     folder = tempfile.TemporaryDirectory()
     rest = others(args, folder.name)
-    for name, (of_run, words) in {**cases, **rest}.items():
+    for name, (run_args, words) in {**cases, **rest}.items():
         with record.attempt(name):
             words = ["--mode", "cuda-cuda", "--precision", "tf32", *words]
-            trained = Trained(of_run, *sizes(args), *words)
+            trained = Trained(run_args, *sizes(args), *words)
             entries = trained.epochs(3 if "cpu-cuda" in name else 5)[1:]
             seconds = [entry["seconds"] for entry in entries]
             figures[name] = row = {

@@ -74,7 +74,7 @@ def in_groups(edges, group=GROUP):
     return trips, edges / (trips * group)
 
 
-def of_rows(a, row, edge):
+def row_work(a, row, edge):
     """Reads of threads with a.run sources each -> mean, most."""
     rows = row + edge * a.sizes.double()
     rows = torch.nn.functional.pad(rows, (0, -len(rows) % a.run)).view(-1, a.run).sum(1)
@@ -92,16 +92,16 @@ def self_and_mean(a):
 
 
 def self_and_mean_grad(a):
-    trips, reads = of_lists(a, 1, group=2)
-    return Work((*of_runs(a), *trips), *reads)
+    trips, reads = list_work(a, 1, group=2)
+    return Work((*run_work(a), *trips), *reads)
 
 
-def of_runs(a):
+def run_work(a):
     """The trips of the loop over a thread's rows; that over a tile has no other."""
     return () if a.tiles else (a.run,)
 
 
-def of_lists(a, row, group=1):
+def list_work(a, row, group=1):
     """A thread that sums over its sources' lists, or a hub's tile -> trips of its two loops, reads. Edges are read in
     groups; a hub's whole tiles, one less than fit into its list, are read as sums."""
     tiles = (a.sizes // TILE - 1).clamp(min=0).double()
@@ -112,17 +112,17 @@ def of_lists(a, row, group=1):
         return (share, TILE), (2 + share * reads, 2 + reads)
     a.sizes = tiles / 2 + (edges / group).ceil()  # of two reads each
     pieces = (tiles + 1).mean().item()
-    return (pieces, edges.mean().item() / pieces), of_rows(a, row, 2)
+    return (pieces, edges.mean().item() / pieces), row_work(a, row, 2)
 
 
 def max_neighbours_grad(a):
-    trips, reads = of_lists(a, 1)
+    trips, reads = list_work(a, 1)
     return Work((*trips,), *reads)
 
 
 def attention_source_grad(a):
-    trips, reads = of_lists(a, 2)
-    return Work((*of_runs(a), *trips), *reads, guarded=a.S / a.N)  # destinations have self-loops
+    trips, reads = list_work(a, 2)
+    return Work((*run_work(a), *trips), *reads, guarded=a.S / a.N)  # destinations have self-loops
 
 
 def attention_target_grad(a):
@@ -130,7 +130,7 @@ def attention_target_grad(a):
     return Work((a.run, 0, a.degree + 1), a.run * (2 + a.degree + 1))
 
 
-def of_edges(a, tables):
+def edge_work(a, tables):
     """attention_scores and attention_weight_grad: a thread reads a head's rows, four columns a time."""
     trips = -(-a.D // 4)
     lines = 32 * (1 + 1 / (a.degree + 1))
@@ -169,8 +169,8 @@ WORK = {
     "column_sums": lambda a: Work((a.run,), a.run),
     "max_neighbours": lambda a: Work((a.degree,), 1 + 2 * a.degree),
     "max_neighbours_grad": max_neighbours_grad,
-    "attention_scores": lambda a: of_edges(a, 1),
-    "attention_weight_grad": lambda a: of_edges(a, 0),
+    "attention_scores": lambda a: edge_work(a, 1),
+    "attention_weight_grad": lambda a: edge_work(a, 0),
     "attention_softmax": lambda a: softmax(a, 3),
     "attention_softmax_grad": lambda a: softmax(a, 2),
     "attention_sum": attention_sum,
@@ -334,14 +334,14 @@ def edges_of_sources(args, store):
     return [torch.bincount(block.indices.long(), minlength=block.num_src) for block in blocks]
 
 
-def nearest(launch, of_sources):
+def nearest(launch, source_edges):
     """Return the one of `edges_of_sources` that is nearest in size to a launch's block: by sources, as lists of edges by
     source may be of all hops, else by edges."""
     if (sources := launch.values.get("N")) and not launch.values.get("tiles"):
-        return min(of_sources, key=lambda sizes: abs(len(sizes) - sources))
+        return min(source_edges, key=lambda sizes: abs(len(sizes) - sources))
     shape = launch.values.get("indices")
     edges = shape[0] if isinstance(shape, tuple) else 0
-    return min(of_sources, key=lambda sizes: abs(sizes.sum().item() - edges))
+    return min(source_edges, key=lambda sizes: abs(sizes.sum().item() - edges))
 
 
 def bench_predict(args):
@@ -349,11 +349,11 @@ def bench_predict(args):
     args.seed = 0
     figures = {}
     store = opened(args.dataset, args.root)
-    of_sources = edges_of_sources(args, store)
+    source_edges = edges_of_sources(args, store)
     for precision, dtype, graph in variants(store):
         table = {}
         for launch in step_costs(args, graph, dtype).launches:
-            counted = counts(launch, nearest(launch, of_sources))
+            counted = counts(launch, nearest(launch, source_edges))
             times = limits(counted)
             row = table.setdefault(launch.kernel, collections.Counter())
             row.update({"launches": 1, **times, "expected, us": expected(times)})

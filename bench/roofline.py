@@ -154,11 +154,11 @@ class Noted:
     def moved(self, kernel, given):
         """Return the bytes that a launch moves: in order, gathered."""
         if "b" in given and kernel != "pick_aggregate":
-            of_row, of_edge, asked = DRAWS.get(kernel, DRAWS["pick"])
+            per_row, per_edge, asked = DRAWS.get(kernel, DRAWS["pick"])
             hop = given.get("part")
             table = 2 * SECTOR if 4 * given["b"].V > CACHE else 0
             rows, edges = (hop.rows, hop.places) if hop else (0, given["end"])
-            return of_row * rows, (of_edge + asked * table) * edges
+            return per_row * rows, (per_edge + asked * table) * edges
         if given.get("tiles") is not None:  # what it reads of hubs, the next launch does not
             return 0, 0
         edges, in_order, gathered = given.get("indices", given.get("destination")), 0, 0

@@ -26,8 +26,8 @@ def ours(draw, seeds, **options):
     """Prepare a NeighborSampler's steps; options: keyword arguments of `sample`, each a list with one value a batch."""
 
     def step(i):
-        of_batch = {name: values[i] for name, values in options.items()}
-        return tools.counted(draw.sample(seeds[i], i, **of_batch))
+        batch_options = {name: values[i] for name, values in options.items()}
+        return tools.counted(draw.sample(seeds[i], i, **batch_options))
 
     return lambda: step
 

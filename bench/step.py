@@ -219,8 +219,8 @@ def pyg_relations(args):
     dst = torch.repeat_interleave(store.indptr.diff())
     for number, kind in enumerate(store.edge_types):
         source, relation, destination = kind.split(",")
-        of_type = store.edge_type == number
-        ends = store.indices[of_type] - first[source], dst[of_type] - first[destination]
+        is_type = store.edge_type == number
+        ends = store.indices[is_type] - first[source], dst[is_type] - first[destination]
         graph[source, relation, destination].edge_index = torch.stack(ends).long()
     seeds = graphbolt.seeds_of(args, store.split["train"], args.rounds + 2)
     fanouts = dict.fromkeys(graph.edge_types, args.fanout)

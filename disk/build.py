@@ -130,8 +130,8 @@ def _write_graph(path, graph, progress) -> dict:
     types = graph.arrays.get(columns.EDGE_TYPE.name)
     times = graph.arrays.get(columns.EDGE_TIME.name)
     # edges without times get those of their sources
-    of_sources = graph.arrays.get(columns.NODE_TIME.name) if times is None else None
-    sorts = [types, times, of_sources]
+    source_times = graph.arrays.get(columns.NODE_TIME.name) if times is None else None
+    sorts = [types, times, source_times]
     as_given = edges.edge_index is None and not any(options.values())
     by = None
     if as_given and all(keys is None for keys in sorts):
@@ -141,7 +141,7 @@ def _write_graph(path, graph, progress) -> dict:
             "indices given as Rows is stored as it is: there are no graph options, types and times"
         )
     else:
-        if graph.arrays.keys() & columns.OF_EDGES or of_sources is not None or graph.ordered:
+        if graph.arrays.keys() & columns.OF_EDGES or source_times is not None or graph.ordered:
             by = sort.SortBy(tempfile.TemporaryFile(dir=path), *sorts)
         indptr = np.zeros(edges.num_nodes + 1, np.int64)
         chunks = sort.sorted_sources(edges, indptr, options, path, by=by, progress=progress)
@@ -155,8 +155,8 @@ def _write_graph(path, graph, progress) -> dict:
         by.order.flush()
         order = np.memmap(by.order, np.int64, "r") if len(written) else np.empty(0, np.int64)
     records |= columns.write_arrays(path, {"indptr": indptr, **graph.arrays}, order)
-    if of_sources is not None:
-        records |= columns.write_arrays(path, {columns.EDGE_TIME.name: of_sources}, written)
+    if source_times is not None:
+        records |= columns.write_arrays(path, {columns.EDGE_TIME.name: source_times}, written)
     if graph.ordered:
         numbers = np.arange(len(written)) if order is None else order
         records |= columns.write_arrays(path, {columns.EDGE_ORDER.name: numbers})

@@ -308,9 +308,9 @@ def check_stored(path, split, labels, item="node", end=1):
     except StoreError as error:
         raise StoreError(f"{path}: {error}: it is damaged; rebuild the store") from error
     for name, ids in split.items():
-        of_part = labels[ids]
+        part_labels = labels[ids]
         why = f"labels lie in [0, {end}); rebuild the store"
-        refuse(of_part >= end, f"{path}: of split {name!r} labels", of_part, why)
+        refuse(part_labels >= end, f"{path}: of split {name!r} labels", part_labels, why)
 
 
 def count_edges(indptr, indices, types=None, node_types=()):

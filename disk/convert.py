@@ -149,8 +149,8 @@ def _stacked(name, values):
 
 def is_sparse(values) -> bool:
     """Return whether values are a sparse matrix of scipy or torch."""
-    of_torch = isinstance(values, Tensor) and values.layout != torch.strided
-    return of_torch or hasattr(values, "tocoo")
+    is_sparse = isinstance(values, Tensor) and values.layout != torch.strided
+    return is_sparse or hasattr(values, "tocoo")
 
 
 def _dense(name, matrix):
@@ -338,7 +338,7 @@ class RoundedRows:
     """
 
     def __init__(self, rows, width, types=()):
-        counts = {name: count for name, count, of_type in types if of_type}
+        counts = {name: count for name, count, is_typed in types if is_typed}
         if len(counts) < 2:
             counts = {"": rows}
         self.types = [*counts]

@@ -2,7 +2,7 @@
 than embeddings of the two nodes alone (NCN, arXiv 2302.00890; BUDDY, arXiv 2209.15486).
 
     common = CommonNeighbours(Edges(indptr, indices))
-    common.of_pairs(pairs)          # float32 [P, len(common.columns)]
+    common.pair_features(pairs)          # float32 [P, len(common.columns)]
     common.against_all(sources)     # float32 [n, V, ...]: of sources with every node
 
 A common neighbour of u and v is an in-neighbour of both, other than u and v themselves: what is said about a pair does not
@@ -61,13 +61,13 @@ class CommonNeighbours:
         self.times = self.ordered = None
         if times is not None:  # of `sources`, and of each list in ascending order
             self.times = times if edges.order is None else times[edges.order]
-            of_list = torch.repeat_interleave(degree)
+            list_ids = torch.repeat_interleave(degree)
             order = times.argsort(stable=True)
-            self.ordered = times[order[of_list[order].argsort(stable=True)]]
+            self.ordered = times[order[list_ids[order].argsort(stable=True)]]
             dated = times[times != ALWAYS].double()
             self.span = float(dated.max() - dated.min()) if len(dated) else 0.0
 
-    def of_pairs(self, pairs, times=None):
+    def pair_features(self, pairs, times=None):
         """Compute features of pairs int64 [P, 2], at times int64 [P] or, if None, with all edges -> float32 [P, columns]."""
         times = None if self.times is None else times
         code = kernels.load_links(self.edges.sources.dtype, pairs.device)
@@ -175,7 +175,7 @@ class CommonNeighbours:
         sums.index_add_(0, (row * V + others)[kept], self.weights[self._degrees(nodes, None)])
         sums = sums.view(len(sources), V, -1)
         sums[torch.arange(len(sources)), sources] = 0
-        return torch.cat([sums.log1p_(), self.of_nodes.expand(len(sources), -1, -1)], 2)
+        return torch.cat([sums.log1p_(), self.node_features.expand(len(sources), -1, -1)], 2)
 
     @cached_property
     def reverse(self):
@@ -183,7 +183,7 @@ class CommonNeighbours:
         return destinations_of(self.edges)
 
     @cached_property
-    def of_nodes(self):
+    def node_features(self):
         """The columns of every node as a destination, with all edges, [V, columns]."""
         nodes = torch.arange(self.edges.indptr.numel() - 1)
         return torch.cat(self._of_destination(nodes, None), 1)

@@ -132,16 +132,16 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
     if (store.indptr.diff() < 0).any() or any(outside(*pair) is not None for pair in ranges):
         raise DamagedGraph(DAMAGED)
     edges = Edges(store.indptr, store.indices)
-    of_type = edges if edge_type is None else edges_of(store, edge_type)
+    typed_edges = edges if edge_type is None else edges_of(store, edge_type)
     if how.endswith(".npz"):
         pairs = pairs_of_file(store, how, edge_type)
-        found = {part: of_type.has(*pairs[part].unbind(1)) for part in HELD_OUT}
+        found = {part: typed_edges.has(*pairs[part].unbind(1)) for part in HELD_OUT}
         of = "the graph" if edge_type is None else "the type to predict"
         say(f"edges   of {how}: {counts_of(found)} pairs are edges of {of}")
     elif how == "none":
         pairs = dict.fromkeys(HELD_OUT, torch.zeros(0, 2, dtype=torch.int64))
     else:
-        pairs = drawn_pairs(store, edges, of_type, how, seed)
+        pairs = drawn_pairs(store, edges, typed_edges, how, seed)
     held = torch.cat([pairs[part] for part in HELD_OUT])
     messages = without_edges(store, edges, held)
     rest = edges_of(messages, edge_type)
@@ -249,8 +249,8 @@ def times_are_of_sources(store):
     times = getattr(store, NODE_TIME.name, None)
     if times is None:
         return False
-    of_sources = times[store.indices.long()]
-    return bool(((store.edge_time == of_sources) | (store.edge_time == ALWAYS)).all())
+    source_times = times[store.indices.long()]
+    return bool(((store.edge_time == source_times) | (store.edge_time == ALWAYS)).all())
 
 
 def bits_of(pairs, key):
@@ -259,10 +259,10 @@ def bits_of(pairs, key):
     return random_bits(mix(key), torch.minimum(*ends), torch.maximum(*ends), bits=53)
 
 
-def drawn_pairs(store, edges, of_type, how, seed):
-    """Split the pairs of the `Edges` of_type by percent, in the order drawn by `seed` or of their times (see
+def drawn_pairs(store, edges, typed_edges, how, seed):
+    """Split the pairs of the `Edges` typed_edges by percent, in the order drawn by `seed` or of their times (see
     `split_edges`) -> {part: int64 [n, 2]}. edges: `Edges` of the store."""
-    pairs = positives(of_type, seed)
+    pairs = positives(typed_edges, seed)
     if how.startswith("time:"):
         key = times_of(store, edges, pairs, how)
     else:

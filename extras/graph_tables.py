@@ -1,7 +1,7 @@
 """Tables of nodes and edges -> arrays: what each column holds, and which nodes it refers to.
 
     x, nodes = features("x.csv.gz", folder)                   # float32 [V, F]; a column of ids names the nodes
-    y = of_nodes("y.csv", nodes, "labels")                    # float64 [V] or [V, C], NaN: no label; or text [V]
+    y = node_column("y.csv", nodes, "labels")                    # float64 [V] or [V, C], NaN: no label; or text [V]
     edge_index, more = edges("edges.csv", folder, nodes, {"edge_weight": ["w"]})        # int64 [2, M]
 
 Rows of features are the nodes 0 to V-1, unless there is a column of ids, wherever it stands (`_id_column`): a permutation
@@ -64,14 +64,14 @@ def read_tables(file, tables, columns, folder, ignore):
     arrays = {}
     keep = {}
     own_files = {}
-    of_features = tables.pop("features")
+    feature_table = tables.pop("features")
     sources = {**tables, **columns}
-    of_nodes_alone = [source for name, source in sources.items() if name not in OF_EDGES]
-    called = _called_elsewhere(of_nodes_alone, file, ignore)
-    arrays["features"], nodes = features(of_features, folder, ignore, called)
+    node_tables = [source for name, source in sources.items() if name not in OF_EDGES]
+    called = _called_elsewhere(node_tables, file, ignore)
+    arrays["features"], nodes = features(feature_table, folder, ignore, called)
     for name, source in sources.items():
         if name not in OF_EDGES:
-            arrays[name] = of_nodes(source, nodes, name, ignore)
+            arrays[name] = node_column(source, nodes, name, ignore)
         elif os.path.isfile(source):
             own_files[name] = source
         else:
@@ -89,16 +89,16 @@ def read_tables(file, tables, columns, folder, ignore):
     return arrays | kept, nodes
 
 
-def _called_elsewhere(of_nodes, of_edges, ignore) -> set[str]:
+def _called_elsewhere(node_tables, edge_table, ignore) -> set[str]:
     """Return the names by which other tables may call the ids of the nodes: names of columns of the tables of nodes, and
     what the names of two ends have in common."""
     called = set()
-    for file in of_nodes:
+    for file in node_tables:
         with opened(file, ignore) as table:
             names = table.names or ()
             ids = {names[j] for j in table.named("id")}
             called |= ids or {name for name in names if not meanings(name)}
-    with opened(of_edges, ignore) as table:
+    with opened(edge_table, ignore) as table:
         if not table.named("source"):
             called |= {" ".join(stem) for stem, _ in _twins(table)}
     return called
@@ -142,9 +142,9 @@ class Nodes:
         first, *rest = rows
         if self.kind is not str or any(a in b for a, b in zip(first, zip(*rest))):
             return False
-        of_nodes = [self.have(column) for column in zip(*rest)]
-        named = [cell for cell, of in zip(first, of_nodes) if of and self.have([cell])]
-        return (any(of_nodes) or self.id_name in first) and not named
+        are_nodes = [self.have(column) for column in zip(*rest)]
+        named = [cell for cell, of in zip(first, are_nodes) if of and self.have([cell])]
+        return (any(are_nodes) or self.id_name in first) and not named
 
     def check_header(self, table, columns):
         """Refuse a header whose cells in these columns are names of nodes: it may be a row."""
@@ -321,7 +321,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing):
     return rows, columns
 
 
-def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
+def node_column(file, nodes, name, ignore=()) -> np.ndarray:
     """Read a table for nodes.
 
     Args:
@@ -367,7 +367,7 @@ def of_nodes(file, nodes, name, ignore=()) -> np.ndarray:
 
 
 def _ids_of_nodes(table, nodes, name) -> int | None:
-    """Find the column of ids in a table for nodes, see `of_nodes`: by its name, or that of the features' column of ids, or
+    """Find the column of ids in a table for nodes, see `node_column`: by its name, or that of the features' column of ids, or
     because all of its cells are nodes; of two columns else the first."""
     if name != "labels" and name not in COLUMNS:
         return 0 if table.width == 1 else None
@@ -464,7 +464,7 @@ class Keys(NamedTuple):
     ends: np.ndarray  # int64 [2, M]
     ids: dict  # {name of a column: pyarrow array of strings [M]}
 
-    def of_ends(self, ends):
+    def end_keys(self, ends):
         """Pack the ends [2, n] of edges into a pyarrow array of n integers."""
         import pyarrow
 
@@ -482,15 +482,15 @@ class Keys(NamedTuple):
         pairs = [[self.nodes.find(cell) for cell in table.sample(j)] for j in columns]
         if None in sum(pairs, []):
             return False
-        return bool(np.isin(self.of_ends(np.array(pairs)), self.of_ends(self.ends)).all())
+        return bool(np.isin(self.end_keys(np.array(pairs)), self.end_keys(self.ends)).all())
 
-    def order(self, table, of_edges, of_rows):
+    def order(self, table, edge_keys, row_keys):
         """Find the row of each edge, by equal keys, pyarrow arrays [M] -> int64 [M], or None if they are in order."""
         import pyarrow.compute as compute
 
-        if of_rows.equals(of_edges):
+        if row_keys.equals(edge_keys):
             return None
-        for source, cells in ((self.source, of_edges), (table.name, of_rows)):
+        for source, cells in ((self.source, edge_keys), (table.name, row_keys)):
             if len(cells.unique()) < len(cells):
                 counts = cells.value_counts()
                 twice = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
@@ -498,14 +498,14 @@ class Keys(NamedTuple):
                 raise StoreError(
                     f"{source} has the edge {self.called(twice)} more than once: {why}"
                 )
-        order = compute.index_in(of_edges, value_set=of_rows)
+        order = compute.index_in(edge_keys, value_set=row_keys)
         if order.null_count:
-            lost = of_edges[order.is_null().index(True).as_py()].as_py()
+            lost = edge_keys[order.is_null().index(True).as_py()].as_py()
             lost = f"no row for the edge {self.called(lost)} of {self.source}"
             raise StoreError(f"{table.name} has {lost}")
-        if len(of_rows) > len(of_edges):
-            row = compute.is_in(of_rows, value_set=of_edges).index(False).as_py()
-            edge = self.called(of_rows[row].as_py())
+        if len(row_keys) > len(edge_keys):
+            row = compute.is_in(row_keys, value_set=edge_keys).index(False).as_py()
+            edge = self.called(row_keys[row].as_py())
             raise table.error(row, f"{self.source} has no edge {edge}")
         return order.to_numpy().astype(np.int64)
 
@@ -548,7 +548,7 @@ def edge_rows(file, folder, name, ignore, keys):
             both = f"{table.column(ends[0])} and {table.column(ends[1])}"
             if not by_ids:
                 how = f"by {both}" if ids is None else f"by {both}, {table.column(ids)} not used"
-                order = keys.order(table, keys.of_ends(keys.ends), keys.of_ends(ends_of_rows))
+                order = keys.order(table, keys.end_keys(keys.ends), keys.end_keys(ends_of_rows))
             elif not np.array_equal(
                 ends_of_rows if order is None else ends_of_rows[:, order], keys.ends
             ):
@@ -668,13 +668,13 @@ def _found_ends(table, nodes, taken=()) -> list[int] | None:
     if sources or destinations:
         names = short(", ".join(table.names))
         raise StoreError(f"{table.name} has the columns {names}: call one source, one destination")
-    of_ids = words_of(nodes.id_name or "")
+    id_words = words_of(nodes.id_name or "")
     twins = [(stem, pair) for stem, pair in _twins(table) if not {*pair} & {*taken}]
-    pairs = [pair for stem, pair in twins if stem == of_ids or "id" in meanings("".join(stem))]
+    pairs = [pair for stem, pair in twins if stem == id_words or "id" in meanings("".join(stem))]
     if len(pairs) != 1 and nodes.kind is str:
         free = [j for j in range(table.width) if j not in taken]
-        of_nodes = [j for j in free if nodes.have(table.sample(j))]
-        pairs = [pair for _, pair in twins if {*pair} == {*of_nodes}] or [of_nodes]
+        named = [j for j in free if nodes.have(table.sample(j))]
+        pairs = [pair for _, pair in twins if {*pair} == {*named}] or [named]
     return pairs[0] if len(pairs) == 1 and len(pairs[0]) == 2 else None
 
 

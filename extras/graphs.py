@@ -51,7 +51,7 @@ class GraphTask(Task):
     about_models = f"{' or '.join(MODELS)}, which sees angles (default: {[*MODELS][0]})"
     told_by = "graphs."
     least_steps = 2000
-    metrics = *dict.fromkeys(("roc_auc", *metrics_with("of_logits"))), *ERRORS
+    metrics = *dict.fromkeys(("roc_auc", *metrics_with("from_logits"))), *ERRORS
     widths = "node_dim edge_dim target_dim class_dim node_dtype edge_dtype labels".split()
     unused = {
         "has no effect with --task graph: leave it out": "fanout norm residual edge_features input_dropout "
@@ -180,7 +180,7 @@ class GraphTask(Task):
         self.pairs = MODELS[args.model].uses_vectors
         self.copies = CudaCopies(ranks.device, args.sample_threads) if ranks.gpus else None
 
-    def obstacle(self):
+    def unsupported(self):
         """Return why batches that are read have no static shapes, or None."""
         if self.limits is None or len(self.limits.most) < 2:
             return "only --max-nodes and --max-edges together make shapes static"
@@ -313,10 +313,10 @@ class GraphTask(Task):
 
     def lines(self, args, split, parameters):
         yield f"graphs  {self.store.path}: {len(self.store):,} graphs; {split}"
-        of_graph = self.sizes[self.store.split["train"]].double().mean(0)
+        mean_sizes = self.sizes[self.store.split["train"]].double().mean(0)
         largest = [int(n) for n in self.sizes.amax(0)]
         yield (
-            f"sizes   a graph has {of_graph[0]:,.3g} nodes and {of_graph[1]:,.3g} edges in the mean, "
+            f"sizes   a graph has {mean_sizes[0]:,.3g} nodes and {mean_sizes[1]:,.3g} edges in the mean, "
             f"{largest[0]:,} and {largest[1]:,} at most"
         )
         layers = f"{plural(args.num_layers, 'layer')}, hidden {args.hidden}"

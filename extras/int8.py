@@ -118,8 +118,8 @@ def encoder(features, node_types, folder, progress):
 
     def chunks():
         for first, rows in checked_rows(features, progress):
-            for of_type, smallest, largest in zip(pairwise(bounds), low, high):
-                start, stop = (max(bound - first, 0) for bound in of_type)
+            for ends, smallest, largest in zip(pairwise(bounds), low, high):
+                start, stop = (max(bound - first, 0) for bound in ends)
                 if len(part := rows[start:stop]):
                     torch.minimum(smallest, part.amin(0), out=smallest)
                     torch.maximum(largest, part.amax(0), out=largest)

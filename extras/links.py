@@ -335,8 +335,8 @@ class Links:
         key = mix(self.key ^ (batch.global_step & (1 << 64) - 1))
         negatives, bad = self.negatives.attempts(key, seeds, pairs, self.count)
         nodes, times, y = self._ends(seeds, pairs, negatives)
-        of_step = self._of_pairs(batch.step_seeds) if self.exclude else seeds[:0]
-        first, counts = self.edges.ranges(self.pairs[of_step])
+        step_pairs = self._of_pairs(batch.step_seeds) if self.exclude else seeds[:0]
+        first, counts = self.edges.ranges(self.pairs[step_pairs])
         last = F.pad(y.flatten(), (1, 0), value=-1).amax()  # a part of a step may be empty
         # the host waits for the GPU here only
         left, last, num_edges = torch.stack([bad.sum(), last, counts.sum()]).tolist()
@@ -360,7 +360,7 @@ class Links:
         times = None
         if self.times is not None:
             times = self.times[seeds].repeat_interleave(ends.shape[1])
-        features = self.common.of_pairs(ends.view(-1, 2), times)
+        features = self.common.pair_features(ends.view(-1, 2), times)
         return features.double().view(torch.int64).view(len(pairs), -1)
 
     def _of_pairs(self, seeds):
@@ -488,8 +488,10 @@ class Evaluation:
         positive, negative, place = results.unbind(1)
         scores = torch.cat([positive, negative])
         y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
-        of_pairs = {name: METRICS[name].of_pairs(scores, y) for name in metrics_with("of_pairs")}
-        return ranking(place[place != 0]) | of_pairs
+        by_name = {
+            name: METRICS[name].from_scores(scores, y) for name in metrics_with("from_scores")
+        }
+        return ranking(place[place != 0]) | by_name
 
     def baselines(self, part, ranks=None):
         """Evaluate the columns of `common` as scorers -> {name: {metric: value}}, or {} without pairs."""
@@ -506,7 +508,7 @@ class Evaluation:
         if self.timed and examples:  # else as of the end of time
             times = examples.times[pairs[..., 0]].flatten()
             pairs = examples.nodes[pairs]
-        return self.common.of_pairs(pairs.view(-1, 2), times).view(*pairs.shape[:-1], -1)
+        return self.common.pair_features(pairs.view(-1, 2), times).view(*pairs.shape[:-1], -1)
 
     def _ranks(self, scorer, h, pairs, others, features):
         """Rank each pair [n, 2] against `others` [n, K], or all nodes if None -> ranks [n], from 1."""
@@ -520,8 +522,8 @@ class Evaluation:
             source, destination = pairs[rows].unbind(1)
             destination = destination.unsqueeze(1)
             if others is None:
-                of_pairs = self.common.against_all(source) if features else None
-                scores = scorer.against_all(h[source], h, of_pairs)
+                pair_features = self.common.against_all(source) if features else None
+                scores = scorer.against_all(h[source], h, pair_features)
                 sums = scores.sum(1)
                 positive = scores.gather(1, destination)
                 scores[self._left_out(source)] = -torch.inf
@@ -532,8 +534,8 @@ class Evaluation:
                 scores.scatter_(1, destination, -torch.inf)
             else:  # in one product: another would round the scores of equal embeddings otherwise
                 both = torch.cat([destination, others[rows]], 1)
-                of_pairs = features(source.unsqueeze(1), both) if features else None
-                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h), of_pairs)
+                pair_features = features(source.unsqueeze(1), both) if features else None
+                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h), pair_features)
                 sums = scores.sum(1)
                 positive = scores[:, :1]
                 scores = scores[:, 1:]
@@ -561,8 +563,8 @@ def score_pairs(scorer, h, pairs, features=None):
     logits = [h.new_zeros(0)]
     for part in pairs.split(1 << 16):
         source, destination = part.unbind(1)
-        of_pairs = features(source, destination) if features else None
-        logits.append(scorer(h[source], h[destination], of_pairs))
+        pair_features = features(source, destination) if features else None
+        logits.append(scorer(h[source], h[destination], pair_features))
     return torch.cat(logits)
 
 
@@ -599,7 +601,7 @@ class LinkTask(Task):
     are_links = True
     padded = True
     told_by = "indptr.", "indices."
-    metrics = metrics_with("of_ranks") + metrics_with("of_pairs")
+    metrics = metrics_with("from_ranks") + metrics_with("from_scores")
     widths = "feature_dim", "edge_dim", "num_edge_types", "node_types"
     unused = {
         "is for --task node: --task link has --edge-split": "split",
@@ -691,7 +693,7 @@ class LinkTask(Task):
         return torch.arange(self.store.num_nodes)
 
     def num_scored(self):
-        if METRICS[self.metric].of_ranks:
+        if METRICS[self.metric].from_ranks:
             return int(self.evaluation.examples["valid"].ranked.sum())
         return super().num_scored()
 
@@ -800,13 +802,13 @@ def flags(kinds):
     """Declare the flags of --task link."""
     return {
         "input_dropout": dict(
-            edge_split=kinds.of_data(
+            edge_split=kinds.per_graph(
                 kinds.parsed_by(split_type, "A/B/C"),
                 "85/5/10",
                 "percent of edges for train, valid and test, drawn by --seed; time:A/B/C: by time; none: all for train; FILE.npz with valid, test [n, 2]",
                 group="links",
             ),
-            edge_type=kinds.of_data(
+            edge_type=kinds.per_graph(
                 kinds.text("TYPE"),
                 None,
                 "predict edges of a type, as user,buys,item (default: all)",

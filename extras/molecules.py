@@ -13,7 +13,7 @@ import torch
 from disk.convert import check_answers, check_finite, refuse, shaped
 from extras.graph_store import block_diagonal, build_graphs
 from features import prefetch
-from sources.splits import of_graphs
+from sources.splits import graph_split
 
 # graphs of a batch
 MOLECULES = 4096
@@ -31,7 +31,7 @@ def build(path, arrays, params, source, *, seed, progress):
         batches, count, entries = molecules(arrays)
     else:
         batches, count, entries = crystals(arrays, params.get("radius", 4.0))
-    split = of_graphs(arrays, count, params.get("split"), seed)
+    split = graph_split(arrays, count, params.get("split"), seed)
     arrays.close()
     options = {"split": split, "progress": progress, "source": source | entries}
     return build_graphs(path, batches, labels=arrays.find("labels") is not None, **options)
@@ -48,15 +48,15 @@ def molecules(arrays):
             edges are kept as they are: `edge_offsets` [G+1], `x` [N, F], `edge_attr` [B, D], `edge_index_local` [2, B].
     """
     ways = 1 if arrays.find("edge_offsets") else 2
-    offsets, of_nodes, of_edges, ends = EDGES if ways == 1 else BONDS
-    x = arrays.shaped(of_nodes, "N", "F")
-    e = arrays.shaped(of_edges, "B", "D")
+    offsets, node_rows, edge_rows, ends = EDGES if ways == 1 else BONDS
+    x = arrays.shaped(node_rows, "N", "F")
+    e = arrays.shaped(edge_rows, "B", "D")
     ends = arrays.integers(ends, 2, len(e))
     nodes = _offsets(arrays, "node_offsets", len(x), 1)
     bonds = _offsets(arrays, offsets, len(e), 0, len(nodes))
     if ways == 1:
-        x = _categories(arrays, of_nodes, x)
-        e = _categories(arrays, of_edges, e)
+        x = _categories(arrays, node_rows, x)
+        e = _categories(arrays, edge_rows, e)
     vectors = None
     if arrays.find("edge_vector"):
         vectors = arrays.shaped("edge_vector", len(e), 3)

@@ -70,10 +70,10 @@ class RGCNConv(Conv, name="rgcn"):
     def combine(self, near):
         if self.edge_dim:
             near = self.by_edge(near)
-        out = self.self_linear(near.own)
-        S = len(near.own)
+        out = self.self_linear(near.x_dst)
+        S = len(near.x_dst)
         R = self.num_types
-        if model.fused and model.fused.is_gpu(near.sent.device) and near.types is not None:
+        if model.fused and model.fused.is_gpu(near.messages.device) and near.types is not None:
             return out + self.without_waiting(near)
         group, counts, indices = self._grouped(near.indptr, near.indices, near.types)
         dst = group // R
@@ -82,7 +82,7 @@ class RGCNConv(Conv, name="rgcn"):
         if self.averages and self.coefficients is None and R <= LOOPED and few:
             groups = Groups(dst, kinds, counts, indices)
             maps = [(weight.t(), None) for weight in self.weight]
-            return _add_means(out.clone(), groups, [near.sent], [maps])
+            return _add_means(out.clone(), groups, [near.messages], [maps])
         means = self.gathered(near, group, counts, indices)  # [G, F]
         if self.coefficients is None:  # zeros if a destination has no edge of a type
             sums = means.new_zeros(S * R, means.shape[1]).index_copy_(0, group, means)
@@ -101,7 +101,7 @@ class RGCNConv(Conv, name="rgcn"):
         ids, rows = rows_of_edges(near._replace(indices=near.indices.clone()))
         edges = near.edges.to(rows.dtype).where(ids.unsqueeze(1) >= 0, 0)  # padding may be nan
         rows = torch.cat([rows, edges], 1)
-        return near._replace(indices=ids, sent=rows)
+        return near._replace(indices=ids, messages=rows)
 
     def sums_by_basis(self, means, group, S):
         """Add up means [G, F] of groups [G] with the coefficients of their types -> [S, B, F]."""
@@ -142,7 +142,7 @@ class RGCNConv(Conv, name="rgcn"):
     def means_of_groups(self, near, group, offsets, indices):
         """Average the messages `indices` [E] of each group, which begins at offsets [G+1] -> [G, F]. group: [E], of each edge:
         destination * R + type, S * R for padding."""
-        return mean_neighbours(offsets, indices, near.sent)
+        return mean_neighbours(offsets, indices, near.messages)
 
     def after_inputs(self, block, inputs, x):
         """Compute the layer of inputs(block.src_nodes, x), with a `NodeInputs`, in fewer operations -> [S, D].
@@ -157,16 +157,16 @@ class RGCNConv(Conv, name="rgcn"):
         R = self.num_types
         K = len(tables)
         sources = rows[block.indices].to(block.indices.dtype)
-        of_source = kinds[block.indices]
+        source_kinds = kinds[block.indices]
         edges = block.indptr, sources, block.edge_type
-        group, counts, sources = self._grouped(*edges, of_source, K)
-        of_type = group // K
-        if bool((of_type[1:] == of_type[:-1]).any()):
+        group, counts, sources = self._grouped(*edges, source_kinds, K)
+        type_of_group = group // K
+        if bool((type_of_group[1:] == type_of_group[:-1]).any()):
             return None
         self_rows = torch.arange(S, device=group.device)
         groups = Groups(
-            dst=torch.cat([of_type // R, self_rows]),
-            kinds=torch.cat([group % K * (R + 1) + of_type % R, kinds[:S] * (R + 1) + R]),
+            dst=torch.cat([type_of_group // R, self_rows]),
+            kinds=torch.cat([group % K * (R + 1) + type_of_group % R, kinds[:S] * (R + 1) + R]),
             counts=torch.cat([counts, torch.ones_like(self_rows)]),
             indices=torch.cat([sources, rows[:S].to(sources)]),
         )
@@ -180,7 +180,7 @@ class RGCNConv(Conv, name="rgcn"):
 
     def gathered(self, near, group, counts, indices):
         """Average the messages of each group, whose `counts` [G] rows are `indices` -> [G, F]."""
-        return mean_neighbours(_offsets(counts, indices), indices, near.sent)
+        return mean_neighbours(_offsets(counts, indices), indices, near.messages)
 
     def _grouped(self, indptr, indices, types, kinds=0, K=1):
         """Group each destination's edges by type and one of K kinds [E] -> ((destination * R + type) * K + kind of each
@@ -213,7 +213,7 @@ class RGATConv(RGCNConv, name="rgat"):
     """
 
     takes = ("num_types", "bases", "heads")
-    of_last = {"mean": True}
+    last_options = {"mean": True}
     heads = 1
     averages = False
 
@@ -236,37 +236,37 @@ class RGATConv(RGCNConv, name="rgat"):
 
     def by_edge(self, near):
         near = super().by_edge(near)
-        return near._replace(sent=self.with_keys(near.sent))
+        return near._replace(messages=self.with_keys(near.messages))
 
-    def rows_keys_queries(self, sent, own):
-        """Split messages [n, F + R K] of `with_keys` and compute queries of rows own [S, F] -> rows [n, F], keys [n, R, K],
+    def rows_keys_queries(self, messages, x_dst):
+        """Split messages [n, F + R K] of `with_keys` and compute queries of rows x_dst [S, F] -> rows [n, F], keys [n, R, K],
         queries [S R, K]."""
-        sent = summable(sent)
-        rows, keys = sent.split([sent.shape[1] - len(self.key), len(self.key)], 1)
-        queries = summable(F.linear(own, self.query)).view(-1, self.heads)
+        messages = summable(messages)
+        rows, keys = messages.split([messages.shape[1] - len(self.key), len(self.key)], 1)
+        queries = summable(F.linear(x_dst, self.query)).view(-1, self.heads)
         return rows, keys.unflatten(1, (self.num_types, self.heads)), queries
 
     def means_of_groups(self, near, group, offsets, indices):
         """See `RGCNConv`; by attention: sum(w h) / sum(w) for w = exp(score), of each head -> [G, K F]."""
-        ids, sent = rows_of_edges(near._replace(indices=indices))
-        rows, keys, queries = self.rows_keys_queries(sent, near.own)
+        ids, messages = rows_of_edges(near._replace(indices=indices))
+        rows, keys, queries = self.rows_keys_queries(messages, near.x_dst)
         queries = F.pad(queries, (0, 0, 0, 1))
         kinds = (group % self.num_types).view(-1, 1, 1).expand(-1, 1, self.heads)
         scores = F.leaky_relu(queries[group] + keys.gather(1, kinds).squeeze(1), 0.2)
         top = torch.full_like(queries, -torch.inf)
-        of_edge = group.unsqueeze(1).expand_as(scores)
-        top = top.scatter_reduce(0, of_edge, scores.detach(), "amax")
+        group_of_edge = group.unsqueeze(1).expand_as(scores)
+        top = top.scatter_reduce(0, group_of_edge, scores.detach(), "amax")
         weights = (scores - top[group]).exp().unsqueeze(2)
         # kernels read four columns at once
         rows = torch.cat([rows.unsqueeze(1) * weights, weights.expand(-1, -1, 4)], 2)
         total = mean_neighbours(offsets, ids, rows.flatten(1)).unflatten(1, rows.shape[1:])
         # the largest weight of a group is 1
         means = total[..., :-4] / total[..., -1:].clamp(min=1e-20)
-        return means.flatten(1).to(near.sent.dtype)
+        return means.flatten(1).to(near.messages.dtype)
 
     def gathered(self, near, group, counts, indices):
         """Average the messages of each group, whose `counts` [G] rows are `indices`, by attention of each head -> [G, K F]."""
-        rows, keys, queries = self.rows_keys_queries(near.sent, near.own)
+        rows, keys, queries = self.rows_keys_queries(near.messages, near.x_dst)
         groups = torch.repeat_interleave(counts, output_size=len(indices))
         scores = queries[group][groups] + keys[indices.long(), (group % self.num_types)[groups]]
         scores = F.leaky_relu(scores.to(self.key.dtype), 0.2)
@@ -277,12 +277,12 @@ class RGATConv(RGCNConv, name="rgat"):
                 rows,
                 _offsets(counts, indices),
                 mode="sum",
-                per_sample_weights=of_head.contiguous(),
+                per_sample_weights=weight.contiguous(),
                 include_last_offset=True,
             )
-            for of_head in weights.unbind(1)
+            for weight in weights.unbind(1)
         ]
-        return torch.cat(bags, 1).to(near.sent.dtype)
+        return torch.cat(bags, 1).to(near.messages.dtype)
 
     def mapped(self, means, matrices, S):
         """See `RGCNConv`; means [S, R, K, F] of heads, which have their columns of the matrices."""
@@ -301,7 +301,7 @@ def rows_of_edges(near):
     """Return the positions [E] of edges, -1 for padding, and the message that comes over each of them [E, width]."""
     indices = near.indices
     ids = torch.arange(len(indices) + 1, device=indices.device, dtype=indices.dtype)
-    rows = mean_neighbours(ids, indices, near.sent)
+    rows = mean_neighbours(ids, indices, near.messages)
     return ids[:-1].where(indices >= 0, -1), rows
 
 
@@ -329,10 +329,16 @@ def _add_means(out, groups, tables, maps):
     indices = groups.indices
     moved = (starts - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=len(indices))
     indices = indices[moved + torch.arange(len(indices), device=indices.device)]
-    of_map = torch.bincount(groups.kinds, minlength=len(tables) * len(maps[0]))
-    of_map = of_map.view(len(tables), -1)  # groups of each map
-    of_table = of_map.sum(1).tolist()
-    parts = zip(tables, maps, of_map.tolist(), dst.split(of_table), counts.split(of_table))
+    groups_of_map = torch.bincount(groups.kinds, minlength=len(tables) * len(maps[0]))
+    groups_of_map = groups_of_map.view(len(tables), -1)  # groups of each map
+    groups_of_table = groups_of_map.sum(1).tolist()
+    parts = zip(
+        tables,
+        maps,
+        groups_of_map.tolist(),
+        dst.split(groups_of_table),
+        counts.split(groups_of_table),
+    )
     for table, pairs, sizes, dst, counts in parts:
         part, indices = indices.tensor_split([int(counts.sum())])
         means = mean_neighbours(_offsets(counts, part), part, table)

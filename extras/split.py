@@ -136,10 +136,10 @@ def machines_by_part(ranks, plan, store):
     """Return the ranks of each machine, in the order of their parts if stores are parts of one; StoreError, on every rank,
     unless all stores are whole, or --split-features is given and each part is on one machine."""
     machines = ranks.machines()
-    of_ranks = ranks.gather(store.part)
-    if {*of_ranks} == {None}:
+    gathered = ranks.gather(store.part)
+    if {*gathered} == {None}:
         return machines
-    parts = [of_ranks[there[0]] for there in machines]
+    parts = [gathered[there[0]] for there in machines]
     every = [(m, len(machines)) for m in range(len(machines))]
     if not plan.split_features or {*parts} != {*every}:
         words = ["part {} of {}".format(*part) if part else "a whole store" for part in parts]

@@ -18,7 +18,7 @@ not. The host asks whether a batch fitted when its turn to be trained on comes, 
 so it seldom waits, and no later batch has been trained on.
 
 The same kernels in the same shapes can be launched one by one (`--cuda-graph off`, or if capture fails), with the same
-bits. Steps that cannot be graphs (`obstacle`) use the shapes of each batch; sums that graphs take over padded rows may
+bits. Steps that cannot be graphs (`unsupported`) use the shapes of each batch; sums that graphs take over padded rows may
 round differently there.
 
 With several ranks, or batches of a step (--accumulate), the second graph ends with one vector, the sum of the step's
@@ -55,7 +55,7 @@ def in_one_kernel(args, task, used, *dtypes):
     return fits and averages_in_place(args, task.store, *dtypes)
 
 
-def hindrances(args, task, used):
+def unsupported_reasons(args, task, used):
     """Return the reasons against CUDA graphs that flags, task and data give. used: `Used` of run/placement.py."""
     layer = conv_of(args.model) or load(args.model)[0]
     fanout = ",".join(map(str, args.fanout))
@@ -82,18 +82,18 @@ def hindrances(args, task, used):
 def hops_held(args, task, used):
     """Return how many hops of a batch the CUDA graphs would hold in GPU memory in cuda-cuda, 0 if there can be none.
     used: `Used` of run/placement.py."""
-    if hindrances(args, task, used):
+    if unsupported_reasons(args, task, used):
         return 0
     return len(args.fanout) - in_one_kernel(args, task, used, stored(task.store.features).dtype)
 
 
-def obstacle(run):
+def unsupported(run):
     """Return why a step of this run cannot be a CUDA graph, or None if it can."""
     if not run.ranks.gpus:
         return "there is no GPU"
     if not run.task.placed:
-        return run.task.obstacle()
-    if reasons := hindrances(run.plan, run.task, run.used):
+        return run.task.unsupported()
+    if reasons := unsupported_reasons(run.plan, run.task, run.used):
         return reasons[0]
     if not run.ring.on_device:
         return f"--mode {run.plan.mode} fetches features on the host"
@@ -123,7 +123,7 @@ def build(run, optimizer):
     ranks = run.ranks
     args = run.plan
     graphs = None
-    why = obstacle(run)
+    why = unsupported(run)
     if ranks.sum(bool(why))[0]:
         return None, (why or ELSEWHERE) if args.cuda_graph == "on" else ""
     stream = torch.cuda.current_stream()
@@ -138,7 +138,7 @@ def build(run, optimizer):
     if missing:
         return None, why or ELSEWHERE
     ranks.check_equal(run.model)
-    rows, places, *_ = graphs.room
+    rows, places, *_ = graphs.capacity
     how = f"a step is {'two' if graphs.flat is None else 'three'} CUDA graphs"
     if uncaptured:
         why = f"no CUDA graphs: {graphs.failure or ELSEWHERE}"
@@ -170,7 +170,7 @@ class Drawn(NamedTuple):
     step: int  # counted over all epochs
 
 
-class Room(NamedTuple):
+class Capacity(NamedTuple):
     """What batches have room for."""
 
     rows: list  # source nodes by hop, the nodes to sample for first
@@ -186,7 +186,7 @@ def drawn(task, batch):
 
 
 def static_room(sampler, task, args, first_hop):
-    """Measure a run's first batches -> (half of the first one, `Drawn`, for a trial; `Room` for batches like these).
+    """Measure a run's first batches -> (half of the first one, `Drawn`, for a trial; `Capacity` for batches like these).
     With `first_hop`, as the ring's, there is no room for the outermost hop if one kernel draws and averages it."""
     examples = task.store.split["train"]
     generator = torch.Generator().manual_seed(args.seed)
@@ -196,8 +196,8 @@ def static_room(sampler, task, args, first_hop):
     batches = []
     sizes = []
     for step in range(MEASURED):
-        of_step = order[step % full * size :][: args.total_batch]
-        batch = Batch(seeds=of_step[:size], step_seeds=of_step, global_step=step)
+        step_seeds = order[step % full * size :][: args.total_batch]
+        batch = Batch(seeds=step_seeds[:size], step_seeds=step_seeds, global_step=step)
         batches.append(batch)
         nodes, options, y, _ = drawn(task, batch)
         blocks = sampler.sample(nodes, step, relabel_outer=not first_hop, **options)
@@ -218,8 +218,8 @@ def static_room(sampler, task, args, first_hop):
         rows[hop + 1] = max(rows[hop], rounded(N, rows[hop + 1]))
         places[hop] = rounded(E, places[hop])
     half = batches[0]._replace(seeds=batches[0].seeds[: -(-size // 2)])
-    room = Room(rows[: len(hops) + 1], places[: len(hops)], excludes, y)
-    return drawn(task, half), room
+    capacity = Capacity(rows[: len(hops) + 1], places[: len(hops)], excludes, y)
+    return drawn(task, half), capacity
 
 
 @contextmanager
@@ -287,8 +287,8 @@ class Slot(StaticBatch):
             averages: whether the outermost hop, sampled into the frame, is then averaged straight from the feature table.
     """
 
-    def __init__(self, run, room):
-        rows, places, excludes, y = room
+    def __init__(self, run, capacity):
+        rows, places, excludes, y = capacity
         self.sampler = sampler = run.sampler
         self.ring = ring = run.ring
         in_one_kernel = ring.first_hop and sampler.engine.aggregates(excludes)
@@ -298,8 +298,8 @@ class Slot(StaticBatch):
         blocks = self.frame.blocks[::-1]
         if self.edge_type is not None:
             self.types = self.edge_type.new_empty(sum(places))
-            of_blocks = self.types.split(places)[::-1]
-            blocks = [b._replace(edge_type=types) for b, types in zip(blocks, of_blocks)]
+            block_types = self.types.split(places)[::-1]
+            blocks = [b._replace(edge_type=types) for b, types in zip(blocks, block_types)]
         self.listable = [*blocks]
         for block in blocks:
             kernels.static(block)
@@ -328,7 +328,7 @@ class Slot(StaticBatch):
 
     @staticmethod
     def measure(run):
-        """Return a batch for a trial, `Drawn`, and the `Room` of all slots."""
+        """Return a batch for a trial, `Drawn`, and the `Capacity` of all slots."""
         return static_room(run.sampler, run.task, run.plan, run.ring.first_hop)
 
     def fill(self, drawn):
@@ -344,11 +344,11 @@ class Slot(StaticBatch):
             self.y[len(y) :].fill_(-1)
 
     @property
-    def trouble(self):
-        """Wait for the batch to be sampled -> 0, or a code for why the slot does not hold it (`trouble` of
+    def status(self):
+        """Wait for the batch to be sampled -> 0, or a code for why the slot does not hold it (`status` of
         native/sampler_gpu.py)."""
         self.sampled.synchronize()
-        return self.frame.trouble if self.fits else sampler_gpu.FULL
+        return self.frame.status if self.fits else sampler_gpu.FULL
 
     def sample(self):
         """Launch what the first graph captures: sample and look up labels, fetch or average features of nodes, fetch those
@@ -408,7 +408,7 @@ class Slot(StaticBatch):
 class ReadSlot(StaticBatch):
     """A static batch that the task reads, padded, into pinned memory `host`, for `sample` to copy."""
 
-    def __init__(self, run, room):
+    def __init__(self, run, capacity):
         self.task = run.task
         gpu = run.ranks.device
         blank = [*self.task.blank(), torch.zeros(1, dtype=torch.int64)]
@@ -423,7 +423,7 @@ class ReadSlot(StaticBatch):
         examples = task.store.split["train"]
         first = examples[: task.limits.cut(examples, run.plan.batch_size)[1]]
         nodes, edges = task.limits.most
-        return drawn(task, Batch(seeds=first)), Room([nodes], [edges], 0, None)
+        return drawn(task, Batch(seeds=first)), Capacity([nodes], [edges], 0, None)
 
     def fill(self, drawn):
         self.drawn = drawn
@@ -433,7 +433,7 @@ class ReadSlot(StaticBatch):
         self.task.pad(drawn, *tensors)
 
     @property
-    def trouble(self):
+    def status(self):
         """Have the current stream wait for the batch -> 0: there is room for every one."""
         torch.cuda.current_stream().wait_event(self.sampled)
         return 0
@@ -473,20 +473,20 @@ class StepGraphs:
         self.weight, self.rate = torch.zeros(2, device=ranks.device)
         self.weighs = None  # the value in `weight`
         kind = Slot if run.task.placed else ReadSlot
-        trial, room = kind.measure(run)
+        trial, capacity = kind.measure(run)
         for group in optimizer.param_groups:
             group["capturable"] = True
         self.flat = self.update = None
         if ranks.world > 1 or args.accumulate > 1:
             self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=ranks.device)
-        self.slots = [kind(run, room) for _ in range(args.prefetch + 1)]
+        self.slots = [kind(run, capacity) for _ in range(args.prefetch + 1)]
         kept = [t.clone() for t in self._state()]
         self.begin()
         try:
             self.failure = self._prepare(trial, kept, args.cuda_graph != "off")
         finally:
             self._restore(kept)
-        self.room = room
+        self.capacity = capacity
         self.captured = self.slots[0].training is not None
 
     def _state(self):
@@ -524,8 +524,8 @@ class StepGraphs:
         errors = []
         for slot in slots:
             self._sample(slot, trial)
-            if trouble := slot.trouble:
-                raise RuntimeError(f"a batch that was measured does not fit ({trouble})")
+            if status := slot.status:
+                raise RuntimeError(f"a batch that was measured does not fit ({status})")
             errors.append(((slot.rows(batch) - batch.x).float().norm() / norm).item())
             trained = self._train, slot
             static = self._compute, slot.batch, slot.step
@@ -655,7 +655,7 @@ class StepGraphs:
         number = next(i for i, slot in enumerate(self.slots) if slot.x is batch.x)
         slot = self.slots[number]
         with clock.timed("stall"):
-            fits = not slot.trouble
+            fits = not slot.status
         if not fits:
             self.repeated += 1
             with slot.stream(number):

@@ -336,7 +336,7 @@ class Table:
             return
         names = [*map(str, range(self._columns))]
         kept = [str(self.places[j]) for j in types]
-        of_kept = dict(zip(kept, types.values()))
+        kept_types = dict(zip(kept, types.values()))
         read = dict(use_threads=False, block_size=BLOCK, skip_rows=self._skipped)
         try:
             for batch in pyarrow.csv.open_csv(
@@ -344,7 +344,7 @@ class Table:
                 pyarrow.csv.ReadOptions(**read, column_names=names),
                 pyarrow.csv.ParseOptions(delimiter=self._separator),
                 pyarrow.csv.ConvertOptions(
-                    column_types=of_kept, include_columns=kept, null_values=[*MISSING]
+                    column_types=kept_types, include_columns=kept, null_values=[*MISSING]
                 ),
             ):
                 yield dict(zip(types, batch.columns))
@@ -466,8 +466,8 @@ def meanings(name) -> set[str]:
     fitting = {meaning for meaning, words in MEANINGS.items() if forms & {*words.split()}}
     if word.endswith(("label", "labels")):
         fitting.add("label")
-    of_ids = words_of(name)[-1:] == ["id"] and "label" not in fitting
-    return fitting | {"id"} if of_ids else fitting
+    is_id = words_of(name)[-1:] == ["id"] and "label" not in fitting
+    return fitting | {"id"} if is_id else fitting
 
 
 def are_known(names) -> bool:
@@ -580,8 +580,8 @@ def joined(parts):
     """Join the cells of a column of several batches: a chunked array of pyarrow's, or an array of numpy's."""
     import pyarrow
 
-    of_numpy = isinstance(parts[0], np.ndarray)
-    return np.concatenate(parts) if of_numpy else pyarrow.chunked_array(parts)
+    is_numpy = isinstance(parts[0], np.ndarray)
+    return np.concatenate(parts) if is_numpy else pyarrow.chunked_array(parts)
 
 
 def whole_of(cell) -> int | None:

@@ -87,7 +87,7 @@ def spans_of_times(store, places, times):
     if store.edge_type is not None:
         kinds = store.edge_type.numpy()[places.numpy()]
     unit = store.meta.get("time_unit")
-    of_seeds = span_of(*map(int, times.aminmax()), unit)
+    seed_span = span_of(*map(int, times.aminmax()), unit)
     spans = {}
     for kind in np.unique(kinds).tolist():
         of = "edges"
@@ -97,10 +97,10 @@ def spans_of_times(store, places, times):
         spans[of] = span_of(*map(int, some.aminmax()), unit)
         if why := unlike(bulk(some), bulk(times)):
             raise StoreError(
-                f"{store.path}: times of {of} are {spans[of]}, of seeds {of_seeds}: {why}"
+                f"{store.path}: times of {of} are {spans[of]}, of seeds {seed_span}: {why}"
                 "; give times in one unit, or --temporal off"
             )
-    return {**spans, "seeds": of_seeds}
+    return {**spans, "seeds": seed_span}
 
 
 def bulk(times):

@@ -220,7 +220,7 @@ def flags(kinds):
     """Declare the flags of times."""
     return {
         "sampler": dict(
-            temporal=kinds.of_data(
+            temporal=kinds.per_graph(
                 kinds.one_of("auto", "at", "before", "off"),
                 "auto",
                 "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",

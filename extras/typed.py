@@ -79,27 +79,27 @@ def flatten(given) -> dict:
         ends = np.cumsum([sizes[kind] for kind in edges])
         by_type[EDGE_ORDER.name] = dict(zip(edges, np.split(np.arange(ends[-1]), ends[:-1])))
     parts = _checked_columns(by_type, sizes)
-    of_edges = {name: values for name, values in parts.items() if name in OF_EDGES}
-    of_nodes = {name: values for name, values in parts.items() if name not in OF_EDGES}
+    edge_columns = {name: values for name, values in parts.items() if name in OF_EDGES}
+    node_columns = {name: values for name, values in parts.items() if name not in OF_EDGES}
     if given.symmetrize:
-        _add_reverses(edges, of_edges)
+        _add_reverses(edges, edge_columns)
     counts = [pairs.shape[1] for pairs in edges.values()]
     columns = {}
     always = None
-    for name, values in of_nodes.items():
+    for name, values in node_columns.items():
         dtype = None if COLUMNS[name].timed else COLUMNS[name].dtype
         values = {kind: np.asarray(part, dtype) for kind, part in values.items()}
         rest = COLUMNS[name].elsewhere(np.concatenate([*values.values()]))
         columns[name] = _spread(name, values, first, node_types, rest)
-    if NODE_TIME.name in of_nodes:
-        times = of_edges.setdefault(EDGE_TIME.name, {})
+    if NODE_TIME.name in node_columns:
+        times = edge_columns.setdefault(EDGE_TIME.name, {})
         own = {*times}
         for kind, (sources, _) in edges.items():
             if kind not in own:
                 times[kind] = columns[NODE_TIME.name][first[kind[0]] + sources]
-        timed = own | {kind for kind in edges if kind[0] in of_nodes[NODE_TIME.name]}
+        timed = own | {kind for kind in edges if kind[0] in node_columns[NODE_TIME.name]}
         always = np.repeat([kind not in timed for kind in edges], counts)
-    for name, values in of_edges.items():
+    for name, values in edge_columns.items():
         columns[name] = _edge_column(COLUMNS[name], values, edges)
     columns[EDGE_TYPE.name] = np.repeat(np.arange(len(edges)), counts)
     moved = [pairs + [[first[a]], [first[b]]] for (a, _, b), pairs in edges.items()]
@@ -125,10 +125,10 @@ def _given_by_type(given) -> dict:
         for name, values in given.columns.items()
         if values is not None and not (name == EDGE_ORDER.name and isinstance(values, bool))
     }
-    of_one = [EDGE_TYPE.name] if EDGE_TYPE.name in columns else []
-    of_one += [name for name in ONE_GRAPH if getattr(given, name) is not None]
-    if of_one:
-        raise StoreError(f"{of_one[0]} is not for a graph that is given by type")
+    single = [EDGE_TYPE.name] if EDGE_TYPE.name in columns else []
+    single += [name for name in ONE_GRAPH if getattr(given, name) is not None]
+    if single:
+        raise StoreError(f"{single[0]} is not for a graph that is given by type")
     by_type = {"features": given.features, "labels": given.labels, **columns}
     by_type = {name: values for name, values in by_type.items() if values is not None}
     for name, values in by_type.items():
@@ -142,10 +142,10 @@ def _checked_columns(columns, sizes) -> dict:
     datetime64[us] [n], and tensors [n] or [n, D]."""
     checked = {}
     units = {}
-    for name, of_types in columns.items():
+    for name, by_type in columns.items():
         column = COLUMNS[name]
         checked[name] = {}
-        for kind, values in of_types.items():
+        for kind, values in by_type.items():
             title = f"{name} of {called(kind)}"
             if column.timed:
                 part = whole_times(title, values)

@@ -25,11 +25,11 @@ KERNEL pick_aggregate(batch_t b, part_t part, const in_t *features, i64 width,
   ID node[K];
   if (row < part.state->num_dst) {
     v = b.src[row];
-    start = b.law.indptr[v];
+    start = b.spec.indptr[v];
     hop_t hop = {0, K};
     row_t list = {start, degree_of(&b, v)};
-    n = (int)count_list(&b.law, &hop, &list);
-    choose(K, part.state->key, (ID)v, (unsigned)list.degree, K, n, b.law.rule == REPLACE, place);
+    n = (int)count_list(&b.spec, &hop, &list);
+    choose(K, part.state->key, (ID)v, (unsigned)list.degree, K, n, b.spec.rule == REPLACE, place);
   }
   read_nodes(K, &b, start, place, n, node);
   float scale = n ? 1.0f / (float)n : 0.0f;

@@ -10,10 +10,10 @@ from .kernels import (
     InEdges,
     Lists,
     aligned,
+    block_kernels,
     destinations,
+    from_values,
     learned,
-    of_block,
-    of_values,
     once_differentiable,
     restored,
     save,
@@ -47,7 +47,7 @@ def attend(
     edges, by = factors
     near = InEdges(indptr, indices, self_rows)
     dropout = Dropout.of(*drawn)
-    code = of_block(near, source, target, nodes=dropout.nodes)
+    code = block_kernels(near, source, target, nodes=dropout.nodes)
     S = len(target)
     numbers = indices.numel() + S
     fits = code and numbers * len(attn) < 1 << 32
@@ -97,7 +97,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad):  # [S, K D]
         code, values = restored(ctx)
         source, target, attn, by = (values[name] for name in ("source", "target", "attn", "by"))
-        near = of_values(InEdges, values)
+        near = from_values(InEdges, values)
         places, K = values["weights"].shape
         values |= {"grad": grad, "to_scores": torch.empty_like(values["weights"])}
         values["whole"] &= aligned(attn.shape[1], grad)
@@ -106,16 +106,16 @@ class _Attend(torch.autograd.Function):
         to_source = torch.empty_like(source)
         to_target = torch.empty_like(target)
         to_by = None
-        of_target = code.runs(target)
-        of_source = code.runs(source)
+        target_runs = code.runs(target)
+        source_runs = code.runs(source)
         # first the part of target, then that of source
-        to_attn = attn.new_empty(of_target["runs"] + of_source["runs"], attn.numel())
+        to_attn = attn.new_empty(target_runs["runs"] + source_runs["runs"], attn.numel())
         out = {"to_target": to_target, "to_attn": to_attn}
-        code.run("attention_target_grad", of_target["runs"] * K, values, of_target, out)
-        out = {"out": to_source, "to_attn": to_attn[of_target["runs"] :], "N": len(source)}
+        code.run("attention_target_grad", target_runs["runs"] * K, values, target_runs, out)
+        out = {"out": to_source, "to_attn": to_attn[target_runs["runs"] :], "N": len(source)}
         lists = Lists.of(code, near, len(source), values["dst"])
         columns = 2 * attn.numel()
-        given = values | of_source | out
+        given = values | source_runs | out
         lists.run("attention_source_grad", near, heads=K, columns=columns, **given)
         to_attn = to_attn.sum(0)
         if len(by):
@@ -142,7 +142,7 @@ def edge_sums(indptr, indices, h, edges, by):
         [S, F].
     """
     near = InEdges(indptr, indices)
-    code = of_block(near, h, h[: near.S], own=False)
+    code = block_kernels(near, h, h[: near.S], own=False)
     if code is None or not _fits(edges, by, indices.numel(), h):
         return None
     return _EdgeSums.apply(h, by.contiguous(), edges.contiguous(), near, code)
@@ -162,7 +162,7 @@ class _EdgeSums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):  # [S, F]
         code, values = restored(ctx)
-        near = of_values(InEdges, values)
+        near = from_values(InEdges, values)
         h = values["h"]
         N = len(h)
         E = near.indices.numel()
@@ -172,5 +172,5 @@ class _EdgeSums(torch.autograd.Function):
         other = {"numbers": E, "slopes": None, "to_scores": None}
         to_by = code.edge_matrix_grad(values, source=h, rows=grad, **other)
         lists = Lists.of(code, near, N, dst)
-        code.run("edge_sums_grad", N, values, lists.of_source, edge=lists.edge, N=N, out=out)
+        code.run("edge_sums_grad", N, values, lists.by_source, edge=lists.edge, N=N, out=out)
         return out, to_by, None, None, None

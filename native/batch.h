@@ -2,14 +2,14 @@
 // sampler.cu and aggregate.cu.
 #include "rule.h"
 
-enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // bits of trouble
+enum { REPEATED = 1, UNKNOWN = 2, FULL = 4 };  // bits of status
 #define NO_PAIR (~0ULL)
 typedef struct {  // what the host sends; offset: of positions in the table, see sampler_gpu.py
   i64 step, num_seeds, offset, num_excluded;
   i64 key_step;  // the step of the hops' keys
 } input_t;
 typedef struct {  // what the host hears of a batch, beside the sizes of its hops
-  u64 trouble;
+  u64 status;
   i64 damaged;  // nonzero once the graph was seen to be damaged: `begin` does not clear this
 } outcome_t;
 // A hop, as the kernels get to know it.
@@ -22,7 +22,7 @@ typedef struct {
 } state_t;
 // A batch of L hops: the graph it is drawn from, its results and its working memory.
 typedef struct {
-  law_t law;
+  spec_t spec;
   i64 one_draw;
   u64 seed;
   const input_t *input;
@@ -69,8 +69,8 @@ typedef struct {
 // Damage on disk must not crash the process: offsets and ids that are out of range are not used to
 // read.
 FN i64 degree_of(const batch_t *b, i64 v) {
-  i64 start = b->law.indptr[v], end = b->law.indptr[v + 1];
-  if (0 <= start && start <= end && end <= b->law.M && end - start < 1LL << 31) return end - start;
+  i64 start = b->spec.indptr[v], end = b->spec.indptr[v + 1];
+  if (0 <= start && start <= end && end <= b->spec.M && end - start < 1LL << 31) return end - start;
   b->outcome->damaged = 1;
   return 0;
 }
@@ -81,16 +81,16 @@ FN hop_t hop_of(const batch_t *b, const part_t *part, i64 i) {  // for source i
 }
 FN row_t row_of(const batch_t *b, i64 i) {  // of source i
   i64 v = b->src[i];
-  row_t row = {b->law.indptr[v], degree_of(b, v), 0, 0, b->law.edge_times ? b->src_times[i] : 0};
-  if (b->law.edge_times && !b->law.types) cut_by_time(&row, &b->law, row.time);
+  row_t row = {b->spec.indptr[v], degree_of(b, v), 0, 0, b->spec.edge_times ? b->src_times[i] : 0};
+  if (b->spec.edge_times && !b->spec.types) cut_by_time(&row, &b->spec, row.time);
   if (b->excludes) {
     i64 n = b->input->num_excluded;
     exclude(&row, b->excluded, n < b->excludes ? n : b->excludes);
   }
-  if (b->law.types) row.degree += row.num_gaps;
+  if (b->spec.types) row.degree += row.num_gaps;
   return row;
 }
-FN int outside(const batch_t *b, ID node) { return (u64)(i64)node >= (u64)b->law.V; }
+FN int outside(const batch_t *b, ID node) { return (u64)(i64)node >= (u64)b->spec.V; }
 
 // ---- fanouts up to MOST, uniform and with replacement
 //
@@ -114,7 +114,7 @@ FN void choose(const int most, u64 key, ID v, unsigned degree, unsigned k, int n
 FN void read_nodes(const int most, const batch_t *b, i64 start, const unsigned *place, int n,
                    ID *node) {
   int damaged = 0;
-  UNROLL for (int j = 0; j < most; j++) node[j] = j < n ? b->law.indices[start + place[j]] : 0;
+  UNROLL for (int j = 0; j < most; j++) node[j] = j < n ? b->spec.indices[start + place[j]] : 0;
   UNROLL for (int j = 0; j < most; j++) damaged |= outside(b, node[j]);
   if (!damaged) return;
   b->outcome->damaged = 1;

@@ -113,7 +113,7 @@ def fill(struct, **values):
 
 
 def law_fields(law):
-    """Return the fields of law_t of rule.h of a `sampler.Law`; the struct that they are filled into must not outlive it."""
+    """Return the fields of spec_t of rule.h of a `sampler.Law`; the struct that they are filled into must not outlive it."""
     return {
         "indptr": law.indptr,
         "indices": law.indices,

@@ -1,7 +1,7 @@
 """The kernels of layers.cu for tensors of given dtypes, on a GPU and, as loops of torch's OpenMP threads, on the CPU.
 
     near = InEdges(indptr, indices)                     # a block's edges by destination
-    code = of_block(near, h, out)                    # None: torch operations have to be used
+    code = block_kernels(near, h, out)                    # None: torch operations have to be used
     code.self_and_mean(near, h, out)
     lists = Lists.of(code, near, len(h))             # its edges by source, for the backward pass
     lists.run("max_neighbours_grad", near, grad=grad, winner=winner, N=N, width=width, ...)
@@ -109,7 +109,7 @@ def functions(integers, source, target, width=0, *, steps=None):
     return load(ids, source.dtype, target.dtype, source.device, width)
 
 
-def of_block(near, source, target, *, own=True, nodes=None, steps=None):
+def block_kernels(near, source, target, *, own=True, nodes=None, steps=None):
     """Return `functions` for a block; None if it does not fit the source rows. own: destinations have a row there."""
     code = functions([*near, nodes], source, target, steps=steps)
     S = near.S
@@ -287,7 +287,7 @@ def restored(ctx):
     return code, dict(zip(ctx.names, ctx.saved_tensors)) | numbers
 
 
-def of_values(kind, values):
+def from_values(kind, values):
     """Make a NamedTuple of this kind of {name: value}."""
     return kind(*map(values.get, kind._fields))
 
@@ -316,7 +316,7 @@ class Lists:
 
     Attributes:
         weighted: whether there is a beta.
-        of_source: int32 start [N + 1], size [N], and destination [E] of each edge.
+        by_source: int32 start [N + 1], size [N], and destination [E] of each edge.
         edge, share: int32 [E] and float32 [E] (beta [S] or 1, over the destination's edges).
         dst: int32 [E] the destination of each edge of the block.
     """
@@ -349,7 +349,7 @@ class Lists:
             lists = start, sizes[1:], beta, arrays[1], self.edge, self.share
             code.compiled.list_by_source(*block, *lists)
             return
-        values = {"S": near.S, "slot": slot, "list": self.unordered, **self.of_source}
+        values = {"S": near.S, "slot": slot, "list": self.unordered, **self.by_source}
         code.run("list_sizes", E, near, values)
         torch.cumsum(sizes, 0, dtype=torch.int32, out=start)
         code.run("list_edges", E, near, values)
@@ -361,13 +361,13 @@ class Lists:
         self.dst = dst
         self.unordered, destination, self.edge, share = arrays
         self.share = share.view(torch.float32)
-        self.of_source = {"start": start, "size": sizes[1:], "destination": destination}
+        self.by_source = {"start": start, "size": sizes[1:], "destination": destination}
 
     def run(self, kernel, near, *, heads=1, columns=0, **values):
         """Run a kernel that sums over the lists, on a GPU first on tiles of them: see layers.cu. columns: of a tile's sums, if
         they are not `width`."""
-        values |= {**near._asdict(), "edge": self.edge, "share": self.share, **self.of_source}
-        values |= {"end": self.of_source["start"][-1:], "tile_sums": None, "tiles": None}
+        values |= {**near._asdict(), "edge": self.edge, "share": self.share, **self.by_source}
+        values |= {"end": self.by_source["start"][-1:], "tile_sums": None, "tiles": None}
         if not self.code.on_cpu:
             tiles = near.indices.numel() // TILE + 1
             sums = self.share.new_empty(tiles, columns or values["width"])
@@ -379,9 +379,9 @@ class Lists:
     def put_in_order(self, near, beta=None):
         """Order each source's edges, and compute their shares."""
         E = near.indices.numel()
-        values = {"dst": self.dst, "E": E, "end": self.of_source["start"][-1:], "beta": beta}
+        values = {"dst": self.dst, "E": E, "end": self.by_source["start"][-1:], "beta": beta}
         values |= {"list": self.unordered, "edge": self.edge, "share": self.share}
-        self.code.run("list_in_order", E, near, self.of_source, values)
+        self.code.run("list_in_order", E, near, self.by_source, values)
 
 
 def static(block):

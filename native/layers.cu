@@ -255,12 +255,12 @@ KERNEL self_and_mean_grad(const ID *indices, const int *edge, const int *start, 
                           const float *tile_sums, float *tiles, float *sums, OUT *out) {
   ROW_AND_COLUMN(runs);
   const int stride = alpha ? width : 2 * width;
-  const IN *of_mean = grad + stride - width;
+  const IN *mean_grad = grad + stride - width;
   floats_t added = all_of(0);
   for (i64 at = row * run; at < N && at < (row + 1) * run; at++) {
     LIST_OR_TILE(at);
     const float by = gamma ? gamma[u] : 1.0f;
-    FETCH_DESTINATIONS(u + run - 1, of_mean + column, stride);
+    FETCH_DESTINATIONS(u + run - 1, mean_grad + column, stride);
     floats_t sum = all_of(0);
     if (u < S) sum = load(grad + u * stride + column, whole, left) * (alpha ? alpha[u] : 1.0f);
     while (q < last) {
@@ -268,7 +268,7 @@ KERNEL self_and_mean_grad(const ID *indices, const int *edge, const int *start, 
       const int stop = STOP;
       BY_TWO for (; q < stop; q++) {
         const float part = share[q] * by;
-        sum = sum + load(of_mean + (i64)destination[q] * stride + column, whole, left) * part;
+        sum = sum + load(mean_grad + (i64)destination[q] * stride + column, whole, left) * part;
       }
     }
     if (tiles) {
@@ -378,7 +378,7 @@ FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, 
 
 // What an edge's features add to a thread's columns: edge [wide] times the columns at `by` of a
 // matrix [wide, stride].
-FN floats_t of_edge(const float *edge, int wide, const float *by, i64 stride, int whole, int left) {
+FN floats_t edge_term(const float *edge, int wide, const float *by, i64 stride, int whole, int left) {
   floats_t v = all_of(0);
   ONE_BY_ONE for (int k = 0; k < wide; k++) v = v + load_floats(by + k * stride, whole, left) * edge[k];
   return v;
@@ -429,7 +429,7 @@ KERNEL attention_scores(const ID *indptr, const ID *indices, const ID *self_rows
   for (int c = 0; c < D; c += COLUMNS) {
     const floats_t z =
         load(source + from + c, whole, D - c) + load(target + to + c, whole, D - c) +
-        of_edge(edges + number * wide, wide, by + head * D + c, (i64)K * D, whole, D - c);
+        edge_term(edges + number * wide, wide, by + head * D + c, (i64)K * D, whole, D - c);
     sum = sum + leaky(z) * load_floats(attn + head * D + c, whole, D - c);
     if (!slopes) continue;
     bits = bits | choose(z > 0.0f, all_of_int(SLOPE_BIT(c)), all_of_int(0));
@@ -555,7 +555,7 @@ KERNEL edge_sums(const ID *indptr, const ID *indices, const IN *h, const float *
   floats_t sum = all_of(0);
   for (ID e = indptr[row]; e < indptr[row + 1]; e++) {
     const floats_t z = load(h + (i64)indices[e] * width + column, whole, left) +
-                       of_edge(edges + (i64)e * wide, wide, by + column, width, whole, left);
+                       edge_term(edges + (i64)e * wide, wide, by + column, width, whole, left);
     sum = sum + choose(z < 0.0f, all_of(0), z);
   }
   store(out + row * width + column, whole, left, sum);
@@ -569,7 +569,7 @@ KERNEL edge_sums_grad(const int *start, const int *size, const int *destination,
   const floats_t own = load(h + row * width + column, whole, left);
   floats_t sum = all_of(0);
   for (int q = first; q < last; q++) {
-    const floats_t z = own + of_edge(edges + (i64)edge[q] * wide, wide, by + column, width, whole,
+    const floats_t z = own + edge_term(edges + (i64)edge[q] * wide, wide, by + column, width, whole,
                                      left);
     sum = sum + keep(z > 0.0f, load(grad + (i64)destination[q] * width + column, whole, left), 1);
   }
@@ -601,7 +601,7 @@ KERNEL edge_matrix_grad(const ID *indptr, const ID *indices, const int *dst, int
         g = slopes_of(slopes, at, width, column) * to_scores[at];
       } else {
         const floats_t z = load(source + place.source * stride + from, whole, left) +
-                           of_edge(edge, wide, by + from, stride, whole, left);
+                           edge_term(edge, wide, by + from, stride, whole, left);
         g = keep(z > 0.0f, load(rows + place.row * stride + from, whole, left), 1);
       }
       UNROLL for (int j = 0; j < 8; j++) if (k + j < wide) sums[j] = sums[j] + g * edge[k + j];

@@ -29,13 +29,13 @@ from .kernels import (
     Lists,
     Scales,
     aligned,
+    block_kernels,
     followed,
+    from_values,
     functions,
     is_gpu,
     learned,
     load,
-    of_block,
-    of_values,
     once_differentiable,
     restored,
     save,
@@ -62,7 +62,7 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None, *, scale=None):
     """See model.py; None if torch operations have to be used."""
     near = InEdges(indptr, indices, self_rows)
     target = h.new_empty(near.S, 2 * h.shape[1]) if out is None else out
-    code = of_block(near, h, target, steps=scale)
+    code = block_kernels(near, h, target, steps=scale)
     if code is None or target.shape != (near.S, 2 * h.shape[1]):
         return None
     if learned(h):
@@ -76,7 +76,7 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None, *, scale=None):
 def own_plus_mean(indptr, indices, h, alpha, beta, *, self_rows=None, gamma=None):
     """See model.py; None if torch operations have to be used."""
     near = InEdges(indptr, indices, self_rows)
-    code = of_block(near, h, h[: near.S])
+    code = block_kernels(near, h, h[: near.S])
     scales = Scales(*(t if t is None else t.contiguous() for t in (alpha, beta, gamma)))
     wanted = torch.float32, h.device
     floats = all(t is None or (t.dtype, t.device) == wanted for t in scales)
@@ -91,7 +91,7 @@ def own_plus_mean(indptr, indices, h, alpha, beta, *, self_rows=None, gamma=None
 def mean_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
     near = InEdges(indptr, indices)
-    code = of_block(near, h, h[: near.S], own=False)
+    code = block_kernels(near, h, h[: near.S], own=False)
     if code is None:
         return None
     near = near._replace(self_rows=indptr.new_full((near.S,), -1))
@@ -116,11 +116,11 @@ class _SelfAndMean(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F], [S]
         code, values = restored(ctx)
-        near = of_values(InEdges, values)
+        near = from_values(InEdges, values)
         to_alpha = None
         to_h = None
         if ctx.needs_input_grad[0]:
-            options = {"scales": of_values(Scales, values), "own": near.self_rows is None}
+            options = {"scales": from_values(Scales, values), "own": near.self_rows is None}
             to_h, _ = code.self_and_mean_grad(near, grad, values["num_src"], **options)
         if values["h_dst"] is not None:
             to_alpha = (grad * values["h_dst"]).float().sum(1)
@@ -273,7 +273,7 @@ def dropout(x, nodes, seed, drop):
 def max_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
     near = InEdges(indptr, indices)
-    code = of_block(near, h, h[: near.S], own=False)
+    code = block_kernels(near, h, h[: near.S], own=False)
     return code and _MaxNeighbours.apply(h, near, code)
 
 
@@ -291,7 +291,7 @@ class _MaxNeighbours(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         code, values = restored(ctx)
-        near = of_values(InEdges, values)
+        near = from_values(InEdges, values)
         N = values["N"]
         out = grad.new_empty(N, grad.shape[1])
         values |= {**sizes(grad), "grad": grad, "out": out}
@@ -374,16 +374,16 @@ def stack(blocks, x, weights, *, aggregated, scales, drops):
     rows = x.new_empty(0, 0, dtype=dtype)
     integers = [t for b in blocks for t in (b.indptr, b.indices, b.src_nodes)]
     # the input may have another dtype than the layers' results
-    of_input = functions(integers, x, rows)
+    input_code = functions(integers, x, rows)
     code = functions(integers, rows, rows)
     nears = [InEdges(block.indptr, block.indices) for block in blocks]
-    if of_input is None or code is None:
+    if input_code is None or code is None:
         return None
     for near, block in zip(nears[aggregated:], blocks[aggregated:]):
-        if not of_input.takes(near, len(block.src_nodes)):
+        if not input_code.takes(near, len(block.src_nodes)):
             return None
     active = [Dropout.of(b.src_nodes, *drop) for b, drop in zip(blocks[1:], drops, strict=True)]
-    plan = _Layers(nears, aggregated, scales, [None, *active], of_input, code, dtype)
+    plan = _Layers(nears, aggregated, scales, [None, *active], input_code, code, dtype)
     with torch.autocast(device, enabled=False) if mixed else nullcontext():
         return _Stack.apply(x, plan, *weights)
 
@@ -395,7 +395,7 @@ class _Layers(NamedTuple):
     aggregated: bool
     scales: list[Scales]
     active: list[Dropout | None]
-    of_input: Code
+    input_code: Code
     code: Code
     dtype: torch.dtype
 
@@ -407,7 +407,7 @@ class _Stack(torch.autograd.Function):
         saved = []
         learns = any(ctx.needs_input_grad)
         for i, (near, scales, active) in enumerate(zip(plan.nears, plan.scales, plan.active)):
-            code = plan.code if i else plan.of_input
+            code = plan.code if i else plan.input_code
             kept = code.kept(h) if i and learns else None
             weight, bias = (
                 w if w.dtype == plan.dtype else w.to(plan.dtype) for w in weights[2 * i : 2 * i + 2]

@@ -22,7 +22,7 @@ typedef struct {
   const i64 *edge_times;  // [M] ascending in each list or, with types, within a type; null: none
   i64 rule, strict, window;  // rule: which of positions.h; for the others see `cut_by_time`
   i64 V, M;                  // bounds of the ids and offsets read from the graph
-} law_t;
+} spec_t;
 enum { NO_TYPE = -2 };
 
 // A hop: how many edges to draw from each list, and by which random key; if neighbourhoods are
@@ -78,7 +78,7 @@ FN i64 lower_bound(const i64 *sorted, i64 n, i64 value) {
 #include "rules/times.h"
 #include "rules/exclude.h"
 // count_list(): how many edges of a list will be picked; pick_list() writes these n positions in the
-// graph's indices to out. POSITIONS: whether the rule is of positions.h. FETCH_LIST(law, start)
+// graph's indices to out. POSITIONS: whether the rule is of positions.h. FETCH_LIST(spec, start)
 // prefetches what the rule reads of each edge from `start` on.
 #include "@rule"
 // count_row(), pick_row(): the same for all lists of a node.

@@ -30,10 +30,10 @@ typedef struct {
 
 // The work on a hop of a batch.
 typedef struct {
-  law_t law;
+  spec_t spec;
   hop_t hop;
   const ID *dst;        // [S] destinations
-  i64 *start, *degree;  // [S] start of a neighbour list in law.indices, its length without gaps
+  i64 *start, *degree;  // [S] start of a neighbour list in spec.indices, its length without gaps
   i64 *gap, *num_gaps;  // [S] its first index in excluded, and how many; if num_excluded > 0
   ID *offsets;          // [S+1] the block's indptr
   ID *local;            // [E] the block's indices: global ids until they are relabelled
@@ -57,7 +57,7 @@ typedef struct {
 enum { NO_MEMORY = -1, DAMAGED = -2 };  // why a hop failed
 
 typedef struct {         // of one thread, for `room` edges of a chunk
-  i64 room, *positions;  // position of each edge in law.indices
+  i64 room, *positions;  // position of each edge in spec.indices
   double *best;          // for pick_list
 } scratch_t;
 
@@ -131,9 +131,9 @@ static inline row_t row_of(const job_t *job, i64 row) {
   if (job->num_excluded) {
     list.gaps = job->excluded + job->gap[row];
     list.num_gaps = job->num_gaps[row];
-    if (job->law.types) list.degree += list.num_gaps;
+    if (job->spec.types) list.degree += list.num_gaps;
   }
-  if (job->law.types && job->times) list.time = time_of(job, row);
+  if (job->spec.types && job->times) list.time = time_of(job, row);
   return list;
 }
 
@@ -144,13 +144,13 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
   // The edges of a list before `at` are early enough; the next `left` are undecided.
   i64 at[ROWS], left[ROWS];
   i64 latest[ROWS];       // the last time at which an edge is taken
-  const i64 *times = job->law.edge_times;
+  const i64 *times = job->spec.edge_times;
   int open[ROWS], n = 0;  // rows, counted from `first`, that are still searched
   for (i64 row = first; row < end; row++) {
     int i = (int)(row - first);
     i64 time = time_of(job, row), degree = job->degree[row];
-    if (job->law.strict && time == INT64_MIN) degree = 0;  // nothing comes before it
-    latest[i] = (i64)((u64)time - (u64)job->law.strict);
+    if (job->spec.strict && time == INT64_MIN) degree = 0;  // nothing comes before it
+    latest[i] = (i64)((u64)time - (u64)job->spec.strict);
     int whole = !degree || times[job->start[row] + degree - 1] <= latest[i];
     at[i] = job->start[row] + (whole ? degree : 0);
     left[i] = whole ? 0 : degree - 1;  // the last edge is known to be too late
@@ -175,7 +175,7 @@ static void cut_chunk_by_time(job_t *job, i64 first, i64 end) {
   }
   for (i64 row = first; row < end; row++) {
     row_t list = {job->start[row], at[row - first] - job->start[row]};
-    cut_by_window(&list, &job->law, time_of(job, row));
+    cut_by_window(&list, &job->spec, time_of(job, row));
     job->start[row] = list.start;
     job->degree[row] = list.degree;
   }
@@ -197,24 +197,24 @@ static void exclude_from_chunk(job_t *job, i64 first, i64 end) {
 
 static int count_chunk(job_t *job, i64 chunk, scratch_t *unused) {
   i64 first = chunk * ROWS, end = MIN(first + ROWS, job->S), signs = 0;
-  const i64 *starts = job->law.indptr;
+  const i64 *starts = job->spec.indptr;
   for (i64 row = first; row < end; row++) {
     __builtin_prefetch(&starts[job->dst[MIN(row + 32, end - 1)]]);
     i64 start = starts[job->dst[row]], next = starts[job->dst[row] + 1];
     job->start[row] = start;
     job->degree[row] = next - start;
-    if (job->law.edge_times) __builtin_prefetch(&job->law.edge_times[next - 1]);
-    signs |= start | next | (next - start) | (job->law.M - next) | (INT32_MAX - (next - start));
+    if (job->spec.edge_times) __builtin_prefetch(&job->spec.edge_times[next - 1]);
+    signs |= start | next | (next - start) | (job->spec.M - next) | (INT32_MAX - (next - start));
   }
   // A list begins before 0, ends before it begins or after the last edge, or has 2^31 edges.
   if (signs < 0) return DAMAGED;
-  if (job->law.edge_times && !job->law.types) cut_chunk_by_time(job, first, end);
+  if (job->spec.edge_times && !job->spec.types) cut_chunk_by_time(job, first, end);
   if (job->num_excluded) exclude_from_chunk(job, first, end);
   for (i64 row = first; row < end; row++) {
-    FETCH_LIST(&job->law, job->start[MIN(row + 8, end - 1)]);
+    FETCH_LIST(&job->spec, job->start[MIN(row + 8, end - 1)]);
     row_t list = row_of(job, row);
     hop_t hop = hop_of(job, row);
-    i64 count = count_row(&job->law, &hop, &list);
+    i64 count = count_row(&job->spec, &hop, &list);
     // with fanouts by type it may not fit; then the sum does not either, and the hop is refused
     job->offsets[row + 1] = (ID)MIN(count, MOST_EDGES);
     signs |= count;
@@ -301,11 +301,11 @@ static void draw_wide(wide_t *wide, i64 *positions) {
   wide->n = 0;
 }
 // Do pick_list() now, or add the list to `wide`, to be drawn with others.
-static inline void pick_soon(wide_t *wide, const law_t *law, const hop_t *hop, u64 v,
+static inline void pick_soon(wide_t *wide, const spec_t *spec, const hop_t *hop, u64 v,
                              const row_t *list, i64 n, i64 at, scratch_t *scratch) {
-  int fits = POSITIONS && law->rule == UNIFORM && n < list->degree && hop->k <= VECTOR_K && !list->num_gaps;
+  int fits = POSITIONS && spec->rule == UNIFORM && n < list->degree && hop->k <= VECTOR_K && !list->num_gaps;
   if (!fits || (wide->n && hop->k != wide->k)) {
-    if (n) pick_list(law, hop, v, list, n, scratch->positions + at, scratch->best + at);
+    if (n) pick_list(spec, hop, v, list, n, scratch->positions + at, scratch->best + at);
     return;
   }
   wide->k = hop->k;
@@ -346,7 +346,7 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
   wide_t wide;
   wide.n = 0;
   for (i64 row = first; row < end; row++) {
-    FETCH_LIST(&job->law, job->start[MIN(row + 8, end - 1)]);
+    FETCH_LIST(&job->spec, job->start[MIN(row + 8, end - 1)]);
     u64 v = (u64)job->dst[row];
     i64 at = job->offsets[row] - base, count = job->offsets[row + 1] - job->offsets[row];
     row_t list = row_of(job, row);
@@ -355,24 +355,24 @@ static int pick_chunk(job_t *job, i64 chunk, scratch_t *scratch) {
     hop_t one;
     row_t rest = list;
     for (i64 last = at + count, n; at < last; at += n) {
-      list = next_type(&job->law, &hop, &rest, &one);
-      n = count_list(&job->law, &one, &list);
-      pick_soon(&wide, &job->law, &one, v, &list, n, at, scratch);
+      list = next_type(&job->spec, &hop, &rest, &one);
+      n = count_list(&job->spec, &one, &list);
+      pick_soon(&wide, &job->spec, &one, v, &list, n, at, scratch);
     }
 #else
-    pick_soon(&wide, &job->law, &hop, v, &list, count, at, scratch);
+    pick_soon(&wide, &job->spec, &hop, v, &list, count, at, scratch);
 #endif
   }
   draw_wide(&wide, positions);
 
   for (i64 e = 0; e < E; e++) {  // gather
-    __builtin_prefetch(&job->law.indices[positions[MIN(e + AHEAD, E - 1)]]);
-    job->local[base + e] = job->law.indices[positions[e]];
+    __builtin_prefetch(&job->spec.indices[positions[MIN(e + AHEAD, E - 1)]]);
+    job->local[base + e] = job->spec.indices[positions[e]];
   }
-  if (!within(job->local + base, E, job->law.V)) return DAMAGED;
+  if (!within(job->local + base, E, job->spec.V)) return DAMAGED;
 #ifdef TYPE
   for (i64 e = 0; e < E; e++)
-    ((TYPE *)job->edge_type)[base + e] = ((const TYPE *)job->law.types)[positions[e]];
+    ((TYPE *)job->edge_type)[base + e] = ((const TYPE *)job->spec.types)[positions[e]];
 #endif
 #ifdef PAIRS
   for (i64 row = first; row < end; row++)

@@ -2,7 +2,7 @@
 // runs. They need nothing beyond atomics.
 #include "batch.h"
 
-FN void report(const batch_t *b, u64 trouble) { atomicOr(&b->outcome->trouble, trouble); }
+FN void report(const batch_t *b, u64 status) { atomicOr(&b->outcome->status, status); }
 
 // Set count i of n, and add it to the sum of its 64 counts, whose upper bits say how many have come. The
 // last of the 64 adds their sum to that of 4,096 counts: thousands of atomics on one address would wait
@@ -28,7 +28,7 @@ FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
 FN void count_by_degree(const batch_t *b, const part_t *part, i64 i, ID v) {
   hop_t hop = {0, part->k};
   row_t row = {0, degree_of(b, v)};
-  tally(b->count, part->row_sums, part->rows, i, count_list(&b->law, &hop, &row));
+  tally(b->count, part->row_sums, part->rows, i, count_list(&b->spec, &hop, &row));
 }
 // Write where the edges of row i begin, or, for i = N, where the last row's end -> that place.
 FN i64 open_row(const batch_t *b, const part_t *part, i64 i, i64 N) {
@@ -43,7 +43,7 @@ FN i64 open_row(const batch_t *b, const part_t *part, i64 i, i64 N) {
     if (at < wanted) report(b, FULL);
   } else if (i < N && part->index == 0) {  // all seeds have bid for their nodes
     i64 seed = b->seeds[i];
-    if (seed < 0 || seed >= b->law.V) report(b, UNKNOWN);
+    if (seed < 0 || seed >= b->spec.V) report(b, UNKNOWN);
     else if (b->table[b->pairs ? b->local[i] : seed] != b->input->offset + i)
       report(b, REPEATED);
   }
@@ -68,7 +68,7 @@ FN i64 hop_at(const batch_t *b, i64 hops, i64 position) {
 }
 // The slot of a pair in the hash table: the one it has, or the first free one from its hash on.
 FN i64 slot_of(const batch_t *b, ID node, i64 group) {
-  u64 pair = (u64)node + (u64)b->law.V * (u64)group;
+  u64 pair = (u64)node + (u64)b->spec.V * (u64)group;
   for (u64 at = mix(pair);; at++) {
     u64 slot = at & (u64)(b->slots - 1), there = atomicCAS(&b->pairs[slot], NO_PAIR, pair);
     if (there == NO_PAIR || there == pair) return (i64)slot;
@@ -82,7 +82,7 @@ FN void put_pair(const batch_t *b, i64 position, ID node, i64 group) {
 }
 FN void know_group(const batch_t *b, i64 i, i64 group) {
   b->group[i] = (int)group;
-  if (b->law.edge_times) b->src_times[i] = b->times[group];
+  if (b->spec.edge_times) b->src_times[i] = b->times[group];
   if (b->src_seed) b->src_seed[i] = (ID)group;
 }
 
@@ -95,17 +95,17 @@ KERNEL begin(batch_t b, part_t part, i64 hops, i64 counts, i64 threads) {
     u64 row = (u64)i / b.label_bytes, at = (u64)i % b.label_bytes;
     u64 seed = (i64)row < b.input->num_seeds ? (u64)b.seeds[row] : ~0ULL;
     const unsigned char *labels = (const unsigned char *)b.labels;
-    ((unsigned char *)b.y)[i] = seed < (u64)b.law.V ? labels[seed * b.label_bytes + at] : 255;
+    ((unsigned char *)b.y)[i] = seed < (u64)b.spec.V ? labels[seed * b.label_bytes + at] : 255;
   }
   u64 hop = (u64)(b.one_draw ? 0 : i);
   if (i < hops) b.states[i].key = mix(mix(mix(b.seed) ^ (u64)b.input->key_step) ^ hop);
   if (i == 0) {
-    b.outcome->trouble = b.input->num_excluded > b.excludes ? FULL : 0;
+    b.outcome->status = b.input->num_excluded > b.excludes ? FULL : 0;
     b.states[0].num_dst = b.input->num_seeds;
   }
   if (i >= b.input->num_seeds) return;
   i64 node = b.seeds[i];
-  int known = node >= 0 && node < b.law.V;
+  int known = node >= 0 && node < b.spec.V;
   b.src[i] = known ? (ID)node : 0;
   b.number[i] = (int)i;
   if (b.pairs) {
@@ -118,7 +118,7 @@ KERNEL count(batch_t b, part_t part) {
   THREAD(part.state->num_dst);
   hop_t hop = hop_of(&b, &part, i);
   row_t row = row_of(&b, i);
-  i64 count = count_row(&b.law, &hop, &row);
+  i64 count = count_row(&b.spec, &hop, &row);
   if (count == NO_TYPE) b.outcome->damaged = 1;
   tally(b.count, part.row_sums, part.rows, i, count == NO_TYPE ? 0 : count);
 }
@@ -134,14 +134,14 @@ KERNEL pick(batch_t b, part_t part) {
     for (i64 j = 0; j < n; j++) b.number[first + j] = b.group[i];  // for `claim`
   if (part.edge_dst)
     for (i64 j = 0; j < n; j++) part.edge_dst[at + j] = (int)i;
-  if (n == b.count[i]) pick_row(&b.law, &hop, (u64)b.src[i], &row, n, edges, b.best + first);
+  if (n == b.count[i]) pick_row(&b.spec, &hop, (u64)b.src[i], &row, n, edges, b.best + first);
   else
     for (i64 j = 0; j < n; j++) edges[j] = row.start;  // no room: the batch will be sampled again
 }
 // Read the nodes of the picked edges and bid for them.
 KERNEL claim(batch_t b, part_t part) {
   THREAD(part.state->num_edges);
-  ID node = b.law.indices[b.edges[part.first + i]];
+  ID node = b.spec.indices[b.edges[part.first + i]];
   if (outside(&b, node)) b.outcome->damaged = 1;
   node = outside(&b, node) ? 0 : node;
   if (b.pairs && part.relabel) put_pair(&b, part.first + i, node, b.number[part.first + i]);
@@ -176,8 +176,8 @@ KERNEL number(batch_t b, part_t part, part_t next, i64 counts) {
       ID node = b.local[part.first + i];
       if (b.pairs) {
         u64 pair = b.pairs[node];
-        know_group(&b, at, (i64)(pair / (u64)b.law.V));
-        node = (ID)(pair % (u64)b.law.V);
+        know_group(&b, at, (i64)(pair / (u64)b.spec.V));
+        node = (ID)(pair % (u64)b.spec.V);
       }
       b.number[part.first + i] = (int)at;
       b.src[at] = node;
@@ -218,8 +218,8 @@ KERNEL degrees_at(batch_t b, i64 n, const ID *nodes, const i64 *times, i64 *degr
   THREAD(n);
   degrees[i] = 0;
   if (nodes[i] < 0) return;
-  row_t row = {b.law.indptr[nodes[i]], degree_of(&b, nodes[i])};
-  cut_by_time(&row, &b.law, times[i]);
+  row_t row = {b.spec.indptr[nodes[i]], degree_of(&b, nodes[i])};
+  cut_by_time(&row, &b.spec, times[i]);
   degrees[i] = row.degree;
 }
 FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
@@ -227,11 +227,11 @@ FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
   i64 N = part->state->num_dst, at = open_row(b, part, i, N);
   if (!POSITIONS || i >= N) return;
   ID v = b->src[i], node[MOST];
-  i64 start = b->law.indptr[v];
+  i64 start = b->spec.indptr[v];
   int n = (int)edges_of(b, part, i, at);
   unsigned place[MOST];
-  choose(most, part->state->key, v, (unsigned)(b->law.indptr[v + 1] - start), (unsigned)part->k, n,
-         b->law.rule == REPLACE, place);
+  choose(most, part->state->key, v, (unsigned)(b->spec.indptr[v + 1] - start), (unsigned)part->k, n,
+         b->spec.rule == REPLACE, place);
   if (b->edges) {
     UNROLL for (int j = 0; j < most; j++) if (j < n)
       b->edges[part->first + at + j] = start + place[j];

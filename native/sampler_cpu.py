@@ -55,9 +55,9 @@ def load(spec):
     if spec.split:
         defines["TYPE"] = TYPES[spec.split.types.dtype]
     library = _library(rule.header, **defines)
-    of_pairs = _library(rule.header, **defines, PAIRS=1) if spec.pairing else library
+    grouped = _library(rule.header, **defines, PAIRS=1) if spec.pairing else library
     spec = spec._replace(rule=rule)
-    return Backend(spec, library, of_pairs) if library and of_pairs else None
+    return Backend(spec, library, grouped) if library and grouped else None
 
 
 @functools.cache
@@ -68,10 +68,10 @@ def _library(rule, **defines):
 class Backend:
     """Calls the C code, for which ctypes releases the GIL. Working memory grows with the batch, not with the graph."""
 
-    def __init__(self, spec, library, of_pairs):
+    def __init__(self, spec, library, grouped):
         self.spec = spec
         self.library = library
-        self.of_pairs = of_pairs  # the library for batches of several groups, see sampler.c
+        self.grouped = grouped  # the library for batches of several groups, see sampler.c
         self.job = build.fill(Job(), **build.law_fields(spec))
         self.idle = []  # working memory that no batch uses
         self.slots = 0  # of the table after the last batch: the next one needs about as many
@@ -97,7 +97,7 @@ class Backend:
         build.fill(job, times=times, seeds=seeds if disjoint else None)
         if group is not None:
             counts = group.bincount()
-            work.library = self.of_pairs
+            work.library = self.grouped
             work.seeds_before = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             build.fill(job, seeds_before=work.seeds_before, num_groups=len(counts))
             group = group.to(seeds.dtype)
@@ -109,8 +109,8 @@ class Backend:
             block, group = self._hop(work, job, src, group, hop)
             src = block.src_nodes
             if times is not None:
-                of_src = times.expand(src.numel()) if group is None else times[group]
-                block = block._replace(src_times=of_src)
+                src_times = times.expand(src.numel()) if group is None else times[group]
+                block = block._replace(src_times=src_times)
             if disjoint:
                 block = block._replace(src_seed=group)
             blocks.append(block)
@@ -175,7 +175,7 @@ class WorkingMemory:
         self.bits = 0
         self.slot_bytes = 2 * dtype.itemsize
         self.table = torch.empty(0, dtype=torch.uint8, device="cpu")  # slot_t [slots]
-        self.of_rows = self.table.new_empty(4, 0, dtype=torch.int64)
+        self.row_scratch = self.table.new_empty(4, 0, dtype=torch.int64)
 
     @property
     def slots(self):
@@ -184,9 +184,9 @@ class WorkingMemory:
 
     def rows(self, S):
         """Return memory for four values of each of S rows, int64 [S or more] by name."""
-        if self.of_rows.shape[1] < S:
-            self.of_rows = self.of_rows.new_empty(4, S + S // 8)
-        return dict(zip(("start", "degree", "gap", "num_gaps"), self.of_rows))
+        if self.row_scratch.shape[1] < S:
+            self.row_scratch = self.row_scratch.new_empty(4, S + S // 8)
+        return dict(zip(("start", "degree", "gap", "num_gaps"), self.row_scratch))
 
     def number(self, nodes, group, slots):
         """Empty the table, of at least `slots` slots, and number the nodes in it from 0 -> False if one is repeated."""

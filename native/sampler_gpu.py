@@ -33,7 +33,7 @@ hold them (with `excludes`, room for excluded edges, `fill` takes edges of every
         frame.start()
     frame.fill(seeds, step)
     graph.replay()
-    frame.trouble                         # not 0 after the replay: make the batch by `sample` instead
+    frame.status                         # not 0 after the replay: make the batch by `sample` instead
 """
 
 import ctypes
@@ -49,7 +49,7 @@ from .kernels import TYPES as ROWS
 
 ROOM = 1 << 24  # edges of a hop up to which the worst case is allocated
 NONE = 2**31 - 64  # empty entry of the table: above any position, and + 32 still fits an int
-REPEATED, UNKNOWN, FULL, DAMAGED = 1, 2, 4, 8  # bits of Frame.trouble
+REPEATED, UNKNOWN, FULL, DAMAGED = 1, 2, 4, 8  # bits of Frame.status
 REGISTERS = (8, 16, 32, 64)  # each has a kernel for fanouts up to it, with the picks in registers
 AGGREGATED = 48  # largest fanout of the outermost hop in one kernel, which also holds nodes and rows in registers
 TYPES = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}  # of edges
@@ -161,10 +161,10 @@ class Backend:
                 frame.fill(seeds, step, exclude, times)
                 frame.start()
                 self.kernels.wait()
-                trouble = frame.trouble
-                if trouble & DAMAGED:
+                status = frame.status
+                if status & DAMAGED:
                     raise IndexError("the graph is damaged: an offset or a node id is out of range")
-                if trouble != FULL:
+                if status != FULL:
                     break
                 for hop, (wanted, part) in enumerate(zip(frame.wanted, frame.parts)):
                     if wanted > part.places:
@@ -174,7 +174,7 @@ class Backend:
                     f"{seeds.numel()} seeds ask for ever more room, at last {frame.wanted} edges a "
                     "hop: use NeighborSampler(backend='torch')"
                 )
-            blocks = None if trouble else frame.cut()
+            blocks = None if status else frame.cut()
             frame.memory = frame.edges = frame.times = frame.src_seed = (
                 None  # now the blocks' memory
             )
@@ -243,10 +243,10 @@ class Frame:
     """The memory and the launches that sample a batch, for one batch at a time.
 
     Attributes:
-        given: int64, pinned: an input_t, the seeds and, where edges have times, those of the seeds. input: its copy on
+        host_inputs: int64, pinned: an input_t, the seeds and, where edges have times, those of the seeds. input: its copy on
             the GPU. step: int64 [1] of this.
         results: int64 on the GPU, an outcome_t and the state_t of each hop, and one more. num_dst: int64 [L + 1] of this,
-            destinations of each hop, then the sources of the outermost one. read: pinned copy of results, as a struct: told.
+            destinations of each hop, then the sources of the outermost one. read: pinned copy of results; host_results: as a struct.
         memory: the memory of the batch's blocks.
     """
 
@@ -267,7 +267,7 @@ class Frame:
         kind = type("results", (ctypes.Structure,), {"_fields_": [*Outcome._fields_, states]})
         self.results = self._integers(ctypes.sizeof(kind) // 8)
         self.read = self._integers(len(self.results), pinned=True)
-        self.told = kind.from_address(self.read.data_ptr())
+        self.host_results = kind.from_address(self.read.data_ptr())
         states = self.results[kind.states.offset // 8 :].view(L + 1, -1)
         self.num_dst = states[:, State.num_dst.offset // 8]
         for part, state in zip(self.parts, states):
@@ -338,11 +338,11 @@ class Frame:
                 build.fill(b, pairs=self.pairs, table=self.table)
         self.head = ctypes.sizeof(Input) // 8
         size = self.head + (3 * S if self.backend.timed else S)
-        self.given = self._integers(size, pinned=True)
+        self.host_inputs = self._integers(size, pinned=True)
         self.input = self._integers(size)
         at = Input.step.offset // 8
         self.step = self.input[at : at + 1]
-        self.header = Input.from_address(self.given.data_ptr())
+        self.header = Input.from_address(self.host_inputs.data_ptr())
         seeds = self.input[self.head :]
         build.fill(b, input=self.input, seeds=seeds)
         if self.backend.timed:
@@ -416,8 +416,8 @@ class Frame:
 
     def cut(self):
         """Return the blocks of a finished batch, from the seeds outward."""
-        rows = [state.num_dst for state in self.told.states]
-        return self._blocks(rows, [state.num_edges for state in self.told.states])
+        rows = [state.num_dst for state in self.host_results.states]
+        return self._blocks(rows, [state.num_edges for state in self.host_results.states])
 
     @property
     def blocks(self):
@@ -446,7 +446,7 @@ class Frame:
 
     def fill(self, seeds, step, exclude=None, times=None):
         """Set seeds, step, excluded edges and times of the next batch; the last one, and its copies, must be done.
-        exclude: int64 [X] edges, in any order; more than there is room for are trouble."""
+        exclude: int64 [X] edges, in any order; more than there is room for set FULL."""
         num_excluded = 0
         if exclude is not None:
             num_excluded = len(exclude)
@@ -462,10 +462,10 @@ class Frame:
         header.offset = self.base
         header.num_excluded = num_excluded
         header.key_step = step // self.backend.spec.rule.steps
-        self.sent = len(self.given)
-        given = self.given[self.head :]
+        self.input_size = len(self.host_inputs)
+        given = self.host_inputs[self.head :]
         if seeds.is_cuda:
-            self.sent = self.head
+            self.input_size = self.head
             given = self.input[self.head :]
         if times is not None:
             times = times.to(given.device).contiguous()
@@ -488,7 +488,7 @@ class Frame:
     def start(self):
         """Start sampling on the current stream. A CUDA graph can capture this, for seeds from the same device as when it
         was captured."""
-        self.input[: self.sent].copy_(self.given[: self.sent], non_blocking=True)
+        self.input[: self.input_size].copy_(self.host_inputs[: self.input_size], non_blocking=True)
         if self.backend.spec.pairing:
             self.pairs.fill_(-1)
         stream = self.kernels.stream()
@@ -501,14 +501,14 @@ class Frame:
         self.read.copy_(self.results, non_blocking=True)
 
     @property
-    def trouble(self):
+    def status(self):
         """What is wrong with a finished batch: the bits REPEATED, UNKNOWN, FULL, DAMAGED, or 0."""
-        return self.told.trouble | (DAMAGED if self.told.damaged else 0)
+        return self.host_results.status | (DAMAGED if self.host_results.damaged else 0)
 
     @property
     def wanted(self):
         """Number of edges that each hop would have with enough room."""
-        return [state.wanted for state in self.told.states[:-1]]
+        return [state.wanted for state in self.host_results.states[:-1]]
 
     def aggregate(self, features, out, scale=None):
         """Make `start` also sample and aggregate the next hop, in one kernel: 1 to AGGREGATED uniform draws, with or
@@ -541,7 +541,7 @@ class Frame:
         """Make `start` also list the edges of the first hops by source, but not in order, in the `Lists` of
         native/kernels.py of their blocks, which get memory of the frame."""
         b = self.batch
-        n = max(hop for hop, of_block in enumerate(lists) if of_block) + 1
+        n = max(hop for hop, block_lists in enumerate(lists) if block_lists) + 1
         outer = self.parts[n - 1]
         end = outer.first + outer.places
         sources = self.shape.rows[1 : n + 1]
@@ -549,12 +549,12 @@ class Frame:
         sizes, starts = ints((2, sum(sources) + 1))
         dst, slot, *arrays = by_position = ints((6, end))
         first = accumulate(sources, initial=0)
-        for part, N, at, of_block in zip(self.parts, sources, first, lists):
+        for part, N, at, block_lists in zip(self.parts, sources, first, lists):
             places = slice(part.first, part.first + part.places)
             build.fill(part, sources=at, edge_dst=dst[places])
-            if of_block:
-                of_source = slice(at, at + N + 1)
-                of_block.use(dst[places], sizes[of_source], starts[of_source], arrays)
+            if block_lists:
+                span = slice(at, at + N + 1)
+                block_lists.use(dst[places], sizes[span], starts[span], arrays)
         build.fill(b, size=sizes[1:], slot=slot, listed=n, num_sizes=sum(sources))
         self.steps[0] = self._begin()
         launch = self.kernels.prepare("list_hops", b=b, end=end, start=starts, list=arrays[0])

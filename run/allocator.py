@@ -24,7 +24,7 @@ def before_torch():
     os.environ.setdefault("LRU_CACHE_CAPACITY", "1")
 
 
-def of_glibc(name):
+def glibc(name):
     """Return a function of the C library, None where it has none of the name."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
@@ -32,7 +32,7 @@ def of_glibc(name):
 def keep_freed_memory():
     """Make glibc reuse freed memory instead of returning it: fresh large tensors cost more in page faults than in work
     -> whether it worked."""
-    mallopt = of_glibc("mallopt")
+    mallopt = glibc("mallopt")
     # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in bytes, see mallopt(3)
     return mallopt is not None and bool(mallopt(-3, 1 << 30) and mallopt(-1, 2**31 - 1))
 
@@ -50,7 +50,7 @@ def announce(ranks, args):
 def trim_memory(level):
     """Return freed heap pages to the system once resident memory exceeds `level` bytes (0: first call) by 4 %: batches
     of different sizes fragment the heap more with every epoch -> the level to pass to the next call."""
-    trim = of_glibc("malloc_trim")
+    trim = glibc("malloc_trim")
     if trim is None:
         return 0
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

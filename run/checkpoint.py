@@ -7,7 +7,7 @@ There is no generator or scheduler state: draws depend only on --seed and the st
 
     fixed     the checkpoint's; another value is refused. --model FILE.py:NAME must be typed again, since a checkpoint
               never names code; a changed file is reported
-    of_data   the same, but they may differ if --predict only predicts
+    per_graph   the same, but they may differ if --predict only predicts
     kept      the checkpoint's unless typed again, which takes effect from the next epoch on (the cosine spans all of
               --epochs). --batch-size x --accumulate x processes must stay the same. --dataset: any path to the same
               graph, or any graph of the same widths if --predict only predicts
@@ -275,7 +275,7 @@ def adopted(flags, state, path):
     """Return flags with the checkpoint's values of those that were not typed; other values of `fixed` ones are refused."""
     saved = state["flags"]
     values = {name: value for name, value in saved.items() if name not in flags.typed}
-    fixed = {*(declared("fixed", "of_data") if flags.trains else declared("fixed"))}
+    fixed = {*(declared("fixed", "per_graph") if flags.trains else declared("fixed"))}
     # refused later, with a better reason
     fixed.difference_update(unused(TASKS[saved["task"]]))
     for name in sorted(fixed, key=[*FLAGS].index):
@@ -329,7 +329,7 @@ def common_state(ranks, flags):
         flags = adopted(flags, state, path)
     common = {
         spelled(name): text_of(getattr(flags, name))
-        for name in sorted(declared("fixed", "of_data", "kept", "alike"))
+        for name in sorted(declared("fixed", "per_graph", "kept", "alike"))
     }
     # files may lie in another folder; what is in them is compared with the data
     del common["--dataset"]
@@ -417,7 +417,7 @@ def tell_trained(task, plan, state, files):
     why = f"{', '.join(changed)} is not the same" if changed else ""
     if task.are_links:
         other = [
-            name for name in declared("of_data") if getattr(plan, name) != state["flags"][name]
+            name for name in declared("per_graph") if getattr(plan, name) != state["flags"][name]
         ]
         why = why or other and "other pairs are held out"
     elif state["trained"] is None:  # an early checkpoint

@@ -44,10 +44,10 @@ from run.kinds import (
     layers_taking,
     library,
     model_or,
-    of_data,
     one_of,
     one_run,
     parsed_by,
+    per_graph,
     prediction,
     text,
     training,
@@ -226,7 +226,7 @@ CORE = dict(
         None,
         "round float features of a new store to half the bytes; int8: to a quarter",
     ),
-    split=of_data(
+    split=per_graph(
         COUNT_OR_0,
         None,
         "which split of several, from 0 (default: the first; --runs: each in turn)",
@@ -400,10 +400,7 @@ CORE = dict(
         needs=[dry],
     ),
     free_host=free(
-        SIZE,
-        None,
-        "host memory to plan with (default: what is free)",
-        needs=[free_here],
+        SIZE, None, "host memory to plan with (default: what is free)", needs=[free_here]
     ),
     checkpoint=free(
         text("FILE"),
@@ -530,7 +527,7 @@ def declared(*words):
     return [name for name, flag in FLAGS.items() if flag.resume in words]
 
 
-SAVED = declared("fixed", "of_data", "kept", "built")
+SAVED = declared("fixed", "per_graph", "kept", "built")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -569,7 +566,7 @@ def make_parser():
     return parser
 
 
-def of_seed(path, seed):
+def seed_path(path, seed):
     """Name the file of one seed of --runs: run.pt -> run-seed3.pt."""
     path = Path(path)
     return str(path.with_name(f"{path.stem}-seed{seed}{path.suffix}"))

@@ -151,7 +151,7 @@ class Flag:
 
 # A flag is declared by the word for what a resumed run does with it
 fixed = partial(Flag, "fixed")  # takes the checkpoint's value, refuses another one
-of_data = partial(Flag, "of_data")  # the same, but --predict of another graph may have its own
+per_graph = partial(Flag, "per_graph")  # the same, but --predict of another graph may have its own
 kept = partial(Flag, "kept")  # takes the checkpoint's value unless it is typed again
 built = partial(Flag, "built")  # the same, while the store is not built
 alike = partial(Flag, "alike")  # takes this command's value, the same on all ranks

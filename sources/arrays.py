@@ -1,6 +1,6 @@
 """Arrays of a file or a graph object, by name: checked on access; unused ones that matter are refused.
 
-arrays = open_npz("mine.npz", ignore=["edge_weight"])     # or "data.pt"; of_object(a DGLGraph or a PyG Data, {})
+arrays = open_npz("mine.npz", ignore=["edge_weight"])     # or "data.pt"; from_object(a DGLGraph or a PyG Data, {})
 y = arrays.labels()                      # int64 [V], -1 where there is none
 x, edge_index = arrays.features(), arrays.edge_index()    # [V, F], dense or the rows of a CSR matrix; [2, M]
 arrays.close(len(y), edge_index.shape[1])                 # lists unused arrays, refuses those that might matter
@@ -55,7 +55,7 @@ def short(text) -> str:
 def open_npz(file, ignore=()) -> "Arrays":
     """Open an .npz file, whose arrays are read on access, or a .pt file, see `saved_graph`."""
     if not str(file).endswith(".npz"):
-        return of_object(saved_graph(file), {}, ignore, file)
+        return from_object(saved_graph(file), {}, ignore, file)
     with reading(file):
         archive = zipfile.ZipFile(file)
     names = {member.removesuffix(".npy"): member for member in archive.namelist()}
@@ -114,7 +114,7 @@ def _read(archive, member):
         return array
 
 
-def of_object(graph, extra, ignore=(), file=None) -> "Arrays":
+def from_object(graph, extra, ignore=(), file=None) -> "Arrays":
     """Get the arrays of a DGLGraph, a PyG Data or a list of Data under the names of an .npz file; `extra` {name: array}
     replaces theirs. file: that it was read from."""
     kind = file or type(graph).__name__
@@ -269,12 +269,12 @@ class Arrays:
         for name in ignore:
             self.find(name, needed=True)
         self._values = {n: value for n, value in self._values.items() if n not in ignore}
-        self.of_types = any(name.startswith("edge_index:") for name in self._values)
+        self.is_typed = any(name.startswith("edge_index:") for name in self._values)
 
     def by_type(self) -> dict:
         """Group arrays called `x:author` or `edge_index:author,writes,paper` by type -> {type: `Arrays`}; without types
         all are of the type ""."""
-        if not self.of_types:
+        if not self.is_typed:
             return {"": self}
         types = {}
         for name, value in self._values.items():
@@ -469,8 +469,8 @@ class Arrays:
             value = self._values[name]
             with contextlib.suppress(ValueError):  # unreadable, but not needed either
                 shape = self.read(name, "").shape if callable(value) else np.shape(value)
-            of_edges = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
-            if of_edges or re.search(MATTERS, str(name).lower()):
+            per_edge = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
+            if per_edge or re.search(MATTERS, str(name).lower()):
                 how = f"docs/data.md lists those that are; drop it, or ignore={name}{self.suffix}"
                 raise self.error(f"{name}{self.suffix} is not used here, and may matter: {how}")
         if rest:

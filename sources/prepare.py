@@ -25,7 +25,7 @@ from disk.checks import DRAWN, check_labels, check_split, drawn_per_class
 from disk.columns import COLUMNS, EDGE_FEATURES, EDGE_TIME, EDGE_TYPE, NODE_TIME
 from disk.files import StoreError, reading
 from extras import extra
-from sources.arrays import FEATURES, Arrays, equal_sums, is_list, of_object, open_npz
+from sources.arrays import FEATURES, Arrays, equal_sums, from_object, is_list, open_npz
 from sources.public import OGB, PLANETOID, ogb, planetoid
 from sources.splits import PARTS, found
 from sources.synthetic import MAG, SYNTHETIC, synthetic, synthetic_mag
@@ -241,7 +241,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))
         else:
-            arrays = of_object(source, given, ignore)
+            arrays = from_object(source, given, ignore)
         return _build_arrays(path, arrays, params, seed, **options)
 
 
@@ -251,7 +251,7 @@ def _draws(arrays, split=False) -> bool:
     train, valid = (arrays.find(*PARTS[part]) for part in ("train", "valid"))
     if arrays.find("node_offsets", "atom_offsets"):
         return not (train and valid)
-    if arrays.of_types:
+    if arrays.is_typed:
         return split and not any(a.find(*PARTS["train"]) for a in arrays.by_type().values())
     return not arrays.find(*FEATURES) or split and not train
 
@@ -268,7 +268,7 @@ def _build_arrays(path, arrays, params, seed, *, backend="mmap", progress=False,
     if seed is not None and not drawn:
         raise arrays.error(f"seed {seed} has no effect: it has a split, and nothing else is drawn")
     understood = {None: "row_normalize", "atom_offsets": "radius"}.get(offsets)
-    understood = "target" if arrays.of_types else understood
+    understood = "target" if arrays.is_typed else understood
     idle = params.keys() - {"split", "ignore", understood}
     idle |= {name for name, value in options.items() if offsets and value}
     if idle:
@@ -346,7 +346,7 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
     if NODE_TIME.name in graph:
         _say_whose_times(arrays, graph)
-    if not arrays.of_types:
+    if not arrays.is_typed:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
     else:
         tables = graph.get(EDGE_FEATURES.name, {}).values()
@@ -378,7 +378,7 @@ def _say_whose_times(arrays, graph):
     """Print which edges get the times of their sources, and which nodes have no time."""
     kinds = graph["edge_index"].keys() - graph.get(EDGE_TIME.name, {}).keys()
     if kinds:
-        of = f" of {'; '.join(sorted(map(','.join, kinds)))}" * arrays.of_types
+        of = f" of {'; '.join(sorted(map(','.join, kinds)))}" * arrays.is_typed
         arrays.say(f"edges{of} have no times: each gets that of its source (node_time)")
     if timeless := sorted(graph["node_types"].keys() - graph[NODE_TIME.name].keys()):
         see = "they see all edges, and those that would get their time are always seen"

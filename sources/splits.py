@@ -63,7 +63,7 @@ def _rows(arrays, name, count):
     return (values if by_row else values.reshape(count, -1).T).astype(bool)
 
 
-def of_graphs(arrays, count, choice, seed) -> dict:
+def graph_split(arrays, count, choice, seed) -> dict:
     """Find the split of small graphs; a missing valid part and, without a split, a test part are drawn, a tenth each."""
     split = found(arrays, count, choice)
     random = np.random.default_rng(seed)
@@ -117,8 +117,8 @@ def split_of(graph, number, seed=0) -> dict:
 def _is_drawn(graph) -> bool:
     source = graph.meta.get("source")
     # where stores of .npz files had it once
-    of_source = source.get("split") if isinstance(source, dict) else None
-    return DRAWN in (graph.meta.get("split"), of_source)
+    source_split = source.get("split") if isinstance(source, dict) else None
+    return DRAWN in (graph.meta.get("split"), source_split)
 
 
 def say_empty_parts(split, things, say):

@@ -32,12 +32,12 @@ def check_scores(scores, noun="scores"):
 def score(metric, logits, y):
     """Compute a metric, from 0 to 1, of logits [n, C] for y: classes int64 [n], or multi-labels [n, C] of 0 and 1, with -1
     for one that is missing and left out. None without labels, and for the ROC-AUC of one class alone; NotFinite for a
-    logit that is NaN or infinite. metric: name of one of METRICS with `of_logits`.
+    logit that is NaN or infinite. metric: name of one of METRICS with `from_logits`.
     """
     if not (y >= 0).any():
         return None
     check_scores(logits)
-    return METRICS[metric].of_logits(logits, y)
+    return METRICS[metric].from_logits(logits, y)
 
 
 def predictions(logits, y):
@@ -138,11 +138,11 @@ def hits_at(k, ranks):
 
 def ranking(ranks):
     """Compute the metrics of ranks [n], counted from 1 -> {name: value}; values are None without ranks."""
-    names = metrics_with("of_ranks")
+    names = metrics_with("from_ranks")
     if not len(ranks):
         return dict.fromkeys(names)
     check_scores(ranks)
-    return {name: METRICS[name].of_ranks(ranks) for name in names}
+    return {name: METRICS[name].from_ranks(ranks) for name in names}
 
 
 def errors(output, y, mean):
@@ -151,11 +151,11 @@ def errors(output, y, mean):
     y = y.double()  # squares of float32 may be infinite
     present = ~y.isnan()
     error = (output - y)[present]
-    of_mean = (mean - y)[present]
+    mean_error = (mean - y)[present]
     return {
         "rmse": error.square().mean().sqrt().item(),
         "mae": error.abs().mean().item(),
-        "rmse_of_the_mean": of_mean.square().mean().sqrt().item(),
+        "rmse_of_the_mean": mean_error.square().mean().sqrt().item(),
     }
 
 
@@ -164,20 +164,20 @@ class Metric(NamedTuple):
 
     name: str  # value of --metric, and key in --log
     title: str  # as papers spell it
-    of_logits: Callable | None = None  # of logits [n, C] and y, as for `score`
-    of_ranks: Callable | None = None  # of ranks [n], counted from 1
-    of_pairs: Callable | None = None  # of scores [n] and targets 0 and 1 [n]
+    from_logits: Callable | None = None  # of logits [n, C] and y, as for `score`
+    from_ranks: Callable | None = None  # of ranks [n], counted from 1
+    from_scores: Callable | None = None  # of scores [n] and targets 0 and 1 [n]
 
 
 # in the order of --help
 METRICS = (
-    Metric("accuracy", "accuracy", of_logits=accuracy),
-    Metric("roc_auc", "ROC-AUC", of_logits=mean_roc_auc, of_pairs=roc_auc),
-    Metric("f1", "F1", of_logits=f1),
-    Metric("mrr", "MRR", of_ranks=lambda ranks: ranks.double().reciprocal().mean().item()),
-    Metric("hits@1", "Hits@1", of_ranks=partial(hits_at, 1)),
-    Metric("hits@10", "Hits@10", of_ranks=partial(hits_at, 10)),
-    Metric("ap", "AP", of_pairs=average_precision),
+    Metric("accuracy", "accuracy", from_logits=accuracy),
+    Metric("roc_auc", "ROC-AUC", from_logits=mean_roc_auc, from_scores=roc_auc),
+    Metric("f1", "F1", from_logits=f1),
+    Metric("mrr", "MRR", from_ranks=lambda ranks: ranks.double().reciprocal().mean().item()),
+    Metric("hits@1", "Hits@1", from_ranks=partial(hits_at, 1)),
+    Metric("hits@10", "Hits@10", from_ranks=partial(hits_at, 10)),
+    Metric("ap", "AP", from_scores=average_precision),
     # of targets, always reported: see `errors`
     Metric("rmse", "RMSE"),
     Metric("mae", "MAE"),
@@ -187,7 +187,7 @@ METRICS = {metric.name: metric for metric in METRICS}
 
 
 def metrics_with(source):
-    """Return the names of the metrics that have a function of this source: "of_logits", "of_ranks" or "of_pairs"."""
+    """Return the names of the metrics that have a function of this source: "from_logits", "from_ranks" or "from_scores"."""
     return tuple(name for name, metric in METRICS.items() if getattr(metric, source))
 
 

@@ -24,7 +24,7 @@ class NodeTask(Task):
 
     name = "node"
     examples = "nodes"
-    metrics = metrics_with("of_logits")
+    metrics = metrics_with("from_logits")
     weights = "best"
     prior = 0.07
     least_steps = 600

@@ -29,7 +29,7 @@ class Task:
             default --epochs makes, unless these are more than 200 epochs.
         widths: keys of the data's meta.json that the network is built from.
         classes_agree: the default of --residual may depend on how often neighbours share a class.
-        placed: --mode places graph and features; else the task reads batches, see extras/graphs.py, and has `obstacle`,
+        placed: --mode places graph and features; else the task reads batches, see extras/graphs.py, and has `unsupported`,
             `blank`, `completed` and `pad` for CUDA graphs of them.
         are_links: examples are pairs of nodes: outputs, of any network, are embeddings of width --hidden, each example has
             a time of its own, and `draw` leaves edges out of a step. Else they are nodes, with the times `node_time`, or graphs.
@@ -75,8 +75,8 @@ class Task:
     def build(self, args, custom=None):
         """Return the `network` for the open data."""
         names = "num_classes", "edge_dim", "num_edge_types"
-        of_store = {name: getattr(self.store, name, 0) for name in names}
-        return self.network(args, self.store.meta | of_store, custom)
+        sizes = {name: getattr(self.store, name, 0) for name in names}
+        return self.network(args, self.store.meta | sizes, custom)
 
     @classmethod
     def compared(cls, args):

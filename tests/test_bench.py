@@ -348,7 +348,7 @@ def test_lines_for_those_who_leave_dgl_do_what_dgl_does(tmp_path, monkeypatch):
     h = torch.from_numpy(rng.random((block.num_src, 8), np.float32))
     conv = dgl.nn.SAGEConv(8, 5, "mean")
     ours = names["GNN"](8, 5, 5, conv="sage", num_layers=1).layers[0]
-    ours.load_state_dict(names["of_dgl"](conv))
+    ours.load_state_dict(names["from_dgl"](conv))
     count = itertools.count()
 
     def edges(of):
@@ -400,7 +400,7 @@ def test_lines_for_those_who_leave_dgl_do_what_dgl_does(tmp_path, monkeypatch):
         inner = names["GNN"](8, 6, 6, conv=kind, num_layers=2, **heads).eval().layers[0]
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter)
-        inner.load_state_dict(names["of_dgl"](layer))
+        inner.load_state_dict(names["from_dgl"](layer))
         out = inner(block, graph.features[src], degree if inner.uses_degree else None)
         torch.testing.assert_close(out, layer(on, feats).flatten(1))
 

@@ -429,7 +429,7 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
 def test_a_captured_frame_takes_each_batch_s_excluded_edges_and_step(
     emulated_graphs, law, tmp_path
 ):
-    """Samples are the sampler's; edges in any order, some of them twice. More than there is room for are trouble."""
+    """Samples are the sampler's; edges in any order, some of them twice. More than there is room for set FULL."""
     indptr, indices, kinds, _ = _typed_graph(np.random.default_rng(2), 120, 900, 3)
     M = len(indices)
     columns = dict(weights=torch.arange(M) % 5 / 2, edge_times=torch.arange(M), edge_type=kinds)
@@ -448,7 +448,7 @@ def test_a_captured_frame_takes_each_batch_s_excluded_edges_and_step(
         fits = exclude is None or len(exclude) <= 40
         frame.fill(seeds, step, exclude=exclude, times=times)
         graph.replay()
-        assert frame.trouble == (0 if fits else sampler_gpu.FULL)
+        assert frame.status == (0 if fits else sampler_gpu.FULL)
         want = s.sample(seeds, step, times, exclude=exclude)[::-1]
         for block, expected in zip(frame.cut(), want) if fits else ():
             assert all(map(torch.equal, block[:4], expected[:4]))
@@ -671,7 +671,7 @@ def test_a_step_of_small_graphs_is_a_cuda_graph(
         run = Run(ddp.Ranks(), plan, task, used=Used(), sampler=None, ring=None, model=net)
         if word == "eager":
             return run, train.Eager(run, None, _adam(net))
-        assert task.obstacle() is None
+        assert task.unsupported() is None
         return run, cuda_graphs.StepGraphs(run, _adam(net))
 
     ends = []
@@ -759,7 +759,7 @@ def _one_rank_fails(ranks, folder):
     with pytest.MonkeyPatch.context() as patch:
         _emulate_layers(folder, patch)
         _emulate_graphs(patch)
-        patch.setattr(cuda_graphs, "obstacle", lambda run: None)
+        patch.setattr(cuda_graphs, "unsupported", lambda run: None)
         torch.manual_seed(0)
         for owner, name, which, go_on in _FAILING:
             calls, work, run = itertools.count(), getattr(owner, name), _run_of(folder)
@@ -896,12 +896,12 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
         data = types.SimpleNamespace(**{**has, **ring, **changed})
         data.store = data
         run = dict(plan=args, sampler=s, ring=data, store=data, task=data, used=data.used)
-        said = cuda_graphs.obstacle(types.SimpleNamespace(**run, ranks=ddp.Ranks(gpus=1)))
+        said = cuda_graphs.unsupported(types.SimpleNamespace(**run, ranks=ddp.Ranks(gpus=1)))
         assert why in said, said
-        of_place = "on_device" in changed or "cache" in why or "kernels" in why
-        assert bool(cuda_graphs.hindrances(args, data, data.used)) != of_place
+        is_placement = "on_device" in changed or "cache" in why or "kernels" in why
+        assert bool(cuda_graphs.unsupported_reasons(args, data, data.used)) != is_placement
     run = types.SimpleNamespace(**run, ranks=ddp.Ranks())
-    assert cuda_graphs.obstacle(run) == "there is no GPU"
+    assert cuda_graphs.unsupported(run) == "there is no GPU"
     sage = types.SimpleNamespace(model="sage", input_dropout=0.0, mode="cuda-cuda")
     for asked, averages in ((True, False), (None, True)):
         sage.edge_features = asked
@@ -1013,13 +1013,13 @@ class _Order(TorchDispatchMode):
         patch.setattr(common._EmulatedKernels, "wait", lambda kernels: self.current.synchronize())
         seen = lambda kernels, *launch: self._launched(kernels, *launch)  # noqa: E731
         patch.setattr(common._EmulatedKernels, "seen", seen)
-        trouble = sampler_gpu.Frame.trouble.fget
+        status = sampler_gpu.Frame.status.fget
 
         def told(frame):  # before anything else that the GPU says of a batch
             self._use("what the GPU said, read", "host", [frame.read], [])
-            return trouble(frame)
+            return status(frame)
 
-        patch.setattr(sampler_gpu.Frame, "trouble", property(told))
+        patch.setattr(sampler_gpu.Frame, "status", property(told))
 
     def _new_stream(self, device, priority):
         self.streams.append(_Stream(self, f"stream {len(self.streams)}"))

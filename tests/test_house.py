@@ -361,13 +361,13 @@ def _house():
         and node.end_lineno - node.lineno >= 80
         and node.name != "make_parser"
     ]
-    of_product = {n: tree for n, tree in python.items() if _side(n) == "product"}
+    product_trees = {n: tree for n, tree in python.items() if _side(n) == "product"}
 
     def found(search, *options):
-        places = ((name, n) for name, tree in of_product.items() for n in search(tree, *options))
+        places = ((name, n) for name, tree in product_trees.items() for n in search(tree, *options))
         return [f"{name}:{n.lineno} {ast.unparse(n).splitlines()[0]}" for name, n in places]
 
-    declarations = [node for tree in of_product.values() for node in _declarations(tree)]
+    declarations = [node for tree in product_trees.values() for node in _declarations(tree)]
     names = {_text(n.args[0] if isinstance(n, ast.Call) else n) for n in declarations} - {None}
     private = {m: _private(python[modules[m]]) for m in product}
     ours = set().union(*(own for own, _ in private.values()))
@@ -677,9 +677,9 @@ def test_each_extra_can_be_deleted(name, tmp_path):
     others = [*names, *names][names.index(name) + 1 :][:2]
     asked = [refused, *(DELETED[other][1] for other in others)]
     out = _ran_alone(_copied(tmp_path, left_out), WITHOUT, json.dumps(asked))
-    said, *of_others = json.loads(out.splitlines()[-1])
+    said, *other_files = json.loads(out.splitlines()[-1])
     assert word.replace("FILE", files.partition(" ")[0]) in said, said
-    for other, text in zip(others, of_others):
+    for other, text in zip(others, other_files):
         assert not text or any(word in text for word in ["pip install", *left_out]), (other, text)
     assert (tmp_path / "out.npy").read_bytes() == _logits_with_all()
 

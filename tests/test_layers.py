@@ -19,7 +19,7 @@ import torch
 import model
 import sampler
 from inference import inference
-from model import GNN, Near
+from model import GNN, Neighborhood
 from native import attention, build, sampler_gpu
 from native import kernels as on_tensors
 from native import layers as fused
@@ -168,21 +168,21 @@ def test_kernels_equal_torch_operations(kernels, cuda_layers, dtype, ids, monkey
 )
 def test_cuda_programs_stay_in_registers(ids, arch, pairs):
     """The other tests compile as C; what C accepts may not be valid C++."""
-    of_ids, is_old = {"ID": sampler_gpu.IDS[ids]}, arch == "sm_80"
+    id_option, is_old = {"ID": sampler_gpu.IDS[ids]}, arch == "sm_80"
     for pair in pairs.split():
         read, made = pair.split("-")
-        text = build.read_source("layers.cu", IN=read, OUT=made, **of_ids)
+        text = build.read_source("layers.cu", IN=read, OUT=made, **id_option)
         assert "self_and_mean_grad" in _cuda_resources(text, arch)
-    of_types = of_ids | {"WEIGHT": "double"} | ({} if is_old else {"TYPE": "unsigned char"})
+    typed_options = id_option | {"WEIGHT": "double"} | ({} if is_old else {"TYPE": "unsigned char"})
     programs = [
-        build.read_source("sampler.cu", rule, **of_types)
+        build.read_source("sampler.cu", rule, **typed_options)
         for rule in ("positions", "labor", "weights")
     ]
     wide, odd = torch.empty(1, 100), torch.empty(1, 7, dtype=torch.bfloat16)
     rows = (wide.to(torch.int8), wide) if is_old else (wide, odd)
     outer, _ = sampler_gpu.aggregate_source(ids, sampler_gpu.AGGREGATED, *rows)
-    programs += [outer, build.read_source("links.cu", **of_ids)]
-    programs.append(build.read_source("norm.cu", IN=made, OUT=made, WIDTH=512, **of_ids))
+    programs += [outer, build.read_source("links.cu", **id_option)]
+    programs.append(build.read_source("norm.cu", IN=made, OUT=made, WIDTH=512, **id_option))
     found = [used for text in programs for used in _cuda_resources(text, arch).values()]
     assert {(stack, spilled) for _, stack, spilled in found} == {(0, 0)}, found
 
@@ -270,11 +270,11 @@ static pthread_barrier_t barrier;
 static float sum_of_warp(float x);
 %s
 static float sum_of_warp(float x) {
-  static float of_lane[WARP];
-  of_lane[blockIdx.x %% WARP] = x;
+  static float lanes[WARP];
+  lanes[blockIdx.x %% WARP] = x;
   pthread_barrier_wait(&barrier);
   float sum = 0;
-  for (int q = 0; q < WARP; q++) sum += of_lane[q];
+  for (int q = 0; q < WARP; q++) sum += lanes[q];
   pthread_barrier_wait(&barrier);
   return sum;
 }
@@ -431,7 +431,7 @@ def test_what_has_no_gradient_in_fused_steps_is_left_to_torch_or_raises(monkeypa
         (lambda b, g: model.own_plus_mean(*block[:2], h, beta, b, gamma=g), beta, gamma),
         (lambda x: model.self_and_mean(*block[:2], x, own)[:, 2:6], h),
         (lambda x, a: model.own_plus_mean(*block[:2], x, a, beta, self_rows=own), h, beta),
-        (lambda x: attention.combine(Near(*block[:2], x, h[:9], own, edges=edges)), h),
+        (lambda x: attention.combine(Neighborhood(*block[:2], x, h[:9], own, edges=edges)), h),
         (lambda x: gin(block, x, degree.double()), h),
         (lambda x: model.own_plus_mean(*block[:2], x, beta, beta, gamma=degree[:, 1]), h),
         (lambda e: attention(block, h, edges=e), edges),
@@ -570,14 +570,16 @@ def test_attention_kernels_equal_torch_operations(kernels, heads, width, dtype, 
 
     def attend(indptr, indices, nodes, weight, source, target):
         def combine(source, target, attn):
-            return layer.combine(Near(indptr, indices, source, target, nodes=nodes, seed=99))
+            return layer.combine(
+                Neighborhood(indptr, indices, source, target, nodes=nodes, seed=99)
+            )
 
         return _with_grads(combine, weight, source, target, layer.attn)
 
     def run():
         out = attend(indptr, indices, nodes, weight, source, target)
         with torch.no_grad():
-            out.append(layer.eval().combine(Near(indptr, indices, source, target, rows)))
+            out.append(layer.eval().combine(Neighborhood(indptr, indices, source, target, rows)))
         layer.train()
         return out
 
@@ -604,7 +606,7 @@ def test_features_of_edges_that_pad_a_block_do_not_matter(cuda_layers, conv, mon
 
         def combine(h, *parameters):
             sent = layer.message(h, torch.ones(N, 2))
-            near = Near(indptr, indices, sent, h[:S], degree=torch.ones(S, 2), seed=9)
+            near = Neighborhood(indptr, indices, sent, h[:S], degree=torch.ones(S, 2), seed=9)
             return layer.combine(near._replace(edges=edges, types=types))
 
         return _with_grads(combine, weight, h, *layer.parameters())
@@ -620,7 +622,7 @@ def test_attention_and_the_rows_after_it_are_dropped_independently(kernels, monk
     """The weights of 512 self-loops, against each column of the row that the layer's output becomes."""
     S, layer = 512, model.GATv2Conv(1, 1, dropout=0.5)
     none = torch.zeros(S + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    near = Near(*none, torch.ones(S, 1), torch.ones(S, 1), seed=99)
+    near = Neighborhood(*none, torch.ones(S, 1), torch.ones(S, 1), seed=99)
     for functions in (kernels, None):
         _use(functions, monkeypatch)
         kept = layer.combine(near) > 0
@@ -804,7 +806,7 @@ def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, dtype, tmp_path):
     table[-N:] = h
     on_gpu, results = kernels is layers_gpu, []
     indptr, near = torch.arange(S + 1).int() * 2, torch.randint(N, (2 * S,)).int()
-    of_edges = attention_gpu if on_gpu else attention
+    kernels_of_edges = attention_gpu if on_gpu else attention
     for rows, more in ((h, 0), (table, far)):
         block, own = (indptr, near + more, rows), places[:S] + more
         attn, edges = torch.ones(2, width // 2), (torch.ones(2 * S, 0), torch.ones(0, width))
@@ -815,8 +817,8 @@ def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, dtype, tmp_path):
                 kernels.mean_neighbours(*block),
                 kernels.max_neighbours(*block),
                 kernels.gather_rows(rows, own),
-                of_edges.attend(*block, h[:S], attn, self_rows=own),
-                of_edges.edge_sums(*block, *edges),
+                kernels_of_edges.attend(*block, h[:S], attn, self_rows=own),
+                kernels_of_edges.edge_sums(*block, *edges),
             ]
         )
     assert all(map(torch.equal, *results))

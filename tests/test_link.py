@@ -407,7 +407,7 @@ def test_what_nodes_have_in_common_is_what_plain_python_counts(timed, strict, wa
             edges, torch.tensor(times) if timed else None, strict
         )
         pairs = torch.tensor(rng.integers(0, 12, (50, 2)))
-        found = known.of_pairs(pairs, torch.tensor(when) if timed else None)
+        found = known.pair_features(pairs, torch.tensor(when) if timed else None)
         typical = round(math.exp(np.mean(np.log(np.maximum(np.diff(indptr), 1)))))
         weights = [lambda d: 1, lambda d: d**-0.5, lambda d: 1 / math.log(d + 1), lambda d: 1 / d]
         for (u, v), row, now in zip(pairs.tolist(), found.tolist(), when):
@@ -430,7 +430,7 @@ def test_what_nodes_have_in_common_is_what_plain_python_counts(timed, strict, wa
             every = torch.cartesian_prod(torch.arange(12), torch.arange(12))
             others = every[:, 0] != every[:, 1]
             rows = known.against_all(torch.arange(12)).view(144, -1)
-            torch.testing.assert_close(rows[others], known.of_pairs(every)[others])
+            torch.testing.assert_close(rows[others], known.pair_features(every)[others])
 
 
 @pytest.mark.parametrize("kind", ["dot", "distmult", "mlp", "ncn"])
@@ -453,7 +453,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
         product = h[u] * h[v]
         relation = scorer.relation if kind in ("distmult", "ncn") else 1
         if kind == "ncn":
-            shared = evaluation.common.of_pairs(torch.tensor([[u, v]]))[:, :4].double()
+            shared = evaluation.common.pair_features(torch.tensor([[u, v]]))[:, :4].double()
             directions = (
                 9 * torch.nn.functional.normalize(h[[u, v]], dim=1).prod(0) * relation
             ).sum()
@@ -590,7 +590,7 @@ def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path, capsys):
     if not own:
         scorer = checkpoint.load_model(tmp_path / "l.pt").scorer
         with torch.no_grad():
-            shared = known.of_pairs(torch.tensor(pairs))
+            shared = known.pair_features(torch.tensor(pairs))
             expected = scorer(*torch.tensor(h[pairs]).unbind(1), shared)
     assert np.allclose(np.load(tmp_path / "s.npy"), expected, atol=1e-5)
     # all edges carry messages
@@ -670,7 +670,7 @@ def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_pa
             assert {*(some if others is None else nodes[some].tolist())} <= {*all_free}
         found = evaluation(link.Scorer("dot", 6), h, part)
         if not any(left):
-            assert [found[name] for name in metrics.metrics_with("of_ranks")] == [None] * 3
+            assert [found[name] for name in metrics.metrics_with("from_ranks")] == [None] * 3
             assert 0 <= found["roc_auc"] <= 1
             continue
         logit = lambda _, u, v: (h[u] @ h[v]).item()  # noqa: E731

@@ -168,8 +168,8 @@ def test_passes_within_limits_take_as_many_examples_as_fit(seed):
         shared = [batch for pair in zip(*ranks) for batch in pair]
         assert [b.seeds.tolist() for b in shared if len(b.seeds)] == examples
         for step in range(len(shared) // 4):
-            of_step = [b for b in shared if b.step == step]
-            assert {b.total for b in of_step} == {sum(len(b.seeds) for b in of_step)}
+            step_batches = [b for b in shared if b.step == step]
+            assert {b.total for b in step_batches} == {sum(len(b.seeds) for b in step_batches)}
         half = len(batches) // 2
         assert [batch.seeds.tolist() for batch in passes(epoch, half)] == examples[half:]
     assert numbers == [*range(len(numbers))]

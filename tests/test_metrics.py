@@ -227,7 +227,7 @@ def _pairs(score, y):
 def test_metrics_are_what_their_definitions_say():
     """By scikit-learn's definitions, with ties and absent classes."""
     random, near = np.random.default_rng(0), pytest.approx
-    of_sets = lambda a, b: 2 * (a & b).sum().item() / (a.sum() + b.sum()).item()  # noqa: E731
+    dice = lambda a, b: 2 * (a & b).sum().item() / (a.sum() + b.sum()).item()  # noqa: E731
     for _ in range(30):
         n = int(random.integers(3, 30))
         C = int(random.integers(3, 6))
@@ -238,7 +238,7 @@ def test_metrics_are_what_their_definitions_say():
         several[0, :2], several[1, :2] = 1, 0
         found = logits.argmax(1)
         on = logits > 0
-        plain = [of_sets(found == c, y == c) for c in {*found.tolist(), *y.tolist()}]
+        plain = [dice(found == c, y == c) for c in {*found.tolist(), *y.tolist()}]
         two = logits[:, :2]
         target = several[:, 0]
 
@@ -248,7 +248,7 @@ def test_metrics_are_what_their_definitions_say():
         for metric, rows, labels, expected in (
             ("f1", logits, y, near(np.mean(plain))),
             ("accuracy", logits, y, near((found == y).double().mean().item())),
-            ("f1", logits, several, near(of_sets(on, several > 0), rel=1e-12)),
+            ("f1", logits, several, near(dice(on, several > 0), rel=1e-12)),
             ("accuracy", logits, several, near((on == several).double().mean().item())),
             ("roc_auc", logits, several, auc(logits, several)),
             ("roc_auc", two, target, near(_pairs(two.softmax(1)[:, 1], target))),
@@ -271,8 +271,8 @@ def test_metrics_are_what_their_definitions_say():
     assert none == dict.fromkeys(expected)
     assert metrics.scores_line(none | {"ap": 0.5}) == "MRR n/a  Hits@1 n/a  Hits@10 n/a  AP 0.5000"
     large = torch.tensor([[3e30], [-1e30]])  # whose squares are beyond float32
-    of_two = {"rmse": 5**0.5 * 1e30, "mae": 2e30, "rmse_of_the_mean": 3e30}
-    assert metrics.errors(large, 0 * large, large[0]) == near(of_two)
+    two_rows = {"rmse": 5**0.5 * 1e30, "mae": 2e30, "rmse_of_the_mean": 3e30}
+    assert metrics.errors(large, 0 * large, large[0]) == near(two_rows)
     assert metrics.score("f1", logits[:0], y[:0]) is None
     assert math.isnan(metrics.roc_auc(logits[:, 0], torch.ones(n)))
     assert metrics.score("roc_auc", logits, y * 0) is None  # of one class
@@ -296,17 +296,17 @@ def test_missing_labels_and_targets_are_left_out_of_loss_and_score():
     loss.backward()
     assert loss.item() == near(sum(rows)) and not logits.grad[missing].any()
     logits = logits.detach()
-    each, of_each = logits[here][:, None], y[here][:, None]
+    each, each_y = logits[here][:, None], y[here][:, None]
     for metric in ("accuracy", "f1"):
-        assert metrics.score(metric, logits, some) == near(metrics.score(metric, each, of_each))
+        assert metrics.score(metric, logits, some) == near(metrics.score(metric, each, each_y))
     auc = [_pairs(logits[here[:, c], c], y[here[:, c], c]) for c in (0, 1, 3)]
     assert metrics.score("roc_auc", logits, some) == near(np.mean(auc))
     classes = y.sum(1).clamp(max=3)
     known = here[:, 0]
     for metric in ("accuracy", "f1", "roc_auc"):
         assert metrics.score(metric, logits, some * 0 - 1) is None
-        of_known = metrics.score(metric, logits[known], classes[known])
-        assert metrics.score(metric, logits, classes.where(known, -1)) == of_known
+        known_score = metrics.score(metric, logits[known], classes[known])
+        assert metrics.score(metric, logits, classes.where(known, -1)) == known_score
     numbers = logits.masked_fill(missing, float("nan"))
     found = metrics.errors(torch.zeros(40, 4), numbers, torch.ones(4))
     assert found == near(metrics.errors(0 * each, each, torch.ones(1)))

@@ -65,19 +65,19 @@ def _by_hand(layer, block, h, e=None):
     for v, (a, b) in enumerate(itertools.pairwise(block.indptr.tolist())):
         ids, none = block.indices[a:b].long(), torch.zeros_like(h[:1])
         near = h[ids]
-        of_edges = 0
+        edge_term = 0
         if e is not None and isinstance(layer, model.MeanConv) and b > a:
-            of_edges = layer.edge_linear(e[a:b]).mean(0)
+            edge_term = layer.edge_linear(e[a:b]).mean(0)
         if isinstance(layer, model.SAGEPoolConv):
             pooled = layer.pool_linear(near).relu().amax(0) if b > a else none[0]
             rows.append(layer.self_linear(h[v]) + layer.neigh_linear(pooled))
         elif isinstance(layer, model.SAGEConv):
             mean = near.mean(0) if b > a else none[0]
-            rows.append(layer.self_linear(h[v]) + layer.neigh_linear(mean) + of_edges)
+            rows.append(layer.self_linear(h[v]) + layer.neigh_linear(mean) + edge_term)
         elif isinstance(layer, model.GCNConv):
             own = torch.cat([ids, torch.tensor([v])])
             total = (h[own] / sent[own].sqrt().unsqueeze(1)).sum(0) / (b - a + 1) ** 0.5
-            rows.append(layer.linear(total) + layer.bias + of_edges)
+            rows.append(layer.linear(total) + layer.bias + edge_term)
         elif isinstance(layer, model.GINConv):
             near = near if e is None else (near + layer.edge_linear(e[a:b])).relu()
             rows.append(layer.mlp(((1 + layer.eps) * h[v] + near.sum(0))[None])[0])
@@ -85,15 +85,15 @@ def _by_hand(layer, block, h, e=None):
             row, kinds = layer.self_linear(h[v]), block.edge_type[a:b]
             near = near if e is None else torch.cat([near, e[a:b]], 1)
             for r in kinds.unique():
-                of_type = near[kinds == r]
-                score, heads = torch.zeros(len(of_type), 1), 1
+                rows_of_type = near[kinds == r]
+                score, heads = torch.zeros(len(rows_of_type), 1), 1
                 if isinstance(layer, RGATConv):
                     heads = slice(r * layer.heads, (r + 1) * layer.heads)
-                    score = of_type @ layer.key[heads].t() + h[v] @ layer.query[heads].t()
+                    score = rows_of_type @ layer.key[heads].t() + h[v] @ layer.query[heads].t()
                     heads = layer.heads
                 attention = torch.nn.functional.leaky_relu(score, 0.2).softmax(0)
                 each = layer.matrices()[r].chunk(heads, 1)
-                each = [a @ of_type @ weight for a, weight in zip(attention.t(), each)]
+                each = [a @ rows_of_type @ weight for a, weight in zip(attention.t(), each)]
                 mean = getattr(layer, "mean", False)
                 row = row + (sum(each) / heads if mean else torch.cat(each))
             rows.append(row)
@@ -102,8 +102,8 @@ def _by_hand(layer, block, h, e=None):
             message = layer.src_linear(torch.cat([h[v : v + 1], near])).view(-1, K, D)
             z = message + layer.dst_linear(h[v]).view(K, D)
             if e is not None:
-                of_loop = e[a:b].mean(0, keepdim=True) if b > a else torch.zeros_like(e[:1])
-                z = z + layer.edge_linear(torch.cat([of_loop, e[a:b]])).view(-1, K, D)
+                loop_edge = e[a:b].mean(0, keepdim=True) if b > a else torch.zeros_like(e[:1])
+                z = z + layer.edge_linear(torch.cat([loop_edge, e[a:b]])).view(-1, K, D)
             score = torch.nn.functional.leaky_relu(z, 0.2) * layer.attn
             heads = (score.sum(2).softmax(0).unsqueeze(2) * message).sum(0)
             rows.append(heads.mean(0) if layer.mean else heads.flatten())
@@ -455,7 +455,7 @@ class _Own(model.Conv):
         self.out_dim = width
 
     def combine(self, near):
-        return near.own
+        return near.x_dst
 
 
 class _Bounded(model.GINConv):

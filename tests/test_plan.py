@@ -101,7 +101,7 @@ def test_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
     for hops, width in ((2, 2 * 16), (3, 16)):
         counted, frame = of(hops), _frame(_emulated(s, tmp_path), 10, hops)
         assert all(counted[mode] == without[mode] for mode in ("cpu-cuda", "cpu-cpu"))
-        kept = (getattr(frame, name) for name in "memory given input results read".split())
+        kept = (getattr(frame, name) for name in "memory host_inputs input results read".split())
         rows = frame.shape[0]
         slot = sum(t.nbytes for t in (*kept, *frame.kept.values()))
         slot += torch.empty(rows[-1], width).nbytes

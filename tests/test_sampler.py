@@ -99,10 +99,10 @@ def _law(indptr, indices, fanouts, seeds, step, times=None, *, exclude=(), **opt
             taken = []
             for r in [None] if law.edge_type is None else sorted({kinds[e] for e in row}):
                 part = row if r is None else [e for e in row if kinds[e] == r]
-                of_type = k if r is None else k[r] if isinstance(k, list) else k
-                of_list = own_key if r is None else _mix(own_key ^ (2**32 + r))
+                fanout = k if r is None else k[r] if isinstance(k, list) else k
+                list_key = own_key if r is None else _mix(own_key ^ (2**32 + r))
                 w = None if weights is None else [weights[e] for e in part]
-                how = of_type, of_list, law.replace, law.method, w
+                how = fanout, list_key, law.replace, law.method, w
                 taken += [part[p] for p in _law_picks([indices[e] for e in part], v, *how)]
             edge_ids += taken
             ends += [(indices[e], t, seed) for e in taken]
@@ -113,8 +113,8 @@ def _law(indptr, indices, fanouts, seeds, step, times=None, *, exclude=(), **opt
         nodes = [v for v, _, _ in src]
         at = [t for _, t, _ in src] if timed else None
         whose = [seed for _, _, seed in src] if law.disjoint else None
-        of_edges = None if kinds is None else [kinds[e] for e in edge_ids]
-        blocks.append((offsets, local, nodes, edge_ids, at, of_edges, whose))
+        types_drawn = None if kinds is None else [kinds[e] for e in edge_ids]
+        blocks.append((offsets, local, nodes, edge_ids, at, types_drawn, whose))
     return blocks[::-1]
 
 
@@ -405,7 +405,7 @@ def test_a_cuda_frame_keeps_its_shapes(replace, tmp_path):
             want = s.sample(seeds, step)[:0:-1]  # without the outermost hop
             sizes = zip(want, rows[1:], places)
             fits = all(b.num_src <= n and b.num_edges <= e for b, n, e in sizes)
-            assert frame.trouble == (0 if fits else sampler_gpu.FULL) and frame.steps is steps
+            assert frame.status == (0 if fits else sampler_gpu.FULL) and frame.steps is steps
             seen.add((fits, i % 4 > 0))
             for cut, block, (offsets, local, src, *_) in zip(frame.cut(), want, blocks):
                 if fits:
@@ -417,7 +417,7 @@ def test_a_cuda_frame_keeps_its_shapes(replace, tmp_path):
                     assert ((src >= 0) & (src < 80)).all()
         frame.fill(torch.tensor([5, 5, 80]), 0)
         frame.start()
-        assert frame.trouble & ~sampler_gpu.FULL == sampler_gpu.REPEATED | sampler_gpu.UNKNOWN
+        assert frame.status & ~sampler_gpu.FULL == sampler_gpu.REPEATED | sampler_gpu.UNKNOWN
     assert seen == {(True, False), (True, True), (False, True)}
 
 
@@ -586,7 +586,7 @@ def test_a_damaged_graph_is_an_error_and_no_crash(method, way, tmp_path):
             assert frame.aggregate(torch.zeros(50, 4), torch.zeros(frame.shape[0][1], 8))
             frame.fill(seeds, 0)
             frame.start()
-            assert frame.trouble == sampler_gpu.DAMAGED
+            assert frame.status == sampler_gpu.DAMAGED
     graph = _random_graph(rng, 50, 12)
     types = torch.zeros(len(graph[1]), dtype=torch.uint8)
     s = _unchecked(way, tmp_path, graph, [3, 2], edge_type=types)

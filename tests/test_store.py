@@ -216,7 +216,7 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     nodes = {"features": np.zeros((V, 1), np.float32), "labels": np.zeros(V, int)}
     nodes["split"] = {"train": [0]}
     node_time = rng.integers(-3, 3, V) if rng.random() < 0.5 else None
-    of_sources = None if "edge_time" in given else node_time
+    source_times = None if "edge_time" in given else node_time
     nodes |= {} if node_time is None else {"node_time": node_time}
     ordered = {"edge_order": bool(rng.integers(2))}
     path = build_store(tmp_path / "g", **graph, **nodes, **given, **options, **ordered)
@@ -224,8 +224,8 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
     keys = {"edge_type": kinds, "edge_time": times}
     by = [keys[name] if name in given else none for name in keys]
     rows_of_edges = zip(*(a.tolist() for a in (*edge_index, *by, np.arange(M))))
-    expected = _columns_slowly(rows_of_edges, options, of_sources)
-    sorts = any(options.values()) or of_sources is not None or keys.keys() & given.keys()
+    expected = _columns_slowly(rows_of_edges, options, source_times)
+    sorts = any(options.values()) or source_times is not None or keys.keys() & given.keys()
     if "indptr" in graph and not sorts:
         expected = sorted(expected, key=lambda row: row[-1])  # stored as it was
     assert np.repeat(np.arange(V), np.diff(found.indptr)).tolist() == [row[0] for row in expected]
@@ -255,7 +255,7 @@ def test_store_edges_and_their_columns_follow_the_options(seed, tmp_path, monkey
         ("edge_features", rows),
     ):
         there = getattr(found, name)
-        if name == "edge_time" and of_sources is not None:
+        if name == "edge_time" and source_times is not None:
             assert there.tolist() == [row[3] for row in expected]
             continue
         assert (there is None) == (name not in given)
@@ -640,13 +640,13 @@ def test_store_build_that_fails_leaves_nothing_and_removes_what_dead_builds_left
 def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
     path = _store(tmp_path / "g", edge_features=np.ones((3000, 2)))
     many = build_graphs(tmp_path / "many", [_graphs(5)])
-    meta, of_many = (json.loads((folder / "meta.json").read_text()) for folder in (path, many))
+    meta, many_graphs = (json.loads((folder / "meta.json").read_text()) for folder in (path, many))
     _rewrite_meta(path, format_version=7)
     _refuses(r"store format 7; this code reads 2 to 5; rebuild it", GraphStore.open, path)
-    of_one = "num_nodes num_edges feature_dim feature_dtype backend options"
+    one_graph = "num_nodes num_edges feature_dim feature_dtype backend options"
     for folder, good, kind, names in (
-        (path, meta, GraphStore, f"format files {of_one}"),
-        (many, of_many, GraphDataset, "format files node_dim edge_dtype target_dim"),
+        (path, meta, GraphStore, f"format files {one_graph}"),
+        (many, many_graphs, GraphDataset, "format files node_dim edge_dtype target_dim"),
     ):
         for name in names.split():
             for value in (..., None, -1, 1 << 62, 1.5, True, "x", [], {}):
@@ -658,7 +658,7 @@ def test_store_open_refuses_meta_that_makes_no_sense(tmp_path):
                     _refuses("cannot be read|is not from|format", kind.open, folder)
     for change in ({"node_dim": 3}, {"node_dtype": "float32"}, {"target_dtype": "float64"}):
         # sane by itself, not what is in the file
-        _rewrite_meta(many, **{**of_many, **change})
+        _rewrite_meta(many, **{**many_graphs, **change})
         assert graphs.verify(many)[0].startswith("graphs.lmdb: ")
     label = meta["files"]["labels.npy"]
     for record in (None, {}, dict(label, bytes="9")):

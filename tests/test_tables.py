@@ -290,7 +290,7 @@ def test_tables_identify_by_text_unless_all_cells_are_printed_numbers(
     y = _written(tmp_path / f"y.{suffix}", {"label": cells})
     if numbers and min(numbers) < -1:
         return
-    y = graph_tables.of_nodes(y, graph_tables.Nodes(len(cells), "x.csv"), "labels")
+    y = graph_tables.node_column(y, graph_tables.Nodes(len(cells), "x.csv"), "labels")
     assert y.tolist() == ([*map(float, numbers)] if numbers else cells)
 
 
@@ -318,7 +318,7 @@ def test_tables_refer_by_the_text_of_an_id(tmp_path, row):
     _, nodes = graph_tables.features(x, tmp_path)
     read = (
         lambda: graph_tables.edges(e, tmp_path, nodes)[0][0],
-        lambda: graph_tables.of_nodes(train, nodes, "train_idx"),
+        lambda: graph_tables.node_column(train, nodes, "train_idx"),
     )
     for numbers in read:
         if not refused:
@@ -601,7 +601,7 @@ def test_tables_change_far_inside(tmp_path, monkeypatch):
     for cells in (["", "7"], ["", "cat"]):  # labels that begin late
         rows = "".join(f"{i},{cells[i > 1500]}\n" for i in range(1600))
         file = _table_file(tmp_path / "y.csv", f"id,label\n{rows}".encode())
-        y = graph_tables.of_nodes(file, graph_tables.Nodes(1600, "x.csv"), "labels")
+        y = graph_tables.node_column(file, graph_tables.Nodes(1600, "x.csv"), "labels")
         begun = [cells[i > 1500] for i in range(1600)]
         if "7" in cells:
             begun = [7.0 if cell else None for cell in begun]
@@ -743,7 +743,7 @@ def test_tables_take_little_memory(tmp_path, monkeypatch):
         said = "zero: its first line is longer than 1 MiB"
         _refuses(said, graph_tables.features, "/dev/zero", tmp_path)
         said = "more rows than in x.csv"
-        _refuses(said, graph_tables.of_nodes, _table_file(file, labels), nodes, "labels")
+        _refuses(said, graph_tables.node_column, _table_file(file, labels), nodes, "labels")
         assert tracemalloc.get_traced_memory()[1] < 12 << 20
     finally:
         tracemalloc.stop()
@@ -784,7 +784,7 @@ def test_tables_parquet(tmp_path, monkeypatch):
     said = "'dst' holds timestamp.*: give dates as numbers, such as days, by .*(--ignore dst)"
     _refuses(said, graph_tables.edges, *edges)
     y = write("y", label=pa.array([2, None, 0, 1, None, 1]))
-    assert str(graph_tables.of_nodes(y, nodes, "labels")) == "[ 2. nan  0.  1. nan  1.]"
+    assert str(graph_tables.node_column(y, nodes, "labels")) == "[ 2. nan  0.  1. nan  1.]"
     x = np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32)
     names, columns = ["#a", 'b"', "c,", " d", "é", ""], {f"f{j}": x[:, j] for j in range(3)}
     table = write("x", id=names, **columns)

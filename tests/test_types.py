@@ -55,8 +55,8 @@ def pointing(tmp_path_factory):
     """Edges of type r lead from class y + r to class y: without their types neighbours say nothing."""
     rng, nodes, edges = np.random.default_rng(0), 600, 9000
     label, kind = rng.integers(0, 4, nodes), rng.integers(0, 5, edges)
-    dst, of_class = rng.integers(0, nodes, edges), [np.flatnonzero(label == c) for c in range(4)]
-    src = [rng.choice(of_class[c]) for c in (label[dst] + kind) % 4]
+    dst, class_nodes = rng.integers(0, nodes, edges), [np.flatnonzero(label == c) for c in range(4)]
+    src = [rng.choice(class_nodes[c]) for c in (label[dst] + kind) % 4]
     x = rng.standard_normal((nodes, 8)).astype(np.float32)
     x[:, :4] += 1.2 * np.eye(4)[label]
     arrays = {"edge_index": np.stack([src, dst]), "features": x, "labels": label, "edge_type": kind}
@@ -285,8 +285,8 @@ def test_each_type_of_nodes_has_a_scale_of_its_own_in_int8(backend, tmp_path, ca
     rows = graph.features[:]
     true = torch.zeros(57, 8)
     for name, part in (("paper", slice(0, 50)), ("place", slice(50, 57))):
-        of_type = torch.from_numpy(x[name])
-        true[part, : of_type.shape[1]] = of_type
+        typed = torch.from_numpy(x[name])
+        true[part, : typed.shape[1]] = typed
         step = (true[part].amax(0) - true[part].amin(0)) / 255
         assert ((rows[part] - true[part]).abs() <= 0.501 * step).all()
     assert not rows[50:, 3:].any() and torch.equal(
@@ -418,10 +418,10 @@ def test_hgt_of_the_documentation_is_pygs(tmp_path, monkeypatch):
             key, query, value = theirs.kqv_lin.lins[name].weight.chunk(3)
             matrices = {"key": key, "query": query, "value": value}
             for of, weight in {**matrices, "out": theirs.out_lin.lins[name].weight}.items():
-                ours.of_node[of][t] = weight.t()
+                ours.node_maps[of][t] = weight.t()
             ours.skip[t] = theirs.skip[name]
         for of, rel in (("attend", theirs.k_rel), ("send", theirs.v_rel)):
-            ours.of_edge[of].copy_(rel.weight.view(4, 3, 4, 4).transpose(0, 1))
+            ours.edge_maps[of].copy_(rel.weight.view(4, 3, 4, 4).transpose(0, 1))
         ours.prior.copy_(torch.cat([theirs.p_rel["__".join(kind)] for kind in kinds]))
     kind = torch.arange(3).repeat_interleave(60)
     order = torch.from_numpy(np.lexsort((kind, dst)))

@@ -7,16 +7,16 @@ FN i64 number_before(const i64 *times, i64 n, i64 time, int strict) {
   return time == none_later ? n : lower_bound(times, n, time + 1);
 }
 // Cut a row to the edges whose time is > `time` - window, if there is a window.
-FN void cut_by_window(row_t *row, const law_t *law, i64 time) {
-  i64 since = (i64)((u64)time - (u64)law->window);
-  if (!law->window || since > time) return;  // since > time: it wrapped around, all are later
-  i64 early = number_before(law->edge_times + row->start, row->degree, since, 0);
+FN void cut_by_window(row_t *row, const spec_t *spec, i64 time) {
+  i64 since = (i64)((u64)time - (u64)spec->window);
+  if (!spec->window || since > time) return;  // since > time: it wrapped around, all are later
+  i64 early = number_before(spec->edge_times + row->start, row->degree, since, 0);
   row->start += early;
   row->degree -= early;
 }
 // Cut a row to the edges whose time is <= `time` or, if strict, < `time`, and by the window.
-FN void cut_by_time(row_t *row, const law_t *law, i64 time) {
-  const i64 *times = law->edge_times + row->start;
-  row->degree = number_before(times, row->degree, time, (int)law->strict);
-  cut_by_window(row, law, time);
+FN void cut_by_time(row_t *row, const spec_t *spec, i64 time) {
+  const i64 *times = spec->edge_times + row->start;
+  row->degree = number_before(times, row->degree, time, (int)spec->strict);
+  cut_by_window(row, spec, time);
 }

@@ -1,26 +1,26 @@
 // Draws by weight, the rule's column: the n edges with the largest log(uniform) / weight
 // (Efraimidis-Spirakis). Edges of weight 0 are never drawn.
 #define POSITIONS 0
-#define FETCH_LIST(law, start) __builtin_prefetch(&weights_of(law)[start])
-FN const WEIGHT *weights_of(const law_t *law) { return (const WEIGHT *)law->column; }
+#define FETCH_LIST(spec, start) __builtin_prefetch(&weights_of(spec)[start])
+FN const WEIGHT *weights_of(const spec_t *spec) { return (const WEIGHT *)spec->column; }
 
-FN i64 count_list(const law_t *law, const hop_t *hop, const row_t *row) {
+FN i64 count_list(const spec_t *spec, const hop_t *hop, const row_t *row) {
   i64 count = 0, gap = 0, edge = row->start;
   for (i64 place = 0; place < row->degree && count != hop->k; place++, edge++) {
     edge = not_excluded(row, edge, &gap);
-    count += weights_of(law)[edge] > 0;
+    count += weights_of(spec)[edge] > 0;
   }
   return count;
 }
 // The edges are in stored order; best [n] is scratch. The best so far are kept sorted, which for
 // usual fanouts is cheaper than a heap; of equal keys the earlier edge wins.
-FN void pick_list(const law_t *law, const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out,
+FN void pick_list(const spec_t *spec, const hop_t *hop, u64 v, const row_t *row, i64 n, i64 *out,
                   double *best) {
   i64 found = 0, gap = 0, edge = row->start;
   int all = hop->k < 0 || n < hop->k;
   for (i64 place = 0; place < row->degree; place++, edge++) {
     edge = not_excluded(row, edge, &gap);
-    double weight = weights_of(law)[edge];
+    double weight = weights_of(spec)[edge];
     if (!(weight > 0)) continue;
     if (all) {
       out[found++] = edge;
