@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -39,14 +39,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+with suppress(ImportError):
+    from extras import elsewhere
 
-def __getattr__(name):
-    if name == "Exchange":
-        from extras import extra
-
-        return extra(".split").Exchange
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+    __getattr__ = elsewhere(__name__)
 
 TIMEOUT = timedelta(minutes=30)  # of a collective
 # in gloo's errors; the second where a timeout broke a connection that others wait for

@@ -1,7 +1,7 @@
 """Moving feature rows to the training step: a ring of reused buffers, prefetching, placement.
 
-This file works alone: copy it into your own code. cache.py keeps the hottest rows near, extras/split.py splits rows over
-machines.
+This file works alone: copy it into your own code. extras/cache.py keeps the hottest rows near, extras/split.py splits rows
+over machines.
 
     indptr, indices, labels, features = place(indptr, indices, labels, features, "cpu-cuda")
     ring = FeatureRing(features, labels, slots=depth + 1, device="cuda")
@@ -23,36 +23,28 @@ else they may say about themselves is listed at `Features`.
 """
 
 import math
-import mmap
-import os
-import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
 
-# names that are found here, too, and where they are
-ELSEWHERE = dict.fromkeys(("CachedFeatures", "expected_visits"), "cache")
+try:
+    from extras import elsewhere, extra
 
+    __getattr__ = elsewhere(__name__)
+except ImportError:
 
-def __getattr__(name):
-    if name in ELSEWHERE:
-        return getattr(import_module(ELSEWHERE[name]), name)
-    if name in ("SplitFeatures", "UnevenFeatures"):
-        from extras import extra
-
-        return getattr(extra(".split", name), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def extra(*ask):
+        """Refuse what takes extras/."""
+        raise ImportError("copy the folder extras/ beside features.py")
 
 
 # where graph and features live - where training runs
 MODES = ("cuda-cuda", "pinned-cuda", "cpu-cuda", "cpu-cpu")
 CHUNK_BYTES = 1 << 24  # rows copied at a time
-PIECE_BYTES = 1 << 30  # host memory registered per call: a single call cannot register very much
 
 
 # ---- the ring
@@ -451,9 +443,7 @@ def place(indptr, indices, labels, features, mode, *, device="cpu", more=(), spa
         empty = lambda a: torch.empty(a.shape, dtype=a.dtype, device=device)  # noqa: E731
         return tuple(a if getattr(a, "is_cuda", False) else copy_rows(a, empty(a)) for a in arrays)
     if mode == "pinned-cuda":
-        fits = indptr.nbytes <= spare, indptr.nbytes + indices.nbytes <= spare
-        graph = (a.to(device) if fit else gpu_view(a, device) for a, fit in zip(arrays, fits))
-        return *graph, *(gpu_view(a, device) for a in arrays[2:])
+        return extra(".pinned", mode).views(arrays, device, spare)
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
     return tuple(arrays)
@@ -476,103 +466,3 @@ def copy_rows(source, target, ids=None):
 def rows_of_a_chunk(array):
     """Return how many rows of an array to copy at a time."""
     return max(1, CHUNK_BYTES // max(1, math.prod(array.shape[1:]) * array.dtype.itemsize))
-
-
-def share(arrays, *, leads=True, total=None):
-    """Copy arrays into host memory shared by all processes of this machine: one copy, made by one of them.
-
-    The kernel frees it when the last process that maps it has ended, even by a crash. Linux only.
-
-    Args:
-        arrays: list of host tensors, or features; the same shapes and dtypes in every process.
-        leads: True in the one process that makes the copy.
-        total: with several processes, an all-reduce: a function that sums numbers over the processes of this machine
-            and returns the sums in each (`Ranks.sum` of ddp.py if there is one machine).
-
-    Returns:
-        List of tensors in shared memory: all processes see each other's writes.
-
-    Raises:
-        OSError: if the memory cannot be mapped, or the leading process belongs to another user.
-    """
-    total = total or (lambda *numbers: numbers)
-    views = []
-    for array in (getattr(a, "tensor", a) for a in arrays):
-        size = math.prod(array.shape) * array.dtype.itemsize
-        mine = 0, 0
-        if leads:  # anonymous: leaves nothing behind, and a container's small /dev/shm is no limit
-            mine = os.getpid(), os.memfd_create("ringblock")
-            os.ftruncate(mine[1], max(size, 1))
-        leader, handle = (int(n) for n in total(*mine))
-        handle = handle if leads else os.open(f"/proc/{leader}/fd/{handle}", os.O_RDWR)
-        memory = torch.frombuffer(mmap.mmap(handle, max(size, 1)), dtype=torch.uint8)
-        total(0)  # barrier: the leader keeps its handle open until all have opened it
-        os.close(handle)
-        views.append(memory[:size].view(array.dtype).view(array.shape))
-        if leads:
-            copy_rows(array, views[-1])
-    total(0)  # barrier: the copies are complete
-    return views
-
-
-def gpu_view(host, device):
-    """Map host memory for a GPU to read in place (UVA) -> CUDA tensor that keeps the memory; freeing it unregisters it.
-
-    Args:
-        host: tensor from `share`: its memory starts on a page and has its last page to itself.
-        device: the GPU.
-
-    Raises:
-        ValueError: for memory that does not start on a page.
-        RuntimeError: if CUDA refuses to register or to address the memory; nothing stays registered.
-    """
-    if not host.numel():
-        return host.to(device)
-    if (first := host.data_ptr()) % mmap.PAGESIZE:
-        raise ValueError(f"host memory at {first:#x} does not start on a page: share() it first")
-    end = first + -(-host.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    cudart = torch.cuda.cudart()
-    array = _HostArray(host)
-    registered = []
-
-    def unregister():  # before the memory is unmapped, else registering a later mapping of its address would fail
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()  # kernels may still be reading it
-            for start in registered:
-                cudart.cudaHostUnregister(start)
-
-    release = weakref.finalize(array, unregister)
-    release.atexit = False  # process exit unregisters everything
-    try:
-        with torch.cuda.device(device):  # the current device owns the registration
-            for start in range(first, end, PIECE_BYTES):
-                size = min(PIECE_BYTES, end - start)
-                if code := int(cudart.cudaHostRegister(start, size, 2)):  # 2: mapped for the GPU
-                    why = cudart.cudaGetErrorString(cudart.cudaError(code))
-                    raise RuntimeError(
-                        f"cudaHostRegister of {size:,} bytes at {start:#x} failed: "
-                        f"CUDA error {code} ({why}); use --mode cpu-cuda"
-                    )
-                registered.append(start)
-            view = torch.as_tensor(array, device=device).view(host.dtype)
-        if view.data_ptr() != first:
-            raise RuntimeError("this GPU cannot read host memory in place; use --mode cpu-cuda")
-    except RuntimeError:
-        release()
-        raise
-    return view
-
-
-class _HostArray:
-    """Host tensor with a __cuda_array_interface__ for torch.as_tensor; the CUDA tensor made of it keeps it alive."""
-
-    def __init__(self, host):
-        self.host = host
-        # numpy has no bfloat16: declare int16
-        array = (host.view(torch.int16) if host.dtype == torch.bfloat16 else host).numpy()
-        self.__cuda_array_interface__ = {
-            "shape": array.shape,
-            "typestr": array.dtype.str,
-            "data": (host.data_ptr(), False),  # False: not read-only, which torch would refuse
-            "version": 3,
-        }

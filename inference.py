@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model import GNN, Conv, Neighborhood, check_edges, check_nodes, graph_degrees, hooked, is_gnn
+from model import GNN, Conv, Neighborhood, check_nodes, graph_degrees, hooked, is_gnn
 
 CHUNK = 65536  # destinations at a time
 CHUNK_EDGES = 1 << 19
@@ -208,8 +208,7 @@ def checked_columns(model, M, edges, types):
     """Return edges and types as tensors; ValueError unless they have a row for each of M edges, where layers use them."""
     edges = readable(edges)
     for layer in model.layers:
-        if layer.edge_dim:
-            check_edges(edges, M, layer.edge_dim)
+        layer.seen(edges, M)
     types = readable(types)
     if types is not None and types.shape[0] != M:
         raise ValueError(f"types has {types.shape[0]} rows, the graph has {M} edges")

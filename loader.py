@@ -11,7 +11,7 @@ To copy this file, also take sampler.py, features.py and the folder disk/.
 """
 
 import gc
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext, suppress
 from operator import index
 from typing import Any, NamedTuple
 
@@ -19,19 +19,15 @@ import numpy as np
 import torch
 
 from disk.columns import EDGE_FEATURES, EDGE_TYPE
-from disk.convert import (
-    as_tensor,
-    edge_pairs,
-    integers,
-    is_sparse,
-    kind_of,
-    part_ids,
-    shaped,
-    shown,
-    within,
-)
+from disk.convert import as_tensor, is_sparse, kind_of, part_ids, shaped, shown
+from disk.convert import from_edge_index as from_edge_index
 from features import Batch, FeatureRing, ask, prefetch, stored
 from sampler import NeighborSampler, mix
+
+with suppress(ImportError):
+    from extras import elsewhere
+
+    __getattr__ = elsewhere(__name__)
 
 
 class Graph(NamedTuple):
@@ -49,35 +45,6 @@ class Graph(NamedTuple):
 
     def __repr__(self):
         return shown("Graph", self._asdict())
-
-
-def from_edge_index(edge_index, num_nodes, edge_order=False):
-    """Convert edges from COO to CSC, as the sampler needs -> (indptr int64 [V+1], indices [M], int32 below 2^31 nodes), with
-    edge_order=True also order, int64 [M].
-
-    edge_index: integers [2, M], row 0 the sources, row 1 the destinations, as in PyG: a tensor, an array, two of either
-    or two lists; or a sparse matrix of scipy or torch [V, V], whose entry i, j is an edge from i to j and must be 1.
-    Edges are sorted by destination, then source, and equal ones keep their order. order[e] is the column of edge_index that
-    edge e of `indices` was: w[order] are weights for a sampler, order[block.edge_ids] the columns of a block's edges, and
-    order.argsort() has the position in `indices` of each column. Types and times, by which lists must rise, need
-    `build_store`.
-    ValueError for another shape, values that are not integers, or a node id outside [0, num_nodes).
-    """
-    edges = edge_pairs("edge_index", edge_index, num_nodes, num_nodes)
-    edges = integers("edge_index", edges)
-    within("edge_index", edges, num_nodes, "nodes")
-    source, destination = torch.from_numpy(edges)
-    keys = (destination * num_nodes + source).numpy()
-    if edge_order:
-        order = np.argsort(keys, kind="stable")
-        keys = keys[order]
-    else:  # one int64 key per edge: numpy sorts these fastest
-        keys = np.sort(keys)
-    indptr = np.zeros(num_nodes + 1, np.int64)
-    np.cumsum(np.bincount(keys // max(num_nodes, 1), minlength=num_nodes), out=indptr[1:])
-    indices = (keys % max(num_nodes, 1)).astype(np.int32 if num_nodes < 1 << 31 else np.int64)
-    arrays = [indptr, indices, *([order] if edge_order else [])]
-    return tuple(map(torch.from_numpy, arrays))
 
 
 def _tensor(name, values):
@@ -119,46 +86,6 @@ def repeated(ids):
     return again[0] if len(again) else None
 
 
-def seeds_at(times, nodes=None):
-    """Return a `draw` for `NodeLoader` that samples no edge later than its seed's time. times: int64 [V], of the nodes.
-
-    With nodes int64 [n] and times int64 [n], a seed is an index i < n and stands for node nodes[i] at times[i], so that
-    a node can be a seed at several times.
-    """
-
-    def draw(batch):
-        seeds = batch.seeds.to(times.device)
-        return seeds if nodes is None else nodes[seeds], {"times": times[seeds]}, None
-
-    return draw
-
-
-UNLIMITED = 1 << 20  # examples of a batch that `Limits` end
-
-
-class Limits(NamedTuple):
-    """How much a pass holds at most, where examples differ in size."""
-
-    sizes: torch.Tensor  # int64 [n, k]: k sizes of each example, such as nodes and edges of a graph
-    most: tuple  # [k] the largest sum of each
-
-    def cut(self, order, count):
-        """Cut examples [n], in this order, into passes of at most `count`, each as long as it fits -> list of their bounds
-        [passes + 1]; an example that is too large is a pass of its own."""
-        upto = np.pad(self.sizes[order].numpy().cumsum(0), ((1, 0), (0, 0)))
-        columns = [*zip(upto.T.copy(), self.most)]
-        bounds = [0]
-        while (at := bounds[-1]) < len(order):
-            ends = [int(of.searchsorted(of[at] + most, side="right")) - 1 for of, most in columns]
-            bounds.append(max(at + 1, min(at + count, *ends)))
-        return bounds
-
-    def most_examples(self, examples):
-        """Return how many of these examples a pass holds at most: as many as fit of the smallest."""
-        smallest = self.sizes[examples].sort(0).values.cumsum(0)
-        return int((smallest <= torch.tensor(self.most)).sum(0).amin())
-
-
 def _sampler(graph, fanouts, *, seed, edges, types):
     """Make the sampler of a loader, see `NodeLoader`; ValueError for draws by type without types."""
     indptr = _tensor("indptr", graph.indptr).long()
@@ -194,7 +121,7 @@ class NodeLoader:
         seeds: nodes to train on, each once: int [T], rows of features and labels, or a mask, bool [V].
         fanouts: neighbours sampled per node, one number per layer from the seeds outward; -1 for all.
         batch_size: seeds per process and pass. accumulate: passes per optimizer step.
-        limits: `Limits`, in place of an equal number of seeds: a pass takes seeds in order until the next would not fit.
+        limits: `Limits` of extras/graphs.py, in place of an equal number of seeds: a pass takes seeds in order until the next would not fit.
         shuffle: False takes the seeds in the order given, all of them in each `for`, and draws the same neighbours in
             each: for evaluation.
         seed: any int; determines the order of the seeds and their neighbours.
@@ -260,7 +187,11 @@ class NodeLoader:
         if not load_batch and (sampler is None or ring is None):
             tables = _tables(graph, edges)
         indptr = getattr(graph, "indptr", None)
-        self._num_nodes = "V" if indptr is None else len(indptr) - 1  # in a mask
+        self._length = "V"  # of a mask
+        if indptr is not None:
+            self._length = len(indptr) - 1
+        elif hasattr(graph, "__len__"):  # small graphs
+            self._length = len(graph)
         self.draw = draw
         self.load_batch = load_batch
         self.seeds = seeds
@@ -305,7 +236,7 @@ class NodeLoader:
     @seeds.setter
     def seeds(self, seeds):
         # in host memory: a GPU would index it on a stream no slot waits for
-        seeds = torch.from_numpy(part_ids("seeds", seeds, self._num_nodes))
+        seeds = torch.from_numpy(part_ids("seeds", seeds, self._length))
         if not (self.draw or self.load_batch) and (again := repeated(seeds.numpy())) is not None:
             raise ValueError(
                 f"seeds has node {again} more than once: give it once, or a `draw` that samples "
@@ -328,7 +259,7 @@ class NodeLoader:
             "epoch": self.epoch,
             "step": self.step,
         }
-        return shown("NodeLoader", fields)
+        return shown(type(self).__name__, fields)
 
     def __iter__(self):
         if self.looping:

@@ -1,4 +1,4 @@
-"""GraphSAGE, GCN, GATv2 and GIN over sampled blocks, all but GIN with edge features too, GINE with them.
+"""GraphSAGE, GCN, GATv2 and GIN over sampled blocks.
 
 Copy this file into your own code: it needs only torch. A block is anything with the fields of
 `sampler.Block`: S destinations, N sources, E edges.
@@ -6,14 +6,13 @@ Copy this file into your own code: it needs only torch. A block is anything with
     model = SAGE(in_dim, hidden, num_classes, num_layers=3)
     model = GNN(in_dim, hidden, num_classes, conv="gat", heads=4, num_layers=3)
     logits = model(blocks, x)                       # x: features of blocks[0].src_nodes -> a row for each seed
-    model = GNN(in_dim, hidden, num_classes, conv="gine", edge_dim=8, num_layers=3)     # or "gat"
-    logits = model(blocks, x, edges=[e[block.edge_ids] for block in blocks])            # e [M, 8], as `indices`
 
 With the folder native/ beside it, gathers, means, ReLU with dropout and attention are fused in C and
 CUDA, and runs repeat to the last bit. Torch operations add with atomics on a GPU, so the last bits of gradients and
 attention may differ between runs.
 
-`Conv` is what a layer is, docs/models.md has one as an example; layers for edge types are in extras/relational.py.
+`Conv` is what a layer is, docs/models.md has one as an example. extras/ has more layers: copy it too for these and for
+features of edges.
 """
 
 from functools import partial, wraps
@@ -30,6 +29,17 @@ try:
     from native import layers as fused
 except ImportError:
     fused = None
+try:
+    from extras import LAYERS, elsewhere, extra
+
+    __getattr__ = elsewhere(__name__)
+except ImportError:
+    LAYERS = {}
+
+    def extra(*ask):
+        """Refuse what takes extras/."""
+        raise ImportError("copy the folder extras/ beside model.py (in a package: from .extras)")
+
 
 # ---- steps that native/ fuses
 
@@ -209,16 +219,6 @@ def _mix(z):
 CONVS = {}  # name -> class: the subclasses of `Conv` that have one
 
 
-def layers_where(**stated):
-    """Return the names of the layers that state these values about themselves: layers_where(padded=True)."""
-    return [n for n, c in CONVS.items() if all(getattr(c, k) == v for k, v in stated.items())]
-
-
-def plain_layers():
-    """Return the names of the layers that need neither types nor features of edges."""
-    return [n for n, c in CONVS.items() if not c.uses_types and c.edge_features != "must"]
-
-
 class Neighborhood(NamedTuple):
     """What a layer combines: S destinations' own rows and the messages of their neighbours, over E edges.
 
@@ -259,15 +259,7 @@ class Neighborhood(NamedTuple):
 
     def edge_sum(self, edge_map):
         """Sum relu(message + edge_map(features of the edge)) over the neighbours -> [S, width]. edge_map: a `Linear`."""
-        edges = self.edges.to(edge_map.weight.dtype)
-        total = None
-        if factors := _as_product(edges, edge_map):
-            total = attention.edge_sums(self.indptr, self.indices, self.messages, *factors)
-        if total is None:
-            dst = edge_dst(self.indptr, self.indices)
-            rows = F.relu(summable(self.messages).index_select(0, self.indices) + edge_map(edges))
-            total = rows.new_zeros(len(self.x_dst), rows.shape[1]).index_add(0, dst, rows)
-        return total
+        return extra(".edge_features").edge_sum(self, edge_map)
 
     def attend(self, attn, target, *, edge_map=None, drop=0):
         """Sum the messages, the own one among them, weighted by softmax(attn . leaky_relu(message + target)) of each head.
@@ -283,20 +275,19 @@ class Neighborhood(NamedTuple):
         """
         seed = drawn_seed() if drop and self.seed is None else self.seed or 0
         drawn = self.nodes, seed, drop
-        factors = fused and (None, None)
+        factors = None, None
+        term = None
         if edge_map is not None:
-            edges = torch.cat([self.edges.to(attn.dtype), self.edge_mean(attn.dtype)])
-            factors = _as_product(edges, edge_map)
-        if factors:
+            factors, term = extra(".edge_features").attention_term(self, edge_map, attn.dtype)
+        if fused and factors:
             block = self.indptr, self.indices, self.messages
             given = {"self_rows": self.self_rows, "drawn": drawn, "factors": factors}
             if (out := attention.attend(*block, target, attn, **given)) is not None:
                 return out
-        edge_rows = None if edge_map is None else edge_map(edges)
-        return self._attend(attn, target, edge_rows, drawn)
+        return self._attend(attn, target, term, drawn)
 
-    def _attend(self, attn, target, edge_rows, drawn):
-        """`attend` in torch operations. edge_rows: [E + S, K D] or None."""
+    def _attend(self, attn, target, term, drawn):
+        """`attend` in torch operations. term: function that returns what edges add, [E + S, K D], or None."""
         S = len(target)
         K, D = attn.shape
         num_edges = self.indices.numel()
@@ -306,8 +297,8 @@ class Neighborhood(NamedTuple):
         rows = torch.cat([self.indices, rows])
         message = summable(self.messages).index_select(0, rows)
         z = message + target.index_select(0, dst)
-        if edge_rows is not None:
-            z = z + edge_rows
+        if term is not None:
+            z = z + term()
         scores = (F.leaky_relu(z.view(-1, K, D).to(attn.dtype), 0.2) * attn).sum(2)
         weights = edge_softmax(scores, dst, S)
         nodes, seed, drop = drawn
@@ -328,18 +319,6 @@ def edge_mean(indptr, edges):
     """Average features [E, d] of each destination's edges, [S, d]; zero without edges."""
     ids = torch.arange(len(edges), device=edges.device, dtype=indptr.dtype)
     return mean_neighbours(indptr, ids, edges)
-
-
-def _as_product(edges, edge_map):
-    """Return features [n, d] and a matrix [d, D] whose product is edge_map(edges), for native/attention.py; None without it,
-    or if the linear map is customised."""
-    if not fused or not unchanged(edge_map):
-        return None
-    if edge_map.bias is None:
-        return edges, edge_map.weight.t()
-    # the bias is the weight of a constant feature 1
-    by = torch.cat([edge_map.weight, edge_map.bias.unsqueeze(1)], 1).t()
-    return F.pad(edges, (0, 1), value=1), by
 
 
 class Conv(nn.Module):
@@ -372,15 +351,21 @@ class Conv(nn.Module):
     padded = False  # reads neighbours only by methods of `Neighborhood`: CUDA graphs can hold it
     takes = ()  # options of GNN that it is made with: "heads", "dropout", "norm", "num_types", "bases"
     last_options = {}  # options that the last layer of a GNN is made with
+    # its gradient of h is memory that nothing else has, to which that of x_dst may be added; a class states it for itself
+    own_gradient = False
 
     edge_dim = 0
     one_product = False  # see `MeanConv`
 
-    def __init_subclass__(cls, name=None, **options):
+    def __init_subclass__(cls, name=None, after=None, **options):
         super().__init_subclass__(**options)
         cls.name = name or cls.__name__
+        if cls.edge_features != "no":
+            cls.takes = (*dict.fromkeys((*cls.takes, "edge_dim")),)
         if name is not None:
             CONVS[name] = cls
+            for other in [*CONVS][[*CONVS].index(after) + 1 : -1] if after else ():
+                CONVS[other] = CONVS.pop(other)
 
     @classmethod
     def sees_edges(cls, asked=None):
@@ -393,23 +378,38 @@ class Conv(nn.Module):
         S = block.indptr.numel() - 1
         if degree is None and self.uses_degree:
             degree = block_degrees(block)
-        if self.edge_dim:
-            check_edges(edges, len(block.indices), self.edge_dim)
+        h, x_dst = self.with_dst(h, S)
         near = Neighborhood(
             block.indptr,
             block.indices,
             messages=self.message(h, degree),
-            x_dst=h[:S],
+            x_dst=x_dst,
             degree=None if degree is None else degree[:S],
             nodes=None if seed is None else block.src_nodes[:S],
             seed=seed,
-            edges=edges if self.edge_dim else None,
+            edges=self.seen(edges, len(block.indices)),
             types=block.edge_type if self.uses_types else None,
         )
         return self.combine(near)
 
+    def seen(self, edges, count):
+        """Return features of edges if the layer has an edge_dim, else None; ValueError unless they are [count, edge_dim]: C code
+        would read past their end."""
+        if not self.edge_dim:
+            return None
+        shape = None if edges is None else [*edges.shape]
+        if shape != [count, self.edge_dim]:
+            needed = f"features of each edge, [{count}, {self.edge_dim}], are needed"
+            raise ValueError(f"edges is {shape}: {needed}")
+        return edges
+
     def message(self, h, degree=None):
         return h
+
+    def with_dst(self, h, S):
+        """Return h [N, F] and its first S rows."""
+        in_place = fused and vars(type(self)).get("own_gradient") and not hooked(*self.modules())
+        return fused.with_first(h, S) if in_place else (h, h[:S])
 
 
 def check_rows(block, h):
@@ -429,13 +429,6 @@ def check_rows(block, h):
     if not len(h) == count >= S:
         needed = "one for each of block.src_nodes, destinations first, and blocks outermost first"
         raise ValueError(f"x has {len(h)} rows: {max(count, S)} are needed, {needed}")
-
-
-def check_edges(edges, count, width):
-    """Raise ValueError unless edges is [count, width]: C code would read past its end."""
-    shape = None if edges is None else [*edges.shape]
-    if shape != [count, width]:
-        raise ValueError(f"edges is {shape}: features of each edge, [{count}, {width}], are needed")
 
 
 def unchanged(*modules, kinds=frozenset()):
@@ -517,14 +510,13 @@ class MeanConv(Conv):
         else:
             alpha, beta, gamma = scales
             rows = own_plus_mean(block.indptr, block.indices, h, alpha, beta, gamma=gamma)
-        if self.edge_dim:
-            check_edges(edges, len(block.indices), self.edge_dim)
+        edges = self.seen(edges, len(block.indices))
         return self.plus_edges(linear(rows, *self.product()), block.indptr, edges)
 
     def plus_edges(self, out, indptr, edges):
-        """Add W_edge mean(e_uv) to rows out [S, D], if the layer has an edge_dim. Its input is narrow: beside the others',
-        in one product, it would have them copied."""
-        if not self.edge_dim:
+        """Add W_edge mean(e_uv) to rows out [S, D], unless edges is None. Its input is narrow: beside the others', in one
+        product, it would have them copied."""
+        if edges is None:
             return out
         return out + self.edge_linear(edge_mean(indptr, edges.to(out.dtype)))
 
@@ -533,6 +525,7 @@ class SAGEConv(MeanConv, name="sage"):
     """GraphSAGE layer, mean aggregator (Hamilton, Ying, Leskovec, arXiv 1706.02216): W_self h_v + W_neigh mean(h_u), with
     features of edges + W_edge mean(e_uv)."""
 
+    own_gradient = True
     padded = True
 
     def __init__(self, in_dim, out_dim, edge_dim=0):
@@ -568,28 +561,6 @@ class SAGEConv(MeanConv, name="sage"):
         return self.plus_edges(out, near.indptr, near.edges)
 
 
-class SAGEPoolConv(Conv, name="sage-pool"):
-    """GraphSAGE layer, max-pooling aggregator (arXiv 1706.02216): W_self h_v + W_neigh max(relu(W_pool h_u + b))."""
-
-    norm = "layer"
-    padded = True
-
-    def __init__(self, in_dim, out_dim):
-        super().__init__()
-        self.out_dim = out_dim
-        self.pool_linear = Linear(in_dim, in_dim)
-        self.self_linear = Linear(in_dim, out_dim)
-        self.neigh_linear = Linear(in_dim, out_dim, bias=False)
-
-    def message(self, h, degree=None):
-        return self.pool_linear(h)
-
-    def combine(self, near):
-        """See `Conv`. ReLU and maximum commute: there are fewer destinations than sources."""
-        pooled = relu_dropout(near.max(), 0)
-        return self.self_linear(near.x_dst) + self.neigh_linear(pooled)
-
-
 class GCNConv(MeanConv, name="gcn"):
     """Graph convolution (Kipf, Welling, arXiv 1609.02907): W sum(h_u / sqrt((d_u + 1) (d_v + 1))) + b, v among the u.
 
@@ -598,6 +569,7 @@ class GCNConv(MeanConv, name="gcn"):
     features of edges, W_edge mean(e_uv) over v's edges is added.
     """
 
+    own_gradient = True
     uses_degree = True
     whole_graph = True
     # it mixes a node's row with its neighbours'
@@ -659,6 +631,7 @@ class GINConv(Conv, name="gin"):
     this, as in the authors' networks; without it, training on graphs of large degree may not work at all.
     """
 
+    own_gradient = True
     uses_degree = True
     norm = "layer"
     # without, it learns nothing on some graphs
@@ -681,23 +654,6 @@ class GINConv(Conv, name="gin"):
         return self.mlp(near.own_plus_mean(alpha, near.degree[:, 1]))
 
 
-class GINEConv(GINConv, name="gine"):
-    """GIN with edge features (Hu et al., arXiv 1905.12265): MLP((1 + eps) h_v + sum(relu(h_u + W e_uv + b)))."""
-
-    edge_features = "must"
-    residual = "no"
-
-    def __init__(self, in_dim, out_dim, norm="none", edge_dim=0):
-        super().__init__(in_dim, out_dim, norm)
-        self.edge_dim = edge_dim
-        self.edge_linear = Linear(edge_dim, in_dim)
-
-    def combine(self, near):
-        count = near.indptr.diff().clamp(min=1).unsqueeze(1)
-        estimate = near.edge_sum(self.edge_linear) * (near.degree[:, 1:] / count)
-        return self.mlp((1 + self.eps) * near.x_dst + estimate.to(near.x_dst.dtype))
-
-
 class GATv2Conv(Conv, name="gat"):
     """Graph attention layer, GATv2 (Brody, Alon, Yahav, arXiv 2105.14491; GAT: 1710.10903), with self-loops.
 
@@ -711,6 +667,7 @@ class GATv2Conv(Conv, name="gat"):
         edge_dim: width of the edge features; 0: none.
     """
 
+    own_gradient = True
     edge_features = "can"
     norm = "layer"
     # it mixes a node's row with its neighbours'
@@ -799,9 +756,10 @@ class GNN(nn.Module):
         norm: "none", "layer" or "batch", after each inner layer, and inside the layers of "gin" and "gine".
         residual: add each layer's input to its output, through a matrix where the widths differ.
         recompute: keep layers' inputs and recompute the rest in backward (arXiv 1604.06174): less memory, more time.
-        edge_dim: width of the edge features, for layers that use them; 0: none.
-        num_types: number of edge types, bases: see `RGCNConv` of extras/relational.py; both for layers that use types only.
         inputs: module that makes the input of the first layer, `NodeInputs` of extras/relational.py; None: it is x.
+        target_scale: module that turns the last layer's output into targets, `Scale` of extras/regression.py; None: it is that.
+        options: what else layers are made with: edge_dim, the width of the features of edges; num_types, the number of edge
+            types, and bases, see `RGCNConv` of extras/relational.py.
 
     Attributes:
         degrees: float [V, 2], `graph_degrees` on the model's device, which layers that use degrees need
@@ -825,12 +783,13 @@ class GNN(nn.Module):
         residual=False,
         input_dropout=0.0,
         recompute=False,
-        edge_dim=0,
-        num_types=0,
-        bases=0,
         inputs=None,
+        target_scale=None,
+        **options,
     ):
         super().__init__()
+        if conv in LAYERS:
+            extra(LAYERS[conv], conv)
         make = CONVS.get(conv, conv)
         for name, value, choices in (("conv", make, CONVS), ("norm", norm, NORMS)):
             if isinstance(value, str) and value not in choices:
@@ -840,22 +799,15 @@ class GNN(nn.Module):
             raise ValueError(f"{sizes}: at least one of each is needed")
         if norm == "batch" and recompute:
             raise ValueError("norm 'batch' would count a recomputed batch twice: take 'layer'")
-        if bool(num_types) != make.uses_types or bases and not num_types:
-            with_types = " and ".join(layers_where(uses_types=True)) or "layers of extras/"
-            needs = f"{with_types} need types of edges, others have no use for them"
-            raise ValueError(
-                f"conv {make.name!r} with num_types {num_types}, bases {bases}: {needs}"
-            )
-        if edge_dim and make.edge_features == "no" or not edge_dim and make.edge_features == "must":
-            must = " and ".join(layers_where(edge_features="must"))
-            can = ", ".join(name for name, of in CONVS.items() if of.edge_features != "no")
-            needs = f"{can} take features of edges, and {must} needs them"
-            raise ValueError(f"conv {make.name!r} with edge_dim {edge_dim}: {needs}")
-        given = dict(heads=heads, dropout=dropout, norm=norm, num_types=num_types, bases=bases)
-        options = {name: given[name] for name in make.takes}
-        if edge_dim:
-            options["edge_dim"] = edge_dim
+        options = {name: value for name, value in options.items() if value}
+        for name in options.keys() - make.takes:
+            able = ", ".join(n for n, layer in CONVS.items() if name in layer.takes) or "none"
+            what = f"{name} {options[name]}, layers that do are {able}"
+            raise ValueError(f"conv {make.name!r} does not take {what}")
+        given = dict(heads=heads, dropout=dropout, norm=norm) | options
+        options = {name: given[name] for name in make.takes if name in given}
         self.inputs = inputs
+        self.register_module("target_scale", target_scale)
         first = in_dim if inputs is None else inputs.out_dim
         pairs = list(pairwise([first] + [hidden] * (num_layers - 1) + [out_dim]))
         self.layers = nn.ModuleList(make(*pair, **options) for pair in pairs[:-1])
@@ -866,7 +818,7 @@ class GNN(nn.Module):
         self.dropout = dropout
         self.input_dropout = input_dropout
         self.recompute = recompute
-        self.edge_dim = edge_dim
+        self.edge_dim = options.get("edge_dim", 0)
 
     def forward(self, blocks, x, *, aggregated=False, key=None, edges=None):
         """Compute logits [S, C] of the last block's destinations.
@@ -878,7 +830,7 @@ class GNN(nn.Module):
                 `self_and_mean` for blocks[0], computed where the features are.
             key: int that keys dropout, together with layer, node and column; in a CUDA graph the tuple
                 of `layer_seed`; None: drawn from torch's CPU generator.
-            edges: features [E, edge_dim] of each block's edges; not used if edge_dim is 0.
+            edges: features [E, edge_dim] of each block's edges, for layers with an edge_dim.
         """
         if len(blocks) != len(self.layers):
             count = f"there are {len(blocks)} blocks for {len(self.layers)} layers"
@@ -901,7 +853,7 @@ class GNN(nn.Module):
             seed = layer_seed(key, len(self.layers))
             x = dropout(x, blocks[0].src_nodes, seed, drop_byte(self.input_dropout))
         if self._is_one_function() and (out := self._stack(blocks, x, aggregated, key)) is not None:
-            return out
+            return self._scaled(out)
         edges = edges or [None] * len(blocks)
         for i, (block, rows) in enumerate(zip(blocks, edges, strict=True)):
             step = self.step if i else first
@@ -919,8 +871,9 @@ class GNN(nn.Module):
     def step(self, i, block, x, *, seed=None, edges=None):
         """Apply layer i and all that precedes the next one; seed: of the dropout after it."""
         layer = self.layers[i]
+        x, x_dst = layer.with_dst(x, block.indptr.numel() - 1)
         h = layer(block, x, self._degree(layer, block, x.device), seed, edges)
-        return self.finish(i, h, x[: block.indptr.numel() - 1], block.src_nodes, seed)
+        return self.finish(i, h, x_dst, block.src_nodes, seed)
 
     def _step_of_pair(self, i, block, pair, *, seed=None, edges=None):
         """`step` of own rows and means [S, 2F] of the block."""
@@ -958,6 +911,9 @@ class GNN(nn.Module):
         given = {"aggregated": aggregated, "scales": scales, "drops": drops}
         return fused.stack(blocks, x, weights, **given)
 
+    def _scaled(self, out):
+        return out if self.target_scale is None else self.target_scale(out)
+
     def finish(self, i, h, h_dst, nodes=None, seed=None):
         """Apply residual, norm, ReLU and dropout after layer i -> [S, D].
 
@@ -967,7 +923,7 @@ class GNN(nn.Module):
         """
         residual = None if self.residuals is None else self.residuals[i](h_dst)
         if i == len(self.norms):
-            return h if residual is None else h + residual
+            return self._scaled(h if residual is None else h + residual)
         nodes = None if nodes is None else nodes[: len(h)]
         norm = self.norms[i]
         kinds = {*CONVS.values(), *NORMS.values(), MLP, nn.ReLU}

@@ -29,12 +29,10 @@ if __name__ == "__main__":
     if not {"system", "--allocator=system"} & set(sys.argv):
         allocator.before_torch()
 
-import gc
 import math
 import os
-import statistics
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,11 +41,11 @@ from typing import NamedTuple
 import torch
 
 import ddp
-from disk.files import PLANNED, SPLITS, StoreError, progress_bar, unread
-from extras import STEPS, MissingExtra, present
+from disk.files import PLANNED, StoreError, progress_bar, unread
+from extras import STARTS, STEPS, MissingExtra, extra, present
 from run import command_line
-from run.adam import Adam
-from run.allocator import announce, trim_memory
+from run.adam import Adam, rate_at
+from run.allocator import announce, release_memory, trim_memory
 from run.checkpoint import (
     check_graph,
     check_kind,
@@ -57,11 +55,9 @@ from run.checkpoint import (
     restore,
     save_checkpoint,
 )
-from run.export import export
 from run.finite import LossSum, all_finite
-from run.flags import TASKS, seed_path
+from run.flags import files_of_seed, seed_path
 from run.own_model import is_own
-from run.placement import cached, check_memory, memory_lines, settle
 from run.report import (
     Clock,
     Report,
@@ -71,10 +67,9 @@ from run.report import (
     epoch_line,
     kept_line,
     peak_memory,
-    plan_lines,
     stages_line,
 )
-from run.run import Run, build_model, open_run
+from run.run import Run, dry_run, open_run
 from sampler import DamagedGraph
 from sources import prepare as datasets
 from tasks.metrics import NotFinite
@@ -166,14 +161,8 @@ class Training:
                     f"early   stopped after epoch {epoch}: no better score since epoch {self.best['epoch']}"
                 )
                 break
-            rate = plan.lr
-            if plan.lr_schedule == "cosine":
-                # 1 to 0 over all of --epochs
-                rate *= (1 + math.cos(math.pi * epoch / plan.epochs)) / 2
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
             profiled = epoch == min(start + 1, plan.epochs - 1)
-            with self.report.profile() if plan.profile and profiled else nullcontext():
+            with self.report.traced() if profiled else nullcontext():
                 trained = self.epoch(epoch, first)
             first = 0
             self.check(trained, epoch, draw=profiled)
@@ -182,7 +171,7 @@ class Training:
                 self.report.stopped(epoch + 1, trained.step)
                 ranks.barrier()
                 return self.stop.exit_code
-            figures = self.validate({"epoch": epoch + 1, **trained.figures, "lr": rate})
+            figures = self.validate({"epoch": epoch + 1, **trained.figures})
             ranks.say(advice(ranks, figures) if epoch == start else "")
             self.save(epoch + 1, 0)
             if plan.allocator == "tuned" and not ranks.gpus:
@@ -199,6 +188,7 @@ class Training:
         losses = self.stepper.begin()
         count = 0
         done = first
+        rate = rate_at(plan, epoch, epoch * plan.steps + first)  # if the epoch is over
         # the loader's threads run ahead: blocks = sampler.sample(seeds, global_step), then ring.fetch(slot, blocks)
         loader = run.loader(
             run.store.split["train"], timed=clock.timed, load_batch=self.stepper.load_batch
@@ -217,6 +207,8 @@ class Training:
             clock.add("stall", waiting, time.perf_counter())
             if batch.began is not None:
                 clock.events.append(("transfer", batch.began, batch.ready))
+            rate = rate_at(plan, epoch, batch.global_step)
+            self.optimizer.set_rate(rate)
             self.stepper.step(batch, clock)
             count += len(batch.y)
             if batch.last:
@@ -237,6 +229,7 @@ class Training:
         figures = {
             "first_step": first,
             "loss": loss / count if count else None,
+            "lr": rate,
             "seconds": seconds,
             "seeds_per_s": count / seconds,
             **stages,
@@ -295,15 +288,9 @@ class Training:
 
 def prepare(flags):
     """Build the store of --dataset on first use -> its directory."""
-    return datasets.prepare(
-        flags.dataset,
-        flags.root,
-        seed=flags.seed,
-        backend=flags.backend,
-        symmetrize=flags.symmetrize,
-        drop_duplicates=flags.drop_duplicates,
-        feature_dtype=flags.feature_dtype,
-    )
+    names = "seed backend symmetrize drop_duplicates feature_dtype".split()
+    options = {name: getattr(flags, name) for name in names}
+    return datasets.prepare(flags.dataset, flags.root, **options)
 
 
 def prepared(ranks, flags):
@@ -344,9 +331,16 @@ def train(ranks, flags, path):
     run = open_run(ranks, flags, path, partial(check_graph, ranks, state, file))
     plan = run.plan
     model = run.model
-    optimizer = Adam(model.parameters(), lr=plan.lr, weight_decay=plan.weight_decay, fused=True)
+    optimizer = Adam(
+        model.parameters(),
+        lr=plan.lr,
+        weight_decay=plan.weight_decay,
+        fused=True,
+        clip_norm=plan.clip_norm,
+    )
     best = {"score": -math.inf, "epoch": 0, "model": None}  # for --weights best
     start, first = restore(run, state, file, optimizer, best) if state else (0, 0)
+    started = [module.start(run) for module in present(STARTS).values() if not state]
     del state
     if plan.weights == "last":  # resuming with --weights best later starts without an old best
         best.update(score=-math.inf, model=None)
@@ -356,6 +350,7 @@ def train(ranks, flags, path):
         graphs, message = step.build(run, optimizer)
     stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(plan.model)), optimizer)
     describe(run, file, start, first)
+    ranks.say("\n".join(started))
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
     report = Report(ranks, plan)
     with ddp.StopSignal(ranks) as stop:
@@ -374,7 +369,7 @@ def train(ranks, flags, path):
         ranks.say(best_line(plan, start, best["epoch"], run.task.score_text(best["score"])))
     try:
         if plan.export and ranks.leads:
-            export(plan.export, model, described_run(run))
+            extra(".export").export(plan.export, model, described_run(run))
     finally:  # scores, where a file cannot be written
         try:
             exact = run.task.evaluate(run, report)
@@ -392,10 +387,9 @@ def train_many(ranks, flags, path):
     for turn in range(flags.runs):
         seed = flags.seed + turn
         turn_flags = {"seed": seed, "turn": turn, "run": f"{flags.run}-seed{seed}"}
+        turn_flags |= files_of_seed(flags, seed)
         if flags.tensorboard:
             turn_flags["tensorboard"] = str(Path(flags.tensorboard, f"seed{seed}"))
-        if flags.checkpoint:
-            turn_flags["checkpoint"] = seed_path(flags.checkpoint, seed)
         try:
             finished = train(ranks, replace(flags, **turn_flags), path)
         except NotFinite as error:
@@ -406,26 +400,8 @@ def train_many(ranks, flags, path):
             if score is not None:
                 columns.setdefault(name, []).append(score)
         path = None  # the next seed's split may make it another store
-        gc.collect()  # a GPU sampler and its frames hold each other, and with them the graph
-        # or the next run counts as used what torch keeps, for cuBLAS 33 MiB a stream
-        with suppress(AttributeError):  # torch's CPU build
-            torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-    mean = {name: statistics.mean(values) for name, values in columns.items()}
-    std = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in columns.items()}
-    line = ""
-    if columns:
-        line = f"\nresult  {finished.title} over {flags.runs} seeds (mean +- standard deviation)"
-    # as each run prints them; the names of scores of links and graphs begin with a part
-    parts = SPLITS[::-1]
-    for name in sorted(columns, key=lambda name: parts.index(name.partition(" ")[0])):
-        values = columns[name]
-        scale, digits, unit = (1, 4, "") if "rmse" in name or "mae" in name else (100, 2, "%")
-        spread = "" if std[name] is None else f" +- {scale * std[name]:.{digits}f}"
-        of = f" of {len(values)}" if len(values) < flags.runs else ""
-        line += f"  {name} {scale * mean[name]:.{digits}f}{spread}{unit}{of}"
-    report = Report(ranks, replace(flags, tensorboard=None))
-    report.tell(line, {"runs": flags.runs, "mean": mean, "std": std})
+        release_memory()
+    Report(ranks, replace(flags, tensorboard=None)).runs(finished.title, columns)
     return 0
 
 
@@ -434,30 +410,6 @@ class Planned(ddp.Ranks):
 
     def gather(self, value):
         return [value] * self.world
-
-
-def dry_run(flags, path):
-    """Print what the data need in memory in each mode, and the plan, as training would settle it."""
-    world = max(flags.gpus, flags.procs)
-    ranks = Planned(world=world, local_world=world, gpus=flags.gpus)
-    ddp.share_cores(world)
-    task = TASKS[flags.task](flags, path, ranks.say)
-    if task.placed:
-        ranks.say("\n".join(memory_lines(ranks, flags, task)))
-    plan, used = settle(ranks, flags, task)
-    if task.placed:
-        cached(ranks, plan, task, used, task.store.features)
-    where = "cpu"
-    if plan.conv:
-        check_memory(ranks, plan, task)
-        where = "meta"
-    with torch.device(where):
-        model, _ = build_model(plan, task, used)
-    ranks.say("\n".join(plan_lines(ranks, plan, task, model, plan.trains)))
-    ranks.say(
-        f"plan    mode {plan.mode}, precision {plan.precision}, weights of the {plan.weights} epoch, "
-        f"{plan.prefetch} batches ahead, {plan.sample_threads} sampled at once"
-    )
 
 
 def worker(ranks, flags, path):
@@ -496,10 +448,12 @@ def main(argv=None):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         path = None if ddp.under_torchrun() else prepare(flags)
         os.environ[PLANNED] = str(flags.free_host or "")
+        world = max(flags.gpus, flags.procs)
         if flags.dry_run:
-            dry_run(flags, path)
+            ddp.share_cores(world)
+            dry_run(Planned(world=world, local_world=world, gpus=flags.gpus), flags, path)
         else:
-            ddp.launch(worker, max(flags.gpus, flags.procs), flags, path, gpus=flags.gpus)
+            ddp.launch(worker, world, flags, path, gpus=flags.gpus)
     except (StoreError, MissingExtra) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2

@@ -43,9 +43,8 @@ import torch
 
 from bench.tools import hardware, settle, write_figures
 from disk.files import StoreError, plural
-from model import plain_layers
 from run.allocator import keep_freed_memory
-from run.kinds import positive
+from run.kinds import plain_layers, positive
 
 WORKLOAD = "synthetic:nodes=2449029,degree=50,features=100,classes=47"  # the size of ogbn-products
 DATASETS = {

@@ -18,7 +18,7 @@ import numpy as np
 from bench import tools
 from bench.sampler import LABORS
 from disk.files import StoreError
-from model import plain_layers
+from run.kinds import plain_layers
 
 # settings to choose from: (parameters of --dataset, flags); row_normalize=0 leaves bag-of-words features 0 and 1
 WORDS = [

@@ -13,6 +13,7 @@ import model
 from bench import tools
 from bench.tools import in_memory, opened
 from inference import inference
+from run.kinds import plain_layers
 from sampler import NeighborSampler, import_dgl
 
 # names of linear maps: DGL's to ours
@@ -123,7 +124,7 @@ def bench_layers(args):
     widths = [x.shape[1], *[args.hidden] * (len(blocks) - 1), store.num_classes]
     degrees = model.graph_degrees(store.indptr, store.indices)
     figures = {}
-    for conv in args.models.split(",") if args.models else model.plain_layers():
+    for conv in args.models.split(",") if args.models else plain_layers():
         shape = conv, widths, args.heads if conv == "gat" else 1, blocks
         makers = {"ours": partial(ours, degrees=degrees), "DGL": dgl, "PyG": pyg}
         contenders = {n: partial(training, partial(m, *shape), x, y) for n, m in makers.items()}

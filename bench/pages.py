@@ -12,7 +12,7 @@ from collections import OrderedDict
 import torch
 
 from bench import tools
-from cache import expected_visits
+from extras.cache import expected_visits
 from extras.lookahead import ROOM, TOUCHES, KeptPages, settled_tiers
 from sampler import NeighborSampler
 from sources import prepare

@@ -333,11 +333,11 @@ def check_names(what, names, count) -> list[str]:
     return names
 
 
-def check_node_names(names, num_nodes):
-    """Raise StoreError unless there are V different names of one line each."""
-    for node, name in enumerate(check_names("node_names", names, num_nodes)):
+def check_node_names(what, names, num_nodes):
+    """Raise StoreError unless there are V different names of one line each. what: they are, for messages."""
+    for node, name in enumerate(check_names(what, names, num_nodes)):
         if "\n" in name or "\r" in name or name != name.encode(errors="replace").decode():
-            raise StoreError(f"node_names: name {node}, {name!r}, is not one line of text")
+            raise StoreError(f"{what}: name {node}, {name!r}, is not one line of text")
 
 
 def read_names(path, record):
@@ -381,6 +381,9 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
     first = []
     for row, node in enumerate(names):
         if node in rows:
+            if rows[node] >= 0:
+                why = "is of several types: give the type, for pairs --edge-type"
+                raise StoreError(f"{name} has node {node!r}, which {why}")
             rows[node] = row
         if row < 3:
             first.append(repr(node))
@@ -428,6 +431,13 @@ def described_types(node_types) -> str:
     return ", ".join(f"{n:,} {name} ({width or 'no'} features)" for name, (n, width) in types)
 
 
+def ids_of_type(node_types, name):
+    """Return the ids of the nodes of a type -> (first, stop)."""
+    counts = [count for count, _ in node_types.values()]
+    place = [*node_types].index(name)
+    return sum(counts[:place]), sum(counts[: place + 1])
+
+
 def types_called(name, names) -> list[int]:
     """Return the numbers of the edge types, such as "user,buys,item", with this name or this relation ("buys")."""
     return [i for i, kind in enumerate(names) if name in (kind, *kind.split(",")[1:2])]
@@ -449,7 +459,8 @@ def summary(graph, part=None) -> dict:
     features = f"{width} x {kept_as}, backend {graph.meta['backend']}"
     if part:
         features += f"; {part}"
-    classes = f"{graph.num_classes}{' labels, several a node' * (graph.labels.dim() == 2)}"
+    several = " numbers a node" if graph.targets else " labels, several a node"
+    classes = f"{graph.num_classes}{several * (graph.labels.dim() == 2)}"
     return {
         "nodes": f"{graph.num_nodes:,}",
         "types": described_types(graph.node_types) or "one",

@@ -197,6 +197,35 @@ def edge_pairs(name, values, num_sources, num_destinations):
     return shaped(name, array_like(name, values), 2, "M")
 
 
+def from_edge_index(edge_index, num_nodes, edge_order=False):
+    """Convert edges from COO to CSC, as the sampler needs -> (indptr int64 [V+1], indices [M], int32 below 2^31 nodes), with
+    edge_order=True also order, int64 [M].
+
+    edge_index: integers [2, M], row 0 the sources, row 1 the destinations, as in PyG: a tensor, an array, two of either
+    or two lists; or a sparse matrix of scipy or torch [V, V], whose entry i, j is an edge from i to j and must be 1.
+    Edges are sorted by destination, then source, and equal ones keep their order. order[e] is the column of edge_index that
+    edge e of `indices` was: w[order] are weights for a sampler, order[block.edge_ids] the columns of a block's edges, and
+    order.argsort() has the position in `indices` of each column. Types and times, by which lists must rise, need
+    `build_store`.
+    ValueError for another shape, values that are not integers, or a node id outside [0, num_nodes).
+    """
+    edges = edge_pairs("edge_index", edge_index, num_nodes, num_nodes)
+    edges = integers("edge_index", edges)
+    within("edge_index", edges, num_nodes, "nodes")
+    source, destination = torch.from_numpy(edges)
+    keys = (destination * num_nodes + source).numpy()
+    if edge_order:
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+    else:  # one int64 key per edge: numpy sorts these fastest
+        keys = np.sort(keys)
+    indptr = np.zeros(num_nodes + 1, np.int64)
+    np.cumsum(np.bincount(keys // max(num_nodes, 1), minlength=num_nodes), out=indptr[1:])
+    indices = (keys % max(num_nodes, 1)).astype(np.int32 if num_nodes < 1 << 31 else np.int64)
+    arrays = [indptr, indices, *([order] if edge_order else [])]
+    return tuple(map(torch.from_numpy, arrays))
+
+
 def integers(name, values, *shape) -> np.ndarray:
     """Convert `values` to int64; StoreError for another kind of dtype, or a shape that differs from one given."""
     with reading(name):

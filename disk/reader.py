@@ -18,11 +18,13 @@ import threading
 
 import torch
 
-from disk.convert import check_ids
+from disk import files
+from disk.convert import RowsByIndex, check_ids
 from disk.files import StoreError, reading
 from native import build
 
 DEPTH = 64  # requests in flight
+KEPT = 1 / 2  # use buffered reads if the page cache has room for this share of the table
 ENDED = 100000  # as in native/rows.c: the file ends before the row does
 FLAGS = ["-O2", "-fPIC", "-shared", "-pthread"]
 
@@ -96,3 +98,63 @@ class RowReader:
     def __del__(self):
         if hasattr(self, "file"):
             os.close(self.file)
+
+
+class MappedRows(RowsByIndex):
+    """Feature rows in a memory-mapped array.
+
+    A table larger than the free memory is not read through the map but, with a C compiler, by many requests at a time,
+    see `RowReader`: buffered if the page cache has room for a share of KEPT of the table, else by direct I/O.
+
+    Attributes:
+        shape, dtype: (V, F), torch dtype. large: True if the table is larger than the free memory.
+        beside: bytes of memory that the graph and caches take and that the table's pages therefore cannot use.
+        share: of the table that is read. name: of the file in its folder.
+        tensor: [V, F], without a copy; missing if large: use `gather`.
+    """
+
+    def __init__(self, table, large=False, path=None, head=0, beside=0):
+        self._table, self.large = table, large
+        self.shape, self.dtype = tuple(table.shape), table.dtype
+        self._path, self._head, self.beside = path, head, beside
+        self.share = 1
+        if not large:
+            self.tensor = table
+        self.reserve(0)  # opens the file: the store may be renamed or removed later
+
+    @property
+    def paged(self):
+        """Whether there are a file, Linux and a C compiler, and so a `reader`."""
+        return self._path is not None and library() is not None
+
+    def reader(self, direct=None) -> RowReader | None:
+        """Return a reader of these rows from disk, or None. direct: past the page cache; None: unless that has room."""
+        if not self.paged:
+            return None
+        return RowReader(
+            self._path / self.name,
+            self._head,
+            self.shape[1] * self.dtype.itemsize,
+            self.shape[0],
+            direct=not self.stays() if direct is None else direct,
+        )
+
+    def reserve(self, count, share=1):
+        """Leave `count` more bytes of memory to others than the table's pages, of which only a share is read from here on,
+        and choose again how to read these."""
+        self.beside += count
+        self.share *= share
+        self._reader = self.reader() if self.large else None
+
+    def room(self) -> int:
+        """Return the bytes of free memory that the table's pages may use."""
+        return files.free_host_bytes() - self.beside
+
+    def stays(self, beside=0) -> bool:
+        """Return whether the page cache has room for KEPT of what is read of the table with `beside` more bytes in use."""
+        return self.room() - beside >= KEPT * self.share * self._table.nbytes
+
+    def read(self, ids, out):
+        if self._reader and out.is_contiguous():
+            return self._reader.read(ids, out)
+        return torch.index_select(self._table, 0, ids, out=out)

@@ -38,6 +38,8 @@ MEANT = {  # what users of DGL, PyG and others type, a pattern: what to write he
 class Parser(argparse.ArgumentParser):
     """A parser that takes no abbreviations and names the flag that an unknown word may mean."""
 
+    missing = {}  # flag: what it takes, where that is missing
+
     def __init__(self, *args, **options):
         super().__init__(*args, allow_abbrev=False, **options)
 
@@ -46,7 +48,8 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(words)
         if unknown:
             flag = next((word for word in unknown if word.startswith("-")), unknown[0])
-            self.error(f"{flag.partition('=')[0]} is no flag{self._meant(flag, args)}")
+            name = flag.partition("=")[0]
+            self.error(self.missing.get(name) or f"{name} is no flag{self._meant(flag, args)}")
         return args
 
     def _meant(self, flag, args):

@@ -28,14 +28,50 @@ COLUMNS = dict(
 )
 # tasks of --task, layers and models of small graphs of --model
 TASKS = dict(link=".links", graph=".graphs")
-LAYERS = dict(rgcn=".relational", rgat=".relational")
+LAYERS = {"sage-pool": ".sage_pool", "gine": ".edge_features"}
+LAYERS |= dict(rgcn=".relational", rgat=".relational")
 MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
 STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
-# files with flags; of two behind the same flag, the later is listed first
+STARTS = dict(init=".warm_start")  # weights to start from
+PLACES = {"pinned-cuda": ".pinned"}  # modes of --mode
+CACHES = dict(cache=".cache")  # what may be put in front of features
+# flags of each file; of files whose flags follow the same one in --help, the later is listed first
 FLAGS = {
-    f: f
-    for f in ".times .labor .links .graphs .relational .step_graphs .lookahead .pictures".split()
+    ".times": "temporal window",
+    ".labor": "layer_dependency batch_dependency",
+    ".links": "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs",
+    ".graphs": "max_nodes max_edges pooling",
+    ".relational": "bases",
+    ".edge_features": "edge_features",
+    ".step_graphs": "cuda_graph",
+    ".lookahead": "lookahead",
+    ".split": "split_features",
+    ".cache": "cache",
+    ".export": "export",
+    ".pictures": "curve timeline profile",
+    ".warm_start": "init",
+    ".regression": "loss",
 }
+
+
+# names that modules of the core have, too
+NAMES = dict(
+    CachedFeatures=".cache",
+    CodedFeatures=".int8",
+    DGLAdapter=".dgl",
+    Exchange=".split",
+    GINEConv=".edge_features",
+    Limits=".graphs",
+    SAGEPoolConv=".sage_pool",
+    SplitFeatures=".split",
+    UnevenFeatures=".split",
+    expected_visits=".cache",
+    gpu_view=".pinned",
+    import_dgl=".dgl",
+    seeds_at=".times",
+    share=".pinned",
+    split=".parts",
+)
 
 
 class MissingExtra(ImportError):
@@ -55,6 +91,17 @@ def extra(name, what="this"):
         raise MissingExtra(problem) from error
 
 
+def elsewhere(module):
+    """Return the `__getattr__` of a module of the core that has the names of NAMES."""
+
+    def find(name):
+        if name not in NAMES:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(extra(NAMES[name], name), name)
+
+    return find
+
+
 def lacking(table, name):
     """Return a sentence on the missing file of a name in a table, or None."""
     try:
@@ -70,7 +117,10 @@ def present(table):
 
 
 def uses(flags, task, store):
-    """Return what `use` of each module returns whose file is there; MissingExtra for a column of a module that is not."""
+    """Return what `use` of each module returns whose file is there; MissingExtra for a column, or fanouts by type, of a module
+    that is not."""
+    if any(isinstance(k, str) for k in flags.fanout):
+        extra(".types", "--fanout by type of edges")
     for column, name in COLUMNS.items():
         if getattr(store, column, None) is not None:
             extra(name, f"{column} of {store.path}")

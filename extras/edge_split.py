@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from disk.columns import ALWAYS, EDGE_TIME, NODE_TIME, OF_EDGES, node_ids
+from disk.columns import ALWAYS, EDGE_TIME, NAMES, NODE_TIME, OF_EDGES, node_ids
 from disk.convert import by_part
 from disk.files import SPLITS, StoreError, reading
 from extras import number_before
@@ -51,6 +51,15 @@ class Edges:
         if len(self.sources):  # place 0 stands in where there is no edge
             exists &= self.sources.index_select(0, place * exists) == start
         return exists.view_as(source)
+
+    def any_of(self, source, destination, wanted):
+        """Check for which of source, destination int64 [n] any of the edges from one to the other is wanted -> bool [n].
+        wanted: function of their indices in `sources` [m] and, for each, which of the n it is [m] -> bool [m]."""
+        first = self.place(source, destination)
+        counts = self.place(source, destination, strict=False) - first
+        row = torch.repeat_interleave(counts)
+        row = row[wanted(expand(first, counts), row)]
+        return torch.zeros_like(source, dtype=torch.bool).index_fill_(0, row, True)
 
     def ranges(self, pairs):
         """Find the edges of each pair int64 [n, 2], then those of each reverse pair -> (index in `sources` of the first
@@ -122,7 +131,8 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
         A shallow copy of the store, where indptr, indices, num_edges and the edge columns lack the pairs of valid and
         test and their reverses: messages go along the rest. pairs: {part: int64 [n, 2], source and destination}.
         pair_times: {part: int64 [n]}, or None. split: {part: ids of its pairs}. known_edges: `Edges` of the whole graph,
-        and of pairs given that are not in it. node_counts: nodes of each type, [] without types.
+        and of pairs given that are not in it; known_of_type: of these, those of the type. node_counts: nodes of each
+        type, [] without types.
     """
     name = getattr(store, "path", "the graph")
     if getattr(store, EDGE_TIME.name, None) is None and (timed or how.startswith("time:")):
@@ -154,12 +164,14 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
     pairs = {part: pairs[part] for part in SPLITS}
+    known = joined(edges, held)
     return view_of(
         messages,
         pairs=pairs,
         pair_times={p: times_of(store, edges, pairs[p], how) for p in SPLITS} if timed else None,
         split={part: torch.arange(len(pairs[part])) for part in SPLITS},
-        known_edges=joined(edges, held),
+        known_edges=known,
+        known_of_type=known if edge_type is None else joined(typed_edges, held),
         node_counts=[count for count, _ in getattr(store, "node_types", {}).values()],
     )
 
@@ -328,7 +340,11 @@ def checked_pairs(name, pairs, store, edge_type=None):
             "integers or names [n, 2] are needed, source and destination"
         )
     if hasattr(store, "node_ids"):
-        pairs = store.node_ids(pairs, name)
+        types = [None, None]
+        if edge_type is not None and store.node_types and NAMES in store.meta["files"]:
+            types = store.edge_types[edge_type].split(",")[::2]
+        ends = zip(pairs.T, types)
+        pairs = torch.stack([store.node_ids(ids, name, of) for ids, of in ends], 1)
     else:
         pairs = node_ids(name, pairs, store.num_nodes)
     if getattr(store, "edge_types", None) and store.node_types:

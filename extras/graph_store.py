@@ -52,6 +52,12 @@ class GraphBatch(NamedTuple):
     y: Tensor  # [G, T] targets or labels
     edge_vector: Tensor = torch.empty(0, 0)  # [E, 3] from source to destination; [E, 0] without
 
+    @property
+    def edge_index(self):
+        """Sources and destinations of the edges, int64 [2, E], as PyG's layers take them; `graph_ids` is PyG's `batch`."""
+        dst = torch.repeat_interleave(self.indptr.diff(), output_size=len(self.indices))
+        return torch.stack([self.indices, dst]).long()
+
     def to(self, device, non_blocking=False):
         """Copy the batch to a device."""
         return GraphBatch(*(t.to(device, non_blocking=non_blocking) for t in self))

@@ -20,15 +20,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from disk.columns import COLUMNS, EDGE_TYPE, OF_EDGES
+from disk.columns import COLUMNS, EDGE_TIME, EDGE_TYPE, OF_EDGES
 from disk.convert import DATE, SAMPLED, RoundedRows, spool
 from disk.files import StoreError, plural
 from extras.tables import (
     ID,
     NUMBER,
+    SEVERAL,
     TIME,
     digits,
+    is_text,
     joined,
+    kind_of,
     meanings,
     opened,
     stacked,
@@ -43,50 +46,86 @@ from sources.arrays import MISSING, short
 SPLIT = re.compile(
     "(is)?(train|val|valid|validation|test|dev)(ing)?(mask|set|idx)?|(cv)?fold|split|subset"
 )
+ANSWERS = "labels", "targets"
+MOST_VALUES = 100  # of a column of text that becomes features
+YEAR_2000 = np.datetime64("2000", "us")
+DECADE = np.timedelta64(315_569_520, "s")
+LARGE = 30  # a feature with larger values is named: networks learn from it slowly
 HEADER = "; a header is known by names such as id, source, destination and label"
 
 
-def read_tables(file, tables, columns, folder, ignore):
-    """Read the arrays of a graph from tables -> ({name as in an .npz file: array}, with the names in `edge_types` if types
-    are text; its `Nodes`).
+def read_tables(sources, tables, columns, folder, ignore):
+    """Read the arrays of a graph from tables -> {name as in an .npz file: array, or list of names}.
 
     Args:
-        file: the table of edges. tables: {name of an array: file of a table}; "features" is required.
-        columns: {name of a column of a store: file of a table, or columns of the table of edges}.
+        sources: {type of nodes, or "source,relation,destination" of edges: file of a table}; for a graph of one type
+            {"": of features, or None; ",,": of edges}.
+        tables: {name of an array: file of a table}, of several types TYPE=FILE.
+        columns: {name of a column of a store: as in `tables`, or columns of the tables of edges}.
         folder: for files without a name that large arrays are mapped from.
         ignore: names of columns to leave out, of any of the tables.
     """
-    if "features" not in tables:
-        with opened(file):  # refuses what is no table
+    if None in sources.values():
+        with opened(sources[",,"]):  # refuses what is no table
             how = "features are needed, a line for each node"
-            raise StoreError(f"{file} holds edges alone: {how}, as --features FILE")
+            raise StoreError(f"{sources[',,']} holds edges alone: {how}, as --features FILE")
+    types = [kind for kind in sources if "," not in kind]
+    relations = [kind for kind in sources if "," in kind]
+    for kind in relations or ["edges"]:
+        if kind.count(",") != 2 or not {*kind.split(",")[::2]} <= {*types}:
+            those = f"of types with a table: {', '.join(types)}"
+            raise StoreError(f"{kind}: TYPE,RELATION,TYPE=FILE is needed, {those}")
     ignore = dict.fromkeys(ignore, 0)
+    edge_columns = {name: columns.pop(name) for name in OF_EDGES if name in columns}
+    others = tables | columns
+    nodes = {}
     arrays = {}
-    keep = {}
-    own_files = {}
-    feature_table = tables.pop("features")
-    sources = {**tables, **columns}
-    node_tables = [source for name, source in sources.items() if name not in OF_EDGES]
-    called = _called_elsewhere(node_tables, file, ignore)
-    arrays["features"], nodes = features(feature_table, folder, ignore, called)
-    for name, source in sources.items():
-        if name not in OF_EDGES:
-            arrays[name] = node_column(source, nodes, name, ignore)
-        elif os.path.isfile(source):
-            own_files[name] = source
-        else:
-            keep[name] = source.split(",") if COLUMNS[name].wide else [source]
-    ids = set()
-    for source in own_files.values():
-        with opened(source, ignore, nodes.heads) as table:
-            ids |= {table.names[j] for j in _edge_ids(table)}
-    arrays["edge_index"], kept = edges(file, folder, nodes, keep, ignore, ids=ids)
-    keys = Keys(file, nodes, arrays["edge_index"], kept.pop("ids", {}))
-    for name, source in own_files.items():
-        arrays |= edge_rows(source, folder, name, ignore, keys)
+
+    def add(kind, values):
+        arrays.update({f"{name}:{kind}".rstrip(":,"): value for name, value in values.items()})
+
+    for kind in types:
+        called = {kind}
+        if not kind:
+            called = _called_elsewhere(others.values(), sources[",,"], ignore)
+        x, nodes[kind] = features(sources[kind], folder, ignore, called, kind)
+        add(kind, {"features": x, "num_nodes": nodes[kind].count, "node_names": nodes[kind].names})
+        add(kind, {"feature_names": nodes[kind].feature_names})
+    for name, source in others.items():
+        kind, _, file = source.partition("=") if types[0] else ("", "", source)
+        if kind not in nodes:
+            those = ", ".join(types)
+            raise StoreError(f"{name}: {source} is not TYPE=FILE, of the types {those}")
+        values = node_column(file, nodes[kind], name, ignore)
+        add(kind, {name: values, "class_names": nodes[kind].class_names})
+    for kind in relations:
+        ends = Ends(*(nodes[end] for end in kind.split(",")[::2]))
+        add(kind, _edges_and_columns(sources[kind], folder, ends, edge_columns, ignore))
+    if unused := sorted(edge_columns.keys() - {name.partition(":")[0] for name in arrays}):
+        where = ", ".join(map(sources.get, relations))
+        raise StoreError(f"none of {where} has the column {edge_columns[unused[0]]}")
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
-    return arrays | kept, nodes
+    return arrays
+
+
+def _edges_and_columns(file, folder, ends, columns, ignore):
+    """Read a table of edges and its `columns` {name: file of a table, or columns of this one} -> {name of an array: values}."""
+    keep = {}
+    own_files = {}
+    ids = set()
+    for name, source in columns.items():
+        keep[name] = source.split(",") if COLUMNS[name].wide else [source]
+        if os.path.isfile(source):
+            keep[name] = []
+            own_files[name] = source
+            with opened(source, ignore, ends.source.heads) as table:
+                ids |= {table.names[j] for j in _edge_ids(table)}
+    pairs, kept = edges(file, folder, ends, keep, ignore, ids=ids)
+    keys = Keys(file, ends, pairs, kept.pop("ids", {}))
+    for name, source in own_files.items():
+        kept |= edge_rows(source, folder, name, ignore, keys)
+    return {"edge_index": pairs, **kept}
 
 
 def _called_elsewhere(node_tables, edge_table, ignore) -> set[str]:
@@ -106,9 +145,10 @@ def _called_elsewhere(node_tables, edge_table, ignore) -> set[str]:
 
 class Nodes:
     """How tables refer to the V nodes, the rows of the feature table `source`: by number, or by `names` [V], integers
-    or strings. by_row: whether row i of a table without ids is node i. id_name: of the column of ids, or None. feature_names:
-    of the columns, or None; class_names: of the columns of several labels, or None."""
+    or strings. by_row: whether row i of a table without ids is node i. type: of the nodes, "" if there is one. id_name: of the
+    column of ids, or None. feature_names: of the columns, or None; class_names: of the columns of several labels, or None."""
 
+    type = ""
     id_name = feature_names = class_names = None
 
     def __init__(self, count, source, names=None, by_row=True):
@@ -138,19 +178,15 @@ class Nodes:
 
     def heads(self, rows) -> bool:
         """Whether the first of some rows of a table is its header: columns below hold names of nodes alone, where it has
-        no such names, or it has the name of the column of ids."""
+        no such names, or it has the name of the column of ids. Tables of several types have one."""
+        if self.type:
+            return is_text(rows)
         first, *rest = rows
         if self.kind is not str or any(a in b for a, b in zip(first, zip(*rest))):
             return False
         are_nodes = [self.have(column) for column in zip(*rest)]
         named = [cell for cell, of in zip(first, are_nodes) if of and self.have([cell])]
         return (any(are_nodes) or self.id_name in first) and not named
-
-    def check_header(self, table, columns):
-        """Refuse a header whose cells in these columns are names of nodes: it may be a row."""
-        if table.names and all(table.names[j] in self._numbers for j in columns):
-            header = short(",".join(table.names))
-            raise StoreError(f"{table.name}: its header {header} names nodes: put one above it")
 
     def numbers(self, table, first, cells) -> np.ndarray:
         """Look up the nodes that cells of `kind` refer to -> int64 [r]. first: row of the first cell, for messages."""
@@ -164,8 +200,28 @@ class Nodes:
             has = f"{self.source} has {self.count:,}{'' if self.names else ', from 0'}"
             hint = "" if table.names or first + row else HEADER
             cell = short(repr(cells[row]) if self.kind is str else str(cells[row]))
-            raise table.error(first + row, f"there is no node {cell}: {has}{hint}")
+            raise table.error(first + row, f"there is no {self.type or 'node'} {cell}: {has}{hint}")
         return nodes
+
+
+class Ends(NamedTuple):
+    """The nodes that the two ends of edges are."""
+
+    source: Nodes
+    destination: Nodes
+
+    def called(self) -> list[str]:
+        """Return what columns of them are called: their types, or source and destination."""
+        return [nodes.type or end for nodes, end in zip(self, self._fields)]
+
+
+def _check_header(table, columns):
+    """Refuse a header whose cells are names of nodes: it may be a row. columns: {column: `Nodes`}."""
+    if table.names and all(
+        nodes.kind is str and nodes.have([table.names[j]]) for j, nodes in columns.items()
+    ):
+        header = short(",".join(table.names))
+        raise StoreError(f"{table.name}: its header {header} names nodes: put one above it")
 
 
 def _id_column(table, ids, things="nodes") -> int | None:
@@ -183,46 +239,43 @@ def _id_column(table, ids, things="nodes") -> int | None:
     raise StoreError(f"{table.name}: {both} look like ids of the {things}: {why}")
 
 
-def features(file, folder, ignore=(), called=()):
+def features(file, folder, ignore=(), called=(), kind=""):
     """Spool a table with one row per node to a file in `folder` -> (memmap float32 [V, F], its `Nodes`).
 
-    A column of ids is not a feature, wherever it stands. It is recognised by its name (see `Table.named`; `called`: the names
-    that other tables have for it), or else is the column of text. A first column of another name that holds the numbers 0 to
-    V-1 or 1 to V in any order is refused. A column of lists is as many features as a list has numbers.
+    A column of ids is not a feature, wherever it stands, see `_node_column`. A first column of another name that holds the
+    numbers 0 to V-1 or 1 to V in any order is refused. Dates become decades since 2000. A column of lists is as many features as
+    a list has numbers; one of text, behind the others, as it has values, see `_one_hot`. kind: the nodes' type; such nodes may
+    have no features, None.
     """
-    with opened(file, ignore) as table:
-        named = {*table.named("id")}
-        for j, name in enumerate(table.names or ()):
-            if {name, " ".join(words_of(name))} & {*called} and table.identifies(j):
-                named.add(j)
-        # text that repeats is no feature either: `read` refuses it by its name
-        texts = [
-            j
-            for j, kind in enumerate(table.kinds)
-            if kind == "text" and (j == 0 or table.identifies(j))
-        ]
-        node = _id_column(table, sorted(named) or texts)
+    with opened(file, ignore, is_text if kind else lambda rows: False) as table:
+        node = _node_column(table, called)
         kept = [j for j in range(table.width) if j != node]
         for j in table.named("label"):
             cure = f"drop {table.column(j)}{table.flag(j)}, or rename it if it is none"
             raise StoreError(f"{file}: features must not tell the label: {cure}")
         _refuse_splits(table, "feature", "^is|mask$")
-        if not kept:
+        if not kept and not kind:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
-        for j in named - {node}:
-            table.notes.append(f"{table.column(j)} repeats and is a feature")
-        kinds = dict.fromkeys(kept, list)
-        if node is not None:
-            kinds[node] = str
-        ids = []
+        dates = [j for j in kept if table.dated(j)]
+        texts = [j for j in kept if kind_of(table.sample(j)) == table.kinds[j] == "text"]
+        texts = [j for j in texts if j not in dates]
+        numbers = [j for j in kept if j not in texts]
+        whole = {j: [] for j in [*texts, node] if j is not None}
+        kinds = (
+            dict.fromkeys(numbers, list) | dict.fromkeys(dates, TIME) | dict.fromkeys(whole, str)
+        )
         rounded = RoundedRows(SAMPLED, 1)
 
         def rows():
             start = 0
             for _, columns in table.read(kinds):
-                if node is not None:
-                    ids.append(columns[node])
-                columns = [columns[j] for j in kept]
+                for j, parts in whole.items():
+                    parts.append(columns[j])
+                for j in dates:
+                    columns[j] = (columns[j] - YEAR_2000) / DECADE
+                if not numbers:
+                    continue
+                columns = [columns[j] for j in numbers]
                 x = stacked(columns, np.float32)
                 if start < SAMPLED:
                     as_read = torch.from_numpy(stacked(columns, np.float64))
@@ -230,31 +283,95 @@ def features(file, folder, ignore=(), called=()):
                 start += len(x)
                 yield x
 
-        x = spool(folder, rows(), np.float32, sum(table.widths[j] for j in kept))
-        nodes = Nodes(len(x), file)
+        called = table.names or [*map(table.column, range(table.width))]
+        names = [
+            f"{called[j]}[{i}]" if table.widths[j] > 1 else called[j]
+            for j in numbers
+            for i in range(table.widths[j])
+        ]
+        x = spool(folder, rows(), np.float32, max(1, len(names)))
+        tables = [x] * bool(numbers)
+        for j in texts:
+            values, columns = _one_hot(table, j, joined(whole[j]))
+            names += [f"{called[j]}={value}" for value in values]
+            tables.append(columns)
+        if texts:
+            cuts = (slice(a, a + SAMPLED) for a in range(0, table.rows, SAMPLED))
+            parts = (np.hstack([part[cut] for part in tables]) for cut in cuts)
+            x = spool(folder, parts, np.float32, len(names))
+        nodes = Nodes(table.rows, file)
         if node is not None:
-            x, nodes = _name(table, folder, x, table.identified(node, joined(ids)), node)
+            x, nodes = _name(table, folder, x, table.identified(node, joined(whole[node])), node)
             nodes.id_name = table.names and table.names[node]
         elif len(kept) > 1 and len(x) > 1:
-            _check_counting(table, kept, x)
+            _check_counting(table, numbers, x)
+        nodes.type = kind
         if table.names:
-            widths = [(table.names[j], table.widths[j]) for j in kept]
-            nodes.feature_names = [
-                f"{name}[{i}]" if width > 1 else name
-                for name, width in widths
-                for i in range(width)
-            ]
+            nodes.feature_names = names
         if loss := rounded.loss(nodes.feature_names):
             table.notes.append(f"read as float32: {loss}")
-        table.say(plural(x.shape[1], "feature"))
-    return x, nodes
+        if dates:
+            table.notes.append(f"{', '.join(map(table.column, dates))} in decades since 2000")
+        sizes = abs(x[:SAMPLED]).max(0, initial=0)
+        if large := [name for name, size in zip(names, sizes) if size > LARGE]:
+            which = short(", ".join(large))
+            table.notes.append(f"large numbers in {which}: best scaled to -1 to 1")
+        table.say(plural(len(names), "feature"))
+    return x if kept else None, nodes
 
 
-def _check_counting(table, kept, x):
-    """Refuse a first column that holds the numbers 0 to V-1 or 1 to V in any order; name others in a line. x [V, F]: the
-    features, of the columns `kept`."""
+def _node_column(table, called) -> int | None:
+    """Find the column of ids of a table of features: by its name (see `Table.named`; `called`: the names that other tables have
+    for it), else the column of text."""
+    named = {*table.named("id")}
+    for j, name in enumerate(table.names or ()):
+        if _is_called(name, called) and table.identifies(j):
+            named.add(j)
+    # text that repeats is a category, if it is not the first column
+    texts = [
+        j
+        for j, kind in enumerate(table.kinds)
+        if kind == "text" and (j == 0 or table.identifies(j))
+    ]
+    node = _id_column(table, sorted(named) or texts)
+    for j in named - {node}:
+        table.notes.append(f"{table.column(j)} repeats and is a feature")
+    return node
+
+
+def _is_called(name, called) -> bool:
+    """Whether the name of a column, perhaps without "id", is one of `called`."""
+    return name in called or " ".join(word for word in words_of(name) if word != "id") in called
+
+
+def _one_hot(table, j, cells):
+    """Turn a column of text, of which a cell may hold several values, as A|B -> (the values, sorted; a column of 0 and 1 for
+    each, uint8 [V, n]); StoreError for too many, or none that two rows have."""
+    import pyarrow.compute as compute
+
+    parts = compute.split_pattern(written(cells).combine_chunks(), SEVERAL)
+    counts = compute.list_value_length(parts).fill_null(0).to_numpy()
+    given = written(parts.flatten())
+    there = given.is_valid().to_numpy(zero_copy_only=False)
+    values, columns = np.unique(given.drop_null().to_pylist(), return_inverse=True)
+    if len(values) > MOST_VALUES or len(values) == len(columns):
+        cure = "or make its values nodes of a type of their own, with a table of edges to them"
+        problem = (
+            f"{table.column(j)} is text with {plural(len(values), 'value')} in {table.rows:,} rows"
+        )
+        most = f"features are made of up to {MOST_VALUES}, some of them in several rows"
+        raise StoreError(f"{table.name}: {problem}: {most}; drop it{table.flag(j)}, {cure}")
+    x = np.zeros((len(counts), len(values)), np.uint8)
+    x[np.repeat(np.arange(len(counts)), counts)[there], columns] = 1
+    table.notes.append(f"{table.column(j)} one-hot, {plural(len(values), 'value')}")
+    return values, x
+
+
+def _check_counting(table, numbers, x):
+    """Refuse a first column that holds the numbers 0 to V-1 or 1 to V in any order; name others in a line. numbers: columns of
+    the table that are the first features in x [V, F]."""
     first = 0
-    for j in kept:
+    for j in numbers:
         values = x[:, first]
         first += table.widths[j]
         if not table.identifies(j) or values.min() not in (0, 1):
@@ -277,14 +394,14 @@ def _name(table, folder, x, ids, node):
     if (counts > 1).any():
         again = short(str(different[counts.argmax()]))
         raise StoreError(f"{table.name}: {column} holds ids, but {again!r} occurs more than once")
-    if isinstance(ids, list) or not np.array_equal(different, np.arange(len(x))):
+    if isinstance(ids, list) or not np.array_equal(different, np.arange(len(ids))):
         table.notes.append(f"{column} names the nodes, such as {short(str(ids[0]))}")
-        return x, Nodes(len(x), table.name, list(ids), by_row=False)
+        return x, Nodes(len(ids), table.name, list(ids), by_row=False)
     table.notes.append(f"{column} numbers the nodes")
     if not (in_order := np.array_equal(ids, different)):
         table.notes.append("the rows are put in their order")
-        x = _ordered(folder, x, np.argsort(ids))
-    return x, Nodes(len(x), table.name, by_row=in_order)
+        x = _ordered(folder, x, np.argsort(ids)) if len(x) else x
+    return x, Nodes(len(ids), table.name, by_row=in_order)
 
 
 def _rows_of_nodes(table, nodes, node, kinds, missing):
@@ -309,7 +426,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing):
             rows = f"{table.name} has {table.rows:,} rows"
             raise StoreError(f"{rows}, {nodes.source} has {nodes.count:,}")
         return np.arange(nodes.count), columns
-    nodes.check_header(table, [node])
+    _check_header(table, {node: nodes})
     rows = nodes.numbers(table, 0, columns.pop(node))
     again = np.setdiff1d(np.arange(len(rows)), np.unique(rows, return_index=True)[1])
     if len(again):
@@ -325,12 +442,12 @@ def node_column(file, nodes, name, ignore=()) -> np.ndarray:
     """Read a table for nodes.
 
     Args:
-        name: "labels": a column of numbers or text, or multi-label columns of 0 and 1 -> float64 [V] or [V, C], NaN:
+        name: "targets": columns of numbers -> float64 [V] or [V, T], NaN for a missing one; "labels": a column of numbers or text, or multi-label columns of 0 and 1 -> float64 [V] or [V, C], NaN:
             no label, or text [V]; a column of nodes of a store: its values [V]; both may have a column of ids as well, with
             which labels may be for some nodes only. Other names: a column of ids of distinct nodes -> int64 [n].
     """
     with opened(file, ignore, nodes.heads) as table:
-        is_labels = name == "labels"
+        is_labels = name in ANSWERS
         column = COLUMNS.get(name)
         if is_labels and table.width > 1 + bool(table.named("id")):
             _refuse_splits(table, "label")
@@ -344,13 +461,13 @@ def node_column(file, nodes, name, ignore=()) -> np.ndarray:
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
-        kind = str if is_labels else TIME if column and column.timed else float
+        kind = str if name == "labels" else TIME if column and column.timed else float
         kinds = dict.fromkeys(columns, kind)
         rows, cells = _rows_of_nodes(table, nodes, node, kinds, is_labels)
-        for j in columns if is_labels else ():
+        for j in columns if name == "labels" else ():
             _check_labels(table, j, cells[j], len(columns))
         table.say()
-    if is_labels and len(columns) > 1 and table.names:
+    if is_labels and (len(columns) > 1 or name == "targets") and table.names:
         nodes.class_names = [table.names[j] for j in columns]
     if not columns:
         return rows
@@ -369,12 +486,12 @@ def node_column(file, nodes, name, ignore=()) -> np.ndarray:
 def _ids_of_nodes(table, nodes, name) -> int | None:
     """Find the column of ids in a table for nodes, see `node_column`: by its name, or that of the features' column of ids, or
     because all of its cells are nodes; of two columns else the first."""
-    if name != "labels" and name not in COLUMNS:
+    if name not in (*ANSWERS, *COLUMNS):
         return 0 if table.width == 1 else None
     names = table.names or ()
     ids = {*table.named("id"), *(j for j, name in enumerate(names) if name == nodes.id_name)}
     if not ids and (nodes.kind is str or table.width == 2):
-        others = table.named("label" if name == "labels" else "more of an edge")
+        others = table.named("label" if name in ANSWERS else "more of an edge")
         refer = [j for j in range(table.width) if j not in others]
         ids = [j for j in refer if table.identifies(j) and nodes.have(table.sample(j))]
         if table.width == 2 and len(ids) != 1:
@@ -398,7 +515,7 @@ def _check_labels(table, j, cells, count):
     how = "{:g}"
     if isinstance(cells, list):
         how = "{!r:.60}"
-        why = "labels are whole numbers or text (node regression is not supported)"
+        why = "labels are whole numbers or text; numbers to learn are --targets FILE"
         fitting = {"0", "1", "-1", *MISSING}
         if count == 1:
             if table.kinds[j] == "text" or not all(
@@ -418,20 +535,29 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
     values as in `edge_rows`, "ids": {name in `ids`: pyarrow array of strings [M]}}).
 
     Source and destination are the columns that `_end_columns` finds, else the first two.
-    keep: {name of a column of a store: columns of the table, by name or number from 1}; None: there can be none. ids: names
-    of columns that other tables of these edges have as ids, too. Other columns are refused. say: prints a line.
+    nodes: `Nodes` of both ends, or `Ends`. keep: {name of a column of a store: columns of the table, by name or number from 1,
+    none of one that another table has}, where nodes have types those that it has; None: there can be none. A column of dates is kept as times, if there are no others.
+    ids: names of columns that other tables of these edges have as ids, too. Other columns are refused. say: prints a line.
     """
-    with opened(file, ignore, nodes.heads) as table:
+    nodes = nodes if isinstance(nodes, Ends) else Ends(nodes, nodes)
+    with opened(file, ignore, nodes.source.heads) as table:
         kept = {
-            name: [_column(table, w) for w in words] for name, words in dict(keep or ()).items()
+            name: [_column(table, word) for word in words]
+            for name, words in dict(keep or ()).items()
+            if words and (not nodes.source.type or {*words} <= {*(table.names or ())})
         }
         ends = _end_columns(table, nodes, sum(kept.values(), []))
-        nodes.check_header(table, ends)
+        _check_header(table, dict(zip(ends, nodes)))
         keys = [j for j in range(table.width) if table.names and table.names[j] in ids]
         taken = [*ends, *sum(kept.values(), [])]
         if twice := [j for j in taken if taken.count(j) > 1]:
             raise StoreError(f"{file}: {table.column(twice[0])} is used for two things")
-        if extra := [j for j in range(table.width) if j not in [*taken, *keys]]:
+        extra = [j for j in range(table.width) if j not in [*taken, *keys]]
+        dates = [j for j in extra if table.dated(j)]
+        if len(dates) == 1 and keep is not None and EDGE_TIME.name not in keep:
+            kept[EDGE_TIME.name] = dates
+            extra.remove(dates[0])
+        if extra:
             columns = short(", ".join(map(table.column, extra)))
             cure = f"drop it{table.flag(*extra)}, or name it, as by --weights"
             cure = "pairs are two columns of nodes" if keep is None else cure
@@ -460,7 +586,7 @@ class Keys(NamedTuple):
     """What tells the M edges of a table apart, for other tables of the same edges."""
 
     source: str  # file of the table
-    nodes: Nodes
+    nodes: Ends
     ends: np.ndarray  # int64 [2, M]
     ids: dict  # {name of a column: pyarrow array of strings [M]}
 
@@ -468,46 +594,38 @@ class Keys(NamedTuple):
         """Pack the ends [2, n] of edges into a pyarrow array of n integers."""
         import pyarrow
 
-        return pyarrow.array(ends[0] * self.nodes.count + ends[1])
+        return pyarrow.array(ends[0] * self.nodes.destination.count + ends[1])
 
     def called(self, key) -> str:
         """Name an edge by its key, for messages."""
         if type(key) is str:
             return key
-        names = self.nodes.names or range(self.nodes.count)
-        return " -> ".join(str(names[node]) for node in divmod(key, self.nodes.count))
+        pair = divmod(key, self.nodes.destination.count)
+        names = [of.names[node] if of.names else node for of, node in zip(self.nodes, pair)]
+        return " -> ".join(map(str, names))
 
     def have_ends(self, table, columns) -> bool:
         """Whether two columns hold the ends of an edge in each of the first rows."""
-        pairs = [[self.nodes.find(cell) for cell in table.sample(j)] for j in columns]
+        pairs = [[*map(of.find, table.sample(j))] for of, j in zip(self.nodes, columns)]
         if None in sum(pairs, []):
             return False
         return bool(np.isin(self.end_keys(np.array(pairs)), self.end_keys(self.ends)).all())
 
     def order(self, table, edge_keys, row_keys):
         """Find the row of each edge, by equal keys, pyarrow arrays [M] -> int64 [M], or None if they are in order."""
-        import pyarrow.compute as compute
+        import pyarrow
 
         if row_keys.equals(edge_keys):
             return None
-        for source, cells in ((self.source, edge_keys), (table.name, row_keys)):
-            if len(cells.unique()) < len(cells):
-                counts = cells.value_counts()
-                twice = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
-                why = "its rows and those of the edges cannot be joined, unless both have one order"
-                raise StoreError(
-                    f"{source} has the edge {self.called(twice)} more than once: {why}"
-                )
-        order = compute.index_in(edge_keys, value_set=row_keys)
-        if order.null_count:
-            lost = edge_keys[order.is_null().index(True).as_py()].as_py()
-            lost = f"no row for the edge {self.called(lost)} of {self.source}"
-            raise StoreError(f"{table.name} has {lost}")
-        if len(row_keys) > len(edge_keys):
-            row = compute.is_in(row_keys, value_set=edge_keys).index(False).as_py()
-            edge = self.called(row_keys[row].as_py())
-            raise table.error(row, f"{self.source} has no edge {edge}")
-        return order.to_numpy().astype(np.int64)
+        codes = pyarrow.concat_arrays([edge_keys, row_keys]).dictionary_encode()
+        parts = np.split(codes.indices.to_numpy(), [len(edge_keys)])
+        counts = [np.bincount(part, minlength=len(codes.dictionary)) for part in parts]
+        if different := np.flatnonzero((counts[0] != 1) | (counts[1] != 1))[:1].tolist():
+            of_edges, rows = (plural(int(count[different[0]]), "row") for count in counts)
+            edge = self.called(codes.dictionary[different[0]].as_py())
+            problem = f"{self.source} has {of_edges} of the edge {edge}, {table.name} has {rows}"
+            raise StoreError(f"{problem}: one of each is needed, unless both have one order")
+        return np.argsort(parts[1])[parts[0]]
 
 
 def edge_rows(file, folder, name, ignore, keys):
@@ -519,7 +637,7 @@ def edge_rows(file, folder, name, ignore, keys):
     """
     import pyarrow
 
-    with opened(file, ignore, keys.nodes.heads) as table:
+    with opened(file, ignore, keys.nodes.source.heads) as table:
         ends = None
         if table.width > 1:
             ends = _found_ends(table, keys.nodes)
@@ -580,14 +698,15 @@ def _spooled(table, folder, fields, nodes, keys=()):
     kinds = dict.fromkeys(keys, str)
     for name, which in fields.items():
         column = COLUMNS.get(name)
-        kind = nodes.kind
         dtype = np.int64
         if column:
             # types may be text
             kind = str if column is EDGE_TYPE else TIME if column.timed else float
             kind = list if column.wide else kind
             dtype = np.int64 if column.timed else column.cells
-        kinds |= dict.fromkeys(which, kind)
+            kinds |= dict.fromkeys(which, kind)
+        else:
+            kinds |= {j: of.kind for j, of in zip(which, nodes)}
         record.append((name, dtype, (sum(table.widths[j] for j in which),)))
     record = np.dtype(record, align=True)
     numbers = {}
@@ -605,8 +724,8 @@ def _spooled(table, folder, fields, nodes, keys=()):
         for first, columns in table.read(kinds):
             for j in keys:
                 ids[table.names[j]].append(columns[j])
-            for j in fields.get("ends", ()):
-                columns[j] = nodes.numbers(table, first, columns[j])
+            for j, of in zip(fields.get("ends", ()), nodes):
+                columns[j] = of.numbers(table, first, columns[j])
             for j in fields.get(EDGE_TYPE.name, ()):
                 columns[j] = type_codes(first, j, columns[j])
             chunk = np.empty(table.rows - first, record)
@@ -645,7 +764,7 @@ def _column(table, word) -> int:
 
 
 def _end_columns(table, nodes, taken=()) -> list[int]:
-    """Find the columns of sources and of destinations, see `_found_ends`; else they are the first two that are not `taken`."""
+    """Find the columns of sources and of destinations, see `_found_ends`; else they are the first that are not `taken`."""
     if table.width < 2:
         raise StoreError(f"{table.name} has one column: two are needed, with a comma between them")
     ends = _found_ends(table, nodes, taken)
@@ -654,26 +773,35 @@ def _end_columns(table, nodes, taken=()) -> list[int]:
         ends = ends if len(ends) == 2 else [0, 1]
     if not (table.named("source") and table.named("destination")):
         source, destination = map(table.column, ends)
-        table.notes.append(f"{source} taken as source, {destination} as destination")
+        what = nodes.called()
+        table.notes.append(f"{source} taken as {what[0]}, {destination} as {what[1]}")
     return ends
 
 
 def _found_ends(table, nodes, taken=()) -> list[int] | None:
-    """Find the columns of sources and of destinations: by known names; by the name of the ids, as protein_a and protein_b
-    are of `protein`; if names of nodes are text, as the two columns of such names. None without; StoreError for one."""
-    sources = table.named("source")
-    destinations = table.named("destination")
-    if len(sources) == len(destinations) == 1:
-        return sources + destinations
-    if sources or destinations:
+    """Find the columns of sources and of destinations: by known names; by the name of the ids or of the type, as protein_a and
+    protein_b are of `protein`, and user and movieId of two types; if names of nodes are text, as the two columns of such names.
+    None without; StoreError for one."""
+    of = nodes.source
+    found = [table.named(end) for end in nodes._fields]
+    if of is not nodes.destination:
+        names = [*enumerate(table.names or ())]
+        called = [[j for j, name in names if _is_called(name, {n.type, n.id_name})] for n in nodes]
+        found = called if any(called) else found
+    if [*map(len, found)] == [1, 1]:
+        return sum(found, [])
+    if any(found):
         names = short(", ".join(table.names))
-        raise StoreError(f"{table.name} has the columns {names}: call one source, one destination")
-    id_words = words_of(nodes.id_name or "")
+        ends = ", one ".join(nodes.called())
+        raise StoreError(f"{table.name} has the columns {names}: call one {ends}")
+    if of is not nodes.destination:
+        return None
+    free = [j for j in range(table.width) if j not in taken]
+    id_words = [words_of(of.id_name or ""), words_of(of.type)]
     twins = [(stem, pair) for stem, pair in _twins(table) if not {*pair} & {*taken}]
-    pairs = [pair for stem, pair in twins if stem == id_words or "id" in meanings("".join(stem))]
-    if len(pairs) != 1 and nodes.kind is str:
-        free = [j for j in range(table.width) if j not in taken]
-        named = [j for j in free if nodes.have(table.sample(j))]
+    pairs = [pair for stem, pair in twins if stem in id_words or "id" in meanings("".join(stem))]
+    if len(pairs) != 1 and of.kind is str:
+        named = [j for j in free if of.have(table.sample(j))]
         pairs = [pair for _, pair in twins if {*pair} == {*named}] or [named]
     return pairs[0] if len(pairs) == 1 and len(pairs[0]) == 2 else None
 

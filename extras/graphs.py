@@ -5,28 +5,32 @@ python train.py --task graph --dataset crystals.npz --model alignn      # sees a
 """
 
 import math
+from contextlib import closing
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from disk.files import StoreError, plural
 from extras.graph_store import GraphBatch, GraphDataset
-from extras.regressor import MODELS, POOLS
+from extras.regression import check_loss, loss_of, moments
+from extras.regressor import MODELS, POOLS, OwnRegressor
 from features import CudaCopies
-from loader import UNLIMITED, Limits
+from loader import NodeLoader
 from sources.splits import say_empty_parts
 from tasks.metrics import (
+    ERRORS,
     binary_cross_entropy,
     cross_entropy,
     errors,
-    mean_of_present,
     metrics_with,
     score,
     scores_line,
 )
 from tasks.task import Task
 
-ERRORS = "rmse", "mae"  # metrics of targets
+UNLIMITED = 1 << 20  # examples of a batch that `Limits` end
 PASSES = 32  # of an epoch by default, of 16 to 256 graphs
 
 
@@ -35,6 +39,58 @@ def answers_and_sizes(graph):
     nodes = graph.graph_ids.bincount(minlength=len(graph.y))
     ends = graph.indptr.long()[nodes.cumsum(0)]
     return graph.y, torch.stack([nodes, ends.diff(prepend=ends.new_zeros(1))], 1)
+
+
+class Limits(NamedTuple):
+    """How much a pass holds at most, where examples differ in size."""
+
+    sizes: torch.Tensor  # int64 [n, k]: k sizes of each example, such as nodes and edges of a graph
+    most: tuple  # [k] the largest sum of each
+
+    unlimited = UNLIMITED
+
+    def cut(self, order, count):
+        """Cut examples [n], in this order, into passes of at most `count`, each as long as it fits -> list of their bounds
+        [passes + 1]; an example that is too large is a pass of its own."""
+        upto = np.pad(self.sizes[order].numpy().cumsum(0), ((1, 0), (0, 0)))
+        columns = [*zip(upto.T.copy(), self.most)]
+        bounds = [0]
+        while (at := bounds[-1]) < len(order):
+            ends = [int(of.searchsorted(of[at] + most, side="right")) - 1 for of, most in columns]
+            bounds.append(max(at + 1, min(at + count, *ends)))
+        return bounds
+
+    def most_examples(self, examples):
+        """Return how many of these examples a pass holds at most: as many as fit of the smallest."""
+        smallest = self.sizes[examples].sort(0).values.cumsum(0)
+        return int((smallest <= torch.tensor(self.most)).sum(0).amin())
+
+
+class GraphLoader(NodeLoader):
+    """Iterate over the batches of an epoch of graphs -> (`GraphBatch`, ids int64 [G]) of each; a loop as that of a `NodeLoader`,
+    which shuffles, reads ahead, and resumes.
+
+    graphs: `GraphDataset`. ids: of the graphs, int [n] or a mask, or a part of the split, as "train"; None: all. batch_size:
+    graphs per process and pass. options: shuffle, seed, rank, world, accumulate, depth, threads and limits of `NodeLoader`.
+    """
+
+    def __init__(self, graphs, ids=None, *, batch_size=32, **options):
+        self.graphs = graphs
+        if isinstance(ids, str):
+            if ids not in graphs.split:
+                raise ValueError(f"ids is {ids!r}: the parts are {', '.join(graphs.split)}")
+            ids = graphs.split[ids]
+        ids = range(len(graphs)) if ids is None else ids
+        options.update(batch_size=batch_size, load_batch=self._read)
+        super().__init__(graphs, ids, (), **options)
+
+    def _read(self, batch, slot):
+        return batch._replace(blocks=[self.graphs.batch(batch.seeds)])
+
+    def __iter__(self):
+        with closing(super().__iter__()) as batches:
+            for batch in batches:
+                yield batch.blocks[0], batch.seeds
 
 
 class GraphTask(Task):
@@ -48,7 +104,9 @@ class GraphTask(Task):
     examples = "graphs"
     placed = False
     models = MODELS
-    about_models = f"{' or '.join(MODELS)}, which sees angles (default: {[*MODELS][0]})"
+    about_models = (
+        f"{' or '.join(MODELS)}, which sees angles, or a file's (default: {[*MODELS][0]})"
+    )
     told_by = "graphs."
     least_steps = 2000
     metrics = *dict.fromkeys(("roc_auc", *metrics_with("from_logits"))), *ERRORS
@@ -62,7 +120,8 @@ class GraphTask(Task):
     def __init__(self, args, path, say=print):
         self.store = graphs = GraphDataset.open(path)
         graphs.check_split()
-        if MODELS[args.model].uses_vectors and not graphs.vector_dim:
+        self.made = MODELS.get(args.model, OwnRegressor)
+        if self.made.uses_vectors and not graphs.vector_dim:
             raise StoreError(
                 f"--model {args.model} takes edge_vector [E, 3], and {path} has none: build it with one, "
                 "from an .npz file with that array or of crystals"
@@ -81,6 +140,8 @@ class GraphTask(Task):
         if self.labels:
             default = "accuracy" if self.several_classes else "roc_auc"
         self.metric = args.metric or default
+        check_loss(args, path, not self.labels)
+        self.loss_kind = args.loss
         if self.labels == (self.metric in ERRORS):
             raise StoreError(
                 f"--metric {self.metric} is of {kinds[not self.labels]}, and {path} has {kinds[self.labels]}"
@@ -114,13 +175,9 @@ class GraphTask(Task):
         if (none := ~present[:train].any(0)).any():
             which = f"{noun} {int(none.int().argmax())} of {len(none)}" if len(none) > 1 else noun
             raise StoreError(f"{graphs.path}: no training graph has a {which}")
-        count = present[:train].sum(0)
         if self.labels and y.shape[1] == 1 and len(y[:train][present[:train]].unique()) == 1:
             say("labels  all training graphs are of one class: there is nothing to learn")
-        self.mean = y[:train].where(present[:train], 0).double().sum(0) / count
-        # with the mean in the place of what is missing, which adds nothing to the sum of squares
-        deviation = y[:train].double().where(present[:train], self.mean).std(0, correction=0)
-        self.std = (deviation * (train / count).sqrt()).clamp(min=1e-12)
+        self.mean, self.std = moments(y[:train].where(present[:train], math.nan))
 
     def _limits(self, args):
         """Return the `Limits` of --max-nodes and --max-edges, None without; StoreError for a graph that is larger."""
@@ -151,19 +208,30 @@ class GraphTask(Task):
         number = torch.searchsorted(classes, values).clamp(max=len(classes) - 1)
         return number.where(classes[number] == values, -1)
 
+    def own_widths(self, edges):
+        meta = self.store.meta
+        return meta["node_dim"], meta["class_dim"] or meta["target_dim"], meta["edge_dim"]
+
     @staticmethod
     def network(args, widths, custom=None):
+        out_dim = widths["class_dim"] or widths["target_dim"]
+        if custom is not None:
+            return OwnRegressor(custom, out_dim)
         return MODELS[args.model](
             widths["node_dim"],
             widths["edge_dim"],
             args.hidden,
-            widths["class_dim"] or widths["target_dim"],
+            out_dim,
             node_dtype=getattr(torch, widths["node_dtype"]),
             edge_dtype=getattr(torch, widths["edge_dtype"]),
             num_layers=args.num_layers,
             dropout=args.dropout,
             pooling=args.pooling or "mean",
         )
+
+    @staticmethod
+    def defaults(flags):
+        return {"hidden": 64}
 
     def settled(self, flags):
         size = len(self.store.split["train"]) // PASSES
@@ -177,14 +245,15 @@ class GraphTask(Task):
     def attach(self, ranks, args, *_):
         """On a GPU, prepare to copy batches to it."""
         self.most = args.batch_size
-        self.pairs = MODELS[args.model].uses_vectors
         self.copies = CudaCopies(ranks.device, args.sample_threads) if ranks.gpus else None
 
     def unsupported(self):
         """Return why batches that are read have no static shapes, or None."""
         if self.limits is None or len(self.limits.most) < 2:
             return "only --max-nodes and --max-edges together make shapes static"
-        return "nothing bounds the pairs of edges of the model" if self.pairs else None
+        if self.made is OwnRegressor:
+            return "a network of a file may count padding"
+        return "nothing bounds the pairs of edges of the model" if self.made.uses_vectors else None
 
     def blank(self):
         """Return the tensors of a batch, in the static shapes of CUDA graphs, in host memory. Padding needs a node and a graph more than fit: its nodes are of the last graph, which has no answer."""
@@ -244,17 +313,13 @@ class GraphTask(Task):
         return network(*batch.blocks, key=key)
 
     def loss(self, network, output, y):
-        """Sum over graphs of the cross-entropy of more than two classes, or of the mean over labels or targets of the binary
-        cross-entropy or the squared error, in units of the targets' standard deviation, without missing ones; targets
-        are rounded as outputs are: that of a constant target is no error."""
+        """Sum over graphs of the cross-entropy of more than two classes, of the mean over labels of the binary cross-entropy
+        without missing ones, or of `loss_of` targets."""
         if self.several_classes:
             return cross_entropy(output, y.squeeze(1))
         if self.labels:
             return binary_cross_entropy(output, y)
-        y = y.to(output.dtype)
-        present = ~y.isnan()
-        error = (output - y.where(present, output.detach())) / network.std
-        return mean_of_present(error.square(), present).sum()
+        return loss_of(self.loss_kind, output, y, network.std)
 
     def scores(self, run, ids):
         """Compute the metrics of graphs -> {name: value}, the same on all ranks; None without graphs."""
@@ -319,11 +384,18 @@ class GraphTask(Task):
             f"sizes   a graph has {mean_sizes[0]:,.3g} nodes and {mean_sizes[1]:,.3g} edges in the mean, "
             f"{largest[0]:,} and {largest[1]:,} at most"
         )
-        layers = f"{plural(args.num_layers, 'layer')}, hidden {args.hidden}"
-        yield f"model   {args.model} regressor, {layers}, {parameters}"
+        layers = f" regressor, {plural(args.num_layers, 'layer')}, hidden {args.hidden}"
+        layers = "" if self.made is OwnRegressor else layers
+        yield f"model   {args.model}{layers}, {parameters}"
 
 
 TASK = GraphTask
+
+
+def built_in(flags):
+    """Refuse --pooling of a network of a file."""
+    if flags.conv is None:
+        return f"is for {' and '.join(MODELS)}; {flags.model} pools as it likes"
 
 
 def flags(kinds):
@@ -339,5 +411,6 @@ def flags(kinds):
         kinds.one_of(*POOLS),
         None,
         "--task graph: of nodes (default: sum; mean for targets if edges have vectors)",
+        needs=[built_in],
     )
     return {"accumulate": limits, "dropout": {"pooling": pooling}}

@@ -9,7 +9,7 @@ Samples depend only on the seed and the step, so the next batches can be sampled
 page cache has room for a large share of the file, this window of batches decides which pages are kept (native/pages.c);
 the kernel itself would evict the least recently used, which says nothing about the next use. Missing pages are read
 before their batch's turn. Ginex (PVLDB 15(11)) plans its row cache in the same way; with planned pages that was no
-faster than the hottest rows, chosen once. To copy this file, also take native/, features.py, cache.py, disk/convert.py,
+faster than the hottest rows, chosen once. To copy this file, also take native/, features.py, extras/cache.py, disk/convert.py,
 disk/files.py and disk/reader.py.
 """
 
@@ -27,11 +27,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from cache import CachedFeatures
 from disk.convert import check_ids, gather_target
 from disk.files import StoreError, readable_size
 from disk.reader import library
-from features import prefetch, share
+from extras import extra
+from extras.cache import CachedFeatures
+from features import prefetch
 
 # batches sampled per batch fetched while the window fills, so that training need not wait until it is full
 RAMP = 2
@@ -106,7 +107,8 @@ class Together:
     def keep(self, rows):
         """Copy rows of features into memory that the processes share -> tensor."""
         total = functools.partial(self.agreed, op=dist.ReduceOp.SUM)
-        return share([rows], leads=self.plans, total=total)[0]
+        pinned = extra(".pinned", "a cache of several processes")
+        return pinned.share([rows], leads=self.plans, total=total)[0]
 
     def rows(self, ids):
         """Send rows int [n] -> those of all processes in the one that plans, none in the others."""
@@ -382,7 +384,7 @@ class LookaheadCache(CachedFeatures):
 def flags(kinds):
     """Declare the flag of the cache that looks ahead."""
     return {
-        "split_features": dict(
+        "mode": dict(
             lookahead=kinds.free(
                 kinds.COUNT_OR_0,
                 None,

@@ -82,8 +82,22 @@ def maxima(rows, groups, count):
     return zeros.scatter_reduce(0, places, rows, "amax", include_self=False)
 
 
-# of --pooling
-POOLS = {"sum": lambda rows, *groups: sums(summable(rows), *groups), "mean": means, "max": maxima}
+def attended(rows, groups, count, scores):
+    """Average rows [n, W] by group, int [n], weighted by the softmax of scores [n, 1] in each group -> [count, W]."""
+    scores = summable(scores)
+    top = maxima(scores.detach(), groups, count)
+    weights = (scores - top.index_select(0, groups)).exp()
+    totals = sums(torch.cat([weights * rows, weights], 1), groups, count)
+    return totals[:, :-1] / totals[:, -1:].clamp(min=1e-12)
+
+
+# of --pooling; attention also takes scores of the rows
+POOLS = {
+    "sum": lambda rows, *groups: sums(summable(rows), *groups),
+    "mean": means,
+    "max": maxima,
+    "attention": attended,
+}
 
 
 def line_graph(indptr, indices, vectors):
@@ -158,6 +172,8 @@ class Regressor(nn.Module):
         inner = nn.Linear(hidden, hidden)
         self.head = nn.Sequential(inner, nn.SiLU(), nn.Identity(), nn.Linear(hidden, out_dim))
         self.drop = drop_byte(dropout)
+        if pooling == "attention":
+            self.scores = nn.Linear(hidden, 1)
         self.register_buffer("mean", torch.zeros(out_dim))
         self.register_buffer("std", torch.ones(out_dim))
         # not in early checkpoints, which have means
@@ -175,7 +191,10 @@ class Regressor(nn.Module):
         e = self.edges(e)
         h = self.convolved(graph, dst, h, e)
         inner, activation, _, last = self.head
-        h = POOLS[self.pooling](h, graph.graph_ids, len(graph.y))
+        groups = graph.graph_ids, len(graph.y)
+        if self.pooling == "attention":
+            groups += (self.scores(h),)
+        h = POOLS[self.pooling](h, *groups)
         if self.pooling == "sum":
             h = h / self.size
         h = activation(inner(h))
@@ -190,6 +209,24 @@ class Regressor(nn.Module):
         for layer in self.layers:
             h, e = layer(graph.indices, dst, h, e)
         return h
+
+
+class OwnRegressor(nn.Module):
+    """A network of a user's file, called as net(graph) with a `GraphBatch` -> [G, T], of targets standardised as `Regressor`'s."""
+
+    uses_vectors = False
+    pooling = None
+
+    def __init__(self, net, out_dim):
+        super().__init__()
+        self.net = net
+        self.register_buffer("mean", torch.zeros(out_dim))
+        self.register_buffer("std", torch.ones(out_dim))
+
+    def forward(self, graph, ids=None, key=None):
+        """Predict targets or logits [G, T]; StoreError for output of another shape."""
+        output = shaped("the output of the model", self.net(graph), len(graph.y), len(self.mean))
+        return output * self.std + self.mean
 
 
 class ALIGNN(Regressor):

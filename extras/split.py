@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from ddp import TIMEOUT
+from ddp import TIMEOUT, under_torchrun
 from disk.files import StoreError
 from extras.parts import part_bounds
 from extras.peers import over_gpus
@@ -175,3 +175,25 @@ def spread(ranks, plan, store, features):
     )
     table = getattr(features, "tensor", features)
     return SplitFeatures(table, [*zip(ends, owners)], Exchange(ranks))
+
+
+def flags(kinds):
+    """Declare the flag of split features."""
+    return {
+        "mode": dict(
+            split_features=kinds.alike(
+                kinds.SWITCH,
+                False,
+                "split feature rows over the GPUs (cuda-cuda) or machines (cpu-cuda, cpu-cpu)",
+                needs=[several_gpus_or_machines],
+            )
+        )
+    }
+
+
+def several_gpus_or_machines(flags):
+    """Refuse --split-features where there is only one memory, or one copy is shared."""
+    if flags.mode == MODES[1]:
+        return f"has no effect: in --mode {MODES[1]} the GPUs of a machine share one copy"
+    if flags.gpus < 2 and not under_torchrun() and not flags.dry_run:
+        return "needs several GPUs or machines to split them over: --gpus N or torchrun --nnodes N"

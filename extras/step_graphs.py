@@ -470,12 +470,11 @@ class StepGraphs:
         pad_inputs(model, True)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
-        self.weight, self.rate = torch.zeros(2, device=ranks.device)
+        self.weight = torch.zeros((), device=ranks.device)
         self.weighs = None  # the value in `weight`
         kind = Slot if run.task.placed else ReadSlot
         trial, capacity = kind.measure(run)
-        for group in optimizer.param_groups:
-            group["capturable"] = True
+        optimizer.prepare_capture(ranks.device)
         self.flat = self.update = None
         if ranks.world > 1 or args.accumulate > 1:
             self.flat = torch.zeros(sum(p.numel() for p in self.parameters), device=ranks.device)
@@ -637,10 +636,7 @@ class StepGraphs:
         slot.sampled.record()
 
     def begin(self):
-        """Start an epoch: copy the learning rate from the optimizer's groups, reset the loss -> LossSum."""
-        for group in self.optimizer.param_groups:
-            self.rate.fill_(group["lr"])
-            group["lr"] = self.rate
+        """Reset the loss before an epoch -> LossSum."""
         return LossSum(self.loss_sum.zero_())
 
     def load_batch(self, batch, number):
@@ -686,7 +682,7 @@ def flags(kinds):
             cuda_graph=kinds.alike(
                 kinds.one_of("auto", "on", "off"),
                 "auto",
-                "run a step as CUDA graphs if GPUs read the features; off: launch kernels one by one; on: print why if it is impossible",
+                "a step as CUDA graphs; off: kernels one by one; on: print why if not (default: auto)",
                 needs=[kinds.gpu_for("cuda_graph", "on")],
             )
         )

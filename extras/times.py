@@ -70,7 +70,7 @@ class Pairs(Sources):
 def use(flags, task, store):
     """Hide edges later than a seed from it, if both have times and --temporal does not say otherwise."""
     from disk.files import StoreError
-    from model import layers_where, plain_layers
+    from run.kinds import layers_where, plain_layers
 
     from .time_units import edges_seen
 
@@ -173,6 +173,20 @@ def law(law, check, edge_times=None, strict=False, window=None):
     )
 
 
+def seeds_at(times, nodes=None):
+    """Return a `draw` for `NodeLoader` that samples no edge later than its seed's time. times: int64 [V], of the nodes.
+
+    With nodes int64 [n] and times int64 [n], a seed is an index i < n and stands for node nodes[i] at times[i], so that
+    a node can be a seed at several times.
+    """
+
+    def draw(batch):
+        seeds = batch.seeds.to(times.device)
+        return seeds if nodes is None else nodes[seeds], {"times": times[seeds]}, None
+
+    return draw
+
+
 def times_of(law, seeds, times):
     """Return times int64 [S] of seeds; ValueError or TypeError if they are not what the law takes."""
     if not law.timed:
@@ -223,7 +237,7 @@ def flags(kinds):
             temporal=kinds.per_graph(
                 kinds.one_of("auto", "at", "before", "off"),
                 "auto",
-                "edges that a seed sees: at: up to its time, before: only earlier, off: all (default: at if edges and nodes have times; link: off)",
+                "edges seen, at: to a seed's time; before: earlier; off: all (default: at; links: off)",
             ),
             window=kinds.fixed(
                 kinds.TIME,

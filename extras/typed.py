@@ -19,7 +19,17 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from disk.columns import COLUMNS, EDGE_ORDER, EDGE_TIME, EDGE_TYPE, NODE_TIME, OF_EDGES, check_units
+from disk.checks import check_targets
+from disk.columns import (
+    COLUMNS,
+    EDGE_ORDER,
+    EDGE_TIME,
+    EDGE_TYPE,
+    NODE_TIME,
+    OF_EDGES,
+    check_node_names,
+    check_units,
+)
 from disk.convert import (
     Rows,
     array_like,
@@ -37,7 +47,7 @@ from disk.convert import (
 )
 from disk.files import StoreError, reading
 
-ONE_GRAPH = ("indptr", "indices", "edge_types", "node_names", "feature_names")
+ONE_GRAPH = ("indptr", "indices", "edge_types")
 
 
 def flatten(given) -> dict:
@@ -52,8 +62,9 @@ def flatten(given) -> dict:
     latest time, their edges ALWAYS, where `always`, a mask [M] or None, is true. Times of all types are dates, or none.
     """
     by_type = _given_by_type(given)
-    features = by_type.pop("features", {})
-    labels = by_type.pop("labels", {})
+    features = by_type.get("features", {})
+    answers = "targets" if "targets" in by_type else "labels"
+    labels = by_type.get(answers, {})
     node_types = given.node_types or {}
     counts = integers("node_types", [*node_types.values()])
     refuse(counts < 0, "node_types", counts, "a number of nodes is 0 or more")
@@ -65,20 +76,20 @@ def flatten(given) -> dict:
         raise StoreError(f"{' and '.join(labels)} have labels: keep those of one type")
     edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in given.edge_index.items()}
     sizes = node_types | {kind: pairs.shape[1] for kind, pairs in edges.items()}
-    for name, values in {"features": features, "labels": labels, **by_type}.items():
+    for name, values in by_type.items():
         if name not in OF_EDGES:
             if unknown := values.keys() - node_types.keys():
                 raise StoreError(f"{name} of {min(unknown)}: types of nodes are {', '.join(names)}")
             continue
         different = values.keys() ^ edges.keys()
-        if name == EDGE_TIME.name and NODE_TIME.name in by_type:
+        if COLUMNS[name].timed or COLUMNS[name].wide:
             different = values.keys() - edges.keys()
         if different:
             raise StoreError(f"{name}: give it for all types of edges or none: {min(different)}")
     if given.columns.get(EDGE_ORDER.name) is True:  # counted through all types
         ends = np.cumsum([sizes[kind] for kind in edges])
         by_type[EDGE_ORDER.name] = dict(zip(edges, np.split(np.arange(ends[-1]), ends[:-1])))
-    parts = _checked_columns(by_type, sizes)
+    parts = _checked_columns({n: v for n, v in by_type.items() if n in COLUMNS}, sizes)
     edge_columns = {name: values for name, values in parts.items() if name in OF_EDGES}
     node_columns = {name: values for name, values in parts.items() if name not in OF_EDGES}
     if given.symmetrize:
@@ -91,13 +102,15 @@ def flatten(given) -> dict:
         values = {kind: np.asarray(part, dtype) for kind, part in values.items()}
         rest = COLUMNS[name].elsewhere(np.concatenate([*values.values()]))
         columns[name] = _spread(name, values, first, node_types, rest)
-    if NODE_TIME.name in node_columns:
+    node_columns = node_columns.get(NODE_TIME.name, {})
+    if node_columns or EDGE_TIME.name in edge_columns:
         times = edge_columns.setdefault(EDGE_TIME.name, {})
-        own = {*times}
-        for kind, (sources, _) in edges.items():
-            if kind not in own:
-                times[kind] = columns[NODE_TIME.name][first[kind[0]] + sources]
-        timed = own | {kind for kind in edges if kind[0] in node_columns[NODE_TIME.name]}
+        timed = {*times} | {kind for kind in edges if kind[0] in node_columns}
+        node_times = columns.get(NODE_TIME.name)
+        if node_times is None:
+            node_times = np.zeros(sum(node_types.values()), next(iter(times.values())).dtype)
+        for kind in edges.keys() - times.keys():
+            times[kind] = node_times[first[kind[0]] + edges[kind][0]]
         always = np.repeat([kind not in timed for kind in edges], counts)
     for name, values in edge_columns.items():
         columns[name] = _edge_column(COLUMNS[name], values, edges)
@@ -112,9 +125,10 @@ def flatten(given) -> dict:
         "columns": columns,
         "always": always,
         "features": _joined(tables),
-        "feature_names": _feature_names(features, widths),
+        "feature_names": _feature_names(features, widths, by_type.get("feature_names", {})),
+        "node_names": _node_names(by_type.get("node_names"), names, node_types),
         "symmetrize": False,
-        **_labels(labels, given.split, first, node_types),
+        **_labels(answers, labels, given.split, first, node_types),
     }
 
 
@@ -129,7 +143,8 @@ def _given_by_type(given) -> dict:
     single += [name for name in ONE_GRAPH if getattr(given, name) is not None]
     if single:
         raise StoreError(f"{single[0]} is not for a graph that is given by type")
-    by_type = {"features": given.features, "labels": given.labels, **columns}
+    names = ("features", "labels", "targets", "node_names", "feature_names")
+    by_type = {name: getattr(given, name) for name in names} | columns
     by_type = {name: values for name, values in by_type.items() if values is not None}
     for name, values in by_type.items():
         if not isinstance(values, dict):
@@ -164,15 +179,20 @@ def called(kind) -> str:
     return kind if isinstance(kind, str) else ",".join(kind)
 
 
-def _labels(labels, split, first, node_types) -> dict:
-    """Return the labels {type: labels of its nodes} of one type and the split as those of one graph."""
+def _labels(name, labels, split, first, node_types) -> dict:
+    """Return the labels or, by this name, targets {type: those of its nodes} of one type and the split as those of one graph."""
     if not labels:
         if split:
             raise StoreError("split is of nodes with labels, and no type of nodes has any")
         return {"labels": None, "split": None}
     ((kind, values),) = labels.items()
-    values = integers(f"labels of {kind}", values)
-    joined = _spread("labels", {kind: values}, first, node_types, -1)
+    title = f"{name} of {kind}"
+    if name == "targets":
+        values = check_targets(title, values, node_types[kind])[0]
+    else:
+        values = integers(title, values)
+    rest = np.nan if name == "targets" else -1
+    joined = _spread(name, {kind: values}, first, node_types, rest)
     splits = split if isinstance(split, list) else [split or {}]
     moved = [
         {
@@ -181,7 +201,7 @@ def _labels(labels, split, first, node_types) -> dict:
         }
         for one in splits
     ]
-    return {"labels": joined, "split": moved if splits is split else moved[0]}
+    return {"labels": None, name: joined, "split": moved if splits is split else moved[0]}
 
 
 def _check_names(node_types, edge_index):
@@ -245,7 +265,10 @@ def _check_reverses(kind, reverse, edges):
 
 def _edge_column(column, values, kinds):
     """Join a column {type: values} in the order of the types of edges."""
-    parts = [values[kind] for kind in kinds]
+    parts = [
+        values[kind] if kind in values else torch.zeros(pairs.shape[1], 0, dtype=torch.uint8)
+        for kind, pairs in kinds.items()
+    ]
     if column.timed:
         return np.concatenate(parts)
     with reading(column.name):
@@ -266,10 +289,20 @@ def _tables(features, names, node_types) -> dict:
     return tables
 
 
-def _feature_names(tables, widths):
-    """Name the columns of the joined features after those of the DataFrames among {type: table}, with the type where
-    several have features; None without any. widths: {type: F_t}."""
-    names = {kind: column_names(tables[kind]) for kind in widths}
+def _node_names(given, names, node_types):
+    """Join names of nodes {type: names} or None in the order of the types `names`; nodes without names are called by their number
+    within their type. node_types: {type: V_t}."""
+    if not given:
+        return None
+    for kind, some in given.items():
+        check_node_names(f"node_names of {kind}", some, node_types[kind])
+    return [*itertools.chain(*(given.get(kind, range(node_types[kind])) for kind in names))]
+
+
+def _feature_names(tables, widths, given):
+    """Name the columns of the joined features as `given` {type: names}, or after the DataFrames among {type: table}, with the
+    type where several have features; None without any. widths: {type: F_t}."""
+    names = {kind: given.get(kind) or column_names(tables[kind]) for kind in widths}
     if not any(names.values()):
         return None
     if len(names) == 1:

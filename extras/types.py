@@ -74,7 +74,7 @@ class Label(NamedTuple):
 def use(flags, task, store):
     """Draw neighbours by type, or from all types, for layers that need types and for any network of a file."""
     from disk.files import StoreError
-    from model import layers_where
+    from run.kinds import layers_where
 
     conv = flags.conv
     typed = layers_where(uses_types=True)

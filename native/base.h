@@ -20,13 +20,24 @@ typedef long long i64;
 #define ONE_BY_ONE _Pragma("unroll 1")
 #define BY_TWO _Pragma("unroll 2")
 #define FAIL __trap()
-// Threads that share a row, and the sum of what each of them has. They are a warp, of which no thread
-// may be missing. A C compiler, which runs threads one after another, has one thread for a row.
+// Threads of a warp, of which no thread may be missing: the number of one, the sum of what all have and of
+// what those before have, and their votes, a bit each. A C compiler, which runs threads one after another,
+// has warps of one thread, whose vote is bit `at`.
 #define WARP 32
-FN float sum_of_warp(float x) {
-  UNROLL for (int by = WARP / 2; by; by /= 2) x += __shfl_xor_sync(0xffffffffu, x, by);
+#define LANE ((int)threadIdx.x % WARP)
+template <class T> FN T sum_of_warp(T x) {
+  UNROLL for (int by = WARP / 2; by; by /= 2) x += __shfl_xor_sync(~0u, x, by);
   return x;
 }
+FN i64 before_in_warp(i64 x) {
+  i64 sum = x;
+  UNROLL for (int by = 1; by < WARP; by *= 2) {
+    const i64 other = __shfl_up_sync(~0u, sum, by);
+    sum += LANE < by ? 0 : other;
+  }
+  return sum - x;
+}
+#define votes(yes, at) __ballot_sync(~0u, yes)
 // Store a value where other threads may store the same one.
 template <class T> FN void store_same(T *p, T value) { *(volatile T *)p = value; }
 #else
@@ -53,7 +64,10 @@ template <class T> FN void store_same(T *p, T value) { *(volatile T *)p = value;
 #define atomicCAS __sync_val_compare_and_swap
 #ifndef WARP
 #define WARP 1
+#define LANE 0
 #define sum_of_warp(x) (x)
+#define before_in_warp(x) 0
+#define votes(yes, at) ((unsigned)(yes) << (at))
 #endif
 #endif
 #define ALIGN(n) __attribute__((aligned(n)))

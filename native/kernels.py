@@ -195,7 +195,7 @@ class Code:
         for record in (*records, values):
             arguments |= record if isinstance(record, dict) else record._asdict()
         if "width" in self.compiled.signatures[kernel]:
-            count *= -(-self.threads(arguments["width"]) // VECTORS.get(kernel, 1))
+            count *= self.threads(arguments["width"], kernel)
         self.compiled.run(kernel, count, arguments)
 
     def takes(self, near, N):
@@ -204,21 +204,21 @@ class Code:
             return True
         return self.compiled.fits_block(*near, near.S, near.indices.numel(), N)
 
-    def threads(self, width):
-        """Return the number of threads per row, of kernels whose threads have a vector of columns."""
-        return -(-width // self.columns)
+    def threads(self, width, kernel):
+        """Return the number of a kernel's threads per row."""
+        return -(-width // (self.columns * VECTORS.get(kernel, 1)))
 
     def runs(self, out):
         """Return the number of runs, and of rows in each, into which to cut out [n, F], for sums over each run's rows."""
         run = min(max(out.numel() // ENOUGH, 1), RUN)
         return {"runs": -(-len(out) // run), "run": run}
 
-    def kept(self, h):
-        """Return what the backward pass needs of h [N, F] after an activation: on a GPU, where rows are activated when
-        they are read, memory for one bit per value; on the CPU h itself, activated in place."""
+    def kept(self, h, kernel):
+        """Return what the backward pass needs of h [N, F] after an activation by a kernel: on a GPU memory for a byte of bits
+        for each of its threads of a row; on the CPU h itself, activated in place."""
         if self.on_cpu:
             return h
-        return h.new_empty(len(h), self.threads(h.shape[1]), dtype=torch.uint8)
+        return h.new_empty(len(h), self.threads(h.shape[1], kernel), dtype=torch.uint8)
 
     def self_and_mean(self, near, h, out, *, scales=UNSCALED, active=None, kept=None, steps=None):
         """Compute out [S, 2F], or out [S, F] with scales, from h [N, F] or, on a GPU, from dropout(relu(h)): `active` is its

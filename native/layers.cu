@@ -275,7 +275,7 @@ KERNEL self_and_mean_grad(const ID *indices, const int *edge, const int *start, 
       store_floats(tiles + at * width + column, whole, left, sum);
       return;
     }
-    if (kept) sum = keep(WHERE_KEPT(u), sum, scale);
+    if (kept) sum = keep(PAIR_WAS_KEPT(u), sum, scale);
     store(out + u * width + column, whole, left, sum);
     added = added + sum;
   }

@@ -198,7 +198,7 @@ def relu_dropout(h, nodes, seed, drop):
 class _ReluDropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, active, code):
-        kept = code.kept(h) if ctx.needs_input_grad[0] else None
+        kept = code.kept(h, "relu_dropout") if ctx.needs_input_grad[0] else None
         code.relu_dropout(h, active, kept=kept)
         ctx.mark_dirty(h)
         save(ctx, code, {"kept": kept}, scale=active.scale)
@@ -236,7 +236,7 @@ class _NormRelu(torch.autograd.Function):
     def forward(ctx, h, residual, gamma, beta, eps, active, code):
         S = len(h)
         normed = {"x": h, "residual": residual, "gamma": gamma}
-        normed |= {"moments": gamma.new_empty(S, 2), "kept": code.kept(h)}
+        normed |= {"moments": gamma.new_empty(S, 2), "kept": code.kept(h, "norm_relu")}
         size = sizes(h, h if residual is None else residual, gamma, beta)
         out = torch.empty_like(h)
         code.run("norm_relu", S * WARP, normed, active, size, beta=beta, eps=eps, out=out)
@@ -257,6 +257,29 @@ class _NormRelu(torch.autograd.Function):
         code.run("norm_relu_grad", runs * WARP, normed, given)
         to_norm = column_sums(sums, sums.new_ones(runs)).chunk(2)
         return out, None if normed["residual"] is None else out, *to_norm, None, None, None
+
+
+def with_first(x, S):
+    """Return x [N, F] and its first S rows, whose gradient is added to that of x in place."""
+    return (x, x[:S]) if followed() or not x.requires_grad else _WithFirst.apply(x, S)
+
+
+class _WithFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, S):
+        ctx.set_materialize_grads(False)
+        ctx.shape = x.shape
+        return x.view_as(x), x[:S]
+
+    @staticmethod
+    def backward(ctx, grad, to_first):
+        if to_first is not None:
+            if grad is None:
+                grad = to_first.new_zeros(ctx.shape)
+            elif torch.is_grad_enabled():
+                grad = grad.clone()
+            grad[: len(to_first)] += to_first
+        return grad, None
 
 
 def dropout(x, nodes, seed, drop):
@@ -408,7 +431,7 @@ class _Stack(torch.autograd.Function):
         learns = any(ctx.needs_input_grad)
         for i, (near, scales, active) in enumerate(zip(plan.nears, plan.scales, plan.active)):
             code = plan.code if i else plan.input_code
-            kept = code.kept(h) if i and learns else None
+            kept = code.kept(h, "self_and_mean") if i and learns else None
             weight, bias = (
                 w if w.dtype == plan.dtype else w.to(plan.dtype) for w in weights[2 * i : 2 * i + 2]
             )

@@ -1,4 +1,4 @@
-// Negatives and the edges of pairs, for extras/links.py and extras/edge_split.py, where the law is
+// Negatives and the edges of pairs, for extras/ranking.py and extras/edge_split.py, where the law is
 // written as torch operations.
 #include "rule.h"
 

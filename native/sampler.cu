@@ -14,14 +14,14 @@ FN void tally(int *count, u64 *sums, i64 n, i64 i, i64 value) {
   if (others / COME == 63)
     atomicAdd(&sums[n / 64 + 1 + i / 4096], others % COME + (u64)value);
 }
-// The sum of counts 0 .. i - 1, all of which have come.
+// The sum of counts 0 .. i - 1, all of which have come, by a warp: i is the same for all its threads.
 FN i64 before(const int *count, const u64 *sums, i64 n, i64 i) {
   const u64 *large = sums + n / 64 + 1;
-  i64 sum = 0;
-  for (i64 q = 0; q < i / 4096; q++) sum += large[q];
-  for (i64 q = i / 4096 * 64; q < i / 64; q++) sum += sums[q] % COME;
-  for (i64 q = i / 64 * 64; q < i; q++) sum += count[q];
-  return sum;
+  u64 sum = 0;
+  for (i64 q = LANE; q < i / 4096; q += WARP) sum += large[q];
+  ONE_BY_ONE for (i64 q = i / 4096 * 64 + LANE; q < i / 64; q += WARP) sum += sums[q] % COME;
+  ONE_BY_ONE for (i64 q = i / 64 * 64 + LANE; q < i; q += WARP) sum += (unsigned)count[q];
+  return (i64)sum_of_warp(sum);
 }
 
 // Count the edges of a row by a rule of positions, without cuts or a split.
@@ -30,11 +30,15 @@ FN void count_by_degree(const batch_t *b, const part_t *part, i64 i, ID v) {
   row_t row = {0, degree_of(b, v)};
   tally(b->count, part->row_sums, part->rows, i, count_list(&b->spec, &hop, &row));
 }
+// Threads that open rows: one more than there are, in whole warps.
+#define OPENING(rows) ((rows) / WARP * WARP + WARP)
 // Write where the edges of row i begin, or, for i = N, where the last row's end -> that place.
 FN i64 open_row(const batch_t *b, const part_t *part, i64 i, i64 N) {
-  i64 wanted = before(b->count, part->row_sums, part->rows, i < N ? i : N);
+  i64 first = i - LANE;  // of the warp
+  i64 wanted = before(b->count, part->row_sums, part->rows, first < N ? first : N);
+  wanted += before_in_warp(i < N ? b->count[i] : 0);
   i64 at = wanted < part->places ? wanted : part->places;
-  part->offsets[i] = (ID)at;
+  if (i <= part->rows) part->offsets[i] = (ID)at;
   if (i == N) {
     part->state->num_edges = at;
     part->state->wanted = wanted;
@@ -124,7 +128,7 @@ KERNEL count(batch_t b, part_t part) {
 }
 // Pick edges by any rule and fanout; needs the memory of `edges` and, if weighted, `best`.
 KERNEL pick(batch_t b, part_t part) {
-  THREAD(part.rows + 1);
+  THREAD(OPENING(part.rows));
   i64 N = part.state->num_dst, at = open_row(&b, &part, i, N);
   if (i >= N) return;
   hop_t hop = hop_of(&b, &part, i);
@@ -147,21 +151,18 @@ KERNEL claim(batch_t b, part_t part) {
   if (b.pairs && part.relabel) put_pair(&b, part.first + i, node, b.number[part.first + i]);
   else put_edge(&b, &part, i, node);
 }
-// Find out which of 32 edges won their nodes.
+// Find out which of 32 edges won their nodes: a warp has an edge each.
 KERNEL mark(batch_t b, part_t part) {
-  THREAD(part.words);
-  i64 E = part.state->num_edges, place = 32 * i;
-  const ID *local = b.local + part.first;
-  int bid = (int)(b.input->offset + part.first + place);
+  THREAD(part.words * WARP);
+  i64 word = i / WARP, E = part.state->num_edges;
   unsigned won = 0;
-  for (int a = 0; a < 32; a += 8) {
-    int smallest[8];
-    UNROLL for (int q = 0; q < 8; q++) smallest[q] =
-        place + a + q < E ? b.table[local[place + a + q]] : -1;
-    UNROLL for (int q = 0; q < 8; q++) won |= (unsigned)(smallest[q] == bid + a + q) << (a + q);
+  for (int a = LANE; a < 32; a += WARP) {
+    i64 place = 32 * word + a, position = part.first + place;
+    won |= votes(place < E && b.table[b.local[position]] == (int)(b.input->offset + position), a);
   }
-  b.won[i] = won;
-  tally(b.wins, part.word_sums, part.words, i, __popc(won));
+  if (LANE) return;
+  b.won[word] = won;
+  tally(b.wins, part.word_sums, part.words, word, __popc(won));
 }
 // Number the nodes of the edges that won. counts: also count the edges of hop `next`, whose
 // destinations are those of this hop and the nodes numbered here.
@@ -169,8 +170,9 @@ KERNEL number(batch_t b, part_t part, part_t next, i64 counts) {
   THREAD(32 * part.words < part.rows ? part.rows : 32 * part.words);
   i64 N = part.state->num_dst, last = 32 * part.words - 1;
   unsigned won = i <= last ? b.won[i / 32] : 0, mine = won >> i % 32 & 1;
+  i64 earlier = 0;
+  if (won || i / 32 == last / 32) earlier = before(b.wins, part.word_sums, part.words, i / 32);
   if (mine || i == last) {
-    i64 earlier = before(b.wins, part.word_sums, part.words, i / 32);
     i64 at = N + earlier + __popc(won & ((1u << i % 32) - 1));
     if (mine && at < part.next_rows) {
       ID node = b.local[part.first + i];
@@ -223,7 +225,7 @@ KERNEL degrees_at(batch_t b, i64 n, const ID *nodes, const i64 *times, i64 *degr
   degrees[i] = row.degree;
 }
 FN void pick_up_to(const int most, const batch_t *b, const part_t *part) {
-  THREAD(part->rows + 1);
+  THREAD(OPENING(part->rows));
   i64 N = part->state->num_dst, at = open_row(b, part, i, N);
   if (!POSITIONS || i >= N) return;
   ID v = b->src[i], node[MOST];

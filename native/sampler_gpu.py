@@ -5,7 +5,7 @@ A batch of three hops is eleven launches, nine where the outermost hop keeps glo
     begin    seeds take the first positions; the edges of the batch take the next ones, hop by hop; labels are looked up
     pick     (one thread per row) draw edges, read their nodes; each edge bids its position for its node, in a table [V]:
              the smallest wins (atomicMin), which is the node's first appearance, whatever the order of threads
-    mark     (one thread per 32 edges) mark the edges that won
+    mark     (a warp per 32 edges) mark the edges that won
     number   nodes whose edge won are the next source nodes, numbered in the order of positions
     finish   every edge of the batch reads the number of its node, and counts as one of its source's edges
 
@@ -33,7 +33,7 @@ hold them (with `excludes`, room for excluded edges, `fill` takes edges of every
         frame.start()
     frame.fill(seeds, step)
     graph.replay()
-    frame.status                         # not 0 after the replay: make the batch by `sample` instead
+    frame.status                          # not 0 after the replay: make the batch by `sample` instead
 """
 
 import ctypes
@@ -68,7 +68,10 @@ def in_registers(k):
 def aggregate_source(ids, k, features, out):
     """Make pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (CUDA source, columns per load)."""
     aligned = not (features.data_ptr() | out.data_ptr()) % 16
-    vec = 4 if features.shape[1] % 4 == 0 and aligned else 1
+    # 16 bytes a load, of codes 8: more would take too many registers
+    widest = min(16 // features.element_size(), 8)
+    fits = (v for v in (8, 4) if v <= widest and not features.shape[1] % v)
+    vec = next(fits, 1) if aligned else 1
     defines = {
         "ID": IDS[ids],
         "IN": (ROWS | CODES)[features.dtype],
@@ -243,10 +246,11 @@ class Frame:
     """The memory and the launches that sample a batch, for one batch at a time.
 
     Attributes:
-        host_inputs: int64, pinned: an input_t, the seeds and, where edges have times, those of the seeds. input: its copy on
-            the GPU. step: int64 [1] of this.
+        host_inputs: int64, pinned: an input_t, the seeds and, where edges have times, those of the seeds.
+        input: its copy on the GPU. step: int64 [1] of this.
         results: int64 on the GPU, an outcome_t and the state_t of each hop, and one more. num_dst: int64 [L + 1] of this,
-            destinations of each hop, then the sources of the outermost one. read: pinned copy of results; host_results: as a struct.
+            destinations of each hop, then the sources of the outermost one.
+        read, host_results: pinned copy of results, as a tensor and as a struct.
         memory: the memory of the batch's blocks.
     """
 
@@ -367,7 +371,7 @@ class Frame:
                 yield prepare("pick"), part.rows + 1
                 yield prepare("claim"), part.places
             if part.relabel:
-                yield prepare("mark"), part.words
+                yield prepare("mark"), 32 * part.words
                 yield prepare("number"), max(32 * part.words, part.rows)
         hops = sum(part.relabel for part in parts)
         end = parts[hops].first if hops < len(parts) else self.positions

@@ -21,6 +21,7 @@
 #define kept_t IN  // the result of ReLU and dropout
 #define KEEP_BITS(row, v) (void)0
 #define WHERE_KEPT(row) (load(kept + (i64)(row) * width + column, whole, left) > 0.0f)
+#define PAIR_WAS_KEPT WHERE_KEPT
 #define PARTS 0
 #define ROW_AND_COLUMN(rows) \
   const i64 row = row_;      \
@@ -35,10 +36,13 @@ typedef unsigned char kept_t;  // a bit for each of COLUMNS columns: whether it 
 #define KEPT(row) kept[(i64)(row) * parts + column / COLUMNS]
 #define KEEP_BITS(row, v) \
   if (kept) store_same(&KEPT(row), bits_above_zero(v))
-#define KEEP_PAIR(row, v)                                               \
-  if (kept) store_same(&KEPT(row), bits_above_zero(v.x[0]));            \
-  if (kept && left > COLUMNS) store_same(&KEPT(row) + 1, bits_above_zero(v.x[1]))
 #define WHERE_KEPT(row) where_kept(KEPT(row))
+// The same where a byte has the bits of a pair of vectors.
+#define KEPT_PAIR(row) kept[(i64)(row) * ((parts + 1) / 2) + column / (2 * COLUMNS)]
+#define KEEP_PAIR(row, v) \
+  if (kept) store_same(&KEPT_PAIR(row), \
+                       (kept_t)(bits_above_zero(v.x[0]) | bits_above_zero(v.x[1]) << COLUMNS))
+#define PAIR_WAS_KEPT(row) where_kept((kept_t)(KEPT_PAIR(row) >> column % (2 * COLUMNS)))
 #define PARTS parts
 #define ROW_AND_COLUMN(rows)                                        \
   const unsigned parts = (unsigned)(width + COLUMNS - 1) / COLUMNS; \

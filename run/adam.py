@@ -1,7 +1,12 @@
-"""Adam that updates only the batch's rows of an embedding table.
+"""The update of weights, eager or captured: rate, gradient clipping, and Adam that updates only the batch's rows of an
+embedding table.
 
-optimizer = Adam(model.parameters(), lr=3e-3, fused=True)
+optimizer = Adam(model.parameters(), lr=3e-3, fused=True, clip_norm=1.0)
+optimizer.set_rate(rate_at(plan, epoch, step))
+optimizer.step()
 """
+
+import math
 
 import torch
 
@@ -11,14 +16,47 @@ PIECE = 2048  # numbers of a parameter that one block of threads updates in capt
 PIECES = 108  # of all parameters, about: torch takes 36 tensors a launch
 
 
+def rate_at(plan, epoch, step):
+    """Return the learning rate of an optimizer step, counted from 0 over all epochs: --lr-schedule goes by epochs, --warmup
+    by steps."""
+    done = epoch / plan.epochs
+    shapes = {"constant": 1, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return plan.lr * shapes[plan.lr_schedule] * min(1, (step + 1) / (plan.warmup or 1))
+
+
 class Adam(torch.optim.Adam):
     """torch.optim.Adam that also takes sparse gradients, such as those of `NodeInputs`: only rows with a gradient and
     their moments are updated, without weight decay, maximize and amsgrad. Like torch.optim.SparseAdam, but with
-    Adam's state."""
+    Adam's state.
+
+    clip_norm: largest norm of all gradients together, as for torch.nn.utils.clip_grad_norm_; None: any.
+    """
+
+    def __init__(self, parameters, *, clip_norm=None, **options):
+        super().__init__(parameters, **options)
+        self.clip_norm = clip_norm
+
+    def set_rate(self, rate):
+        """Set the learning rate of the steps from here on; captured ones read it from GPU memory."""
+        for group in self.param_groups:
+            if not group["capturable"]:
+                group["lr"] = rate
+            elif rate != group["rate"]:
+                group["lr"].fill_(rate)
+                group["rate"] = rate
+
+    def prepare_capture(self, device):
+        """Hold the learning rate in memory of a device, for steps that are captured there."""
+        for group in self.param_groups:
+            rate = group["rate"] = group["lr"]
+            group["lr"] = torch.full((), rate, device=device)
+            group["capturable"] = True
 
     @torch.no_grad()
     def step(self):
-        """Take a step: sparse gradients row by row, dense ones by torch; in captured steps in pieces."""
+        """Take a step, eager or captured: clip, then update sparse gradients row by row, dense ones by torch; in captured
+        steps in pieces. What every update has to do belongs here: both steppers of train.py call it."""
+        by_row = []
         for group in self.param_groups:
             for p in group["params"]:
                 rows = vars(p).pop("rows", None)  # left by `NodeInputs.aligned`: ids, gradient
@@ -26,12 +64,25 @@ class Adam(torch.optim.Adam):
                     rows = _distinct(p.grad)
                     p.grad = None  # super().step() skips it
                 if rows is not None:
-                    self._step_rows(p, group, *rows)
+                    by_row.append((p, group, *rows))
+        if self.clip_norm:
+            self._clip([rows for _, _, *rows in by_row])
+        for sparse in by_row:
+            self._step_rows(*sparse)
         if all(group["capturable"] and group["fused"] for group in self.param_groups):
             for group in self.param_groups:
                 self._step_pieces(group)
         else:
             super().step()
+
+    def _clip(self, by_row):
+        """Scale the gradients if their norm is above `clip_norm`. by_row: [(ids, values)], of negative ids without meaning."""
+        params = (p for group in self.param_groups for p in group["params"])
+        grads = [p.grad for p in params if p.grad is not None]
+        used = [values.where((ids >= 0).unsqueeze(1), 0) for ids, values in by_row]
+        norm = torch.stack(torch._foreach_norm([*grads, *used])).norm()
+        scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1)
+        torch._foreach_mul_([*grads, *(values for _, values in by_row)], scale)
 
     def _step_pieces(self, group):
         """Call torch's fused kernel for pieces of the parameters, with the same bits. It gives a block of threads 65,536
@@ -44,6 +95,8 @@ class Adam(torch.optim.Adam):
                 grads[i] = torch.empty_like(p).copy_(grads[i])
         total = sum(p.numel() for p in params)
         size = PIECE * max(1, round(total / (PIECE * PIECES)))
+        if total and params[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+            size = total
         cut = lambda t: t.view(-1).split(size) if t.is_contiguous() else [t]  # noqa: E731
         pieces = [[part for t in table for part in cut(t)] for table in (params, *lists[1:4])]
         counts = [n for n, p in zip(counts, params) for _ in cut(p)]

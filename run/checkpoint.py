@@ -62,7 +62,7 @@ from run.own_model import is_own, load
 
 # widths that early checkpoints lack, and what they stand for
 LATER_WIDTHS = {
-    **dict.fromkeys("num_edge_types node_types edge_types class_dim".split(), 0),
+    **dict.fromkeys("num_edge_types node_types edge_types class_dim targets".split(), 0),
     **dict.fromkeys("labels several classes feature_names times kept_as".split()),
 }
 # the only names a pickle may contain
@@ -142,6 +142,11 @@ def digests(store):
     return files
 
 
+def files_here(store):
+    """Return `digests`, and those of columns that the store lacks: "none"."""
+    return {f"{name}.npy": "none" for name in COLUMNS} | digests(store)
+
+
 def load_model(path, model=None):
     """Load the network of a checkpoint in eval mode, with the weights of the best epoch if the run kept them.
 
@@ -151,7 +156,7 @@ def load_model(path, model=None):
     state = read_checkpoint(path)
     if model is None and is_own(custom := state["flags"]["model"]):
         raise StoreError(f"{path} holds weights of {custom}: build it and give it as `model`")
-    model = described_network(state) if model is None else model
+    model = described_network(state, model)
     with reading(f"checkpoint {path}"):
         model.load_state_dict(state["best"]["model"] or state["model"])
     return model.eval()
@@ -377,7 +382,7 @@ def check_graph(ranks, state, path, plan, task):
                 f"data    features are {here or 'not rounded'}, those that the network was trained on "
                 f"{graph['kept_as'] or 'not rounded'}: scores may differ"
             )
-        files = {f"{name}.npy": "none" for name in COLUMNS} | digests(store)
+        files = files_here(store)
         was = graph["files"]
         if graph["classes"] or task.placed and files.get("labels.npy") != was.get("labels.npy"):
             # predictions are of the checkpoint's classes
@@ -402,6 +407,7 @@ def check_graph(ranks, state, path, plan, task):
             f"checkpoint {path} was made with --batch-size x --accumulate x processes = {was}, "
             f"this run has {plan.total_batch}"
         )
+    task.trained = state["trained"]  # also where it began, after --init
     return {}
 
 
@@ -441,7 +447,10 @@ def check_widths(task, plan, graph, path):
     for name in task.compared(plan):
         here = store.meta.get(name, 0)
         was = graph[name]
-        lenient = name in ("num_classes", "num_edge_types")  # another graph may have fewer
+        # another graph may have fewer, or none
+        lenient = (
+            name in ("num_classes", "num_edge_types") or name == "targets" and not store.labelled
+        )
         differs = was is not None and here != was
         if differs and (plan.trains or not lenient or here > was):
             raise StoreError(f"{trained} with {name} {was}, {store.path} has {here}")

@@ -6,7 +6,6 @@ parser, --help, checkpoints and the refusal of flags without effect follow from 
 """
 
 import argparse
-import os
 import secrets
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
@@ -19,13 +18,14 @@ from ddp import under_torchrun
 from disk.files import RANK_BYTES, free_host_bytes, readable_size
 from disk.terminal import Parser
 from features import MODES
-from model import CONVS, NORMS, Conv, layers_where
+from model import CONVS, NORMS, Conv
 from run import kinds
 from run.kinds import (
     COUNT,
     COUNT_OR_0,
     FANOUT,
     MODEL_ARGS,
+    NORM,
     NUMBER,
     ON_OFF,
     PROBABILITY,
@@ -36,12 +36,14 @@ from run.kinds import (
     SWITCH,
     alike,
     built,
+    built_in_model,
     fixed,
     free,
     gpu_for,
     kept,
     layer_with,
     layers_taking,
+    layers_where,
     library,
     model_or,
     one_of,
@@ -49,37 +51,34 @@ from run.kinds import (
     parsed_by,
     per_graph,
     prediction,
+    spelled,
     text,
-    training,
 )
-from run.own_model import conv_of
+from run.kinds import text_of as text_of
+from run.own_model import conv_of, is_own
 from tasks.node import NodeTask
 
 SEEDS = 1024  # default of --batch-size
 TASKS = {"node": NodeTask} | {name: of.TASK for name, of in extras.present(extras.TASKS).items()}
 MODELS = [model for task in TASKS.values() for model in task.models or ()]  # of a task with its own
-extras.present(extras.LAYERS)  # `CONVS` knows the layers of modules that are imported
 
 # ---- what a flag needs to have an effect: functions of all flags that return what speaks against it, or None
 
 
-def built_in_model(flags):
-    """Refuse a network of a file: only a layer goes into the network that has this flag."""
-    if flags.conv is None:
-        return f"is for the built-in models; give {flags.model} what it needs by --model-args"
-
-
 def model_or_default(flags):
-    """Return the model, or the default of a task that has models of its own and not this one."""
+    """Return the model, or the default of a task that has models of its own and not this one, nor one of a file."""
     models = TASKS[flags.task].models or [flags.model]
-    return flags.model if flags.model in models else [*models][0]
+    return flags.model if flags.model in models or is_own(flags.model) else [*models][0]
 
 
 def model_of_the_task(flags):
     """Refuse a layer where the task has models of its own, and these models elsewhere."""
     models = TASKS[flags.task].models
+    if flags.conv is None:
+        return None
     if (flags.model in MODELS) != bool(models):
-        return f"is not for --task {flags.task}, which has {', '.join(models or CONVS)}"
+        own = "" if models is None else ", and networks of a file, not layers"
+        return f"is not for --task {flags.task}, which has {', '.join(models or CONVS)}{own}"
 
 
 def used_width(flags):
@@ -89,18 +88,16 @@ def used_width(flags):
         return built_in_model(flags)
 
 
+def layers_or_hops(flags):
+    """Refuse --num-layers of a network of a file that gets no hops, but whole graphs."""
+    if not TASKS[flags.task].placed:
+        return built_in_model(flags)
+
+
 def own_network(flags):
     """Refuse a layer: this flag is for a network of a file."""
     if flags.conv is not None:
         return f"is for --model FILE.py:NAME, --model is {flags.model}"
-
-
-def layer_with_or_without_edges(flags):
-    """Refuse --edge-features of a layer that cannot use them, and --no-edge-features of one that needs them."""
-    unable = "no" if flags.edge_features else "must"
-    if flags.layer.edge_features == unable:
-        able = [name for name, conv in CONVS.items() if conv.edge_features != unable]
-        return f"is for --model {', '.join(able)}, --model is {flags.model}"
 
 
 def no_early_stop(flags):
@@ -111,11 +108,7 @@ def no_early_stop(flags):
 
 def logits_before_the_last_layer(flags):
     """Refuse embeddings of networks without an inner layer that could give them."""
-    if flags.predict_what != "embeddings":
-        return None
-    if flags.conv is None:
-        return f"is for the built-in models; take logits of {flags.model}"
-    if flags.num_layers == 1:
+    if flags.predict_what == "embeddings" and flags.conv and flags.num_layers == 1:
         return "would be the features with --num-layers 1"
 
 
@@ -142,12 +135,6 @@ def cpu_for_its_mode(flags):
         return f"trains on CPU: leave out --gpus {flags.gpus}"
 
 
-def features_off_gpu(flags):
-    """Refuse a cache of rows that are all in GPU memory."""
-    if flags.mode == MODES[0]:
-        return f"has no effect: --mode {MODES[0]} has all on the GPU"
-
-
 def room_for_processes(flags):
     """Refuse --procs with GPUs, under torchrun, or beyond free memory."""
     if flags.gpus:
@@ -157,14 +144,6 @@ def room_for_processes(flags):
         return f"is too many: memory is free for {most} processes"
     if under_torchrun():
         return "has no effect under torchrun: use its --nproc-per-node"
-
-
-def several_gpus_or_machines(flags):
-    """Refuse --split-features where there is only one memory, or one copy is shared."""
-    if flags.mode == MODES[1]:
-        return f"has no effect: in --mode {MODES[1]} the GPUs of a machine share one copy"
-    if flags.gpus < 2 and not under_torchrun() and not flags.dry_run:
-        return "needs several GPUs or machines to split them over: --gpus N or torchrun --nnodes N"
 
 
 def one_process(flags):
@@ -184,19 +163,6 @@ def free_here(flags):
     free = free_host_bytes()
     if flags.free_host > free and not flags.dry_run:
         return f"is for --dry-run; {readable_size(free)} are free here"
-
-
-def folder_to_write(flags):
-    """Refuse a folder that cannot be made or written to, and a store."""
-    path = os.path.abspath(flags.export)
-    if os.path.exists(os.path.join(path, "meta.json")):
-        return "is a store: give a folder of its own"
-    while not os.path.isdir(path):
-        if os.path.lexists(path):
-            return f"cannot be made: {path} is no folder"
-        path = os.path.dirname(path)
-    if not os.access(path, os.W_OK):
-        return f"cannot be written in {path}"
 
 
 def table_library(flags):
@@ -268,7 +234,9 @@ CORE = dict(
         needs=[own_network],
     ),
     hidden=fixed(COUNT, 128, "width of the hidden layers, all heads together", needs=[used_width]),
-    num_layers=fixed(COUNT, None, "number of layers (default: one per fanout, else 3)"),
+    num_layers=fixed(
+        COUNT, None, "number of layers (default: one per fanout, else 3)", needs=[layers_or_hops]
+    ),
     heads=fixed(
         COUNT,
         None,
@@ -287,12 +255,6 @@ CORE = dict(
         f"add each layer's input to its output (default: {', '.join(layers_where(residual='yes'))}; {', '.join(layers_where(residual='if classes disagree'))} if classes disagree)",
         needs=[built_in_model],
     ),
-    edge_features=fixed(
-        ON_OFF,
-        None,
-        f"layers see the features of edges (default: {', '.join(layers_where(edge_features='can') + layers_where(edge_features='must'))} if there are any)",
-        needs=[built_in_model, layer_with_or_without_edges],
-    ),
     dropout=fixed(
         PROBABILITY,
         0.5,
@@ -303,7 +265,15 @@ CORE = dict(
         PROBABILITY, 0.0, "probability on the input features (default: 0)", needs=[built_in_model]
     ),
     lr=kept(RATE, 0.003, "Adam's learning rate", group="optimisation"),
-    lr_schedule=kept(one_of("constant", "cosine"), "constant", "cosine: falls to 0 over --epochs"),
+    lr_schedule=kept(
+        one_of("constant", "cosine", "linear"),
+        "constant",
+        "cosine, linear: falls to 0 over --epochs",
+    ),
+    warmup=kept(COUNT, None, "optimizer steps over which the rate rises to --lr (default: none)"),
+    clip_norm=kept(
+        NORM, None, "largest norm of the gradients of all weights together (default: any)"
+    ),
     weight_decay=kept(
         NUMBER, None, "Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)"
     ),
@@ -320,7 +290,7 @@ CORE = dict(
     metric=fixed(
         one_of(*dict.fromkeys(m for task in TASKS.values() for m in task.metrics)),
         None,
-        "nodes: accuracy, roc_auc, f1 (default: accuracy, or f1 for several labels); links: mrr, hits@1, hits@10, roc_auc, ap (default: mrr); graphs: roc_auc, accuracy, f1 (default: roc_auc; several classes: accuracy), or of targets rmse, mae",
+        "default: accuracy (several labels: f1); links: mrr; graphs: roc_auc; numbers: rmse",
     ),
     early_stop=kept(
         COUNT, None, "after N epochs without a better --metric keep the best weights (default: off)"
@@ -334,7 +304,9 @@ CORE = dict(
     seed=fixed(
         SEED, 0, "for initial weights, drawn splits, order, sampling and dropout (default: 0)"
     ),
-    runs=alike(COUNT, 1, "N seeds: mean and standard deviation"),
+    runs=alike(
+        COUNT, 1, "N seeds: mean and standard deviation; files get names as FILE-seed0 (default: 1)"
+    ),
     precision=kept(
         one_of("fp32", "tf32", "bf16", "fp64"),
         None,
@@ -363,19 +335,6 @@ CORE = dict(
         "where graph and features live - where training runs",
         needs=[gpu_for("mode", *MODES[:3]), cpu_for_its_mode],
     ),
-    cache=free(
-        SIZE,
-        0,
-        "feature rows cached by each GPU, or process of cpu-cpu (default: see docs/disk.md)",
-        needs=[features_off_gpu],
-    ),
-    # not beside extras/split.py: the memory plan and the loader ask for it
-    split_features=alike(
-        SWITCH,
-        False,
-        "split feature rows over the GPUs (cuda-cuda) or machines (cpu-cuda, cpu-cpu)",
-        needs=[several_gpus_or_machines],
-    ),
     prefetch=free(
         COUNT_OR_0, None, "batches prepared ahead; 0: none (default: --sample-threads + 1)"
     ),
@@ -403,11 +362,7 @@ CORE = dict(
         SIZE, None, "host memory to plan with (default: what is free)", needs=[free_here]
     ),
     checkpoint=free(
-        text("FILE"),
-        None,
-        "write the state each epoch, on Ctrl-C (--runs: FILE-seed0)",
-        group="files",
-        endings=("",),
+        text("FILE"), None, "write the state each epoch, on Ctrl-C", group="files", endings=("",)
     ),
     checkpoint_every=alike(
         COUNT, None, "also write it every N optimizer steps (default: off)", needs=[checkpoint_file]
@@ -422,21 +377,15 @@ CORE = dict(
         text("FILE"),
         None,
         "exact predictions for every node or small graph: .npy, or .csv, .parquet with names; with --resume FILE it trains only with --epochs or --checkpoint",
-        needs=[one_run, table_library],
+        needs=[table_library],
         endings=(".npy", ".csv", ".parquet"),
     ),
     predict_what=alike(
         one_of("classes", "scores", "logits", "embeddings"),
         "classes",
-        "classes [V] (several labels: 0/1 [V, classes]); scores (probabilities), logits [V, classes]; embeddings: the last layer's input, [V, hidden]",
+        "scores: probabilities; embeddings: the input of the last layer (default: classes)",
         needs=[prediction, logits_before_the_last_layer],
         default_is_off=False,
-    ),
-    export=free(
-        text("DIR"),
-        None,
-        "write the trained network as model.safetensors and config.json",
-        needs=[one_run, folder_to_write, library("safetensors")],
     ),
     verbose=free(SWITCH, False, "also print memory plan, settings and stage times"),
     log=free(
@@ -452,20 +401,13 @@ CORE = dict(
         "write each epoch's metrics for TensorBoard",
         needs=[library("tensorboard")],
     ),
-    profile=free(
-        text("FILE"),
-        None,
-        "torch.profiler trace of epoch 2: FILE.rank0.json",
-        needs=[one_run, training],
-        endings=("",),
-    ),
 )
 
 
 def with_extras(flags):
     """Put the flags of extras among those of the core, each behind the one that their `flags` names."""
     names = [*flags]
-    for module in extras.present(extras.FLAGS).values():
+    for module in extras.present({file: file for file in extras.FLAGS}).values():
         for before, more in module.flags(kinds).items():
             place = names.index(before) + 1
             names[place:place] = more
@@ -474,7 +416,13 @@ def with_extras(flags):
 
 
 FLAGS = with_extras(CORE)
-Typed = make_dataclass("Typed", [(n, Any, flag.default) for n, flag in FLAGS.items()], frozen=True)
+OF_EXTRAS = {name: file for file, names in extras.FLAGS.items() for name in names.split()}
+Typed = make_dataclass(
+    "Typed",
+    [(n, Any, flag.default) for n, flag in FLAGS.items()],
+    namespace=dict.fromkeys(OF_EXTRAS.keys() - FLAGS),  # None where their files are missing
+    frozen=True,
+)
 
 
 @dataclass(frozen=True)
@@ -554,6 +502,8 @@ def make_parser():
         usage="python train.py [flags]",
         description="Train a graph neural network by neighbour sampling.",
     )
+    files = {spelled(name): file for name, file in OF_EXTRAS.items()}
+    parser.missing = {flag: extras.lacking(files, flag) for flag in files}
     for name, flag in FLAGS.items():
         if flag.group:
             group = parser.add_argument_group(flag.group)
@@ -572,12 +522,7 @@ def seed_path(path, seed):
     return str(path.with_name(f"{path.stem}-seed{seed}{path.suffix}"))
 
 
-def spelled(name, value=True, equals=" "):
-    """Spell a flag: batch_size -> --batch-size; with a value, as it is typed: --batch-size 8, --no-residual."""
-    flag = f"--{'no_' * (value is False)}{name}".replace("_", "-")
-    return flag if isinstance(value, bool) else f"{flag}{equals}{text_of(value)}"
-
-
-def text_of(value):
-    """Return a flag's value as it is typed: [15, 10] -> 15,10."""
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+def files_of_seed(flags, seed):
+    """Name the files that one seed of --runs writes, but for --log, to which all append -> {flag: file}."""
+    names = [name for name, flag in FLAGS.items() if flag.endings and name != "log"]
+    return {n: seed_path(file, seed) for n in names if (file := getattr(flags, n))}

@@ -15,6 +15,7 @@ from model import CONVS
 from run.own_model import words_of
 from sampler import UNIFORM
 
+present(LAYERS)  # `CONVS` knows the layers of modules that are imported
 SAMPLERS = {UNIFORM.name: UNIFORM} | {name: of.RULE for name, of in present(RULES).items()}
 
 
@@ -113,11 +114,23 @@ COUNT_OR_0 = parsed_by(positive(int, zero=True), "N")
 SEED = parsed_by(positive(int, zero=True, below=2**63), "N")
 TIME = parsed_by(positive(int, below=2**63), "N")
 RATE = parsed_by(positive(float), "RATE")
+NORM = parsed_by(positive(float), "NORM")
 NUMBER = parsed_by(positive(float, zero=True), "X")
 PROBABILITY = parsed_by(positive(float, zero=True, below=1), "P")
 MODEL_ARGS = parsed_by(words_of, "A=1,B=x")
 FANOUT = parsed_by(fanout, "15,10,5")
 SIZE = parsed_by(size, "4GiB")
+
+
+def spelled(name, value=True, equals=" "):
+    """Spell a flag: batch_size -> --batch-size; with a value, as it is typed: --batch-size 8, --no-residual."""
+    flag = f"--{'no_' * (value is False)}{name}".replace("_", "-")
+    return flag if isinstance(value, bool) else f"{flag}{equals}{text_of(value)}"
+
+
+def text_of(value):
+    """Return a flag's value as it is typed: [15, 10] -> 15,10."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 # ---- declarations
@@ -159,6 +172,22 @@ free = partial(Flag, "free")  # takes this command's value
 
 
 # ---- what flags, also those of extras, need to have an effect: see run/flags.py
+
+
+def built_in_model(flags):
+    """Refuse a network of a file: only a layer goes into the network that has this flag."""
+    if flags.conv is None:
+        return f"is for the built-in models; give {flags.model} what it needs by --model-args"
+
+
+def layers_where(**stated):
+    """Return the names of the layers that state these values about themselves: layers_where(padded=True)."""
+    return [n for n, c in CONVS.items() if all(getattr(c, k) == v for k, v in stated.items())]
+
+
+def plain_layers():
+    """Return the names of the layers that need neither types nor features of edges."""
+    return [n for n, c in CONVS.items() if not c.uses_types and c.edge_features != "must"]
 
 
 def layers_taking(option):

@@ -9,6 +9,9 @@ blocks[0].src_nodes -> logits [S, C]. Inside, use layers of model.py, DGL's (`bl
 Edge features arrive as net(blocks, x, edges=...), [E, D] for each block, if the class's forward takes `edges`; D arrives
 as `edge_dim` (0 without features) if Net takes it. A function gets both if it takes edge_dim.
 
+With --task graph a network is called as net(graph), a `GraphBatch` of extras/graph_store.py -> [G, T], and takes the features of
+edges from it, all as they are stored.
+
 The file runs as code, which is why only the command line can name it, never a checkpoint.
 """
 
@@ -104,10 +107,10 @@ def takes_edges(model):
     return argument is not None, argument is not None and argument.default is argument.empty
 
 
-def build(model, words, in_dim, num_classes, edge_dim=0):
+def build(model, words, in_dim, num_classes, edge_dim=0, *, blocks=True):
     """Build the network of --model with the `words` of --model-args for feature width in_dim and edge feature width
-    edge_dim -> nn.Module. Raises StoreError as `load` does, for arguments that do not fit, and if the result is not a
-    usable nn.Module."""
+    edge_dim -> nn.Module. blocks: it is called with blocks, else with a `GraphBatch`. Raises StoreError as `load` does, for
+    arguments that do not fit, and if the result is not a usable nn.Module."""
     make, _ = load(model)
     name = model.rpartition(":")[2]
     values = {}
@@ -138,6 +141,7 @@ def build(model, words, in_dim, num_classes, edge_dim=0):
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise StoreError(f"{start} has no parameters that could be trained")
     taken = inspect.signature(net.forward).parameters.values()
-    if edge_dim and not any(p.name == "edges" or p.kind == p.VAR_KEYWORD for p in taken):
+    edges = any(p.name == "edges" or p.kind == p.VAR_KEYWORD for p in taken)
+    if blocks and edge_dim and not edges:
         raise StoreError(f"{start} takes edge_dim, but the forward of its result takes no `edges`")
     return net

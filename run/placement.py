@@ -8,31 +8,29 @@ Every automatic choice is printed.
 
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cache import CachedFeatures, expected_visits
-from disk.files import StoreError, free_host_bytes, readable_size
-from extras import STEPS, MissingExtra, extra, present, uses
-from features import MODES, FeatureRing, ask, place, share, stored
+from disk.files import StoreError
+from extras import CACHES, extra, present, uses
+from features import FeatureRing, ask, place, stored
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
-from run.allocator import trim_memory
 from run.finite import check_features
 from run.plan import (
     averages_in_place,
     batches_ahead,
+    check_memory,
     choose_mode,
-    counted,
-    estimate,
+    fits_split,
+    memory_lines,
+    memory_options,
     placements,
-    weight_bytes,
+    sizes,
 )
 from sampler import DamagedGraph, NeighborSampler
-from store import BACKENDS
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
 
@@ -49,6 +47,12 @@ class Used(NamedTuple):
 
     options = property(lambda self: {**self.seen, **self.drawn}, doc="All of NeighborSampler.")
     timed = property(lambda self: "edge_times" in self.options, doc="Whether seeds have times.")
+
+    def draws(self, flags):
+        """Return the most neighbours drawn for a node in each hop, over all edge types; -1: all of them."""
+        fanouts = self.drawn.get("fanouts", flags.fanout)
+        by_type = [k if isinstance(k, list) else [k] for k in fanouts]
+        return [-1 if -1 in ks else sum(ks) for ks in by_type]
 
 
 def used_of(flags, task):
@@ -119,7 +123,15 @@ def settle(ranks, flags, task):
         prefetch = min(ranks.gather(prefetch))
     values |= {"mode": mode, "sample_threads": threads, "prefetch": prefetch}
     ranks.say("\n".join(lines) if flags.verbose or not flags.turn else "")
-    return flags.settled(**values), used
+    plan = flags.settled(**values)
+    if plan.conv:
+        check_memory(ranks, plan, task)
+    return plan, used
+
+
+def tell_memory(ranks, flags, task):
+    """Print what the data of a task need in memory in each mode."""
+    ranks.say("\n".join(memory_lines(ranks, flags, task, used_of(flags, task))))
 
 
 def kept_weights(flags, task):
@@ -144,94 +156,6 @@ def has_tf32(ranks, flags):
     return bool(flags.free_gpu) or torch.cuda.get_device_capability(ranks.device) >= (8, 0)
 
 
-def memory_options(ranks, flags, task, used):
-    """Return the keyword arguments of `estimate` in run/plan.py. What is free, and the cores, are the least of all
-    ranks: they have to choose the same mode."""
-    free_gpu = flags.free_gpu
-    if free_gpu is None:
-        free_gpu = torch.cuda.mem_get_info()[0] if ranks.gpus else 0
-    mine = free_gpu, free_host_bytes(), torch.get_num_threads()
-    free_gpu, free_host, cores = map(min, zip(*ranks.gather(mine)))
-    return {
-        "procs": ranks.local_world,
-        "free_gpu": free_gpu or None,
-        "free_host": free_host,
-        **sizes(flags, task, used, cores),
-    }
-
-
-def fits_split(flags, store, mode, options):
-    """List the advice to hold the features in the memory of all GPUs together, where each alone has no room for them."""
-    if flags.gpus < 2 or mode == MODES[0] or flags.mode != "auto" or flags.split_features:
-        return []
-    modes, _ = estimate(store, flags.gpus, **{**options, "split": flags.gpus})
-    if not modes[MODES[0]].fits:
-        return []
-    where = f"in the memory of {flags.gpus} GPUs together, for mode {MODES[0]}"
-    return [f"memory  --split-features would hold them {where}"]
-
-
-def memory_lines(ranks, flags, task):
-    """List the lines of --dry-run about memory: sizes on disk, what each mode needs, the mode to choose."""
-    store = task.store
-    options = memory_options(ranks, flags, task, used_of(flags, task))
-    modes, best = estimate(store, flags.gpus, **options)
-    disk = {name: record["bytes"] for name, record in store.meta["files"].items()}
-    features = disk.pop(BACKENDS[store.meta["backend"]])
-    graph = sum(disk.values())
-    lines = {"on disk": f"graph {readable_size(graph)}, features {readable_size(features)}"}
-    arrays = modes["pinned-cuda"].placement.shared
-    if store.part:
-        lines["on disk"] += f": {extra('.parts').described_part(store)}"
-        arrays = graph + features
-    for mode, fit in modes.items():
-        lines[mode] = fit.line
-        if fit.largest_batch:
-            lines[mode] += f"; batches of up to {fit.largest_batch:,} seeds fit"
-    lines["mode"] = best or "none fits (--free-gpu 80GB asks about another machine's GPUs)"
-    free_host = options["free_host"]
-    where = "the mapped file stays in it"
-    if arrays > free_host:
-        where = "rows are read from the mapped file's disk, behind --cache"
-    if store.indices.nbytes > free_host // 2:
-        where += (
-            f", and neighbour lists as they are sampled ({readable_size(store.indices.nbytes)})"
-        )
-    lines["features"] = (
-        f"mmap: graph and features take {readable_size(arrays)} and {readable_size(free_host)} of host "
-        f"memory are free: {where}; lmdb is for rows that change while others read them"
-    )
-    return [f"{name:<14} {value}" for name, value in lines.items()]
-
-
-def check_memory(ranks, plan, task):
-    """Raise StoreError if what training a built-in network holds for certain exceeds free memory, before any of it is
-    allocated: weights, gradients, moments, and the hidden rows of a batch's seeds."""
-    if ranks.gpus:
-        free = plan.free_gpu or torch.cuda.mem_get_info()[0]
-    else:
-        free = free_host_bytes() // ranks.local_world
-    itemsize = 8 if plan.precision == "fp64" else 4
-    batch = 0
-    try:
-        with torch.device("meta"):
-            weights = weight_bytes(task.build(plan), plan.trains, itemsize)
-    except RuntimeError as error:  # bytes above 2^63
-        raise StoreError(f"--hidden {plan.hidden}: {error}") from error
-    if plan.trains and plan.num_layers > 1:
-        seeds = len(task.store.split["train"]) // (plan.accumulate * ranks.world)
-        rows = min(plan.batch_size, seeds) * task.seeds_per_example(plan)
-        batch = (2 if plan.precision == "bf16" else itemsize) * rows * plan.hidden
-    if weights + batch <= free:
-        return
-    raise StoreError(
-        f"this run cannot fit: weights, gradients and moments take {readable_size(weights)}, a batch at least "
-        f"{readable_size(batch)}, and {readable_size(free)} of memory are free for each process; "
-        f"lower --hidden {plan.hidden}, --num-layers {plan.num_layers} or --batch-size {plan.batch_size}"
-        f"{f', or --negatives {plan.negatives}' * task.are_links}"
-    )
-
-
 def residual_helps(store, known):
     """Decide whether layers that average a node's row with its neighbours' need residual connections -> (bool, reason):
     by adjusted homophily (Platonov et al., arXiv 2209.06177) over up to 32 edges each of about 4,096 of the nodes
@@ -251,36 +175,6 @@ def residual_helps(store, known):
     helps = agreement < AGREEMENT
     why = f"classes of neighbours agree by {agreement:.2f} (0: as by chance, 1: always)"
     return helps, f"{'' if helps else 'no '}residual connections: {why}"
-
-
-def sizes(flags, task, used, cores=1):
-    """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
-    process, if --sample-threads and --prefetch are not settled."""
-    conv = flags.layer
-    heads = flags.heads if "heads" in conv.takes else 1
-    steps = present(STEPS).values() if flags.trains else ()
-    held = sum(step.hops_held(flags, task, used) for step in steps)
-    return {
-        "fanout": draws(flags, used),
-        "batch_size": flags.batch_size * task.seeds_per_example(flags),
-        "hidden": flags.hidden,
-        "types": (flags.bases or task.store.num_edge_types) * heads if conv.uses_types else 0,
-        "edge_dim": 0 if used.edges is None else used.edges.shape[1],
-        "graphs": held,
-        "counted": counted(flags, task, used),
-        "timed": used.timed,
-        "split": flags.split_features * max(flags.gpus, 1),
-        "sample_threads": flags.sample_threads,
-        "prefetch": flags.prefetch,
-        "cores": cores,
-    }
-
-
-def draws(flags, used):
-    """Return the most neighbours drawn for a node in each hop, over all edge types; -1: all of them."""
-    fanouts = used.drawn.get("fanouts", flags.fanout)
-    by_type = [k if isinstance(k, list) else [k] for k in fanouts]
-    return [-1 if -1 in ks else sum(ks) for ks in by_type]
 
 
 def place_data(ranks, plan, task, used):
@@ -320,6 +214,13 @@ def place_data(ranks, plan, task, used):
     return sampler, ring
 
 
+def cached(ranks, plan, task, used, features):
+    """Put the caches of extras in front of the features -> features; --dry-run only describes them."""
+    for cache in present(CACHES).values():
+        features = cache.cached(ranks, plan, task, used, features)
+    return features
+
+
 def all_features(store):
     """Return the features of all nodes as exact inference reads them: of a part of a store, ranks gather unequally often."""
     return ask(stored(store.features), "uneven")(store.features)
@@ -341,96 +242,15 @@ def placed_arrays(ranks, plan, task, used):
     try:
         if pinned:
             needs = placements(store, **sizes(plan, task, used))[plan.mode]
-            spare = torch.cuda.mem_get_info()[0] - needs.gpu - needs.gpu_step - plan.cache
-            arrays = share(arrays, leads=ranks.local_rank == 0, total=ranks.sum_here)
+            spare = torch.cuda.mem_get_info()[0] - needs.gpu - needs.gpu_step - (plan.cache or 0)
+            pinned = extra(".pinned", f"--mode {plan.mode}")
+            arrays = pinned.share(arrays, leads=ranks.local_rank == 0, total=ranks.sum_here)
         placed = place(*arrays[:4], plan.mode, device=ranks.device, more=arrays[4:], spare=spare)
     except (OSError, RuntimeError) as error:
         if not pinned:
             raise
         raise StoreError(f"--mode pinned-cuda: {error}") from error
     return placed[:4], options | dict(zip(columns, placed[4:]))
-
-
-def row_caches(plan):
-    """Return the bytes of --cache in GPU memory, and in host memory."""
-    return (0, plan.cache) if plan.mode == "cpu-cpu" else (plan.cache, 0)
-
-
-def on_disk(ranks, plan, store):
-    """Return whether features stay on disk, behind a cache that looks ahead: the same on all ranks."""
-    rows = stored(store.features)
-    paged = plan.mode in MODES[2:] and ask(rows, "paged") and not plan.split_features
-    return all(ranks.gather(paged and (rows.large or row_caches(plan)[1] > 0)))
-
-
-def cached(ranks, plan, task, used, features):
-    """Put caches in front of the features, of the rows that batches use most often -> the first of them, one per process, or
-    the features as they are. --cache is GPU memory in cpu-cuda and pinned-cuda; in cpu-cpu it is host memory. Over memory-mapped
-    features that stay on disk the cache in host memory looks ahead and plans the page cache too; of these --dry-run prints where
-    rows are, and how fast the disk delivers them."""
-    store = task.store
-    rows = stored(store.features)
-    lookahead = looking_ahead(ranks) if on_disk(ranks, plan, store) else None
-    budget = plan.cache
-    if plan.split_features:  # processes fill their caches together
-        budget = min(ranks.gather(budget))
-    if getattr(plan, "lookahead", None) is not None and not lookahead:
-        raise StoreError(
-            f"--lookahead {plan.lookahead} needs memory-mapped features, with columns in the checkpoint's order, behind a "
-            "--cache in mode cpu-cpu, or larger than memory in mode cpu-cuda, and no --split-features"
-        )
-    if budget and plan.mode == "cuda-cuda":
-        ranks.say("memory  --cache has no effect: all features are in GPU memory")
-    if not (budget or lookahead) or plan.mode == "cuda-cuda" or plan.dry_run and not lookahead:
-        return features
-    batch_size = plan.batch_size * task.seeds_per_example(plan)
-    with reading_all_edges():
-        visits = expected_visits(
-            store.indptr, store.indices, task.seeds(), draws(plan, used), batch_size
-        )
-    visits = visits[: features.shape[0]]  # the other nodes have no features
-    trim_memory(1)  # return freed heap pages before allocating the cache
-    if not lookahead:
-        if plan.mode == "cpu-cpu":
-            ask(rows, "reserve")(budget * ranks.local_world)
-        return CachedFeatures(features, visits, budget, ranks.device)
-    gpu, host = row_caches(plan)
-    tiers = lookahead.settled_tiers(rows, visits, gpu, host * ranks.local_world, ranks.local_world)
-    ranks.say(f"memory  {tiers.line}")
-    if plan.dry_run:
-        speed = lookahead.reads_per_second(rows)
-        most = speed / max(tiers.reads, 1e-9) / ranks.local_world
-        ranks.say(
-            f"memory  this disk: {speed:,.0f} random rows/s, at most {most:,.1f} batches/s a process"
-        )
-        return features
-    host, room = map(min, zip(*ranks.gather((tiers.host, tiers.room))))
-    rows.reserve(host)
-    together = None
-    if max(ranks.gather(ranks.local_world)) > 1:
-        together = lookahead.Together(ranks.group_here())
-    behind = partial(
-        lookahead.LookaheadCache,
-        rows,
-        host,
-        plan.lookahead,
-        hot=visits,
-        batches=plan.epochs * plan.steps * plan.accumulate,
-        together=together,
-        room=room,
-    )
-    if not gpu:
-        return behind()
-    return CachedFeatures(features, visits, gpu, ranks.device, behind)
-
-
-def looking_ahead(ranks):
-    """Return the module of the cache that looks ahead; None after a line that says so if its file is not there."""
-    try:
-        return extra(".lookahead", "looking ahead")
-    except MissingExtra as error:
-        ranks.say(f"memory  rows are cached, pages are left to the kernel: {error}")
-        return None
 
 
 @contextmanager

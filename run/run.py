@@ -19,11 +19,12 @@ from disk.files import StoreError
 from extras import extra
 from features import ask
 from inference import inference, layerwise
-from loader import NodeLoader, seeds_at
+from loader import NodeLoader
 from model import graph_degrees, is_gnn
 from run import own_model
 from run.flags import TASKS, Plan
-from run.placement import all_features, check_memory, place_data, reading_all_edges, settle
+from run.placement import all_features, cached, place_data, reading_all_edges, settle, tell_memory
+from run.report import plan_lines
 from sampler import NeighborSampler, mix
 from tasks.metrics import check_scores
 
@@ -34,13 +35,11 @@ WHOLE_GRAPH_EDGES = 1 << 22
 def open_run(ranks, flags, path, fits=lambda plan, task: {}):
     """Open the store at a path, place it and build the network -> Run. fits: function(plan, task) that raises if the data
     do not match the checkpoint to resume, and returns more for `Used.seen`."""
-    task = TASKS[flags.task](flags, path, ranks.say)
+    task = TASKS[flags.task].opened(flags, path, ranks.say)
     plan, used = settle(ranks, flags, task)
     tf32 = plan.precision == "tf32" and ranks.gpus
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     used = used._replace(seen=used.seen | fits(plan, task))
-    if plan.conv:
-        check_memory(ranks, plan, task)
     sampler, ring = place_data(ranks, plan, task, used)
     torch.manual_seed(plan.seed)  # of initial weights, the same on every rank
     model, digest = build_model(plan, task, used)
@@ -54,18 +53,19 @@ def build_model(plan, task, used):
     digest = own_model.load(plan.model)[1] if own_model.is_own(plan.model) else None
     if plan.conv:
         return task.build(plan), digest
-    if store.features.shape[0] < store.num_nodes:
+    if task.placed and store.features.shape[0] < store.num_nodes:
         raise StoreError(
             f"--model {plan.model}: {store.path} has types of "
             "nodes without features, for which built-in models learn rows"
         )
-    network = own_model.build(
-        plan.model,
-        plan.model_args or [],
-        store.feature_dim,
-        store.num_classes,
-        store.edge_dim if used.edges is not None else 0,
-    )
+    widths = task.own_widths(used.edges is not None)
+    network = own_model.build(plan.model, plan.model_args or [], *widths, blocks=task.placed)
+    if plan.predict and plan.predict_what == "embeddings" and not hasattr(network, "embeddings"):
+        if used.times is not None or not layerwise(network):
+            raise StoreError(
+                f"--predict-what embeddings: {plan.model} needs a method embeddings(blocks, x), "
+                "which returns a row for each seed"
+            )
     return task.build(plan, network), digest
 
 
@@ -82,6 +82,24 @@ def place_model(ranks, model, plan, task, sampler):
     else:
         with reading_all_edges():
             model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
+
+
+def dry_run(ranks, flags, path):
+    """Print what the data need in memory in each mode, and the plan, as training would settle it. ranks: of one process that
+    stands for all."""
+    task = TASKS[flags.task].opened(flags, path, ranks.say)
+    if task.placed:
+        tell_memory(ranks, flags, task)
+    plan, used = settle(ranks, flags, task)
+    if task.placed:
+        cached(ranks, plan, task, used, task.store.features)
+    with torch.device("meta" if plan.conv else "cpu"):
+        model, _ = build_model(plan, task, used)
+    ranks.say("\n".join(plan_lines(ranks, plan, task, model, plan.trains)))
+    ranks.say(
+        f"plan    mode {plan.mode}, precision {plan.precision}, weights of the {plan.weights} epoch, "
+        f"{plan.prefetch} batches ahead, {plan.sample_threads} sampled at once"
+    )
 
 
 @dataclass
@@ -103,13 +121,18 @@ class Run:
         self.store = self.task.store
         self.custom = own_model.conv_of(self.plan.model) is None
         self.by_layers = layerwise(self.model) and self.used.times is None
+        if self.custom and getattr(self.model, "target_scale", None):
+            self.by_layers = is_gnn(self.model)  # which scales its outputs
 
     @cached_property
     def trained(self):
-        """Keys of the training examples, int64 [n], ascending; None if the task has none."""
+        """Keys of the training examples, also of a checkpoint that training began from, int64 [n], ascending; None if the
+        task has none."""
         if self.task.are_links:
             return None
-        return self.task.keys(self.store.split["train"]).sort().values
+        keys = self.task.keys(self.store.split["train"])
+        before = self.task.trained
+        return keys.sort().values if before is None else torch.cat([keys, before]).unique()
 
     def loader(self, seeds, **options):
         """Build the NodeLoader of this rank's part of every step, from the plan; `options` override it."""
@@ -170,7 +193,7 @@ class Run:
         for the cost of a few batches; in host memory, the same on all ranks."""
         draw = lambda batch: (nodes[batch.seeds], {}, None)  # noqa: E731
         if times is not None:
-            draw = seeds_at(times, nodes)
+            draw = extra(".times").seeds_at(times, nodes)
         return self.rows(torch.arange(len(nodes)), len(nodes), self.forward, draw=draw)
 
     @torch.no_grad()
@@ -188,7 +211,8 @@ class Run:
     def exact(self, layers=None):
         """Compute logits float32 [V, C] of all nodes from all their neighbours: layer by layer, on Linux split over
         the ranks of each machine; in batches, split over all ranks, for other networks.
-        With `layers`, return the output of that many first layers, [V, hidden]."""
+        With `layers`, return the output of that many first layers, [V, hidden], or, of a network that does not go layer
+        by layer and is no GNN, its `embeddings`."""
         ranks = self.ranks
         store = self.store
         self.model.eval()
@@ -227,7 +251,8 @@ class Run:
         plan = self.plan
         store = self.store
         times = self.used.times
-        fanout = [-1] * (layers or len(plan.fanout))
+        own = not is_gnn(model)
+        fanout = [-1] * (len(plan.fanout) if own else layers or len(plan.fanout))
         seen = {"seed": plan.seed, "check": False, **self.used.seen}
         options = {
             "sampler": NeighborSampler(store.indptr, store.indices, fanout, **seen),
@@ -236,14 +261,15 @@ class Run:
             "reuse": True,
             "edges": self.used.edges is not None,
             "accumulate": 1,
-            "draw": None if times is None else seeds_at(times),
+            "draw": None if times is None else extra(".times").seeds_at(times),
         }
         if store.num_edges <= WHOLE_GRAPH_EDGES and times is None:
             options |= {"batch_size": -(-store.num_nodes // self.ranks.world), "depth": 0}
 
         def output(batch):
-            if not is_gnn(model):
-                return self.task.output(self, model, batch, None).float()
+            if own:
+                network = model if layers is None else model.embeddings
+                return self.task.output(self, network, batch, None).float()
             x = model.embed(batch.blocks[0].src_nodes, batch.x)
             edges = batch.edges or [None] * len(fanout)
             for i, block in enumerate(batch.blocks):

@@ -29,6 +29,7 @@ from sources.prepare import build
 TABLES = {  # flag of build: what it takes, help
     "--features": ("FILE", "tables: a row of numbers per node"),
     "--labels": ("FILE", "tables: a label per node, -1 if unlabelled"),
+    "--targets": ("FILE", "tables: numbers to learn per node, empty if missing"),
     **{f"--{part}": ("FILE", f"tables: ids of the {part} nodes") for part in SPLITS},
     **{f"--{c.flag.replace('_', '-')}": c.usage() for c in COLUMNS.values() if not c.asked},
 }
@@ -39,7 +40,12 @@ def make_parser():
     parser = terminal.Parser(prog="store.py", description="Build or read a graph store.")
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("build", help="write a store from files").add_argument
-    add("source", help="an .npz file, PyG data saved as .pt, or a table of edges (csv or parquet)")
+    add(
+        "source",
+        nargs="+",
+        help="an .npz file, PyG data saved as .pt, or a table of edges (csv or parquet); or for several types "
+        "tables TYPE=FILE of nodes and TYPE,RELATION,TYPE=FILE of edges",
+    )
     add("path", help="directory of the store")
     for flag, (kind, text) in TABLES.items():
         add(flag, metavar=kind, help=text)
@@ -82,7 +88,8 @@ def run(command, path, **options) -> int:
     """Run a sub-command -> its exit code."""
     if command == "build":
         split = {part: file for part in SPLITS if (file := options.pop(part))}
-        build(path=path, split=split or None, progress=True, **options)
+        source = by_type(options.pop("source"))
+        build(source, path, split=split or None, progress=True, **options)
     if command == "split":
         parts = extra(".parts", "split")
         target = parts.split(path, progress=True, **options)
@@ -98,6 +105,19 @@ def run(command, path, **options) -> int:
         return print_problems(path, meta, kind.verify(path))
     print(kind.info(path))
     return 0
+
+
+def by_type(words):
+    """Return the only source, or {type: file} of several TYPE=FILE."""
+    if len(words) == 1:
+        return words[0]
+    sources = dict(word.partition("=")[::2] for word in words)
+    if len(sources) < len(words) or not all(sources.values()):
+        how = (
+            "several tables are TYPE=FILE of nodes and TYPE,RELATION,TYPE=FILE of edges, one a type"
+        )
+        raise StoreError(f"{' '.join(words)}: {how}")
+    return sources
 
 
 def print_problems(path, meta, problems) -> int:

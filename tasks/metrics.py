@@ -1,8 +1,9 @@
-"""Metrics: accuracy, F1, ROC-AUC, average precision, MRR, Hits@K, RMSE, MAE.
+"""Metrics: accuracy, F1, ROC-AUC, average precision, MRR, Hits@K, MAP@K, NDCG@K, Recall@K, RMSE, MAE, R2.
 
     score("f1", logits, y)                       # y: classes [n], or 0 and 1 for each of C labels [n, C]
     roc_auc(score, y), average_precision(score, y)
     ranking(ranks)                               # {"mrr": ..., "hits@1": ..., "hits@10": ...}
+    at_k(10, ranks, lists)                       # {"MAP@10": ..., "NDCG@10": ..., "Recall@10": ...}
 
 A metric is an entry of METRICS; the tasks and the choices of --metric are made from these. Every metric depends only on
 the pairs of score and target, not on their order, and agrees with scikit-learn's of the same name, ties included. n
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch.nn import functional as F
 
 from native import layers
@@ -145,8 +148,35 @@ def ranking(ranks):
     return {name: METRICS[name].from_ranks(ranks) for name in names}
 
 
+def at_k(k, ranks, lists):
+    """Compute MAP@k, NDCG@k and Recall@k, averaged over lists -> {name: value}. ranks: [n], counted from 1, of
+    what is relevant, each among what is not. lists: int64 [n], the number of the list that each is in."""
+    order = np.lexsort((ranks, lists))
+    _, row, sizes = lists[order].unique_consecutive(return_inverse=True, return_counts=True)
+    number = torch.arange(len(row)) - (sizes.cumsum(0) - sizes)[row]
+    place = ranks[order].double() + number  # also behind what is relevant
+    most = sizes.clamp(max=k)
+    gain = (torch.arange(int(most.max())) + 2).double().log2().reciprocal().cumsum(0)
+    hit = (place <= k).double() / len(sizes)
+    return {
+        f"MAP@{k}": (hit * (number + 1) / place / most[row]).sum().item(),
+        f"NDCG@{k}": (hit / (place + 1).log2() / gain[most - 1][row]).sum().item(),
+        f"Recall@{k}": (hit / sizes[row]).sum().item(),
+    }
+
+
+def r2(output, y):
+    """Average 1 - (squared errors / squared deviations from the mean) over targets [n, T], where y is not NaN."""
+    squares = (output - y).square().nansum(0)
+    spread = (y - y.nanmean(0)).square().nansum(0)
+    # that of a constant target is what was rounded
+    values = (1 - squares / spread)[spread > 1e-24 * y.square().nansum(0)]
+    return values.mean().item() if len(values) else None
+
+
 def errors(output, y, mean):
-    """Compute RMSE and MAE of `output` [n, T], and the RMSE of predicting `mean` [T], where y is not NaN -> {name: value}."""
+    """Compute RMSE, MAE and R2 of `output` [n, T], and the RMSE of predicting `mean` [T], where y is not NaN -> {name: value}. R2
+    is averaged over targets, without those that are constant here; None if all are."""
     check_scores(output)
     y = y.double()  # squares of float32 may be infinite
     present = ~y.isnan()
@@ -155,6 +185,7 @@ def errors(output, y, mean):
     return {
         "rmse": error.square().mean().sqrt().item(),
         "mae": error.abs().mean().item(),
+        "r2": r2(output.double(), y),
         "rmse_of_the_mean": mean_error.square().mean().sqrt().item(),
     }
 
@@ -181,9 +212,11 @@ METRICS = (
     # of targets, always reported: see `errors`
     Metric("rmse", "RMSE"),
     Metric("mae", "MAE"),
+    Metric("r2", "R2"),
     Metric("rmse_of_the_mean", "RMSE of predicting the mean"),
 )
 METRICS = {metric.name: metric for metric in METRICS}
+ERRORS = "rmse", "mae"  # of targets, to choose by
 
 
 def metrics_with(source):
@@ -201,4 +234,5 @@ def scores_line(scores):
             return "n/a"
         return f"{value:.4g}" if 0 < value < 1e-3 else f"{value:.4f}"
 
-    return "  ".join(f"{METRICS[name].title} {digits(value)}" for name, value in scores.items())
+    titles = [getattr(METRICS.get(name), "title", name) for name in scores]
+    return "  ".join(f"{title} {digits(scores[name])}" for title, name in zip(titles, scores))

@@ -72,11 +72,21 @@ class Task:
     load_batch = None
     limits = None
 
+    @classmethod
+    def opened(cls, args, path, say=print):
+        """Return the task of these arguments, of the subclass that the data ask for."""
+        return cls(args, path, say)
+
     def build(self, args, custom=None):
         """Return the `network` for the open data."""
-        names = "num_classes", "edge_dim", "num_edge_types"
+        names = "num_classes", "targets", "edge_dim", "num_edge_types"
         sizes = {name: getattr(self.store, name, 0) for name in names}
         return self.network(args, self.store.meta | sizes, custom)
+
+    def own_widths(self, edges):
+        """Return widths of features, outputs and features of edges (0 unless these are used) for a network of a file."""
+        store = self.store
+        return store.feature_dim, store.num_classes, store.edge_dim if edges else 0
 
     @classmethod
     def compared(cls, args):
@@ -159,7 +169,9 @@ class Task:
             first = run.ring.first_hop
             edges = batch.edges or None
             return network(batch.blocks, batch.x, key=key, aggregated=first, edges=edges)
-        return output_of_own(self.store.num_classes, network, batch)
+        # of another function, `embeddings`, any width
+        width = self.store.num_classes if isinstance(network, torch.nn.Module) else None
+        return output_of_own(width, network, batch)
 
 
 def open_graph(args, path, say):
@@ -203,6 +215,11 @@ def names_of_nodes(store):
     return read_names(store.path, record) if record else None
 
 
+def as_stored(store, names):
+    """Convert names of nodes of a store, a list of text, to an array, int64 if they were integers."""
+    return np.array(names, store.meta["files"][NAMES]["dtype"])
+
+
 def rows_of_nodes(store, outputs, columns):
     """Yield a table of all nodes in chunks, {column: values}: `node`, its name or, without names, its number, within its
     `type` if nodes have types; and what columns(rows of the outputs [V, n]) returns."""
@@ -217,9 +234,7 @@ def rows_of_nodes(store, outputs, columns):
             table["type"] = types[kind]
             node = node - np.array([0, *ends])[kind]
         if names:
-            node = [*islice(names, len(node))]
-            if store.meta["files"][NAMES]["dtype"] == "int64":
-                node = np.array(node, np.int64)
+            node = as_stored(store, [*islice(names, len(node))])
         yield {**table, "node": node, **columns(outputs[rows])}
 
 
@@ -228,8 +243,8 @@ def numbered_columns(rows):
     return {f"e{j}": rows[:, j].numpy() for j in range(rows.shape[1])}
 
 
-def gnn(args, widths, out_dim):
-    """Build the GNN that the flags describe."""
+def gnn(args, widths, out_dim, target_scale=None):
+    """Build the GNN that the flags describe. target_scale: as for `GNN`."""
     conv = args.conv
     names = "hidden num_layers heads dropout input_dropout norm residual".split()
     options = {name: getattr(args, name) for name in names}
@@ -247,18 +262,20 @@ def gnn(args, widths, out_dim):
         recompute=args.checkpoint_activations,
         edge_dim=widths["edge_dim"] if conv.sees_edges(args.edge_features) else 0,
         inputs=inputs,
+        target_scale=target_scale,
         **options,
     )
 
 
 def output_of_own(width, network, batch):
-    """Run a user's network on a batch -> float [S, width]; StoreError for other output, and if it fails with another number of
-    blocks than its lists of layers have."""
+    """Run a user's network, or its method `embeddings`, on a batch -> float [S, width], of any width if that is None; StoreError
+    for other output, and if it fails with another number of blocks than its lists of layers have."""
     edges = {"edges": batch.edges} if batch.edges else {}
     try:
         output = network(batch.blocks, batch.x, **edges)
     except (ValueError, LookupError) as error:
-        lists = [part for part in network.modules() if isinstance(part, torch.nn.ModuleList)]
+        module = getattr(network, "__self__", network)
+        lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
         layers, *others = {*map(len, lists)} or [0]
         if others or layers in (0, len(batch.blocks)):
             raise
@@ -270,8 +287,9 @@ def output_of_own(width, network, batch):
     actual = type(output).__name__
     if isinstance(output, torch.Tensor):
         actual = f"{output.dtype} {list(output.shape)}"
-        if output.is_floating_point() and output.shape == (S, width):
+        wanted = S, width or output.shape[-1]
+        if output.is_floating_point() and output.shape == wanted:
             return output
     raise StoreError(
-        f"the model returned {actual} for {S} seeds: a row of {width} logits for each is needed"
+        f"the model returned {actual} for {S} seeds: a row of {f'{width} logits' if width else 'numbers'} for each is needed"
     )

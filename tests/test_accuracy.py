@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import ddp
-import model
 import train
-from extras.graph_store import build_graphs
+from extras.graph_store import GraphDataset, build_graphs
 from inference import layerwise
-from run import placement
+from run import kinds, own_model, placement
 from run import run as running
-from run.checkpoint import read_checkpoint
+from run.checkpoint import load_model, read_checkpoint
 from store import GraphStore, build_store, verify
 from tasks import metrics
 from tasks.node import NodeTask
@@ -34,6 +33,7 @@ from tests.common import (
     _run_here,
     _same_for_any_number_of_processes,
     _same_weights,
+    _stops,
     _train,
 )
 from tests.stores import _edges, _graphs, _molecules, _refuses, _rewrite_meta
@@ -71,7 +71,7 @@ def test_accuracy_is_what_papers_and_experience_say(name, tmp_path):
     small = "50 epochs of 1 step, each of 1,024 nodes; learning rate 0.003, weight decay 0.0005"
     assert (small in output) == (name == "cora, defaults")
     learnt = " ".join(words for words, _ in LEARNT.values())
-    assert {*re.findall("--model (\\S+)", learnt)} == {*model.plain_layers()}
+    assert {*re.findall("--model (\\S+)", learnt)} == {*kinds.plain_layers()}
 
 
 ALONE = """
@@ -157,7 +157,7 @@ cora => error: cora is no flag; --help lists them
 --dropout 1 => --dropout: '1' is not a number of at least 0 and below 1
 --model gat --hidden 10 => --hidden 10 is no multiple of --heads 4
 --norm batch --checkpoint-activations => use --norm layer
---runs 3 --predict c.npy => --predict c.npy is for one run, --runs is 3
+--runs 3 --resume r.pt => --resume r.pt is for one run, --runs is 3
 --predict classes.txt => --predict classes.txt: .* ends in .npy or .csv or .parquet
 --predict nowhere/c.npy => --predict nowhere/c.npy: a file cannot be written there
 --resume nowhere.pt => nowhere.pt cannot be read: No such file
@@ -216,7 +216,9 @@ cora => error: cora is no flag; --help lists them
 --model GTA => 'GTA': choose one of sage, sage-pool, .*rgat, or FILE.py:
 --model alignn => --model alignn is not for --task node, which has sage, .*rgat
 --task graph --model gcn => --model gcn is not for --task graph, which has edge-gated, alignn
---task graph --model net.py:Net => net.py:Net is not for --task graph, which has edge-gated, alignn
+--task graph --model net.py:SAGEConv => net.py:SAGEConv is not for --task graph, which has edge-gated, alignn
+--task graph --model net.py:Net --num-layers 2 => --num-layers 2 is for the built-in models
+--task graph --model net.py:Net --pooling max => --pooling max is for edge-gated and alignn; net.py:Net
 --model sage --model-args hidden=3 => --model-args hidden=3 is for --model FILE.py:NAME
 """
 BAD_FLAGS = BAD_FLAGS.strip().splitlines() + [
@@ -522,7 +524,7 @@ def test_defaults_depend_on_the_training_nodes_and_not_on_the_processes(tiny, mo
         assert (settled.epochs, settled.steps) == expected
         assert settled.weight_decay == pytest.approx(0.07 / 600)
     parse = lambda name: train.parse_args(["--dataset", tiny, "--model", name])  # noqa: E731
-    norms = {name: parse(name).norm for name in model.plain_layers()}
+    norms = {name: parse(name).norm for name in kinds.plain_layers()}
     layer = dict.fromkeys(["sage-pool", "gat", "gin"], "layer")
     assert norms == {"sage": "none", "gcn": "none", **layer}
 
@@ -758,6 +760,35 @@ def test_graph_task_counts_by_default(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.count("valid MAE ") == 2 and re.search(
         r"over 2 seeds .*  test rmse \d\.\d{4} \+- \d\.\d{4}  ", printed
+    )
+
+
+def test_own_model_of_graphs_trains_resumes_and_predicts(tmp_path, capsys):
+    """The one of docs/small_graphs.md, on targets far from zero, which it learns in units of their deviation."""
+    made = _molecules(tmp_path / "m.npz", count=80)
+    np.savez(tmp_path / "m.npz", **made | {"targets": 1000 + 10 * made["targets"]})
+    file = tmp_path / "mygraphs.py"
+    flat = "\n\nclass Flat(Net):\n    def forward(self, graph):\n        return super().forward(graph)[:, 0]\n"
+    file.write_text(OWN_MODELS["mygraphs.py"] + flat)
+    words = f"--task graph --dataset {tmp_path}/m.npz --root {tmp_path} --gpus 0"
+    words += f" --model {file}:Net --model-args hidden=16"
+    log, one = _run_here(tmp_path, words, "--epochs 20")
+    fitted = log[-1]["scores"]["train"]
+    assert fitted["rmse"] < 0.5 * fitted["rmse_of_the_mean"] and fitted["r2"] > 0.7
+    assert f"model   {file}:Net, " in capsys.readouterr().out
+    predict = f"--resume {tmp_path}/here.pt --predict {tmp_path}/p.npy --gpus 0"
+    assert _code(predict, f"--model {file}:Net") == 0
+    net = own_model.build(f"{file}:Net", ["hidden=16"], 9, 1, blocks=False)
+    graphs = GraphDataset.open(*tmp_path.glob("m-*"))
+    outputs = load_model(tmp_path / "here.pt", net)(graphs.batch(range(80)))
+    np.testing.assert_allclose(np.load(tmp_path / "p.npy"), outputs.detach(), rtol=1e-5)
+    _run_here(tmp_path, words, "--epochs 10")
+    _, half = _run_here(
+        tmp_path, f"--model {file}:Net --epochs 20 --resume {tmp_path}/here.pt --gpus 0"
+    )
+    torch.testing.assert_close(one, half, rtol=0, atol=0)
+    _stops(
+        capsys, r"the model has shape \[16\]: \[16, 1\] is needed", words, f"--model {file}:Flat"
     )
 
 

@@ -96,6 +96,17 @@ def test_resume_keeps_the_flags_of_the_run_unless_they_are_given_again(tiny, tmp
     assert f"\nchanged  {changes}\n" in capsys.readouterr().out
     rates = [0.05 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(4, 8)]
     assert [entry["lr"] for entry in log[:-1]] == pytest.approx(rates)
+    # six steps an epoch; a checkpoint in the warm-up goes on in it
+    words = "--epochs 3 --lr 0.05 --lr-schedule linear --warmup 15 --clip-norm 0.01"
+    warm, straight = _run_here(tmp_path, f"--dataset {tiny} {SMALL} {words}")
+    assert [entry["lr"] for entry in warm[:3]] == pytest.approx([0.02, 0.04 * 2 / 3, 0.05 / 3])
+    assert (
+        "0.05, weight decay 0.00012, 15 steps of warm-up, gradients clipped to the norm 0.01"
+        in capsys.readouterr().out
+    )
+    _run_here(tmp_path, f"--dataset {tiny} {SMALL} {words} --epochs 1")
+    _, resumed = _run_here(tmp_path, f"--resume {tmp_path}/here.pt {words}")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
 def test_a_run_in_tf32_goes_on_in_fp32_on_cpu(tiny, tmp_path, capsys):
@@ -223,11 +234,13 @@ def test_each_seed_of_several_runs_has_a_checkpoint(tmp_path, capsys):
     path = build_store(tmp_path / "g", **{**graph, "split": splits})
     words = f"--dataset {path} --epochs 2 --log {tmp_path}/log", *COMMON
     several = *words, f"--runs 2 --seed 3 --checkpoint {tmp_path}/r.v1.pt"
+    several += (f"--predict {tmp_path}/p.npy",)
     with checkpoint.claimed(tmp_path / "r.v1-seed4.pt"):
         assert _code(*several) == 2
     assert "another run writes it" in capsys.readouterr().err
     assert _code(*several) == 0
-    assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["r.v1-seed3.pt", "r.v1-seed4.pt"]
+    files = ["p-seed3.npy", "p-seed4.npy", "r.v1-seed3.pt", "r.v1-seed4.pt"]
+    assert sorted(p.name for p in tmp_path.glob("*.*")) == files
     exact = [line["exact"] for line in _log(tmp_path / "log") if "exact" in line]
     for turn in (0, 1):
         file = tmp_path / f"r.v1-seed{3 + turn}.pt"
@@ -366,6 +379,59 @@ def test_two_runs_at_once_do_not_write_one_checkpoint(tiny, tmp_path, capsys):
     for _ in range(2):  # a claim ends with its run
         assert _code(*words, f"--checkpoint {tmp_path}/run.pt") == 0
     assert {path.name for path in tmp_path.iterdir()} == {"run.pt"}
+
+
+def test_a_run_starts_from_the_weights_of_a_checkpoint(tiny, tmp_path, capsys):
+    """With its own flags, but for the outputs of another number of classes; what it was trained on is kept."""
+    first = _run_here(tmp_path, f"--dataset {tiny} {SMALL} --epochs 2 --weights last")[1]
+    shutil.move(tmp_path / "here.pt", start := tmp_path / "start.pt")
+    words = f"{SMALL} --init {start} --epochs 1 --lr 1e-9 --dropout 0.2 --dataset"
+    weights = _run_here(tmp_path, words, tiny)[1]
+    torch.testing.assert_close(weights, first, rtol=1e-4, atol=1e-6)
+    assert f"init    weights of {start}, after epoch 2\n" in capsys.readouterr().out
+    graph = _graph(num_nodes=300, width=16, classes=8)
+    parts = np.arange(300).reshape(3, 100)
+    graph["features"] = GraphStore.open(tiny).features.tensor[:300]
+    other = build_store(tmp_path / "g", **graph | {"split": dict(zip(disk.SPLITS, parts))})
+    weights = _run_here(tmp_path, words, other)[1]
+    assert "; the output starts fresh: layers.1.self_linear.weight, " in capsys.readouterr().out
+    for name in first:
+        same = torch.allclose(weights[name][: len(first[name])], first[name], rtol=1e-4)
+        assert same == name.startswith("layers.0"), name
+    # a training node of the first run of two is a test node of the second
+    swapped = dict(zip(disk.SPLITS, parts[::-1]))
+    again = build_store(tmp_path / "again", **graph | {"split": swapped})
+    words = words.replace("start.pt", "here.pt")
+    _says(capsys, "trained on 100 of 100 test nodes", words, again, f"--checkpoint {start}")
+    assert len(checkpoint.read_checkpoint(start)["trained"]) == 200
+    named = [f"f{i}" for i in range(16)]
+    for part in ("there", "here"):
+        named.reverse()
+        build_store(tmp_path / part, **graph, feature_names=named)
+    _run_here(tmp_path, SMALL, "--epochs 1 --dataset", tmp_path / "there")
+    for more, said in (
+        (f"{tiny} --hidden 8", "self_linear.weight is [16, 16] there, [8, 16] in this run"),
+        (
+            f"{tiny} --num-layers 3 --fanout 2,2,2",
+            "it was made with --model sage --hidden 16 --num-layers 2",
+        ),
+        (tmp_path / "here", "feature_names are f15, f14, "),
+        (f"{tiny} --resume {start}", "goes on with one: give one of them"),
+    ):
+        _stops(capsys, said, words, more)
+
+
+def test_a_network_of_ones_own_writes_embeddings(load_file, tiny, tmp_path, capsys):
+    """Those of its method."""
+    (tmp_path / "net.py").write_text(
+        f"{OWN}\n    def embeddings(self, blocks, x):\n        return 2 * x[: blocks[-1].num_dst]\n"
+    )
+    words = f"--dataset {tiny} --epochs 1 --fanout 2 --gpus 0 --predict {tmp_path}/h.npy --predict-what embeddings --model"
+    assert _code(words, f"{tmp_path}/net.py:Net") == 0
+    features = GraphStore.open(tiny).features.tensor.numpy()
+    assert np.array_equal(np.load(tmp_path / "h.npy"), 2 * features)
+    (tmp_path / "none.py").write_text(OWN)
+    _stops(capsys, "needs a method embeddings(blocks, x)", words, f"{tmp_path}/none.py:Net")
 
 
 def test_predictions_are_classes_logits_or_embeddings(tiny, tmp_path):

@@ -128,6 +128,8 @@ def _emulate_graphs(monkeypatch):
     stream = types.SimpleNamespace(wait_event=nothing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", nothing)
+    capturing = lambda: bool(_Graph.recording)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
     monkeypatch.setattr(torch.cuda, "set_stream", nothing)
     monkeypatch.setattr(cuda_graphs, "captured", lambda graph, pool=None, stream=None: graph)
     _use(layers_gpu, monkeypatch)
@@ -268,19 +270,50 @@ def test_a_step_of_a_typed_graph_is_a_cuda_graph(emulated_graphs, conv, options,
     s = NeighborSampler(indptr, indices, [4, 3, 3], seed=5, backend="torch", **law)
     draws = _sampling_on_gpu(s, tmp_path)
     ring = _graph_ring(net, x, labels, slots=2, **features)
-    graphs = _step_graphs(draws, ring, net, _adam(net), nodes, batch_size=size)
+    clipped = {"clip_norm": 1e-3}  # below it Adam's eps counts
+    graphs = _step_graphs(draws, ring, net, _adam(net, **clipped), nodes, batch_size=size)
     assert graphs.captured
     static = _steps(graphs, _batches(nodes, size, load_batch=graphs.load_batch))
-    eager = _steps(_eager(graphs, plain), _batches(nodes, size, sampler=draws, ring=ring))
+    plain_steps = _eager(graphs, plain, **clipped)
+    eager = _steps(plain_steps, _batches(nodes, size, sampler=draws, ring=ring))
     ours, theirs = ([loss for _, loss in steps] for steps in (static, eager))
     assert ours == pytest.approx(theirs, rel=1e-4)
     for one, other in zip(net.parameters(), plain.parameters()):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-def _adam(net, state=None):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_update_is_one_function_eager_and_captured(
+    accumulate, emulated_graphs, tmp_path, monkeypatch
+):
+    """A change of `Adam.step`, and of the rate at each step, acts in both steppers."""
+    step = adam.Adam.step
+
+    def halved(self):
+        step(self)
+        with torch.no_grad():
+            torch._foreach_mul_(self.param_groups[0]["params"], 0.5)
+
+    monkeypatch.setattr(adam.Adam, "step", halved)
+    nodes = torch.randperm(300)[:53]
+    draws, ring, net, optimizer = _run_of(tmp_path, "gcn")
+    plain = copy.deepcopy(net)
+    graphs = _step_graphs(draws, ring, net, optimizer, nodes, accumulate=accumulate)
+    assert graphs.captured
+    loaders = [
+        _batches(nodes, accumulate=accumulate, **given)
+        for given in ({"load_batch": graphs.load_batch}, {"sampler": draws, "ring": ring})
+    ]
+    sizes = []
+    for stepper, batches in zip((graphs, _eager(graphs, plain)), loaders):
+        assert len([*_steps(stepper, batches)]) == 2 * batches.steps * accumulate
+        sizes.append([p.detach().abs().max().item() for p in stepper.run.model.parameters()])
+    assert sizes[0] == pytest.approx(sizes[1], rel=1e-3) and max(sizes[0]) < 0.1
+
+
+def _adam(net, state=None, **options):
     # with the usual eps a gradient near zero makes a step of either sign
-    optimizer = adam.Adam(net.parameters(), eps=2**-10, fused=True)
+    optimizer = adam.Adam(net.parameters(), eps=2**-10, fused=True, **options)
     if state:
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     return optimizer
@@ -299,6 +332,7 @@ def test_captured_adam_steps_in_pieces_have_the_same_bits(monkeypatch):
     monkeypatch.setattr(torch, "_fused_adam_", noted)
     ends = []
     for captured in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
         params = [v.clone().requires_grad_() for v in values]
         optimizer = adam.Adam(params, lr=0.01, weight_decay=0.003, fused=True)
         optimizer.param_groups[0].update(capturable=captured, lr=torch.tensor(0.01))
@@ -314,11 +348,11 @@ def test_captured_adam_steps_in_pieces_have_the_same_bits(monkeypatch):
     assert len(ends[0]) == 20 and all(map(torch.equal, *ends))
 
 
-def _eager(graphs, net):
+def _eager(graphs, net, **options):
     """Return the eager stepper of the same run for another network."""
     run = copy.copy(graphs.run)
     run.model = net
-    return train.Eager(run, net, _adam(net))
+    return train.Eager(run, net, _adam(net, **options))
 
 
 @pytest.mark.parametrize("conv, degree", [("gcn", 6), ("sage", 0)])
@@ -348,7 +382,7 @@ def test_a_cuda_step_graph_has_no_less_room_for_sources_than_for_destinations():
 def _steps(graphs, batches):
     """Take the steps of two epochs, each with a learning rate of its own; yields each batch and its loss."""
     while batches.epoch < 2:
-        graphs.optimizer.param_groups[0]["lr"] = 2.0 ** -(7 + batches.epoch)
+        graphs.optimizer.set_rate(2.0 ** -(7 + batches.epoch))
         before = 0
         for batch, losses in _epoch(graphs, batches):
             yield batch, losses - before
@@ -1225,6 +1259,9 @@ def test_streams_of_a_loader_are_in_order(order, seeds, tmp_path):
 
 class _Descent(torch.optim.Optimizer):
     """An optimizer that does not read the learning rate from the GPU."""
+
+    def prepare_capture(self, device):
+        pass
 
     @torch.no_grad()
     def step(self):

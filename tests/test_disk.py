@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import store
-from disk import lmdb_rows
+from disk import files, lmdb_rows
 from disk.convert import Rows
 from disk.files import StoreError, reading
 from extras.graph_store import GraphDataset, block_diagonal, build_graphs
@@ -85,7 +85,7 @@ def test_codes_are_the_nearest_of_256_values_of_their_column(tmp_path, backend, 
     # code of version 3 would read integers
     assert GraphStore.open(path).meta["format_version"] == 4
     again = pickle.loads(pickle.dumps(features))
-    monkeypatch.setattr(store, "free_host_bytes", lambda: 900)
+    monkeypatch.setattr(files, "free_host_bytes", lambda: 900)
     large = GraphStore.open(path).features
     out, ids = torch.empty(3, 5), torch.tensor([5, 199, 5])
     assert large.stored.large and large.gather(ids, out=out) is out

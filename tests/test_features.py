@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-import cache
 import features
+from extras import cache
+from extras import pinned as uva
 from extras.int8 import CodedFeatures
 from features import CachedFeatures, FeatureRing, expected_visits, place, prefetch, share
 from model import gather_rows, self_and_mean
@@ -178,7 +179,7 @@ def pinned(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch, "as_tensor", lambda array, device: array.host)
-    monkeypatch.setattr(features, "PIECE_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(uva, "PIECE_BYTES", mmap.PAGESIZE)
 
     def view(host, cudart):
         monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
@@ -192,7 +193,7 @@ def test_features_pinned_graphs_move_to_the_gpu_that_has_room(spare, moved, monk
     graph = {"indptr": torch.arange(11), "indices": torch.arange(30).int()}
     arrays = {**graph, "labels": torch.arange(10), "features": torch.ones(10, 3)}
     viewed = []
-    monkeypatch.setattr(features, "gpu_view", lambda array, device: viewed.append(array) or array)
+    monkeypatch.setattr(uva, "gpu_view", lambda array, device: viewed.append(array) or array)
     placed = place(*arrays.values(), "pinned-cuda", spare=spare)
     assert all(map(torch.equal, placed, arrays.values()))
     stay = [name for name, x in arrays.items() if not any(x is view for view in viewed)]
@@ -204,7 +205,7 @@ def test_features_registered_pieces_cover_memory_and_never_overlap(pinned, monke
     (memory,) = share([torch.zeros(13 * page, dtype=torch.uint8)])
     for nbytes in (1, page - 1, page, page + 1, 5 * page, 12 * page + 7):
         for piece in (page, 3 * page, 100 * page):
-            monkeypatch.setattr(features, "PIECE_BYTES", piece)
+            monkeypatch.setattr(uva, "PIECE_BYTES", piece)
             pinned(memory[:nbytes], cudart := _cudart())
             calls = [call.args for call in cudart.cudaHostRegister.call_args_list]
             ends = [start + size for start, size, _ in calls]
@@ -218,7 +219,7 @@ def test_features_registered_pieces_cover_memory_and_never_overlap(pinned, monke
 
 def test_features_gpu_view_registers_and_checks_every_code(pinned, monkeypatch):
     rows, wide = share([torch.zeros(50, 30), torch.randn(6, 7).bfloat16()])
-    interface = features._HostArray(wide).__cuda_array_interface__
+    interface = uva._HostArray(wide).__cuda_array_interface__
     assert interface["shape"] == (6, 7) and interface["typestr"] == "<i2"
     assert interface["data"] == (wide.data_ptr(), False) and interface.get("strides") is None
     # a GPU without UVA

@@ -127,10 +127,10 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
     ),
     "pairing": (
         "extras/disjoint.py native/rules/pairs.h",
-        "disjoint|src_seed|seeds_before|(self|spec|law|b|batch)(\\.|->)pairs|PAIR|put_pair|slot_of|of_pairs|(src|dst|edge|num|know)_groups?\\b|AT\\(",
+        "disjoint|src_seed|seeds_before|(self|spec|law|b|batch)(\\.|->)pairs|PAIR|put_pair|slot_of|grouped|(src|dst|edge|num|know)_groups?\\b|AT\\(",
     ),
     "links": (
-        "extras/links.py extras/edge_split.py extras/common_neighbours.py native/links.cu",
+        "extras/links.py extras/ranking.py extras/edge_split.py extras/common_neighbours.py native/links.cu",
         "LinkTask|[nN]egatives|scorer|edge_split|are_links|OF_LINKS|load_links",
     ),
     "small graphs": (
@@ -584,37 +584,46 @@ def test_each_leaf_works_alone_in_an_empty_folder(copied, tmp_path):
     _ran_alone(tmp_path, ALONE[copied])
 
 
-COPY = "takes extras/FILE.py: copy it beside the others"
-DELETED = {  # an extra: its files, all for "", as FILE the first; what is then refused; words of the sentence that refuses it
-    "weights": ("weights", "train(edge_weight=ones)", COPY),
-    "times": ("times time_units", "train(edge_time=ones, node_time=ones)", COPY),
-    "types": ("types", "train('--model rgcn', edge_type=ones)", COPY),
-    "layers by type": ("relational", "train('--model rgcn', edge_type=ones)", COPY),
-    "features of edges": ("edge_features", "train(edge_features=ones[:, None])", COPY),
-    "labor": ("labor", "train('--sampler labor')", COPY),
-    "exclude": ("exclude", "train('--task link')", COPY),
-    "disjoint": ("disjoint", "NeighborSampler(*graph, [2], disjoint=True)", COPY),
-    "links": ("links edge_split common_neighbours", "train('--task link')", COPY),
-    "small graphs": (
-        "graphs graph_store molecules regressor",
-        "train('--task graph', **small)",
-        COPY,
+DELETED = {  # an extra: its files, all for ""; commands that are then refused, each in a sentence that names one of these
+    "weights": ("weights", "train(edge_weight=ones)"),
+    "times": ("times time_units", "train(edge_time=ones, node_time=ones)"),
+    "types": ("types", "train('--model rgcn', edge_type=ones)", "train('--fanout a=1,1')"),
+    "layers by type": ("relational", "train('--model rgcn', edge_type=ones)"),
+    "features of edges": (
+        "edge_features",
+        "train(edge_features=ones[:, None])",
+        "train('--edge-features')",
+        "GNN(4, 4, 2, conv='gine', edge_dim=2)",
     ),
-    "tables": ("graph_tables tables", "tables()", COPY),
-    "CUDA graphs": ("step_graphs", "train('--cuda-graph off')", "--cuda-graph is no flag"),
-    "pictures": ("pictures", "train('--curve c.png')", "--curve is no flag"),
-    "8-bit codes": ("int8", "train('--feature-dtype int8')", COPY),
-    "types of nodes": ("typed", "train('--dataset synthetic-mag:scale=0.0005')", COPY),
-    "parts of stores": ("parts", "tables('split')", COPY),
-    "split features": ("split peers", "features.SplitFeatures", COPY),
-    "look-ahead": ("lookahead", "train('--lookahead 2 --cache 1KiB')", "--lookahead is no flag"),
-    "DGL": ("dgl", "sampler.import_dgl()", COPY),
-    "all": ("", "train('--task link')", "extras/links.py: copy it"),
+    "labor": ("labor", "train('--sampler labor')"),
+    "exclude": ("exclude", "train('--task link')"),
+    "disjoint": ("disjoint", "NeighborSampler(*graph, [2], disjoint=True)"),
+    "links": ("links ranking edge_split common_neighbours", "train('--task link')"),
+    "small graphs": ("graphs graph_store molecules regressor", "train('--task graph', **small)"),
+    "tables": ("graph_tables tables", "tables()"),
+    "CUDA graphs": ("step_graphs", "train('--cuda-graph off')"),
+    "what one flag asks for": (
+        "pictures export sage_pool cache lookahead pinned warm_start",
+        "train('--model sage-pool')",
+        "train('--curve c.png')",
+        "train('--export out')",
+        "train('--init a.pt')",
+        "train('--cache 1KiB')",
+        "features.share([])",
+    ),
+    "8-bit codes": ("int8", "train('--feature-dtype int8')"),
+    "types of nodes": ("typed", "train('--dataset synthetic-mag:scale=0.0005')"),
+    "parts of stores": ("parts", "tables('split')"),
+    "split features": ("split peers", "features.SplitFeatures", "train('--split-features')"),
+    "look-ahead": ("lookahead", "train('--lookahead 2 --cache 1KiB')"),
+    "DGL": ("dgl", "sampler.import_dgl()"),
+    "all": ("", "train('--task link')"),
 }
 WITHOUT = """
 import contextlib, io, json, sys
 import numpy as np, torch
 import ddp, features, inference, loader, model, sampler, store, train as command
+from model import GNN
 from sampler import NeighborSampler
 from sources import cli
 ones = np.ones(60, int)
@@ -669,17 +678,18 @@ def _logits_with_all():
 def test_each_extra_can_be_deleted(name, tmp_path):
     """Without it nodes are classified with the same bits, it is refused, and the next ones of the table work, but for those that
     take it."""
-    files, refused, word = DELETED[name]
+    files, *refused = DELETED[name]
     every = [Path(file).stem for file in _sources() if file.startswith("extras/")]
     left_out = files.split() or {*every} - {"__init__"}
     left_out = [f"extras/{stem}.py" for stem in left_out]
     names = [*DELETED]
     others = [*names, *names][names.index(name) + 1 :][:2]
-    asked = [refused, *(DELETED[other][1] for other in others)]
+    asked = [*refused, *(DELETED[other][1] for other in others)]
     out = _ran_alone(_copied(tmp_path, left_out), WITHOUT, json.dumps(asked))
-    said, *other_files = json.loads(out.splitlines()[-1])
-    assert word.replace("FILE", files.partition(" ")[0]) in said, said
-    for other, text in zip(others, other_files):
+    said = json.loads(out.splitlines()[-1])
+    for text in said[: len(refused)]:
+        assert any(f"takes {file}: copy it beside the others" in text for file in left_out), said
+    for other, text in zip(others, said[len(refused) :]):
         assert not text or any(word in text for word in ["pip install", *left_out]), (other, text)
     assert (tmp_path / "out.npy").read_bytes() == _logits_with_all()
 

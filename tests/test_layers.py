@@ -25,7 +25,15 @@ from native import kernels as on_tensors
 from native import layers as fused
 from sampler import NeighborSampler
 from tasks import metrics
-from tests.common import _cuda_resources, _EmulatedKernels, _end, _fork, _mix, _random_graph
+from tests.common import (
+    _as_lists,
+    _cuda_resources,
+    _EmulatedKernels,
+    _end,
+    _fork,
+    _mix,
+    _random_graph,
+)
 
 
 def _second(module):
@@ -266,19 +274,23 @@ def test_a_norm_that_is_no_plain_layer_norm_is_left_to_torch(cuda_layers, monkey
 _LOCKSTEP = """
 #include <pthread.h>
 #define WARP 8
+#define LANE (int)(blockIdx.x %% WARP)
+#define sum_of_warp(x) ((__typeof__(x))sum_of_lanes(x, WARP))
+#define before_in_warp(x) ((long long)sum_of_lanes(x, LANE))
+#define votes(yes, at) ((unsigned)sum_of_lanes((unsigned)(yes) << (at), WARP))
 static pthread_barrier_t barrier;
-static float sum_of_warp(float x);
+static double sum_of_lanes(double x, int end);
 %s
-static float sum_of_warp(float x) {
-  static float lanes[WARP];
-  lanes[blockIdx.x %% WARP] = x;
+static double sum_of_lanes(double x, int end) {
+  static double lanes[WARP];
+  lanes[LANE] = x;
   pthread_barrier_wait(&barrier);
-  float sum = 0;
-  for (int q = 0; q < WARP; q++) sum += lanes[q];
+  double sum = 0;
+  for (int q = 0; q < end; q++) sum += lanes[q];
   pthread_barrier_wait(&barrier);
   return sum;
 }
-__attribute__((constructor)) static void begin(void) { pthread_barrier_init(&barrier, 0, WARP); }
+__attribute__((constructor)) static void make_barrier(void) { pthread_barrier_init(&barrier, 0, WARP); }
 """
 
 
@@ -323,6 +335,20 @@ def test_threads_of_a_warp_share_a_row(cuda_layers, width, tmp_path, monkeypatch
     together = _with_grads(step, weight, *inputs)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
     assert code.compiled.launched == ["norm_relu", "norm_relu_grad"]
+
+
+@pytest.mark.parametrize("rule", [{}, {"method": "labor"}])
+def test_threads_of_a_warp_sample_together(rule, tmp_path):
+    """The blocks of the CPU, for numbers of rows and edges that fill no warp."""
+    graph = _random_graph(np.random.default_rng(3), 6000, 9)
+    s = NeighborSampler(*graph, [9, 70, 2], seed=4, **rule)
+    compiled = lambda name, source: _InLockstep(source, tmp_path)  # noqa: E731
+    backend = sampler_gpu.Backend(s.engine.spec, s.fanouts, s.seed, compiled)
+    for step, count in enumerate((77, 5)):
+        seeds = torch.randperm(6000)[:count]
+        assert _as_lists(backend.sample(seeds, step)[::-1]) == _as_lists(s.sample(seeds, step))
+    marked = backend.kernels.launched
+    assert marked.count("mark") == marked.count("number") == 6
 
 
 @pytest.mark.parametrize("most", [31, 300])

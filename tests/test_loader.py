@@ -14,18 +14,20 @@ import torch
 
 import ddp
 import loader
-import model
 import train
 from disk import convert
+from extras.graph_store import GraphDataset, build_graphs
+from extras.graphs import GraphLoader
 from features import FeatureRing, prefetch
 from inference import inference
 from model import SAGE
+from run import kinds
 from run.checkpoint import digests
 from run.run import open_run
 from sampler import NeighborSampler
 from store import GraphStore, build_store
 from tests.common import _as_lists, _graph, _random_graph
-from tests.stores import _edge_forms, _forms, _refuses
+from tests.stores import _edge_forms, _forms, _graphs, _refuses
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint64])
@@ -132,6 +134,26 @@ def test_loader_goes_on_where_another_one_stood():
         (make(seeds=seeds[1:]), "seeds 217, this loader has 216"),
     ):
         _refuses(words, other.load_state_dict, whole.state_dict(), error=ValueError)
+
+
+def test_graph_loader_hands_out_graphs_with_their_ids(tmp_path):
+    graphs = GraphDataset.open(build_graphs(tmp_path / "g", [_graphs(40)]))
+    batches = GraphLoader(graphs, "train", batch_size=5, seed=1)
+    orders = [[ids.tolist() for _, ids in batches] for _ in range(2)]
+    assert orders[0] != orders[1] and [len(order) for order in orders] == 2 * [len(batches)]
+    assert all(sorted(sum(order, [])) == graphs.split["train"].tolist() for order in orders)
+    for graph, ids in batches:
+        for got, stored in zip(graph, graphs.batch(ids)):
+            assert torch.equal(got, stored)
+        assert torch.equal(*graph.graph_ids[graph.edge_index])
+        degrees = graph.edge_index[1].bincount(minlength=len(graph.x))
+        assert torch.equal(degrees, graph.indptr.diff())
+    mask = torch.arange(40) % 3 == 0
+    in_order = GraphLoader(graphs, mask, batch_size=8, shuffle=False)
+    assert [ids.tolist()[0] for _, ids in in_order] == [0, 24] and "GraphLoader(" in repr(in_order)
+    assert sum(len(ids) for _, ids in GraphLoader(graphs)) == 40
+    _refuses("the parts are train, valid, test", GraphLoader, graphs, "tran", error=ValueError)
+    _refuses(r"a mask, has shape \[39\]: \[40\]", GraphLoader, graphs, mask[1:])
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -435,7 +457,7 @@ def test_features_of_every_dtype_train_in_every_model_at_every_precision(dtype, 
     turn = DTYPES_OF_FEATURES.index(dtype)
     precisions = ("fp32", "bf16", "fp64")
     for number, conv in enumerate(
-        model.plain_layers()
+        kinds.plain_layers()
     ):  # each meets each precision with three of the types
         precision, outputs = precisions[(number + turn) % 3], []
         words = f"--model {conv} --precision {precision} --fanout 3,3 --hidden 8 --dropout 0"

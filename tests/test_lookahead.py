@@ -19,7 +19,7 @@ import torch
 import ddp
 import loader
 import store
-from disk import reader
+from disk import files, reader
 from disk.files import StoreError
 from extras import lookahead
 from extras.lookahead import LookaheadCache
@@ -253,7 +253,7 @@ def _large(tmp_path, monkeypatch, width=24, num_nodes=600):
     x = torch.randn(num_nodes, width, generator=torch.Generator().manual_seed(0))
     edges = np.random.default_rng(0).integers(0, num_nodes - 3, (2, 12 * num_nodes))
     path = _store(tmp_path / "g", num_nodes, features=x, edge_index=edges)
-    monkeypatch.setattr(store, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(files, "free_host_bytes", lambda: 1000)
     graph = GraphStore.open(path)
     graph.x = x
     if graph.features.reader() is None or lookahead.library("pages") is None:
@@ -306,7 +306,7 @@ def test_rows_go_through_the_page_cache_where_it_can_keep_a_share_of_them(tmp_pa
         pytest.skip("this file system has no direct reads")
 
     def opened(free):
-        monkeypatch.setattr(store, "free_host_bytes", lambda: free)
+        monkeypatch.setattr(files, "free_host_bytes", lambda: free)
         return GraphStore.open(graph.path).features
 
     half, all_ = edges + table // 2, edges + table
@@ -414,8 +414,8 @@ def _on_disk(tmp_path, monkeypatch, width, share=0.5):
     file = graph.path / "features.npy"
     beside = graph.indptr.nbytes + graph.indices.nbytes
     room = int(share * graph.x.nbytes / lookahead.ROOM) + 1
-    monkeypatch.setattr(store, "KEPT", 0)
-    monkeypatch.setattr(store, "free_host_bytes", lambda: beside + room)
+    monkeypatch.setattr(reader, "KEPT", 0)
+    monkeypatch.setattr(files, "free_host_bytes", lambda: beside + room)
     x, graph = graph.x, GraphStore.open(graph.path)
     graph.x = x
     # the kernel may still be reading ahead of the header, in pieces that stay whole

@@ -50,6 +50,8 @@ class _SlowRegressor:
             pooled = h.amax(0) if m.pooling == "max" else h.mean(0)
             if m.pooling == "sum":
                 pooled = h.sum(0) / 4
+            if m.pooling == "attention":
+                pooled = m.scores(h).softmax(0).T[0] @ h
             outputs.append(m.head(pooled) * m.std + m.mean)
         return torch.stack(outputs)
 
@@ -271,8 +273,13 @@ def test_metrics_are_what_their_definitions_say():
     assert none == dict.fromkeys(expected)
     assert metrics.scores_line(none | {"ap": 0.5}) == "MRR n/a  Hits@1 n/a  Hits@10 n/a  AP 0.5000"
     large = torch.tensor([[3e30], [-1e30]])  # whose squares are beyond float32
-    two_rows = {"rmse": 5**0.5 * 1e30, "mae": 2e30, "rmse_of_the_mean": 3e30}
+    two_rows = {"rmse": 5**0.5 * 1e30, "mae": 2e30, "r2": None, "rmse_of_the_mean": 3e30}
     assert metrics.errors(large, 0 * large, large[0]) == near(two_rows)
+    targets = torch.from_numpy(random.standard_normal((9, 3)) * [1, 9, 0] + 0.1)  # one is constant
+    targets[4, 0] = torch.nan
+    of = metrics.errors(0 * targets.nan_to_num(), targets, targets[0])
+    r2 = [-(a.nanmean() ** 2) / ((a - a.nanmean()) ** 2).nanmean() for a in targets.T[:2]]
+    assert of["r2"] == near(np.mean(r2))
     assert metrics.score("f1", logits[:0], y[:0]) is None
     assert math.isnan(metrics.roc_auc(logits[:, 0], torch.ones(n)))
     assert metrics.score("roc_auc", logits, y * 0) is None  # of one class
@@ -309,7 +316,8 @@ def test_missing_labels_and_targets_are_left_out_of_loss_and_score():
         assert metrics.score(metric, logits, classes.where(known, -1)) == known_score
     numbers = logits.masked_fill(missing, float("nan"))
     found = metrics.errors(torch.zeros(40, 4), numbers, torch.ones(4))
-    assert found == near(metrics.errors(0 * each, each, torch.ones(1)))
+    expected = metrics.errors(0 * each, each, torch.ones(1))
+    assert found == near(expected | {"r2": found["r2"]})  # which is of each target
 
 
 def test_missing_targets_of_graphs(tmp_path):

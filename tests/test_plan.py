@@ -9,14 +9,15 @@ import pytest
 import torch
 
 import ddp
-import store
 import train
+from disk import files
 from disk.files import StoreError
+from extras import pinned as uva
 from extras.graph_store import build_graphs
 from extras.relational import NodeInputs
 from features import MODES
 from model import GNN
-from run import placement
+from run import placement, plan
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from run.run import open_run
 from sampler import NeighborSampler
@@ -169,7 +170,7 @@ def test_ranks_have_one_mode_and_share_memory_with_those_of_their_machine(tmp_pa
     other = lambda value: least if isinstance(value, tuple) else value  # noqa: E731
     monkeypatch.setattr(ddp.Ranks, "gather", lambda self, value: [other(value), value])
     share = lambda arrays, leads, total: (shared.append(total(5, 6)), 1 / 0)  # noqa: E731
-    monkeypatch.setattr(placement, "share", share)
+    monkeypatch.setattr(uva, "share", share)
     with pytest.raises(ZeroDivisionError):
         open_run(ranks, args, graph.path)
     assert shared == [[5, 6]]
@@ -240,7 +241,7 @@ def test_estimate_chooses_by_what_is_free(tmp_path, monkeypatch, capsys):
         (ARRAYS - 1, "behind --cache"),
         (graph.indices.nbytes, "neighbour lists as they are sampled"),
     ):
-        monkeypatch.setattr(placement, "free_host_bytes", lambda: free_host)
+        monkeypatch.setattr(plan, "free_host_bytes", lambda: free_host)
         lines = _dry(f"--dataset {graph.path} --gpus 0 --fanout 2", capsys, code=2)
         assert " 0 seeds fit" not in lines
         assert said in lines and "mode           none fits" in lines
@@ -282,9 +283,9 @@ def test_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
     everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     write("proc/self/cgroup", "0::/a/b\n")
     write("proc/meminfo", "MemTotal: 9000 kB\nMemFree: 10 kB\n")
-    assert 1 << 20 < store.free_host_bytes("/") <= store.free_host_bytes(tmp_path) == everything
+    assert 1 << 20 < files.free_host_bytes("/") <= files.free_host_bytes(tmp_path) == everything
     write("proc/meminfo", "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    8000 kB\n")
-    assert store.free_host_bytes(tmp_path) == 8000 * 1024
+    assert files.free_host_bytes(tmp_path) == 8000 * 1024
     for folder, limit, free in (
         ("a/b", "max", 8000 * 1024),
         ("a", 5_000_000, 4_999_950),
@@ -294,15 +295,15 @@ def test_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
         write(f"sys/fs/cgroup/{folder}/memory.max", f"{limit}\n")
         write(f"sys/fs/cgroup/{folder}/memory.current", "100\n")
         write(f"sys/fs/cgroup/{folder}/memory.stat", "anon 40\ninactive_file 50\n")
-        assert store.free_host_bytes(tmp_path) == free  # the tightest of a group and those above it
+        assert files.free_host_bytes(tmp_path) == free  # the tightest of a group and those above it
     write("proc/self/cgroup", "4:memory:/job\n1:cpu:/x\n0::/nowhere/else\n")
     (tmp_path / "sys/fs/cgroup/memory.max").unlink()
     write("sys/fs/cgroup/memory/job/memory.limit_in_bytes", "7000\n")
     write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "6000\n")
     write("sys/fs/cgroup/memory/job/memory.stat", "inactive_file 7\ntotal_inactive_file 70\n")
-    assert store.free_host_bytes(tmp_path) == 1070
+    assert files.free_host_bytes(tmp_path) == 1070
     write("sys/fs/cgroup/memory/job/memory.usage_in_bytes", "8000\n")
-    assert store.free_host_bytes(tmp_path) == 0
+    assert files.free_host_bytes(tmp_path) == 0
 
 
 def test_a_dry_run_prints_memory_and_plan_and_writes_nothing(tmp_path, capsys):

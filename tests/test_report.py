@@ -198,6 +198,8 @@ def test_the_curve_of_a_run_is_that_of_its_log(tiny, tmp_path, monkeypatch, caps
         assert numbers == [1, 2, 3, 4] and values == [line[key] for line in epochs], name
     assert [name for name, *_ in rows][1] == "validation accuracy"
     assert curve.read_bytes().startswith(b"\x89PNG")
+    assert _code(words, *COMMON, "--runs 2") == 0
+    assert [path.name for path in sorted(tmp_path.glob("c-*"))] == ["c-seed0.png", "c-seed1.png"]
     again = f"--resume {tmp_path}/here.pt --gpus 0 --curve {curve}"
     _says(capsys, "curve   no epoch was completed", again)
     assert _code(again, "--epochs 6 --lr 1e-9 --lr-schedule constant") == 0

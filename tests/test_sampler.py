@@ -458,11 +458,14 @@ def test_cuda_draws_and_averages_the_outermost_hop(k, tmp_path):
 
 
 def test_a_cuda_thread_of_the_outermost_hop_loads_twice_from_a_row():
-    """As was fastest on a GPU; no thread is without columns."""
+    """As was fastest on a GPU, 16 bytes each if the row is cut into so many; no thread is without columns."""
     for width, dtype, threads in (
         (100, torch.float32, 13),
         (7, torch.float32, 4),
         (1, torch.bfloat16, 1),
+        (128, torch.bfloat16, 8),
+        (100, torch.bfloat16, 13),
+        (128, torch.int8, 8),
     ):
         x, out = torch.empty(1, width, dtype=dtype), torch.empty(1, 2 * width)
         source, vec = sampler_gpu.aggregate_source(torch.int32, 5, x, out)

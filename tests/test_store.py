@@ -51,7 +51,7 @@ def test_store_round_trip(tmp_path, monkeypatch, backend, dtype):
     path = build_store(tmp_path / "g", **options, **args)
     monkeypatch.chdir(tmp_path)
     graph = GraphStore.open("g")
-    monkeypatch.setattr(store, "free_host_bytes", lambda: 900)
+    monkeypatch.setattr(disk, "free_host_bytes", lambda: 900)
     large = GraphStore.open("g").features
     monkeypatch.chdir("/")
     assert large.large and not hasattr(large, "tensor")

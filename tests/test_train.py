@@ -18,10 +18,8 @@ import pytest
 import torch
 
 import ddp
-import model
-import store
 import train
-from disk import terminal
+from disk import files, terminal
 from inference import inference
 from model import SAGE
 from run import allocator, flags, kinds, placement
@@ -88,7 +86,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path, net):
     data = TINY.replace("train=600", "train=140")
     words = f"--dataset {data} --root {tmp_path} --fanout 5,5 --hidden 32 --lr 0.01"
     runs = [(1, 138, 1), (2, 69, 1)] if net == "gat" else [(1, 138, 1), (3, 46, 1), (1, 46, 3)]
-    words += f" --dropout 0.5 --model {net}"
+    words += f" --dropout 0.5 --model {net} --clip-norm 0.1 --warmup 3"
     _same_for_any_number_of_processes(tmp_path, words, runs, epochs=2)
 
 
@@ -183,7 +181,7 @@ def test_interruptions_change_no_bit(kind, tiny, tmp_path):
     assert _same_weights(tmp_path / "straight.pt", tmp_path / "resumed.pt"), moments
 
 
-@pytest.mark.parametrize("name", model.plain_layers())
+@pytest.mark.parametrize("name", kinds.plain_layers())
 def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch):
     words = f"--dataset {tiny} --model {name} --fanout 5,5 --hidden 16 --norm layer --residual"
     words += " --epochs 4 --lr 0.01 --batch_size 100 --dropout 0.25"
@@ -203,7 +201,7 @@ def test_every_model_learns_and_predicts(name, tiny, tmp_path, monkeypatch):
     # also where the features do not fit into memory, which leaves out the accuracy otherwise
     if name == "sage":
         with monkeypatch.context() as little:
-            little.setattr(store, "free_host_bytes", lambda: 1000)
+            little.setattr(files, "free_host_bytes", lambda: 1000)
             little.setattr(placement, "choose_mode", lambda *_, **__: ("cpu-cpu", "", ""))
             assert _code(f"{resume} --predict {tmp_path}/large.npy --mode cpu-cpu") == 0
         assert (np.load(tmp_path / "large.npy") == classes).all()
@@ -306,6 +304,19 @@ def test_train_runs_give_mean_and_standard_deviation(task, tmp_path, capsys, mon
     assert f"{name} {100 * mean:.2f} +- {100 * std:.2f}%" in capsys.readouterr().out
 
 
+ORDER = " ".join(
+    """
+task dataset root backend feature_dtype split symmetrize drop_duplicates fanout sampler layer_dependency
+batch_dependency temporal window batch_size accumulate max_nodes max_edges model model_args hidden num_layers heads
+bases norm residual edge_features dropout pooling input_dropout edge_split edge_type scorer negatives negatives_by
+unchecked_negatives link_loss pairs lr lr_schedule weight_decay class_weights epochs metric early_stop weights seed
+runs precision checkpoint_activations gpus procs mode cache split_features lookahead prefetch sample_threads
+cuda_graph allocator dry_run free_gpu checkpoint checkpoint_every resume predict predict_what export verbose log
+tensorboard curve timeline profile
+""".split()
+)
+
+
 def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
     parser = flags.make_parser()
@@ -314,6 +325,7 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
     groups = [line[:-1] for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
     expected = "options data sampling model links optimisation processes and placement files"
     assert " ".join(groups) == expected
+    assert " ".join(flags.FLAGS) == ORDER and flags.FLAGS.keys() - flags.CORE == {*flags.OF_EXTRAS}
     for name, flag in flags.FLAGS.items():
         hidden = flag.default is None or flag.default is False
         said = next(a.help for a in parser._actions if a.dest == name)

@@ -618,25 +618,37 @@ def test_exact_inference_is_that_of_all_neighbours(conv, tmp_path):
         inference(net, *arrays, torch.ones(56, 8), **types)
 
 
-def test_adam_of_rows_is_sparse_adam_beside_adam():
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_adam_of_rows_is_sparse_adam_beside_adam(clip_norm):
+    """Clipped as clip_grad_norm_ of torch does, by the norm of all gradients, which grows."""
     rows, sparse = (torch.nn.Embedding(9, 4, sparse=True) for _ in range(2))
     linear, dense = (torch.nn.Linear(4, 2) for _ in range(2))
     sparse.load_state_dict(rows.state_dict())
     dense.load_state_dict(linear.state_dict())
     optimizers = [
-        Adam([*rows.parameters(), *linear.parameters()], lr=0.1, weight_decay=0.1),
+        Adam(
+            [*rows.parameters(), *linear.parameters()],
+            lr=0.1,
+            weight_decay=0.1,
+            clip_norm=clip_norm,
+        ),
         torch.optim.SparseAdam(sparse.parameters(), lr=0.1),
         torch.optim.Adam(dense.parameters(), lr=0.1, weight_decay=0.1),
     ]
     for step in range(5):
         ids = torch.tensor([0, 3, 3, 5 + step % 2])
         for table, matrix in (rows, linear), (sparse, dense):
-            (table(ids).sin().sum() + matrix.weight.sum()).backward()
+            (2**step * (table(ids).sin().sum() + matrix.weight.sum())).backward()
+        if clip_norm:
+            both = [sparse.weight.grad.to_dense(), dense.weight.grad]
+            norm = torch.nn.utils.get_total_norm(both)
+            torch.nn.utils.clip_grads_with_norm_(dense.parameters(), clip_norm, norm)
+            sparse.weight.grad = sparse.weight.grad * (clip_norm / norm)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(rows.weight, sparse.weight)
-    assert torch.equal(linear.weight, dense.weight)
+    torch.testing.assert_close(linear.weight, dense.weight, rtol=1e-6 if clip_norm else 0, atol=0)
 
 
 def test_fanouts_by_name():
@@ -734,6 +746,9 @@ def test_links_of_one_type(how, mag, tmp_path):
     held = pairs["valid"] | pairs["test"]
     assert set().union(*pairs.values()) == set(before[name])
     assert not pairs["train"] & held and bool(held) == (how != "none")
+    known = made.known_of_type
+    ends = known.sources.tolist(), torch.repeat_interleave(known.indptr.diff()).tolist()
+    assert {*zip(*ends)} == {*before[name]}
     for kind, left in _edges_by_type(made).items():
         gone = {name: held, "paper,rev_writes,author": {(b, a) for a, b in held}}
         assert set(left) == set(before[kind]) - gone.get(kind, set())

@@ -1,17 +1,19 @@
-"""A static cache of feature rows: the hottest, chosen once, on the GPU or in RAM.
+"""--cache: a static cache of feature rows, the hottest, chosen once, on the GPU or in RAM.
 
     visits = expected_visits(indptr, indices, train_nodes, fanouts)       # [V], the larger the hotter
     features = CachedFeatures(features, visits, budget=1 << 30, device="cuda")     # of a `FeatureRing`
 
-To copy this file, also take features.py.
+To copy this file, also take features.py and extras/__init__.py.
 """
 
 import threading
 import types
+from functools import partial
 
 import torch
 
-from features import ask, copy_rows, rows_of_a_chunk, take
+from extras import MissingExtra, extra
+from features import MODES, ask, copy_rows, rows_of_a_chunk, stored, take
 
 CHUNK_EDGES = 1 << 22  # edges handled at a time
 
@@ -152,3 +154,110 @@ class CachedFeatures:
         for some in [misses] if at_once else misses.split(self.piece):
             rows = missing(ids[some]) if missing else take(self.features, ids[some]).to(on)
             out.index_copy_(0, some.to(on, non_blocking=True), rows)
+
+
+def row_caches(plan):
+    """Return the bytes of --cache in GPU memory, and in host memory."""
+    return (0, plan.cache) if plan.mode == "cpu-cpu" else (plan.cache, 0)
+
+
+def on_disk(ranks, plan, store):
+    """Return whether features stay on disk, behind a cache that looks ahead: the same on all ranks."""
+    rows = stored(store.features)
+    paged = plan.mode in MODES[2:] and ask(rows, "paged") and not plan.split_features
+    return all(ranks.gather(paged and (rows.large or row_caches(plan)[1] > 0)))
+
+
+def cached(ranks, plan, task, used, features):
+    """Put caches in front of the features, of the rows that batches use most often -> the first of them, one per process, or
+    the features as they are. --cache is GPU memory in cpu-cuda and pinned-cuda; in cpu-cpu it is host memory. Over memory-mapped
+    features that stay on disk the cache in host memory looks ahead and plans the page cache too; of these --dry-run prints where
+    rows are, and how fast the disk delivers them."""
+    # here: the cache takes only features.py
+    from disk.files import StoreError
+    from run.allocator import trim_memory
+    from run.placement import reading_all_edges
+
+    store = task.store
+    rows = stored(store.features)
+    lookahead = looking_ahead(ranks) if on_disk(ranks, plan, store) else None
+    budget = plan.cache
+    if plan.split_features:  # processes fill their caches together
+        budget = min(ranks.gather(budget))
+    if plan.lookahead is not None and not lookahead:
+        raise StoreError(
+            f"--lookahead {plan.lookahead} needs memory-mapped features, with columns in the checkpoint's order, behind a "
+            "--cache in mode cpu-cpu, or larger than memory in mode cpu-cuda, and no --split-features"
+        )
+    if budget and plan.mode == MODES[0]:
+        ranks.say("memory  --cache has no effect: all features are in GPU memory")
+    if not (budget or lookahead) or plan.mode == MODES[0] or plan.dry_run and not lookahead:
+        return features
+    batch_size = plan.batch_size * task.seeds_per_example(plan)
+    with reading_all_edges():
+        visits = expected_visits(
+            store.indptr, store.indices, task.seeds(), used.draws(plan), batch_size
+        )
+    visits = visits[: features.shape[0]]  # the other nodes have no features
+    trim_memory(1)  # return freed heap pages before allocating the cache
+    if not lookahead:
+        if plan.mode == "cpu-cpu":
+            ask(rows, "reserve")(budget * ranks.local_world)
+        return CachedFeatures(features, visits, budget, ranks.device)
+    gpu, host = row_caches(plan)
+    tiers = lookahead.settled_tiers(rows, visits, gpu, host * ranks.local_world, ranks.local_world)
+    ranks.say(f"memory  {tiers.line}")
+    if plan.dry_run:
+        speed = lookahead.reads_per_second(rows)
+        most = speed / max(tiers.reads, 1e-9) / ranks.local_world
+        ranks.say(
+            f"memory  this disk: {speed:,.0f} random rows/s, at most {most:,.1f} batches/s a process"
+        )
+        return features
+    host, room = map(min, zip(*ranks.gather((tiers.host, tiers.room))))
+    rows.reserve(host)
+    together = None
+    if max(ranks.gather(ranks.local_world)) > 1:
+        together = lookahead.Together(ranks.group_here())
+    behind = partial(
+        lookahead.LookaheadCache,
+        rows,
+        host,
+        plan.lookahead,
+        hot=visits,
+        batches=plan.epochs * plan.steps * plan.accumulate,
+        together=together,
+        room=room,
+    )
+    if not gpu:
+        return behind()
+    return CachedFeatures(features, visits, gpu, ranks.device, behind)
+
+
+def looking_ahead(ranks):
+    """Return the module of the cache that looks ahead; None after a line that says so if its file is not there."""
+    try:
+        return extra(".lookahead", "looking ahead")
+    except MissingExtra as error:
+        ranks.say(f"memory  rows are cached, pages are left to the kernel: {error}")
+        return None
+
+
+def flags(kinds):
+    """Declare the flag of the cache."""
+    return {
+        "mode": dict(
+            cache=kinds.free(
+                kinds.SIZE,
+                0,
+                "feature rows cached by each GPU, or process of cpu-cpu (default: see docs/disk.md)",
+                needs=[features_off_gpu],
+            )
+        )
+    }
+
+
+def features_off_gpu(flags):
+    """Refuse a cache of rows that are all in GPU memory."""
+    if flags.mode == MODES[0]:
+        return f"has no effect: --mode {MODES[0]} has all on the GPU"

@@ -6,6 +6,7 @@ It takes `pip install safetensors`; docs/models.md has the lines that load it.
 """
 
 import json
+import os
 from pathlib import Path
 
 from disk.files import write_whole
@@ -31,3 +32,30 @@ def export(folder, network, config):
         write_whole(folder / name, lambda file, content=content: file.write(content))
     count = sum(t.numel() for t in weights.values())
     print(f"{verb} {folder}: {count:,} weights in {WEIGHTS}, flags and widths in {CONFIG}")
+
+
+def flags(kinds):
+    """Declare the flag of exports."""
+    return {
+        "predict_what": dict(
+            export=kinds.free(
+                kinds.text("DIR"),
+                None,
+                "write the trained network as model.safetensors and config.json",
+                needs=[kinds.one_run, folder_to_write, kinds.library("safetensors")],
+            )
+        )
+    }
+
+
+def folder_to_write(flags):
+    """Refuse a folder that cannot be made or written to, and a store."""
+    path = os.path.abspath(flags.export)
+    if os.path.exists(os.path.join(path, "meta.json")):
+        return "is a store: give a folder of its own"
+    while not os.path.isdir(path):
+        if os.path.lexists(path):
+            return f"cannot be made: {path} is no folder"
+        path = os.path.dirname(path)
+    if not os.access(path, os.W_OK):
+        return f"cannot be written in {path}"

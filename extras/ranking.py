@@ -1,0 +1,501 @@
+"""Scores of pairs of nodes, and their evaluation: negatives, scorers, ranks. The training pairs are those of extras/links.py.
+
+    negatives = Negatives(graph.known_edges, graph.num_nodes)
+    others = negatives.draw(key, numbers, pairs, 100)               # int64 [P, 100], to which the sources have no edge
+    figures = Evaluation(graph)(Scorer("dot", width), embeddings, "test")       # graph: of `split_edges`
+
+Draws depend only on a key and the number of the pair. P pairs have K negatives each; D is the width of an embedding.
+"""
+
+import copy
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from disk.files import SPLITS, StoreError
+from extras import number_before
+from extras.common_neighbours import CommonNeighbours, destinations_of
+from extras.edge_split import HELD_OUT, Edges
+from native import kernels
+from sampler import expand, mix, random_bits
+from tasks.metrics import METRICS, at_k, check_scores, metrics_with, ranking
+
+RANKED_AGAINST = 100  # fixed negatives per pair in a graph of more than SMALL nodes
+SMALL = 1 << 14  # with up to this many nodes a pair is ranked against all of them
+MOST = 1 << 17  # most pairs of a part to evaluate
+MOST_TIMED = 1 << 13  # the same for pairs with times, which need separate embeddings
+CHUNK = 1 << 22  # most scores, or elements of their embeddings, to hold at a time
+TRIES = 64  # draws of a negative before all nodes are looked up
+EVALUATION = mix(0xE7A1)  # key of the fixed negatives, the same in every run
+
+
+# ---- negatives
+
+
+class Negatives:
+    """Draws negatives: nodes that replace the destination of a pair and have its type. Each is a function of a key, the
+    number of its pair and its own number.
+
+    Args:
+        edges: Edges to avoid; None: only pairs of a node with itself are avoided.
+        degrees: [V]: a node is drawn in proportion to its degree^0.75 (word2vec, arXiv 1310.4546); None: uniformly.
+        counts: nodes of each type, in the order of their ids; None or empty: all are of one type.
+    """
+
+    def __init__(self, edges, num_nodes, degrees=None, counts=None):
+        self.edges = edges
+        self.num_nodes = num_nodes
+        self.ends = torch.tensor([0, *(counts or [num_nodes])]).cumsum(0)
+        self.upto = None
+        if degrees is not None:  # integers have the same sum on every device
+            weights = (degrees.double().pow(0.75) * 1024).long()
+            self.upto = F.pad(weights.cumsum(0), (1, 0))
+
+    def same_type(self, nodes):
+        """Look up the range of ids of each node's type -> (first, end), int64 of the shape of nodes."""
+        self.ends = self.ends.to(nodes.device)
+        kind = torch.bucketize(nodes.contiguous(), self.ends[1:], right=True)
+        return self.ends[kind], self.ends[kind + 1]
+
+    def _node(self, key, numbers, which, first, end):
+        """Draw nodes in [first, end), draw `which` of the pairs with these numbers; all int64 of the same shape."""
+        drawn = random_bits(key, numbers, which, bits=53)
+        if self.upto is None:
+            # masked: the product of 2^31 nodes or more is unsigned
+            return first + ((drawn >> 21) * (end - first) >> 32 & (1 << 32) - 1)
+        before = self.upto[first]
+        place = before + (drawn.double() * ((self.upto[end] - before).double() / 2**53)).long()
+        return torch.searchsorted(self.upto[1:], place, right=True)
+
+    def _bad(self, source, node):
+        bad = source == node
+        return bad | self.edges.has(source, node) if self.edges else bad
+
+    def draw(self, key, numbers, pairs, count):
+        """Draw `count` negative destinations for each pair, to which its source has no edge -> int64 [P, count]. key:
+        int of 64 bits. numbers: int64 [P], of the pairs. pairs: int64 [P, 2]. StoreError for a source that has an edge
+        to every node."""
+        node, bad = self.attempts(key, numbers, pairs, count)
+        return self.looked_up(pairs, node, bad) if bad.any() else node
+
+    def attempts(self, key, numbers, pairs, count):
+        """Draw as `draw`, each negative TRIES times at most -> (nodes int64 [P, count]; bool [P, count], those that are no
+        negatives still). Does not wait for a GPU, unless it has no kernels."""
+        edges = self.edges
+        code = kernels.load_links(edges.sources.dtype if edges else torch.int32, pairs.device)
+        if not code:
+            return self._attempts(key, numbers, pairs, count)
+        self.ends = self.ends.to(pairs.device)
+        node = pairs.new_empty(len(pairs), count)
+        bad = torch.empty_like(node, dtype=torch.bool)
+        values = {
+            "pairs": pairs.contiguous(),
+            "numbers": numbers.contiguous(),
+            "n": node.numel(),
+            "count": count,
+            "tries": TRIES,
+            "key": key,
+            "indptr": edges and edges.indptr,
+            "sources": edges and edges.sources,
+            "ends": self.ends,
+            "types": len(self.ends) - 1,
+            "upto": self.upto,
+            "nodes": node,
+            "bad": bad,
+        }
+        code.run("negatives", node.numel(), values)
+        return node, bad
+
+    def _attempts(self, key, numbers, pairs, count):
+        """`attempts` as torch operations."""
+        which = torch.arange(count, device=pairs.device).expand(len(pairs), count)
+        numbers = numbers.unsqueeze(1).expand_as(which)
+        source = pairs[:, :1].expand_as(which)
+        first, end = (ids.expand_as(which) for ids in self.same_type(pairs[:, 1:]))
+        node = self._node(key, numbers, which, first, end)
+        bad = self._bad(source, node)
+        for attempt in range(1, TRIES):
+            places = bad.nonzero(as_tuple=True)
+            if not len(places[0]):
+                break
+            draws = which[places] + attempt * count
+            node[places] = self._node(key, numbers[places], draws, first[places], end[places])
+            bad[places] = self._bad(source[places], node[places])
+        return node, bad
+
+    def looked_up(self, pairs, node, bad):
+        """Replace the bad of the nodes from `attempts`, whose sources have edges to most nodes of a type: take one of its
+        others or, if there is none, of all nodes."""
+        source = pairs[:, :1].expand_as(node)
+        first, end = (ids.expand_as(node) for ids in self.same_type(pairs[:, 1:]))
+        left = torch.stack([source[bad], first[bad], end[bad]], 1).unique(dim=0)
+        for hub, low, high in left.tolist():
+            nodes = torch.arange(low, high, device=pairs.device)
+            width = 64
+            while not len(free := nodes[~self._bad(torch.full_like(nodes, hub), nodes)]):
+                if len(nodes) == self.num_nodes:
+                    raise StoreError(
+                        f"node {hub} has an edge to every node, so it has no negative: --edge-split none"
+                        " --unchecked-negatives trains without evaluation"
+                    )
+                width = min(8 * width, self.num_nodes)
+                nodes = (hub + torch.arange(width, device=pairs.device)) % self.num_nodes
+            places = bad & (source == hub) & (first == low)
+            node[places] = free[node[places] % len(free)]
+        return node
+
+    def without(self, pairs):
+        """Find the pairs [P, 2] whose source has an edge to every node of the destination's type but itself: they have
+        no negative of that type -> bool [P]."""
+        if not len(pairs):
+            return torch.zeros(0, dtype=torch.bool)
+        ranges = torch.stack([pairs[:, 0], *self.same_type(pairs[:, 1])], 1)
+        ranges, which = ranges.unique(dim=0, return_inverse=True)
+        source, first, end = ranges.unbind(1)
+        degree = self.edges.sources.bincount(minlength=self.num_nodes)[source]
+        full = degree >= end - first - 1
+        hubs = full.nonzero().squeeze(1)
+        counts = (end - first)[hubs]
+        parts = ((counts.cumsum(0) - 1) // CHUNK).bincount().tolist()
+        for some, sizes in zip(hubs.split(parts), counts.split(parts)):
+            hub = some.repeat_interleave(sizes)
+            free = ~self._bad(source[hub], expand(first[some], sizes))
+            full[hub[free]] = False
+        return full[which]
+
+    def pairs(self, key, pairs):
+        """Draw a pair without an edge for each of `pairs` [P, 2], with a drawn source as well -> int64 [P, 2]."""
+        numbers = torch.arange(len(pairs))
+        source = self._node(mix(key), numbers, 0 * numbers, *self.same_type(pairs[:, 0]))
+        pairs = torch.stack([source, pairs[:, 1]], 1)
+        return torch.stack([source, self.draw(key, numbers, pairs, 1).squeeze(1)], 1)
+
+
+def distinct(x):
+    """List the distinct values of an int64 tensor, ascending -> (values, index of each of x in these), as `unique` does. A
+    GPU is not waited for: there values have as many entries as x, with zeros behind the distinct ones."""
+    if not x.numel() or not kernels.is_gpu(x.device):
+        return x.unique(return_inverse=True)
+    ordered, order = x.flatten().sort()
+    rank = F.pad(ordered[1:] != ordered[:-1], (1, 0)).cumsum(0)
+    place = torch.empty_like(rank).scatter_(0, order, rank)
+    return torch.zeros_like(ordered).scatter_(0, rank, ordered), place.view_as(x)
+
+
+def at_times(nodes, times, num_nodes):
+    """Find the distinct (node, time), int64 of one shape -> (nodes [S], times [S], index of each, of that shape); on a GPU
+    more of these follow, see `distinct`."""
+    values, rank = distinct(times)
+    both, place = distinct(nodes + num_nodes * rank)
+    return both % num_nodes, values[both // num_nodes], place
+
+
+# ---- scorers
+
+
+class Scorer(nn.Module):
+    """Scores pairs of embeddings, as the logit of an edge: "dot", the dot product; "distmult", with a weight per column
+    (arXiv 1412.6575); "mlp", a network with one hidden layer on the elementwise product; "ncn", as distmult of embeddings of
+    length 3, plus a weighted sum of what the nodes have in common (`CommonNeighbours`: so many columns)."""
+
+    def __init__(self, kind, width, columns=4):
+        super().__init__()
+        self.kind = kind
+        self.columns = columns if kind == "ncn" else 0
+        weighted = kind in ("distmult", "ncn")
+        self.relation = nn.Parameter(torch.ones(width)) if weighted else 1.0
+        if kind == "mlp":
+            self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+        if self.columns:
+            self.common = nn.Linear(columns, 1)
+            nn.init.constant_(self.common.weight, 0.4 / columns)
+
+    def forward(self, source, destination, features=None):
+        """Score source [..., D] with destination [..., D], which broadcast -> logits [...]. features: [..., columns] of the
+        pairs, or more columns, for "ncn"."""
+        if self.kind == "mlp":
+            return self.mlp(source * destination).squeeze(-1)
+        source, destination = self._scaled(source, destination)
+        return self._with_common((source * self.relation * destination).sum(-1), features)
+
+    def _scaled(self, *embeddings):
+        if self.columns:
+            return [3 * F.normalize(h, dim=-1) for h in embeddings]
+        return embeddings
+
+    def _with_common(self, logits, features):
+        if not self.columns:
+            return logits
+        features = features[..., : self.columns].to(logits.dtype)
+        # times 5: Adam changes few large weights too slowly otherwise
+        return logits + 5 * self.common(features).squeeze(-1)
+
+    def on_host(self, dtype):
+        """Return a copy in host memory."""
+        return copy.deepcopy(self).to("cpu", dtype)
+
+    def against_all(self, source, table, features=None):
+        """Score source [n, D] with every row of table [V, D] -> logits [n, V]. features: [n, V, columns], for "ncn"."""
+        if self.kind == "mlp":
+            return self(source.unsqueeze(1), table)
+        source, table = self._scaled(source, table)
+        return self._with_common(source * self.relation @ table.t(), features)
+
+
+class Baseline(NamedTuple):
+    """A scorer without a network: a column of `CommonNeighbours`."""
+
+    column: int
+    kind = "baseline"
+    columns = True
+
+    def __call__(self, source, destination, features):
+        return features[..., self.column]
+
+    against_all = __call__
+
+    def on_host(self, dtype):
+        return self
+
+
+# ---- evaluation
+
+
+class Examples(NamedTuple):
+    """What a part is evaluated on. If pairs have times, `nodes` and `times` say whose embeddings are needed and the ends
+    of pairs are indices into these; else they are node ids."""
+
+    pairs: torch.Tensor  # int64 [P, 2], source and destination
+    random: torch.Tensor  # int64 [P, 2], without an edge
+    others: torch.Tensor | None  # int64 [P, K], nodes to rank each pair against; None: all
+    ranked: torch.Tensor  # bool [P], which of the pairs have anything to be ranked against
+    queries: (
+        torch.Tensor
+    )  # int64 [P], the same for the same source, time, and type of the destination
+    nodes: torch.Tensor | None = None  # int64 [n]
+    times: torch.Tensor | None = None  # int64 [n]
+
+
+class Evaluation:
+    """Scores of embeddings and a scorer on the pairs of a part: MRR and Hits@K of each pair's rank among pairs with the
+    same source, MAP, NDCG and Recall at k of each source's list of these and all of its pairs, ROC-AUC and average precision
+    against as many random pairs without an edge. graph: of `split_edges`.
+
+    A pair is ranked against all nodes of its destination's type if the graph has at most SMALL nodes, without other
+    edges of the source, else against RANKED_AGAINST fixed ones; ties get their mean rank. A pair whose source has an edge
+    to every such node has nothing to be ranked against: MRR and Hits@K leave it out, and are None if no pair is left.
+    Negatives are checked against the whole graph and are the same in every run. Of more than MOST pairs every n-th is
+    evaluated.
+
+    If pairs have times, both ends and all negatives have embeddings at the time of the pair; then a pair is ranked
+    against fixed nodes in any graph, and at most MOST_TIMED pairs are evaluated.
+
+    historical: negatives are earlier destinations of the same source (`_earlier`), also those of the ROC-AUC and average
+    precision; where there are fewer, the others are random.
+
+    Attributes:
+        examples: {part: Examples}. timed: pairs have times. common: `CommonNeighbours` of the edges that carry messages, for
+        scorers with `columns`.
+    """
+
+    def __init__(self, graph, strict=False, historical=False, k=10):
+        self.graph = graph
+        self.k = k
+        self.timed = graph.pair_times is not None
+        self.common = CommonNeighbours(
+            Edges(graph.indptr, graph.indices), graph.edge_time if self.timed else None, strict
+        )
+        self.negatives = Negatives(graph.known_edges, graph.num_nodes, counts=graph.node_counts)
+        self.historical = historical
+        self.lists = None
+        if graph.num_nodes <= SMALL and not self.timed:
+            self.lists = destinations_of(graph.known_edges)
+        self.examples = {part: self._examples(part) for part in HELD_OUT}
+
+    def _examples(self, part):
+        pairs = self.graph.pairs[part]
+        count = min(len(pairs), MOST_TIMED if self.timed else MOST)
+        chosen = torch.arange(count) * len(pairs) // max(count, 1)
+        pairs = pairs[chosen]
+        times = self.graph.pair_times[part][chosen] if self.timed else 0 * chosen
+        asked = torch.stack([pairs[:, 0], times, self.negatives.same_type(pairs[:, 1])[0]])
+        queries = asked.unique(dim=1, return_inverse=True)[1]
+        key = mix(EVALUATION ^ SPLITS.index(part))
+        random = self.negatives.pairs(mix(key), pairs)
+        ranked = ~self.negatives.without(pairs)
+        if self.lists:
+            return Examples(pairs, random, None, ranked, queries)
+        numbers = ranked.nonzero().squeeze(1)
+        others = pairs.new_zeros(len(pairs), RANKED_AGAINST)
+        others[ranked] = self.negatives.draw(key, numbers, pairs[ranked], RANKED_AGAINST)
+        if not self.timed:
+            return Examples(pairs, random, others, ranked, queries)
+        if self.historical:
+            earlier = self._earlier(pairs, times, others[:, :1])
+            earlier = torch.cat([pairs[:, :1], earlier], 1)
+            random = torch.where(ranked.unsqueeze(1), earlier, random)
+            others = self._earlier(pairs, times, others)
+        ends = torch.cat([pairs, random, others], 1)
+        times = times.unsqueeze(1).expand_as(ends)
+        nodes, times, place = at_times(ends, times, self.graph.num_nodes)
+        return Examples(*place.tensor_split([2, 4], 1), ranked, queries, nodes, times)
+
+    def _earlier(self, pairs, times, others):
+        """Replace negatives int64 [P, K] by historical ones (arXiv 2207.10128): destinations to which the sources of pairs [P, 2]
+        had an edge before the pairs' times [P], and have none at them. Of more than K, they are spread over time."""
+        trained = self.graph.pairs["train"]
+        first = self.graph.pair_times["train"]
+        order = np.lexsort((first, trained[:, 0]))
+        degree = trained[:, 0].bincount(minlength=self.graph.num_nodes)
+        source = pairs[:, 0]
+        start = (degree.cumsum(0) - degree)[source]
+        count = number_before(first[order], start, degree[source], times, True).unsqueeze(1)
+        K = others.shape[1]
+        place = ((torch.arange(K) + 0.5) * (count / K).clamp(min=1)).long()
+        found = place < count
+        row = found.nonzero()[:, 0]
+        nodes = trained[order, 1][start[row] + place[found]]
+        common = self.common
+        dropped = common.edges.any_of(
+            source[row], nodes, lambda places, i: common.times[places] == times[row[i]]
+        )
+        first, end = (ids[row] for ids in self.negatives.same_type(pairs[:, 1]))
+        dropped |= (nodes < first) | (nodes >= end)
+        earlier = others.masked_scatter(found, nodes)
+        return torch.where(found.masked_scatter(found, ~dropped), earlier, others)
+
+    @torch.no_grad()
+    def __call__(self, scorer, h, part, ranks=None):
+        """Evaluate part "valid" or "test" -> {metric: value}, the same on every rank; None without pairs.
+        h: float [V, D] embeddings of all nodes, on the CPU; if pairs have times, [n, D] of those of the `Examples`."""
+        examples = self.examples[part]
+        count = len(examples.pairs)
+        if not count:
+            return None
+        scorer = scorer.on_host(h.dtype)
+        mine = ranks.part(count) if ranks else slice(None)
+        pairs = examples.pairs[mine]
+        others = None if examples.others is None else examples.others[mine]
+        features = partial(self.features, examples) if scorer.columns else None
+        columns = [
+            score_pairs(scorer, h, pairs, features),
+            score_pairs(scorer, h, examples.random[mine], features),
+            # 0: with nothing to be ranked against
+            self._ranks(scorer, h, pairs, others, features) * examples.ranked[mine],
+            examples.queries[mine],
+        ]
+        results = torch.stack(columns, 1)
+        if ranks:
+            results = torch.cat(ranks.gather(results))
+        positive, negative, place, queries = results.unbind(1)
+        scores = torch.cat([positive, negative])
+        y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
+        by_name = {
+            name: METRICS[name].from_scores(scores, y) for name in metrics_with("from_scores")
+        }
+        ranked = place != 0
+        by_source = at_k(self.k, place[ranked], queries[ranked]) if ranked.any() else {}
+        return ranking(place[ranked]) | by_name | by_source
+
+    def baselines(self, part, ranks=None):
+        """Evaluate the columns of `common` as scorers -> {name: {metric: value}}, or {} without pairs."""
+        count = self.graph.num_nodes if not self.timed else len(self.examples[part].nodes)
+        h = torch.zeros(count, 1)
+        names = self.common.columns
+        found = {names[j]: self(Baseline(j), h, part, ranks) for j in range(len(names))}
+        return {name: scores for name, scores in found.items() if scores}
+
+    def features(self, examples, source, destination):
+        """Compute the features of pairs of nodes, or of indices into `nodes` of the examples, that broadcast -> [..., columns]."""
+        pairs = torch.stack(torch.broadcast_tensors(source, destination), -1)
+        times = None
+        if self.timed and examples:  # else as of the end of time
+            times = examples.times[pairs[..., 0]].flatten()
+            pairs = examples.nodes[pairs]
+        return self.common.pair_features(pairs.view(-1, 2), times).view(*pairs.shape[:-1], -1)
+
+    def _ranks(self, scorer, h, pairs, others, features):
+        """Rank each pair [n, 2] against `others` [n, K], or all nodes if None -> ranks [n], from 1."""
+        width = self.graph.num_nodes if others is None else others.shape[1]
+        if others is not None or scorer.kind == "mlp":
+            width *= h.shape[1]
+        elif features:
+            width *= len(self.common.columns)
+        places = [h.new_zeros(0)]
+        for rows in torch.arange(len(pairs)).split(max(1, CHUNK // width)):
+            source, destination = pairs[rows].unbind(1)
+            destination = destination.unsqueeze(1)
+            if others is None:
+                pair_features = self.common.against_all(source) if features else None
+                scores = scorer.against_all(h[source], h, pair_features)
+                sums = scores.sum(1)
+                positive = scores.gather(1, destination)
+                scores[left_out(self.lists, source)] = -torch.inf
+                if len(self.negatives.ends) > 2:  # of several types
+                    first, end = self.negatives.same_type(destination)
+                    node = torch.arange(len(h))
+                    scores[(node < first) | (node >= end)] = -torch.inf
+                scores.scatter_(1, destination, -torch.inf)
+            else:  # in one product: another would round the scores of equal embeddings otherwise
+                both = torch.cat([destination, others[rows]], 1)
+                pair_features = features(source.unsqueeze(1), both) if features else None
+                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h), pair_features)
+                sums = scores.sum(1)
+                positive = scores[:, :1]
+                scores = scores[:, 1:]
+            mask = torch.empty_like(scores)  # floats: torch would convert bools to integers to sum
+            above = torch.gt(scores, positive, out=mask).sum(1)
+            equal = torch.eq(scores, positive, out=mask).sum(1)
+            place = 1 + above + equal / 2
+            # NaN compares as not above: a pair with such a score would rank first
+            places.append(torch.where(sums.isfinite(), place, torch.nan))
+        return torch.cat(places)
+
+    @torch.no_grad()
+    def best(self, scorer, h, k):
+        """Yield the k best destinations of every node of a type that training pairs go from, among the nodes of a type that they
+        go to, without edges of the type to predict, in chunks -> (sources, destinations, int64 [n], scores [n], the best first)."""
+        scorer = scorer.on_host(h.dtype)
+        lists = destinations_of(self.graph.known_of_type)
+        width = len(h) * (h.shape[1] if scorer.kind == "mlp" else len(self.common.columns))
+        pairs = self.graph.pairs["train"]
+        while len(pairs):
+            firsts, ends = self.negatives.same_type(pairs)
+            pairs = pairs[(firsts != firsts[0]).any(1)]
+            low, first = firsts[0].tolist()
+            high, end = ends[0].tolist()
+            for source in torch.arange(low, high).split(max(1, CHUNK // width)):
+                features = self.common.against_all(source) if scorer.columns else None
+                scores = scorer.against_all(h[source], h, features)
+                check_scores(scores)
+                scores[left_out(lists, source)] = -torch.inf
+                scores, nodes = scores[:, first:end].topk(min(k, end - first))
+                found = scores.isfinite()
+                source = source.unsqueeze(1).expand_as(nodes)
+                yield source[found], first + nodes[found], scores[found]
+
+
+def left_out(lists, source):
+    """List what to leave out when ranking for sources [n]: themselves and their destinations -> (rows, nodes). lists: as from
+    `destinations_of`."""
+    indptr, destinations = lists
+    rows = torch.arange(len(source))
+    counts = indptr.diff()[source]
+    neighbours = destinations[expand(indptr[source], counts)].long()
+    return torch.cat([rows.repeat_interleave(counts), rows]), torch.cat([neighbours, source])
+
+
+@torch.no_grad()
+def score_pairs(scorer, h, pairs, features=None):
+    """Score pairs int64 [n, 2] of embeddings h [V, D] -> logits [n]; all in host memory. features: function(source,
+    destination) of int64 [n] -> [n, columns], if the scorer takes them."""
+    logits = [h.new_zeros(0)]
+    for part in pairs.split(1 << 16):
+        source, destination = part.unbind(1)
+        pair_features = features(source, destination) if features else None
+        logits.append(scorer(h[source], h[destination], pair_features))
+    return torch.cat(logits)
