@@ -29,7 +29,7 @@ import threading
 import time
 import traceback
 import zlib
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -39,14 +39,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+with suppress(ImportError):
+    from extras import elsewhere
 
-def __getattr__(name):
-    if name == "Exchange":
-        from extras import extra
-
-        return extra(".split").Exchange
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+    __getattr__ = elsewhere(__name__)
 
 TIMEOUT = timedelta(minutes=30)  # of a collective
 # in gloo's errors; the second where a timeout broke a connection that others wait for
@@ -135,6 +131,11 @@ class Ranks(NamedTuple):
         """Return the ranks of each machine, a list of ranges; a collective of all ranks."""
         firsts = sorted({*self.gather(self.rank - self.local_rank)})
         return [range(*ends) for ends in zip(firsts, [*firsts[1:], self.world])]
+
+    def group_here(self):
+        """Make a process group of the ranks of this machine, with gloo; a collective of all ranks of all machines."""
+        machines = [[*ranks] for ranks in self.machines()]
+        return dist.new_subgroups_by_enumeration(machines, TIMEOUT, "gloo")[0]
 
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""

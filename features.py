@@ -31,21 +31,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+try:
+    from extras import elsewhere, extra
 
-def __getattr__(name):
-    modules = dict.fromkeys(("CachedFeatures", "expected_visits"), ".cache")
-    modules |= dict.fromkeys(("SplitFeatures", "UnevenFeatures"), ".split")
-    modules |= dict.fromkeys(("share", "gpu_view"), ".pinned")
-    if name in modules:
-        return getattr(extra(modules[name], name), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = elsewhere(__name__)
+except ImportError:
 
-
-def extra(*ask):
-    """Import a module of extras/, see there."""
-    from extras import extra
-
-    return extra(*ask)
+    def extra(*ask):
+        """Refuse what takes extras/."""
+        raise ImportError("copy the folder extras/ beside features.py")
 
 
 # where graph and features live - where training runs

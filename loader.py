@@ -11,7 +11,7 @@ To copy this file, also take sampler.py, features.py and the folder disk/.
 """
 
 import gc
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext, suppress
 from operator import index
 from typing import Any, NamedTuple
 
@@ -24,13 +24,10 @@ from disk.convert import from_edge_index as from_edge_index
 from features import Batch, FeatureRing, ask, prefetch, stored
 from sampler import NeighborSampler, mix
 
+with suppress(ImportError):
+    from extras import elsewhere
 
-def __getattr__(name):
-    if name in ("Limits", "seeds_at"):
-        from extras import extra
-
-        return getattr(extra(".graphs" if name == "Limits" else ".times", name), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = elsewhere(__name__)
 
 
 class Graph(NamedTuple):

@@ -30,20 +30,15 @@ try:
 except ImportError:
     fused = None
 try:
-    from extras import LAYERS, extra
+    from extras import LAYERS, elsewhere, extra
+
+    __getattr__ = elsewhere(__name__)
 except ImportError:
     LAYERS = {}
 
     def extra(*ask):
         """Refuse what takes extras/."""
         raise ImportError("copy the folder extras/ beside model.py (in a package: from .extras)")
-
-
-def __getattr__(name):
-    modules = {"GINEConv": ".edge_features", "SAGEPoolConv": ".sage_pool"}
-    if name in modules:
-        return getattr(extra(modules[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # ---- steps that native/ fuses
@@ -356,6 +351,8 @@ class Conv(nn.Module):
     padded = False  # reads neighbours only by methods of `Neighborhood`: CUDA graphs can hold it
     takes = ()  # options of GNN that it is made with: "heads", "dropout", "norm", "num_types", "bases"
     last_options = {}  # options that the last layer of a GNN is made with
+    # its gradient of h is memory that nothing else has, to which that of x_dst may be added; a class states it for itself
+    own_gradient = False
 
     edge_dim = 0
     one_product = False  # see `MeanConv`
@@ -410,11 +407,9 @@ class Conv(nn.Module):
         return h
 
     def with_dst(self, h, S):
-        """Return h [N, F] and its first S rows. Layers of this file make a gradient of h that nothing else has: that of the
-        rows is added to it in place."""
-        if not fused or type(self).__module__ != __name__ or hooked(*self.modules()):
-            return h, h[:S]
-        return fused.with_first(h, S)
+        """Return h [N, F] and its first S rows."""
+        in_place = fused and vars(type(self)).get("own_gradient") and not hooked(*self.modules())
+        return fused.with_first(h, S) if in_place else (h, h[:S])
 
 
 def check_rows(block, h):
@@ -530,6 +525,7 @@ class SAGEConv(MeanConv, name="sage"):
     """GraphSAGE layer, mean aggregator (Hamilton, Ying, Leskovec, arXiv 1706.02216): W_self h_v + W_neigh mean(h_u), with
     features of edges + W_edge mean(e_uv)."""
 
+    own_gradient = True
     padded = True
 
     def __init__(self, in_dim, out_dim, edge_dim=0):
@@ -573,6 +569,7 @@ class GCNConv(MeanConv, name="gcn"):
     features of edges, W_edge mean(e_uv) over v's edges is added.
     """
 
+    own_gradient = True
     uses_degree = True
     whole_graph = True
     # it mixes a node's row with its neighbours'
@@ -634,6 +631,7 @@ class GINConv(Conv, name="gin"):
     this, as in the authors' networks; without it, training on graphs of large degree may not work at all.
     """
 
+    own_gradient = True
     uses_degree = True
     norm = "layer"
     # without, it learns nothing on some graphs
@@ -669,6 +667,7 @@ class GATv2Conv(Conv, name="gat"):
         edge_dim: width of the edge features; 0: none.
     """
 
+    own_gradient = True
     edge_features = "can"
     norm = "layer"
     # it mixes a node's row with its neighbours'
@@ -758,6 +757,7 @@ class GNN(nn.Module):
         residual: add each layer's input to its output, through a matrix where the widths differ.
         recompute: keep layers' inputs and recompute the rest in backward (arXiv 1604.06174): less memory, more time.
         inputs: module that makes the input of the first layer, `NodeInputs` of extras/relational.py; None: it is x.
+        target_scale: module that turns the last layer's output into targets, `Scale` of extras/regression.py; None: it is that.
         options: what else layers are made with: edge_dim, the width of the features of edges; num_types, the number of edge
             types, and bases, see `RGCNConv` of extras/relational.py.
 
@@ -784,6 +784,7 @@ class GNN(nn.Module):
         input_dropout=0.0,
         recompute=False,
         inputs=None,
+        target_scale=None,
         **options,
     ):
         super().__init__()
@@ -799,17 +800,14 @@ class GNN(nn.Module):
         if norm == "batch" and recompute:
             raise ValueError("norm 'batch' would count a recomputed batch twice: take 'layer'")
         options = {name: value for name, value in options.items() if value}
-        needs = {"edge_dim": make.edge_features == "must", "num_types": make.uses_types}
-        for name in {**needs, **options}:
-            if name in options and name not in make.takes:
-                able = ", ".join(n for n, layer in CONVS.items() if name in layer.takes)
-                problem = f"conv {make.name!r} does not take {name} {options[name]}"
-                raise ValueError(f"{problem}: {able} do" if able else problem)
-            if needs.get(name) and name not in options:
-                raise ValueError(f"conv {make.name!r} needs {name} above 0")
+        for name in options.keys() - make.takes:
+            able = ", ".join(n for n, layer in CONVS.items() if name in layer.takes) or "none"
+            what = f"{name} {options[name]}, layers that do are {able}"
+            raise ValueError(f"conv {make.name!r} does not take {what}")
         given = dict(heads=heads, dropout=dropout, norm=norm) | options
         options = {name: given[name] for name in make.takes if name in given}
         self.inputs = inputs
+        self.register_module("target_scale", target_scale)
         first = in_dim if inputs is None else inputs.out_dim
         pairs = list(pairwise([first] + [hidden] * (num_layers - 1) + [out_dim]))
         self.layers = nn.ModuleList(make(*pair, **options) for pair in pairs[:-1])
@@ -855,7 +853,7 @@ class GNN(nn.Module):
             seed = layer_seed(key, len(self.layers))
             x = dropout(x, blocks[0].src_nodes, seed, drop_byte(self.input_dropout))
         if self._is_one_function() and (out := self._stack(blocks, x, aggregated, key)) is not None:
-            return out
+            return self._scaled(out)
         edges = edges or [None] * len(blocks)
         for i, (block, rows) in enumerate(zip(blocks, edges, strict=True)):
             step = self.step if i else first
@@ -873,9 +871,7 @@ class GNN(nn.Module):
     def step(self, i, block, x, *, seed=None, edges=None):
         """Apply layer i and all that precedes the next one; seed: of the dropout after it."""
         layer = self.layers[i]
-        x_dst = None
-        if self.residuals is not None:
-            x, x_dst = layer.with_dst(x, block.indptr.numel() - 1)
+        x, x_dst = layer.with_dst(x, block.indptr.numel() - 1)
         h = layer(block, x, self._degree(layer, block, x.device), seed, edges)
         return self.finish(i, h, x_dst, block.src_nodes, seed)
 
@@ -915,6 +911,9 @@ class GNN(nn.Module):
         given = {"aggregated": aggregated, "scales": scales, "drops": drops}
         return fused.stack(blocks, x, weights, **given)
 
+    def _scaled(self, out):
+        return out if self.target_scale is None else self.target_scale(out)
+
     def finish(self, i, h, h_dst, nodes=None, seed=None):
         """Apply residual, norm, ReLU and dropout after layer i -> [S, D].
 
@@ -924,7 +923,7 @@ class GNN(nn.Module):
         """
         residual = None if self.residuals is None else self.residuals[i](h_dst)
         if i == len(self.norms):
-            return h if residual is None else h + residual
+            return self._scaled(h if residual is None else h + residual)
         nodes = None if nodes is None else nodes[: len(h)]
         norm = self.norms[i]
         kinds = {*CONVS.values(), *NORMS.values(), MLP, nn.ReLU}

@@ -33,7 +33,9 @@ try:
 except ImportError:
     sampler_cpu = None
 try:
-    from extras import extra, with_options
+    from extras import elsewhere, extra, with_options
+
+    __getattr__ = elsewhere(__name__)
 except ImportError:
 
     def extra(*ask):
@@ -41,12 +43,6 @@ except ImportError:
         raise ImportError("copy the folder extras/ beside sampler.py (in a package: from .extras)")
 
     with_options = extra
-
-
-def __getattr__(name):
-    if name in ("DGLAdapter", "import_dgl"):
-        return getattr(extra(".dgl"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 BACKENDS = ("auto", "native", "torch", "dgl")

@@ -25,6 +25,7 @@ mapped file kills the process (SIGBUS).
 import math
 import runpy
 import sys
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,15 +48,9 @@ from disk.convert import within
 from disk.files import StoreError, reading
 from disk.lmdb_rows import LmdbFeatures
 from disk.reader import MappedRows
-from extras import extra
+from extras import elsewhere, extra
 
-
-def __getattr__(name):
-    if name in ("CodedFeatures", "split"):
-        return getattr(extra(".int8" if name == "CodedFeatures" else ".parts"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
+__getattr__ = elsewhere(__name__)
 SAMPLERS = 16  # threads that sample a graph on disk, each waiting for a page of it
 
 
@@ -67,6 +62,7 @@ def build_store(
     indices=None,
     features,
     labels=None,
+    targets=None,
     split=None,
     node_names=None,
     node_types=None,
@@ -96,6 +92,8 @@ def build_store(
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
         labels: integers [V] in [0, C), or multi-label [V, C] of 0 and 1; -1 for a missing one. No split may contain a node
             without any. None: no node has one, and the graph is for predictions and links.
+        targets: numbers to be learned in place of classes, [V] or [V, T], kept as float64; NaN for a missing one. Without a
+            split a tenth of the nodes is for valid, a tenth for test.
         split: dict with row numbers of nodes, not names, or masks bool [V], for "train" (not empty), "valid" (or "val")
             and "test" (each may be missing); disjoint. Or a list of K such splits of the same graph. None: 20 nodes of
             each class are drawn for train, 30 for valid, the rest for test, by seed 0, or in train.py by --seed; with
@@ -104,9 +102,10 @@ def build_store(
             the order of the given edges; an added reverse copies those of its edge. With node_time and no edge_time an
             edge, also an added reverse, has the time of its source. edge_order=True also stores the number of each edge in
             the order given (8 bytes an edge), for `GraphStore.given_edges` and `stored_edges`; or give numbers, int [M].
-        node_names: V distinct names of one line each. edge_types: names of the edge types.
+        node_names: V distinct names of one line each; by type {type: names}, distinct within a type. edge_types: names of the
+            edge types.
         feature_names: F different names of the columns of features; with them predictions go by name, not by position.
-            None: those of a DataFrame.
+            None: those of a DataFrame. By type {type: names}.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
             are dicts by type, see `flatten` of extras/typed.py.
         backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
@@ -147,7 +146,8 @@ class GraphStore:
     Attributes:
         indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form. What is written to these and the other tensors
             stays in this process, see `files.map_npy`.
-        labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one.
+        labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one; numbers to be
+            learned: float64 [V, T], NaN for a missing one. targets: T, 0 of classes.
         class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` sets it. If the
             graph was built without a split: drawn by seed 0, or empty, see `build_store`.
@@ -177,6 +177,7 @@ class GraphStore:
         for name in ("num_nodes", "num_edges", "num_classes", "feature_dim"):
             setattr(self, name, meta[name])
         self.labelled = meta.get("labelled", True)
+        self.targets = meta.get("targets", 0)
         self.feature_names = meta.get("feature_names")
         source = meta.get("source")
         classes = source.get("classes") if isinstance(source, dict) else None
@@ -299,19 +300,28 @@ class GraphStore:
         names = self._names()
         return names and [*names]
 
-    def node_ids(self, values, name="ids") -> Tensor:
+    def node_ids(self, values, name="ids", type=None) -> Tensor:
         """Look up nodes -> their rows in features, labels and predictions, int64 of the shape of `values`.
 
         Args:
             values: array or list of integers or text, of any shape. If the nodes have names, values are names, an integer
                 that of its digits: 7 is the node called "7"; else row numbers, integers. To look up n of V names takes
                 memory for n.
-            name: of the values, for messages.
+            name: of the values, for messages. type: name of the nodes' type, within which names differ and rows are counted.
 
         Raises:
-            StoreError: for another dtype, or a node that there is not; names the first.
+            StoreError: for another dtype, a node that there is not, or a name that nodes of several types have; names the first.
         """
-        return columns.node_ids(name, values, self.num_nodes, self._names())
+        if type is None:
+            return columns.node_ids(name, values, self.num_nodes, self._names())
+        first = 0
+        for kind, (count, _) in self.node_types.items():
+            if kind == type:
+                names = self._names() and islice(self._names(), first, first + count)
+                return first + columns.node_ids(name, values, count, names)
+            first += count
+        types = ", ".join(self.node_types) or "none"
+        raise StoreError(f"{name}: there is no type {type!r}; types of nodes are {types}")
 
     def given_edges(self, positions) -> Tensor:
         """Return the numbers that stored edges had when they were given to `build_store` -> int64 of the shape of `positions`.
@@ -359,25 +369,20 @@ class GraphStore:
 
     def _names(self):
         record = self.meta["files"].get(columns.NAMES)
-        return record and columns.read_names(self.path, record)
+        return record and extra(".names", "a store with names of nodes").read(self.path, record)
 
     def take_columns(self, names):
         """Put the columns of `features` into the order of `names`, which are `feature_names` in any order; StoreError for
         other names."""
-        if sorted(names) != sorted(self.feature_names or ()):
-            have = ", ".join(self.feature_names or ()) or "no names"
-            raise StoreError(
-                f"{self.path}: columns {', '.join(names)} are asked for, it has {have}"
-            )
-        order = torch.tensor([self.feature_names.index(name) for name in names])
-        self.features, self.feature_names = convert.ReorderedFeatures(self.features, order), names
+        self.features = extra(".names").reordered(self, names)
+        self.feature_names = names
 
     def take_features(self, features):
         """Read other features of the same graph."""
         self.features = features
 
     def renumber(self, **arrays):
-        """Take num_classes, num_edge_types or class_names of a network, which may have more of them than the graph."""
+        """Take num_classes, targets, num_edge_types or class_names of a network, which may have more of them than the graph."""
         vars(self).update(arrays)
 
     def take_split(self, split):
@@ -399,7 +404,7 @@ class GraphStore:
         """Raise StoreError unless all ids in a split, by default `split`, are nodes that have a label below C; for use
         before training."""
         split = self.split if split is None else split
-        end = self.num_classes if self.labels.dim() == 1 else 2
+        end = self.num_classes if self.labels.dim() == 1 else math.inf if self.targets else 2
         checks.check_stored(self.path, split, self.labels.numpy(), end=end)
 
     def verify(self):
@@ -420,7 +425,7 @@ class StoredFeatures(convert.RowsByIndex):
     """Features that are pickled as the path of their store."""
 
     def __reduce__(self):
-        return getattr, (GraphStore.open(self._path), "features")
+        return getattr, (GraphStore.open(self.path), "features")
 
 
 class MmapFeatures(StoredFeatures, MappedRows):

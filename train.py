@@ -29,12 +29,10 @@ if __name__ == "__main__":
     if not {"system", "--allocator=system"} & set(sys.argv):
         allocator.before_torch()
 
-import gc
 import math
 import os
-import statistics
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,11 +41,11 @@ from typing import NamedTuple
 import torch
 
 import ddp
-from disk.files import SPLITS, StoreError, progress_bar, unread
+from disk.files import PLANNED, StoreError, progress_bar, unread
 from extras import STARTS, STEPS, MissingExtra, extra, present
 from run import command_line
 from run.adam import Adam, rate_at
-from run.allocator import announce, trim_memory
+from run.allocator import announce, release_memory, trim_memory
 from run.checkpoint import (
     check_graph,
     check_kind,
@@ -58,9 +56,7 @@ from run.checkpoint import (
     save_checkpoint,
 )
 from run.finite import LossSum, all_finite
-from run.flags import TASKS, files_of_seed, seed_path
-from run.own_model import is_own
-from run.placement import check_memory, memory_lines, settle
+from run.flags import files_of_seed, seed_path
 from run.report import (
     Clock,
     Report,
@@ -70,10 +66,9 @@ from run.report import (
     epoch_line,
     kept_line,
     peak_memory,
-    plan_lines,
     stages_line,
 )
-from run.run import Run, build_model, open_run
+from run.run import Run, dry_run, open_run
 from sampler import DamagedGraph
 from sources import prepare as datasets
 from tasks.metrics import NotFinite
@@ -166,7 +161,7 @@ class Training:
                 )
                 break
             profiled = epoch == min(start + 1, plan.epochs - 1)
-            with self.report.profile() if plan.profile and profiled else nullcontext():
+            with self.report.traced() if profiled else nullcontext():
                 trained = self.epoch(epoch, first)
             first = 0
             self.check(trained, epoch, draw=profiled)
@@ -292,15 +287,9 @@ class Training:
 
 def prepare(flags):
     """Build the store of --dataset on first use -> its directory."""
-    return datasets.prepare(
-        flags.dataset,
-        flags.root,
-        seed=flags.seed,
-        backend=flags.backend,
-        symmetrize=flags.symmetrize,
-        drop_duplicates=flags.drop_duplicates,
-        feature_dtype=flags.feature_dtype,
-    )
+    names = "seed backend symmetrize drop_duplicates feature_dtype".split()
+    options = {name: getattr(flags, name) for name in names}
+    return datasets.prepare(flags.dataset, flags.root, **options)
 
 
 def prepared(ranks, flags):
@@ -358,7 +347,7 @@ def train(ranks, flags, path):
     graphs, message = None, ""
     for step in present(STEPS).values() if static else ():
         graphs, message = step.build(run, optimizer)
-    stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(plan.model)), optimizer)
+    stepper = graphs or Eager(run, ranks.wrap(model, unused=bool(run.digest)), optimizer)
     describe(run, file, start, first)
     ranks.say("\n".join(started))
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
@@ -410,27 +399,8 @@ def train_many(ranks, flags, path):
             if score is not None:
                 columns.setdefault(name, []).append(score)
         path = None  # the next seed's split may make it another store
-        gc.collect()  # a GPU sampler and its frames hold each other, and with them the graph
-        # or the next run counts as used what torch keeps, for cuBLAS 33 MiB a stream
-        with suppress(AttributeError):  # torch's CPU build
-            torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-    mean = {name: statistics.mean(values) for name, values in columns.items()}
-    std = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in columns.items()}
-    line = ""
-    if columns:
-        line = f"\nresult  {finished.title} over {flags.runs} seeds (mean +- standard deviation)"
-    # as each run prints them; the names of scores of links and graphs begin with a part
-    parts = SPLITS[::-1]
-    for name in sorted(columns, key=lambda name: parts.index(name.partition(" ")[0])):
-        values = columns[name]
-        of_targets = any(metric in name for metric in ("rmse", "mae", "r2"))
-        scale, digits, unit = (1, 4, "") if of_targets else (100, 2, "%")
-        spread = "" if std[name] is None else f" +- {scale * std[name]:.{digits}f}"
-        of = f" of {len(values)}" if len(values) < flags.runs else ""
-        line += f"  {name} {scale * mean[name]:.{digits}f}{spread}{unit}{of}"
-    report = Report(ranks, replace(flags, tensorboard=None))
-    report.tell(line, {"runs": flags.runs, "mean": mean, "std": std})
+        release_memory()
+    Report(ranks, replace(flags, tensorboard=None)).runs(finished.title, columns)
     return 0
 
 
@@ -439,28 +409,6 @@ class Planned(ddp.Ranks):
 
     def gather(self, value):
         return [value] * self.world
-
-
-def dry_run(flags, path):
-    """Print what the data need in memory in each mode, and the plan, as training would settle it."""
-    world = max(flags.gpus, flags.procs)
-    ranks = Planned(world=world, local_world=world, gpus=flags.gpus)
-    ddp.share_cores(world)
-    task = TASKS[flags.task](flags, path, ranks.say)
-    if task.placed:
-        ranks.say("\n".join(memory_lines(ranks, flags, task)))
-    plan, used = settle(ranks, flags, task)
-    where = "cpu"
-    if plan.conv:
-        check_memory(ranks, plan, task)
-        where = "meta"
-    with torch.device(where):
-        model, _ = build_model(plan, task, used)
-    ranks.say("\n".join(plan_lines(ranks, plan, task, model, plan.trains)))
-    ranks.say(
-        f"plan    mode {plan.mode}, precision {plan.precision}, weights of the {plan.weights} epoch, "
-        f"{plan.prefetch} batches ahead, {plan.sample_threads} sampled at once"
-    )
 
 
 def worker(ranks, flags, path):
@@ -498,10 +446,13 @@ def main(argv=None):
         if argv is None and not flags.gpus:  # or torch's optimizers would make a CUDA context
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         path = None if ddp.under_torchrun() else prepare(flags)
+        os.environ[PLANNED] = str(flags.free_host or "")
+        world = max(flags.gpus, flags.procs)
         if flags.dry_run:
-            dry_run(flags, path)
+            ddp.share_cores(world)
+            dry_run(Planned(world=world, local_world=world, gpus=flags.gpus), flags, path)
         else:
-            ddp.launch(worker, max(flags.gpus, flags.procs), flags, path, gpus=flags.gpus)
+            ddp.launch(worker, world, flags, path, gpus=flags.gpus)
     except (StoreError, MissingExtra) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
@@ -509,6 +460,8 @@ def main(argv=None):
         return 130
     except OSError as error:
         return unread(error)
+    finally:
+        os.environ.pop(PLANNED, None)
     return 0
 
 

@@ -5,26 +5,25 @@
     losses     losses of every mode, model and precision beside the CPU's
     ranks      two ranks on one GPU, over gloo, beside one
     tests      the tests that need a GPU, counted
-    kernels    each kernel of a step alone, beside its bound
+    kernels    each kernel of a step alone, beside the time that bench predict expected
     steps      epochs of train.py: every model, precision and mode, batches sampled at once on the CPU; links, times, LABOR,
                features and types of edges, a user's layer, with launches
     sampling   a batch, beside torch operations; its rows through the ring and read in place
     inference  exact inference on all nodes, by layers and in batches
     papers     a graph of the size of ogbn-papers100M in GPU memory
-    cugraph    cuGraph-PyG on the same graph, where it is installed
     sanitizer  a run under compute-sanitizer, where it is installed
     trace      a Chrome trace (Perfetto opens it) and the picture of the stages, for each mode
 
 Checks come first, since a part for which no time is left is a failure: law to tests run side by side. What is timed runs
 alone. On a GPU that is rented for ten minutes, two commands leave something in any case (OUT: the folder that is kept):
 
-    python -m bench gpu --minutes 3.3 --parts law,commands,losses,ranks,tests; cp -r results "$OUT"
-    python -m bench gpu --minutes 6 --parts kernels,steps,sampling,inference,papers; cp -r results "$OUT"
+    python -m bench gpu --minutes 3.3 --parts law,commands,losses,ranks,tests; cp results/gpu* "$OUT"
+    python -m bench gpu --minutes 6 --parts kernels,steps,sampling,inference,papers; cp results/gpu* "$OUT"
 
-Graphs are made in GPU memory (bench/gpu_graph.py). Every part is a
-process that writes its figures into results/gpu.json as they come; pictures and traces are in gpu-pictures.zip beside it.
-A failure in a part (exception, crash or time limit) is written to gpu.json and printed, and the next part runs. --quick
-rehearses on tiny graphs, in ROOT/gpu-quick.
+Graphs are made in GPU memory (bench/gpu_graph.py). Every part is a process that writes its figures into results/gpu.json
+as they come; pictures and traces are in gpu-pictures.zip beside it. A failure in a part (exception, crash or time limit) is
+written to gpu.json and printed, what it measured before stays, and the next part runs. --quick rehearses on tiny graphs, in
+ROOT/gpu-quick, with the programs of the real ones: what it compiled can be carried to the GPU, see docs/gpu.md.
 """
 
 import contextlib
@@ -88,8 +87,7 @@ def bench_gpu(args):
     if args.quick:
         args.out = str(Path(args.root, "gpu-quick"))
         args.batch_size = 64
-        args.hidden = 16
-        args.fanout = [5, 4, 3]
+        args.fanout = [5, 4, args.fanout[-1]]
         args.rounds = 1
     file = Path(args.out, "gpu.json")
     end = time.time() + 60 * args.minutes
@@ -175,7 +173,6 @@ PARTS = {
     "sampling": Part(gpu_parts.sampling, 40),
     "inference": Part(gpu_parts.inference, 40),
     "papers": Part(gpu_parts.papers, 60),
-    "cugraph": Part(gpu_parts.cugraph, 120),
     "sanitizer": Part(gpu_parts.sanitizer, 60),
     "trace": Part(gpu_parts.trace, 50),
 }

@@ -43,17 +43,23 @@ def checked(given) -> Checked:
     num_nodes = rows
     if given.node_types is not None:
         num_nodes = sum(nodes for nodes, _ in given.node_types.values())
-    labels, num_classes = checks.check_labels(given.labels, num_nodes, given.num_classes)
-    labelled = given.labels is not None
+    numbers = given.targets is not None
+    if numbers and given.labels is not None:
+        raise StoreError("labels are of classes, targets are numbers: give one of them")
+    if numbers:
+        labels, num_classes = checks.check_targets("targets", given.targets, num_nodes)
+    else:
+        labels, num_classes = checks.check_labels(given.labels, num_nodes, given.num_classes)
+    labelled = numbers or given.labels is not None
     split = {} if given.split is None else given.split
-    drawn = isinstance(split, dict) and not split and labelled and labels.ndim == 1
+    drawn = isinstance(split, dict) and not split and labelled and (numbers or labels.ndim == 1)
     if drawn:
-        split = checks.drawn_per_class(labels, np.random.default_rng(0))
+        split = checks.drawn_nodes(labels, np.random.default_rng(0))
     node_names = given.node_names
     if node_names is not None:
         node_names = [*node_names]
         if given.node_types is None:  # else distinct within a type, see `typed.flatten`
-            columns.check_node_names("node_names", node_names, num_nodes)
+            extra(".names", "node_names").check("node_names", node_names, num_nodes)
     split = checks.check_splits(split, labels, node_names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
     carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
@@ -67,7 +73,9 @@ def checked(given) -> Checked:
     if given.node_types is not None:
         entries["node_types"] = [[name, *of] for name, of in given.node_types.items()]
     if drawn:
-        entries["split"] = checks.DRAWN
+        entries["split"] = checks.DRAWN_NODES if numbers else checks.DRAWN
+    if numbers:
+        entries["targets"] = num_classes
     meta = {
         "format": FORMAT,
         "format_version": files.VERSION,
@@ -119,7 +127,7 @@ def write_store(path, graph, progress):
     counted = checks.count_edges(*arrays, node_types=node_types)
     counts = {"num_edges": len(arrays[1]), "edges": counted}
     if graph.node_names is not None:
-        records[columns.NAMES] = columns.write_names(path, graph.node_names)
+        records[columns.NAMES] = extra(".names").write(path, graph.node_names)
     records |= _write_features(path, graph, progress)
     files.write_meta(path, graph.meta | counts, records)
 

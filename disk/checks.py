@@ -38,6 +38,7 @@ EXACT = 1 << 20
 SAMPLE = 1 << 16
 COMPARED = 1 << 22  # cells of features that are compared with labels
 # in the meta.json of a store that was built without a split
+DRAWN_NODES = "a tenth of the nodes for testing, a tenth for validation, the rest for training"
 DRAWN = "20 nodes of each class for training, 30 for validation, the rest for testing"
 DRAWN_GRAPHS = "a tenth of the graphs for testing, a tenth for validation, the rest for training"
 
@@ -93,6 +94,22 @@ def check_labels(labels, num_nodes, num_classes):
     return labels, num_classes
 
 
+def check_targets(name, targets, num_nodes):
+    """Check numbers to be learned, [V] or [V, T], NaN for a missing one -> (float64 [V, T], T)."""
+    y = as_rows(name, targets)
+    y = shaped(name, y[:, None] if y.dim() == 1 else y, num_nodes, "T").double().numpy()
+    most = np.finfo(np.float32).max
+    refuse(np.abs(y) > most, name, y, "float32 must hold targets; NaN stands for a missing one")
+    if np.isnan(y).all():
+        raise StoreError(f"{name}: all are NaN: no node has one")
+    return y, y.shape[1]
+
+
+def missing(labels):
+    """Return where labels, an array, are missing: -1, or NaN of numbers."""
+    return np.isnan(labels) if labels.dtype.kind == "f" else labels < 0
+
+
 def doubts(store, counted) -> list[str]:
     """Return sentences on what is probably not meant in the labels and features of an open GraphStore.
 
@@ -101,6 +118,8 @@ def doubts(store, counted) -> list[str]:
     """
     labels = store.labels
     lines = []
+    if store.targets:
+        return lines
     if counted and store.labelled and labels.dim() == 1:
         nodes_of = labels[labels >= 0].bincount(minlength=store.num_classes)
         empty = (nodes_of == 0).nonzero().flatten().tolist()
@@ -254,7 +273,7 @@ def check_split(split, labels, item="node", names=None):
         raise StoreError(f"split is a {type(split).__name__}: {form}")
     given = by_part("split", split)
     split = {n: part_ids(f"split {n!r}", given.get(n, ()), len(labels)) for n in SPLITS}
-    unlabelled = (labels < 0).all(tuple(range(1, labels.ndim)))
+    unlabelled = missing(labels).all(tuple(range(1, labels.ndim)))
     owner = np.full(len(labels), -1, np.int8)
     for part, (name, ids) in enumerate(split.items()):
         inside = (ids >= 0) & (ids < len(labels))
@@ -263,7 +282,7 @@ def check_split(split, labels, item="node", names=None):
         for bad, why in (
             (~inside, f": {item} ids lie in [0, {len(labels)})"),
             (again, " more than once" + "; a mask is of bool" * int(ids.max(initial=0) < 2)),
-            (unlabelled[ids * inside], ", which has no label (-1)"),
+            (unlabelled[ids * inside], ", which has no label (-1, of targets NaN)"),
         ):
             if bad.any():
                 wrong = ids[bad][0]
@@ -279,8 +298,12 @@ def check_split(split, labels, item="node", names=None):
     return split
 
 
-def drawn_per_class(labels, random):
-    """Draw 20 nodes per class for train and 30 for valid; the other nodes with a label are for test -> {part: int64 ids}."""
+def drawn_nodes(labels, random):
+    """Draw 20 nodes per class for train and 30 for valid; the other nodes with a label are for test; of targets, float [V, T],
+    a tenth of the nodes that have any for test and for valid -> {part: int64 ids}."""
+    if labels.dtype.kind == "f":
+        nodes = np.flatnonzero(~missing(labels).all(1))
+        return {part: nodes[ids] for part, ids in drawn_graphs(len(nodes), random).items()}
     if labels.ndim == 2:
         raise StoreError("nodes with several labels each need a split of their own: train_idx, ...")
     order = np.argsort(labels, kind="stable")

@@ -48,9 +48,31 @@ FLAGS = {
     ".split": "split_features",
     ".cache": "cache",
     ".export": "export",
-    ".pictures": "curve timeline",
+    ".pictures": "curve timeline profile",
     ".warm_start": "init",
+    ".regression": "loss",
+    ".class_report": "report",
 }
+
+
+# names that modules of the core have, too
+NAMES = dict(
+    CachedFeatures=".cache",
+    CodedFeatures=".int8",
+    DGLAdapter=".dgl",
+    Exchange=".split",
+    GINEConv=".edge_features",
+    Limits=".graphs",
+    SAGEPoolConv=".sage_pool",
+    SplitFeatures=".split",
+    UnevenFeatures=".split",
+    expected_visits=".cache",
+    gpu_view=".pinned",
+    import_dgl=".dgl",
+    seeds_at=".times",
+    share=".pinned",
+    split=".parts",
+)
 
 
 class MissingExtra(ImportError):
@@ -68,6 +90,17 @@ def extra(name, what="this"):
             raise
         problem = f"{what} takes extras/{file}.py: copy it beside the others"
         raise MissingExtra(problem) from error
+
+
+def elsewhere(module):
+    """Return the `__getattr__` of a module of the core that has the names of NAMES."""
+
+    def find(name):
+        if name not in NAMES:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(extra(NAMES[name], name), name)
+
+    return find
 
 
 def lacking(table, name):

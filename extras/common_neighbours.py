@@ -134,11 +134,8 @@ class CommonNeighbours:
         """Check which edges source -> destination are there, and seen -> bool [n]."""
         if times is None:
             return self.edges.has(source, destination)
-        first = self.edges.place(source, destination)
-        counts = self.edges.place(source, destination, strict=False) - first
-        row = torch.repeat_interleave(counts)
-        seen = self._seen(expand(first, counts), times[row])
-        return torch.zeros_like(source, dtype=torch.bool).index_fill_(0, row[seen], True)
+        seen = lambda places, row: self._seen(places, times[row])  # noqa: E731
+        return self.edges.any_of(source, destination, seen)
 
     def _of_destination(self, nodes, times):
         """Compute the columns of destinations [P] -> list of float32 [P, 1]."""

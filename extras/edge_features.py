@@ -11,10 +11,11 @@ from model import GINConv, Linear, edge_dst, summable, unchanged
 class GINEConv(GINConv, name="gine", after="gin"):
     """GIN with edge features (Hu et al., arXiv 1905.12265): MLP((1 + eps) h_v + sum(relu(h_u + W e_uv + b)))."""
 
+    own_gradient = True
     edge_features = "must"
     residual = "no"
 
-    def __init__(self, in_dim, out_dim, norm="none", edge_dim=0):
+    def __init__(self, in_dim, out_dim, norm="none", *, edge_dim):
         super().__init__(in_dim, out_dim, norm)
         self.edge_dim = edge_dim
         self.edge_linear = Linear(edge_dim, in_dim)

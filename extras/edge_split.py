@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from disk.columns import ALWAYS, EDGE_TIME, NODE_TIME, OF_EDGES, node_ids
+from disk.columns import ALWAYS, EDGE_TIME, NAMES, NODE_TIME, OF_EDGES, node_ids
 from disk.convert import by_part
 from disk.files import SPLITS, StoreError, reading
 from extras import number_before
@@ -51,6 +51,15 @@ class Edges:
         if len(self.sources):  # place 0 stands in where there is no edge
             exists &= self.sources.index_select(0, place * exists) == start
         return exists.view_as(source)
+
+    def any_of(self, source, destination, wanted):
+        """Check for which of source, destination int64 [n] any of the edges from one to the other is wanted -> bool [n].
+        wanted: function of their indices in `sources` [m] and, for each, which of the n it is [m] -> bool [m]."""
+        first = self.place(source, destination)
+        counts = self.place(source, destination, strict=False) - first
+        row = torch.repeat_interleave(counts)
+        row = row[wanted(expand(first, counts), row)]
+        return torch.zeros_like(source, dtype=torch.bool).index_fill_(0, row, True)
 
     def ranges(self, pairs):
         """Find the edges of each pair int64 [n, 2], then those of each reverse pair -> (index in `sources` of the first
@@ -331,7 +340,11 @@ def checked_pairs(name, pairs, store, edge_type=None):
             "integers or names [n, 2] are needed, source and destination"
         )
     if hasattr(store, "node_ids"):
-        pairs = store.node_ids(pairs, name)
+        types = [None, None]
+        if edge_type is not None and store.node_types and NAMES in store.meta["files"]:
+            types = store.edge_types[edge_type].split(",")[::2]
+        ends = zip(pairs.T, types)
+        pairs = torch.stack([store.node_ids(ids, name, of) for ids, of in ends], 1)
     else:
         pairs = node_ids(name, pairs, store.num_nodes)
     if getattr(store, "edge_types", None) and store.node_types:

@@ -26,10 +26,11 @@ from disk.files import StoreError, plural
 from extras.tables import (
     ID,
     NUMBER,
+    SEVERAL,
     TIME,
     digits,
+    is_text,
     joined,
-    kind_of,
     meanings,
     opened,
     stacked,
@@ -44,107 +45,82 @@ from sources.arrays import MISSING, short
 SPLIT = re.compile(
     "(is)?(train|val|valid|validation|test|dev)(ing)?(mask|set|idx)?|(cv)?fold|split|subset"
 )
-SEVERAL = "|"  # between several values in a cell of text
+ANSWERS = "labels", "targets"
 MOST_VALUES = 100  # of a column of text that becomes features
 YEAR_2000 = np.datetime64("2000", "us")
 DECADE = np.timedelta64(315_569_520, "s")
-LARGE = 10  # mean absolute value of a feature, from which on training is slow
+LARGE = 30  # a feature with larger values is named: networks learn from it slowly
 HEADER = "; a header is known by names such as id, source, destination and label"
 
 
 def read_tables(sources, tables, columns, folder, ignore):
-    """Read the arrays of a graph from tables -> ({name as in an .npz file: array}, with the names in `edge_types` if types
-    are text; {type of nodes: its `Nodes`}).
+    """Read the arrays of a graph from tables -> {name as in an .npz file: array, or list of names}.
 
     Args:
         sources: {type of nodes, or "source,relation,destination" of edges: file of a table}; for a graph of one type
-            {"": the table of edges}.
-        tables: {name of an array: file of a table}, of several types TYPE=FILE; of one type "features" is required.
+            {"": of features, or None; ",,": of edges}.
+        tables: {name of an array: file of a table}, of several types TYPE=FILE.
         columns: {name of a column of a store: as in `tables`, or columns of the tables of edges}.
         folder: for files without a name that large arrays are mapped from.
         ignore: names of columns to leave out, of any of the tables.
     """
-    edge_tables = {tuple(kind.split(",")): file for kind, file in sources.items() if "," in kind}
-    node_tables = {kind: file for kind, file in sources.items() if "," not in kind}
-    if "" in sources:
-        edge_tables = {("", "", ""): sources[""]}
-        if "features" not in tables:
-            with opened(sources[""]):  # refuses what is no table
-                how = "features are needed, a line for each node"
-                raise StoreError(f"{sources['']} holds edges alone: {how}, as --features FILE")
-        node_tables[""] = tables.pop("features")
-    for kind in edge_tables or [()]:
-        if len(kind) != 3 or not {*kind[::2]} <= node_tables.keys():
-            problem = f"{','.join(kind) or 'edges'}: TYPE,RELATION,TYPE=FILE is needed"
-            raise StoreError(f"{problem}, of types with a table: {', '.join(node_tables)}")
+    if None in sources.values():
+        with opened(sources[",,"]):  # refuses what is no table
+            how = "features are needed, a line for each node"
+            raise StoreError(f"{sources[',,']} holds edges alone: {how}, as --features FILE")
+    types = [kind for kind in sources if "," not in kind]
+    relations = [kind for kind in sources if "," in kind]
+    for kind in relations or ["edges"]:
+        if kind.count(",") != 2 or not {*kind.split(",")[::2]} <= {*types}:
+            those = f"of types with a table: {', '.join(types)}"
+            raise StoreError(f"{kind}: TYPE,RELATION,TYPE=FILE is needed, {those}")
     ignore = dict.fromkeys(ignore, 0)
-    edge_columns = {name: source for name, source in columns.items() if name in OF_EDGES}
-    tables_by_name = {
-        name: _type_and_file(name, source, node_tables)
-        for name, source in (tables | columns).items()
-        if name not in OF_EDGES
-    }
-    arrays = {}
+    edge_columns = {name: columns.pop(name) for name in OF_EDGES if name in columns}
+    others = tables | columns
     nodes = {}
+    arrays = {}
 
     def add(kind, values):
-        suffix = f":{kind}" if kind else ""
-        arrays.update({name + suffix: value for name, value in values.items()})
+        arrays.update({f"{name}:{kind}".rstrip(":,"): value for name, value in values.items()})
 
-    for kind, file in node_tables.items():
-        others = [other for of, other in tables_by_name.values() if of == kind]
-        pairs = [edges for ends, edges in edge_tables.items() if {*ends[::2]} == {kind}]
-        called = {kind} | _called_elsewhere(others, pairs, ignore)
-        x, nodes[kind] = features(file, folder, ignore, called, kind)
-        add(kind, {"features": x, "num_nodes": nodes[kind].count})
-    for name, (kind, file) in tables_by_name.items():
-        add(kind, {name: node_column(file, nodes[kind], name, ignore)})
-    used = set()
-    for kind, file in edge_tables.items():
-        ends = Ends(nodes[kind[0]], nodes[kind[2]])
-        found = _columns_there(file, edge_columns, ends) if kind[0] else edge_columns
-        used |= found.keys()
-        add(",".join(kind).strip(","), _edges_and_columns(file, folder, ends, found, ignore))
-    if unused := sorted(edge_columns.keys() - used):
-        where = ", ".join(edge_tables.values())
+    for kind in types:
+        called = {kind}
+        if not kind:
+            called = _called_elsewhere(others.values(), sources[",,"], ignore)
+        x, of = features(sources[kind], folder, ignore, called, kind)
+        nodes[kind] = of
+        add(kind, {"features": x, "num_nodes": of.count, "node_names": of.names})
+        add(kind, {"feature_names": of.feature_names})
+    for name, source in others.items():
+        kind, _, file = source.partition("=") if types[0] else ("", "", source)
+        if kind not in nodes:
+            those = ", ".join(types)
+            raise StoreError(f"{name}: {source} is not TYPE=FILE, of the types {those}")
+        values = node_column(file, nodes[kind], name, ignore)
+        add(kind, {name: values, "class_names": nodes[kind].class_names})
+    for kind in relations:
+        ends = Ends(*(nodes[end] for end in kind.split(",")[::2]))
+        add(kind, _edges_and_columns(sources[kind], folder, ends, edge_columns, ignore))
+    if unused := sorted(edge_columns.keys() - {name.partition(":")[0] for name in arrays}):
+        where = ", ".join(map(sources.get, relations))
         raise StoreError(f"none of {where} has the column {edge_columns[unused[0]]}")
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
-    return arrays, nodes
-
-
-def _type_and_file(name, source, types):
-    """Split TYPE=FILE, the table of an array of nodes -> (type, file); where nodes have no types, ("", file)."""
-    kind, equals, file = ("", "=", source) if "" in types else str(source).partition("=")
-    if kind not in types or not equals:
-        raise StoreError(f"{name}: {source} is not TYPE=FILE, with a type among {', '.join(types)}")
-    return kind, file
-
-
-def _columns_there(file, columns, ends):
-    """Return those of `columns` {name: file or names of columns} that a table of edges has, and those that are files."""
-    with opened(file, heads=ends.heads) as table:
-        names = table.names or ()
-    return {
-        name: source
-        for name, source in columns.items()
-        if os.path.isfile(source) or {*_words(name, source)} <= {*names}
-    }
-
-
-def _words(name, source) -> list[str]:
-    return source.split(",") if COLUMNS[name].wide else [source]
+    return arrays
 
 
 def _edges_and_columns(file, folder, ends, columns, ignore):
     """Read a table of edges and its `columns` {name: file of a table, or columns of this one} -> {name of an array: values}."""
-    own_files = {name: source for name, source in columns.items() if os.path.isfile(source)}
-    keep = {name: _words(name, source) for name, source in columns.items()}
+    keep = {}
+    own_files = {}
     ids = set()
-    for name, source in own_files.items():
-        keep[name] = []
-        with opened(source, ignore, ends.heads) as table:
-            ids |= {table.names[j] for j in _edge_ids(table)}
+    for name, source in columns.items():
+        keep[name] = source.split(",") if COLUMNS[name].wide else [source]
+        if os.path.isfile(source):
+            keep[name] = []
+            own_files[name] = source
+            with opened(source, ignore, ends.source.heads) as table:
+                ids |= {table.names[j] for j in _edge_ids(table)}
     pairs, kept = edges(file, folder, ends, keep, ignore, ids=ids)
     keys = Keys(file, ends, pairs, kept.pop("ids", {}))
     for name, source in own_files.items():
@@ -152,7 +128,7 @@ def _edges_and_columns(file, folder, ends, columns, ignore):
     return {"edge_index": pairs, **kept}
 
 
-def _called_elsewhere(node_tables, edge_tables, ignore) -> set[str]:
+def _called_elsewhere(node_tables, edge_table, ignore) -> set[str]:
     """Return the names by which other tables may call the ids of the nodes: names of columns of the tables of nodes, and
     what the names of two ends have in common."""
     called = set()
@@ -161,10 +137,9 @@ def _called_elsewhere(node_tables, edge_tables, ignore) -> set[str]:
             names = table.names or ()
             ids = {names[j] for j in table.named("id")}
             called |= ids or {name for name in names if not meanings(name)}
-    for file in edge_tables:
-        with opened(file, ignore) as table:
-            if not table.named("source"):
-                called |= {" ".join(stem) for stem, _ in _twins(table)}
+    with opened(edge_table, ignore) as table:
+        if not table.named("source"):
+            called |= {" ".join(stem) for stem, _ in _twins(table)}
     return called
 
 
@@ -203,7 +178,9 @@ class Nodes:
 
     def heads(self, rows) -> bool:
         """Whether the first of some rows of a table is its header: columns below hold names of nodes alone, where it has
-        no such names, or it has the name of the column of ids."""
+        no such names, or it has the name of the column of ids. Tables of several types have one."""
+        if self.type:
+            return is_text(rows)
         first, *rest = rows
         if self.kind is not str or any(a in b for a, b in zip(first, zip(*rest))):
             return False
@@ -233,9 +210,9 @@ class Ends(NamedTuple):
     source: Nodes
     destination: Nodes
 
-    def heads(self, rows) -> bool:
-        """Whether the first of some rows of a table is its header, see `Nodes.heads`."""
-        return all(nodes.heads(rows) for nodes in self)
+    def called(self) -> list[str]:
+        """Return what columns of them are called: their types, or source and destination."""
+        return [nodes.type or end for nodes, end in zip(self, self._fields)]
 
 
 def _check_header(table, columns):
@@ -266,15 +243,11 @@ def features(file, folder, ignore=(), called=(), kind=""):
     """Spool a table with one row per node to a file in `folder` -> (memmap float32 [V, F], its `Nodes`).
 
     A column of ids is not a feature, wherever it stands, see `_node_column`. A first column of another name that holds the
-    numbers 0 to V-1 or 1 to V in any order is refused. A column of lists is as many features as a list has numbers, one of text
-    as it has values (`_categories`); dates are decades since 2000. kind: name of the nodes' type, which may have no features,
-    None.
+    numbers 0 to V-1 or 1 to V in any order is refused. Dates become decades since 2000. A column of lists is as many features as
+    a list has numbers; one of text, behind the others, as it has values, see `_one_hot`. kind: the nodes' type; such nodes may
+    have no features, None.
     """
-
-    def heads(rows):
-        return bool(kind) and any(_is_called(cell, {kind}) for cell in rows[0])
-
-    with opened(file, ignore, heads) as table:
+    with opened(file, ignore, is_text if kind else lambda rows: False) as table:
         node = _node_column(table, called)
         kept = [j for j in range(table.width) if j != node]
         for j in table.named("label"):
@@ -284,32 +257,24 @@ def features(file, folder, ignore=(), called=(), kind=""):
         if not kept and not kind:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
         dates = [j for j in kept if table.dated(j)]
-        texts = [j for j in kept if table.kinds[j] == "text" and kind_of(table.sample(j)) == "text"]
-        texts = [j for j in texts if j not in dates]
-        categories = {}
-        if texts:
-            with opened(file, ignore, heads) as again:
-                categories = _categories(again, texts)
-        kinds = dict.fromkeys(kept, list)
-        kinds |= dict.fromkeys(dates, TIME) | dict.fromkeys(texts, str)
-        if node is not None:
-            kinds[node] = str
-        ids = []
+        texts = [j for j in kept if j not in dates and table.holds_text(j)]
+        numbers = [j for j in kept if j not in texts]
+        whole = {j: [] for j in [*texts, node] if j is not None}
+        kinds = (
+            dict.fromkeys(numbers, list) | dict.fromkeys(dates, TIME) | dict.fromkeys(whole, str)
+        )
         rounded = RoundedRows(SAMPLED, 1)
-
-        def numbers(j, cells):
-            if j in categories:
-                return _one_hot(cells, categories[j])
-            return (cells - YEAR_2000) / DECADE if j in dates else cells
 
         def rows():
             start = 0
             for _, columns in table.read(kinds):
-                if node is not None:
-                    ids.append(columns[node])
-                if not kept:
+                for j, parts in whole.items():
+                    parts.append(columns[j])
+                for j in dates:
+                    columns[j] = (columns[j] - YEAR_2000) / DECADE
+                if not numbers:
                     continue
-                columns = [numbers(j, columns[j]) for j in kept]
+                columns = [columns[j] for j in numbers]
                 x = stacked(columns, np.float32)
                 if start < SAMPLED:
                     as_read = torch.from_numpy(stacked(columns, np.float64))
@@ -317,120 +282,84 @@ def features(file, folder, ignore=(), called=(), kind=""):
                 start += len(x)
                 yield x
 
-        names = [_feature_names(table, j, categories) for j in kept]
-        x = spool(folder, rows(), np.float32, max(1, sum(map(len, names))))
+        called = table.names or table.places
+        widths = [(called[j], table.widths[j]) for j in numbers]
+        names = [f"{name}[{i}]" if n > 1 else name for name, n in widths for i in range(n)]
+        x = spool(folder, rows(), np.float32, max(1, len(names)))
+        tables = [x] * bool(numbers)
+        for j in texts:
+            values, columns = _one_hot(table, j, joined(whole[j]))
+            names += [f"{called[j]}={value}" for value in values]
+            tables.append(columns)
+        if texts:
+            first = range(0, table.rows, SAMPLED)
+            parts = (np.hstack([part[a : a + SAMPLED] for part in tables]) for a in first)
+            x = spool(folder, parts, np.float32, len(names))
         nodes = Nodes(table.rows, file)
         if node is not None:
-            x, nodes = _name(table, folder, x, table.identified(node, joined(ids)), node)
+            x, nodes = _name(table, folder, x, table.identified(node, joined(whole[node])), node)
             nodes.id_name = table.names and table.names[node]
         elif len(kept) > 1 and len(x) > 1:
-            _check_counting(table, [*zip(kept, names)], x)
+            _check_counting(table, numbers, x)
         nodes.type = kind
         if table.names:
-            nodes.feature_names = sum(names, [])
+            nodes.feature_names = names
         if loss := rounded.loss(nodes.feature_names):
             table.notes.append(f"read as float32: {loss}")
-        sizes = abs(x[:SAMPLED]).mean(0) if kept else []
-        if large := [name for name, size in zip(sum(names, []), sizes) if size > LARGE]:
-            table.notes.append(
-                f"large numbers in {short(', '.join(large))}: best scaled to -1 to 1"
-            )
-        for j in dates:
-            table.notes.append(f"{table.column(j)} in decades since 2000")
-        for j, values in categories.items():
-            table.notes.append(f"{table.column(j)} one-hot, {plural(len(values), 'value')}")
-        table.say(plural(len(sum(names, [])), "feature"))
+        if dates:
+            table.notes.append(f"{', '.join(map(table.column, dates))} in decades since 2000")
+        sizes = zip(nodes.feature_names or (), abs(x[:SAMPLED]).max(0, initial=0))
+        if large := [name for name, size in sizes if size > LARGE]:
+            table.notes.append(f"large numbers in {short(', '.join(large))}: scale them")
+        table.say(plural(len(names), "feature"))
     return x if kept else None, nodes
 
 
 def _node_column(table, called) -> int | None:
     """Find the column of ids of a table of features: by its name (see `Table.named`; `called`: the names that other tables have
-    for it), else the column of text, one that holds no dates and no lists as A|B if there is such."""
+    for it), else the column of text."""
     named = {*table.named("id")}
     for j, name in enumerate(table.names or ()):
         if _is_called(name, called) and table.identifies(j):
             named.add(j)
-    texts = [
-        j
-        for j, kind in enumerate(table.kinds)
-        if kind == "text" and (j == 0 or table.identifies(j))
-    ]
-    plain = [j for j in texts if not table.dated(j) and SEVERAL not in "".join(table.sample(j))]
-    node = _id_column(table, sorted(named) or plain or texts)
+    # text that repeats is a category, if it is not the first column
+    texts = [j for j, kind in enumerate(table.kinds) if kind == "text"]
+    texts = [j for j in texts if j == 0 or table.identifies(j)]
+    node = _id_column(table, sorted(named) or texts)
     for j in named - {node}:
         table.notes.append(f"{table.column(j)} repeats and is a feature")
     return node
 
 
 def _is_called(name, called) -> bool:
-    """Whether the name of a column is one of `called`, which may be words, perhaps with "id" at its end."""
-    words = words_of(name)
-    stem = " ".join(words[:-1] if words[1:] and words[-1] == "id" else words)
-    return bool({name, " ".join(words), stem} & {*called})
+    """Whether the name of a column, perhaps without "id", is one of `called`."""
+    return name in called or " ".join(word for word in words_of(name) if word != "id") in called
 
 
-def _feature_names(table, j, categories) -> list[str]:
-    """Name the features that a column becomes."""
-    name = table.column(j) if table.names is None else table.names[j]
-    if j in categories:
-        return [f"{name}={value}" for value in categories[j]]
-    width = table.widths[j]
-    return [f"{name}[{i}]" for i in range(width)] if width > 1 else [name]
+def _one_hot(table, j, cells):
+    """Turn a column of text, of which a cell may hold several values, as A|B -> (the values, sorted; a column of 0 and 1 for
+    each, uint8 [V, n]); StoreError for too many, or none that two rows have."""
+    lists = [cell.split(SEVERAL) for cell in trimmed(cells).to_pylist()]
+    given = [(row, value.strip()) for row, values in enumerate(lists) for value in values]
+    rows, given = zip(*(pair for pair in given if pair[1] not in MISSING))
+    values, places = np.unique(given, return_inverse=True)
+    if len(values) > MOST_VALUES or len(values) == len(given):
+        problem = f"{plural(len(values), 'value')} in {table.rows:,} rows, up to {MOST_VALUES} that repeat are features"
+        cure = f"drop it{table.flag(j)}, or make its values nodes of a type of their own"
+        raise StoreError(f"{table.name}: {table.column(j)} is text with {problem}: {cure}")
+    x = np.zeros((len(lists), len(values)), np.uint8)
+    x[rows, places] = 1
+    table.notes.append(f"{table.column(j)} one-hot, {plural(len(values), 'value')}")
+    return values, x
 
 
-def _categories(table, columns) -> dict:
-    """Read the different values of columns of text, of which a cell may hold several, as A|B -> {column: values, sorted};
-    StoreError for one with too many, or none in two rows."""
-    found = {j: set() for j in columns}
-    counts = dict.fromkeys(columns, 0)
-    for _, cells in table.read(dict.fromkeys(columns, str)):
-        for j, values in found.items():
-            given = _values_of(cells[j])[0]
-            counts[j] += len(given)
-            values |= {*given.unique().to_pylist()}
-        if any(len(values) > MOST_VALUES for values in found.values()):
-            break
-    for j, values in found.items():
-        many = len(values) > MOST_VALUES
-        if many or len(values) == counts[j]:
-            has = f"over {MOST_VALUES} values" if many else "another value in every row"
-            cure = "or make its values nodes of a type of their own, with a table of edges to them"
-            problem = f"is text with {has}, no feature: drop it{table.flag(j)}, {cure}"
-            raise StoreError(f"{table.name}: {table.column(j)} {problem}")
-    return {j: sorted(values) for j, values in found.items()}
-
-
-def _values_of(cells):
-    """Split cells of text at SEVERAL -> (their values, a pyarrow array [n], without empty ones; the row of each, int64 [n])."""
-    import pyarrow.compute as compute
-
-    parts = compute.split_pattern(written(cells), SEVERAL)
-    counts = compute.list_value_length(parts).fill_null(0).to_numpy()
-    values = written(parts.flatten())
-    there = values.is_valid()
-    rows = np.repeat(np.arange(len(cells)), counts)
-    return values.filter(there), rows[there.to_numpy(zero_copy_only=False)]
-
-
-def _one_hot(cells, categories) -> np.ndarray:
-    """Return a column for each category, 1 where a cell holds it, else 0 -> float32 [r, n]."""
-    import pyarrow
-    import pyarrow.compute as compute
-
-    values, rows = _values_of(cells)
-    columns = compute.index_in(values, value_set=pyarrow.array(categories))
-    x = np.zeros((len(cells), len(categories)), np.float32)
-    x[rows, columns.to_numpy()] = 1
-    return x
-
-
-def _check_counting(table, kept, x):
-    """Refuse a first column that holds the numbers 0 to V-1 or 1 to V in any order; name others in a line. kept: (column, names
-    of its features) of x [V, F]."""
+def _check_counting(table, numbers, x):
+    """Refuse a first column that holds the numbers 0 to V-1 or 1 to V in any order; name others in a line. numbers: columns of
+    the table that are the first features in x [V, F]."""
     first = 0
-    for j, names in kept:
+    for j in numbers:
         values = x[:, first]
-        first += len(names)
+        first += table.widths[j]
         if not table.identifies(j) or values.min() not in (0, 1):
             continue
         counted = np.arange(len(x), dtype=np.float32) + values.min()
@@ -499,12 +428,12 @@ def node_column(file, nodes, name, ignore=()) -> np.ndarray:
     """Read a table for nodes.
 
     Args:
-        name: "labels": a column of numbers or text, or multi-label columns of 0 and 1 -> float64 [V] or [V, C], NaN:
+        name: "targets": columns of numbers -> float64 [V] or [V, T], NaN for a missing one; "labels": a column of numbers or text, or multi-label columns of 0 and 1 -> float64 [V] or [V, C], NaN:
             no label, or text [V]; a column of nodes of a store: its values [V]; both may have a column of ids as well, with
             which labels may be for some nodes only. Other names: a column of ids of distinct nodes -> int64 [n].
     """
     with opened(file, ignore, nodes.heads) as table:
-        is_labels = name == "labels"
+        is_labels = name in ANSWERS
         column = COLUMNS.get(name)
         if is_labels and table.width > 1 + bool(table.named("id")):
             _refuse_splits(table, "label")
@@ -518,13 +447,13 @@ def node_column(file, nodes, name, ignore=()) -> np.ndarray:
         if columns and node is not None:
             which = ", ".join(map(table.column, columns))
             table.notes.append(f"{table.column(node)} taken as ids, {which} as {name}")
-        kind = str if is_labels else TIME if column and column.timed else float
+        kind = str if name == "labels" else TIME if column and column.timed else float
         kinds = dict.fromkeys(columns, kind)
         rows, cells = _rows_of_nodes(table, nodes, node, kinds, is_labels)
-        for j in columns if is_labels else ():
+        for j in columns if name == "labels" else ():
             _check_labels(table, j, cells[j], len(columns))
         table.say()
-    if is_labels and len(columns) > 1 and table.names:
+    if is_labels and (len(columns) > 1 or name == "targets") and table.names:
         nodes.class_names = [table.names[j] for j in columns]
     if not columns:
         return rows
@@ -543,12 +472,12 @@ def node_column(file, nodes, name, ignore=()) -> np.ndarray:
 def _ids_of_nodes(table, nodes, name) -> int | None:
     """Find the column of ids in a table for nodes, see `node_column`: by its name, or that of the features' column of ids, or
     because all of its cells are nodes; of two columns else the first."""
-    if name != "labels" and name not in COLUMNS:
+    if name not in (*ANSWERS, *COLUMNS):
         return 0 if table.width == 1 else None
     names = table.names or ()
     ids = {*table.named("id"), *(j for j, name in enumerate(names) if name == nodes.id_name)}
     if not ids and (nodes.kind is str or table.width == 2):
-        others = table.named("label" if name == "labels" else "more of an edge")
+        others = table.named("label" if name in ANSWERS else "more of an edge")
         refer = [j for j in range(table.width) if j not in others]
         ids = [j for j in refer if table.identifies(j) and nodes.have(table.sample(j))]
         if table.width == 2 and len(ids) != 1:
@@ -572,7 +501,7 @@ def _check_labels(table, j, cells, count):
     how = "{:g}"
     if isinstance(cells, list):
         how = "{!r:.60}"
-        why = "labels are whole numbers or text (node regression is not supported)"
+        why = "labels are whole numbers or text"
         fitting = {"0", "1", "-1", *MISSING}
         if count == 1:
             if table.kinds[j] == "text" or not all(
@@ -584,7 +513,7 @@ def _check_labels(table, j, cells, count):
     else:
         bad = (cells < -1) | (cells > (1 if count > 1 else np.inf))
     why = "of several labels each is 0, 1 or empty" if count > 1 else why
-    table.refuse(0, j, bad, f"is {how}: {why}", cells)
+    table.refuse(0, j, bad, f"is {how}: {why}; numbers to learn are --targets FILE", cells)
 
 
 def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
@@ -593,15 +522,15 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
 
     Source and destination are the columns that `_end_columns` finds, else the first two.
     nodes: `Nodes` of both ends, or `Ends`. keep: {name of a column of a store: columns of the table, by name or number from 1,
-    none of one that another table has}; None: there can be none. A column of dates is kept as times, if there are no others.
+    none of one that another table has}, where nodes have types those that it has; None: there can be none. A column of dates is kept as times, if there are no others.
     ids: names of columns that other tables of these edges have as ids, too. Other columns are refused. say: prints a line.
     """
     nodes = nodes if isinstance(nodes, Ends) else Ends(nodes, nodes)
-    with opened(file, ignore, nodes.heads) as table:
+    with opened(file, ignore, nodes.source.heads) as table:
         kept = {
-            name: [_column(table, w) for w in words]
+            name: [_column(table, word) for word in words]
             for name, words in dict(keep or ()).items()
-            if words
+            if words and (not nodes.source.type or {*words} <= {*(table.names or ())})
         }
         ends = _end_columns(table, nodes, sum(kept.values(), []))
         _check_header(table, dict(zip(ends, nodes)))
@@ -670,28 +599,19 @@ class Keys(NamedTuple):
 
     def order(self, table, edge_keys, row_keys):
         """Find the row of each edge, by equal keys, pyarrow arrays [M] -> int64 [M], or None if they are in order."""
-        import pyarrow.compute as compute
+        import pyarrow
 
         if row_keys.equals(edge_keys):
             return None
-        for source, cells in ((self.source, edge_keys), (table.name, row_keys)):
-            if len(cells.unique()) < len(cells):
-                counts = cells.value_counts()
-                twice = counts.field("values")[int(np.argmax(counts.field("counts")))].as_py()
-                why = "its rows and those of the edges cannot be joined, unless both have one order"
-                raise StoreError(
-                    f"{source} has the edge {self.called(twice)} more than once: {why}"
-                )
-        order = compute.index_in(edge_keys, value_set=row_keys)
-        if order.null_count:
-            lost = edge_keys[order.is_null().index(True).as_py()].as_py()
-            lost = f"no row for the edge {self.called(lost)} of {self.source}"
-            raise StoreError(f"{table.name} has {lost}")
-        if len(row_keys) > len(edge_keys):
-            row = compute.is_in(row_keys, value_set=edge_keys).index(False).as_py()
-            edge = self.called(row_keys[row].as_py())
-            raise table.error(row, f"{self.source} has no edge {edge}")
-        return order.to_numpy().astype(np.int64)
+        codes = pyarrow.concat_arrays([edge_keys, row_keys]).dictionary_encode()
+        parts = np.split(codes.indices.to_numpy(), [len(edge_keys)])
+        counts = [np.bincount(part, minlength=len(codes.dictionary)) for part in parts]
+        if different := np.flatnonzero((counts[0] != 1) | (counts[1] != 1))[:1].tolist():
+            of_edges, rows = (plural(int(count[different[0]]), "row") for count in counts)
+            edge = self.called(codes.dictionary[different[0]].as_py())
+            problem = f"{self.source} has {of_edges} of the edge {edge}, {table.name} has {rows}"
+            raise StoreError(f"{problem}: one of each is needed, unless both have one order")
+        return np.argsort(parts[1])[parts[0]]
 
 
 def edge_rows(file, folder, name, ignore, keys):
@@ -703,13 +623,13 @@ def edge_rows(file, folder, name, ignore, keys):
     """
     import pyarrow
 
-    with opened(file, ignore, keys.nodes.heads) as table:
-        ends = [None]
+    with opened(file, ignore, keys.nodes.source.heads) as table:
+        ends = None
         if table.width > 1:
             ends = _found_ends(table, keys.nodes)
-        if None in ends and table.width > 2 and keys.have_ends(table, [0, 1]):
+        if ends is None and table.width > 2 and keys.have_ends(table, [0, 1]):
             ends = [0, 1]
-        ends = [] if None in ends else ends
+        ends = ends or []
         ids = _id_column(table, [j for j in _edge_ids(table) if j not in ends], "edges")
         named = ids is not None and table.names[ids] in keys.ids
         columns = [j for j in range(table.width) if j not in [ids, *ends]]
@@ -834,53 +754,40 @@ def _end_columns(table, nodes, taken=()) -> list[int]:
     if table.width < 2:
         raise StoreError(f"{table.name} has one column: two are needed, with a comma between them")
     ends = _found_ends(table, nodes, taken)
-    free = [j for j in range(table.width) if j not in [*taken, *ends]]
-    ends = [free.pop(0) if j is None and free else j for j in ends]
-    ends = [0, 1] if None in ends else ends
+    if ends is None:
+        ends = [j for j in range(table.width) if j not in taken][:2]
+        ends = ends if len(ends) == 2 else [0, 1]
     if not (table.named("source") and table.named("destination")):
         source, destination = map(table.column, ends)
-        what = [of.type or end for of, end in zip(nodes, nodes._fields)]
+        what = nodes.called()
         table.notes.append(f"{source} taken as {what[0]}, {destination} as {what[1]}")
     return ends
 
 
-def _found_ends(table, nodes, taken=()) -> list:
-    """Find the columns of sources and of destinations, None for one that is not found: see `_found_pair` and, for ends of two
-    types, `_column_of_type`. StoreError for one end of a pair that is called by a known name."""
-    if nodes.source is nodes.destination:
-        return _found_pair(table, nodes.source, taken) or [None, None]
-    free = [j for j in range(table.width) if j not in taken]
-    ends = [_column_of_type(table, of, end, free) for of, end in zip(nodes, nodes._fields)]
-    return ends if ends[0] != ends[1] else [None, None]
-
-
-def _column_of_type(table, nodes, end, free) -> int | None:
-    """Find the column among `free` that refers to nodes: by the name of their type or of their ids, as movie and movieId; if
-    names are text, as the only one whose cells are such names; by a name of the `end`."""
-    called = {nodes.type, nodes.id_name}
-    found = [j for j in free if table.names and _is_called(table.names[j], called)]
-    if not found and nodes.kind is str:
-        found = [j for j in free if nodes.have(table.sample(j))]
-    found = found or [j for j in free if j in table.named(end)]
-    return found[0] if len(found) == 1 else None
-
-
-def _found_pair(table, nodes, taken=()) -> list[int] | None:
-    """Find two columns of nodes of one type: by known names; by the name of the ids, as protein_a and protein_b are of
-    `protein`; if names of nodes are text, as the two columns of such names."""
-    sources = table.named("source")
-    destinations = table.named("destination")
-    if len(sources) == len(destinations) == 1:
-        return sources + destinations
-    if sources or destinations:
+def _found_ends(table, nodes, taken=()) -> list[int] | None:
+    """Find the columns of sources and of destinations: by known names; by the name of the ids or of the type, as protein_a and
+    protein_b are of `protein`, and user and movieId of two types; if names of nodes are text, as the two columns of such names.
+    None without; StoreError for one."""
+    of = nodes.source
+    found = [table.named(end) for end in nodes._fields]
+    if of is not nodes.destination:
+        names = [*enumerate(table.names or ())]
+        called = [[j for j, name in names if _is_called(name, {n.type, n.id_name})] for n in nodes]
+        found = called if any(called) else found
+    if [*map(len, found)] == [1, 1]:
+        return sum(found, [])
+    if any(found):
         names = short(", ".join(table.names))
-        raise StoreError(f"{table.name} has the columns {names}: call one source, one destination")
-    id_words = [words_of(nodes.id_name or ""), words_of(nodes.type)]
+        ends = ", one ".join(nodes.called())
+        raise StoreError(f"{table.name} has the columns {names}: call one {ends}")
+    if of is not nodes.destination:
+        return None
+    free = [j for j in range(table.width) if j not in taken]
+    id_words = [words_of(of.id_name or ""), words_of(of.type)]
     twins = [(stem, pair) for stem, pair in _twins(table) if not {*pair} & {*taken}]
     pairs = [pair for stem, pair in twins if stem in id_words or "id" in meanings("".join(stem))]
-    if len(pairs) != 1 and nodes.kind is str:
-        free = [j for j in range(table.width) if j not in taken]
-        named = [j for j in free if nodes.have(table.sample(j))]
+    if len(pairs) != 1 and of.kind is str:
+        named = [j for j in free if of.have(table.sample(j))]
         pairs = [pair for _, pair in twins if {*pair} == {*named}] or [named]
     return pairs[0] if len(pairs) == 1 and len(pairs[0]) == 2 else None
 

@@ -14,22 +14,22 @@ import torch
 
 from disk.files import StoreError, plural
 from extras.graph_store import GraphBatch, GraphDataset
+from extras.regression import check_loss, loss_of, moments
 from extras.regressor import MODELS, POOLS, OwnRegressor
 from features import CudaCopies
 from loader import NodeLoader
 from sources.splits import say_empty_parts
 from tasks.metrics import (
+    ERRORS,
     binary_cross_entropy,
     cross_entropy,
     errors,
-    mean_of_present,
     metrics_with,
     score,
     scores_line,
 )
 from tasks.task import Task
 
-ERRORS = "rmse", "mae"  # metrics of targets
 UNLIMITED = 1 << 20  # examples of a batch that `Limits` end
 PASSES = 32  # of an epoch by default, of 16 to 256 graphs
 
@@ -114,7 +114,7 @@ class GraphTask(Task):
     unused = {
         "has no effect with --task graph: leave it out": "fanout norm residual edge_features input_dropout "
         "checkpoint_activations backend mode cache split_features lookahead",
-        "is not for --task graph": "sampler temporal window class_weights split",
+        "is not for --task graph": "sampler temporal window class_weights split report",
     }
 
     def __init__(self, args, path, say=print):
@@ -140,6 +140,8 @@ class GraphTask(Task):
         if self.labels:
             default = "accuracy" if self.several_classes else "roc_auc"
         self.metric = args.metric or default
+        check_loss(args, path, not self.labels)
+        self.loss_kind = args.loss
         if self.labels == (self.metric in ERRORS):
             raise StoreError(
                 f"--metric {self.metric} is of {kinds[not self.labels]}, and {path} has {kinds[self.labels]}"
@@ -173,13 +175,9 @@ class GraphTask(Task):
         if (none := ~present[:train].any(0)).any():
             which = f"{noun} {int(none.int().argmax())} of {len(none)}" if len(none) > 1 else noun
             raise StoreError(f"{graphs.path}: no training graph has a {which}")
-        count = present[:train].sum(0)
         if self.labels and y.shape[1] == 1 and len(y[:train][present[:train]].unique()) == 1:
             say("labels  all training graphs are of one class: there is nothing to learn")
-        self.mean = y[:train].where(present[:train], 0).double().sum(0) / count
-        # with the mean in the place of what is missing, which adds nothing to the sum of squares
-        deviation = y[:train].double().where(present[:train], self.mean).std(0, correction=0)
-        self.std = (deviation * (train / count).sqrt()).clamp(min=1e-12)
+        self.mean, self.std = moments(y[:train].where(present[:train], math.nan))
 
     def _limits(self, args):
         """Return the `Limits` of --max-nodes and --max-edges, None without; StoreError for a graph that is larger."""
@@ -315,17 +313,13 @@ class GraphTask(Task):
         return network(*batch.blocks, key=key)
 
     def loss(self, network, output, y):
-        """Sum over graphs of the cross-entropy of more than two classes, or of the mean over labels or targets of the binary
-        cross-entropy or the squared error, in units of the targets' standard deviation, without missing ones; targets
-        are rounded as outputs are: that of a constant target is no error."""
+        """Sum over graphs of the cross-entropy of more than two classes, of the mean over labels of the binary cross-entropy
+        without missing ones, or of `loss_of` targets."""
         if self.several_classes:
             return cross_entropy(output, y.squeeze(1))
         if self.labels:
             return binary_cross_entropy(output, y)
-        y = y.to(output.dtype)
-        present = ~y.isnan()
-        error = (output - y.where(present, output.detach())) / network.std
-        return mean_of_present(error.square(), present).sum()
+        return loss_of(self.loss_kind, output, y, network.std)
 
     def scores(self, run, ids):
         """Compute the metrics of graphs -> {name: value}, the same on all ranks; None without graphs."""

@@ -37,15 +37,8 @@ from extras.edge_split import (
     split_type,
     view_of,
 )
-from extras.ranking import (
-    Evaluation,
-    Negatives,
-    Scorer,
-    at_times,
-    distinct,
-    not_ranked,
-    score_pairs,
-)
+from extras.ranking import Evaluation, Negatives, Scorer, at_times, distinct, score_pairs
+from extras.times import edge_times
 from sampler import mix
 from sources.splits import say_empty_parts
 from tasks.metrics import METRICS, metrics_with
@@ -217,6 +210,8 @@ class LinkTask(Task):
         "is for --task node: --task link has --edge-split": "split",
         "is for --task node: the examples of --task link have no classes": "class_weights",
         "is for --task node: --task link writes embeddings, or scores of --pairs": "predict_what",
+        "is of targets of nodes and graphs": "loss",
+        "is for --task node": "report",
         "is for --task node: embeddings of --task link are those at the end of time": "window",
     }
 
@@ -246,7 +241,13 @@ class LinkTask(Task):
         if args.edge_split != "none":
             say_empty_parts(self.store.split, "edges", say)
         self.metric = args.metric or self.metrics[0]
-        self.evaluation = Evaluation(self.store, strict=args.temporal == "before")
+        historical = args.eval_negatives == "historical"
+        strict = args.temporal == "before"
+        self.evaluation = Evaluation(self.store, strict, historical, args.top or 10)
+        if historical:
+            say(
+                "ranks   against nodes to which the source had an edge before; of fewer than 100 the others are random"
+            )
         self._say_what_is_not_ranked(say)
         if args.pairs:  # refused before anything is trained
             self._read_pairs(args.pairs, edge_type, say)
@@ -356,18 +357,14 @@ class LinkTask(Task):
         """Report scores and write embeddings, the best destinations (--top) or logits of --pairs -> {"part name": score}."""
         args = run.plan
         h = None if self.evaluation.timed and not args.predict else run.exact()
-        scorer = run.model.scorer
         scores = {part: self.scores(run, part, h) for part in HELD_OUT}
-        for part, values in scores.items():
-            if values:
-                values |= self.evaluation.top(scorer, h, part, k=args.top or 10, ranks=run.ranks)
         line, baselines = self._baselines(run)
         exact = report.scores(scores, line, baselines=baselines)
         if args.predict and args.top:
-            report.write(None, self.recommended(run, h))
+            report.write(None, self.rows_of_best(run, h))
         elif args.predict and args.pairs:
             evaluation = self.evaluation
-            scorer = scorer.on_host(h.dtype)
+            scorer = run.model.scorer.on_host(h.dtype)
             features = partial(evaluation.features, None) if scorer.columns else None
             scores = score_pairs(scorer, h, self.asked, features)
             report.write(lambda: scores, self.rows_of_pairs(scores))
@@ -384,24 +381,14 @@ class LinkTask(Task):
         line = f"without a network  {part} {METRICS[self.metric].title}: {text}" if text else ""
         return line, {part: figures}
 
-    def recommended(self, run, h):
+    def rows_of_best(self, run, h):
         """Yield a table of the --top best destinations of each source that are no edges of it, in chunks, {column: values}: names
         of the nodes or, without names, their numbers, and scores [n]. h: [V, D] embeddings."""
-        evaluation = self.evaluation
-        scorer = run.model.scorer.on_host(h.dtype)
-        without = not_ranked(self.store.known_of_type)
         names = self.store.node_names()
         names = as_stored(self.store, names) if names else np.arange(len(h))
-        for kind, ids, _ in evaluation.by_type(self.store.pairs["train"]):
-            every = torch.arange(*kind)
-            best = evaluation.best(scorer, h, every, run.plan.top, ids=ids, without=without)
-            for some, nodes, scores in best:
-                left = scores.isfinite()
-                yield {
-                    "source": names[some.unsqueeze(1).expand_as(nodes)[left]],
-                    "destination": names[nodes[left]],
-                    "score": scores[left].numpy(),
-                }
+        for source, destination, scores in self.evaluation.best(run.model.scorer, h, run.plan.top):
+            table = {"source": names[source], "destination": names[destination]}
+            yield {**table, "score": scores.numpy()}
 
     def rows_of_pairs(self, scores):
         """Yield a table of --pairs in chunks, {column: values}: their nodes as in the file, and scores [n]."""
@@ -468,8 +455,14 @@ def flags(kinds):
             unchecked_negatives=kinds.fixed(kinds.SWITCH, False, "negatives may be edges"),
             link_loss=kinds.fixed(
                 kinds.one_of("bce", "softmax"),
-                "bce",
-                "bce: each pair alone; softmax: edge against its negatives",
+                "softmax",
+                "softmax: edge against its negatives, as it is ranked; bce: each pair alone",
+            ),
+            eval_negatives=kinds.kept(
+                kinds.one_of("random", "historical"),
+                "random",
+                "what pairs with times are ranked against; historical: earlier destinations of their source",
+                needs=[edge_times],
             ),
             top=kinds.free(
                 kinds.COUNT,

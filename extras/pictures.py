@@ -1,9 +1,13 @@
-"""Pictures of training: --curve and --timeline."""
+"""Pictures and traces of training: --curve, --timeline and --profile."""
 
 import math
+import tempfile
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from disk.files import plural, write_whole
+import torch
+
+from disk.files import StoreError, plural, write_whole
 
 DRAWN = 8  # training steps in a timeline
 
@@ -101,8 +105,30 @@ def curve(report, task, best):
     draw_curve(epochs, flags.curve, title, task.metric, kept)
 
 
+@contextmanager
+def profile(report):
+    """Trace all threads (torch 2.6: only this one) with torch.profiler -> --profile FILE.rank0.json, for
+    Perfetto."""
+    every_thread = None
+    with suppress(TypeError):  # torch 2.6 has no such option
+        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=every_thread) as trace:
+        yield
+    path = Path(report.flags.profile)
+    path = path.with_name(f"{path.stem}.rank{report.rank}.json")
+    with report.attempt("profile"), tempfile.TemporaryDirectory() as folder:
+        exported = Path(folder, "trace.json")
+        trace.export_chrome_trace(str(exported))  # raises nothing if the disk is full
+        data = exported.read_bytes()
+        if not data.rstrip().endswith(b"}"):
+            raise StoreError(f"{folder} has no room for the trace")
+        write_whole(path, lambda file: file.write(data))
+        if report.leads and report.flags.gpus and b'"cat": "kernel"' not in data:
+            print("profile the trace lacks the GPU: CUPTI, which records kernels, did not start")
+
+
 def flags(kinds):
-    """Declare the flags of pictures."""
+    """Declare the flags of pictures and traces."""
     both = dict(needs=[kinds.training, kinds.library("matplotlib")], endings=(".png",))
     return {
         "tensorboard": dict(
@@ -117,6 +143,13 @@ def flags(kinds):
                 None,
                 "draw the stages of the second epoch's first steps",
                 **both,
+            ),
+            profile=kinds.free(
+                kinds.text("FILE"),
+                None,
+                "torch.profiler trace of epoch 2: FILE.rank0.json",
+                needs=[kinds.training],
+                endings=("",),
             ),
         )
     }

@@ -11,22 +11,22 @@ import copy
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from disk.files import SPLITS, StoreError
+from extras import number_before
 from extras.common_neighbours import CommonNeighbours, destinations_of
 from extras.edge_split import HELD_OUT, Edges
-from loader import from_edge_index
 from native import kernels
 from sampler import expand, mix, random_bits
-from tasks.metrics import AT_K, METRICS, at_k, check_scores, metrics_with, ranking
+from tasks.metrics import METRICS, at_k, check_scores, metrics_with, ranking
 
 RANKED_AGAINST = 100  # fixed negatives per pair in a graph of more than SMALL nodes
 SMALL = 1 << 14  # with up to this many nodes a pair is ranked against all of them
 MOST = 1 << 17  # most pairs of a part to evaluate
-MOST_SCORES = 1 << 28  # most scores to compute for the best of each source
 MOST_TIMED = 1 << 13  # the same for pairs with times, which need separate embeddings
 CHUNK = 1 << 22  # most scores, or elements of their embeddings, to hold at a time
 TRIES = 64  # draws of a negative before all nodes are looked up
@@ -273,13 +273,17 @@ class Examples(NamedTuple):
     random: torch.Tensor  # int64 [P, 2], without an edge
     others: torch.Tensor | None  # int64 [P, K], nodes to rank each pair against; None: all
     ranked: torch.Tensor  # bool [P], which of the pairs have anything to be ranked against
+    queries: (
+        torch.Tensor
+    )  # int64 [P], the same for the same source, time, and type of the destination
     nodes: torch.Tensor | None = None  # int64 [n]
     times: torch.Tensor | None = None  # int64 [n]
 
 
 class Evaluation:
     """Scores of embeddings and a scorer on the pairs of a part: MRR and Hits@K of each pair's rank among pairs with the
-    same source, ROC-AUC and average precision against as many random pairs without an edge. graph: of `split_edges`.
+    same source, MAP, NDCG and Recall at k of each source's list of these and all of its pairs, ROC-AUC and average precision
+    against as many random pairs without an edge. graph: of `split_edges`.
 
     A pair is ranked against all nodes of its destination's type if the graph has at most SMALL nodes, without other
     edges of the source, else against RANKED_AGAINST fixed ones; ties get their mean rank. A pair whose source has an edge
@@ -290,41 +294,79 @@ class Evaluation:
     If pairs have times, both ends and all negatives have embeddings at the time of the pair; then a pair is ranked
     against fixed nodes in any graph, and at most MOST_TIMED pairs are evaluated.
 
+    historical: negatives are earlier destinations of the same source (`_earlier`), also those of the ROC-AUC and average
+    precision; where there are fewer, the others are random.
+
     Attributes:
         examples: {part: Examples}. timed: pairs have times. common: `CommonNeighbours` of the edges that carry messages, for
         scorers with `columns`.
     """
 
-    def __init__(self, graph, strict=False):
+    def __init__(self, graph, strict=False, historical=False, k=10):
         self.graph = graph
+        self.k = k
         self.timed = graph.pair_times is not None
         self.common = CommonNeighbours(
             Edges(graph.indptr, graph.indices), graph.edge_time if self.timed else None, strict
         )
         self.negatives = Negatives(graph.known_edges, graph.num_nodes, counts=graph.node_counts)
+        self.historical = historical
         self.lists = None
         if graph.num_nodes <= SMALL and not self.timed:
-            self.lists = not_ranked(graph.known_edges)
+            self.lists = destinations_of(graph.known_edges)
         self.examples = {part: self._examples(part) for part in HELD_OUT}
 
     def _examples(self, part):
         pairs = self.graph.pairs[part]
-        chosen = every_nth(len(pairs), MOST_TIMED if self.timed else MOST)
+        count = min(len(pairs), MOST_TIMED if self.timed else MOST)
+        chosen = torch.arange(count) * len(pairs) // max(count, 1)
         pairs = pairs[chosen]
+        times = self.graph.pair_times[part][chosen] if self.timed else 0 * chosen
+        asked = torch.stack([pairs[:, 0], times, self.negatives.same_type(pairs[:, 1])[0]])
+        queries = asked.unique(dim=1, return_inverse=True)[1]
         key = mix(EVALUATION ^ SPLITS.index(part))
         random = self.negatives.pairs(mix(key), pairs)
         ranked = ~self.negatives.without(pairs)
         if self.lists:
-            return Examples(pairs, random, None, ranked)
+            return Examples(pairs, random, None, ranked, queries)
         numbers = ranked.nonzero().squeeze(1)
         others = pairs.new_zeros(len(pairs), RANKED_AGAINST)
         others[ranked] = self.negatives.draw(key, numbers, pairs[ranked], RANKED_AGAINST)
         if not self.timed:
-            return Examples(pairs, random, others, ranked)
+            return Examples(pairs, random, others, ranked, queries)
+        if self.historical:
+            earlier = self._earlier(pairs, times, others[:, :1])
+            earlier = torch.cat([pairs[:, :1], earlier], 1)
+            random = torch.where(ranked.unsqueeze(1), earlier, random)
+            others = self._earlier(pairs, times, others)
         ends = torch.cat([pairs, random, others], 1)
-        times = self.graph.pair_times[part][chosen].unsqueeze(1).expand_as(ends)
+        times = times.unsqueeze(1).expand_as(ends)
         nodes, times, place = at_times(ends, times, self.graph.num_nodes)
-        return Examples(*place.tensor_split([2, 4], 1), ranked, nodes, times)
+        return Examples(*place.tensor_split([2, 4], 1), ranked, queries, nodes, times)
+
+    def _earlier(self, pairs, times, others):
+        """Replace negatives int64 [P, K] by historical ones (arXiv 2207.10128): destinations to which the sources of pairs [P, 2]
+        had an edge before the pairs' times [P], and have none at them. Of more than K, they are spread over time."""
+        trained = self.graph.pairs["train"]
+        first = self.graph.pair_times["train"]
+        order = np.lexsort((first, trained[:, 0]))
+        degree = trained[:, 0].bincount(minlength=self.graph.num_nodes)
+        source = pairs[:, 0]
+        start = (degree.cumsum(0) - degree)[source]
+        count = number_before(first[order], start, degree[source], times, True).unsqueeze(1)
+        K = others.shape[1]
+        place = ((torch.arange(K) + 0.5) * (count / K).clamp(min=1)).long()
+        found = place < count
+        row = found.nonzero()[:, 0]
+        nodes = trained[order, 1][start[row] + place[found]]
+        common = self.common
+        dropped = common.edges.any_of(
+            source[row], nodes, lambda places, i: common.times[places] == times[row[i]]
+        )
+        first, end = (ids[row] for ids in self.negatives.same_type(pairs[:, 1]))
+        dropped |= (nodes < first) | (nodes >= end)
+        earlier = others.masked_scatter(found, nodes)
+        return torch.where(found.masked_scatter(found, ~dropped), earlier, others)
 
     @torch.no_grad()
     def __call__(self, scorer, h, part, ranks=None):
@@ -344,17 +386,20 @@ class Evaluation:
             score_pairs(scorer, h, examples.random[mine], features),
             # 0: with nothing to be ranked against
             self._ranks(scorer, h, pairs, others, features) * examples.ranked[mine],
+            examples.queries[mine],
         ]
         results = torch.stack(columns, 1)
         if ranks:
             results = torch.cat(ranks.gather(results))
-        positive, negative, place = results.unbind(1)
+        positive, negative, place, queries = results.unbind(1)
         scores = torch.cat([positive, negative])
         y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
         by_name = {
             name: METRICS[name].from_scores(scores, y) for name in metrics_with("from_scores")
         }
-        return ranking(place[place != 0]) | by_name
+        ranked = place != 0
+        by_source = at_k(self.k, place[ranked], queries[ranked]) if ranked.any() else {}
+        return ranking(place[ranked]) | by_name | by_source
 
     def baselines(self, part, ranks=None):
         """Evaluate the columns of `common` as scorers -> {name: {metric: value}}, or {} without pairs."""
@@ -389,7 +434,7 @@ class Evaluation:
                 scores = scorer.against_all(h[source], h, pair_features)
                 sums = scores.sum(1)
                 positive = scores.gather(1, destination)
-                scores[listed(self.lists, source)] = -torch.inf
+                scores[left_out(self.lists, source)] = -torch.inf
                 if len(self.negatives.ends) > 2:  # of several types
                     first, end = self.negatives.same_type(destination)
                     node = torch.arange(len(h))
@@ -410,78 +455,38 @@ class Evaluation:
             places.append(torch.where(sums.isfinite(), place, torch.nan))
         return torch.cat(places)
 
-    def by_type(self, pairs):
-        """Split pairs [P, 2] by the types of their nodes -> of each (range of ids of the sources, of the destinations, pairs)."""
-        while len(pairs):
-            first, end = self.negatives.same_type(pairs)
-            same = (first == first[0]).all(1)
-            yield *zip(first[0].tolist(), end[0].tolist()), pairs[same]
-            pairs = pairs[~same]
-
     @torch.no_grad()
-    def best(self, scorer, h, sources, k, *, ids, without):
-        """Yield the k best destinations in the range ids = (first, end) for sources int64 [n], in chunks -> (sources [m], nodes
-        int64 [m, up to k], the best first, scores, -inf where there are no more). scorer: in host memory. h: [V, D]
-        embeddings. without: `not_ranked` nodes of each source."""
-        first, end = ids
-        width = h.shape[1] if scorer.kind == "mlp" else len(self.common.columns)
-        for some in sources.split(max(1, CHUNK // (len(h) * width))):
-            features = self.common.against_all(some)[:, first:end] if scorer.columns else None
-            scores = scorer.against_all(h[some], h[first:end], features)
-            check_scores(scores)
-            rows, nodes = listed(without, some)
-            inside = (nodes >= first) & (nodes < end)
-            scores[rows[inside], nodes[inside] - first] = -torch.inf
-            scores, nodes = scores.topk(min(k, end - first))
-            yield some, nodes + first, scores
-
-    def top(self, scorer, h, part, *, k=10, ranks=None):
-        """Evaluate the k best destinations of each source of a part, among all nodes of a type but those of edges that are not
-        in this part -> MAP@k, NDCG@k and Recall@k, see `at_k`; {} where pairs have times. If these take more than MOST_SCORES
-        scores, every n-th source is evaluated."""
-        if self.timed:
-            return {}
+    def best(self, scorer, h, k):
+        """Yield the k best destinations of every node of a type that training pairs go from, among the nodes of a type that they
+        go to, without edges of the type to predict, in chunks -> (sources, destinations, int64 [n], scores [n], the best first)."""
         scorer = scorer.on_host(h.dtype)
-        pairs = self.graph.pairs[part].unique(dim=0)
-        relevant = Edges(*from_edge_index(pairs.T, len(h)))
-        without = not_ranked(self.graph.known_of_type, relevant)
-        values = [torch.zeros(0, 3, dtype=torch.float64)]
-        for _, ids, here in self.by_type(pairs):
-            counts = here[:, 0].bincount(minlength=len(h))
-            sources = counts.nonzero().squeeze(1)
-            sources = sources[every_nth(len(sources), max(1, MOST_SCORES // len(h)))]
-            if ranks:
-                sources = sources[ranks.part(len(sources))]
-            for some, nodes, _ in self.best(scorer, h, sources, k, ids=ids, without=without):
-                hits = relevant.has(some.unsqueeze(1).expand_as(nodes), nodes)
-                values.append(at_k(k, hits, counts[some]))
-        values = torch.cat(values)
-        if ranks:
-            values = torch.cat(ranks.gather(values))
-        return {f"{name}@{k}": mean for name, mean in zip(AT_K, values.mean(0).tolist())}
+        lists = destinations_of(self.graph.known_of_type)
+        width = len(h) * (h.shape[1] if scorer.kind == "mlp" else len(self.common.columns))
+        pairs = self.graph.pairs["train"]
+        while len(pairs):
+            firsts, ends = self.negatives.same_type(pairs)
+            pairs = pairs[(firsts != firsts[0]).any(1)]
+            low, first = firsts[0].tolist()
+            high, end = ends[0].tolist()
+            for source in torch.arange(low, high).split(max(1, CHUNK // width)):
+                features = self.common.against_all(source) if scorer.columns else None
+                scores = scorer.against_all(h[source], h, features)
+                check_scores(scores)
+                scores[left_out(lists, source)] = -torch.inf
+                scores, nodes = scores[:, first:end].topk(min(k, end - first))
+                found = scores.isfinite()
+                source = source.unsqueeze(1).expand_as(nodes)
+                yield source[found], first + nodes[found], scores[found]
 
 
-def every_nth(total, most):
-    """Choose up to `most` of `total`, spread evenly -> int64 [n]."""
-    count = min(total, most)
-    return torch.arange(count) * total // max(count, 1)
-
-
-def not_ranked(edges, but=None):
-    """List what each source is not ranked against: itself and its destinations in `Edges`, but for those in the `Edges` but ->
-    (indptr [V + 1], nodes [n]) in CSR form."""
-    indptr, destinations = destinations_of(edges)
-    nodes = torch.arange(len(indptr) - 1)
-    source = torch.cat([torch.repeat_interleave(indptr.diff()), nodes])
-    ends = torch.stack([torch.cat([destinations.long(), nodes]), source])
-    return from_edge_index(ends if but is None else ends[:, ~but.has(source, ends[0])], len(nodes))
-
-
-def listed(lists, sources):
-    """List the nodes of lists in CSR form of sources [n] -> (rows, nodes)."""
-    indptr, nodes = lists
-    counts = indptr.diff()[sources]
-    return torch.repeat_interleave(counts), nodes[expand(indptr[sources], counts)].long()
+def left_out(lists, source):
+    """List what to leave out when ranking for sources [n]: themselves and their destinations -> (rows, nodes). lists: as from
+    `destinations_of`."""
+    indptr, destinations = lists
+    rows = torch.arange(len(source))
+    counts = indptr.diff()[source]
+    neighbours = destinations[expand(indptr[source], counts)].long()
+    return torch.cat([rows.repeat_interleave(counts), rows]), torch.cat([neighbours, source])
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ from sources.arrays import LIKE_NUMBERS, MISSING, short
 BLOCK = 1 << 23
 SAMPLE = 1000  # rows from which the layout is guessed
 COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
+SEVERAL = "|"  # between several values in a cell of text
 ID = "id"  # kind of a column of whole numbers that identify
 TIME = "time"  # kind of a column of times: whole numbers or dates
 WORDS = {"int64": "whole number of 64 bits", "double": "number", "string": "text"}
@@ -300,12 +301,17 @@ class Table:
         return ["" if cell is None else str(cell).strip() for cell in self._first_cells[j]]
 
     def identifies(self, j) -> bool:
-        """Whether a column may hold ids of the rows: text or whole numbers, in the first rows all different."""
-        if self.kinds[j] in ("empty", *UNLIKE):
-            return False
+        """Whether a column may hold ids of the rows: text or whole numbers, in the first rows all different, no dates and no
+        several values in a cell."""
         cells = self.sample(j)
+        if self.kinds[j] in ("empty", *UNLIKE) or self.dated(j) or SEVERAL in "".join(cells):
+            return False
         whole = self.kinds[j] != "real" or None not in map(whole_of, filter(None, cells))
         return whole and len({*cells}) == len(cells)
+
+    def holds_text(self, j) -> bool:
+        """Whether no cell of the first rows is a number: in parquet text may spell numbers."""
+        return kind_of(self.sample(j)) == self.kinds[j] == "text"
 
     def dated(self, j) -> bool:
         """Whether a column holds dates: by its type in parquet, or as text, by all cells of the first rows."""
@@ -427,9 +433,7 @@ class Table:
         self._stream.seek(0)
         cells = [cells_of(line, self._separator) for line in lines]
         rows = [row for row in cells if len(row) == width]  # `read` refuses the others
-        known = is_header(rows)
-        by_nodes = not known and heads(rows)
-        if known or by_nodes:
+        if is_header(rows) or heads(rows):
             self.names = [name or f"Unnamed: {j}" for j, name in enumerate(rows.pop(0))]
             self._skipped += 1
         elif above:  # numpy writes a header as a comment
@@ -441,7 +445,6 @@ class Table:
         header = "no header"
         if self.names:
             header = f"header {short(self._separator.join(self.names))}"
-            header += ", which names no nodes" * by_nodes
         elif cells[0] == ["0", "1"]:
             header += " (0,1 is a row: if pandas wrote it, put names in its place)"
         self.notes = [plural(width, "column") + by, header]
@@ -467,6 +470,15 @@ def is_header(rows) -> bool:
     if any(all(map(numeric, column)) for column in zip(*rest)):
         return True
     return are_known(first) and not set(first) & {cell for row in rest for cell in row}
+
+
+def is_text(rows) -> bool:
+    """Take the first row for a header, of a table that needs one; ValueError if it has numbers."""
+    if any(map(numeric, rows[0])):
+        raise ValueError(
+            f"its first row is {short(','.join(rows[0]))}: put names of columns above it"
+        )
+    return True
 
 
 def meanings(name) -> set[str]:

@@ -19,16 +19,8 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from disk.columns import (
-    COLUMNS,
-    EDGE_ORDER,
-    EDGE_TIME,
-    EDGE_TYPE,
-    NODE_TIME,
-    OF_EDGES,
-    check_node_names,
-    check_units,
-)
+from disk.checks import check_targets
+from disk.columns import COLUMNS, EDGE_ORDER, EDGE_TIME, EDGE_TYPE, NODE_TIME, OF_EDGES, check_units
 from disk.convert import (
     Rows,
     array_like,
@@ -45,6 +37,7 @@ from disk.convert import (
     within,
 )
 from disk.files import StoreError, reading
+from extras import extra
 
 ONE_GRAPH = ("indptr", "indices", "edge_types")
 
@@ -61,10 +54,9 @@ def flatten(given) -> dict:
     latest time, their edges ALWAYS, where `always`, a mask [M] or None, is true. Times of all types are dates, or none.
     """
     by_type = _given_by_type(given)
-    features = by_type.pop("features", {})
-    labels = by_type.pop("labels", {})
-    node_names = by_type.pop("node_names", {})
-    feature_names = by_type.pop("feature_names", {})
+    features = by_type.get("features", {})
+    answers = "targets" if "targets" in by_type else "labels"
+    labels = by_type.get(answers, {})
     node_types = given.node_types or {}
     counts = integers("node_types", [*node_types.values()])
     refuse(counts < 0, "node_types", counts, "a number of nodes is 0 or more")
@@ -76,8 +68,7 @@ def flatten(given) -> dict:
         raise StoreError(f"{' and '.join(labels)} have labels: keep those of one type")
     edges = {kind: _edges(kind, node_types, pairs) for kind, pairs in given.edge_index.items()}
     sizes = node_types | {kind: pairs.shape[1] for kind, pairs in edges.items()}
-    given_names = {"node_names": node_names, "feature_names": feature_names}
-    for name, values in {"features": features, "labels": labels, **given_names, **by_type}.items():
+    for name, values in by_type.items():
         if name not in OF_EDGES:
             if unknown := values.keys() - node_types.keys():
                 raise StoreError(f"{name} of {min(unknown)}: types of nodes are {', '.join(names)}")
@@ -90,7 +81,7 @@ def flatten(given) -> dict:
     if given.columns.get(EDGE_ORDER.name) is True:  # counted through all types
         ends = np.cumsum([sizes[kind] for kind in edges])
         by_type[EDGE_ORDER.name] = dict(zip(edges, np.split(np.arange(ends[-1]), ends[:-1])))
-    parts = _checked_columns(by_type, sizes)
+    parts = _checked_columns({n: v for n, v in by_type.items() if n in COLUMNS}, sizes)
     edge_columns = {name: values for name, values in parts.items() if name in OF_EDGES}
     node_columns = {name: values for name, values in parts.items() if name not in OF_EDGES}
     if given.symmetrize:
@@ -107,11 +98,11 @@ def flatten(given) -> dict:
     if node_columns or EDGE_TIME.name in edge_columns:
         times = edge_columns.setdefault(EDGE_TIME.name, {})
         timed = {*times} | {kind for kind in edges if kind[0] in node_columns}
-        for kind, (sources, _) in edges.items():
-            if kind not in times and kind in timed:
-                times[kind] = columns[NODE_TIME.name][first[kind[0]] + sources]
-        dtype = next(iter(times.values())).dtype
-        times |= {kind: np.zeros(edges[kind].shape[1], dtype) for kind in edges.keys() - timed}
+        node_times = columns.get(NODE_TIME.name)
+        if node_times is None:
+            node_times = np.zeros(sum(node_types.values()), next(iter(times.values())).dtype)
+        for kind in edges.keys() - times.keys():
+            times[kind] = node_times[first[kind[0]] + edges[kind][0]]
         always = np.repeat([kind not in timed for kind in edges], counts)
     for name, values in edge_columns.items():
         columns[name] = _edge_column(COLUMNS[name], values, edges)
@@ -126,10 +117,10 @@ def flatten(given) -> dict:
         "columns": columns,
         "always": always,
         "features": _joined(tables),
-        "feature_names": _feature_names(features, widths, feature_names),
-        "node_names": _node_names(node_names, {name: node_types[name] for name in names}),
+        "feature_names": _feature_names(features, widths, by_type.get("feature_names", {})),
+        "node_names": _node_names(by_type.get("node_names"), names, node_types),
         "symmetrize": False,
-        **_labels(labels, given.split, first, node_types),
+        **_labels(answers, labels, given.split, first, node_types),
     }
 
 
@@ -144,7 +135,7 @@ def _given_by_type(given) -> dict:
     single += [name for name in ONE_GRAPH if getattr(given, name) is not None]
     if single:
         raise StoreError(f"{single[0]} is not for a graph that is given by type")
-    names = ("features", "labels", "node_names", "feature_names")
+    names = ("features", "labels", "targets", "node_names", "feature_names")
     by_type = {name: getattr(given, name) for name in names} | columns
     by_type = {name: values for name, values in by_type.items() if values is not None}
     for name, values in by_type.items():
@@ -180,15 +171,20 @@ def called(kind) -> str:
     return kind if isinstance(kind, str) else ",".join(kind)
 
 
-def _labels(labels, split, first, node_types) -> dict:
-    """Return the labels {type: labels of its nodes} of one type and the split as those of one graph."""
+def _labels(name, labels, split, first, node_types) -> dict:
+    """Return the labels or, by this name, targets {type: those of its nodes} of one type and the split as those of one graph."""
     if not labels:
         if split:
             raise StoreError("split is of nodes with labels, and no type of nodes has any")
         return {"labels": None, "split": None}
     ((kind, values),) = labels.items()
-    values = integers(f"labels of {kind}", values)
-    joined = _spread("labels", {kind: values}, first, node_types, -1)
+    title = f"{name} of {kind}"
+    if name == "targets":
+        values = check_targets(title, values, node_types[kind])[0]
+    else:
+        values = integers(title, values)
+    rest = np.nan if name == "targets" else -1
+    joined = _spread(name, {kind: values}, first, node_types, rest)
     splits = split if isinstance(split, list) else [split or {}]
     moved = [
         {
@@ -197,7 +193,7 @@ def _labels(labels, split, first, node_types) -> dict:
         }
         for one in splits
     ]
-    return {"labels": joined, "split": moved if splits is split else moved[0]}
+    return {"labels": None, name: joined, "split": moved if splits is split else moved[0]}
 
 
 def _check_names(node_types, edge_index):
@@ -285,13 +281,14 @@ def _tables(features, names, node_types) -> dict:
     return tables
 
 
-def _node_names(names, node_types):
-    """Join the names of nodes {type: names} in the order of the types {name: V_t}; nodes without names are called by their
-    number within their type. None without any."""
-    for kind, some in names.items():
-        check_node_names(f"node_names of {kind}", some, node_types[kind])
-    joined = [names.get(kind) or range(count) for kind, count in node_types.items()]
-    return [*itertools.chain(*joined)] if names else None
+def _node_names(given, names, node_types):
+    """Join names of nodes {type: names} or None in the order of the types `names`; nodes without names are called by their number
+    within their type. node_types: {type: V_t}."""
+    if not given:
+        return None
+    for kind, some in given.items():
+        extra(".names", "node_names").check(f"node_names of {kind}", some, node_types[kind])
+    return [*itertools.chain(*(given.get(kind, range(node_types[kind])) for kind in names))]
 
 
 def _feature_names(tables, widths, given):

@@ -54,8 +54,8 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self):
-        """Take a step, eager or captured: clip, then update sparse gradients row by row, dense ones by torch; while a CUDA
-        graph is captured in pieces. What every update has to do belongs here: both steppers of train.py call it."""
+        """Take a step, eager or captured: clip, then update sparse gradients row by row, dense ones by torch; in captured
+        steps in pieces. What every update has to do belongs here: both steppers of train.py call it."""
         by_row = []
         for group in self.param_groups:
             for p in group["params"]:
@@ -69,8 +69,7 @@ class Adam(torch.optim.Adam):
             self._clip([rows for _, _, *rows in by_row])
         for sparse in by_row:
             self._step_rows(*sparse)
-        fused = all(group["capturable"] and group["fused"] for group in self.param_groups)
-        if fused and torch.cuda.is_current_stream_capturing():
+        if all(group["capturable"] and group["fused"] for group in self.param_groups):
             for group in self.param_groups:
                 self._step_pieces(group)
         else:
@@ -96,6 +95,8 @@ class Adam(torch.optim.Adam):
                 grads[i] = torch.empty_like(p).copy_(grads[i])
         total = sum(p.numel() for p in params)
         size = PIECE * max(1, round(total / (PIECE * PIECES)))
+        if total and params[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+            size = total
         cut = lambda t: t.view(-1).split(size) if t.is_contiguous() else [t]  # noqa: E731
         pieces = [[part for t in table for part in cut(t)] for table in (params, *lists[1:4])]
         counts = [n for n, p in zip(counts, params) for _ in cut(p)]

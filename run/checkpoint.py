@@ -62,7 +62,7 @@ from run.own_model import is_own, load
 
 # widths that early checkpoints lack, and what they stand for
 LATER_WIDTHS = {
-    **dict.fromkeys("num_edge_types node_types edge_types class_dim".split(), 0),
+    **dict.fromkeys("num_edge_types node_types edge_types class_dim targets".split(), 0),
     **dict.fromkeys("labels several classes feature_names times kept_as".split()),
 }
 # the only names a pickle may contain
@@ -375,7 +375,9 @@ def check_graph(ranks, state, path, plan, task):
     with reading(f"checkpoint {path}"):
         check_widths(task, plan, graph, path)
         numbers = numbers_of_types(ranks, task, plan, graph, path)
-        name_features(ranks, store, graph["feature_names"], path)
+        if store.feature_names or graph["feature_names"]:
+            names = extra(".names", f"{path} or {store.path} with names of columns")
+            names.name_features(ranks, store, graph["feature_names"], path)
         here = store.kept_as
         if graph["kept_as"] not in (None, here):
             ranks.say(
@@ -447,7 +449,10 @@ def check_widths(task, plan, graph, path):
     for name in task.compared(plan):
         here = store.meta.get(name, 0)
         was = graph[name]
-        lenient = name in ("num_classes", "num_edge_types")  # another graph may have fewer
+        # another graph may have fewer, or none
+        lenient = (
+            name in ("num_classes", "num_edge_types") or name == "targets" and not store.labelled
+        )
         differs = was is not None and here != was
         if differs and (plan.trains or not lenient or here > was):
             raise StoreError(f"{trained} with {name} {was}, {store.path} has {here}")
@@ -489,25 +494,6 @@ def numbers_of_types(ranks, task, plan, graph, path):
         ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
         numbers = torch.tensor([was.index(kind) for kind in here])
     return numbers
-
-
-def name_features(ranks, store, was, path):
-    """Put the feature columns of a store into the order of names `was` of the checkpoint at `path`; StoreError for other
-    names. If one of them has no names, columns go by position, and a line says so."""
-    here = store.feature_names
-    if not (here and was):
-        lacks = f"{store.path} has" if was else "the checkpoint has"
-        ranks.say((here or was) and f"data    features go by position: {lacks} no names of columns")
-    elif sorted(here) != sorted(was):
-        lost = min({*was} - {*here}, key=was.index)
-        other = min({*here} - {*was}, key=here.index)
-        raise StoreError(
-            f"checkpoint {path} was trained on a graph with the feature {lost!r}; {store.path}"
-            f" lacks it and has {other!r} instead: name the columns alike"
-        )
-    elif here != was:
-        store.take_columns(was)
-        ranks.say("data    feature columns are put into the checkpoint's order by name")
 
 
 def restore(run, state, path, optimizer, best):

@@ -15,7 +15,7 @@ import torch
 
 import extras
 from ddp import under_torchrun
-from disk.files import RANK_BYTES, free_host_bytes
+from disk.files import RANK_BYTES, free_host_bytes, readable_size
 from disk.terminal import Parser
 from features import MODES
 from model import CONVS, NORMS, Conv
@@ -51,9 +51,10 @@ from run.kinds import (
     parsed_by,
     per_graph,
     prediction,
+    spelled,
     text,
-    training,
 )
+from run.kinds import text_of as text_of
 from run.own_model import conv_of, is_own
 from tasks.node import NodeTask
 
@@ -155,6 +156,13 @@ def dry(flags):
     """Refuse --free-gpu of a run, which looks how much is free."""
     if not flags.dry_run:
         return "is for --dry-run; a run looks how much is free"
+
+
+def free_here(flags):
+    """Refuse more host memory than is free, unless --dry-run plans for another machine."""
+    free = free_host_bytes()
+    if flags.free_host > free and not flags.dry_run:
+        return f"is for --dry-run; {readable_size(free)} are free here"
 
 
 def table_library(flags):
@@ -355,6 +363,9 @@ CORE = dict(
         "--dry-run: plan for GPUs with so much free memory (default: this machine's)",
         needs=[dry],
     ),
+    free_host=free(
+        SIZE, None, "host memory to plan with (default: what is free)", needs=[free_here]
+    ),
     checkpoint=free(
         text("FILE"), None, "write the state each epoch, on Ctrl-C", group="files", endings=("",)
     ),
@@ -394,13 +405,6 @@ CORE = dict(
         None,
         "write each epoch's metrics for TensorBoard",
         needs=[library("tensorboard")],
-    ),
-    profile=free(
-        text("FILE"),
-        None,
-        "torch.profiler trace of epoch 2: FILE.rank0.json",
-        needs=[training],
-        endings=("",),
     ),
 )
 
@@ -446,10 +450,10 @@ class Flags(Typed):
 
     @property
     def trains(self):
-        """Whether this command trains: a checkpoint may also be there to predict or export only."""
+        """Whether this command trains: a checkpoint may also be there to predict, export or report only."""
         from_file = self.resume not in (None, "auto")
         on = {"epochs", "checkpoint"}.isdisjoint(self.typed)
-        return not ((self.predict or self.export) and from_file and on)
+        return not ((self.predict or self.export or self.report) and from_file and on)
 
     def settled(self, **values):
         """Return the Plan of a run, with values of what was open."""
@@ -527,14 +531,3 @@ def files_of_seed(flags, seed):
     """Name the files that one seed of --runs writes, but for --log, to which all append -> {flag: file}."""
     names = [name for name, flag in FLAGS.items() if flag.endings and name != "log"]
     return {n: seed_path(file, seed) for n in names if (file := getattr(flags, n))}
-
-
-def spelled(name, value=True, equals=" "):
-    """Spell a flag: batch_size -> --batch-size; with a value, as it is typed: --batch-size 8, --no-residual."""
-    flag = f"--{'no_' * (value is False)}{name}".replace("_", "-")
-    return flag if isinstance(value, bool) else f"{flag}{equals}{text_of(value)}"
-
-
-def text_of(value):
-    """Return a flag's value as it is typed: [15, 10] -> 15,10."""
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

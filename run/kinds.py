@@ -122,6 +122,17 @@ FANOUT = parsed_by(fanout, "15,10,5")
 SIZE = parsed_by(size, "4GiB")
 
 
+def spelled(name, value=True, equals=" "):
+    """Spell a flag: batch_size -> --batch-size; with a value, as it is typed: --batch-size 8, --no-residual."""
+    flag = f"--{'no_' * (value is False)}{name}".replace("_", "-")
+    return flag if isinstance(value, bool) else f"{flag}{equals}{text_of(value)}"
+
+
+def text_of(value):
+    """Return a flag's value as it is typed: [15, 10] -> 15,10."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 # ---- declarations
 
 

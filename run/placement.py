@@ -13,23 +13,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from disk.files import StoreError, free_host_bytes, readable_size
-from extras import CACHES, STEPS, extra, present, uses
-from features import MODES, FeatureRing, ask, place, stored
+from disk.files import StoreError
+from extras import CACHES, extra, present, uses
+from features import FeatureRing, ask, place, stored
 from loader import NodeLoader
 from model import gather_rows, self_and_mean
 from run.finite import check_features
 from run.plan import (
     averages_in_place,
     batches_ahead,
+    check_memory,
     choose_mode,
-    counted,
-    estimate,
+    fits_split,
+    memory_lines,
+    memory_options,
     placements,
-    weight_bytes,
+    sizes,
 )
 from sampler import DamagedGraph, NeighborSampler
-from store import BACKENDS
 
 AGREEMENT = 0.2  # adjusted homophily below which gcn and gat get residual connections by default
 
@@ -46,6 +47,12 @@ class Used(NamedTuple):
 
     options = property(lambda self: {**self.seen, **self.drawn}, doc="All of NeighborSampler.")
     timed = property(lambda self: "edge_times" in self.options, doc="Whether seeds have times.")
+
+    def draws(self, flags):
+        """Return the most neighbours drawn for a node in each hop, over all edge types; -1: all of them."""
+        fanouts = self.drawn.get("fanouts", flags.fanout)
+        by_type = [k if isinstance(k, list) else [k] for k in fanouts]
+        return [-1 if -1 in ks else sum(ks) for ks in by_type]
 
 
 def used_of(flags, task):
@@ -116,7 +123,15 @@ def settle(ranks, flags, task):
         prefetch = min(ranks.gather(prefetch))
     values |= {"mode": mode, "sample_threads": threads, "prefetch": prefetch}
     ranks.say("\n".join(lines) if flags.verbose or not flags.turn else "")
-    return flags.settled(**values), used
+    plan = flags.settled(**values)
+    if plan.conv:
+        check_memory(ranks, plan, task)
+    return plan, used
+
+
+def tell_memory(ranks, flags, task):
+    """Print what the data of a task need in memory in each mode."""
+    ranks.say("\n".join(memory_lines(ranks, flags, task, used_of(flags, task))))
 
 
 def kept_weights(flags, task):
@@ -141,94 +156,6 @@ def has_tf32(ranks, flags):
     return bool(flags.free_gpu) or torch.cuda.get_device_capability(ranks.device) >= (8, 0)
 
 
-def memory_options(ranks, flags, task, used):
-    """Return the keyword arguments of `estimate` in run/plan.py. What is free, and the cores, are the least of all
-    ranks: they have to choose the same mode."""
-    free_gpu = flags.free_gpu
-    if free_gpu is None:
-        free_gpu = torch.cuda.mem_get_info()[0] if ranks.gpus else 0
-    mine = free_gpu, free_host_bytes(), torch.get_num_threads()
-    free_gpu, free_host, cores = map(min, zip(*ranks.gather(mine)))
-    return {
-        "procs": ranks.local_world,
-        "free_gpu": free_gpu or None,
-        "free_host": free_host,
-        **sizes(flags, task, used, cores),
-    }
-
-
-def fits_split(flags, store, mode, options):
-    """List the advice to hold the features in the memory of all GPUs together, where each alone has no room for them."""
-    if flags.gpus < 2 or mode == MODES[0] or flags.mode != "auto" or flags.split_features:
-        return []
-    modes, _ = estimate(store, flags.gpus, **{**options, "split": flags.gpus})
-    if not modes[MODES[0]].fits:
-        return []
-    where = f"in the memory of {flags.gpus} GPUs together, for mode {MODES[0]}"
-    return [f"memory  --split-features would hold them {where}"]
-
-
-def memory_lines(ranks, flags, task):
-    """List the lines of --dry-run about memory: sizes on disk, what each mode needs, the mode to choose."""
-    store = task.store
-    options = memory_options(ranks, flags, task, used_of(flags, task))
-    modes, best = estimate(store, flags.gpus, **options)
-    disk = {name: record["bytes"] for name, record in store.meta["files"].items()}
-    features = disk.pop(BACKENDS[store.meta["backend"]])
-    graph = sum(disk.values())
-    lines = {"on disk": f"graph {readable_size(graph)}, features {readable_size(features)}"}
-    arrays = modes["pinned-cuda"].placement.shared
-    if store.part:
-        lines["on disk"] += f": {extra('.parts').described_part(store)}"
-        arrays = graph + features
-    for mode, fit in modes.items():
-        lines[mode] = fit.line
-        if fit.largest_batch:
-            lines[mode] += f"; batches of up to {fit.largest_batch:,} seeds fit"
-    lines["mode"] = best or "none fits (--free-gpu 80GB asks about another machine's GPUs)"
-    free_host = options["free_host"]
-    where = "the mapped file stays in it"
-    if arrays > free_host:
-        where = "rows are read from the mapped file's disk, behind --cache"
-    if store.indices.nbytes > free_host // 2:
-        where += (
-            f", and neighbour lists as they are sampled ({readable_size(store.indices.nbytes)})"
-        )
-    lines["features"] = (
-        f"mmap: graph and features take {readable_size(arrays)} and {readable_size(free_host)} of host "
-        f"memory are free: {where}; lmdb is for rows that change while others read them"
-    )
-    return [f"{name:<14} {value}" for name, value in lines.items()]
-
-
-def check_memory(ranks, plan, task):
-    """Raise StoreError if what training a built-in network holds for certain exceeds free memory, before any of it is
-    allocated: weights, gradients, moments, and the hidden rows of a batch's seeds."""
-    if ranks.gpus:
-        free = plan.free_gpu or torch.cuda.mem_get_info()[0]
-    else:
-        free = free_host_bytes() // ranks.local_world
-    itemsize = 8 if plan.precision == "fp64" else 4
-    batch = 0
-    try:
-        with torch.device("meta"):
-            weights = weight_bytes(task.build(plan), plan.trains, itemsize)
-    except RuntimeError as error:  # bytes above 2^63
-        raise StoreError(f"--hidden {plan.hidden}: {error}") from error
-    if plan.trains and plan.num_layers > 1:
-        seeds = len(task.store.split["train"]) // (plan.accumulate * ranks.world)
-        rows = min(plan.batch_size, seeds) * task.seeds_per_example(plan)
-        batch = (2 if plan.precision == "bf16" else itemsize) * rows * plan.hidden
-    if weights + batch <= free:
-        return
-    raise StoreError(
-        f"this run cannot fit: weights, gradients and moments take {readable_size(weights)}, a batch at least "
-        f"{readable_size(batch)}, and {readable_size(free)} of memory are free for each process; "
-        f"lower --hidden {plan.hidden}, --num-layers {plan.num_layers} or --batch-size {plan.batch_size}"
-        f"{f', or --negatives {plan.negatives}' * task.are_links}"
-    )
-
-
 def residual_helps(store, known):
     """Decide whether layers that average a node's row with its neighbours' need residual connections -> (bool, reason):
     by adjusted homophily (Platonov et al., arXiv 2209.06177) over up to 32 edges each of about 4,096 of the nodes
@@ -250,36 +177,6 @@ def residual_helps(store, known):
     return helps, f"{'' if helps else 'no '}residual connections: {why}"
 
 
-def sizes(flags, task, used, cores=1):
-    """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
-    process, if --sample-threads and --prefetch are not settled."""
-    conv = flags.layer
-    heads = flags.heads if "heads" in conv.takes else 1
-    steps = present(STEPS).values() if flags.trains else ()
-    held = sum(step.hops_held(flags, task, used) for step in steps)
-    return {
-        "fanout": draws(flags, used),
-        "batch_size": flags.batch_size * task.seeds_per_example(flags),
-        "hidden": flags.hidden,
-        "types": (flags.bases or task.store.num_edge_types) * heads if conv.uses_types else 0,
-        "edge_dim": 0 if used.edges is None else used.edges.shape[1],
-        "graphs": held,
-        "counted": counted(flags, task, used),
-        "timed": used.timed,
-        "split": bool(flags.split_features) * max(flags.gpus, 1),
-        "sample_threads": flags.sample_threads,
-        "prefetch": flags.prefetch,
-        "cores": cores,
-    }
-
-
-def draws(flags, used):
-    """Return the most neighbours drawn for a node in each hop, over all edge types; -1: all of them."""
-    fanouts = used.drawn.get("fanouts", flags.fanout)
-    by_type = [k if isinstance(k, list) else [k] for k in fanouts]
-    return [-1 if -1 in ks else sum(ks) for ks in by_type]
-
-
 def place_data(ranks, plan, task, used):
     """Place graph and features as --mode says and hand them to the task -> (sampler, ring), or (None, None) for a task
     that reads its own batches. If features are a tensor, the ring returns the input of GraphSAGE's first layer, own
@@ -298,8 +195,7 @@ def place_data(ranks, plan, task, used):
     over = ask(store.features, "over")
     if store.part:  # exact inference reads all rows
         store.take_features(over(features))
-    for cache in present(CACHES).values():
-        features = cache.cached(ranks, plan, task, used, features)
+    features = cached(ranks, plan, task, used, features)
     options = {"fanouts": plan.fanout, "threads": store.sampling_threads, **options}
     sampler = NeighborSampler(indptr, indices, seed=plan.seed, check=False, **options)
     in_place = averages_in_place(plan, store, features.dtype, dtype)
@@ -316,6 +212,13 @@ def place_data(ranks, plan, task, used):
         aggregate=self_and_mean if in_place else None,
     )
     return sampler, ring
+
+
+def cached(ranks, plan, task, used, features):
+    """Put the caches of extras in front of the features -> features; --dry-run only describes them."""
+    for cache in present(CACHES).values():
+        features = cache.cached(ranks, plan, task, used, features)
+    return features
 
 
 def all_features(store):

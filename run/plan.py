@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from disk.columns import COLUMNS
-from disk.files import RANK_BYTES, StoreError, readable_size
-from extras import PLACES, lacking
+from disk.files import RANK_BYTES, StoreError, free_host_bytes, readable_size
+from extras import PLACES, STEPS, extra, lacking, present
 from features import MODES, ask, stored
 from model import SAGEConv
 from run.kinds import SAMPLERS
@@ -214,6 +214,117 @@ def choose_mode(store, gpus=0, mode="auto", **options):
         "(--batch-size, --fanout, --hidden)"
     )
     return chosen, line, "" if fit.fits else warning
+
+
+def memory_options(ranks, flags, task, used):
+    """Return the keyword arguments of `estimate` in run/plan.py. What is free, and the cores, are the least of all
+    ranks: they have to choose the same mode."""
+    free_gpu = flags.free_gpu
+    if free_gpu is None:
+        free_gpu = torch.cuda.mem_get_info()[0] if ranks.gpus else 0
+    mine = free_gpu, free_host_bytes(), torch.get_num_threads()
+    free_gpu, free_host, cores = map(min, zip(*ranks.gather(mine)))
+    return {
+        "procs": ranks.local_world,
+        "free_gpu": free_gpu or None,
+        "free_host": free_host,
+        **sizes(flags, task, used, cores),
+    }
+
+
+def fits_split(flags, store, mode, options):
+    """List the advice to hold the features in the memory of all GPUs together, where each alone has no room for them."""
+    if flags.gpus < 2 or mode == MODES[0] or flags.mode != "auto" or flags.split_features:
+        return []
+    modes, _ = estimate(store, flags.gpus, **{**options, "split": flags.gpus})
+    if not modes[MODES[0]].fits:
+        return []
+    where = f"in the memory of {flags.gpus} GPUs together, for mode {MODES[0]}"
+    return [f"memory  --split-features would hold them {where}"]
+
+
+def memory_lines(ranks, flags, task, used):
+    """List the lines of --dry-run about memory: sizes on disk, what each mode needs, the mode to choose."""
+    store = task.store
+    options = memory_options(ranks, flags, task, used)
+    modes, best = estimate(store, flags.gpus, **options)
+    disk = {name: record["bytes"] for name, record in store.meta["files"].items()}
+    features = sum(size for name, size in disk.items() if name.startswith("features."))
+    graph = sum(disk.values()) - features
+    lines = {"on disk": f"graph {readable_size(graph)}, features {readable_size(features)}"}
+    arrays = modes["pinned-cuda"].placement.shared
+    if store.part:
+        lines["on disk"] += f": {extra('.parts').described_part(store)}"
+        arrays = graph + features
+    for mode, fit in modes.items():
+        lines[mode] = fit.line
+        if fit.largest_batch:
+            lines[mode] += f"; batches of up to {fit.largest_batch:,} seeds fit"
+    lines["mode"] = best or "none fits (--free-gpu 80GB asks about another machine's GPUs)"
+    free_host = options["free_host"]
+    where = "the mapped file stays in it"
+    if arrays > free_host:
+        where = "rows are read from the mapped file's disk, behind --cache"
+    if store.indices.nbytes > free_host // 2:
+        where += (
+            f", and neighbour lists as they are sampled ({readable_size(store.indices.nbytes)})"
+        )
+    lines["features"] = (
+        f"mmap: graph and features take {readable_size(arrays)} and {readable_size(free_host)} of host "
+        f"memory are free: {where}; lmdb is for rows that change while others read them"
+    )
+    return [f"{name:<14} {value}" for name, value in lines.items()]
+
+
+def check_memory(ranks, plan, task):
+    """Raise StoreError if what training a built-in network holds for certain exceeds free memory, before any of it is
+    allocated: weights, gradients, moments, and the hidden rows of a batch's seeds."""
+    if ranks.gpus:
+        free = plan.free_gpu or torch.cuda.mem_get_info()[0]
+    else:
+        free = free_host_bytes() // ranks.local_world
+    itemsize = 8 if plan.precision == "fp64" else 4
+    batch = 0
+    try:
+        with torch.device("meta"):
+            weights = weight_bytes(task.build(plan), plan.trains, itemsize)
+    except RuntimeError as error:  # bytes above 2^63
+        raise StoreError(f"--hidden {plan.hidden}: {error}") from error
+    if plan.trains and plan.num_layers > 1:
+        seeds = len(task.store.split["train"]) // (plan.accumulate * ranks.world)
+        rows = min(plan.batch_size, seeds) * task.seeds_per_example(plan)
+        batch = (2 if plan.precision == "bf16" else itemsize) * rows * plan.hidden
+    if weights + batch <= free:
+        return
+    raise StoreError(
+        f"this run cannot fit: weights, gradients and moments take {readable_size(weights)}, a batch at least "
+        f"{readable_size(batch)}, and {readable_size(free)} of memory are free for each process; "
+        f"lower --hidden {plan.hidden}, --num-layers {plan.num_layers} or --batch-size {plan.batch_size}"
+        f"{f', or --negatives {plan.negatives}' * task.are_links}"
+    )
+
+
+def sizes(flags, task, used, cores=1):
+    """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
+    process, if --sample-threads and --prefetch are not settled."""
+    conv = flags.layer
+    heads = flags.heads if "heads" in conv.takes else 1
+    steps = present(STEPS).values() if flags.trains else ()
+    held = sum(step.hops_held(flags, task, used) for step in steps)
+    return {
+        "fanout": used.draws(flags),
+        "batch_size": flags.batch_size * task.seeds_per_example(flags),
+        "hidden": flags.hidden,
+        "types": (flags.bases or task.store.num_edge_types) * heads if conv.uses_types else 0,
+        "edge_dim": 0 if used.edges is None else used.edges.shape[1],
+        "graphs": held,
+        "counted": counted(flags, task, used),
+        "timed": used.timed,
+        "split": bool(flags.split_features) * max(flags.gpus, 1),
+        "sample_threads": flags.sample_threads,
+        "prefetch": flags.prefetch,
+        "cores": cores,
+    }
 
 
 def averages_in_place(args, store, *dtypes):

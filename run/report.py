@@ -5,8 +5,8 @@ import os
 import platform
 import re
 import resource
+import statistics
 import sys
-import tempfile
 import threading
 import time
 from contextlib import contextmanager, nullcontext, suppress
@@ -18,9 +18,9 @@ import torch
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from disk.files import StoreError, plural, readable_size, write_whole
+from disk.files import SPLITS, StoreError, plural, readable_size, write_whole
 from extras import extra
-from run.flags import spelled
+from run.kinds import spelled
 from tasks.metrics import METRICS, scores_line
 
 # step: forward, backward and optimizer as CUDA graphs
@@ -186,6 +186,25 @@ class Report:
         if counts:
             self.tell("", {"trained_on": counts, "without_them": scores})
 
+    def runs(self, title, columns):
+        """Report the mean and the standard deviation over --runs of scores {name: values}; some runs may lack one."""
+        mean = {name: statistics.mean(values) for name, values in columns.items()}
+        std = {name: statistics.stdev(v) if len(v) > 1 else None for name, v in columns.items()}
+        count = self.flags.runs
+        line = ""
+        if columns:
+            line = f"\nresult  {title} over {count} seeds (mean +- standard deviation)"
+        # as each run prints them; the names of scores of links and graphs begin with a part
+        parts = SPLITS[::-1]
+        for name in sorted(columns, key=lambda name: parts.index(name.partition(" ")[0])):
+            values = columns[name]
+            of_targets = any(metric in name for metric in ("rmse", "mae", "r2"))
+            scale, digits, unit = (1, 4, "") if of_targets else (100, 2, "%")
+            spread = "" if std[name] is None else f" +- {scale * std[name]:.{digits}f}"
+            of = f" of {len(values)}" if len(values) < count else ""
+            line += f"  {name} {scale * mean[name]:.{digits}f}{spread}{unit}{of}"
+        self.tell(line, {"runs": count, "mean": mean, "std": std})
+
     def print_result(self):
         """Print the final scores: the last line of a run, after an empty one unless others of --runs follow."""
         if self.leads and self.result:
@@ -206,9 +225,13 @@ class Report:
 
     def draw(self, name, *what):
         """Draw what a flag of extras/pictures.py asks for; what: other arguments of the function of its name there."""
-        if self.leads and getattr(self.flags, name, None):
+        if self.leads and getattr(self.flags, name):
             with self.attempt(name):
                 getattr(extra(".pictures"), name)(self, *what)
+
+    def traced(self):
+        """Context for the epoch that --profile traces."""
+        return extra(".pictures").profile(self) if self.flags.profile else nullcontext()
 
     def write(self, array, chunks):
         """Write the file of --predict and print what is in it. array: function that returns the tensor of an .npy file;
@@ -224,29 +247,6 @@ class Report:
             count, columns = write_table(path, chunks)
             more = ", ..." * (len(columns) > 6)
             print(f"wrote {path}: {plural(count, 'row')} of {', '.join(columns[:6])}{more}")
-
-    @contextmanager
-    def profile(self):
-        """Trace all threads (torch 2.6: only this one) with torch.profiler -> --profile FILE.rank0.json, for
-        Perfetto."""
-        every_thread = None
-        with suppress(TypeError):  # torch 2.6 has no such option
-            every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        with torch.profiler.profile(experimental_config=every_thread) as trace:
-            yield
-        path = Path(self.flags.profile)
-        path = path.with_name(f"{path.stem}.rank{self.rank}.json")
-        with self.attempt("profile"), tempfile.TemporaryDirectory() as folder:
-            exported = Path(folder, "trace.json")
-            trace.export_chrome_trace(str(exported))  # raises nothing if the disk is full
-            data = exported.read_bytes()
-            if not data.rstrip().endswith(b"}"):
-                raise StoreError(f"{folder} has no room for the trace")
-            write_whole(path, lambda file: file.write(data))
-            if self.leads and self.flags.gpus and b'"cat": "kernel"' not in data:
-                print(
-                    "profile the trace lacks the GPU: CUPTI, which records kernels, did not start"
-                )
 
     def results(self, figures):
         """Write the final scores, {name: value or None}, to TensorBoard, beside the flags."""
@@ -379,9 +379,10 @@ def epoch_line(plan, figures, examples="seeds"):
     if sampled is not None:
         valid = f"{METRICS[plan.metric].title} {percent(sampled)} (sampled)"
     elif figures.get("valid"):
-        left_out = "r2", "rmse_of_the_mean", "hits@1", "hits@10"
+        left_out = re.compile("@|r2|rmse_of")
         scores = figures["valid"].items()
-        valid = scores_line({k: v for k, v in scores if k not in left_out or k == plan.metric})
+        valid = scores_line({k: v for k, v in scores if k == plan.metric or not left_out.search(k)})
+        valid += " (sampled)" * (plan.task == "node")
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     # an epoch that was resumed after its last step has no loss
     loss = "n/a" if figures["loss"] is None else f"{figures['loss']:.4f}"
@@ -389,7 +390,8 @@ def epoch_line(plan, figures, examples="seeds"):
     line += f"  {figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} {examples}/s"
     parts = [f"memory {figures['peak_bytes'] / 2**30:.2f} GiB"]
     if "bytes_read" in figures:
-        parts.append(f"read {readable_size(figures['bytes_read'])}")
+        hits = " + ".join(f"{share:.0%}" for share in figures["tiers"].values())
+        parts = [f"hits {hits}", f"read {readable_size(figures['bytes_read'])}", *parts]
     if "stall" in figures:
         parts.append(f"waited {figures['stall']:.2f} s")
     for part in parts:

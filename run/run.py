@@ -23,7 +23,8 @@ from loader import NodeLoader
 from model import graph_degrees, is_gnn
 from run import own_model
 from run.flags import TASKS, Plan
-from run.placement import all_features, check_memory, place_data, reading_all_edges, settle
+from run.placement import all_features, cached, place_data, reading_all_edges, settle, tell_memory
+from run.report import plan_lines
 from sampler import NeighborSampler, mix
 from tasks.metrics import check_scores
 
@@ -34,13 +35,11 @@ WHOLE_GRAPH_EDGES = 1 << 22
 def open_run(ranks, flags, path, fits=lambda plan, task: {}):
     """Open the store at a path, place it and build the network -> Run. fits: function(plan, task) that raises if the data
     do not match the checkpoint to resume, and returns more for `Used.seen`."""
-    task = TASKS[flags.task](flags, path, ranks.say)
+    task = TASKS[flags.task].opened(flags, path, ranks.say)
     plan, used = settle(ranks, flags, task)
     tf32 = plan.precision == "tf32" and ranks.gpus
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     used = used._replace(seen=used.seen | fits(plan, task))
-    if plan.conv:
-        check_memory(ranks, plan, task)
     sampler, ring = place_data(ranks, plan, task, used)
     torch.manual_seed(plan.seed)  # of initial weights, the same on every rank
     model, digest = build_model(plan, task, used)
@@ -85,6 +84,24 @@ def place_model(ranks, model, plan, task, sampler):
             model.degrees = graph_degrees(store.indptr, store.indices).to(ranks.device, dtype)
 
 
+def dry_run(ranks, flags, path):
+    """Print what the data need in memory in each mode, and the plan, as training would settle it. ranks: of one process that
+    stands for all."""
+    task = TASKS[flags.task].opened(flags, path, ranks.say)
+    if task.placed:
+        tell_memory(ranks, flags, task)
+    plan, used = settle(ranks, flags, task)
+    if task.placed:
+        cached(ranks, plan, task, used, task.store.features)
+    with torch.device("meta" if plan.conv else "cpu"):
+        model, _ = build_model(plan, task, used)
+    ranks.say("\n".join(plan_lines(ranks, plan, task, model, plan.trains)))
+    ranks.say(
+        f"plan    mode {plan.mode}, precision {plan.precision}, weights of the {plan.weights} epoch, "
+        f"{plan.prefetch} batches ahead, {plan.sample_threads} sampled at once"
+    )
+
+
 @dataclass
 class Run:
     """Plan, data and network of a run. digest: SHA-256 of the file of a user's network, else None. by_layers: exact
@@ -104,6 +121,8 @@ class Run:
         self.store = self.task.store
         self.custom = own_model.conv_of(self.plan.model) is None
         self.by_layers = layerwise(self.model) and self.used.times is None
+        if self.custom and getattr(self.model, "target_scale", None):
+            self.by_layers = is_gnn(self.model)  # which scales its outputs
 
     @cached_property
     def trained(self):

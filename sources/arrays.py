@@ -19,6 +19,7 @@ import zipfile
 import numpy as np
 import torch
 
+from disk.checks import check_targets
 from disk.columns import COLUMNS, EDGE_WEIGHT
 from disk.convert import adjacency, array_like, column_names, integers, is_sparse, refuse, shaped
 from disk.files import StoreError, free_host_bytes, plural, reading
@@ -26,7 +27,8 @@ from sources.splits import PARTS
 
 EDGES = ("edge_index", "edges")
 FEATURES = ("features", "x", "feat", "node_features", "feat_indptr")
-LABELS = ("labels", "y", "label", "node_labels")
+LABELS = ("labels", "y", "label", "node_labels", "targets")
+NAMES = ("node_names", "feature_names", "edge_types", "class_names")
 # what a saved Data or HeteroData may hold besides tensors, in torch_geometric.data
 PYG = """data.Data data.DataEdgeAttr data.DataTensorAttr hetero_data.HeteroData feature_store.TensorAttr graph_store.EdgeAttr
 graph_store.EdgeLayout storage.BaseStorage storage.NodeStorage storage.EdgeStorage storage.GlobalStorage storage.AttrType"""
@@ -257,13 +259,14 @@ class Arrays:
         source: name of the file or object in messages. ignore: names of arrays to leave out.
         values: {name: array, tensor, or function that reads an array}; None stands for a missing one.
         suffix: ":TYPE" for the arrays of one type, which were called NAME:TYPE.
-        files: {name: file} of arrays that have a file of their own, for messages. classes: names of the classes, or None.
+        files: {name: file} of arrays that have a file of their own, for messages.
+
+    Attributes: classes: names of the classes, or None, once names or labels are read.
     """
 
-    def __init__(self, source, values, *, ignore=(), suffix="", files=(), classes=None):
+    def __init__(self, source, values, *, ignore=(), suffix="", files=()):
         self._files = dict(files)
         self.source, self.suffix = str(source), suffix
-        self.classes = classes
         self._taken = set()
         self._values = {name: value for name, value in values.items() if value is not None}
         for name in ignore:
@@ -282,10 +285,7 @@ class Arrays:
             if not colon or kind.count(",") not in (0, 2):
                 raise self.error(f"{name} has no type: call it NAME:TYPE or NAME:FROM,RELATION,TO")
             types.setdefault(kind, {})[base] = value
-        return {
-            k: Arrays(f"{self.source}: {k}", v, suffix=f":{k}", classes=self.classes)
-            for k, v in types.items()
-        }
+        return {k: Arrays(f"{self.source}: {k}", v, suffix=f":{k}") for k, v in types.items()}
 
     def error(self, text) -> StoreError:
         """Make a StoreError that names the source."""
@@ -365,12 +365,23 @@ class Arrays:
             self.say(f"it has {', '.join(words)}")
         return arrays
 
+    def names(self):
+        """Return {argument of `build_store`: names} of nodes, features and types of edges, and take those of classes."""
+        found = {name: self._values[name] for name in NAMES if self.find(name)}
+        self._taken |= found.keys()
+        found = {name: [*(v() if callable(v) else v)] for name, v in found.items()}
+        self.classes = found.pop("class_names", None)
+        return found
+
     def labels(self):
         """Return classes int64 [V], or multi-labels [V, C] of 0 and 1; None without such an array. -1 or NaN
-        stands for no label. Classes may come as [V, 1] or as text, whose names go to `classes`."""
+        stands for no label. Classes may come as [V, 1] or as text, whose names go to `classes`. Of `targets` return
+        numbers, float64 [V, T]."""
         name = self.find(*LABELS)
         if name is None:
             return None
+        if name == "targets":
+            return check_targets(self.called(name), self[name], "V")[0]
         values = self.read(name, "biufUS")
         if isinstance(values, torch.Tensor):
             values = values.float().numpy()
@@ -388,7 +399,7 @@ class Arrays:
         values = values.astype(np.float64)
         missing = np.isnan(values)
         bad = ~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53))
-        why = "labels are whole numbers or NaN; fractions, node regression, are not supported"
+        why = "labels are whole numbers or NaN; numbers to learn are an array targets"
         refuse(bad, self.called(name), values, why)
         if missing.any():
             count = f"{missing.sum():,} of {values.size:,}"

@@ -29,6 +29,7 @@ from sources.prepare import build
 TABLES = {  # flag of build: what it takes, help
     "--features": ("FILE", "tables: a row of numbers per node"),
     "--labels": ("FILE", "tables: a label per node, -1 if unlabelled"),
+    "--targets": ("FILE", "tables: numbers to learn per node, empty if missing"),
     **{f"--{part}": ("FILE", f"tables: ids of the {part} nodes") for part in SPLITS},
     **{f"--{c.flag.replace('_', '-')}": c.usage() for c in COLUMNS.values() if not c.asked},
 }
@@ -110,15 +111,12 @@ def by_type(words):
     """Return the only source, or {type: file} of several TYPE=FILE."""
     if len(words) == 1:
         return words[0]
-    sources = {}
-    for word in words:
-        kind, equals, file = word.partition("=")
-        if not (kind and equals and file):
-            how = "TYPE=FILE of nodes, or TYPE,RELATION,TYPE=FILE of edges"
-            raise StoreError(f"{word}: several tables are given as {how}")
-        if kind in sources:
-            raise StoreError(f"{kind} has two tables, {sources[kind]} and {file}: give one")
-        sources[kind] = file
+    sources = dict(word.partition("=")[::2] for word in words)
+    if len(sources) < len(words) or not all(sources.values()):
+        how = (
+            "several tables are TYPE=FILE of nodes and TYPE,RELATION,TYPE=FILE of edges, one a type"
+        )
+        raise StoreError(f"{' '.join(words)}: {how}")
     return sources
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from disk import convert, files
-from disk.checks import DRAWN, check_labels, check_split, drawn_per_class
+from disk.checks import DRAWN, DRAWN_NODES, check_labels, check_split, drawn_nodes
 from disk.columns import COLUMNS, EDGE_FEATURES, EDGE_TIME, EDGE_TYPE, NODE_TIME
 from disk.files import StoreError, reading
 from extras import extra
@@ -182,7 +182,18 @@ def parse(text, types, name) -> dict:
     return values
 
 
-def build(source, path, *, features=None, labels=None, split=None, ignore=(), seed=None, **options):
+def build(
+    source,
+    path,
+    *,
+    features=None,
+    labels=None,
+    targets=None,
+    split=None,
+    ignore=(),
+    seed=None,
+    **options,
+):
     """Build a store at `path` -> that path.
 
     docs/data.md lists the names that arrays may have, and what is drawn if there is no split or there are no features.
@@ -191,7 +202,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         source: a DGLGraph; a PyG `Data`, or a list of them, which are small graphs; an .npz file, or a .pt file of
             `torch.save(data, file)`, with parameters of `NPZ` after a colon; or a table of edges.
         features, labels: [V, F] and [V] in place of the graph's, if it has one node type; for tables, files of tables;
-            for a list of G graphs, labels [G] or [G, T].
+            for a list of G graphs, labels [G] or [G, T]. targets: in place of labels, numbers to be learned, [V] or [V, T].
         split: dict of node ids or masks in place of the graph's (for tables: of files of ids); or the number, from 0,
             of the only one of the graph's splits to keep.
         ignore: names of arrays to leave out; for tables, of columns.
@@ -208,7 +219,7 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
         kind = ", ".join(Path(file).name for file in source.values())
     files.refuse_existing(path)
     params = {"ignore": list(ignore)} if ignore else {}
-    given = dict(features=features, labels=labels)
+    given = dict(features=features, labels=labels, targets=targets)
     if isinstance(split, dict):
         given |= {f"{part}_idx": ids for part, ids in convert.by_part("split", split).items()}
     elif split is not None:
@@ -232,26 +243,15 @@ def build(source, path, *, features=None, labels=None, split=None, ignore=(), se
     with reading(f"cannot build {path}: {kind}"):
         if tables:
             read_tables = extra(".graph_tables", kind).read_tables
-            sources = source if is_typed else {"": kind}
-            arrays, nodes = read_tables(sources, given, columns, path.absolute().parent, ignore)
-            classes = [of.class_names for of in nodes.values() if of.class_names]
-            options = {**_names_of(nodes), "edge_types": arrays.pop("edge_types", None), **options}
-            arrays = Arrays(kind, arrays, files=given, classes=classes[0] if classes else None)
+            sources = source if is_typed else {"": given.pop("features", None), ",,": kind}
+            arrays = read_tables(sources, given, columns, path.absolute().parent, ignore)
+            arrays = Arrays(kind, arrays, files=given)
         elif npz:
             params = {**npz[1], **params}
             arrays = open_npz(npz[0], params.get("ignore", ()))
         else:
             arrays = from_object(source, given, ignore)
         return _build_arrays(path, arrays, params, seed, **options)
-
-
-def _names_of(nodes) -> dict:
-    """Return the arguments node_names and feature_names of `build_store` for `Nodes` by type, of the type "" if there is one."""
-    features = {kind: of.feature_names for kind, of in nodes.items() if of.feature_names}
-    names = {kind: of.names for kind, of in nodes.items() if of.names}
-    if "" in nodes:
-        return {"node_names": names.get(""), "feature_names": features.get("")}
-    return {"node_names": names or None, "feature_names": features or None}
 
 
 def _draws(arrays, split=False) -> bool:
@@ -302,6 +302,7 @@ def _read_graph(arrays, params, source):
     split = None
     for kind, of in arrays.by_type().items():
         num_nodes = num_edges = None
+        names = of.names()
         if "," not in kind:
             labels = of.labels()
             features = of.features(params.get("row_normalize"))
@@ -325,7 +326,7 @@ def _read_graph(arrays, params, source):
             kind = tuple(kind.split(",")) if kind else kind
             graph["edge_index"][kind] = of.edge_index()
             num_edges = graph["edge_index"][kind].shape[-1]
-        for name, values in of.columns().items():
+        for name, values in (names | of.columns()).items():
             graph.setdefault(name, {})[kind] = values
         of.close(num_nodes, num_edges)
     if len(labelled) > 1 and target is None or target and target not in labelled:
@@ -341,32 +342,34 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
     may start at 1."""
     graph, split = _read_graph(arrays, params, source)
     labels = next(iter(graph["labels"].values()), None)
+    numbers = labels is not None and labels.dtype.kind == "f"
     random = np.random.default_rng(source.get("seed", 0))
     if labels is None:
         arrays.say("it has no labels: a trained model can predict on it, --task link learn from it")
-    elif not split and labels.ndim == 2 and "seed" not in source:
+    elif not split and labels.ndim == 2 and not numbers and "seed" not in source:
         arrays.say("it has no split, and none is drawn of nodes with several labels each")
     elif not split:
         by = "by --seed of train.py"  # each run draws its own
         if "seed" in source:
-            split = drawn_per_class(labels, random)
+            split = drawn_nodes(labels, random)
             by = f"seed {source['seed']}"
         where = "".join(f" from nodes of type {kind}" for kind in graph["labels"] if kind)
-        arrays.say(f"it has no split: {DRAWN} are drawn{where} ({by})")
+        what = DRAWN_NODES if numbers else DRAWN
+        arrays.say(f"it has no split: {what} are drawn{where} ({by})")
     if NODE_TIME.name in graph or EDGE_TIME.name in graph:
         _say_whose_times(arrays, graph)
     if not arrays.is_typed:
         graph = {name: values[""] for name, values in graph.items() if name != "node_types"}
     else:
         tables = graph.get(EDGE_FEATURES.name, {})
-        widths = {table.shape[1] if table.ndim > 1 else 1 for table in tables.values()}
-        if tables and tables.keys() < graph["edge_index"].keys():
-            widths.add("no")
-        widths = sorted(widths, key=str)
+        shapes = [np.shape(tables.get(kind, [[]])) for kind in graph["edge_index"]]
+        widths = sorted({shape[1] if len(shape) > 1 else 1 for shape in shapes})
         if len(widths) > 1:
             wide = " or ".join(map(str, widths))
             arrays.say(f"edge_features have {wide} columns, by type: narrower ones get zeros")
     if graph["features"] is None:
+        if numbers:
+            arrays.find(*FEATURES, needed=True)
         num_classes = check_labels(labels, len(labels), options.get("num_classes"))[1]
         split, features, half = _labels_as_features(arrays, labels, split, num_classes, random)
         graph["features"] = features
@@ -374,12 +377,14 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         options["drop_duplicates"] = True
         source["features"] = "labels of half of the training nodes"
         arrays.say(f"it has no features: {half}, the others are trained on; {how}")
+    if numbers:
+        graph["targets"] = graph.pop("labels")
     build_store(path, **graph, split=split or None, source=source, **options)
     counted = files.read_meta(path)["edges"]
     if one_way := counted["one_way"]:
         share = f"{one_way:,} of {counted['one_way_of']:,} edges"
         arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
-    if options.get("node_names") is None:
+    if "node_names" not in graph:
         for kind in counted["from_one"]:
             node = f"node 0 of type {kind}" if kind else "node 0"
             arrays.say(f"{node} has no edges: ids may start at 1")

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from disk.checks import DRAWN, drawn_graphs, drawn_per_class
+from disk.checks import DRAWN, DRAWN_NODES, drawn_graphs, drawn_nodes
 from disk.convert import VALID
 from disk.files import SPLITS, StoreError, plural
 
@@ -98,7 +98,7 @@ def choose_split(graph, number=None, *, seed=0, turn=0, say=lambda line: None):
     taken = turn % graph.num_splits if number is None else number
     graph.take_split(split_of(graph, taken, seed))
     if drawn:
-        say(f"split   {DRAWN}, by seed {seed}")
+        say(f"split   {drawn}, by seed {seed}")
     elif graph.num_splits > 1:
         another = "; --split K takes another" if number is None else ""
         say(f"split   number {taken} of {graph.num_splits}, counted from 0{another}")
@@ -110,15 +110,17 @@ def split_of(graph, number, seed=0) -> dict:
     without one, of that which seed 0 draws: the one that choices go by which all --runs have in common."""
     if not _is_drawn(graph):
         return graph.numbered_split(number)
-    split = drawn_per_class(graph.labels.numpy(), np.random.default_rng(seed))
+    split = drawn_nodes(graph.labels.numpy(), np.random.default_rng(seed))
     return {part: torch.from_numpy(ids) for part, ids in split.items()}
 
 
-def _is_drawn(graph) -> bool:
+def _is_drawn(graph) -> str | None:
+    """Return how the split of a graph that came without one is drawn, or None."""
     source = graph.meta.get("source")
     # where stores of .npz files had it once
     source_split = source.get("split") if isinstance(source, dict) else None
-    return DRAWN in (graph.meta.get("split"), source_split)
+    drawn = graph.meta.get("split") or source_split
+    return drawn if drawn in (DRAWN, DRAWN_NODES) else None
 
 
 def say_empty_parts(split, things, say):

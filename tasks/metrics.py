@@ -3,7 +3,7 @@
     score("f1", logits, y)                       # y: classes [n], or 0 and 1 for each of C labels [n, C]
     roc_auc(score, y), average_precision(score, y)
     ranking(ranks)                               # {"mrr": ..., "hits@1": ..., "hits@10": ...}
-    at_k(10, hits, relevant)                     # of each list of recommendations; their means are MAP@10, NDCG@10, Recall@10
+    at_k(10, ranks, lists)                       # {"MAP@10": ..., "NDCG@10": ..., "Recall@10": ...}
 
 A metric is an entry of METRICS; the tasks and the choices of --metric are made from these. Every metric depends only on
 the pairs of score and target, not on their order, and agrees with scikit-learn's of the same name, ties included. n
@@ -15,12 +15,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from native import layers
-
-AT_K = "MAP", "NDCG", "Recall"  # columns of `at_k`
 
 
 class NotFinite(ValueError):
@@ -71,6 +70,20 @@ def f1(logits, y):
     hits, predicted, actual = (ids.bincount(minlength=size).double() for ids in columns)
     present = predicted + actual > 0
     return (2 * hits / (predicted + actual))[present].mean().item()
+
+
+def balanced_accuracy(logits, y):
+    """Average the recall over the classes in y; of several labels over the 0s and the 1s of each."""
+    present = y >= 0
+    pred = predictions(logits, y).long()
+    if y.dim() == 2:
+        first = 2 * torch.arange(y.shape[1])
+        pred = pred + first
+        y = y + first
+    hits = (pred == y)[present].double()
+    y = y[present].long()
+    counts = y.bincount()
+    return (y.bincount(hits) / counts)[counts > 0].mean().item()
 
 
 def mean_roc_auc(logits, y):
@@ -149,17 +162,21 @@ def ranking(ranks):
     return {name: METRICS[name].from_ranks(ranks) for name in names}
 
 
-def at_k(k, hits, relevant):
-    """Compute average precision, NDCG and recall of lists of up to k recommendations, see AT_K -> float64 [n, 3]. hits: bool
-    [n, up to k], which are relevant, the best first; relevant: int64 [n], how many there are of each list, from 1."""
-    hits = hits.double()
-    place = torch.arange(1, hits.shape[1] + 1)
-    gain = (place + 1).double().log2().reciprocal()
-    most = relevant.clamp(max=k)
-    precision = (hits * hits.cumsum(1) / place).sum(1) / most
-    return torch.stack(
-        [precision, hits @ gain / gain.cumsum(0)[most - 1], hits.sum(1) / relevant], 1
-    )
+def at_k(k, ranks, lists):
+    """Compute MAP@k, NDCG@k and Recall@k, averaged over lists -> {name: value}. ranks: [n], counted from 1, of
+    what is relevant, each among what is not. lists: int64 [n], the number of the list that each is in."""
+    order = np.lexsort((ranks, lists))
+    _, row, sizes = lists[order].unique_consecutive(return_inverse=True, return_counts=True)
+    number = torch.arange(len(row)) - (sizes.cumsum(0) - sizes)[row]
+    place = ranks[order].double() + number  # also behind what is relevant
+    most = sizes.clamp(max=k)
+    gain = (torch.arange(int(most.max())) + 2).double().log2().reciprocal().cumsum(0)
+    hit = (place <= k).double() / len(sizes)
+    return {
+        f"MAP@{k}": (hit * (number + 1) / place / most[row]).sum().item(),
+        f"NDCG@{k}": (hit / (place + 1).log2() / gain[most - 1][row]).sum().item(),
+        f"Recall@{k}": (hit / sizes[row]).sum().item(),
+    }
 
 
 def r2(output, y):
@@ -202,6 +219,7 @@ METRICS = (
     Metric("accuracy", "accuracy", from_logits=accuracy),
     Metric("roc_auc", "ROC-AUC", from_logits=mean_roc_auc, from_scores=roc_auc),
     Metric("f1", "F1", from_logits=f1),
+    Metric("balanced_accuracy", "balanced accuracy", from_logits=balanced_accuracy),
     Metric("mrr", "MRR", from_ranks=lambda ranks: ranks.double().reciprocal().mean().item()),
     Metric("hits@1", "Hits@1", from_ranks=partial(hits_at, 1)),
     Metric("hits@10", "Hits@10", from_ranks=partial(hits_at, 10)),
@@ -213,6 +231,7 @@ METRICS = (
     Metric("rmse_of_the_mean", "RMSE of predicting the mean"),
 )
 METRICS = {metric.name: metric for metric in METRICS}
+ERRORS = "rmse", "mae"  # of targets, to choose by
 
 
 def metrics_with(source):
@@ -230,5 +249,5 @@ def scores_line(scores):
             return "n/a"
         return f"{value:.4g}" if 0 < value < 1e-3 else f"{value:.4f}"
 
-    titles = {name: METRICS[name].title if name in METRICS else name for name in scores}
-    return "  ".join(f"{titles[name]} {digits(value)}" for name, value in scores.items())
+    titles = [getattr(METRICS.get(name), "title", name) for name in scores]
+    return "  ".join(f"{title} {digits(scores[name])}" for title, name in zip(titles, scores))

@@ -6,10 +6,10 @@ from itertools import compress
 
 import torch
 
-from disk.files import StoreError
+from disk.files import StoreError, read_meta
 from extras import extra
 from sources.splits import choose_split, split_of
-from tasks.metrics import METRICS, binary_cross_entropy, cross_entropy, metrics_with, score
+from tasks.metrics import ERRORS, METRICS, binary_cross_entropy, cross_entropy, metrics_with, score
 from tasks.task import Task, described, gnn, names_of_nodes, open_graph, rows_of_nodes
 
 
@@ -24,11 +24,12 @@ class NodeTask(Task):
 
     name = "node"
     examples = "nodes"
-    metrics = metrics_with("from_logits")
+    metrics = *metrics_with("from_logits"), *ERRORS
     weights = "best"
     prior = 0.07
     least_steps = 600
-    widths = "feature_dim", "num_classes", "edge_dim", "num_edge_types", "node_types"
+    widths = "feature_dim", "num_classes", "targets", "edge_dim", "num_edge_types", "node_types"
+    answers = "classes"
     told_by = "features."
     classes_agree = True
     padded = True
@@ -51,6 +52,21 @@ class NodeTask(Task):
         self.number = None if idle else args.split
         choose_split(store, self.number, seed=args.seed, turn=args.turn, say=say)
         store.check_split()
+        self.read_labels(args, path, say)
+
+    @classmethod
+    def opened(cls, args, path, say=print):
+        numbers = args.metric in ERRORS or not args.metric and read_meta(path).get("targets")
+        kind = extra(".regression", f"regression on {path}").NodeNumbers if numbers else cls
+        return kind(args, path, say)
+
+    def read_labels(self, args, path, say):
+        """Choose the metric; StoreError for flags that do not fit the labels."""
+        store = self.store
+        if store.targets:
+            raise StoreError(f"--metric {args.metric} is of classes, and {path} has targets")
+        if "loss" in args.typed:
+            raise StoreError(f"--loss {args.loss} is of targets, and {path} has classes")
         # multi-label; a graph without labels has as many as that of the checkpoint
         self.several = store.labels.dim() == 2
         classes = store.labels[store.split["train"]].unique()
@@ -91,7 +107,13 @@ class NodeTask(Task):
 
     @staticmethod
     def network(args, widths, custom=None):
-        return gnn(args, widths, widths["num_classes"]) if custom is None else custom
+        T = widths.get("targets")
+        scale = extra(".regression", "a network of targets").Scale(T) if T else None
+        if custom is None:
+            return gnn(args, widths, widths["num_classes"], scale)
+        if scale:
+            custom.add_module("target_scale", scale)
+        return custom
 
     def attach(self, ranks, args, used, indptr, indices):
         if args.class_weights == "balanced":
@@ -125,27 +147,29 @@ class NodeTask(Task):
         if nodes.numel():
             times = None if self.times is None else self.times[nodes]
             logits = run.sampled(nodes, times)
-            result = score(self.metric, logits, self.store.labels[nodes])
+            result = self.scored(run, logits, self.store.labels[nodes])
         return {"valid_sampled": result, **run.ring.counts()}, result
 
     def evaluate(self, run, report):
         args = run.plan
         store = self.store
         # true if it is on any rank: each compared with the memory free at its own start
-        if run.ranks.sum(store.large)[0] and not args.predict:
+        if run.ranks.sum(store.large)[0] and not (args.predict or args.report):
             report.tell(
                 f"result  {self.title} n/a: the features do not fit into memory; --predict computes it",
                 {"exact": None},
             )
             return dict.fromkeys(store.split)
         logits = run.exact()
-        scored = lambda nodes: score(self.metric, logits[nodes], store.labels[nodes])  # noqa: E731
+        scored = lambda nodes: self.scored(run, logits[nodes], store.labels[nodes])  # noqa: E731
         exact = {part: scored(nodes) for part, nodes in store.split.items()}
         how = "exact: all neighbours"
         if run.by_layers:
             how += ", layer by layer"
-        report.exact(self.title, exact, how)
+        exact = self.say_exact(report, exact, how)
         report.others(self, scored)
+        if args.report and run.ranks.leads:
+            extra(".class_report").write(self, args.report, logits)
         if args.predict:
             what = args.predict_what
             if what == "embeddings":
@@ -154,10 +178,19 @@ class NodeTask(Task):
             report.write(lambda: self.predicted(what, logits), table)
         return exact
 
+    def scored(self, run, logits, y):
+        """Compute the metric of logits [n, C] for labels y."""
+        return score(self.metric, logits, y)
+
+    def say_exact(self, report, exact, how):
+        """Report the exact score of each part, {part: score}, computed as `how` says -> {name: score} of --runs."""
+        report.exact(self.title, exact, how)
+        return exact
+
     def score_text(self, score):
         return f"{self.title} {100 * score:.2f}% (sampled)"
 
     def lines(self, args, split, parameters):
         features, network, fanout = described(args, self.store)
-        yield f"data    {features}, {self.store.num_classes} classes; {split}"
+        yield f"data    {features}, {self.store.num_classes} {self.answers}; {split}"
         yield f"model   {network}, {parameters}; {fanout}"

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from disk.checks import edge_line
-from disk.columns import NAMES, described_types, read_names
+from disk.columns import NAMES, described_types
 from disk.files import SPLITS, StoreError, plural
 from extras import extra
 from model import GNN, is_gnn
@@ -72,9 +72,14 @@ class Task:
     load_batch = None
     limits = None
 
+    @classmethod
+    def opened(cls, args, path, say=print):
+        """Return the task of these arguments, of the subclass that the data ask for."""
+        return cls(args, path, say)
+
     def build(self, args, custom=None):
         """Return the `network` for the open data."""
-        names = "num_classes", "edge_dim", "num_edge_types"
+        names = "num_classes", "targets", "edge_dim", "num_edge_types"
         sizes = {name: getattr(self.store, name, 0) for name in names}
         return self.network(args, self.store.meta | sizes, custom)
 
@@ -207,7 +212,7 @@ def in_chunks(count, width):
 def names_of_nodes(store):
     """Yield the names of the nodes, in order; None without names."""
     record = store.meta["files"].get(NAMES)
-    return read_names(store.path, record) if record else None
+    return extra(".names", "names of nodes").read(store.path, record) if record else None
 
 
 def as_stored(store, names):
@@ -238,8 +243,8 @@ def numbered_columns(rows):
     return {f"e{j}": rows[:, j].numpy() for j in range(rows.shape[1])}
 
 
-def gnn(args, widths, out_dim):
-    """Build the GNN that the flags describe."""
+def gnn(args, widths, out_dim, target_scale=None):
+    """Build the GNN that the flags describe. target_scale: as for `GNN`."""
     conv = args.conv
     names = "hidden num_layers heads dropout input_dropout norm residual".split()
     options = {name: getattr(args, name) for name in names}
@@ -257,6 +262,7 @@ def gnn(args, widths, out_dim):
         recompute=args.checkpoint_activations,
         edge_dim=widths["edge_dim"] if conv.sees_edges(args.edge_features) else 0,
         inputs=inputs,
+        target_scale=target_scale,
         **options,
     )
 

@@ -206,6 +206,9 @@ def test_pairs_are_given_by_the_names_of_nodes(kind, tmp_path, capsys):
         table.write_text(header + "".join(map("{0[0]},{0[1]}\n".format, cells)))
         assert _code(written, f"--pairs {table}") == 0
         assert (tmp_path / "t.csv").read_text() == scored
+    assert _code(written, "--top 1") == 0
+    best = np.loadtxt(tmp_path / "t.csv", str, delimiter=",", quotechar='"', skiprows=1)
+    assert [*best[:, 0]] == [*names.astype(str)] and {*best[:, 1]} < {*best[:, 0]}
     table.write_text("source,target\n-5,zoe\n")
     _stops(capsys, "pairs.csv[,:] line 2", written, f"--pairs {table}")
     again = f"--gpus 0 --resume {tmp_path}/l.pt --edge-split none --pairs {asked}"
@@ -317,7 +320,14 @@ def test_edges_that_repeat_take_no_memory_in_a_ranking():
     graph = types.SimpleNamespace(indices=torch.zeros(5001, dtype=torch.int32), num_nodes=4)
     graph.indptr = torch.tensor([0, 5000, 5001, 5001, 5001])
     evaluation = link.Evaluation(link.split_edges(graph, "none"))
-    assert evaluation._left_out(torch.tensor([0, 0]))[1].tolist() == [0, 1, 0, 1, 0, 0]
+    assert ranking.left_out(evaluation.lists, torch.tensor([0, 0]))[1].tolist() == [
+        0,
+        1,
+        0,
+        1,
+        0,
+        0,
+    ]
 
 
 def _some_of(graph, step, count):
@@ -378,6 +388,7 @@ def _expected(logit, pairs, against, random):
     """Compute the figures of an evaluation in plain Python. logit: function of a pair's number and two nodes. against:
     the nodes each pair is ranked against. random: as many pairs without an edge."""
     places = []
+    lists = collections.defaultdict(list)
     scored = [[logit(i, *pair) for i, pair in enumerate(some)] for some in (pairs, random)]
     for i, (u, others) in enumerate(zip(next(zip(*pairs)), against)):
         if not len(others):
@@ -385,9 +396,36 @@ def _expected(logit, pairs, against, random):
         over = [logit(i, u, w) - scored[0][i] for w in others]
         ties = sum(abs(x) < 1e-12 for x in over)  # get their mean rank
         places.append(1 + sum(x >= 1e-12 for x in over) + ties / 2)
+        lists[u].append(places[-1])
     right = [(a > b) + (a == b) / 2 for a in scored[0] for b in scored[1]]
     hits = {f"hits@{k}": np.mean([place <= k for place in places]) for k in (1, 10)}
+    at_3 = []  # average precision, NDCG and recall of each source's list, with all that is relevant
+    for some in lists.values():
+        some = [place + i for i, place in enumerate(sorted(some))]
+        found = [(i, place) for i, place in enumerate(some, 1) if place <= 3]
+        gains, best = (
+            [1 / math.log2(n + 1) for n in ns] for ns in (dict(found).values(), range(1, 4))
+        )
+        most = min(3, len(some))
+        precisions = sum(i / place for i, place in found) / most
+        at_3.append([precisions, sum(gains) / sum(best[:most]), len(found) / len(some)])
+    hits |= zip(("MAP@3", "NDCG@3", "Recall@3"), np.mean(at_3, 0).tolist()) if at_3 else ()
     return {"mrr": np.mean([1 / place for place in places]), "roc_auc": np.mean(right), **hits}
+
+
+def _check_best(evaluation, scorer, h, logit, known, sources):
+    """Check the best 4 destinations of the first nodes: all others, or those behind them if these are not all."""
+    first = sources % len(h)
+    rows = collections.defaultdict(list)
+    for some in evaluation.best(scorer, h, 4):
+        for u, v, score in zip(*(column.tolist() for column in some)):
+            assert v >= first and v != u and (u, v) not in known
+            assert score == pytest.approx(logit(0, u, v))
+            rows[u].append(score)
+    for u in range(sources):
+        others = [v for v in range(first, len(h)) if v != u and (u, v) not in known]
+        expected = sorted([logit(0, u, v) for v in others], reverse=True)[:4]
+        assert rows[u] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("timed, strict", [(False, False), (True, False), (True, True)])
@@ -446,7 +484,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     h = torch.randint(-3, 4, (80, 6)).double()  # with ties
     if kind in ("distmult", "ncn"):
         torch.nn.init.normal_(scorer.relation)
-    evaluation = link.Evaluation(graph)
+    evaluation = link.Evaluation(graph, k=3)
     found = evaluation(scorer, h, "test")
 
     def logit(_, u, v):
@@ -469,6 +507,7 @@ def test_link_evaluation_is_what_plain_python_counts(kind, small, tmp_path, monk
     expected = _expected(logit, pairs, against, random.tolist())
     assert expected == {name: pytest.approx(found[name]) for name in expected}
     assert len(random) == len(pairs) and not known & set(_tuples(random))
+    _check_best(evaluation, scorer, h, logit, known, 80)
     rows = []
     for rank in range(3):
         part = ddp.Ranks(rank, 3).part
@@ -523,6 +562,36 @@ def test_a_pair_has_the_time_of_its_first_edge_or_of_the_later_of_its_nodes(time
     assert link.split_edges(graph, "70/20/10").pair_times is None
 
 
+@pytest.mark.parametrize("most", [2, 100])
+def test_historical_negatives_are_earlier_destinations_of_the_source(most, tmp_path, monkeypatch):
+    """All of them, or as many as fit, and never one at the time of the pair; random ones where there are fewer."""
+    monkeypatch.setattr(ranking, "RANKED_AGAINST", most)
+    whole = _timed_links(tmp_path, 30, 400, symmetrize=False)
+    whole.edge_time //= 40  # pairs with edges at the same times
+    graph = link.split_edges(whole, "60/10/30", timed=True)
+    known = _pairs_of(whole)
+    edges = {*zip(*zip(*_pairs_of(graph)), graph.edge_time.tolist())}
+    trained = dict(zip(_tuples(graph.pairs["train"]), graph.pair_times["train"].tolist()))
+    counts = collections.Counter()
+    for part in ("valid", "test"):
+        examples = link.Evaluation(graph, historical=True).examples[part]
+        others, random = (examples.nodes[places] for places in (examples.others, examples.random))
+        rows = zip(_tuples(graph.pairs[part]), graph.pair_times[part].tolist())
+        for ((u, _), now), negatives, one in zip(rows, others.tolist(), random.tolist()):
+            earlier = {w for (source, w), time in trained.items() if source == u and time < now}
+            allowed = {w for w in earlier if (u, w, now) not in edges}
+            left = [w for w in negatives if w not in earlier]
+            assert len(negatives) == most and {*negatives} <= allowed | {*left}
+            assert not {(u, w) for w in left} & {*known}
+            if len(earlier) <= most:
+                assert {*negatives} >= allowed
+            assert len(left) == max(most - len(allowed), 0) or len(earlier) > most
+            assert one[0] == u and (one[1] in allowed or (u, one[1]) not in known)
+            counts["earlier" if len(earlier) > len(allowed) else "all"] += 1
+            counts["many"] += len(earlier) > most
+    assert counts["earlier"] and bool(counts["many"]) == (most == 2)
+
+
 LINK = "--task link --gpus 0 --fanout 4,4 --hidden 16 --lr 0.01 --edge-split 80/10/10"
 
 
@@ -550,12 +619,26 @@ def test_links_at_their_times_are_refused_in_a_sentence(tmp_path, capsys):
     for path, words, complaint in (
         (plain, "--temporal at", "--temporal goes by the times of edges, and .* has none"),
         (timed, "--temporal before --model gcn", gcn),
+        (
+            plain,
+            "--eval-negatives historical",
+            "--eval-negatives .* is of times, --temporal is off",
+        ),
+        (plain, "--top 3 --predict x.npy", "--top 3 writes a table of all sources: give --predict"),
         (timed, "--sampler latest", "--sampler latest needs times of edges .* here off"),
         (timed, f"--temporal at --edge-split {tmp_path}/none.npz", no_edge),
     ):
         _stops(capsys, complaint, LINK, "--dataset", path, words)
-    assert _code(LINK, "--dataset", timed, "--epochs 1 --temporal before --sampler latest") == 0
-    used = "the ends of a pair and its negatives see edges before .*neighbours are the latest"
+    assert (
+        _code(
+            LINK,
+            "--dataset",
+            timed,
+            "--epochs 1 --temporal before --sampler latest --eval-negatives historical",
+        )
+        == 0
+    )
+    used = "the source had an edge before;.*the ends of a pair and its negatives see edges before .*neighbours are the latest"
     assert re.search(used, capsys.readouterr().out, re.DOTALL)
 
 
@@ -593,6 +676,11 @@ def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path, capsys):
             shared = known.pair_features(torch.tensor(pairs))
             expected = scorer(*torch.tensor(h[pairs]).unbind(1), shared)
     assert np.allclose(np.load(tmp_path / "s.npy"), expected, atol=1e-5)
+    listed = f"--predict {tmp_path}/r.csv --top 2 --edge-split none"
+    assert _code(again, listed, f"--log {tmp_path}/again") == 0
+    table = np.loadtxt(tmp_path / "r.csv", delimiter=",", skiprows=1)
+    assert np.array_equal(table[:, 0], np.repeat(np.arange(1000), 2))
+    assert 0 < scores["test"]["MAP@10"] < scores["test"]["Recall@10"]
     # all edges carry messages
     assert _code(again, f"--edge-split none --predict {tmp_path}/all.npy") == 0
     every = np.load(tmp_path / "all.npy")
@@ -647,7 +735,7 @@ def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_pa
     times = {"edge_time": rng.integers(0, 50, 120)} if timed else {}
     whole = _bought(tmp_path, 20, 6, 0.4, full, **times)
     graph = link.split_edges(whole, "40/20/40", timed=timed)
-    evaluation = link.Evaluation(graph)
+    evaluation = link.Evaluation(graph, k=3)
     known = set(_pairs_of(whole))
     bought = collections.Counter(u for u, _ in known)
     for part in ("valid", "test"):
@@ -668,14 +756,16 @@ def test_pairs_with_nothing_to_be_ranked_against_are_left_out(full, kind, tmp_pa
         against = [some if kept else [] for some, kept in zip(against, left)]
         for some, all_free in zip(against, free):
             assert {*(some if others is None else nodes[some].tolist())} <= {*all_free}
+        logit = lambda _, u, v: (h[u] @ h[v]).item()  # noqa: E731
         found = evaluation(link.Scorer("dot", 6), h, part)
         if not any(left):
             assert [found[name] for name in metrics.metrics_with("from_ranks")] == [None] * 3
             assert 0 <= found["roc_auc"] <= 1
             continue
-        logit = lambda _, u, v: (h[u] @ h[v]).item()  # noqa: E731
         expected = _expected(logit, _tuples(places), against, random.tolist())
         assert expected == {name: pytest.approx(found[name]) for name in expected}
+    if not timed:
+        _check_best(evaluation, link.Scorer("dot", 6), h, logit, known, 20)
     monkeypatch.setattr(ranking, "MOST_TIMED", 7)
     few = link.Evaluation(graph).examples["test"]
     if timed:

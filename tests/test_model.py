@@ -413,6 +413,40 @@ def test_model_a_batch_of_one_seed_or_none_trains(conv, norm):
         assert len(seeds) or not any(p.grad.any() for p in net.parameters())
 
 
+class _Shifted(model.SAGEConv):
+    """Its messages share a gradient with `shift`."""
+
+    def __init__(self, *dims):
+        super().__init__(*dims)
+        self.shift = torch.nn.Parameter(torch.ones(dims[0]))
+
+    def message(self, h, degree=None):
+        return super().message(h + self.shift, degree)
+
+
+@pytest.mark.parametrize("conv", ["sage", "gcn", "gin", "gat", _Shifted])
+def test_gradients_of_destinations_are_added_in_place_where_nothing_else_has_them(
+    conv, monkeypatch
+):
+    """To the same sums as without; not in layers whose class does not state it."""
+    net = GNN(8, 8, 8, conv=conv, num_layers=2, residual=True, heads=2, dropout=0)
+    blocks = NeighborSampler(*_random_graph(np.random.default_rng(7), 90, 4), [4, 4])
+    blocks = blocks.sample(torch.arange(20), 0)
+    x, weight = torch.randn(blocks[0].num_src, 8), torch.randn(20, 8)
+
+    def grads():
+        inputs = weight, x, *net.parameters()
+        with torch.profiler.profile() as profile:
+            made = _with_grads(lambda x, *_: net(blocks, x, key=3), *inputs)
+        return made, sum("SliceBackward" in e.name for e in profile.events())
+
+    in_place, slices = grads()
+    monkeypatch.setattr(model.fused, "with_first", lambda x, S: (x, x[:S]))
+    apart, more = grads()
+    torch.testing.assert_close(in_place, apart)
+    assert more and slices == (more if conv is _Shifted else 0)
+
+
 def test_model_inputs_are_dropped_in_training_alone():
     """A GIN of two classes has no layer norm, through which no gradient would pass."""
     block, seen = Block(torch.arange(21), torch.arange(20), torch.arange(20), None), []
@@ -433,14 +467,14 @@ def test_model_names_what_it_does_not_know():
         ("conv 'GAT' is unknown: choose one of sage, sage-pool, ", {"conv": "GAT"}),
         ("norm 'group' is unknown: choose one of none, layer, batch", {"norm": "group"}),
         ("norm 'batch' would count a recomputed", {"norm": "batch", "recompute": True}),
-        ("conv 'gin' does not take edge_dim 3: sage, .*gat, .* do", {"conv": "gin", "edge_dim": 3}),
-        ("conv 'gine' needs edge_dim above 0", {"conv": "gine"}),
-        ("conv 'sage' does not take num_types 5: rgcn, rgat do", {"num_types": 5}),
-        ("conv 'rgcn' needs num_types above 0", {"conv": "rgcn"}),
+        ("conv 'gin' does not take edge_dim 3, .* sage, .*gat", {"conv": "gin", "edge_dim": 3}),
+        ("conv 'sage' does not take num_types 5, .* rgcn, rgat", {"num_types": 5}),
         ("num_layers is 0", {"num_layers": 0}),
         ("width 8 cannot be shared by 3 heads", {"conv": "gat", "heads": 3}),
     ):
         _refuses(words, GNN, 4, 8, 3, **options, error=ValueError)
+    for conv, option in (("gine", "edge_dim"), ("rgcn", "num_types")):
+        _refuses(f"missing.*argument: '{option}'", GNN, 4, 8, 3, conv=conv, error=TypeError)
 
 
 class _Twice(model.GCNConv):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import ddp
-import store
 import train
 from disk import files
 from disk.files import StoreError
@@ -18,7 +17,7 @@ from extras.graph_store import build_graphs
 from extras.relational import NodeInputs
 from features import MODES
 from model import GNN
-from run import placement
+from run import placement, plan
 from run.plan import batches_ahead, choose_mode, estimate, placements, weight_bytes
 from run.run import open_run
 from sampler import NeighborSampler
@@ -242,7 +241,7 @@ def test_estimate_chooses_by_what_is_free(tmp_path, monkeypatch, capsys):
         (ARRAYS - 1, "behind --cache"),
         (graph.indices.nbytes, "neighbour lists as they are sampled"),
     ):
-        monkeypatch.setattr(placement, "free_host_bytes", lambda: free_host)
+        monkeypatch.setattr(plan, "free_host_bytes", lambda: free_host)
         lines = _dry(f"--dataset {graph.path} --gpus 0 --fanout 2", capsys, code=2)
         assert " 0 seeds fit" not in lines
         assert said in lines and "mode           none fits" in lines
@@ -284,7 +283,7 @@ def test_estimate_free_host_memory_is_what_the_cgroups_leave(tmp_path):
     everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     write("proc/self/cgroup", "0::/a/b\n")
     write("proc/meminfo", "MemTotal: 9000 kB\nMemFree: 10 kB\n")
-    assert 1 << 20 < files.free_host_bytes("/") <= store.free_host_bytes(tmp_path) == everything
+    assert 1 << 20 < files.free_host_bytes("/") <= files.free_host_bytes(tmp_path) == everything
     write("proc/meminfo", "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    8000 kB\n")
     assert files.free_host_bytes(tmp_path) == 8000 * 1024
     for folder, limit, free in (

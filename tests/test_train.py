@@ -304,6 +304,19 @@ def test_train_runs_give_mean_and_standard_deviation(task, tmp_path, capsys, mon
     assert f"{name} {100 * mean:.2f} +- {100 * std:.2f}%" in capsys.readouterr().out
 
 
+ORDER = " ".join(
+    """
+task dataset root backend feature_dtype split symmetrize drop_duplicates fanout sampler layer_dependency
+batch_dependency temporal window batch_size accumulate max_nodes max_edges model model_args hidden num_layers heads
+bases norm residual edge_features dropout pooling input_dropout edge_split edge_type scorer negatives negatives_by
+unchecked_negatives link_loss pairs lr lr_schedule weight_decay class_weights epochs metric early_stop weights seed
+runs precision checkpoint_activations gpus procs mode cache split_features lookahead prefetch sample_threads
+cuda_graph allocator dry_run free_gpu checkpoint checkpoint_every resume predict predict_what export verbose log
+tensorboard curve timeline profile
+""".split()
+)
+
+
 def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
     parser = flags.make_parser()
@@ -312,6 +325,7 @@ def test_train_help_fits_two_screens_and_says_units_and_defaults(monkeypatch):
     groups = [line[:-1] for line in lines if re.fullmatch(r"\w[\w ]*:", line)]
     expected = "options data sampling model links optimisation processes and placement files"
     assert " ".join(groups) == expected
+    assert " ".join(flags.FLAGS) == ORDER and flags.FLAGS.keys() - flags.CORE == {*flags.OF_EXTRAS}
     for name, flag in flags.FLAGS.items():
         hidden = flag.default is None or flag.default is False
         said = next(a.help for a in parser._actions if a.dest == name)

@@ -746,6 +746,9 @@ def test_links_of_one_type(how, mag, tmp_path):
     held = pairs["valid"] | pairs["test"]
     assert set().union(*pairs.values()) == set(before[name])
     assert not pairs["train"] & held and bool(held) == (how != "none")
+    known = made.known_of_type
+    ends = known.sources.tolist(), torch.repeat_interleave(known.indptr.diff()).tolist()
+    assert {*zip(*ends)} == {*before[name]}
     for kind, left in _edges_by_type(made).items():
         gone = {name: held, "paper,rev_writes,author": {(b, a) for a, b in held}}
         assert set(left) == set(before[kind]) - gone.get(kind, set())
