@@ -871,9 +871,7 @@ class GNN(nn.Module):
     def step(self, i, block, x, *, seed=None, edges=None):
         """Apply layer i and all that precedes the next one; seed: of the dropout after it."""
         layer = self.layers[i]
-        x_dst = None
-        if self.residuals is not None:
-            x, x_dst = layer.with_dst(x, block.indptr.numel() - 1)
+        x, x_dst = layer.with_dst(x, block.indptr.numel() - 1)
         h = layer(block, x, self._degree(layer, block, x.device), seed, edges)
         return self.finish(i, h, x_dst, block.src_nodes, seed)
 

@@ -17,8 +17,8 @@
 Checks come first, since a part for which no time is left is a failure: law to tests run side by side. What is timed runs
 alone. On a GPU that is rented for ten minutes, two commands leave something in any case (OUT: the folder that is kept):
 
-    python -m bench gpu --minutes 3.3 --parts law,commands,losses,ranks,tests; cp -r results "$OUT"
-    python -m bench gpu --minutes 6 --parts kernels,steps,sampling,inference,papers; cp -r results "$OUT"
+    python -m bench gpu --minutes 3.3 --parts law,commands,losses,ranks,tests; cp results/gpu* "$OUT"
+    python -m bench gpu --minutes 6 --parts kernels,steps,sampling,inference,papers; cp results/gpu* "$OUT"
 
 Graphs are made in GPU memory (bench/gpu_graph.py). Every part is a process that writes its figures into results/gpu.json
 as they come; pictures and traces are in gpu-pictures.zip beside it. A failure in a part (exception, crash or time limit) is

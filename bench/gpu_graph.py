@@ -53,7 +53,7 @@ SHAPES = {
 
 def tiny(shape):
     """Return a Shape of few nodes that is compiled to the same programs."""
-    return shape._replace(nodes=3_000, degree=min(shape.degree, 10), seeds=600)
+    return shape._replace(nodes=3_000, degree=min(shape.degree, 10), seeds=200)
 
 
 class Graph(NamedTuple):

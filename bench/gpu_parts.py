@@ -165,7 +165,8 @@ def steps(args, record):
         with record.attempt(name):
             words = ["--mode", "cuda-cuda", "--precision", "tf32", *words]
             trained = Trained(run_args, *sizes(args), *words)
-            entries = trained.epochs(3 if "cpu-cuda" in name else 5)[1:]
+            epochs = 3 if args.quick or "cpu-cuda" in name else 5
+            entries = trained.epochs(epochs)[1:]
             seconds = [entry["seconds"] for entry in entries]
             figures[name] = row = {
                 "median_ms": 1e3 * statistics.median(seconds) / trained.steps,
@@ -324,13 +325,13 @@ def law(args, record):
     weights[torch.rand(M, generator=generator) < 0.1] = 0
     draws = lambda end: torch.randint(0, end, (M,), generator=generator)  # noqa: E731
     times, types = draws(1000), draws(5)
-    by_time = (destinations * 1001 + times).argsort()
-    by_type = (destinations * 8 + types).argsort()
+    by_time = (destinations * 1001 + times).cuda().argsort().cpu()
+    by_type = (destinations * 8 + types).cuda().argsort().cpu()
     timed = {"edge_times": times[by_time]}
     typed = {"edge_type": types[by_type].to(torch.uint8), "edge_ids": True}
     del destinations
     uniform = args.fanout
-    excluded = draws(M)[: 5 * args.batch_size].unique()
+    excluded = torch.randint(M, (5 * args.batch_size,), generator=generator).unique()
     dependent = {"method": "labor", "layer_dependency": True, "batch_dependency": 4}
     cases = {  # name: (order of the edges, fanouts, options of the sampler, of `sample`)
         "uniform": (None, uniform, {}, {}),

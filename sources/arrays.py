@@ -261,10 +261,8 @@ class Arrays:
         suffix: ":TYPE" for the arrays of one type, which were called NAME:TYPE.
         files: {name: file} of arrays that have a file of their own, for messages.
 
-    Attributes: classes: names of the classes, or None.
+    Attributes: classes: names of the classes, or None, once names or labels are read.
     """
-
-    classes = None
 
     def __init__(self, source, values, *, ignore=(), suffix="", files=()):
         self._files = dict(files)
@@ -372,13 +370,13 @@ class Arrays:
         found = {name: self._values[name] for name in NAMES if self.find(name)}
         self._taken |= found.keys()
         found = {name: [*(v() if callable(v) else v)] for name, v in found.items()}
-        self.classes = found.pop("class_names", self.classes)
+        self.classes = found.pop("class_names", None)
         return found
 
     def labels(self):
         """Return classes int64 [V], or multi-labels [V, C] of 0 and 1; None without such an array. -1 or NaN
         stands for no label. Classes may come as [V, 1] or as text, whose names go to `classes`. Of `targets` return
-        numbers, float32 [V, T]."""
+        numbers, float64 [V, T]."""
         name = self.find(*LABELS)
         if name is None:
             return None
@@ -401,7 +399,7 @@ class Arrays:
         values = values.astype(np.float64)
         missing = np.isnan(values)
         bad = ~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53))
-        why = "labels are whole numbers or NaN; fractions are `targets`"
+        why = "labels are whole numbers or NaN; numbers to learn are an array targets"
         refuse(bad, self.called(name), values, why)
         if missing.any():
             count = f"{missing.sum():,} of {values.size:,}"

@@ -302,6 +302,7 @@ def _read_graph(arrays, params, source):
     split = None
     for kind, of in arrays.by_type().items():
         num_nodes = num_edges = None
+        names = of.names()
         if "," not in kind:
             labels = of.labels()
             features = of.features(params.get("row_normalize"))
@@ -325,7 +326,7 @@ def _read_graph(arrays, params, source):
             kind = tuple(kind.split(",")) if kind else kind
             graph["edge_index"][kind] = of.edge_index()
             num_edges = graph["edge_index"][kind].shape[-1]
-        for name, values in (of.names() | of.columns()).items():
+        for name, values in (names | of.columns()).items():
             graph.setdefault(name, {})[kind] = values
         of.close(num_nodes, num_edges)
     if len(labelled) > 1 and target is None or target and target not in labelled:

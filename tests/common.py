@@ -555,9 +555,9 @@ _stops = functools.partial(_says, code=2)
 
 
 def _readme_blocks(language):
-    """Return the code blocks of a language in README and docs/, README first; docs/own_graph.md is one example."""
+    """Return the code blocks of a language in README and docs/, README first; docs/own_graph.md and docs/movies.md are examples."""
     pages = [HERE / "README.md", *sorted((HERE / "docs").glob("*.md"))]
-    text = "\n".join(page.read_text() for page in pages if page.stem != "own_graph")
+    text = "\n".join(page.read_text() for page in pages if page.stem not in ("own_graph", "movies"))
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 

@@ -485,6 +485,80 @@ def test_tables_in_any_order_are_one_graph(tmp_path, seed):
     given = [(names[pair // count], names[pair % count]) for pair in pairs]
     amounts = dict(zip(ends, graph.edge_features[:, 0].tolist()))
     assert amounts == dict(zip(given, amount.tolist()))
+    # beside things, whose names are partly the same
+    kind = "protein" if ids == "protein" else "user"
+    things = np.array([names[0], *(f"t {j}" for j in range(20))], dtype=object)
+    tags = random.permutation([*["a", "c | b", "", "b"] * 5, "a"])
+    days = np.datetime64("2000-01-01") + random.integers(9000, size=21)
+    has = random.choice(21, count)
+    when = np.datetime64("2020-01-01T10:00:00") + random.permutation(count)
+    sources = {
+        kind: files["features"],
+        "thing": write("t", {"thing": things, "tags": tags, "since": days}),
+        f"{kind},has,thing": write("h", {ids: cells, "ThingID": things[has], "when": when}),
+    }
+    typed = GraphStore.open(datasets.build(sources, tmp_path / "typed"))
+    found = typed.node_names()
+    destination = torch.repeat_interleave(typed.indptr.diff()).tolist()
+    seen = zip(typed.indices.tolist(), destination, typed.edge_time.numpy().view("M8[us]"))
+    expected = zip(names, things[has], when.astype("M8[us]"))
+    assert {(found[u], found[v], time) for u, v, time in seen} == {*expected}
+    rows = typed.node_ids([*map(str, things)], type="thing")
+    assert typed.node_ids(names[:1], type=kind) != rows[0]
+    _refuses(f"node '{names[0]}', which is of several types", typed.node_ids, names[:1])
+    columns = [name.split(", ")[-1] for name in typed.feature_names]
+    order = [columns.index(f"{name} of thing") for name in ("since", "tags=a", "tags=b", "tags=c")]
+    features = typed.features.gather(rows)[:, order]
+    decades = (days - np.datetime64("2000-01-01")) / np.timedelta64(1, "D") / 3652.425
+    hot = np.array([[letter in cell for letter in "abc"] for cell in tags])
+    np.testing.assert_allclose(features, np.column_stack([decades, hot]), rtol=1e-6)
+
+
+# a table of a movie site, what is written instead of it, and what refuses it; words after those of a build
+MOVIES = {
+    "user": "name,age\nann,3\nbob,4\n",
+    "movie": "movie,genres\nAlien,Horror|Drama\nBrazil,Drama\nCube,Horror\n",
+    "rates": "user,movie,when\nann,Alien,2024-01-01\nbob,Cube,2024-01-02\n",
+}
+TYPED = r"""
+rates user,movie\nann,Dune\n => rates.csv, line 2: there is no movie 'Dune': movie.csv has 3
+rates user,film\nann,Cube\n => rates.csv has the columns user, film: call one user, one movie
+rates user,movie,when,seen\nann,Cube,2024-01-01,2024-01-01\n => no use for 'when', 'seen'
+rates user,movie\n => rates.csv has a header and no rows
+user name,age\nann,3\nann,4\n => user.csv: 'name' holds ids, but 'ann' occurs more than once
+user name,age\nann,3\nbob,old\n => user.csv, line 3: 'age' is no number: invalid value 'old'
+user ann,3\nbob,4\n => user.csv cannot be read: its first row is ann,3: put names of columns above it
+user  => user.csv is empty: it has no rows
+user name,born\nann,2020-01-01\nbob,\ncy,2020-01-01\n => user.csv, line 3: 'born' is NaT: a missing time
+movie movie,genres\nAlien,a\nCube,b\n => 'genres' is text with 2 values in 2 rows, up to 100.*--ignore genres.* type of their own
+movie movie,label\nAlien,1\nCube,2\n => features must not tell the label: drop 'label'
+words user,seen,film=rates.csv => user,seen,film: TYPE,RELATION,TYPE=FILE is needed, of types with a table: user, movie
+words film=none.csv => none.csv cannot be read: No such file
+words movie=rates.csv => several tables are TYPE=FILE of nodes and TYPE,RELATION,TYPE=FILE of edges, one a type
+words rates.csv => several tables are TYPE=FILE
+words --weights ever => none of rates.csv has the column ever
+words --labels y.csv => labels: y.csv is not TYPE=FILE, of the types user, movie
+words --features user.csv => features: user.csv is not TYPE=FILE
+words --ignore plot => none of the tables has a column 'plot'
+words --types when => edge_type is not for a graph that is given by type
+"""
+
+
+@pytest.mark.parametrize("row", _cases(TYPED))
+def test_tables_of_several_types_refuse(tmp_path, monkeypatch, capsys, row):
+    part, _, content = row[0].partition(" ")
+    monkeypatch.chdir(tmp_path)
+    content = content.encode().decode("unicode_escape")
+    for name, text in (MOVIES | {part: content}).items():
+        _table_file(tmp_path / f"{name}.csv", text)
+    given = {*tmp_path.iterdir()}
+    words = "user=user.csv movie=movie.csv user,rates,movie=rates.csv".split()
+    more = content.split() * (part == "words")
+    words += ["s", *more] if content[:2] == "--" else [*more, "s"]
+    assert cli.main(["build", *words, "--symmetrize"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(row[1], error) and error.count("\n") == 1
+    assert {*tmp_path.iterdir()} == given
 
 
 # cells of a column of times: the minutes of 2024-01-31 that they are, or what is said
