@@ -25,7 +25,6 @@ mapped file kills the process (SIGBUS).
 import math
 import runpy
 import sys
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -315,12 +314,8 @@ class GraphStore:
         names = self._names()
         if type is None:
             return columns.node_ids(name, values, self.num_nodes, names)
-        if type not in self.node_types:
-            types = ", ".join(self.node_types) or "none"
-            raise StoreError(f"{name}: there is no type {type!r}; types of nodes are {types}")
-        first, stop = columns.ids_of_type(self.node_types, type)
-        names = names and islice(names, first, stop)
-        return first + columns.node_ids(name, values, stop - first, names)
+        typed = extra(".typed", "ids of a type")
+        return typed.ids_within(self, type, name, values, names)
 
     def given_edges(self, positions) -> Tensor:
         """Return the numbers that stored edges had when they were given to `build_store` -> int64 of the shape of `positions`.
