@@ -91,7 +91,7 @@ def build_store(
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
         labels: integers [V] in [0, C), or multi-label [V, C] of 0 and 1; -1 for a missing one. No split may contain a node
             without any. None: no node has one, and the graph is for predictions and links.
-        targets: numbers to be learned in place of classes, [V] or [V, T], kept as float32; NaN for a missing one. Without a
+        targets: numbers to be learned in place of classes, [V] or [V, T], kept as float64; NaN for a missing one. Without a
             split a tenth of the nodes is for valid, a tenth for test.
         split: dict with row numbers of nodes, not names, or masks bool [V], for "train" (not empty), "valid" (or "val")
             and "test" (each may be missing); disjoint. Or a list of K such splits of the same graph. None: 20 nodes of
@@ -146,7 +146,7 @@ class GraphStore:
         indptr, indices: int64 [V + 1], int32 or int64 [M], in CSC form. What is written to these and the other tensors
             stays in this process, see `files.map_npy`.
         labels: int64 [V], -1 for no label; multi-label: int8 [V, C] of 0 and 1, or -1 for a missing one; numbers to be
-            learned: float32 [V, T], NaN for a missing one. targets: T, 0 of classes.
+            learned: float64 [V, T], NaN for a missing one. targets: T, 0 of classes.
         class_names: list of the names of classes in the source data, in the order of their numbers; None without names.
         split: dict of int64 node ids for "train", "valid" and "test"; `take_split` sets it. If the
             graph was built without a split: drawn by seed 0, or empty, see `build_store`.
@@ -311,11 +311,10 @@ class GraphStore:
         Raises:
             StoreError: for another dtype, a node that there is not, or a name that nodes of several types have; names the first.
         """
-        names = self._names()
         if type is None:
-            return columns.node_ids(name, values, self.num_nodes, names)
+            return columns.node_ids(name, values, self.num_nodes, self._names())
         typed = extra(".typed", "ids of a type")
-        return typed.ids_within(self, type, name, values, names)
+        return typed.ids_within(self, type, name, values, self._names())
 
     def given_edges(self, positions) -> Tensor:
         """Return the numbers that stored edges had when they were given to `build_store` -> int64 of the shape of `positions`.

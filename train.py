@@ -41,7 +41,7 @@ from typing import NamedTuple
 import torch
 
 import ddp
-from disk.files import StoreError, progress_bar, unread
+from disk.files import PLANNED, StoreError, progress_bar, unread
 from extras import STARTS, STEPS, MissingExtra, extra, present
 from run import command_line
 from run.adam import Adam, rate_at
@@ -423,6 +423,7 @@ def main(argv=None):
         if argv is None and not flags.gpus:  # or torch's optimizers would make a CUDA context
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         path = None if ddp.under_torchrun() else prepare(flags)
+        os.environ[PLANNED] = str(flags.free_host or "")
         world = max(flags.gpus, flags.procs)
         if flags.dry_run:
             ddp.share_cores(world)
@@ -436,6 +437,8 @@ def main(argv=None):
         return 130
     except OSError as error:
         return unread(error)
+    finally:
+        os.environ.pop(PLANNED, None)
     return 0
 
 

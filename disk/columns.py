@@ -377,13 +377,6 @@ def described_types(node_types) -> str:
     return ", ".join(f"{n:,} {name} ({width or 'no'} features)" for name, (n, width) in types)
 
 
-def ids_of_type(node_types, name):
-    """Return the ids of the nodes of a type -> (first, stop)."""
-    counts = [count for count, _ in node_types.values()]
-    place = [*node_types].index(name)
-    return sum(counts[:place]), sum(counts[: place + 1])
-
-
 def types_called(name, names) -> list[int]:
     """Return the numbers of the edge types, such as "user,buys,item", with this name or this relation ("buys")."""
     return [i for i, kind in enumerate(names) if name in (kind, *kind.split(",")[1:2])]

@@ -127,8 +127,8 @@ class MappedRows(RowsByIndex):
         """Whether there are a file, Linux and a C compiler, and so a `reader`."""
         return self.path is not None and library() is not None
 
-    def reader(self) -> RowReader | None:
-        """Return a reader of these rows from disk, or None."""
+    def reader(self, direct=None) -> RowReader | None:
+        """Return a reader of these rows from disk, or None. direct: past the page cache; None: unless that has room."""
         if not self.paged:
             return None
         return RowReader(
@@ -136,7 +136,7 @@ class MappedRows(RowsByIndex):
             self._head,
             self.shape[1] * self.dtype.itemsize,
             self.shape[0],
-            direct=not self.stays(),
+            direct=not self.stays() if direct is None else direct,
         )
 
     def reserve(self, count, share=1):
@@ -153,11 +153,6 @@ class MappedRows(RowsByIndex):
     def stays(self, beside=0) -> bool:
         """Return whether the page cache has room for KEPT of what is read of the table with `beside` more bytes in use."""
         return self.room() - beside >= KEPT * self.share * self._table.nbytes
-
-    def default_cache(self) -> int:
-        """Return bytes for a row cache: an eighth of the free memory if `stays` holds beside it, else half."""
-        free = files.free_host_bytes()
-        return free // 8 if self.stays(free // 8) else free // 2
 
     def read(self, ids, out):
         if self._reader and out.is_contiguous():

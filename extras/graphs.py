@@ -114,7 +114,7 @@ class GraphTask(Task):
     unused = {
         "has no effect with --task graph: leave it out": "fanout norm residual edge_features input_dropout "
         "checkpoint_activations backend mode cache split_features lookahead",
-        "is not for --task graph": "sampler temporal window class_weights split",
+        "is not for --task graph": "sampler temporal window class_weights split report",
     }
 
     def __init__(self, args, path, say=print):

@@ -211,6 +211,7 @@ class LinkTask(Task):
         "is for --task node: the examples of --task link have no classes": "class_weights",
         "is for --task node: --task link writes embeddings, or scores of --pairs": "predict_what",
         "is of targets of nodes and graphs": "loss",
+        "is for --task node": "report",
         "is for --task node: embeddings of --task link are those at the end of time": "window",
     }
 

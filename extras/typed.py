@@ -28,7 +28,6 @@ from disk.columns import (
     NODE_TIME,
     OF_EDGES,
     check_units,
-    ids_of_type,
     node_ids,
 )
 from disk.convert import (
@@ -362,9 +361,11 @@ def _spread(name, parts, first, node_types, rest) -> np.ndarray:
 
 def ids_within(store, type, name, values, names):
     """Look up nodes of a type, see `GraphStore.node_ids`. names: of all nodes, in order; None: values are numbers within it."""
-    if type not in store.node_types:
-        types = ", ".join(store.node_types) or "none"
-        raise StoreError(f"{name}: there is no type {type!r}; types of nodes are {types}")
-    first, stop = ids_of_type(store.node_types, type)
-    names = names and itertools.islice(names, first, stop)
-    return first + node_ids(name, values, stop - first, names)
+    first = 0
+    for kind, (count, _) in store.node_types.items():
+        if kind == type:
+            names = names and itertools.islice(names, first, first + count)
+            return first + node_ids(name, values, count, names)
+        first += count
+    types = ", ".join(store.node_types) or "none"
+    raise StoreError(f"{name}: there is no type {type!r}; types of nodes are {types}")

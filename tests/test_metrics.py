@@ -18,7 +18,9 @@ from tasks import metrics
 from tests.common import _code, _graph, _log, _run_here, _same_for_any_number_of_processes, _store
 from tests.stores import _graphs, _refuses, _save_npz
 
-OF_GRAPHS = types.SimpleNamespace(metric=None, model="edge-gated", max_nodes=None, max_edges=None)
+OF_GRAPHS = types.SimpleNamespace(
+    metric=None, model="edge-gated", max_nodes=None, max_edges=None, typed=(), loss="mse"
+)
 
 
 class _SlowRegressor:
