@@ -328,7 +328,7 @@ class GraphStore:
         Raises:
             StoreError: for a position out of range; if the store was not built with edge_order=True.
         """
-        order = self._order()
+        order = columns.order_given(self)
         places = torch.from_numpy(convert.integers("positions", positions))
         within("positions", places, len(order), "positions in indices")
         return order[places].to(getattr(positions, "device", "cpu"))
@@ -349,16 +349,7 @@ class GraphStore:
                 dropped it; if the store was not built with edge_order=True.
         """
         edges = convert.integers("edges", edges, "n")
-        return torch.from_numpy(sort.places_of(self._order().numpy(), edges))
-
-    def _order(self):
-        order = getattr(self, columns.EDGE_ORDER.name)
-        if order is None:
-            raise StoreError(
-                f"{self.path} does not have the order in which edges were given: "
-                "build it with edge_order=True (--edge-order)"
-            )
-        return order
+        return torch.from_numpy(sort.places_of(columns.order_given(self).numpy(), edges))
 
     def _names(self):
         record = self.meta["files"].get(columns.NAMES)

@@ -333,6 +333,17 @@ def check_names(what, names, count) -> list[str]:
     return names
 
 
+def order_given(store):
+    """Return the numbers of the edges of a store in the order given, see `GraphStore.given_edges`; StoreError without them."""
+    order = getattr(store, EDGE_ORDER.name)
+    if order is None:
+        raise StoreError(
+            f"{store.path} does not have the order in which edges were given: "
+            "build it with edge_order=True (--edge-order)"
+        )
+    return order
+
+
 def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
     """Look up the nodes that `values` stand for; see `GraphStore.node_ids`. name: of the values, for messages. names:
     of the nodes, in order, which are read once; None: values are row numbers."""
