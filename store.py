@@ -25,7 +25,6 @@ mapped file kills the process (SIGBUS).
 import math
 import runpy
 import sys
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -314,14 +313,8 @@ class GraphStore:
         """
         if type is None:
             return columns.node_ids(name, values, self.num_nodes, self._names())
-        first = 0
-        for kind, (count, _) in self.node_types.items():
-            if kind == type:
-                names = self._names() and islice(self._names(), first, first + count)
-                return first + columns.node_ids(name, values, count, names)
-            first += count
-        types = ", ".join(self.node_types) or "none"
-        raise StoreError(f"{name}: there is no type {type!r}; types of nodes are {types}")
+        typed = extra(".typed", "ids of a type")
+        return typed.ids_within(self, type, name, values, self._names())
 
     def given_edges(self, positions) -> Tensor:
         """Return the numbers that stored edges had when they were given to `build_store` -> int64 of the shape of `positions`.
@@ -335,7 +328,7 @@ class GraphStore:
         Raises:
             StoreError: for a position out of range; if the store was not built with edge_order=True.
         """
-        order = self._order()
+        order = columns.order_given(self)
         places = torch.from_numpy(convert.integers("positions", positions))
         within("positions", places, len(order), "positions in indices")
         return order[places].to(getattr(positions, "device", "cpu"))
@@ -356,16 +349,7 @@ class GraphStore:
                 dropped it; if the store was not built with edge_order=True.
         """
         edges = convert.integers("edges", edges, "n")
-        return torch.from_numpy(sort.places_of(self._order().numpy(), edges))
-
-    def _order(self):
-        order = getattr(self, columns.EDGE_ORDER.name)
-        if order is None:
-            raise StoreError(
-                f"{self.path} does not have the order in which edges were given: "
-                "build it with edge_order=True (--edge-order)"
-            )
-        return order
+        return torch.from_numpy(sort.places_of(columns.order_given(self).numpy(), edges))
 
     def _names(self):
         record = self.meta["files"].get(columns.NAMES)
