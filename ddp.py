@@ -132,6 +132,11 @@ class Ranks(NamedTuple):
         firsts = sorted({*self.gather(self.rank - self.local_rank)})
         return [range(*ends) for ends in zip(firsts, [*firsts[1:], self.world])]
 
+    def group_here(self):
+        """Make a process group of the ranks of this machine, with gloo; a collective of all ranks of all machines."""
+        machines = [[*ranks] for ranks in self.machines()]
+        return dist.new_subgroups_by_enumeration(machines, TIMEOUT, "gloo")[0]
+
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""
         if self.world > 1:

@@ -312,15 +312,16 @@ class GraphStore:
         Raises:
             StoreError: for another dtype, a node that there is not, or a name that nodes of several types have; names the first.
         """
-        names = self._names()
         if type is None:
-            return columns.node_ids(name, values, self.num_nodes, names)
-        if type not in self.node_types:
-            types = ", ".join(self.node_types) or "none"
-            raise StoreError(f"{name}: there is no type {type!r}; types of nodes are {types}")
-        first, stop = columns.ids_of_type(self.node_types, type)
-        names = names and islice(names, first, stop)
-        return first + columns.node_ids(name, values, stop - first, names)
+            return columns.node_ids(name, values, self.num_nodes, self._names())
+        first = 0
+        for kind, (count, _) in self.node_types.items():
+            if kind == type:
+                names = self._names() and islice(self._names(), first, first + count)
+                return first + columns.node_ids(name, values, count, names)
+            first += count
+        types = ", ".join(self.node_types) or "none"
+        raise StoreError(f"{name}: there is no type {type!r}; types of nodes are {types}")
 
     def given_edges(self, positions) -> Tensor:
         """Return the numbers that stored edges had when they were given to `build_store` -> int64 of the shape of `positions`.
@@ -368,18 +369,13 @@ class GraphStore:
 
     def _names(self):
         record = self.meta["files"].get(columns.NAMES)
-        return record and columns.read_names(self.path, record)
+        return record and extra(".names", "a store with names of nodes").read(self.path, record)
 
     def take_columns(self, names):
         """Put the columns of `features` into the order of `names`, which are `feature_names` in any order; StoreError for
         other names."""
-        if sorted(names) != sorted(self.feature_names or ()):
-            have = ", ".join(self.feature_names or ()) or "no names"
-            raise StoreError(
-                f"{self.path}: columns {', '.join(names)} are asked for, it has {have}"
-            )
-        order = torch.tensor([self.feature_names.index(name) for name in names])
-        self.features, self.feature_names = convert.ReorderedFeatures(self.features, order), names
+        self.features = extra(".names").reordered(self, names)
+        self.feature_names = names
 
     def take_features(self, features):
         """Read other features of the same graph."""
@@ -429,7 +425,7 @@ class StoredFeatures(convert.RowsByIndex):
     """Features that are pickled as the path of their store."""
 
     def __reduce__(self):
-        return getattr, (GraphStore.open(self._path), "features")
+        return getattr, (GraphStore.open(self.path), "features")
 
 
 class MmapFeatures(StoredFeatures, MappedRows):

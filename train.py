@@ -41,7 +41,7 @@ from typing import NamedTuple
 import torch
 
 import ddp
-from disk.files import StoreError, progress_bar, unread
+from disk.files import PLANNED, StoreError, progress_bar, unread
 from extras import STARTS, STEPS, MissingExtra, extra, present
 from run import command_line
 from run.adam import Adam, rate_at
@@ -57,7 +57,6 @@ from run.checkpoint import (
 )
 from run.finite import LossSum, all_finite
 from run.flags import files_of_seed, seed_path
-from run.own_model import is_own
 from run.report import (
     Clock,
     Report,
@@ -348,7 +347,7 @@ def train(ranks, flags, path):
     graphs, message = None, ""
     for step in present(STEPS).values() if static else ():
         graphs, message = step.build(run, optimizer)
-    stepper = graphs or Eager(run, ranks.wrap(model, unused=is_own(plan.model)), optimizer)
+    stepper = graphs or Eager(run, ranks.wrap(model, unused=bool(run.digest)), optimizer)
     describe(run, file, start, first)
     ranks.say("\n".join(started))
     ranks.say(message and f"graph   {'' if graphs else 'no CUDA graphs: '}{message}")
@@ -447,6 +446,7 @@ def main(argv=None):
         if argv is None and not flags.gpus:  # or torch's optimizers would make a CUDA context
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         path = None if ddp.under_torchrun() else prepare(flags)
+        os.environ[PLANNED] = str(flags.free_host or "")
         world = max(flags.gpus, flags.procs)
         if flags.dry_run:
             ddp.share_cores(world)
@@ -460,6 +460,8 @@ def main(argv=None):
         return 130
     except OSError as error:
         return unread(error)
+    finally:
+        os.environ.pop(PLANNED, None)
     return 0
 
 

@@ -20,16 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from disk.checks import check_targets
-from disk.columns import (
-    COLUMNS,
-    EDGE_ORDER,
-    EDGE_TIME,
-    EDGE_TYPE,
-    NODE_TIME,
-    OF_EDGES,
-    check_node_names,
-    check_units,
-)
+from disk.columns import COLUMNS, EDGE_ORDER, EDGE_TIME, EDGE_TYPE, NODE_TIME, OF_EDGES, check_units
 from disk.convert import (
     Rows,
     array_like,
@@ -46,6 +37,7 @@ from disk.convert import (
     within,
 )
 from disk.files import StoreError, reading
+from extras import extra
 
 ONE_GRAPH = ("indptr", "indices", "edge_types")
 
@@ -295,7 +287,7 @@ def _node_names(given, names, node_types):
     if not given:
         return None
     for kind, some in given.items():
-        check_node_names(f"node_names of {kind}", some, node_types[kind])
+        extra(".names", "node_names").check(f"node_names of {kind}", some, node_types[kind])
     return [*itertools.chain(*(given.get(kind, range(node_types[kind])) for kind in names))]
 
 

@@ -15,7 +15,7 @@ import torch
 
 import extras
 from ddp import under_torchrun
-from disk.files import RANK_BYTES, free_host_bytes
+from disk.files import RANK_BYTES, free_host_bytes, readable_size
 from disk.terminal import Parser
 from features import MODES
 from model import CONVS, NORMS, Conv
@@ -156,6 +156,13 @@ def dry(flags):
     """Refuse --free-gpu of a run, which looks how much is free."""
     if not flags.dry_run:
         return "is for --dry-run; a run looks how much is free"
+
+
+def free_here(flags):
+    """Refuse more host memory than is free, unless --dry-run plans for another machine."""
+    free = free_host_bytes()
+    if flags.free_host > free and not flags.dry_run:
+        return f"is for --dry-run; {readable_size(free)} are free here"
 
 
 def table_library(flags):
@@ -350,6 +357,9 @@ CORE = dict(
         None,
         "--dry-run: plan for GPUs with so much free memory (default: this machine's)",
         needs=[dry],
+    ),
+    free_host=free(
+        SIZE, None, "host memory to plan with (default: what is free)", needs=[free_here]
     ),
     checkpoint=free(
         text("FILE"), None, "write the state each epoch, on Ctrl-C", group="files", endings=("",)

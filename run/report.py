@@ -390,7 +390,8 @@ def epoch_line(plan, figures, examples="seeds"):
     line += f"  {figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} {examples}/s"
     parts = [f"memory {figures['peak_bytes'] / 2**30:.2f} GiB"]
     if "bytes_read" in figures:
-        parts.append(f"read {readable_size(figures['bytes_read'])}")
+        hits = " + ".join(f"{share:.0%}" for share in figures["tiers"].values())
+        parts = [f"hits {hits}", f"read {readable_size(figures['bytes_read'])}", *parts]
     if "stall" in figures:
         parts.append(f"waited {figures['stall']:.2f} s")
     for part in parts:

@@ -23,7 +23,7 @@ from loader import NodeLoader
 from model import graph_degrees, is_gnn
 from run import own_model
 from run.flags import TASKS, Plan
-from run.placement import all_features, place_data, reading_all_edges, settle, tell_memory
+from run.placement import all_features, cached, place_data, reading_all_edges, settle, tell_memory
 from run.report import plan_lines
 from sampler import NeighborSampler, mix
 from tasks.metrics import check_scores
@@ -91,6 +91,8 @@ def dry_run(ranks, flags, path):
     if task.placed:
         tell_memory(ranks, flags, task)
     plan, used = settle(ranks, flags, task)
+    if task.placed:
+        cached(ranks, plan, task, used, task.store.features)
     with torch.device("meta" if plan.conv else "cpu"):
         model, _ = build_model(plan, task, used)
     ranks.say("\n".join(plan_lines(ranks, plan, task, model, plan.trains)))

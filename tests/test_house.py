@@ -618,6 +618,10 @@ DELETED = {  # an extra: its files, all for ""; commands that are then refused, 
     "parts of stores": ("parts", "tables('split')"),
     "split features": ("split peers", "features.SplitFeatures", "train('--split-features')"),
     "look-ahead": ("lookahead", "train('--lookahead 2 --cache 1KiB')"),
+    "names": (
+        "names",
+        "store.build_store('n', edge_index=ends, features=np.eye(60), node_names=ends[0])",
+    ),
     "DGL": ("dgl", "sampler.import_dgl()"),
     "all": ("", "train('--task link')"),
 }
