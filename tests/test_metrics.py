@@ -480,7 +480,7 @@ def test_the_report_by_class_is_that_of_scikit_learn(several, tmp_path, capsys):
     if several:
         more["labels"] = rng.integers(0, 2, (300, 4))
         more["labels"][rng.random((300, 4)) < 0.2] = -1
-    given = _graph(num_nodes=300, width=8, classes=6) | more
+    given = _graph(num_nodes=300, width=8, classes=6) | more | {"num_classes": None}
     known = (given["labels"].reshape(300, -1) >= 0).any(1)
     parts = np.array_split(rng.permutation(np.flatnonzero(known)), 3)
     path = build_store(tmp_path / "g", **given | {"split": dict(zip(SPLITS, parts))})
