@@ -100,9 +100,9 @@ def build_store(
             the order of the given edges; an added reverse copies those of its edge. With node_time and no edge_time an
             edge, also an added reverse, has the time of its source. edge_order=True also stores the number of each edge in
             the order given (8 bytes an edge), for `GraphStore.given_edges` and `stored_edges`; or give numbers, int [M].
-        node_names: V distinct names of one line each; by type {type: names}. edge_types: names of the edge types.
+        node_names: V distinct names of one line each; by type {type: distinct names}. edge_types: names of the edge types.
         feature_names: F different names of the columns of features; with them predictions go by name, not by position.
-            None: those of a DataFrame. By type {type: names}.
+            None: those of a DataFrame. By type: {type: names}.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
             are dicts by type, see `flatten` of extras/typed.py.
         backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
