@@ -88,7 +88,7 @@ class Ranks(NamedTuple):
         distributed._set_params_and_buffers_to_ignore_for_model(model, sparse)
         parallel = distributed(model, device_ids=ids, find_unused_parameters=unused)
         self.check_equal(model)
-        # on CPU time every step, for `exchange`; on a GPU DDP times every hundredth, at no cost
+        # on CPU time every step, for `exchange` of run/report.py; on a GPU DDP times every hundredth, at no cost
         if not self.gpus:
             parallel.reducer._set_ddp_runtime_logging_sample_rate(1)
         return parallel
@@ -102,13 +102,6 @@ class Ranks(NamedTuple):
                 grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 grad = (grad.coalesce() if grad.is_sparse else grad.to_sparse(1)).cpu()
                 weight.grad = self.reduce(grad).to(weight.device) / self.world
-
-    def exchange(self, parallel):
-        """Return the mean seconds per step that the all-reduce of gradients was not hidden by the backward pass."""
-        times = parallel._get_ddp_logging_data()  # without the last step
-        communication = times.get("avg_backward_comm_time", 0)
-        overlap = times.get("avg_backward_compute_comm_overlap_time", 0)
-        return (communication - overlap) / 1e9
 
     def check_equal(self, model):
         """Raise RuntimeError, on every rank, unless all ranks hold the same parameters, bit for bit."""
@@ -131,6 +124,11 @@ class Ranks(NamedTuple):
         """Return the ranks of each machine, a list of ranges; a collective of all ranks."""
         firsts = sorted({*self.gather(self.rank - self.local_rank)})
         return [range(*ends) for ends in zip(firsts, [*firsts[1:], self.world])]
+
+    def group_here(self):
+        """Make a process group of the ranks of this machine, with gloo; a collective of all ranks of all machines."""
+        machines = [[*ranks] for ranks in self.machines()]
+        return dist.new_subgroups_by_enumeration(machines, TIMEOUT, "gloo")[0]
 
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from bench import graphbolt, tools
+from bench.pages import part_pages
 from bench.sampler import LABORS
 from bench.step import network, training
 from bench.tools import watch
-from extras.lookahead import LookaheadCache
+from extras.lookahead import LookaheadCache, settled_tiers
 from features import CachedFeatures, expected_visits
 from model import self_and_mean
 from run.allocator import keep_freed_memory, trim_memory
@@ -81,8 +82,9 @@ def train_from_disk(args, path, rounds, each, way):
     array = np.load(store.path / "features.npy", mmap_mode="r")  # on disk even if they would fit
     rows = torch.from_numpy(array)
     table = MmapFeatures(rows, True)
+    visits = expected_visits(*csc, nodes, args.fanout, args.batch_size)
     if way.cached is None:
-        cache = table.default_cache()
+        cache = settled_tiers(MmapFeatures(rows, True, store.path, array.offset), visits).host
     else:
         cache = int(way.cached and args.cache_gb * 1e9)
     if way.how != "map":
@@ -92,7 +94,6 @@ def train_from_disk(args, path, rounds, each, way):
     def with_cache():
         if not cache:
             return table
-        visits = expected_visits(*csc, nodes, args.fanout, args.batch_size)
         if way.how in ("lookahead", "past"):
             return LookaheadCache(table, cache, hot=visits)
         return CachedFeatures(table, visits, cache)
@@ -137,7 +138,7 @@ def part_train(args, folder):
     return tools.print_table(f"{args.features_gb:g} GB of features", figures)
 
 
-PARTS = {"build": part_build, "train": part_train}
+PARTS = {"build": part_build, "train": part_train, "pages": part_pages}
 
 
 def bench_store(args):

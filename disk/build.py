@@ -59,7 +59,7 @@ def checked(given) -> Checked:
     if node_names is not None:
         node_names = [*node_names]
         if given.node_types is None:  # else distinct within a type, see `typed.flatten`
-            columns.check_node_names("node_names", node_names, num_nodes)
+            extra(".names", "node_names").check("node_names", node_names, num_nodes)
     split = checks.check_splits(split, labels, node_names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
     carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
@@ -127,7 +127,7 @@ def write_store(path, graph, progress):
     counted = checks.count_edges(*arrays, node_types=node_types)
     counts = {"num_edges": len(arrays[1]), "edges": counted}
     if graph.node_names is not None:
-        records[columns.NAMES] = columns.write_names(path, graph.node_names)
+        records[columns.NAMES] = extra(".names").write(path, graph.node_names)
     records |= _write_features(path, graph, progress)
     files.write_meta(path, graph.meta | counts, records)
 

@@ -48,6 +48,7 @@ FORMATS = {
     "ringblock-graphs": "many small graphs: open it as GraphDataset (train.py --task graph)",
 }
 FULL = (errno.ENOSPC, errno.EDQUOT)
+PLANNED = "RINGBLOCK_FREE_HOST"  # set by --free-host, for the processes of a run
 RESERVED = 1 << 30  # bytes of a file to write to whose memory vm.overcommit_memory=2 may reserve
 
 
@@ -440,7 +441,10 @@ RANK_BYTES = 1 << 29  # host memory of a process that trains, besides data and b
 
 
 def free_host_bytes(root="/") -> int:
-    """Return the bytes of host memory that are available to this process: of the machine, or of its cgroups if less."""
+    """Return the bytes of host memory that are available to this process: of the machine, or of its cgroups if less; or as
+    many as PLANNED says."""
+    if os.environ.get(PLANNED):
+        return int(os.environ[PLANNED])
     root = Path(root)
     everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:

@@ -51,6 +51,7 @@ FLAGS = {
     ".pictures": "curve timeline profile",
     ".warm_start": "init",
     ".regression": "loss",
+    ".class_report": "report",
 }
 
 

@@ -7,7 +7,8 @@ To copy this file, also take features.py and extras/__init__.py.
 """
 
 import threading
-from contextlib import nullcontext
+import types
+from functools import partial
 
 import torch
 
@@ -71,31 +72,40 @@ class CachedFeatures:
         features: the features behind the cache. device: where to keep rows.
         visits: [V], the larger the hotter: `expected_visits`, or the degree.
         budget: bytes of rows to keep. A map from node to cached row takes another 4 bytes a node.
+        behind: function of nearer, this map, int32 [V], -1 for rows that are not kept -> the features that these are read
+            from; None: the same.
+        keep: function of the hottest rows, as features -> tensor of them; None: a copy on the device.
 
     Attributes:
         cache: [rows, F] on the device. shape, dtype: of the features. device: where `gather` looks ids up.
         hits, lookups: rows found in the cache and rows asked for since the start. hit_rate: hits / lookups.
     """
 
-    def __init__(self, features, visits, budget, device="cpu"):
-        self.features = features = getattr(features, "tensor", features)
+    def __init__(self, features, visits, budget, device="cpu", behind=None, keep=None):
+        features = getattr(features, "tensor", features)
         self.shape = tuple(features.shape)
         self.dtype = features.dtype
         self.device = getattr(features, "device", torch.device("cpu"))
         num_nodes, width = self.shape
         rows = min(num_nodes, int(budget) // (width * self.dtype.itemsize))
-        self.collective = ask(features, "collective")
-        if self.collective:
-            self.looking_ahead = nullcontext
         # rows of misses read at a time: a large temporary costs more in page faults than in copying
         self.piece = rows_of_a_chunk(features)
         # ascending, so that a disk is read sequentially
         hot = visits.to(self.device).topk(rows).indices.sort().values
         self.position = torch.full((num_nodes,), -1, dtype=torch.int32, device=self.device)
         self.position[hot] = torch.arange(rows, dtype=torch.int32, device=self.device)
-        cache = torch.empty(rows, width, dtype=self.dtype, device=device)
-        self.cache = copy_rows(features, cache, hot)
-        self.kept_on = cache.device.type
+        if keep:
+            hottest = types.SimpleNamespace(shape=(rows, width), dtype=self.dtype)
+            hottest.gather = lambda ids, out: take(features, hot[ids])
+            self.cache = keep(hottest)
+        else:
+            cache = torch.empty(rows, width, dtype=self.dtype, device=device)
+            self.cache = copy_rows(features, cache, hot)
+        self.kept_on = self.cache.device.type
+        self.features = behind(nearer=self.position) if behind else features
+        self.collective = ask(self.features, "collective")
+        if ahead := ask(self.features, "looking_ahead"):
+            self.looking_ahead = ahead
         self.hits = 0
         self.lookups = 0
         self.lock = threading.Lock()
@@ -106,7 +116,12 @@ class CachedFeatures:
 
     def counts(self):
         """Return the share of rows found in the cache, and the counts of the features behind it."""
-        return {"cache_hit_rate": self.hit_rate, **ask(self.features, "counts")()}
+        counts = ask(self.features, "counts")()
+        counts["cache_hit_rate"] = self.hit_rate
+        if tiers := counts.get("tiers"):  # shares of all rows
+            behind = {name: (1 - self.hit_rate) * share for name, share in tiers.items()}
+            counts["tiers"] = {"GPU": self.hit_rate, **behind}
+        return counts
 
     def gather(self, ids, out=None, missing=None):
         """Gather rows, hits from the cache and misses from the features behind it -> [n, F] on the cache's device.
@@ -141,35 +156,42 @@ class CachedFeatures:
             out.index_copy_(0, some.to(on, non_blocking=True), rows)
 
 
+def row_caches(plan):
+    """Return the bytes of --cache in GPU memory, and in host memory."""
+    return (0, plan.cache) if plan.mode == "cpu-cpu" else (plan.cache, 0)
+
+
+def on_disk(ranks, plan, store):
+    """Return whether features stay on disk, behind a cache that looks ahead: the same on all ranks."""
+    rows = stored(store.features)
+    paged = plan.mode in MODES[2:] and ask(rows, "paged") and not plan.split_features
+    return all(ranks.gather(paged and (rows.large or row_caches(plan)[1] > 0)))
+
+
 def cached(ranks, plan, task, used, features):
-    """Put --cache in front of the features -> the cache, one per process, of the rows that batches use most often; or
-    the features as they are. Over memory-mapped features on CPU the cache looks ahead and plans the page cache too."""
+    """Put caches in front of the features, of the rows that batches use most often -> the first of them, one per process, or
+    the features as they are. --cache is GPU memory in cpu-cuda and pinned-cuda; in cpu-cpu it is host memory. Over memory-mapped
+    features that stay on disk the cache in host memory looks ahead and plans the page cache too; of these --dry-run prints where
+    rows are, and how fast the disk delivers them."""
     # here: the cache takes only features.py
-    from disk.files import StoreError, readable_size
+    from disk.files import StoreError
     from run.allocator import trim_memory
     from run.placement import reading_all_edges
 
     store = task.store
     rows = stored(store.features)
+    lookahead = looking_ahead(ranks) if on_disk(ranks, plan, store) else None
     budget = plan.cache
     if plan.split_features:  # processes fill their caches together
         budget = min(ranks.gather(budget))
-    lookahead = None
-    if plan.mode == "cpu-cpu" and ask(rows, "paged") and not plan.split_features:
-        if rows.large and not budget:
-            budget = rows.default_cache() // ranks.local_world
-            size = readable_size(budget)
-            ranks.say(f"memory  features stay on disk behind a cache of {size}; --cache sets it")
-        if budget:
-            lookahead = looking_ahead(ranks)
     if plan.lookahead is not None and not lookahead:
         raise StoreError(
-            f"--lookahead {plan.lookahead} needs a --cache in front of memory-mapped features, with columns "
-            "in the checkpoint's order, in mode cpu-cpu and without --split-features"
+            f"--lookahead {plan.lookahead} needs memory-mapped features, with columns in the checkpoint's order, behind a "
+            "--cache in mode cpu-cpu, or larger than memory in mode cpu-cuda, and no --split-features"
         )
     if budget and plan.mode == MODES[0]:
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
-    if not budget or plan.mode == MODES[0]:
+    if not (budget or lookahead) or plan.mode == MODES[0] or plan.dry_run and not lookahead:
         return features
     batch_size = plan.batch_size * task.seeds_per_example(plan)
     with reading_all_edges():
@@ -178,21 +200,38 @@ def cached(ranks, plan, task, used, features):
         )
     visits = visits[: features.shape[0]]  # the other nodes have no features
     trim_memory(1)  # return freed heap pages before allocating the cache
-    if plan.mode == "cpu-cpu":
-        ask(rows, "reserve")(budget * ranks.local_world)
     if not lookahead:
+        if plan.mode == "cpu-cpu":
+            ask(rows, "reserve")(budget * ranks.local_world)
         return CachedFeatures(features, visits, budget, ranks.device)
-    cache = lookahead.LookaheadCache(
+    gpu, host = row_caches(plan)
+    tiers = lookahead.settled_tiers(rows, visits, gpu, host * ranks.local_world, ranks.local_world)
+    ranks.say(f"memory  {tiers.line}")
+    if plan.dry_run:
+        speed = lookahead.reads_per_second(rows)
+        most = speed / max(tiers.reads, 1e-9) / ranks.local_world
+        ranks.say(
+            f"memory  this disk: {speed:,.0f} random rows/s, at most {most:,.1f} batches/s a process"
+        )
+        return features
+    host, room = map(min, zip(*ranks.gather((tiers.host, tiers.room))))
+    rows.reserve(host)
+    together = None
+    if max(ranks.gather(ranks.local_world)) > 1:
+        together = lookahead.Together(ranks.group_here())
+    behind = partial(
+        lookahead.LookaheadCache,
         rows,
-        budget,
+        host,
         plan.lookahead,
         hot=visits,
         batches=plan.epochs * plan.steps * plan.accumulate,
-        share=(ranks.local_rank, ranks.local_world),
+        together=together,
+        room=room,
     )
-    if cache.room and plan.verbose:
-        ranks.say(f"memory  the page cache keeps up to {readable_size(cache.room)} of the features")
-    return cache
+    if not gpu:
+        return behind()
+    return CachedFeatures(features, visits, gpu, ranks.device, behind)
 
 
 def looking_ahead(ranks):
@@ -211,7 +250,7 @@ def flags(kinds):
             cache=kinds.free(
                 kinds.SIZE,
                 0,
-                "feature rows cached by each GPU (cpu-cuda, pinned-cuda) or process (cpu-cpu) (default: none; an eighth or half of free memory if features exceed it)",
+                "feature rows cached by each GPU, or process of cpu-cpu (default: see docs/disk.md)",
                 needs=[features_off_gpu],
             )
         )

@@ -31,7 +31,6 @@ from extras.tables import (
     digits,
     is_text,
     joined,
-    kind_of,
     meanings,
     opened,
     stacked,
@@ -88,9 +87,10 @@ def read_tables(sources, tables, columns, folder, ignore):
         called = {kind}
         if not kind:
             called = _called_elsewhere(others.values(), sources[",,"], ignore)
-        x, nodes[kind] = features(sources[kind], folder, ignore, called, kind)
-        add(kind, {"features": x, "num_nodes": nodes[kind].count, "node_names": nodes[kind].names})
-        add(kind, {"feature_names": nodes[kind].feature_names})
+        x, of = features(sources[kind], folder, ignore, called, kind)
+        nodes[kind] = of
+        add(kind, {"features": x, "num_nodes": of.count, "node_names": of.names})
+        add(kind, {"feature_names": of.feature_names})
     for name, source in others.items():
         kind, _, file = source.partition("=") if types[0] else ("", "", source)
         if kind not in nodes:
@@ -257,8 +257,7 @@ def features(file, folder, ignore=(), called=(), kind=""):
         if not kept and not kind:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
         dates = [j for j in kept if table.dated(j)]
-        texts = [j for j in kept if kind_of(table.sample(j)) == table.kinds[j] == "text"]
-        texts = [j for j in texts if j not in dates]
+        texts = [j for j in kept if j not in dates and table.holds_text(j)]
         numbers = [j for j in kept if j not in texts]
         whole = {j: [] for j in [*texts, node] if j is not None}
         kinds = (
@@ -283,12 +282,9 @@ def features(file, folder, ignore=(), called=(), kind=""):
                 start += len(x)
                 yield x
 
-        called = table.names or [*map(table.column, range(table.width))]
-        names = [
-            f"{called[j]}[{i}]" if table.widths[j] > 1 else called[j]
-            for j in numbers
-            for i in range(table.widths[j])
-        ]
+        called = table.names or table.places
+        widths = [(called[j], table.widths[j]) for j in numbers]
+        names = [f"{name}[{i}]" if n > 1 else name for name, n in widths for i in range(n)]
         x = spool(folder, rows(), np.float32, max(1, len(names)))
         tables = [x] * bool(numbers)
         for j in texts:
@@ -296,8 +292,8 @@ def features(file, folder, ignore=(), called=(), kind=""):
             names += [f"{called[j]}={value}" for value in values]
             tables.append(columns)
         if texts:
-            cuts = (slice(a, a + SAMPLED) for a in range(0, table.rows, SAMPLED))
-            parts = (np.hstack([part[cut] for part in tables]) for cut in cuts)
+            first = range(0, table.rows, SAMPLED)
+            parts = (np.hstack([part[a : a + SAMPLED] for part in tables]) for a in first)
             x = spool(folder, parts, np.float32, len(names))
         nodes = Nodes(table.rows, file)
         if node is not None:
@@ -312,10 +308,9 @@ def features(file, folder, ignore=(), called=(), kind=""):
             table.notes.append(f"read as float32: {loss}")
         if dates:
             table.notes.append(f"{', '.join(map(table.column, dates))} in decades since 2000")
-        sizes = abs(x[:SAMPLED]).max(0, initial=0)
-        if large := [name for name, size in zip(names, sizes) if size > LARGE]:
-            which = short(", ".join(large))
-            table.notes.append(f"large numbers in {which}: best scaled to -1 to 1")
+        sizes = zip(nodes.feature_names or (), abs(x[:SAMPLED]).max(0, initial=0))
+        if large := [name for name, size in sizes if size > LARGE]:
+            table.notes.append(f"large numbers in {short(', '.join(large))}: scale them")
         table.say(plural(len(names), "feature"))
     return x if kept else None, nodes
 
@@ -328,11 +323,8 @@ def _node_column(table, called) -> int | None:
         if _is_called(name, called) and table.identifies(j):
             named.add(j)
     # text that repeats is a category, if it is not the first column
-    texts = [
-        j
-        for j, kind in enumerate(table.kinds)
-        if kind == "text" and (j == 0 or table.identifies(j))
-    ]
+    texts = [j for j, kind in enumerate(table.kinds) if kind == "text"]
+    texts = [j for j in texts if j == 0 or table.identifies(j)]
     node = _id_column(table, sorted(named) or texts)
     for j in named - {node}:
         table.notes.append(f"{table.column(j)} repeats and is a feature")
@@ -347,22 +339,16 @@ def _is_called(name, called) -> bool:
 def _one_hot(table, j, cells):
     """Turn a column of text, of which a cell may hold several values, as A|B -> (the values, sorted; a column of 0 and 1 for
     each, uint8 [V, n]); StoreError for too many, or none that two rows have."""
-    import pyarrow.compute as compute
-
-    parts = compute.split_pattern(written(cells).combine_chunks(), SEVERAL)
-    counts = compute.list_value_length(parts).fill_null(0).to_numpy()
-    given = written(parts.flatten())
-    there = given.is_valid().to_numpy(zero_copy_only=False)
-    values, columns = np.unique(given.drop_null().to_pylist(), return_inverse=True)
-    if len(values) > MOST_VALUES or len(values) == len(columns):
-        cure = "or make its values nodes of a type of their own, with a table of edges to them"
-        problem = (
-            f"{table.column(j)} is text with {plural(len(values), 'value')} in {table.rows:,} rows"
-        )
-        most = f"features are made of up to {MOST_VALUES}, some of them in several rows"
-        raise StoreError(f"{table.name}: {problem}: {most}; drop it{table.flag(j)}, {cure}")
-    x = np.zeros((len(counts), len(values)), np.uint8)
-    x[np.repeat(np.arange(len(counts)), counts)[there], columns] = 1
+    lists = [cell.split(SEVERAL) for cell in trimmed(cells).to_pylist()]
+    given = [(row, value.strip()) for row, values in enumerate(lists) for value in values]
+    rows, given = zip(*(pair for pair in given if pair[1] not in MISSING))
+    values, places = np.unique(given, return_inverse=True)
+    if len(values) > MOST_VALUES or len(values) == len(given):
+        problem = f"{plural(len(values), 'value')} in {table.rows:,} rows, up to {MOST_VALUES} that repeat are features"
+        cure = f"drop it{table.flag(j)}, or make its values nodes of a type of their own"
+        raise StoreError(f"{table.name}: {table.column(j)} is text with {problem}: {cure}")
+    x = np.zeros((len(lists), len(values)), np.uint8)
+    x[rows, places] = 1
     table.notes.append(f"{table.column(j)} one-hot, {plural(len(values), 'value')}")
     return values, x
 
@@ -515,7 +501,7 @@ def _check_labels(table, j, cells, count):
     how = "{:g}"
     if isinstance(cells, list):
         how = "{!r:.60}"
-        why = "labels are whole numbers or text; numbers to learn are --targets FILE"
+        why = "labels are whole numbers or text"
         fitting = {"0", "1", "-1", *MISSING}
         if count == 1:
             if table.kinds[j] == "text" or not all(
@@ -527,7 +513,7 @@ def _check_labels(table, j, cells, count):
     else:
         bad = (cells < -1) | (cells > (1 if count > 1 else np.inf))
     why = "of several labels each is 0, 1 or empty" if count > 1 else why
-    table.refuse(0, j, bad, f"is {how}: {why}", cells)
+    table.refuse(0, j, bad, f"is {how}: {why}; numbers to learn are --targets FILE", cells)
 
 
 def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):

@@ -309,6 +309,10 @@ class Table:
         whole = self.kinds[j] != "real" or None not in map(whole_of, filter(None, cells))
         return whole and len({*cells}) == len(cells)
 
+    def holds_text(self, j) -> bool:
+        """Whether no cell of the first rows is a number: in parquet text may spell numbers."""
+        return kind_of(self.sample(j)) == self.kinds[j] == "text"
+
     def dated(self, j) -> bool:
         """Whether a column holds dates: by its type in parquet, or as text, by all cells of the first rows."""
         if self.kinds[j] != "text":

@@ -15,7 +15,7 @@ import torch
 
 import extras
 from ddp import under_torchrun
-from disk.files import RANK_BYTES, free_host_bytes
+from disk.files import RANK_BYTES, free_host_bytes, readable_size
 from disk.terminal import Parser
 from features import MODES
 from model import CONVS, NORMS, Conv
@@ -158,6 +158,13 @@ def dry(flags):
         return "is for --dry-run; a run looks how much is free"
 
 
+def free_here(flags):
+    """Refuse more host memory than is free, unless --dry-run plans for another machine."""
+    free = free_host_bytes()
+    if flags.free_host > free and not flags.dry_run:
+        return f"is for --dry-run; {readable_size(free)} are free here"
+
+
 def table_library(flags):
     """Refuse a table of predictions without the library that writes it."""
     if flags.predict.endswith((".csv", ".parquet")):
@@ -226,7 +233,12 @@ CORE = dict(
         "your model is made by NAME(features, classes, A=1, B='x') (default: none)",
         needs=[own_network],
     ),
-    hidden=fixed(COUNT, 128, "width of the hidden layers, all heads together", needs=[used_width]),
+    hidden=fixed(
+        COUNT,
+        128,
+        "width of the hidden layers, all heads together (default: 128; graphs: 64)",
+        needs=[used_width],
+    ),
     num_layers=fixed(
         COUNT, None, "number of layers (default: one per fanout, else 3)", needs=[layers_or_hops]
     ),
@@ -251,7 +263,7 @@ CORE = dict(
     dropout=fixed(
         PROBABILITY,
         0.5,
-        f"probability after hidden layers and on {', '.join(layers_taking('dropout'))}'s attention, in 256ths",
+        f"probability after hidden layers and on {', '.join(layers_taking('dropout'))}'s attention (default: 0.5; links: 0.3, graphs: 0.2)",
         needs=[built_in_model],
     ),
     input_dropout=fixed(
@@ -351,6 +363,9 @@ CORE = dict(
         "--dry-run: plan for GPUs with so much free memory (default: this machine's)",
         needs=[dry],
     ),
+    free_host=free(
+        SIZE, None, "host memory to plan with (default: what is free)", needs=[free_here]
+    ),
     checkpoint=free(
         text("FILE"), None, "write the state each epoch, on Ctrl-C", group="files", endings=("",)
     ),
@@ -435,10 +450,10 @@ class Flags(Typed):
 
     @property
     def trains(self):
-        """Whether this command trains: a checkpoint may also be there to predict or export only."""
+        """Whether this command trains: a checkpoint may also be there to predict, export or report only."""
         from_file = self.resume not in (None, "auto")
         on = {"epochs", "checkpoint"}.isdisjoint(self.typed)
-        return not ((self.predict or self.export) and from_file and on)
+        return not ((self.predict or self.export or self.report) and from_file and on)
 
     def settled(self, **values):
         """Return the Plan of a run, with values of what was open."""
@@ -453,10 +468,10 @@ class Flags(Typed):
 def unused(task):
     """Return {flag: why it has no effect} of a task's class: those of other tasks, and those that it names."""
     idle = {name: why for why, names in task.unused.items() for name in names.split()}
-    for other, module in extras.present(extras.TASKS).items():
+    for other, file in extras.TASKS.items():
         if other != task.name:
-            for flags in module.flags(kinds).values():
-                idle |= dict.fromkeys(flags, f"is for --task {other}, --task is {task.name}")
+            why = f"is for --task {other}, --task is {task.name}"
+            idle |= dict.fromkeys(extras.FLAGS[file].split(), why)
     return idle
 
 

@@ -195,8 +195,7 @@ def place_data(ranks, plan, task, used):
     over = ask(store.features, "over")
     if store.part:  # exact inference reads all rows
         store.take_features(over(features))
-    for cache in present(CACHES).values():
-        features = cache.cached(ranks, plan, task, used, features)
+    features = cached(ranks, plan, task, used, features)
     options = {"fanouts": plan.fanout, "threads": store.sampling_threads, **options}
     sampler = NeighborSampler(indptr, indices, seed=plan.seed, check=False, **options)
     in_place = averages_in_place(plan, store, features.dtype, dtype)
@@ -213,6 +212,13 @@ def place_data(ranks, plan, task, used):
         aggregate=self_and_mean if in_place else None,
     )
     return sampler, ring
+
+
+def cached(ranks, plan, task, used, features):
+    """Put the caches of extras in front of the features -> features; --dry-run only describes them."""
+    for cache in present(CACHES).values():
+        features = cache.cached(ranks, plan, task, used, features)
+    return features
 
 
 def all_features(store):

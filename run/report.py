@@ -382,7 +382,7 @@ def epoch_line(plan, figures, examples="seeds"):
         left_out = re.compile("@|r2|rmse_of")
         scores = figures["valid"].items()
         valid = scores_line({k: v for k, v in scores if k == plan.metric or not left_out.search(k)})
-        valid += " (sampled)" * (plan.task == "node")
+        valid += " (sampled)" * (examples == "nodes")
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     # an epoch that was resumed after its last step has no loss
     loss = "n/a" if figures["loss"] is None else f"{figures['loss']:.4f}"
@@ -390,7 +390,8 @@ def epoch_line(plan, figures, examples="seeds"):
     line += f"  {figures['seconds']:.2f} s  {figures['seeds_per_s']:,.0f} {examples}/s"
     parts = [f"memory {figures['peak_bytes'] / 2**30:.2f} GiB"]
     if "bytes_read" in figures:
-        parts.append(f"read {readable_size(figures['bytes_read'])}")
+        hits = " + ".join(f"{share:.0%}" for share in figures["tiers"].values())
+        parts = [f"hits {hits}", f"read {readable_size(figures['bytes_read'])}", *parts]
     if "stall" in figures:
         parts.append(f"waited {figures['stall']:.2f} s")
     for part in parts:
@@ -421,6 +422,14 @@ def best_line(plan, start, epoch, score):
 def kept_line(plan):
     """Format the line that says how to use the checkpoint that a run has written."""
     return f"wrote {plan.checkpoint}; --resume {plan.checkpoint} --predict FILE.npy uses it"
+
+
+def exchange(parallel):
+    """Return the mean seconds per step that the all-reduce of gradients was not hidden by the backward pass."""
+    times = parallel._get_ddp_logging_data()  # without the last step
+    communication = times.get("avg_backward_comm_time", 0)
+    overlap = times.get("avg_backward_compute_comm_overlap_time", 0)
+    return (communication - overlap) / 1e9
 
 
 def advice(ranks, figures):

@@ -187,7 +187,7 @@ cora => error: cora is no flag; --help lists them
 --model sage --bases 2 => --bases 2 is for --model rgcn or rgat, --model is sage
 --model rgcn => --model rgcn takes types of edges, and .* has none
 --fanout a=3,3 => --fanout a=3,3 names types: it is for rgcn, rgat
---lookahead 3 => --lookahead 3 needs a --cache in front of memory-mapped features
+--lookahead 3 => --lookahead 3 needs memory-mapped features, with columns in the checkpoint's order, behind a --cache
 --task link --edge-type buys => have no types
 --window 5 => --window 5 is of times, and seeds of .* have none
 --window 5 --temporal off => --window 5 is of times, --temporal is off

@@ -9,23 +9,25 @@ import threading
 import time
 import types
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import ddp
 import loader
 import store
 from disk import files, reader
 from disk.files import StoreError
 from extras import lookahead
 from extras.lookahead import LookaheadCache
-from features import FeatureRing
+from features import CachedFeatures, FeatureRing
 from native import build
 from sampler import NeighborSampler
 from store import GraphStore
-from tests.common import _in_child, _store, _threads
+from tests.common import _end, _fork, _in_child, _store, _threads
 from tests.stores import _refuses
 
 # disk/reader.py
@@ -316,8 +318,6 @@ def test_rows_go_through_the_page_cache_where_it_can_keep_a_share_of_them(tmp_pa
         features.reserve(beside, *share)
         readers = features.reader(), features._reader  # that of a cache; that of `gather`, if large
         assert {reader.direct for reader in readers if reader} == {direct}
-    for free, share in ((8 * all_, 8), (8 * half // 7 + 8, 8), (half, 2)):
-        assert opened(free).default_cache() == free // share
 
 
 @pytest.mark.parametrize(
@@ -343,6 +343,56 @@ def test_batches_through_a_lookahead_cache_are_the_same(budget, window, tmp_path
         assert torch.equal(rows.gather(torch.tensor([5, 5, 0])), graph.x[[5, 5, 0]])
     assert threading.active_count() == threads_before
     assert found[0] == found[1] == found[2]  # whatever the threads
+
+
+@pytest.mark.parametrize("on_gpu, budget", [(0, 0), (100, 0), (100, 150), (0, 150), (300, 300)])
+def test_hits_of_each_tier_are_those_of_a_count_by_hand(on_gpu, budget, tmp_path, monkeypatch):
+    """Rows kept by a cache in front were planned, and their pages read and kept, as if they were asked for."""
+    graph, file = _on_disk(tmp_path, monkeypatch, 256)
+    hot = torch.rand(6000, generator=torch.Generator().manual_seed(0))
+    order = hot.argsort(descending=True)
+    front, host = order[:on_gpu].tolist(), order[on_gpu:][:budget].tolist()
+    monkeypatch.setattr(lookahead, "read_in_order", lambda *words: None)
+    behind = partial(LookaheadCache, graph.features, 1024 * budget, 40, hot=hot)
+    cache = CachedFeatures(graph.features, hot, 1024 * on_gpu, behind=lambda n: behind(nearer=n))
+    before = cache.features.hits, cache.features.lookups, cache.features.reader.bytes_read
+    asked = []
+
+    def gather(ids, out=None):
+        def missing(rest):  # as a ring uploads them
+            asked.append(rest)
+            return cache.features.gather(rest)
+
+        return CachedFeatures.gather(cache, ids, out, missing)
+
+    monkeypatch.setattr(cache, "gather", gather)
+    planner = _Pages(1 + 6000 // 4, -(-cache.features.room // 4096), 40)
+    rows = hits = seconds = used = planned = 0
+    for batch in _right(_loader(graph, cache, 4), graph):
+        nodes = batch.blocks[0].src_nodes.tolist()
+        rest = {*nodes} - {*front}
+        rows += len(nodes)
+        hits += len(nodes) - len(rest)
+        seconds += len(rest & {*host})
+        # behind a header of one page, in the order of the batch
+        pages = [*dict.fromkeys(1 + n // 4 for n in nodes if n not in {*front, *host})]
+        used += len(pages)
+        planner.expect(pages)
+        while len(planner.waiting) > min(40, lookahead.RAMP * (planned + 1)):
+            planner.plan()
+            planned += 1
+    while planner.waiting:
+        planner.plan()
+    counts = cache.counts()
+    assert counts["rows"] == rows - hits == sum(map(len, asked))
+    assert (counts["hits"], counts["pages_used"]) == (seconds, used)
+    assert counts["pages_read"] == planner.misses > 0 and before == (0, 0, before[2])
+    tiers = [
+        hits / rows,
+        seconds / rows,
+        (1 - planner.misses / used) * (1 - (hits + seconds) / rows),
+    ]
+    assert [*counts["tiers"].values()] == pytest.approx(tiers)
 
 
 def _resident(file):
@@ -439,22 +489,39 @@ def test_epochs_that_are_left_early_leave_no_pages_behind(tmp_path, monkeypatch)
     assert sorted(torch.cat(planned).tolist()) == told and len(planned) > 12 * 6
 
 
-def test_processes_of_a_machine_share_the_reading_alone(tmp_path, monkeypatch):
-    graph, file = _on_disk(tmp_path, monkeypatch, 256)
-    for rank in (0, 1):
-        rows = LookaheadCache(graph.features, 1024 * 300, None, share=(rank, 2))
-        assert [*_right(_loader(graph, rows, 20, 0, nodes=20), graph)]
-        for thread in threading.enumerate():
-            if thread.name == "in order":  # it has asked for all of its part then
-                thread.join(60)
-                assert not thread.is_alive()
-        half, deadline = len(_resident(file)) // 2 // 2, time.monotonic() + 60
-        # the kernel was asked to read them
-        while not _resident(file)[rank * half : (rank + 1) * half - 1].all():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert rows.pages is None
-        assert rank or _resident(file)[half : 2 * half].mean() < 0.5
+def _plans_together(ranks, folder):
+    """Train on a rank's part of every batch, in whole epochs and one that is left, and compare the pages read by plan with
+    those of one planner of both ranks' batches."""
+    with pytest.MonkeyPatch.context() as patch:
+        graph, _ = _on_disk(folder / str(ranks.rank), patch, 256)
+        patch.setattr(lookahead, "read_in_order", lambda *words: None)
+        together = lookahead.Together(ranks.group_here())
+        hot = torch.rand(6000, generator=torch.Generator().manual_seed(0))
+        rows = LookaheadCache(graph.features, 1024 * 300, 9, hot=hot, together=together)
+        parts = [_loader(graph, None, 1, rank=rank, world=2) for rank in (0, 1)]
+        mine = _loader(graph, rows, 1, rank=ranks.rank, world=2)
+        planner = _Pages(1 + 6000 // 4, -(-rows.room // 4096), 9)
+        planned = 0
+        for _, *both in zip(_right(mine, graph), *parts):
+            nodes = torch.cat([batch.blocks[0].src_nodes for batch in both])
+            pages = 1 + nodes[rows.on_disk[nodes]].int() // 4
+            planner.expect(dict.fromkeys(pages.tolist()))
+            while len(planner.waiting) > min(9, lookahead.RAMP * (planned + 1)):
+                planner.plan()
+                planned += 1
+        while planner.waiting:
+            planner.plan()
+        assert rows.counts()["pages_read"] == (0 if ranks.rank else planner.misses)
+        assert planner.misses > 250 and (rows.pages is None) == bool(ranks.rank)
+        assert len([*itertools.islice(_right(mine, graph), 5)]) == 5
+        assert len([*_right(mine, graph)]) == len(mine) - 5
+        assert ranks.gather(rows.planned) == [rows.planned] * 2
+
+
+def test_processes_of_a_machine_plan_as_one_with_the_batches_of_all(tmp_path):
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    _end(_fork(tmp_path / "out", ddp.launch, _plans_together, 2, tmp_path))
 
 
 def test_few_batches_do_not_pay_for_pages(tmp_path, monkeypatch):
