@@ -191,6 +191,7 @@ class Trained:
             mock.patch("extras.links.split_edges", pairs),
             mock.patch("tasks.node.choose_split", lambda *args, **options: None),
             mock.patch.object(placement, "place", place_again),
+            mock.patch.object(placement, "check_features", lambda *given: None),
             mock.patch.object(ddp.Ranks, "say", lambda ranks, line: None),
         ):
             args = train.parse_args([str(word) for word in ("--gpus", 1, *words)])
