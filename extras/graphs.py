@@ -229,7 +229,7 @@ class GraphTask(Task):
 
     @staticmethod
     def defaults(flags):
-        return {"hidden": 64}
+        return {"hidden": 64, "dropout": 0.2}
 
     def settled(self, flags):
         size = len(self.store.split["train"]) // PASSES

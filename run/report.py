@@ -424,6 +424,14 @@ def kept_line(plan):
     return f"wrote {plan.checkpoint}; --resume {plan.checkpoint} --predict FILE.npy uses it"
 
 
+def exchange(parallel):
+    """Return the mean seconds per step that the all-reduce of gradients was not hidden by the backward pass."""
+    times = parallel._get_ddp_logging_data()  # without the last step
+    communication = times.get("avg_backward_comm_time", 0)
+    overlap = times.get("avg_backward_compute_comm_overlap_time", 0)
+    return (communication - overlap) / 1e9
+
+
 def advice(ranks, figures):
     """Return a line of advice if one process would be as fast, judging by an epoch, else "": processes
     without GPUs share the cores of their machine, and all wait for the gradient all-reduce."""

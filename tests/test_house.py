@@ -280,7 +280,7 @@ def _declarations(tree):
     Column("edge_time", ...)."""
     for node in _walked(tree):
         if isinstance(node, ast.ClassDef):
-            yield from (keyword.value for keyword in node.keywords if keyword.arg == "name")
+            yield from (word.value for word in node.keywords if word.arg in ("name", "after"))
         if isinstance(node, ast.Call) and _last_name(node.func) in ("Rule", "Column"):
             yield node
 
