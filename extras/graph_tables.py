@@ -88,8 +88,8 @@ def read_tables(sources, tables, columns, folder, ignore):
             called = _called_elsewhere(others.values(), sources[",,"], ignore)
         x, of = features(sources[kind], folder, ignore, called, kind)
         nodes[kind] = of
-        add(kind, {"features": x, "num_nodes": of.count, "node_names": of.names})
-        add(kind, {"feature_names": of.feature_names})
+        names = {"node_names": of.names, "feature_names": of.feature_names}
+        add(kind, {"features": x, "num_nodes": of.count, **names})
     for name, source in others.items():
         kind, _, file = source.partition("=") if types[0] else ("", "", source)
         if kind not in nodes:
@@ -255,13 +255,12 @@ def features(file, folder, ignore=(), called=(), kind=""):
         _refuse_splits(table, "feature", "^is|mask$")
         if not kept and not kind:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
-        dates = [j for j in kept if table.dated(j)]
-        texts = [j for j in kept if j not in dates and table.holds_text(j)]
-        numbers = [j for j in kept if j not in texts]
+        kinds = {j: table.form(j) for j in kept}
+        dates = [j for j in kept if kinds[j] is TIME]
+        texts = [j for j in kept if kinds[j] is str]
+        numbers = [j for j in kept if kinds[j] is not str]
         whole = {j: [] for j in [*texts, node] if j is not None}
-        kinds = (
-            dict.fromkeys(numbers, list) | dict.fromkeys(dates, TIME) | dict.fromkeys(whole, str)
-        )
+        kinds |= dict.fromkeys(whole, str)
         rounded = RoundedRows(SAMPLED, 1)
 
         def rows():
@@ -539,7 +538,7 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
         if twice := [j for j in taken if taken.count(j) > 1]:
             raise StoreError(f"{file}: {table.column(twice[0])} is used for two things")
         extra = [j for j in range(table.width) if j not in [*taken, *keys]]
-        dates = [j for j in extra if table.dated(j)]
+        dates = [j for j in extra if table.form(j) is TIME]
         if len(dates) == 1 and keep is not None and EDGE_TIME.name not in keep:
             kept[EDGE_TIME.name] = dates
             extra.remove(dates[0])
