@@ -233,7 +233,12 @@ CORE = dict(
         "your model is made by NAME(features, classes, A=1, B='x') (default: none)",
         needs=[own_network],
     ),
-    hidden=fixed(COUNT, 128, "width of the hidden layers, all heads together", needs=[used_width]),
+    hidden=fixed(
+        COUNT,
+        128,
+        "width of the hidden layers, all heads together (default: 128; graphs: 64)",
+        needs=[used_width],
+    ),
     num_layers=fixed(
         COUNT, None, "number of layers (default: one per fanout, else 3)", needs=[layers_or_hops]
     ),
@@ -258,7 +263,7 @@ CORE = dict(
     dropout=fixed(
         PROBABILITY,
         0.5,
-        f"probability after hidden layers and on {', '.join(layers_taking('dropout'))}'s attention, in 256ths",
+        f"probability after hidden layers and on {', '.join(layers_taking('dropout'))}'s attention (default: 0.5; links: 0.3, graphs: 0.2)",
         needs=[built_in_model],
     ),
     input_dropout=fixed(

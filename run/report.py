@@ -382,7 +382,7 @@ def epoch_line(plan, figures, examples="seeds"):
         left_out = re.compile("@|r2|rmse_of")
         scores = figures["valid"].items()
         valid = scores_line({k: v for k, v in scores if k == plan.metric or not left_out.search(k)})
-        valid += " (sampled)" * (plan.task == "node")
+        valid += " (sampled)" * (examples == "nodes")
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     # an epoch that was resumed after its last step has no loss
     loss = "n/a" if figures["loss"] is None else f"{figures['loss']:.4f}"
