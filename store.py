@@ -118,14 +118,6 @@ def build_store(
     """
     refuse_unknown(columns.keys())
     given = SimpleNamespace(**locals(), always=None)
-    # scipy has sparse matrices that are dicts
-    if isinstance(edge_index, dict) and not convert.is_sparse(edge_index):
-        vars(given).update(extra(".typed").flatten(given))
-    elif node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
-        raise StoreError(
-            "node_types is for a graph that is given by type: give "
-            "edge_index as {(source type, name, destination type): [2, M]}"
-        )
     graph = build.checked(given)
     with files.complete_or_not_there(Path(path), build.bytes_needed(graph)) as building:
         build.write_store(building, graph, progress)

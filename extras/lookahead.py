@@ -132,7 +132,7 @@ class Tiers(NamedTuple):
 
 def expected_reads(visits, row_bytes, room, processes=1):
     """Estimate the pages that a batch reads from the disk if the pages used soonest are kept in `room` bytes: those whose next
-    use is less than some number of batches away, as if batches were independent.
+    use is less than some number of batches away, as if batches were independent and no row began within a page that it leaves.
 
     visits: [n] probabilities that a batch reads a row, 0 for rows in memory. processes: that read batches at the same time.
     """
