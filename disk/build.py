@@ -35,6 +35,14 @@ class Checked(NamedTuple):
 
 def checked(given) -> Checked:
     """Check the arguments of `build_store` for one graph; features and edges, in chunks, only as they are written."""
+    # scipy has sparse matrices that are dicts
+    if isinstance(given.edge_index, dict) and not convert.is_sparse(given.edge_index):
+        vars(given).update(extra(".typed").flatten(given))
+    elif given.node_types and not all(isinstance(of, tuple) for of in given.node_types.values()):
+        raise StoreError(
+            "node_types is for a graph that is given by type: give "
+            "edge_index as {(source type, name, destination type): [2, M]}"
+        )
     if given.backend not in BACKENDS:
         options = ", ".join(BACKENDS)
         raise StoreError(f"backend {given.backend!r} is unknown: choose one of {options}")
@@ -59,7 +67,7 @@ def checked(given) -> Checked:
     if node_names is not None:
         node_names = [*node_names]
         if given.node_types is None:  # else distinct within a type, see `typed.flatten`
-            columns.check_node_names("node_names", node_names, num_nodes)
+            extra(".names", "node_names").check("node_names", node_names, num_nodes)
     split = checks.check_splits(split, labels, node_names)
     edges = checks.check_graph(given.edge_index, given.indptr, given.indices, num_nodes)
     carried, entries = columns.check_columns(given.columns, edges, given.edge_types)
@@ -127,7 +135,7 @@ def write_store(path, graph, progress):
     counted = checks.count_edges(*arrays, node_types=node_types)
     counts = {"num_edges": len(arrays[1]), "edges": counted}
     if graph.node_names is not None:
-        records[columns.NAMES] = columns.write_names(path, graph.node_names)
+        records[columns.NAMES] = extra(".names").write(path, graph.node_names)
     records |= _write_features(path, graph, progress)
     files.write_meta(path, graph.meta | counts, records)
 

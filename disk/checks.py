@@ -95,10 +95,11 @@ def check_labels(labels, num_nodes, num_classes):
 
 
 def check_targets(name, targets, num_nodes):
-    """Check numbers to be learned, [V] or [V, T], NaN for a missing one -> (float32 [V, T], T)."""
+    """Check numbers to be learned, [V] or [V, T], NaN for a missing one -> (float64 [V, T], T)."""
     y = as_rows(name, targets)
-    y = shaped(name, y[:, None] if y.dim() == 1 else y, num_nodes, "T").float().numpy()
-    refuse(np.isinf(y), name, y, "float32 must hold them; NaN stands for a missing one")
+    y = shaped(name, y[:, None] if y.dim() == 1 else y, num_nodes, "T").double().numpy()
+    most = np.finfo(np.float32).max
+    refuse(np.abs(y) > most, name, y, "float32 must hold targets; NaN stands for a missing one")
     if np.isnan(y).all():
         raise StoreError(f"{name}: all are NaN: no node has one")
     return y, y.shape[1]

@@ -1,4 +1,4 @@
-"""The optional columns of a store's edges and nodes, each declared once in COLUMNS, and the names of its nodes.
+"""The optional columns of a store's edges and nodes, each declared once in COLUMNS.
 
     arrays, meta = check_columns({"edge_weight": w}, edges, None)      # before they are written
     records = write_arrays(folder, arrays)                                          # edge_weight.npy
@@ -7,7 +7,7 @@ A column is an argument of `build_store`, an attribute of `GraphStore`, NAME.npy
 and DGL graphs under any of its aliases, and a flag of `store.py build` for tables. Sorting, mirroring and dropping edges
 takes all columns of edges along. What a run does with a column is said by `use` of the file that COLUMNS of extras/__init__.py names.
 
-The names of the nodes are lines of nodes.txt: node i is called what line i + 1 says. V nodes and M edges of the graph, D
+The names of nodes are in extras/names.py. V nodes and M edges of the graph, D
 width of the edges' features. This file needs disk/files.py, disk/convert.py, numpy and torch.
 """
 
@@ -32,7 +32,7 @@ from disk.convert import (
     whole_times,
     within,
 )
-from disk.files import StoreError, check_size, file_record, reading, storage_dtype, write_npy
+from disk.files import StoreError, storage_dtype, write_npy
 
 NAMES = "nodes.txt"
 MOST_TYPES = 1 << 15
@@ -333,28 +333,15 @@ def check_names(what, names, count) -> list[str]:
     return names
 
 
-def check_node_names(what, names, num_nodes):
-    """Raise StoreError unless there are V different names of one line each. what: they are, for messages."""
-    for node, name in enumerate(check_names(what, names, num_nodes)):
-        if "\n" in name or "\r" in name or name != name.encode(errors="replace").decode():
-            raise StoreError(f"{what}: name {node}, {name!r}, is not one line of text")
-
-
-def read_names(path, record):
-    """Yield the names of the nodes of the store at `path`, in order; StoreError if the file is damaged. record: its entry
-    in meta.json."""
-    file = check_size(path, NAMES, record)
-    count = 0
-    lacks = f"it does not have {record['shape'][0]:,} whole lines"
-    with reading(file, "; rebuild the store"):
-        with open(file, encoding="utf-8", newline="\n") as lines:
-            for line in lines:
-                if not line.endswith("\n"):
-                    raise ValueError(lacks)
-                count += 1
-                yield line[:-1]
-        if count != record["shape"][0]:
-            raise ValueError(lacks)
+def order_given(store):
+    """Return the numbers of the edges of a store in the order given, see `GraphStore.given_edges`; StoreError without them."""
+    order = getattr(store, EDGE_ORDER.name)
+    if order is None:
+        raise StoreError(
+            f"{store.path} does not have the order in which edges were given: "
+            "build it with edge_order=True (--edge-order)"
+        )
+    return order
 
 
 def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
@@ -369,39 +356,9 @@ def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:
         ids = integers(name, values)
         within(name, ids, num_nodes, "node ids")
         return torch.from_numpy(ids)
-    if values.dtype.kind == "S":
-        with reading(name):
-            values = np.char.decode(values, "utf-8")
-    if values.size and values.dtype.kind not in "iuU":
-        raise StoreError(
-            f"{name} has dtype {values.dtype}: names of nodes, text or integers, are needed"
-        )
-    distinct, which = np.unique(values, return_inverse=True)
-    rows = dict.fromkeys(map(str, distinct.tolist()), -1)
-    first = []
-    for row, node in enumerate(names):
-        if node in rows:
-            if rows[node] >= 0:
-                why = "is of several types: give the type, for pairs --edge-type"
-                raise StoreError(f"{name} has node {node!r}, which {why}")
-            rows[node] = row
-        if row < 3:
-            first.append(repr(node))
-    ids = np.array([*rows.values()], np.int64)[which].reshape(values.shape)
-    if (ids < 0).any():
-        unknown = str(values[ids < 0][0])
-        raise StoreError(
-            f"{name} has node {unknown!r}: names of nodes are such as {', '.join(first)} (nodes.txt)"
-        )
-    return torch.from_numpy(np.asarray(ids))
+    from extras import extra
 
-
-def write_names(path, names) -> dict:
-    """Write the names of the nodes, one a line -> the record of the file for meta.json."""
-    (path / NAMES).write_bytes("".join(f"{name}\n" for name in names).encode())
-    whole = all(type(name) in (int, np.int64) for name in names)
-    dtype = "int64" if whole and np.asarray(names).dtype.kind == "i" else "str"
-    return file_record(path / NAMES, dtype, [len(names)])
+    return torch.from_numpy(extra(".names", "a name of a node").find(name, values, names))
 
 
 def write_arrays(path, arrays, order=None) -> dict:
@@ -429,13 +386,6 @@ def described_types(node_types) -> str:
     """Describe the types of nodes for a log line, in the order of their ids."""
     types = node_types.items()
     return ", ".join(f"{n:,} {name} ({width or 'no'} features)" for name, (n, width) in types)
-
-
-def ids_of_type(node_types, name):
-    """Return the ids of the nodes of a type -> (first, stop)."""
-    counts = [count for count, _ in node_types.values()]
-    place = [*node_types].index(name)
-    return sum(counts[:place]), sum(counts[: place + 1])
 
 
 def types_called(name, names) -> list[int]:

@@ -461,20 +461,6 @@ class RowsByIndex:
         return f"{type(self).__name__}({[*self.shape]}, {self.dtype})"
 
 
-class ReorderedFeatures(RowsByIndex):
-    """Feature rows whose columns are read in another order. features: those of a `GraphStore`; order: int64 [F],
-    the column of `features` that each column is."""
-
-    def __init__(self, features, order):
-        self._features = features
-        self._order = order
-        self.shape = features.shape
-        self.dtype = features.dtype
-
-    def read(self, ids, out):
-        return torch.index_select(self._features.gather(ids), 1, self._order, out=out)
-
-
 def check_ids(ids, count):
     """Raise IndexError unless ids, a tensor, lie in [0, count)."""
     for bad in map(int, ids.aminmax()) if len(ids) else ():

@@ -109,14 +109,14 @@ class MappedRows(RowsByIndex):
     Attributes:
         shape, dtype: (V, F), torch dtype. large: True if the table is larger than the free memory.
         beside: bytes of memory that the graph and caches take and that the table's pages therefore cannot use.
-        share: of the table that is read. name: of the file in its folder.
+        share: of the table that is read. path, name: its folder, and file there; None: it is in memory.
         tensor: [V, F], without a copy; missing if large: use `gather`.
     """
 
     def __init__(self, table, large=False, path=None, head=0, beside=0):
         self._table, self.large = table, large
         self.shape, self.dtype = tuple(table.shape), table.dtype
-        self._path, self._head, self.beside = path, head, beside
+        self.path, self._head, self.beside = path, head, beside
         self.share = 1
         if not large:
             self.tensor = table
@@ -125,14 +125,14 @@ class MappedRows(RowsByIndex):
     @property
     def paged(self):
         """Whether there are a file, Linux and a C compiler, and so a `reader`."""
-        return self._path is not None and library() is not None
+        return self.path is not None and library() is not None
 
     def reader(self, direct=None) -> RowReader | None:
         """Return a reader of these rows from disk, or None. direct: past the page cache; None: unless that has room."""
         if not self.paged:
             return None
         return RowReader(
-            self._path / self.name,
+            self.path / self.name,
             self._head,
             self.shape[1] * self.dtype.itemsize,
             self.shape[0],

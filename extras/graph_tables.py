@@ -14,7 +14,6 @@ import functools
 import os
 import re
 import tempfile
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +30,6 @@ from extras.tables import (
     digits,
     is_text,
     joined,
-    kind_of,
     meanings,
     opened,
     stacked,
@@ -88,9 +86,10 @@ def read_tables(sources, tables, columns, folder, ignore):
         called = {kind}
         if not kind:
             called = _called_elsewhere(others.values(), sources[",,"], ignore)
-        x, nodes[kind] = features(sources[kind], folder, ignore, called, kind)
-        add(kind, {"features": x, "num_nodes": nodes[kind].count, "node_names": nodes[kind].names})
-        add(kind, {"feature_names": nodes[kind].feature_names})
+        x, of = features(sources[kind], folder, ignore, called, kind)
+        nodes[kind] = of
+        names = {"node_names": of.names, "feature_names": of.feature_names}
+        add(kind, {"features": x, "num_nodes": of.count, **names})
     for name, source in others.items():
         kind, _, file = source.partition("=") if types[0] else ("", "", source)
         if kind not in nodes:
@@ -256,14 +255,12 @@ def features(file, folder, ignore=(), called=(), kind=""):
         _refuse_splits(table, "feature", "^is|mask$")
         if not kept and not kind:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
-        dates = [j for j in kept if table.dated(j)]
-        texts = [j for j in kept if kind_of(table.sample(j)) == table.kinds[j] == "text"]
-        texts = [j for j in texts if j not in dates]
-        numbers = [j for j in kept if j not in texts]
+        kinds = {j: table.form(j) for j in kept}
+        dates = [j for j in kept if kinds[j] is TIME]
+        texts = [j for j in kept if kinds[j] is str]
+        numbers = [j for j in kept if kinds[j] is not str]
         whole = {j: [] for j in [*texts, node] if j is not None}
-        kinds = (
-            dict.fromkeys(numbers, list) | dict.fromkeys(dates, TIME) | dict.fromkeys(whole, str)
-        )
+        kinds |= dict.fromkeys(whole, str)
         rounded = RoundedRows(SAMPLED, 1)
 
         def rows():
@@ -283,12 +280,9 @@ def features(file, folder, ignore=(), called=(), kind=""):
                 start += len(x)
                 yield x
 
-        called = table.names or [*map(table.column, range(table.width))]
-        names = [
-            f"{called[j]}[{i}]" if table.widths[j] > 1 else called[j]
-            for j in numbers
-            for i in range(table.widths[j])
-        ]
+        called = table.names or table.places
+        widths = [(called[j], table.widths[j]) for j in numbers]
+        names = [f"{name}[{i}]" if n > 1 else name for name, n in widths for i in range(n)]
         x = spool(folder, rows(), np.float32, max(1, len(names)))
         tables = [x] * bool(numbers)
         for j in texts:
@@ -296,8 +290,8 @@ def features(file, folder, ignore=(), called=(), kind=""):
             names += [f"{called[j]}={value}" for value in values]
             tables.append(columns)
         if texts:
-            cuts = (slice(a, a + SAMPLED) for a in range(0, table.rows, SAMPLED))
-            parts = (np.hstack([part[cut] for part in tables]) for cut in cuts)
+            first = range(0, table.rows, SAMPLED)
+            parts = (np.hstack([part[a : a + SAMPLED] for part in tables]) for a in first)
             x = spool(folder, parts, np.float32, len(names))
         nodes = Nodes(table.rows, file)
         if node is not None:
@@ -312,10 +306,9 @@ def features(file, folder, ignore=(), called=(), kind=""):
             table.notes.append(f"read as float32: {loss}")
         if dates:
             table.notes.append(f"{', '.join(map(table.column, dates))} in decades since 2000")
-        sizes = abs(x[:SAMPLED]).max(0, initial=0)
-        if large := [name for name, size in zip(names, sizes) if size > LARGE]:
-            which = short(", ".join(large))
-            table.notes.append(f"large numbers in {which}: best scaled to -1 to 1")
+        sizes = zip(nodes.feature_names or (), abs(x[:SAMPLED]).max(0, initial=0))
+        if large := [name for name, size in sizes if size > LARGE]:
+            table.notes.append(f"large numbers in {short(', '.join(large))}: scale them")
         table.say(plural(len(names), "feature"))
     return x if kept else None, nodes
 
@@ -328,11 +321,8 @@ def _node_column(table, called) -> int | None:
         if _is_called(name, called) and table.identifies(j):
             named.add(j)
     # text that repeats is a category, if it is not the first column
-    texts = [
-        j
-        for j, kind in enumerate(table.kinds)
-        if kind == "text" and (j == 0 or table.identifies(j))
-    ]
+    texts = [j for j, kind in enumerate(table.kinds) if kind == "text"]
+    texts = [j for j in texts if j == 0 or table.identifies(j)]
     node = _id_column(table, sorted(named) or texts)
     for j in named - {node}:
         table.notes.append(f"{table.column(j)} repeats and is a feature")
@@ -347,22 +337,16 @@ def _is_called(name, called) -> bool:
 def _one_hot(table, j, cells):
     """Turn a column of text, of which a cell may hold several values, as A|B -> (the values, sorted; a column of 0 and 1 for
     each, uint8 [V, n]); StoreError for too many, or none that two rows have."""
-    import pyarrow.compute as compute
-
-    parts = compute.split_pattern(written(cells).combine_chunks(), SEVERAL)
-    counts = compute.list_value_length(parts).fill_null(0).to_numpy()
-    given = written(parts.flatten())
-    there = given.is_valid().to_numpy(zero_copy_only=False)
-    values, columns = np.unique(given.drop_null().to_pylist(), return_inverse=True)
-    if len(values) > MOST_VALUES or len(values) == len(columns):
-        cure = "or make its values nodes of a type of their own, with a table of edges to them"
-        problem = (
-            f"{table.column(j)} is text with {plural(len(values), 'value')} in {table.rows:,} rows"
-        )
-        most = f"features are made of up to {MOST_VALUES}, some of them in several rows"
-        raise StoreError(f"{table.name}: {problem}: {most}; drop it{table.flag(j)}, {cure}")
-    x = np.zeros((len(counts), len(values)), np.uint8)
-    x[np.repeat(np.arange(len(counts)), counts)[there], columns] = 1
+    lists = [cell.split(SEVERAL) for cell in trimmed(cells).to_pylist()]
+    given = [(row, value.strip()) for row, values in enumerate(lists) for value in values]
+    rows, given = zip(*(pair for pair in given if pair[1] not in MISSING))
+    values, places = np.unique(given, return_inverse=True)
+    if len(values) > MOST_VALUES or len(values) == len(given):
+        problem = f"{plural(len(values), 'value')} in {table.rows:,} rows, up to {MOST_VALUES} that repeat are features"
+        cure = f"drop it{table.flag(j)}, or make its values nodes of a type of their own"
+        raise StoreError(f"{table.name}: {table.column(j)} is text with {problem}: {cure}")
+    x = np.zeros((len(lists), len(values)), np.uint8)
+    x[rows, places] = 1
     table.notes.append(f"{table.column(j)} one-hot, {plural(len(values), 'value')}")
     return values, x
 
@@ -489,7 +473,8 @@ def _ids_of_nodes(table, nodes, name) -> int | None:
     if name not in (*ANSWERS, *COLUMNS):
         return 0 if table.width == 1 else None
     names = table.names or ()
-    ids = {*table.named("id"), *(j for j, name in enumerate(names) if name == nodes.id_name)}
+    called = {nodes.type, nodes.id_name}
+    ids = {*table.named("id"), *(j for j, name in enumerate(names) if _is_called(name, called))}
     if not ids and (nodes.kind is str or table.width == 2):
         others = table.named("label" if name in ANSWERS else "more of an edge")
         refer = [j for j in range(table.width) if j not in others]
@@ -515,7 +500,7 @@ def _check_labels(table, j, cells, count):
     how = "{:g}"
     if isinstance(cells, list):
         how = "{!r:.60}"
-        why = "labels are whole numbers or text; numbers to learn are --targets FILE"
+        why = "labels are whole numbers or text"
         fitting = {"0", "1", "-1", *MISSING}
         if count == 1:
             if table.kinds[j] == "text" or not all(
@@ -527,7 +512,7 @@ def _check_labels(table, j, cells, count):
     else:
         bad = (cells < -1) | (cells > (1 if count > 1 else np.inf))
     why = "of several labels each is 0, 1 or empty" if count > 1 else why
-    table.refuse(0, j, bad, f"is {how}: {why}", cells)
+    table.refuse(0, j, bad, f"is {how}: {why}; numbers to learn are --targets FILE", cells)
 
 
 def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
@@ -553,7 +538,7 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
         if twice := [j for j in taken if taken.count(j) > 1]:
             raise StoreError(f"{file}: {table.column(twice[0])} is used for two things")
         extra = [j for j in range(table.width) if j not in [*taken, *keys]]
-        dates = [j for j in extra if table.dated(j)]
+        dates = [j for j in extra if table.form(j) is TIME]
         if len(dates) == 1 and keep is not None and EDGE_TIME.name not in keep:
             kept[EDGE_TIME.name] = dates
             extra.remove(dates[0])
@@ -807,22 +792,15 @@ def _found_ends(table, nodes, taken=()) -> list[int] | None:
 
 
 def _twins(table) -> list:
-    """List the pairs of columns whose names differ in one word, such as user1 and user2 -> (words that they share, the numbers
-    of the columns in the order of the words that differ: letters, digits, or source and target)."""
-    words = [words_of(name) for name in table.names or ()]
-    twins = []
-    for j, k in combinations(range(len(words)), 2):
-        pairs = [*zip(words[j], words[k])]
-        differing = [(a, b) for a, b in pairs if a != b]
-        if len(words[j]) != len(words[k]) or len(pairs) < 2 or len(differing) != 1:
-            continue
-        a, b = differing[0]
-        if {"source", "destination"} <= meanings(a) | meanings(b):
-            in_order = "source" in meanings(a)
-        elif len(a) == len(b) == 1:
-            in_order = a < b
-        else:
-            continue
-        stem = [a for a, b in pairs if a == b]
-        twins.append((stem, [j, k] if in_order else [k, j]))
-    return twins
+    """List the pairs of columns whose names differ in one word that is a letter, a digit or a name of an end, such as user1 and
+    user2 -> (words that they share, the numbers of the columns, the source's first)."""
+    columns = {}
+    for j, name in enumerate(table.names or ()):
+        words = words_of(name)
+        for place, word in enumerate(words):
+            ends = meanings(word) & {"source", "destination"}
+            if len(words) > 1 and (ends or len(word) == 1):
+                stem = (place, *words[:place], *words[place + 1 :])
+                columns.setdefault(stem, []).append(("destination" in ends, word, j))
+    twins = [(stem, sorted(pair)) for stem, pair in columns.items() if len(pair) == 2]
+    return [([*stem[1:]], [j for *_, j in pair]) for stem, pair in twins]

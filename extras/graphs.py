@@ -104,9 +104,7 @@ class GraphTask(Task):
     examples = "graphs"
     placed = False
     models = MODELS
-    about_models = (
-        f"{' or '.join(MODELS)}, which sees angles, or a file's (default: {[*MODELS][0]})"
-    )
+    about_models = f"{' or '.join(MODELS)}, which sees angles, or own (default: {[*MODELS][0]})"
     told_by = "graphs."
     least_steps = 2000
     metrics = *dict.fromkeys(("roc_auc", *metrics_with("from_logits"))), *ERRORS
@@ -114,7 +112,7 @@ class GraphTask(Task):
     unused = {
         "has no effect with --task graph: leave it out": "fanout norm residual edge_features input_dropout "
         "checkpoint_activations backend mode cache split_features lookahead",
-        "is not for --task graph": "sampler temporal window class_weights split",
+        "is not for --task graph": "sampler temporal window class_weights split report",
     }
 
     def __init__(self, args, path, say=print):
@@ -231,7 +229,7 @@ class GraphTask(Task):
 
     @staticmethod
     def defaults(flags):
-        return {"hidden": 64}
+        return {"hidden": 64, "dropout": 0.2}
 
     def settled(self, flags):
         size = len(self.store.split["train"]) // PASSES

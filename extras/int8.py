@@ -36,13 +36,13 @@ class CodedFeatures(StoredFeatures):
         self.scale = scale
         self.ends = ends
         self.coded = {} if ends is not None else {"scale": scale}
-        self._path = path
+        self.path = path
         self.shape = tuple(codes.shape)
 
     def over(self, rows, device=None):
         """Return features of other codes, which are decoded on a device."""
         scale, ends = (of if of is None else of.to(device) for of in (self.scale, self.ends))
-        return CodedFeatures(rows, scale, self._path, ends)
+        return CodedFeatures(rows, scale, self.path, ends)
 
     def gather(self, ids, out=None) -> Tensor:
         """Gather rows -> [n, F], by default on the device of the codes."""

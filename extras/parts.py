@@ -29,14 +29,14 @@ class PartFeatures(StoredFeatures):
         self.stop = first + rows.shape[0]
         self.shape = tuple(shape)
         self.dtype = rows.dtype
-        self._path = path
+        self.path = path
 
     def _local(self, ids):
         """Return where rows ids [n] are in this part; StoreError if one is in another part."""
         for node in map(int, ids.aminmax()) if len(ids) else ():
             if not self.first <= node < self.stop:
                 raise StoreError(
-                    f"{self._path}: the features of node {node} are elsewhere: "
+                    f"{self.path}: the features of node {node} are elsewhere: "
                     f"this part has rows {self.first:,} to {self.stop - 1:,}"
                 )
         return ids - self.first

@@ -27,8 +27,8 @@ from disk.columns import (
     EDGE_TYPE,
     NODE_TIME,
     OF_EDGES,
-    check_node_names,
     check_units,
+    node_ids,
 )
 from disk.convert import (
     Rows,
@@ -46,6 +46,7 @@ from disk.convert import (
     within,
 )
 from disk.files import StoreError, reading
+from extras import extra
 
 ONE_GRAPH = ("indptr", "indices", "edge_types")
 
@@ -295,7 +296,7 @@ def _node_names(given, names, node_types):
     if not given:
         return None
     for kind, some in given.items():
-        check_node_names(f"node_names of {kind}", some, node_types[kind])
+        extra(".names", "node_names").check(f"node_names of {kind}", some, node_types[kind])
     return [*itertools.chain(*(given.get(kind, range(node_types[kind])) for kind in names))]
 
 
@@ -356,3 +357,15 @@ def _spread(name, parts, first, node_types, rest) -> np.ndarray:
         shaped(f"{name} of {kind}", part, node_types[kind], *some.shape[1:])
         joined[first[kind] : first[kind] + len(part)] = part
     return joined
+
+
+def ids_within(store, type, name, values, names):
+    """Look up nodes of a type, see `GraphStore.node_ids`. names: of all nodes, in order; None: values are numbers within it."""
+    first = 0
+    for kind, (count, _) in store.node_types.items():
+        if kind == type:
+            names = names and itertools.islice(names, first, first + count)
+            return first + node_ids(name, values, count, names)
+        first += count
+    types = ", ".join(store.node_types) or "none"
+    raise StoreError(f"{name}: there is no type {type!r}; types of nodes are {types}")

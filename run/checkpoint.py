@@ -375,7 +375,9 @@ def check_graph(ranks, state, path, plan, task):
     with reading(f"checkpoint {path}"):
         check_widths(task, plan, graph, path)
         numbers = numbers_of_types(ranks, task, plan, graph, path)
-        name_features(ranks, store, graph["feature_names"], path)
+        if store.feature_names or graph["feature_names"]:
+            names = extra(".names", f"{path} or {store.path} with names of columns")
+            names.name_features(ranks, store, graph["feature_names"], path)
         here = store.kept_as
         if graph["kept_as"] not in (None, here):
             ranks.say(
@@ -492,25 +494,6 @@ def numbers_of_types(ranks, task, plan, graph, path):
         ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
         numbers = torch.tensor([was.index(kind) for kind in here])
     return numbers
-
-
-def name_features(ranks, store, was, path):
-    """Put the feature columns of a store into the order of names `was` of the checkpoint at `path`; StoreError for other
-    names. If one of them has no names, columns go by position, and a line says so."""
-    here = store.feature_names
-    if not (here and was):
-        lacks = f"{store.path} has" if was else "the checkpoint has"
-        ranks.say((here or was) and f"data    features go by position: {lacks} no names of columns")
-    elif sorted(here) != sorted(was):
-        lost = min({*was} - {*here}, key=was.index)
-        other = min({*here} - {*was}, key=here.index)
-        raise StoreError(
-            f"checkpoint {path} was trained on a graph with the feature {lost!r}; {store.path}"
-            f" lacks it and has {other!r} instead: name the columns alike"
-        )
-    elif here != was:
-        store.take_columns(was)
-        ranks.say("data    feature columns are put into the checkpoint's order by name")
 
 
 def restore(run, state, path, optimizer, best):

@@ -97,9 +97,9 @@ def check_files(parser, flags):
     """Reject files that cannot be written, or that another flag names too."""
     data = re.match(r"(.*\.(npz|pth?))(:|$)", flags.dataset, re.DOTALL)
     taken = {}
-    for (
-        flag
-    ) in "dataset pairs edge_split resume init checkpoint predict log curve timeline".split():
+    for flag in (
+        "dataset pairs edge_split resume init checkpoint predict report log curve timeline".split()
+    ):
         name = getattr(flags, flag, None)
         if flag == "dataset":
             name = data and data[1]

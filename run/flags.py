@@ -233,7 +233,12 @@ CORE = dict(
         "your model is made by NAME(features, classes, A=1, B='x') (default: none)",
         needs=[own_network],
     ),
-    hidden=fixed(COUNT, 128, "width of the hidden layers, all heads together", needs=[used_width]),
+    hidden=fixed(
+        COUNT,
+        128,
+        "width of the hidden layers, all heads together (default: 128; graphs: 64)",
+        needs=[used_width],
+    ),
     num_layers=fixed(
         COUNT, None, "number of layers (default: one per fanout, else 3)", needs=[layers_or_hops]
     ),
@@ -258,7 +263,7 @@ CORE = dict(
     dropout=fixed(
         PROBABILITY,
         0.5,
-        f"probability after hidden layers and on {', '.join(layers_taking('dropout'))}'s attention, in 256ths",
+        f"probability after hidden layers and on {', '.join(layers_taking('dropout'))}'s attention (default: 0.5; links: 0.3, graphs: 0.2)",
         needs=[built_in_model],
     ),
     input_dropout=fixed(
@@ -445,10 +450,10 @@ class Flags(Typed):
 
     @property
     def trains(self):
-        """Whether this command trains: a checkpoint may also be there to predict or export only."""
+        """Whether this command trains: a checkpoint may also be there to predict, export or report only."""
         from_file = self.resume not in (None, "auto")
         on = {"epochs", "checkpoint"}.isdisjoint(self.typed)
-        return not ((self.predict or self.export) and from_file and on)
+        return not ((self.predict or self.export or self.report) and from_file and on)
 
     def settled(self, **values):
         """Return the Plan of a run, with values of what was open."""
@@ -463,10 +468,10 @@ class Flags(Typed):
 def unused(task):
     """Return {flag: why it has no effect} of a task's class: those of other tasks, and those that it names."""
     idle = {name: why for why, names in task.unused.items() for name in names.split()}
-    for other, module in extras.present(extras.TASKS).items():
+    for other, file in extras.TASKS.items():
         if other != task.name:
-            for flags in module.flags(kinds).values():
-                idle |= dict.fromkeys(flags, f"is for --task {other}, --task is {task.name}")
+            why = f"is for --task {other}, --task is {task.name}"
+            idle |= dict.fromkeys(extras.FLAGS[file].split(), why)
     return idle
 
 

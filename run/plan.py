@@ -17,7 +17,6 @@ from features import MODES, ask, stored
 from model import SAGEConv
 from run.kinds import SAMPLERS
 from run.own_model import conv_of
-from store import BACKENDS
 
 CORES_A_BATCH = 4  # as native/sampler_cpu.py takes at most
 MOST_BATCHES = 4  # sampled at once by default: rows then arrive as fast as PCIe copies them
@@ -250,8 +249,8 @@ def memory_lines(ranks, flags, task, used):
     options = memory_options(ranks, flags, task, used)
     modes, best = estimate(store, flags.gpus, **options)
     disk = {name: record["bytes"] for name, record in store.meta["files"].items()}
-    features = disk.pop(BACKENDS[store.meta["backend"]])
-    graph = sum(disk.values())
+    features = sum(size for name, size in disk.items() if name.startswith("features."))
+    graph = sum(disk.values()) - features
     lines = {"on disk": f"graph {readable_size(graph)}, features {readable_size(features)}"}
     arrays = modes["pinned-cuda"].placement.shared
     if store.part:

@@ -376,7 +376,7 @@ class Arrays:
     def labels(self):
         """Return classes int64 [V], or multi-labels [V, C] of 0 and 1; None without such an array. -1 or NaN
         stands for no label. Classes may come as [V, 1] or as text, whose names go to `classes`. Of `targets` return
-        numbers, float32 [V, T]."""
+        numbers, float64 [V, T]."""
         name = self.find(*LABELS)
         if name is None:
             return None
@@ -399,7 +399,7 @@ class Arrays:
         values = values.astype(np.float64)
         missing = np.isnan(values)
         bad = ~missing & ((values != np.rint(values)) | (np.abs(values) > 1 << 53))
-        why = "labels are whole numbers or NaN; fractions are `targets`"
+        why = "labels are whole numbers or NaN; numbers to learn are an array targets"
         refuse(bad, self.called(name), values, why)
         if missing.any():
             count = f"{missing.sum():,} of {values.size:,}"

@@ -72,6 +72,15 @@ def f1(logits, y):
     return (2 * hits / (predicted + actual))[present].mean().item()
 
 
+def balanced_accuracy(logits, y):
+    """Average the recall over the classes in y; of several labels over 0 and 1, of all entries."""
+    present = y >= 0
+    hits = (predictions(logits, y) == y)[present].double()
+    y = y[present].long()
+    counts = y.bincount()
+    return (y.bincount(hits) / counts)[counts > 0].mean().item()
+
+
 def mean_roc_auc(logits, y):
     """Average the ROC-AUC over labels, or over classes one against the rest, without those that are the same wherever y
     has them; None if all are."""
@@ -205,6 +214,7 @@ METRICS = (
     Metric("accuracy", "accuracy", from_logits=accuracy),
     Metric("roc_auc", "ROC-AUC", from_logits=mean_roc_auc, from_scores=roc_auc),
     Metric("f1", "F1", from_logits=f1),
+    Metric("balanced_accuracy", "balanced accuracy", from_logits=balanced_accuracy),
     Metric("mrr", "MRR", from_ranks=lambda ranks: ranks.double().reciprocal().mean().item()),
     Metric("hits@1", "Hits@1", from_ranks=partial(hits_at, 1)),
     Metric("hits@10", "Hits@10", from_ranks=partial(hits_at, 10)),

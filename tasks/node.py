@@ -154,7 +154,7 @@ class NodeTask(Task):
         args = run.plan
         store = self.store
         # true if it is on any rank: each compared with the memory free at its own start
-        if run.ranks.sum(store.large)[0] and not args.predict:
+        if run.ranks.sum(store.large)[0] and not (args.predict or args.report):
             report.tell(
                 f"result  {self.title} n/a: the features do not fit into memory; --predict computes it",
                 {"exact": None},
@@ -168,6 +168,8 @@ class NodeTask(Task):
             how += ", layer by layer"
         exact = self.say_exact(report, exact, how)
         report.others(self, scored)
+        if args.report and run.ranks.leads:
+            extra(".class_report").write(store, args.report, logits)
         if args.predict:
             what = args.predict_what
             if what == "embeddings":

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from disk.checks import edge_line
-from disk.columns import NAMES, described_types, read_names
+from disk.columns import NAMES, described_types
 from disk.files import SPLITS, StoreError, plural
 from extras import extra
 from model import GNN, is_gnn
@@ -212,7 +212,7 @@ def in_chunks(count, width):
 def names_of_nodes(store):
     """Yield the names of the nodes, in order; None without names."""
     record = store.meta["files"].get(NAMES)
-    return read_names(store.path, record) if record else None
+    return extra(".names", "names of nodes").read(store.path, record) if record else None
 
 
 def as_stored(store, names):

@@ -28,6 +28,7 @@ from extras import links as link
 from extras import step_graphs as cuda_graphs
 from extras.graphs import GraphTask
 from extras.links import LinkTask
+from extras.regression import NodeNumbers, Scale
 from extras.relational import NodeInputs
 from extras.times import degrees_at
 from features import CachedFeatures, FeatureRing
@@ -170,7 +171,9 @@ def _step_graphs(
     args = argparse.Namespace(**sizes, cuda_graph=word, precision="fp32", model=name)
     args.total_batch = args.batch_size * args.accumulate
     if task is None:
-        task = object.__new__(NodeTask)  # without a data set
+        # without a data set
+        task = object.__new__(NodeNumbers if ring.labels.is_floating_point() else NodeTask)
+        task.loss_kind = "mae"
         task.store = types.SimpleNamespace(split={"train": nodes}, num_classes=5)
         task.class_weight = None
     given = {"used": Used(), "sampler": draws, "ring": ring, "model": net}
@@ -401,6 +404,7 @@ def _steps(graphs, batches):
         ("gcn", "enough", dict(recompute=True, dtype=torch.int8, several=True)),
         ("gat", "tight", dict(edge_dim=3, weighted=True)),
         ("gine", "enough", dict(edge_dim=3, norm="layer")),
+        ("gcn", "tight", dict(target_scale=Scale(5))),
     ],
 )
 def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
@@ -410,6 +414,8 @@ def test_a_cuda_step_gives_the_same_bits_with_graphs_and_without(
     nodes, refused = torch.randperm(300)[:53], "refused" in room
     several, dtype = options.pop("several", False), options.pop("dtype", torch.float)
     labels = torch.randint(2, (300, 5)).to(torch.int8) if several else torch.randint(5, (300,))
+    if "target_scale" in options:  # numbers, which may be -1
+        labels = -torch.randint(5, (300, 5)).double()
     law = {word: options.pop(word) for word in _LAW if word in options}
     x, first = torch.randn(300, 20).to(dtype), _net(conv, (20, 8, 5), dropout=0.5, **options)
     if "tight" in room:

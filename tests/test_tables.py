@@ -530,7 +530,7 @@ user name,age\nann,3\nbob,old\n => user.csv, line 3: 'age' is no number: invalid
 user ann,3\nbob,4\n => user.csv cannot be read: its first row is ann,3: put names of columns above it
 user  => user.csv is empty: it has no rows
 user name,born\nann,2020-01-01\nbob,\ncy,2020-01-01\n => user.csv, line 3: 'born' is NaT: a missing time
-movie movie,genres\nAlien,a\nCube,b\n => 'genres' is text with 2 values in 2 rows: .* up to 100.*--ignore genres.* type of their own
+movie movie,genres\nAlien,a\nCube,b\n => 'genres' is text with 2 values in 2 rows, up to 100.*--ignore genres.* type of their own
 movie movie,label\nAlien,1\nCube,2\n => features must not tell the label: drop 'label'
 words user,seen,film=rates.csv => user,seen,film: TYPE,RELATION,TYPE=FILE is needed, of types with a table: user, movie
 words film=none.csv => none.csv cannot be read: No such file
