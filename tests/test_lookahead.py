@@ -354,7 +354,7 @@ def test_hits_of_each_tier_are_those_of_a_count_by_hand(on_gpu, budget, tmp_path
     front, host = order[:on_gpu].tolist(), order[on_gpu:][:budget].tolist()
     monkeypatch.setattr(lookahead, "read_in_order", lambda *words: None)
     behind = partial(LookaheadCache, graph.features, 1024 * budget, 40, hot=hot)
-    cache = CachedFeatures(graph.features, hot, 1024 * on_gpu, behind=lambda n: behind(nearer=n))
+    cache = CachedFeatures(graph.features, hot, 1024 * on_gpu, behind=behind)
     before = cache.features.hits, cache.features.lookups, cache.features.reader.bytes_read
     asked = []
 
