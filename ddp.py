@@ -88,7 +88,7 @@ class Ranks(NamedTuple):
         distributed._set_params_and_buffers_to_ignore_for_model(model, sparse)
         parallel = distributed(model, device_ids=ids, find_unused_parameters=unused)
         self.check_equal(model)
-        # on CPU time every step, for `exchange`; on a GPU DDP times every hundredth, at no cost
+        # on CPU time every step, for `exchange` of run/report.py; on a GPU DDP times every hundredth, at no cost
         if not self.gpus:
             parallel.reducer._set_ddp_runtime_logging_sample_rate(1)
         return parallel
@@ -102,13 +102,6 @@ class Ranks(NamedTuple):
                 grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 grad = (grad.coalesce() if grad.is_sparse else grad.to_sparse(1)).cpu()
                 weight.grad = self.reduce(grad).to(weight.device) / self.world
-
-    def exchange(self, parallel):
-        """Return the mean seconds per step that the all-reduce of gradients was not hidden by the backward pass."""
-        times = parallel._get_ddp_logging_data()  # without the last step
-        communication = times.get("avg_backward_comm_time", 0)
-        overlap = times.get("avg_backward_compute_comm_overlap_time", 0)
-        return (communication - overlap) / 1e9
 
     def check_equal(self, model):
         """Raise RuntimeError, on every rank, unless all ranks hold the same parameters, bit for bit."""

@@ -25,7 +25,6 @@ mapped file kills the process (SIGBUS).
 import math
 import runpy
 import sys
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,45 +91,33 @@ def build_store(
         features: [V, F] of a dtype in DTYPES, without NaN or infinity (may be `Rows`); booleans are kept as uint8.
         labels: integers [V] in [0, C), or multi-label [V, C] of 0 and 1; -1 for a missing one. No split may contain a node
             without any. None: no node has one, and the graph is for predictions and links.
-        targets: numbers to be learned in place of classes, [V] or [V, T], kept as float64; NaN for a missing one. Without a
-            split a tenth of the nodes is for valid, a tenth for test.
+        targets: numbers to be learned in place of classes, [V] or [V, T], kept as float64; NaN for a missing one.
         split: dict with row numbers of nodes, not names, or masks bool [V], for "train" (not empty), "valid" (or "val")
             and "test" (each may be missing); disjoint. Or a list of K such splits of the same graph. None: 20 nodes of
-            each class are drawn for train, 30 for valid, the rest for test, by seed 0, or in train.py by --seed; with
-            several labels per node, or without labels, there is no split.
+            each class are drawn for train, 30 for valid, the rest for test (with targets a tenth each for valid and test), by
+            seed 0, or in train.py by --seed; with several labels per node, or without labels, there is no split.
         columns: those of disk/columns.py, edge_weight, edge_type, edge_time, edge_features and node_time; edge arrays in
             the order of the given edges; an added reverse copies those of its edge. With node_time and no edge_time an
             edge, also an added reverse, has the time of its source. edge_order=True also stores the number of each edge in
             the order given (8 bytes an edge), for `GraphStore.given_edges` and `stored_edges`; or give numbers, int [M].
-        node_names: V distinct names of one line each; by type {type: names}, distinct within a type. edge_types: names of the
-            edge types.
+        node_names: V distinct names of one line each; by type {type: distinct names}. edge_types: names of the edge types.
         feature_names: F different names of the columns of features; with them predictions go by name, not by position.
-            None: those of a DataFrame. By type {type: names}.
+            None: those of a DataFrame. By type: {type: names}.
         node_types: {name: number of nodes} of a heterogeneous graph, for which edge_index, features, labels and columns
             are dicts by type, see `flatten` of extras/typed.py.
         backend: "mmap" or "lmdb", for the features. feature_dtype: "bfloat16" or "float16" rounds float features to it:
-            half the bytes of float32. "int8": to one of 256 values of their column, evenly spaced from its smallest to its
-            largest; read as float32.
+            half the bytes of float32. "int8": to one of 256 evenly spaced values of their column; read as float32.
         num_classes: C; None: the largest label + 1.
-        symmetrize: add the reverse of every edge. drop_self_loops: drop edges from a node to itself.
+        symmetrize: add the reverse of every edge. drop_self_loops: drop edges from a node to itself. progress: show a bar.
         drop_duplicates: keep one of the edges with the same ends and type (after symmetrizing), with its weight, time
             and features: the earliest by time; on a tie a given edge before an added reverse, then the first.
         block_rows: rows per LMDB value; None: as many as four pages hold, 16 KiB with headers.
         source: where the graph comes from, kept in meta.json: a string or a dict of JSON values.
-        progress: show a progress bar if stderr is a terminal.
 
     Returns the path; raises StoreError for invalid input, a target that exists, a full disk.
     """
     refuse_unknown(columns.keys())
     given = SimpleNamespace(**locals(), always=None)
-    # scipy has sparse matrices that are dicts
-    if isinstance(edge_index, dict) and not convert.is_sparse(edge_index):
-        vars(given).update(extra(".typed").flatten(given))
-    elif node_types is not None and not all(isinstance(of, tuple) for of in node_types.values()):
-        raise StoreError(
-            "node_types is for a graph that is given by type: give "
-            "edge_index as {(source type, name, destination type): [2, M]}"
-        )
     graph = build.checked(given)
     with files.complete_or_not_there(Path(path), build.bytes_needed(graph)) as building:
         build.write_store(building, graph, progress)
@@ -314,14 +301,8 @@ class GraphStore:
         """
         if type is None:
             return columns.node_ids(name, values, self.num_nodes, self._names())
-        first = 0
-        for kind, (count, _) in self.node_types.items():
-            if kind == type:
-                names = self._names() and islice(self._names(), first, first + count)
-                return first + columns.node_ids(name, values, count, names)
-            first += count
-        types = ", ".join(self.node_types) or "none"
-        raise StoreError(f"{name}: there is no type {type!r}; types of nodes are {types}")
+        typed = extra(".typed", "ids of a type")
+        return typed.ids_within(self, type, name, values, self._names())
 
     def given_edges(self, positions) -> Tensor:
         """Return the numbers that stored edges had when they were given to `build_store` -> int64 of the shape of `positions`.
@@ -335,7 +316,7 @@ class GraphStore:
         Raises:
             StoreError: for a position out of range; if the store was not built with edge_order=True.
         """
-        order = self._order()
+        order = columns.order_given(self)
         places = torch.from_numpy(convert.integers("positions", positions))
         within("positions", places, len(order), "positions in indices")
         return order[places].to(getattr(positions, "device", "cpu"))
@@ -356,16 +337,7 @@ class GraphStore:
                 dropped it; if the store was not built with edge_order=True.
         """
         edges = convert.integers("edges", edges, "n")
-        return torch.from_numpy(sort.places_of(self._order().numpy(), edges))
-
-    def _order(self):
-        order = getattr(self, columns.EDGE_ORDER.name)
-        if order is None:
-            raise StoreError(
-                f"{self.path} does not have the order in which edges were given: "
-                "build it with edge_order=True (--edge-order)"
-            )
-        return order
+        return torch.from_numpy(sort.places_of(columns.order_given(self).numpy(), edges))
 
     def _names(self):
         record = self.meta["files"].get(columns.NAMES)

@@ -64,13 +64,13 @@ from run.report import (
     best_line,
     describe,
     epoch_line,
+    exchange,
     kept_line,
     peak_memory,
     stages_line,
 )
-from run.run import Run, dry_run, open_run
+from run.run import Run, dry_run, open_run, prepare, prepared
 from sampler import DamagedGraph
-from sources import prepare as datasets
 from tasks.metrics import NotFinite
 
 # flags that are not given come from the checkpoint to resume, if any
@@ -234,7 +234,7 @@ class Training:
             **stages,
         }
         if run.ranks.world > 1 and self.stepper.parallel:
-            figures["exchange"] = run.ranks.exchange(self.stepper.parallel) * (done - first)
+            figures["exchange"] = exchange(self.stepper.parallel) * (done - first)
         return Epoch(done, self.stop.answer, figures, clock.laps)
 
     def check(self, trained, epoch, draw):
@@ -283,29 +283,6 @@ class Training:
 
     def finite(self, loss):
         return all_finite(self.run.ranks, loss, self.run.model, self.optimizer)
-
-
-def prepare(flags):
-    """Build the store of --dataset on first use -> its directory."""
-    names = "seed backend symmetrize drop_duplicates feature_dtype".split()
-    options = {name: getattr(flags, name) for name in names}
-    return datasets.prepare(flags.dataset, flags.root, **options)
-
-
-def prepared(ranks, flags):
-    """Prepare --dataset: local rank 0 builds the store while the other ranks of its machine wait -> its directory.
-    StoreError, on every rank, if there is none on one machine."""
-    problem = None
-    with ranks.patience():
-        try:
-            if ranks.local_rank == 0:
-                prepare(flags)
-        except StoreError as error:
-            problem = str(error)
-    for rank, text in enumerate(ranks.gather(problem)):
-        if text:
-            raise StoreError(f"rank {rank}: {text}" if rank else text)
-    return prepare(flags)
 
 
 class Finished(NamedTuple):

@@ -7,7 +7,6 @@ Degrees are log-normal, half of the sources lie near their destination, the othe
 """
 
 import collections
-import copy
 import gc
 import tempfile
 from functools import partial
@@ -19,14 +18,14 @@ from torch import Tensor
 
 import ddp
 import train
-from bench.tools import opened
 from extras import step_graphs
 from extras.edge_split import split_edges
 from features import place
 from run import placement
 from run.adam import Adam
 from run.run import open_run
-from store import MmapFeatures
+from sources import prepare
+from store import GraphStore, MmapFeatures
 
 CHUNK = 1 << 26  # edges made at a time
 NEAR = 1000  # sources of half of the edges are among as many nodes around the destination
@@ -129,11 +128,16 @@ def with_columns(graph):
     return graph._replace(indices=graph.indices[order], columns=columns)
 
 
-def store_of(graph, folder):
+def small_store(shape, folder):
+    """Build a small store with features and classes of a Shape in a folder -> its path."""
+    name = f"synthetic:nodes=2000,degree=8,features={shape.width},classes={shape.classes}"
+    return str(prepare.prepare(f"{name},train=256,valid=64", folder, progress=False))
+
+
+def store_of(graph, path):
     """Put a graph in the place of a small store's -> a GraphStore of arrays in memory."""
     shape = graph.shape
-    name = f"synthetic:nodes=2000,degree=8,features={shape.width},classes={shape.classes}"
-    store = copy.copy(opened(f"{name},train=256,valid=64", folder))
+    store = GraphStore.open(path)
     store.indptr = graph.indptr
     store.indices = store.sampled_indices = graph.indices
     store.sampling_threads = None
@@ -178,7 +182,7 @@ class Trained:
             graph.indptr.is_cuda and "gin" not in words
         ):  # else decided by a sample of edges, on the CPU
             words = (*words, "--no-residual")
-        opened_as = lambda args, path, say: store_of(graph, folder)  # noqa: E731
+        opened_as = lambda args, path, say: store_of(graph, path)  # noqa: E731
         pairs = partial(first_pairs, count=graph.shape.seeds)
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -190,7 +194,7 @@ class Trained:
             mock.patch.object(ddp.Ranks, "say", lambda ranks, line: None),
         ):
             args = train.parse_args([str(word) for word in ("--gpus", 1, *words)])
-            run = open_run(self.ranks, args, "made")
+            run = open_run(self.ranks, args, small_store(graph.shape, folder))
         names = "lr", "weight_decay", "clip_norm"
         options = {name: getattr(run.plan, name) for name in names}
         optimizer = Adam(run.model.parameters(), fused=True, **options)

@@ -122,7 +122,6 @@ def part_pages(args, folder):
         free = room / scale
         table = types.SimpleNamespace(shape=(len(visits), ROW), dtype=torch.int8)
         table.room = lambda free=free: free
-        table.stays = lambda beside=0, free=free: free - beside >= len(visits) * ROW / 2
         behind = lambda rows: [batch[rank[batch] >= on_gpu + rows] for batch in batches]  # noqa: E731
         pages_behind = lambda rows: list(map(pages, behind(rows)))  # noqa: E731
         count("least recently used pages", room, recent(pages_behind(0), free // PAGE))
@@ -131,10 +130,9 @@ def part_pages(args, folder):
         for processes in (1, 4):
             tiers = settled_tiers(table, visits, on_gpu * ROW, 0, processes)
             rest = pages_behind(tiers.host // ROW)
-            if tiers.room:
-                touched = processes * sum(map(len, rest)) / len(rest)
-                window = math.ceil(TOUCHES * last / touched)
-                rest = planned(rest, int(tiers.room // PAGE), window, last, processes)
+            touched = processes * sum(map(len, rest)) / len(rest)
+            window = math.ceil(TOUCHES * last / touched)
+            rest = planned(rest, tiers.room // PAGE, window, last, processes)
             count(f"ours, {processes} processes", room, rest)
             figures[f"ours, {processes} processes, {room / 1e9:g} GB"]["expected"] = (
                 tiers.reads * len(batches) / 2 * scale / 1e6

@@ -207,7 +207,7 @@ WORK = {
         (a.width / a.LANES,), 4 + a.width / a.LANES * in_groups(a.k)[0]
     ),
 }
-FLAGS = {"whole", "relu", "drop", "wide", "word_bytes", "id_bytes", "b.law.rule"}
+FLAGS = {"whole", "relu", "drop", "wide", "word_bytes", "id_bytes", "b.spec.rule"}
 
 
 def known(values):
@@ -216,7 +216,7 @@ def known(values):
     for name, value in values.items():
         if name in FLAGS and value is not None:
             lines.append(f"{name} = {value};")
-        elif value is None and name != "b.law.types":  # a graph without types lacks their TYPE
+        elif value is None and name != "b.spec.types":  # a graph without types lacks their TYPE
             lines.append(f"{name} = 0;")
         elif isinstance(value, tuple):
             lines.append(f"__builtin_assume({name} != 0);")

@@ -34,4 +34,4 @@ def worker(ranks, args, path):
 if __name__ == "__main__":
     with mock.patch.object(torch.cuda, "device_count", lambda: RANKS):
         args = train.parse_args([*sys.argv[1:], "--gpus", str(RANKS)])
-    ddp.launch(worker, RANKS, args, train.prepare(args), gpus=RANKS)
+        ddp.launch(worker, RANKS, args, train.prepare(args), gpus=RANKS)

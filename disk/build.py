@@ -35,6 +35,14 @@ class Checked(NamedTuple):
 
 def checked(given) -> Checked:
     """Check the arguments of `build_store` for one graph; features and edges, in chunks, only as they are written."""
+    # scipy has sparse matrices that are dicts
+    if isinstance(given.edge_index, dict) and not convert.is_sparse(given.edge_index):
+        vars(given).update(extra(".typed").flatten(given))
+    elif given.node_types and not all(isinstance(of, tuple) for of in given.node_types.values()):
+        raise StoreError(
+            "node_types is for a graph that is given by type: give "
+            "edge_index as {(source type, name, destination type): [2, M]}"
+        )
     if given.backend not in BACKENDS:
         options = ", ".join(BACKENDS)
         raise StoreError(f"backend {given.backend!r} is unknown: choose one of {options}")

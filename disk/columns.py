@@ -1,4 +1,4 @@
-"""The optional columns of a store's edges and nodes, each declared once in COLUMNS, and the names of its nodes.
+"""The optional columns of a store's edges and nodes, each declared once in COLUMNS.
 
     arrays, meta = check_columns({"edge_weight": w}, edges, None)      # before they are written
     records = write_arrays(folder, arrays)                                          # edge_weight.npy
@@ -7,7 +7,7 @@ A column is an argument of `build_store`, an attribute of `GraphStore`, NAME.npy
 and DGL graphs under any of its aliases, and a flag of `store.py build` for tables. Sorting, mirroring and dropping edges
 takes all columns of edges along. What a run does with a column is said by `use` of the file that COLUMNS of extras/__init__.py names.
 
-The names of the nodes are lines of nodes.txt: node i is called what line i + 1 says. V nodes and M edges of the graph, D
+The names of nodes are in extras/names.py. V nodes and M edges of the graph, D
 width of the edges' features. This file needs disk/files.py, disk/convert.py, numpy and torch.
 """
 
@@ -331,6 +331,17 @@ def check_names(what, names, count) -> list[str]:
         if times > 1:
             raise StoreError(f"{what} holds {name!r} more than once")
     return names
+
+
+def order_given(store):
+    """Return the numbers of the edges of a store in the order given, see `GraphStore.given_edges`; StoreError without them."""
+    order = getattr(store, EDGE_ORDER.name)
+    if order is None:
+        raise StoreError(
+            f"{store.path} does not have the order in which edges were given: "
+            "build it with edge_order=True (--edge-order)"
+        )
+    return order
 
 
 def node_ids(name, values, num_nodes, names=None) -> torch.Tensor:

@@ -39,7 +39,7 @@ CACHES = dict(cache=".cache")  # what may be put in front of features
 FLAGS = {
     ".times": "temporal window",
     ".labor": "layer_dependency batch_dependency",
-    ".links": "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss pairs",
+    ".links": "edge_split edge_type scorer negatives negatives_by unchecked_negatives link_loss eval_negatives top pairs",
     ".graphs": "max_nodes max_edges pooling",
     ".relational": "bases",
     ".edge_features": "edge_features",

@@ -81,7 +81,7 @@ class CachedFeatures:
         hits, lookups: rows found in the cache and rows asked for since the start. hit_rate: hits / lookups.
     """
 
-    def __init__(self, features, visits, budget, device="cpu", behind=None, keep=None):
+    def __init__(self, features, visits, budget, device="cpu", *, behind=None, keep=None):
         features = getattr(features, "tensor", features)
         self.shape = tuple(features.shape)
         self.dtype = features.dtype
@@ -231,7 +231,7 @@ def cached(ranks, plan, task, used, features):
     )
     if not gpu:
         return behind()
-    return CachedFeatures(features, visits, gpu, ranks.device, behind)
+    return CachedFeatures(features, visits, gpu, ranks.device, behind=behind)
 
 
 def looking_ahead(ranks):

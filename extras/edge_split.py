@@ -340,11 +340,11 @@ def checked_pairs(name, pairs, store, edge_type=None):
             "integers or names [n, 2] are needed, source and destination"
         )
     if hasattr(store, "node_ids"):
-        types = [None, None]
         if edge_type is not None and store.node_types and NAMES in store.meta["files"]:
-            types = store.edge_types[edge_type].split(",")[::2]
-        ends = zip(pairs.T, types)
-        pairs = torch.stack([store.node_ids(ids, name, of) for ids, of in ends], 1)
+            ends = zip(pairs.T, store.edge_types[edge_type].split(",")[::2])
+            pairs = torch.stack([store.node_ids(ids, name, of) for ids, of in ends], 1)
+        else:
+            pairs = store.node_ids(pairs, name)
     else:
         pairs = node_ids(name, pairs, store.num_nodes)
     if getattr(store, "edge_types", None) and store.node_types:

@@ -14,7 +14,6 @@ import functools
 import os
 import re
 import tempfile
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -89,8 +88,8 @@ def read_tables(sources, tables, columns, folder, ignore):
             called = _called_elsewhere(others.values(), sources[",,"], ignore)
         x, of = features(sources[kind], folder, ignore, called, kind)
         nodes[kind] = of
-        add(kind, {"features": x, "num_nodes": of.count, "node_names": of.names})
-        add(kind, {"feature_names": of.feature_names})
+        names = {"node_names": of.names, "feature_names": of.feature_names}
+        add(kind, {"features": x, "num_nodes": of.count, **names})
     for name, source in others.items():
         kind, _, file = source.partition("=") if types[0] else ("", "", source)
         if kind not in nodes:
@@ -256,13 +255,12 @@ def features(file, folder, ignore=(), called=(), kind=""):
         _refuse_splits(table, "feature", "^is|mask$")
         if not kept and not kind:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
-        dates = [j for j in kept if table.dated(j)]
-        texts = [j for j in kept if j not in dates and table.holds_text(j)]
-        numbers = [j for j in kept if j not in texts]
+        kinds = {j: table.form(j) for j in kept}
+        dates = [j for j in kept if kinds[j] is TIME]
+        texts = [j for j in kept if kinds[j] is str]
+        numbers = [j for j in kept if kinds[j] is not str]
         whole = {j: [] for j in [*texts, node] if j is not None}
-        kinds = (
-            dict.fromkeys(numbers, list) | dict.fromkeys(dates, TIME) | dict.fromkeys(whole, str)
-        )
+        kinds |= dict.fromkeys(whole, str)
         rounded = RoundedRows(SAMPLED, 1)
 
         def rows():
@@ -475,7 +473,8 @@ def _ids_of_nodes(table, nodes, name) -> int | None:
     if name not in (*ANSWERS, *COLUMNS):
         return 0 if table.width == 1 else None
     names = table.names or ()
-    ids = {*table.named("id"), *(j for j, name in enumerate(names) if name == nodes.id_name)}
+    called = {nodes.type, nodes.id_name}
+    ids = {*table.named("id"), *(j for j, name in enumerate(names) if _is_called(name, called))}
     if not ids and (nodes.kind is str or table.width == 2):
         others = table.named("label" if name in ANSWERS else "more of an edge")
         refer = [j for j in range(table.width) if j not in others]
@@ -539,7 +538,7 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
         if twice := [j for j in taken if taken.count(j) > 1]:
             raise StoreError(f"{file}: {table.column(twice[0])} is used for two things")
         extra = [j for j in range(table.width) if j not in [*taken, *keys]]
-        dates = [j for j in extra if table.dated(j)]
+        dates = [j for j in extra if table.form(j) is TIME]
         if len(dates) == 1 and keep is not None and EDGE_TIME.name not in keep:
             kept[EDGE_TIME.name] = dates
             extra.remove(dates[0])
@@ -793,22 +792,15 @@ def _found_ends(table, nodes, taken=()) -> list[int] | None:
 
 
 def _twins(table) -> list:
-    """List the pairs of columns whose names differ in one word, such as user1 and user2 -> (words that they share, the numbers
-    of the columns in the order of the words that differ: letters, digits, or source and target)."""
-    words = [words_of(name) for name in table.names or ()]
-    twins = []
-    for j, k in combinations(range(len(words)), 2):
-        pairs = [*zip(words[j], words[k])]
-        differing = [(a, b) for a, b in pairs if a != b]
-        if len(words[j]) != len(words[k]) or len(pairs) < 2 or len(differing) != 1:
-            continue
-        a, b = differing[0]
-        if {"source", "destination"} <= meanings(a) | meanings(b):
-            in_order = "source" in meanings(a)
-        elif len(a) == len(b) == 1:
-            in_order = a < b
-        else:
-            continue
-        stem = [a for a, b in pairs if a == b]
-        twins.append((stem, [j, k] if in_order else [k, j]))
-    return twins
+    """List the pairs of columns whose names differ in one word that is a letter, a digit or a name of an end, such as user1 and
+    user2 -> (words that they share, the numbers of the columns, the source's first)."""
+    columns = {}
+    for j, name in enumerate(table.names or ()):
+        words = words_of(name)
+        for place, word in enumerate(words):
+            ends = meanings(word) & {"source", "destination"}
+            if len(words) > 1 and (ends or len(word) == 1):
+                stem = (place, *words[:place], *words[place + 1 :])
+                columns.setdefault(stem, []).append(("destination" in ends, word, j))
+    twins = [(stem, sorted(pair)) for stem, pair in columns.items() if len(pair) == 2]
+    return [([*stem[1:]], [j for *_, j in pair]) for stem, pair in twins]

@@ -104,9 +104,7 @@ class GraphTask(Task):
     examples = "graphs"
     placed = False
     models = MODELS
-    about_models = (
-        f"{' or '.join(MODELS)}, which sees angles, or a file's (default: {[*MODELS][0]})"
-    )
+    about_models = f"{' or '.join(MODELS)}, which sees angles, or own (default: {[*MODELS][0]})"
     told_by = "graphs."
     least_steps = 2000
     metrics = *dict.fromkeys(("roc_auc", *metrics_with("from_logits"))), *ERRORS

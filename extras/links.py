@@ -382,12 +382,19 @@ class LinkTask(Task):
         return line, {part: figures}
 
     def rows_of_best(self, run, h):
-        """Yield a table of the --top best destinations of each source that are no edges of it, in chunks, {column: values}: names
-        of the nodes or, without names, their numbers, and scores [n]. h: [V, D] embeddings."""
+        """Yield a table of the --top best destinations of each source that are no edges of it, in chunks, {column: values}: types
+        of the nodes, if they have any, their names or, without names, numbers within the type, and scores [n]. h: [V, D]."""
         names = self.store.node_names()
-        names = as_stored(self.store, names) if names else np.arange(len(h))
-        for source, destination, scores in self.evaluation.best(run.model.scorer, h, run.plan.top):
-            table = {"source": names[source], "destination": names[destination]}
+        names = names and as_stored(self.store, names)
+        types = np.array([*self.store.node_types])
+        ends = self.evaluation.negatives.ends
+        for *pairs, scores in self.evaluation.best(run.model.scorer, h, run.plan.top):
+            table = {}
+            for column, nodes in zip(("source", "destination"), pairs):
+                kind = torch.bucketize(nodes, ends[1:], right=True)
+                if len(types):
+                    table[f"{column}_type"] = types[kind]
+                table[column] = (nodes - ends[kind]).numpy() if names is None else names[nodes]
             yield {**table, "score": scores.numpy()}
 
     def rows_of_pairs(self, scores):

@@ -38,10 +38,7 @@ from features import prefetch
 RAMP = 2
 # average uses of each page of the table in a default window: MIN gains little from a longer one
 TOUCHES = 2
-SHARES = (
-    (1 / 8, True),
-    (3 / 4, False),
-)  # of the free memory for rows, and whether the rest keeps pages
+SHARES = 1 / 8, 1 / 2, 3 / 4  # of the free memory that rows may take; pages get the rest
 ROOM = 15 / 16  # share of the free memory for pages; the rest is left to other processes
 AHEAD = 1 << 21  # bytes of one read-ahead request to the kernel
 
@@ -125,18 +122,17 @@ def read_in_order(reader, pages):
 
 
 class Tiers(NamedTuple):
-    """Where the rows of features on disk are, of a process."""
+    """Where the rows of features on disk are, for all processes of a machine."""
 
-    gpu: int  # bytes of the hottest rows in GPU memory
-    host: int  # and of the next in host memory, of all processes
-    room: int  # bytes of pages in the page cache, of all processes; 0: none are kept
+    host: int  # bytes of the hottest rows in host memory, behind those in GPU memory
+    room: int  # bytes of pages in the page cache
     reads: float  # pages that a batch is expected to read from the disk
     line: str
 
 
 def expected_reads(visits, row_bytes, room, processes=1):
     """Estimate the pages that a batch reads from the disk if the pages used soonest are kept in `room` bytes: those whose next
-    use is less than some number of batches away, as if batches were independent.
+    use is less than some number of batches away, as if batches were independent and no row began within a page that it leaves.
 
     visits: [n] probabilities that a batch reads a row, 0 for rows in memory. processes: that read batches at the same time.
     """
@@ -156,36 +152,34 @@ def expected_reads(visits, row_bytes, room, processes=1):
     return pages * float((used * (-used * near).exp()).sum()) / processes
 
 
-def settled_tiers(rows, visits, gpu=0, given=0, processes=1):
-    """Settle how much of which memory keeps rows and pages of `MmapFeatures` -> Tiers, those with which fewer reads are
-    expected: rows and pages, or rows alone, read past the page cache. gpu: bytes of rows of each process. given: of all; 0:
-    shares of the free memory. visits: [V], see `expected_visits`."""
+def settled_tiers(rows, visits, gpu=0, host=0, processes=1):
+    """Settle how much of which memory keeps rows of `MappedRows`, and pages -> Tiers. gpu: bytes of rows of each process.
+    host: bytes of rows of all; 0: that one of SHARES with which fewest reads are expected. visits: [V], see
+    `expected_visits`."""
     row_bytes = rows.shape[1] * rows.dtype.itemsize
     free = max(0, rows.room())
     total = float(visits.sum()) or 1.0
 
-    def tiers(share, keeps_pages):
-        host = given or int(free * share)
+    def tiers(host):
         kept = visits.topk(min(len(visits), (gpu + host) // row_bytes))
         on_gpu = float(kept.values[: gpu // row_bytes].sum()) / total
         either = float(kept.values.sum()) / total
-        room = keeps_pages * max(0, min(int(ROOM * (free - host)), len(visits) * row_bytes))
-        cold = visits.index_fill(0, kept.indices, 0)
-        reads = expected_reads(cold, row_bytes, room, processes)
-        line = f"{readable_size(host)} in host memory ({either - on_gpu:.0%}), "
-        if gpu:
-            line = f"{readable_size(gpu)} on the GPU ({on_gpu:.0%}), {line}"
-        line += (
-            f"{readable_size(room)} of pages; a batch reads about {reads:,.0f} pages from the disk"
+        room = max(0, min(int(ROOM * (free - host)), len(visits) * row_bytes))
+        reads = expected_reads(visits.index_fill(0, kept.indices, 0), row_bytes, room, processes)
+        on_gpus = f"{readable_size(gpu)} on each GPU ({on_gpu:.0%} of a batch), "
+        line = (
+            f"rows on disk: {on_gpus if gpu else ''}{readable_size(host)} in host memory "
+            f"({either - on_gpu:.0%} of a batch), pages of {readable_size(room)}; "
+            f"a batch reads about {reads:,.0f} pages from the disk"
         )
-        line = f"rows on disk, the hottest (share of a batch) in {line}"
-        return Tiers(gpu, host, room, reads, line)
+        return Tiers(host, room, reads, line)
 
-    return min(itertools.starmap(tiers, SHARES), key=lambda tiers: tiers.reads)
+    choices = [host] if host else [int(free * share) for share in SHARES]
+    return min(map(tiers, choices), key=lambda tiers: tiers.reads)
 
 
 def reads_per_second(rows):
-    """Measure how many random rows of `MmapFeatures` a disk delivers, past the page cache."""
+    """Measure how many random rows of `MappedRows` a disk delivers, past the page cache."""
     ids = torch.randint(rows.shape[0], (1 << 13,))
     out = torch.empty(len(ids), rows.shape[1], dtype=rows.dtype)
     reader = rows.reader(direct=True)
@@ -201,7 +195,7 @@ class LookaheadCache(CachedFeatures):
     Beyond `budget` it takes 4 bytes per node, the window's blocks and, with planned pages, 20 bytes per 4 KiB page.
 
     Args:
-        features: `MmapFeatures` of a store. budget: bytes of rows to keep in memory.
+        features: `MappedRows`. budget: bytes of rows to keep in memory.
         lookahead: batches in the window; None: enough to use each page TOUCHES times, while their blocks fit into a
             quarter of the budget plus a 32nd of `room`; 0 where no pages are planned.
         hot: [V] scores, such as `expected_visits`; the rows with the highest are kept in memory.

@@ -62,7 +62,7 @@ class NodeNumbers(NodeTask):
         store = self.store
         if store.labelled and not store.targets:
             raise StoreError(f"--metric {args.metric} is of targets, and {path} has classes")
-        of_classes = {"class_weights": "none", "predict_what": "embeddings"}
+        of_classes = {"class_weights": "none", "predict_what": "embeddings", "report": None}
         for name, value in of_classes.items():
             if name in args.typed and getattr(args, name) != value:
                 flag = f"--{name.replace('_', '-')} {getattr(args, name)}"

@@ -304,25 +304,25 @@ class Table:
         """Whether a column may hold ids of the rows: text or whole numbers, in the first rows all different, no dates and no
         several values in a cell."""
         cells = self.sample(j)
-        if self.kinds[j] in ("empty", *UNLIKE) or self.dated(j) or SEVERAL in "".join(cells):
+        if self.kinds[j] in ("empty", *UNLIKE) or SEVERAL in "".join(cells):
+            return False
+        if self.form(j) is TIME:
             return False
         whole = self.kinds[j] != "real" or None not in map(whole_of, filter(None, cells))
         return whole and len({*cells}) == len(cells)
 
-    def holds_text(self, j) -> bool:
-        """Whether no cell of the first rows is a number: in parquet text may spell numbers."""
-        return kind_of(self.sample(j)) == self.kinds[j] == "text"
-
-    def dated(self, j) -> bool:
-        """Whether a column holds dates: by its type in parquet, or as text, by all cells of the first rows."""
-        if self.kinds[j] != "text":
-            return self.kinds[j] == "dates"
+    def form(self, j):
+        """Return the kind as which `read` can read a feature, by the first rows: TIME for dates, in parquet by their type, str for
+        text, list for numbers, which text in parquet may spell, too."""
         import pyarrow
 
-        with contextlib.suppress(StoreError):
-            cells = [cell for cell in self.sample(j) if cell not in MISSING]
-            return len(self._times(0, j, pyarrow.array(cells))) > 0
-        return False
+        cells = [cell for cell in self.sample(j) if cell not in MISSING]
+        if self.kinds[j] == "text" and kind_of(cells) == "text":
+            with contextlib.suppress(StoreError):
+                self._times(0, j, pyarrow.array(cells))
+                return TIME
+            return str
+        return TIME if self.kinds[j] == "dates" else list
 
     def error(self, row, problem) -> StoreError:
         """Make a StoreError that names the file and the line of a row."""

@@ -237,7 +237,7 @@ def flags(kinds):
             temporal=kinds.per_graph(
                 kinds.one_of("auto", "at", "before", "off"),
                 "auto",
-                "edges seen, at: to a seed's time; before: earlier; off: all (default: at; links: off)",
+                "edges seen: at: to a seed's time, before: earlier, off: all (default: at; links off)",
             ),
             window=kinds.fixed(
                 kinds.TIME,

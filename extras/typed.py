@@ -20,7 +20,16 @@ import torch
 from torch.nn.functional import pad
 
 from disk.checks import check_targets
-from disk.columns import COLUMNS, EDGE_ORDER, EDGE_TIME, EDGE_TYPE, NODE_TIME, OF_EDGES, check_units
+from disk.columns import (
+    COLUMNS,
+    EDGE_ORDER,
+    EDGE_TIME,
+    EDGE_TYPE,
+    NODE_TIME,
+    OF_EDGES,
+    check_units,
+    node_ids,
+)
 from disk.convert import (
     Rows,
     array_like,
@@ -348,3 +357,15 @@ def _spread(name, parts, first, node_types, rest) -> np.ndarray:
         shaped(f"{name} of {kind}", part, node_types[kind], *some.shape[1:])
         joined[first[kind] : first[kind] + len(part)] = part
     return joined
+
+
+def ids_within(store, type, name, values, names):
+    """Look up nodes of a type, see `GraphStore.node_ids`. names: of all nodes, in order; None: values are numbers within it."""
+    first = 0
+    for kind, (count, _) in store.node_types.items():
+        if kind == type:
+            names = names and itertools.islice(names, first, first + count)
+            return first + node_ids(name, values, count, names)
+        first += count
+    types = ", ".join(store.node_types) or "none"
+    raise StoreError(f"{name}: there is no type {type!r}; types of nodes are {types}")

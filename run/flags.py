@@ -468,10 +468,10 @@ class Flags(Typed):
 def unused(task):
     """Return {flag: why it has no effect} of a task's class: those of other tasks, and those that it names."""
     idle = {name: why for why, names in task.unused.items() for name in names.split()}
-    for other, module in extras.present(extras.TASKS).items():
+    for other, file in extras.TASKS.items():
         if other != task.name:
-            for flags in module.flags(kinds).values():
-                idle |= dict.fromkeys(flags, f"is for --task {other}, --task is {task.name}")
+            why = f"is for --task {other}, --task is {task.name}"
+            idle |= dict.fromkeys(extras.FLAGS[file].split(), why)
     return idle
 
 

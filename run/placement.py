@@ -167,7 +167,9 @@ def residual_helps(store, known):
     ends = block.src_nodes.long()[block.to_pyg()[0]]  # [2, E], sources and destinations
     usable = torch.isin(ends[0], known) & (ends[0] != ends[1])
     pairs = store.labels[ends[:, usable]]
-    if store.labels.dim() != 1 or pairs.shape[1] < 100:
+    if store.labels.dim() != 1:
+        return False, "no residual connections: nodes have no class, one each, to compare"
+    if pairs.shape[1] < 100:
         return False, "no residual connections: too few edges join training or validation nodes"
     chance = (pairs.flatten().bincount() / pairs.numel()).square().sum().item()
     same = (pairs[0] == pairs[1]).double().mean().item()

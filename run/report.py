@@ -382,7 +382,7 @@ def epoch_line(plan, figures, examples="seeds"):
         left_out = re.compile("@|r2|rmse_of")
         scores = figures["valid"].items()
         valid = scores_line({k: v for k, v in scores if k == plan.metric or not left_out.search(k)})
-        valid += " (sampled)" * (plan.task == "node")
+        valid += " (sampled)" * (examples == "nodes")
     from_step = f" from step {figures['first_step'] + 1}" if figures["first_step"] else ""
     # an epoch that was resumed after its last step has no loss
     loss = "n/a" if figures["loss"] is None else f"{figures['loss']:.4f}"
@@ -422,6 +422,14 @@ def best_line(plan, start, epoch, score):
 def kept_line(plan):
     """Format the line that says how to use the checkpoint that a run has written."""
     return f"wrote {plan.checkpoint}; --resume {plan.checkpoint} --predict FILE.npy uses it"
+
+
+def exchange(parallel):
+    """Return the mean seconds per step that the all-reduce of gradients was not hidden by the backward pass."""
+    times = parallel._get_ddp_logging_data()  # without the last step
+    communication = times.get("avg_backward_comm_time", 0)
+    overlap = times.get("avg_backward_compute_comm_overlap_time", 0)
+    return (communication - overlap) / 1e9
 
 
 def advice(ranks, figures):

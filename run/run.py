@@ -26,10 +26,34 @@ from run.flags import TASKS, Plan
 from run.placement import all_features, cached, place_data, reading_all_edges, settle, tell_memory
 from run.report import plan_lines
 from sampler import NeighborSampler, mix
+from sources import prepare as datasets
 from tasks.metrics import check_scores
 
 # up to this many edges, networks that cannot be evaluated layer by layer are evaluated full-batch
 WHOLE_GRAPH_EDGES = 1 << 22
+
+
+def prepare(flags):
+    """Build the store of --dataset on first use -> its directory."""
+    names = "seed backend symmetrize drop_duplicates feature_dtype".split()
+    options = {name: getattr(flags, name) for name in names}
+    return datasets.prepare(flags.dataset, flags.root, **options)
+
+
+def prepared(ranks, flags):
+    """Prepare --dataset: local rank 0 builds the store while the other ranks of its machine wait -> its directory.
+    StoreError, on every rank, if there is none on one machine."""
+    problem = None
+    with ranks.patience():
+        try:
+            if ranks.local_rank == 0:
+                prepare(flags)
+        except StoreError as error:
+            problem = str(error)
+    for rank, text in enumerate(ranks.gather(problem)):
+        if text:
+            raise StoreError(f"rank {rank}: {text}" if rank else text)
+    return prepare(flags)
 
 
 def open_run(ranks, flags, path, fits=lambda plan, task: {}):

@@ -169,7 +169,7 @@ class NodeTask(Task):
         exact = self.say_exact(report, exact, how)
         report.others(self, scored)
         if args.report and run.ranks.leads:
-            extra(".class_report").write(self, args.report, logits)
+            extra(".class_report").write(store, args.report, logits)
         if args.predict:
             what = args.predict_what
             if what == "embeddings":

@@ -21,7 +21,7 @@ import loader
 import store
 from disk import files, reader
 from disk.files import StoreError
-from extras import lookahead
+from extras import cache, lookahead
 from extras.lookahead import LookaheadCache
 from features import CachedFeatures, FeatureRing
 from native import build
@@ -522,6 +522,53 @@ def test_processes_of_a_machine_plan_as_one_with_the_batches_of_all(tmp_path):
     for rank in "01":
         (tmp_path / rank).mkdir()
     _end(_fork(tmp_path / "out", ddp.launch, _plans_together, 2, tmp_path))
+
+
+@pytest.mark.parametrize("row_bytes", [1024, 4096, 8192])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("processes", [1, 3])
+def test_reads_are_expected_as_the_planner_reads(row_bytes, share, processes):
+    rng = np.random.default_rng(0)
+    visits = rng.random(800) ** 4 / 10
+    room = int(share * 800 * row_bytes)
+    planner = _planner(800, row_bytes, room // 4096, 300)
+    reads = 0
+    for i in range(900):
+        steps = [np.flatnonzero(rng.random(800) < visits) for _ in range(processes)]
+        planner.expect(torch.from_numpy(np.concatenate(steps)))
+        if i >= 300:
+            missing = len(planner.plan()[0])
+            reads += missing * (i >= 600)
+    expected = lookahead.expected_reads(torch.from_numpy(visits), row_bytes, room, processes)
+    assert reads / 300 / processes == pytest.approx(expected, rel=0.1, abs=0.5)
+
+
+def test_caches_are_placed_by_mode(tmp_path, monkeypatch, capsys):
+    """In cpu-cuda --cache was all: the kernel decided which pages stay."""
+    graph, _ = _on_disk(tmp_path, monkeypatch, 256)
+    task = types.SimpleNamespace(store=graph, seeds_per_example=lambda plan: 1)
+    task.seeds = lambda: graph.split["train"]
+    used = types.SimpleNamespace(draws=lambda plan: [3, 3])
+    plan = dict(split_features=False, lookahead=None, dry_run=False, batch_size=4, accumulate=1)
+    for mode, size, front in (
+        ("cpu-cuda", 102400, 100),
+        ("cpu-cuda", 0, 0),
+        ("cpu-cpu", 9 * 1024, 0),
+    ):
+        run = types.SimpleNamespace(mode=mode, cache=size, epochs=9, steps=99, **plan)
+        rows = cache.cached(ddp.Ranks(), run, task, used, graph.features)
+        host = rows.features if front else rows
+        assert type(rows) is (CachedFeatures if front else LookaheadCache)
+        assert type(host) is LookaheadCache and host.room and not host.reader.direct
+        assert (len(rows.cache) if front else 0) == front
+        assert mode == "cpu-cuda" or len(host.cache) == 9
+        assert int((~host.on_disk).sum()) == front + len(host.cache)
+        printed = capsys.readouterr().out
+        assert ("on each GPU" in printed) == bool(front) and "pages of " in printed
+        run.dry_run = True
+        assert cache.cached(ddp.Ranks(), run, task, used, graph.features) is graph.features
+        printed = capsys.readouterr().out
+        assert re.search(r"this disk: [\d,]+ random rows/s, at most [\d,.]+ batches/s", printed)
 
 
 def test_few_batches_do_not_pay_for_pages(tmp_path, monkeypatch):

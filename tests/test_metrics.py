@@ -1,5 +1,6 @@
 """Tests: tasks/metrics.py, extras/regressor.py, several labels a node."""
 
+import csv
 import math
 import types
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from disk.files import SPLITS
 from extras import regressor
 from extras.graph_store import block_diagonal, build_graphs
 from extras.graphs import GraphTask
@@ -468,3 +470,48 @@ def test_class_weights_balance_the_classes_of_training_nodes(tiny, capsys):
     capsys.readouterr()
     assert _code(*words) == 0 and "loss    a node weighs " in capsys.readouterr().out
     assert _code(*words, "--task link") == 2 and "have no classes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_report_by_class_is_that_of_scikit_learn(several, tmp_path, capsys):
+    """Of the predictions of the test score; a class that is never predicted, and labels that are missing for some."""
+    sklearn = pytest.importorskip("sklearn.metrics")
+    rng, more = np.random.default_rng(1), {}
+    if several:
+        more["labels"] = rng.integers(0, 2, (300, 4))
+        more["labels"][rng.random((300, 4)) < 0.2] = -1
+    given = _graph(num_nodes=300, width=8, classes=6) | more | {"num_classes": None}
+    known = (given["labels"].reshape(300, -1) >= 0).any(1)
+    parts = np.array_split(rng.permutation(np.flatnonzero(known)), 3)
+    path = build_store(tmp_path / "g", **given | {"split": dict(zip(SPLITS, parts))})
+    metric = "balanced_accuracy"
+    words = f"--dataset {path} --gpus 0 --fanout 3,3 --epochs 2 --checkpoint {tmp_path}/r.pt"
+    assert _code(words, f"--metric {metric} --log {tmp_path}/log") == 0
+    words = f"--resume {tmp_path}/r.pt --gpus 0 --predict {tmp_path}/p.npy --report"
+    assert _code(words, f"{tmp_path}/r.csv") == 0
+    assert "nothing is trained" in capsys.readouterr().out
+    predicted = np.load(tmp_path / "p.npy")
+    with open(tmp_path / "r.csv", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    C = given["labels"].shape[1] if several else 6
+    assert [row["part"] for row in rows] == [part for part in SPLITS[::-1] for _ in range(C)]
+    for part, ids in zip(SPLITS, parts):
+        y, pred = given["labels"][ids], predicted[ids]
+        of_part = [row for row in rows if row["part"] == part]
+        matrix = np.array([[int(row[f"as {j}"]) for j in range(C)] for row in of_part])
+        if not several:
+            assert np.array_equal(matrix, sklearn.confusion_matrix(y, pred, labels=range(C)))
+            found = _log(tmp_path / "log")[-1]["exact"][part]
+            assert found == pytest.approx(sklearn.balanced_accuracy_score(y, pred))
+        for j, row in enumerate(of_part):
+            known = y[:, j] >= 0 if several else np.ones(len(y), bool)
+            one = (y[known, j], pred[known, j]) if several else (y == j, pred == j)
+            expected = sklearn.precision_recall_fscore_support(*one, labels=[1], zero_division=0)
+            names = "precision", "recall", "f1", "count"
+            assert [float(row[n]) for n in names] == pytest.approx([float(x[0]) for x in expected])
+            (_, fp), (fn, tp) = sklearn.confusion_matrix(*one, labels=[0, 1])
+            assert (matrix[j, j], int(row["predicted"]), int(row["count"])) == (
+                tp,
+                tp + fp,
+                tp + fn,
+            )

@@ -309,10 +309,10 @@ ORDER = " ".join(
 task dataset root backend feature_dtype split symmetrize drop_duplicates fanout sampler layer_dependency
 batch_dependency temporal window batch_size accumulate max_nodes max_edges model model_args hidden num_layers heads
 bases norm residual edge_features dropout pooling input_dropout edge_split edge_type scorer negatives negatives_by
-unchecked_negatives link_loss pairs lr lr_schedule weight_decay class_weights epochs metric early_stop weights seed
-runs precision checkpoint_activations gpus procs mode cache split_features lookahead prefetch sample_threads
-cuda_graph allocator dry_run free_gpu checkpoint checkpoint_every resume predict predict_what export verbose log
-tensorboard curve timeline profile
+unchecked_negatives link_loss eval_negatives top pairs lr lr_schedule warmup clip_norm weight_decay loss class_weights
+epochs metric early_stop weights seed runs precision checkpoint_activations gpus procs mode cache split_features
+lookahead prefetch sample_threads cuda_graph allocator dry_run free_gpu free_host checkpoint checkpoint_every resume
+init predict predict_what report export verbose log tensorboard curve timeline profile
 """.split()
 )
 

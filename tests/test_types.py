@@ -762,6 +762,10 @@ def test_train_on_links_of_one_type(mag, tmp_path, capsys):
     assert _code(f"--resume {tmp_path}/c.pt --predict {tmp_path}/h.npy --gpus 0") == 0
     scores = [line for line in out.splitlines() if "MRR" in line][-1]
     assert scores in capsys.readouterr().out
+    assert _code(f"--resume {tmp_path}/c.pt --predict {tmp_path}/r.csv --top 1 --gpus 0") == 0
+    rows = (tmp_path / "r.csv").read_text().splitlines()
+    assert rows[0] == '"source_type","source","destination_type","destination","score"'
+    assert len(rows) == 1 + 454 and rows[-1].startswith('"author",453,"paper",')
 
 
 @pytest.mark.parametrize("file, model", [("timed", "rgcn"), ("typed", "rgcn"), ("typed", "own")])
