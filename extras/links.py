@@ -463,18 +463,18 @@ def flags(kinds):
             link_loss=kinds.fixed(
                 kinds.one_of("bce", "softmax"),
                 "softmax",
-                "softmax: edge against its negatives, as it is ranked; bce: each pair alone",
+                "softmax: edge against its negatives; bce: each pair alone",
             ),
             eval_negatives=kinds.kept(
                 kinds.one_of("random", "historical"),
                 "random",
-                "what pairs with times are ranked against; historical: earlier destinations of their source",
+                "with times: ranked against; historical: earlier destinations",
                 needs=[edge_times],
             ),
             top=kinds.free(
                 kinds.COUNT,
                 None,
-                "write the N best destinations of every source by --predict, a table; also the N of MAP@N, NDCG@N and Recall@N (default: 10)",
+                "--predict: best destinations of each source; also N of MAP@N, ... (default: 10)",
                 needs=[ranks_all],
             ),
             pairs=kinds.free(

@@ -263,7 +263,7 @@ CORE = dict(
     dropout=fixed(
         PROBABILITY,
         0.5,
-        f"probability after hidden layers and on {', '.join(layers_taking('dropout'))}'s attention (default: 0.5; links: 0.3, graphs: 0.2)",
+        f"after hidden layers and on {', '.join(layers_taking('dropout'))}'s attention (default: 0.5; links: 0.3, graphs: 0.2)",
         needs=[built_in_model],
     ),
     input_dropout=fixed(
