@@ -408,7 +408,8 @@ class Conv(nn.Module):
 
     def with_dst(self, h, S):
         """Return h [N, F] and its first S rows."""
-        in_place = fused and vars(type(self)).get("own_gradient") and not hooked(*self.modules())
+        in_place = fused and vars(type(self)).get("own_gradient")
+        in_place = in_place and unchanged(*self.modules(), kinds={type(self), *PARTS})
         return fused.with_first(h, S) if in_place else (h, h[:S])
 
 
@@ -432,11 +433,12 @@ def check_rows(block, h):
 
 
 def unchanged(*modules, kinds=frozenset()):
-    """Whether modules are plain linear maps, or of other `kinds`: no adapter in the place of one, no hooks, and no method
-    set on a module itself."""
+    """Whether modules are plain linear maps, or of other `kinds`: no adapter in the place of one, no hooks, also of all
+    modules, and no method set on a module itself."""
     kinds |= {Linear}
     attributes = [value for m in modules for value in vars(m).values()]
     plain = not any(map(callable, attributes)) and not hooked(*modules)
+    plain = plain and not nn.modules.module._has_any_global_hook()
     return plain and all(type(m) in kinds for m in modules)
 
 
@@ -737,6 +739,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 NORMS = {"none": nn.Identity, "layer": LayerNorm, "batch": BatchNorm}
+PARTS = *NORMS.values(), MLP, nn.ReLU  # of layers, beside linear maps
 HOOKS = "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks".split()
 
 
@@ -926,8 +929,7 @@ class GNN(nn.Module):
             return self._scaled(h if residual is None else h + residual)
         nodes = None if nodes is None else nodes[: len(h)]
         norm = self.norms[i]
-        kinds = {*CONVS.values(), *NORMS.values(), MLP, nn.ReLU}
-        if not unchanged(*self.layers[i].modules(), norm, kinds=kinds):
+        if not unchanged(*self.layers[i].modules(), norm, kinds={*CONVS.values(), *PARTS}):
             # a hook, method or network may keep it, and ReLU is in place
             h = norm(h if residual is None else h + residual).clone()
             norm = residual = None

@@ -483,8 +483,8 @@ class _Stack(torch.autograd.Function):
 def linear(x, weight, bias=None):
     """Return x [S, F] @ weight [D, F].T + bias [D] with autograd: by `product` if it is large and, on a GPU, with sums over
     many rows by `weight_grad` and `bias_grad`."""
-    long = is_gpu(x.device) and x.dim() == 2 and len(x) >= LONG
-    ours = long or _for_onednn(x, weight)
+    long = is_gpu(x.device) and len(x) >= LONG
+    ours = x.dim() == 2 and (long or _for_onednn(x, weight))
     if ours and not torch.is_autocast_enabled(x.device.type) and not followed():
         return _Linear.apply(x, weight, bias)
     return F.linear(x, weight, bias)

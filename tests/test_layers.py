@@ -492,6 +492,9 @@ def test_linear_is_torchs_linear(monkeypatch):
         both = [_with_grads(f, *given) for f in (fused.linear, torch.nn.functional.linear)]
         torch.testing.assert_close(*both, rtol=1e-4, atol=1e-3)
         assert fused.linear(*given[1:3]).shape == (S, D)
+    stacked = torch.randn(2, 3, 4), torch.randn(2, 3, 50), torch.randn(4, 50)
+    both = [_with_grads(f, *stacked) for f in (fused.linear, torch.nn.functional.linear)]
+    torch.testing.assert_close(*both)
     # in torch.func kernels are left to torch
     assert torch.func.grad(lambda w: fused.linear(x, w).sum())(weight.detach()).shape == (250, 100)
     tables, ids = torch.randn(3, 9, 4), torch.tensor([8, 0])
@@ -741,7 +744,7 @@ class _Twice(torch.nn.Linear):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_linears_that_were_replaced_or_have_hooks_are_called(name):
-    """So are layers with hooks; what a hook was given is not overwritten."""
+    """So are layers with hooks; what a hook, also one of all modules, was given is not overwritten."""
     blocks, x, edges = _three_blocks()
     twice, replaced, hooked = (_net(name, (20, 8, 5)).eval() for _ in range(3))
     for net in (twice, replaced, hooked):
@@ -759,8 +762,16 @@ def test_linears_that_were_replaced_or_have_hooks_are_called(name):
         torch.testing.assert_close(net(blocks, x, edges=edges), expected)
     net, seen = _net(name, (20, 8, 5)).eval(), []
     expected = net(blocks, x, edges=edges)
+    watch = lambda part, given, made: seen.append((made, made.clone()))  # noqa: E731
+    with torch.nn.modules.module.register_module_full_backward_hook(lambda *given: None):
+        net(blocks, x, edges=edges).sum().backward()
+    with torch.nn.modules.module.register_module_forward_hook(watch):
+        torch.testing.assert_close(net(blocks, x, edges=edges), expected)
+    assert len(seen) > 2
+    assert all(torch.equal(*both) for both in seen)
+    seen.clear()
     for part in (net.layers[0], net.norms[1]):
-        part.register_forward_hook(lambda part, given, made: seen.append((made, made.clone())))
+        part.register_forward_hook(watch)
     assert torch.equal(net(blocks, x, edges=edges), expected) and len(seen) == 2
     assert all(torch.equal(*both) for both in seen)
 

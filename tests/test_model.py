@@ -428,7 +428,7 @@ class _Shifted(model.SAGEConv):
 def test_gradients_of_destinations_are_added_in_place_where_nothing_else_has_them(
     conv, monkeypatch
 ):
-    """To the same sums as without; not in layers whose class does not state it."""
+    """To the same sums as without; not in layers whose class does not state it, nor where a method was set on one."""
     net = GNN(8, 8, 8, conv=conv, num_layers=2, residual=True, heads=2, dropout=0)
     blocks = NeighborSampler(*_random_graph(np.random.default_rng(7), 90, 4), [4, 4])
     blocks = blocks.sample(torch.arange(20), 0)
@@ -445,6 +445,18 @@ def test_gradients_of_destinations_are_added_in_place_where_nothing_else_has_the
     apart, more = grads()
     torch.testing.assert_close(in_place, apart)
     assert more and slices == (more if conv is _Shifted else 0)
+    monkeypatch.undo()
+    message = net.layers[1].message
+
+    def shifted(x, shift):
+        shift = 2 * shift  # its gradient waits while that of h is added to
+        net.layers[1].message = lambda h, degree=None: message(h + shift, degree)
+        return net(blocks, x, key=3)
+
+    both = weight, x, torch.randn(blocks[1].num_src, 8)
+    with_kernels = _with_grads(shifted, *both)
+    monkeypatch.setattr(model, "fused", None)
+    torch.testing.assert_close(_with_grads(shifted, *both), with_kernels, rtol=1e-4, atol=1e-5)
 
 
 def test_model_inputs_are_dropped_in_training_alone():
