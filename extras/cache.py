@@ -6,6 +6,7 @@
 To copy this file, also take features.py and extras/__init__.py.
 """
 
+import math
 import threading
 import types
 from functools import partial
@@ -174,7 +175,7 @@ def cached(ranks, plan, task, used, features):
     features that stay on disk the cache in host memory looks ahead and plans the page cache too; of these --dry-run prints where
     rows are, and how fast the disk delivers them."""
     # here: the cache takes only features.py
-    from disk.files import StoreError
+    from disk.files import StoreError, free_host_bytes, readable_size
     from run.allocator import trim_memory
     from run.placement import reading_all_edges
 
@@ -188,6 +189,13 @@ def cached(ranks, plan, task, used, features):
         raise StoreError(
             f"--lookahead {plan.lookahead} needs memory-mapped features, with columns in the checkpoint's order, behind a "
             "--cache in mode cpu-cpu, or larger than memory in mode cpu-cuda, and no --split-features"
+        )
+    copies = 1 if lookahead else ranks.local_world
+    most = math.prod(rows.shape) * rows.dtype.itemsize * copies
+    host = min(row_caches(plan)[1] * ranks.local_world, most)
+    if max(ranks.gather(host - free_host_bytes())) > 0:
+        raise StoreError(
+            f"--cache: rows of {readable_size(host)} do not fit into the {readable_size(free_host_bytes())} of free memory"
         )
     if budget and plan.mode == MODES[0]:
         ranks.say("memory  --cache has no effect: all features are in GPU memory")
