@@ -7,11 +7,11 @@
 
 The seeds of a batch and their sampled neighbours depend only on the random seed, the epoch and the step, not on the
 number of threads or the prefetch depth; a step's seeds, over all processes, are the same for any number of processes.
-To copy this file, also take sampler.py, features.py and the folder disk/.
+To copy this file, also take sampler.py, features.py and the folders disk/ and extras/.
 """
 
 import gc
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext
 from operator import index
 from typing import Any, NamedTuple
 
@@ -21,13 +21,11 @@ import torch
 from disk.columns import EDGE_FEATURES, EDGE_TYPE
 from disk.convert import as_tensor, is_sparse, kind_of, part_ids, shaped, shown
 from disk.convert import from_edge_index as from_edge_index
+from extras import elsewhere
 from features import Batch, FeatureRing, ask, prefetch, stored
 from sampler import NeighborSampler, mix
 
-with suppress(ImportError):
-    from extras import elsewhere
-
-    __getattr__ = elsewhere(__name__)
+__getattr__ = elsewhere(__name__)
 
 
 class Graph(NamedTuple):

@@ -217,7 +217,7 @@ def choose_mode(store, gpus=0, mode="auto", **options):
 
 
 def memory_options(ranks, flags, task, used):
-    """Return the keyword arguments of `estimate` in run/plan.py. What is free, and the cores, are the least of all
+    """Return the keyword arguments of `estimate`. What is free, and the cores, are the least of all
     ranks: they have to choose the same mode."""
     free_gpu = flags.free_gpu
     if free_gpu is None:
@@ -305,7 +305,7 @@ def check_memory(ranks, plan, task):
 
 
 def sizes(flags, task, used, cores=1):
-    """Return the keyword arguments of `placements` in run/plan.py: what the memory of a run depends on. cores: of each
+    """Return the keyword arguments of `placements`: what the memory of a run depends on. cores: of each
     process, if --sample-threads and --prefetch are not settled."""
     conv = flags.layer
     heads = flags.heads if "heads" in conv.takes else 1

@@ -542,6 +542,13 @@ block = namedtuple("Block", "indptr indices src_nodes edge_type")(*values)
 net = GNN(3, 4, 2, conv=RGCNConv, num_types=2, num_layers=1, inputs=NodeInputs([(2, 3), (1, 0)], 4))
 assert net([block], torch.ones(1, 3)).shape == (1, 2)
 """,
+    "loader sampler features disk extras": """
+import torch
+from loader import Graph, NodeLoader
+ids = torch.arange(3)
+graph = Graph(torch.tensor([0, 1, 2, 2]), torch.tensor([1, 2]), torch.eye(3), ids)
+assert sum(len(batch.y) for batch in NodeLoader(graph, ids, [1], batch_size=2)) == 3
+""",
     "store disk native extras": """
 import numpy as np, torch
 from store import GraphStore, build_store, verify
