@@ -177,11 +177,10 @@ class FeatureRing:
         reuse=True,
         edge_features=None,
     ):
-        self.features = stored(features)
-        self.source = ask(features, "over")(self.features, device)
+        self.source = ask(features, "over")(stored(features), device)
+        features = self.features = stored(features)
         self.coded = ask(self.source, "coded")
         self.decode = ask(self.source, "decode")
-        features = self.features
         self.labels = labels
         self.edge_features = edge_features
         self.device = torch.device(device)
@@ -190,9 +189,8 @@ class FeatureRing:
         self.on_device = self._has(features)
         self.gather = gather or take
         self.aggregate = aggregate
-        self.first_hop = False
-        if aggregate is not None and isinstance(features, torch.Tensor):
-            self.first_hop = features.is_floating_point() or bool(self.coded)
+        self.first_hop = aggregate is not None and isinstance(features, torch.Tensor)
+        self.first_hop &= features.dtype.is_floating_point or bool(self.coded)
         self.width = features.shape[1] * (2 if self.first_hop else 1)
         self.convert = dtype
         self.dtype = dtype or self.source.dtype

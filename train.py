@@ -360,6 +360,7 @@ def train_many(ranks, flags, path):
     """Train --runs times with consecutive seeds -> exit code. Each has its own split if the data set has none or
     several."""
     columns = {}  # name of a score -> its values; some runs may lack one
+    code = 0
     for turn in range(flags.runs):
         seed = flags.seed + turn
         turn_flags = {"seed": seed, "turn": turn, "run": f"{flags.run}-seed{seed}"}
@@ -370,15 +371,16 @@ def train_many(ranks, flags, path):
             finished = train(ranks, replace(flags, **turn_flags), path)
         except NotFinite as error:
             raise NotFinite(f"seed {seed}: {error}") from error
-        if finished.code:
+        if finished.scores is None:
             return finished.code
+        code = code or finished.code
         for name, score in finished.scores.items():
             if score is not None:
                 columns.setdefault(name, []).append(score)
         path = None  # the next seed's split may make it another store
         release_memory()
     Report(ranks, replace(flags, tensorboard=None)).runs(finished.title, columns)
-    return 0
+    return code
 
 
 class Planned(ddp.Ranks):

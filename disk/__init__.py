@@ -1,1 +1,1 @@
-"""Parts of store.py: files and atomic writes, edge sorting, reading rows, the look-ahead cache, small graphs."""
+"""Parts of store.py: files and atomic writes, edge sorting, LMDB, reading rows."""

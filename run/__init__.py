@@ -1,1 +1,1 @@
-"""Parts of train.py: flags, memory plan, checkpoints, logging, a step as CUDA graphs."""
+"""Parts of train.py: flags, memory plan, checkpoints, logging, custom models."""

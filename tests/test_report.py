@@ -55,7 +55,7 @@ def _with_small_files(*words):
 
 
 def test_a_log_and_a_trace_that_cannot_be_written_are_said_once(tiny, tmp_path):
-    """A run that cannot write its trace does not succeed."""
+    """A run that cannot write its trace does not succeed; the next seed of --runs is trained all the same."""
     words = f"--dataset {tiny} --epochs 3 --profile {tmp_path}/t.json --checkpoint {tmp_path}/c.pt"
     words = *COMMON, words, "--log /dev/full"
     output = _end(_fork(tmp_path / "out", _with_small_files, *words), 2)
@@ -64,6 +64,8 @@ def test_a_log_and_a_trace_that_cannot_be_written_are_said_once(tiny, tmp_path):
     assert "\nresult  accuracy: test " in output and "Traceback" not in output
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.pt", "out"]
     assert torch.load(tmp_path / "c.pt", weights_only=True)["epoch"] == 3
+    output = _end(_fork(tmp_path / "out", _with_small_files, *words, "--runs 2"), 2)
+    assert output.count("\nexact ") == 2 and "\nresult  " in output  # the second seed, and both
 
 
 def test_a_trace_names_the_stages_on_every_thread_and_a_timeline_is_drawn(tiny, tmp_path):
