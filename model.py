@@ -436,10 +436,8 @@ def unchanged(*modules, kinds=frozenset()):
     """Whether modules are plain linear maps, or of other `kinds`: no adapter in the place of one, no hooks, also of all
     modules, and no method set on a module itself."""
     kinds |= {Linear}
-    attributes = [value for m in modules for value in vars(m).values()]
-    plain = not any(map(callable, attributes)) and not hooked(*modules)
-    plain = plain and not nn.modules.module._has_any_global_hook()
-    return plain and all(type(m) in kinds for m in modules)
+    plain = all(type(m) in kinds and not any(map(callable, vars(m).values())) for m in modules)
+    return plain and not hooked(*modules) and not nn.modules.module._has_any_global_hook()
 
 
 def hooked(*modules):
