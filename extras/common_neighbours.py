@@ -11,7 +11,8 @@ counts if both of its edges are seen at the time of the pair, and d is the numbe
 
 A column is log(1 + s) of such a sum s, in units of the weight of a node of typical degree. The last columns are about the
 destination alone: log(1 + n) for n edges into it that are seen and, with times, how recent the last of them is:
-log((T + 1) / (a + 1)) for an age a, where T is the span of all times; 0 without any, or if that one is `ALWAYS` seen.
+log((T + 1) / (a + 1)) for an age a, where T is the span of all times; 0 without any, or if that one is `ALWAYS` seen. Of
+these edges only those before the time of the pair are seen: in training a pair's own edge is at that time.
 """
 
 from functools import cached_property
@@ -94,13 +95,13 @@ class CommonNeighbours:
     def _seen(self, places, times):
         return self.times[places] < times if self.strict else self.times[places] <= times
 
-    def _degrees(self, nodes, times):
+    def _degrees(self, nodes, times, strict):
         """Count the edges into nodes [n] that are seen at times [n], or all -> int64 [n]."""
         start = self.edges.indptr[nodes]
         degree = self.edges.indptr[nodes + 1] - start
         if times is None:
             return degree
-        return number_before(self.ordered, start, degree, times, self.strict)
+        return number_before(self.ordered, start, degree, times, strict)
 
     def _summed(self, pairs, times):
         """Sum over common neighbours with torch operations -> float32 [P, 4]."""
@@ -126,8 +127,8 @@ class CommonNeighbours:
             kept = self._has(nodes, many[row], None if times is None else times[row])
             nodes = nodes[kept]
             row = row[kept]
-            weights = self.weights[self._degrees(nodes, None if times is None else times[row])]
-            sums.index_add_(0, row, weights)
+            when = None if times is None else times[row]
+            sums.index_add_(0, row, self.weights[self._degrees(nodes, when, self.strict)])
         return sums
 
     def _has(self, source, destination, times):
@@ -139,7 +140,7 @@ class CommonNeighbours:
 
     def _of_destination(self, nodes, times):
         """Compute the columns of destinations [P] -> list of float32 [P, 1]."""
-        degree = self._degrees(nodes, times)
+        degree = self._degrees(nodes, times, True)
         columns = [degree.float().log1p()]
         if self.times is not None:
             last = self.ordered[(self.edges.indptr[nodes] + degree - 1).clamp(min=0)]
@@ -169,7 +170,7 @@ class CommonNeighbours:
         kept = others != nodes
         sums = torch.zeros(len(sources) * V, len(COMMON))
         nodes = nodes[kept]
-        sums.index_add_(0, (row * V + others)[kept], self.weights[self._degrees(nodes, None)])
+        sums.index_add_(0, (row * V + others)[kept], self.weights[self.edges.indptr.diff()[nodes]])
         sums = sums.view(len(sources), V, -1)
         sums[torch.arange(len(sources)), sources] = 0
         return torch.cat([sums.log1p_(), self.node_features.expand(len(sources), -1, -1)], 2)

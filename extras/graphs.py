@@ -14,7 +14,7 @@ import torch
 
 from disk.files import StoreError, plural
 from extras.graph_store import GraphBatch, GraphDataset
-from extras.regression import check_loss, loss_of, moments
+from extras.regression import check_each, check_loss, loss_of, moments
 from extras.regressor import MODELS, POOLS, OwnRegressor
 from features import CudaCopies
 from loader import NodeLoader
@@ -170,12 +170,12 @@ class GraphTask(Task):
         known = present.any(1).split([len(part) for part in split.values()])
         graphs.split = {part: split[part][keep] for part, keep in zip(split, known)}
         train = len(split["train"])
-        if (none := ~present[:train].any(0)).any():
-            which = f"{noun} {int(none.int().argmax())} of {len(none)}" if len(none) > 1 else noun
-            raise StoreError(f"{graphs.path}: no training graph has a {which}")
+        check_each(graphs.path, "graph", noun, present[:train])
         if self.labels and y.shape[1] == 1 and len(y[:train][present[:train]].unique()) == 1:
             say("labels  all training graphs are of one class: there is nothing to learn")
-        self.mean, self.std = moments(y[:train].where(present[:train], math.nan))
+        self.mean, self.std = torch.tensor([0, 1])
+        if not self.labels:
+            self.mean, self.std = moments(y[:train].where(present[:train], math.nan))
 
     def _limits(self, args):
         """Return the `Limits` of --max-nodes and --max-edges, None without; StoreError for a graph that is larger."""
@@ -279,9 +279,8 @@ class GraphTask(Task):
     def set_buffers(self, network):
         if network.pooling == "sum":
             network.size.fill_(self.sizes[self.store.split["train"], 0].double().mean())
-        if not self.labels:
-            network.mean.copy_(self.mean)
-            network.std.copy_(self.std)
+        network.mean.copy_(self.mean)
+        network.std.copy_(self.std)
 
     def read(self, ids):
         """Read graphs, with their labels numbered -> GraphBatch."""
