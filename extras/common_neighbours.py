@@ -119,24 +119,18 @@ class CommonNeighbours:
                 places = places[kept]
                 row = row[kept]
             nodes = edges.sources[places].long()
-            kept = (nodes != pairs[row].T).all(0)
-            # each neighbour once: the first of equal ones
-            kept[1:] &= (nodes[1:] != nodes[:-1]) | (row[1:] != row[:-1])
-            nodes = nodes[kept]
-            row = row[kept]
-            kept = self._has(nodes, many[row], None if times is None else times[row])
-            nodes = nodes[kept]
-            row = row[kept]
-            when = None if times is None else times[row]
-            sums.index_add_(0, row, self.weights[self._degrees(nodes, when, self.strict)])
+            nodes, row = _once(nodes, row, pairs)
+            if times is None:
+                when = None
+                kept = edges.has(nodes, many[row])
+            else:
+                when = times[row]
+                seen = lambda places, i: self._seen(places, when[i])  # noqa: B023, E731
+                kept = edges.any_of(nodes, many[row], seen)
+                when = when[kept]
+            degrees = self._degrees(nodes[kept], when, self.strict)
+            sums.index_add_(0, row[kept], self.weights[degrees])
         return sums
-
-    def _has(self, source, destination, times):
-        """Check which edges source -> destination are there, and seen -> bool [n]."""
-        if times is None:
-            return self.edges.has(source, destination)
-        seen = lambda places, row: self._seen(places, times[row])  # noqa: E731
-        return self.edges.any_of(source, destination, seen)
 
     def _of_destination(self, nodes, times):
         """Compute the columns of destinations [P] -> list of float32 [P, 1]."""
@@ -159,10 +153,7 @@ class CommonNeighbours:
         degree = edges.indptr[sources + 1] - first
         row = torch.repeat_interleave(degree)
         nodes = edges.sources[expand(first, degree)].long()
-        kept = nodes != sources[row]
-        kept[1:] &= (nodes[1:] != nodes[:-1]) | (row[1:] != row[:-1])
-        nodes = nodes[kept]
-        row = row[kept]
+        nodes, row = _once(nodes, row, sources.unsqueeze(1))
         counts = indptr.diff()[nodes]
         others = destinations[expand(indptr[nodes], counts)].long()
         nodes = nodes.repeat_interleave(counts)
@@ -185,6 +176,13 @@ class CommonNeighbours:
         """The columns of every node as a destination, with all edges, [V, columns]."""
         nodes = torch.arange(self.edges.indptr.numel() - 1)
         return torch.cat(self._of_destination(nodes, None), 1)
+
+
+def _once(nodes, row, ends):
+    """Keep the first of equal nodes [n] of each row [n], ascending, but none of its `ends` [rows, k] -> (nodes, rows)."""
+    kept = (nodes != ends[row].T).all(0)
+    kept[1:] &= (nodes[1:] != nodes[:-1]) | (row[1:] != row[:-1])
+    return nodes[kept], row[kept]
 
 
 def destinations_of(edges):

@@ -62,7 +62,6 @@ class Scale(nn.Module):
 class NodeNumbers(NodeTask):
     """Regression on nodes: of targets, one or several each."""
 
-    title = "scores"
     answers = "targets"
 
     def read_labels(self, args, path, say):

@@ -424,12 +424,10 @@ def test_a_run_starts_from_the_weights_of_a_checkpoint(tiny, tmp_path, capsys):
 def test_logits_that_start_from_a_network_of_targets_are_not_scaled(tmp_path, capsys):
     arrays = _molecules(tmp_path / "m.npz")
     y = 1.0 * (arrays.pop("targets") > 4)
-    np.savez(tmp_path / "targets.npz", **arrays, targets=900 + y)
     np.savez(tmp_path / "labels.npz", **arrays, labels=y)
-    words = f"--task graph --gpus 0 --root {tmp_path} --hidden 8 --num-layers 1 --epochs 1"
-    start = tmp_path / "start.pt"
-    assert _code(words, f"--dataset {tmp_path}/targets.npz --checkpoint {start}") == 0
-    words = f"{words} --dataset {tmp_path}/labels.npz --init {start}"
+    words = f"--task graph --gpus 0 --root {tmp_path} --hidden 8 --epochs 1 --dataset {tmp_path}"
+    assert _code(f"{words}/m.npz --checkpoint {tmp_path}/start.pt") == 0
+    words += f"/labels.npz --init {tmp_path}/start.pt"
     weights = _run_here(tmp_path, words)[1]
     assert weights["mean"] == 0 and weights["std"] == 1
     _stops(capsys, r"size is \[\] there, missing in .* --pooling sum", words, "--pooling mean")
