@@ -41,12 +41,6 @@ def check_each(path, example, noun, present):
         raise StoreError(f"{path}: no training {example} has a {which}")
 
 
-def check_loss(args, path, numbers):
-    """Raise StoreError for --loss if what is learned are no numbers."""
-    if "loss" in args.typed and not numbers:
-        raise StoreError(f"--loss {args.loss} is of targets, and {path} has labels: leave it out")
-
-
 class Scale(nn.Module):
     """Turns standardised outputs [n, T] into targets, by buffers mean and std, float [T]."""
 
