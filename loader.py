@@ -190,7 +190,7 @@ class NodeLoader:
         self._length = "V"  # of a mask
         if indptr is not None:
             self._length = len(indptr) - 1
-        elif hasattr(graph, "__len__"):  # small graphs
+        elif hasattr(graph, "__len__") and not isinstance(graph, tuple):  # small graphs
             self._length = len(graph)
         self.draw = draw
         self.load_batch = load_batch

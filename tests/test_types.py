@@ -686,7 +686,7 @@ def test_train_learns_resumes_and_predicts_by_type(mag, tmp_path, capsys):
     _run_here(tmp_path, words, "--epochs 7")
     resume = f"--resume {tmp_path}/here.pt --gpus 0"
     _, resumed = _run_here(tmp_path, resume, "--epochs 12 --cache 20KB --verbose")
-    assert "page cache" in capsys.readouterr().out
+    assert "rows on disk: 20 KB in host memory" in capsys.readouterr().out
     torch.testing.assert_close(resumed, straight, rtol=0, atol=0)
     assert _code(f"{resume} --predict {tmp_path}/p.npy") == 0
     graph = GraphStore.open(mag)
