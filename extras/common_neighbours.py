@@ -11,7 +11,8 @@ counts if both of its edges are seen at the time of the pair, and d is the numbe
 
 A column is log(1 + s) of such a sum s, in units of the weight of a node of typical degree. The last columns are about the
 destination alone: log(1 + n) for n edges into it that are seen and, with times, how recent the last of them is:
-log((T + 1) / (a + 1)) for an age a, where T is the span of all times; 0 without any, or if that one is `ALWAYS` seen.
+log((T + 1) / (a + 1)) for an age a, where T is the span of all times; 0 without any, or if that one is `ALWAYS` seen. Of
+these edges only those before the time of the pair are seen: in training a pair's own edge is at that time.
 """
 
 from functools import cached_property
@@ -94,13 +95,13 @@ class CommonNeighbours:
     def _seen(self, places, times):
         return self.times[places] < times if self.strict else self.times[places] <= times
 
-    def _degrees(self, nodes, times):
+    def _degrees(self, nodes, times, strict):
         """Count the edges into nodes [n] that are seen at times [n], or all -> int64 [n]."""
         start = self.edges.indptr[nodes]
         degree = self.edges.indptr[nodes + 1] - start
         if times is None:
             return degree
-        return number_before(self.ordered, start, degree, times, self.strict)
+        return number_before(self.ordered, start, degree, times, strict)
 
     def _summed(self, pairs, times):
         """Sum over common neighbours with torch operations -> float32 [P, 4]."""
@@ -118,28 +119,22 @@ class CommonNeighbours:
                 places = places[kept]
                 row = row[kept]
             nodes = edges.sources[places].long()
-            kept = (nodes != pairs[row].T).all(0)
-            # each neighbour once: the first of equal ones
-            kept[1:] &= (nodes[1:] != nodes[:-1]) | (row[1:] != row[:-1])
-            nodes = nodes[kept]
-            row = row[kept]
-            kept = self._has(nodes, many[row], None if times is None else times[row])
-            nodes = nodes[kept]
-            row = row[kept]
-            weights = self.weights[self._degrees(nodes, None if times is None else times[row])]
-            sums.index_add_(0, row, weights)
+            nodes, row = _once(nodes, row, pairs)
+            if times is None:
+                when = None
+                kept = edges.has(nodes, many[row])
+            else:
+                when = times[row]
+                seen = lambda places, i: self._seen(places, when[i])  # noqa: B023, E731
+                kept = edges.any_of(nodes, many[row], seen)
+                when = when[kept]
+            degrees = self._degrees(nodes[kept], when, self.strict)
+            sums.index_add_(0, row[kept], self.weights[degrees])
         return sums
-
-    def _has(self, source, destination, times):
-        """Check which edges source -> destination are there, and seen -> bool [n]."""
-        if times is None:
-            return self.edges.has(source, destination)
-        seen = lambda places, row: self._seen(places, times[row])  # noqa: E731
-        return self.edges.any_of(source, destination, seen)
 
     def _of_destination(self, nodes, times):
         """Compute the columns of destinations [P] -> list of float32 [P, 1]."""
-        degree = self._degrees(nodes, times)
+        degree = self._degrees(nodes, times, True)
         columns = [degree.float().log1p()]
         if self.times is not None:
             last = self.ordered[(self.edges.indptr[nodes] + degree - 1).clamp(min=0)]
@@ -158,10 +153,7 @@ class CommonNeighbours:
         degree = edges.indptr[sources + 1] - first
         row = torch.repeat_interleave(degree)
         nodes = edges.sources[expand(first, degree)].long()
-        kept = nodes != sources[row]
-        kept[1:] &= (nodes[1:] != nodes[:-1]) | (row[1:] != row[:-1])
-        nodes = nodes[kept]
-        row = row[kept]
+        nodes, row = _once(nodes, row, sources.unsqueeze(1))
         counts = indptr.diff()[nodes]
         others = destinations[expand(indptr[nodes], counts)].long()
         nodes = nodes.repeat_interleave(counts)
@@ -169,7 +161,7 @@ class CommonNeighbours:
         kept = others != nodes
         sums = torch.zeros(len(sources) * V, len(COMMON))
         nodes = nodes[kept]
-        sums.index_add_(0, (row * V + others)[kept], self.weights[self._degrees(nodes, None)])
+        sums.index_add_(0, (row * V + others)[kept], self.weights[self.edges.indptr.diff()[nodes]])
         sums = sums.view(len(sources), V, -1)
         sums[torch.arange(len(sources)), sources] = 0
         return torch.cat([sums.log1p_(), self.node_features.expand(len(sources), -1, -1)], 2)
@@ -184,6 +176,13 @@ class CommonNeighbours:
         """The columns of every node as a destination, with all edges, [V, columns]."""
         nodes = torch.arange(self.edges.indptr.numel() - 1)
         return torch.cat(self._of_destination(nodes, None), 1)
+
+
+def _once(nodes, row, ends):
+    """Keep the first of equal nodes [n] of each row [n], ascending, but none of its `ends` [rows, k] -> (nodes, rows)."""
+    kept = (nodes != ends[row].T).all(0)
+    kept[1:] &= (nodes[1:] != nodes[:-1]) | (row[1:] != row[:-1])
+    return nodes[kept], row[kept]
 
 
 def destinations_of(edges):

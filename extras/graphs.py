@@ -14,7 +14,7 @@ import torch
 
 from disk.files import StoreError, plural
 from extras.graph_store import GraphBatch, GraphDataset
-from extras.regression import check_loss, loss_of, moments
+from extras.regression import check_each, loss_of, moments
 from extras.regressor import MODELS, POOLS, OwnRegressor
 from features import CudaCopies
 from loader import NodeLoader
@@ -138,7 +138,10 @@ class GraphTask(Task):
         if self.labels:
             default = "accuracy" if self.several_classes else "roc_auc"
         self.metric = args.metric or default
-        check_loss(args, path, not self.labels)
+        if self.labels and "loss" in args.typed:
+            raise StoreError(
+                f"--loss {args.loss} is of targets, and {path} has labels: leave it out"
+            )
         self.loss_kind = args.loss
         if self.labels == (self.metric in ERRORS):
             raise StoreError(
@@ -170,30 +173,27 @@ class GraphTask(Task):
         known = present.any(1).split([len(part) for part in split.values()])
         graphs.split = {part: split[part][keep] for part, keep in zip(split, known)}
         train = len(split["train"])
-        if (none := ~present[:train].any(0)).any():
-            which = f"{noun} {int(none.int().argmax())} of {len(none)}" if len(none) > 1 else noun
-            raise StoreError(f"{graphs.path}: no training graph has a {which}")
+        check_each(graphs.path, "graph", noun, present[:train])
         if self.labels and y.shape[1] == 1 and len(y[:train][present[:train]].unique()) == 1:
             say("labels  all training graphs are of one class: there is nothing to learn")
-        self.mean, self.std = moments(y[:train].where(present[:train], math.nan))
+        self.mean, self.std = torch.tensor([0, 1])
+        if not self.labels:
+            self.mean, self.std = moments(y[:train].where(present[:train], math.nan))
 
     def _limits(self, args):
         """Return the `Limits` of --max-nodes and --max-edges, None without; StoreError for a graph that is larger."""
         ids = torch.cat([*self.store.split.values()])
-        columns = []
-        limits = []
-        for j, (noun, most) in enumerate((("nodes", args.max_nodes), ("edges", args.max_edges))):
-            if not most:
-                continue
+        given = enumerate((args.max_nodes, args.max_edges))
+        limits = {j: most for j, most in given if most}
+        for j, most in limits.items():
+            noun = ("nodes", "edges")[j]
             largest = int(ids[self.sizes[ids, j].argmax()])
             if (size := int(self.sizes[largest, j])) > most:
                 raise StoreError(
                     f"--max-{noun} {most}: graph {largest} of {self.store.path} has {size:,} {noun}"
                     ", the most of all: give as many or more"
                 )
-            columns.append(j)
-            limits.append(most)
-        return Limits(self.sizes[:, columns], tuple(limits)) if columns else None
+        return Limits(self.sizes[:, [*limits]], (*limits.values(),)) if limits else None
 
     def numbered(self, y):
         """Number stored labels [G, T] as the loss takes them: classes from 0, with -1 for a missing label. Targets stay."""
@@ -279,9 +279,8 @@ class GraphTask(Task):
     def set_buffers(self, network):
         if network.pooling == "sum":
             network.size.fill_(self.sizes[self.store.split["train"], 0].double().mean())
-        if not self.labels:
-            network.mean.copy_(self.mean)
-            network.std.copy_(self.std)
+        network.mean.copy_(self.mean)
+        network.std.copy_(self.std)
 
     def read(self, ids):
         """Read graphs, with their labels numbered -> GraphBatch."""

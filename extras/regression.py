@@ -34,10 +34,11 @@ def loss_of(kind, output, y, std):
     return mean_of_present(LOSSES[kind](error), present).sum()
 
 
-def check_loss(args, path, numbers):
-    """Raise StoreError for --loss if what is learned are no numbers."""
-    if "loss" in args.typed and not numbers:
-        raise StoreError(f"--loss {args.loss} is of targets, and {path} has labels: leave it out")
+def check_each(path, example, noun, present):
+    """Raise StoreError for a target or label, a column of the mask `present` [n, T], that no training example has."""
+    if (none := ~present.any(0)).any():
+        which = f"{noun} {int(none.int().argmax())} of {len(none)}" if len(none) > 1 else noun
+        raise StoreError(f"{path}: no training {example} has a {which}")
 
 
 class Scale(nn.Module):
@@ -55,7 +56,6 @@ class Scale(nn.Module):
 class NodeNumbers(NodeTask):
     """Regression on nodes: of targets, one or several each."""
 
-    title = "scores"
     answers = "targets"
 
     def read_labels(self, args, path, say):
@@ -70,6 +70,8 @@ class NodeNumbers(NodeTask):
         self.metric = args.metric or "rmse"
         self.loss_kind = args.loss
         y = store.labels[store.split["train"]]
+        if args.trains:
+            check_each(path, "node", "target", ~y.isnan())
         if missing := int(y.isnan().sum()):
             say(f"targets {missing:,} of {y.numel():,} of the training nodes are missing")
 

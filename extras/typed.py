@@ -140,7 +140,7 @@ def _given_by_type(given) -> dict:
         for name, values in given.columns.items()
         if values is not None and not (name == EDGE_ORDER.name and isinstance(values, bool))
     }
-    single = [EDGE_TYPE.name] if EDGE_TYPE.name in columns else []
+    single = [EDGE_TYPE.name] * (EDGE_TYPE.name in columns)
     single += [name for name in ONE_GRAPH if getattr(given, name) is not None]
     if single:
         raise StoreError(f"{single[0]} is not for a graph that is given by type")

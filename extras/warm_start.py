@@ -7,7 +7,7 @@ import re
 
 from disk.files import StoreError, listed
 
-SHAPE = "model", "hidden", "num_layers"  # flags that shape the weights
+SHAPE = "model", "hidden", "num_layers", "pooling"  # flags that shape the weights
 
 
 def start(run):
@@ -32,15 +32,15 @@ def start(run):
     last = rf"(layers|residuals)\.{plan.num_layers - 1}\.|head|mean|std|target_scale|scorer\."
     fresh = []
     for name in {**new, **weights}:
-        was, here = ([*of[name].shape] if name in of else None for of in (weights, new))
+        was, here = ([*of[name].shape] if name in of else "missing" for of in (weights, new))
         if was == here:
             continue
         # of a network of a file: what differs in the number of its rows alone
         rows_differ = plan.conv is None and was and here and was[1:] == here[1:]
         if not (rows_differ or re.match(last, name)):
-            made = " ".join(f"{spelled(n)} {state['flags'][n]}" for n in SHAPE)
+            made = " ".join(f"{spelled(n)} {state['flags'][n]}" for n in SHAPE if state["flags"][n])
             raise StoreError(
-                f"--init {plan.init}: {name} is {was or 'missing'} there, {here or 'missing'} in this run; "
+                f"--init {plan.init}: {name} is {was} there, {here} in this run; "
                 f"it was made with {made}"
             )
         fresh.append(name)

@@ -86,11 +86,13 @@ def mean_roc_auc(logits, y):
     has them; None if all are."""
     if y.dim() == 1:
         present = y >= 0
-        logits = F.softmax(logits[present].double(), 1)
+        logits = logits[present].double()
         y = F.one_hot(y[present], logits.shape[1])
         if y.shape[1] == 2:
-            logits = logits[:, 1:]
             y = y[:, 1:]
+            logits = logits.diff()  # probabilities of large logits would all be 1
+        else:
+            logits = logits.softmax(1)
     values = [roc_auc(score[of >= 0], of[of >= 0]) for score, of in zip(logits.T, y.T)]
     values = [value for value in values if not math.isnan(value)]
     return sum(values) / len(values) if values else None

@@ -44,7 +44,7 @@ from tests.common import (
     _train,
     _wait_for,
 )
-from tests.stores import _refuses, _small_disk
+from tests.stores import _molecules, _refuses, _small_disk
 
 SMALL = " ".join(map(str, COMMON))
 OWN = """
@@ -419,6 +419,18 @@ def test_a_run_starts_from_the_weights_of_a_checkpoint(tiny, tmp_path, capsys):
         (f"{tiny} --resume {start}", "goes on with one: give one of them"),
     ):
         _stops(capsys, said, words, more)
+
+
+def test_logits_that_start_from_a_network_of_targets_are_not_scaled(tmp_path, capsys):
+    arrays = _molecules(tmp_path / "m.npz")
+    y = 1.0 * (arrays.pop("targets") > 4)
+    np.savez(tmp_path / "labels.npz", **arrays, labels=y)
+    words = f"--task graph --gpus 0 --root {tmp_path} --hidden 8 --epochs 1 --dataset {tmp_path}"
+    assert _code(f"{words}/m.npz --checkpoint {tmp_path}/start.pt") == 0
+    words += f"/labels.npz --init {tmp_path}/start.pt"
+    weights = _run_here(tmp_path, words)[1]
+    assert weights["mean"] == 0 and weights["std"] == 1
+    _stops(capsys, r"size is \[\] there, missing in .* --pooling sum", words, "--pooling mean")
 
 
 def test_a_network_of_ones_own_writes_embeddings(load_file, tiny, tmp_path, capsys):

@@ -430,7 +430,7 @@ def _check_best(evaluation, scorer, h, logit, known, sources):
 
 @pytest.mark.parametrize("timed, strict", [(False, False), (True, False), (True, True)])
 def test_what_nodes_have_in_common_is_what_plain_python_counts(timed, strict, ways):
-    """Whatever the order of the lists; nothing of it depends on the edges between the two nodes."""
+    """Whatever the order of the lists; nothing of it depends on the edges between the two nodes at the time of the pair."""
     for seed in range(6):
         rng = np.random.default_rng(seed)
         source, destination = ends = rng.integers(0, 12, (2, 60))
@@ -450,17 +450,17 @@ def test_what_nodes_have_in_common_is_what_plain_python_counts(timed, strict, wa
         weights = [lambda d: 1, lambda d: d**-0.5, lambda d: 1 / math.log(d + 1), lambda d: 1 / d]
         for (u, v), row, now in zip(pairs.tolist(), found.tolist(), when):
 
-            def seen(node):
-                early = times < now if strict else times <= now
+            def seen(node, strict=strict):
+                early = times < now if strict else times <= now  # noqa: B023
                 return source[(destination == node) & (early | (not timed))].tolist()  # noqa: B023
 
             shared = ({*seen(u)} & {*seen(v)}) - {u, v}
             degrees = [max(len(seen(w)), 1) for w in shared]
             sums = [math.log1p(sum(g(d) for d in degrees) / g(typical)) for g in weights]
-            assert row[:5] == pytest.approx([*sums, math.log1p(len(seen(v)))], abs=1e-5)
-            if timed and seen(v):
+            assert row[:5] == pytest.approx([*sums, math.log1p(len(seen(v, True)))], abs=1e-5)
+            if timed and seen(v, True):
                 here = destination == v
-                last = max(t for t in times[here].tolist() if (t < now if strict else t <= now))
+                last = max(t for t in times[here].tolist() if t < now)
                 span = times.max() - times[times > ALWAYS].min() + 1
                 recent = max(math.log(int(span) / (int(now) - last + 1)), 0)
                 assert row[5] == pytest.approx(recent, abs=1e-5)

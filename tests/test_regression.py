@@ -157,6 +157,8 @@ def test_targets_from_tables_are_predicted_by_name(tmp_path, capsys):
     assert texts[0] == texts[1] and texts[0].startswith('"node","price","tax"\n"h0",')
     classes = {"targets": None, "labels": np.arange(400) % 3}
     classes = build_store(tmp_path / "classes", **{**_numbers(), **classes})
+    given["targets"][given["split"]["train"], 2] = np.nan
+    unknown = build_store(tmp_path / "unknown", **given)
     _stops(
         capsys,
         "--metric rmse is of targets, and .* has classes",
@@ -168,6 +170,7 @@ def test_targets_from_tables_are_predicted_by_name(tmp_path, capsys):
         (f"{path} --metric accuracy", "--metric accuracy is of classes, and .* has targets"),
         (f"{path} --class-weights balanced", "--class-weights balanced is of classes"),
         (f"{path} --predict {y} --predict-what scores", "--predict-what scores is of classes"),
+        (unknown, "no training node has a target 2 of 3"),
         (f"{classes} --metric mae", "--metric mae is of targets, and .* has classes"),
         (f"{classes} --loss mae", "--loss mae is of targets, and .* has classes"),
         (f"{path} --task link --loss mae", "--loss mae is of targets of nodes and graphs"),
