@@ -351,8 +351,6 @@ class Conv(nn.Module):
     padded = False  # reads neighbours only by methods of `Neighborhood`: CUDA graphs can hold it
     takes = ()  # options of GNN that it is made with: "heads", "dropout", "norm", "num_types", "bases"
     last_options = {}  # options that the last layer of a GNN is made with
-    # its gradient of h is memory that nothing else has, to which that of x_dst may be added; a class states it for itself
-    own_gradient = False
 
     edge_dim = 0
     one_product = False  # see `MeanConv`
@@ -378,12 +376,11 @@ class Conv(nn.Module):
         S = block.indptr.numel() - 1
         if degree is None and self.uses_degree:
             degree = block_degrees(block)
-        h, x_dst = self.with_dst(h, S)
         near = Neighborhood(
             block.indptr,
             block.indices,
             messages=self.message(h, degree),
-            x_dst=x_dst,
+            x_dst=h[:S],
             degree=None if degree is None else degree[:S],
             nodes=None if seed is None else block.src_nodes[:S],
             seed=seed,
@@ -405,12 +402,6 @@ class Conv(nn.Module):
 
     def message(self, h, degree=None):
         return h
-
-    def with_dst(self, h, S):
-        """Return h [N, F] and its first S rows."""
-        in_place = fused and vars(type(self)).get("own_gradient")
-        in_place = in_place and unchanged(*self.modules(), kinds={type(self), *PARTS})
-        return fused.with_first(h, S) if in_place else (h, h[:S])
 
 
 def check_rows(block, h):
@@ -525,7 +516,6 @@ class SAGEConv(MeanConv, name="sage"):
     """GraphSAGE layer, mean aggregator (Hamilton, Ying, Leskovec, arXiv 1706.02216): W_self h_v + W_neigh mean(h_u), with
     features of edges + W_edge mean(e_uv)."""
 
-    own_gradient = True
     padded = True
 
     def __init__(self, in_dim, out_dim, edge_dim=0):
@@ -569,7 +559,6 @@ class GCNConv(MeanConv, name="gcn"):
     features of edges, W_edge mean(e_uv) over v's edges is added.
     """
 
-    own_gradient = True
     uses_degree = True
     whole_graph = True
     # it mixes a node's row with its neighbours'
@@ -631,7 +620,6 @@ class GINConv(Conv, name="gin"):
     this, as in the authors' networks; without it, training on graphs of large degree may not work at all.
     """
 
-    own_gradient = True
     uses_degree = True
     norm = "layer"
     # without, it learns nothing on some graphs
@@ -667,7 +655,6 @@ class GATv2Conv(Conv, name="gat"):
         edge_dim: width of the edge features; 0: none.
     """
 
-    own_gradient = True
     edge_features = "can"
     norm = "layer"
     # it mixes a node's row with its neighbours'
@@ -737,7 +724,6 @@ class LayerNorm(nn.LayerNorm):
 
 
 NORMS = {"none": nn.Identity, "layer": LayerNorm, "batch": BatchNorm}
-PARTS = *NORMS.values(), MLP, nn.ReLU  # of layers, beside linear maps
 HOOKS = "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks".split()
 
 
@@ -872,9 +858,8 @@ class GNN(nn.Module):
     def step(self, i, block, x, *, seed=None, edges=None):
         """Apply layer i and all that precedes the next one; seed: of the dropout after it."""
         layer = self.layers[i]
-        x, x_dst = layer.with_dst(x, block.indptr.numel() - 1)
         h = layer(block, x, self._degree(layer, block, x.device), seed, edges)
-        return self.finish(i, h, x_dst, block.src_nodes, seed)
+        return self.finish(i, h, x[: block.indptr.numel() - 1], block.src_nodes, seed)
 
     def _step_of_pair(self, i, block, pair, *, seed=None, edges=None):
         """`step` of own rows and means [S, 2F] of the block."""
@@ -927,7 +912,8 @@ class GNN(nn.Module):
             return self._scaled(h if residual is None else h + residual)
         nodes = None if nodes is None else nodes[: len(h)]
         norm = self.norms[i]
-        if not unchanged(*self.layers[i].modules(), norm, kinds={*CONVS.values(), *PARTS}):
+        kinds = {*CONVS.values(), *NORMS.values(), MLP, nn.ReLU}
+        if not unchanged(*self.layers[i].modules(), norm, kinds=kinds):
             # a hook, method or network may keep it, and ReLU is in place
             h = norm(h if residual is None else h + residual).clone()
             norm = residual = None

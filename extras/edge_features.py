@@ -11,7 +11,6 @@ from model import GINConv, Linear, edge_dst, summable, unchanged
 class GINEConv(GINConv, name="gine", after="gin"):
     """GIN with edge features (Hu et al., arXiv 1905.12265): MLP((1 + eps) h_v + sum(relu(h_u + W e_uv + b)))."""
 
-    own_gradient = True
     edge_features = "must"
     residual = "no"
 

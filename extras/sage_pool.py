@@ -6,7 +6,6 @@ from model import Conv, Linear, relu_dropout
 class SAGEPoolConv(Conv, name="sage-pool", after="sage"):
     """GraphSAGE layer, max-pooling aggregator (arXiv 1706.02216): W_self h_v + W_neigh max(relu(W_pool h_u + b))."""
 
-    own_gradient = True
     norm = "layer"
     padded = True
 

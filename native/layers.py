@@ -259,29 +259,6 @@ class _NormRelu(torch.autograd.Function):
         return out, None if normed["residual"] is None else out, *to_norm, None, None, None
 
 
-def with_first(x, S):
-    """Return x [N, F] and its first S rows, whose gradient is added to that of x in place."""
-    return (x, x[:S]) if followed() or not x.requires_grad else _WithFirst.apply(x, S)
-
-
-class _WithFirst(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, S):
-        ctx.set_materialize_grads(False)
-        ctx.shape = x.shape
-        return x.view_as(x), x[:S]
-
-    @staticmethod
-    def backward(ctx, grad, to_first):
-        if to_first is not None:
-            if grad is None:
-                grad = to_first.new_zeros(ctx.shape)
-            elif torch.is_grad_enabled():
-                grad = grad.clone()
-            grad[: len(to_first)] += to_first
-        return grad, None
-
-
 def dropout(x, nodes, seed, drop):
     """Apply dropout to an x on a GPU that needs no gradient; None on the CPU, where torch is as fast."""
     fits = nodes.shape == x.shape[:1] and is_gpu(x.device) and not x.requires_grad

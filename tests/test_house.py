@@ -23,12 +23,12 @@ HERE = Path(__file__).resolve().parents[1]
 # Size is counted in tokens without docstrings and comments: lines may be as many as reading needs. A number is raised only
 # in a commit that says what the tokens bought.
 LIMITS = {
-    "tokens of product Python": 167_400,
-    "tokens of C and CUDA": 29_150,
-    "tokens of bench": 34_900,
-    "tokens of tests": 179_800,
+    "tokens of product Python": 167_150,
+    "tokens of C and CUDA": 29_110,
+    "tokens of bench": 34_800,
+    "tokens of tests": 179_650,
     "lines of README": 198,
-    "longest file": 962,
+    "longest file": 948,
     "functions above 80 lines": 0,
     "functions of over 5 positional parameters": 0,
     "tuples of over 3 values returned": 0,

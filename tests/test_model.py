@@ -413,51 +413,6 @@ def test_model_a_batch_of_one_seed_or_none_trains(conv, norm):
         assert len(seeds) or not any(p.grad.any() for p in net.parameters())
 
 
-class _Shifted(model.SAGEConv):
-    """Its messages share a gradient with `shift`."""
-
-    def __init__(self, *dims):
-        super().__init__(*dims)
-        self.shift = torch.nn.Parameter(torch.ones(dims[0]))
-
-    def message(self, h, degree=None):
-        return super().message(h + self.shift, degree)
-
-
-@pytest.mark.parametrize("conv", ["sage", "gcn", "gin", "gat", _Shifted])
-def test_gradients_of_destinations_are_added_in_place_where_nothing_else_has_them(
-    conv, monkeypatch
-):
-    """To the same sums as without; not in layers whose class does not state it, nor where a method was set on one."""
-    net = GNN(8, 8, 8, conv=conv, num_layers=2, residual=True, heads=2, dropout=0)
-    blocks = NeighborSampler(*_random_graph(np.random.default_rng(7), 90, 4), [4, 4])
-    blocks = blocks.sample(torch.arange(20), 0)
-    x, weight = torch.randn(blocks[0].num_src, 8), torch.randn(20, 8)
-
-    def grads():
-        inputs = weight, x, *net.parameters()
-        with torch.profiler.profile() as profile:
-            made = _with_grads(lambda x, *_: net(blocks, x, key=3), *inputs)
-        return made, sum("SliceBackward" in e.name for e in profile.events())
-
-    in_place, slices = grads()
-    monkeypatch.setattr(model.fused, "with_first", lambda x, S: (x, x[:S]))
-    apart, more = grads()
-    torch.testing.assert_close(in_place, apart)
-    assert more and slices == (more if conv is _Shifted else 0)
-    message = net.layers[1].message
-
-    def shifted(x, shift):
-        shift = 2 * shift  # its gradient waits while that of h is added to
-        net.layers[1].message = lambda h, degree=None: message(h + shift, degree)
-        return net(blocks, x, key=3)
-
-    both = weight, x, torch.randn(blocks[1].num_src, 8)
-    apart = _with_grads(shifted, *both)
-    monkeypatch.undo()
-    torch.testing.assert_close(_with_grads(shifted, *both), apart)
-
-
 def test_model_inputs_are_dropped_in_training_alone():
     """A GIN of two classes has no layer norm, through which no gradient would pass."""
     block, seen = Block(torch.arange(21), torch.arange(20), torch.arange(20), None), []
