@@ -28,8 +28,12 @@ COLUMNS = dict(
 )
 # tasks of --task, layers and models of small graphs of --model
 TASKS = dict(link=".links", graph=".graphs")
-LAYERS = {"sage-pool": ".sage_pool", "gine": ".edge_features"}
-LAYERS |= dict(rgcn=".relational", rgat=".relational")
+LAYERS = {
+    "sage-pool": ".sage_pool",
+    "gine": ".edge_features",
+    "rgcn": ".relational",
+    "rgat": ".relational",
+}
 MODELS = {"edge-gated": ".graphs", "alignn": ".graphs"}
 STEPS = dict(cuda_graph=".step_graphs")  # what may replace a training step
 STARTS = dict(init=".warm_start")  # weights to start from

@@ -225,7 +225,7 @@ class LinkTask(Task):
             store,
             args.edge_split,
             args.seed,
-            timed=getattr(args, "temporal", "off") != "off",
+            timed=args.temporal != "off",
             edge_type=edge_type,
             say=say,
         )
