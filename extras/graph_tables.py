@@ -426,9 +426,10 @@ def node_column(file, nodes, name, ignore=()) -> np.ndarray:
     """Read a table for nodes.
 
     Args:
-        name: "targets": columns of numbers -> float64 [V] or [V, T], NaN for a missing one; "labels": a column of numbers or text, or multi-label columns of 0 and 1 -> float64 [V] or [V, C], NaN:
-            no label, or text [V]; a column of nodes of a store: its values [V]; both may have a column of ids as well, with
-            which labels may be for some nodes only. Other names: a column of ids of distinct nodes -> int64 [n].
+        name: "targets": columns of numbers -> float64 [V] or [V, T], NaN for a missing one. "labels": a column of numbers or
+            text, or multi-label columns of 0 and 1 -> float64 [V] or [V, C], NaN: no label, or text [V]. A column of nodes of
+            a store: its values [V]. All may have a column of ids as well, with which labels and targets may be for some nodes
+            only. Other names: a column of ids of distinct nodes -> int64 [n].
     """
     with opened(file, ignore, nodes.heads) as table:
         is_labels = name in ANSWERS
