@@ -39,7 +39,6 @@ hold them (with `excludes`, room for excluded edges, `fill` takes edges of every
 import ctypes
 import functools
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
@@ -72,15 +71,16 @@ def aggregate_source(ids, k, features, out):
     widest = min(16 // features.element_size(), 8)
     fits = (v for v in (8, 4) if v <= widest and not features.shape[1] % v)
     vec = next(fits, 1) if aligned else 1
-    defines = {
-        "ID": IDS[ids],
-        "IN": (ROWS | CODES)[features.dtype],
-        "OUT": ROWS[out.dtype],
-        "VEC": vec,
-        "LANES": lanes(out, vec),
-        "K": k,
-    }
-    return build.read_source("aggregate.cu", **defines), vec
+    source = build.read_source(
+        "aggregate.cu",
+        ID=IDS[ids],
+        IN=(ROWS | CODES)[features.dtype],
+        OUT=ROWS[out.dtype],
+        VEC=vec,
+        LANES=lanes(out, vec),
+        K=k,
+    )
+    return source, vec
 
 
 def lanes(out, vec):
@@ -125,8 +125,6 @@ class Backend:
         # for kernels that need no frame
         self.outcome = spec.indices.new_zeros(ctypes.sizeof(Outcome) // 8, dtype=torch.int64)
         self.graph = build.fill(Batch(), outcome=self.outcome, **build.law_fields(self.spec))
-        self.num_nodes = spec.num_nodes
-        self.timed = spec.timed
         # edges to allocate for each hop that once lacked room: what it wanted, and a quarter more
         self.most = [0] * len(fanouts)
         self.resting = []  # idle frames; pop and append are atomic
@@ -149,7 +147,7 @@ class Backend:
                 the outermost hop. exclude: int64 [X] edges, or None.
             times: int64 [S], if edges have times.
         """
-        if not self.num_nodes and seeds.numel():
+        if not self.spec.num_nodes and seeds.numel():
             return None
         with self.kernels.current():
             try:
@@ -188,31 +186,35 @@ class Backend:
     def degrees(self, nodes, times):
         """Count the edges that nodes [n] see at times int64 [n], without types -> int64 [n]; 0 for a damaged list."""
         degrees = torch.empty_like(times)
-        values = {"b": self.graph, "n": len(times), "nodes": nodes, "times": times}
-        self.kernels.run("degrees_at", len(times), {**values, "degrees": degrees})
+        self.kernels.run(
+            "degrees_at",
+            len(times),
+            {"b": self.graph, "n": len(times), "nodes": nodes, "times": times, "degrees": degrees},
+        )
         return degrees
 
     def shapes(self, S):
         """Plan room for a batch of S seeds -> (source nodes by hop [L + 1], the seeds first; edges by hop [L])."""
-        num_edges = self.spec.indices.numel()
+        spec = self.spec
+        num_edges = spec.indices.numel()
         rows = [S]
         places = []
         for k, most in zip(self.fanouts, self.most):
             # at another time, or for another seed, a node has its edges again
-            again = rows[-1] if self.spec.pairing else 1
-            room = rows[-1] * k if self.spec.rule.repeats else num_edges * again
-            bounded = k > 0 and self.spec.rule.bounded
+            room = num_edges * (rows[-1] if spec.pairing else 1)
+            if spec.rule.repeats:
+                room = rows[-1] * k
+            bounded = k > 0 and spec.rule.bounded
             if bounded:
                 room = min(room, rows[-1] * k)
             if not bounded or room > ROOM:
-                usual = k if k > 0 else num_edges / max(self.num_nodes, 1)
+                usual = k if k > 0 else num_edges / max(spec.num_nodes, 1)
                 room = min(room, most or min(int(1.25 * usual * rows[-1]) + 4096, ROOM))
             places.append(max(room, 1))
             sources = rows[-1] + places[-1]
-            rows.append(sources if self.spec.pairing else min(sources, self.num_nodes))
-        if S + sum(places) >= (
-            NONE // 4 if self.spec.pairing else NONE
-        ):  # slots have to fit an int, too
+            rows.append(sources if spec.pairing else min(sources, spec.num_nodes))
+        # slots have to fit an int, too
+        if S + sum(places) >= (NONE // 4 if spec.pairing else NONE):
             raise ValueError(
                 f"a batch of up to {sum(places)} edges is too large; use smaller batches"
             )
@@ -233,15 +235,6 @@ class Backend:
         return frame
 
 
-class Shape(NamedTuple):
-    """What the launches of a Frame depend on, beside the graph."""
-
-    rows: list  # room for source nodes by hop [hops + 1], the seeds first
-    places: list  # room for edges by hop [hops]
-    relabel_outer: bool
-    excludes: int  # room for excluded edges
-
-
 class Frame:
     """The memory and the launches that sample a batch, for one batch at a time.
 
@@ -259,12 +252,12 @@ class Frame:
         self.backend = backend
         self.ids = spec.indices
         self.kernels = backend.kernels
-        self.shape = None
+        self.shape = None  # arguments of `fit`
         self.kept = {}
         self.listing = None
         self.base = 0
         self.parts = [Part(hop, k) for hop, k in enumerate(backend.fanouts)]
-        slots = 0 if spec.pairing else backend.num_nodes
+        slots = 0 if spec.pairing else spec.num_nodes
         self.table = self.ids.new_empty(slots, dtype=torch.int32)
         self.pairs = self.ids.new_empty(0, dtype=torch.int64)
         states = ("states", State * (L + 1))
@@ -300,7 +293,7 @@ class Frame:
 
     def fit(self, rows, places, relabel_outer, excludes):
         """Allocate working memory for rows source nodes and places edges, see `Backend.shapes`; prepare launches."""
-        shape = Shape(rows, places, relabel_outer, excludes)
+        shape = rows, places, relabel_outer, excludes
         if self.shape == shape:
             return
         self.shape = shape
@@ -341,7 +334,7 @@ class Frame:
                 self.base = 0
                 build.fill(b, pairs=self.pairs, table=self.table)
         self.head = ctypes.sizeof(Input) // 8
-        size = self.head + (3 * S if self.backend.timed else S)
+        size = self.head + (3 * S if spec.timed else S)
         self.host_inputs = self._integers(size, pinned=True)
         self.input = self._integers(size)
         at = Input.step.offset // 8
@@ -349,7 +342,7 @@ class Frame:
         self.header = Input.from_address(self.host_inputs.data_ptr())
         seeds = self.input[self.head :]
         build.fill(b, input=self.input, seeds=seeds)
-        if self.backend.timed:
+        if spec.timed:
             groups = None if spec.disjoint else seeds[S:]
             build.fill(b, groups=groups, times=seeds[2 * S :])
         self.sums = {"sums": pointer, "num_sums": num_sums}
@@ -360,9 +353,13 @@ class Frame:
         parts = self.parts[:hops]
         yield self._begin()
         for part, following in zip(parts, [*parts[1:], None]):
-            counts = int(self.counted and following is not None)
-            values = {"b": self.batch, "part": part, "next": following or part, "counts": counts}
-            prepare = functools.partial(self.kernels.prepare, **values)
+            prepare = functools.partial(
+                self.kernels.prepare,
+                b=self.batch,
+                part=part,
+                next=following or part,
+                counts=int(self.counted and following is not None),
+            )
             if not self.counted:
                 yield prepare("count"), part.rows
             if self._in_registers(part.k):
@@ -375,16 +372,20 @@ class Frame:
                 yield prepare("number"), max(32 * part.words, part.rows)
         hops = sum(part.relabel for part in parts)
         end = parts[hops].first if hops < len(parts) else self.positions
-        given = {"b": self.batch, "hops": hops, "start": parts[0].first, "end": end, **self.sums}
-        yield self.kernels.prepare("finish", **given), max(end, self.sums["num_sums"])
+        finish = self.kernels.prepare(
+            "finish", b=self.batch, hops=hops, start=parts[0].first, end=end, **self.sums
+        )
+        yield finish, max(end, self.sums["num_sums"])
 
     def _begin(self):
         b = self.batch
         part = self.parts[0]
         hops = len(self.parts)
         threads = max(part.rows * max(b.label_bytes, 1), hops, b.num_sizes)
-        given = {"b": b, "part": part, "hops": hops, "counts": int(self.counted)}
-        return self.kernels.prepare("begin", **given, threads=threads), threads
+        begin = self.kernels.prepare(
+            "begin", b=b, part=part, hops=hops, counts=int(self.counted), threads=threads
+        )
+        return begin, threads
 
     def _in_registers(self, k):
         return self.counted and 0 < k <= REGISTERS[-1]
@@ -405,7 +406,7 @@ class Frame:
         self.times = None
         if spec.edge_ids or not all(self._in_registers(part.k) for part in parts):
             self.edges = self.ids.new_empty(self.positions, dtype=torch.int64)
-        if self.backend.timed:
+        if spec.timed:
             self.times = self.ids.new_empty(self.local, dtype=torch.int64)
         build.fill(
             self.batch,
@@ -429,7 +430,8 @@ class Frame:
 
         Rows beyond the destinations have no edges; in the padding, indices is -1 and src_nodes some valid node id.
         """
-        return self._blocks(self.shape.rows, self.shape.places)
+        rows, places, *_ = self.shape
+        return self._blocks(rows, places)
 
     def _blocks(self, rows, places):
         """Make blocks with these numbers of destinations, the last of them sources, and of edges."""
@@ -442,7 +444,7 @@ class Frame:
                 indices=memory.narrow(0, self.local + part.first, E),
                 src_nodes=memory.narrow(0, 0, N),
                 edge_ids=self.edges.narrow(0, part.first, E) if spec.edge_ids else None,
-                src_times=self.times.narrow(0, 0, N) if self.backend.timed else None,
+                src_times=self.times.narrow(0, 0, N) if spec.timed else None,
                 src_seed=self.src_seed.narrow(0, 0, N) if spec.disjoint else None,
             )
             blocks.append(block)
@@ -451,21 +453,20 @@ class Frame:
     def fill(self, seeds, step, exclude=None, times=None):
         """Set seeds, step, excluded edges and times of the next batch; the last one, and its copies, must be done.
         exclude: int64 [X] edges, in any order; more than there is room for set FULL."""
-        num_excluded = 0
-        if exclude is not None:
-            num_excluded = len(exclude)
-            self._exclude(exclude)
         if self.base < self.positions:  # the table is used up, or new
             self.table.fill_(NONE)
             self.base = NONE
         self.base -= self.positions
         S = seeds.numel()
-        header = self.header
+        spec, header = self.backend.spec, self.header
         header.step = step
         header.num_seeds = S
         header.offset = self.base
-        header.num_excluded = num_excluded
-        header.key_step = step // self.backend.spec.rule.steps
+        header.num_excluded = 0
+        if exclude is not None:
+            header.num_excluded = len(exclude)
+            self._exclude(exclude)
+        header.key_step = step // spec.rule.steps
         self.input_size = len(self.host_inputs)
         given = self.host_inputs[self.head :]
         if seeds.is_cuda:
@@ -473,8 +474,8 @@ class Frame:
             given = self.input[self.head :]
         if times is not None:
             times = times.to(given.device).contiguous()
-            room = self.shape.rows[0]
-            if not self.backend.spec.disjoint:
+            room = self.parts[0].rows
+            if not spec.disjoint:
                 values = times.sort()[0]
                 given[room:][:S].copy_(torch.searchsorted(values, times))
                 times = values
@@ -486,7 +487,7 @@ class Frame:
         edges = edges.sort()[0]
         # of equal edges all but one become an edge after all others, which is in no row
         edges[1:].masked_fill_(edges[1:] == edges[:-1], self.ids.numel())
-        room = self.kept["excluded"][: min(len(edges), self.shape.excludes)]
+        room = self.kept["excluded"][: min(len(edges), self.batch.excludes)]
         room.copy_(edges.sort()[0][: len(room)])
 
     def start(self):
@@ -530,8 +531,13 @@ class Frame:
         if kernels:
             # their memory is read and written at every start
             self.aggregated = {"features": features, "steps": scale, "out": out}
-            given = {"b": self.batch, "part": part, "width": features.shape[1] // vec}
-            launch = kernels.prepare("pick_aggregate", **given, **self.aggregated)
+            launch = kernels.prepare(
+                "pick_aggregate",
+                b=self.batch,
+                part=part,
+                width=features.shape[1] // vec,
+                **self.aggregated,
+            )
             self.steps.append((launch, lanes(out, vec) * part.rows))
         return kernels is not None
 
@@ -548,7 +554,7 @@ class Frame:
         n = max(hop for hop, block_lists in enumerate(lists) if block_lists) + 1
         outer = self.parts[n - 1]
         end = outer.first + outer.places
-        sources = self.shape.rows[1 : n + 1]
+        sources = [part.next_rows for part in self.parts[:n]]
         ints = functools.partial(self.ids.new_zeros, dtype=torch.int32)
         sizes, starts = ints((2, sum(sources) + 1))
         dst, slot, *arrays = by_position = ints((6, end))
